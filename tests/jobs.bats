@@ -479,7 +479,7 @@ END
     echo "{\"name\": \"j$number\", \"exit\": 1, \"_retries\": 0}"
   done | job_list
   run -75 dispatch
-  [[ "$output" == *"paused: 5 attempts in a row failed within 30 s, the last: exit code 1: "*"gives up; fix the cause"* ]]
+  [[ "$output" == *"paused: 5 attempts in a row failed within 30 s each; the last: exit code 1: "*"gives up; fix the cause"* ]]
   [[ "$output" == *"paused: 0 of 9 done, 5 failed, 4 waiting"*"continue: "*"run_distributed_training.py"*" resume"* ]]
   holds 'len(began) == 5 and r["state"] == "paused"'
   run list status

@@ -226,7 +226,7 @@ fill() { # <directory>: fill its file system
   lab cut "$N3"
   wait_for_line out "retry: " # waits for a slot
   lab heal "$N3"
-  wait_for_line out "still runs after it was given up; stopping it"
+  wait_for_line out "was declared lost but still runs; killing it"
   wait_until_started later # on that server, as the others are busy
   run ! alive "$pid"
   : >go
@@ -258,7 +258,7 @@ fill() { # <directory>: fill its file system
 }
 
 
-@test "a server whose disk is full gets no more jobs, and the exit codes of its jobs are reported" {
+@test "a server whose disk is full gets no new jobs, and the exit codes of its jobs are reported" {
   small=$HOMES/$N2/small
   mkdir "$small"
   on "$N2" mount -t tmpfs -o size=2m tmpfs "$small"
@@ -278,7 +278,7 @@ END
   wait_until_started ends
   wait_for_line out "no space left on the disk with its log"
   : >full
-  wait_for_line out "$N2: gets no more jobs: "
+  wait_for_line out "$N2: gets no new jobs: "
   run -0 list cancel p/fold0
   [[ "$output" == *"cancelled: p/fold0: cancelled on request; no process remains"* ]]
   wait_for_exit "$LAUNCHER"
@@ -418,7 +418,7 @@ END
   [ "$status" -eq 130 ]
   cluster "$N1:2" "$N2:1"
   start_command resume
-  wait_for_line out "$N3: no longer in the cluster config; its jobs run elsewhere in 3 s"
+  wait_for_line out "$N3: no longer in the cluster config; its jobs restart elsewhere after 3 s"
   wait_for_line out "another attempt writes there; retrying when it ends" # all servers share the files
   holds 'len(began) == 3'
   : >go

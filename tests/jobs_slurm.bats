@@ -322,7 +322,7 @@ END
 {"name": "timed", "_timeout": 100}
 END
   run -75 dispatch --log-file other.json
-  [[ "$output" == *"slurm: gets no more jobs: sbatch: "*"invalid partition specified: nosuch"*"; correct sbatch in"* ]]
+  [[ "$output" == *"slurm: gets no new jobs: sbatch: "*"invalid partition specified: nosuch"*"; correct sbatch in"* ]]
   [[ "$output" == *"paused: 0 of 2 done, 2 waiting"* ]]
   holds 'sorted(began) == ["one", "two"]'
   no_order_left

@@ -65,7 +65,7 @@ trainings() { # print how many base trainings have started
 
 
 copies() { # print how many copies the dispatcher reported
-  grep -c ' copied there ' out || true
+  grep -c ': received base ' out || true
 }
 
 
@@ -111,7 +111,7 @@ all_valid() { # <node...>
   [ "$(find experiments/base_training -mindepth 1 -maxdepth 1 | wc -l)" -eq 2 ]
   # The server that trained a base model needs no copy.
   for base in "$CACHE"/*; do
-    [ "$(grep -c "base ${base##*/} copied there" out)" -le 2 ]
+    [ "$(grep -c "received base ${base##*/} " out)" -le 2 ]
   done
   grep -q '"held_out_loss"' phase1_base_models.json || grep -q '"state": "done"' phase1_base_models.json
   [ "$(grep -c '"id"' phase2_experiments.json)" -eq 15 ]
@@ -168,7 +168,7 @@ all_valid() { # <node...>
   [ "$status" -eq 0 ]
   [ "$(trainings)" -eq 1 ]
   [ "$(copies)" -eq 0 ]
-  [ "$(grep -c ' copied there ' second)" -eq 1 ]
+  [ "$(grep -c ': received base ' second)" -eq 1 ]
   all_valid "$N1" "$N2"
 }
 

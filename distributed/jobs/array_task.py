@@ -3,18 +3,18 @@
 usage: array_task.py ARRAY
 
 ARRAY is the directory LIST/array-ID of an array that jobs/slurm.py submitted. Line SLURM_ARRAY_TASK_ID (from 0) of its
-file `attempts` names the attempt. The order of an attempt specifies what to run. It is a file with mode 0600, as it
-holds the environment of the job:
+file `attempts` names the attempt. The job specification of an attempt states what to run. It is a file with mode 0600,
+as it contains the environment of the job:
 
   LIST/ATTEMPT/order         not assigned to an array
   LIST/ATTEMPT/order.ID      assigned to this array
   LIST/ATTEMPT/taken.ID      claimed by an element that has not started the command
-  LIST/ATTEMPT/element.json  the element that claimed it: host, number in SLURM
+  LIST/ATTEMPT/element.json  the element that claimed it: host, time, array, SLURM job id
 
-An order is assigned, released and claimed by renaming it, which succeeds in one process only, and only the process that
-removes taken.ID starts the command. So an attempt runs once, even if it is submitted or requeued several times. The
-lock and the files of the supervisor are the same as on a server. If SLURM stops the job, the cause is written to the
-supervisor's record.
+A job specification is assigned, released and claimed by renaming its file, which only one process can do, and only the
+process that removes taken.ID starts the command. So an attempt runs once, even if it is submitted or requeued several
+times. The lock and the files of the supervisor are the same as for jobs on SSH servers. If SLURM stops the job, the
+cause is written to the supervisor's record.
 
 Standard library only: it runs on compute nodes.
 """
@@ -38,38 +38,38 @@ from distributed.launch import supervisor
 from distributed.training import base_model
 
 SERVER = "slurm"  # the name of the server, also in the names of the supervisor's files
-ORDER, TAKEN, NEW = "order", "taken", ".order"
+SPEC, TAKEN, NEW = "order", "taken", ".order"
 ATTEMPTS = "attempts"  # in an array's directory: the names of its attempts, one per line
 ELEMENT = "element.json"
 SETUP = "setup.sh"
-LOCK_TIMEOUT = 2.0  # seconds; the dispatcher holds the lock briefly when it checks it
+LOCK_TIMEOUT = 2.0  # seconds; the dispatcher takes the lock briefly to check whether the attempt is running
 SCONTROL_TIMEOUT = 3.0  # seconds
-# Variables that SLURM sets on the compute node; those of the submitting machine are not passed on.
+# Variables that SLURM sets on the compute node. Their values on the submitting machine are not passed on.
 NODE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "HOSTNAME")
 FOREIGN_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "MUSTER_", "TMUX")
 
 Facts = dict[str, Any]
 
 
-# ---------------------------------------------------------------- orders
+# ---------------------------------------------------------------- job specifications
 
 
-def order_path(attempt: str, array: str = "") -> str:
-    """The unclaimed order of the attempt in this directory. array: to which it is assigned."""
-    return os.path.join(attempt, f"{ORDER}.{array}" if array else ORDER)
+def spec_path(attempt: str, array: str = "") -> str:
+    """The unclaimed job specification in the directory of an attempt. array: the array to which it is assigned."""
+    return os.path.join(attempt, f"{SPEC}.{array}" if array else SPEC)
 
 
 def taken_path(attempt: str, array: str) -> str:
     return os.path.join(attempt, f"{TAKEN}.{array}")
 
 
-def write_order(attempt: str, order: Facts) -> None:
-    """Write an order atomically, readable by this user only. Raises OSError."""
+def write_spec(attempt: str, spec: Facts) -> None:
+    """Write a job specification atomically, readable by this user only. Raises OSError."""
     new = os.path.join(attempt, NEW)
     file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(file, "w") as target:
-        json.dump(order, target)
-    os.rename(new, order_path(attempt))
+        json.dump(spec, target)
+    os.rename(new, spec_path(attempt))
 
 
 def move(source: str, target: str) -> bool:
@@ -90,10 +90,10 @@ def remove(path: str) -> bool:
     return True
 
 
-def claim_order(attempt: str, array: str) -> Facts | None:
-    """Claim the order of an attempt. None: it is not assigned to this array."""
+def claim_spec(attempt: str, array: str) -> Facts | None:
+    """Claim the job specification of an attempt. None: it is not assigned to this array."""
     taken = taken_path(attempt, array)
-    move(order_path(attempt, array), taken)
+    move(spec_path(attempt, array), taken)
     try:
         with open(taken) as file:  # also if an earlier element claimed it, but was killed before it started the command
             found: Facts = json.load(file)
@@ -105,26 +105,27 @@ def claim_order(attempt: str, array: str) -> Facts | None:
 # ---------------------------------------------------------------- the environment
 
 
-def caller_environment(environment: dict[str, str]) -> dict[str, str]:
-    """The part of the dispatcher's environment that jobs get on their nodes, as sbatch passes it on."""
+def dispatcher_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The dispatcher's environment for jobs, without variables of the node, SLURM, Muster and earlier launches."""
     foreign = {os.fsdecode(name) for name in supervisor.STALE_VARIABLES} | set(NODE_VARIABLES)
     prefixes = (*FOREIGN_PREFIXES, *map(os.fsdecode, supervisor.STALE_PREFIXES))
     return {name: value for name, value in environment.items() if name not in foreign and not name.startswith(prefixes)}
 
 
-def environment_blocks(order: Facts, here: dict[str, str]) -> tuple[bytes, bytes]:
-    """(variables for the supervisor, variables of the job, which `setup` cannot change), as NUL-terminated entries.
+def environment_blocks(spec: Facts, here: dict[str, str]) -> tuple[bytes, bytes]:
+    """Return (inherited, own) variables of the command, each as NUL-terminated NAME=VALUE entries.
 
-    here: the environment set by SLURM; it overrides that of the dispatcher.
+    inherited: defaults and the dispatcher's environment, except variables that are set here. own: variables of the job,
+    applied after `setup`, which therefore cannot change them. here: the environment of this process.
     """
     cores = here.get("SLURM_CPUS_PER_TASK") or here.get("SLURM_CPUS_ON_NODE") or "1"
     defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cores}
-    if order["gpus"]:
-        defaults["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # SLURM's order
+    if spec["gpus"]:
+        defaults["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # SLURM's numbering
     else:
         defaults["CUDA_VISIBLE_DEVICES"] = ""
-    given = {name: value for name, value in {**defaults, **order["call"]}.items() if name not in here}
-    return block(given), block(order["env"])
+    inherited = {name: value for name, value in {**defaults, **spec["call"]}.items() if name not in here}
+    return block(inherited), block(spec["env"])
 
 
 def block(environment: dict[str, str]) -> bytes:
@@ -138,7 +139,7 @@ class SlurmSupervisor(supervisor.Supervisor):
     """A supervisor that handles SLURM's SIGTERM."""
 
     def __init__(self, files: supervisor.Files, *, grace: float, timeout: float, kill_wait: float) -> None:
-        """kill_wait: SLURM's seconds between SIGTERM and SIGKILL."""
+        """kill_wait: seconds between SLURM's SIGTERM and SIGKILL."""
         super().__init__(files, grace=grace, timeout=timeout)
         self._grace_in_slurm = max(1.0, kill_wait - max(2.0, kill_wait / 5))  # leaves time to write the exit code
         self._signalled = False
@@ -150,7 +151,7 @@ class SlurmSupervisor(supervisor.Supervisor):
         self._kill_at = min(self._kill_at, time.monotonic() + self._grace_in_slurm)
 
     def finish(self) -> None:
-        """Record the cause if SLURM stopped the job. It signals the command directly, perhaps before this process."""
+        """Record the cause if SLURM stopped the job. SLURM may signal the command before it signals this process."""
         ended_by_signal = self._signalled or self.code in (128 + signal.SIGTERM, KILLED)
         if ended_by_signal and not os.path.exists(self.files.record):
             cause, message = reason_of_end(slurm_job_id())
@@ -160,12 +161,12 @@ class SlurmSupervisor(supervisor.Supervisor):
 
 
 def slurm_job_id() -> str:
-    """SLURM's number of this element, such as 123_4. SLURM_JOB_ID is ambiguous: for one element, it is the array's."""
+    """The SLURM job id of this element, such as 123_4. In one element, SLURM_JOB_ID is that of the whole array."""
     return f"{os.environ.get('SLURM_ARRAY_JOB_ID', '')}_{os.environ['SLURM_ARRAY_TASK_ID']}"
 
 
 def reason_of_end(job: str) -> tuple[str, str]:
-    """(cause, message): why SLURM is stopping a job; both empty if it is not, or does not reply."""
+    """(cause, message): why SLURM is stopping a job; both empty if it is not stopping the job, or does not reply."""
     command = ["scontrol", "show", "job", "--oneliner", job]
     try:
         shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SCONTROL_TIMEOUT)
@@ -188,33 +189,33 @@ def reason_in(shown: str) -> tuple[str, str]:
     return "", ""
 
 
-def run(attempt: str, order: Facts) -> int:
-    """Run the command of an order. Returns its exit code. Raises HostError."""
+def run(attempt: str, spec: Facts) -> int:
+    """Run the command of a job specification. Returns its exit code. Raises HostError."""
     # The output directory stays locked until this process exits.
-    owner = order.get("owner") or os.path.basename(attempt).rpartition(".")[0]
-    host.claim_output(order["env"]["MUSTER_OUTPUT_DIR"], owner, order["script"])
+    owner = spec.get("owner") or os.path.basename(attempt).rpartition(".")[0]
+    host.claim_output(spec["env"]["MUSTER_OUTPUT_DIR"], owner, spec["script"])
     arguments = ["--dir", attempt, "--name", SERVER, "--detach"]
-    options = supervisor.SupervisorOptions([*arguments, "--", *order["command"]])
+    options = supervisor.SupervisorOptions([*arguments, "--", *spec["command"]])
     os.makedirs(os.path.dirname(options.files.record), exist_ok=True)
-    os.chdir(order["workdir"])
-    given, own = environment_blocks(order, dict(os.environ))
+    os.chdir(spec["workdir"])
+    inherited, own = environment_blocks(spec, dict(os.environ))
     process_scan.adopt_orphans()
-    timeout = float("inf") if order["timeout"] is None else float(order["timeout"])
-    job = SlurmSupervisor(options.files, grace=order["grace"], timeout=timeout, kill_wait=order["kill_wait"])
-    setup = os.path.join(attempt, SETUP) if order["setup"] else ""
-    job.start(options.command, supervisor.environment(given + own, options.files), own, setup)
+    timeout = float("inf") if spec["timeout"] is None else float(spec["timeout"])
+    job = SlurmSupervisor(options.files, grace=spec["grace"], timeout=timeout, kill_wait=spec["kill_wait"])
+    setup = os.path.join(attempt, SETUP) if spec["setup"] else ""
+    job.start(options.command, supervisor.environment(inherited + own, options.files), own, setup)
     code = job.watch()
-    if code == 0 and order.get("trains"):
-        publish(order)
+    if code == 0 and spec.get("trains"):
+        publish(spec)
     return code
 
 
-def publish(order: Facts) -> None:
+def publish(spec: Facts) -> None:
     """Publish a trained base model before SLURM starts the jobs that depend on it. Raises HostError."""
-    output, cache, digest = order["env"]["MUSTER_OUTPUT_DIR"], order["cache"], order["trains"]
+    output, cache, digest = spec["env"]["MUSTER_OUTPUT_DIR"], spec["cache"], spec["trains"]
     for tries_left in (2, 1, 0):
         try:
-            manifest = base_model.manifest_of(output, digest, settings=order["settings"], created=time.time())
+            manifest = base_model.manifest_of(output, digest, settings=spec["settings"], created=time.time())
             base_model.publish(cache, digest, base_model.stage(cache, output, manifest))
             return
         except (base_model.BaseModelError, FileNotFoundError) as error:  # a dispatcher may have cleaned the cache
@@ -236,7 +237,7 @@ def take_lock(attempt: str) -> bool:
     """Lock the attempt until this process exits. False: another process holds the lock."""
     file = os.open(host.HostAttempt(attempt, SERVER, "", 0.0).lock, os.O_RDWR | os.O_CREAT, 0o600)
     end = time.monotonic() + LOCK_TIMEOUT
-    while not try_lock(file):  # without support for locks, claiming the order still ensures that it runs once
+    while not try_lock(file):  # succeeds if locks are not supported; claiming still ensures a single run
         if time.monotonic() > end:
             return False
         time.sleep(0.1)
@@ -252,14 +253,14 @@ def work(array: str) -> int:
         return nothing_to_do(f"{name}: its directory was removed")
     if not take_lock(attempt):
         return nothing_to_do(f"{name}: already running")
-    order = claim_order(attempt, identifier)
-    if order is None:
-        return nothing_to_do(f"{name}: its order was already executed or withdrawn")
+    spec = claim_spec(attempt, identifier)
+    if spec is None:
+        return nothing_to_do(f"{name}: its job specification was already claimed or withdrawn")
     facts = {"host": os.uname().nodename, "time": time.time(), "array": identifier, "job": slurm_job_id()}
     write_json(os.path.join(attempt, ELEMENT), facts)
     if not remove(taken_path(attempt, identifier)):
-        return nothing_to_do(f"{name}: given up by the dispatcher")
-    return run(attempt, order)
+        return nothing_to_do(f"{name}: withdrawn by the dispatcher")
+    return run(attempt, spec)
 
 
 def nothing_to_do(message: str) -> int:
@@ -284,7 +285,7 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     except (KeyError, IndexError, ValueError) as error:
-        message = f"{type(error).__name__}: {error}: is this an element of an array of a job list?"
+        message = f"{type(error).__name__}: {error}: not started as an element of a Muster job array?"
     with contextlib.suppress(OSError):
         sys.stderr.write(f"array_task.py: {message}\n")
     return UNFIT

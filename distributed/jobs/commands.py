@@ -441,12 +441,12 @@ def refuse_other_list(state: ListState, config: ListConfig) -> None:
     if not state.id:
         return
     log_file, remedy = config.options.log_file, "use another --log-file for another list"
-    if state.about["backend"] != config.options.backend:
-        raise ConfigError(f"{log_file}: was started with --backend {state.about['backend']}; {remedy}")
-    if state.about["cwd"] != str(Path.cwd()):
-        raise ConfigError(f"{log_file}: was started in {state.about['cwd']}; run the command there, or {remedy}")
-    if state.about["script"] != config.script:
-        raise ConfigError(f"{log_file}: was started with the script {state.about['script']}; {remedy}")
+    if state.list_record["backend"] != config.options.backend:
+        raise ConfigError(f"{log_file}: was started with --backend {state.list_record['backend']}; {remedy}")
+    if state.list_record["cwd"] != str(Path.cwd()):
+        raise ConfigError(f"{log_file}: was started in {state.list_record['cwd']}; run the command there, or {remedy}")
+    if state.list_record["script"] != config.script:
+        raise ConfigError(f"{log_file}: was started with the script {state.list_record['script']}; {remedy}")
     if not set(state.jobs) & {job.id for job in config.jobs}:
         count = console.plural(len(state.jobs), "job")
         raise ConfigError(f"{log_file}: contains {count}, none of them in this list; {remedy}")
@@ -657,7 +657,7 @@ def reason_of(state: ListState, job: JobState) -> str:
 
 def unusable_servers(log_file: Path) -> list[str]:
     """A line for each server that gets no jobs, with the reason that the dispatcher wrote to the results."""
-    labels = {"refused": "not used: ", "unreachable": "unreachable: "}
+    labels = {"unusable": "not used: ", "unreachable": "unreachable: "}
     try:
         known = json.loads(log_file.read_bytes())["servers"]
         found = [(name, labels.get(each["state"], ""), each["reason"]) for name, each in known.items()]
@@ -746,7 +746,7 @@ def logs(options: argparse.Namespace, path: Path) -> int:
             raise ValueError(f"{job.job.name}: never started")
         known = ", ".join(str(each.number) for each in job.attempts)
         raise ValueError(f"{job.job.name}: no attempt {options.attempt}; known attempts: {known}")
-    log = Path(state.about["cwd"], "logs", "jobs", state.id, attempt.name, f"node_{attempt.server}.log")
+    log = Path(state.list_record["cwd"], "logs", "jobs", state.id, attempt.name, f"node_{attempt.server}.log")
     if attempt.open or not log.exists():
         config = stored_config(state)
         server = next((each for each in make_servers(config, state.id) if each.name == attempt.server), None)
@@ -767,14 +767,14 @@ def logs(options: argparse.Namespace, path: Path) -> int:
 
 def stored_config(state: ListState) -> ListConfig:
     """The options of the last call that ran the list, and its jobs. Changes to the working directory of the list."""
-    os.chdir(state.about["cwd"])
-    stored: dict[str, Any] = {"two_phase": False, **BASE_OPTIONS, **state.about["call"]}
+    os.chdir(state.list_record["cwd"])
+    stored: dict[str, Any] = {"two_phase": False, **BASE_OPTIONS, **state.list_record["call"]}
     for name in ("cluster_config", "jobs_config", "base_models"):
         stored[name] = Path(stored[name]) if stored.get(name) else None
     options = argparse.Namespace(**stored, plan=False)
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
     jobs = [job.job for job in state.jobs.values()]
-    return ListConfig(options, cluster, state.about["script"], jobs, Cache(Path.cwd()))
+    return ListConfig(options, cluster, state.list_record["script"], jobs, Cache(Path.cwd()))
 
 
 def cancel(options: argparse.Namespace, path: Path) -> int:

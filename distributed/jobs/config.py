@@ -3,7 +3,8 @@
     cluster = read_cluster(Path("cluster_config.json"))
     jobs = read_jobs(Path("jobs_config.json"), participants=None)
 
-Each line of a ConfigError is one fault: file, position, value and remedy. No server is contacted.
+A ConfigError reports one fault per line: its position (file, job, key), often the value, and the remedy. No server is
+contacted.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00\n]*$")]
 
 
 class ConfigError(ValueError):
-    """An invalid configuration; each line of the message is one fault with its remedy."""
+    """An invalid configuration. The message reports one fault per line, with its remedy; see also raise_faults()."""
 
 
 class StrictModel(BaseModel):
-    """Unknown keys are refused, types are not converted, and values cannot be changed."""
+    """A model that refuses unknown keys, does not convert types, and is immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ServerOptions(StrictModel):
-    """The keys of a server other than host; also those of `defaults`."""
+    """The keys of a server other than host. `defaults` has the same keys."""
 
     user: Text | None = None
     gpus: int = Field(1, ge=0, le=1024)  # 0: no GPU; slots_per_gpu is then the number of slots
-    ssh_key: Text | None = None  # path of a private key; default: that of ssh
+    ssh_key: Text | None = None  # path of a private key; default: chosen by ssh
     port: int | None = Field(None, ge=1, le=65535)
     workdir: Text | None = None  # default: ~/ml-customization if it exists, else the path of this working directory
     python: Text | None = None  # default: .venv/bin/python in workdir if it exists, else python3
@@ -93,18 +94,18 @@ class Server(ServerOptions):
 
 
 class BaseModels(StrictModel):
-    """The class of each key of a job (base, experiment or ignored), and the training of base models; see bases.py.
+    """Which keys of a job are base, experiment or ignored, and how base models are trained; see bases.py.
 
-    A key listed here does not keep its default class.
+    A key listed here overrides its default there.
     """
 
     base: list[Text] = Field(default_factory=list)  # settings that determine the weights of a base model
-    experiment: list[Text] = Field(default_factory=list)  # settings of the experiment that starts from it
+    experiment: list[Text] = Field(default_factory=list)  # settings of the experiment that starts from a base model
     ignored: list[Text] = Field(default_factory=list)  # settings without effect on results
-    defaults: dict[str, Any] = Field(default_factory=dict)  # of base keys that a job does not set
-    modes: list[Text] | None = Field(["full_fine_tuning"])  # of the jobs that start from a base model; null: all jobs
+    defaults: dict[str, Any] = Field(default_factory=dict)  # values of base keys that a job does not set
+    modes: list[Text] | None = Field(["full_fine_tuning"])  # jobs with such a `mode` start from a base model; null: all
     version: int = 1  # increment it after a change of the script or of the data in data_path
-    options: dict[str, Any] = Field(default_factory=dict)  # of the jobs that train base models, such as _timeout
+    options: dict[str, Any] = Field(default_factory=dict)  # such as _timeout, for the jobs that train base models
     expected_mb: float | None = Field(None, gt=0)  # size of a base model, for the plan
 
     @model_validator(mode="after")
@@ -210,7 +211,7 @@ class OptionKeys(StrictModel):
 
 
 def read_cluster(path: Path) -> ClusterConfig:
-    """Raises ConfigError."""
+    """Read cluster_config.json. Raises ConfigError."""
     return _read_model(path, ClusterConfig, "servers")
 
 
@@ -261,7 +262,7 @@ def read_entries(
 
 
 def raise_faults(faults: Sequence[str], prefix: str = "") -> None:
-    """Raise ConfigError if there are faults, one per line; after the 20th, a line with `prefix` gives their number."""
+    """Raise ConfigError if there are faults: the first 20, and a line with `prefix` that counts the remaining ones."""
     if faults:
         more = [f"{prefix}and {len(faults) - 20} more faults"] if len(faults) > 20 else []
         raise ConfigError("\n".join([*faults[:20], *more]))
@@ -304,9 +305,9 @@ def collisions(jobs: dict[int, Job]) -> Iterator[str]:
         ids.setdefault(job.id, number)
         seen.setdefault(job.output, number)
     for number, job in jobs.items():
-        for above in Path(job.output).parents:
-            if str(above) in seen:
-                yield f"job {number} would write into {above}, the directory of job {seen[str(above)]}; change prefix"
+        for parent in map(str, Path(job.output).parents):
+            if parent in seen:
+                yield f"job {number} would write into {parent}, the directory of job {seen[parent]}; change prefix"
 
 
 def _parse(path: Path) -> Any:
@@ -363,26 +364,26 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _explain(error: ValidationError, source: str, sign: str = "", within: str = "") -> Iterator[str]:
-    """A line for each fault. sign: the first character of the keys. within: the section that the file contains."""
+def _explain(error: ValidationError, source: str, prefix: str = "", within: str = "") -> Iterator[str]:
+    """A line for each fault. prefix: of the keys, such as `_`. within: the only section that the file contains."""
     for fault in error.errors():
         location = [str(part) for part in fault["loc"]]
-        key = sign + ".".join(location)
+        key = prefix + ".".join(location)
         location = [within, *location] if within else location
         start = f"{source}: {key}" if source and key else key or source
         if fault["type"] == "extra_forbidden":
-            yield f"{start}: unknown key; {_suggestion(location, sign)}"
+            yield f"{start}: unknown key; {_suggestion(location, prefix)}"
         elif fault["type"] == "missing":
             yield f"{start}: missing; add it"
         else:
             found = fault["input"]
-            secret = sign and location[:1] == ["env"]
+            secret = prefix and location[:1] == ["env"]
             value = "" if secret or isinstance(found, (dict, list)) else f"={json.dumps(found, default=str)[:SHOWN]}"
             yield f"{start}{value}: {fault['msg'].removeprefix('Value error, ')}"
 
 
-def _suggestion(location: Sequence[str], sign: str) -> str:
-    if sign:
+def _suggestion(location: Sequence[str], prefix: str) -> str:
+    if prefix:
         model: type[BaseModel] = OptionKeys
     elif len(location) == 1:
         model = ClusterConfig
@@ -392,4 +393,4 @@ def _suggestion(location: Sequence[str], sign: str) -> str:
         model = ServerOptions if location[0] == "defaults" else Server
     known = list(model.model_fields)
     close = difflib.get_close_matches(location[-1], known, n=1)
-    return f"did you mean {sign}{close[0]}?" if close else f"known keys: {', '.join(sign + name for name in known)}"
+    return f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(prefix + key for key in known)}"

@@ -1,8 +1,8 @@
 """Run a job list: place jobs on servers, monitor them, and return when no job is left to run.
 
-A single task handles all events of one queue. Each decision is a record: it is applied to the state, committed to the
-journal, and only then executed. The jobs of an unreachable server are treated as running for `lost_after` seconds; then
-they restart on other servers.
+A single asyncio task reads the event queue and handles every event. Each decision is a record: it is applied to the
+state, committed to the journal, and only then executed. The jobs of an unreachable server are treated as running for
+`lost_after` seconds; then they restart on other servers.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from distributed.jobs.state import (
 from distributed.training.base_model import BaseModelError, hash_of
 
 POLL_INTERVAL = 0.5  # seconds between checks of timeouts and of the journal
-EARLY_FAILURE_SECONDS = 30.0  # a failure within this time suggests a fault of the whole list, such as a missing package
+EARLY_FAILURE_SECONDS = 30.0  # a failure so soon after the start suggests a fault of all jobs: a missing package, ...
 MAX_EARLY_FAILURES = 5  # consecutive early failures that pause the list
 RETRY_DELAYS = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before connecting, or copying results, is retried
-MAX_REFUSED_STARTS = 3  # consecutive refused starts after which a server gets no more jobs
-COOLDOWN = 10.0  # seconds without new jobs after a refused start, multiplied by the number of refused starts
+MAX_FAILED_STARTS = 3  # consecutive failed starts after which a server gets no new jobs until it reconnects
+COOLDOWN = 10.0  # seconds without new jobs after a failed start, multiplied by the number of failed starts
 LOCK_INTERVAL = 1.0  # seconds between attempts to lock a base model
 GPU_INTERVAL = 10.0  # seconds between queries of GPU memory
-GPU_IN_USE_MIB = 1000  # a GPU with more memory in use, and without a job of this list, is in use by another process
+GPU_IN_USE_MIB = 1000  # more memory in use on a GPU without a job of this list: another process uses it
 
 
 class Unreachable(Exception):
@@ -56,9 +56,10 @@ class ServerUnusable(Exception):
 class NotStarted(Exception):
     """A server did not start an attempt.
 
-    kind: server (a fault of this server, possibly temporary), useless (this server can start no job), job (no server
-    can start this job), busy (another attempt writes to the output directory), or base (the base model of the job is
-    missing or damaged in the dispatcher's cache).
+    kind: server (a fault of this server, possibly temporary), unusable (this server cannot start any job), job (no
+    server can start this job), busy (retry later: another attempt writes to the output directory, or the training of
+    the base model is not in the server's queue yet), or base (the base model of the job is missing or damaged in the
+    dispatcher's cache).
     """
 
     def __init__(self, reason: str, kind: str = "server") -> None:
@@ -78,9 +79,9 @@ class StartRequest:
     job: Job
     slots: Sequence[int]
     gpus: Sequence[int]
-    arguments: Sequence[str]  # of the script
+    arguments: Sequence[str]  # for the script
     title: str
-    after: str = ""  # the attempt that trains the base model of this job, and must succeed first
+    after: str = ""  # name of the attempt that must succeed first, because it trains the base model of this job
 
 
 class JobServer(Protocol):
@@ -92,13 +93,13 @@ class JobServer(Protocol):
     queues_dependents: bool  # whether it accepts an attempt whose base model is still being trained
 
     async def connect(self, post: Callable[[Event], None]) -> str:
-        """Connect, and post later events. Returns a note for the log. Raises ServerUnusable."""
+        """Connect; call post() for each later event. Returns a note for the log. Raises ServerUnusable."""
 
     async def wait_until_lost(self) -> str:
-        """Return the reason when the connection is lost."""
+        """Wait until the connection is lost, and return the reason."""
 
     async def query(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """Return the state of each attempt, and monitor the running ones. attempts: name -> output directory."""
+        """Return the state of each attempt, and monitor those that run. attempts: name -> output directory."""
 
     async def start(self, request: StartRequest) -> dict[str, Any]:
         """Start an attempt; return its state. Raises NotStarted."""
@@ -128,7 +129,7 @@ class JobServer(Protocol):
         """Disconnect. finished: no job of the list is left to run."""
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
-        """Return the command that prints the log of an attempt until it ends. once: only what is written by now."""
+        """Return the command that prints the log of an attempt until it ends. once: exit after its current content."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Policy:
-    """Options of the user that control the dispatcher."""
+    """The user's options for the dispatcher."""
 
     max_failures: int | None = None
     fail_fast: bool = False
@@ -158,18 +159,18 @@ class ServerLink:
     """The connection to a server, and its state in the dispatcher."""
 
     server: JobServer
-    state: str = "connecting"  # connecting, ready, unreachable, refused
+    state: str = "connecting"  # connecting, ready, unreachable, or unusable (it failed a check)
     reason: str = ""
-    disconnected_at: float = field(default_factory=time.monotonic)  # end of the last connection, or start; monotonic
-    refused_starts: int = 0
-    paused_until: float = 0.0
+    disconnected_at: float = field(default_factory=time.monotonic)  # end of the last connection, else time of creation
+    failed_starts: int = 0  # consecutive ones
+    paused_until: float = 0.0  # monotonic; no new jobs before
     gpus_known: bool = False
     note: str = ""
 
     @property
     def usable(self) -> bool:
         """Whether it may get jobs, now or after it connects."""
-        return self.state != "refused" and self.refused_starts < MAX_REFUSED_STARTS
+        return self.state != "unusable" and self.failed_starts < MAX_FAILED_STARTS
 
 
 class Dispatcher:
@@ -194,18 +195,18 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._started_at = time.monotonic()
         self._first_links: list[ServerLink] = []  # to servers that already run jobs of this list; connected first
-        self._unlisted_servers: set[str] = set()  # servers of running jobs that were removed from the cluster config
+        self._unlisted_servers: set[str] = set()  # with running or ending jobs, but not in the cluster config
         self._early_failures = 0  # consecutive ones
         self._failing: set[str] = set()  # failed jobs whose results are not copied yet
         self._mean_seconds = mean_seconds(jobs)
         self._avoided: dict[str, frozenset[str]] = {}  # job -> servers on which it failed
         self._placement_due = True  # whether _place() may find a job that can start
-        self._starting: set[str] = set()  # attempts being started; a server's reply about them may be outdated
-        self._stopping: set[str] = set()  # attempts that were asked to stop
+        self._starting: set[str] = set()  # attempts being started; the reply to a query may not include them yet
+        self._stopping: set[str] = set()  # attempts with a stop request
         self._slot_holders: defaultdict[str, dict[str, Attempt]] = defaultdict(dict)  # by server, then by name
         self._cancellation_due = True  # whether _cancel_waiting() may find a job to cancel
         self.cache = cache
-        self._claiming: set[str] = set()  # digests of base models that are being locked
+        self._claiming: set[str] = set()  # digests of base models that are being claimed
         self._claimed: dict[str, str] = {}  # digest -> ready (in the cache) or train (this list trains it)
         # Jobs that wait for a base model, by its digest, then by job id.
         self._waiting_for_base: defaultdict[str, dict[str, JobState]] = defaultdict(dict)
@@ -214,9 +215,9 @@ class Dispatcher:
     # ---------------------------------------------------------------- event loop
 
     async def run(self) -> None:
-        """Run until no job is left to run, or a paused list has no running job, or interrupt() is called.
+        """Run until no job is left to run, the list is paused and no job runs, or interrupt() is called.
 
-        With drain, also until all cancel requests are done.
+        With drain, return when all cancel requests are done, even if other jobs still run.
         """
         for attempt in self._unended_attempts():
             self._occupy_slots(attempt)
@@ -233,9 +234,8 @@ class Dispatcher:
         busy |= {job.last.server for job in self.state.unfinished() if job.state == "ending" and job.last}
         self._unlisted_servers = busy - set(self.links)
         for server in sorted(self._unlisted_servers):
-            self._log(
-                f"{server}: no longer in the cluster config; its jobs run elsewhere in {self.policy.lost_after:.0f} s"
-            )
+            restart = f"its jobs restart elsewhere after {self.policy.lost_after:.0f} s"
+            self._log(f"{server}: no longer in the cluster config; {restart}")
         unended = {attempt.server for attempt in self._unended_attempts()}
         self._first_links = [link for name, link in self.links.items() if name in unended]
         for link in self.links.values():
@@ -312,13 +312,13 @@ class Dispatcher:
         self._on_change()
 
     async def _close(self) -> None:
-        """Disconnect. All decisions are in the journal."""
+        """Commit the last decisions, if the journal is writable, and disconnect."""
         with contextlib.suppress(OSError):
             self.journal.commit()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        finished = not any(True for _ in self.state.unfinished())
+        finished = not any(self.state.unfinished())
         closing = [link.server.close(finished) for link in self.links.values()]
         await asyncio.gather(*closing, return_exceptions=True)
 
@@ -333,17 +333,15 @@ class Dispatcher:
             servers = {each.server for each in self.state.lost_attempts()} & set(self.links)
             ending = any(self.links[server].state in ("connecting", "ready") for server in servers)
             return not ending and not any(job.cancel for job in self.state.unfinished())
-        if not counts["waiting"] and not busy:
-            return True
-        return bool(self.state.paused) and not busy
+        return not busy and (bool(self.state.paused) or not counts["waiting"])
 
     # ---------------------------------------------------------------- servers
 
     async def _keep_connected(self, link: ServerLink, first: bool) -> None:
         """Connect and reconnect; post the outcome as events.
 
-        first: connect before the others. Of two names of one machine, the first to connect is used, which must be the
-        one that already runs jobs of this list.
+        first: connect before the other servers, because jobs of this list already run on this one. If two names refer
+        to one machine, only the first to connect is used.
         """
         server, failures = link.server, 0
         while not first and any(each.state == "connecting" for each in self._first_links):
@@ -354,7 +352,7 @@ class Dispatcher:
                 attempts = [each for each in self._unended_attempts() if each.server == server.name]
                 found = await server.query({each.name: self.state.jobs[each.job].job.output for each in attempts})
             except ServerUnusable as error:
-                self.post(Event("refused", server.name, {"reason": str(error)}))
+                self.post(Event("unusable", server.name, {"reason": str(error)}))
                 return
             except (Unreachable, OSError) as error:
                 self.post(Event("unreachable", server.name, {"reason": str(error)}))
@@ -372,7 +370,7 @@ class Dispatcher:
             self.post(Event("unreachable", server.name, {"reason": reason}))
 
     def _unended_attempts(self) -> list[Attempt]:
-        """Attempts that may still run on their servers."""
+        """The attempts that may still run on their servers, including lost ones."""
         return [*self.state.open.values(), *self.state.lost_attempts()]
 
     async def _watch_gpus(self, link: ServerLink) -> None:
@@ -383,7 +381,7 @@ class Dispatcher:
 
     def _on_connected(self, event: Event) -> None:
         link = self.links[event.server]
-        link.state, link.reason, link.refused_starts = "ready", "", 0
+        link.state, link.reason, link.failed_starts = "ready", "", 0
         link.note = event.facts["note"]
         self._log(f"{event.server}: connected" + (f"; {link.note}" if link.note else ""))
         for name, found in event.facts["attempts"].items():
@@ -396,19 +394,17 @@ class Dispatcher:
         attempt = self.state.attempt(name)
         if attempt is None or attempt.state == "ended":  # already reported by an event
             return
-        if attempt.state == "lost":  # by _give_up_server()
+        if attempt.state == "lost":  # see _give_up_server()
             if found["state"] == "running":
-                self._log(
-                    f"{link.server.name}: {self._job_name(attempt)} still runs after it was given up; stopping it"
-                )
+                self._log(f"{link.server.name}: {self._job_name(attempt)} was declared lost but still runs; killing it")
                 self._stop(attempt, kill=True)
             else:
                 self._record_lost_ended(attempt)
         elif found["state"] == "running":
-            self._note_running(attempt, found)
+            self._record_running(attempt, found)
             state = "runs" if attempt.process else "waits in the queue"
             self._log(f"{link.server.name}: {self._job_name(attempt)} still {state}")
-            self._stopping.discard(name)  # an earlier request may not have reached the server
+            self._stopping.discard(name)  # an earlier stop request may not have reached the server
             if self.state.jobs[attempt.job].cancel:
                 self._stop(attempt)
         elif found["state"] == "ended":
@@ -437,9 +433,9 @@ class Dispatcher:
         self._update_pool(link)
         self._on_change()
 
-    def _on_refused(self, event: Event) -> None:
+    def _on_unusable(self, event: Event) -> None:
         link = self.links[event.server]
-        link.state, link.reason = "refused", event.facts["reason"]
+        link.state, link.reason = "unusable", event.facts["reason"]
         self._log(f"{event.server}: not used: {link.reason}")
         self._update_pool(link)
         self._on_change()
@@ -483,7 +479,7 @@ class Dispatcher:
             self._actions.append(lambda attempt=attempt: self._start(attempt))  # type: ignore[misc]
 
     async def _start(self, attempt: Attempt) -> None:
-        if attempt.name not in self.state.open:  # withdrawn while the journal could not be written
+        if attempt.name not in self.state.open:  # lost or requeued while the journal could not be written
             return
         server, job = self.links[attempt.server].server, self.jobs[attempt.job]
         device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
@@ -497,7 +493,7 @@ class Dispatcher:
             if any(earlier.server != attempt.server for earlier in self.state.jobs[job.id].attempts):
                 try:
                     await server.send_results(job.output)
-                except Unreachable as error:  # the attempt was not started
+                except Unreachable as error:  # before the start request, so the attempt was not started
                     raise NotStarted(str(error)) from None
             if job.base and not attempt.after:
                 await self._ensure_base(server, job.base)
@@ -515,17 +511,16 @@ class Dispatcher:
 
     def _on_started(self, event: Event) -> None:
         attempt = self.state.open.get(event.facts["attempt"])
-        link = self.links[event.server]
-        link.refused_starts = 0
+        self.links[event.server].failed_starts = 0
         if attempt is None:
             return
         if event.facts["state"] == "ended":
             self._end(attempt, event.facts)
-        elif self._note_running(attempt, event.facts) and self.state.jobs[attempt.job].cancel:
+        elif self._record_running(attempt, event.facts) and self.state.jobs[attempt.job].cancel:
             self._stop(attempt)
 
-    def _note_running(self, attempt: Attempt, found: Mapping[str, Any]) -> bool:
-        """Record that an attempt runs; return False if that was known. In its server's queue, it has no process yet."""
+    def _record_running(self, attempt: Attempt, found: Mapping[str, Any]) -> bool:
+        """Record that an attempt runs, or waits in its server's queue without a process; False: already recorded."""
         process = {key: found[key] for key in ("pid", "start_time", "boot_id", "host") if key in found}
         changed = attempt.state != "running" or bool(process and not attempt.process)
         if changed:
@@ -560,7 +555,7 @@ class Dispatcher:
             self._enqueue(job)
         else:
             self._enqueue(job)
-            self._count_refused_start(self.links[event.server], reason, always=kind == "useless")
+            self._count_failed_start(self.links[event.server], reason, permanent=kind == "unusable")
 
     async def _enqueue_later(self, job: JobState) -> None:
         await asyncio.sleep(COOLDOWN)
@@ -571,18 +566,21 @@ class Dispatcher:
         if job.state == "waiting" and job.job.id not in self.queue:
             self._enqueue(job)
 
-    def _count_refused_start(self, link: ServerLink, reason: str, always: bool) -> None:
-        """Give a server no jobs for a while, and none at all after MAX_REFUSED_STARTS; its running jobs continue."""
-        if link.usable and time.monotonic() >= link.paused_until:  # simultaneous refusals count once
-            link.refused_starts = MAX_REFUSED_STARTS if always else link.refused_starts + 1
-            link.paused_until = time.monotonic() + COOLDOWN * link.refused_starts
-            if link.refused_starts >= MAX_REFUSED_STARTS:
-                link.reason = f"gets no more jobs: {reason}"
+    def _count_failed_start(self, link: ServerLink, reason: str, permanent: bool) -> None:
+        """Place no jobs on a server for a while or, after MAX_FAILED_STARTS or a permanent fault, until it reconnects.
+
+        Its running jobs continue.
+        """
+        if link.usable and time.monotonic() >= link.paused_until:  # simultaneous failures count once
+            link.failed_starts = MAX_FAILED_STARTS if permanent else link.failed_starts + 1
+            link.paused_until = time.monotonic() + COOLDOWN * link.failed_starts
+            if link.failed_starts >= MAX_FAILED_STARTS:
+                link.reason = f"gets no new jobs: {reason}"
                 self._log(f"{link.server.name}: {link.reason}")
         self._update_pool(link)
 
     def _enqueue(self, job: JobState) -> None:
-        """Queue a job for a slot, or cancel it if it was removed from the list."""
+        """Queue a job, unless it must wait for a base model; cancel it if it was removed from the list."""
         if job.job.id not in self.jobs:
             self._record("settle", job=job.job.id, state="cancelled", reason=UNLISTED)
             return
@@ -597,18 +595,17 @@ class Dispatcher:
         self._placement_due = True
 
     def _servers_to_avoid(self, job: JobState) -> frozenset[str]:
-        """Servers on which a job failed; empty if no other server can run it."""
+        """The servers on which a job failed; empty if no other server can run it."""
         failed = frozenset(each.server for each in job.attempts[job.attempts_before_retry :] if each.failure)
         others = failed and any(name not in failed and self._could_run(job.job, name) for name in self.pools)
         return failed if others else frozenset()
 
     def _could_run(self, job: Job, server: str) -> bool:
-        pool = self.pools[server]
-        fits = frozenset(job.options.labels) <= pool.labels and job.options.gpus <= pool.capacity()
+        fits = self.pools[server].fits(job.options.gpus, frozenset(job.options.labels))
         return fits and self.links[server].usable
 
     def _update_avoided_servers(self) -> None:
-        """Requeue failed jobs for which _servers_to_avoid() has changed."""
+        """Requeue the failed jobs whose servers to avoid have changed."""
         for job_id, avoid in list(self._avoided.items()):
             if job_id in self.queue and self._servers_to_avoid(self.state.jobs[job_id]) != avoid:
                 self.queue.remove(job_id)
@@ -646,7 +643,7 @@ class Dispatcher:
         self._after_end(job, attempt)
 
     def _lose(self, attempt: Attempt, failure: str, reason: str) -> None:
-        """Mark an attempt as lost. If it was running, its slots stay occupied until its server reports its end."""
+        """Mark an attempt as lost. If it was open, its slots stay occupied until its server reports its end."""
         known = {"ended": attempt.end, "code": attempt.code, "peak_memory": attempt.peak_memory, "lines": attempt.lines}
         self._record("lost", attempt=attempt.name, failure=failure, reason=reason, **known)
         self._after_end(self.state.jobs[attempt.job], attempt)
@@ -659,40 +656,37 @@ class Dispatcher:
             self._actions.append(lambda: self._fetch_results(job, attempt))
 
     async def _fetch_results(self, job: JobState, attempt: Attempt) -> None:
-        link = self.links.get(attempt.server)
+        link, publishes = self.links.get(attempt.server), bool(job.job.trains and not attempt.failure)
         logged = remains = fault = ""
         failures = 0
         while job.state == "ending" and job.last is attempt:
-            if not link:
+            if not link or link.state != "ready":
                 await asyncio.sleep(1.0)
-            elif link.state == "ready":
-                try:
-                    publishes = bool(job.job.trains and not attempt.failure)
-                    if publishes and job.job.trains not in self._claimed:  # another list may be training it
-                        await asyncio.sleep(POLL_INTERVAL)
-                        continue
-                    await link.server.fetch_results(attempt, job.job)
-                    if publishes:
-                        await self._publish(link.server, job, attempt)
-                    if attempt.failure == "cancelled":
-                        remains = await self._cancellation_result(link.server, attempt)
-                    break
-                except BaseModelError as error:
-                    fault = str(error)
-                    break
-                except (Unreachable, OSError) as error:
-                    if str(error) != logged:
-                        logged = str(error)
-                        self._log(f"{self._job_name(attempt)}: cannot copy results: {logged}; retrying")
-                await asyncio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
-                failures += 1
-            else:
-                await asyncio.sleep(1.0)
+                continue
+            if publishes and job.job.trains not in self._claimed:  # another list may be training it
+                await asyncio.sleep(POLL_INTERVAL)
+                continue
+            try:
+                await link.server.fetch_results(attempt, job.job)
+                if publishes:
+                    await self._publish(link.server, job, attempt)
+                if attempt.failure == "cancelled":
+                    remains = await self._cancellation_result(link.server, attempt)
+                break
+            except BaseModelError as error:
+                fault = str(error)
+                break
+            except (Unreachable, OSError) as error:
+                if str(error) != logged:
+                    logged = str(error)
+                    self._log(f"{self._job_name(attempt)}: cannot copy results: {logged}; retrying")
+            await asyncio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
+            failures += 1
         facts = {"job": job.job.id, "attempt": attempt.name, "remains": remains, "fault": fault}
         self.post(Event("results_fetched", attempt.server, facts))
 
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
-        """What remains of a cancelled attempt: no process, as its supervisor has exited; the memory of its GPUs."""
+        """Describe what a cancelled attempt left: no process, as its supervisor has exited; the GPU memory in use."""
         if not (attempt.gpus and server.watches_gpus):
             return "no process remains"
         used = {gpu["index"]: gpu["used"] for gpu in await server.query_gpus()}
@@ -709,7 +703,7 @@ class Dispatcher:
             self._settle(job, job.last, event.facts["remains"])
 
     def _settle(self, job: JobState, attempt: Attempt, remains: str = "") -> None:
-        state, reason = self._verdict(job, attempt)
+        state, reason = self._state_after(job, attempt)
         if remains:
             reason = f"{reason}; {remains}"
         self._record("settle", job=job.job.id, state=state, reason=reason)
@@ -719,8 +713,8 @@ class Dispatcher:
         self._cancellation_due |= job.cancel
         self._failing.discard(job.job.id)
 
-    def _verdict(self, job: JobState, attempt: Attempt) -> tuple[str, str]:
-        """Return (state, reason) of a job after an attempt."""
+    def _state_after(self, job: JobState, attempt: Attempt) -> tuple[str, str]:
+        """Return (state, reason) of a job after its last attempt."""
         if not attempt.failure:
             return "done", ""
         if job.cancel and attempt.state == "lost":
@@ -742,7 +736,7 @@ class Dispatcher:
 
         An ended attempt is counted before its results are copied, so that no other job starts meanwhile.
         """
-        fails = self._verdict(job, attempt)[0] == "failed"
+        fails = self._state_after(job, attempt)[0] == "failed"
         if fails:
             self._failing.add(job.job.id)
         if attempt in job.counted_failures() and attempt.failure != "cancelled":
@@ -760,7 +754,7 @@ class Dispatcher:
             self._pause_at_max_failures()
         if self._early_failures >= MAX_EARLY_FAILURES:
             self._pause(
-                f"{self._early_failures} attempts in a row failed within {EARLY_FAILURE_SECONDS:.0f} s, the last: "
+                f"{self._early_failures} attempts in a row failed within {EARLY_FAILURE_SECONDS:.0f} s each; the last: "
                 f"{attempt.failure_text}; fix the cause, then run `retry failed` and `resume`"
             )
 
@@ -780,9 +774,8 @@ class Dispatcher:
         if state == "done":
             self._log(f"done: {job.job.name} on {attempt.location}{took}")
         elif state == "waiting":
-            self._log(
-                f"retry: {job.job.name}: attempt {attempt.number} on {attempt.server}{took}: {attempt.failure_text}"
-            )
+            where = f"attempt {attempt.number} on {attempt.server}"
+            self._log(f"retry: {job.job.name}: {where}{took}: {attempt.failure_text}")
         elif state == "cancelled":
             self._log(f"cancelled: {job.job.name} on {attempt.location}{took}: {reason}")
         else:
@@ -821,7 +814,7 @@ class Dispatcher:
         for job in [each for each in self.state.unfinished() if each.cancel and each.state == "waiting"]:
             self.queue.remove(job.job.id)
             self._record("settle", job=job.job.id, state="cancelled", reason="cancelled on request")
-            self._log(f"cancelled: {job.job.name} before it started")
+            self._log(f"cancelled: {job.job.name} while it was waiting")
 
     def _stop(self, attempt: Attempt, kill: bool = False) -> None:
         if attempt.name not in self._stopping:
@@ -837,10 +830,9 @@ class Dispatcher:
     # ---------------------------------------------------------------- base models
 
     def _hold_for_base_model(self, job: Job) -> bool:
-        """Keep a job out of the queue until it may start; return whether it must wait.
+        """Claim the base model that a job uses or trains; return whether the job must wait for it.
 
-        It waits for its base model or, if it trains one, for the lock; _check_waiting_for_base() or _on_claimed()
-        queues it.
+        _check_waiting_for_base() or _on_claimed() queues a job that waits.
         """
         digest = job.trains or job.base
         if not digest:
@@ -856,63 +848,62 @@ class Dispatcher:
         return True
 
     def _running_training(self, job: Job) -> str:
-        """The attempt that is training the base model of a job, if its server queues dependent jobs; else empty."""
+        """The running attempt that trains a job's base model, if its server queues dependent jobs; else empty."""
         trainer = self.state.trainers.get(job.base)
         if not trainer or not trainer.last or self._claimed.get(job.base) == "ready" or self.policy.barrier:
             return ""
         last, link = trainer.last, self.links.get(trainer.last.server)
-        waits = last.state == "running" and link is not None and link.server.queues_dependents
-        return last.name if waits and not trainer.cancel else ""
+        queues = last.state == "running" and link is not None and link.server.queues_dependents
+        return last.name if queues and not trainer.cancel else ""
 
     def _base_training_failed(self, attempt: Attempt, end: Mapping[str, Any]) -> bool:
-        """Whether an attempt never ran because the training of its base model failed."""
+        """Whether an attempt never ran because the training of its base model failed, perhaps not recorded yet."""
         training = self.state.attempt(attempt.after) if attempt.after else None
         never_ran = end.get("code") is None and not attempt.process
         return training is not None and never_ran and (training.open or bool(training.failure))
 
     def _blocked_by_barrier(self) -> bool:
-        unfinished = (each for each in self.state.trainers.values() if each.state not in FINAL)
-        return self.policy.barrier and any(True for _ in unfinished)
+        return self.policy.barrier and any(each.state not in FINAL for each in self.state.trainers.values())
 
     def _claim(self, digest: str) -> None:
-        """Lock a base model, to use or train it; the event `claimed` follows."""
+        """Claim a base model, to use or train it; the event `claimed` follows."""
         if digest not in self._claiming and digest not in self._claimed and not self.policy.drain:
             self._claiming.add(digest)
-            self._spawn(self._lock_base(digest))
+            self._spawn(self._wait_for_claim(digest))
 
-    async def _lock_base(self, digest: str) -> None:
+    async def _wait_for_claim(self, digest: str) -> None:
         assert self.cache
         reported = ""
         while True:
             try:
-                found = await asyncio.to_thread(self.cache.claim, digest)
+                outcome = await asyncio.to_thread(self.cache.claim, digest)
             except OSError as error:
-                found, reason = "busy", f"{error.filename}: {error.strerror}"
+                outcome, reason = "busy", f"{error.filename}: {error.strerror}"
             else:
                 reason = "locked by another list, which trains or copies it"
-            if found != "busy":
+            if outcome != "busy":
                 break
             if reason != reported:
                 reported = reason
                 self._log(f"base {hash_of(digest)}: {reason}; waiting")
             await asyncio.sleep(LOCK_INTERVAL)
-        self.post(Event("claimed", facts={"digest": digest, "found": found}))
+        self.post(Event("claimed", facts={"digest": digest, "outcome": outcome}))
 
     def _on_claimed(self, event: Event) -> None:
-        digest, found = event.facts["digest"], event.facts["found"]
+        digest, outcome = event.facts["digest"], event.facts["outcome"]
         self._claiming.discard(digest)
-        self._claimed[digest] = found
+        self._claimed[digest] = outcome
         trainer = self.state.trainers.get(digest)
         if trainer is None:
             return
-        if found == "ready" and trainer.state == "waiting":
+        if outcome == "ready" and trainer.state == "waiting":
             self._record("settle", job=trainer.job.id, state="done", reason="its base model was in the cache")
             self._log(f"done: {trainer.job.name}: its base model was in the cache")
-        elif found == "train" and trainer.state == "done":
+        elif outcome == "train" and trainer.state == "done":
             self._record("requeued", job=trainer.job.id, reason="its base model is missing or damaged")
             self._log(f"base {hash_of(digest)}: missing or damaged; retraining it")
             self._enqueue(trainer)
-        elif found == "train" and trainer.state == "waiting":
+        elif outcome == "train" and trainer.state == "waiting":
             self._enqueue(trainer)
 
     def _check_waiting_for_base(self) -> None:
@@ -922,17 +913,16 @@ class Dispatcher:
                 assert self.cache
                 self.cache.release(digest)
         for digest in [digest for digest, jobs in self._waiting_for_base.items() if jobs]:
-            found, known = self._claimed.get(digest), self.state.trainers.get(digest)
+            claimed, trained_by = self._claimed.get(digest), self.state.trainers.get(digest)
             first = next(iter(self._waiting_for_base[digest].values())).job
-            if (found == "ready" and not self._blocked_by_barrier()) or self._running_training(first):
+            if (claimed == "ready" and not self._blocked_by_barrier()) or self._running_training(first):
                 for job in self._pop_waiting_for(digest):
                     self._enqueue(job)
-            elif known and known.state in ("failed", "cancelled"):
-                self._fail_waiting_for(digest, f"base {hash_of(digest)} {known.state}")
-            elif not known and found == "train":
-                self._fail_waiting_for(
-                    digest, f"base {hash_of(digest)} is missing or damaged; train it without --skip-phase1"
-                )
+            elif trained_by and trained_by.state in ("failed", "cancelled"):
+                self._fail_waiting_for(digest, f"base {hash_of(digest)} {trained_by.state}")
+            elif not trained_by and claimed == "train":
+                remedy = "run without --skip-phase1 to train it"
+                self._fail_waiting_for(digest, f"base {hash_of(digest)} is missing or damaged; {remedy}")
 
     def _pop_waiting_for(self, digest: str) -> list[JobState]:
         """Remove and return the jobs that wait for a base model and are not cancelled."""
@@ -945,7 +935,7 @@ class Dispatcher:
         self._pause_at_max_failures()
 
     def _with_bases(self, jobs: list[str]) -> list[str]:
-        """Add the failed trainings of the jobs' base models, and the jobs that failed because of these trainings."""
+        """Add the failed or cancelled trainings of the jobs' base models, and the jobs that failed because of them."""
         failed = {job for job in jobs if self.state.jobs[job].state in ("failed", "cancelled")}
         digests = {self.state.jobs[job].job.trains or self.state.jobs[job].job.base for job in failed} - {""}
         retried = set(jobs)
@@ -979,7 +969,7 @@ class Dispatcher:
         server.pool.bases.add(digest)
         if copied:
             took = time.monotonic() - began
-            self._log(f"{server.name}: base {hash_of(digest)} copied there ({copied / 1e6:.1f} MB in {took:.1f} s)")
+            self._log(f"{server.name}: received base {hash_of(digest)} ({copied / 1e6:.1f} MB in {took:.1f} s)")
 
     # ---------------------------------------------------------------- timeouts and slots
 
@@ -990,10 +980,8 @@ class Dispatcher:
                 link.paused_until = 0.0
                 self._update_pool(link)
             seconds = now - link.disconnected_at
-            if link.state in ("unreachable", "refused") and seconds > self.policy.lost_after:
-                fault = f"could not be reached for {seconds:.0f} s"
-                if link.state == "refused":
-                    fault = f"could not be used for {seconds:.0f} s"
+            if link.state in ("unreachable", "unusable") and seconds > self.policy.lost_after:
+                fault = f"could not be {'used' if link.state == 'unusable' else 'reached'} for {seconds:.0f} s"
                 self._give_up_server(link.server.name, fault, f": {link.reason}")
         if self._unlisted_servers and now - self._started_at > self.policy.lost_after:
             for server in self._unlisted_servers:
@@ -1002,7 +990,7 @@ class Dispatcher:
         self._pause_without_servers()
 
     def _give_up_server(self, server: str, fault: str, cause: str = "") -> None:
-        """Restart the jobs of a lost server elsewhere, also finished ones whose results were not copied."""
+        """Restart the jobs of a lost server elsewhere, also those that succeeded but whose results were not copied."""
         for attempt in [each for each in self.state.open.values() if each.server == server]:
             self._lose(attempt, "server lost", f"{server} {fault}{cause}")
         for job in [each for each in self.state.unfinished() if each.state == "ending"]:

@@ -1,8 +1,8 @@
 """One attempt on SLURM, from the dispatcher's side: an element of a job array, observed through its files.
 
 array_task.py and the supervisor write the files on a compute node, in the shared working directory. The exit code file
-decides how an attempt ended. SLURM's state only shows that an element waits, or that it ended; if the supervisor still
-writes heartbeats after that, it still runs.
+decides how an attempt ended. SLURM's state only shows that an element waits or has ended; as long as the supervisor
+writes heartbeats, the attempt is treated as running even if SLURM reports its end.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 from distributed.exit_codes import KILLED
 from distributed.files import read_json, write_file
 from distributed.jobs import host
-from distributed.jobs.array_task import ATTEMPTS, ELEMENT, NEW, ORDER, SERVER, TAKEN, move, order_path, remove
+from distributed.jobs.array_task import ATTEMPTS, ELEMENT, NEW, SERVER, SPEC, TAKEN, move, remove, spec_path
 from distributed.jobs.sbatch import QueueEntry, ResourceRequest, SlurmQueue, end_without_code
 from distributed.launch import supervisor
 
 HEARTBEAT_TIMEOUT = 30.0  # seconds; longer than a file on NFS may take to appear on this machine
-LOCKED_TIMEOUT = 180.0  # the same for a supervisor that still holds its lock
+LOCKED_TIMEOUT = 180.0  # heartbeat timeout of a supervisor that still holds its lock
 EXIT_CODE_DELAY = 6.0  # seconds that an exit code file may take to appear on this machine
 CAUSE_TIMEOUT = 10.0  # seconds to wait for SLURM's state after an exit code of SLURM_EXIT_CODES
 SLURM_EXIT_CODES = (128 + signal.SIGTERM, KILLED)  # exit codes of a command that SLURM may have stopped
@@ -42,8 +42,8 @@ class Element(host.HostAttempt):
         self.array, self.index = "", -1
         self.entry: QueueEntry | None = None
         self.changed_at = math.inf  # when it was submitted or withdrawn: an earlier output of squeue is outdated
-        self.started = False  # whether its element has claimed the order
-        self.cancelled = False  # whether its order was withdrawn
+        self.started = False  # whether an element has claimed the job specification
+        self.cancelled = False  # whether the job specification was withdrawn
         self.reported_reason = ""  # the last reported reason why it waits
         self.cancel_at = math.inf  # when scancel is called; monotonic clock
         self._left_queue_at: float | None = None
@@ -54,14 +54,14 @@ class Element(host.HostAttempt):
     # ---- files
 
     def file_names(self) -> list[str]:
-        """The names of its files. Listing a directory invalidates negative entries in the cache of an NFS client."""
+        """The names of its files. Listing the directory lets an NFS client see files that it has cached as missing."""
         try:
             return os.listdir(self.directory)
         except FileNotFoundError:
             return []
 
     def end(self) -> Facts:
-        """See HostAttempt. The boot id is not compared: it is that of another machine."""
+        """See HostAttempt. The boot id, which is that of another machine, does not determine the cause."""
         record = read_json(self.files.record)
         return super().end() | {"cause": record.get("cause", ""), "message": record.get("message", "")}
 
@@ -76,29 +76,29 @@ class Element(host.HostAttempt):
         return supervisor.read_code(self.files.exit) is not None and not self.locked()
 
     def element(self) -> Facts:
-        """The record that an element wrote when it claimed the order; empty before."""
+        """The record that an element wrote when it claimed the job specification; empty before."""
         return read_json(os.path.join(self.directory, ELEMENT))
 
     def process(self) -> Facts:
-        """Process id, start time, boot id and host of its command; empty if that has not started."""
+        """Process id, start time, boot id and host of its command; empty before the command has started."""
         if not os.path.exists(self.files.pids):
             return {}
         return self.facts() | {"host": self.element().get("host", "")}
 
     def withdraw(self) -> bool:
-        """Remove the order, whether it is assigned to an array or not. False: an element has claimed it."""
-        for _ in range(10):  # the order may be renamed meanwhile
-            orders = [name for name in self.file_names() if name == ORDER or name.startswith(f"{ORDER}.")]
-            if any(remove(os.path.join(self.directory, name)) for name in orders):
+        """Remove the job specification, whether assigned to an array or not. False: an element has claimed it."""
+        for _ in range(10):  # the file may be renamed meanwhile
+            specs = [name for name in self.file_names() if name == SPEC or name.startswith(f"{SPEC}.")]
+            if any(remove(os.path.join(self.directory, name)) for name in specs):
                 return True
-            if not orders:
+            if not specs:
                 return False
         return False
 
-    def delete_order(self) -> None:
-        """Remove all forms of the order, so that no element starts it."""
+    def delete_spec(self) -> None:
+        """Remove the job specification, even if it is claimed, so that no element starts the command."""
         for name in self.file_names():
-            if name == NEW or name.startswith((ORDER, TAKEN)):
+            if name == NEW or name.startswith((SPEC, TAKEN)):
                 remove(os.path.join(self.directory, name))
 
     def output_of_element(self) -> str:
@@ -107,21 +107,21 @@ class Element(host.HostAttempt):
     # ---- polling
 
     def find(self) -> str:
-        """Its state for a new dispatcher: absent, ended, held (not assigned to an array), or submitted."""
-        if ORDER in self.file_names():
+        """Its state after the dispatcher connects: absent, ended, held (not assigned to an array), or submitted."""
+        if SPEC in self.file_names():
             return "held"
         known, ended = self.locate(), self.has_ended()
         if ended and (self._cause_known() or not known):
             return "ended"
         if not known:
-            self.delete_order()
+            self.delete_spec()
             return "absent"
         self.changed_at = -math.inf
         return "submitted"
 
     def locate(self) -> bool:
-        """Find its array and index. False: it has none."""
-        known = [name.partition(".")[2] for name in self.file_names() if name.startswith((f"{ORDER}.", f"{TAKEN}."))]
+        """Find its array and index. False: it belongs to no array."""
+        known = [name.partition(".")[2] for name in self.file_names() if name.startswith((f"{SPEC}.", f"{TAKEN}."))]
         self.array = known[0] if known else str(self.element().get("array", ""))
         self.index = index_in(os.path.dirname(self.output_of_element()), self.name)
         return bool(self.array)
@@ -134,7 +134,9 @@ class Element(host.HostAttempt):
             if current and not (self.entry and not self.entry.ended):
                 yield "ended", unstarted_end()
         elif self.entry and self.entry.waits and not self.started:
-            yield from self._poll_waiting(self.entry)
+            if self.entry.waiting_reason != self.reported_reason:
+                self.reported_reason = self.entry.waiting_reason
+                yield "waits", {"reason": self.reported_reason}
         elif self.has_ended():
             if self._cause_known_or_late(queue, now):
                 yield from self._poll_running(now, progress=False)
@@ -145,11 +147,6 @@ class Element(host.HostAttempt):
                 yield from self._poll_left_queue(now)
             else:
                 self._left_queue_at = None
-
-    def _poll_waiting(self, entry: QueueEntry) -> Iterator[tuple[str, Facts]]:
-        if entry.waiting_reason != self.reported_reason:
-            self.reported_reason = entry.waiting_reason
-            yield "waits", {"reason": self.reported_reason}
 
     def _poll_running(self, now: float, progress: bool) -> Iterator[tuple[str, Facts]]:
         self.started = self.started or os.path.exists(os.path.join(self.directory, ELEMENT))
@@ -165,13 +162,13 @@ class Element(host.HostAttempt):
             yield "progress", {"metrics": metrics}
 
     def _poll_left_queue(self, now: float) -> Iterator[tuple[str, Facts]]:
-        """Handle an element that SLURM has ended, or does not list, without an exit code."""
+        """Handle an element that SLURM has ended or does not list, and that has written no exit code."""
         names = self.file_names()
         if self.has_ended():  # handled by the next poll
             return
-        taken = not any(name.startswith(f"{ORDER}.") for name in names)
+        taken = not any(name.startswith(f"{SPEC}.") for name in names)
         if not taken and not self.entry and not os.path.exists(job_path(os.path.dirname(self.output_of_element()))):
-            if move(order_path(self.directory, self.array), order_path(self.directory)):
+            if move(spec_path(self.directory, self.array), spec_path(self.directory)):
                 self.array, self.index, self.changed_at = "", -1, math.inf
                 yield "held", {}
             return
@@ -179,15 +176,15 @@ class Element(host.HostAttempt):
             yield "ended", self._without_code(taken=False)
             return
         if self._heartbeat_timed_out(now):
-            self.delete_order()
+            self.delete_spec()
             yield "ended", self._without_code(taken=True)
 
     def _heartbeat_timed_out(self, now: float) -> bool:
-        """Whether its supervisor has sent no heartbeat for too long."""
+        """Whether heartbeats have stopped. Kills an attempt that still runs although SLURM has ended its element."""
         if self._left_queue_at is None:
             self._left_queue_at = now
             self._heartbeat_at = self._heartbeat_at or now
-        if self._check_heartbeat(now) and now > self._left_queue_at and self.entry:  # it still runs, unknown to SLURM
+        if self._check_heartbeat(now) and now > self._left_queue_at and self.entry:
             self._request_stop("kill")
         timeout = LOCKED_TIMEOUT if self.locked() else HEARTBEAT_TIMEOUT
         return now - self._heartbeat_at > timeout and now - self._left_queue_at > EXIT_CODE_DELAY
@@ -201,14 +198,14 @@ class Element(host.HostAttempt):
         return changed
 
     def _cause_known_or_late(self, queue: SlurmQueue, now: float) -> bool:
-        """Whether SLURM's state is known, or late. SLURM may show it some time after a signal ended the command."""
+        """Whether the cause of the end is known, or SLURM has not shown it within CAUSE_TIMEOUT."""
         if self._end_seen_at is None:
             self._end_seen_at = now
         known = queue.began > self.changed_at and (self.entry is None or self.entry.ended)
         return self._cause_known() or known or now - self._end_seen_at > CAUSE_TIMEOUT
 
     def _cause_known(self) -> bool:
-        """Whether the files of the attempt alone explain its end."""
+        """Whether the files of the attempt suffice to explain its end."""
         return supervisor.read_code(self.files.exit) not in SLURM_EXIT_CODES or bool(read_json(self.files.record))
 
     def _end_facts(self) -> Facts:
@@ -233,7 +230,7 @@ class Element(host.HostAttempt):
     # ---- end
 
     def stop(self, kill: bool) -> None:
-        """Withdraw the order, or else ask the supervisor to stop; schedule scancel in case it does not."""
+        """Withdraw the job specification or, if it is claimed, ask the supervisor to stop. Schedules scancel."""
         if self.withdraw():
             self.cancelled = True
             self.changed_at = time.monotonic()
@@ -244,7 +241,7 @@ class Element(host.HostAttempt):
             self.cancel_at = min(self.cancel_at, time.monotonic() + wait)
 
     def _request_stop(self, request: str) -> bool:
-        """Write a request to the supervisor. False: the disk is full, and scancel must do it."""
+        """Write a request to the supervisor. False: it cannot be written, so scancel must stop the job."""
         try:
             write_file(self.files.request, request + "\n")
         except OSError:
@@ -267,37 +264,37 @@ def index_in(array: str, name: str) -> int:
 
 
 def job_path(array: str) -> str:
-    """The file with SLURM's number of an array, written when SLURM has accepted it."""
+    """The file with the SLURM job id of an array, written when SLURM has accepted the array."""
     return os.path.join(array, "job")
 
 
 # ---------------------------------------------------------------- the files of an array
 
 
-def assign_orders(path: str, array: str, elements: Sequence[Element]) -> None:
-    """Create the directory of an array, and assign it the orders of these elements, unless they were withdrawn."""
+def assign_specs(path: str, array: str, elements: Sequence[Element]) -> None:
+    """Create the directory of an array, and assign it those job specifications that were not withdrawn."""
     os.mkdir(path, 0o777)
     write_file(os.path.join(path, ATTEMPTS), "".join(f"{each.name}\n" for each in elements))
     for each in elements:
-        move(order_path(each.directory), order_path(each.directory, array))
+        move(spec_path(each.directory), spec_path(each.directory, array))
 
 
-def release_orders(path: str, array: str, elements: Sequence[Element]) -> None:
-    """Remove an array that SLURM did not accept, and release its orders."""
+def release_specs(path: str, array: str, elements: Sequence[Element]) -> None:
+    """Remove an array that SLURM did not accept, and release its job specifications."""
     for each in elements:
-        move(order_path(each.directory, array), order_path(each.directory))
+        move(spec_path(each.directory, array), spec_path(each.directory))
     shutil.rmtree(path, ignore_errors=True)
 
 
 def discard_array(path: str, elements: Sequence[Element]) -> None:
-    """Remove an array that SLURM refused, and its orders."""
+    """Remove an array that SLURM refused, and its job specifications."""
     for each in elements:
-        each.delete_order()
+        each.delete_spec()
     shutil.rmtree(path, ignore_errors=True)
 
 
 def resources_of(element: Element) -> ResourceRequest:
-    """The resources of an attempt whose order is not assigned to an array."""
-    with open(order_path(element.directory)) as file:
+    """The resources of an attempt whose job specification is not assigned to an array."""
+    with open(spec_path(element.directory)) as file:
         gpus, minutes, labels, *after = json.load(file)["needs"]
     return ResourceRequest(gpus, minutes, tuple(labels), *after)

@@ -28,14 +28,14 @@ class Options:
     priority: int = 0  # higher first
     timeout: float | None = None  # seconds, of each attempt
     retries: int = 1  # attempts after the first failure
-    gpus: int = 1  # of one server
+    gpus: int = 1  # number of GPUs, all on one server
     labels: tuple[str, ...] = ()  # that a server must have
-    env: Mapping[str, str] = field(default_factory=dict)  # values are never written to a file
+    env: Mapping[str, str] = field(default_factory=dict)  # values are never written to the journal or the results
     expected_seconds: float | None = None
     base_model_hash: str | None = None  # of the base model that the job starts from
 
     def seconds(self, usual: float) -> float:
-        """Expected seconds. usual: the default for a job without _expected_seconds."""
+        """The expected duration. usual: the default for a job without _expected_seconds."""
         return usual if self.expected_seconds is None else self.expected_seconds
 
     def public(self) -> dict[str, Any]:
@@ -73,12 +73,12 @@ class Job:
 
     @property
     def owner(self) -> str:
-        """The mark in its output directory; it differs for each base model."""
+        """The content of the owner file in its output directory; includes the hash of the base model, if any."""
         return f"{self.id} from base {hash_of(self.base)}" if self.base else self.id
 
 
 def job_of(settings: Mapping[str, Any], options: Options, participants: Sequence[str] | None = None) -> Job:
-    """The job with these settings. participants: the default of the script, if known.
+    """The job with these settings. participants: the script's default for this setting, if known.
 
     Raises:
         JobError: a setting cannot be an argument or part of the output directory.
@@ -107,7 +107,7 @@ def job_id(settings: Mapping[str, Any]) -> str:
 
 
 def os_bytes(text: str) -> bytes:
-    """UTF-8. Raises JobError for a lone surrogate."""
+    """Encode as UTF-8. Raises JobError for a lone surrogate."""
     try:
         return text.encode()
     except UnicodeEncodeError:

@@ -24,7 +24,7 @@ Settings = dict[str, Any]
 
 
 def grid(**values: Any) -> list[Settings]:
-    """One job for each combination of values. An iterable lists values; a string, number or mapping is one.
+    """One job for each combination of values. An iterable gives several values; a string, number or mapping one.
 
     Put a value that is itself a list, such as participants, into a list: participants=[["a", "b"]].
     """
@@ -34,10 +34,10 @@ def grid(**values: Any) -> list[Settings]:
 
 
 def product(*lists: Iterable[Mapping[str, Any]]) -> list[Settings]:
-    """One job for each combination of jobs, with the settings of all of them.
+    """One job for each combination of one job from each list, with the settings of all jobs in the combination.
 
     Raises:
-        ValueError: a setting has different values in a combination.
+        ValueError: the jobs of a combination have different values of a setting.
     """
     found = []
     for parts in itertools.product(*map(list, lists)):
@@ -79,7 +79,7 @@ def named(jobs: Iterable[Mapping[str, Any]], pattern: str) -> list[Settings]:
 
 
 def write(jobs: Sequence[Mapping[str, Any]], path: str | Path, script: str = "train.py") -> None:
-    """Check the jobs and write them, one per line. script: the script of the jobs.
+    """Check the jobs and write them, one per line. script: the script that will run them.
 
     Raises:
         ConfigError: an invalid job, two equal jobs, or two jobs that would write the same directory.

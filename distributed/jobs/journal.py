@@ -4,9 +4,9 @@
         journal.add("start", attempt="3fa2b1c09d.1", server="gpu1")
         journal.commit()                           # written and synced; now execute the decision
 
-Other processes append requests (`cancel`, `retry`) with `request`; the dispatcher reads them with `requests()`. A line
-without a newline was truncated by a crash or a full disk. It is ignored, as its decision was never executed, and the
-next writer terminates it with TRUNCATED. Lines are never removed, as another process may have appended after them.
+Other processes append requests (`cancel`, `retry`) with request(); the dispatcher reads them with Journal.requests(). A
+line without a newline was truncated by a crash or a full disk. It is ignored, as its decision was never executed, and
+the next writer terminates it with TRUNCATED. It is not removed, as another process may have appended lines after it.
 """
 
 from __future__ import annotations
@@ -80,30 +80,30 @@ class Journal:
         return bool(self._pending) or self._unsynced
 
     def commit(self) -> None:
-        """Write and sync the added records. Raises OSError; then the next call continues with the unwritten ones."""
+        """Write and sync the added records. Raises OSError; the next call then continues with the unwritten records."""
         while self._pending:
             lines = [encode(record) for record in self._pending]
-            start = self._read_requests()
+            start = self._read_appended()
             left = os.write(self._file, start + b"".join(lines)) - len(start)
             self._unsynced = True
             complete = 0
-            while complete < len(lines) and left >= len(lines[complete]):  # on a full disk not all of them
+            while complete < len(lines) and left >= len(lines[complete]):  # a full disk may have truncated the write
                 left -= len(lines[complete])
                 complete += 1
             del self._pending[:complete]
         if self._unsynced:
             os.fdatasync(self._file)
             self._unsynced = False
-            self._read_requests()
+            self._read_appended()
 
     def requests(self) -> list[Record]:
-        """Requests of other processes since the last call."""
-        self._read_requests()
+        """The requests that other processes have appended since the last call."""
+        self._read_appended()
         found, self._requests = self._requests, []
         return found
 
-    def _read_requests(self) -> bytes:
-        """Read the bytes appended since the last call, which include this process's own records.
+    def _read_appended(self) -> bytes:
+        """Read the requests in the bytes appended since the last call, which include this process's own records.
 
         Returns what must be written before the next record: the end of a truncated line, or nothing.
         """
@@ -118,7 +118,7 @@ class Journal:
 
 
 def lock_exclusively(file: int) -> bool:
-    """Lock a file; return whether that succeeded. dispatcher_runs() in other processes holds the lock briefly."""
+    """Lock a file; return whether that succeeded. Retries, as dispatcher_runs() holds the lock briefly."""
     end = time.monotonic() + LOCK_TIMEOUT
     while True:
         try:
@@ -164,13 +164,13 @@ def read(path: Path) -> tuple[list[Record], int]:
 
 
 def has_list(path: Path) -> bool:
-    """Whether the journal holds a `list` record; a killed dispatcher may not have written it. Raises OSError."""
+    """Whether the journal has a `list` record: a dispatcher may have been killed before writing it. Raises OSError."""
     with path.open("rb") as file:
         return any(text.startswith(b'{"event":"list"') and text.endswith(b"}\n") for text in file)
 
 
 def request(path: Path, event: str, jobs: Sequence[str]) -> None:
-    """Append a request for the running or, if there is none, the next dispatcher of this list. Raises OSError."""
+    """Append a request for the dispatcher of this list; if none runs, the next one handles it. Raises OSError."""
     file = os.open(path, os.O_RDWR | os.O_APPEND)
     try:
         size = os.fstat(file).st_size

@@ -211,7 +211,7 @@ def servers(results: Mapping[str, Any]) -> str:
     texts = []
     for name, facts in results["servers"].items():
         state, why = facts["state"], facts["reason"]
-        if why or state in ("unreachable", "refused"):  # a ready server with a reason gets no more jobs
+        if why or state in ("unreachable", "unusable"):  # a ready server with a reason gets no new jobs
             subject = cut(name, 100) + ("" if state == "ready" else f" {state}")
             texts.append(subject + (f": {cut(why, 300)}" if why else ""))
     if len(texts) > MAX_NOTES:

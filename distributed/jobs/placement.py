@@ -2,7 +2,7 @@
 
 Order of waiting jobs: higher priority, then trainings of base models, then longer expected time, then list order. The
 first job that fits is placed. A job of several GPUs that does not fit yet reserves a server, which gets no other jobs
-until that one fits.
+until that job fits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Slot:
     """A slot runs one job at a time."""
 
     index: int  # on its server
-    gpu: int | None  # nvidia-smi's index; None without GPUs
+    gpu: int | None  # nvidia-smi's index; None on a server without GPUs
 
 
 @dataclass
@@ -41,8 +41,12 @@ class SlotPool:
             self.gpus.setdefault(slot.gpu, []).append(slot)
 
     def capacity(self) -> int:
-        """The largest number of GPUs, or of CPU slots, for one job."""
+        """The largest number of GPUs (on a server without GPUs: slots) for one job."""
         return len(self.slots) if None in self.gpus else len(self.gpus)
+
+    def fits(self, gpus: int, labels: frozenset[str]) -> bool:
+        """Whether the server has the GPUs and labels that a job requires."""
+        return labels <= self.labels and gpus <= self.capacity()
 
     def slots_of(self, slots: Collection[int], gpus: Collection[int]) -> set[int]:
         """The slots of an attempt; all slots of its GPUs if the cluster config has renumbered the slots since."""
@@ -52,7 +56,7 @@ class SlotPool:
         return {slot.index for slot in self.slots if slot.gpu in gpus}
 
     def available(self, count: int) -> list[Slot]:
-        """At most `count` free slots, each on another GPU, those with the fewest jobs first."""
+        """At most `count` free slots, each on a different GPU; GPUs with the fewest jobs come first."""
         if None in self.gpus:
             return [slot for slot in self.slots if slot.index in self.free][:count]
         best = []
@@ -72,20 +76,20 @@ class Requirements:
     avoid: frozenset[str]  # servers on which the job failed
     base: str = ""  # digest of the base model that the job starts from
 
-    def fit(self, pool: SlotPool) -> bool:
-        return self.labels <= pool.labels and self.gpus <= pool.capacity()
+    def allow(self, pool: SlotPool) -> bool:
+        return pool.name not in self.avoid and pool.fits(self.gpus, self.labels)
 
 
 SortKey = tuple[float, bool, float, int]
 
 
 def sort_key(job: Job, mean: float, number: int) -> SortKey:
-    """The order of waiting jobs; the smallest starts first. Parameters as in JobQueue.put()."""
+    """The sort key of a waiting job; the smallest starts first. mean, number: see JobQueue.put()."""
     return -job.options.priority, not job.trains, -job.options.seconds(mean), number
 
 
 def mean_seconds(jobs: Iterable[Job]) -> float:
-    """The mean expected time of the jobs that have one; it is used for all others."""
+    """The mean of the expected times that jobs have; it is used for the jobs that have none."""
     known = [job.options.expected_seconds for job in jobs if job.options.expected_seconds is not None]
     return sum(known) / len(known) if known else 1.0
 
@@ -104,7 +108,7 @@ class JobQueue:
         return job in self._required
 
     def put(self, job: Job, number: int, mean: float, avoid: Iterable[str] = ()) -> None:
-        """Add a job. number: its position in the list. mean: see mean_seconds(). avoid: servers."""
+        """Add a job. number: its position in the list. mean: see mean_seconds(). avoid: servers it must not run on."""
         required = Requirements(job.options.gpus, frozenset(job.options.labels), frozenset(avoid), job.base)
         self._required[job.id] = required
         heapq.heappush(self._heaps.setdefault(required, []), (sort_key(job, mean, number), job.id))
@@ -120,7 +124,7 @@ class JobQueue:
         return heap[0] if heap else None
 
     def place(self, pools: Mapping[str, SlotPool]) -> list[tuple[str, str, list[Slot]]]:
-        """Remove the jobs that can start now: (job, server, slots). Their slots are occupied from now on."""
+        """Remove the jobs that can start now, and occupy their slots. Returns (job, server, slots) of each."""
         placed: list[tuple[str, str, list[Slot]]] = []
         reserved: set[str] = set()  # servers reserved for jobs of several GPUs
         candidates = {name: pool for name, pool in pools.items() if pool.open and pool.free}
@@ -149,8 +153,8 @@ class JobQueue:
 
 def best_pool(required: Requirements, pools: Iterable[SlotPool]) -> SlotPool | None:
     """The best pool with enough free slots: one with the base model, then the one with the largest free share."""
-    fitting = [pool for pool in pools if required.fit(pool) and pool.name not in required.avoid]
-    fitting = [pool for pool in fitting if len(pool.available(required.gpus)) == required.gpus]
+    allowed = (pool for pool in pools if required.allow(pool))
+    fitting = [pool for pool in allowed if len(pool.available(required.gpus)) == required.gpus]
     return max(
         fitting,
         key=lambda pool: (required.base in pool.bases, len(pool.free) / len(pool.slots), -len(pool.name)),
@@ -160,9 +164,7 @@ def best_pool(required: Requirements, pools: Iterable[SlotPool]) -> SlotPool | N
 
 def pool_to_reserve(required: Requirements, pools: Iterable[SlotPool], reserved: set[str]) -> str | None:
     """The server with the most available GPUs for a job that fits on none yet."""
-    candidates = [
-        pool for pool in pools if pool.open and required.fit(pool) and pool.name not in required.avoid | reserved
-    ]
+    candidates = [pool for pool in pools if pool.open and required.allow(pool) and pool.name not in reserved]
     best = max(candidates, key=lambda pool: len(pool.available(required.gpus)), default=None)
     return best.name if best else None
 
@@ -172,7 +174,7 @@ def plan(
 ) -> list[tuple[float, str, str, list[Slot]]]:
     """Simulate the list: (start in seconds, job, server, slots) of each job, if every job takes its expected time.
 
-    A job whose base model is trained by another one of the jobs starts after that one.
+    A job whose base model is trained by another of the jobs starts after that job.
     """
     queue, listed = JobQueue(), {job.id: (number, job) for number, job in enumerate(jobs)}
     seconds = {name: expected(job) for name, (_, job) in listed.items()}

@@ -44,9 +44,10 @@ def document(state: ListState, links: Mapping[str, ServerLink], outcome: str, re
         "done": counts["done"], "failed": counts["failed"], "cancelled": counts["cancelled"],
         "attempts": len(attempts), "seconds": round(until - state.created, 3), "slot_seconds": round(used, 3),
     }  # fmt: skip
+    record = state.list_record
     return {
         "list": state.id, "created": state.created, "updated": now, "state": outcome, "reason": reason or state.paused,
-        "script": state.about.get("script", ""), "backend": state.about.get("backend", ""), "totals": totals,
+        "script": record.get("script", ""), "backend": record.get("backend", ""), "totals": totals,
         "servers": {name: server(link) for name, link in links.items()},
         "jobs": [],
     }  # fmt: skip

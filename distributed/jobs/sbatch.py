@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from distributed.jobs.config import ConfigError
 
-# Variables for SLURM's programs. Variables of jobs are in order files, as SLURM stores and shows sbatch's environment.
+# For SLURM's programs. Variables of jobs are in job specifications, as SLURM stores and shows sbatch's environment.
 PASSED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF", "SLURM_JWT",
     "KRB5CCNAME",
@@ -25,7 +25,7 @@ RESERVED_OPTIONS = (
 )  # fmt: skip
 RESERVED_LETTERS = ("a", "J", "o", "e", "D", "N", "n", "W", "M", "i")
 GPU_COUNT_OPTIONS = ("--gpus", "--gpus-per-node", "--gpus-per-task")
-# Errors of sbatch if a limit is reached; retried later.
+# Errors of sbatch when a limit is reached. The submission is retried later.
 QUEUE_FULL = ("MaxSubmit", "Resource temporarily unavailable", "temporarily unable to accept job")
 # Errors after which it is unknown whether the array was submitted.
 NO_REPLY = (
@@ -43,7 +43,7 @@ ENDED_STATES = (
     "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
 )  # fmt: skip
 WAITING_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD")
-NORMAL_REASONS = ("None", "Priority", "Resources", "Cleaning", "Prolog", "")  # to wait; not shown
+NORMAL_REASONS = ("None", "Priority", "Resources", "Cleaning", "Prolog", "")  # ordinary reasons to wait; not shown
 IN_QUEUE = "in SLURM's queue"
 QUEUE_FORMAT = "%F|%K|%T|%r|%N|%j"  # of squeue: array, index, state, reason, node, name
 
@@ -58,11 +58,11 @@ class ResourceRequest:
     gpus: int
     minutes: int | None
     labels: tuple[str, ...]
-    after: str = ""  # SLURM's number of an element that must succeed first
+    after: str = ""  # SLURM job id of an element that must succeed first
 
     @property
     def kind_of_refusal(self) -> str:
-        """`kind` of NotStarted if SLURM refuses the request: the job's fault if it requests more than a plain job."""
+        """`kind` of NotStarted if SLURM refuses the request: job if it exceeds the defaults of a job, else server."""
         return "job" if self.gpus > 1 or self.minutes is not None or self.labels else "server"
 
 
@@ -122,7 +122,7 @@ def sbatch_command(
     options: Sequence[str], resources: ResourceRequest, *, name: str, count: int, directory: str, output: str,
     script: Sequence[str],
 ) -> list[str]:  # fmt: skip
-    """The command that submits an array of `count` elements. directory: of the jobs. output: of the elements."""
+    """The command that submits an array of `count` elements. directory: working directory. output: file per element."""
     command = with_gpus(options, resources.gpus) if resources.gpus else list(options)
     if resources.labels:
         command.append(f"--constraint={'&'.join([*constraint(options), *resources.labels])}")
@@ -149,7 +149,7 @@ def contains_any(patterns: Iterable[str], text: str) -> bool:
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of the caller's environment that SLURM's programs get."""
+    """The part of the dispatcher's environment that SLURM's programs get."""
     return {
         name: value for name, value in environment.items()
         if (name in PASSED_VARIABLES or name.startswith(("LC_", "SBATCH_"))) and name not in DROPPED_VARIABLES
@@ -220,8 +220,8 @@ def end_without_code(
 ) -> tuple[str, str]:
     """(cause, message) of an attempt that ended without an exit code.
 
-    taken: an element has claimed the order. started: its command was started. printed: the last line of the element's
-    output.
+    taken: an element has claimed the job specification. started: the command was started. printed: the last line of the
+    element's output.
     """
     state, node = (entry.state, entry.node) if entry else ("", "")
     if state == "CANCELLED" or (not entry and not taken):

@@ -3,20 +3,20 @@
 The dispatcher runs on a login node. The compute nodes must see the same files under the same paths: the working
 directory, Muster, and the Python interpreter. In cluster_config.json:
 
-  servers     the first entry describes a compute node. With `gpus` 0 jobs get `--device cpu`; otherwise a job requests
-              `_gpus` GPUs (--gres=gpu:N). `python` and `setup` are used as over ssh. `host` is not used: SLURM chooses
-              node and GPUs. `labels` need not be listed
+  servers     the first entry describes a compute node. If `gpus` is 0, jobs get `--device cpu`; otherwise each job
+              requests `_gpus` GPUs (--gres=gpu:N). `python` and `setup` are used as over ssh. `host` is not used: SLURM
+              chooses node and GPUs. `labels` need not be listed
   sbatch      options of sbatch: partition, account, --cpus-per-task, ...; in --gres or --gpus, the number of GPUs is
               replaced by that of the job, and their type is kept
-  max_queued  the maximum number of jobs in SLURM's queue or running
+  max_queued  the maximum number of jobs in SLURM's queue, pending or running
 
 In jobs_config.json, `_timeout` also sets --time, and `_labels` set --constraint.
 
-Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. The order of an
-attempt is a file that only one process can claim; see array_task.py. An attempt ends with the exit code that its
-supervisor writes; SLURM's queue, read for all elements by one squeue, shows only that an element waits, or that it can
-no longer write an exit code. Elements are submitted with --no-requeue: after the loss of a node, the dispatcher starts
-a new attempt.
+Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. The job specification
+of an attempt is a file that only one process can claim; see array_task.py. The exit code that the supervisor writes
+shows that an attempt has ended. SLURM's queue, which one squeue reads for all elements, only shows that an element
+waits, or that it can no longer write an exit code. Elements are submitted with --no-requeue: after the loss of a node,
+the dispatcher starts a new attempt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,10 @@ from distributed.jobs.config import ClusterConfig, ConfigError
 from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
 from distributed.jobs.element import (
     Element,
-    assign_orders,
+    assign_specs,
     discard_array,
     job_path,
-    release_orders,
+    release_specs,
     resources_of,
     unstarted_end,
 )
@@ -98,8 +98,8 @@ class PendingStart:
 
     element: Element
     resources: ResourceRequest
-    request: StartRequest | None = None  # None: its order is written already
-    reply: asyncio.Future[Facts] | None = None  # None: already set
+    request: StartRequest | None = None  # None: the job specification is already written
+    reply: asyncio.Future[Facts] | None = None  # None: start() no longer waits for it
 
     def answer(self, found: Facts) -> None:
         """Set the reply, if start() waits for it."""
@@ -116,19 +116,11 @@ class PendingStart:
         return reply is not None
 
 
-def group_by_resources(starts: Iterable[PendingStart]) -> list[tuple[ResourceRequest, list[PendingStart]]]:
-    """Group starts by their resources."""
-    groups: dict[ResourceRequest, list[PendingStart]] = {}
-    for start in starts:
-        groups.setdefault(start.resources, []).append(start)
-    return list(groups.items())
-
-
 class SlurmServer:
     """A SLURM cluster as a server; see dispatcher.JobServer."""
 
     def __init__(self, cluster: ClusterConfig, context: ListContext, slots_needed: int) -> None:
-        """slots_needed: of all jobs of the list. Raises ConfigError."""
+        """slots_needed: by all jobs of the list together. Raises ConfigError."""
         self.name, self.context = SERVER, context
         self.settings, self._has_more_servers = cluster.servers[0], len(cluster.servers) > 1
         self._options = checked_options(cluster.sbatch)
@@ -148,13 +140,13 @@ class SlurmServer:
         self._post: Callable[[Event], None] = lambda _: None
         self._python: list[str] = []
         self._max_array, self._kill_wait = 1000, 30  # elements; seconds
-        self._elements: dict[str, Element] = {}  # not ended
+        self._elements: dict[str, Element] = {}  # the submitted and held ones that have not ended, by attempt
         self._pending: list[PendingStart] = []
         self._held: list[PendingStart] = []  # not submitted, as SLURM's queue is full
         self._held_until = 0.0
         self._queue = SlurmQueue()
-        self._to_cancel: list[str] = []  # elements, as SLURM numbers them
-        self._queue_requested = False  # by fetch_results()
+        self._to_cancel: list[str] = []  # SLURM job ids of elements
+        self._queue_requested = False  # whether fetch_results() waits for the next output of squeue
         self._files = asyncio.Lock()  # held while a thread accesses elements
         self._submitting: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
@@ -238,7 +230,7 @@ class SlurmServer:
     # ---- SLURM's programs
 
     async def _run(self, command: Sequence[str], limit: float) -> tuple[int, str, str]:
-        """Run a command for at most limit seconds. Returns (exit code, stdout, stderr). Raises Unreachable."""
+        """Run a command for at most `limit` seconds. Returns (exit code, stdout, stderr). Raises Unreachable."""
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             env=self._environment, start_new_session=True,
@@ -293,15 +285,13 @@ class SlurmServer:
     def _find(self, name: str, output: str) -> tuple[Element, str, Facts]:
         element = self._element_of(name, output)
         state = element.find()
-        if state == "ended":
-            return element, state, {"state": "ended", **element.end()}
         if state == "absent":
             return element, state, {"state": "absent"}
-        facts: Facts = {"state": "running", **element.process()}
+        facts = {"state": "ended", **element.end()} if state == "ended" else {"state": "running", **element.process()}
         return element, state, facts
 
     def _orphaned_elements(self) -> list[str]:
-        """Waiting elements whose orders were withdrawn."""
+        """SLURM job ids of waiting elements without an attempt, such as those whose job specification was withdrawn."""
         known = {(each.array, each.index) for each in self._elements.values()}
         return [entry.job for key, entry in self._queue.entries.items() if entry.waits and key not in known]
 
@@ -312,14 +302,14 @@ class SlurmServer:
         reply: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
         element = self._element_of(request.attempt, request.job.output)
         resources = self._resources_for(
-            request, await asyncio.to_thread(self._element_number, request.after) if request.after else ""
+            request, await asyncio.to_thread(self._slurm_id, request.after) if request.after else ""
         )
         self._pending.append(PendingStart(element, resources, request, reply))
         self._submit_soon()
         return await reply
 
-    def _element_number(self, attempt: str) -> str:
-        """SLURM's number of a submitted attempt, such as 123_4. Raises NotStarted."""
+    def _slurm_id(self, attempt: str) -> str:
+        """The SLURM job id of a submitted attempt, such as 123_4. Raises NotStarted."""
         if (element := self._elements.get(attempt)) and element.array:
             with contextlib.suppress(OSError), open(job_path(self._array_path(element.array))) as file:
                 return f"{file.read().strip()}_{element.index}"
@@ -333,8 +323,8 @@ class SlurmServer:
             tuple(sorted(options.labels)), after,
         )  # fmt: skip
 
-    def _order_of(self, start: PendingStart) -> Facts:
-        """The order: everything that a compute node needs to run an attempt."""
+    def _spec_of(self, start: PendingStart) -> Facts:
+        """The job specification: everything that a compute node needs to run an attempt."""
         assert start.request
         job, element, resources = start.request.job, start.element, start.resources
         device = "cuda:0" if resources.gpus else "cpu"
@@ -350,7 +340,7 @@ class SlurmServer:
             "grace": float(self.context.grace), "kill_wait": self._kill_wait,
             "needs": [resources.gpus, resources.minutes, list(resources.labels), resources.after],
             "trains": job.trains, "cache": self.context.cache.directory, "settings": dict(job.settings),
-            "call": array_task.caller_environment(dict(os.environ)),
+            "call": array_task.dispatcher_environment(dict(os.environ)),
             "env": {**job.options.env, **base, "MUSTER_JOB": muster_job(job),
                     "MUSTER_OUTPUT_DIR": element.output,
                     "MUSTER_METRICS": os.path.join(element.output, "metrics.jsonl")},
@@ -365,7 +355,7 @@ class SlurmServer:
         """Do nothing: the compute nodes share the files."""
 
     def _prepare(self, start: PendingStart) -> Exception | None:
-        """Write the order of an attempt. Returns the error that prevents its start."""
+        """Write the job specification of an attempt. Returns the error that prevents its start, or None."""
         element, request = start.element, start.request
         assert request
         try:
@@ -373,12 +363,12 @@ class SlurmServer:
             os.close(host.claim_output(element.output, request.job.owner, self.context.script))
             if self.settings.setup:
                 write_file(os.path.join(element.directory, SETUP), "\n".join(["set +e", *self.settings.setup, ""]))
-            array_task.write_order(element.directory, self._order_of(start))
+            array_task.write_spec(element.directory, self._spec_of(start))
         except host.HostError as error:
             os.rmdir(element.directory)
             return NotStarted(str(error), error.kind)
         except OSError as error:
-            element.delete_order()
+            element.delete_spec()
             return NotStarted(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         return None
 
@@ -394,10 +384,13 @@ class SlurmServer:
                 new = [start for start in starts if start.request and start.reply]
                 errors = await asyncio.to_thread(lambda new=new: [self._prepare(start) for start in new])  # type: ignore[misc]
                 refused = {id(start): error for start, error in zip(new, errors, strict=True) if error}
+                groups: dict[ResourceRequest, list[PendingStart]] = {}
                 for start in starts:
                     if error := refused.get(id(start)):
                         self._refuse(start, error)
-                for resources, group in group_by_resources(start for start in starts if id(start) not in refused):
+                    else:
+                        groups.setdefault(start.resources, []).append(start)
+                for resources, group in groups.items():
                     for index in range(0, len(group), self._max_array):
                         await self._submit(resources, group[index : index + self._max_array])
         finally:
@@ -409,7 +402,7 @@ class SlurmServer:
             self._post(Event("not_started", SERVER, error.facts(start.element.name)))
 
     async def _submit(self, resources: ResourceRequest, starts: list[PendingStart]) -> None:
-        """Submit attempts as one array, or as several if SLURM limits its size."""
+        """Submit attempts as one array, or as several if SLURM has no room for all of them."""
         if self._lost is None or self._lost.done():
             for start in starts:
                 start.fail(Unreachable("connection lost"))
@@ -421,7 +414,7 @@ class SlurmServer:
         array = secrets.token_hex(4)
         path = self._array_path(array)
         try:
-            await asyncio.to_thread(assign_orders, path, array, [start.element for start in starts])
+            await asyncio.to_thread(assign_specs, path, array, [start.element for start in starts])
         except OSError as error:
             await self._refuse_all(starts, array, NotStarted(f"{error.filename or path}: {error.strerror}"))
             return
@@ -447,7 +440,7 @@ class SlurmServer:
             await self._submit_fewer(resources, starts, array, error_message(err))
         elif contains_any(WRONG_OPTIONS, err):
             reason = f"sbatch: {error_message(err)}; correct sbatch in the cluster config, then resume"
-            await self._refuse_all(starts, array, NotStarted(reason, "useless"))
+            await self._refuse_all(starts, array, NotStarted(reason, "unusable"))
         else:
             await self._refuse_all(
                 starts, array, NotStarted(f"sbatch: {error_message(err)}", resources.kind_of_refusal)
@@ -486,8 +479,8 @@ class SlurmServer:
     async def _submit_fewer(
         self, resources: ResourceRequest, starts: list[PendingStart], array: str, reason: str
     ) -> None:
-        """A limit of SLURM is exceeded: submit half of the attempts; hold a single one for later."""
-        await asyncio.to_thread(release_orders, self._array_path(array), array, [start.element for start in starts])
+        """After a limit of SLURM was exceeded: submit each half of the attempts, or hold a single attempt for later."""
+        await asyncio.to_thread(release_specs, self._array_path(array), array, [start.element for start in starts])
         if len(starts) > 1:
             half = len(starts) // 2
             await self._submit(resources, starts[:half])
@@ -497,7 +490,7 @@ class SlurmServer:
         self._hold(starts[0], reason)
 
     def _hold(self, start: PendingStart, reason: str = "") -> None:
-        """Retry a submission later. The attempt is treated as started: its order is written and can be withdrawn."""
+        """Retry a submission later. The attempt is treated as started, as its job specification can be withdrawn."""
         self._held.append(start)
         self._elements[start.element.name] = start.element
         start.answer({"state": "running"})
@@ -557,7 +550,7 @@ class SlurmServer:
             self._post(Event(kind, SERVER, {"attempt": element.name, **facts}))
 
     async def _cancel(self, now: float) -> None:
-        """Call scancel for elements with a withdrawn order, and for those whose supervisor did not stop in time."""
+        """Call scancel for withdrawn elements, and for elements whose supervisor did not stop in time."""
         due = [
             each for each in self._elements.values() if each.cancel_at <= now and each.entry and not each.entry.ended
         ]
@@ -584,7 +577,7 @@ class SlurmServer:
     # ---- results
 
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
-        """Copy nothing: the files are shared. Waits until SLURM has ended a cancelled attempt, too."""
+        """Copy nothing: the files are shared. Waits up to COMMAND_TIMEOUT until SLURM has ended a cancelled attempt."""
         if attempt.failure != "cancelled":
             return
         began, element = time.monotonic(), self._element_of(attempt.name, job.output)

@@ -15,10 +15,10 @@ from distributed.jobs.journal import REQUESTS, Record
 
 FINAL = ("done", "failed", "cancelled")
 UNLISTED = "no longer in the list"  # reason of a cancelled job
-# Failures that are not counted against a job's retries, up to MAX_INFRASTRUCTURE_FAILURES: the job may cause them.
-INFRASTRUCTURE_FAILURES = ("server lost", "server restarted", "supervisor killed", "preempted")
+# Failures that use up no retries. After MAX_INFRASTRUCTURE_FAILURES of them the job fails, as it may be their cause.
+INFRASTRUCTURE_FAILURES = ("server lost", "server restarted", "supervisor killed")
 MAX_INFRASTRUCTURE_FAILURES = 5
-UNLIMITED_FAILURES = ("preempted",)  # never counted
+UNLIMITED_FAILURES = ("preempted",)  # use up no retries either, and never fail the job
 FINAL_FAILURES = ("cancelled outside", "refused")  # never retried
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError")
 
@@ -32,9 +32,9 @@ class Attempt:
     server: str
     slots: list[int]
     gpus: list[int]
-    start: float  # Unix seconds: of the decision to start it, later of the start of its command
-    after: str = ""  # the attempt that trains its base model, if this one was queued before that ended
-    state: str = "starting"  # starting, running, ended, lost
+    start: float  # Unix time of the decision to start it, later replaced by the start time of its command
+    after: str = ""  # name of the attempt that trains its base model; empty if the base model was ready
+    state: str = "starting"  # starting, running (or waiting in its server's queue), ended, lost
     process: dict[str, Any] = field(default_factory=dict)  # pid, start_time, boot_id
     end: float | None = None
     code: int | None = None
@@ -49,12 +49,12 @@ class Attempt:
 
     @property
     def location(self) -> str:
-        """Server and GPUs, else slots: gpu1:0,1."""
+        """The server and its GPUs or, without GPUs, its slots: gpu1:0,1."""
         return f"{self.server}:{','.join(map(str, self.gpus or self.slots))}"
 
     @property
     def open(self) -> bool:
-        """Whether it may be running."""
+        """Whether it has neither ended nor been lost."""
         return self.state in ("starting", "running")
 
     @property
@@ -78,7 +78,7 @@ class JobState:
     cancel: bool = False
     attempts: list[Attempt] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
-    attempts_before_retry: int = 0  # attempts before the last request to retry
+    attempts_before_retry: int = 0  # attempts before the job was last retried on request, listed again or requeued
     next_number: int = 1  # of the next attempt; the number of an attempt that was not started is not reused
 
     @property
@@ -91,17 +91,14 @@ class JobState:
         return self.state == "cancelled" and self.reason == UNLISTED
 
     def counted_failures(self) -> list[Attempt]:
-        """Attempts that count against the job's retries."""
-        return [
-            each
-            for each in self.attempts[self.attempts_before_retry :]
-            if each.failure and each.failure not in INFRASTRUCTURE_FAILURES
-        ]
+        """The failed attempts that use up retries."""
+        uncounted = ("", *INFRASTRUCTURE_FAILURES, *UNLIMITED_FAILURES)
+        return [each for each in self.attempts[self.attempts_before_retry :] if each.failure not in uncounted]
 
     def infrastructure_failures(self) -> list[Attempt]:
-        """Attempts that failed for another reason than the job, other than preemption."""
-        counted = set(INFRASTRUCTURE_FAILURES).difference(UNLIMITED_FAILURES)
-        return [each for each in self.attempts[self.attempts_before_retry :] if each.failure in counted]
+        """The attempts with one of INFRASTRUCTURE_FAILURES."""
+        recent = self.attempts[self.attempts_before_retry :]
+        return [each for each in recent if each.failure in INFRASTRUCTURE_FAILURES]
 
 
 class ListState:
@@ -110,11 +107,11 @@ class ListState:
     def __init__(self) -> None:
         self.id = ""
         self.created = 0.0
-        self.about: dict[str, Any] = {}  # the newest `list` record
+        self.list_record: dict[str, Any] = {}  # the newest `list` record, without its jobs
         self.jobs: dict[str, JobState] = {}
         self.paused = ""  # why no new jobs start; empty if they do
         self.handled_requests: set[str] = set()  # ids of requests
-        self.open: dict[str, Attempt] = {}  # attempts that may be running, by name
+        self.open: dict[str, Attempt] = {}  # by name; see Attempt.open
         self.trainers: dict[str, JobState] = {}  # jobs that train base models, by digest
         self.counts = {"waiting": 0, "running": 0, "ending": 0, "done": 0, "failed": 0, "cancelled": 0}
 
@@ -137,27 +134,27 @@ class ListState:
         return (each for each in self.jobs.values() if each.state not in FINAL)
 
     def lost_attempts(self) -> list[Attempt]:
-        """Attempts that may still run on lost servers."""
+        """The lost attempts, which may still run."""
         return [attempt for job in self.jobs.values() for attempt in job.attempts if attempt.state == "lost"]
 
     def waits_for(self, job: JobState) -> JobState | None:
-        """The job that trains the base model of this one, until it is done."""
+        """The job that trains the base model of `job`; None if it is done, or if `job` runs or ends."""
         trainer = self.trainers.get(job.job.base)
         return trainer if trainer and trainer.state != "done" and job.state not in ("running", "ending") else None
 
     # ---- records
 
     def apply(self, record: Record) -> None:
-        """Apply a record. Requests take effect by the record `request_handled` that a dispatcher writes for each."""
+        """Apply a record. A request takes effect only when the dispatcher records `request_handled` for it."""
         event = record["event"]
         if event not in REQUESTS:
             getattr(self, f"_apply_{event}", self._apply_unknown)(record)
 
     def _apply_unknown(self, record: Record) -> None:
-        """A record of a newer version is ignored."""
+        """Ignore a record of a newer version."""
 
     def _apply_list(self, record: Record) -> None:
-        self.about = {key: value for key, value in record.items() if key not in ("event", "time", "jobs")}
+        self.list_record = {key: value for key, value in record.items() if key not in ("event", "time", "jobs")}
         self.id = self.id or record["list"]
         self.created = self.created or record["time"]
         self.paused = ""
@@ -290,7 +287,7 @@ def job_records(jobs: Iterable[Job]) -> list[dict[str, Any]]:
 
 
 def unhandled_requests(state: ListState, requests: Iterable[Record]) -> list[Record]:
-    """The requests among these records that no dispatcher has handled."""
+    """The requests in `requests` that no dispatcher has handled; other records are ignored."""
     return [each for each in requests if each["event"] in REQUESTS and request_id(each) not in state.handled_requests]
 
 
@@ -302,7 +299,7 @@ def select_jobs(state: ListState, what: str, selectors: Iterable[str]) -> list[s
     """The ids of the jobs that a request names by `all`, `failed`, ids, prefixes of ids, or names.
 
     Raises:
-        ValueError: a selector matches no job, or several.
+        ValueError: an id or name matches no job, or several.
     """
     found: list[str] = []
     for selector in selectors:
@@ -332,10 +329,7 @@ def find_job_id(state: ListState, selector: str) -> str:
 
 
 def classify_end(end: Mapping[str, Any], cancelled: bool) -> tuple[str, str]:
-    """(failure, reason) of an ended attempt; both empty for success.
-
-    end: the result of host.HostAttempt.end().
-    """
+    """(failure, reason) of an ended attempt; both empty for success. end: see host.HostAttempt.end()."""
     code, cause, message = end.get("code"), end.get("cause", ""), end.get("message", "")
     if code == 0 and not cause and not (cancelled and end.get("stop_requested")):
         return "", ""
@@ -347,7 +341,7 @@ def classify_end(end: Mapping[str, Any], cancelled: bool) -> tuple[str, str]:
     return _failure(code, end.get("lines") or [])
 
 
-# cause, as a supervisor or server recorded it -> (failure, reason); an empty reason: the recorded message.
+# Cause recorded by a supervisor or server -> (failure, reason). If the reason is empty, the recorded message is used.
 CAUSES = {
     "rebooted": ("server restarted", "the server rebooted while the job ran"),
     "killed": ("supervisor killed", ""),
@@ -372,7 +366,7 @@ def _failure(code: int | None, lines: list[str]) -> tuple[str, str]:
 
 
 def signal_name(code: int | None) -> str:
-    """SIGKILL for 137; empty for an exit code that is not a signal's."""
+    """The name of the signal in an exit code: SIGKILL for 137; empty for other exit codes."""
     try:
         return signal.Signals(code - 128).name if code and code > 128 else ""
     except ValueError:

@@ -31,7 +31,7 @@ SECRET = "s3cr3t"
 
 
 def write_json(directory: Path, tree: Any) -> Path:
-    """Write a configuration as JSON; a string is write_json unchanged."""
+    """Write a configuration as JSON; a string is written unchanged."""
     path = directory / "config.json"
     path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
     return path

@@ -1,4 +1,4 @@
-"""The dispatcher: each job gets one verdict and never runs twice at once, whatever fails.
+"""The dispatcher: each job ends in one final state and never runs twice at once, whatever fails.
 
 Servers are simulated; each checks that the requests it gets are in the journal. At the end of every test, the state
 read from the journal must equal that of the dispatcher. test_jobs_killed.py kills dispatchers of real jobs.
@@ -347,7 +347,7 @@ def test_a_job_fails_after_its_last_retry(tmp_path: Path, retries: int, attempts
             await run.finished()
         assert (run.states(), run.failures()) == (["failed"], ["exit code"] * attempts)
         assert run.job_state().reason == f"attempt {attempts} on one: exit code 3"
-        assert len(one.fetched) == attempts  # a failed one has files too
+        assert len(one.fetched) == attempts  # also those of failed attempts
 
     asyncio.run(scenario())
 
@@ -363,12 +363,12 @@ def test_a_job_that_no_server_can_start_fails_and_the_others_continue(tmp_path: 
             await run.finished()
         assert (run.states(), run.failures()) == (["failed", "done"], ["refused"])
         assert run.job_state().attempts[0].reason == "the directory is taken"
-        assert run.dispatcher.links["one"].refused_starts == 0
+        assert run.dispatcher.links["one"].failed_starts == 0
 
     asyncio.run(scenario())
 
 
-def test_a_server_that_refuses_starts_gets_no_more_jobs_and_its_running_jobs_continue(tmp_path: Path) -> None:
+def test_a_server_whose_starts_fail_gets_no_new_jobs_and_its_running_jobs_continue(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = SimulatedServer("one", 2), SimulatedServer("two", 0)
         two.reachable = False
@@ -412,7 +412,7 @@ def test_a_job_whose_output_directory_is_busy_waits_and_its_server_gets_other_jo
         async with ListRun(tmp_path, one, jobs=[first, job(1)]) as run:
             await run.finished()
         assert (run.states(), run.failures()) == (["done", "done"], [""])
-        assert run.dispatcher.links["one"].refused_starts == 0
+        assert run.dispatcher.links["one"].failed_starts == 0
         assert sum("another attempt writes there" in line for line in run.log) == 1
 
     asyncio.run(scenario())
@@ -432,7 +432,7 @@ def test_a_job_whose_output_directory_is_busy_can_be_cancelled(tmp_path: Path) -
 
 
 def test_jobs_without_expected_time_start_in_the_planned_order(tmp_path: Path) -> None:
-    """As if they took as long as the others say on average."""
+    """Their expected time is the mean of those of the other jobs."""
 
     async def scenario() -> None:
         one = SimulatedServer("one")
@@ -537,8 +537,8 @@ def test_a_job_continues_without_a_connection(tmp_path: Path) -> None:
 
 
 def test_after_a_reconnect_the_server_is_queried_before_a_start_is_repeated(tmp_path: Path) -> None:
-    class Deaf(SimulatedServer):
-        """The connection is lost while it starts a job: before, or after it has."""
+    class LostDuringStart(SimulatedServer):
+        """A server that loses the connection while it starts a job: before the start, or after it."""
 
         before = True
 
@@ -553,7 +553,7 @@ def test_after_a_reconnect_the_server_is_queried_before_a_start_is_repeated(tmp_
             return await super().start(request)
 
     async def scenario(before: bool) -> tuple[list[str], int]:
-        one = Deaf("one")
+        one = LostDuringStart("one")
         one.before = before
         run = ListRun(tmp_path / str(before), one)
         run.path.parent.mkdir()
@@ -562,10 +562,10 @@ def test_after_a_reconnect_the_server_is_queried_before_a_start_is_repeated(tmp_
             await run.finished()
         return [each.name for each in run.job_state().attempts], len(one.requests)
 
-    names, orders = asyncio.run(scenario(before=False))
-    assert (len(names), names[0].endswith(".1"), orders) == (1, True, 1)
-    names, orders = asyncio.run(scenario(before=True))
-    assert (len(names), names[0].endswith(".2"), orders) == (1, True, 1)  # no number twice
+    names, starts = asyncio.run(scenario(before=False))
+    assert (len(names), names[0].endswith(".1"), starts) == (1, True, 1)
+    names, starts = asyncio.run(scenario(before=True))
+    assert (len(names), names[0].endswith(".2"), starts) == (1, True, 1)  # no number twice
 
 
 def test_a_pending_start_is_not_repeated_after_a_reconnect(tmp_path: Path) -> None:
@@ -629,7 +629,7 @@ def test_after_lost_after_seconds_a_job_runs_elsewhere(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_the_jobs_of_a_server_that_refuses_a_reconnect_run_elsewhere(tmp_path: Path) -> None:
+def test_the_jobs_of_a_server_that_is_unusable_after_a_reconnect_run_elsewhere(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = SimulatedServer("one"), SimulatedServer("two")
         one.outcome_of, two.reachable = exits(UNTIL_ENDED), False
@@ -638,7 +638,7 @@ def test_the_jobs_of_a_server_that_refuses_a_reconnect_run_elsewhere(tmp_path: P
             one.refusal = "Permission denied (publickey)"
             two.reconnect()
             one.disconnect()
-            await run.wait_until(lambda: run.dispatcher.links["one"].state == "refused")
+            await run.wait_until(lambda: run.dispatcher.links["one"].state == "unusable")
             run.dispatcher.policy = dataclasses.replace(run.dispatcher.policy, lost_after=0.05)
             await run.finished()
         reason = run.job_state().attempts[0].reason
@@ -668,7 +668,7 @@ def test_a_lost_attempt_is_stopped_before_its_slot_is_reused(tmp_path: Path, res
             if not resumed:
                 one.reconnect()
                 await run.wait_until(lambda: one.stops == [(name, True)])
-                assert run.job_state(1).state == "waiting"  # its slot is not free; check_start() would say so, too
+                assert run.job_state(1).state == "waiting"  # its slot is not free; check_start() would fail, too
                 one.end(name, 137)
                 await run.finished()
         if resumed:
@@ -717,7 +717,7 @@ def test_a_job_whose_results_were_lost_with_a_server_runs_elsewhere(tmp_path: Pa
             one.fetch_errors = []
             one.reconnect()
             await run.wait_until(lambda: run.dispatcher.links["one"].state == "ready")
-            await run.wait_until(lambda: run.job_state().attempts[0].state == "ended")  # nothing of it is on `one`
+            await run.wait_until(lambda: run.job_state().attempts[0].state == "ended")  # its files are not on `one`
             await asyncio.sleep(1.1)  # longer than the delay before copying is retried
             assert run.states() == ["running"]
             two.end(two.running()[0])
@@ -836,7 +836,7 @@ def test_no_job_starts_before_the_gpus_are_queried(tmp_path: Path) -> None:
         async with ListRun(tmp_path, one) as run:
             await run.wait_until(lambda: "one: connected" in run.log)
             assert run.states() == ["waiting"]
-            run.request("cancel", "zzz")  # something else that the dispatcher does before it starts jobs
+            run.request("cancel", "zzz")  # when it is handled, jobs could have started
             await run.wait_until(lambda: run.state.handled_requests)
             assert run.states() == ["waiting"]
             one.go.set()
@@ -873,7 +873,7 @@ def test_five_consecutive_early_failures_pause_the_list(tmp_path: Path) -> None:
         async with run:
             await run.finished()
         assert run.states() == ["failed"] * 5 + ["waiting"] * 4
-        assert run.state.paused.startswith("5 attempts in a row failed within 30 s, the last: exit code 1; fix")
+        assert run.state.paused.startswith("5 attempts in a row failed within 30 s each; the last: exit code 1; fix")
         one.outcome_of = exits()
         async with run:  # resuming ends the pause
             await run.finished()
@@ -1157,11 +1157,11 @@ def test_no_job_starts_while_the_journal_cannot_be_written(tmp_path: Path, monke
             await run.wait_until(lambda: len(run.log) >= 4)
             monkeypatch.setattr(os, "write", write)
             full = True
-            orders = len(one.requests)
+            starts = len(one.requests)
             one.end(one.running()[0])
             await run.wait_until(lambda: run.dispatcher.journal_error)
             await run.wait_until(lambda: "no new jobs start until it is writable" in run.log[-1])
-            assert len(one.requests) == orders
+            assert len(one.requests) == starts
             full = False
             await run.finished()
         assert run.states() == ["done"] * 4
@@ -1189,7 +1189,7 @@ def test_a_start_that_was_withdrawn_while_the_journal_was_not_writable_is_not_ex
             monkeypatch.setattr(os, "write", write)
             full = True
             one.end(one.running()[0])
-            await run.wait_until(lambda: run.job_state(1).attempts)  # decided, and not yet written down
+            await run.wait_until(lambda: run.job_state(1).attempts)  # decided, but not in the journal
             one.disconnect()
             one.reconnect()
             await run.wait_until(lambda: run.job_state(1).next_number == 3)  # not found on the server: placed again

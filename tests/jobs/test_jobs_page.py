@@ -235,8 +235,8 @@ def test_a_running_list_shows_the_time_of_the_results() -> None:
     ("state", "reason", "text"),
     [
         ("unreachable", "no route to host", "gpu2 unreachable: no route to host"),
-        ("refused", "", "gpu2 refused"),
-        ("ready", "gets no more jobs: no space left", "gpu2: gets no more jobs: no space left"),
+        ("unusable", "", "gpu2 unusable"),
+        ("ready", "gets no new jobs: no space left", "gpu2: gets no new jobs: no space left"),
         ("ready", "", None),
         ("connecting", "", None),
     ],
@@ -629,7 +629,7 @@ def test_text_is_escaped() -> None:
                 settings={text: n, "same": text}, metrics={text: text, "loss": n})
             for n, state in enumerate(("failed", "waiting", "done", "failed", "done", "done"))
         ]  # fmt: skip
-        servers = {text: server(text, 1, state="refused", reason=text)}
+        servers = {text: server(text, 1, state="unusable", reason=text)}
         named = dict.fromkeys(("list", "reason", "script"), text)
         return results(jobs, servers=servers) | named, {one["id"]: curve(metrics(3, 1)) for one in jobs}
 
@@ -653,7 +653,7 @@ def test_long_texts_are_truncated() -> None:
     facts = attempt(server=huge, reason=huge, failure=huge, last_lines=[huge] * 99, signal=huge)
     one = job(1, "done", [facts], name=huge, reason=huge, settings={huge: huge}, metrics={huge: huge})
     many = job(2, "failed", [facts], settings={f"{n}{huge[:999]}": [huge] for n in range(99)}, output=huge)
-    servers = {huge: server(huge, 2, state="refused", reason=huge)}
+    servers = {huge: server(huge, 2, state="unusable", reason=huge)}
     made = results([one, many], list=huge, reason=huge, script=huge, servers=servers)
     assert len(page.page(made, {}, [huge] * 99)) < 250_000
 

@@ -118,7 +118,7 @@ class RecordingServer(SshServer):
 
 
 def fetched(server: RecordingServer, count: int) -> list[BaseException | None]:
-    """The errors, if any, of fetching the results of so many attempts at once."""
+    """Fetch the results of `count` attempts at once; return the error of each, or None."""
     attempts = [Attempt(f"job{number}", 1, "gpu1", [], [], 0.0) for number in range(count)]
 
     async def fetch_all() -> list[BaseException | None]:

@@ -1,4 +1,4 @@
-"""Job lists on SLURM: the commands for SLURM, the meaning of its output, and the execution of orders.
+"""Job lists on SLURM: the commands for SLURM, the meaning of its output, and the execution of job specifications.
 
 jobs_slurm.bats tests a real SLURM. Here array_task.py runs on this machine, with the variables that SLURM would set.
 """
@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from distributed.files import write_file, write_json
 from distributed.jobs import array_task, element, host
-from distributed.jobs.array_task import order_path, taken_path, write_order
+from distributed.jobs.array_task import spec_path, taken_path, write_spec
 from distributed.jobs.config import ClusterConfig, ConfigError
 from distributed.jobs.dispatcher import Event, NotStarted, StartRequest, Unreachable
-from distributed.jobs.element import Element, assign_orders, job_path
+from distributed.jobs.element import Element, assign_specs, job_path
 from distributed.jobs.job import Options, job_of
 from distributed.jobs.sbatch import (
     NO_REPLY,
@@ -292,7 +292,7 @@ def test_the_time_of_an_attempt_excludes_slurm_s_queue() -> None:
     assert job.attempts[0].process["host"] == "node7"
 
 
-# ---------------------------------------------------------------- orders, and the program on compute nodes
+# ---------------------------------------------------------------- job specifications, and the program on compute nodes
 
 
 @pytest.fixture
@@ -303,24 +303,24 @@ def list_directory(tmp_path: Path) -> Path:
     return directory
 
 
-def make_order(list_directory: Path, name: str = "j.1", **changes: Any) -> Element:
-    """An attempt whose order is not assigned to an array."""
+def make_spec(list_directory: Path, name: str = "j.1", **changes: Any) -> Element:
+    """An attempt whose job specification is not assigned to an array."""
     workdir = list_directory.parents[2]
     (list_directory / name).mkdir()
     command = [sys.executable, "-S", "-c", "import os; open('executed', 'a').write(os.environ['MUSTER_JOB'] + '\\n')"]
-    order: dict[str, Any] = {
+    spec: dict[str, Any] = {
         "command": command, "workdir": str(workdir), "setup": False, "gpus": 0, "timeout": None, "grace": 1.0,
         "kill_wait": 5, "needs": [0, None, []], "call": {}, "script": "train.py",
     }  # fmt: skip
     env = {"MUSTER_JOB": name, "SECRET": "k3pt"} | changes.pop("env", {})
     env["MUSTER_OUTPUT_DIR"] = str(workdir / "out" / name)
-    write_order(str(list_directory / name), order | changes | {"env": env})
+    write_spec(str(list_directory / name), spec | changes | {"env": env})
     return Element(str(list_directory / name), str(workdir / "out" / name), 1.0)
 
 
 def in_array(list_directory: Path, *elements: Element) -> Path:
     path = list_directory / f"array-{ARRAY}"
-    assign_orders(str(path), ARRAY, elements)
+    assign_specs(str(path), ARRAY, elements)
     return path
 
 
@@ -344,8 +344,8 @@ def executed(list_directory: Path) -> list[str]:
         return []
 
 
-def test_an_element_executes_its_order_and_writes_the_files_of_a_supervisor(list_directory: Path) -> None:
-    attempts = [make_order(list_directory, "j.1"), make_order(list_directory, "k.1")]
+def test_an_element_runs_its_job_specification_and_writes_the_files_of_a_supervisor(list_directory: Path) -> None:
+    attempts = [make_spec(list_directory, "j.1"), make_spec(list_directory, "k.1")]
     assert run_element(in_array(list_directory, *attempts), 1, SLURMD_NODENAME="node7")[0] == 0
     assert executed(list_directory) == ["k.1"]
     end = attempts[1].end()
@@ -355,18 +355,18 @@ def test_an_element_executes_its_order_and_writes_the_files_of_a_supervisor(list
     assert not attempts[0].has_ended()
 
 
-def test_an_order_is_private_and_removed_after_its_execution(list_directory: Path) -> None:
-    attempt = make_order(list_directory)
-    assert os.stat(order_path(attempt.directory)).st_mode & 0o777 == 0o600
+def test_a_job_specification_is_private_and_does_not_remain(list_directory: Path) -> None:
+    attempt = make_spec(list_directory)
+    assert os.stat(spec_path(attempt.directory)).st_mode & 0o777 == 0o600
     path = in_array(list_directory, attempt)
-    assert os.stat(order_path(attempt.directory, ARRAY)).st_mode & 0o777 == 0o600
+    assert os.stat(spec_path(attempt.directory, ARRAY)).st_mode & 0o777 == 0o600
     assert run_element(path)[0] == 0
     left = [file for file in list_directory.rglob("*") if file.is_file() and b"k3pt" in file.read_bytes()]
     assert not left
 
 
 def test_an_attempt_that_is_submitted_and_started_many_times_at_once_runs_once(list_directory: Path) -> None:
-    path = in_array(list_directory, make_order(list_directory))
+    path = in_array(list_directory, make_spec(list_directory))
     tasks = [start_element(path) for _ in range(6)]
     printed = [task.communicate(timeout=60)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [0] * 6
@@ -374,22 +374,22 @@ def test_an_attempt_that_is_submitted_and_started_many_times_at_once_runs_once(l
     assert sum("nothing to do" in text for text in printed) == 5
 
 
-def test_a_withdrawn_order_is_not_executed(list_directory: Path) -> None:
-    attempt = make_order(list_directory)
+def test_a_withdrawn_job_specification_is_not_executed(list_directory: Path) -> None:
+    attempt = make_spec(list_directory)
     path = in_array(list_directory, attempt)
     assert attempt.withdraw()
     code, printed = run_element(path)
-    assert "its order was already executed or withdrawn; nothing to do" in printed
+    assert "its job specification was already claimed or withdrawn; nothing to do" in printed
     assert (code, executed(list_directory)) == (0, [])
     assert not attempt.withdraw()
 
 
-def test_an_order_that_was_reassigned_is_not_executed_by_the_first_array(list_directory: Path) -> None:
-    attempt = make_order(list_directory)
+def test_a_reassigned_job_specification_is_not_executed_by_the_first_array(list_directory: Path) -> None:
+    attempt = make_spec(list_directory)
     path = in_array(list_directory, attempt)
-    os.rename(order_path(attempt.directory, ARRAY), order_path(attempt.directory))
+    os.rename(spec_path(attempt.directory, ARRAY), spec_path(attempt.directory))
     other = list_directory / "array-ffffffff"
-    assign_orders(str(other), "ffffffff", [attempt])
+    assign_specs(str(other), "ffffffff", [attempt])
     assert run_element(path)[0] == 0
     assert executed(list_directory) == []
     assert run_element(other)[0] == 0
@@ -397,9 +397,9 @@ def test_an_order_that_was_reassigned_is_not_executed_by_the_first_array(list_di
 
 
 def test_an_element_that_was_killed_before_its_command_started_may_be_requeued(list_directory: Path) -> None:
-    attempt = make_order(list_directory)
+    attempt = make_spec(list_directory)
     path = in_array(list_directory, attempt)
-    os.rename(order_path(attempt.directory, ARRAY), taken_path(attempt.directory, ARRAY))
+    os.rename(spec_path(attempt.directory, ARRAY), taken_path(attempt.directory, ARRAY))
     assert run_element(path)[0] == 0
     assert executed(list_directory) == ["j.1"]
     assert run_element(path)[0] == 0
@@ -409,26 +409,26 @@ def test_an_element_that_was_killed_before_its_command_started_may_be_requeued(l
 def test_a_withdrawn_attempt_is_not_started_by_a_late_element(
     list_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt = make_order(list_directory)
+    attempt = make_spec(list_directory)
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     path = in_array(list_directory, attempt)
 
-    def given_up_now(*arguments: Any) -> None:
+    def withdraw_now(*arguments: Any) -> None:
         write_json(*arguments)
-        attempt.delete_order()
+        attempt.delete_spec()
 
-    monkeypatch.setattr(array_task, "write_json", given_up_now)
+    monkeypatch.setattr(array_task, "write_json", withdraw_now)
     assert array_task.main([str(path)]) == 0
     assert executed(list_directory) == []
 
 
 def test_variables_of_slurm_override_those_of_the_dispatcher(list_directory: Path) -> None:
     show = "import json, os; json.dump(dict(os.environ), open('environment', 'w'))"
-    call = array_task.caller_environment({
+    call = array_task.dispatcher_environment({
         "CUDA_VISIBLE_DEVICES": "7", "RANK": "3", "PET_NNODES": "2", "SLURM_JOB_ID": "1", "MUSTER_KIT": "x",
         "TMUX": "y", "MODULEPATH": "/modules", "PATH": "/of/the/call", "OMP_NUM_THREADS": "5",
     })  # fmt: skip
-    attempt = make_order(
+    attempt = make_spec(
         list_directory, command=[sys.executable, "-S", "-c", show], call=call, gpus=1,
         env={"MUSTER_JOB": "{}", "MODE": "a b", "MODULEPATH": "of the job"},
     )  # fmt: skip
@@ -451,7 +451,7 @@ def test_variables_of_slurm_override_those_of_the_dispatcher(list_directory: Pat
 
 def test_setup_lines_override_the_dispatcher_s_variables_but_not_the_job_s(list_directory: Path) -> None:
     show = "import json, os; json.dump(dict(os.environ), open('environment', 'w'))"
-    attempt = make_order(
+    attempt = make_spec(
         list_directory,
         command=[sys.executable, "-S", "-c", show],
         call={"MODULES": "none"},
@@ -465,7 +465,7 @@ def test_setup_lines_override_the_dispatcher_s_variables_but_not_the_job_s(list_
 
 
 def test_a_job_that_exceeds_its_timeout_ends_with_timeout(list_directory: Path) -> None:
-    attempt = make_order(list_directory, command=["sleep", "60"], timeout=1)
+    attempt = make_spec(list_directory, command=["sleep", "60"], timeout=1)
     assert run_element(in_array(list_directory, attempt))[0] == 143
     assert classify_end(attempt.end(), cancelled=False) == ("timeout", "the command has run for 1 s (_timeout)")
 
@@ -485,7 +485,7 @@ def test_a_missing_array_or_index_is_reported(list_directory: Path) -> None:
 def events_of(
     attempt: Element, state: str = "", *, now: float = 0.0, began: float | None = None
 ) -> list[tuple[str, Any]]:
-    """Poll an element while SLURM shows this state, or without a state does not list it."""
+    """Poll an element while SLURM shows this state or, if the state is empty, does not list it."""
     entries = {(ARRAY, 0): QueueEntry("12_0", state, "Resources", "node7")} if state else {}
     queue = SlurmQueue(time.monotonic() if began is None else began, entries)
     return list(attempt.poll(queue, now, progress=False))
@@ -498,7 +498,7 @@ def kinds(found: list[tuple[str, Any]]) -> list[str]:
 @pytest.fixture
 def submitted(list_directory: Path) -> Element:
     """An element that SLURM has accepted."""
-    attempt = make_order(list_directory)
+    attempt = make_spec(list_directory)
     path = in_array(list_directory, attempt)
     Path(job_path(str(path))).write_text("12\n")
     attempt.array, attempt.index, attempt.changed_at = ARRAY, 0, time.monotonic()
@@ -517,7 +517,7 @@ def test_waiting_is_reported_once_and_the_end_with_the_exit_code(submitted: Elem
 
 def test_an_outdated_queue_is_ignored(submitted: Element) -> None:
     assert events_of(submitted, "", began=submitted.changed_at - 1) == []
-    assert os.path.exists(order_path(submitted.directory, ARRAY))
+    assert os.path.exists(spec_path(submitted.directory, ARRAY))
 
 
 @pytest.mark.parametrize(("state", "cause"), [("CANCELLED", "cancelled outside"), ("", "cancelled outside")])
@@ -531,16 +531,16 @@ def test_an_element_that_left_the_queue_unstarted_cannot_start_later(
     assert executed(Path(submitted.directory).parent) == []
 
 
-def test_an_order_whose_array_slurm_never_accepted_is_released(submitted: Element) -> None:
-    os.unlink(job_path(str(Path(submitted.directory).parent / f"array-{ARRAY}")))  # the dispatcher was killed before
+def test_a_job_specification_whose_array_slurm_never_accepted_is_released(submitted: Element) -> None:
+    os.unlink(job_path(str(Path(submitted.directory).parent / f"array-{ARRAY}")))  # not written before a kill
     assert kinds(events_of(submitted, "")) == ["held"]
-    assert os.path.exists(order_path(submitted.directory))
+    assert os.path.exists(spec_path(submitted.directory))
     assert (submitted.array, submitted.find()) == ("", "held")
 
 
 def mark_started(attempt: Element) -> None:
     """Write the files of a started element, without processes."""
-    attempt.delete_order()
+    attempt.delete_spec()
     write_json(os.path.join(attempt.directory, "element.json"), {"array": ARRAY, "host": "node7", "time": 5})
     write_json(attempt.files.pids, {"boot_id": "other", "command": {"pid": 7, "start_time": 9}})
 
@@ -597,7 +597,7 @@ def test_slurm_s_state_is_accepted_after_a_heartbeat_timeout(submitted: Element)
     assert kinds(events_of(submitted, "NODE_FAIL", now=102.0 + element.EXIT_CODE_DELAY)) == ["ended"]
 
 
-def test_an_element_that_returns_to_the_queue_is_not_given_up(submitted: Element) -> None:
+def test_an_element_that_returns_to_the_queue_is_not_treated_as_ended(submitted: Element) -> None:
     mark_started(submitted)
     assert kinds(events_of(submitted, "COMPLETED", now=0.0)) == ["started"]
     assert events_of(submitted, "RUNNING", now=0.9 * element.HEARTBEAT_TIMEOUT) == []
@@ -605,7 +605,7 @@ def test_an_element_that_returns_to_the_queue_is_not_given_up(submitted: Element
     assert kinds(events_of(submitted, "COMPLETED", now=2.9 * element.HEARTBEAT_TIMEOUT)) == ["ended"]
 
 
-def test_stopping_a_waiting_element_withdraws_its_order_and_waits_for_slurm(
+def test_stopping_a_waiting_element_withdraws_its_job_specification_and_waits_for_slurm(
     submitted: Element,
 ) -> None:
     submitted.stop(kill=False)
@@ -629,10 +629,10 @@ def test_stopping_a_running_element_sends_a_request_to_its_supervisor(submitted:
 def test_a_later_dispatcher_finds_the_state_of_an_attempt(list_directory: Path) -> None:
     assert Element(str(list_directory / "none.1"), "", 1.0).find() == "absent"
     (list_directory / "empty.1").mkdir()
-    (list_directory / "empty.1" / ".order").write_text("half an order with a secret")
+    (list_directory / "empty.1" / ".order").write_text("half a specification with a secret")
     assert Element(str(list_directory / "empty.1"), "", 1.0).find() == "absent"
     assert not (list_directory / "empty.1" / ".order").exists()
-    held, other = make_order(list_directory, "held.1"), make_order(list_directory, "other.1")
+    held, other = make_spec(list_directory, "held.1"), make_spec(list_directory, "other.1")
     assert held.find() == "held"
     path = in_array(list_directory, other, held)
     assert (held.find(), held.array, held.index) == ("submitted", ARRAY, 1)
@@ -681,16 +681,16 @@ def submit(server: SlurmServer, count: int, reply: tuple[int, str, str]) -> tupl
         server._post = events.append
         server._lost = asyncio.get_running_loop().create_future()
         replies = [asyncio.get_running_loop().create_future() for _ in range(count)]
-        elements = [make_order(Path(server.directory), f"j{number}.1") for number in range(count)]
+        elements = [make_spec(Path(server.directory), f"j{number}.1") for number in range(count)]
         starts = [PendingStart(each, CPU, None, reply) for each, reply in zip(elements, replies, strict=True)]
-        assign_orders(server._array_path(ARRAY), ARRAY, elements)
+        assign_specs(server._array_path(ARRAY), ARRAY, elements)
         await server._handle_sbatch_reply(CPU, starts, ARRAY, *reply)
         return await asyncio.gather(*replies, return_exceptions=True)
 
     return asyncio.run(submit()), events
 
 
-def test_an_accepted_array_is_registered_with_its_number(tmp_path: Path) -> None:
+def test_an_accepted_array_is_registered_with_its_job_id(tmp_path: Path) -> None:
     server = slurm_server(tmp_path)
     os.makedirs(server.directory)
     found, _ = submit(server, 2, (0, "4711;cluster\n", "sbatch: info: be nice\n"))
@@ -699,7 +699,7 @@ def test_an_accepted_array_is_registered_with_its_number(tmp_path: Path) -> None
     assert [(each.array, each.index) for each in server._elements.values()] == [(ARRAY, 0), (ARRAY, 1)]
 
 
-def test_a_refusal_of_slurm_is_reported_and_removes_the_orders(tmp_path: Path) -> None:
+def test_a_refusal_of_slurm_is_reported_and_removes_the_job_specifications(tmp_path: Path) -> None:
     server = slurm_server(tmp_path)
     os.makedirs(server.directory)
     found, _ = submit(server, 2, (1, "", SBATCH_ERRORS["partition"]))
@@ -708,7 +708,7 @@ def test_a_refusal_of_slurm_is_reported_and_removes_the_orders(tmp_path: Path) -
     assert not list(Path(server.directory).glob("*/order*"))
 
 
-def test_without_a_reply_of_slurm_the_orders_are_kept(tmp_path: Path) -> None:
+def test_without_a_reply_of_slurm_the_job_specifications_are_kept(tmp_path: Path) -> None:
     server = slurm_server(tmp_path)
     os.makedirs(server.directory)
     found, _ = submit(server, 2, (1, "", SBATCH_ERRORS["slow"]))
@@ -733,7 +733,7 @@ def test_an_attempt_that_exceeds_a_limit_is_held_and_can_be_cancelled(tmp_path: 
     assert not list(Path(server.directory).glob("*/order*"))
 
 
-def test_an_order_contains_the_arguments_and_only_it_the_secrets(
+def test_only_the_job_specification_contains_the_secrets_of_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -744,7 +744,7 @@ def test_an_order_contains_the_arguments_and_only_it_the_secrets(
     resources = server._resources_for(request, "")
     assert resources == ResourceRequest(2, 4, ("a", "b"))  # minutes: 100 s, 30 s of grace, one minute
     start = PendingStart(server._element_of("j.1", job.output), resources, request)
-    written = server._order_of(start)
+    written = server._spec_of(start)
     assert written["command"][-4:] == ["--name", "it's", "--device", "cuda:0"]
     assert (written["env"]["KEY"], written["timeout"]) == ("k3pt", 100)
     assert written["env"]["MUSTER_OUTPUT_DIR"] == str(tmp_path / job.output)
@@ -759,8 +759,8 @@ def test_jobs_on_a_cpu_node_get_no_gpu(tmp_path: Path) -> None:
     job = job_of({"name": "a"}, Options())
     request = StartRequest("j.1", job, [0], [], [], "title")
     assert server._resources_for(request, "") == CPU
-    order = server._order_of(PendingStart(server._element_of("j.1", job.output), CPU, request))
-    assert order["command"][-2:] == ["--device", "cpu"]
+    spec = server._spec_of(PendingStart(server._element_of("j.1", job.output), CPU, request))
+    assert spec["command"][-2:] == ["--device", "cpu"]
 
 
 def test_an_output_directory_of_another_job_is_refused(tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ def trains(outcome: Outcome, otherwise: Outcome = 0) -> Callable[[StartRequest],
 
 def started(*servers: SimulatedServer) -> list[str]:
     """The jobs in start order: the letter of a base model, or the number of an experiment."""
-    orders = [request for server in servers for request in server.requests]
-    return [request.job.trains[:1] or str(request.job.settings["n"]) for request in orders]
+    requests = [request for server in servers for request in server.requests]
+    return [request.job.trains[:1] or str(request.job.settings["n"]) for request in requests]
 
 
 # ---------------------------------------------------------------- order of starts
