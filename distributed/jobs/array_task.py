@@ -137,9 +137,9 @@ def block(environment: dict[str, str]) -> bytes:
 class SlurmSupervisor(supervisor.Supervisor):
     """A supervisor that handles SLURM's SIGTERM."""
 
-    def __init__(self, files: supervisor.Files, *, grace: float, timeout: float, kill_wait: float) -> None:
+    def __init__(self, options: supervisor.SupervisorOptions, kill_wait: float) -> None:
         """kill_wait: SLURM's seconds between SIGTERM and SIGKILL."""
-        super().__init__(files, grace=grace, timeout=timeout)
+        super().__init__(options.files, options)
         self._grace_in_slurm = max(1.0, kill_wait - max(2.0, kill_wait / 5))  # leaves time to write the exit code
         self._signalled = False
 
@@ -194,13 +194,14 @@ def run(attempt: str, order: Facts) -> int:
     owner = order.get("owner") or os.path.basename(attempt).rpartition(".")[0]
     host.claim_output(order["env"]["MUSTER_OUTPUT_DIR"], owner, order["script"])
     arguments = ["--dir", attempt, "--name", SERVER, "--detach"]
-    options = supervisor.SupervisorOptions([*arguments, "--", *order["command"]])
+    options = supervisor.SupervisorOptions([*arguments, "--", *order["command"]], order["grace"])
     os.makedirs(os.path.dirname(options.files.record), exist_ok=True)
     os.chdir(order["workdir"])
     given, own = environment_blocks(order, dict(os.environ))
     process_scan.adopt_orphans()
-    timeout = float("inf") if order["timeout"] is None else float(order["timeout"])
-    job = SlurmSupervisor(options.files, grace=order["grace"], timeout=timeout, kill_wait=order["kill_wait"])
+    options.timeout = float("inf") if order["timeout"] is None else float(order["timeout"])
+    job = SlurmSupervisor(options, order["kill_wait"])
+
     setup = os.path.join(attempt, SETUP) if order["setup"] else ""
     job.start(options.command, supervisor.environment(given + own, options.files), own, setup)
     code = job.watch()
