@@ -219,12 +219,12 @@ class Bomb:
 
 @pytest.mark.parametrize("name", ["state.pt", "ranks.pt"])
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path, name: str) -> None:
-    final, notes = tmp_path / "step_00000001", directory.FileNotes()
+    final, entries = tmp_path / "step_00000001", directory.FileEntries()
     writing = directory.new_directory(final)
     for file in ("state.pt", "ranks.pt"):
-        with directory.written(writing / file, notes) as stream:
+        with directory.open_hashed(writing / file, entries) as stream:
             torch.save([Bomb(tmp_path / "boom")] if file == name else {}, stream)
-    manifest = {"step": 1, "score": None, "ranks": 1, "sharded": False, "written": "", "facts": {}, "files": notes}
+    manifest = {"step": 1, "score": None, "ranks": 1, "sharded": False, "written": "", "facts": {}, "files": entries}
     directory.publish(writing, final, manifest)
     with Checkpoints(tmp_path) as checkpoints:
         found = newest(checkpoints)

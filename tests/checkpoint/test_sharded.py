@@ -365,16 +365,16 @@ def break_writes(failure: str) -> None:
 
     patch = pytest.MonkeyPatch()  # never undone: this process exits with the test
     if failure == "silent":
-        patch.setattr(sharded.ShardWriter, "_write_note", lambda *_: None)
+        patch.setattr(sharded.ShardWriter, "_write_pickle", lambda *_: None)
     else:
         patch.setattr(directory.HashedFile, "write", full)
-    if failure == "full also for the note":
+    if failure == "full also for the file of the failure":
         patch.setattr(Path, "write_text", lambda self, _: self.touch())
 
 
 FAILURES = {
     "full": "rank 1: [Errno 28] No space left on device",
-    "full also for the note": "rank 1: could not write its shard",
+    "full also for the file of the failure": "rank 1: could not write its shard",
     "silent": "rank 1: timed out waiting for its shard",
 }
 
