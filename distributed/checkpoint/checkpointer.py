@@ -169,7 +169,6 @@ class Checkpointer:
 
         Raises NonFiniteLoss when a weight is NaN or infinite, without writing a checkpoint; CheckpointError when the
         previous save failed, or the state holds objects that cannot be loaded safely; otherwise as should_stop() does.
-
         """
         self._read(self._exchange.receive(now=True))
         # The loss of this step was computed with the weights before optimizer.step().

@@ -307,7 +307,6 @@ class Checkpoints:
     def load_per_rank(self, found: CheckpointInfo) -> Any:
         """Return what this rank passed to save() as `per_rank`; None for ranks that the saving run did not have.
 
-
         Raises CheckpointError when it cannot be read.
         """
         states_per_rank = self._load(found.path / "ranks.pt")

@@ -407,7 +407,6 @@ def main(arguments: list[str]) -> int:
         except CheckpointError as error:
             faults.append(str(error))
             print(f"{path}  {error}")
-
     return 0 if faults and not any(faults) else 1
 
 

@@ -53,7 +53,6 @@ class Snapshot:
             name: name of the state in error messages.
             until: leave this optimizer's CPU tensors to finish(), which must run before the optimizer's next step.
 
-
         Raises CheckpointError for objects that `torch.load(weights_only=True)` would refuse.
         """
         self._copies, self._taken, self._devices = {}, {}, set()

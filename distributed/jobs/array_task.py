@@ -201,7 +201,6 @@ def run(attempt: str, order: Facts) -> int:
     process_scan.adopt_orphans()
     options.timeout = float("inf") if order["timeout"] is None else float(order["timeout"])
     job = SlurmSupervisor(options, order["kill_wait"])
-
     setup = os.path.join(attempt, SETUP) if order["setup"] else ""
     job.start(options.command, supervisor.environment(given + own, options.files), own, setup)
     code = job.watch()

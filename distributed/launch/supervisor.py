@@ -914,7 +914,6 @@ def _main(arguments: Sequence[str]) -> int:
         return run(options)
     if verb == "sweep":
         return sweep(options.files, options.grace)
-
     if verb == "status":
         import json
 

@@ -1032,7 +1032,7 @@ def test_the_exit_code_is_that_of_the_first_failure_not_caused_by_the_agent(
 ) -> None:
     agent = object.__new__(Agent)
     agent.failures = {rank: RankFailure(rank, rank, 100 + rank, *failure) for rank, failure in enumerate(failures)}
-    assert agent.exit_code() == code
+    assert agent.exchange_records() == code
     assert agent.all_stopped_on_request() == stopped
 
 
