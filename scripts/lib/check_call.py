@@ -183,8 +183,8 @@ def main() -> None:
         if options.master is not None:
             print_master(options.master, options.node_rank)
         print("ok")
-    except CheckFailed as refused:
-        kind, message = refused.args
+    except CheckFailed as error:
+        kind, message = error.args
         print(kind, " ".join(message.splitlines()))
 
 

@@ -133,7 +133,7 @@ def save_on_rank(rank: int, size: int, path: Path) -> None:
         checkpointer.save(1)
 
 
-def test_per_rank_objects_are_not_restored_on_another_number_of_ranks(
+def test_per_rank_objects_are_not_restored_if_the_number_of_ranks_differs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     forked.ranks(2, save_on_rank, tmp_path)

@@ -396,9 +396,9 @@ def test_the_directory_lock_is_released_on_exit(tmp_path: Path) -> None:
 def test_snapshots_reuse_their_memory() -> None:
     copies = snapshot.Snapshot()
     first = copies.take(state_of(1))
-    place = first["model"]["weight"].data_ptr(), first["moments"][1].data_ptr()
+    addresses = first["model"]["weight"].data_ptr(), first["moments"][1].data_ptr()
     second = copies.take(state_of(2))
-    assert place == (second["model"]["weight"].data_ptr(), second["moments"][1].data_ptr())
+    assert addresses == (second["model"]["weight"].data_ptr(), second["moments"][1].data_ptr())
     assert same(second, state_of(2))
     assert same(copies.take(state_of(3, size=10)), state_of(3, size=10))
 
@@ -538,7 +538,7 @@ def train(checkpoint_dir: Path, first: int, last: int) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
-def test_a_resumed_run_is_bit_for_bit_one_never_stopped(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
     random.seed(0)
     whole = train(tmp_path / "whole", 1, 6)
     random.seed(0)

@@ -345,14 +345,14 @@ def test_the_best_is_the_intact_checkpoint_with_the_lowest_score(tmp_path: Path)
 # ---- SIGKILL ----
 
 
-def publish_and_be_killed(checkpoint_dir: Path, effect: int) -> None:
-    """Publish step 2 again, then step 3 with pruning; SIGKILL before the given effect on the disk."""
-    effects = 0
+def publish_and_be_killed(checkpoint_dir: Path, operation: int) -> None:
+    """Publish step 2 again, then step 3 with pruning; SIGKILL before the given file operation."""
+    operations = 0
 
     def count() -> None:
-        nonlocal effects
-        effects += 1
-        if effects == effect:
+        nonlocal operations
+        operations += 1
+        if operations == operation:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -371,36 +371,36 @@ def publish_and_be_killed(checkpoint_dir: Path, effect: int) -> None:
         write_checkpoint(checkpoint_dir, 3, attempt=1, keep=2)
 
 
-def kill_at_each_effect(pipe: Connection) -> None:
-    """For each directory and effect received, send whether the process was killed."""
+def kill_before_each_operation(pipe: Connection) -> None:
+    """For each directory and operation number received, send whether the process was killed."""
     while True:
-        checkpoint_dir, effect = pipe.recv()
+        checkpoint_dir, operation = pipe.recv()
         if (child := os.fork()) == 0:
-            publish_and_be_killed(checkpoint_dir, effect)
+            publish_and_be_killed(checkpoint_dir, operation)
             os._exit(0)
         pipe.send(os.WIFSIGNALED(os.waitpid(child, 0)[1]))
 
 
-def test_a_kill_at_any_effect_leaves_a_valid_checkpoint_and_the_next_run_cleans_up(ram_disk: Path) -> None:
-    with forked.running(kill_at_each_effect) as (_, pipe):
-        killed, effect = True, 0
+def test_a_kill_before_any_file_operation_leaves_a_valid_checkpoint_and_the_next_run_cleans_up(ram_disk: Path) -> None:
+    with forked.running(kill_before_each_operation) as (_, pipe):
+        killed, operation = True, 0
         while killed:
-            effect += 1
-            checkpoint_dir = ram_disk / f"{effect}"
+            operation += 1
+            checkpoint_dir = ram_disk / f"{operation}"
             write_checkpoint(checkpoint_dir, 1)
             write_checkpoint(checkpoint_dir, 2)
-            pipe.send((checkpoint_dir, effect))
+            pipe.send((checkpoint_dir, operation))
             killed = pipe.recv()
             found = newest(checkpoint_dir)
-            assert is_bit_for_bit(found), effect
-            assert found is not None and found.step >= 2, effect
+            assert is_bit_for_bit(found), operation
+            assert found is not None and found.step >= 2, operation
             with take_over(checkpoint_dir) or pytest.fail("the kernel did not free the lock"):
                 left = names(checkpoint_dir)
-            assert [name for name in left if directory.STEP.fullmatch(name)] == left, effect
-            assert is_bit_for_bit(newest(checkpoint_dir)), effect
+            assert [name for name in left if directory.STEP.fullmatch(name)] == left, operation
+            assert is_bit_for_bit(newest(checkpoint_dir)), operation
             write_checkpoint(checkpoint_dir, 4, attempt=2, keep=1)
-            assert names(checkpoint_dir) == ["step_00000004"], effect
-    assert effect > 40, "the effects were not counted"
+            assert names(checkpoint_dir) == ["step_00000004"], operation
+    assert operation > 40, "the operations were not counted"
 
 
 def test_all_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ def test_a_checkpoint_of_one_rank_is_loaded_on_two(tmp_path: Path) -> None:
     check_loaded(Saved(tmp_path, forked.ranks(1, save, tmp_path)[0]), before=1, after=2)
 
 
-def test_a_resumed_run_is_bit_for_bit_one_never_stopped(saved_by_two: Saved) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run_bit_for_bit(saved_by_two: Saved) -> None:
     went_on = forked.ranks(2, load, saved_by_two.checkpoint_dir)[0]
     assert equal(went_on.step_later, forked.ranks(2, train_without_stop)[0])
 
