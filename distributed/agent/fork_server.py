@@ -153,7 +153,7 @@ class ForkServer:
         self.wakeup = Wakeup()
 
     def fork(self, tasks: Sequence[Any]) -> list[ForkedProcess]:
-        """Start one process for each task. Raises ForkServerError; no process then remains."""
+        """Start one process for each task. If one cannot be started, kill the others and raise ForkServerError."""
         adopt_orphans()
         try:
             self._channel.send(tasks)

@@ -35,7 +35,7 @@ REPORT_INTERVAL = 5.0  # seconds between messages about missing nodes
 UNJOINED_REPORT_INTERVAL = 15.0  # seconds between messages of a node that has not joined
 RECORDS_TIMEOUT = 4.0  # seconds to wait for the failure records of all nodes
 CLOSE_TIMEOUT = 1.0  # seconds to wait for the thread
-LEAVE_TIMEOUT = 2.0  # seconds to wait until this node, or on the first node all others, have left
+LEAVE_TIMEOUT = 2.0  # seconds to wait until the thread has sent that this node left; first node: until others left
 RUN_KEY = "muster/run"  # the PublishedRun that owns the store
 
 MemberFacts = Mapping[str, str]  # "node": name of the node; the other values must be equal on all nodes
@@ -66,7 +66,7 @@ class RunEnd:
 
 
 class RendezvousFailed(Exception):
-    """Not all nodes joined, this node was refused, or another node ended the run while nodes joined."""
+    """A node is missing, this node was refused, another node ended the run, or the port is in use."""
 
     def __init__(self, reason: str, exit_code: int = UNFIT) -> None:
         super().__init__(reason)

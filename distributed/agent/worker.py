@@ -311,7 +311,7 @@ def _clear(names: dict[str, Any]) -> None:
 
 
 def _skip_exit_handlers() -> None:
-    """Make exit(3) only run the handlers registered from now on, flush C streams, and end the process.
+    """Make exit(3) do only this: run the handlers registered from now on, flush C streams, end the process.
 
     Handlers of libraries that are already loaded are skipped: those of PyTorch take 0.3 s.
     """

@@ -130,7 +130,8 @@ class Checkpoints:
         sharded: every rank writes its shards, to a directory that all nodes share. Otherwise only rank 0 writes, and
             other nodes do not need the directory.
         shard_timeout: seconds that rank 0 waits for the shards of other ranks after writing its own.
-        Raises CheckpointError when another run has locked the directory, ValueError when keep is below 1.
+        Raises CheckpointError when another run has locked the directory or it cannot be written to, ValueError when
+        keep is below 1.
         """
         if keep < 1:
             raise ValueError(f"keep: expected 1 or more, got {keep}")

@@ -16,7 +16,7 @@ _CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # cut off or wrap lines wider than the t
 
 
 class Console:
-    """Splits output into lines of rank 0, without the prefix, and lines of no rank. Drops those of other ranks."""
+    """Splits output into lines of rank 0, without the prefix, and lines of no rank. Drops lines of other ranks."""
 
     def __init__(self, terminal: bool = False) -> None:
         """terminal: stdout and stderr are the same terminal, so a progress bar of rank 0 can stay on one line."""

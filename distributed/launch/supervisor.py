@@ -33,7 +33,7 @@ remains, in any session. sweep stops COMMAND, ends processes that remain because
 waits until all have exited; without --grace it sends only SIGKILL. status prints JSON: "state" is absent, running,
 ended (with "exit_code") or killed.
 
-Standard library only. The supervisor starts before every command, so it imports few modules, and those on use.
+Standard library only. The supervisor starts before every command, so it imports few modules, some only on use.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def children() -> list[int] | None:
 
 
 def default_signals(ignored: Sequence[int] = ()) -> None:
-    """Unblock all signals and reset their handlers to the default, except those to ignore."""
+    """Unblock all signals and reset their handlers to the default. `ignored` signals are ignored."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # the C library reserves some
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)

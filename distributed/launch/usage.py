@@ -8,8 +8,8 @@ node_<name>.samples.jsonl in the run directory:
 
 The keys of "ranks" are local ranks; the values include child processes. cpu: CPU seconds since the start; memory:
 resident bytes; output: bytes since the start. The keys of "gpus" are GPU indices on the node. use: percentage of time
-in which a kernel ran; memory: bytes in use; ranks: those with processes on it. "gpus" is in few samples, as nvidia-smi
-is queried at most every 10 seconds. At MAX_SAMPLES samples, pairs are merged into one and the interval doubles.
+in which a kernel ran; memory: bytes in use; ranks: local ranks with processes on it. "gpus" is in few samples, because
+nvidia-smi is queried at most every 10 seconds. At MAX_SAMPLES samples, pairs are merged and the interval doubles.
 
 The supervisor imports this module before every command, so it imports modules that take milliseconds on use.
 Standard library only.
