@@ -4,7 +4,7 @@ Options, rendezvous, environment and restarts are torchrun's (`torch.distributed
 
 - Ranks are forked from one process that has imported PyTorch (`distributed.agent.worker`).
 - errors/node_<name>.json records the exit code and time of every failed rank.
-- A failure stops the other ranks within seconds (torchrun: 30), also on other nodes (torchrun: not at all).
+- A failure stops the other ranks within seconds (torchrun: up to 30 s), also on other nodes (torchrun: not at all).
 - The exit code is that of the first failed rank (torchrun: always 1).
 
 Try it: python scripts/lib/agent.py --nproc-per-node 2 train.py --config config/quickstart.yaml
@@ -45,17 +45,17 @@ from distributed.agent.rendezvous import Rendezvous, log
 from distributed.agent.worker import RankSpec, Script
 from distributed.exit_codes import STOPPED
 
-POLL_INTERVAL = 0.1  # seconds between two checks of the ranks, when none has exited
+POLL_INTERVAL = 0.1  # seconds between two checks of the ranks; a rank that exits is checked at once
 REPORT_GRACE = 1.0  # seconds between the first failure and SIGTERM: time for other ranks to write failure records
 TERM_GRACE = 3.0  # seconds between SIGTERM and SIGKILL after a failure
-STOP_GRACE = 30.0  # seconds for other ranks to write a checkpoint after one has stopped on request
+STOP_GRACE = 30.0  # seconds for the other ranks to write a checkpoint after one rank has stopped on request
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 BLOCK = 1 << 20  # bytes per read of a rank's output
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that exited with a non-zero code, as it is stored in the agent's record."""
+    """A rank that exited with a non-zero code. An entry of "failures" in the agent's record."""
 
     rank: int
     local_rank: int
@@ -86,7 +86,7 @@ class ForkedRanks(SubprocessContext):
             RankSpec(self.script, {**os.environ, **self.envs[n]}, self.stdouts[n], self.stderrs[n])
             for n in range(self.nprocs)
         ]
-        signals.make_deferrable(STOP_SIGNALS)  # torchrun's handlers raise at any point of the main thread
+        signals.make_deferrable(STOP_SIGNALS)  # torchrun's handlers raise, wherever the main thread is
         with signals.held():  # a signal must not arrive before subprocess_handlers is set
             processes = self.server.fork(ranks)
             self.subprocess_handlers = {n: Handler(process) for n, process in enumerate(processes)}  # type: ignore[misc]
@@ -102,7 +102,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
         super().__init__(spec, *args, **options)
         self.failures: dict[int, RankFailure] = {}  # by local rank
-        self.succeeded: list[int] = []  # ranks that exited with 0 before the agent stopped any
+        self.succeeded: list[int] = []  # ranks that exited with 0 before the agent stopped others
         if isinstance(spec.rdzv_handler, StaticTCPRendezvous):
             spec.rdzv_handler = self.rendezvous = Rendezvous(spec.rdzv_handler, self.script)
         Agent.latest = self
@@ -113,31 +113,26 @@ class Agent(LocalElasticAgent):
         return self.rendezvous.membership if self.rendezvous else None
 
     def end_of_run(self) -> RunEnd | None:
-        """The end of a run of several nodes, reported by any node."""
+        """Why a run of several nodes has to stop, reported by any node. None: it may continue, or has one node."""
         return self.membership.end() if self.membership else None
-
-    def exit_code(self) -> int:
-        """The exit code of the first rank that the agent did not stop, on any node."""
-        if end := self.end_of_run():
-            return end.exit_code
-        first = self._first_failure()
-        return first.exit_code if first else 1
 
     def exchange_records(self) -> int:
         """Exchange failure records with the other nodes, write theirs and return the exit code of the run."""
-        if self.membership and (end := self.membership.end()):
+        if self.membership and (end := self.end_of_run()):
             self._write_record(end.node if end.lost else None)
             self.membership.leave(self._records(), collect=True)
             for records in self.membership.records.values():
                 failure_records.write_missing(records)
-        return self.exit_code()
+            return end.exit_code
+        first = self._first_failure()
+        return first.exit_code if first else 1
 
     def handle_stop_signal(self, number: int) -> int:
-        """Stop the other nodes after this signal, once the ranks have exited. Returns the exit code."""
+        """Stop the other nodes after this signal. All ranks of this node have exited. Returns the exit code."""
         self.reap_ranks(ended_by_agent=True)
         if not self.end_of_run() and self._all_succeeded():
             return 0
-        if self.end_of_run():  # the signal came while the run was already ending: its exit code stays
+        if self.end_of_run():  # the run was already ending when the signal came: its exit code stays
             return self.exchange_records()
         code = STOPPED if self.all_stopped_on_request() else 128 + number
         return self.end_run(code, f"received {signal.Signals(number).name}")
@@ -150,11 +145,11 @@ class Agent(LocalElasticAgent):
         return code
 
     def all_stopped_on_request(self) -> bool:
-        """Whether every non-zero exit code is STOPPED: the rank stopped on request, with a checkpoint written."""
+        """Whether all failed ranks exited with STOPPED: they stopped on request, after writing a checkpoint."""
         return {failure.exit_code for failure in self.failures.values()} == {STOPPED}
 
     def reap_ranks(self, ended_by_agent: bool = False) -> None:
-        """Reap ranks that have exited and record failures."""
+        """Reap ranks that have exited. Record failures. ended_by_agent: the agent has stopped the ranks."""
         for local_rank, process in enumerate(self._processes()):
             code = process.reap()
             if not code or local_rank in self.failures:
@@ -178,7 +173,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         with signals.held():
-            # Waking up on SIGCHLD preserves the order of failures that are milliseconds apart.
+            # SIGCHLD ends the wait: failures that are milliseconds apart are recorded in their order.
             ForkedRanks.server.wakeup.wait(POLL_INTERVAL)
             self.reap_ranks()
             if first := self._first_failure():
@@ -200,7 +195,7 @@ class Agent(LocalElasticAgent):
     # -------- added methods
 
     def _all_succeeded(self) -> bool:
-        """Whether all ranks of the run have exited with 0 in spite of the stop request."""
+        """Whether all ranks, on all nodes, have exited with 0 in spite of the stop request."""
         processes = self._processes()
         if not processes or any(process.reap() != 0 for process in processes):
             return False
@@ -210,6 +205,7 @@ class Agent(LocalElasticAgent):
             return False
 
     def _first_failure(self) -> RankFailure | None:
+        """The first failed rank of this node that the agent did not stop."""
         own = [failure for failure in self.failures.values() if not failure.ended_by_agent]
         return min(own, key=lambda failure: failure.time, default=None)
 
@@ -236,7 +232,7 @@ class Agent(LocalElasticAgent):
         self.reap_ranks(ended_by_agent=True)
 
     def _wait(self, seconds: float) -> None:
-        """Wait until all ranks have exited, for at most this long."""
+        """Wait at most this long until all ranks have exited."""
         end = time.monotonic() + seconds
         while any(process.reap() is None for process in self._processes()) and time.monotonic() < end:
             ForkedRanks.server.wakeup.wait(max(0.0, end - time.monotonic()))
@@ -266,7 +262,7 @@ ATTRIBUTES: dict[type, set[str]] = {
 
 
 def unsupported(options: argparse.Namespace) -> str:
-    """Why torchrun's own agent must run this command; "" when this agent can."""
+    """Why this agent cannot run the command, so that torchrun's agent must; "" when it can."""
     if options.no_python:
         return "--no-python is not supported"
     if options.numa_binding:
@@ -279,14 +275,14 @@ def unsupported(options: argparse.Namespace) -> str:
 
 
 def unexpected() -> str:
-    """The first difference between torchrun's internals and what this module needs; "" when there is none."""
+    """What this module needs and torchrun's internals lack, the first finding; "" when there is none."""
     for owner, name, parameters in INTERNALS:
-        where = f"{owner.__name__} has no {name}"
+        lacks = f"{owner.__name__} has no {name}"
         found = getattr(owner, name, None)
         if found is None:
-            return where
+            return lacks
         if missing := parameters - inspect.signature(found).parameters.keys():
-            return f"{where}({', '.join(sorted(missing))})"
+            return f"{lacks}({', '.join(sorted(missing))})"
     for kind, names in ATTRIBUTES.items():
         members = [
             inspect.unwrap(member) for base in kind.__mro__ for member in vars(base).values() if callable(member)
@@ -299,14 +295,14 @@ def unexpected() -> str:
 
 def main(options: argparse.Namespace, server: ForkServer) -> int:
     """Run torchrun's command line. Returns 0 or the exit code of the first failed rank."""
-    options.monitor_interval = 0.001  # _monitor_workers itself waits, until a rank exits
+    options.monitor_interval = 0.001  # _monitor_workers waits itself, until a rank exits
     if options.standalone:
-        # torchrun waits up to 0.3 s to spread the rendezvous of many nodes over time.
+        # With many nodes, torchrun's random delay of up to 0.3 s spreads the load. Here there is one.
         dynamic_rendezvous._delay = lambda seconds: None
     if options.max_restarts:
         # With the shared store, restarts often fail (torch 2.13: 12 of 34 succeeded; with a separate one, 23 of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # Without the first entry, the directory of this program: a rank inserts the directory of its script.
+    # Without the first entry, which is the directory of this program: a rank inserts the directory of its script.
     arguments, path = tuple(options.training_script_args), tuple(sys.path[1:])
     script = Script(options.training_script, arguments, options.module, path, options.pass_local_rank)
     _replace_in_torchrun(script, server)
@@ -339,7 +335,7 @@ def _replace_in_torchrun(script: Script, server: ForkServer) -> None:
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]
     elastic_multiprocessing.SubprocessContext = ForkedRanks  # type: ignore[misc]
     tail_log.tail_logfile = follow
-    # These would repeat the traceback of a failed rank and log the stop request.
+    # These loggers would repeat the traceback of a failed rank and log the stop request.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
 
@@ -369,7 +365,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _ignore_stop_signals() -> None:
-    """After all ranks have exited, a stop request must not interrupt the exchange of failure records."""
+    """Ignore further stop requests: all ranks have exited, and the exchange of failure records must be completed."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -387,7 +383,8 @@ def follow(
     A line that ends with a carriage return (an update of a progress bar) is written with CR LF: the next line
     overwrites it, see `distributed.launch.console`.
 
-    torchrun's function also copies incomplete lines, to which it then appends the line of another rank.
+    torchrun's tail_logfile(), which this replaces, also copies incomplete lines: the next rank's line then follows on
+    the same line.
     """
     while not os.path.exists(file):
         if finished.wait(interval_sec) and not os.path.exists(file):  # the rank may have started and exited meanwhile
@@ -415,7 +412,7 @@ def _complete_lines(output: bytes) -> tuple[list[str], bytes]:
 
 
 def _write(lines: list[str], dst: TextIO) -> None:
-    """Write many lines at once, at most PIPE_BUF bytes: such a write to a pipe is atomic."""
+    """Write as many lines at once as fit into PIPE_BUF bytes: such a write to a pipe is atomic."""
     text, start = "".join(lines).encode(), 0
     while start < len(text):
         end = text.rfind(b"\n", start, start + select.PIPE_BUF) + 1 or text.index(b"\n", start) + 1

@@ -53,13 +53,13 @@ def write_node_record(failures: Sequence[Mapping[str, Any]], succeeded: Sequence
 
 
 def read_own_records(ranks: Iterable[int]) -> Records:
-    """The records of this node and of these ranks."""
+    """Read the records of this node's agent and of these ranks, if they exist."""
     names = [f"node_{node_name()}.json", *(f"rank_{rank}.json" for rank in ranks)]
     return {name: record for name in names if (record := _read(name))}
 
 
 def write_missing(records: Records) -> None:
-    """Write the records of other nodes unless they exist: in a shared directory the nodes have written them."""
+    """Write the records of other nodes unless they exist: in a shared directory, those nodes have written them."""
     for name, record in records.items():
         if not _read(name):
             _write(name, record)
@@ -74,7 +74,7 @@ def _read(name: str) -> Mapping[str, Any]:
 
 
 def _write(name: str, record: Mapping[str, Any]) -> None:
-    """Report an error such as a full disk on stderr: it must not change the exit code of the rank."""
+    """Write a record. An error, such as a full disk, is printed on stderr: it must not change the rank's exit code."""
     if not (run := os.environ.get("MUSTER_RUN_DIR")):
         return
     try:

@@ -1,9 +1,9 @@
-"""A server that forks processes which have PyTorch imported, and the forked processes.
+"""A server that forks processes with PyTorch already imported, and ForkedProcess, the agent's handle of each.
 
-The agent imports PyTorch, which takes seconds, and forks the server while it has a single thread: a fork of a process
-with threads can inherit a lock that is never released. For each request the server forks a starter, which forks the
-processes and exits. They become children of the agent, their subreaper: as under torchrun, the agent reaps them, and
-they do not depend on the server. Standard library only.
+The agent imports PyTorch, which takes seconds, and forks the server while the agent has a single thread: a fork of a
+process with threads can inherit a lock that is never released. For each request the server forks a starter, which forks
+the processes and exits. The processes become children of the agent, their subreaper: as under torchrun, the agent reaps
+them, and they do not depend on the server. Standard library only.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ForkServerError(Exception):
 class Signals:
     """Signal handlers that the main thread can defer.
 
-    Blocking the signals is not enough: the kernel delivers them to another thread, and Python then calls the handler
-    in the main thread.
+    Blocking the signals is not enough: the kernel would deliver them to another thread, and Python would then call the
+    handler in the main thread.
     """
 
     def __init__(self) -> None:
@@ -86,13 +86,13 @@ class ForkedProcess:
         self._wakeup = wakeup
 
     def poll(self) -> int | None:
-        """The exit code that reap() has found: torchrun must not learn of an exit before the agent."""
+        """The exit code if reap() has found it: torchrun must not see an exit that the agent has not recorded."""
         return self.returncode
 
     def reap(self) -> int | None:
         """The exit code, or None while the process runs."""
         if self.returncode is None:
-            with signals.held():  # a handler that raises between the next two lines would lose the exit code
+            with signals.held():  # if a handler raised after waitpid(), the exit code would be lost
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 if pid:
                     self.returncode = os.waitstatus_to_exitcode(status)
@@ -108,7 +108,7 @@ class ForkedProcess:
         return code
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process group, or to the process while it does not lead a group yet."""
+        """Send a signal to the process group, or to the process until it leads its own group."""
         if self.reap() is None:
             try:
                 os.killpg(self.pid, number)
@@ -128,13 +128,13 @@ class Wakeup:
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
     def wait(self, seconds: float) -> None:
-        """Wait until a child has exited since the last call, for at most this long. Any signal may end the wait."""
+        """Wait until a child exits, at most this long; not if one has exited since the last call."""
         if select.select([self._read], [], [], seconds)[0]:
             os.read(self._read, 4096)
 
 
 class ForkServer:
-    """Forks copies of the current state of this process on request and calls `run` in each.
+    """Forks, on request, copies of this process as it was when ForkServer was created, and calls `run` in each.
 
     Must be created while this process has a single thread.
     """
@@ -153,7 +153,7 @@ class ForkServer:
         self.wakeup = Wakeup()
 
     def fork(self, tasks: Sequence[Any]) -> list[ForkedProcess]:
-        """Start one process for each task, all or none. Raises ForkServerError."""
+        """Start one process for each task. If one cannot be started, kill the others and raise ForkServerError."""
         adopt_orphans()
         try:
             self._channel.send(tasks)
@@ -176,7 +176,7 @@ class ForkServer:
         self._wait_for_exit()
 
     def _wait_for_exit(self) -> str:
-        """Reap the server. Returns how it ended."""
+        """Wait until the server has exited. Returns how it ended."""
         if self._returncode is None:
             self._returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if self._returncode < 0:
@@ -189,7 +189,8 @@ def signals_blocked() -> Iterator[set[int]]:
     """Block all signals until the end of the block. Yields the previously blocked signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, ALL_SIGNALS)  # first calls handlers of pending signals: one may raise
+        # pthread_sigmask() calls the Python handlers of pending signals, and one may raise.
+        signal.pthread_sigmask(signal.SIG_BLOCK, ALL_SIGNALS)
         yield {int(number) for number in before}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -215,7 +216,7 @@ def _serve(channel: Connection, run: Callable[[Any], None], agent: int, mask: se
 def _start(
     tasks: Sequence[Any], channel: Connection, run: Callable[[Any], None], agent: int, mask: set[int]
 ) -> tuple[list[int], str]:
-    """Fork the starter, which forks the processes. They are the agent's children when it has exited."""
+    """Fork the starter, which forks the processes. When the starter has exited, they are children of the agent."""
     reader, writer = Pipe(duplex=False)
     try:
         starter = os.fork()

@@ -2,12 +2,12 @@
 
 torchrun's agents exchange nothing after the rendezvous: when a rank fails on one node, the others wait until their
 collectives time out, for 10 to 30 minutes. Here each agent sends heartbeats through the store of the first node, and
-the first agent that must stop reports the end of the run. The others read it within a second. A node is lost after
-HEARTBEAT_TIMEOUT without heartbeats. At the end the agents exchange failure records, so that each node has the first
-failure.
+the first agent that must stop reports the end of the run. The other agents read it within a second. A node is lost
+after HEARTBEAT_TIMEOUT without heartbeats. At the end the agents exchange failure records, so that each node has the
+record of the first failure.
 
-The keys of a run have its id as a prefix. A refused node writes at most "refused", which the first node logs: it exits,
-and the run continues.
+The keys of a run have its id as a prefix. A refused node exits and writes at most the key "refused", whose value the
+first node logs; the run continues.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REPORT_INTERVAL = 5.0  # seconds between messages about missing nodes
 UNJOINED_REPORT_INTERVAL = 15.0  # seconds between messages of a node that has not joined
 RECORDS_TIMEOUT = 4.0  # seconds to wait for the failure records of all nodes
 CLOSE_TIMEOUT = 1.0  # seconds to wait for the thread
-LEAVE_TIMEOUT = 2.0  # seconds that the first node waits for the others to leave
+LEAVE_TIMEOUT = 2.0  # seconds to wait until the thread has sent that this node left; first node: until others left
 RUN_KEY = "muster/run"  # the PublishedRun that owns the store
 
 MemberFacts = Mapping[str, str]  # "node": name of the node; the other values must be equal on all nodes
@@ -66,7 +66,7 @@ class RunEnd:
 
 
 class RendezvousFailed(Exception):
-    """Not all nodes joined, this node was refused, or another node ended the run while nodes joined."""
+    """A node is missing, this node was refused, another node ended the run, or the port is in use."""
 
     def __init__(self, reason: str, exit_code: int = UNFIT) -> None:
         super().__init__(reason)
@@ -97,7 +97,7 @@ class Membership:
             address: HOST:PORT of the store, for messages.
             connect: makes one attempt to connect to the store; raises OSError or RuntimeError.
             run_name: required on the first node; on the others "" joins any run with the same facts.
-            names: of all nodes, by node rank, if known.
+            names: names of all nodes, by node rank, if known.
         """
         self.rank, self.size = rank, size
         self.run: PublishedRun | None = None  # set when found
@@ -167,7 +167,8 @@ class Membership:
     def finish(self, timeout: float = math.inf) -> RunEnd | None:
         """Report that the ranks of this node succeeded. Wait for all nodes, or for the end of the run, then leave.
 
-        Raises TimeoutError after `timeout` seconds, without leaving.
+        Returns why the run has to stop; None if all nodes succeeded. Raises TimeoutError after `timeout` seconds,
+        without leaving.
         """
         self._send(f"done/{self.rank}", True)
         self._leaving = True
@@ -182,8 +183,7 @@ class Membership:
     def leave(self, records: Records | None = None, collect: bool = False) -> None:
         """Send this node's failure records and leave.
 
-        Takes up to LEAVE_TIMEOUT; on the first node 2 * HEARTBEAT_INTERVAL more when others have not left. Then close()
-        takes up to CLOSE_TIMEOUT.
+        Takes up to LEAVE_TIMEOUT + CLOSE_TIMEOUT; on the first node 2 * HEARTBEAT_INTERVAL more if a node has not left.
         collect: first wait up to RECORDS_TIMEOUT for the records of the others.
         """
         self._leaving = True
@@ -199,7 +199,7 @@ class Membership:
         self.close()
 
     def close(self) -> None:
-        """Stop the thread. A thread that is in the store's C++ code when Python exits would abort the process."""
+        """Stop the thread: if it were in the store's C++ code when Python exits, it would abort the process."""
         self._closed = True
         self._wake.set()
         self._thread.join(CLOSE_TIMEOUT)
@@ -265,9 +265,10 @@ class Membership:
         return self._claim(store, run)
 
     def _claim(self, store: Store, run: PublishedRun) -> bool:
-        """Claim the node rank. Wait while its holder sends no heartbeats: the loss of that node ends the run.
+        """Claim the node rank. False: the run is over.
 
-        Raises RendezvousFailed when the holder is alive.
+        If another node has claimed it and sends no heartbeats, wait: the loss of that node will end the run. Raises
+        RendezvousFailed when that node sends a heartbeat.
         """
         before = read_value(store, f"heartbeat/{self.rank}")
         while not (self._closed or is_over(store)):
@@ -317,7 +318,7 @@ class Membership:
                     self.records[rank] = records
         self._closed = self._closed or (not self._coordinator and bool(read_value(self._store, "closing")))
 
-    # ---------------------------------------------------------------- used by both
+    # ---------------------------------------------------------------- used by the agent and the thread
 
     def _send(self, key: str, value: object) -> None:
         self._outbox.put((key, value))
@@ -403,7 +404,7 @@ def read_run(root: Store) -> PublishedRun | None:
 
 
 def membership_store(root: Store, run: PublishedRun) -> Store:
-    """The keys of this run's membership."""
+    """The part of the store with the keys of this run's membership."""
     return PrefixStore(f"muster/{run.id}", root.clone())  # type: ignore[attr-defined]
 
 

@@ -2,10 +2,10 @@
 
 A rank is a fork of a process that has imported PyTorch. Its script must find the state of a fresh interpreter:
 sys.modules has only what the script has imported, and a module in the script's directory precedes a standard module of
-the same name. PyTorch has read its environment variables before the script can change them: such changes are detected
-and reported. Standard library only.
+the same name. PyTorch reads its environment variables before the script can change them: changes of these variables are
+detected and reported. Standard library only.
 
-Known difference: PyTorch itself uses the standard module even if the script's directory has one of the same name.
+Known difference: if a module in the script's directory has the name of a standard one, PyTorch uses the standard one.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class HiddenModules:
         if not _is_same_module(module, found):
             self._forget(name)
             return found
-        if found is None:  # its package has created it
+        if found is None:  # the module's package has created it
             found = ModuleSpec(name, None, is_package=hasattr(module, "__path__"))
         found.loader = HiddenLoader(self, found.loader)  # type: ignore[assignment]
         return found
@@ -139,7 +139,7 @@ class HiddenModules:
             self._modules.pop(member, None)
 
     def _with_submodules(self, name: str) -> list[str]:
-        """The hidden modules that are this one or inside it, and __mp_main__, which multiprocessing creates."""
+        """The names of this hidden module and those inside it; __mp_main__ belongs to multiprocessing."""
         extra = "__mp_main__" if name == "multiprocessing" else name
         return [member for member in list(self._modules) if member in (name, extra) or member.startswith(f"{name}.")]
 
@@ -174,7 +174,7 @@ class HiddenLoader:
 
 
 def _is_same_module(module: ModuleType, found: ModuleSpec | None) -> bool:
-    """Whether the module is the found one. A module that no finder finds was created by its package."""
+    """Whether `found` is the module's spec. None: no finder finds the module, because its package has created it."""
     known = getattr(module, "__spec__", None)
     if found is None or known is None or found.origin == known.origin:
         return True

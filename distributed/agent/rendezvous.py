@@ -1,7 +1,7 @@
 """torchrun's static rendezvous with messages and checks.
 
-torchrun's waits silently for up to ten minutes and then raises an error of its store. This one reports missing nodes,
-refuses incompatible nodes, names the run that uses the port, and starts the heartbeats of
+torchrun's rendezvous waits silently, by default for ten minutes, and then raises an error of its store. This one
+reports missing nodes, refuses incompatible nodes, names the run that uses the port, and starts the heartbeats of
 `distributed.agent.membership`.
 """
 
@@ -36,7 +36,7 @@ from distributed.agent.worker import Script
 
 NO_RUN_ID = "none"  # torchrun's default for --rdzv-id
 CONNECT_TIMEOUT = 5.0  # seconds, for one attempt
-OWNER_TIMEOUT = 5.0  # seconds to query which run uses a port
+OWNER_TIMEOUT = 5.0  # seconds to find out which run uses a port
 
 
 class Rendezvous(StaticTCPRendezvous):
@@ -49,7 +49,7 @@ class Rendezvous(StaticTCPRendezvous):
         self.membership: Membership | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all nodes. Raises RendezvousFailed when a node is missing or this node is refused."""
+        """Wait for all nodes. Raises RendezvousFailed."""
         facts = member_facts(self.script, self.world_size)
         run_name = "" if self.run_id == NO_RUN_ID else self.run_id
         if self.rank == 0:

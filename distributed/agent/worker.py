@@ -1,6 +1,6 @@
 """Run a script in a forked or prepared process as `python script.py` would run it.
 
-The agent forks ranks from a process that has imported PyTorch (`distributed.agent.fork_server`); a task of srun
+The agent forks ranks from a process that has imported PyTorch (`distributed.agent.fork_server`); under srun, each task
 becomes a rank itself. `become_main` resets the state of the process; `run_script` runs the script and shuts down as
 the interpreter does.
 
@@ -48,9 +48,9 @@ PR_SET_MM, PR_SET_MM_MAP = 35, 14  # prctl(2)
 
 @dataclass(frozen=True)
 class Script:
-    """The script of a rank and its arguments. Not a string, in which torchrun would replace ${local_rank}."""
+    """The script of a rank and its arguments. A dataclass, because torchrun replaces ${local_rank} in strings."""
 
-    name: str  # a path as the user gave it, or a module
+    name: str  # a path as the user gave it, or the name of a module
     arguments: tuple[str, ...]
     is_module: bool
     path: tuple[str, ...]  # sys.path of a fresh interpreter, without its first entry
@@ -126,7 +126,7 @@ def become_main(script: Script) -> None:
     multiprocessing.current_process().authkey = os.urandom(32)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    if "SLURM_JOB_ID" not in os.environ:  # in a job, the signal must not kill a script without a handler
+    if "SLURM_JOB_ID" not in os.environ:  # in a SLURM job, SIGUSR2 must not kill a script without a handler
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _reseed()
@@ -138,7 +138,7 @@ def become_main(script: Script) -> None:
 def _set_command_line(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Set the command line and environment in /proc/self, for ps and psutil.
 
-    See prctl(2), PR_SET_MM_MAP. A kernel without CONFIG_CHECKPOINT_RESTORE refuses it: those of the agent remain.
+    See prctl(2), PR_SET_MM_MAP. A kernel without CONFIG_CHECKPOINT_RESTORE refuses this: ps then shows the agent's.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
@@ -169,7 +169,7 @@ def _unbuffered(stream: TextIO, number: int) -> TextIO:
 
 
 def _remove_own_modules() -> None:
-    """Remove package `distributed`: the script may import Dask's, or another version. Give it a new __main__."""
+    """Remove package `distributed`: the script may import Dask's, or another version. Create a new __main__."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "distributed"]:
         del sys.modules[name]
     main = ModuleType("__main__")
@@ -181,7 +181,7 @@ def _remove_own_modules() -> None:
 
 
 def _reseed() -> None:
-    """Reseed the global generators: forks inherit their state, and all ranks would shuffle alike."""
+    """Reseed the global random generators: with the state inherited by fork, all ranks would shuffle alike."""
     random.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
@@ -239,7 +239,7 @@ def _report(error: BaseException, record: bool) -> int:
 
 
 def _finish_line() -> None:
-    """End the last line of an output file, such as a progress bar, which would hide the traceback."""
+    """Write a line break if stderr is a file with an unfinished last line: a progress bar would hide the traceback."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr closed or removed by the script
         sys.stderr.flush()
         if stat.S_ISREG(os.fstat(2).st_mode):
@@ -268,14 +268,14 @@ def _finalise(inherited: Mapping[str, ModuleType]) -> None:
     Installed packages stay. Removing PyTorch takes a second, and a PyTorch thread that still holds a tensor then aborts
     even a successful process (https://github.com/pytorch/pytorch/pull/179291).
     """
-    threading.excepthook = lambda failed: None  # of daemon threads, which the interpreter would have ended
+    threading.excepthook = lambda failed: None  # no errors of daemon threads, which the interpreter would have ended
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         vars(sys).pop(name, None)
-    # The finder refers to __main__.
+    # This finder refers to __main__.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, HiddenModules)]
-    # The interpreter also collects while everything is reachable: the next collection then finalises outer objects
-    # before inner ones. In order of creation, a file would be closed before its buffer is written.
+    # Like the interpreter, collect once while everything is reachable: the next collection then finalises outer objects
+    # before inner ones. Otherwise it would close a file, which was created first, before its buffer is written.
     gc.collect()
     own = [name for name, module in sys.modules.items() if inherited.get(name) is not module and not _installed(module)]
     remaining = [weakref.ref(_ModuleNames(vars(sys.modules.pop(name)))) for name in own]
@@ -287,7 +287,7 @@ def _finalise(inherited: Mapping[str, ModuleType]) -> None:
 
 
 class _ModuleNames:
-    """Refers to a module's __dict__ and lives as long as it does. A function used as a hook keeps the dict alive."""
+    """Lives as long as a module's __dict__: a weak reference to it tells whether something keeps the dict alive."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.names = names
@@ -311,9 +311,9 @@ def _clear(names: dict[str, Any]) -> None:
 
 
 def _skip_exit_handlers() -> None:
-    """Let exit(3) run only handlers registered from now on, flush C streams and end the process.
+    """Make exit(3) do only this: run the handlers registered from now on, flush C streams, end the process.
 
-    Handlers of libraries that are already loaded are skipped: PyTorch's take 0.3 s.
+    Handlers of libraries that are already loaded are skipped: those of PyTorch take 0.3 s.
     """
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)  # _exit(code): handlers run in reverse order of registration
@@ -326,8 +326,8 @@ def _exit(code: int) -> NoReturn:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
 
-    # An exit handler of a library may wait for ever, for a thread that needs the GIL. Python's own signal handlers do
-    # not run in it; a handler in C does.
+    # An exit handler of a library may wait for ever, for a thread that needs the GIL. Meanwhile a signal handler in
+    # Python does not run, but one in C does.
     def abandon_handlers(_: int) -> None:
         os.write(2, f"an exit handler of a library has not ended within {EXIT_TIMEOUT} s; abandoned\n".encode())
         os._exit(code)

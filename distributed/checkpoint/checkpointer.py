@@ -97,7 +97,7 @@ class Checkpointer:
         """Restore all objects and random states from `found`, by default the newest checkpoint.
 
         Returns the step of the checkpoint; 0 when there is none. With more ranks than the saving run had, the
-        additional ranks keep their random states. With any other number of ranks, `per_rank` objects are not restored.
+        additional ranks keep their random states. With fewer or more ranks, `per_rank` objects are not restored.
 
         Raises CheckpointError when checkpoints exist and none is usable, or the checkpoint does not fit the objects.
         """
@@ -111,8 +111,8 @@ class Checkpointer:
             unwrap(self._model), self._optimizer,
             model_state_dict=state["model"], optim_state_dict=state["optimizer"],
         )  # fmt: skip
-        for name, shared in self._shared.items():
-            shared.load_state_dict(state[name])
+        for name, stateful in self._shared.items():
+            stateful.load_state_dict(state[name])
         if saved := self._checkpoints.load_per_rank(found):
             self._restore_per_rank(saved, found)
         return found.step
@@ -120,11 +120,11 @@ class Checkpointer:
     def _restore_per_rank(self, saved: Mapping[str, Any], found: CheckpointInfo) -> None:
         set_random_state(saved)
         size = self._checkpoints.ranks.size
-        for name, of_rank in self._per_rank.items():
+        for name, stateful in self._per_rank.items():
             if found.ranks != size:
-                log.warning(f"{found.path} is of {found.ranks} ranks, now {size}: {name} is not restored")
+                log.warning(f"{name} is not restored: {found.path} is from {found.ranks} ranks, this run has {size}")
             elif name in saved.get("objects", {}):
-                of_rank.load_state_dict(saved["objects"][name])
+                stateful.load_state_dict(saved["objects"][name])
             else:
                 raise CheckpointError(f"{found.path} does not fit this training: it has no {name}")
 
@@ -167,8 +167,8 @@ class Checkpointer:
             overlap: copy parameters and optimizer state after save() returns, while the next gradients are computed.
                 Until the next optimizer.step() nothing else may change them, such as an evaluation with other weights.
 
-        Raises CheckpointError when the previous save failed, or the state holds objects that cannot be loaded safely;
-        NonFiniteLoss when a weight is NaN or infinite: no checkpoint is written.
+        Raises NonFiniteLoss when a weight is NaN or infinite, without writing a checkpoint; CheckpointError when the
+        previous save failed, or the state holds objects that cannot be loaded safely; otherwise as should_stop() does.
         """
         self._read(self._exchange.receive(now=True))
         # The loss of this step was computed with the weights before optimizer.step().
@@ -178,7 +178,7 @@ class Checkpointer:
                 f"the weights are not finite (NaN or inf) after step {step}; no checkpoint was written. "
                 "Lower the learning rate, and run again to resume from the newest checkpoint"
             )
-        objects = {name: of_rank.state_dict() for name, of_rank in self._per_rank.items()}
+        objects = {name: stateful.state_dict() for name, stateful in self._per_rank.items()}
         self._checkpoints.save(
             step, self._state(), per_rank={**random_state(), "objects": objects}, facts=facts, score=score,
             until=self._optimizer if overlap else None,
@@ -188,7 +188,7 @@ class Checkpointer:
         model, optimizer = get_state_dict(unwrap(self._model), self._optimizer)
         return {
             "model": model, "optimizer": optimizer,
-            **{name: shared.state_dict() for name, shared in self._shared.items()},
+            **{name: stateful.state_dict() for name, stateful in self._shared.items()},
         }  # fmt: skip
 
     def newest(self) -> CheckpointInfo | None:

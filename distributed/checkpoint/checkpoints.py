@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from distributed.checkpoint import directory
-from distributed.checkpoint.directory import CheckpointError, CheckpointInfo, FileNotes
+from distributed.checkpoint.directory import CheckpointError, CheckpointInfo, FileEntries
 from distributed.checkpoint.snapshot import KeyPath, Snapshot, name_of
 from distributed.training.collectives import Ranks
 
@@ -130,7 +130,8 @@ class Checkpoints:
         sharded: every rank writes its shards, to a directory that all nodes share. Otherwise only rank 0 writes, and
             other nodes do not need the directory.
         shard_timeout: seconds that rank 0 waits for the shards of other ranks after writing its own.
-        Raises CheckpointError when another run has locked the directory, ValueError when keep is below 1.
+        Raises CheckpointError when another run has locked the directory or it cannot be written to, ValueError when
+        keep is below 1.
         """
         if keep < 1:
             raise ValueError(f"keep: expected 1 or more, got {keep}")
@@ -169,7 +170,8 @@ class Checkpoints:
         score: lower is better.
         until: an optimizer whose tensors are copied after save() returns, while the next gradients are computed; its
             next step() waits for the copy. Until then nothing else may change them.
-        Raises CheckpointError when the previous write failed on any rank, or load() would refuse the state.
+        Raises CheckpointError when the previous write failed on any rank, load() would refuse the state, or facts or
+        score cannot be written as JSON.
         """
         begun = time.monotonic()
         manifest = {
@@ -245,20 +247,20 @@ class Checkpoints:
             ) from error
 
     def _write_files(self, job: _PendingWrite, writing: Path) -> None:
-        notes: FileNotes = {}
+        entries: FileEntries = {}
         copied = time.monotonic()
         for name, content in job.files.items():
-            with directory.written(writing / name, notes) as file:
+            with directory.open_hashed(writing / name, entries) as file:
                 torch.save(content, file)
         if job.shards is not None:
             job.shards.write(job.copy)
             if self.ranks.rank != 0:
                 return
             start = time.monotonic()
-            notes |= job.shards.collect(self.ranks.size, late=lambda: self._is_late(start))
+            entries |= job.shards.collect(self.ranks.size, late=lambda: self._is_late(start))
         complete = time.monotonic()
-        directory.publish(writing, job.final, {**job.manifest, "files": notes})
-        size = sum(note["bytes"] for note in notes.values())
+        directory.publish(writing, job.final, {**job.manifest, "files": entries})
+        size = sum(entry["bytes"] for entry in entries.values())
         log.debug(
             f"checkpoint {job.final.name}: copied in {copied - job.begun:.3f} s, {size:,} bytes written in "
             f"{complete - copied:.3f} s, published in {time.monotonic() - complete:.3f} s"
@@ -304,7 +306,7 @@ class Checkpoints:
         return loaded
 
     def load_per_rank(self, found: CheckpointInfo) -> Any:
-        """What this rank passed as `per_rank`; None for ranks that the saving run did not have.
+        """Return what this rank passed to save() as `per_rank`; None for ranks that the saving run did not have.
 
         Raises CheckpointError when it cannot be read.
         """

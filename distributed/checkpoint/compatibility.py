@@ -67,7 +67,7 @@ def _differences(section: str, settings: Mapping[str, Any], saved: Mapping[str, 
 
 
 def experiment_of(settings: Settings) -> dict[str, Any]:
-    """Settings of the data that must not change when a run resumes; None for those without effect in the mode."""
+    """Settings of the data that must not change when a run resumes; a setting without effect in the mode is None."""
     data = settings.data
     found: dict[str, Any] = {
         "participant": data.participant,

@@ -1,17 +1,18 @@
 """The checkpoints in a directory: write, publish, find, remove.
 
-A checkpoint is a directory, `step_00000120/`. Its manifest.json holds the SHA-256 of every file and of itself.
-It is written as `step_00000120.writing-<host>-<pid>`, synced to disk, and renamed. So a published checkpoint is
-complete, and the checksums show later damage. A damaged or unreadable checkpoint is skipped if an older one is valid.
-Checkpoints of which none is usable are an error, never "no checkpoint".
+A checkpoint is a directory, `step_00000120/`. Its manifest.json holds the SHA-256 of every other file and of its own
+content. The directory is written as `step_00000120.writing-<host>-<pid>`, synced to disk, and renamed. So a published
+checkpoint is complete, and the checksums show later damage. A damaged or unreadable checkpoint is skipped if another
+one is valid. If checkpoints exist but none is usable, that is an error; it is never treated as "no checkpoint".
 
-Standard library alone.
+Standard library only.
 
 Try it: python -m distributed.checkpoint.directory DIRECTORY    lists the checkpoints and checks every byte
 """
 
 from __future__ import annotations
 
+import argparse
 import errno
 import fcntl
 import hashlib
@@ -41,11 +42,11 @@ ABANDONED_AFTER = 3600.0  # seconds without a change to the unfinished checkpoin
 # Errors of a file system that has no locks, or that cannot sync a directory.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
-FileNotes = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}
+FileEntries = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read or used; the message names it, the cause and the remedy."""
+    """A checkpoint cannot be written, read or used."""
 
 
 # ---- finding ----
@@ -76,7 +77,7 @@ class CheckpointInfo:
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{file}: not a manifest, it is damaged: {error!r}") from error
+            raise CheckpointError(f"{file}: damaged: not a valid manifest: {error!r}") from error
         if checksum != _checksum(manifest):
             raise CheckpointError(f"{file}: its checksum does not match: it is damaged")
         return found
@@ -87,12 +88,12 @@ class CheckpointInfo:
         return sum(file["bytes"] for file in self.files.values())
 
     def check_sharding(self, sharded: bool) -> None:
-        """Raise CheckpointError unless the checkpoint is sharded exactly when this run's checkpoints are."""
+        """Raise CheckpointError if the checkpoint is sharded and this run's are not, or the reverse."""
         if self.sharded != sharded:
             was, now = ("sharded", "unsharded") if self.sharded else ("unsharded", "sharded")
             raise CheckpointError(
                 f"{self.path} is {was}, but this run uses {now} checkpoints; resume with the strategy "
-                f"that wrote it, or set another checkpoint directory"
+                f"of the run that wrote it, or set another checkpoint directory"
             )
 
     def fault(self) -> str | None:
@@ -101,11 +102,11 @@ class CheckpointInfo:
             return next(filter(None, pool.map(self._fault_of, self.files)), None)
 
     def _fault_of(self, name: str) -> str | None:
-        file, noted = self.path / name, self.files[name]
+        file, expected = self.path / name, self.files[name]
         try:
-            if (size := file.stat().st_size) != noted["bytes"]:
-                return f"{file}: {size} bytes instead of {noted['bytes']}: it was cut short or overwritten"
-            if _sha256(file) != noted["sha256"]:
+            if (size := file.stat().st_size) != expected["bytes"]:
+                return f"{file}: {size} bytes instead of {expected['bytes']}: it was cut short or overwritten"
+            if _sha256(file) != expected["sha256"]:
                 return f"{file}: its checksum does not match: it is damaged"
         except OSError as error:
             return f"{file}: cannot be read: {error.strerror or error}"
@@ -121,7 +122,7 @@ class CheckpointInfo:
 def newest(directory: Path) -> CheckpointInfo | None:
     """Return the newest valid checkpoint, every byte verified; None when the directory holds no checkpoint.
 
-    Logs a warning for each newer one that is damaged or unreadable.
+    Logs a warning for each other one that it finds damaged or unreadable.
     Raises CheckpointError when checkpoints exist and none is usable, or the directory cannot be listed.
     """
     return _first_good(directory, lambda found: -found.step)
@@ -145,7 +146,7 @@ def _first_good(directory: Path, order: Callable[[CheckpointInfo], float]) -> Ch
     return None
 
 
-def described(directory: Path) -> list[CheckpointInfo]:
+def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
     """Return the checkpoints with an intact manifest, newest first; log a warning for each other one.
 
     Raises CheckpointError when the directory cannot be listed.
@@ -172,12 +173,12 @@ def _warn(faults: Mapping[Path, str]) -> None:
 
 
 def _none_usable(directory: Path, faults: Mapping[Path, str]) -> str:
-    here = shlex.quote(str(directory))
+    quoted = shlex.quote(str(directory))
     return "\n".join([
         f"{directory}: checkpoints exist, but none is usable:",
         *(f"    {faults[path]}" for path in sorted(faults, reverse=True)),
         "To resume, make one of them readable. To start from step 0, use another checkpoint directory "
-        f"(checkpoint.dir=PATH), or move this one: mv {here} {here}.unusable",
+        f"(checkpoint.dir=PATH), or move this one: mv {quoted} {quoted}.unusable",
     ])  # fmt: skip
 
 
@@ -240,17 +241,17 @@ class HashedFile(io.FileIO):
             finally:
                 super().close()
 
-    def note(self) -> dict[str, Any]:
-        """Its entry in a manifest."""
+    def manifest_entry(self) -> dict[str, Any]:
+        """Return the size and checksum of what was written."""
         return {"bytes": self._written, "sha256": self._sha256.hexdigest()}
 
 
 @contextmanager
-def written(file: Path, notes: FileNotes) -> Iterator[HashedFile]:
-    """Open a new file; when the block succeeds, the file is synced to disk and added to `notes`."""
+def open_hashed(file: Path, entries: FileEntries) -> Iterator[HashedFile]:
+    """Open a new file; when the block succeeds, sync the file to disk and add its manifest entry to `entries`."""
     with HashedFile(file) as stream:
         yield stream
-    notes[file.name] = stream.note()
+    entries[file.name] = stream.manifest_entry()
 
 
 def final_path(directory: Path, step: int) -> Path:
@@ -260,7 +261,7 @@ def final_path(directory: Path, step: int) -> Path:
 
 def new_directory(final: Path) -> Path:
     """Make the directory in which a checkpoint is written before it is published."""
-    writing = final.with_name(f"{final.name}.writing-{_me()}")
+    writing = final.with_name(f"{final.name}.writing-{_host_and_pid()}")
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir()
     return writing
@@ -272,7 +273,7 @@ def publish(writing: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     When the step was already published, one of the two versions exists at every moment.
     """
     text = json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=2, sort_keys=True)
-    with written(writing / "manifest.json", {}) as stream:
+    with open_hashed(writing / "manifest.json", {}) as stream:
         stream.write(f"{text}\n".encode())
     _sync_directory(writing)
     old = final.with_name(f"{final.name}.old")
@@ -290,7 +291,7 @@ def prune(directory: Path, step: int, keep: int) -> None:
     Later steps belong to another run and are kept. Unreadable checkpoints are kept: the cause may be temporary.
     """
     try:
-        candidates = [found for found in described(directory) if found.step <= step]
+        candidates = [found for found in list_checkpoints(directory) if found.step <= step]
     except CheckpointError as error:
         log.warning("old checkpoints are not removed: %s", error)
         return
@@ -307,10 +308,10 @@ def prune(directory: Path, step: int, keep: int) -> None:
 def remove(path: Path) -> None:
     """Rename, then delete: a partly deleted checkpoint never has the name of a published one."""
     if path.exists():
-        going = path.with_name(f"{path.name.removesuffix('.old')}.removing-{_me()}")
-        shutil.rmtree(going, ignore_errors=True)
-        os.rename(path, going)
-        shutil.rmtree(going)
+        removing = path.with_name(f"{path.name.removesuffix('.old')}.removing-{_host_and_pid()}")
+        shutil.rmtree(removing, ignore_errors=True)
+        os.rename(path, removing)
+        shutil.rmtree(removing)
 
 
 def _sync_directory(directory: Path) -> None:
@@ -324,7 +325,7 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-# ---- one run writes to a directory ----
+# ---- locking: only one run writes to a directory ----
 
 
 def take_over(directory: Path) -> io.TextIOWrapper | None:
@@ -344,7 +345,7 @@ def take_over(directory: Path) -> io.TextIOWrapper | None:
 
 
 def _lock(directory: Path) -> io.TextIOWrapper | None:
-    """Lock with lockf(3): the kernel releases it when this process ends; forked data workers would hold a flock(2)."""
+    """Lock with lockf(3): unlike a flock(2), it is released when this process ends, even if forked data workers run."""
     lock = (directory / ".lock").open("a+")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -369,25 +370,30 @@ def _abandoned(leftover: Path) -> bool:
     match = LEFTOVER.fullmatch(leftover.name)
     if match is None:
         return False
-    if match["host"] == socket.gethostname():
+    if match["host"] == socket.gethostname():  # in a container, an exited process may have had the pid of this one
         return int(match["pid"]) == os.getpid() or not os.path.exists(f"/proc/{match['pid']}")
     with suppress(FileNotFoundError):
         return max(path.stat().st_mtime for path in (leftover, *leftover.iterdir())) < time.time() - ABANDONED_AFTER
     return False
 
 
-def _me() -> str:
+def _host_and_pid() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def main(arguments: list[str], write: Callable[[str], object] = print) -> int:
-    """List the checkpoints of a directory. Returns 0: all valid; 1: none, or one is not valid; 2: no such directory."""
-    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        argument = " ".join(arguments)
-        sys.stderr.write(f"no directory {argument!r}: python -m distributed.checkpoint.directory DIRECTORY\n")
-        return 2
+def main(arguments: list[str]) -> int:
+    """List the checkpoints in a directory. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m distributed.checkpoint.directory",
+        description="List the checkpoints in a directory and check every byte.",
+        epilog="Exit codes: 0: all are valid. 1: none, or at least one is not valid. 2: directory cannot be listed.",
+    )
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args(arguments).directory
+    if not directory.is_dir():
+        parser.error(f"'{directory}': not a directory")
     try:
-        paths = step_directories(Path(arguments[0]))
+        paths = step_directories(directory)
     except CheckpointError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -397,10 +403,10 @@ def main(arguments: list[str], write: Callable[[str], object] = print) -> int:
             found = CheckpointInfo.read(path)
             faults.append(found.fault())
             score = "" if found.score is None else f"  score {found.score:g}"
-            write(f"{path}  {found.bytes / 1e6:.1f} MB  {found.written}{score}  {faults[-1] or 'good'}")
+            print(f"{path}  {found.bytes / 1e6:.1f} MB  {found.written}{score}  {faults[-1] or 'good'}")
         except CheckpointError as error:
             faults.append(str(error))
-            write(f"{path}  {error}")
+            print(f"{path}  {error}")
     return 0 if faults and not any(faults) else 1
 
 

@@ -1,8 +1,8 @@
 """Save and load a state that FSDP shards, through torch.distributed.checkpoint.
 
-All ranks plan together, on the main thread. Then each rank writes its own file, on a thread that calls no collectives:
-a rank that is done writes a small file to the unpublished directory, and rank 0 waits for those files. So all nodes
-must share that directory.
+All ranks plan together, on the main thread. Then a thread of each rank, which calls no collectives, writes the rank's
+shards. When done, it writes a small file to the unpublished directory; rank 0 waits for these files. So all nodes
+must share the directory.
 
 The files have torch's own format, which its tools read; for example, to write all weights to one file:
 
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
-from distributed.checkpoint.directory import CheckpointError, FileNotes, written
+from distributed.checkpoint.directory import CheckpointError, FileEntries, open_hashed
 from distributed.training.collectives import Ranks, load_safely, refusal
 
 POLL_INTERVAL = 0.05  # seconds between two checks for a file of another rank
@@ -77,25 +77,28 @@ class ShardWriter:
         self._planner.take_from(dict(copy))
         self._results = self._writer.write_data(self._plan, self._planner).wait()
         if self._rank != 0:
-            self._write_note(self._file(self._rank, "done"), (self._files.notes, self._results))
+            self._write_pickle(self._file(self._rank, "done"), (self._files.entries, self._results))
 
     def report_failure(self, cause: BaseException) -> None:
         """Report the failure to rank 0 through a file, which stays empty on a full disk."""
         with suppress(OSError):
             self._file(self._rank, "failed").write_text(f"rank {self._rank}: {cause}")
 
-    def collect(self, size: int, late: Callable[[], bool]) -> FileNotes:
-        """Wait for all ranks, complete the directory, and return its files. Only on rank 0."""
+    def collect(self, size: int, late: Callable[[], bool]) -> FileEntries:
+        """Wait for all ranks, complete the directory, and return the manifest entries of its files. Only on rank 0.
+
+        Raises CheckpointError when a rank failed, or late() returns True before all ranks are done.
+        """
         collected = [self._wait_for_rank(rank, late) for rank in range(1, size)]
         self._writer.finish(self._metadata, [self._results, *(results for _, results in collected)])
-        notes = self._files.notes
-        for rank, (rank_notes, _) in enumerate(collected, start=1):
-            notes |= rank_notes
+        entries = self._files.entries
+        for rank, (rank_entries, _) in enumerate(collected, start=1):
+            entries |= rank_entries
             self._file(rank, "done").unlink()
-        notes[".metadata"] = notes.pop(".metadata.tmp")
-        return notes
+        entries[".metadata"] = entries.pop(".metadata.tmp")
+        return entries
 
-    def _wait_for_rank(self, rank: int, late: Callable[[], bool]) -> tuple[FileNotes, list[Any]]:
+    def _wait_for_rank(self, rank: int, late: Callable[[], bool]) -> tuple[FileEntries, list[Any]]:
         done, failed = self._file(rank, "done"), self._file(rank, "failed")
         while not done.exists():
             if failed.exists():
@@ -103,10 +106,10 @@ class ShardWriter:
             if late():
                 raise CheckpointError(f"rank {rank}: timed out waiting for its shard")
             time.sleep(POLL_INTERVAL)
-        notes, results = _unpickle(done.read_bytes())
-        return notes, results
+        entries, results = _unpickle(done.read_bytes())
+        return entries, results
 
-    def _write_note(self, file: Path, content: object) -> None:
+    def _write_pickle(self, file: Path, content: object) -> None:
         incomplete = file.with_suffix(".half")
         incomplete.write_bytes(pickle.dumps(content))
         os.rename(incomplete, file)
@@ -131,22 +134,22 @@ class _HashedFiles(FileSystem):
     """The writer's files, with their checksums."""
 
     def __init__(self) -> None:
-        self.notes: FileNotes = {}
+        self.entries: FileEntries = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "wb", mode
-        with written(Path(path), self.notes) as stream:
+        with open_hashed(Path(path), self.entries) as stream:
             yield stream
 
 
 def _visibility_error(directory: Path, rank: int) -> str | None:
-    """Return an error if `directory` does not become visible: network file systems show it with a delay."""
+    """Wait until `directory` is visible: network file systems show it with a delay. Returns an error, or None."""
     start = time.monotonic()
     while not directory.is_dir():
         if time.monotonic() - start > VISIBILITY_TIMEOUT:
             return (
-                f"rank {rank} on {socket.gethostname()} does not see {directory}, which rank 0 made; "
+                f"rank {rank} on {socket.gethostname()} does not see {directory}, which rank 0 created; "
                 f"fsdp needs a checkpoint directory that all nodes share"
             )
         time.sleep(POLL_INTERVAL)
@@ -159,8 +162,8 @@ def _visibility_error(directory: Path, rank: int) -> str | None:
 def load(directory: Path, state: dict[str, Any], ranks: Ranks) -> None:
     """Load into `state` in place. The number of ranks may differ from that of the saving run. Collective.
 
-    Raises CheckpointError on every rank when a rank cannot read its shards, or when the tensors of checkpoint and
-    state differ in name or shape.
+    Raises CheckpointError on every rank when a rank cannot read its shards, or when tensors of the checkpoint and of
+    `state` differ in name or shape.
     """
     reader = _SafeReader(directory)
     if fault := next(filter(None, ranks.all_gather(reader.fault(ranks.rank))), None):
@@ -224,7 +227,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(kind: object, name: str) -> Enum:
-    """Replaces getattr, with which Python 3.11.0 to 3.11.3 pickle members of enumerations."""
+    """Return a member of an enumeration. Replaces getattr, which pickles from Python 3.11.0 to 3.11.3 call for it."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(refusal(f"{name} of {kind}"))

@@ -1,8 +1,8 @@
 """Copies of a state, from which checkpoints are written.
 
-Copies are in CPU memory (page-locked for CUDA tensors), which is reused. On a CPU, parameters and optimizer state may
-be copied while the training computes the next gradients, as only the optimizer's step changes them: the step copies the
-rest itself, and waits.
+Copies are in CPU memory (page-locked for CUDA tensors), which is reused. Only the optimizer's step changes parameters
+and optimizer state. So CPU tensors of both may be copied while the training computes the next gradients; before the
+step, finish() copies the remaining ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distributed.checkpoint.directory import CheckpointError
 
 KeyPath = tuple[object, ...]  # the keys that lead to a value: ("state", "model", "weight")
 
-THREADS = min(4, len(os.sched_getaffinity(0)))  # these are enough to use all memory bandwidth of a socket
+THREADS = min(4, len(os.sched_getaffinity(0)))  # 4 use all memory bandwidth of a socket
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
 
@@ -31,16 +31,16 @@ class Snapshot:
     The first copy allocates that memory, which takes several times as long as a later one.
     """
 
-    # The current copy:
+    # Of the current copy:
     _copies: dict[object, Tensor]  # identity of the original -> its copy
-    _taken: dict[KeyPath, Tensor]  # its memory
-    _later: set[int] | None  # addresses of the CPU tensors that are copied last; None: of all
+    _taken: dict[KeyPath, Tensor]  # memory
+    _later: set[int] | None  # addresses of the CPU tensors to add to _rest; None: all CPU tensors
     _devices: set[torch.device]  # GPUs with copies in flight
 
     def __init__(self, sharded: bool = False) -> None:
         self._sharded = sharded
         self._memory: dict[KeyPath, Tensor] = {}  # of the previous copy
-        self._rest: list[tuple[Tensor, Tensor, int]] = []  # for finish(): source, destination, version of the source
+        self._rest: list[tuple[Tensor, Tensor, int]] = []  # to copy: source, destination, version of the source
         self._copying = threading.Lock()
         self._changed = False
 
@@ -50,8 +50,8 @@ class Snapshot:
         A sharded tensor is copied as this rank's shard. The copy is valid until the next take().
 
         Args:
-            name: of the state, for errors.
-            until: leave this optimizer's tensors to finish(), which must run before its next step.
+            name: name of the state in error messages.
+            until: leave this optimizer's CPU tensors to finish(), which must run before the optimizer's next step.
 
         Raises CheckpointError for objects that `torch.load(weights_only=True)` would refuse.
         """

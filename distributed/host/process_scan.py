@@ -69,6 +69,17 @@ def start_time(pid: int) -> int | None:
     return found.start if found and found.alive else None
 
 
+def identity(pid: int) -> dict[str, int]:
+    """Process id and start time, which together identify a process although ids are reused."""
+    return {"pid": pid, "start_time": start_time(pid) or 0}
+
+
+def live_pid(facts: object) -> int:
+    """The id of the process that identity() described; 0 when it has exited."""
+    pid = facts.get("pid") if isinstance(facts, dict) else None
+    return pid if isinstance(pid, int) and start_time(pid) and identity(pid) == facts else 0
+
+
 def table(proc: str = "/proc") -> dict[int, ProcessStat]:
     """All processes, by process id."""
     return {pid: found for pid in pids(proc) if (found := process(pid, proc))}

@@ -138,9 +138,9 @@ def block(environment: dict[str, str]) -> bytes:
 class SlurmSupervisor(supervisor.Supervisor):
     """A supervisor that handles SLURM's SIGTERM."""
 
-    def __init__(self, files: supervisor.Files, *, grace: float, timeout: float, kill_wait: float) -> None:
-        """kill_wait: seconds between SLURM's SIGTERM and SIGKILL."""
-        super().__init__(files, grace=grace, timeout=timeout)
+    def __init__(self, options: supervisor.SupervisorOptions, kill_wait: float) -> None:
+        """kill_wait: SLURM's seconds between SIGTERM and SIGKILL."""
+        super().__init__(options.files, options)
         self._grace_in_slurm = max(1.0, kill_wait - max(2.0, kill_wait / 5))  # leaves time to write the exit code
         self._signalled = False
 
@@ -195,13 +195,13 @@ def run(attempt: str, spec: Facts) -> int:
     owner = spec.get("owner") or os.path.basename(attempt).rpartition(".")[0]
     host.claim_output(spec["env"]["MUSTER_OUTPUT_DIR"], owner, spec["script"])
     arguments = ["--dir", attempt, "--name", SERVER, "--detach"]
-    options = supervisor.SupervisorOptions([*arguments, "--", *spec["command"]])
+    options = supervisor.SupervisorOptions([*arguments, "--", *spec["command"]], spec["grace"])
     os.makedirs(os.path.dirname(options.files.record), exist_ok=True)
     os.chdir(spec["workdir"])
     inherited, own = environment_blocks(spec, dict(os.environ))
     process_scan.adopt_orphans()
-    timeout = float("inf") if spec["timeout"] is None else float(spec["timeout"])
-    job = SlurmSupervisor(options.files, grace=spec["grace"], timeout=timeout, kill_wait=spec["kill_wait"])
+    options.timeout = float("inf") if spec["timeout"] is None else float(spec["timeout"])
+    job = SlurmSupervisor(options, spec["kill_wait"])
     setup = os.path.join(attempt, SETUP) if spec["setup"] else ""
     job.start(options.command, supervisor.environment(inherited + own, options.files), own, setup)
     code = job.watch()

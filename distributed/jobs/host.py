@@ -42,6 +42,7 @@ with contextlib.suppress(ImportError):  # imported once here for all forked supe
 from distributed import metrics
 from distributed.exit_codes import WRONG_CALL
 from distributed.files import is_locked, read_json, try_lock, write_file
+from distributed.host import process_scan
 from distributed.host.gpus import query_gpus
 from distributed.jobs import panes
 from distributed.launch import supervisor
@@ -191,12 +192,12 @@ def lock_list(directory: str) -> int:
         if time.monotonic() > end:
             os.close(file)
             raise HostError(f"{path}: locked by another process; is another machine running this list?")
-        holder = supervisor.live_pid(read_json(path))
+        holder = process_scan.live_pid(read_json(path))
         if holder and time.time() - os.fstat(file).st_mtime > CONNECTION_TIMEOUT:
             supervisor.send_signal(signal.SIGKILL, [holder])
         time.sleep(0.05)
     os.ftruncate(file, 0)
-    os.write(file, json.dumps(supervisor.process_identity(os.getpid())).encode())
+    os.write(file, json.dumps(process_scan.identity(os.getpid())).encode())
     return file
 
 

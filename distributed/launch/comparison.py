@@ -69,9 +69,9 @@ def same_machines(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
 
 
 def rendezvous_address(nodes: Mapping[str, NodeFacts]) -> str:
-    """The address of the first node that its name has on all other nodes; else its address in the ssh connection.
+    """The address to which the first node's name resolves on all other nodes; else its address in the ssh connection.
 
-    "" if there is none. A single node, such as an ssh alias of this machine, gets 127.0.0.1.
+    "" if neither is an address of that node. A single node, such as an ssh alias of this machine, gets 127.0.0.1.
     """
     first, *others = nodes.values()
     found = {node.master for node in others or [first]}

@@ -1,7 +1,7 @@
 """Check before a launch that every node can connect to every other: ranks that cannot would wait without a message.
 
-Each node listens at the address that its ranks will use, then connects to all others at the same time. The launching
-side reads the replies and reports failed connections:
+Each node listens at the address that its ranks will use, then connects to all others at the same time. The launcher
+reads the replies and reports failed connections:
 
     node2 cannot connect to node3 (10.0.0.3): no reply within 3 s: a firewall between them?
 
@@ -44,7 +44,8 @@ def listen(nodes: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
 def listening_address(nodes: Sequence[str], env: Mapping[str, str]) -> str:
     """The address of this node that its ranks will use.
 
-    That of the interface GLOO_SOCKET_IFNAME, else of the route to another node, else of the ssh connection.
+    It is that of the interface GLOO_SOCKET_IFNAME; else that of the route to another node, unless this is a loopback
+    address; else that of the ssh connection. "" if there is none.
     """
     if found := address_of_interface(env.get("GLOO_SOCKET_IFNAME", "")):
         return found
@@ -70,7 +71,7 @@ async def connection_error(host: str, port: int, seconds: float) -> str:
     return ""
 
 
-# ---------------------------------------------------------------- on the launching side
+# ---------------------------------------------------------------- in the launcher
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def read_failed_connections(directory: Path, nodes: Sequence[str]) -> list[Faile
 
 
 def judge(directory: Path, nodes: Sequence[str]) -> list[str]:
-    """Messages for nodes without a reply; if there are none, for failed connections."""
+    """Messages for nodes without a reply; if all nodes have replied, for failed connections."""
     replies = [read(directory / kind, node) for node in nodes for kind in ("listening", "connecting")]
     if missing := {reply.node: reply.failure_message() for reply in reversed(replies) if reply.value() is None}:
         return [f"{node}: {missing[node]}" for node in nodes if node in missing]
@@ -127,7 +128,7 @@ def judge(directory: Path, nodes: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`listen` and `try` run on a node, `addresses` and `judge` on the launching side. Returns 0 or UNFIT."""
+    """`listen` and `try` run on a node, `addresses` and `judge` in the launcher. Returns 0 or UNFIT."""
     options = _parse(arguments)
     if options.verb == "listen":
         return listen(options.nodes)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-_PREFIX = re.compile(rb"\[[^\]: \n]*:(\d+)")  # of a line of a rank, without the "] " that ends it
+_PREFIX = re.compile(rb"\[[^\]: \n]*:(\d+)")  # prefix of a rank's line, without the closing "] "
 _UPDATE = re.compile(rb"^\[[^\]: \n]*:\d+\] [^\n]*\r\n", re.MULTILINE)  # a line that the rank's next one overwrites
 _CLEAR = b"\r\x1b[K"  # move to the start of the line and clear it
 _CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # cut off or wrap lines wider than the terminal
 
 
 class Console:
-    """Splits output into lines of rank 0, without the prefix, and lines of no rank. Drops those of other ranks."""
+    """Splits output into lines of rank 0, without the prefix, and lines of no rank. Drops lines of other ranks."""
 
     def __init__(self, terminal: bool = False) -> None:
         """terminal: stdout and stderr are the same terminal, so a progress bar of rank 0 can stay on one line."""
@@ -59,7 +59,7 @@ class Console:
         return text
 
     def _of_no_rank(self, lines: list[bytes]) -> bytes:
-        clear = _CLEAR if lines and self._bar else b""  # its next update prints the bar again
+        clear = _CLEAR if lines and self._bar else b""  # the next update prints the bar again
         self._bar = self._bar and not lines
         return clear + _joined(lines)
 
@@ -69,7 +69,7 @@ def without_updates(output: bytes) -> bytes:
     return _UPDATE.sub(b"", output)
 
 
-@lru_cache(maxsize=1024)  # a match takes several times as long
+@lru_cache(maxsize=1024)  # several times faster than a match
 def rank_of(prefix: bytes) -> int | None:
     """The rank in a line's text before "] "; None if it is not the prefix of a rank."""
     found = _PREFIX.fullmatch(prefix)

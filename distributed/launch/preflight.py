@@ -1,6 +1,6 @@
 """Check before a launch that the nodes can train together.
 
-All nodes run the node probe (host.probe) at the same time, within tenths of a second. On the launching side `judge`
+All nodes run the node probe (host.probe) at the same time, within tenths of a second. In the launcher, `judge`
 compares the replies, reports each fault with its remedy, and chooses the rendezvous address:
 
     node1: 2 processes, but 1 GPU; start fewer there (node1:1)
@@ -90,7 +90,7 @@ def differing_files(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the faults, or the rendezvous address and port. Returns 0 or UNFIT."""
     parser = argparse.ArgumentParser(prog="preflight", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--port", type=int, default=0, help="of the rendezvous; 0: any free port")
+    parser.add_argument("--port", type=int, default=0, help="port of the rendezvous; 0: any free port")
     parser.add_argument("directory", type=Path, help="contains the replies: NODE.out, NODE.err and NODE.code")
     parser.add_argument("nodes", nargs="+", help="NAME:PROCESSES, by node rank")
     options = parser.parse_args(arguments)

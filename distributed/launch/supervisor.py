@@ -23,16 +23,17 @@ run starts COMMAND in a new session and waits until it exits:
                      3 seconds; write the times and peak memory of COMMAND to node_NAME.usage (JSON)
 
 Standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time; `kill` sends SIGKILL; an
-empty line is a heartbeat; end of file means that the launcher is lost, and stops COMMAND. SIGTERM and SIGINT stop
-COMMAND, a second one kills it. The commands `stop` and `kill` do the same through the file node_NAME.stop. Lines of
-rank 0 are copied to standard output, lines of no rank to standard error; errors of a closed or full console are
+empty line is a heartbeat; end of file means that the launcher is lost, and stops COMMAND. SIGTERM, SIGINT or SIGHUP
+stops COMMAND; a second one kills it. The commands `stop` and `kill` do the same through the file node_NAME.stop. Lines
+of rank 0 are copied to standard output, lines of no rank to standard error; errors of a closed or full console are
 ignored. The exit code is that of COMMAND, 128+n for signal n.
 
-A second process, the guard, kills COMMAND if the supervisor is killed. At the end no process started by COMMAND
-remains, in any session. sweep ends the processes that remain when supervisor and guard were killed, and waits for
-them. status prints JSON: "state" is absent, running, ended (with "exit_code") or killed.
+A second process, the guard, kills COMMAND if the supervisor is killed. When run exits, no process started by COMMAND
+remains, in any session. sweep stops COMMAND, ends processes that remain because supervisor and guard were killed, and
+waits until all have exited; without --grace it sends only SIGKILL. status prints JSON: "state" is absent, running,
+ended (with "exit_code") or killed.
 
-Standard library only. The supervisor starts before every command, so it imports few modules, and those late.
+Standard library only. The supervisor starts before every command, so it imports few modules, some only on use.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 20  # bytes per read
 CHUNK = 4096  # bytes that a writable pipe accepts without blocking
-BACKLOG = 4 << 20  # bytes buffered for a slow console; beyond that the command has to wait
+BACKLOG = 4 << 20  # bytes buffered for a slow console; while there are more, the command's output is not read
 POLL_INTERVAL = 0.5  # seconds between checks of the request file
 KILL_INTERVAL = 0.01  # seconds between checks of killed processes
-SCAN_INTERVAL = 0.1  # maximum seconds between scans for leftover processes; also scans when a process exits
+SCAN_INTERVAL = 0.1  # maximum seconds between scans for leftover processes; the exit of a child starts a scan at once
 LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for leftover processes
 UNKILLABLE_TIMEOUT = 5.0  # seconds to wait for a process after SIGKILL
 HEARTBEAT_INTERVAL = 3.0  # seconds, of a detached supervisor
@@ -118,7 +119,7 @@ def reserve_code(files: Files) -> None:
 
 
 def write_code(files: Files, code: int) -> None:
-    """Raises OSError."""
+    """Write the exit code, into the reserved file if there is one. Raises OSError."""
     try:
         with open(files.reserved, "r+") as file:
             file.write(f"{code}\n")
@@ -140,25 +141,10 @@ def boot_id() -> str:
         return file.read().strip()
 
 
-def process_identity(pid: int) -> dict[str, int]:
-    """Process id and start time, which together identify a process although ids are reused."""
-    found = process_scan.process(pid)
-    return {"pid": pid, "start_time": found.start if found else 0}
-
-
-def live_pid(facts: object) -> int:
-    """The id of the process that process_identity() described; 0 when it has exited."""
-    if not isinstance(facts, dict):
-        return 0
-    pid = facts.get("pid")
-    found = process_scan.process(pid) if isinstance(pid, int) else None
-    return pid if found and found.alive and found.start == facts.get("start_time") else 0  # type: ignore[return-value]
-
-
 def supervisor_of(files: Files) -> int:
     """The process id of this command's supervisor on this machine; 0 when there is none."""
     facts = read_json(files.pids)
-    return live_pid(facts.get("supervisor")) if facts.get("boot_id") == boot_id() else 0
+    return process_scan.live_pid(facts.get("supervisor")) if facts.get("boot_id") == boot_id() else 0
 
 
 # ---------------------------------------------------------------- the environment
@@ -225,7 +211,7 @@ def children() -> list[int] | None:
 
 
 def default_signals(ignored: Sequence[int] = ()) -> None:
-    """Unblock all signals and reset their handlers to the default, except those to ignore."""
+    """Unblock all signals and reset their handlers to the default. `ignored` signals are ignored."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # the C library reserves some
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
@@ -250,9 +236,9 @@ def kill_all(find: Callable[[], list[int]]) -> None:
 
 
 def isolate(kept: int = -1) -> None:
-    """In a helper process of the supervisor: ignore its signals and close its files.
+    """In a helper process of the supervisor: ignore signals that stop the supervisor, and close its files.
 
-    kept: a file descriptor to keep, as 3.
+    kept: a file descriptor that stays open, with the number 3.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -277,7 +263,8 @@ def send_signal(number: int, pids: Sequence[int]) -> None:
 class Guard:
     """A process in a separate process group that kills the command if the supervisor is killed.
 
-    It reads from a pipe that only the supervisor can write to. End of file means that the supervisor was killed.
+    It reads lines from a pipe that only the supervisor can write to: `session PID` for each session to kill, and `end`
+    before the supervisor exits. End of file without `end` means that the supervisor was killed.
     """
 
     def __init__(self, files: Files) -> None:
@@ -365,24 +352,13 @@ class Supervisor:
     SIGNALS: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # passed to handle_signal()
     IGNORED: Sequence[int] = ()  # signals that the command ignores until it sets a handler
 
-    def __init__(
-        self,
-        files: Files,
-        *,
-        grace: float,
-        heartbeat_timeout: float = float("inf"),
-        timeout: float = float("inf"),
-        attached: bool = False,
-        terminal: bool = False,
-        received: bytes = b"",
-        sample_usage: bool = False,
-    ) -> None:
+    def __init__(self, files: Files, options: SupervisorOptions, received: bytes = b"") -> None:
         """received: bytes of the control channel that were read after the environment block."""
-        self.files, self.grace, self.heartbeat_timeout, self.timeout = files, grace, heartbeat_timeout, timeout
-        self._attached, self._detached = attached, not attached  # both False when the launcher is lost
+        self.files, self.options = files, options
+        self._attached = not options.detach  # the control channel is open
         self.code: int | None = None  # exit code of the command
         self.ended = 0.0  # Unix seconds at which the command exited
-        self._sample_usage, self._sampler = sample_usage, 0  # process id of the sampler; 0: none
+        self._sampler = 0  # process id; 0: none
         self.stopping = False
         self._received = received
         self._kill_at = self._stop_at = float("inf")
@@ -395,8 +371,7 @@ class Supervisor:
         self._poll_at = self._heartbeat_at = self._scan_at = 0.0
         self._interval = POLL_INTERVAL  # maximum seconds between checks of the clock
         self._console: Console | None = None
-        self._terminal = terminal
-        self._streams = [ConsoleStream(1), ConsoleStream(2)] if attached else []
+        self._streams = [] if options.detach else [ConsoleStream(1), ConsoleStream(2)]
         self._log = os.open(files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._signals = self._catch_signals()
         self._adopts = process_scan.adopt_orphans()
@@ -405,13 +380,13 @@ class Supervisor:
     # ---- start
 
     def start(self, command: list[str], env: Environment, block: bytes, source: str = "") -> None:
-        """source: shell script to source first. block: environment that overrides the script's."""
+        """Start the command. source: shell script to source first. block: environment that overrides the script's."""
         if source:
             command = [WRAPPER, "--exec", source, *command]
         self._source, self._block = source, _memory_file(block + b"\0") if source else os.open(os.devnull, os.O_RDONLY)
         outputs = self.open_outputs()
         parent = os.getpid()
-        self._stop_at = time.monotonic() + self.timeout
+        self._stop_at = time.monotonic() + self.options.timeout
         self._started = time.time()
         self.pid = os.fork()
         if self.pid == 0:
@@ -426,7 +401,7 @@ class Supervisor:
                 os._exit(126)
         for file in set(outputs):
             os.close(file)
-        if self._sample_usage:
+        if self.options.sample_usage:
             self._sampler = self._start_sampler(parent)
         self._record_processes()
 
@@ -469,7 +444,7 @@ class Supervisor:
         if self._sampler:
             self._guard.send(f"session {self._sampler}")
         processes = {"supervisor": os.getpid(), "guard": self._guard.pid, "command": self.pid}
-        facts = {name: process_identity(pid) for name, pid in processes.items()}
+        facts = {name: process_scan.identity(pid) for name, pid in processes.items()}
         try:
             write_json(self.files.pids, {"boot_id": boot_id(), **facts})
         except OSError as error:
@@ -518,7 +493,7 @@ class Supervisor:
             actions[file]()
 
     def _can_read(self) -> bool:
-        """Whether to read more output. A slow console makes the command wait, except at its end."""
+        """Whether to read more output. A slow console makes the command wait, unless it is stopping or has exited."""
         slow = any(len(stream.pending) > BACKLOG for stream in self._streams)
         return not self._output_ended and (not slow or self.stopping or self.code is not None)
 
@@ -548,7 +523,7 @@ class Supervisor:
         if not self._console:
             from distributed.launch.console import Console
 
-            self._console = Console(self._terminal)
+            self._console = Console(self.options.terminal)
         for stream, text in zip(self._streams, self._console.feed(block, last), strict=False):
             stream.put(text)
 
@@ -594,8 +569,8 @@ class Supervisor:
                     self._record_processes()
 
     def _start_failure(self) -> int:
-        """UNFIT when config/node_env.sh has ended or replaced the wrapper's shell, so the command never started."""
-        # The wrapper reads the block after sourcing the file; it shares the file offset with this process.
+        """UNFIT if the sourced script exited or replaced the wrapper's shell, so that the command never started."""
+        # The wrapper reads the block after it has sourced the script; it shares the file offset with this process.
         if os.lseek(self._block, 0, os.SEEK_CUR) == os.fstat(self._block).st_size:
             return 0
         message = "exited with code 0, so nothing was started; it is sourced and must neither exit nor exec a command"
@@ -632,10 +607,10 @@ class Supervisor:
             self.stop()
 
     def stop(self) -> None:
-        """Send SIGTERM, and SIGKILL after the grace time, in which the command can write a checkpoint."""
+        """Send SIGTERM; after the grace time, in which the command can write a checkpoint, SIGKILL."""
         if not self.stopping:
             self.stopping = True
-            self._kill_at = min(self._kill_at, time.monotonic() + self.grace)
+            self._kill_at = min(self._kill_at, time.monotonic() + self.options.grace)
             if self.code is None:
                 send_signal(signal.SIGTERM, [self.pid])
 
@@ -656,15 +631,16 @@ class Supervisor:
         if now >= self._poll_at:
             self._poll_at = now + POLL_INTERVAL
             self._handle_request(_requested(self.files))
-        if self._attached and now - self._received_at > self.heartbeat_timeout and not select.select([0], [], [], 0)[0]:
+        limit = self.options.heartbeat_timeout
+        if self._attached and now - self._received_at > limit and not select.select([0], [], [], 0)[0]:
             self._received_at = float("inf")
-            self._launcher_lost(f"no heartbeat from the launcher for {self.heartbeat_timeout:g} s")
+            self._launcher_lost(f"no heartbeat from the launcher for {limit:g} s")
         if now >= self._stop_at and self.code is None and not self.stopping:
-            message = f"the command has run for {self.timeout:g} s (--timeout)"
+            message = f"the command has run for {self.options.timeout:g} s (--timeout)"
             write_record(self.files, "timeout", message)
             self._print_message(f"{message}; stopping")
             self.stop()
-        if self._detached and now >= self._heartbeat_at:
+        if self.options.detach and now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_INTERVAL
             _touch(self.files.heartbeat)
         if not self._no_process_left and (self.code is not None or now >= self._kill_at) and now >= self._scan_at:
@@ -675,34 +651,32 @@ class Supervisor:
     def _end_leftovers(self, now: float) -> None:
         """Send SIGTERM, then SIGKILL, to leftover processes. While the command runs, only SIGKILL."""
         self._scan_at = now + SCAN_INTERVAL
-        own = [self._guard.pid, self._sampler]
-        rest = (
-            []
-            if self._no_child_left(own)
-            else process_scan.live_processes(self.files.mark, [self.pid], os.getpid(), own)
-        )
+        leftovers = self._find_leftovers()
         if now >= self._kill_at:
-            send_signal(signal.SIGKILL, rest)
+            send_signal(signal.SIGKILL, leftovers)
             if self.code is not None and now >= self._kill_at + UNKILLABLE_TIMEOUT:
-                pids = " ".join(map(str, rest))
+                pids = " ".join(map(str, leftovers))
                 self._print_message(f"processes {pids} survive SIGKILL (blocked in the kernel)")
                 self._no_process_left = self._output_ended = True
-        elif rest and not self._leftovers_signalled:
+        elif leftovers and not self._leftovers_signalled:
             self._leftovers_signalled = True
-            send_signal(signal.SIGTERM, rest)
+            send_signal(signal.SIGTERM, leftovers)
             if not self.stopping:
                 self._kill_at = now + LEFTOVER_GRACE
-        if self.code is not None and not rest:
+        if self.code is not None and not leftovers:
             self._no_process_left = True
 
-    def _no_child_left(self, own: Sequence[int]) -> bool:
-        """Whether no leftover process can exist, as all would be children of this subreaper. Saves a scan of /proc."""
-        found = children()
-        return self._adopts and self.code is not None and found is not None and set(found) <= set(own)
+    def _find_leftovers(self) -> list[int]:
+        helpers = [self._guard.pid, self._sampler]
+        if self._adopts and self.code is not None:  # all leftovers are now descendants of this subreaper
+            found = children()
+            if found is not None and set(found) <= set(helpers):
+                return []  # found without a scan of /proc
+        return process_scan.live_processes(self.files.mark, [self.pid], os.getpid(), helpers)
 
     def finish(self) -> None:
-        """Write the exit code, as the last file, when no process remains."""
-        if self._detached:
+        """Write the remaining files, the exit code last, and stop the helper processes."""
+        if self.options.detach:
             self._write_usage()
         try:
             assert self.code is not None
@@ -718,9 +692,9 @@ class Supervisor:
     def _write_usage(self) -> None:
         import resource
 
-        largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # of its largest process
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # bytes, of the largest process
         with contextlib.suppress(OSError):
-            write_json(self.files.usage, {"started": self._started, "ended": self.ended, "peak_memory": largest})
+            write_json(self.files.usage, {"started": self._started, "ended": self.ended, "peak_memory": peak})
 
 
 def _exit_code(status: int) -> int:
@@ -754,7 +728,7 @@ def _touch(path: str) -> None:
 
 
 def run(options: SupervisorOptions) -> int:
-    """Returns the exit code of the command, or 0 with --detach."""
+    """Run the command. Returns its exit code; with --detach 0 when it has started. Raises SupervisorError."""
     files = options.files
     block = received = b""
     if options.environment == "-":
@@ -763,7 +737,7 @@ def run(options: SupervisorOptions) -> int:
         block = read_block_file(options.environment)
     try:
         if options.detach:
-            return detached(lambda started: supervise(options, block, started=started))
+            return supervise_detached(options, block)
         return supervise(options, block, received)
     except OSError as error:
         reason = f"{error.filename or files.directory}: {error.strerror}"
@@ -773,31 +747,22 @@ def run(options: SupervisorOptions) -> int:
 def supervise(
     options: SupervisorOptions, block: bytes, received: bytes = b"", started: Callable[[], None] = lambda: None
 ) -> int:
-    """Run the command until it exits. Calls started() when it has started. Returns its exit code."""
+    """Run the command until it exits; call started() when it has started. Returns the exit code. Raises OSError."""
     files = options.files
     os.makedirs(os.path.dirname(files.record), exist_ok=True)
     with contextlib.suppress(PermissionError):  # already a session leader
         os.setsid()
     if options.detach:
         reserve_code(files)
-    supervisor = Supervisor(
-        files,
-        grace=options.grace,
-        heartbeat_timeout=options.heartbeat_timeout,
-        timeout=options.timeout,
-        attached=not options.detach,
-        terminal=options.terminal,
-        received=received,
-        sample_usage=options.sample_usage,
-    )
+    supervisor = Supervisor(files, options, received)
     source = os.path.abspath(options.source) if options.source else ""
     supervisor.start(options.command, environment(block, files), block, source)
     started()
     return supervisor.watch()
 
 
-def detached(supervise: Callable[[Callable[[], None]], int]) -> int:
-    """Call supervise() in a child detached from terminal and connection. Returns when the command has started."""
+def supervise_detached(options: SupervisorOptions, block: bytes) -> int:
+    """Call supervise() in a child detached from terminal and connection. Returns 0 when the command has started."""
     source, target = os.pipe()
     if os.fork():
         os.close(target)
@@ -808,7 +773,7 @@ def detached(supervise: Callable[[Callable[[], None]], int]) -> int:
     for number in range(3):
         os.dup2(null, number)
     try:
-        code = supervise(lambda: os.close(target))
+        code = supervise(options, block, started=lambda: os.close(target))
     except OSError as error:
         os.write(target, os.fsencode(f"the command was not started: {error.filename}: {error.strerror}"))
         code = UNFIT
@@ -816,7 +781,7 @@ def detached(supervise: Callable[[Callable[[], None]], int]) -> int:
 
 
 def request(files: Files, what: str) -> int:
-    """Request the supervisor, if it runs on this machine, to stop or kill its command."""
+    """Ask the supervisor, if it runs on this machine, to stop or kill its command. what: stop or kill."""
     if supervisor_of(files):
         write_file(files.request, what + "\n")
     return 0
@@ -830,7 +795,7 @@ def sweep(files: Files, grace: float) -> int:
         if not wait_until(lambda: not supervisor_of(files), grace + UNRESPONSIVE_TIMEOUT):
             send_signal(signal.SIGKILL, [pid])
     if grace and (remaining := process_scan.live_processes(files.mark)):
-        # Only to processes whose parent is not signalled: an agent stops its ranks itself.
+        # A process whose parent is signalled gets no signal: an agent stops its ranks itself.
         processes = process_scan.table()
         top = [pid for pid in remaining if pid in processes and processes[pid].parent not in remaining]
         send_signal(signal.SIGTERM, top)
@@ -876,9 +841,10 @@ DURATIONS = ("--grace", "--heartbeat-timeout", "--timeout")
 class SupervisorOptions:
     """The parsed command line. Raises SupervisorError."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], grace: float = 8.0) -> None:
+        """grace: the default of --grace."""
         self.dir = self.name = self.source = self.environment = ""
-        self.grace, self.heartbeat_timeout, self.timeout = -1.0, float("inf"), float("inf")
+        self.grace, self.heartbeat_timeout, self.timeout = grace, float("inf"), float("inf")
         self.detach = self.terminal = self.sample_usage = False
         self.command: list[str] = []
         rest = list(arguments)
@@ -916,7 +882,7 @@ def seconds(option: str, value: str) -> float:
 
 
 def open_standard_files() -> None:
-    """Open /dev/null for each closed standard file, whose number the next opened file would get."""
+    """Open /dev/null in place of closed standard files: other files would get their numbers."""
     while (file := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(file)
@@ -926,8 +892,8 @@ def main(arguments: Sequence[str]) -> int:
     open_standard_files()
     try:
         return _main(arguments)
-    except SupervisorError as refused:
-        code, message = refused.args
+    except SupervisorError as error:
+        code, message = error.args
         text = f"supervisor.py: {message}\n" + "Try: supervisor.py --help\n" * (code == WRONG_CALL)
         with contextlib.suppress(OSError):
             os.write(2, os.fsencode(text))
@@ -941,15 +907,13 @@ def _main(arguments: Sequence[str]) -> int:
     verb = arguments[0] if arguments else ""
     if verb not in ("run", "stop", "kill", "sweep", "status"):
         raise SupervisorError(WRONG_CALL, f"expected run, stop, kill, sweep or status, got '{verb}'")
-    options = SupervisorOptions(arguments[1:])
+    options = SupervisorOptions(arguments[1:], grace=0.0 if verb == "sweep" else 8.0)
     if verb == "run":
         if not options.command:
             raise SupervisorError(WRONG_CALL, "expected a command after --")
-        if options.grace < 0:
-            options.grace = 8.0
         return run(options)
     if verb == "sweep":
-        return sweep(options.files, max(0.0, options.grace))
+        return sweep(options.files, options.grace)
     if verb == "status":
         import json
 

@@ -1,7 +1,7 @@
 """Set OMP_NUM_THREADS, the number of threads per rank, which PyTorch reads when it is imported.
 
-More threads than cores slow down a small model tenfold, and torchrun always sets 1. Here the ranks of a machine share
-the cores that they may use.
+More threads than cores slow down a small model tenfold, and torchrun sets 1 thread if there are several ranks. Here the
+ranks of a machine share the cores that they may use.
 """
 
 from __future__ import annotations

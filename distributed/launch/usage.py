@@ -8,11 +8,11 @@ node_<name>.samples.jsonl in the run directory:
 
 The keys of "ranks" are local ranks; the values include child processes. cpu: CPU seconds since the start; memory:
 resident bytes; output: bytes since the start. The keys of "gpus" are GPU indices on the node. use: percentage of time
-in which a kernel ran; memory: bytes in use; ranks: those with processes on it. "gpus" is in few samples, as nvidia-smi
-is queried at most every 10 seconds. At MAX_SAMPLES samples, pairs are merged into one and the interval doubles.
+in which a kernel ran; memory: bytes in use; ranks: local ranks with processes on it. "gpus" is in few samples, because
+nvidia-smi is queried at most every 10 seconds. At MAX_SAMPLES samples, pairs are merged and the interval doubles.
 
-The supervisor imports this module before every command, so it imports modules that take milliseconds late. Standard
-library only.
+The supervisor imports this module before every command, so it imports modules that take milliseconds on use.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def stop(pid: int) -> None:
 def record(run: str, node: str) -> None:
     """Append samples until killed. The calling process must be a session leader; nvidia-smi runs in its session.
 
-    Imports nothing before the first sample is due, to not delay the start of the ranks.
+    Imports nothing before the first sample is due, so that it does not delay the start of the ranks.
     """
     time.sleep(INTERVAL)
     import json
@@ -57,7 +57,7 @@ def record(run: str, node: str) -> None:
     while True:
         due = time.monotonic() + interval
         gpus = due >= query_gpus_at
-        if (sample := take_sample(run, node, gpus=gpus))["ranks"]:  # empty: not started yet
+        if (sample := take_sample(run, node, gpus=gpus))["ranks"]:  # empty: the ranks have not started yet
             samples.append(sample)
             with contextlib.suppress(OSError):  # usually a full disk
                 if len(samples) < MAX_SAMPLES:
@@ -76,7 +76,7 @@ def merge_pairs(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def take_sample(run: str, node: str, *, gpus: bool, proc: Path | None = None) -> Sample:
-    """gpus: also query nvidia-smi, which may take seconds."""
+    """Take one sample. gpus: also query nvidia-smi, which may take seconds."""
     from pathlib import Path
 
     from distributed.host.system import PROC

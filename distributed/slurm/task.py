@@ -94,13 +94,9 @@ class Task(supervisor.Supervisor):
         self._usr2_missed = False  # the command had no handler
         self._repeat_at = 0.0
         os.makedirs(os.path.dirname(self.files.pids), exist_ok=True)
-        super().__init__(
-            self.files,
-            grace=grace,
-            heartbeat_timeout=HEARTBEAT_TIMEOUT,
-            attached=True,
-            sample_usage=self.local_rank == 0,
-        )
+        options = supervisor.SupervisorOptions(["--dir", run, "--name", self.files.name], grace)
+        options.heartbeat_timeout, options.sample_usage = HEARTBEAT_TIMEOUT, self.local_rank == 0
+        super().__init__(self.files, options)
         os.set_blocking(1, False)
         self._streams = self._streams[:1]  # the launcher expects only srun's own messages on standard error
 

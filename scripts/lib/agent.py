@@ -1,4 +1,4 @@
-"""Start Muster's agent from any directory, with torchrun's options. --plain starts MODULE of PyTorch instead.
+"""Start Muster's agent from any directory, with torchrun's options. --plain runs MODULE (of PyTorch) instead.
 
 Usage: python agent.py [--plain MODULE] --nproc-per-node N [torchrun's other options] SCRIPT|-m MODULE [ARGUMENT...]
 """
@@ -18,7 +18,7 @@ from typing import NoReturn
 
 
 def options_of(arguments: list[str]) -> dict[str, str]:
-    """torchrun's options with their values, in the form that the launchers use; for a repeated option, the first."""
+    """torchrun's options written as `--name value`, as the launchers do; for a repeated option, the first value."""
     end = arguments.index("--") if "--" in arguments else len(arguments)  # the script and its arguments follow
     return dict(reversed(list(itertools.pairwise(arguments[:end]))))
 
@@ -34,7 +34,7 @@ def choose_threads(options: dict[str, str]) -> None:
 
 
 def choose_interface(options: dict[str, str]) -> None:
-    """Set gloo's interface on several nodes: by default it uses the address of the host name, often 127.0.1.1."""
+    """Set gloo's interface on several nodes: by default gloo uses the address of the host name, often 127.0.1.1."""
     from distributed.host.network import interface_to
 
     master = options.get("--master-addr")
@@ -47,7 +47,6 @@ def main() -> int:
     choose_interface(options_of(sys.argv[1:]))
     # By default Python buffers output to a pipe in large blocks.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # for the ranks only
 
     from distributed.agent.preloaded import Preload
@@ -83,8 +82,7 @@ def main() -> int:
 
 def become(module: str, arguments: list[str]) -> NoReturn:
     """Replace this process with `python -m module arguments...`, with default signal handlers."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
-    if "SLURM_JOB_ID" not in os.environ:  # in a job, the signal must not kill a script without a handler
+    if "SLURM_JOB_ID" not in os.environ:  # in a SLURM job, SIGUSR2 must not kill a script without a handler
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
@@ -96,6 +94,7 @@ if __name__ == "__main__":
         sys.path.insert(0, kit)
     else:
         sys.path[0] = kit
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
     choose_threads(options_of(sys.argv[1:]))
     if sys.argv[1:2] == ["--plain"]:
         become(sys.argv[2], sys.argv[3:])

@@ -135,7 +135,7 @@ def print_master(master: str, node_rank: int) -> None:
 def check_settings(config: str, arguments: list[str], ranks: int) -> None:
     """Exit with 2 if Muster's train.py would refuse the settings. Prints one message per fault on standard error."""
     from distributed.checkpoint.compatibility import check_resumable
-    from distributed.checkpoint.directory import CheckpointError, described
+    from distributed.checkpoint.directory import CheckpointError, list_checkpoints
     from distributed.config import ConfigError, for_ranks, holds_settings, parser
 
     if {"--help", "-h"} & set(arguments):  # train.py prints its help
@@ -143,7 +143,7 @@ def check_settings(config: str, arguments: list[str], ranks: int) -> None:
     options = parser("", "train.py").parse_intermixed_args(["--config", config, *arguments])
     try:
         settings, _ = for_ranks(options, ranks)
-        for newest in described(settings.checkpoint.dir)[:1] if settings.checkpoint.dir else ():
+        for newest in list_checkpoints(settings.checkpoint.dir)[:1] if settings.checkpoint.dir else ():
             check_resumable(newest, settings, settings.model.vocab_size)
     except (ConfigError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
@@ -183,8 +183,8 @@ def main() -> None:
         if options.master is not None:
             print_master(options.master, options.node_rank)
         print("ok")
-    except CheckFailed as refused:
-        kind, message = refused.args
+    except CheckFailed as error:
+        kind, message = error.args
         print(kind, " ".join(message.splitlines()))
 
 

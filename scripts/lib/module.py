@@ -1,4 +1,4 @@
-"""Run a module of the package from any directory; `python -m distributed.MODULE` works only in Muster's.
+"""Run a module of the package from any directory; `python -m distributed.MODULE` works only in Muster's directory.
 
 Usage: python module.py MODULE [ARGUMENT...]
 """

@@ -44,7 +44,7 @@ def become_rank(output: str, command: Sequence[str]) -> NoReturn:
 
 
 def choose_interface(nodes: int, master: str | None) -> None:
-    """Set gloo's interface on several nodes: by default it uses the address of the host name, often 127.0.1.1."""
+    """Set gloo's interface on several nodes: by default gloo uses the address of the host name, often 127.0.1.1."""
     from distributed.host.network import interface_to
     from distributed.nodelist import expand
 

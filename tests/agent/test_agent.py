@@ -731,7 +731,7 @@ def test_a_rank_that_exits_with_0_on_sigterm_is_not_recorded_as_having_exited_ea
 RANK_1_EXITED = "import os; os.waitid(os.P_PID, self._processes()[1].pid, os.WEXITED | os.WNOWAIT)"
 
 
-def test_a_rank_that_fails_during_torchruns_check_is_recorded_alike() -> None:
+def test_a_rank_that_fails_while_torchrun_checks_the_ranks_is_recorded() -> None:
     """The rank exits when torchrun's check starts, and the check waits for that."""
     os.mkfifo("go")
     agent = patched_agent("LocalElasticAgent._monitor_workers", "open('go', 'w').close(); " + RANK_1_EXITED)
@@ -791,7 +791,7 @@ def is_rank(process: psutil.Process) -> bool:
         return False
 
 
-def test_a_stop_signal_succeeds_if_one_rank_has_exited_with_0_and_the_other_then_does() -> None:
+def test_a_run_succeeds_if_all_ranks_exit_with_0_in_spite_of_a_stop_signal() -> None:
     """No process of rank 0 waits for the other ranks: it would inherit the handler, which does not exit."""
     with started(2, HANDLES_TERM, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
         while sum(map(is_rank, psutil.Process(agent.pid).children())) > 1:
@@ -1032,7 +1032,7 @@ def test_the_exit_code_is_that_of_the_first_failure_not_caused_by_the_agent(
 ) -> None:
     agent = object.__new__(Agent)
     agent.failures = {rank: RankFailure(rank, rank, 100 + rank, *failure) for rank, failure in enumerate(failures)}
-    assert agent.exit_code() == code
+    assert agent.exchange_records() == code
     assert agent.all_stopped_on_request() == stopped
 
 

@@ -219,12 +219,12 @@ class Bomb:
 
 @pytest.mark.parametrize("name", ["state.pt", "ranks.pt"])
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path, name: str) -> None:
-    final, notes = tmp_path / "step_00000001", directory.FileNotes()
+    final, entries = tmp_path / "step_00000001", directory.FileEntries()
     writing = directory.new_directory(final)
     for file in ("state.pt", "ranks.pt"):
-        with directory.written(writing / file, notes) as stream:
+        with directory.open_hashed(writing / file, entries) as stream:
             torch.save([Bomb(tmp_path / "boom")] if file == name else {}, stream)
-    manifest = {"step": 1, "score": None, "ranks": 1, "sharded": False, "written": "", "facts": {}, "files": notes}
+    manifest = {"step": 1, "score": None, "ranks": 1, "sharded": False, "written": "", "facts": {}, "files": entries}
     directory.publish(writing, final, manifest)
     with Checkpoints(tmp_path) as checkpoints:
         found = newest(checkpoints)
@@ -396,9 +396,9 @@ def test_the_directory_lock_is_released_on_exit(tmp_path: Path) -> None:
 def test_snapshots_reuse_their_memory() -> None:
     copies = snapshot.Snapshot()
     first = copies.take(state_of(1))
-    place = first["model"]["weight"].data_ptr(), first["moments"][1].data_ptr()
+    addresses = first["model"]["weight"].data_ptr(), first["moments"][1].data_ptr()
     second = copies.take(state_of(2))
-    assert place == (second["model"]["weight"].data_ptr(), second["moments"][1].data_ptr())
+    assert addresses == (second["model"]["weight"].data_ptr(), second["moments"][1].data_ptr())
     assert same(second, state_of(2))
     assert same(copies.take(state_of(3, size=10)), state_of(3, size=10))
 
@@ -538,7 +538,7 @@ def train(checkpoint_dir: Path, first: int, last: int) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
-def test_a_resumed_run_is_bit_for_bit_one_never_stopped(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
     random.seed(0)
     whole = train(tmp_path / "whole", 1, 6)
     random.seed(0)

@@ -30,16 +30,16 @@ from distributed.checkpoint import directory
 from distributed.checkpoint.directory import (
     CheckpointError,
     CheckpointInfo,
-    FileNotes,
+    FileEntries,
     best,
     final_path,
     main,
     new_directory,
     newest,
+    open_hashed,
     prune,
     publish,
     take_over,
-    written,
 )
 
 
@@ -54,9 +54,9 @@ def write_checkpoint(
 ) -> Path:
     checkpoint_dir.mkdir(exist_ok=True)
     final = final_path(checkpoint_dir, step)
-    writing, notes = new_directory(final), FileNotes()
+    writing, entries = new_directory(final), FileEntries()
     for name, content in files_of(step, attempt).items():
-        with written(writing / name, notes) as file:
+        with open_hashed(writing / name, entries) as file:
             file.write(content[:30_000])
             file.write(content[30_000:])
     manifest = {
@@ -66,7 +66,7 @@ def write_checkpoint(
         "sharded": False,
         "written": "2026-01-01T00:00:00+00:00",
         "facts": {"attempt": attempt, "model": {"layers": 2, "name": "größer"}},
-        "files": notes,
+        "files": entries,
     }
     publish(writing, final, manifest)
     prune(checkpoint_dir, step, keep)
@@ -97,27 +97,27 @@ BLOCK = 4 * directory.MIB
 SIZES = [0, 1, 4095, 4096, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 4097]
 
 
-def write_in_chunks(file: Path, content: bytes) -> FileNotes:
-    notes, source, start = FileNotes(), random.Random(len(content)), 0
-    with written(file, notes) as stream:
+def write_in_chunks(file: Path, content: bytes) -> FileEntries:
+    entries, source, start = FileEntries(), random.Random(len(content)), 0
+    with open_hashed(file, entries) as stream:
         while start < len(content):
             start += stream.write(content[start : start + source.choice([1, 70, 5_000, BLOCK // 2, 2 * BLOCK])])
             assert stream.tell() == start
-    return notes
+    return entries
 
 
 def test_a_file_has_the_written_content_and_its_checksum(tmp_path: Path) -> None:
     for size in SIZES:
         content = random.Random(size).randbytes(size)
         file = tmp_path / f"{size}"
-        notes = write_in_chunks(file, content)
+        entries = write_in_chunks(file, content)
         assert file.read_bytes() == content
-        assert notes == {f"{size}": {"bytes": size, "sha256": hashlib.sha256(content).hexdigest()}}
+        assert entries == {f"{size}": {"bytes": size, "sha256": hashlib.sha256(content).hexdigest()}}
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError), written(tmp_path / "file", FileNotes()):
+    with pytest.raises(FileExistsError), open_hashed(tmp_path / "file", FileEntries()):
         pass
 
 
@@ -195,7 +195,7 @@ def test_the_warning_names_the_fault(tmp_path: Path, caplog: pytest.LogCaptureFi
         f"it was cut short or overwritten"
     )
     assert three.endswith("/step_00000003/ranks.pt: its checksum does not match: it is damaged")
-    assert "/step_00000002/manifest.json: not a manifest, it is damaged: KeyError('sha256')" in two
+    assert "/step_00000002/manifest.json: damaged: not a valid manifest: KeyError('sha256')" in two
 
 
 def test_a_directory_without_checkpoints_has_no_newest_or_best(tmp_path: Path) -> None:
@@ -345,14 +345,14 @@ def test_the_best_is_the_intact_checkpoint_with_the_lowest_score(tmp_path: Path)
 # ---- SIGKILL ----
 
 
-def publish_and_be_killed(checkpoint_dir: Path, effect: int) -> None:
-    """Publish step 2 again, then step 3 with pruning; SIGKILL before the given effect on the disk."""
-    effects = 0
+def publish_and_be_killed(checkpoint_dir: Path, operation: int) -> None:
+    """Publish step 2 again, then step 3 with pruning; SIGKILL before the given file operation."""
+    operations = 0
 
     def count() -> None:
-        nonlocal effects
-        effects += 1
-        if effects == effect:
+        nonlocal operations
+        operations += 1
+        if operations == operation:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -371,36 +371,36 @@ def publish_and_be_killed(checkpoint_dir: Path, effect: int) -> None:
         write_checkpoint(checkpoint_dir, 3, attempt=1, keep=2)
 
 
-def kill_at_each_effect(pipe: Connection) -> None:
-    """For each directory and effect received, send whether the process was killed."""
+def kill_before_each_operation(pipe: Connection) -> None:
+    """For each directory and operation number received, send whether the process was killed."""
     while True:
-        checkpoint_dir, effect = pipe.recv()
+        checkpoint_dir, operation = pipe.recv()
         if (child := os.fork()) == 0:
-            publish_and_be_killed(checkpoint_dir, effect)
+            publish_and_be_killed(checkpoint_dir, operation)
             os._exit(0)
         pipe.send(os.WIFSIGNALED(os.waitpid(child, 0)[1]))
 
 
-def test_a_kill_at_any_effect_leaves_a_valid_checkpoint_and_the_next_run_cleans_up(ram_disk: Path) -> None:
-    with forked.running(kill_at_each_effect) as (_, pipe):
-        killed, effect = True, 0
+def test_a_kill_before_any_file_operation_leaves_a_valid_checkpoint_and_the_next_run_cleans_up(ram_disk: Path) -> None:
+    with forked.running(kill_before_each_operation) as (_, pipe):
+        killed, operation = True, 0
         while killed:
-            effect += 1
-            checkpoint_dir = ram_disk / f"{effect}"
+            operation += 1
+            checkpoint_dir = ram_disk / f"{operation}"
             write_checkpoint(checkpoint_dir, 1)
             write_checkpoint(checkpoint_dir, 2)
-            pipe.send((checkpoint_dir, effect))
+            pipe.send((checkpoint_dir, operation))
             killed = pipe.recv()
             found = newest(checkpoint_dir)
-            assert is_bit_for_bit(found), effect
-            assert found is not None and found.step >= 2, effect
+            assert is_bit_for_bit(found), operation
+            assert found is not None and found.step >= 2, operation
             with take_over(checkpoint_dir) or pytest.fail("the kernel did not free the lock"):
                 left = names(checkpoint_dir)
-            assert [name for name in left if directory.STEP.fullmatch(name)] == left, effect
-            assert is_bit_for_bit(newest(checkpoint_dir)), effect
+            assert [name for name in left if directory.STEP.fullmatch(name)] == left, operation
+            assert is_bit_for_bit(newest(checkpoint_dir)), operation
             write_checkpoint(checkpoint_dir, 4, attempt=2, keep=1)
-            assert names(checkpoint_dir) == ["step_00000004"], effect
-    assert effect > 40, "the effects were not counted"
+            assert names(checkpoint_dir) == ["step_00000004"], operation
+    assert operation > 40, "the operations were not counted"
 
 
 def test_all_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,10 +510,15 @@ def test_the_list_names_every_checkpoint_and_its_fault(tmp_path: Path, capsys: p
     assert one.endswith("good")
 
 
-def test_the_list_needs_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert main([str(tmp_path / "none")]) == 2
-    assert "none" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argument", "code", "text"),
+    [("none", 2, "'none': not a directory\n"), ("--help", 0, "usage: python -m distributed.checkpoint.directory")],
+)
+def test_the_list_needs_a_directory(argument: str, code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([argument])
+    assert ended.value.code == code
+    assert text in "".join(capsys.readouterr())
 
 
 def test_the_manifest_is_indented_and_sorted(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_a_checkpoint_of_one_rank_is_loaded_on_two(tmp_path: Path) -> None:
     check_loaded(Saved(tmp_path, forked.ranks(1, save, tmp_path)[0]), before=1, after=2)
 
 
-def test_a_resumed_run_is_bit_for_bit_one_never_stopped(saved_by_two: Saved) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run_bit_for_bit(saved_by_two: Saved) -> None:
     went_on = forked.ranks(2, load, saved_by_two.checkpoint_dir)[0]
     assert equal(went_on.step_later, forked.ranks(2, train_without_stop)[0])
 
@@ -365,16 +365,16 @@ def break_writes(failure: str) -> None:
 
     patch = pytest.MonkeyPatch()  # never undone: this process exits with the test
     if failure == "silent":
-        patch.setattr(sharded.ShardWriter, "_write_note", lambda *_: None)
+        patch.setattr(sharded.ShardWriter, "_write_pickle", lambda *_: None)
     else:
         patch.setattr(directory.HashedFile, "write", full)
-    if failure == "full also for the note":
+    if failure == "full also for the file of the failure":
         patch.setattr(Path, "write_text", lambda self, _: self.touch())
 
 
 FAILURES = {
     "full": "rank 1: [Errno 28] No space left on device",
-    "full also for the note": "rank 1: could not write its shard",
+    "full also for the file of the failure": "rank 1: could not write its shard",
     "silent": "rank 1: timed out waiting for its shard",
 }
 

@@ -25,7 +25,7 @@ def test_made_and_refused_connections_are_distinguished() -> None:
         assert asyncio.run(connect_to_all(addresses)) == {"node1": "", "node2": "connection refused"}
 
 
-def test_a_connection_without_an_answer_times_out() -> None:
+def test_a_connection_without_a_reply_times_out() -> None:
     """A listener with a full queue does not answer, like a firewall that drops packets."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, socket.socket() as first:
         first.connect(server.getsockname())

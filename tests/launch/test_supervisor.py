@@ -117,7 +117,7 @@ def kill(*pids: int, group: bool = False) -> None:
     ("killed", "record"),
     [("supervisor", "killed"), ("command", None), ("guard supervisor", "killed"), ("guard command", None)],
 )
-def test_no_process_remains_and_the_end_is_recorded_whichever_process_is_killed(
+def test_no_process_remains_and_the_exit_code_is_recorded_whichever_process_is_killed(
     run: SupervisedRun, killed: str, record: str | None, group: bool
 ) -> None:
     process = run.start(WITH_CHILDREN)
