@@ -21,7 +21,7 @@
 #   --exclude NODES      exclude these nodes
 #   --sync               first copy the working directory and Muster to nodes that do not share them
 #   --python PATH        check this Python
-#                        (default: the active venv or conda environment, ./.venv, Muster's .venv, python3)
+#                        (default: the active venv or conda environment, else ./.venv, Muster's .venv, python3)
 #   --master-port PORT   port to check (default: 29500)
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --json               print the facts as JSON, without findings

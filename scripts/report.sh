@@ -7,11 +7,11 @@
 #   RUN            run directory, its name in DIR, or the number of its SLURM job (default: latest)
 #
 #   --log-dir DIR  directory with the run directories (default: logs)
-#   --python PATH  default: the active venv or conda environment, ./.venv, Muster's .venv, python3
+#   --python PATH  default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
 #   --help         show this help
 #
-# Launchers write RUN/report.html when a run ends. This script writes it at any time, also during the run. For nodes that
-# do not share the run directory (--sync), it shows the files that were copied back when an attempt ended.
+# Launchers write RUN/report.html when a run ends. This script writes it at any time, also during the run. Of
+# nodes that do not share the run directory (--sync), files other than the log are copied at the end of an attempt.
 #
 # Exit codes: 0 the report was written, 1 it could not be written, 2 wrong call.
 #

@@ -11,14 +11,14 @@
 #
 #   --script PATH        script to run (default: Muster's train.py)
 #   -m MODULE            run a module instead of a script
-#   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3
+#   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
 #   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun: PyTorch's own
 #   --master-port PORT   default: a free port; in an allocation $MASTER_PORT, if set
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
 #   --env-file FILE      the same from a file, one NAME=VALUE per line
 #   --max-restarts N     restart up to N times after a failure (default: 0)
 #   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
-#                        Default: 600 s, for runs that log steps, and only if no rank can make progress
+#                        Default: 600 s if the run logs steps (metrics.jsonl) and no rank can make progress
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait for all nodes to join (default: 600)
 #   --no-preflight       skip the checks of GPUs and port
@@ -46,7 +46,7 @@ source "$KIT/scripts/lib/slurm.bash"
 
 parse_arguments() {
   ((${#POSITIONAL[@]} == 0)) ||
-    die_usage "$(quote "${POSITIONAL[@]}"): unexpected; arguments of the script go after --"
+    die_usage "$(quote "${POSITIONAL[@]}"): unexpected; arguments of your script go after --"
   [[ $NPROC ]] || die_usage "-n N: missing; give the number of processes"
   [[ $NPROC =~ ^[1-9][0-9]{0,8}$ ]] || die_usage "-n: expected a number of processes, 1 or more, got '$NPROC'"
   CONFIG=${CONFIG:-$KIT/config/quickstart.yaml}

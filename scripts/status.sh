@@ -10,7 +10,7 @@
 #   --stacks       also print the Python stack of each rank; with py-spy installed, of all its threads
 #   --json         print one JSON object
 #   --log-dir DIR  directory with the run directories (default: logs)
-#   --python PATH  default: the active venv or conda environment, ./.venv, Muster's .venv, python3
+#   --python PATH  default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
 #   --help         show this help
 #
 # It works from any terminal, also on another machine that shares the run directory, and changes nothing.
@@ -26,7 +26,7 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
 source "$KIT/scripts/lib/options.bash"
 source "$KIT/scripts/lib/nodes.bash"
 source "$KIT/scripts/lib/ssh.bash"
-source "$KIT/scripts/lib/visit.bash"
+source "$KIT/scripts/lib/query.bash"
 
 REFRESH_INTERVAL=2 # seconds
 SAMPLE_SECONDS=1   # of CPU use
@@ -40,7 +40,7 @@ show_status() {
     query_status --stacks || status=$?
   else
     query_status --first || status=$?
-    [[ $(cat -- "$VISIT_DIR/state" 2>/dev/null) != needs-stacks ]] || { status=0 && query_status '' || status=$?; }
+    [[ $(cat -- "$QUERY_DIR/state" 2>/dev/null) != needs-stacks ]] || { status=0 && query_status '' || status=$?; }
   fi
   return "$status"
 }
@@ -52,9 +52,9 @@ query_status() { # <--first, --stacks, or nothing: read the stacks without showi
   [[ $1 == --first ]] || options+=(--stacks)
   [[ $LAUNCHER_STATE != running ]] || launcher_is_running || LAUNCHER_STATE=exited
   [[ ! $JOB ]] || update_job_state
-  run_on_nodes "$VISIT_DIR" visit_status "${options[@]}"
+  run_on_nodes "$QUERY_DIR" query_node "${options[@]}"
   kit_python runs.status "${TABLE_OPTIONS[@]}" ${1:+"$1"} --launcher "$LAUNCHER_STATE" --job-state "$JOB_STATE" \
-    --state "$VISIT_DIR/state" "$RUN" "$VISIT_DIR"
+    --state "$QUERY_DIR/state" "$RUN" "$QUERY_DIR"
 }
 
 
@@ -75,8 +75,8 @@ watch_run() {
   fi
   while true; do
     show_status && status=0 || status=$?
-    (trap '' INT && exec cp -rT -- "$VISIT_DIR" "$VISIT_DIR.last")
-    [[ $(<"$VISIT_DIR/state") != ended ]] || break
+    (trap '' INT && exec cp -rT -- "$QUERY_DIR" "$QUERY_DIR.last")
+    [[ $(<"$QUERY_DIR/state") != ended ]] || break
     read -r -t $((REFRESH_INTERVAL - SAMPLE_SECONDS)) <> <(:) || true # sleep without a child process
   done
   exit "$status"
@@ -85,8 +85,8 @@ watch_run() {
 
 # Print the last complete table again on the normal screen.
 leave_screen() {
-  local replies=$VISIT_DIR.last
-  [[ -e $replies ]] || replies=$VISIT_DIR # of the first query
+  local replies=$QUERY_DIR.last
+  [[ -e $replies ]] || replies=$QUERY_DIR # of the first query
   printf '\e[?1049l'
   [[ ! -e $replies/state ]] ||
     kit_python runs.status --launcher "$LAUNCHER_STATE" --job-state "$JOB_STATE" "$RUN" "$replies" || true

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Stop one run and verify on each of its nodes that no process of it remains.
+# Stop a run, and check that none of its processes remains on any node.
 #
 # Usage: stop.sh [options] RUN
 #
@@ -8,7 +8,7 @@
 #
 #   --now          kill the processes immediately, without time to write a checkpoint
 #   --log-dir DIR  directory with the run directories (default: logs)
-#   --python PATH  default: the active venv or conda environment, ./.venv, Muster's .venv, python3
+#   --python PATH  default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
 #   --quiet        print only the result
 #   --help         show this help
 #
@@ -16,7 +16,8 @@
 # launcher has exited, or does not exit in time, the processes are ended on each node. Then every node is
 # checked for processes of this run. A run that has already ended is only checked.
 #
-# For a batch job the batch script is signalled; a pending job is cancelled. The job is not requeued.
+# A batch job: its batch script is signalled, a pending job is cancelled; SLURM then ends all processes. The
+# job is not requeued.
 #
 # Exit codes: 0 no process remains; 1 a process remains; 2 wrong call; 69 a node could not be checked.
 #
@@ -26,7 +27,7 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
 source "$KIT/scripts/lib/options.bash"
 source "$KIT/scripts/lib/nodes.bash"
 source "$KIT/scripts/lib/ssh.bash"
-source "$KIT/scripts/lib/visit.bash"
+source "$KIT/scripts/lib/query.bash"
 
 SUMMARY=''          # one sentence: which processes remain, if any
 CHECK_TIMEOUT=15    # seconds for a node to report the remaining processes
@@ -51,13 +52,13 @@ stop_from_launcher_host() {
   local status=0 command=("$KIT/scripts/stop.sh" --python "$RUN_PYTHON")
   ((!NOW)) || command+=(--now)
   [[ ${QUIET:-0} == 0 ]] || command+=(--quiet)
-  log "$RUN: launcher is on $LAUNCHER_HOST; stopping it from there"
+  log "$RUN: its launcher is on $LAUNCHER_HOST; running stop.sh there"
   ssh_client -- "$LAUNCHER_HOST" \
-    "$(quote_for_any_shell "exec $(quote "${command[@]}" "$RUN_MARK")")" </dev/null || status=$?
+    "$(quote_for_any_shell "exec $(quote "${command[@]}" "$RUN_DIR_ON_NODES")")" </dev/null || status=$?
   case $status in
     0 | 1 | "$EXIT_UNFIT") exit "$status" ;;
   esac
-  warn "$LAUNCHER_HOST: cannot be reached (exit code $status); stopping the nodes without the launcher"
+  warn "$LAUNCHER_HOST: stop.sh cannot be run there (exit code $status); stopping the nodes without the launcher"
 }
 
 
@@ -77,7 +78,7 @@ describe_grace() {
 
 
 wait_for_launcher() { # <seconds>
-  await "$1" 0.1 describe_launcher launcher_ended
+  await "$1" 0.1 launcher_condition launcher_ended
 }
 
 
@@ -86,7 +87,7 @@ launcher_ended() {
 }
 
 
-describe_launcher() {
+launcher_condition() {
   echo "the launcher (process $LAUNCHER_PID) to exit"
 }
 
@@ -122,7 +123,7 @@ job_without_run() { # <number>
 }
 
 
-# Cancel the job when the batch script does not end in time.
+# Signal the batch script; cancel the job if it does not end in time.
 stop_job() {
   if job_runs && ((!NOW)); then
     log "stopping job $JOB; $(describe_grace)"
@@ -136,7 +137,7 @@ stop_job() {
 
 
 wait_for_job() { # <seconds>
-  await "$1" 0.5 describe_job job_ended
+  await "$1" 0.5 job_condition job_ended
 }
 
 
@@ -146,7 +147,7 @@ job_ended() {
 }
 
 
-describe_job() {
+job_condition() {
   echo "job $JOB (${JOB_STATE% *}) to end"
 }
 
@@ -170,19 +171,20 @@ stop_nodes() {
 
 check_remaining() {
   REPLY_TIMEOUT=$CHECK_TIMEOUT
-  run_on_nodes "$VISIT_DIR" visit_status
-  SUMMARY=$(kit_python runs.visit "$RUN" "$VISIT_DIR")
+  run_on_nodes "$QUERY_DIR" query_node
+  SUMMARY=$(kit_python runs.query "$RUN" "$QUERY_DIR")
 }
 
 
 sweep_nodes() { # <seconds between stop request and SIGKILL>
   REPLY_TIMEOUT=$(($1 + CHECK_TIMEOUT))
-  run_on_nodes "$VISIT_DIR" sweep_node "$1"
+  run_on_nodes "$QUERY_DIR" sweep_node "$1"
 }
 
 
 sweep_node() { # <node> <seconds>
-  visit_node "$1" "$RUN_PYTHON" -I -S "$KIT/scripts/lib/supervisor.py" sweep --dir "$RUN_MARK" --name "$1" --grace "$2"
+  command_on_node "$1" "$RUN_PYTHON" -I -S "$KIT/scripts/lib/supervisor.py" sweep --dir "$RUN_DIR_ON_NODES" \
+    --name "$1" --grace "$2"
 }
 
 
@@ -205,8 +207,8 @@ main() {
   stop_launcher
   stop_nodes
   if [[ $LAUNCHER_STATE == remote ]]; then
-    die_with "$EXIT_UNFIT" "$LAUNCHER_HOST: cannot be reached;" \
-      "the launcher (process $LAUNCHER_PID) may still run there and, with --max-restarts, restart the run"
+    die_with "$EXIT_UNFIT" "$LAUNCHER_HOST: the launcher (process $LAUNCHER_PID) could not be stopped;" \
+      "if it still runs there, it may restart the run (--max-restarts)"
   fi
 }
 

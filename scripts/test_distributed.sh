@@ -4,9 +4,9 @@
 #
 # Usage: test_distributed.sh [options] N [NODE...]
 #
-#   N                    number of processes per node: one per GPU, any number without GPUs
-#   NODE...              node1 user@node2 node[3-8,10] node9:4 (:4 overrides N), over SSH. Without NODE...: in a
-#                        SLURM allocation all its nodes, with N processes on each, else this machine
+#   N                    number of processes per node: at most one per GPU; any number without GPUs
+#   NODE...              node1 user@node2 node[3-8,10] node9:4 (:4 overrides N), over SSH. Default: all
+#                        nodes of the SLURM allocation of this shell, else this machine
 #
 # It checks the result of each collective on every rank (all_reduce, broadcast, all_gather, reduce_scatter,
 # all_to_all, point to point, barrier), measures the bus bandwidth by message size as nccl-tests do,
@@ -23,7 +23,7 @@
 #   --max-bytes SIZE     largest message; sizes grow by a factor of 4 (default: 64M, on GPUs 1G)
 #   --seconds S          time for the bandwidth table (default: 10)
 #   --timeout S          how long a rank waits for the others (default: 60)
-#   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3
+#   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
 #   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun: PyTorch's own
 #   --master-port PORT   default: a free port
 #   --rendezvous-timeout SECONDS  how long to wait for all nodes to join (default: 600)
@@ -101,7 +101,7 @@ check_smoke() {
       die_usage "--max-bytes: '$MAX_BYTES' is less than --min-bytes $MIN_BYTES"
     SMOKE_OPTIONS+=(--max-bytes "$MAX_BYTES")
   fi
-  check_seconds --seconds "$SECONDS_FOR_TABLE"
+  check_seconds --seconds "$TABLE_SECONDS"
   check_seconds --timeout "$TIMEOUT"
   [[ $BACKEND =~ ^(auto|nccl|gloo)$ ]] || die_usage "--backend: expected auto, nccl or gloo, got '$BACKEND'"
   uses_nodes || uses_allocation || check_backend_here

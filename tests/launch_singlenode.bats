@@ -457,8 +457,8 @@ refused() { # <what the line must name> <word...>
   refused "own.yaml: contains no setting of Muster's train.py; to run another script, add --script" own.yaml 2
   refused "unknown key; did you mean train.steps?" typo.yaml 2
   [[ "$output" != *"--script"* ]]
-  refused "--epochs: unknown option; arguments of the script go after --" --epochs 3 right.yaml 2
-  refused "--hang-timout=60: unknown option; arguments of the script go after --; did you mean --hang-timeout?" \
+  refused "--epochs: unknown option; arguments of your script go after --" --epochs 3 right.yaml 2
+  refused "--hang-timout=60: unknown option; arguments of your script go after --; did you mean --hang-timeout?" \
     --hang-timout=60 right.yaml 2
   refused "train.batch_size=3 does not divide by 2" odd.yaml 2
   refused "data.path='empty.txt': the file is empty" right.yaml 2 -- data.path=empty.txt

@@ -63,7 +63,7 @@ teardown() {
   local client=${CLIENT[node1]}
   kill -KILL "$client"
   wait_for_nodes
-  [ "$(<recorded)" = "node1: process $client, the launcher's connection to it, was killed" ]
+  [ "$(<recorded)" = "node1: the launcher's client (process $client) was killed" ]
   [ "$STATUS" -eq 137 ]
   [ ${#DEAD[@]} -eq 0 ] # or the client of the next attempt would have no time to report
 }
@@ -128,6 +128,6 @@ wait_for_nodes
 END
   KIT=$BATS_TEST_DIRNAME/.. bash launcher.sh >out 2>&1
   cat out
-  [ "$(grep -vc "^node2: process [0-9]*, the launcher's connection to it, was killed" out)" -eq 1 ]
+  [ "$(grep -vc "^node2: the launcher's client (process [0-9]*) was killed" out)" -eq 1 ]
   grep -qx "of the command" out
 }

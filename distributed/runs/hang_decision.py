@@ -19,8 +19,8 @@ from distributed.files import write_json
 from distributed.host.stacks import format_traceback
 from distributed.runs.hang_analysis import Activity, Stall, find_stall
 from distributed.runs.lookup import RunLookupError, read
+from distributed.runs.query import read_replies
 from distributed.runs.status import Observation, observe_ranks, read_progress
-from distributed.runs.visit import read_replies
 
 HANG_FILE = ".hang.json"  # in the run directory; the launcher accepts it by renaming it to hang.json
 RECHECK = 60.0  # seconds until the next check of a run that has no output, but may make progress

@@ -14,7 +14,7 @@ parse_node_arguments() {
   local port
   ((${#POSITIONAL[@]} == 5 || ${#POSITIONAL[@]} == 6)) ||
     die_usage "expected CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT], got:" \
-      "$(quote "${POSITIONAL[@]:-nothing}") (arguments of the script go after --)"
+      "$(quote "${POSITIONAL[@]:-nothing}") (arguments of your script go after --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]} NNODES=${POSITIONAL[2]} NODE_RANK=${POSITIONAL[3]}
   MASTER_ADDR=${POSITIONAL[4]} port=${POSITIONAL[5]-}
   is_nproc "$NPROC" || die_usage "NPROC: expected a number of processes from 1 to $MAX_NPROC, got '$NPROC'"

@@ -18,7 +18,7 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 source "$KIT/scripts/lib/options.bash"
 source "$KIT/scripts/lib/nodes.bash"
 source "$KIT/scripts/lib/ssh.bash"
-source "$KIT/scripts/lib/visit.bash"
+source "$KIT/scripts/lib/query.bash"
 
 MAX_DELAY=5     # seconds; when a pause takes longer, the machine or this program was suspended
 WATCHED_SINCE=0 # start of the watch, or end of the last suspension: time before that is not counted
@@ -47,9 +47,9 @@ decide() { # [--stacks]
   local certain=() sample=0
   ((!CERTAIN)) || certain=(--certain)
   [[ ! ${1-} ]] || sample=$((CERTAIN ? 5 : 1)) # seconds of CPU use
-  run_on_nodes "$VISIT_DIR" visit_status --seconds "$sample" "$@"
+  run_on_nodes "$QUERY_DIR" query_node --seconds "$sample" "$@"
   kit_python runs.hang_decision --timeout "$TIMEOUT" --watched $((SECONDS - WATCHED_SINCE)) "${certain[@]}" "$@" \
-    "$RUN" "$VISIT_DIR"
+    "$RUN" "$QUERY_DIR"
 }
 
 

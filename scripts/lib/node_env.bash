@@ -9,7 +9,7 @@ NODE_ENV_CLEANUP=()    # command to run before this process exits with a failure
 NODE_ENV_STDERR=''     # copy of standard error, which the file may redirect
 
 
-# Print the path of config/node_env.sh, of the working directory or else of Muster.
+# Print the path of config/node_env.sh of the working directory, else of Muster's.
 node_env() {
   if [[ -e config/node_env.sh ]]; then
     printf '%s\n' "$PWD/config/node_env.sh"
@@ -20,7 +20,7 @@ node_env() {
 
 
 # Source the file. A failing command in it ends this process with EXIT_UNFIT, by the rules of `set -e`. Failures inside
-# functions and other sourced files are ignored, as those of conda and Lmod are not written for `set -e`.
+# functions and files that it sources are ignored: those of conda and Lmod are not written for `set -e`.
 source_node_env() { # <config/node_env.sh> [cleanup command...]
   local directory=$PWD status
   NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}")
@@ -64,8 +64,8 @@ node_env_failed() { # <exit code> <line>
 }
 
 
-# Whether the last `set -e` or `set +e` above this line is `set +e`. $- does not show it: `e` is never set while the file
-# is sourced, as it would end this process inside functions too.
+# Whether the last `set -e` or `set +e` above this line is `set +e`. $- does not show it: `e` is not set while the file
+# is sourced, because a failure inside a function would then end this process too.
 node_env_may_fail() { # <line>
   [[ $(head -n "$1" -- "$NODE_ENV_FILE" | grep -oE '^[[:blank:]]*set [-+]e' | tail -n 1) == *+e ]]
 }

@@ -8,11 +8,11 @@
 # Sourced, never run.
 
 # shellcheck disable=SC2034 # other files use these variables
-# Environment variables whose names are used below.
+# The variables below have the names of these environment variables, so their values are saved.
 CONFIG_FROM_ENVIRONMENT=${CONFIG-} SCRIPT_FROM_ENVIRONMENT=${SCRIPT-} PORT_FROM_ENVIRONMENT=${MASTER_PORT-}
 
 declare -A VALUE_NAME=() # option of this script -> name of its value; "none" for a flag
-CALL=()                  # the script and its arguments
+CALL=()                  # this program and its arguments
 GIVEN_OPTIONS=() GIVEN_VALUES=() # options in CALL and their values
 POSITIONAL=()            # positional arguments in CALL
 SCRIPT_ARGS=()           # arguments after --, for the user's script
@@ -31,7 +31,7 @@ SYNC=0 PREFLIGHT=1 DETACH=0 # --sync, --no-preflight, --detach; --dry-run and --
 MAX_REQUEUES=100         # --max-requeues
 NPROC='' CONFIG='' LEVEL='' # -n, -c, -l
 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 # --json, --watch, --stacks, --now, --certain, --fresh
-BACKEND=auto MIN_BYTES=1K MAX_BYTES='' SECONDS_FOR_TABLE='' # --backend, --min-bytes, --max-bytes, --seconds
+BACKEND=auto MIN_BYTES=1K MAX_BYTES='' TABLE_SECONDS='' # --backend, --min-bytes, --max-bytes, --seconds
 TIMEOUT=''               # --timeout
 
 GRACE=${MUSTER_GRACE:-8} # seconds from the stop request to SIGKILL, in which ranks write a checkpoint
@@ -128,7 +128,7 @@ set_value() { # <option> <value>
     --backend) BACKEND=$2 ;;
     --min-bytes) MIN_BYTES=$2 ;;
     --max-bytes) MAX_BYTES=$2 ;;
-    --seconds) SECONDS_FOR_TABLE=$2 ;;
+    --seconds) TABLE_SECONDS=$2 ;;
     --timeout) TIMEOUT=$2 ;;
   esac
 }
@@ -136,12 +136,12 @@ set_value() { # <option> <value>
 
 refuse_option() { # <option>
   local hint=''
-  [[ ! ${VALUE_NAME[--]-} ]] || hint="; arguments of the script go after --"
+  [[ ! ${VALUE_NAME[--]-} ]] || hint="; arguments of your script go after --"
   die_usage "$1: unknown option$hint$(suggest_option "$1")"
 }
 
 
-# Print a known option that differs from the given one in at most two adjacent letters.
+# Print a hint with a known option that differs from the given one in at most two adjacent letters.
 suggest_option() { # <unknown option>
   local known given=${1%%=*} same_start same_end
   for known in "${!VALUE_NAME[@]}"; do
@@ -215,13 +215,13 @@ add_environment() { # <origin> <NAME=VALUE>
 }
 
 
-# One NAME=VALUE per line, not expanded; empty lines and lines that begin with # are ignored.
+# Add the NAME=VALUE of each line, not expanded. Empty lines and lines that begin with # are ignored.
 read_env_file() { # <file>
   [[ -f $1 && -r $1 ]] || die_usage "--env-file '$1': not a readable file (in $PWD)"
   local line number=0
-  (($(wc -c <"$1") <= 1000000)) || die_usage "--env-file '$1': larger than 1 MB; name a file of NAME=VALUE lines"
+  (($(wc -c <"$1") <= 1000000)) || die_usage "--env-file '$1': larger than 1 MB; expected NAME=VALUE lines"
   (($(tr -d '\0' <"$1" | wc -c) == $(wc -c <"$1"))) ||
-    die_usage "--env-file '$1': contains a NUL byte; name a text file"
+    die_usage "--env-file '$1': contains a NUL byte; expected NAME=VALUE lines"
   while IFS= read -r line || [[ $line ]]; do
     number=$((number + 1))
     [[ $line != *$'\r' ]] || die_usage "--env-file '$1', line $number: ends with a carriage return (Windows);" \

@@ -3,9 +3,9 @@
 # Start all nodes with one pdsh: one client for all nodes instead of one per node.
 #
 # Sourced, never run; it needs nodes.bash, ssh.bash, launch.bash and watch.bash. pdsh runs the same command on all nodes
-# and passes each node its position in the list, so per-node values are passed as lists. pdsh holds the standard input of
-# the nodes open without writing to it: its end closes the control channel; requests and the environment are sent over
-# ssh.
+# and passes each node its position in the list, so values that differ between nodes are passed as lists. pdsh keeps the
+# standard input of the nodes open without writing to it; when pdsh exits, their control channels close. Requests and
+# the environment are sent over ssh.
 
 # shellcheck disable=SC2034,SC2153 # other files use these variables
 require_pdsh() {
@@ -44,7 +44,7 @@ remote_store_environment() { # <run directory> <file>
 # Run pdsh until all nodes have ended. Requests are read from standard input; end of file means that the launcher has
 # exited.
 run_pdsh() {
-  local pdsh status=0 errors reader node addresses=() counts=() supervisor
+  local pdsh status=0 errors reader node addresses=() counts=() supervisor arguments lines
   trap '' INT TERM HUP TSTP # pdsh must survive signals to the launcher, to forward the nodes' last output
   exec 3<&0
   start_with_pipe errors read_errors
@@ -53,11 +53,11 @@ run_pdsh() {
     addresses+=("${ADDRESS[$node]}") counts+=("${NPROC_OF[$node]}")
   done
   supervisor=("${SUPERVISOR[@]}" run --dir "$RUN" --grace "$GRACE" --source "$(node_env)" --sample-usage)
+  arguments=("$PWD" "$RUN" "$MASTER_ADDR" "$MASTER_PORT" "${#NODES[@]}" "${NODES[@]}" "${counts[@]}"
+    "${#supervisor[@]}" "${supervisor[@]}" "${#AGENT_PREFIX[@]}" "${AGENT_PREFIX[@]}" "${AGENT_SUFFIX[@]}")
+  lines=$(declare -f remote_supervise && echo "remote_supervise \"\$3\" $(quote "${arguments[@]}")")
   PDSH_RCMD_TYPE=${PDSH_RCMD_TYPE:-ssh} PDSH_SSH_ARGS_APPEND="${SSH_OPTIONS[*]}" \
-    pdsh -S -N -f "${#NODES[@]}" -w "$(IFS=, && printf '%s' "${addresses[*]}")" \
-    "$(quote_for_any_shell "$(declare -f remote_supervise)
-      remote_supervise \"\$3\" $(quote "$PWD" "$RUN" "$MASTER_ADDR" "$MASTER_PORT" "${#NODES[@]}" "${NODES[@]}" "${counts[@]}" \
-        "${#supervisor[@]}" "${supervisor[@]}" "${#AGENT_PREFIX[@]}" "${AGENT_PREFIX[@]}" "${AGENT_SUFFIX[@]}")") %n" \
+    pdsh -S -N -f "${#NODES[@]}" -w "$(IFS=, && printf '%s' "${addresses[*]}")" "$(quote_for_any_shell "$lines") %n" \
     </dev/null 2>&"$errors" 3<&- {errors}>&- &
   pdsh=$!
   exec {errors}>&-
@@ -88,8 +88,8 @@ remote_supervise() { # <node rank> <working directory> <run directory> <master a
 }
 
 
-# Read pdsh's standard error, which has the exit codes of the nodes; the first failure stops the other nodes. Lines of
-# pdsh about Ctrl-C are dropped, as the launcher handles it.
+# Read the exit codes of the nodes from pdsh's standard error; the first failure stops the other nodes. Lines of pdsh
+# about Ctrl-C, which the launcher handles, are dropped.
 read_errors() {
   local line first='' stopping='' pid
   while IFS= read -r line; do
@@ -114,8 +114,8 @@ read_errors() {
 }
 
 
-# Send a stop request, and a kill request after STOP_TIMEOUT. Standard input ends when all nodes have ended; the caller
-# waits for this process then, as a late request would reach the next attempt.
+# Send a stop request, and a kill request after STOP_TIMEOUT, unless standard input ends before: then all nodes have
+# ended. The caller waits for this process, because a late request would reach the next attempt.
 stop_all() {
   local status=0
   send_request_to_all stop

@@ -4,8 +4,8 @@
 #
 # Sourced, never run; it needs options.bash, nodes.bash, node_env.bash, launch.bash and watch.bash.
 #
-# Environment variables: LAUNCHER, srun (one task per rank) or torchrun (one agent per node); CONTAINER, a command prefix
-# for Python on the nodes, or options of srun; SRUN_ARGS, more options of srun.
+# Environment variables: LAUNCHER, srun (one task per rank) or torchrun (one agent per node); CONTAINER, a command
+# prefix for Python on the nodes, or options of srun; SRUN_ARGS, more options of srun.
 
 # shellcheck disable=SC2034 # other files use these variables
 LAUNCHER=${LAUNCHER:-srun}
@@ -124,8 +124,8 @@ build_srun_command() { # <run directory>
 }
 
 
-# Print options of sbatch that srun does not inherit. With --cpus-per-task, SLURM binds each task to its own cores if the
-# cluster is configured for that.
+# Print options of sbatch that srun does not inherit. With --cpus-per-task, SLURM binds each task to its own cores, if
+# the cluster is configured for that.
 rank_resources() {
   if [[ $(printf '%s\n' "${NPROC_OF[@]}" | sort -u | wc -l) == 1 ]]; then
     printf '%s\n' --ntasks-per-node "${NPROC_OF[${NODES[0]}]}"

@@ -39,7 +39,7 @@ choose_config() { # <CONFIG...>
   local number=$((${SLURM_ARRAY_TASK_ID:-0} - ${SLURM_ARRAY_TASK_MIN:-0}))
   if (($# > 1)) && [[ ! ${SLURM_ARRAY_TASK_ID-} ]]; then
     die_usage "$# CONFIGs require an array of $# elements: sbatch --array=0-$(($# - 1))" \
-      "(arguments of the script go after --)"
+      "(arguments of your script go after --)"
   fi
   (($# == 1 || number < $#)) ||
     die_usage "array element $SLURM_ARRAY_TASK_ID: no CONFIG;" \
@@ -104,8 +104,8 @@ requeue_if_stopped() {
 }
 
 
-# Whether the ranks were signalled but not the launcher. Preemption signals both: then ranks without a handler are
-# killed by SIGTERM, and ranks that exit with 0 may not have finished.
+# Whether SLURM signalled the ranks but not the launcher (time limit), or preempted the job. Preemption signals both:
+# ranks without a handler are killed by SIGTERM, and ranks that exit with 0 may not have finished.
 stopped_by_slurm() {
   if [[ ! $SIGNAL ]] && ((CODE == EXIT_STOPPED)); then
     return

@@ -13,9 +13,9 @@ SSH_OPTIONS=()
 REPLY_TIMEOUT=''    # seconds after which a command on a node is killed; empty: never
 
 
-# The path must be short: ssh allows 90 bytes for a control socket and uses 41 of them. ssh_config is passed as a link in
-# this directory, because ssh (for ProxyJump), rsync and pdsh split paths at blanks. Unused connections are closed by
-# ControlPersist.
+# The path must be short: ssh allows 90 bytes for a control socket and uses 41 of them. ssh_config is passed as a link
+# in this directory, because ssh (for ProxyJump), rsync and pdsh split paths at blanks. ControlPersist closes unused
+# connections.
 open_connections() {
   CONNECTIONS_DIR=$(mktemp -d "${XDG_RUNTIME_DIR:-/tmp}/muster-XXXXXX")
   if ((${#CONNECTIONS_DIR} > 45)) || [[ $CONNECTIONS_DIR == *[[:space:]]* ]]; then
@@ -28,7 +28,7 @@ open_connections() {
 }
 
 
-# Not in a trap, which does not run after SIGKILL, and not in a direct child, for which `wait` would wait.
+# Not a trap, which would not run after SIGKILL, and not a child of this script, for which `wait` would wait.
 remove_when_script_exits() { # <directory>
   remove_at_end_of_input "$1" <&0 >/dev/null 2>&1 &
 }

@@ -19,7 +19,7 @@ declare -A CLIENT=() CONTROL=() # of each node that has not ended: process id of
 declare -A REACHED_BY=()        # node -> function that runs a command there
 declare -A DEAD=()              # clients that have exited and whose exit code was not received
 declare -A UNSTARTED=()         # nodes on which the supervisor could not be started -> exit code
-declare -A SUPERVISED=()        # nodes started by start_node: each has its own client
+declare -A SUPERVISED=()        # nodes started by start_node, which have a client of their own
 SWEEPS=()                       # processes that end the remaining processes on lost nodes
 EVENTS=''                       # file descriptor of a pipe, opened for both directions: writers never block
 CODE=0                          # exit code of the run, set by report_verdict
@@ -139,14 +139,14 @@ wait_for_nodes() {
 }
 
 
-# A client that was killed reports no exit code.
+# Handle the exit of clients that were killed: they report no exit code.
 notice_dead_clients() {
   local node stat
   for node in "${!CLIENT[@]}"; do
     { read -r stat <"/proc/${CLIENT[$node]}/stat"; } 2>/dev/null || stat=') Z'
     [[ $stat == *') Z'* ]] || continue
     if [[ ${DEAD[$node]-} ]]; then
-      record "$node: process ${CLIENT[$node]}, the launcher's connection to it, was killed"
+      record "$node: the launcher's client (process ${CLIENT[$node]}) was killed"
       handle_exit "$node" 137
     else
       DEAD[$node]=1 # its exit code may still be in EVENTS
@@ -173,7 +173,7 @@ handle_exit() { # <node> <exit code of its client>
 }
 
 
-# Stop a run that makes no progress, unless it is already ending. The reason is in .hang.json.
+# Stop a hung run, unless it is already ending. .hang.json has the reason.
 handle_hang() {
   [[ $STATUS == 0 && ! $NEXT_REQUEST && -e $RUN/.hang.json ]] || return 0
   mv -- "$RUN/.hang.json" "$RUN/hang.json"
@@ -209,8 +209,8 @@ sweep_lost_node() { # <node>
 }
 
 
-# The exit code was 126 or 127: the interpreter could not be started. Write the files that a supervisor would have
-# written, for the verdict.
+# The supervisor's interpreter could not be started (exit code 126 or 127). Write the supervisor's files, for the
+# verdict.
 record_unstarted() {
   local node
   for node in "${!UNSTARTED[@]}"; do
@@ -356,7 +356,7 @@ should_restart() {
 }
 
 
-# Whether the attempt logged a new step, or, if it logs no steps, ran for PROGRESS_SECONDS.
+# Whether the attempt logged a new step or, if the run logs no steps, ran for PROGRESS_SECONDS.
 made_progress() {
   local before=$LAST_STEP
   LAST_STEP=$(kit_python metrics "$RUN/metrics.jsonl") || LAST_STEP=''

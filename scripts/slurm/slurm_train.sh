@@ -7,18 +7,18 @@
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none (default: $CONFIG, else
 #                        Muster's config/quickstart.yaml). For an array: one per element, or one with %a, which is
 #                        replaced by the element's index
-#   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value. %a as above
+#   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value. %a: see above
 #
 #   --script PATH        script to run (default: $SCRIPT, else Muster's train.py)
 #   -m MODULE            run a module instead of a script
-#   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3
-#   --agent fast|torchrun  with LAUNCHER=torchrun: fast (default) imports PyTorch once; torchrun: PyTorch's own
+#   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
+#   --agent fast|torchrun  with LAUNCHER=torchrun: fast (default), Muster's agent, or torchrun, PyTorch's own
 #   --master-port PORT   default: $MASTER_PORT, else a free port of the first node
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
 #   --env-file FILE      the same from a file, one NAME=VALUE per line
 #   --max-restarts N     restart up to N times within the job after a failure (default: 0)
 #   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
-#                        Default: 600 s, for runs that log steps, and only if no rank can make progress
+#                        Default: 600 s if the run logs steps (metrics.jsonl) and no rank can make progress
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait for all nodes to join (default: 600)
 #   --max-requeues N     how often the job may requeue itself (default: 100)
@@ -26,7 +26,7 @@
 #   --quiet              print no progress lines of the launcher
 #   --help               show this help
 #
-# From the environment of sbatch:
+# Environment variables:
 #
 #   LAUNCHER             srun (default): one task per rank; torchrun: one agent per node
 #   MASTER_PORT          as --master-port
@@ -35,8 +35,8 @@
 #   SRUN_ARGS            more options of srun
 #   MUSTER_KIT           Muster's directory, for a copy of this script outside of it
 #
-# The lines below are defaults: change them, or override them with options of sbatch. The whole allocation is
-# used: one rank per task.
+# The #SBATCH lines of this file are defaults: change them, or override them with options of sbatch. The whole
+# allocation is used: one rank per task.
 #
 #SBATCH --job-name=train
 #SBATCH --nodes=2                       # number of nodes

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Start this node's part of a training on several nodes, for scripts that require --local-rank=N.
+# Start this node's part of a run on several nodes, for scripts that require --local-rank=N.
 #
 # Like launch_torchrun_multinode.sh, but the first argument of each rank is --local-rank=N, as with
 # torch.distributed.launch, which torchrun has replaced.
@@ -8,7 +8,7 @@
 # Usage: launch_multinode.sh [options] CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT] [-- ARGUMENT...]
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
-#   NPROC                number of processes on this node: one per GPU, any number without GPUs
+#   NPROC                number of processes on this node: at most one per GPU; any number without GPUs
 #   NNODES               number of nodes
 #   NODE_RANK            rank of this node, from 0
 #   MASTER_ADDR          name or address of the node with NODE_RANK 0
@@ -16,10 +16,10 @@
 #
 #   --script PATH        script to run (default: Muster's train.py)
 #   -m MODULE            run a module instead of a script
-#   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3
+#   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
 #   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun:
 #                        torch.distributed.launch, which does not notice failures of other nodes
-#   --master-port PORT   the same as MASTER_PORT
+#   --master-port PORT   sets MASTER_PORT
 #   --rendezvous-timeout SECONDS  how long to wait for all nodes to join (default: 600)
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
 #   --env-file FILE      the same from a file, one NAME=VALUE per line
@@ -36,7 +36,7 @@
 #
 # ARGUMENTs are passed to the script unchanged. The first node prints which nodes are missing.
 #
-# Exit codes are those of launch_singlenode.sh, and 69: the connection to a node was lost, or this node
+# Exit codes are those of launch_singlenode.sh, plus 69: the connection to a node was lost, or this node
 # was refused (its PyTorch, script, CONFIG or NNODES differ from those of the first node, its NODE_RANK is
 # taken, or the port is used by another run); 124: not all nodes joined in time, or the run hung.
 #

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Start one training on several nodes with pdsh, from one machine.
+# Start a run on several nodes with pdsh, from one machine.
 #
 # Usage: launch_pdsh_multinode.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
 #
@@ -9,7 +9,7 @@
 # always use ssh.
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
-#   NPROC                number of processes per node: one per GPU, any number without GPUs
+#   NPROC                number of processes per node: at most one per GPU; any number without GPUs
 #   NODE...              node1 user@node2 node[3-8,10] node9:4 (:4 overrides NPROC); node ranks follow this
 #                        order; the first node is the master
 #
@@ -17,7 +17,7 @@
 #   --exclude NODES      exclude these nodes
 #   --script PATH        script to run (default: Muster's train.py)
 #   -m MODULE            run a module instead of a script
-#   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3;
+#   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3;
 #                        the same path on all nodes
 #   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun: PyTorch's own
 #   --master-port PORT   default: a free port of the first node
@@ -26,7 +26,7 @@
 #   --env-file FILE      the same from a file, one NAME=VALUE per line
 #   --max-restarts N     restart up to N times after a failure (default: 0)
 #   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
-#                        Default: 600 s, for runs that log steps, and only if no rank can make progress
+#                        Default: 600 s if the run logs steps (metrics.jsonl) and no rank can make progress
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --sync               first copy the working directory and Muster to nodes that do not share them
 #   --no-preflight       skip the checks of the nodes

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
 #
-# Start a training on this machine, with NPROC processes.
+# Start training on this machine, with NPROC processes.
 #
 # Usage: launch_singlenode.sh [options] CONFIG NPROC [-- ARGUMENT...]
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
-#   NPROC                number of processes: one per GPU, any number without GPUs
+#   NPROC                number of processes: at most one per GPU; any number without GPUs
 #   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value
 #
 #   --script PATH        script to run (default: Muster's train.py)
 #   -m MODULE            run a module instead of a script
-#   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3
+#   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
 #   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun: PyTorch's own
 #   --master-port PORT   default: a free port
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
 #   --env-file FILE      the same from a file, one NAME=VALUE per line
 #   --max-restarts N     restart up to N times after a failure (default: 0)
 #   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
-#                        Default: 600 s, for runs that log steps, and only if no rank can make progress
+#                        Default: 600 s if the run logs steps (metrics.jsonl) and no rank can make progress
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --no-preflight       skip the checks of GPUs and port
 #   --detach             run in the background, detached from this terminal
@@ -43,7 +43,7 @@ source "$KIT/scripts/lib/watch.bash"
 
 parse_arguments() {
   ((${#POSITIONAL[@]} == 2)) || die_usage "expected CONFIG and NPROC, got: $(quote "${POSITIONAL[@]:-nothing}")" \
-    "(arguments of the script go after --)"
+    "(arguments of your script go after --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
   is_nproc "$NPROC" || die_usage "NPROC: expected a number of processes from 1 to $MAX_NPROC, got '$NPROC'"
   add_node "$(uname -n)" "$NPROC"

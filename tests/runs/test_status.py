@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from distributed.host import identity, process_scan
-from distributed.runs import lookup, run_directory, status, visit
+from distributed.runs import lookup, query, run_directory, status
 from distributed.runs.hang_analysis import Diagnosis
 from distributed.runs.lookup import (
     EXITED,
@@ -30,9 +30,9 @@ from distributed.runs.lookup import (
     state_of_launcher,
 )
 from distributed.runs.node_status import GpuUsage, NodeStatus, RankStatus, RunProcess
+from distributed.runs.query import NodeReply
 from distributed.runs.records import read_object
 from distributed.runs.status import RunProgress, judge
-from distributed.runs.visit import NodeReply
 from distributed.terminal import columns, plain
 
 GPU = GpuUsage(0, "NVIDIA H100", 97, 412.4, 0, 0)
@@ -190,11 +190,11 @@ def test_progress_is_the_newest_values_in_metrics_jsonl(tmp_path: Path) -> None:
 
 def test_remaining_processes_are_reported_for_each_node() -> None:
     run = run_with_launcher(EXITED)
-    assert visit.report_remaining(run, [reply("n1", ENDED)]) == (["n1: no process of this run remains"], 0)
-    lines, code = visit.report_remaining(run, [reply("n1", ENDED), no_reply("n2")])
+    assert query.report_remaining(run, [reply("n1", ENDED)]) == (["n1: no process of this run remains"], 0)
+    lines, code = query.report_remaining(run, [reply("n1", ENDED), no_reply("n2")])
     assert code == 69 and "n2: cannot be reached" in lines[1]
     assert lines[1].endswith("heartbeats time out; then check again")
-    lines, code = visit.report_remaining(run, [reply("n1", RANK, processes=4), no_reply("n2")])
+    lines, code = query.report_remaining(run, [reply("n1", RANK, processes=4), no_reply("n2")])
     assert code == 1
     assert lines[0].startswith("n1: still has 4 processes of this run: 100 python my script.py, 100 ")
 
@@ -212,7 +212,7 @@ def test_a_node_without_a_reply_has_a_reason(tmp_path: Path, code: str, err: str
     (tmp_path / "n1.out").write_text("Welcome!\n")
     (tmp_path / "n1.err").write_text(err)
     (tmp_path / "n1.code").write_text(f"{code}\n")
-    found = visit.read_reply(RunNode("n1", "n1", 1, 0), tmp_path)
+    found = query.read_reply(RunNode("n1", "n1", 1, 0), tmp_path)
     assert found.status is None and why in found.error
 
 

@@ -1,6 +1,6 @@
 """Read the replies of a run's nodes, and report which processes of the run remain.
 
-scripts/lib/visit.bash queries all nodes at once and writes their replies to files.
+scripts/lib/query.bash queries all nodes at once and writes their replies to files.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def report_remaining(run: Run, node_replies: Sequence[NodeReply]) -> tuple[list[
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the lines of report_remaining(). Returns its exit code."""
-    parser = argparse.ArgumentParser(prog="visit", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="query", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
     parser.add_argument("replies", type=Path, metavar="DIRECTORY", help="has NODE.out, NODE.err and NODE.code")
     options = parser.parse_args(arguments)

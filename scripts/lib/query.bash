@@ -3,12 +3,12 @@
 # Find an existing run, perhaps started on another machine, and run commands on its nodes.
 #
 #   open_connections
-#   find_run RUN; run_on_nodes "$REPLIES" visit_status --seconds 1
+#   find_run RUN; run_on_nodes "$QUERY_DIR" query_node --seconds 1
 #
 # Sourced, never run; it needs options.bash, nodes.bash and ssh.bash.
 
 # shellcheck disable=SC2034 # other files use these variables
-RUN_MARK=''           # the run directory as in MUSTER_RUN_DIR of its processes
+RUN_DIR_ON_NODES=''   # run directory in MUSTER_RUN_DIR of the run's processes
 RUN_PYTHON=''         # interpreter of its ranks
 LAUNCHER_STATE=''     # running, exited, remote (not known), or job: the launcher is the batch script of JOB
 LAUNCHER_HOST='' LAUNCHER_PID=0 LAUNCHER_START='' # host, process id and start time (clock ticks since boot)
@@ -16,16 +16,16 @@ RUN_GRACE=0           # its MUSTER_GRACE, in seconds
 JOB=''                # number of its SLURM job
 JOB_STATE=''          # state and reason of squeue, such as PENDING Resources; empty when the job has ended
 declare -A FIRST_RANK_OF=() # of each node
-VISIT_DIR=''          # directory for the replies of the nodes
+QUERY_DIR=''          # directory for the replies of the nodes
 
 
 # Set the variables above, RUN and NODES. Exits when there is no such run.
 find_run() { # <RUN>
   local found
-  VISIT_DIR=$(mktemp -d "$CONNECTIONS_DIR/replies-XXXXXX")
+  QUERY_DIR=$(mktemp -d "$CONNECTIONS_DIR/replies-XXXXXX")
   look_up_run "$PWD" "$1" || look_up_run "$(directory_of_job "$1")" "$1" || refuse_missing_run "$1"
-  mapfile -d '' found <"$VISIT_DIR/found"
-  RUN=${found[0]} RUN_MARK=${found[1]} RUN_PYTHON=${found[2]}
+  mapfile -d '' found <"$QUERY_DIR/found"
+  RUN=${found[0]} RUN_DIR_ON_NODES=${found[1]} RUN_PYTHON=${found[2]}
   LAUNCHER_STATE=${found[3]} LAUNCHER_HOST=${found[4]} LAUNCHER_PID=${found[5]} LAUNCHER_START=${found[6]}
   RUN_GRACE=${found[7]} JOB=${found[8]}
   set -- "${found[@]:9}"
@@ -49,7 +49,7 @@ launcher_is_running() {
 
 
 look_up_run() { # <base of relative paths> <RUN>
-  [[ $1 ]] && kit_python runs.lookup --from "$1" --log-dir "$LOG_DIR" -- "$2" >"$VISIT_DIR/found" 2>"$VISIT_DIR/why"
+  [[ $1 ]] && kit_python runs.lookup --from "$1" --log-dir "$LOG_DIR" -- "$2" >"$QUERY_DIR/found" 2>"$QUERY_DIR/why"
 }
 
 
@@ -84,7 +84,7 @@ refuse_missing_run() { # <RUN>
     die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and SLURM has no such job (${job##*$'\n'}); for older" \
       "jobs: sacct -j $1"
   fi
-  die_usage "$(<"$VISIT_DIR/why")"
+  die_usage "$(<"$QUERY_DIR/why")"
 }
 
 
@@ -129,12 +129,10 @@ clear_slurm_environment() {
 
 
 # Run a command on a node of the run. Files of an ended job are read here, as its run directory is shared.
-visit_node() { # <node> <command...>
+command_on_node() { # <node> <command...>
   if [[ $JOB ]] && job_runs; then
     run_in_job "$@"
-  elif [[ $JOB ]]; then
-    "${@:2}"
-  elif [[ ${ADDRESS[$1]-} ]]; then
+  elif [[ ! $JOB && ${ADDRESS[$1]-} ]]; then
     ssh_run "$@"
   else
     "${@:2}"
@@ -143,7 +141,7 @@ visit_node() { # <node> <command...>
 
 
 # For run_on_nodes: print the state of the run on a node.
-visit_status() { # <node> [option of runs.node_status...]
-  visit_node "$1" "$RUN_PYTHON" "$KIT/scripts/lib/module.py" runs.node_status --run "$RUN_MARK" --node "$1" \
-    --count "${NPROC_OF[$1]}" --first-rank "${FIRST_RANK_OF[$1]}" "${@:2}"
+query_node() { # <node> [option of runs.node_status...]
+  command_on_node "$1" "$RUN_PYTHON" "$KIT/scripts/lib/module.py" runs.node_status --run "$RUN_DIR_ON_NODES" \
+    --node "$1" --count "${NPROC_OF[$1]}" --first-rank "${FIRST_RANK_OF[$1]}" "${@:2}"
 }
