@@ -33,6 +33,7 @@ SUMMARY=''          # one sentence: which processes remain, if any
 CHECK_TIMEOUT=15    # seconds for a node to report the remaining processes
 END_TIMEOUT=15      # seconds after the grace period for the launcher to stop its nodes and write the report
 PROGRESS_INTERVAL=5 # seconds between two messages while waiting
+AWAITED=''          # what await waits for, set by its condition
 
 
 # A second SIGTERM makes the launcher kill its ranks, so only one stop.sh may send it.
@@ -68,7 +69,10 @@ stop_launcher() {
   kill -TERM "$LAUNCHER_PID" 2>/dev/null || true
   kill -CONT "$LAUNCHER_PID" 2>/dev/null || true # a suspended process handles no signal
   ((!NOW)) || sweep_nodes 0
-  wait_for_launcher $((RUN_GRACE + END_TIMEOUT)) || kill_launcher
+  await $((RUN_GRACE + END_TIMEOUT)) 0.1 launcher_ended && return
+  warn "the launcher (process $LAUNCHER_PID) does not exit; stopping its nodes without it"
+  sweep_nodes 0
+  await 5 0.1 launcher_ended || kill -KILL "$LAUNCHER_PID"
 }
 
 
@@ -77,40 +81,24 @@ describe_grace() {
 }
 
 
-wait_for_launcher() { # <seconds>
-  await "$1" 0.1 launcher_condition launcher_ended
-}
-
-
 launcher_ended() {
+  AWAITED="the launcher (process $LAUNCHER_PID) to exit"
   ! launcher_is_running
 }
 
 
-launcher_condition() {
-  echo "the launcher (process $LAUNCHER_PID) to exit"
-}
-
-
 # Wait until the condition holds; fail on timeout.
-await() { # <timeout in seconds> <seconds between checks> <function that describes the condition> <function: condition>
+await() { # <timeout in seconds> <seconds between checks> <function: condition>
   local start=$SECONDS reported=0 passed
-  until "$4"; do
+  until "$3"; do
     passed=$((SECONDS - start))
     ((passed < $1)) || return 1
     if ((passed >= reported + PROGRESS_INTERVAL)); then
       reported=$passed
-      log "waiting for $("$3"): $passed s, at most $1 s"
+      log "waiting for $AWAITED: $passed s, at most $1 s"
     fi
     sleep "$2"
   done
-}
-
-
-kill_launcher() {
-  warn "the launcher (process $LAUNCHER_PID) does not exit; stopping its nodes without it"
-  sweep_nodes 0
-  wait_for_launcher 5 || kill -KILL "$LAUNCHER_PID"
 }
 
 
@@ -128,27 +116,18 @@ stop_job() {
   if job_runs && ((!NOW)); then
     log "stopping job $JOB; $(describe_grace)"
     scancel --batch --signal=INT "$JOB"
-    wait_for_job $((RUN_GRACE + END_TIMEOUT)) || log "job $JOB does not end; cancelling it"
+    await $((RUN_GRACE + END_TIMEOUT)) 0.5 job_ended || log "job $JOB does not end; cancelling it"
   fi
   [[ ! $JOB_STATE ]] || scancel "$JOB"
-  wait_for_job 120 || die "job $JOB: still ${JOB_STATE% *} after scancel; see scontrol show job $JOB"
+  await 120 0.5 job_ended || die "job $JOB: still ${JOB_STATE% *} after scancel; see scontrol show job $JOB"
   printf 'job %s has ended; SLURM has ended its processes on all nodes\n' "$JOB"
-}
-
-
-wait_for_job() { # <seconds>
-  await "$1" 0.5 job_condition job_ended
 }
 
 
 job_ended() {
   JOB_STATE=$(state_of_job "$JOB")
+  AWAITED="job $JOB (${JOB_STATE% *}) to end"
   [[ ! $JOB_STATE ]]
-}
-
-
-job_condition() {
-  echo "job $JOB (${JOB_STATE% *}) to end"
 }
 
 
@@ -156,13 +135,12 @@ job_condition() {
 
 # End the remaining processes and check again.
 stop_nodes() {
-  local code=0
-  check_remaining || code=$?
+  local code
+  check_remaining && code=0 || code=$?
   if ((code == 1)); then
     log "$RUN: processes remain on its nodes; $(describe_grace)"
     sweep_nodes $((NOW ? 0 : RUN_GRACE))
-    code=0
-    check_remaining || code=$?
+    check_remaining && code=0 || code=$?
   fi
   printf '%s\n' "$SUMMARY"
   return "$code"

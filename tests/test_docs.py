@@ -522,7 +522,7 @@ def test_the_table_of_lines_for_sbatch_agrees_with_the_script(script: str) -> No
 @pytest.mark.parametrize("script", SLURM)
 def test_the_table_of_variables_for_sbatch_agrees_with_the_help(script: str) -> None:
     listed = [unquoted(row[0]) for row in table("LAUNCH_GUIDE.md", "Variables for sbatch")]
-    _, _, own = help_of(script).partition("From the environment")
+    _, _, own = help_of(script).partition("Environment variables:")
     explained = re.findall(r"^ {2}([A-Z_]{2,}) ", own, re.MULTILINE)
     named_in_passing = {"CONFIG", "SCRIPT"}
     assert sorted(listed) == sorted({*explained} | named_in_passing)

@@ -17,28 +17,31 @@ GIVEN_OPTIONS=() GIVEN_VALUES=() # options in CALL and their values
 POSITIONAL=()            # positional arguments in CALL
 SCRIPT_ARGS=()           # arguments after --, for the user's script
 
-SCRIPT='' MODULE=''      # --script (a file, or a directory with a __main__.py), -m
-PYTHON_OPTION=''         # --python
-MASTER_PORT=''           # --master-port
-ENVIRONMENT=()           # --env, --env-file: NAME=VALUE; not passed in command lines, which all users can read
-MAX_RESTARTS=0           # --max-restarts
-HANG_TIMEOUT=''          # --hang-timeout: seconds; 0: never; empty: the default
-LOG_DIR=logs             # --log-dir
-AGENT=fast               # --agent
-RENDEZVOUS_TIMEOUT=''    # --rendezvous-timeout: seconds; empty: torchrun's default, 600
-HOSTFILE='' EXCLUDE=''   # --hostfile, --exclude
-SYNC=0 PREFLIGHT=1 DETACH=0 # --sync, --no-preflight, --detach; --dry-run and --quiet set DRY_RUN and QUIET
-MAX_REQUEUES=100         # --max-requeues
-NPROC='' CONFIG='' LEVEL='' # -n, -c, -l
-JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 # --json, --watch, --stacks, --now, --certain, --fresh
-BACKEND=auto MIN_BYTES=1K MAX_BYTES='' TABLE_SECONDS='' # --backend, --min-bytes, --max-bytes, --seconds
-TIMEOUT=''               # --timeout
+# Option -> the variable that it sets; a flag sets it to 1. set_option handles --no-preflight, --env and --env-file.
+declare -A VARIABLE_OF=(
+  [--script]=SCRIPT [-m]=MODULE [--python]=PYTHON_OPTION [--agent]=AGENT [--log-dir]=LOG_DIR
+  [--master-port]=MASTER_PORT [--rendezvous-timeout]=RENDEZVOUS_TIMEOUT [--hang-timeout]=HANG_TIMEOUT
+  [--max-restarts]=MAX_RESTARTS [--max-requeues]=MAX_REQUEUES [--hostfile]=HOSTFILE [--exclude]=EXCLUDE
+  [-n]=NPROC [-c]=CONFIG [-l]=LEVEL
+  [--backend]=BACKEND [--min-bytes]=MIN_BYTES [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
+  [--sync]=SYNC [--detach]=DETACH [--dry-run]=DRY_RUN [--quiet]=QUIET
+  [--json]=JSON [--watch]=WATCH [--stacks]=STACKS [--now]=NOW [--certain]=CERTAIN [--fresh]=FRESH
+)
+SCRIPT='' MODULE='' # SCRIPT: a file, or a directory with a __main__.py
+PYTHON_OPTION='' AGENT=fast LOG_DIR=logs MASTER_PORT='' HOSTFILE='' EXCLUDE=''
+RENDEZVOUS_TIMEOUT='' # seconds; empty: torchrun's default, 600
+HANG_TIMEOUT=''       # seconds; 0: never; empty: the default
+MAX_RESTARTS=0 MAX_REQUEUES=100
+NPROC='' CONFIG='' LEVEL=''
+BACKEND=auto MIN_BYTES=1K MAX_BYTES='' TABLE_SECONDS='' TIMEOUT=''
+SYNC=0 DETACH=0 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 PREFLIGHT=1
+ENVIRONMENT=()        # --env, --env-file: NAME=VALUE; not passed in command lines, which all users can read
 
 GRACE=${MUSTER_GRACE:-8} # seconds from the stop request to SIGKILL, in which ranks write a checkpoint
 MAX_NPROC=1024           # per machine
 
 
-# Set the variables above from the arguments of the script.
+# Set the variables above from the arguments of this program.
 parse_options() { # <argument...>
   CALL=("$PROGRAM_FILE" "$@")
   read_help
@@ -60,11 +63,11 @@ parse_options() { # <argument...>
         GIVEN_OPTIONS+=("$1")
         if [[ ${VALUE_NAME[$1]} == none ]]; then
           GIVEN_VALUES+=('')
-          set_flag "$1"
+          set_option "$1" 1
         else
           need_value "$@"
           GIVEN_VALUES+=("$2")
-          set_value "$1" "$2"
+          set_option "$1" "$2"
           shift
         fi
         ;;
@@ -89,47 +92,12 @@ read_help() {
 }
 
 
-set_flag() { # <option>
+set_option() { # <option> <value; of a flag: 1>
   case $1 in
-    --sync) SYNC=1 ;;
     --no-preflight) PREFLIGHT=0 ;;
-    --detach) DETACH=1 ;;
-    --dry-run) DRY_RUN=1 ;;
-    --quiet) QUIET=1 ;;
-    --json) JSON=1 ;;
-    --watch) WATCH=1 ;;
-    --stacks) STACKS=1 ;;
-    --now) NOW=1 ;;
-    --certain) CERTAIN=1 ;;
-    --fresh) FRESH=1 ;;
-  esac
-}
-
-
-set_value() { # <option> <value>
-  case $1 in
-    --script) SCRIPT=$2 ;;
-    -m) MODULE=$2 ;;
-    --python) PYTHON_OPTION=$2 ;;
-    --master-port) MASTER_PORT=$2 ;;
     --env) add_environment --env "$2" ;;
     --env-file) read_env_file "$2" ;;
-    --max-restarts) MAX_RESTARTS=$2 ;;
-    --hang-timeout) HANG_TIMEOUT=$2 ;;
-    --log-dir) LOG_DIR=$2 ;;
-    --agent) AGENT=$2 ;;
-    --rendezvous-timeout) RENDEZVOUS_TIMEOUT=$2 ;;
-    --hostfile) HOSTFILE=$2 ;;
-    --exclude) EXCLUDE=$2 ;;
-    --max-requeues) MAX_REQUEUES=$2 ;;
-    -n) NPROC=$2 ;;
-    -c) CONFIG=$2 ;;
-    -l) LEVEL=$2 ;;
-    --backend) BACKEND=$2 ;;
-    --min-bytes) MIN_BYTES=$2 ;;
-    --max-bytes) MAX_BYTES=$2 ;;
-    --seconds) TABLE_SECONDS=$2 ;;
-    --timeout) TIMEOUT=$2 ;;
+    *) printf -v "${VARIABLE_OF[$1]}" '%s' "$2" ;;
   esac
 }
 

@@ -74,38 +74,4 @@ source "$KIT/scripts/lib/watch.bash"
 source "$KIT/scripts/lib/slurm.bash"
 source "$KIT/scripts/lib/slurm_job.bash"
 
-
-main() {
-  PROGRAM=$name # SLURM runs a copy with another name
-  refuse_misplaced_options "$@"
-  parse_options "$@"
-  parse_job_arguments
-  if [[ ! ${SLURM_JOB_ID-} && ${DRY_RUN:-0} == 1 ]]; then
-    print_submission
-  else
-    in_allocation || die_usage "not in a SLURM job; use: $(quote "${CALL[@]}") (--dry-run shows what it would do)"
-    enter_node_env "$@"
-    find_earlier_run
-    trap 'send_request stop' USR2 # if SLURM sends it to the batch script too
-  fi
-  slurm_check_call 0
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
-    slurm_print_step
-    return
-  fi
-  slurm_choose_port
-  [[ ! $EARLIER_RUN ]] || archive_attempt "$EARLIER_RUN"
-  open_run
-  begin_run
-  while true; do
-    slurm_start_step
-    wait_for_nodes
-    report_verdict
-    should_restart || break
-    prepare_restart
-  done
-  requeue_if_stopped
-  exit "$CODE"
-}
-
-main "$@"
+run_batch_job "$name" "$@"
