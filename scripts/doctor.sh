@@ -46,7 +46,7 @@ source "$KIT/scripts/lib/ssh.bash"
 source "$KIT/scripts/lib/sync.bash"
 source "$KIT/scripts/lib/connectivity.bash"
 
-OUTPUT_OPTIONS=()  # of the program that prints the findings
+OUTPUT_OPTIONS=()  # options of the program that prints the findings
 
 
 # ---------------------------------------------------------------- this machine
@@ -66,7 +66,7 @@ check_this_machine() {
 }
 
 
-# Without --python, an unusable Python is not a wrong call but the first fault of this machine.
+# Without --python, an unusable Python is a fault of this machine, not a wrong call.
 find_python() {
   local message
   if ! message=$(pick_python 2>&1); then

@@ -33,7 +33,7 @@ SAMPLE_SECONDS=1   # of CPU use
 TABLE_OPTIONS=()
 
 
-# Query a run without recent output once more with the stacks, which show which rank the others wait for.
+# If the run has had no recent output, query it again with stacks: they show the rank that others wait for.
 show_status() {
   local status=0
   if ((STACKS)); then
@@ -46,7 +46,7 @@ show_status() {
 }
 
 
-# Check the launcher first: if it ended after the nodes were queried, its processes would look like leftovers.
+# Check the launcher before the nodes: if it exited in between, running processes would be shown as remaining ones.
 query_status() { # <--first, --stacks, or nothing: read the stacks without showing them>
   local options=(--seconds "$SAMPLE_SECONDS")
   [[ $1 == --first ]] || options+=(--stacks)
@@ -64,7 +64,7 @@ job_without_run() { # <number>
 }
 
 
-# On the alternate screen of the terminal.
+# Refresh the table; a terminal shows it on its alternate screen.
 watch_run() {
   local status
   REPLY_TIMEOUT=5 QUIET=1

@@ -56,8 +56,8 @@ source "$KIT/scripts/lib/connectivity.bash"
 source "$KIT/scripts/lib/slurm.bash"
 
 LAUNCHER_ARGUMENTS=()
-SMOKE_OPTIONS=()     # of the test itself
-OUTPUT_OPTIONS=()    # of the program that prints the report
+SMOKE_OPTIONS=()     # options of the test itself
+OUTPUT_OPTIONS=()    # options of the program that prints the report
 LAUNCHER_FILE=''
 
 
@@ -91,7 +91,7 @@ uses_allocation() {
 }
 
 
-# Refuse here, before the start, what each rank would refuse.
+# Check the options of the test before the start: otherwise each rank would refuse them.
 check_smoke() {
   check_size --min-bytes "$MIN_BYTES"
   SMOKE_OPTIONS=(--backend "$BACKEND" --min-bytes "$MIN_BYTES")
@@ -135,7 +135,7 @@ bytes() { # <size>
 }
 
 
-# Ranks on nodes that cannot connect to each other would wait without a message.
+# Check the connections first: ranks that cannot connect to each other would wait without a message.
 test_connections() {
   set_node_checks "$NPROC" "${POSITIONAL[@]:1}"
   run_checks "${CHECKS[@]}"

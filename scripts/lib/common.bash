@@ -11,7 +11,7 @@
 #
 # Settings: QUIET=1 disables log; with DRY_RUN=1, run prints its command only.
 
-# All other exit codes are those of the rank that failed first.
+# Exit codes of launchers. Any other code is that of the rank that failed first.
 # shellcheck disable=SC2034  # used by files that source this one
 {
   EXIT_WRONG_CALL=2    # wrong call or wrong config
@@ -126,7 +126,7 @@ run_forwarding_signals() { # <exec or exec_in_environment> <its arguments...>
 }
 
 
-# Run a command; bash prints nothing when it is killed.
+# Run a command. bash does not report it when the command is killed by a signal.
 run_unreported() { # <command> [argument...]
   { "$@" 2>&9 9>&-; } 9>&2 2>/dev/null
 }
@@ -136,7 +136,7 @@ run_unreported() { # <command> [argument...]
 # meanwhile must set SIGNALLED=1.
 join() { # <process id>
   # `wait` returns 127 when it has already reported the child, and -1 (bash 5.2) when the child exits while the trap
-  # runs. The status before that is then the right one.
+  # runs. The previous status is then the right one.
   local status=127 latest
   while true; do
     SIGNALLED=
@@ -155,7 +155,7 @@ pick_python() { # [value of --python]
 }
 
 
-# As pick_python, without the check of the version.
+# Like pick_python, but without the check of the version.
 resolve_python() { # [value of --python]
   PYTHONS=() PYTHON_ORIGINS=()
   [[ ${1-} ]] || list_pythons
@@ -198,7 +198,7 @@ list_pythons() {
 }
 
 
-# Unless it is listed already.
+# Add a candidate unless it is already listed.
 list_python() { # <path or name> <origin>
   local known
   for known in "${PYTHONS[@]}"; do
@@ -237,7 +237,7 @@ clear_launch_environment() {
 
 
 # Restore exported variables to the values with which this script was started, as scripts use some of these names.
-# Variables that were unset stay unset; SLURM_* are left alone.
+# Variables that the script has unset stay unset; SLURM_* are not changed.
 restore_environment() {
   local - inherited inherited_name
   set +u

@@ -5,12 +5,12 @@
 # Usage: in_node_env.sh [--exec|--task] NODE_ENV COMMAND [ARGUMENT...]
 #
 #   NODE_ENV   shell script that is sourced first
-#   --exec     replace this process by COMMAND; the caller ends background processes of NODE_ENV. Without it, they are
-#              ended after COMMAND
-#   --task     as --exec, in a task of srun: srun passes the environment, and standard input is for COMMAND only
+#   --exec     replace this process by COMMAND; the caller ends background processes of NODE_ENV. Without --exec, they
+#              are ended after COMMAND
+#   --task     like --exec, in a task of srun: srun passes the environment, and COMMAND gets all of standard input
 #
 # Standard input starts with NAME=VALUE entries, each ended by a NUL byte, up to an empty entry; so no value is in a
-# command line. COMMAND reads the rest of it; with --exec it reads /dev/null.
+# command line. The rest is the standard input of COMMAND; with --exec, that is /dev/null.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash

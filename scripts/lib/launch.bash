@@ -8,7 +8,7 @@
 
 # shellcheck disable=SC2034 # other files use these variables
 WORK=()                  # command of each rank: a script, or -m and a module
-SCRIPT_FILE=''           # the file of --script that Python starts
+SCRIPT_FILE=''           # the file that Python runs: --script, or the __main__.py in it
 PROGRAM_IS_LOCAL=1       # 0: the Python of the ranks and its modules are in a container, and cannot be checked here
 CONFIG_ARGS=()           # --config CONFIG, or empty
 MASTER_ADDR=''           # address of the first node, with MASTER_PORT
@@ -17,7 +17,7 @@ PLAIN_AGENT=torch.distributed.run # module for --agent torchrun
 FAST_OPTIONS=()          # options of Muster's own agent
 REPLIES=''               # directory with the replies of the nodes to the preflight
 EARLIER_RUN=''           # run directory of this job before it was requeued
-SLURM_JOB=()             # number of the job of this launch; in an array also its name as an element
+SLURM_JOB=()             # SLURM job id; in an array also ARRAY_INDEX, such as 123_4
 
 
 # ---------------------------------------------------------------- check the call
@@ -69,7 +69,7 @@ parse_config_nproc_nodes() {
 }
 
 
-# Check the call before anything is started; scripts/lib/check_call.py does it in one process.
+# Check the call before anything is started.
 check_call() { # <option of check_call.py...>
   is_count "$GRACE" || die_usage "MUSTER_GRACE: expected a whole number of seconds, got '$GRACE'"
   pick_rank_python
@@ -84,7 +84,7 @@ check_call() { # <option of check_call.py...>
 }
 
 
-# As check_call, and set the nodes.
+# Like check_call, and set the nodes.
 check_call_on_nodes() { # <node...>
   set_node_checks "$NPROC" "$@"
   check_call "${CHECKS[@]}"
@@ -99,8 +99,8 @@ set_node_checks() { # <processes on a node without its own number> <node...>
 }
 
 
-# Run check_call.py and set what it prints: the nodes, MASTER_ADDR, MASTER_PORT, the allocation of SLURM. Exits when a
-# check fails.
+# Run check_call.py, and set the variables that it prints: the nodes, MASTER_ADDR, MASTER_PORT, cores of the SLURM
+# allocation. Exits when a check fails.
 run_checks() { # <option of check_call.py...>
   local facts status=0 name value processes
   facts=$(trap '' INT && exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \
@@ -159,7 +159,7 @@ open_run() {
   fi
   RUN=$opened
   record "run ${RUN##*/}: $(counted "$RANKS" process processes) on ${NODES[*]}"
-  # The caller of a launcher may name a file that gets the path of the run directory.
+  # Write the path of the run directory to the file that the caller of this launcher named.
   [[ ! ${MUSTER_RUN_FILE-} ]] || printf '%s\n' "$RUN" >"$MUSTER_RUN_FILE"
   unset MUSTER_RUN_FILE
 }
@@ -186,7 +186,7 @@ mask_value() { # <NAME=VALUE>
 }
 
 
-# Print a command line with ENVIRONMENT, without its values.
+# Print a command line with the names of ENVIRONMENT, without their values.
 masked_command() { # <command...>
   local entry masked=()
   for entry in "${ENVIRONMENT[@]}"; do
@@ -231,7 +231,7 @@ build_agent_command() { # <torchrun's options...>
 }
 
 
-# Set COMMAND for one of NODES, whose order is that of the node ranks.
+# Set COMMAND for the node with this node rank.
 build_agent_command_on() { # <node rank> <run directory>
   local node=${NODES[$1]}
   build_agent_command --rdzv-id "${2##*/}" --nnodes "${#NODES[@]}" --node-rank "$1" \

@@ -20,17 +20,17 @@ add_node() { # <name> <processes> [address for ssh: [user@]name]
 }
 
 
-# Run FUNCTION NODE ARGUMENT... for all nodes in parallel, and wait for all. The output is in DIRECTORY/NODE.out and
-# NODE.err, the status in NODE.code; distributed.host.replies reads them.
+# Call FUNCTION NODE ARGUMENT... for all nodes in parallel, and wait until all have returned. DIRECTORY gets the output
+# in NODE.out and NODE.err, and the status in NODE.code; distributed.host.replies reads them.
 run_on_nodes() { # <directory> <function> [argument...]
-  local node asked=()
+  local node pids=()
   rm -f -- "$1"/*.code
   for node in "${NODES[@]}"; do
     run_on_node "$1" "$node" "${@:2}" &
-    asked+=($!)
+    pids+=($!)
   done
   log_waiting "$1" &
-  wait "${asked[@]}" || true
+  wait "${pids[@]}" || true
   kill $! 2>/dev/null || true
 }
 

@@ -14,7 +14,7 @@ LAUNCHER_STATE=''     # running, exited, remote (not known), or job: the launche
 LAUNCHER_HOST='' LAUNCHER_PID=0 LAUNCHER_START='' # host, process id and start time (clock ticks since boot)
 RUN_GRACE=0           # its MUSTER_GRACE, in seconds
 JOB=''                # number of its SLURM job
-JOB_STATE=''          # state and reason of squeue, such as PENDING Resources; empty when the job has ended
+JOB_STATE=''          # state and reason from squeue, such as PENDING Resources; empty: the job has ended
 declare -A FIRST_RANK_OF=() # of each node
 QUERY_DIR=''          # directory for the replies of the nodes
 
@@ -39,7 +39,7 @@ find_run() { # <RUN>
 }
 
 
-# Compares the start time, as the process id may have been reused.
+# The start time is compared too, because the process id may have been reused.
 launcher_is_running() {
   local stat fields
   [[ $LAUNCHER_STATE == running ]] && read -r stat 2>/dev/null <"/proc/$LAUNCHER_PID/stat" || return 1
@@ -109,7 +109,7 @@ job_runs() {
 }
 
 
-# As a job step that shares the resources of the running tasks.
+# Run a command as a job step that shares the resources of the running tasks.
 run_in_job() { # <node> <command...>
   (
     clear_slurm_environment

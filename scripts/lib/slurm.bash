@@ -70,10 +70,10 @@ split_arguments() { # <name of a variable>
 }
 
 
-# Set the nodes, the script and the cores per rank. The Python and modules of a container image are not checked; the
-# Python of this machine need not have PyTorch then.
+# Set the nodes, the script and the cores per rank. With a container, its Python and modules are not checked, and the
+# Python of this machine need not have PyTorch.
 slurm_check_call() { # <number of ranks; 0: as many as are allocated>
-  local torch=(--torch) asked=$PYTHON_OPTION
+  local torch=(--torch) container_python=${PYTHON_OPTION:-python3}
   ((!DETACH)) || die_usage "--detach: not possible in an allocation, which ends with this shell; use sbatch"
   check_slurm_settings
   use_port_from_environment
@@ -82,13 +82,13 @@ slurm_check_call() { # <number of ranks; 0: as many as are allocated>
   fi
   check_call "${torch[@]}" --allocation "$1"
   RANK_PYTHON=$PYTHON
-  [[ ! ${CONTAINER-} ]] || RANK_PYTHON=${asked:-python3}
+  [[ ! ${CONTAINER-} ]] || RANK_PYTHON=$container_python
   SLURM_JOB=("$SLURM_JOB_ID")
   [[ ! ${SLURM_ARRAY_JOB_ID-} ]] || SLURM_JOB+=("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID")
 }
 
 
-# On the first node, as this shell may be on another machine.
+# Set MASTER_PORT to a free port of the first node, which may be another machine than that of this shell.
 slurm_choose_port() {
   [[ ! $MASTER_PORT ]] || return 0
   # Without --gres none, the step of a job with --gpus would ask for all of its GPUs on this one node.
@@ -159,10 +159,10 @@ slurm_start_step() {
 }
 
 
-# Runs until all tasks have ended. Standard input is the control channel.
+# Run srun until all tasks have ended. Standard input is the control channel.
 run_step() { # <node:tasks,...> <command...>
   local status=0
-  trap '' INT TERM HUP TSTP USR2 # it must survive signals to the launcher, to receive the reports of the tasks
+  trap '' INT TERM HUP TSTP USR2 # must survive signals to the launcher, to receive the reports of the tasks
   clear_launch_environment
   unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # given as arguments
   # srun passes the environment to the tasks.

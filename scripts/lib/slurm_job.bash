@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 #
 # A SLURM batch job and its requeues: it requeues itself at the time limit, and SLURM requeues it after a node failure
-# or preemption. All attempts share one run directory, which logs/slurm-<job> points to.
+# or preemption. All attempts share one run directory; logs/slurm-<job> is a link to it.
 #
 # Sourced by the scripts of scripts/slurm, never run; it needs slurm.bash and the files that slurm.bash needs.
 
@@ -91,7 +91,7 @@ choose_config() { # <CONFIG...>
 
 # ---------------------------------------------------------------- --dry-run
 
-# Print the lines for sbatch, and set the variables of an allocation as they request it.
+# Print the #SBATCH lines, and set the variables of an allocation as these lines request it.
 print_submission() {
   local nodes tasks cores
   nodes=$(sbatch_default nodes) tasks=$(sbatch_default ntasks-per-node) cores=$(sbatch_default cpus-per-task)
@@ -124,7 +124,7 @@ find_earlier_run() {
 }
 
 
-# Requeue after a stop by SLURM or the loss of a node, not after a stop by the user or the failure of a rank.
+# Requeue the job if SLURM stopped it or a node was lost, but not if the user stopped it or a rank failed.
 requeue_if_stopped() {
   is_batch_script && { stopped_by_slurm || lost_a_node; } || return 0
   if ((REQUEUES >= MAX_REQUEUES)); then

@@ -43,7 +43,7 @@ remove_at_end_of_input() { # <directory>
 
 # ---------------------------------------------------------------- one command on one node
 
-# In its own session, so that the terminal does not send Ctrl-C to ssh.
+# Run ssh in its own session, so that Ctrl-C on the terminal does not reach it.
 ssh_client() { # <ssh's arguments...>
   run_unreported setsid --wait ${REPLY_TIMEOUT:+timeout -s KILL "$REPLY_TIMEOUT"} ssh "${SSH_OPTIONS[@]}" "$@"
 }
@@ -62,7 +62,7 @@ ssh_call_function() { # <node> <function> [argument...]
 }
 
 
-# For callers that send the same line to many nodes, and so quote it only once.
+# For callers that send one line to many nodes, so that it is quoted only once.
 ssh_run_line() { # <node> <output of remote_command_line or quote_for_any_shell>
   ssh_client -- "${ADDRESS[$1]}" "$2"
 }

@@ -14,28 +14,25 @@ FETCHED=()        # nodes whose run directory was copied back
 
 # ---------------------------------------------------------------- to the nodes
 
-# Copy the working directory, and Muster if it is outside of it, to every node that does not share them. Nothing is
-# deleted on the nodes.
+# Copy the working directory and Muster to every node that does not share them. Nothing is deleted on the nodes.
 sync_nodes() {
-  local directory
   type -P rsync >/dev/null || die "--sync: rsync: not found on this machine; install it"
-  for directory in "$PWD" "$KIT"; do
-    [[ $directory == "$KIT" && $PWD/ == "$KIT"/* ]] || sync_directory "$directory"
-  done
+  sync_directory "$PWD"
+  [[ $PWD == "$KIT" ]] || sync_directory "$KIT"
 }
 
 
 sync_directory() { # <directory>
-  local node mark copying=() failed=()
-  mark=$(mktemp -- "$1/.muster-XXXXXX") || die "--sync: cannot write to $1"
+  local node marker copying=() failed=()
+  marker=$(mktemp -- "$1/.muster-XXXXXX") || die "--sync: cannot write to $1"
   for node in "${NODES[@]}"; do
-    copy_unless_shared "$node" "$1" "${mark##*/}" &
+    copy_unless_shared "$node" "$1" "${marker##*/}" &
     copying+=($!)
   done
   for node in "${!copying[@]}"; do
     wait "${copying[node]}" || failed+=("${NODES[node]}")
   done
-  rm -f -- "$mark"
+  rm -f -- "$marker"
   ((${#failed[@]} == 0)) ||
     die_with "$EXIT_UNFIT" "--sync: $1 could not be copied to ${failed[*]}; see the messages above"
 }
@@ -61,7 +58,7 @@ remote_is_shared() { # <directory> <name of a file>
 
 # ---------------------------------------------------------------- from the nodes
 
-# Start to copy the logs of the nodes while they run.
+# Start a process that copies the logs of the nodes while they run.
 follow_logs() {
   ((SYNC)) || return 0
   start_with_pipe FOLLOWING append_logs_repeatedly
@@ -69,7 +66,7 @@ follow_logs() {
 }
 
 
-# Until end of file on standard input: then the run has ended, or the launcher has exited.
+# Ends at end of file on standard input: the run has ended, or the launcher has exited.
 append_logs_repeatedly() {
   local node status REPLY_TIMEOUT=3
   trap '' INT TERM HUP TSTP PIPE

@@ -25,7 +25,7 @@ ensure_venv() { # <value of --python, may be empty> <requirement file...>
 }
 
 
-# Each installed file has a stamp with the version of Python and its checksum.
+# Each installed requirement file has a stamp: the version of Python and the checksum of the file.
 venv_is_current() { # <requirement file...>
   local file
   [[ -x $VENV/bin/python && ! -e $VENV/unfinished ]] || return
@@ -75,7 +75,7 @@ clear_broken_venv() {
 }
 
 
-# pip is installed by ensurepip, which Debian packages separately, or by the pip of $PYTHON.
+# ensurepip, which Debian packages separately, or the pip of $PYTHON installs pip.
 create_venv() {
   if [[ -e $VENV ]]; then
     return

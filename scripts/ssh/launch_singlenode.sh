@@ -50,8 +50,8 @@ parse_arguments() {
 }
 
 
-# The agent's command line, in COMMAND. Without --master-port torchrun takes a free port itself: a port that is chosen
-# before may be taken meanwhile.
+# Set COMMAND to the agent's command line. Without --master-port, torchrun itself binds a free port: a port chosen here
+# could be in use by then.
 build_local_agent_command() { # <run directory>
   local rendezvous=(--standalone --local-addr 127.0.0.1)
   [[ ! $MASTER_PORT ]] || rendezvous=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
