@@ -65,7 +65,7 @@ LAUNCHER_FILE=''
 parse_arguments() {
   ((${#POSITIONAL[@]} >= 1)) || die_usage "N: missing; give the number of processes"
   NPROC=${POSITIONAL[0]}
-  is_nproc "$NPROC" || die_usage "N: expected a number of processes from 1 to $MAX_NPROC, got '$NPROC'"
+  check_nproc N "$NPROC"
   if [[ ${POSITIONAL[1]-}$HOSTFILE ]]; then
     LAUNCHER_FILE=$KIT/scripts/ssh/launch_torchrun_auto.sh
     return

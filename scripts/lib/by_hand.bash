@@ -17,7 +17,7 @@ parse_node_arguments() {
       "$(quote "${POSITIONAL[@]:-nothing}") (arguments of your script go after --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]} NNODES=${POSITIONAL[2]} NODE_RANK=${POSITIONAL[3]}
   MASTER_ADDR=${POSITIONAL[4]} port=${POSITIONAL[5]-}
-  is_nproc "$NPROC" || die_usage "NPROC: expected a number of processes from 1 to $MAX_NPROC, got '$NPROC'"
+  check_nproc NPROC "$NPROC"
   { is_count "$NNODES" && ((NNODES >= 1)); } || die_usage "NNODES: expected a number of nodes, 1 or more, got '$NNODES'"
   { is_count "$NODE_RANK" && ((NODE_RANK < NNODES)); } ||
     die_usage "NODE_RANK: with NNODES $NNODES, expected a number from 0 to $((NNODES - 1)), got '$NODE_RANK'"

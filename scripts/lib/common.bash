@@ -110,7 +110,7 @@ run() { # <command...>
 
 
 # Run a program and return its status. SIGINT from the terminal reaches the program by itself; SIGTERM is forwarded.
-# Sets INTERRUPTED to INT or TERM.
+# Sets INTERRUPTED to INT, TERM or nothing.
 run_forwarding_signals() { # <exec or exec_in_environment> <its arguments...>
   local child='' status=0
   INTERRUPTED=

@@ -65,7 +65,7 @@ parse_config_nproc_nodes() {
   ((${#POSITIONAL[@]} >= least)) ||
     die_usage "expected CONFIG, NPROC and NODE..., got: $(quote "${POSITIONAL[@]:-nothing}")"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
-  is_nproc "$NPROC" || die_usage "NPROC: expected a number of processes from 1 to $MAX_NPROC, got '$NPROC'"
+  check_nproc NPROC "$NPROC"
 }
 
 

@@ -80,21 +80,17 @@ node_env_unfit() { # <message...>
 }
 
 
+# Stop the background processes of this shell and their descendants, which would hold its output open.
 kill_background() {
-  # shellcheck disable=SC2046 # split into process ids
-  kill $(background_processes) 2>/dev/null || true
-}
-
-
-# Print the background processes of this shell and their descendants, which would hold its output open.
-background_processes() {
   local pid
   for pid in $(jobs -pr); do
-    process_tree "$pid"
+    # shellcheck disable=SC2046 # split into process ids
+    kill $(process_tree "$pid") 2>/dev/null || true
   done
 }
 
 
+# Print the ids of a process and its descendants.
 process_tree() { # <process id>
   local children child
   printf '%s\n' "$1"

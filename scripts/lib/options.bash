@@ -146,8 +146,9 @@ check_options() {
 }
 
 
-is_nproc() { # <argument>
-  is_count "$1" && (($1 >= 1 && $1 <= MAX_NPROC))
+check_nproc() { # <name of the argument> <value>
+  { is_count "$2" && (($2 >= 1 && $2 <= MAX_NPROC)); } ||
+    die_usage "$1: expected a number of processes from 1 to $MAX_NPROC, got '$2'"
 }
 
 

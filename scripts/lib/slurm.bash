@@ -102,23 +102,23 @@ slurm_choose_port() {
 
 # Set COMMAND to srun and its arguments.
 build_srun_command() { # <run directory>
-  local task=("$KIT/scripts/lib/in_node_env.sh" --task "$(node_env)" "${CONTAINER_COMMAND[@]}" "$RANK_PYTHON" -I -S)
-  task+=("$KIT/scripts/lib/srun_task.py")
-  local shares always=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
+  local task=("$KIT/scripts/lib/in_node_env.sh" --task "$(node_env)" "${CONTAINER_COMMAND[@]}" "$RANK_PYTHON" -I -S
+    "$KIT/scripts/lib/srun_task.py")
+  local resources srun=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
   local node counts=()
   for node in "${NODES[@]}"; do
     counts+=("${NPROC_OF[$node]}")
   done
-  mapfile -t shares < <(rank_resources)
+  mapfile -t resources < <(rank_resources)
   if [[ $LAUNCHER == torchrun ]]; then
     PYTHON=$RANK_PYTHON build_agent_parts
     COMMAND=(env MASTER_ADDR="${NODES[0]}" MASTER_PORT="$MASTER_PORT"
-      "${always[@]}" --ntasks "${#NODES[@]}" --ntasks-per-node 1 --cpus-per-task "$CORES_PER_NODE"
+      "${srun[@]}" --ntasks "${#NODES[@]}" --ntasks-per-node 1 --cpus-per-task "$CORES_PER_NODE"
       "${SRUN_OPTIONS[@]}" "${task[@]}" agent "$1" "$GRACE" "$(IFS=, && printf '%s' "${counts[*]}")"
       "${AGENT_PREFIX[@]}" -- "${AGENT_SUFFIX[@]}")
   else
     COMMAND=(env MASTER_PORT="$MASTER_PORT"
-      "${always[@]}" --ntasks "$RANKS" --distribution block "${shares[@]}"
+      "${srun[@]}" --ntasks "$RANKS" --distribution block "${resources[@]}"
       "${SRUN_OPTIONS[@]}" "${task[@]}" rank "$1" "$GRACE" "${WORK[@]}" "${CONFIG_ARGS[@]}" "${SCRIPT_ARGS[@]}")
   fi
 }

@@ -296,8 +296,8 @@ send_heartbeats() {
 }
 
 
-# Watch for a hang until stop_hang_watch or until the launcher exits. Without --hang-timeout only runs that log steps
-# are watched, and stopped only if no rank can make progress.
+# Watch for a hang until stop_hang_watch or until the launcher exits. Without --hang-timeout, a run is stopped only if
+# it logs steps and no rank can make progress.
 start_hang_watch() {
   [[ $HANG_TIMEOUT != 0 ]] || return 0
   start_with_pipe HANG_CHANNEL run_hang_watch

@@ -45,7 +45,7 @@ parse_arguments() {
   ((${#POSITIONAL[@]} == 2)) || die_usage "expected CONFIG and NPROC, got: $(quote "${POSITIONAL[@]:-nothing}")" \
     "(arguments of your script go after --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
-  is_nproc "$NPROC" || die_usage "NPROC: expected a number of processes from 1 to $MAX_NPROC, got '$NPROC'"
+  check_nproc NPROC "$NPROC"
   add_node "$(uname -n)" "$NPROC"
 }
 
