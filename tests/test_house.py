@@ -269,12 +269,14 @@ def test_sourced_files_have_the_suffix_bash_and_are_not_executable() -> None:
 
 
 SOURCED = {path.stem: path for path in KIT.glob("scripts/lib/*.bash")}
-PROGRAMS = [path for path in KIT.glob("scripts/**/*.sh") if "source" in path.read_text()]
 
 
 def sourced_by(program: Path) -> list[str]:
     """Return the files of scripts/lib that a program sources, in its order, without suffix."""
     return re.findall(r"^ *source .*/(\w+)\.bash\"$", program.read_text(), re.MULTILINE)
+
+
+PROGRAMS = [path for path in KIT.glob("scripts/**/*.sh") if sourced_by(path)]
 
 
 def functions_of(path: Path) -> set[str]:

@@ -9,42 +9,6 @@
 REQUEUES=${SLURM_RESTART_COUNT:-0} # including requeues by SLURM
 
 
-# The main function of the batch scripts. SLURM runs a copy of the script with another name.
-run_batch_job() { # <name of the script> <argument of the script...>
-  PROGRAM=$1
-  shift
-  refuse_misplaced_options "$@"
-  parse_options "$@"
-  parse_job_arguments
-  if [[ ! ${SLURM_JOB_ID-} && ${DRY_RUN:-0} == 1 ]]; then
-    print_submission
-  else
-    in_allocation || die_usage "not in a SLURM job; use: $(quote "${CALL[@]}") (--dry-run shows what it would do)"
-    enter_node_env "$@"
-    find_earlier_run
-    trap 'send_request stop' USR2 # if SLURM sends it to the batch script too
-  fi
-  slurm_check_call 0
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
-    slurm_print_step
-    return
-  fi
-  slurm_choose_port
-  [[ ! $EARLIER_RUN ]] || archive_attempt "$EARLIER_RUN"
-  open_run
-  begin_run
-  while true; do
-    slurm_start_step
-    wait_for_nodes
-    report_verdict
-    should_restart || break
-    prepare_restart
-  done
-  requeue_if_stopped
-  exit "$CODE"
-}
-
-
 # Set CONFIG and the options of the job, from the arguments or the environment of sbatch.
 parse_job_arguments() {
   CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${CALL[@]:1}")

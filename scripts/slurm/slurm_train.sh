@@ -54,7 +54,7 @@
 #SBATCH --requeue                       # requeue after a node failure or preemption
 
 set -euo pipefail
-name=slurm_train.sh
+[[ ${BASH_SOURCE[0]} != "$0" ]] || name=slurm_train.sh # otherwise slurm_train_single_node.sh has set it
 kit=${MUSTER_KIT:-$(readlink -f -- "$0")} kit=${kit%/scripts/slurm/*}
 if [[ ! -e $kit/scripts/lib/slurm_job.bash && ${SLURM_JOB_ID-} ]]; then # sbatch runs a copy of this script
   kit=$(scontrol show job "$SLURM_JOB_ID" | sed -nE "s|^ *Command=(.*)/scripts/slurm/$name( .*)?\$|\1|p")
@@ -74,4 +74,38 @@ source "$KIT/scripts/lib/watch.bash"
 source "$KIT/scripts/lib/slurm.bash"
 source "$KIT/scripts/lib/slurm_job.bash"
 
-run_batch_job "$name" "$@"
+
+main() {
+  PROGRAM=$name # SLURM runs a copy with another name
+  refuse_misplaced_options "$@"
+  parse_options "$@"
+  parse_job_arguments
+  if [[ ! ${SLURM_JOB_ID-} && ${DRY_RUN:-0} == 1 ]]; then
+    print_submission
+  else
+    in_allocation || die_usage "not in a SLURM job; use: $(quote "${CALL[@]}") (--dry-run shows what it would do)"
+    enter_node_env "$@"
+    find_earlier_run
+    trap 'send_request stop' USR2 # if SLURM sends it to the batch script too
+  fi
+  slurm_check_call 0
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    slurm_print_step
+    return
+  fi
+  slurm_choose_port
+  [[ ! $EARLIER_RUN ]] || archive_attempt "$EARLIER_RUN"
+  open_run
+  begin_run
+  while true; do
+    slurm_start_step
+    wait_for_nodes
+    report_verdict
+    should_restart || break
+    prepare_restart
+  done
+  requeue_if_stopped
+  exit "$CODE"
+}
+
+main "$@"

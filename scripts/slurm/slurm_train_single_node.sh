@@ -64,14 +64,6 @@ if [[ ! -e $kit/scripts/lib/slurm_job.bash ]]; then
   echo "$name: cannot find Muster; submit the script in its directory, or export MUSTER_KIT=<its directory>" >&2
   exit 2
 fi
-# shellcheck source=scripts/lib/common.bash
-source "$kit/scripts/lib/common.bash"
-source "$KIT/scripts/lib/options.bash"
-source "$KIT/scripts/lib/node_env.bash"
-source "$KIT/scripts/lib/nodes.bash"
-source "$KIT/scripts/lib/launch.bash"
-source "$KIT/scripts/lib/watch.bash"
-source "$KIT/scripts/lib/slurm.bash"
-source "$KIT/scripts/lib/slurm_job.bash"
-
-run_batch_job "$name" "$@"
+# All steps are those of slurm_train.sh.
+# shellcheck source=scripts/slurm/slurm_train.sh
+source "$kit/scripts/slurm/slurm_train.sh"
