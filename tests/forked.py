@@ -138,7 +138,7 @@ class ForkedRun:
 def launched(
     size: int, function: Callable[..., None], *args: Any, only: Sequence[int] = (), env: Mapping[str, str] = NOTHING
 ) -> Iterator[ForkedRun]:
-    """Start ranks that call `function(rank, *args)` in the working directory, with variables as from torchrun --standalone.
+    """Start ranks that call `function(rank, *args)` in the working directory with the variables of torchrun.
 
     only: start only these ranks. Kills running ranks on exit.
     """
