@@ -736,7 +736,7 @@ waiting_for_base() { # <number>: check that so many experiments wait in SLURM's 
 }
 
 
-@test "experiments leave SLURM's queue if their base training fails, are queued for its retry, and fail without a retry" {
+@test "experiments leave SLURM's queue if their base training fails, return for its retry, and fail without a retry" {
   three_experiments "\"base_exit\": 3, \"base_exit_once\": \"$WORK/tried\""
   start_list
   wait_until_started base
