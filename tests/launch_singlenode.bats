@@ -223,7 +223,7 @@ time.sleep(300)'
 
 
 # bats test_tags=slow
-@test "Ctrl-C writes a checkpoint and exits with 75, the same command resumes, and a stop at the last step exits with 0" {
+@test "Ctrl-C writes a checkpoint and exits with 75, the same command resumes, and a stop at the end exits with 0" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
 train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
