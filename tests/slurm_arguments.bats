@@ -63,7 +63,7 @@ refuses() { # <expected text>
 }
 
 
-@test "MASTER_PORT of the environment is used without --master-port, unless RANK shows that it belongs to another launch" {
+@test "MASTER_PORT of the environment is used without --master-port, unless RANK shows another launch" {
   in_job MASTER_PORT=29999 "$TRAIN" --dry-run -
   [[ "$output" == "env MASTER_PORT=29999 srun "* ]]
   in_job MASTER_PORT=29999 "$TRAIN" --dry-run --master-port 28888 -

@@ -102,7 +102,7 @@ remaining() {
 
 
 @test "a second SIGTERM kills the command at once" {
-  start --grace 600 -- bash -c 'trap "echo got it" TERM; echo ready; while :; do sleep 0.1; done'
+  start --grace 600 -- bash -c 'trap "echo received" TERM; echo ready; while :; do sleep 0.1; done'
   wait_for_line ready
   kill -TERM "$NODE"
   wait_for_line received

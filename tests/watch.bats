@@ -65,7 +65,7 @@ teardown() {
   wait_for_nodes
   [ "$(<recorded)" = "node1: process $client, the launcher's connection to it, was killed" ]
   [ "$STATUS" -eq 137 ]
-  [ ${#DEAD[@]} -eq 0 ] # otherwise the launcher would not wait for the client of the next attempt
+  [ ${#DEAD[@]} -eq 0 ] # otherwise the launcher would not wait for a report of the next attempt's client
 }
 
 
