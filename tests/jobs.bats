@@ -67,7 +67,7 @@ pane_shows() { # <node> <index of the pane> <text>
 @test "nine jobs on three servers run once each, and results, status, log and page show them" {
   cluster "$N1:2" "$N2:1" "$N3:1"
   for fold in 0 1 2 3 4 5 6 7 8; do
-    echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 0.5, \"words\": [\"it's\", \"\$x;\"]}"
+    echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 0.5, \"texts\": [\"it's\", \"\$x;\"]}"
   done | job_list
   run -0 dispatch
   [[ "$output" == *"finished: 9 of 9 done"* ]]
@@ -85,7 +85,7 @@ pane_shows() { # <node> <index of the pane> <text>
   run -0 list status
   [ "$(grep -c ' done ' <<<"$output")" -eq 9 ]
   run -0 list logs fold3
-  [[ "$output" == *"arguments --name f3 --fold 3 --prefix exp1 --seconds 0.5 --words it's \$x; --device cpu"* ]]
+  [[ "$output" == *"arguments --name f3 --fold 3 --prefix exp1 --seconds 0.5 --texts it's \$x; --device cpu"* ]]
   [[ "$output" == *"f3-tick-1"* ]]
   run -0 list why fold3
   [[ "$output" == *"exp1/fold3: done"*"attempt 1 on $PREFIX"*": done"* ]]

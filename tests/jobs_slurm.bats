@@ -241,7 +241,7 @@ start_slurmctld() {
 @test "nine jobs are one array, each runs once on its own GPU, and results, table, log and page are as over ssh" {
   cluster '"gpus": 1'
   for fold in 0 1 2 3 4 5 6 7 8; do
-    echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 1, \"words\": [\"it's\", \"\$x;\"]}"
+    echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 1, \"texts\": [\"it's\", \"\$x;\"]}"
   done | job_list
   run -0 dispatch
   [[ "$output" == *"slurm: connected; SLURM "*"up to 9 jobs in its queue"* ]]
@@ -258,7 +258,7 @@ start_slurmctld() {
   done
   grep -q '<svg' results.html
   run -0 list logs fold3
-  [[ "$output" == *"arguments --name f3 --fold 3 --prefix exp1 --seconds 1 --words it's \$x; --device cuda:0"* ]]
+  [[ "$output" == *"arguments --name f3 --fold 3 --prefix exp1 --seconds 1 --texts it's \$x; --device cuda:0"* ]]
   run -0 list why fold3
   [[ "$output" == *"exp1/fold3: done"*"attempt 1 on slurm:"*" ($PREFIX"*"done"* ]]
   no_specification_left

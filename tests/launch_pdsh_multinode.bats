@@ -62,7 +62,7 @@ END
 }
 
 
-@test "--agent torchrun: the first node that fails stops the others" {
+@test "--agent torchrun: the first node that fails stops the other nodes" {
   write_script <<'END'
 dist.barrier()
 if rank == 2:

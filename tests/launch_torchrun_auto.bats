@@ -253,7 +253,7 @@ with socket.create_server(("", 29123)):
 
 @test "--dry-run prints the command of each node, and connects to none" {
   write_script <<<''
-  printf '%s\n' '# ours' 'a1 slots=4' b2 c3 >hosts
+  printf '%s\n' '# a comment' 'a1 slots=4' b2 c3 >hosts
   run "$LAUNCH" --dry-run --hostfile hosts --exclude c3 --script "my script.py" - 2 -- 'x y'
   [ "$status" -eq 0 ]
   [ "${#lines[@]}" -eq 2 ]

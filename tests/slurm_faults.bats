@@ -68,7 +68,7 @@ stepd_on() { # <node>
 }
 
 
-@test "a rank raises: the others stop, and the verdict names the rank, with srun and with torchrun" {
+@test "a rank raises: the other ranks stop, and the verdict names the rank, with srun and with torchrun" {
   local launcher
   for launcher in srun torchrun; do
     rm -f fail1
@@ -342,7 +342,7 @@ END
 }
 
 
-@test "a rank may exit with 0 long before the others" {
+@test "a rank may exit with 0 long before the other ranks" {
   enter_background_job 3
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-"$JOB".err && false; }
