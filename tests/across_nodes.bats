@@ -87,7 +87,7 @@ smoke_test() { # <argument of test_distributed.sh...>
 }
 
 
-@test "doctor.sh names a node without the working directory, and reports the facts of the others" {
+@test "doctor.sh names a node without the working directory, and reports the facts of the other nodes" {
   local node
   for node in "$N1" "$N2"; do
     lab ssh "$node" mkdir -p "$PRIVATE/own"
@@ -117,7 +117,7 @@ for node, found in json.load(open(sys.argv[1])).items(): print(found.get("error"
 }
 
 
-@test "test_distributed.sh names a slow node with its bandwidth and that of the others, also in the run directory" {
+@test "test_distributed.sh names a slow node with its and the other nodes' bandwidth, also in the run directory" {
   lab slow "$N3" 20000
   smoke_test --json --quiet 1 "${PREFIX}[1-3]" >report.json && status=0 || status=$?
   [ "$status" -eq 1 ]

@@ -1,12 +1,12 @@
 """Print the test files that depend on changed files, for tests/run.sh --changed. Standard library only.
 
 A file depends on the files that it names, and on their dependencies. A Python file names its imports, and the files and
-modules in its strings; any other file, those outside its comments. Prints one line per test file, with the changed
-files that it depends on:
+modules in its strings. Any other file names the files outside its comments. Prints one line per test file, with the
+changed files that it depends on:
 
   tests/ssh.bats: scripts/lib/ssh.bash
 
-or "everything: " and the changed files that all tests depend on.
+If all tests depend on a changed file, prints one line: "everything: " and the names of such files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def affected(changed: Collection[str], files: Collection[str], root: Path) -> di
     uses: dict[str, set[str]] = {}
     for file in files:
         named = {other for name in names_in(root / file) for other in by_name.get(name, ())}
-        # Messages name guides, and launchers contain train.py: only in tests is that a dependency.
+        # Launchers name guides in messages, and train.py: only in tests, such a name is a dependency.
         uses[file] = {n for n in named if file.startswith("tests/") or n.startswith(("distributed/", "scripts/"))}
         uses[file] |= {init for package in Path(file).parents if (init := f"{package}/__init__.py") in files}
     found = {}
@@ -54,10 +54,10 @@ def names_of(file: Path) -> list[str]:
     """Return the names by which other files refer to this one."""
     if file.suffix != ".py":
         return [file.name]
-    if file.parts[0] != "distributed":  # tests import each other by stem; none runs another as a file
+    if file.parts[0] != "distributed":  # tests import each other by stem, and do not run each other
         return [file.stem] if TEST_FILE.fullmatch(str(file)) else [file.stem, file.name]
     parts = [part for part in file.with_suffix("").parts if part not in ("__init__", "__main__")]
-    return [".".join(parts), ".".join(parts[1:])]  # scripts/lib/module.py takes runs.verdict
+    return [".".join(parts), ".".join(parts[1:])]  # scripts/lib/module.py accepts runs.verdict
 
 
 def names_in(path: Path) -> Iterator[str]:
@@ -69,10 +69,10 @@ def names_in(path: Path) -> Iterator[str]:
         for node in nodes:
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):  # of a module, or of a name in it
+            elif isinstance(node, ast.ImportFrom):  # imports a module, or a name from a module
                 yield from (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
-                # A string with white space is a message: files it names are no dependencies, modules it runs are.
+                # In a string with white space, files belong to a message, and modules to a command.
                 yield from (MODULE_NAME if re.search(r"\s", node.value) else FILE_NAME).findall(node.value)
     elif path.suffix != ".md":
         yield from FILE_NAME.findall(re.sub(r"(?<!\S)#.*", "", text))

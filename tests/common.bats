@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# scripts/lib/common.bash: what every script leans on. It must hold whatever the names of folders are,
-# through symbolic links, and from any folder.
+# scripts/lib/common.bash and node_env.bash, which the other scripts source. They must work with any names of
+# directories, through symbolic links, and from any working directory.
 
 bats_require_minimum_version 1.5.0
 
@@ -14,7 +14,7 @@ setup() {
 }
 
 
-# A script of the kit with this body; runs as "$SCRIPT".
+# Write a script with this body into the copy of Muster. Sets SCRIPT.
 script() { # <body on standard input>
   SCRIPT="$KIT/scripts/do_it.sh"
   {
@@ -37,15 +37,15 @@ END
 }
 
 
-# Something that answers like Python VERSION, or that does not answer like Python.
-python() { # <path> <answer to --version>
+# Write an executable with this reply to --version, as from Python or not.
+python() { # <path> <reply to --version>
   mkdir -p "$(dirname "$1")"
   printf '#!/bin/sh\necho "%s"\n' "$2" >"$1"
   chmod +x "$1"
 }
 
 
-@test "sourcing it prints nothing and runs nothing" {
+@test "sourcing common.bash and node_env.bash prints nothing" {
   script </dev/null
   run "$SCRIPT"
   [ "$status" -eq 0 ]
@@ -53,7 +53,7 @@ python() { # <path> <answer to --version>
 }
 
 
-@test "the opening comment of the script is its help, and the help ends with it" {
+@test "usage prints the opening comment of the script, and nothing else" {
   script <<<'cd /; usage'
   cd "$KIT/scripts"
   run --separate-stderr ./do_it.sh
@@ -86,12 +86,12 @@ Usage: do_it.sh [options] WHAT
 }
 
 
-@test "die exits with 1, die_with with its code, and a wrong call with 2 and a hint" {
-  script <<<'die "node7: gone"; echo still here'
+@test "die exits with 1, die_with with the given code, and die_usage with 2 and a hint" {
+  script <<<'die "node7: unreachable"; echo still here'
   run -1 --separate-stderr "$SCRIPT"
-  [ "$stderr" = 'do_it.sh: node7: gone' ]
+  [ "$stderr" = 'do_it.sh: node7: unreachable' ]
   [ -z "$output" ]
-  script <<<'die_with "$EXIT_UNFIT" "node7: gone"'
+  script <<<'die_with "$EXIT_UNFIT" "node7: unreachable"'
   run -69 "$SCRIPT"
   script <<<'die_usage "NPROC is '"'zero'"'"'
   run -2 --separate-stderr "$SCRIPT"
@@ -99,7 +99,7 @@ Usage: do_it.sh [options] WHAT
 }
 
 
-@test "a last option without its value is refused" {
+@test "need_value refuses an option at the end without a value" {
   script <<<'need_value "$@"; echo "$2"'
   run -2 "$SCRIPT" --python ''
   run -2 "$SCRIPT" --python
@@ -107,21 +107,21 @@ Usage: do_it.sh [options] WHAT
 }
 
 
-@test "a quoted command is parsed to the same arguments" {
+@test "quote: the shell parses a quoted command to the same arguments" {
   script <<<'quote "$@"'
-  local words=(plain 'a b' "it's" '"' '$HOME' '`id`' '*' '' '~' 'a\b' $'two\nlines' 'ends in blank ')
-  words+=('#x' '!' 'ü' '&&' -n)
-  eval "read_back=($("$SCRIPT" "${words[@]}"))"
-  [ "${#read_back[@]}" -eq "${#words[@]}" ]
-  for i in "${!words[@]}"; do
-    [ "${read_back[i]}" = "${words[i]}" ]
+  local arguments=(plain 'a b' "it's" '"' '$HOME' '`id`' '*' '' '~' 'a\b' $'two\nlines' 'ends in blank ')
+  arguments+=('#x' '!' 'ü' '&&' -n)
+  eval "read_back=($("$SCRIPT" "${arguments[@]}"))"
+  [ "${#read_back[@]}" -eq "${#arguments[@]}" ]
+  for i in "${!arguments[@]}"; do
+    [ "${read_back[i]}" = "${arguments[i]}" ]
   done
   run "$SCRIPT"
   [ -z "$output" ]
 }
 
 
-@test "run shows the command, runs it and keeps its exit status" {
+@test "run shows the command, runs it and returns its exit code" {
   script <<<'run sh -c "echo \$1; exit 7" - "a b"'
   run -7 --separate-stderr "$SCRIPT"
   [ "$output" = "a b" ]
@@ -129,7 +129,7 @@ Usage: do_it.sh [options] WHAT
 }
 
 
-@test "with DRY_RUN=1 run only shows it" {
+@test "with DRY_RUN=1, run only shows the command" {
   script <<<'run touch "$KIT/made"; echo on'
   DRY_RUN=1 run -0 "$SCRIPT"
   [ "${lines[1]}" = on ]
@@ -137,14 +137,14 @@ Usage: do_it.sh [options] WHAT
 }
 
 
-@test "run_forwarding_signals returns the program's status and lets it read" {
+@test "run_forwarding_signals returns the exit code of the program, which can read standard input" {
   script <<<'run_forwarding_signals exec sh -c "read -r x; echo got \$x; exit 9" || echo $?-$INTERRUPTED'
   run "$SCRIPT" <<<word
   [ "$output" = $'got word\n9-' ]
 }
 
 
-@test "run_forwarding_signals forwards SIGTERM and waits for the exit" {
+@test "run_forwarding_signals forwards SIGTERM and waits until the program exits" {
   mkfifo "$BATS_TEST_TMPDIR/ready"
   script <<'END'
 program='trap "echo saved; exit 75" TERM; echo >"$1"; while :; do sleep 0.01; done'
@@ -171,7 +171,7 @@ END
 }
 
 
-@test "Python is the one asked for, else of the active environment, of .venv here, of the kit's .venv, else python3" {
+@test "pick_python: --python, else the active environment, ./.venv, Muster's .venv, python3" {
   script <<<'pick_python "${1-}"; printf "%s\n" "$PYTHON"'
   cd "$BATS_TEST_TMPDIR/elsewhere"
   python "$BATS_TEST_TMPDIR/path/python3" 'Python 3.13.0'
@@ -218,7 +218,7 @@ END
 }
 
 
-@test "a Python that is missing, broken or too old is refused in one line that says where it came from" {
+@test "a Python that is missing, broken or too old is refused in one line with its origin" {
   script <<<'pick_python "${1-}"'
   cd "$BATS_TEST_TMPDIR/elsewhere"
   run -2 "$SCRIPT" /nowhere/python
@@ -243,7 +243,7 @@ END
 }
 
 
-@test "a module of ours is run from the root, wherever we are and whatever is set" {
+@test "kit_python runs a module of Muster, whatever the working directory and PYTHONPATH are" {
   script <<<'pick_python "$1"; kit_python where "a b" c'
   touch "$KIT/distributed/__init__.py"
   echo 'import os, sys; print(os.getcwd(), sys.argv[1:])' >"$KIT/distributed/where.py"
@@ -255,7 +255,7 @@ END
 }
 
 
-# What environment modules and conda define: neither `set -e` nor `set -u` would get through it.
+# Functions like those of environment modules and conda, which fail under `set -e` and `set -u`.
 modules() {
   cat <<'END'
 [ -n "$NOT_SET" ] && echo interactive
@@ -273,7 +273,7 @@ END
 }
 
 
-@test "a command gets the caller's environment back, whatever the script did with variables of the same names" {
+@test "exec_in_environment runs a command in the caller's environment, without the script's variables" {
   script <<<'AGENT=fast NODES=(a b); declare -A ADDRESS=([a]=b); unset RANK; MINE=1; exec_in_environment 2 "A=1 2" AGENT2= env'
   AGENT=ppo NODES=3 ADDRESS=x RANK=7 run env -u _ "$SCRIPT"
   for entry in AGENT=ppo NODES=3 ADDRESS=x "A=1 2" AGENT2=; do
@@ -283,7 +283,7 @@ END
 }
 
 
-@test "a node_env.sh whose functions and files are not written for set -e is sourced to its end" {
+@test "a node_env.sh whose functions and files fail under set -e is sourced to its end" {
   script <<<'source_node_env "$1"; echo "${LOADED-} ${CONDA_DEFAULT_ENV-} $-$(set -o | grep pipefail)"'
   cd "$BATS_TEST_TMPDIR"
   modules >modules.sh
@@ -346,7 +346,7 @@ reports_failure() {
 }
 
 
-@test "a node_env.sh that replaces the ERR trap is refused, and one that redirects stderr does not hide why it failed" {
+@test "a node_env.sh that replaces the ERR trap is refused; if it redirects stderr, its failure is still reported" {
   script <<<'source_node_env "$1"; echo reached; echo heard >&2'
   cd "$BATS_TEST_TMPDIR"
   for trap in "trap 'echo mine' ERR" 'trap - ERR'; do

@@ -1,8 +1,8 @@
-"""Mark slow tests, and keep tests in one worker that must not run concurrently.
+"""Mark slow tests, and run tests that must not run concurrently in one worker.
 
 Tests that fork ranks, start an agent or start a laboratory are marked slow: tests/run.sh --quick leaves them out.
-The mark is derived from the source, through helpers and fixtures. A test that is slow for another reason has the mark
-in its source.
+The mark is derived from the source of the test, its helpers and its fixtures. A test that is slow for another reason
+has the mark in its source.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers, run the tests of each file in one worker, and those of all GUIDE files in one."""
+    """With several workers, run the tests of each file in one worker, and all GUIDE files in one worker."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]

@@ -13,7 +13,7 @@ setup() {
 }
 
 
-stub() { # <name>; its text is read from standard input
+stub() { # <name> <text on standard input>
   cat > "$STUBS/$1"
   chmod +x "$STUBS/$1"
 }
@@ -26,7 +26,7 @@ stub() { # <name>; its text is read from standard input
 }
 
 
-@test "a wrong call exits with 2 and names the argument" {
+@test "a wrong argument is named, and the exit code is 2" {
   run -2 "$DOCTOR" --jsom
   [[ $output == *"--jsom: unknown option"*"Try: doctor.sh --help" ]]
   run -2 "$DOCTOR" 'node[1-'
@@ -42,9 +42,9 @@ stub() { # <name>; its text is read from standard input
 }
 
 
-@test "in a directory with blanks, through a link, each line has its level and the last line counts them" {
-  ln -s "$DOCTOR" "$STUBS/fit"
-  run "$STUBS/fit"
+@test "through a link and in a directory with blanks, each line begins with its level and the last line counts faults" {
+  ln -s "$DOCTOR" "$STUBS/link"
+  run "$STUBS/link"
   local line faults=0
   for line in "${lines[@]}"; do
     [[ $line =~ ^(ok|warning|fault)\ |^\ {9}|:\ [0-9]+\ faults? ]]
@@ -86,7 +86,7 @@ STUB
 }
 
 
-@test "for a GPU in use its processes and the idle GPUs are printed" {
+@test "for a GPU in use, its processes and the idle GPUs are printed" {
   stub nvidia-smi <<STUB
 #!/bin/sh
 # Stub: prints what nvidia-smi prints with --format=csv,noheader,nounits.

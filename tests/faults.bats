@@ -40,8 +40,8 @@ teardown() {
 }
 
 
-# Write a script with arguments FAULT RANK: when all ranks have started, RANK fails in this way; the others wait until a
-# file "go" exists. Without PyTorch.
+# Write a script with arguments FAULT RANK: when all ranks have started, RANK fails in this way; other ranks wait until
+# the file "go" exists. The script does not use PyTorch.
 faulty_script() {
   cat >"my script.py" <<'END'
 import ctypes, os, signal, sys, time
@@ -120,7 +120,7 @@ fails_with() { # <exit code> <text of the verdict> <argument of LAUNCH...>
 }
 
 
-@test "rank 0 is killed, on the node of the rendezvous" {
+@test "rank 0 is killed on the first node, which hosts the rendezvous" {
   faulty_script
   fails_with 137 "rank 0 on $N1 died of SIGKILL" "$N1" "$N2" -- killed 0
   detected_within 1 "$N1"
@@ -129,11 +129,11 @@ fails_with() { # <exit code> <text of the verdict> <argument of LAUNCH...>
 
 @test "a rank that lost its peer reports first: the verdict names the peer that failed" {
   training_script <<'END'
-for number in range(3, 200):  # the others lose their connections before this rank exits
+for number in range(3, 200):  # the other ranks lose their connections before this rank exits
     with contextlib.suppress(OSError):
-        line = socket.socket(fileno=os.dup(number))
-        line.getpeername()
-        line.shutdown(socket.SHUT_RDWR)
+        connection = socket.socket(fileno=os.dup(number))
+        connection.getpeername()
+        connection.shutdown(socket.SHUT_RDWR)
 while not os.path.exists(f"{os.environ['MUSTER_RUN_DIR']}/errors/rank_0.json"):
     time.sleep(0.02)
 os._exit(42)
@@ -142,7 +142,7 @@ END
 }
 
 
-@test "a rank hangs: after the timeout of the others, the verdict names it" {
+@test "a rank hangs: the other ranks time out, and the verdict names the hung rank" {
   training_script <<'END'
 time.sleep(1000)
 END
@@ -159,7 +159,7 @@ END
 
 
 # bats test_tags=soak
-@test "a rank exits early with 0" {
+@test "a rank exits early with 0, and the verdict names it" {
   training_script <<'END'
 os._exit(0)
 END
@@ -170,7 +170,7 @@ END
 
 
 # bats test_tags=soak
-@test "a segmentation fault, an exit code, an exception" {
+@test "the verdict names a rank with a segmentation fault, an exit code or an exception" {
   faulty_script
   fails_with 139 "rank 1 on $N2 died of SIGSEGV" "$N1" "$N2" -- segfault 1
   detected_within 1 "$N2"
@@ -193,7 +193,7 @@ END
 
 
 # bats test_tags=soak
-@test "the agent of the first node, with the rendezvous, is killed" {
+@test "the agent of the first node, which hosts the rendezvous, is killed" {
   faulty_script
   launch - 1 "$N1" "$N2"
   kill -KILL "$(pid_of command "$N1")"
@@ -205,7 +205,7 @@ END
 
 
 # bats test_tags=soak
-@test "the port is taken between preflight and start" {
+@test "a port that is in use after preflight is reported" {
   faulty_script
   lab ssh "$N1" python3 -c '
 import socket, time
@@ -245,7 +245,7 @@ with socket.create_server(("", 29500)):
 }
 
 
-@test "a closed terminal ends its run as SIGTERM does, and no other run on the same nodes" {
+@test "closing a terminal ends its run as SIGTERM does, and no other run on the same nodes" {
   faulty_script
   mkdir other_run
   cp "my script.py" other_run
@@ -274,8 +274,8 @@ with socket.create_server(("", 29500)):
 }
 
 
-# The nodes run this script as Python, which waits in place of the agent until all 40 have started. pdsh's default is 32
-# connections at once, and the user's FANOUT here is 8: with either, no node would ever finish.
+# A script replaces Python on the nodes: instead of running the agent, it waits until all 40 nodes have started. With
+# pdsh's default of 32 connections, or the user's FANOUT of 8, no node would finish.
 @test "40 nodes of pdsh run concurrently" {
   cat >python <<END
 #!/bin/sh

@@ -1,7 +1,7 @@
 """Run functions in forked processes that have PyTorch imported: ranks of a world, a script, or a process to be killed.
 
-They are forked from a server that has imported PyTorch, not from pytest, whose threads a fork would lose. Functions
-must be at the top level of their module, to be picklable.
+The processes are forked from a server that has imported PyTorch. A fork of pytest would lack pytest's threads.
+Functions must be at the top level of their module, to be picklable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMEOUT = 60.0  # seconds
 NOTHING: Mapping[str, str] = {}
 
 _context = multiprocessing.get_context("forkserver")
-# torch._dynamo: the first fully_shard() brings it.
+# The first fully_shard() imports torch._dynamo.
 _context.set_forkserver_preload(["pytest", "hypothesis", "torch", "torch._dynamo", "train", "distributed.smoke.checks"])
 
 
@@ -45,7 +45,7 @@ def ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 @contextmanager
 def running(function: Callable[..., Any], *args: Any) -> Iterator[tuple[BaseProcess, Connection]]:
-    """A process that calls `function(pipe, *args)`, and the other end of the pipe. Killed when the block is left."""
+    """Start a process that calls `function(pipe, *args)`; yield it and its pipe. Kill the process on exit."""
     parent_end, child_end = _context.Pipe()
     process = _context.Process(target=function, args=(child_end, *args))
     process.start()
@@ -90,7 +90,7 @@ def _as_rank(
 class RankResult:
     """Output and exit code of a rank."""
 
-    code: int | None  # -n for a signal
+    code: int | None  # -n after signal n
     out: str
     err: str
 
@@ -138,9 +138,9 @@ class ForkedRun:
 def launched(
     size: int, function: Callable[..., None], *args: Any, only: Sequence[int] = (), env: Mapping[str, str] = NOTHING
 ) -> Iterator[ForkedRun]:
-    """Ranks that call `function(rank, *args)` in this directory, with torchrun's environment for one machine.
+    """Start ranks that call `function(rank, *args)` in the working directory with the variables of torchrun.
 
-    only: start only these ranks. Running ranks are killed when the block is left.
+    only: start only these ranks. Kills running ranks on exit.
     """
     port = _free_port()
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:

@@ -33,22 +33,7 @@ teardown() {
 }
 
 
-# Run a command with the home directory ./home: ssh takes it from /etc/passwd, and included files from HOME.
-with_home() { # <command...>
-  sed "s#^\(root:.*:\)[^:]*\(:[^:]*\)#\1$PWD/home\2#" /etc/passwd >passwd
-  unshare --mount -- sh -c 'mount --bind passwd /etc/passwd && HOME=$PWD/home exec "$@"' sh "$@" 3>&-
-}
-
-
-start_second_sshd() { # <node> <port> <option of sshd...>
-  on "$1" "$(type -P sshd || echo /usr/sbin/sshd)" -f "$MUSTER_LAB/sshd_config" -h "$MUSTER_LAB/$1/host_key" -p "$2" \
-    -o PidFile=none "${@:3}"
-  # sshd goes into the background before it listens.
-  on "$1" timeout 20 bash -c 'until (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; do sleep 0.05; done' bash "$2"
-}
-
-
-# Install a stub of nvidia-smi. A line of ~/gpus is a GPU: MiB in use by other processes. A job of job.py adds 9000 MiB.
+# Install a stub of nvidia-smi. Each line of ~/gpus is a GPU: MiB in use by other processes. job.py adds 9000 MiB.
 stub_nvidia_smi() { # <node> <MiB of each GPU...>
   printf '%s\n' "${@:2}" >"$HOMES/$1/gpus"
   cat >"$HOMES/$1/bin/nvidia-smi" <<'END'
@@ -82,7 +67,7 @@ pane_shows() { # <node> <index of the pane> <text>
 @test "nine jobs on three servers run once each, and results, status, log and page show them" {
   cluster "$N1:2" "$N2:1" "$N3:1"
   for fold in 0 1 2 3 4 5 6 7 8; do
-    echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 0.5, \"words\": [\"it's\", \"\$x;\"]}"
+    echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 0.5, \"texts\": [\"it's\", \"\$x;\"]}"
   done | job_list
   run -0 dispatch
   [[ "$output" == *"finished: 9 of 9 done"* ]]
@@ -100,7 +85,7 @@ pane_shows() { # <node> <index of the pane> <text>
   run -0 list status
   [ "$(grep -c ' done ' <<<"$output")" -eq 9 ]
   run -0 list logs fold3
-  [[ "$output" == *"arguments --name f3 --fold 3 --prefix exp1 --seconds 0.5 --words it's \$x; --device cpu"* ]]
+  [[ "$output" == *"arguments --name f3 --fold 3 --prefix exp1 --seconds 0.5 --texts it's \$x; --device cpu"* ]]
   [[ "$output" == *"f3-tick-1"* ]]
   run -0 list why fold3
   [[ "$output" == *"exp1/fold3: done"*"attempt 1 on $PREFIX"*": done"* ]]
@@ -109,7 +94,7 @@ pane_shows() { # <node> <index of the pane> <text>
 }
 
 
-@test "each job has separate GPUs, a GPU used by another process is not used, and _gpus 2 are on one server" {
+@test "each job has separate GPUs, GPUs that other processes use are not used, and _gpus 2 are on one server" {
   stub_nvidia_smi "$N1" 0 0 70000 0
   stub_nvidia_smi "$N2" 0 0
   cluster "$N1" "$N2" "$N3"
@@ -171,16 +156,16 @@ END
   [[ "$output" == *"show the cause:  "*"run_distributed_training.py"*" why "*"run them again:  "*"run_distributed_training.py"*" retry failed"* ]]
   run list why slow
   [ "$status" -eq 2 ] # a job without prefix has no name
-  run -0 list why "$(tell '[job["fault"]["id"]]')"
+  run -0 list why "$(values '[job["fault"]["id"]]')"
   [[ "$output" == *": failed"*"attempt 1 on "*": signal: killed by SIGSEGV"* ]]
 }
 
 
-@test "a job cannot overwrite results of another job, and arguments arrive byte for byte" {
+@test "a job cannot overwrite the results of another job, and gets its arguments byte for byte" {
   cluster "$N1"
   cat >job.py <<'END'
 import os, sys
-open(os.environ["MUSTER_OUTPUT_DIR"] + "/words", "wb").write(b"\0".join(map(os.fsencode, sys.argv[1:])))
+open(os.environ["MUSTER_OUTPUT_DIR"] + "/arguments", "wb").write(b"\0".join(map(os.fsencode, sys.argv[1:])))
 END
   long=$(head -c 90000 /dev/zero | tr '\0' x)
   cat >jobs.json <<END
@@ -191,28 +176,28 @@ END
   printf '%s\0' --q $'it\'s "$HOME" `id`; exit\r\n\t\\x é \xe2\x80\xa8' --empty '' --long "$long" --flag --list -1 --x '*' \
     --number 0.0003 --device >expected
   printf cpu >>expected
-  cmp expected experiments/*/words
+  cmp expected experiments/*/arguments
   printf '[{"another": 1, "prefix": "p", "fold": 0}]\n' >jobs.json
   mkdir -p experiments/p/fold0
   echo 0123456789 of job.py >experiments/p/fold0/.muster_job
   touch experiments/p/fold0/result
   run -2 dispatch --log-file other.json
   [[ "$output" == *"holds the results of job 0123456789 of job.py; move it away"* ]]
-  [ ! -e experiments/p/fold0/words ] && [ ! -e other.json ]
-  rm experiments/p/fold0/result # only the mark of a job without results remains
+  [ ! -e experiments/p/fold0/arguments ] && [ ! -e other.json ]
+  rm experiments/p/fold0/result # without results, its .muster_job does not matter
   run -0 dispatch --log-file other.json
-  [ -e experiments/p/fold0/words ]
+  [ -e experiments/p/fold0/arguments ]
 }
 
 
-@test "a value of _env reaches the job, and is in no command line, journal or result" {
+@test "a value of _env reaches the job, and is in no command line, journal, log or result" {
   make_secret
   watch_command_lines
   cluster "$N1"
   cat >job.py <<'END'
 import os, time
 assert os.environ["SECRET"] == open("secret").read()
-time.sleep(0.5)  # until its command line was read
+time.sleep(0.5)  # long enough for its command line to be read
 END
   printf '[{"seen": "=yes", "_env": {"SECRET": "%s"}}]\n' "$(<secret)" >jobs.json
   sed -i 's/SEEN=yes/--seen/' patterns
@@ -221,7 +206,7 @@ END
   grep -qx -- --seen seen
   run ! grep -F -f secret seen
   run ! grep -rlF -f secret logs experiments results.json results.html results.journal
-  grep -q SECRET results.journal # its name
+  grep -q SECRET results.journal # the name of the variable
 }
 
 
@@ -288,7 +273,7 @@ END
 @test "the printed tmux command shows a live pane with the job's name for each slot" {
   cluster "$N1:8" "$N2:16"
   sed -i "s#{\"host\": \"$N1\"#&, \"labels\": [\"eight\"]#" cluster.json
-  for number in {1..12}; do # at least one on each server, whichever connects first
+  for number in {1..12}; do # at least one job on each server, in any order of connection
     options=$([ "$number" -gt 1 ] || echo ', "_labels": ["eight"], "_priority": 1')
     echo "{\"name\": \"job$number\", \"prefix\": \"p$number\", \"fold\": 0, \"until\": \"$PWD/go\"$options}"
   done | job_list
@@ -300,7 +285,7 @@ END
   [ "$(panes "$N2" x | wc -l)" -eq 16 ]
   eventually holds 'len(last) == 12'
   for node in "$N1" "$N2"; do
-    read -r slot name < <(tell 'next((each["slots"][0], name) for name, each in last.items() if each["server"] == "'"$node"'")')
+    read -r slot name < <(values 'next((each["slots"][0], name) for name, each in last.items() if each["server"] == "'"$node"'")')
     eventually pane_shows "$node" "$slot" "$name-tick-2"
     eventually pane_shows "$node" "$slot" "$name-tick-3"
     panes "$node" '#{pane_title}' | sed -n "$((slot + 1))p" | grep -qxF "p${name#job}/fold0 (slot $slot)"
@@ -316,7 +301,7 @@ END
 
 @test "jobs continue when tmux is killed, and an existing session is not touched" {
   lab ssh "$N1" tmux new-session -d -s ml_training -x 80 -y 24 "sleep 600"
-  theirs=$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')
+  existing=$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')
   cluster "$N1" "$N2"
   job_list <<END
 {"name": "a", "until": "$PWD/go"}
@@ -326,7 +311,7 @@ END
   start_list
   wait_for_line out "$N1: connected; watch: ssh -t $N1 tmux attach -t ml_training_2; tmux session ml_training is in use; this one is ml_training_2"
   eventually holds 'len(began) == 3'
-  [ "$theirs" = "$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')" ]
+  [ "$existing" = "$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')" ]
   lab ssh "$N2" tmux kill-server
   pids=$(awk '{ print $4 }' "$STARTED")
   : >go
@@ -334,7 +319,7 @@ END
   [ "$status" -eq 0 ]
   holds 'len(began) == 3 and r["totals"]["done"] == 3'
   [ "$pids" = "$(awk '$1 == "begin" { print $4 }' "$STARTED")" ]
-  [ "$theirs" = "$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')" ]
+  [ "$existing" = "$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')" ]
   run ! lab ssh "$N1" tmux has-session -t =ml_training_2
 }
 
@@ -354,7 +339,7 @@ END
   : >go.b
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
-  [ "$(panes "$N1" x | wc -l)" -eq 2 ] # a's
+  [ "$(panes "$N1" x | wc -l)" -eq 2 ] # the panes of list a
   : >go.a
   wait_for_exit "$first"
   [ "$status" -eq 0 ]
@@ -484,7 +469,7 @@ END
   holds 'len(began) == 5 and r["state"] == "paused"'
   run list status
   [[ "$output" == *"no dispatcher runs; to continue"* ]]
-  sed -i 's/"exit": 1/"exit": 0/' jobs.json # other settings have other ids
+  sed -i 's/"exit": 1/"exit": 0/' jobs.json # a job with other settings has another id
   run -2 dispatch
   [[ "$output" == *"none of them in this list; use another --log-file"* ]]
   sed -i 's/"exit": 0/"exit": 1/' jobs.json
@@ -585,7 +570,7 @@ END
 }
 
 
-@test "cancel all from another terminal stops all jobs, also those that ignore SIGTERM, and verifies it" {
+@test "cancel all from another terminal stops all jobs, even if they ignore SIGTERM, and verifies that none remains" {
   stub_nvidia_smi "$N1" 5 5
   cluster "$N1" "$N2"
   sed -i "s/{\"host\": \"$N1\"/&, \"gpus\": 2, \"slots_per_gpu\": 1/" cluster.json
@@ -627,8 +612,8 @@ END
   wait_until_started a
   wait_until_started b
   kill -KILL "$LAUNCHER"
-  eventually supervised supervisor a
-  kill -STOP "$(supervised supervisor a)"
+  eventually process_of_job supervisor a
+  kill -STOP "$(process_of_job supervisor a)"
   run -0 list cancel all
   echo "$output"
   no_process_left

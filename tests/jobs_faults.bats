@@ -32,7 +32,7 @@ teardown() {
 }
 
 
-# Three jobs, one on each server, that run until the file "go" exists.
+# Write a list of three jobs, one on each server, that run until the file "go" exists.
 three_jobs() {
   cluster "$N1:1" "$N2:1" "$N3:1"
   job_list <<END
@@ -58,22 +58,21 @@ job_on() { # <node>: the name of the job that was started there last
 }
 
 
-# All jobs are done, each in its first attempt.
-undisturbed() {
+# Wait for the end of the list, and check that all jobs are done in their first attempts.
+all_done_without_retry() {
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ] || { cat out && return 1; }
   holds 'r["totals"]["done"] == r["totals"]["attempts"] == len(began) == len(job)'
 }
 
 
-# A directory of 8 MiB.
-small_disk() {
+mount_small_disk() { # <directory>: with 8 MiB
   mkdir -p "$1"
   mount -t tmpfs -o size=8m tmpfs "$1"
 }
 
 
-starts_settle() { # no job starts for a second
+no_job_starts() { # for a second
   local before
   before=$(grep -c ^begin "$STARTED")
   sleep 1
@@ -89,7 +88,7 @@ fill() { # <directory>: fill its file system
 # ---------------------------------------------------------------- the dispatcher
 
 
-@test "after SIGKILL of the dispatcher, resume finds its running jobs, and those that have ended since" {
+@test "after SIGKILL of the dispatcher, resume finds jobs that still run, and jobs that have ended" {
   three_jobs
   sed -i "s#\"name\": \"c\", \"until\": \"$PWD/go\"#\"name\": \"c\", \"until\": \"$PWD/go.c\"#" jobs.json
   start_list
@@ -101,39 +100,39 @@ fill() { # <directory>: fill its file system
   wait_for_line "$STARTED" "end c"
   pid=$(pid_of_job a)
   start_command resume
-  wait_for_line out "done: $(tell 'job["c"]["name"].split()') on "
+  wait_for_line out "done: $(values 'job["c"]["name"].split()') on "
   wait_for_line out " still runs"
   alive "$pid"
   : >go
-  undisturbed
+  all_done_without_retry
 }
 
 
-@test "of two names of one machine, resume uses the one under which jobs run" {
+@test "if one machine has two names, resume uses the name under which jobs run" {
   cluster "$N1:1" "$(address "$N1"):1"
   job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go\"}"
   start_list --lost-after 1
   wait_until_started a
-  for again in 1 2 3; do
+  for number in 1 2 3; do
     wait_for_line out ": not used: is the same machine as"
     kill -KILL "$LAUNCHER"
     wait "$LAUNCHER" || true
     used=$(sed -n 's/.*is the same machine as \(.*\);.*/\1/p' out)
     if [ "$used" = "$N1" ]; then cluster "$(address "$N1"):1" "$N1:1"; else cluster "$N1:1" "$(address "$N1"):1"; fi
     start_command resume
-    wait_for_line out "$used: $(tell 'job["a"]["name"].split()') still runs" || { echo "resume $again" && return 1; }
+    wait_for_line out "$used: $(values 'job["a"]["name"].split()') still runs" || { echo "resume $number" && return 1; }
   done
   : >go
-  undisturbed
+  all_done_without_retry
 }
 
 
 # ---------------------------------------------------------------- connections
 
 
-@test "when all connections are killed, jobs continue, and are found after the reconnect" {
+@test "when all connections are killed, jobs continue, and are found again on reconnect" {
   start_three_jobs
-  connections=$(grep -lsa "/muster-$(id -u)-$(tell 'r["list"].split()')/" /proc/[0-9]*/cmdline || true)
+  connections=$(grep -lsa "/muster-$(id -u)-$(values 'r["list"].split()')/" /proc/[0-9]*/cmdline || true)
   [ "$(wc -l <<<"$connections")" -ge 6 ] # a master and a client for each server
   : >seen
   while read -r file; do
@@ -141,14 +140,14 @@ fill() { # <directory>: fill its file system
   done <<<"$connections"
   for node in "$N1" "$N2" "$N3"; do
     wait_for_line out "$node: unreachable: "
-    wait_for_line out "$node: $(tell 'job["'"$(job_on "$node")"'"]["name"].split()') still runs"
+    wait_for_line out "$node: $(values 'job["'"$(job_on "$node")"'"]["name"].split()') still runs"
   done
   : >go
-  undisturbed
+  all_done_without_retry
 }
 
 
-@test "a temporary network failure fails no job: the job on that server continues, and others do not wait for it" {
+@test "during a temporary network failure of a server, its job continues, and jobs on other servers do not wait" {
   three_jobs
   sed -i 's/}]$/},/' jobs.json
   printf '{"_env": {"STARTED": "%s"}, "name": "later", "_priority": -1}]\n' "$STARTED" >>jobs.json
@@ -165,12 +164,12 @@ fill() { # <directory>: fill its file system
   wait_for_line out "still runs"
   alive "$pid"
   : >go
-  undisturbed
+  all_done_without_retry
 }
 
 
 # bats test_tags=soak
-@test "a temporarily frozen server fails no job, and one that is frozen at the start does not delay others" {
+@test "a temporarily frozen server fails no job, and does not delay other servers if it is frozen at the start" {
   lab freeze "$N2"
   three_jobs
   start_list
@@ -185,14 +184,14 @@ fill() { # <directory>: fill its file system
   wait_for_line out "$N2: connected"
   wait_until_started c
   : >go
-  undisturbed
+  all_done_without_retry
 }
 
 
 # ---------------------------------------------------------------- servers
 
 
-@test "jobs of a powered-off server run elsewhere, not counted as failures, and none runs twice when it is back" {
+@test "jobs of a powered-off server run elsewhere without a counted failure, and none runs again when it is back" {
   start_three_jobs --lost-after 5
   lost=$(job_on "$N3")
   lab kill "$N3"
@@ -224,10 +223,10 @@ fill() { # <directory>: fill its file system
   lost=$(job_on "$N3")
   pid=$(pid_of_job "$lost")
   lab cut "$N3"
-  wait_for_line out "retry: " # waits for a slot
+  wait_for_line out "retry: " # the retry waits for a slot
   lab heal "$N3"
   wait_for_line out "was declared lost but still runs; killing it"
-  wait_until_started later # on that server, as the others are busy
+  wait_until_started later # on that server, as all other slots are in use
   run ! alive "$pid"
   : >go
   wait_for_exit "$LAUNCHER"
@@ -288,7 +287,7 @@ END
   holds 'last["fills"]["reason"].startswith("exit code 1: ")'
   holds 'last["fills"]["exit_code"] == 1 and last["ends"]["exit_code"] == 0 and len(began) == 5'
   on "$N2" rm -- "$small/filling-fills"
-  run -1 list resume # for "fills"
+  run -1 list resume # because of job "fills"
   holds 'job["f"]["state"] == "done" and len(began) == 6'
   on "$N2" umount "$small"
 }
@@ -297,19 +296,19 @@ END
 # ---------------------------------------------------------------- supervisors
 
 
-@test "a job whose supervisor is killed leaves no process and is retried; one whose guard is killed continues" {
+@test "a job whose supervisor is killed leaves no process and is retried; a job whose guard is killed continues" {
   start_three_jobs
-  kill -KILL "$(supervised supervisor a)"
-  guard=$(supervised guard b)
+  kill -KILL "$(process_of_job supervisor a)"
+  guard=$(process_of_job guard b)
   kill -KILL "$guard"
-  kill -KILL "$(supervised supervisor c)" "$(supervised guard c)"
+  kill -KILL "$(process_of_job supervisor c)" "$(process_of_job guard c)"
   pids="$(pid_of_job a) $(pid_of_job c)"
-  wait_for_line out "retry: $(tell 'job["a"]["name"].split()')"
-  wait_for_line out "retry: $(tell 'job["c"]["name"].split()')"
+  wait_for_line out "retry: $(values 'job["a"]["name"].split()')"
+  wait_for_line out "retry: $(values 'job["c"]["name"].split()')"
   for pid in $pids; do
     run ! alive "$pid"
   done
-  [ "$(supervised guard b)" != "$guard" ]
+  [ "$(process_of_job guard b)" != "$guard" ]
   : >go
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
@@ -321,7 +320,7 @@ END
 # ---------------------------------------------------------------- results
 
 
-@test "with a full disk on the dispatcher's machine, running jobs continue; results and new starts wait for space" {
+@test "if the dispatcher's disk is full, running jobs continue, and results and new starts wait for space" {
   there=$APART/there
   lab ssh "$N1" mkdir -p "$there"
   lab ssh "$N1" tee "$there/job.py" <job.py >/dev/null
@@ -331,7 +330,7 @@ END
 {"name": "a", "until": "$APART/go", "big": 5, "_priority": 1}
 $(printf '{"name": "b%s"}\n' {1..20})
 END
-  small_disk "$BATS_TEST_TMPDIR/small"
+  mount_small_disk "$BATS_TEST_TMPDIR/small"
   cp cluster.json jobs.json "$BATS_TEST_TMPDIR/small"
   WORK=$BATS_TEST_TMPDIR/small
   cd "$WORK"
@@ -340,7 +339,7 @@ END
   fill .
   lab ssh "$N1" touch "$APART/go"
   wait_for_line "$BATS_TEST_TMPDIR/out" "results.journal: No space left on device; no new jobs start until"
-  eventually starts_settle # committed starts are still executed
+  eventually no_job_starts # starts that are in the journal still happen
   before=$(grep -c ^begin "$STARTED")
   ((before < 21))
   sleep 2 # there is no event to wait for
@@ -354,7 +353,7 @@ END
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   holds 'r["totals"]["done"] == len(began) == 21'
-  lab ssh "$N1" cat "$there/$(tell 'job["a"]["output"].split()')/big" | cmp - "$(tell 'job["a"]["output"].split()')/big"
+  lab ssh "$N1" cat "$there/$(values 'job["a"]["output"].split()')/big" | cmp - "$(values 'job["a"]["output"].split()')/big"
 }
 
 
@@ -383,7 +382,7 @@ END
 
 
 @test "a finished job whose server is lost before its results were copied runs elsewhere" {
-  WORK="$APART/their work"
+  WORK="$APART/remote work"
   enter_workdir
   write_job_script
   cluster "$N3:1" "$N1:1"
@@ -419,7 +418,7 @@ END
   cluster "$N1:2" "$N2:1"
   start_command resume
   wait_for_line out "$N3: no longer in the cluster config; its jobs restart elsewhere after 3 s"
-  wait_for_line out "another attempt writes there; retrying when it ends" # all servers share the files
+  wait_for_line out "another attempt writes there; retrying when it ends" # the servers share the output directory
   holds 'len(began) == 3'
   : >go
   wait_for_exit "$LAUNCHER"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# Job lists on a real SLURM: one array for all attempts that can start, the same results as over ssh, and after any
-# failure no job runs twice and none is lost. Ends by scancel, preemption, time limit and node failure are classified.
+# Job lists on a real SLURM: all attempts that can start are one array, results are the same as over ssh, and after any
+# failure no job runs twice and none is lost. scancel, preemption, time limits and node failures are distinguished.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -80,8 +80,9 @@ kill_dispatcher() {
 }
 
 
-holds() { # <Python expression of r (results.json), job (its jobs by name), last (their last attempts), started (lines of
-  # STARTED) and began (names of started jobs)>
+# A Python expression can use r (results.json), job (its jobs by name), last (their last attempts), started (the lines
+# of STARTED, each split) and began (the names of started jobs).
+holds() { # <Python expression>: succeeds if it is true
   "$VIRTUAL_ENV/bin/python" -I - "$STARTED" "$1" <<'END'
 import json, sys
 r = json.load(open("results.json"))
@@ -96,7 +97,7 @@ END
 }
 
 
-eventually() { # <command...>: retried until it succeeds, for 90 s
+eventually() { # <command...>: repeat it until it succeeds, for 90 s at most
   local end=$((SECONDS + 90))
   until "$@" >"$BATS_TEST_TMPDIR/eventually" 2>&1; do
     if ((SECONDS >= end)); then
@@ -125,7 +126,7 @@ no_process_left() {
 }
 
 
-no_order_left() {
+no_specification_left() {
   ! find logs -name 'order*' -o -name 'taken*' -o -name '.order' | grep .
 }
 
@@ -140,9 +141,9 @@ if job.get("mode") == "base_only":
 name = job.get("name", job["id"])
 
 
-def note(*words):
+def record(*values):
     with open(os.environ["STARTED"], "a") as file:
-        file.write(" ".join(map(str, words)) + "\n")
+        file.write(" ".join(map(str, values)) + "\n")
 
 
 def metrics(**values):
@@ -150,9 +151,9 @@ def metrics(**values):
         file.write(json.dumps(values) + "\n")
 
 
-if job.get("deaf"):
+if job.get("ignore_sigterm"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-note("begin", name, os.uname().nodename, os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"] or "-")
+record("begin", name, os.uname().nodename, os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"] or "-")
 print("arguments", *sys.argv[1:], flush=True)
 metrics(steps=10)
 end = time.monotonic() + job.get("seconds", 0)
@@ -169,9 +170,9 @@ if job.get("mode") == "base_only":
         with open(f"{out}/{part}", "w") as file:
             file.write('{"held_out_loss": 1.5}')
 if "MUSTER_BASE_MODEL" in os.environ:
-    note("base", name, os.listdir(os.environ["MUSTER_BASE_MODEL"]))
+    record("base", name, os.listdir(os.environ["MUSTER_BASE_MODEL"]))
 metrics(step=10, loss=0.5)
-note("end", name)
+record("end", name)
 if not os.path.exists(job.get("exit_once", "nowhere")) and job.get("exit"):
     if "exit_once" in job:
         open(job["exit_once"], "w").close()
@@ -237,10 +238,10 @@ start_slurmctld() {
 # ---------------------------------------------------------------- a list
 
 
-@test "nine jobs are one array: each runs once on its own GPU; results, table, log and page are as over ssh" {
+@test "nine jobs are one array, each runs once on its own GPU, and results, table, log and page are as over ssh" {
   cluster '"gpus": 1'
   for fold in 0 1 2 3 4 5 6 7 8; do
-    echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 1, \"words\": [\"it's\", \"\$x;\"]}"
+    echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 1, \"texts\": [\"it's\", \"\$x;\"]}"
   done | job_list
   run -0 dispatch
   [[ "$output" == *"slurm: connected; SLURM "*"up to 9 jobs in its queue"* ]]
@@ -257,16 +258,16 @@ start_slurmctld() {
   done
   grep -q '<svg' results.html
   run -0 list logs fold3
-  [[ "$output" == *"arguments --name f3 --fold 3 --prefix exp1 --seconds 1 --words it's \$x; --device cuda:0"* ]]
+  [[ "$output" == *"arguments --name f3 --fold 3 --prefix exp1 --seconds 1 --texts it's \$x; --device cuda:0"* ]]
   run -0 list why fold3
   [[ "$output" == *"exp1/fold3: done"*"attempt 1 on slurm:"*" ($PREFIX"*"done"* ]]
-  no_order_left
+  no_specification_left
   run -0 list resume # nothing to do
   holds 'len(began) == 9'
 }
 
 
-@test "ends of jobs are classified as over ssh, a failed job is retried, and no process remains" {
+@test "failures are classified as over ssh, a failed job is retried, and no process remains" {
   cluster '"gpus": 0'
   job_list <<END
 {"name": "fails", "exit": 7, "_retries": 0}
@@ -284,7 +285,7 @@ END
   holds 'all(words[4] == "-" for words in started if words[0] == "begin")' # no GPU
   grep -qh "arguments --name fails --exit 7 --device cpu" logs/jobs/*/*/node_slurm.log
   no_process_left
-  no_order_left
+  no_specification_left
 }
 
 
@@ -292,13 +293,13 @@ END
   cluster '"gpus": 0'
   job_list <<END
 {"name": "slow", "seconds": 60, "_timeout": 1, "_retries": 0}
-{"name": "deaf", "seconds": 60, "deaf": true, "_timeout": 1, "_retries": 0}
+{"name": "ignores", "seconds": 60, "ignore_sigterm": true, "_timeout": 1, "_retries": 0}
 END
   run -1 dispatch
   holds 'all(each["failure"] == "timeout" and "(_timeout)" in each["reason"] for each in last.values())'
-  holds 'last["deaf"]["signal"] == "SIGKILL" and len(began) == 2'
+  holds 'last["ignores"]["signal"] == "SIGKILL" and len(began) == 2'
   no_process_left
-  no_order_left
+  no_specification_left
 }
 
 
@@ -325,7 +326,7 @@ END
   [[ "$output" == *"slurm: gets no new jobs: sbatch: "*"invalid partition specified: nosuch"*"; correct sbatch in"* ]]
   [[ "$output" == *"paused: 0 of 2 done, 2 waiting"* ]]
   holds 'sorted(began) == ["one", "two"]'
-  no_order_left
+  no_specification_left
   cluster '"gpus": 1' --array=0-3
   run -2 dispatch --log-file third.json
   [[ "$output" == *"sbatch: '--array=0-3': is set automatically; remove it"* ]]
@@ -361,11 +362,11 @@ END
 # ---------------------------------------------------------------- cancel
 
 
-@test "cancel stops running and queued jobs, and none remains, as a process or in SLURM" {
+@test "cancel stops running and queued jobs, and no process and no job in SLURM remains" {
   cluster '"gpus": 0' --exclusive
   job_list <<END
 {"name": "a", "seconds": 600}
-{"name": "deaf", "seconds": 600, "deaf": true}
+{"name": "ignores", "seconds": 600, "ignore_sigterm": true}
 {"name": "c", "seconds": 600}
 {"name": "d", "seconds": 600}
 {"name": "waits", "seconds": 600}
@@ -373,7 +374,7 @@ END
 END
   start_list
   wait_until_started c
-  wait_until_started deaf
+  wait_until_started ignores
   eventually holds 'job["waits"]["reason"] == "in SLURM'"'"'s queue"'
   run -0 list cancel "$(holds 'print(job["waits"]["id"]) or True')"
   [[ "$output" == *"cancelled: "*"no process remains"* ]]
@@ -382,10 +383,10 @@ END
   wait_for_exit "$LAUNCHER"
   [ "$status" -ne 0 ]
   holds 'all(each["state"] == "cancelled" and each["reason"].startswith("cancelled on request") for each in r["jobs"])'
-  holds 'last["deaf"]["signal"] == "SIGKILL" and len(began) == 4'
+  holds 'last["ignores"]["signal"] == "SIGKILL" and len(began) == 4'
   queue_is_empty
   no_process_left
-  no_order_left
+  no_specification_left
 }
 
 
@@ -399,14 +400,14 @@ END
   holds 'all(each["state"] == "cancelled" for each in r["jobs"]) and len(began) == 4'
   queue_is_empty
   no_process_left
-  no_order_left
+  no_specification_left
 }
 
 
 # ---------------------------------------------------------------- a killed dispatcher
 
 
-@test "the dispatcher is killed while jobs run and wait: resume finds both, and none runs twice" {
+@test "if the dispatcher is killed, resume finds running and waiting jobs, and none runs twice" {
   cluster '"gpus": 0' --exclusive
   {
     printf '{"name": "%s", "seconds": 1}\n' a b c d e f1 f2
@@ -430,11 +431,11 @@ END
   holds 'all(each["state"] == "done" for name, each in job.items() if name != "h")'
   holds 'job["h"]["state"] == "failed" and last["h"]["exit_code"] == 3 and last["a"]["seconds"] < 10'
   [ "$(arrays)" -eq 1 ]
-  no_order_left
+  no_specification_left
 }
 
 
-@test "a list whose dispatcher is killed at many records of its journal has the results of an undisturbed list" {
+@test "a list whose dispatcher is killed after various journal records has the results of an uninterrupted list" {
   local number
   cluster '"gpus": 0'
   for number in {1..24}; do
@@ -448,12 +449,12 @@ END
   done
   run -0 dispatch
   holds 'sorted(began) == sorted(job) and all(each["state"] == "done" for each in r["jobs"])'
-  no_order_left
+  no_specification_left
 }
 
 
-# sbatch, whose first call waits for the file "submit".
-slow_sbatch() {
+# Install an sbatch whose first call waits for the file "submit".
+stub_sbatch() {
   mkdir bin
   cat >bin/sbatch <<END
 #!/bin/sh
@@ -466,10 +467,10 @@ END
 }
 
 
-@test "sbatch outlives its dispatcher and submits after resume has submitted the same attempts: none runs twice" {
+@test "sbatch outlives its dispatcher, and submits attempts that resume has also submitted: none runs twice" {
   cluster '"gpus": 0'
   printf '{"name": "%s", "until": "'"$PWD"'/go"}\n' a b c | job_list
-  slow_sbatch
+  stub_sbatch
   PATH=$PWD/bin:$PATH start_list
   eventually [ -e called ]
   kill_dispatcher
@@ -486,7 +487,7 @@ END
   eventually queue_is_empty
   holds 'sorted(began) == ["a", "b", "c"] and r["totals"]["done"] == r["totals"]["attempts"] == 3'
   grep -q "nothing to do" logs/jobs/*/array-*/*.out
-  no_order_left
+  no_specification_left
 }
 
 
@@ -495,10 +496,10 @@ two_arrays() {
 }
 
 
-# ---------------------------------------------------------------- other ends of a job
+# ---------------------------------------------------------------- failures from outside a job
 
 
-@test "a job that is cancelled by scancel fails with that reason and is not retried, whether it ran or waited" {
+@test "a running or waiting job that is cancelled by scancel fails with that reason and is not retried" {
   cluster '"gpus": 0' --exclusive
   {
     printf '{"name": "%s", "until": "'"$PWD"'/go"}\n' a b c d
@@ -517,16 +518,16 @@ two_arrays() {
   holds 'last["a"]["failure"] == last["waits"]["failure"] == "cancelled outside" and last["a"]["signal"] == "SIGTERM"'
   holds '"cancelled by scancel before it started" in last["waits"]["reason"]'
   holds 'r["totals"]["done"] == 4 and r["totals"]["attempts"] == 6 and "waits" not in began'
-  no_order_left
+  no_specification_left
 }
 
 
-@test "SLURM's own time limit is a timeout" {
+@test "a job that exceeds SLURM's time limit fails with a timeout" {
   cluster '"gpus": 0' --time=5
   echo '{"name": "a", "seconds": 600, "_retries": 0}' | job_list
   start_list
   wait_until_started a
-  eventually scontrol update "jobid=$(element_of a)" EndTime=now # fails in the second of its start
+  eventually scontrol update "jobid=$(element_of a)" EndTime=now # SLURM refuses it in the job's first second
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 1 ]
   LAUNCHER=''
@@ -535,14 +536,14 @@ two_arrays() {
 }
 
 
-@test "a job that is preempted by one in partition urgent gets another attempt, and that is not counted as a failure" {
+@test "a job that is preempted by a job in partition urgent is restarted, without a counted failure" {
   cluster '"gpus": 0' --exclusive
   echo "{\"name\": \"a\", \"until\": \"$PWD/go\", \"_retries\": 0}" | job_list
   start_list
   wait_until_started a
   sbatch --partition=urgent --nodes=4 --exclusive --output=urgent --wrap 'echo here'
   wait_for_line out "preempted: SLURM gave its node to a job of higher priority"
-  begins_again a
+  wait_for_second_start a
   [ -s urgent ]
   : >go
   wait_for_exit "$LAUNCHER"
@@ -552,7 +553,7 @@ two_arrays() {
 }
 
 
-@test "a job on a node that is marked DOWN runs elsewhere, and that is not counted as a failure" {
+@test "a job on a node that is marked DOWN is restarted elsewhere, without a counted failure" {
   local node
   cluster '"gpus": 0'
   echo "{\"name\": \"a\", \"until\": \"$PWD/go\", \"_retries\": 0}" | job_list
@@ -561,7 +562,7 @@ two_arrays() {
   node=$(node_of_job a)
   scontrol update "nodename=$node" state=drain reason=test
   scontrol update "nodename=$node" state=down reason=test
-  begins_again a
+  wait_for_second_start a
   [ "$(node_of_job a)" != "$node" ]
   : >go
   wait_for_exit "$LAUNCHER"
@@ -572,12 +573,12 @@ two_arrays() {
 }
 
 
-begins_again() { # <name>
+wait_for_second_start() { # <name>
   timeout 200 bash -c 'until [ "$(grep -c "^begin $2 " "$1")" -eq 2 ]; do sleep 0.2; done' bash "$STARTED" "$1"
 }
 
 
-running_at_once() { # <name>: the number of its processes
+count_processes() { # <name>: print the number of processes of the job
   grep -lszF -e "STARTED=$STARTED" /proc/[0-9]*/environ | while read -r file; do
     tr '\0' ' ' <"${file%environ}cmdline"
   done | grep -cF -- "job.py --name $1 "
@@ -590,7 +591,7 @@ slurm_marks_nodes_down_after() { # <seconds>
 }
 
 
-@test "one node is powered off, another unreachable for SLURM: their jobs run elsewhere, never twice at once" {
+@test "jobs of a powered-off node, and of a node that SLURM cannot reach, run elsewhere, and never twice at once" {
   local lost unreachable
   cluster '"gpus": 0' --exclusive
   printf '{"name": "%s", "until": "'"$PWD"'/go", "_retries": 0}\n' a b | job_list
@@ -602,11 +603,11 @@ slurm_marks_nodes_down_after() { # <seconds>
   lab kill "$lost"
   lab cut "$unreachable"
   until grep -q "^begin b .*" <(grep -v " $unreachable " "$STARTED"); do
-    [ "$(running_at_once b)" -le 1 ] || touch two
+    [ "$(count_processes b)" -le 1 ] || touch two
     sleep 0.1
   done
   [ ! -e two ]
-  begins_again a
+  wait_for_second_start a
   run ! grep -E "^begin . ($lost|$unreachable) " <(tail -n 2 "$STARTED")
   : >go
   wait_for_exit "$LAUNCHER"
@@ -626,7 +627,7 @@ slurm_marks_nodes_down_after() { # <seconds>
   } | job_list
   start_list
   wait_until_started c
-  kill "$(pid_of_slurmctld)" # not SIGKILL: it would lose its state, and SLURM itself would start jobs twice
+  kill "$(pid_of_slurmctld)" # not SIGKILL: slurmctld would lose its state and start jobs twice
   wait_for_line out "slurm: unreachable: "
   grep -q "Unable to contact slurm controller" out
   : >go
@@ -648,7 +649,7 @@ slurm_marks_nodes_down_after() { # <seconds>
   pid=$("$VIRTUAL_ENV/bin/python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["supervisor"]["pid"])' \
     logs/jobs/*/*/node_slurm.pid)
   kill -KILL "$pid"
-  begins_again a
+  wait_for_second_start a
   : >go
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
@@ -660,7 +661,7 @@ slurm_marks_nodes_down_after() { # <seconds>
 # ---------------------------------------------------------------- secrets
 
 
-@test "a secret reaches the job, and is in no command line, not in SLURM's files or output, and in no file later" {
+@test "a secret reaches the job, is in no command line and no file or output of SLURM, and later in no file at all" {
   make_secret
   cluster '"gpus": 0' --exclusive
   {
@@ -668,9 +669,9 @@ slurm_marks_nodes_down_after() { # <seconds>
     echo '{"name": "waits"}'
   } | job_list
   sed -i "s/\"_env\": {/&\"SECRET\": \"$(<secret)\", /" jobs.json
-  sed -i 's/^note("begin"/assert os.environ["SECRET"] == open("secret").read(), os.environ["SECRET"]\n&/' job.py
+  sed -i 's/^record("begin"/assert os.environ["SECRET"] == open("secret").read(), os.environ["SECRET"]\n&/' job.py
   watch_command_lines
-  SEEN=yes OF_THE_CALL=$(<secret) start_list
+  SEEN=yes CALLER_SECRET=$(<secret) start_list
   for name in a b c d; do
     wait_until_started "$name"
   done
@@ -712,7 +713,7 @@ three_experiments() { # [more settings of the base model]
 }
 
 
-waiting_for_base() { # <number>: so many experiments wait in SLURM's queue for their base model
+waiting_for_base() { # <number>: check that so many experiments wait in SLURM's queue for their base model
   [ "$(squeue --noheader --array --states=PENDING --format='%E' | grep -c '^afterok:')" -eq "$1" ]
 }
 
@@ -735,7 +736,7 @@ waiting_for_base() { # <number>: so many experiments wait in SLURM's queue for t
 }
 
 
-@test "experiments leave SLURM's queue if their base model fails, are queued for its retry, and fail with it" {
+@test "experiments leave SLURM's queue if their base training fails, return for its retry, and fail without a retry" {
   three_experiments "\"base_exit\": 3, \"base_exit_once\": \"$WORK/tried\""
   start_list
   wait_until_started base

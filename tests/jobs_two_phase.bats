@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 #
-# Base models on real servers: each is trained once and copied once to each server that needs it, also when processes
+# Base models on real servers: each is trained once and copied once to each server that needs it, even if processes
 # are killed, and no experiment starts from an incomplete base model.
 
 # bats file_tags=laboratory
@@ -143,7 +143,7 @@ all_valid() { # <node...>
   lab ssh "$N1" touch "$WORK/go"
   wait_until_done
   [ "$(trainings)" -eq 2 ]
-  [ "$(copies)" -eq 0 ] # the server that trained it published it in the shared cache
+  [ "$(copies)" -eq 0 ] # it was published in the shared cache where it was trained
   for node in "$N1" "$N2" "$N3"; do
     on "$node" umount "$WORK"
   done
@@ -202,14 +202,14 @@ all_valid() { # <node...>
 }
 
 
-copied() { # <percent>: at least this part of the base model is on the second node
+copied() { # <percent>: check that at least this part of the base model is on N2
   local size
   size=$(on "$N2" sh -c "du -sb $(printf %q "$WORK/$CACHE")/.*.incomplete-* 2>/dev/null" | sort -n | tail -n 1 | cut -f 1)
   [ "${size:-0}" -ge $(($1 * 10486)) ] || on "$N2" test -e "$WORK/$base"
 }
 
 
-kill_rsync() { # <here or there>: here the sender, there the receiver
+kill_rsync() { # <here or there>: kill the sender on this machine, or the receiver on the server
   local file role=sender
   while read -r file; do
     tr '\0' ' ' <"$file" | grep -q -- '--server' && role=there || role=here
@@ -268,7 +268,7 @@ kill_rsync() { # <here or there>: here the sender, there the receiver
 }
 
 
-@test "a failed base training is retried; one that keeps failing fails only its experiments" {
+@test "a failed base training is retried; if all retries fail, only its own experiments fail" {
   two_phase_cluster "$N1:2" "$N2:1"
   {
     experiments 2 "\"base_exit\": 3, \"base_exit_once\": \"$WORK/tried\""
@@ -277,7 +277,7 @@ kill_rsync() { # <here or there>: here the sender, there the receiver
   run -1 dispatch --retries 1
   holds '[job[name]["state"] for name in ("e1", "e2", "f1", "f2")] == ["done", "done", "failed", "failed"]'
   holds 'job["f1"]["reason"].startswith("base ") and job["f1"]["reason"].endswith(" failed") and not job["f1"]["attempts"]'
-  sed -i '/^job, out, node/a job.pop("base_exit", None)' job.py # fix the failure
+  sed -i '/^job, out, node/a job.pop("base_exit", None)' job.py # fix the cause
   run -0 list retry failed
   [[ "$output" == "requeued 3 jobs"* ]]
   run -0 list resume

@@ -53,7 +53,7 @@ wait_until() { # <command...>
 }
 
 
-# Print everything of the laboratory that exists on this machine.
+# Print everything that the laboratory has created on this machine and not removed.
 traces() {
   ip -brief link | grep -F "muster-$PREFIX " || true
   ip route | grep -F "muster-$PREFIX " || true
@@ -158,7 +158,7 @@ $N3: $N3" ]
 }
 
 
-@test "up is idempotent, and refuses other settings" {
+@test "up may be repeated, but not with other settings" {
   up
   before=$(lab status)
   up
@@ -185,7 +185,7 @@ $N3: $N3" ]
 }
 
 
-@test "freeze stops all processes of the node, daemons too, and heal continues them" {
+@test "freeze stops all processes of the node, including daemons, and heal continues them" {
   up
   connect "$N1"
   ssh "$N1" 'setsid sleep 300 </dev/null >/dev/null 2>&1 &'
@@ -235,7 +235,7 @@ $N3: $N3" ]
 }
 
 
-@test "up restarts a killed node with its keys, and heals the others" {
+@test "up restarts a killed node with its keys, and heals other nodes" {
   up
   second=$(lab status | sed -n 2p)
   lab kill "$N1"
@@ -277,7 +277,7 @@ $N3: $N3" ]
 }
 
 
-@test "--slurm: two jobs share a node, and srun --overlap and squeue reach a running one" {
+@test "--slurm: two jobs share a node, and srun --overlap and squeue reach a running job" {
   SLURM_CONF=$(up --slurm --gpus 2)
   export SLURM_CONF
   mkfifo "$BATS_TEST_TMPDIR/go"
@@ -298,20 +298,20 @@ $N3: $N3" ]
   export SLURM_CONF
   cat >"$BATS_TEST_TMPDIR/job" <<'END'
 #!/bin/bash
-srun bash -c 'trap "echo warned" USR2; echo "try ${SLURM_RESTART_COUNT-0}"; while :; do sleep 0.1; done'
+srun bash -c 'trap "echo warned" USR2; echo "attempt ${SLURM_RESTART_COUNT-0}"; while :; do sleep 0.1; done'
 END
   follow() { # <line>; waits for it
     timeout 60 grep -qx -m1 -- "$1" <(tail -n +1 -F "$BATS_TEST_TMPDIR/out" 2>/dev/null)
   }
   sbatch --open-mode=append --output="$BATS_TEST_TMPDIR/out" --nodes=3 --exclusive --signal=USR2 "$BATS_TEST_TMPDIR/job"
-  follow "try 0"
+  follow "attempt 0"
   [ "$(srun --partition=urgent --nodes=1 --exclusive --quiet printenv SLURM_JOB_PARTITION)" = urgent ]
   [ "$(grep -cx warned "$BATS_TEST_TMPDIR/out")" -eq 3 ]
-  follow "try 1"
+  follow "attempt 1"
 }
 
 
-@test "--slurm: down ends jobs, and the srun that waits for one" {
+@test "--slurm: down ends jobs, and an srun that waits for its job" {
   SLURM_CONF=$(up --slurm)
   export SLURM_CONF
   srun --nodes=3 bash -c 'trap "" TERM; echo here; while :; do sleep 0.1; done' >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
@@ -366,7 +366,7 @@ END
   wait_until test -e "$MUSTER_LAB/$N1"
   kill -TERM $!
   wait $! || true
-  [ -z "$(traces)" ] || [ "$(lab status | grep -c ' up ')" -eq 3 ] # or up had finished
+  [ -z "$(traces)" ] || [ "$(lab status | grep -c ' up ')" -eq 3 ] # unless up had already finished
 }
 
 
@@ -427,8 +427,8 @@ END
 }
 
 
-@test "missing configuration, program or privilege: the message names the remedy" {
-  unfit() { # <text>
+@test "a missing configuration, program or privilege is reported with a remedy" {
+  reports() { # <text>
     [ "$status" -eq 69 ]
     [[ "$output" == *"$1"* ]]
     [ -z "$(traces)" ]
@@ -438,9 +438,9 @@ END
       "$BATS_TEST_DIRNAME/lab/lab.sh" up 3 --prefix "$PREFIX"
   }
   without /etc/ssh/ssh_config
-  unfit "add the line 'Include /etc/ssh/ssh_config.d/*.conf'"
+  reports "add the line 'Include /etc/ssh/ssh_config.d/*.conf'"
   without "$(type -P ssh-keygen)"
-  unfit "ssh-keygen: not installed; run: apt-get install openssh-client"
+  reports "ssh-keygen: not installed; run: apt-get install openssh-client"
   run unshare --user -- "$BATS_TEST_DIRNAME/lab/lab.sh" up 3 --prefix "$PREFIX"
-  unfit "run it with sudo"
+  reports "run it with sudo"
 }

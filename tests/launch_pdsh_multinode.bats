@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# launch_pdsh_multinode.sh with a real pdsh on the laboratory: one pdsh for all nodes, the words arrive, exit codes are
-# the ranks' own, and whoever is killed or cut off, nothing is left.
+# launch_pdsh_multinode.sh with a real pdsh on the laboratory: one pdsh starts all nodes, arguments are unchanged, the
+# exit code is that of a rank, and no process remains after a process is killed or a node is disconnected.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -39,21 +39,21 @@ teardown() {
 assert os.environ["SECRET"] == open("secret").read()
 total = torch.tensor(rank)
 dist.all_reduce(total)
-with open(f"told.{rank}", "w") as file:
-    file.write(f"{socket.gethostname()} {total.item()} {sys.argv[1:]} {os.environ['SAID']}")
+with open(f"received.{rank}", "w") as file:
+    file.write(f"{socket.gethostname()} {total.item()} {sys.argv[1:]} {os.environ['VALUE']}")
 if rank == 0:
     print("finished")
 END
-  export FANOUT=1 # pdsh's own setting would leave the second node waiting for ever
+  export FANOUT=1 # if pdsh obeyed it, the second node would never start
   make_secret
   watch_command_lines
-  run --separate-stderr "$LAUNCH" --env-file secrets.env --env SEEN=yes --env "SAID=%n \$c 'd'" --script "my script.py" - 1 "$N2" "root@$N1:2" "$N3" \
-    -- '%h %n' 'x  y' $'a\nb'
+  run --separate-stderr "$LAUNCH" --env-file secrets.env --env SEEN=yes --env "VALUE=%n \$c 'd'" \
+    --script "my script.py" - 1 "$N2" "root@$N1:2" "$N3" -- '%h %n' 'x  y' $'a\nb'
   [ "$status" -eq 0 ]
   grep -qx finished <<<"$output"
   hosts=("$N2" "$N1" "$N1" "$N3")
   for number in 0 1 2 3; do
-    [ "$(<"told.$number")" = "${hosts[number]} 6 ['%h %n', 'x  y', 'a\\nb'] %n \$c 'd'" ]
+    [ "$(<"received.$number")" = "${hosts[number]} 6 ['%h %n', 'x  y', 'a\\nb'] %n \$c 'd'" ]
   done
   [ "$(cat logs/latest/node_*.exit | sort -u)" = 0 ]
   [[ "$stderr" == *"verdict: ok"* ]]
@@ -62,7 +62,7 @@ END
 }
 
 
-@test "--agent torchrun: the first node that fails stops the others" {
+@test "--agent torchrun: the first node that fails stops the other nodes" {
   write_script <<'END'
 dist.barrier()
 if rank == 2:
@@ -76,16 +76,17 @@ END
   [ "$(processes_left)" -eq 0 ]
 }
 
-@test "Ctrl-C reaches the ranks, which write a checkpoint: 75" {
+
+@test "Ctrl-C reaches the ranks, which write a checkpoint; exit code 75" {
   endless_settings >tiny.yaml
   start out "$LAUNCH" tiny.yaml 1 "$N1" "$N2"
   wait_for_line out "step      3/100000"
   kill -INT -- "-$LAUNCHER"
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 75 ]
-  grep -q "^stopped on request at step" out # the last words come through
+  grep -q "^stopped on request at step" out # the last line of output
   [ "$(find "check points" -maxdepth 1 -name 'step_*' | wc -l)" -eq 1 ]
-  run ! grep -q interrupt out # pdsh would have its say
+  run ! grep -q interrupt out # pdsh prints no message about it
   [ "$(processes_left)" -eq 0 ]
 }
 
@@ -100,15 +101,15 @@ END
 }
 
 
-# The agents notice it, as with ssh.
+# The agents detect it, as with ssh.
 # bats test_tags=soak
-@test "a disconnected node stops the run with 69, and its own processes" {
+@test "a disconnected node ends the run with 69, and its own processes exit" {
   write_endless_script
   start_endless_script - 1 "$N1" "$N2" "$N3"
   lab cut "$N3"
   SECONDS=0
   wait_for_exit "$LAUNCHER"
-  ((SECONDS <= 30)) # 12 to notice, 10 to end the others, and a busy machine
+  ((SECONDS <= 30)) # 12 s to detect it, 10 s to stop the other nodes, and time for a busy machine
   [ "$status" -eq 69 ]
   grep -q "$N3: connection to its supervisor lost; stopping the run" logs/latest/launcher.log
   grep -q "verdict: failed: $N3: connection lost" out
@@ -116,7 +117,7 @@ END
 }
 
 
-@test "a missing pdsh is reported with an alternative" {
+@test "a missing pdsh is reported with a remedy" {
   mkdir bin
   for tool in bash dirname readlink env; do
     ln -s "$(type -P "$tool")" bin/

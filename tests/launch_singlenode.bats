@@ -1,8 +1,8 @@
 #!/usr/bin/env bats
 #
-# scripts/ssh/launch_singlenode.sh, and run_ddp.sh on one machine: any script runs unchanged, its words arrive byte
-# for byte, the exit code is that of the rank that failed first, the verdict names it, nothing is left running
-# whoever is killed, and a wrong call starts and writes nothing.
+# scripts/ssh/launch_singlenode.sh, and run_ddp.sh on one machine: any script runs with unchanged arguments, the exit
+# code is that of the rank that failed first, the verdict names this rank, no process remains after any process is
+# killed, and wrong arguments start and write nothing.
 
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/secrets.bash
@@ -14,7 +14,7 @@ source "$BATS_TEST_DIRNAME/lab/hanging_script.bash"
 setup() {
   KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
   LAUNCH=$KIT/scripts/ssh/launch_singlenode.sh
-  UNDER=() # what starts the launcher
+  WRAPPER=() # a command that starts the launcher
   export VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv} MUSTER_GRACE=8
   WORK="$BATS_TEST_TMPDIR/my 'work'"
   mkdir -p "$WORK"
@@ -31,14 +31,13 @@ teardown() {
 }
 
 
-# Of a process that watches over the newest run, or is watched over.
-pid_of() { # <supervisor, guard or command>
+pid_of() { # <supervisor, guard or command>: its process id in the newest run
   python3 -c 'import json, sys; print(json.load(open(sys.argv[2]))[sys.argv[1]]["pid"])' "$1" logs/latest/node_*.pid
 }
 
 
-# A script of the user's, that knows nothing of us.
-script() { # <body on standard input>
+# Write "my script.py": a user's script, which imports nothing of Muster.
+write_script() { # <body on standard input>
   {
     cat <<'END'
 import os, sys, time
@@ -50,11 +49,11 @@ END
 }
 
 
-# Start in the background with its own process group, as a terminal does; wait until the ranks are at work.
-start() { # <word...>
+# Start LAUNCH in the background in a separate process group, as an interactive shell does. Sets LAUNCHER.
+start() { # <argument...>
   : >out
   set -m
-  "${UNDER[@]}" "$LAUNCH" "$@" >out 2>&1 3>&- &
+  "${WRAPPER[@]}" "$LAUNCH" "$@" >out 2>&1 3>&- &
   LAUNCHER=$!
   set +m
 }
@@ -65,29 +64,29 @@ wait_for_line() { # <text>
 }
 
 
-status_of_launcher() {
+wait_for_exit() {
   wait "$LAUNCHER" && status=0 || status=$?
 }
 
 
-left() {
+processes_left() {
   grep -lsz -- "^MUSTER_RUN_DIR=$WORK" /proc/[0-9]*/environ | wc -l
 }
 
 
-@test "a script that is not ours runs unchanged, with its words byte for byte, and the console shows rank 0 alone" {
-  words=("a b" "c'd\"e" '$HOME `x`; exit' $'new\nline' 'ünïcode' '' '${local_rank}')
-  script <<'END'
-open(f"words_{rank}", "w").write("".join(word + "\0" for word in sys.argv[1:]))
+@test "a user's script runs with unchanged arguments, and the console shows only rank 0" {
+  arguments=("a b" "c'd\"e" '$HOME `x`; exit' $'new\nline' 'ünïcode' '' '${local_rank}')
+  write_script <<'END'
+open(f"arguments_{rank}", "w").write("".join(argument + "\0" for argument in sys.argv[1:]))
 print(f"I am rank {rank}")
 END
-  words+=(--run --log -- --nproc-per-node 7 -m)
-  run --separate-stderr "$LAUNCH" --script "my script.py" - 2 -- "${words[@]}"
+  arguments+=(--run --log -- --nproc-per-node 7 -m)
+  run --separate-stderr "$LAUNCH" --script "my script.py" - 2 -- "${arguments[@]}"
   [ "$status" -eq 0 ]
   [ "$output" = "I am rank 0" ]
-  printf '%s\0' "${words[@]}" | cmp - words_0
-  printf '%s\0' "${words[@]}" | cmp - words_1
-  # The folder of the run has all its parts.
+  printf '%s\0' "${arguments[@]}" | cmp - arguments_0
+  printf '%s\0' "${arguments[@]}" | cmp - arguments_1
+  # The run directory is complete.
   node=$(uname -n)
   [ -f logs/latest/run.json ] && [ -d logs/latest/errors ] && [ -f logs/latest/verdict.json ]
   [ "$(cat "logs/latest/node_$node.exit")" = 0 ]
@@ -98,7 +97,7 @@ END
 
 
 # bats test_tags=slow
-@test "the kit's trainer gets CONFIG and settings, by run_ddp.sh too, and leaves a report" {
+@test "run_ddp.sh passes CONFIG and settings to Muster's train.py, and a report is written" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
 train: {steps: 3, batch_size: 4}
@@ -107,14 +106,14 @@ END
   run "$KIT/scripts/run_ddp.sh" -n 2 -c tiny.yaml -- train.steps=2
   [ "$status" -eq 0 ]
   [[ "$output" == *"step 2/2"* ]]
-  # Written once, by the launcher.
+  # The report is written once, by the launcher.
   [[ "$(grep -c '^report ' <<<"$output")" == 1 && "$(tail -n 1 <<<"$output")" == "report "*/report.html ]]
   [ -s logs/latest/report.html ]
   [ "$(wc -l <logs/latest/metrics.jsonl)" -gt 2 ]
 }
 
 
-@test "a directory with a __main__.py is a script, and the run has its name" {
+@test "a directory with a __main__.py runs as a script, and the run has its name" {
   mkdir -p program
   echo 'import os, sys; print(__file__, sys.path[0], sys.argv)' >program/__main__.py
   run --separate-stderr "$LAUNCH" --script program/ - 1 -- one
@@ -125,7 +124,7 @@ END
 
 
 # bats test_tags=slow
-@test "run_ddp.sh is the same on this machine" {
+@test "run_ddp.sh without nodes runs the same command as launch_singlenode.sh" {
   printf 'train: {steps: 1, batch_size: 4}\n' >tiny.yaml
   run "$KIT/scripts/run_ddp.sh" -n 2 --dry-run -c tiny.yaml -l WARNING -- 'train.steps=3'
   [ "$status" -eq 0 ]
@@ -139,7 +138,7 @@ END
 
 
 # bats test_tags=slow
-@test "environment, of which secrets are seen nowhere, a module, and the plain agent, whose rank has all cores for its threads" {
+@test "--env, --env-file without leaked secrets, -m and --agent torchrun; a single rank has threads on all cores" {
   local cores
   printf 'import os, sys\nprint(*(os.environ[name] for name in "A B OMP_NUM_THREADS".split()), sys.argv[1:])\n' >mod.py
   printf 'assert os.environ["SECRET"] == open("secret").read()\n' >>mod.py
@@ -159,8 +158,8 @@ print(max(1, int(read_cores().usable)))')
 
 
 # bats test_tags=slow
-@test "the exit code is the first failing rank's own, and the verdict names it" {
-  script <<<'
+@test "the exit code is that of the rank that failed first, and the verdict names this rank" {
+  write_script <<<'
 dist.init_process_group("gloo")
 if rank == 1: raise ValueError("boom")
 dist.barrier()'
@@ -168,7 +167,7 @@ dist.barrier()'
   [ "$status" -eq 1 ]
   [[ "$output" == *"rank 1 on $(uname -n) raised ValueError: boom"* ]]
   grep -q '"rank": 1' logs/latest/verdict.json
-  script <<<'
+  write_script <<<'
 dist.init_process_group("gloo")
 if rank == 1: os._exit(42)
 dist.barrier()'
@@ -179,20 +178,20 @@ dist.barrier()'
 
 
 # bats test_tags=slow
-@test "a killed rank: 137, the others are ended, and nothing is left" {
-  script <<<'
+@test "a killed rank: the exit code is 137, the other ranks are stopped, and no process remains" {
+  write_script <<<'
 dist.init_process_group("gloo")
 if rank == 0: os.kill(os.getpid(), 9)
 time.sleep(300)'
   run "$LAUNCH" --script "my script.py" - 2
   [ "$status" -eq 137 ]
   [[ "$output" == *"rank 0 on"*"SIGKILL"* ]]
-  [ "$(left)" -eq 0 ]
+  [ "$(processes_left)" -eq 0 ]
 }
 
 
 # bats test_tags=slow
-@test "on a terminal a progress bar of rank 0 stays on one line, and the log has its last state" {
+@test "on a terminal, a progress bar of rank 0 stays on one line, and the log has its last state" {
   printf '%s\n' 'import sys' 'for i in range(5): sys.stderr.write(f"\r{i}0%")' 'sys.stderr.write("\n")' >bar.py
   command script -qec "$(printf '%q ' "$LAUNCH" --script bar.py - 1)" /dev/null </dev/null >out
   grep -qF $'0%\e[?7h\r\e[K\e[?7l10%\e[?7h\r\e[K' out
@@ -203,28 +202,28 @@ time.sleep(300)'
 
 
 # bats test_tags=slow
-@test "Ctrl-C ends a script that knows nothing of it with 130, TERM with 143, also where both were ignored before" {
-  script <<<'print("at work", flush=True); time.sleep(300)'
+@test "without signal handlers in the script, Ctrl-C exits with 130 and SIGTERM with 143, even if both were ignored" {
+  write_script <<<'print("at work", flush=True); time.sleep(300)'
   start --script "my script.py" - 2
   wait_for_line "at work"
-  kill -INT -- "-$LAUNCHER" # as a terminal does: to the whole foreground group
-  status_of_launcher
+  kill -INT -- "-$LAUNCHER" # to the foreground process group, as a terminal does
+  wait_for_exit
   [ "$status" -eq 130 ]
-  [ "$(left)" -eq 0 ]
-  UNDER=(nohup env --ignore-signal=INT) # as in a script: nohup launch... &
+  [ "$(processes_left)" -eq 0 ]
+  WRAPPER=(nohup env --ignore-signal=INT) # as `nohup launch... &` in a script
   start --script "my script.py" - 2
   wait_for_line "at work"
   SECONDS=0
   kill -TERM "$LAUNCHER"
-  status_of_launcher
+  wait_for_exit
   [ "$status" -eq 143 ]
-  ((SECONDS < 60)) # the script would go on for 300
-  [ "$(left)" -eq 0 ]
+  ((SECONDS < 60)) # the script would run for 300 s
+  [ "$(processes_left)" -eq 0 ]
 }
 
 
 # bats test_tags=slow
-@test "Ctrl-C in the middle of a training: a checkpoint, 75, and the same command goes on, until stopped at its end: 0" {
+@test "Ctrl-C writes a checkpoint and exits with 75, the same command resumes, and a stop at the end exits with 0" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
 train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
@@ -234,10 +233,10 @@ END
   start tiny.yaml 2
   wait_for_line "step      3/100000"
   kill -INT -- "-$LAUNCHER"
-  status_of_launcher
+  wait_for_exit
   [ "$status" -eq 75 ]
   grep -q "run the same command to resume" out
-  [ "$(left)" -eq 0 ]
+  [ "$(processes_left)" -eq 0 ]
   step=$(find "check points" -name 'step_*' -printf '%f' | sed 's/step_0*//')
   run "$LAUNCH" tiny.yaml 2 -- train.steps=$((step + 1))
   [ "$status" -eq 0 ]
@@ -245,7 +244,7 @@ END
   start tiny.yaml 2 -- train.steps=$((step + 2)) logging.sample=1000000
   wait_for_line "step $((step + 2))/$((step + 2))"
   "$KIT/scripts/stop.sh" latest
-  status_of_launcher
+  wait_for_exit
   [ "$status" -eq 0 ] || { cat out && false; }
   grep -q "verdict: stopped: stopped on request; all ranks exited with 0" out
   rm -r logs
@@ -256,40 +255,40 @@ END
 
 
 # bats test_tags=slow
-@test "SIGKILL of the launcher with its group, of its supervisor, or of its agent, leaves nothing behind" {
-  script <<<'
+@test "SIGKILL of the launcher's process group, of its supervisor or of its agent leaves no process" {
+  write_script <<<'
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("at work", flush=True); time.sleep(300)'
   export MUSTER_GRACE=1
   start --script "my script.py" - 2
   wait_for_line "at work"
-  [ "$(left)" -gt 2 ]
+  [ "$(processes_left)" -gt 2 ]
   kill -KILL -- "-$LAUNCHER" # as timeout does
   timeout 10 sh -c 'while grep -qsz -- "^MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$WORK"
-  [ "$(left)" -eq 0 ]
+  [ "$(processes_left)" -eq 0 ]
   run -1 "$KIT/scripts/status.sh"
   [[ "$output" == *"verdict: failed: the launcher on $(uname -n) died of SIGKILL"* ]]
   start --script "my script.py" - 2
   wait_for_line "at work"
   kill -KILL "$(pid_of supervisor)"
-  status_of_launcher
+  wait_for_exit
   [ "$status" -eq 137 ]
   grep -q "verdict: failed: the supervisor on $(uname -n) died of SIGKILL" out
   run ! grep -q "write a checkpoint" out
-  [ "$(left)" -eq 0 ]
+  [ "$(processes_left)" -eq 0 ]
   start --script "my script.py" - 2
   wait_for_line "at work"
   kill -KILL "$(pid_of command)"
-  status_of_launcher
+  wait_for_exit
   [ "$status" -eq 137 ]
-  [ "$(left)" -eq 0 ]
+  [ "$(processes_left)" -eq 0 ]
 }
 
 
 # bats test_tags=slow
-@test "a console that is closed or full loses what it would show, and nothing else" {
-  script <<<'
+@test "a closed or full console loses only its own output" {
+  write_script <<<'
 for number in range(20000):
     print("line", number)'
   ("$LAUNCH" --max-restarts 3 --script "my script.py" - 2; echo "$?" >code) 2>&1 | head -n 1 >shown
@@ -305,16 +304,16 @@ for number in range(20000):
 
 
 # bats test_tags=slow
-@test "--max-restarts starts again, and keeps what the failed try left" {
-  script <<<'
+@test "--max-restarts restarts the run, and keeps the files of the failed attempt" {
+  write_script <<<'
 if rank == 0: print("{\"step\": 5, \"steps\": 9}", file=open(os.environ["MUSTER_METRICS"], "a"))
-if not os.path.exists("tried"):
-    if rank == 0: open("tried", "w")
+if not os.path.exists("failed"):
+    if rank == 0: open("failed", "w")
     sys.exit(3)
-print("second try")'
+print("second attempt")'
   run "$LAUNCH" --max-restarts 2 --script "my script.py" - 1
   [ "$status" -eq 0 ]
-  [[ "$output" == *"restart 1 of 2"*"second try"* ]]
+  [[ "$output" == *"restart 1 of 2"*"second attempt"* ]]
   grep -q '"exit_code": 3' logs/latest/attempt_1/verdict.json
   [ -s logs/latest/report.html ]
   run "${LAUNCH%/ssh/*}/status.sh"
@@ -323,8 +322,8 @@ print("second try")'
 
 
 # bats test_tags=slow
-@test "a rank that exits with 255 is no lost connection" {
-  script <<<'sys.exit(255)'
+@test "a rank that exits with 255 is not reported as a lost connection" {
+  write_script <<<'sys.exit(255)'
   run "$LAUNCH" --script "my script.py" - 1
   [ "$status" -eq 255 ]
   [[ "$output" == *"verdict: failed: rank 0 on "*" exited with code 255"* && "$output" != *"connection"* ]]
@@ -333,7 +332,7 @@ print("second try")'
 
 # bats test_tags=slow
 @test "--max-restarts gives up when three restarts have made no progress" {
-  script <<<'
+  write_script <<<'
 run = os.environ["MUSTER_RUN_DIR"]
 earlier = len([name for name in os.listdir(run) if name.startswith("attempt_")])
 print("{\"step\": %d}" % min(5 + earlier, 6), file=open(run + "/metrics.jsonl", "a"))
@@ -345,8 +344,8 @@ sys.exit(3)'
 }
 
 
-# Sets WITHOUT_PY_SPY: an environment in which py-spy is not found.
-leave_py_spy_out() {
+# Set WITHOUT_PY_SPY to a command prefix under which py-spy is not found.
+hide_py_spy() {
   mkdir -p venv/bin
   cp "$VIRTUAL_ENV/pyvenv.cfg" venv
   ln -s "$VIRTUAL_ENV/lib" venv/lib
@@ -356,12 +355,12 @@ leave_py_spy_out() {
 
 
 # bats test_tags=slow
-@test "a rank in an endless loop: status.sh names it and its line without py-spy" {
+@test "a rank is in an endless loop: status.sh names the rank and its line without py-spy" {
   local line file
   write_hanging_script
-  leave_py_spy_out
+  hide_py_spy
   line=$(grep -n "while True" "my script.py" | cut -d: -f1)
-  UNDER=("${WITHOUT_PY_SPY[@]}")
+  WRAPPER=("${WITHOUT_PY_SPY[@]}")
   start --script "my script.py" - 2
   timeout 60 sh -c 'until [ "$(cat logs/latest/node_*.log 2>/dev/null | grep -c "at work")" -eq 2 ]; do sleep 0.1; done'
   "${WITHOUT_PY_SPY[@]}" "$KIT/scripts/status.sh" --stacks >stacks
@@ -374,14 +373,14 @@ leave_py_spy_out() {
   [[ "$output" == *"looks hung: no output for "*" s; rank 1 on $(uname -n) is not in a collective"* ]]
   [[ "$output" == *"the other waits for it; it is at my script.py:$line in main()"* ]]
   kill -TERM "$LAUNCHER"
-  status_of_launcher
+  wait_for_exit
 }
 
 
 # bats test_tags=slow
-@test "--hang-timeout ends a run that hangs with 124 and names the rank, and --max-restarts starts it again" {
+@test "--hang-timeout ends a hung run with 124 and names the rank, and --max-restarts restarts it" {
   write_hanging_script
-  leave_py_spy_out
+  hide_py_spy
   run timeout 120 "${WITHOUT_PY_SPY[@]}" "$LAUNCH" --hang-timeout 3 --max-restarts 1 --script "my script.py" - 2
   [ "$status" -eq 124 ]
   [[ "$output" == *"the run hangs; stopping it"*"exit code 124: restart 1 of 1"*"the run hangs; stopping it"* ]]
@@ -393,32 +392,32 @@ leave_py_spy_out() {
 
 
 # bats test_tags=slow
-@test "two launches at once do not meet" {
-  script <<<'dist.init_process_group("gloo"); dist.barrier(); print("met")'
+@test "two concurrent launches do not connect to each other" {
+  write_script <<<'dist.init_process_group("gloo"); dist.barrier(); print("connected")'
   start --script "my script.py" - 2
   run "$LAUNCH" --script "my script.py" - 2
   [ "$status" -eq 0 ]
-  status_of_launcher
+  wait_for_exit
   [ "$status" -eq 0 ]
   [ "$(find logs -maxdepth 1 -name 'my-script-*' | wc -l)" -eq 2 ]
 }
 
 
 # bats test_tags=slow
-@test "--detach returns at once, and the run goes on" {
-  script <<<'print("at work", flush=True); time.sleep(1); open("done", "w")'
+@test "--detach returns at once, and the run continues" {
+  write_script <<<'print("at work", flush=True); time.sleep(1); open("done", "w")'
   run "$LAUNCH" --detach --script "my script.py" - 1
   [ "$status" -eq 0 ]
   [[ "$output" == *"run my-script-"*" started in the background, process "*"/scripts/status.sh "*"/logs/my-script-"* ]]
   timeout 60 sh -c 'until [ -e done ]; do sleep 0.1; done'
   launcher=${output##*process } launcher=${launcher%%:*}
   timeout 30 tail -f --pid="$launcher" /dev/null
-  [ "$(left)" -eq 0 ]
+  [ "$(processes_left)" -eq 0 ]
 }
 
 
-@test "--dry-run prints the command that would run, and writes nothing" {
-  script <<<''
+@test "--dry-run prints the command, and writes nothing" {
+  write_script <<<''
   run --separate-stderr "$LAUNCH" --dry-run --env 'A=1 2' --script "my script.py" - 4 -- 'a b'
   [ "$status" -eq 0 ]
   [[ "$output" == *"--nproc-per-node 4"*'my\ script.py a\ b'* ]]
@@ -427,10 +426,10 @@ leave_py_spy_out() {
 }
 
 
-# ---------------------------------------------------------------- wrong calls
+# ---------------------------------------------------------------- wrong arguments
 
 
-refused() { # <what the line must name> <word...>
+refused() { # <expected text> <argument...>
   run "$LAUNCH" "${@:2}"
   [ "$status" -eq 2 ] || { echo "status $status of: ${*:2}" && return 1; }
   [[ "$output" == *"$1"* ]] || { echo "$output" && return 1; }
@@ -438,8 +437,8 @@ refused() { # <what the line must name> <word...>
 }
 
 
-@test "a wrong call is refused with 2, names what is wrong, and leaves no trace" {
-  script <<<''
+@test "wrong arguments are refused with 2 and named, and nothing is written" {
+  write_script <<<''
   printf 'train: {steps: 1, batch_size: 3}\n' >odd.yaml
   printf 'train: {stepz: 1, batch_size: 4}\n' >typo.yaml
   printf 'train: {steps: [1\n' >broken.yaml
@@ -492,9 +491,9 @@ refused() { # <what the line must name> <word...>
 }
 
 
-@test "what may be a slip is done, with a warning" {
-  script <<<''
-  # OpenMP's variables do not change the cores that are there, though nproc obeys them.
+@test "more than 4 processes per core are accepted, with a warning" {
+  write_script <<<''
+  # OpenMP's variables do not change the number of cores, although nproc obeys them.
   OMP_NUM_THREADS=64 run --separate-stderr taskset --cpu-list 0 "$LAUNCH" --dry-run --script="my script.py" - 5
   [ "$status" -eq 0 ]
   [[ "$stderr" == *"warning: NPROC 5: more than 4 per CPU core (this machine has 1)"* ]]
@@ -502,8 +501,8 @@ refused() { # <what the line must name> <word...>
 
 
 # bats test_tags=slow
-@test "the launcher starts Python twice before the ranks, once after them, and hands its environment on as it was" {
-  script <<<'import os; assert os.environ["LOG_DIR"] == "mine" and os.environ["AGENT"] == "ppo"'
+@test "the launcher starts Python twice before the ranks and once after them, and passes its environment on unchanged" {
+  write_script <<<'import os; assert os.environ["LOG_DIR"] == "mine" and os.environ["AGENT"] == "ppo"'
   mkdir site
   echo 'import os, sys; print(*sys.orig_argv, file=open(os.environ["CALLS"], "a"))' >site/sitecustomize.py
   PYTHONPATH=$PWD/site CALLS=$PWD/calls LOG_DIR=mine AGENT=ppo run -0 "$LAUNCH" --script "my script.py" - 1
@@ -514,14 +513,14 @@ distributed.runs.verdict " ] || { cat calls && false; }
 }
 
 
-@test "a port in use is refused with 69 and the run that has it" {
-  script <<<''
+@test "a port in use is refused with 69 and the name of the run that uses it" {
+  write_script <<<''
   MUSTER_RUN_DIR=/logs/train-1 python3 -c '
 import socket, time
 with socket.create_server(("", 0)) as server:
     print(server.getsockname()[1], flush=True)
     time.sleep(60)' >port 3>&- &
-  local holder=$! # not %1: that is the clock with which bats ends a test that hangs
+  local holder=$! # not %1, which is the timer of bats for the test timeout
   timeout 20 sh -c 'until [ -s port ]; do sleep 0.05; done'
   run "$LAUNCH" --master-port "$(cat port)" --script "my script.py" - 2
   kill "$holder"
@@ -531,12 +530,12 @@ with socket.create_server(("", 0)) as server:
 }
 
 
-@test "more processes than GPUs are refused (a stub of nvidia-smi: there is no GPU here)" {
-  script <<<''
+@test "more processes than GPUs are refused (with a stub of nvidia-smi)" {
+  write_script <<<''
   mkdir stub
   cat >stub/nvidia-smi <<'END'
 #!/bin/sh
-# Stub: answers as nvidia-smi does with --format=csv,noheader,nounits.
+# Stub: prints what nvidia-smi prints with --format=csv,noheader,nounits.
 case $* in *query-gpu*) echo "0, GPU-aa, 580.65.06, 81920, 4, Enabled, Disabled, 0, Default, STUB" ;; esac
 END
   chmod +x stub/nvidia-smi
@@ -544,9 +543,8 @@ END
 }
 
 
-
-@test "Ctrl-C while a Python of the launcher's own starts: 130, and no traceback" {
-  # sitecustomize is imported by Python's own start
+@test "Ctrl-C while Python starts in the launcher exits with 130, without a traceback" {
+  # Python imports sitecustomize when it starts.
   echo 'import os, signal; os.killpg(0, signal.SIGINT)' >sitecustomize.py
   echo >t.py
   PYTHONPATH=$PWD run -130 setsid --wait env --default-signal=INT "$LAUNCH" --script t.py - 1

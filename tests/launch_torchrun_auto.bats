@@ -1,8 +1,8 @@
 #!/usr/bin/env bats
 #
-# scripts/ssh/launch_torchrun_auto.sh on the laboratory cluster: any script runs on several nodes as it would on one, its
-# words arrive byte for byte, the verdict names the host and rank that failed first, what cannot work is refused before
-# it starts, and nothing is left on any node, whoever is killed, cut off or frozen.
+# scripts/ssh/launch_torchrun_auto.sh on the laboratory: any script runs on several nodes with unchanged arguments, the
+# verdict names the node and rank that failed first, a launch that cannot work is refused before it starts, and no
+# process remains after a process is killed or a node is disconnected or frozen.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -35,32 +35,33 @@ teardown() {
 
 
 # bats test_tags=quick
-@test "a script that is not ours runs on three nodes, with its words byte for byte, and secrets are seen nowhere" {
+@test "a user's script runs on three nodes with unchanged arguments, and secrets do not leak" {
   write_script <<'END'
 assert os.environ["SECRET"] == open("secret").read()
 total = torch.tensor(rank)
 dist.all_reduce(total)
-for turn in range(dist.get_world_size()):
+for writer in range(dist.get_world_size()):
     dist.barrier()
-    if turn == rank:
-        open("told", "ab").write(f"{rank} {socket.gethostname()} {total.item()} ".encode()
-                                 + b"|".join(os.fsencode(w) for w in sys.argv[1:])
-                                 + b"|" + os.environb[b"SAID"] + b"\n\n")
+    if writer == rank:
+        open("received", "ab").write(f"{rank} {socket.gethostname()} {total.item()} ".encode()
+                                 + b"|".join(os.fsencode(a) for a in sys.argv[1:])
+                                 + b"|" + os.environb[b"VALUE"] + b"\n\n")
 if rank == 0:
     print("finished")
 END
-  words=("it's" '$HOME `id` "x"' $'two\nlines' 'é; exit 3' $'\x80\xff' '' '*' '%h %n' '!x' '--' 'a\b')
-  said=$'a "b" $c \x80'
+  arguments=("it's" '$HOME `id` "x"' $'two\nlines' 'é; exit 3' $'\x80\xff' '' '*' '%h %n' '!x' '--' 'a\b')
+  value=$'a "b" $c \x80'
   make_secret
   watch_command_lines
-  run --separate-stderr "$LAUNCH" --env-file secrets.env --env SEEN=yes --env "SAID=$said" --script "my script.py" - 1 "${PREFIX}[2,1]" "$N3:2" -- "${words[@]}"
+  run --separate-stderr "$LAUNCH" --env-file secrets.env --env SEEN=yes --env "VALUE=$value" \
+    --script "my script.py" - 1 "${PREFIX}[2,1]" "$N3:2" -- "${arguments[@]}"
   [ "$status" -eq 0 ]
   grep -qx finished <<<"$output"
-  line=$(IFS='|' && printf '%s' "${words[*]}|$said")
-  for place in "0 $N2" "1 $N1" "2 $N3" "3 $N3"; do
-    printf '%s 6 %s\n\n' "$place" "$line"
+  line=$(IFS='|' && printf '%s' "${arguments[*]}|$value")
+  for rank_and_node in "0 $N2" "1 $N1" "2 $N3" "3 $N3"; do
+    printf '%s 6 %s\n\n' "$rank_and_node" "$line"
   done >expected
-  cmp told expected
+  cmp received expected
   for node in "$N1" "$N2" "$N3"; do
     [ "$(<"logs/latest/node_$node.exit")" = 0 ]
   done
@@ -69,14 +70,14 @@ END
 }
 
 
-@test "Ctrl-C in the middle of a training: one checkpoint, 75, and the same command goes on" {
+@test "Ctrl-C writes one checkpoint and exits with 75, and the same command resumes" {
   endless_settings >tiny.yaml
   start out "$LAUNCH" tiny.yaml 1 "$N1" "$N2"
   wait_for_line out "step      3/100000"
   kill -INT -- "-$LAUNCHER"
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 75 ]
-  grep -q "^stopped on request at step" out # the last words come through
+  grep -q "^stopped on request at step" out # the last line of output
   [ "$(processes_left)" -eq 0 ]
   step=$(find "check points" -name 'step_*' -printf '%f' | sed 's/step_0*//')
   run "$LAUNCH" tiny.yaml 1 "$N1" "$N2" -- train.steps=$((step + 1))
@@ -85,7 +86,7 @@ END
 }
 
 
-@test "SIGKILL of the launcher leaves nothing on any node" {
+@test "SIGKILL of the launcher leaves no process on any node" {
   write_endless_script
   start_endless_script - 1 "$N1" "$N2" "$N3"
   kill -KILL "$LAUNCHER"
@@ -93,13 +94,13 @@ END
 }
 
 
-@test "a node that is cut off ends the run with 69, and when it comes back nothing runs there" {
+@test "a disconnected node ends the run with 69, and no process of the run remains on it" {
   write_endless_script
   start_endless_script - 1 "$N1" "$N2" "$N3"
   lab cut "$N3"
   SECONDS=0
   wait_for_exit "$LAUNCHER"
-  ((SECONDS <= 25)) # 12 to notice, 10 to end the others, and a busy machine
+  ((SECONDS <= 25)) # 12 s to detect it, 10 s to stop the other nodes, and time for a busy machine
   [ "$status" -eq 69 ]
   grep -q "verdict: failed: $N3: connection lost" out
   lab heal "$N3"
@@ -108,7 +109,7 @@ END
 
 
 # bats test_tags=soak
-@test "a node that is frozen ends the run, and when it thaws nothing runs there" {
+@test "a frozen node ends the run with 69, and no process of the run remains when it continues" {
   write_endless_script
   start_endless_script - 1 "$N1" "$N3"
   lab freeze "$N3"
@@ -136,7 +137,7 @@ END
 
 
 # bats test_tags=soak
-@test "a training on three nodes that was restarted is bit for bit one that was never stopped" {
+@test "checkpoints of a restarted run on three nodes are identical to those of an uninterrupted run" {
   cat >"my script.py" <<END
 import os, runpy, signal, sys
 sys.path.insert(0, "$KIT")
@@ -158,7 +159,7 @@ END
   run "${train[@]}"
   [ "$status" -eq 0 ]
   [[ "$output" == *"resuming from"* ]]
-  run "${train[@]}" checkpoint.dir=undisturbed # the file "killed" is there now
+  run "${train[@]}" checkpoint.dir=undisturbed # no rank is killed, because the file "killed" exists
   [ "$status" -eq 0 ]
   [[ "$output" != *"resuming from"* ]]
   cmp undisturbed/step_00000008/state.pt "check points/step_00000008/state.pt"
@@ -167,7 +168,7 @@ END
 
 
 # bats test_tags=soak
-@test "two launches at once on the same nodes do not meet" {
+@test "two concurrent launches on the same nodes do not connect to each other" {
   write_script <<'END'
 total = torch.ones(1)
 dist.all_reduce(total)
@@ -182,7 +183,7 @@ END
 }
 
 
-@test "nodes whose own names are 127.0.1.1, as Debian has it, meet all the same" {
+@test "nodes connect to each other even if /etc/hosts maps their names to 127.0.1.1, as on Debian" {
   write_script <<'END'
 total = torch.ones(1)
 dist.all_reduce(total)
@@ -197,7 +198,7 @@ END
 }
 
 
-@test "what cannot work is refused before it starts, with the node and the remedy" {
+@test "wrong arguments and unreachable nodes are refused before the start, with node and remedy" {
   write_script <<<''
   refused 2 "expected CONFIG, NPROC and NODE..." - 2
   refused 2 "named twice" --script "my script.py" - 2 "$N1" "$N1"
@@ -212,16 +213,16 @@ END
 }
 
 
-@test "of two launches at once with one port, one is refused with the name of the other, which goes on" {
+@test "of two concurrent launches with one port, one is refused with the name of the other run, which continues" {
   write_script <<'END'
 dist.barrier()
 while not os.path.exists("go"):
     time.sleep(0.1)
 END
-  words=(--no-preflight --master-port $((20000 + RANDOM % 9000)) --script "my script.py" - 1 "$N1" "$N2")
-  start out.1 "$LAUNCH" "${words[@]}"
+  arguments=(--no-preflight --master-port $((20000 + RANDOM % 9000)) --script "my script.py" - 1 "$N1" "$N2")
+  start out.1 "$LAUNCH" "${arguments[@]}"
   first=$LAUNCHER
-  start out.2 "$LAUNCH" "${words[@]}"
+  start out.2 "$LAUNCH" "${arguments[@]}"
   wait -n "$first" "$LAUNCHER" && status=0 || status=$?
   [ "$status" -eq 69 ]
   : >go
@@ -229,14 +230,14 @@ END
   statuses=$status
   wait_for_exit "$LAUNCHER"
   [[ "$statuses $status" == "69 0" || "$statuses $status" == "0 69" ]]
-  refused=$(grep -l "agent: .*: in use by run " out.?) # whichever of its nodes was first
-  other=out.$((3 - ${refused#out.}))
-  grep -q "in use by run $(grep -o -m1 'my-script-[^ :]*' "$other") (first node $N1, started .*; choose another" "$refused"
+  refused=$(grep -l "agent: .*: in use by run " out.?) # by any of its nodes
+  winner=out.$((3 - ${refused#out.}))
+  grep -q "in use by run $(grep -o -m1 'my-script-[^ :]*' "$winner") (first node $N1, started .*; choose another" "$refused"
   [ "$(processes_left)" -eq 0 ]
 }
 
 
-@test "a port that is taken on the first node is refused, there and not here" {
+@test "a port that is in use on the first node is refused with the name of the node" {
   write_script <<<''
   "$BATS_TEST_DIRNAME/lab/lab.sh" ssh "$N2" python3 -c '
 import socket, time
@@ -250,9 +251,9 @@ with socket.create_server(("", 29123)):
 }
 
 
-@test "--dry-run prints what would run on which node, and touches none" {
+@test "--dry-run prints the command of each node, and connects to none" {
   write_script <<<''
-  printf '%s\n' '# ours' 'a1 slots=4' b2 c3 >hosts
+  printf '%s\n' '# a comment' 'a1 slots=4' b2 c3 >hosts
   run "$LAUNCH" --dry-run --hostfile hosts --exclude c3 --script "my script.py" - 2 -- 'x y'
   [ "$status" -eq 0 ]
   [ "${#lines[@]}" -eq 2 ]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# launch_torchrun_multinode.sh and launch_multinode.sh, started by hand on each node of the laboratory: people see who is
-# missing, the agents know of each other's end without a launcher above them, and each node's verdict is the same.
+# launch_torchrun_multinode.sh and launch_multinode.sh, started by hand on each node of the laboratory: missing nodes
+# are reported, agents detect failures of other nodes without a common launcher, and all nodes have the same verdict.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -32,11 +32,11 @@ teardown() {
 }
 
 
-# Type the command on a node; its output is in the file out.NODE_RANK.
-by_hand() { # <node> <launcher> <NODE_RANK> <word...> - the words hold NODE_RANK as such
-  local words=("${@:4}")
-  start "out.$3" lab ssh "$1" env "WHERE=$WORK" bash -c 'cd -- "$WHERE" && exec "$@"' bash \
-    "$KIT/scripts/ssh/$2" --python "$VIRTUAL_ENV/bin/python" "${words[@]//NODE_RANK/$3}"
+# Start a launcher on a node, with output to out.<node rank>. NODE_RANK in arguments is replaced by the node rank.
+by_hand() { # <node> <launcher> <node rank> <argument...>
+  local arguments=("${@:4}")
+  start "out.$3" lab ssh "$1" env "WORK=$WORK" bash -c 'cd -- "$WORK" && exec "$@"' bash \
+    "$KIT/scripts/ssh/$2" --python "$VIRTUAL_ENV/bin/python" "${arguments[@]//NODE_RANK/$3}"
   PIDS[$3]=$LAUNCHER
 }
 
@@ -46,19 +46,19 @@ by_hand() { # <node> <launcher> <NODE_RANK> <word...> - the words hold NODE_RANK
   write_script <<'END'
 total = torch.tensor(rank)
 dist.all_reduce(total)
-with open(f"told.{rank}", "w") as file:
-    file.write(f"{socket.gethostname()} {total.item()} {sys.argv[1:]} {os.environ['SAID']}")
+with open(f"received.{rank}", "w") as file:
+    file.write(f"{socket.gethostname()} {total.item()} {sys.argv[1:]} {os.environ['VALUE']}")
 END
-  words=(--env "SAID=a 'b' \$c" --script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT" -- 'x  y' '*' $'a\nb' '')
-  by_hand "$N2" launch_torchrun_multinode.sh 1 "${words[@]}"
-  by_hand "$N1" launch_torchrun_multinode.sh 0 "${words[@]}"
+  arguments=(--env "VALUE=a 'b' \$c" --script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT" -- 'x  y' '*' $'a\nb' '')
+  by_hand "$N2" launch_torchrun_multinode.sh 1 "${arguments[@]}"
+  by_hand "$N1" launch_torchrun_multinode.sh 0 "${arguments[@]}"
   wait_for_line out.0 "agent: 2 of 3 nodes joined, waiting for node rank 2, "
   wait_for_line out.1 "agent: 2 of 3 nodes joined, waiting for node rank 2, "
-  by_hand "$N3" launch_torchrun_multinode.sh 2 "${words[@]}"
+  by_hand "$N3" launch_torchrun_multinode.sh 2 "${arguments[@]}"
   for number in 0 1 2; do
     wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 0 ]
-    [ "$(<"told.$number")" = "${PREFIX}$((number + 1)) 3 ['x  y', '*', 'a\\nb', ''] a 'b' \$c" ]
+    [ "$(<"received.$number")" = "${PREFIX}$((number + 1)) 3 ['x  y', '*', 'a\\nb', ''] a 'b' \$c" ]
   done
 }
 
@@ -70,9 +70,9 @@ if rank == 2:
     raise ValueError("boom")
 time.sleep(300)
 END
-  words=(--script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT")
+  arguments=(--script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT")
   for number in 0 1 2; do
-    by_hand "${PREFIX}$((number + 1))" launch_multinode.sh "$number" "${words[@]}"
+    by_hand "${PREFIX}$((number + 1))" launch_multinode.sh "$number" "${arguments[@]}"
   done
   for number in 0 1 2; do
     wait_for_exit "${PIDS[number]}"
@@ -84,11 +84,11 @@ END
 }
 
 
-@test "the others report a disconnected node, its own ranks stop, and all nodes exit with 69" {
+@test "the other nodes report a disconnected node and exit with 69, and its ranks stop" {
   write_endless_script
-  words=(--script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT")
+  arguments=(--script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT")
   for number in 0 1 2; do
-    by_hand "${PREFIX}$((number + 1))" launch_torchrun_multinode.sh "$number" "${words[@]}"
+    by_hand "${PREFIX}$((number + 1))" launch_torchrun_multinode.sh "$number" "${arguments[@]}"
   done
   wait_for_line out.0 "at work"
   lab cut "$N3"
@@ -97,7 +97,7 @@ END
     wait_for_line "out.$number" "agent: $N3: connection lost; stopping the ranks of this node"
     ((SECONDS <= 16))
   done
-  no_processes_within 25 # on the cut node as well, without its coming back
+  no_processes_within 25 # also on the node that is still disconnected
   lab heal "$N3"
   for number in 0 1; do
     wait_for_exit "${PIDS[number]}"
@@ -107,7 +107,7 @@ END
 }
 
 
-@test "Ctrl-C on one node: all write one checkpoint, and end with 75" {
+@test "a stop request on one node: all nodes write one checkpoint and exit with 75" {
   endless_settings >tiny.yaml
   by_hand "$N1" launch_torchrun_multinode.sh 0 tiny.yaml 1 2 0 "$N1" "$PORT"
   by_hand "$N2" launch_torchrun_multinode.sh 1 tiny.yaml 1 2 1 "$N1" "$PORT"
@@ -123,7 +123,7 @@ END
 }
 
 
-@test "a node that does not fit is refused with both values, and the first waits for one that does" {
+@test "a node with a different script is refused with both checksums, and the first node waits for a matching one" {
   write_script <<<''
   cp "my script.py" "other.py"
   echo "# newer" >>other.py
@@ -141,7 +141,7 @@ END
 }
 
 
-@test "launches that come later to the same port are refused with the run that has it, and that run goes on" {
+@test "later launches on the same port are refused with the name of the running run, which continues" {
   write_script <<'END'
 dist.barrier()
 if rank == 0:
@@ -152,12 +152,12 @@ while not go:
     dist.all_reduce(go, dist.ReduceOp.MAX)
     time.sleep(0.1)
 END
-  words=(--no-preflight --script "my script.py" - 1)
-  by_hand "$N1" launch_torchrun_multinode.sh 0 "${words[@]}" 2 0 "$N1" "$PORT"
-  by_hand "$N2" launch_torchrun_multinode.sh 1 "${words[@]}" 2 1 "$N1" "$PORT"
+  arguments=(--no-preflight --script "my script.py" - 1)
+  by_hand "$N1" launch_torchrun_multinode.sh 0 "${arguments[@]}" 2 0 "$N1" "$PORT"
+  by_hand "$N2" launch_torchrun_multinode.sh 1 "${arguments[@]}" 2 1 "$N1" "$PORT"
   wait_for_line out.0 "at work"
-  by_hand "$N3" launch_torchrun_multinode.sh 2 "${words[@]}" 2 1 "$N1" "$PORT" # the one of somebody else
-  by_hand "$N1" launch_torchrun_multinode.sh 3 "${words[@]}" 2 0 "$N1" "$PORT"
+  by_hand "$N3" launch_torchrun_multinode.sh 2 "${arguments[@]}" 2 1 "$N1" "$PORT" # of another launch
+  by_hand "$N1" launch_torchrun_multinode.sh 3 "${arguments[@]}" 2 0 "$N1" "$PORT"
   for number in 2 3; do
     wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 69 ]
@@ -174,7 +174,7 @@ END
 
 
 # bats test_tags=soak
-@test "--max-restarts by hand: after a failure all nodes find each other again at the same port" {
+@test "--max-restarts by hand: after a failure, all nodes join again at the same port" {
   write_script <<'END'
 dist.barrier()
 if not os.path.exists("failed before") and rank == 1:
@@ -182,9 +182,9 @@ if not os.path.exists("failed before") and rank == 1:
     raise ValueError("boom")
 dist.barrier()
 END
-  words=(--max-restarts 1 --script "my script.py" - 1 2 NODE_RANK "$N1" "$PORT")
-  by_hand "$N1" launch_torchrun_multinode.sh 0 "${words[@]}"
-  by_hand "$N2" launch_torchrun_multinode.sh 1 "${words[@]}"
+  arguments=(--max-restarts 1 --script "my script.py" - 1 2 NODE_RANK "$N1" "$PORT")
+  by_hand "$N1" launch_torchrun_multinode.sh 0 "${arguments[@]}"
+  by_hand "$N2" launch_torchrun_multinode.sh 1 "${arguments[@]}"
   for number in 0 1; do
     wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 0 ]
@@ -194,17 +194,17 @@ END
 
 
 # bats test_tags=quick
-@test "launch_multinode.sh gives --local-rank to the script, by either agent" {
+@test "launch_multinode.sh passes --local-rank to the script, with either agent" {
   echo 'import sys; print(*sys.argv[1:], file=open(sys.argv[-1], "a"))' >old.py
-  run "$KIT/scripts/ssh/launch_multinode.sh" --script old.py - 2 1 0 localhost "$PORT" -- --lr 1 told
+  run "$KIT/scripts/ssh/launch_multinode.sh" --script old.py - 2 1 0 localhost "$PORT" -- --lr 1 received
   [ "$status" -eq 0 ]
-  run "$KIT/scripts/ssh/launch_multinode.sh" --agent torchrun --script old.py - 2 1 0 localhost "$PORT" -- --lr 1 told
+  run "$KIT/scripts/ssh/launch_multinode.sh" --agent torchrun --script old.py - 2 1 0 localhost "$PORT" -- --lr 1 received
   [ "$status" -eq 0 ]
-  [ "$(sort told)" = "$(printf -- '--local-rank=%s --lr 1 told\n' 0 0 1 1)" ]
+  [ "$(sort received)" = "$(printf -- '--local-rank=%s --lr 1 received\n' 0 0 1 1)" ]
 }
 
 
-@test "what cannot work is refused before it starts, with the value and the remedy" {
+@test "wrong arguments are refused before the start, with the value and the remedy" {
   write_script <<<''
   refused 2 "NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT], got:" - 1 2 0
   refused 2 "NNODES: expected a number of nodes, 1 or more, got '0'" --script "my script.py" - 1 0 0 "$N1"
@@ -219,7 +219,7 @@ END
 }
 
 
-@test "--dry-run prints what would run here, and touches nothing" {
+@test "--dry-run prints the command of this node, and starts nothing" {
   write_script <<<''
   run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --no-preflight --dry-run --script "my script.py" - 4 2 1 a1 -- 'x y'
   [ "$status" -eq 0 ]
@@ -233,13 +233,13 @@ END
 }
 
 
-@test "--rendezvous-timeout is how long a node waits for the others, with both agents" {
+@test "--rendezvous-timeout limits how long a node waits for other nodes, with either agent" {
   write_script <<<''
-  words=(--rendezvous-timeout 1 --no-preflight --script "my script.py" - 1 2 0 127.0.0.1 "$PORT")
-  run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" "${words[@]}"
+  arguments=(--rendezvous-timeout 1 --no-preflight --script "my script.py" - 1 2 0 127.0.0.1 "$PORT")
+  run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" "${arguments[@]}"
   [ "$status" -eq 124 ]
   [[ "$output" == *"waiting for node rank 1; gave up after 1 s"* ]]
-  run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --agent torchrun "${words[@]}"
+  run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --agent torchrun "${arguments[@]}"
   [ "$status" -eq 1 ]
   [[ "$output" == *"DistStoreError"* ]]
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# Tests of scripts/quickstart.sh. Packages are installed once; the next call repairs an interrupted installation; a
-# refused call writes nothing.
+# scripts/quickstart.sh installs packages once, repairs an interrupted installation on the next call, and writes nothing
+# when it refuses a call.
 #
 # A stub of Python records its command lines, so nothing is downloaded.
 
@@ -23,7 +23,7 @@ setup() {
 }
 
 
-# Its behavior is set by VERSION, GPUS, PIP_FAILS, NO_PIP and PIP_WAITS=FIFO in the environment.
+# VERSION, GPUS, PIP_FAILS, NO_PIP and PIP_WAITS=FIFO in the environment set its behavior.
 stub_python() { # <path>
   cat >"$1" <<'END'
 #!/usr/bin/env bash
@@ -73,7 +73,7 @@ installations() {
 }
 
 
-@test "the first call makes .venv, installs, trains with two processes and prints the next commands" {
+@test "the first call creates .venv, installs, trains with two processes and prints the next commands" {
   quickstart
   [ "$status" -eq 0 ]
   [ "$(grep -v -e --version -e distributed.host.gpus "$CALLS")" = "\
@@ -163,7 +163,7 @@ installations() {
   read -r _ <"$PIP_WAITS"
   "$KIT/scripts/quickstart.sh" 2>"$BATS_TEST_TMPDIR/second" >/dev/null 3>&- &
   second=$!
-  exec 4<>"$BATS_TEST_TMPDIR/second" # stays open after the last line that is read here
+  exec 4<>"$BATS_TEST_TMPDIR/second" # otherwise the writer gets SIGPIPE after the line that is read here
   until [[ "$line" == *"waiting for another installation"* ]]; do read -r line <&4; done
   echo >"$PIP_WAITS.go"
   wait "$first"

@@ -74,7 +74,7 @@ run_sh() {
 }
 
 
-# Hide these programs of this machine, and replace id and apt-get: the user is not root, or USER_ID.
+# Hide these programs of this machine, and stub id and apt-get. The user id is USER_ID, by default not root.
 without() { # <program...>
   cp -rs /usr/bin "$BATS_TEST_TMPDIR/usr" 2>/dev/null || true
   (cd "$BATS_TEST_TMPDIR/usr" && rm -f -- "$@" id)
@@ -86,7 +86,7 @@ without() { # <program...>
 }
 
 
-@test "the last line adds up four linters, bats and pytest" {
+@test "the last line adds up four runs of linters, bats and pytest" {
   run_sh
   [ "$status" -eq 0 ]
   [ "${lines[-1]}" = "Muster: 8 passed, 0 failed, 0 skipped" ]
@@ -154,7 +154,7 @@ without() { # <program...>
 }
 
 
-@test "--quick leaves out slow tests and laboratories, except one launch per launcher" {
+@test "--quick omits slow tests and laboratories, except tests with the tag quick" {
   run_sh --quick
   [ "$status" -eq 0 ]
   [ "${lines[-1]}" = "Muster: 8 passed, 0 failed, 0 skipped" ]
@@ -288,7 +288,7 @@ END
   kill -TERM $!
   wait $! || status=$?
   [ "$status" -eq 143 ]
-  run ! grep -qs sleep "/proc/$child/cmdline" # it may still be a zombie
+  run ! grep -qs sleep "/proc/$child/cmdline" # the process may still be a zombie
 }
 
 

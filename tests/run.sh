@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 #
-# Install what the tests need, then run the linters and all tests.
+# Install what the tests need, then run the linters and the tests.
 #
 # Usage: tests/run.sh [options] [FILE...]
 #
 #   FILE            run only this file, without linters: a pytest file (or FILE::TEST) or a bats file
 #   --lint          run only the linters: ruff, mypy, shellcheck
 #   --soak          also run the long tests, marked soak
-#   --quick         four minutes: linters, tests without ranks and nodes, and one launch per launcher. Leaves out
-#                   failures of nodes, SLURM jobs, training and agents, and all job lists but one
+#   --quick         run the linters, the tests that start no ranks, agents or nodes, one launch per launcher and one
+#                   job list; takes four minutes
 #   --changed       run the linters, and the tests that depend on files that are uncommitted or differ from main
 #   --python PATH   create .venv with this Python, 3.10 or newer (default: python3)
 #   --help          show this help
@@ -18,7 +18,7 @@
 #
 # pytest runs in parallel with the linters and bats; its output is shown after theirs.
 #
-# The last line adds up all results; each linter counts as one test:
+# The last line adds up all results; each run of a linter counts as one test:
 #
 #   Muster: 143 passed, 0 failed, 2 skipped
 #
@@ -126,8 +126,7 @@ install_system_packages() {
 }
 
 
-# The programs under test use the Python of the active environment. PYTHONUNBUFFERED would hide lines that they buffer
-# too long.
+# The programs under test use the Python of the active environment. PYTHONUNBUFFERED would hide missing flushes in them.
 activate_venv() {
   unset PYTHONUNBUFFERED
   export VIRTUAL_ENV=$VENV PATH="$VENV/bin:$PATH"
@@ -145,7 +144,7 @@ run_and_wait() { # <program> [argument...]
 }
 
 
-# A runner that fails without a failed test has crashed: one failure.
+# A runner that fails without a failed test has crashed, which counts as one failure.
 add_results() { # <runner> <passed> <failed> <skipped>
   local failed=$3
   if ((STATUS != 0 && failed == 0)); then
@@ -190,7 +189,7 @@ run_bats() { # <file...>
   local options=(--print-output-on-failure --report-formatter tap --output "$RESULTS")
   options+=(--jobs 3 --no-parallelize-within-files) # three files at once: the tests mostly wait
   [[ $SOAK ]] || options+=(--filter-tags "!soak${QUICK:+,!slow,!laboratory}")
-  [[ ! $QUICK ]] || options+=(--filter-tags quick) # a test is selected by either filter
+  [[ ! $QUICK ]] || options+=(--filter-tags quick) # bats selects tests that match either filter
   show bats "${options[@]}" "$@"
   run_and_wait bats "${options[@]}" "$@"
   skipped=$(count_matches '^ok [0-9]+ .* # skip' "$report")
@@ -198,13 +197,13 @@ run_bats() { # <file...>
 }
 
 
-# In parallel with bats, which mostly waits.
+# Runs in parallel with bats, whose tests mostly wait.
 start_pytest() { # <file...>
   PYTEST_COMMAND=("$PYTHON" -m pytest --junitxml "$RESULTS/pytest.xml")
   [[ ! $SOAK ]] || PYTEST_COMMAND+=(-m '')
   [[ ! $QUICK ]] || PYTEST_COMMAND+=(-m 'not soak and not slow')
   [[ ! -t 1 ]] || PYTEST_COMMAND+=(--color yes)
-  [[ $SCOPE == files ]] || PYTEST_COMMAND+=(--numprocesses 2 --no-loadscope-reorder) # tests/conftest.py splits them
+  [[ $SCOPE == files ]] || PYTEST_COMMAND+=(--numprocesses 2 --no-loadscope-reorder) # see tests/conftest.py
   PYTEST_COMMAND+=("$@")
   env --default-signal=INT,QUIT "${PYTEST_COMMAND[@]}" >"$RESULTS/pytest.log" 2>&1 &
   PYTEST_PID=$!
@@ -224,7 +223,7 @@ finish_pytest() {
 }
 
 
-# Ctrl-C has also reached pytest. A SIGTERM has not, and pytest would not stop its laboratories on SIGTERM.
+# Ctrl-C also interrupts pytest. SIGTERM does not reach pytest, which would exit on it without stopping laboratories.
 stop_pytest() { # <INT or TERM>
   [[ $PYTEST_PID ]] || return 0
   [[ $1 == INT ]] || kill -INT "$PYTEST_PID" 2>/dev/null || true
@@ -233,7 +232,7 @@ stop_pytest() { # <INT or TERM>
 }
 
 
-# bats forwards no signals, so its tests and laboratories are removed here.
+# bats forwards no signals: kill its tests and remove their laboratories here.
 kill_bats() {
   local file lab
   while read -r file; do
@@ -260,7 +259,7 @@ main() {
   ensure_venv "$BASE_PYTHON" "${REQUIREMENTS[@]}"
   activate_venv
   RESULTS=$(mktemp -d)
-  # The directory for laboratories. Processes of this test run are found by it in their environment.
+  # The directory of laboratories. In the environment, it identifies the processes of this test run.
   export MUSTER_TESTS=$RESULTS/labs
   mkdir -- "$MUSTER_TESTS"
   trap clean_up EXIT

@@ -1,12 +1,10 @@
 #!/usr/bin/env bats
 #
-# scripts/run_ddp.sh inside an allocation of SLURM (from tests/lab/lab.sh): srun starts the processes, SLURM assigns the
-# ranks, and run directory, verdict and exit code are as with every launcher.
+# scripts/run_ddp.sh in a SLURM allocation on the laboratory: srun starts the processes, SLURM assigns the ranks, and run
+# directory, verdict and exit code are as with every launcher.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
-
-
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 # shellcheck source=tests/lab/secrets.bash

@@ -6,8 +6,8 @@
 #        run_remote.sh pdsh NODE PYTHON FILE [OPTION...] -- [ARGUMENT...]
 #        run_remote.sh login SHELL COMMAND [ARGUMENT...]
 #
-# ssh and pdsh go through scripts/lib/ssh.bash and pdsh.bash. login runs on this machine: it gives SHELL the command line
-# that ssh would give it.
+# ssh and pdsh use scripts/lib/ssh.bash and pdsh.bash. login runs on this machine: SHELL gets the command line that it
+# would get as a login shell from sshd.
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../scripts/lib/common.bash"
@@ -25,7 +25,7 @@ through_pdsh() { # <node> <python> <script> [argument...]
   RUN=$(mktemp -d "$CONNECTIONS_DIR/run-XXXXXX")
   set_supervisor
   pdsh_send_environment
-  run_pdsh <> <(:) # open until it ends: end of file would mean that the launcher has exited
+  run_pdsh <> <(:) # standard input stays open: end of file would mean that the launcher has exited
 }
 
 

@@ -14,7 +14,7 @@ setup() {
 }
 
 
-# Run a command with the variables of a batch script: two nodes with eight cores each, and one task per node.
+# Run a command with the variables of a batch job on two nodes, with eight cores and one task per node.
 in_job() { # [NAME=VALUE...] <command...>
   run env SLURM_JOB_ID=7 SLURM_JOB_NODELIST='n[1-2]' SLURM_JOB_CPUS_PER_NODE='8(x2)' SLURM_TASKS_PER_NODE='1(x2)' \
     SLURM_NTASKS=2 "$@"
@@ -63,7 +63,7 @@ refuses() { # <expected text>
 }
 
 
-@test "MASTER_PORT of the environment is used without --master-port, unless RANK shows that it is another launch's" {
+@test "MASTER_PORT of the environment is used without --master-port, unless RANK shows another launch" {
   in_job MASTER_PORT=29999 "$TRAIN" --dry-run -
   [[ "$output" == "env MASTER_PORT=29999 srun "* ]]
   in_job MASTER_PORT=29999 "$TRAIN" --dry-run --master-port 28888 -

@@ -9,8 +9,8 @@ load lab/nodes.bash
 load lab/jobs.bash
 
 
-# The last node runs jobs that are requeued several times, concurrently with the tests: each requeue takes 5 s.
-# Some tests mark nodes DOWN, so this node is reserved.
+# The last node runs jobs that are requeued several times, concurrently with the tests, because each requeue takes 5 s.
+# The node is reserved, because some tests mark nodes DOWN.
 setup_file() {
   start_lab 4 --slurm
   export SBATCH_GRES=none
@@ -68,7 +68,7 @@ stepd_on() { # <node>
 }
 
 
-@test "a rank raises: the others stop, and the verdict names the rank, with srun and with torchrun" {
+@test "a rank raises: the other ranks stop, and the verdict names the rank, with srun and with torchrun" {
   local launcher
   for launcher in srun torchrun; do
     rm -f fail1
@@ -106,7 +106,7 @@ stepd_on() { # <node>
 }
 
 
-@test "a node is cut off: it is lost before SLURM notices, its ranks exit, and the job is requeued on other nodes" {
+@test "a node is cut off: it is lost before SLURM detects it, its ranks exit, and the job is requeued on other nodes" {
   submit_endless_script
   lab cut "$N2"
   wait_for_line "logs/slurm-$JOB.err" "verdict: "
@@ -254,11 +254,11 @@ END
   scontrol requeue "$JOB" # at an arbitrary moment, while checkpoints are being written
   wait_for_requeue 1
   wait_for_line "logs/slurm-$JOB.out" "resuming from"
-  run ! grep -F "nothing good" "logs/slurm-$JOB.err"
+  run ! grep -F "skipping a checkpoint" "logs/slurm-$JOB.err"
 }
 
 
-# Submit two jobs that exit with 75 without progress, and one whose ranks end at different times.
+# Submit two jobs that exit with 75 without progress, and a job whose ranks exit at different times.
 submit_background_jobs() {
   mkdir "$BATS_FILE_TMPDIR/background"
   cd "$BATS_FILE_TMPDIR/background" || return
@@ -277,7 +277,7 @@ enter_background_job() { # <1, 2 or 3>
 }
 
 
-# Succeed when this attempt has printed four steps: before the first one, SLURM has no job step to signal.
+# Succeed when this attempt has printed four steps. Before the first step, SLURM has no job step to signal.
 is_training() { # <attempt> <output of rank 0>
   [ -e "$2" ] && awk -v "attempt=$1" '/resuming from/ { resumed++; steps = 0 } /^step / { steps++ }
     END { exit !(resumed == attempt - 1 && steps >= 4) }' "$2"
@@ -320,10 +320,10 @@ END
   [ "$(grep -c 'resuming from' "logs/slurm-$JOB.out")" -eq 5 ] || { cat ../five.log logs/slurm-"$JOB".* && false; }
   run -0 "$VIRTUAL_ENV/bin/python" - <<'END'
 import torch
-one, other = (torch.load(f"{directory}/step_00000060/state.pt") for directory in ("unstopped", "stopped"))
-assert one["model"].keys() == other["model"].keys()
-for name in one["model"]:
-    assert torch.equal(one["model"][name], other["model"][name]), name
+unstopped, stopped = (torch.load(f"{directory}/step_00000060/state.pt") for directory in ("unstopped", "stopped"))
+assert unstopped["model"].keys() == stopped["model"].keys()
+for name in unstopped["model"]:
+    assert torch.equal(unstopped["model"][name], stopped["model"][name]), name
 END
   scontrol requeue "$JOB"
   wait_for_line "logs/slurm-$JOB.err" "the run has already succeeded; nothing to do"
@@ -342,7 +342,7 @@ END
 }
 
 
-@test "a rank may exit with 0 long before the others" {
+@test "a rank may exit with 0 long before the other ranks" {
   enter_background_job 3
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-"$JOB".err && false; }

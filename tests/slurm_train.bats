@@ -72,7 +72,7 @@ positions_are() { # <expected line of each rank...>
 # bats test_tags=quick
 @test "a job trains on its nodes, with the run directory of every launcher" {
   endless_settings | sed 's/100000/2/' >tiny.yaml
-  export RANK=7 MASTER_ADDR=nowhere MASTER_PORT=1 # left over from another launch; sbatch passes them on
+  export RANK=7 MASTER_ADDR=nowhere MASTER_PORT=1 # as from another launch; sbatch passes them on
   submit slurm_train.sh tiny.yaml -- logging.level=info
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
@@ -91,7 +91,7 @@ positions_are() { # <expected line of each rank...>
 }
 
 
-@test "CONFIG and SCRIPT select what runs; its arguments are unchanged, and launcher options apply" {
+@test "CONFIG and SCRIPT select the program, its arguments are unchanged, and launcher options apply" {
   write_position_script
   CONFIG=- SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh --env 'A=1 2' -- 'x  y' "it's" '$HOME'
   wait_for_job_exit "$JOB"
@@ -239,7 +239,7 @@ END
   run ! grep requeue "logs/slurm-$JOB.err"
   steps=$(($(find "check points" -name 'step_*' -printf '%f\n' | sort | tail -n 1 | sed 's/step_0*//') + 1))
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- train.steps=$steps logging.sample=1000000
-  wait_for_line "logs/slurm-$JOB.out" "step $steps/$steps" # and then the sample
+  wait_for_line "logs/slurm-$JOB.out" "step $steps/$steps" # the sample is still being written
   "$KIT/scripts/stop.sh" "$JOB"
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ]

@@ -1,8 +1,7 @@
 #!/usr/bin/env bats
 #
-# The way to the nodes is the user's own: what stands in his ssh_config decides how they are reached, and what would
-# break a launch there does not. No host key is accepted unseen and no question is asked; nodes that cannot be reached or
-# do not fit together are refused, all at once, each with its remedy.
+# Launches use the user's ssh_config; its options that would break a launch have no effect. No unknown host key is
+# accepted, and no password is asked for. Unreachable and differing nodes are refused, all at once, each with a remedy.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -30,41 +29,14 @@ setup() {
 }
 
 
-# ssh finds what is a user's by /etc/passwd, and what is included by HOME: this command alone sees another home.
-at_home() { # <command...>
-  sed "s#^\(root:.*:\)[^:]*\(:[^:]*\)#\1$PWD/home\2#" /etc/passwd >passwd
-  unshare --mount -- sh -c 'mount --bind passwd /etc/passwd && HOME=$PWD/home exec "$@"' sh "$@"
-}
-
-
-on() { # <node> <command...>: in its network and with its files
-  nsenter --target "$(<"$MUSTER_LAB/$1/sshd.pid")" --net --uts --mount -- "${@:2}"
-}
-
-
-second_sshd() { # <node> <port> <option...>
-  on "$1" "$(type -P sshd || echo /usr/sbin/sshd)" -f "$MUSTER_LAB/sshd_config" -h "$MUSTER_LAB/$1/host_key" -p "$2" \
-    -o PidFile=none "${@:3}" 3>&-
-  # It has gone into the background before it listens.
-  timeout 20 nsenter --target "$(<"$MUSTER_LAB/$1/sshd.pid")" --net -- \
-    bash -c 'until (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; do sleep 0.05; done' bash "$2" 3>&-
-}
-
-
-address() { # <node>
-  awk -v node="$1" '$2 == node { print $1 }' "$MUSTER_LAB/hosts"
-}
-
-
-# Where a node's file differs from that of all others: only this node sees it.
-differs() { # <node> <file> <what stands there>
+replace_file() { # <node> <file> <content>: on this node only
   printf '%s\n' "$3" >"$BATS_TEST_TMPDIR/$1-${2##*/}"
   on "$1" mount --bind "$BATS_TEST_TMPDIR/$1-${2##*/}" "$2"
 }
 
 
-@test "the user's ssh_config is honoured: port, jump host, key, alias; and what would break a launch does not" {
-  second_sshd "$N1" 2222
+@test "port, jump host, key and alias of ssh_config are used, and options that would break a launch have no effect" {
+  start_second_sshd "$N1" 2222
   cp -- "$MUSTER_LAB/id" home/key
   cat >home/.ssh/config <<END
 Host box1
@@ -95,7 +67,7 @@ END
 import os
 print(os.environ["MUSTER_NODE"], os.environ["SSH_CONNECTION"])
 END
-  run at_home timeout 60 "$LAUNCH" --script script.py - 1 box1 box2
+  run with_home timeout 60 "$LAUNCH" --script script.py - 1 box1 box2
   : >"$MUSTER_LAB/bashrc"
   echo "$output"
   [ "$status" -eq 0 ]
@@ -104,8 +76,8 @@ END
 }
 
 
-@test "no host key is accepted unseen, no password asked, and each fault has its line" {
-  second_sshd "$N3" 2222 -o PubkeyAuthentication=no -o PasswordAuthentication=yes
+@test "no unknown host key is accepted, no password is asked for, and each fault is reported" {
+  start_second_sshd "$N3" 2222 -o PubkeyAuthentication=no -o PasswordAuthentication=yes
   : >home/known
   sed "s/^$N2,[^ ]*/changed/" "$MUSTER_LAB/known_hosts" >home/other
   cat >home/.ssh/config <<END
@@ -133,7 +105,7 @@ END
   cp -r home/.ssh/config config.before
   lab cut "$N4"
   SECONDS=0
-  run at_home "$LAUNCH" --script script.py - 1 "$N2" unknown changed password refuses someone silent < <(yes yes)
+  run with_home "$LAUNCH" --script script.py - 1 "$N2" unknown changed password refuses someone silent < <(yes yes)
   ((SECONDS <= 20))
   lab heal "$N4"
   echo "$output"
@@ -151,19 +123,19 @@ END
 }
 
 
-@test "another PyTorch, another script and a slow resolver are reported, by node" {
-  # Of PyTorch there is only what says which it is: nobody gets as far as to run it.
+@test "a different PyTorch, a different script and a slow resolver are reported with the node" {
+  # Only the version of PyTorch is present: the launch is refused before PyTorch is imported.
   "$VIRTUAL_ENV/bin/python" -m venv --without-pip env
   packages=$(echo "$PWD"/env/lib/python3*/site-packages)
   mkdir "$packages/torch" "$packages/torch-2.13.0.dist-info" other other/torch-2.1.0.dist-info
   : >"$packages/torch/__init__.py"
   on "$N2" mount --bind "$PWD/other" "$packages"
-  differs "$N3" "$PWD/script.py" "print('another')"
-  # A name server that never answers, and stands before /etc/hosts.
+  replace_file "$N3" "$PWD/script.py" "print('another')"
+  # A name server that never answers, and is queried before /etc/hosts.
   on "$N4" ip neigh add "$(address "$N1" | sed 's/[0-9]*$/250/')" lladdr 02:00:00:00:00:fa dev eth0
-  differs "$N4" /etc/resolv.conf "nameserver $(address "$N1" | sed 's/[0-9]*$/250/')
+  replace_file "$N4" /etc/resolv.conf "nameserver $(address "$N1" | sed 's/[0-9]*$/250/')
 options timeout:2 attempts:1"
-  differs "$N4" /etc/nsswitch.conf "hosts: dns files
+  replace_file "$N4" /etc/nsswitch.conf "hosts: dns files
 passwd: files"
   run "$LAUNCH" --python env/bin/python --script script.py - 1 "$N1" "$N2" "$N3" "$N4"
   echo "$output"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 #
-# scripts/status.sh and scripts/stop.sh on the laboratory cluster: from any terminal, directory and machine, status.sh
+# scripts/status.sh and scripts/stop.sh on the laboratory: from any terminal, directory and machine, status.sh
 # shows each rank and names one that hangs; stop.sh stops one run and no other, with time for a checkpoint, and no
 # process remains.
 
@@ -27,11 +27,11 @@ setup() {
   enter_workdir
   cat >"my script.py" <<'END'
 import os, signal, sys, time
-def leave(*_):
-    time.sleep(1.5)  # as a checkpoint takes its time
+def save(*_):
+    time.sleep(1.5)  # as long as a checkpoint takes
     open("saved " + os.environ["RANK"] + " " + sys.argv[1], "w").close()
     sys.exit(75)
-signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGTERM, save)
 print("at work as", sys.argv[1], flush=True)
 while True:
     time.sleep(0.1)
@@ -76,7 +76,7 @@ count_processes() { # <run>
 }
 
 
-@test "each rank is shown on its node, a stopped one looks hung, stop.sh stops this run and no other" {
+@test "each rank is shown on its node, a stopped rank looks hung, and stop.sh stops only its run" {
   start_run one 2 "$N1" "$N2"
   one=$RUN one_launcher=$LAUNCHER
   start_run two 2 "$N2" "$N3"
@@ -138,7 +138,7 @@ count_processes() { # <run>
 }
 
 
-@test "on a machine that only shares the directory the launcher is named, and the run is stopped from there" {
+@test "on a machine that shares only the directory, the launcher is named, and the run can be stopped" {
   lab ssh "$N1" sh -c 'cd "$1" && exec "$2" --python "$3/bin/python" --script "my script.py" - 1 "$4" -- one' \
     sh "$WORK" "$LAUNCH" "$VIRTUAL_ENV" "$N2" >"out one" 2>&1 3>&- &
   timeout 120 grep -qF -m1 "at work" <(tail -n +1 -F "out one" 2>/dev/null)
@@ -154,7 +154,7 @@ count_processes() { # <run>
 
 
 # bats test_tags=soak
-@test "a disconnected node is named with the reason, and is not reported as free of processes" {
+@test "a disconnected node is reported with the reason, and not as free of processes" {
   start_run one 2 "$N1" "$N3"
   lab cut "$N3"
   run -69 "$STATUS"

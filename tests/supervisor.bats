@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 #
-# scripts/lib/supervisor.py runs one command, records how it ended and leaves no process behind, whatever happens to the
+# scripts/lib/supervisor.py runs one command, records its exit code and leaves no process, whatever happens to the
 # command, the supervisor or the launcher, which holds the control channel open. test_supervisor.py tests all orders of
 # killed processes.
 
@@ -82,7 +82,7 @@ remaining() {
 }
 
 
-@test "leftover children of the command are ended, also in another session" {
+@test "children that outlive the command are killed, also in another session" {
   start -- bash -c 'sleep 300 & setsid sleep 300 & exit 0'
   status_of_node
   [ "$status" -eq 0 ]
@@ -102,10 +102,10 @@ remaining() {
 
 
 @test "a second SIGTERM kills the command at once" {
-  start --grace 600 -- bash -c 'trap "echo got it" TERM; echo ready; while :; do sleep 0.1; done'
+  start --grace 600 -- bash -c 'trap "echo received" TERM; echo ready; while :; do sleep 0.1; done'
   wait_for_line ready
   kill -TERM "$NODE"
-  wait_for_line "got it"
+  wait_for_line received
   kill -TERM "$NODE"
   status_of_node
   [ "$status" -eq 137 ]
@@ -164,7 +164,7 @@ remaining() {
 }
 
 
-@test "requests through a file reach only the supervisor of that run" {
+@test "a stop request in a file reaches only the supervisor of that run and node" {
   start -- sh -c 'trap "exit 7" TERM; echo up; while true; do sleep 1 & wait $!; done'
   wait_for_line up
   "${SUPERVISOR[@]}" stop --dir "$RUN-2" --name n1
@@ -187,7 +187,7 @@ remaining() {
 }
 
 
-@test "a wrong call exits with 2 and starts nothing" {
+@test "wrong arguments exit with 2 and start nothing" {
   run -2 "${SUPERVISOR[@]}" run --name n1 -- true
   run -2 "${SUPERVISOR[@]}" run --bad
   run -2 "${SUPERVISOR[@]}" wait --dir "$RUN" --name n1

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# Nodes that share no directory with the launcher: --sync copies the working directory to them and the run directory back,
-# also of a failed run, so that the verdict has the first failure.
+# Nodes that share no directory with the launcher: --sync copies the working directory to them and the run directory
+# back, even if the run fails, so that the verdict has the first failure.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -129,7 +129,7 @@ END
 }
 
 
-@test "a node on which the directory cannot be created is reported, and nothing starts" {
+@test "a node on which the working directory cannot be created is reported, and nothing starts" {
   lab ssh "$N2" touch "$APART/in the way"
   mkdir -p "$APART/in the way/work"
   cd "$APART/in the way/work"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# scripts/test_distributed.sh prints one report on standard output, its exit code agrees with the report, and a wrong
-# call starts nothing.
+# scripts/test_distributed.sh prints one report on standard output, its exit code agrees with the report, and wrong
+# arguments start nothing.
 
 bats_require_minimum_version 1.5.0
 
@@ -16,7 +16,7 @@ setup() {
 }
 
 
-# With messages and times for a busy machine.
+# With small messages, short measurements, and a timeout for a busy machine.
 quick() { # <option or N...>
   "$TEST_DISTRIBUTED" --quiet --max-bytes 4K --seconds 0.1 --timeout 120 "$@"
 }
@@ -58,7 +58,7 @@ field() { # <name> <file>; print a field of the JSON object in a file
 }
 
 
-@test "a wrong call is refused in one line and starts nothing" {
+@test "wrong arguments are refused in one line and start nothing" {
   while IFS='|' read -r arguments message; do
     # shellcheck disable=SC2086
     run --separate-stderr "$TEST_DISTRIBUTED" $arguments

@@ -23,7 +23,7 @@ KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
 # The state at the start of an attempt. Requests to the nodes are discarded.
 setup() {
   cd "$BATS_TEST_TMPDIR" || return
-  # shellcheck disable=SC2034 # for wait_for_nodes
+  # shellcheck disable=SC2034 # wait_for_nodes reads them
   NEXT_REQUEST='' NEXT_REQUEST_TIME='' HANG_TIMEOUT=0
   RUN=$PWD
   declare -gA CLIENT=() CONTROL=() DEAD=()
@@ -32,7 +32,7 @@ setup() {
 }
 
 
-give_client() { # <node>
+add_client() { # <node>
   sleep 1000 3>&- &
   local control
   CLIENT[$1]=$!
@@ -47,8 +47,8 @@ teardown() {
 
 
 @test "an exit code may arrive in several pieces" {
-  give_client node1
-  give_client node2
+  add_client node1
+  add_client node2
   local clients=("${CLIENT[@]}")
   { printf 'no' && sleep 0.7 && printf 'de1 ' && sleep 0.7 && printf '75\nnode2 0\n'; } >&"$EVENTS" 3>&- &
   wait_for_nodes
@@ -59,26 +59,26 @@ teardown() {
 
 
 @test "the launcher does not wait for the exit code of a killed client" {
-  give_client node1
+  add_client node1
   local client=${CLIENT[node1]}
   kill -KILL "$client"
   wait_for_nodes
   [ "$(<recorded)" = "node1: the launcher's client (process $client) was killed" ]
   [ "$STATUS" -eq 137 ]
-  [ ${#DEAD[@]} -eq 0 ] # or the client of the next attempt would have no time to report
+  [ ${#DEAD[@]} -eq 0 ] # otherwise the launcher would not wait for a report of the next attempt's client
 }
 
 
 @test "a hang ends the run with 124, unless the run is already ending or the hang was in an earlier attempt" {
   # shellcheck disable=SC2034 # handle_hang reads it
   EXIT_TIMED_OUT=124
-  give_client node1
+  add_client node1
   printf '%s\n' "/hang_watch 0" "node1 0" >&"$EVENTS"
   wait_for_nodes
   [ "$STATUS" -eq 0 ]
   [ ! -s recorded ]
 
-  give_client node1
+  add_client node1
   echo '{}' >.hang.json
   printf '%s\n' "/hang_watch 0" "node1 143" >&"$EVENTS"
   wait_for_nodes
@@ -88,8 +88,8 @@ teardown() {
   rm hang.json
 
   STATUS=0 NEXT_REQUEST=''
-  give_client node1
-  give_client node2
+  add_client node1
+  add_client node2
   echo '{}' >.hang.json
   printf '%s\n' "node1 1" "/hang_watch 0" "node2 1" >&"$EVENTS"
   wait_for_nodes
@@ -100,7 +100,7 @@ teardown() {
 
 @test "hang_watch.sh exits with the launcher, also during a query" {
   mkfifo launcher
-  trap '' TERM # as a parent of the launcher may have set it
+  trap '' TERM # a parent of the launcher may have set this
   setsid "$KIT/scripts/lib/hang_watch.sh" --python python3 --timeout 1000 nowhere <launcher 3>&- &
   local watcher=$! control
   trap - TERM
@@ -112,7 +112,7 @@ teardown() {
 }
 
 
-# In a separate shell, as bash prints such lines only in a script.
+# In a separate shell, because bash prints such lines only in scripts.
 @test "when a client or its command is killed, the console shows no command of the launcher" {
   cat >launcher.sh <<'END'
 for part in common options nodes watch; do

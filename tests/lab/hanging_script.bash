@@ -8,7 +8,7 @@ write_hanging_script() {
   cat >"my script.py" <<'END'
 import os, threading
 at_work = threading.Event()
-def show_progress():  # until the ranks are at work: a slow start is no hang
+def show_progress():  # until the ranks are at work: a slow start is not a hang
     while not at_work.wait(0.3):
         print(".", flush=True)
 threading.Thread(target=show_progress, daemon=True).start()

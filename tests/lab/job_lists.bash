@@ -9,19 +9,20 @@
 #   name      its name in `holds`, and in the file STARTED: "begin NAME NODE PID CUDA_VISIBLE_DEVICES", and "end NAME"
 #   seconds   run time
 #   until     a file: run until it exists
-#   exit      exit code; with exit_once only if that file does not exist, else 0
-#   signal    the signal that it sends to itself; "segfault" reads from address 0
+#   exit      exit code, by default 0
+#   exit_once   a file: create it and use `exit` if it does not exist, else exit with 0
+#   signal    send this signal to itself; "segfault" reads from address 0
 #   ignore_sigterm, exit_on_sigterm   ignore SIGTERM, or exit with 0
-#   alone     write "overlap" to STARTED if another such job runs on the node
+#   alone     write "overlap" to STARTED if another job with alone runs on the node
 #   daemon    start a process in a separate session that ignores SIGTERM, and do not wait for it
 #   memory    MiB to allocate
 #   fill      a directory: write to it until the disk is full, then fail; ignored on a disk of 10 MB or more
 #   big       MiB of results
 #   quiet     write nothing to the output directory
 #
-# With mode base_only, the settings are those that start with base_, the name is base, and the job writes the files of a
-# base model; `mb` is the size of its weights in MiB. An experiment writes "base NAME weights" to STARTED if it can read
-# its base model.
+# With mode base_only, the job uses the settings that start with base_, has the name base, and writes the files of a
+# base model; base_mb is the size of its weights in MiB. An experiment writes "base NAME weights" to STARTED if it can
+# read its base model.
 #
 # Nodes share all files with this machine except their home, the directory of tmux sockets, and APART.
 # shellcheck disable=SC2034,SC2153,SC2154 # the tests read what it sets, and it reads what bats sets
@@ -55,7 +56,7 @@ all_nodes() {
 }
 
 
-# Give a node a separate home and directory of tmux sockets. To be called again after the node was restarted.
+# Give a node a separate home and directory of tmux sockets. Call it again after the node is restarted.
 set_up_home() { # <node> [login shell]
   local home=$HOMES/$1
   mkdir -p "$home/bin" "$home/tmux"
@@ -64,16 +65,6 @@ set_up_home() { # <node> [login shell]
   printf '%s\n' "PATH='$home/bin':\$PATH" >"$home/.bashrc"
   on "$1" mount --bind "$home/passwd" /etc/passwd
   on "$1" mount --bind "$home/tmux" "$TMUX_SOCKETS"
-}
-
-
-on() { # <node> <command...>: run a command in the namespaces of a node
-  nsenter --target "$(<"$MUSTER_LAB/$1/sshd.pid")" --net --uts --mount -- "${@:2}" 3>&-
-}
-
-
-address() { # <node>
-  awk -v node="$1" '$2 == node { print $1 }' "$MUSTER_LAB/hosts"
 }
 
 
@@ -87,7 +78,7 @@ enter_list() {
 }
 
 
-# Kill all processes of this test, found by STARTED in their environment and not by the means of the product.
+# Kill all processes of this test. They are found by STARTED in their environment, independently of Muster.
 leave_list() {
   local node file
   [ -n "${BATS_TEST_COMPLETED-}" ] || tail -n 50 "$WORK/out" "$BATS_TEST_TMPDIR/out" 2>/dev/null || true
@@ -119,7 +110,7 @@ cluster() { # <node[:slots]...>: write cluster.json; servers have no GPUs, and 2
 }
 
 
-job_list() { # write jobs.json from JSON objects on standard input, one per line; each gets STARTED as a variable
+job_list() { # write jobs.json from JSON objects on standard input, one per line; each gets the variable STARTED
   sed -e "s#^{#{\"_env\": {\"STARTED\": \"$STARTED\"}, #" -e '1s/^/[/' -e '$!s/$/,/' -e '$s/$/]/' >jobs.json
 }
 
@@ -147,20 +138,20 @@ start_command() { # <subcommand> [argument...]: in the background, like start_li
 
 # ---- results
 
-# Variables of a Python expression: r is results.json, job its jobs by name, last their last attempts; started are the
-# lines of STARTED, began the names of started jobs.
+# A Python expression can use r (results.json), job (its jobs by name), last (their last attempts), started (the lines
+# of STARTED, each split) and began (the names of started jobs).
 
 holds() { # <Python expression>: succeeds if it is true
   evaluate holds "$1"
 }
 
 
-tell() { # <Python expression of several values>: print them
-  evaluate tell "$1"
+values() { # <Python expression of several values>: print them
+  evaluate values "$1"
 }
 
 
-evaluate() { # <holds or tell> <Python expression>
+evaluate() { # <holds or values> <Python expression>
   "$VIRTUAL_ENV/bin/python" -I - "$STARTED" "$@" <<'END'
 import json, sys
 r = json.load(open("results.json"))
@@ -169,7 +160,7 @@ last = {name: each["attempts"][-1] for name, each in job.items() if each["attemp
 started = [line.split() for line in open(sys.argv[1])]
 began = [words[1] for words in started if words[0] == "begin"]
 value = eval(sys.argv[3])
-if sys.argv[2] == "tell":
+if sys.argv[2] == "values":
     print(*value)
 elif not value:
     print(json.dumps(r, indent=1), *map(" ".join, started), f"does not hold: {sys.argv[3]}", sep="\n")
@@ -196,17 +187,17 @@ wait_until_started() { # <name>: wait until the job has started
 }
 
 
-pid_of_job() { # <name>: of its newest attempt
+pid_of_job() { # <name>: the process id of its newest attempt
   awk -v name="$1" '$1 == "begin" && $2 == name { pid = $4 } END { print pid }' "$STARTED"
 }
 
 
-node_of_job() { # <name>
+node_of_job() { # <name>: the node of its newest attempt
   awk -v name="$1" '$1 == "begin" && $2 == name { node = $3 } END { print node }' "$STARTED"
 }
 
 
-supervised() { # <supervisor, guard or command> <name of a job>: print the process id
+process_of_job() { # <supervisor, guard or command> <name>: its process id
   "$VIRTUAL_ENV/bin/python" -I - "$1" "$(pid_of_job "$2")" <<'END'
 import glob, json, sys
 found = [json.load(open(path)) for path in glob.glob("logs/jobs/*/*/node_*.pid")]
@@ -226,7 +217,7 @@ no_process_left() {
 }
 
 
-# A command shows a text in a terminal. Sends Ctrl-b d afterwards.
+# Check that a command shows a text on a terminal. Then type Ctrl-b d, which detaches tmux.
 shows_on_terminal() { # <text> <command...>
   "$VIRTUAL_ENV/bin/python" -I - "$@" 3>&- <<'END'
 import fcntl, os, pty, select, struct, sys, termios, time
@@ -261,9 +252,9 @@ if job.get("mode") == "base_only":
 name, gpus = job.get("name", job["id"]), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-def note(*words):
+def record(*values):
     with open(os.environ["STARTED"], "a") as file:
-        file.write(" ".join(map(str, words)) + "\n")
+        file.write(" ".join(map(str, values)) + "\n")
 
 
 def metrics(**values):
@@ -281,12 +272,12 @@ if job.get("alone"):
         lock = open(os.environ["STARTED"] + f".{node}", "w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        note("overlap", name, node)
-note("begin", name, node, os.getpid(), gpus or "-")
+        record("overlap", name, node)
+record("begin", name, node, os.getpid(), gpus or "-")
 for gpu in filter(None, gpus.split(",")):  # read by the stub of nvidia-smi, and by other jobs on this GPU
     used = os.path.expanduser(f"~/gpu_{gpu}")
     if os.path.exists(used) and os.path.exists("/proc/" + open(used).read().strip()):
-        note("overlap", name, node, gpu)
+        record("overlap", name, node, gpu)
     open(used, "w").write(str(os.getpid()))
 print("arguments", *sys.argv[1:], flush=True)
 metrics(steps=10)
@@ -323,9 +314,9 @@ if job.get("mode") == "base_only" and "exit" not in job or os.path.exists(job.ge
     with open(f"{out}/best_base_model.pt", "wb") as file:
         file.write(os.urandom(1 << 20) * job.get("mb", 0) + b"weights")
 if "MUSTER_BASE_MODEL" in os.environ:
-    note("base", name, open(os.environ["MUSTER_BASE_MODEL"] + "/best_base_model.pt", "rb").read()[-7:].decode())
+    record("base", name, open(os.environ["MUSTER_BASE_MODEL"] + "/best_base_model.pt", "rb").read()[-7:].decode())
 metrics(step=10, loss=0.5)
-note("end", name)
+record("end", name)
 if not os.path.exists(job.get("exit_once", "nowhere")) and job.get("exit"):
     if "exit_once" in job:
         open(job["exit_once"], "w").close()

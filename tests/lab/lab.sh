@@ -2,10 +2,10 @@
 #
 # Start a cluster of nodes on this Linux machine, without containers. Needs root.
 #
-# Usage: lab.sh up N [options]            start node1 .. nodeN; if they are up, restart dead ones and heal the others
+# Usage: lab.sh up N [options]            start node1 .. nodeN; if they are up, restart dead nodes, heal the rest
 #        lab.sh down                      remove the laboratory and everything it created
 #        lab.sh status                    print a line per node: name, address, state, process id of its sshd
-#        lab.sh ssh NODE [ARGUMENT...]    open a shell on the node, or run a command there, arguments unchanged
+#        lab.sh ssh NODE [ARGUMENT...]    open a shell on the node, or run a command there with unchanged arguments
 #        lab.sh cut NODE                  drop all packets to and from the node; connections stay open but idle
 #        lab.sh freeze NODE               stop all its processes (SIGSTOP)
 #        lab.sh slow NODE KBIT            limit its bandwidth to KBIT kbit/s in each direction
@@ -14,17 +14,17 @@
 #
 # Options of up:
 #   --private DIR     give each node its own DIR, initially empty; may be given several times
-#   --slurm           start SLURM and print the SLURM_CONF to use. A job in partition urgent preempts jobs in lab,
-#                     the default partition, which are requeued
+#   --slurm           start SLURM and print the SLURM_CONF to use. Jobs in partition urgent preempt and requeue jobs
+#                     in lab, the default partition
 #   --gpus G          simulate G GPUs per node in SLURM
 #   --prefix PREFIX   name the nodes PREFIX1 .. PREFIXN, for a second laboratory on this machine
 #
-# Each node has its own address, host name, /etc/hosts and sshd. Files, /tmp, /dev/shm and process ids are those of
-# this machine, as with a shared file system. `ssh node1` works on this machine and on every node.
-# Each node sees all cores of this machine. sshd and SLURM therefore set OMP_NUM_THREADS, unless it is set, to the
-# cores divided by the number of ranks: one per simulated GPU, or one per node.
-# State is up, slow, frozen, cut or dead. All files are in MUSTER_LAB (default: /run/muster-lab), among them bashrc,
-# initially empty, which replaces root's ~/.bashrc on the nodes.
+# Each node has its own address, host name, /etc/hosts and sshd. The nodes share all other files, including /tmp and
+# /dev/shm, and all process ids with this machine. `ssh node1` works on this machine and on every node.
+# Each node sees all cores of this machine. sshd therefore sets OMP_NUM_THREADS to cores / ranks, with one rank per
+# simulated GPU, or one per node without GPUs. SLURM does the same for jobs that have not set it.
+# The state of a node is up, slow, frozen, cut or dead. MUSTER_LAB (default: /run/muster-lab) is the directory of the
+# laboratory. Its file bashrc, initially empty, replaces root's ~/.bashrc on the nodes.
 #
 #   tests/lab/lab.sh up 3
 #   ssh node2 hostname
@@ -42,7 +42,7 @@ STEP_TIMEOUT=20          # seconds for starting the nodes, and for each step of 
 KILL_WAIT=5              # seconds between SIGTERM and SIGKILL of a SLURM job, for writing a checkpoint
 MAX_NODES=64
 
-NODES=0 # their number
+NODES=0 # number of nodes
 PREFIX=node
 SLURM=
 GPUS=0
@@ -61,7 +61,7 @@ Host $node $(address "$node")
   IdentitiesOnly yes
   UserKnownHostsFile $LAB/known_hosts
   StrictHostKeyChecking yes
-  # The cheapest key exchange: a login takes two thirds of the time.
+  # The fastest key exchange: a login takes a third less time.
   KexAlgorithms curve25519-sha256
 CONF
   done
@@ -89,12 +89,12 @@ CONF
 
 threads_per_rank() { # with one rank per simulated GPU, or per node
   local cores ranks=$((GPUS > 0 ? NODES * GPUS : NODES))
-  cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc obeys them
+  cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc obeys both variables
   echo $((cores > ranks ? cores / ranks : 1))
 }
 
 
-# SLURM runs it before each task and batch script, and adds its output to their environment.
+# SLURM runs this script before each task and batch script. Its output sets their environment variables.
 task_prolog() {
   cat <<END
 #!/bin/sh
@@ -110,8 +110,8 @@ hosts() {
   echo "$(host_address) $(hostname)"
   for node in $(all_nodes); do
     echo "$(address "$node") $node"
-    # PyTorch's store looks up its clients by IPv4-mapped IPv6 address, which the line above does not answer. The name
-    # differs from the node's, which must have one address only.
+    # PyTorch's store looks up its clients by IPv4-mapped IPv6 address, which the line above does not answer. This line
+    # has another name, because the node's name must have only one address.
     echo "::ffff:$(address "$node") $node.mapped"
   done
 }
@@ -123,7 +123,7 @@ slurm_conf() {
   cat <<CONF
 ClusterName=lab
 SlurmctldHost=localhost($(host_address))
-# slurmctld listens on every address of this machine: each laboratory needs another port.
+# slurmctld listens on every address of this machine, so each laboratory needs its own port.
 SlurmctldPort=$((7000 + second))
 SlurmUser=root
 SlurmdUser=root
@@ -138,7 +138,7 @@ SlurmdSpoolDir=$LAB/%n/slurmd
 SlurmdPidFile=$LAB/%n/slurmd.pid
 SlurmdLogFile=$LAB/%n/slurmd.log
 MailProg=/bin/true
-# Works on any machine: no cgroups, and more CPUs than it has.
+# These settings work on any machine: without cgroups, and with more CPUs than it has.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 TaskProlog=$LAB/task_prolog
@@ -154,8 +154,8 @@ SlurmdTimeout=30
 SchedulerParameters=bf_interval=1,sched_interval=1
 JobRequeue=1
 KillWait=$KILL_WAIT
-# A preempted job receives the signal of its --signal, or else SIGTERM, and has 15 s: GraceTime is shorter, and
-# KillWait and MessageTimeout decide.
+# A preempted job receives the signal of its --signal, or SIGTERM without it. It is killed after KillWait (5 s) plus
+# MessageTimeout (10 s), because GraceTime is shorter.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
@@ -272,7 +272,7 @@ check_prefix_is_free() {
   local owner
   owner=$(head -n 1 "$(ssh_config_file)" 2>/dev/null) || return 0
   owner=${owner#"$MARK in "}
-  # The owner's directory is gone if the machine was rebooted.
+  # After a reboot, the owner's directory does not exist.
   [[ $owner == "$LAB" || ! -e $owner ]] ||
     die "${PREFIX}1: already a node of the laboratory in $owner; choose other names with --prefix"
 }
@@ -332,7 +332,7 @@ LINKS
 }
 
 
-create_network() { # <file to bind it to>
+create_network() { # <file for its bind mount>
   : >"$1"
   unshare --net="$1" true
 }
@@ -344,14 +344,14 @@ in_switch() { # <command...>
 
 
 start_nodes() { # <node...>
-  local node starting=()
+  local node pid starting=()
   for node; do
     create_node "$node"
     nsenter --net="$LAB/$node/net" unshare --uts --mount -- "$PROGRAM_FILE" start-node "$node" &
     starting+=($!)
   done
-  for node in "${starting[@]}"; do
-    wait "$node" || die "a node failed to start"
+  for pid in "${starting[@]}"; do
+    wait "$pid" || die "a node failed to start"
   done
   wait_until "$STEP_TIMEOUT" are_alive "$@" || die "the nodes are not ready after $STEP_TIMEOUT s"
   [[ ! $SLURM ]] || wait_until "$STEP_TIMEOUT" all_available || die "SLURM's nodes are not ready after $STEP_TIMEOUT s"
@@ -372,13 +372,13 @@ create_node() { # <node>
 }
 
 
-# The same after a restart: it is in the other nodes' ARP caches.
+# A restarted node must have the same address as before, because other nodes have it in their ARP caches.
 hardware_address() { # <node>
   printf '02:00:00:00:00:%02d\n' "${1#"$PREFIX"}"
 }
 
 
-# Runs in the node's namespaces: host name and mounts exist as long as its processes.
+# Runs in the node's namespaces. Its host name and mounts exist as long as its processes.
 start_node() { # <node>
   local directory
   hostname "$1"
@@ -417,7 +417,7 @@ start_slurm() {
 }
 
 
-all_available() { # idle, or running jobs
+all_available() { # all nodes of SLURM are idle or run jobs
   local states
   states=$(SLURM_CONF=$LAB/slurm.conf timeout 5 sinfo --noheader --Node --format=%T 2>/dev/null) || return 1
   [[ $states ]] && ! grep -qvxE 'idle|mixed|allocated|completing' <<<"$states"
@@ -563,7 +563,7 @@ unlimit() { # <network> <device>
 }
 
 
-# All processes end at once, as without power: one that outlived another by a millisecond could record its death.
+# Freeze all processes before killing them: as in a power failure, none can record the death of another.
 kill_node() { # <node>
   cut "$1"
   freeze "$1"
@@ -577,7 +577,7 @@ power_off() { # <node>
 }
 
 
-kill_processes() { # <node>; succeeds when there was none
+kill_processes() { # <node>; succeeds when none is left
   local processes
   processes=$(processes_of "$1")
   signal KILL "$processes"
@@ -623,7 +623,7 @@ remove_ssh_config() {
 }
 
 
-# An srun on this machine exits with its job. Without scancel it would wait for killed nodes.
+# scancel also ends an srun on this machine, which would otherwise wait for the killed nodes.
 cancel_jobs() {
   local -x SLURM_CONF=$LAB/slurm.conf
   local jobs
@@ -639,12 +639,12 @@ no_jobs() {
 }
 
 
-remove_network() { # <file it is bound to>
+remove_network() { # <file of its bind mount>
   umount -- "$1" 2>/dev/null || true
 }
 
 
-# The settings are removed last: if this is interrupted, they identify the directory to the next down.
+# The settings are removed last: if down is interrupted, the next down recognizes the directory by them.
 remove_files() {
   if [[ -e $LAB/made_sshd_directory ]] && ! pgrep -x --runstates D,R,S,T sshd >/dev/null; then
     rmdir -- "$SSHD_DIRECTORY" 2>/dev/null || true
@@ -662,7 +662,7 @@ stop_slurm() {
 }
 
 
-kill_slurm_daemons() { # succeeds when there was none
+kill_slurm_daemons() { # succeeds when none is left
   local processes
   processes=$(daemons munged slurmctld)
   signal KILL "$processes"
@@ -670,7 +670,7 @@ kill_slurm_daemons() { # succeeds when there was none
 }
 
 
-daemons() { # <program...>; prints the process ids of those that run on this machine for the laboratory
+daemons() { # <program...>; prints the ids of their processes for this laboratory
   local program pid arguments
   while read -r pid arguments; do
     for program; do
@@ -692,7 +692,7 @@ status() {
 }
 
 
-ssh_to() { # <node> [argument...]; quoted, because ssh joins them and the node's shell splits them again
+ssh_to() { # <node> [argument...]; quoted, because ssh joins arguments and the node's shell splits them
   local command=()
   (($# == 1)) || command=("$(quote "${@:2}")")
   exec ssh "$1" "${command[@]}"
@@ -713,8 +713,8 @@ show_logs() {
 }
 
 
-# One lab.sh at a time on this machine. The lock is on a directory, so that no lock file remains. Daemons are started
-# without descriptor 9: they would hold the lock.
+# Only one lab.sh at a time changes laboratories on this machine. The lock is on a directory, so that no lock file
+# remains. Daemons are started without descriptor 9, because they would keep the lock.
 lock() {
   exec 9<"${SSH_CONFIG%/*}"
   flock 9
@@ -777,7 +777,7 @@ need_node() { # <node>
 }
 
 
-need_arguments() { # <their names> <their number> <argument...>
+need_arguments() { # <expected names> <expected number> <argument...>
   (($# - 2 == $2)) || die_usage "$COMMAND: expected $1, got '${*:3}'"
 }
 

@@ -5,7 +5,7 @@
 # Sourced by a bats file that calls start_lab N [option...] in setup_file, stop_lab in teardown_file, enter_workdir in
 # setup and sweep_runs in teardown. Each test then has nodes N1, N2, N3 and a separate working directory WORK; with
 # --slurm, SLURM_CONF is set.
-# shellcheck disable=SC2034,SC2153,SC2154 # the tests read what it sets, and it reads what bats sets
+# shellcheck disable=SC2016,SC2034,SC2153,SC2154 # inner shells expand $1; variables are shared with tests and bats
 
 # shellcheck source=tests/lab/hanging_script.bash
 source "$BATS_TEST_DIRNAME/lab/hanging_script.bash"
@@ -60,6 +60,31 @@ pid_of() { # <supervisor, guard or command> <node>
 }
 
 
+on() { # <node> <command...>: run a command in the namespaces of a node
+  nsenter --target "$(<"$MUSTER_LAB/$1/sshd.pid")" --net --uts --mount -- "${@:2}" 3>&-
+}
+
+
+address() { # <node>
+  awk -v node="$1" '$2 == node { print $1 }' "$MUSTER_LAB/hosts"
+}
+
+
+start_second_sshd() { # <node> <port> <option of sshd...>
+  on "$1" "$(type -P sshd || echo /usr/sbin/sshd)" -f "$MUSTER_LAB/sshd_config" -h "$MUSTER_LAB/$1/host_key" -p "$2" \
+    -o PidFile=none "${@:3}"
+  # sshd goes into the background before it listens.
+  on "$1" timeout 20 bash -c 'until (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; do sleep 0.05; done' bash "$2"
+}
+
+
+# Run a command with the home directory ./home: ssh finds it in /etc/passwd, and the files that it includes by HOME.
+with_home() { # <command...>
+  sed "s#^\(root:.*:\)[^:]*\(:[^:]*\)#\1$PWD/home\2#" /etc/passwd >passwd
+  unshare --mount -- sh -c 'mount --bind passwd /etc/passwd && HOME=$PWD/home exec "$@"' sh "$@" 3>&-
+}
+
+
 lab() { # <argument...>
   "$BATS_TEST_DIRNAME/lab/lab.sh" "$@" 3>&-
 }
@@ -99,7 +124,7 @@ start_endless_script() { # <argument of LAUNCH...>
 }
 
 
-# Print settings of a training that runs until it is stopped, with the smallest model.
+# Print settings of a run that trains the smallest model until it is stopped.
 endless_settings() {
   cat <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
@@ -110,7 +135,7 @@ END
 }
 
 
-# Start a command in the background in a separate process group, as a terminal does. Sets LAUNCHER.
+# Start a command in the background in a separate process group, as an interactive shell does. Sets LAUNCHER.
 start() { # <output file> <command...>
   : >"$1"
   set -m
@@ -138,13 +163,12 @@ processes_left() {
 
 
 # Fail if processes of runs in WORK remain after this time.
-# shellcheck disable=SC2016 # the inner shell expands $1
 no_processes_within() { # <seconds>
   timeout "$1" sh -c 'while grep -qsz -- "^MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$WORK"
 }
 
 
-# Check that LAUNCH with these arguments exits with the code, prints the text and creates nothing.
+# Check that LAUNCH with these arguments exits with the code, prints the text and creates no run.
 refused() { # <exit code> <expected text> <argument...>
   run "$LAUNCH" "${@:3}"
   [ "$status" -eq "$1" ] || { echo "status $status: $output" && return 1; }
