@@ -647,9 +647,7 @@ def test_a_report_is_printed_from_its_file(
 
 
 @pytest.mark.parametrize("text", [None, "{"])
-def test_an_unreadable_report_is_refused(
-    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreadable_report_is_refused(text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     if text is not None:
         file.write_text(text)
