@@ -89,7 +89,7 @@ def test_the_message_of_an_srun_that_starts_no_task_is_reported(run: Path, capfd
 
 
 def test_an_srun_that_exits_with_0_before_its_tasks_is_a_failure(run: Path) -> None:
-    """As when the allocation is revoked."""
+    """For example when the allocation is revoked."""
     assert run_step(run, "true") == UNFIT
     assert verdict.decide(run, UNFIT).outcome == "failed"
 
