@@ -39,13 +39,13 @@ STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 
 
 def device(world: World, backend: str = "auto", name: str = "auto") -> torch.device:
-    """Return the device of this rank: a GPU's index is the local rank modulo the number of visible GPUs.
+    """Return the device of this rank. Without a number, the GPU is the local rank modulo the number of visible GPUs.
 
     Args:
-        name: cpu, cuda, or cuda:N for GPU N; auto is a GPU if PyTorch sees one and the backend is not gloo.
+        name: cpu, cuda, cuda:N for GPU N, or auto: a GPU if PyTorch sees one and the backend is not gloo, else cpu.
 
     Raises:
-        WorldError: PyTorch does not see the named device.
+        WorldError: PyTorch does not see the device.
     """
     if name == "cpu" or (name == "auto" and (backend == "gloo" or not torch.cuda.is_available())):
         return torch.device("cpu")
@@ -63,18 +63,18 @@ def process_group(
 ) -> Iterator[World]:
     """Join the default process group, and destroy it at the end of the block.
 
-    After an exception the group is not destroyed: that would wait for ranks that have exited, and hide the traceback.
-    After sys.exit(75) it is destroyed, as all ranks stop on request together.
+    After an exception the group is not destroyed: the destruction would wait for ranks that have exited, and hide the
+    traceback. After sys.exit(75) the group is destroyed, because all ranks stop together on request.
 
     Args:
         world: default: World.from_env().
         backend: nccl, gloo, or auto: nccl when the device is a GPU, otherwise gloo.
         timeout: seconds for joining, and for each collective.
-        name: of the device, see device().
+        name: name of the device, see device().
 
     Raises:
-        WorldError: the environment is incomplete, a device is not available, two ranks share a GPU, or a rank did not
-            join in time.
+        WorldError: the environment is incomplete or contradictory, the device is not available, two ranks share a GPU,
+            or a rank did not join in time.
     """
     world = World.from_env() if world is None else world
     if backend == "nccl" and not torch.cuda.is_available():
@@ -171,7 +171,7 @@ def check_no_shared_devices(owners: Mapping[int, tuple[str, str]]) -> None:
 
 
 def resolve(strategy: str, world: World) -> str:
-    """Return the strategy, auto resolved to ddp or single. Raises WorldError when it is unknown or does not fit."""
+    """Return the strategy; for auto ddp or single. Raises WorldError if it is unknown or for one process only."""
     if strategy not in STRATEGIES:
         raise WorldError(f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
     if strategy == "auto":
@@ -192,12 +192,12 @@ def wrap(
     find_unused_parameters: bool = False,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Wrap a model so that it trains on all ranks. It must be on its device, and the process group must exist.
+    """Wrap a model so that it trains on all ranks. The model must be on its device, and the process group must exist.
 
-    A resumed process sums gradients in the same order as the process that wrote the checkpoint: with the same number of
-    ranks the next step is bit-for-bit the same. For ddp this takes one all-reduce of zero gradients in this call, which
-    hooks already registered on parameters will see. Gradients are reduced in the reverse order of registration, so
-    register the layers of a model in the order of their use.
+    After a resume with the same number of ranks, gradients are summed in the same order as without an interruption, so
+    the next step is bitwise identical. For ddp, this call therefore all-reduces zero gradients once; hooks that are
+    already registered on parameters see these gradients. Gradients are reduced in the reverse order of registration,
+    so register the layers of a model in the order of their use.
 
     Args:
         strategy: auto (ddp, or single for one process), single, dp (one process, all its GPUs), ddp, fsdp (FSDP2).
@@ -222,7 +222,7 @@ def wrap(
 
 
 def _layout(model: nn.Module) -> str:
-    """Describe the wrapper of a model and its parameters, for the log."""
+    """Describe a wrapped model and its parameters for the log."""
     parameters = list(model.parameters())
     text = f"{type(model).__name__} of {sum(p.numel() for p in parameters):,} parameters in {len(parameters)} tensors"
     if isinstance(model, DistributedDataParallel):
@@ -240,7 +240,7 @@ def _fix_bucket_layout(replicated: DistributedDataParallel) -> None:
     DDP starts with one bucket, and rebuilds its buckets after the first backward pass, in the order in which gradients
     were ready. An all-reduce over three or more ranks adds the values of an element in an order that depends on the
     element's position in its bucket. Without this function the first step of each process would round differently, and
-    a resumed run would not equal an uninterrupted one. The first backward pass takes place here, without data: all
+    a resumed run would not equal an uninterrupted one. This function runs the first backward pass without data: all
     gradients are zero, and become ready in the reverse order of registration. With find_unused_parameters DDP never
     rebuilds its buckets.
     """
@@ -262,7 +262,7 @@ class _SumOfParameters(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model  # DDP reads its buffers
+        self.model = model  # DDP reads the model's buffers
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.sparse = {
             id(module.weight)
@@ -271,14 +271,14 @@ class _SumOfParameters(nn.Module):
         }
 
     def forward(self) -> torch.Tensor:
-        """A scalar."""
+        """Return the sum, a scalar."""
         total = torch.zeros((), device=self.trainable[0].device)
         for parameter in self.trainable:
             total = total + self._used(parameter).sum()
         return total
 
     def _used(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Use a parameter such that its gradient is sparse if its embedding is: DDP expects that."""
+        """Return values of the parameter. A sparse embedding gets a sparse gradient, as DDP expects."""
         if id(parameter) not in self.sparse:
             return parameter
         return nn.functional.embedding(
@@ -287,7 +287,7 @@ class _SumOfParameters(nn.Module):
 
 
 def _shard(model: nn.Module, world: World, dtype: torch.dtype | None) -> nn.Module:
-    """Shard each repeated block as one unit, so that one block at a time is gathered, then all other parameters."""
+    """Shard each block of a ModuleList as one unit, and all other parameters as another: FSDP gathers one at a time."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (world.size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     for module in list(model.modules()):
@@ -299,7 +299,10 @@ def _shard(model: nn.Module, world: World, dtype: torch.dtype | None) -> nn.Modu
 
 
 def gradient_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
-    """Within the block, backward passes reduce gradients over all ranks (on), or only accumulate them locally (off)."""
+    """In the block, backward passes reduce gradients over all ranks, or, if off, accumulate them on each rank.
+
+    With FSDP the setting remains until the next call.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
     elif isinstance(model, DistributedDataParallel) and not on:
@@ -308,7 +311,7 @@ def gradient_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside a DistributedDataParallel or DataParallel; any other model as it is."""
+    """Return the model inside a DistributedDataParallel or DataParallel, or any other model unchanged."""
     return model.module if isinstance(model, (DataParallel, DistributedDataParallel)) else model
 
 
@@ -327,7 +330,7 @@ def seed(base: int, rank: int = 0) -> None:
 
 
 def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
-    """Describe this rank, and the environment variables that determined it, in a few lines."""
+    """Describe this rank and the environment variables that determine it, in a few lines."""
     sources = {
         "torchrun": (*TORCHRUN_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
         "environment": (*TORCHRUN_VARIABLES, "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES"),
@@ -348,7 +351,7 @@ def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
 
 
 def main() -> int:
-    """Print this rank and its source."""
+    """Print this rank and the variables that determine it. Returns the exit code."""
     try:
         sys.stdout.write(explain(World.from_env()))
     except WorldError as error:

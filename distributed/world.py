@@ -1,7 +1,7 @@
 """Rank and world size of this process, from environment variables.
 
-torchrun and srun each describe a process by environment variables. `World.from_env` reads all variables of *one*
-launcher and never mixes two: an incomplete environment is an error that names the missing variables. Standard library
+torchrun and srun describe each process by environment variables. `World.from_env` reads the variables of one launcher
+and never mixes two launchers: an incomplete environment is an error that names the missing variables. Standard library
 only, so that launchers need not import PyTorch.
 """
 
@@ -23,13 +23,13 @@ SLURM_VARIABLES = (
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     *("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
 )
-# SLURM reserves step IDs from here up for the batch script, the interactive step and others, which srun did not start.
+# From here up SLURM reserves step IDs for the batch script, the interactive step and other steps without srun.
 FIRST_SPECIAL_STEP = 4_294_967_000
 DEFAULT_PORT = 29_500  # torchrun's
 
 
 class WorldError(RuntimeError):
-    """The environment does not determine which process this is, or contradicts itself."""
+    """The environment is incomplete or contradictory, or this process cannot join the other ranks as requested."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,12 @@ class World:
     def from_env(cls, env: Mapping[str, str] = os.environ) -> World:
         """Read the world from the variables of the launcher that started this process.
 
-        The first that applies: torchrun (also under srun), a complete RANK/WORLD_SIZE/LOCAL_RANK/MASTER_ADDR/
-        MASTER_PORT, a task of srun, a single process. When env is os.environ, rank 0 prints each note once to stderr.
+        The launcher is the first that applies: torchrun (also under srun), any launcher that sets all of RANK,
+        WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, srun, none (a single process). When env is os.environ,
+        rank 0 prints each note once to stderr.
 
         Raises:
-            WorldError: the environment is incomplete, a value is not a number, or two launchers contradict each other.
+            WorldError: the environment is incomplete or contradictory, or a value is invalid.
         """
         world = _read(env)
         if env is os.environ and world.rank == 0:
@@ -116,15 +117,15 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
 
 
 def _from_complete(env: Mapping[str, str]) -> World:
-    rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE", least=1)
+    rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE", positive=True)
     _refuse_stale_ranks(env, rank, size)
     notes: tuple[str, ...] = ()
     if env.get("LOCAL_WORLD_SIZE"):
-        local_size = _int(env, "LOCAL_WORLD_SIZE", least=1)
+        local_size = _int(env, "LOCAL_WORLD_SIZE", positive=True)
     else:
         local_size = size
-        notes = ("LOCAL_WORLD_SIZE is not set: taking all ranks to be on this node",)
-    nodes = _int(env, "NNODES", least=1) if env.get("NNODES") else -(-size // local_size)
+        notes = ("LOCAL_WORLD_SIZE is not set: assuming that all ranks are on this node",)
+    nodes = _int(env, "NNODES", positive=True) if env.get("NNODES") else -(-size // local_size)
     node_rank = _int(env, "NODE_RANK") if env.get("NODE_RANK") else min(rank // local_size, nodes - 1)
     return World(
         rank=rank,
@@ -141,7 +142,7 @@ def _from_complete(env: Mapping[str, str]) -> World:
 
 
 def as_env(world: World, run: str) -> dict[str, str]:
-    """Return the variables that torchrun sets for a rank of the run with this ID, without an agent store."""
+    """Return the variables that torchrun, without its agent store, sets for a rank. run: the run ID."""
     variables = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -200,7 +201,7 @@ def _is_task(env: Mapping[str, str]) -> bool:
 
 
 def _from_slurm(env: Mapping[str, str]) -> World:
-    """Variables of the step take precedence: in `srun -N1 -w n9` the others still describe the job."""
+    """Read variables of the step before those of the job, which may have more nodes, as in `srun -N1 -w n9`."""
     size, node_rank = _step_size(env), _int(env, "SLURM_NODEID")
     counts = _tasks_of_nodes(env, size)
     if node_rank >= len(counts):
@@ -241,17 +242,12 @@ def slurm_port(env: Mapping[str, str]) -> int:
 
 
 def _step_size(env: Mapping[str, str]) -> int:
-    return _int(env, "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", least=1)
-
-
-def _hosts(env: Mapping[str, str]) -> list[str]:
-    """Return the hosts of the step if SLURM lists them, else of the job."""
-    return _unfold(expand, env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    return _int(env, "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", positive=True)
 
 
 def _first_task_host(env: Mapping[str, str], nodes: int) -> str:
-    """Return the first host of the step, in the order of the job's components if it has several."""
-    hosts = _hosts(env)
+    """Return the host of task 0: the first of the step's hosts, by component in a heterogeneous job."""
+    hosts = _unfold(expand, env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if len(hosts) != nodes:
         raise WorldError(
             f"the host of task 0 is not known (SLURM_STEP_NODELIST is not set, and the step has {nodes} of the job's "
@@ -266,14 +262,14 @@ def _first_task_host(env: Mapping[str, str], nodes: int) -> str:
 
 
 def _hosts_of_components(env: Mapping[str, str]) -> list[str]:
-    """Return the hosts of a heterogeneous job by component, the order of its tasks. SLURM sorts the step's list."""
+    """Return the hosts of a heterogeneous job in the order of its tasks: SLURM sorts the step's list by name."""
     components = _int(env, "SLURM_HET_SIZE") if env.get("SLURM_HET_SIZE") else 0
     lists = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(components)]
     return [host for name in lists if env.get(name) for host in _unfold(expand, env, name)]
 
 
 def _unfold(parse: Callable[[str], list[T]], env: Mapping[str, str], *names: str) -> list[T]:
-    """Parse the first of these variables that is set; when none is, the error names the last."""
+    """Parse the first of these variables that is set. If none is set, the error names the last one."""
     name = next((name for name in names if env.get(name)), names[-1])
     try:
         return parse(_value(env, name))
@@ -296,10 +292,10 @@ def _alone_in_an_allocation(env: Mapping[str, str]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- reading variables
 
 
-def _int(env: Mapping[str, str], name: str, least: int = 0) -> int:
+def _int(env: Mapping[str, str], name: str, positive: bool = False) -> int:
     value = _value(env, name)
-    if not value.isdecimal() or int(value) < least:
-        expected = f"a number from {least} up" if least else "a number"
+    if not value.isdecimal() or int(value) < positive:
+        expected = "a positive integer" if positive else "a non-negative integer"
         raise WorldError(f"{name}={value!r} is not {expected}: unset it, or start this process with torchrun or srun")
     return int(value)
 

@@ -326,7 +326,7 @@ def test_without_synchronization_each_rank_has_its_own_gradients(records: list[d
     for record in records:
         for gradient, own in zip(record["ddp"]["unsynchronized"], record["own of the first"], strict=True):
             assert gradient == pytest.approx(own, rel=1e-5)
-        assert record["fsdp"]["unsynchronized"] == [None, None], "exists only after the last micro-batch"
+        assert record["fsdp"]["unsynchronized"] == [None, None], "FSDP sets gradients only after the last micro-batch"
     assert records[0]["ddp"]["unsynchronized"] != records[1]["ddp"]["unsynchronized"]
 
 

@@ -1,8 +1,7 @@
 """Tests of World.from_env(), which reads the rank from the environment.
 
-All values come from one launcher. An environment that is incomplete, stale or mixed from two launches is an error that
-names the missing variables. So is a subset of SLURM's variables, if a wrapper or container dropped the others: such a
-process never becomes rank 0 of 1 silently.
+All values come from one launcher. An environment that is incomplete, stale or mixed from two launches is an error. A
+task of srun for which a wrapper or container dropped some of SLURM's variables never silently becomes rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ def test_as_env_passes_the_rank_on_in_torchruns_variables(env: Mapping[str, str]
 
 
 def test_an_assumed_local_world_size_is_noted() -> None:
-    assert World.from_env(COMPLETE).notes == ("LOCAL_WORLD_SIZE is not set: taking all ranks to be on this node",)
+    assert World.from_env(COMPLETE).notes == ("LOCAL_WORLD_SIZE is not set: assuming that all ranks are on this node",)
     assert World.from_env({**COMPLETE, "LOCAL_WORLD_SIZE": "4"}).notes == ()
     assert World.from_env({}).notes == World.from_env(TORCHRUN).notes == World.from_env(STEP).notes == ()
 
@@ -189,7 +188,7 @@ def error_message(env: Mapping[str, str]) -> str:
 
 NOT_SET = "is not set, though other variables of its launcher are: start from a clean shell"
 DROPPED = "is not set, though other variables of its launcher are: let the wrapper or container pass on all of SLURM's"
-NOT_A_NUMBER = "is not a number: unset it, or start this process with torchrun or srun"
+NO_INTEGER = "is not a non-negative integer: unset it, or start this process with torchrun or srun"
 
 
 @pytest.mark.parametrize(
@@ -210,17 +209,17 @@ NOT_A_NUMBER = "is not a number: unset it, or start this process with torchrun o
             "SLURM says 8 tasks, but 2,2,2,1 on its nodes: the environment mixes two job steps; start from a clean",
         ),
         *(
-            ({**TORCHRUN, name: "x"}, f"{name}='x' {NOT_A_NUMBER}")
+            ({**TORCHRUN, name: "x"}, f"{name}='x' {NO_INTEGER}")
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         ),
-        *(({**COMPLETE, "RANK": value}, f"RANK={value!r} {NOT_A_NUMBER}") for value in ("-1", "1.0", " 1", "²", "0x1")),
-        ({**COMPLETE, "NODE_RANK": "x"}, f"NODE_RANK='x' {NOT_A_NUMBER}"),
-        *(({**STEP, name: "x"}, f"{name}='x' {NOT_A_NUMBER}") for name in ("SLURM_PROCID", "SLURM_NODEID")),
+        *(({**COMPLETE, "RANK": value}, f"RANK={value!r} {NO_INTEGER}") for value in ("-1", "1.0", " 1", "²", "0x1")),
+        ({**COMPLETE, "NODE_RANK": "x"}, f"NODE_RANK='x' {NO_INTEGER}"),
+        *(({**STEP, name: "x"}, f"{name}='x' {NO_INTEGER}") for name in ("SLURM_PROCID", "SLURM_NODEID")),
         ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE: '2(x' is not a number of tasks: "),
         ({**STEP, "SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: 'n[1-': its brackets do not match: "),
-        ({**COMPLETE, "WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a number from 1 up"),
-        ({**COMPLETE, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' is not a number from 1 up"),
-        ({**COMPLETE, "MASTER_PORT": "x"}, f"MASTER_PORT='x' {NOT_A_NUMBER}"),
+        ({**COMPLETE, "WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a positive integer"),
+        ({**COMPLETE, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' is not a positive integer"),
+        ({**COMPLETE, "MASTER_PORT": "x"}, f"MASTER_PORT='x' {NO_INTEGER}"),
         ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port: the highest is 65535"),
         ({**COMPLETE, "RANK": "4"}, "rank 4 is not one of 0 to 3 (source: environment): the environment mixes two"),
         ({**COMPLETE, "LOCAL_RANK": "4"}, "local rank 4 is not one of 0 to 3"),

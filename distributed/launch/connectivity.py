@@ -1,7 +1,7 @@
-"""Check before a launch that every node can connect to every other: ranks that cannot would wait without a message.
+"""Check before a launch that every node can connect to every other node.
 
-Each node listens at the address that its ranks will use, then connects to all others at the same time. The launcher
-reads the replies and reports failed connections:
+Without a connection, ranks would wait and print nothing. Each node listens at the address that its ranks will use, then
+connects to all other nodes at the same time. The launcher reads the replies and reports failed connections:
 
     node2 cannot connect to node3 (10.0.0.3): no reply within 3 s: a firewall between them?
 
@@ -32,7 +32,7 @@ REMEDY = "open TCP between the nodes, on all ports above 1023 (firewall, securit
 
 
 def listen(nodes: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
-    """Listen until end of standard input. The reply is the address and the port."""
+    """Print the address and port of a listening socket, and listen until end of standard input."""
     address = listening_address(nodes, env)
     with socket.create_server(("", 0), backlog=1024) as server:  # the kernel completes connections without accept()
         sys.stdout.write(format_reply([address, server.getsockname()[1]]))
@@ -42,10 +42,10 @@ def listen(nodes: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
 
 
 def listening_address(nodes: Sequence[str], env: Mapping[str, str]) -> str:
-    """The address of this node that its ranks will use.
+    """Return the address of this node that its ranks will use; "" if there is none.
 
-    It is that of the interface GLOO_SOCKET_IFNAME; else that of the route to another node, unless this is a loopback
-    address; else that of the ssh connection. "" if there is none.
+    It is the address of the interface GLOO_SOCKET_IFNAME; without one, the first address on a route to another node
+    that is not a loopback address; without one, the address of the ssh connection.
     """
     if found := address_of_interface(env.get("GLOO_SOCKET_IFNAME", "")):
         return found
@@ -55,7 +55,7 @@ def listening_address(nodes: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 async def connect_to_all(addresses: Mapping[str, tuple[str, int]], seconds: float = CONNECT_TIMEOUT) -> dict[str, str]:
-    """Connect to all addresses at the same time. Returns the error of each connection; "" if it was made."""
+    """Connect to all addresses at the same time. Returns the error of each connection; "" without an error."""
     errors = await asyncio.gather(*(connection_error(host, port, seconds) for host, port in addresses.values()))
     return dict(zip(addresses, errors, strict=True))
 
@@ -91,10 +91,10 @@ class FailedConnection:
 def failed_connections(
     results: Mapping[str, Mapping[str, str]], addresses: Mapping[str, tuple[str, int]]
 ) -> list[FailedConnection]:
-    """The failed connections, grouped by target and error.
+    """Return the failed connections, grouped by target and error.
 
     Args:
-        results: node -> other node -> error of the connection; "" if it was made.
+        results: node -> other node -> error of the connection; "" without an error.
     """
     found: dict[tuple[str, str], tuple[str, ...]] = {}
     for node, errors in results.items():
@@ -105,19 +105,19 @@ def failed_connections(
 
 
 def read_addresses(directory: Path, nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """The address and port of each node that replied."""
+    """Return the address and port of each node that replied."""
     values = {node: read(directory, node).value() for node in nodes}
     return {node: (value[0], value[1]) for node, value in values.items() if value}
 
 
 def read_failed_connections(directory: Path, nodes: Sequence[str]) -> list[FailedConnection]:
-    """Failed connections between the nodes that replied. directory: contains listening/ and connecting/."""
+    """Return failed connections between nodes that replied. directory: contains listening/ and connecting/."""
     results = {node: read(directory / "connecting", node).value() or {} for node in nodes}
     return failed_connections(results, read_addresses(directory / "listening", nodes))
 
 
 def judge(directory: Path, nodes: Sequence[str]) -> list[str]:
-    """Messages for nodes without a reply; if all nodes have replied, for failed connections."""
+    """Return messages about nodes without a reply or, if all nodes replied, about failed connections."""
     replies = [read(directory / kind, node) for node in nodes for kind in ("listening", "connecting")]
     if missing := {reply.node: reply.failure_message() for reply in reversed(replies) if reply.value() is None}:
         return [f"{node}: {missing[node]}" for node in nodes if node in missing]

@@ -1,12 +1,11 @@
 """The allocation of a SLURM job: its nodes, the ranks on each, and the cores and GPUs for them.
 
-Read from the environment of the batch script or of the shell that salloc starts. The environment lacks the GPUs of
-other nodes, and in salloc's shell also those of the first node: `scontrol show job` lists them. Standard library only.
+Read from the environment of the batch script or of salloc's shell. A batch script has the GPUs of the first node only,
+salloc's shell has none; `scontrol show job` lists the GPUs of all nodes. Standard library only.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import sys
@@ -17,23 +16,23 @@ from distributed.host.network import PORTS, port_is_free
 from distributed.host.system import run_program
 from distributed.nodelist import NodeListError, expand, tasks_per_node
 
-PORT_STRIDE = 997  # between ports that a job tries; jobs with consecutive ids start at consecutive ports
+PORT_STRIDE = 997  # between the ports that a job tries; jobs with consecutive ids start at consecutive ports
 SCONTROL_TIMEOUT = 10.0  # seconds
 
 
 class AllocationError(ValueError):
-    """No allocation, or one that does not fit the requested ranks."""
+    """There is no allocation, or the allocation does not fit the requested ranks."""
 
 
 @dataclass(frozen=True)
 class Allocation:
     """The resources of a job, by node rank."""
 
-    job: int  # its id
+    job: int  # job id
     nodes: tuple[str, ...]
     tasks: tuple[int, ...]  # ranks on each node
     cores: tuple[int, ...]  # on each node
-    cores_per_task: int  # 0: fewer cores than tasks
+    cores_per_task: int  # 0 if a node has fewer cores than tasks
     gpus: tuple[int, ...] = ()  # on each node
 
     @classmethod
@@ -41,11 +40,11 @@ class Allocation:
         """Read the allocation from the environment.
 
         Args:
-            ranks: total number; 0: SLURM's number of tasks, or one per GPU if the job has no --ntasks.
-            job: output of `scontrol show job`; without it, all nodes are assumed to have the GPUs of the first.
+            ranks: total number. 0: SLURM's number of tasks; without --ntasks one per GPU, or one on a node without GPU.
+            job: output of `scontrol show job`; a node that it does not list is assumed to have the first node's GPUs.
 
         Raises:
-            AllocationError: no allocation, or one that does not fit these ranks.
+            AllocationError: there is no allocation, or the allocation does not fit these ranks.
         """
         try:
             nodes = tuple(expand(_required(env, "SLURM_JOB_NODELIST")))
@@ -80,15 +79,15 @@ class Allocation:
 
 
 def read(ranks: int) -> Allocation:
-    """The allocation of this process; `ranks` as for from_env. Raises AllocationError."""
+    """Read the allocation of this process. `ranks` and AllocationError as for from_env."""
     job = run_program(["scontrol", "show", "job", "--details", os.environ.get("SLURM_JOB_ID", "")], SCONTROL_TIMEOUT)
     return Allocation.from_env(os.environ, ranks, job.out)
 
 
 def gpus_of_nodes(shown: str, job: str) -> dict[str, int]:
-    """The GPUs allocated to a job on each node. shown: output of `scontrol show job --details`.
+    """Return the number of GPUs allocated to a job on each node. shown: output of `scontrol show job --details`.
 
-    For the last element of an array the output includes the other elements, which may run on the same nodes.
+    For the last task of a job array the output includes the other tasks, which may run on the same nodes.
     """
     found: dict[str, int] = {}
     for block in re.split(r"\n\s*\n", shown):
@@ -100,10 +99,10 @@ def gpus_of_nodes(shown: str, job: str) -> dict[str, int]:
 
 
 def _layout(env: Mapping[str, str], gpus: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Ranks on each node: SLURM's layout if it fits, else evenly, with the remainder on the first nodes."""
+    """Return the ranks on each node: SLURM's layout if it fits, else an even one with more ranks on the first nodes."""
     requested = int(env.get("SLURM_NTASKS") or 0)
     layout = tuple(tasks_per_node(_required(env, "SLURM_TASKS_PER_NODE")))
-    # The sum may differ with both --ntasks and --ntasks-per-node.
+    # With both --ntasks and --ntasks-per-node the sum may differ from --ntasks.
     if requested and ranks in (0, requested) and sum(layout) == requested:
         return layout
     if not ranks and not requested:
@@ -125,13 +124,13 @@ def _required(env: Mapping[str, str], name: str) -> str:
 
 
 def ports(job: int) -> Iterator[int]:
-    """Ports outside the ephemeral range, in a different order for jobs with consecutive ids."""
-    return (PORTS[(job + PORT_STRIDE * attempt) % len(PORTS)] for attempt in itertools.count())
+    """Yield ports outside the ephemeral range; jobs with consecutive ids have different first ports."""
+    return (PORTS[(job + PORT_STRIDE * attempt) % len(PORTS)] for attempt in range(len(PORTS)))
 
 
 def free_port(job: int) -> int:
-    """A rendezvous port for this job that is free on this machine."""
-    return next(port for port in itertools.islice(ports(job), len(PORTS)) if port_is_free(port))
+    """Return a rendezvous port for this job that is free on this machine."""
+    return next(filter(port_is_free, ports(job)))
 
 
 def main(arguments: Sequence[str]) -> int:

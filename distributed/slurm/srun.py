@@ -1,9 +1,9 @@
 """The launcher's side of a job step: run srun, watch its tasks and record how they end.
 
-srun runs as a child in a separate session, because the launcher handles Ctrl-C. Its standard input is the control
-channel of all tasks; they send reports through its standard output (distributed/slurm/task.py). This module writes the
-files that agents and supervisors write without srun: errors/node_<name>.json, node_<name>.exit and, when heartbeats
-time out, node_<name>.lost. The first failed task stops the others. Standard library only.
+srun runs as a child in a separate session, because the launcher handles Ctrl-C. srun's standard input is the control
+channel of all tasks, and its standard output carries their reports (distributed/slurm/task.py). This module writes the
+files that agents and supervisors write in launches without srun: errors/node_<name>.json, node_<name>.exit and, for a
+lost node, node_<name>.lost. The first failed task stops the others. Standard library only.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from distributed.slurm.task import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, REPORT
 
 TERMINATED = 128 + signal.SIGTERM
 STOP_GRACE = 5.0  # seconds between stop request and kill request after a failed task
-CHECKPOINT_GRACE = 30.0  # seconds before the stop request after a task has stopped with a checkpoint
-SRUN_GRACE = 5.0  # seconds for srun to exit after its tasks; with a lost node it waits for SLURM's timeout
-FIRST_WARNING = 10.0  # seconds until the first warning about missing nodes; the interval then doubles
+CHECKPOINT_GRACE = 30.0  # seconds between a task's exit with a checkpoint and the stop request
+SRUN_GRACE = 5.0  # seconds for srun to exit after its tasks; with a lost node srun would wait for SLURM's timeout
+FIRST_WARNING = 10.0  # seconds until the first warning about missing nodes; repeated whenever the time has doubled
 NODE_FAILURE = re.compile(r"Node failure on (\S+)")  # printed by srun
 CONTROL = 0  # file descriptor of the launcher's requests
 SRUN = "srun"  # name in node_srun.log and node_srun.exit
@@ -47,7 +47,7 @@ class StepNode:
 
     name: str
     tasks: int
-    last_report: float | None = None  # time.monotonic(); None: it has not joined
+    last_report: float | None = None  # time.monotonic(); None: the node has not joined
     ends: list[Json] = field(default_factory=list)  # final reports of its tasks, in order of arrival
     lost: bool = False
 
@@ -57,33 +57,33 @@ class StepNode:
 
     @property
     def exit_code(self) -> int:
-        """That of its first failed task; 0 if none failed."""
+        """The exit code of the node's first failed task; 0 if none failed."""
         return next((end["exit_code"] for end in self.ends if end["exit_code"]), 0)
 
 
 class ReportParser:
-    """Splits srun's output into output of the tasks and reports, which may be in the middle of a line."""
+    """Splits srun's output into reports and other output of the tasks. A report may be in the middle of a line."""
 
     def __init__(self) -> None:
         self._partial = b""
 
-    def feed(self, output: bytes) -> Iterator[bytes | Json]:
-        self._partial += output
+    def feed(self, received: bytes) -> Iterator[bytes | Json]:
+        self._partial += received
         while self._partial:
-            plain, mark, rest = self._partial.partition(REPORT)
-            if plain:
-                yield plain
+            output, separator, rest = self._partial.partition(REPORT)
+            if output:
+                yield output
             line, newline, rest = rest.partition(b"\n")
-            if mark and not newline:
-                self._partial = mark + line
+            if separator and not newline:
+                self._partial = separator + line
                 return
             self._partial = rest
-            if mark:
-                yield parse_report(line) or mark + line + newline
+            if separator:
+                yield parse_report(line) or separator + line + newline
 
 
 def parse_report(line: bytes) -> Json:
-    """The report; empty if a rank has printed the REPORT character itself."""
+    """Return the report; {} if the line is not a report: a rank may print the REPORT character."""
     with suppress(ValueError):
         report = json.loads(line)
         if isinstance(report, dict) and "node" in report:
@@ -92,10 +92,10 @@ def parse_report(line: bytes) -> Json:
 
 
 class JobStep:
-    """srun and its tasks, until the last one has exited."""
+    """Watches srun and its tasks until srun exits."""
 
     def __init__(self, run: Path, nodes: Sequence[StepNode], srun: subprocess.Popen[bytes]) -> None:
-        """srun: the process, with pipes to its three standard files."""
+        """srun: the process, with pipes to its three standard streams."""
         self.run = run
         self.nodes = {node.name: node for node in nodes}
         self.code = 0  # of the first failed task
@@ -114,16 +114,16 @@ class JobStep:
     def watch(self) -> int:
         """Watch until srun exits. Returns the exit code of the step.
 
-        The end of srun's output is not its exit: srun may continue without output, and a child of srun may keep the
-        pipes open after it.
+        The end of srun's output does not show that srun has exited: srun may close its output and continue, and a child
+        of srun may keep the pipes open after srun has exited.
         """
         with self._srun, self._srun_log, selectors.DefaultSelector() as channels:
             channels.register(self._srun.stdout, selectors.EVENT_READ, self.handle_output)  # type: ignore[arg-type]
             channels.register(self._srun.stderr, selectors.EVENT_READ, self.handle_errors)  # type: ignore[arg-type]
             channels.register(CONTROL, selectors.EVENT_READ, self.handle_requests)
             threading.Thread(target=self.send_heartbeats, daemon=True).start()
-            outputs = {self._srun.stdout, self._srun.stderr}  # that are still open
-            silent = False  # whether the last iteration has read nothing
+            outputs = {self._srun.stdout, self._srun.stderr}  # those still open
+            silent = False  # whether the last iteration read nothing
             while self._srun.poll() is None or not silent:
                 silent = True
                 if not outputs:
@@ -153,7 +153,7 @@ class JobStep:
             write_console(file, text)
 
     def handle_errors(self, received: bytes) -> None:
-        """Log and show srun's messages, except those about tasks that have all reported their end."""
+        """Log srun's messages. Show them until all tasks have reported their end."""
         if not all(len(node.ends) == node.tasks for node in self.nodes.values()):
             write_console(2, received)
         with suppress(OSError):
@@ -167,7 +167,7 @@ class JobStep:
     def handle_requests(self, received: bytes) -> None:
         for request in received.decode().split():
             self.request(request)
-        if not received:  # the launcher is lost
+        if not received:  # the launcher has exited
             self.close_channel()
 
     def handle_report(self, node: StepNode, report: Json) -> None:
@@ -184,7 +184,7 @@ class JobStep:
     # ---- reactions
 
     def task_ended(self, code: int) -> None:
-        """Stop the step after a failed task or a lost node. Exit by SIGTERM is the consequence of another failure."""
+        """Stop the step after a failed task or a lost node. SIGTERM has another cause: a later code replaces it."""
         if code and self.code in (0, TERMINATED):
             stopping, self.code = self.code, code
             if stopping:
@@ -199,7 +199,7 @@ class JobStep:
 
     def check_clock(self) -> None:
         now = time.monotonic()
-        # Heartbeats are not read while a disk or a terminal blocks this process: extend the timeout.
+        # While a disk or a terminal blocks this process, it reads no heartbeats: extend the timeout.
         blocked, self._checked = max(0.0, now - self._checked - HEARTBEAT_INTERVAL), now
         due, self._due = [item for item in self._due if item[0] <= now], [item for item in self._due if item[0] > now]
         for _, action in due:
@@ -230,7 +230,7 @@ class JobStep:
     # ---- control channel of the tasks
 
     def send_heartbeats(self) -> None:
-        """A task stops when heartbeats time out. In a thread, as a disk may block the main thread."""
+        """Send the heartbeats without which tasks stop. Runs in a thread, because a disk may block the main thread."""
         while not self._srun.stdin.closed:  # type: ignore[union-attr]
             self.request("")
             time.sleep(HEARTBEAT_INTERVAL)
@@ -238,7 +238,7 @@ class JobStep:
     def request(self, request: str) -> None:
         """Send a request to all tasks."""
         assert self._srun.stdin
-        with suppress(OSError, ValueError):  # srun has ended, or the channel is closed
+        with suppress(OSError, ValueError):  # srun has exited, or the channel is closed
             self._srun.stdin.write(f"{request}\n".encode())
 
     def close_channel_if_all_ended(self) -> None:
@@ -246,7 +246,7 @@ class JobStep:
             self.close_channel()
 
     def close_channel(self) -> None:
-        """Tasks then exit if they have reported their end, or stop. Cancels and kills srun if it does not exit."""
+        """Close the control channel, so that all tasks exit. Cancels and kills srun if srun does not exit."""
         assert self._srun.stdin
         if not self._srun.stdin.closed:
             with suppress(OSError):
@@ -265,7 +265,7 @@ class JobStep:
     # ---- records
 
     def record_node(self, node: StepNode) -> None:
-        """Write the exit code of a node and, if the step failed, how its ranks ended, as agents do."""
+        """Write the exit code of a node and, if the step failed, the ends of its ranks in the format of agents."""
         ranks = [end for end in node.ends if end["rank"] is not None]
         failures = [end for end in ranks if end["exit_code"]]
         succeeded = [end["rank"] for end in ranks if not end["exit_code"] and not end.get("ended_by_agent")]
@@ -275,9 +275,9 @@ class JobStep:
         write(self.run / f"node_{node.name}.exit", f"{node.exit_code}\n")
 
     def record_missing_ends(self) -> int:
-        """Record nodes whose tasks have not reported their end when srun exits. Returns the exit code."""
+        """Complete the records after srun's exit: some tasks may not have reported their end. Returns the exit code."""
         for node in self.nodes.values():
-            if self.code and node.ended and not node.lost:  # successful ranks are recorded only after a failure
+            if self.code and node.ended and not node.lost:  # a node that ended before the failure has no failure record
                 self.record_node(node)
         missing = [node for node in self.nodes.values() if not node.ended]
         if not missing:
@@ -299,14 +299,14 @@ class JobStep:
 
 
 def write_console(file: int, text: bytes) -> None:
-    """Write to the console; ignore errors of a closed or full one."""
+    """Write to the console. Ignores errors, such as a closed terminal."""
     with suppress(OSError):
         while text:
             text = text[os.write(file, text) :]
 
 
 def write(path: Path, content: str | Json) -> None:
-    """Write text or JSON. Errors such as a full disk are only reported."""
+    """Write text or JSON. Prints errors, such as a full disk, instead of raising them."""
     try:
         if isinstance(content, str):
             write_file(path, content)
@@ -319,7 +319,7 @@ def write(path: Path, content: str | Json) -> None:
 def watch(run: str, nodes: str, srun: subprocess.Popen[bytes]) -> int:
     """Watch a job step until srun exits. Returns the exit code of the first failed task.
 
-    nodes: NAME:TASKS,... srun: the process, with pipes to its three standard files.
+    nodes: NAME:TASKS,... srun: the process, with pipes to its three standard streams.
     """
     fields = (node.rpartition(":") for node in nodes.split(","))
     return JobStep(Path(run), [StepNode(name, int(tasks)) for name, _, tasks in fields], srun).watch()

@@ -13,8 +13,8 @@ The task communicates with distributed/slurm/srun.py, on the launcher's side, th
 
 The first report of a task means that it has started, the last one has its exit code. The first task of each node also
 sends reports as heartbeats. After its command has exited, a task waits until the control channel is closed, because
-srun kills the other tasks when one fails. Standard library only. It starts before every rank, so it imports few
-modules, and those late.
+srun kills the other tasks when one fails. Standard library only. This program starts before every rank, so it imports
+few modules, some of them only when needed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STOP_EXIT_CODES = (0, 128 + signal.SIGTERM, KILLED)  # of a rank that was stoppe
 
 
 class TaskFiles(supervisor.Files):
-    """The files of one task. Tasks of a node share its log; other files are in the directory of the ranks' output."""
+    """The files of one task. The tasks of a node share one log; the other files are beside the ranks' output."""
 
     def __init__(self, run: str, env: Mapping[str, str]) -> None:
         node = env["SLURMD_NODENAME"]
@@ -67,7 +67,7 @@ class LineSplitter:
         self._partial = b""
 
     def feed(self, output: bytes, last: bool = False) -> list[bytes]:
-        """last: complete and return a partial line."""
+        """last: terminate and return a partial line, too."""
         *lines, self._partial = (self._partial + output).split(b"\n")
         if last and self._partial:
             lines.append(self._partial)
@@ -78,7 +78,7 @@ class Task(supervisor.Supervisor):
     """The supervisor of one task."""
 
     SIGNALS = (*supervisor.Supervisor.SIGNALS, signal.SIGUSR2)
-    IGNORED = (signal.SIGUSR2,)  # warns of the time limit; the default action would kill a rank without a handler
+    IGNORED = (signal.SIGUSR2,)  # announces the time limit; the default action would kill a rank without a handler
 
     def __init__(self, run: str, grace: float, env: Mapping[str, str], is_rank: bool) -> None:
         self.files: TaskFiles = TaskFiles(run, env)
@@ -91,7 +91,7 @@ class Task(supervisor.Supervisor):
         }
         self._outputs: dict[int, LineSplitter] = {}  # file descriptors of a rank's output files
         self._lines = LineSplitter()  # for the console
-        self._usr2_missed = False  # the command had no handler
+        self._usr2_missed = False  # whether SIGUSR2 arrived before the command had a handler
         self._repeat_at = 0.0
         os.makedirs(os.path.dirname(self.files.pids), exist_ok=True)
         options = supervisor.SupervisorOptions(["--dir", run, "--name", self.files.name], grace)
@@ -111,7 +111,7 @@ class Task(supervisor.Supervisor):
     # ---- output
 
     def open_outputs(self) -> tuple[int, int]:
-        """A rank writes to files, so that a slow console cannot block it; an agent opens files for its ranks."""
+        """A rank writes to files, so that a slow console cannot block the rank. An agent opens files for its ranks."""
         if self.rank is None:
             return super().open_outputs()
         self._interval = COPY_INTERVAL
@@ -127,10 +127,10 @@ class Task(supervisor.Supervisor):
     def _copy_output(self) -> None:
         """Copy new output of the rank to the log of its node and to the console."""
         self._output_ended = self._no_process_left
-        mark = f"[{self.files.name}:{self.rank}] ".encode()
+        prefix = f"[{self.files.name}:{self.rank}] ".encode()
         for file, lines in self._outputs.items():
             output = b"".join(iter(lambda: os.read(file, supervisor.BLOCK), b""))  # noqa: B023 (called at once)
-            if text := b"".join(mark + line for line in lines.feed(output, last=self._no_process_left)):
+            if text := b"".join(prefix + line for line in lines.feed(output, last=self._no_process_left)):
                 self._write_log(text)
                 self._show(text)
 
@@ -151,7 +151,7 @@ class Task(supervisor.Supervisor):
         return REPORT + json.dumps(self._facts | facts).encode() + b"\n"
 
     def _send_heartbeats(self) -> None:
-        """Runs in a thread, as a disk may block the main thread."""
+        """Send heartbeats. Runs in a thread, because a disk may block the main thread."""
         heartbeat = self._report()
         while True:
             time.sleep(HEARTBEAT_INTERVAL)
@@ -176,9 +176,9 @@ class Task(supervisor.Supervisor):
         self._streams[0].put(self._report(end=end))
 
     def must_wait(self) -> bool:
-        """Wait until the launcher has received the last report: srun kills the other tasks when one fails.
+        """Wait until the launcher closes the control channel: it has then received the final reports of all tasks.
 
-        The launcher then closes the control channel.
+        If a failed task exited earlier, srun would kill the other tasks.
         """
         in_time = time.monotonic() < self._kill_at + supervisor.UNKILLABLE_TIMEOUT
         return self._attached or (super().must_wait() and in_time)
@@ -189,17 +189,17 @@ class Task(supervisor.Supervisor):
         self.stop()
 
     def _drop_console(self) -> None:
-        """Do nothing: reports use the same stream, and srun.py reads it to the end."""
+        """Do nothing: the console stream also carries the reports, and srun.py reads it to the end."""
 
     # ---- signals
 
     def handle_signal(self, number: int) -> None:
-        """Note a missed SIGUSR2. SLURM signals every process of a task, so the command has received it, too."""
+        """Remember a SIGUSR2 that the command missed. SLURM signals every process of a task, so forward no signal."""
         if number == signal.SIGUSR2 and not self._processes_with_handler():
             self._usr2_missed = True
 
     def _repeat_usr2(self) -> None:
-        """Repeat SIGUSR2 when the command has a handler: it has none while it imports PyTorch."""
+        """Repeat SIGUSR2 once the command has a handler. A rank has none while it imports PyTorch."""
         if pids := self._processes_with_handler():
             self._usr2_missed = False
             supervisor.send_signal(signal.SIGUSR2, pids)
@@ -227,7 +227,7 @@ def handles_usr2(pid: int) -> bool:
 
 
 def agent_options(run: str, counts: Sequence[int], env: Mapping[str, str]) -> list[str]:
-    """torchrun's options on this node. counts: ranks on each node."""
+    """Return torchrun's options for this node. counts: ranks on each node."""
     node_rank = int(env["SLURM_NODEID"])
     return [
         *("--rdzv-id", os.path.basename(run), "--nnodes", str(len(counts)), "--node-rank", str(node_rank)),
@@ -238,9 +238,9 @@ def agent_options(run: str, counts: Sequence[int], env: Mapping[str, str]) -> li
 
 
 def main(kind: str, run: str, grace: str, *arguments: str) -> int:
-    """Returns the exit code of the command, or UNFIT if it was not started."""
+    """Run the task. Returns the exit code of its command, or UNFIT if the command was not started."""
     env = os.environ
-    with open("/proc/self/environ", "rb") as file:  # Python has changed what os.environ shows
+    with open("/proc/self/environ", "rb") as file:  # os.environ has Python's changes
         own = file.read()
     try:
         task = Task(run, float(grace), env, is_rank=kind == "rank")
@@ -255,6 +255,6 @@ def main(kind: str, run: str, grace: str, *arguments: str) -> int:
         task.start(command, environment, b"")
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}"
-        os.write(2, os.fsencode(f"srun_task.py: {env['SLURMD_NODENAME']}: rank not started: {reason}\n"))
+        os.write(2, os.fsencode(f"srun_task.py: {env['SLURMD_NODENAME']}: {kind} not started: {reason}\n"))
         return UNFIT
     return task.watch()

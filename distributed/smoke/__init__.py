@@ -1,1 +1,1 @@
-"""The smoke test: collectives give correct results, their bandwidth, and slow ranks and links."""
+"""The smoke test: check collectives, measure their bandwidth, and find slow ranks and links."""

@@ -1,9 +1,9 @@
 """Check the collectives of this launch, measure their bandwidth, and find slow ranks and links.
 
-Every rank runs this program. It joins the process group, runs each collective that training uses, on values that show
-a missing, swapped or narrowed contribution, and checks its result; then it times messages of growing size, and its own
-computing. The ranks exchange their findings through the store, not through the collectives under test, so that a broken
-or frozen rank does not prevent the report. The lowest rank that replies prints it.
+Every rank runs this program. It joins the process group and checks the result of each collective that training uses;
+the values show a missing, swapped or narrowed contribution. Then it times messages of growing size and its own compute
+work. The ranks exchange their findings through the store, not through the collectives under test, so that a broken or
+frozen rank does not prevent the report. The lowest rank that replies prints the report.
 
     torchrun --nproc-per-node 2 -m distributed.smoke
     srun python -m distributed.smoke --json
@@ -55,12 +55,12 @@ from distributed.smoke.report import (
 from distributed.torch import device, process_group
 from distributed.world import World, WorldError
 
-# The old names warn from torch 2.13 on, which has the new ones.
+# torch 2.13 introduced these names; since then the old names warn.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-COUNTS = (1, 1009, 65_537)  # elements; primes, so that no number of ranks divides them
-# A value is a small number times this factor; its last bit is lost when the type is narrowed.
+COUNTS = (1, 1009, 65_537)  # elements; the last two are primes, so they do not divide evenly among ranks
+# A value is a small number times this factor. A narrower type loses the last bit of the value.
 FACTOR = {torch.float32: 2**16 + 1, torch.bfloat16: 1, torch.int64: 2**53 + 1}
 LARGEST_NUMBER = 23  # the small numbers are 1 to 23
 MAX_SUMMANDS = 8  # the sum of 8 small numbers (184) is exact in every type and order
@@ -70,26 +70,26 @@ LARGEST = {"cpu": 64 * 2**20, "cuda": 2**30}  # bytes; links between GPUs need l
 MAX_ITERATIONS = 1024
 
 SMALLEST_LINK = 64 * 1024  # bytes
-LINK_SECONDS = 0.25  # of messages between two nodes
+LINK_SECONDS = 0.25  # for the messages of one pair of nodes
 LINK_REPEATS = 10  # of the largest message, within LINK_SECONDS
-LINK_ATTEMPTS = 3  # while a link seems slow
-MAX_ROUNDS = 32  # more nodes do not exchange messages with all others
+LINK_ATTEMPTS = 3  # measurements of all links, while a link seems slow
+MAX_ROUNDS = 32  # of link measurements; with more than 32 nodes some pairs are not measured
 
 PACE_ROUNDS = 40
 PACE_ROUND_SECONDS = 0.025
-SLOW_FACTOR = {"cpu": 2.0, "cuda": 1.5}  # of the others' time; a CPU is shared with the system, a GPU is not
+SLOW_FACTOR = {"cpu": 2.0, "cuda": 1.5}  # times the median of the others; a CPU is shared with the system
 
-REPLY_GRACE = 5.0  # seconds between the timeouts of the first and the last rank that wait for the same operation
-EXIT_TIMEOUT = 4 * REPLY_GRACE  # seconds to exchange findings, report and leave
-SOURCE_LINE = r"^\[[^\]]*:[0-9]+\] "  # "[/pytorch/third_party/gloo/.../pair.cc:553] "
-BEFORE_WATCHDOG = 0.9  # of the group's timeout, at which NCCL's watchdog ends the process
+REPLY_GRACE = 5.0  # seconds; ranks that wait for the same operation time out within this time of each other
+EXIT_TIMEOUT = 4 * REPLY_GRACE  # seconds to exchange findings, report and exit
+SOURCE_LINE = r"^\[[^\]]*:[0-9]+\] "  # in errors: "[/pytorch/third_party/gloo/.../pair.cc:553] "
+BEFORE_WATCHDOG = 0.9  # of the process group's timeout; at the timeout NCCL's watchdog ends the process
 
 
 class Watchdog:
-    """Calls back when a step takes too long: timeouts of the store do not work when its host is frozen."""
+    """Calls a function when a step takes too long. The store's own timeouts do not work when its host is frozen."""
 
     def __init__(self, on_timeout: Callable[[str, float], None]) -> None:
-        self.on_timeout = on_timeout  # called with the step and its timeout in seconds, on another thread
+        self.on_timeout = on_timeout  # called in another thread, with the step and its timeout in seconds
         self.timer = threading.Timer(0, on_timeout)
 
     def restart(self, step: str, seconds: float) -> None:
@@ -113,18 +113,18 @@ class RankContext:
     since: float = field(default_factory=time.monotonic)
 
     def begin(self, step: str, lasting: float = 0.0) -> None:
-        """Set the current step, also in the store for the report. lasting: its expected duration in seconds."""
+        """Set the current step and publish it in the store. lasting: the step's expected duration in seconds."""
         self.step, self.since = step, time.monotonic()
         self.watchdog.restart(step, lasting + self.timeout + EXIT_TIMEOUT)
         self.store.set(f"at/{self.world.rank}", step)
 
     def synchronize(self) -> None:
-        """Wait until the device has finished. Raises RuntimeError after the timeout."""
+        """Wait until the device is idle. Raises RuntimeError before NCCL's watchdog ends the process."""
         if self.device.type == "cuda":
             self.poll(torch.cuda.current_stream(self.device).query)
 
     def barrier(self) -> None:
-        """A barrier that raises RuntimeError before NCCL's watchdog ends the process."""
+        """Wait for all ranks. Raises RuntimeError before NCCL's watchdog ends the process."""
         work = dist.barrier(async_op=True)
         if self.device.type == "cuda":
             self.poll(work.is_completed)
@@ -142,13 +142,13 @@ class RankContext:
 
 
 def signature(rank: int, count: int) -> Tensor:
-    """Numbers 1 to LARGEST_NUMBER that depend on rank and position: the rank's digits, shifted by the position."""
+    """Return numbers from 1 to LARGEST_NUMBER: the rank's digits in that base, each shifted by its position."""
     index = torch.arange(count)
     return 1 + (rank // LARGEST_NUMBER ** (index % 4) % LARGEST_NUMBER + index) % LARGEST_NUMBER
 
 
 def summand(rank: int, size: int, count: int) -> Tensor:
-    """What a rank adds to a sum: each element has the signature of at most MAX_SUMMANDS ranks, and 0 of the others."""
+    """Return what a rank adds to a sum. For each element at most MAX_SUMMANDS ranks add their signature, others 0."""
     selected = (rank + torch.arange(count)) % math.ceil(size / MAX_SUMMANDS) == 0
     return signature(rank, count) * selected
 
@@ -170,7 +170,7 @@ class Case:
     def own(self) -> Tensor:
         return self.to_tensor(signature(self.rank, self.count))
 
-    def of_all_ranks(self) -> list[Tensor]:
+    def signatures(self) -> list[Tensor]:
         return [signature(rank, self.count) for rank in range(self.size)]
 
     def total(self, count: int) -> Tensor:
@@ -187,7 +187,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Each check runs one collective and returns the result of this rank and the expected one.
+# Each check runs one collective. It returns this rank's result and the expected result.
 
 
 def check_all_reduce(case: Case) -> tuple[Tensor, Tensor]:
@@ -199,7 +199,7 @@ def check_all_reduce(case: Case) -> tuple[Tensor, Tensor]:
 def check_all_reduce_max(case: Case) -> tuple[Tensor, Tensor]:
     got = case.own()
     dist.all_reduce(got, op=dist.ReduceOp.MAX)
-    return got, case.to_tensor(torch.stack(case.of_all_ranks()).amax(0))
+    return got, case.to_tensor(torch.stack(case.signatures()).amax(0))
 
 
 def check_broadcast(case: Case) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ def check_broadcast(case: Case) -> tuple[Tensor, Tensor]:
 def check_all_gather(case: Case) -> tuple[Tensor, Tensor]:
     got = case.zeros(case.size * case.count)
     all_gather_single(got, case.own())
-    return got, case.to_tensor(torch.cat(case.of_all_ranks()))
+    return got, case.to_tensor(torch.cat(case.signatures()))
 
 
 def check_reduce_scatter(case: Case) -> tuple[Tensor, Tensor]:
@@ -264,7 +264,7 @@ CHECKS: dict[str, Callable[[Case], tuple[Tensor, Tensor]]] = {
 
 
 def difference(got: Tensor, expected: Tensor) -> tuple[int, str, str] | None:
-    """The index of the first element that differs, its expected and its actual value; None when all are equal."""
+    """Return the index of the first wrong element, its expected value and its actual value; None if all are equal."""
     wrong = torch.nonzero(got != expected).flatten()
     if not len(wrong):
         return None
@@ -275,8 +275,8 @@ def difference(got: Tensor, expected: Tensor) -> tuple[int, str, str] | None:
 def first_fault(name: str, context: RankContext) -> Fault | None:
     """Run one collective with every type and size. Returns the first wrong result of this rank."""
     found = None
+    store = PrefixStore(context.step, context.store)
     for dtype, count in itertools.product(FACTOR, COUNTS):
-        store = PrefixStore(context.step, context.store)
         case = Case(context.world.rank, context.world.size, count, dtype, context.device, store)
         got, expected = CHECKS[name](case)
         context.synchronize()
@@ -293,12 +293,12 @@ def first_fault(name: str, context: RankContext) -> Fault | None:
 @dataclass(frozen=True)
 class Message:
     whole: Tensor
-    other: Tensor  # of the same size
-    part: Tensor  # of one rank
+    other: Tensor  # as large as whole
+    part: Tensor  # whole divided by the number of ranks
 
     @classmethod
     def of(cls, size: int, context: RankContext) -> Message:
-        """About `size` bytes, divisible by the number of ranks. Zeroed, so that the memory is allocated."""
+        """Return a message of about `size` bytes, divisible by the number of ranks. zero_() allocates its memory."""
         part = max(1, size // (torch.float32.itemsize * context.world.size))
         lengths = (part * context.world.size, part * context.world.size, part)
         return cls(*(torch.empty(length, device=context.device).zero_() for length in lengths))
@@ -314,7 +314,7 @@ COLLECTIVES: dict[str, Callable[[Message], Any]] = {
 
 
 def message_sizes(smallest: int, largest: int) -> list[int]:
-    """Bytes; each size is GROWTH times the previous one."""
+    """Return sizes in bytes; each is GROWTH times the previous one."""
     sizes = [smallest]
     while sizes[-1] * GROWTH <= largest:
         sizes.append(sizes[-1] * GROWTH)
@@ -322,7 +322,7 @@ def message_sizes(smallest: int, largest: int) -> list[int]:
 
 
 def measure_bandwidth(context: RankContext, sizes: Sequence[int], seconds: float) -> list[Speed]:
-    """Measure all collectives at all sizes, in about `seconds`. A collective that is too slow skips larger sizes."""
+    """Measure all collectives at all sizes, in about `seconds`. Skips larger sizes of a collective that is too slow."""
     budget = seconds / len(sizes) / len(COLLECTIVES)
     speeds: list[Speed] = []
     for name in COLLECTIVES:
@@ -354,7 +354,7 @@ def elapsed(name: str, message: Message, context: RankContext, iterations: int) 
 
 
 def reduce_seconds(seconds: float, op: Any, context: RankContext) -> float:
-    """The MAX or MIN of the seconds of all ranks."""
+    """Return the MAX or MIN of the seconds of all ranks."""
     result = torch.tensor([seconds], dtype=torch.float64, device=context.device)
     dist.all_reduce(result, op=op)
     context.synchronize()
@@ -365,7 +365,7 @@ def reduce_seconds(seconds: float, op: Any, context: RankContext) -> float:
 
 
 def measure_links(context: RankContext, largest: int) -> list[NodeLink]:
-    """The first ranks of all nodes exchange messages in pairs. Repeated while a link seems slow."""
+    """Measure the links between the first ranks of all nodes. Repeats the measurement while a link seems slow."""
     is_leader = torch.tensor([float(context.world.local_rank == 0)], device=context.device)
     leaders = all_gather_rows(is_leader, context).flatten().nonzero().flatten().tolist()
     hosts = [context.store.get(f"host/{rank}").decode() for rank in leaders]
@@ -389,7 +389,7 @@ def measure_links(context: RankContext, largest: int) -> list[NodeLink]:
 
 
 def measure_link(partner: int, largest: int, context: RankContext) -> float:
-    """GB/s in each direction: the best of exchanges of growing messages, then of the largest message."""
+    """Return the best GB/s, per direction, of growing messages and of repetitions of the largest one."""
     size, best, left, repeats = min(SMALLEST_LINK, largest), 0.0, LINK_SECONDS, LINK_REPEATS
     exchange(partner, torch.zeros(1, device=context.device), context)  # some backends connect at the first message
     while True:
@@ -408,7 +408,7 @@ def measure_link(partner: int, largest: int, context: RankContext) -> float:
 
 
 def exchange(partner: int, own: Tensor, context: RankContext) -> float:
-    """Send and receive at the same time. Returns the maximum of both first elements, the same value on both ranks."""
+    """Send and receive at the same time. Returns the larger of the two first elements, the same on both ranks."""
     received = torch.empty_like(own)
     both = [dist.P2POp(dist.isend, own, partner), dist.P2POp(dist.irecv, received, partner)]
     for work in dist.batch_isend_irecv(both):
@@ -418,7 +418,7 @@ def exchange(partner: int, own: Tensor, context: RankContext) -> float:
 
 
 def all_gather_rows(own: Tensor, context: RankContext) -> Tensor:
-    """The tensors of all ranks as rows: ranks x elements."""
+    """Return the tensors of all ranks as rows: ranks x elements."""
     rows = own.new_zeros(context.world.size * own.numel())
     all_gather_single(rows, own)
     context.synchronize()
@@ -433,9 +433,9 @@ def measure_pace(context: RankContext) -> list[Pace]:
     cuda = context.device.type == "cuda"
     side, dtype = (4096, torch.bfloat16) if cuda else (256, torch.float32)
     matrix = torch.full((side, side), 1e-3, dtype=dtype, device=context.device)
-    one = min(seconds_of_products(2, matrix, context) for _ in range(20)) / 2
+    per_product = min(seconds_of_products(2, matrix, context) for _ in range(20)) / 2
     # A round takes PACE_ROUND_SECONDS on the fastest rank.
-    products = max(1, round(PACE_ROUND_SECONDS / reduce_seconds(one, dist.ReduceOp.MIN, context)))
+    products = max(1, round(PACE_ROUND_SECONDS / reduce_seconds(per_product, dist.ReduceOp.MIN, context)))
     rounds = []
     for _ in range(PACE_ROUNDS):
         context.barrier()
@@ -457,7 +457,7 @@ def seconds_of_products(count: int, matrix: Tensor, context: RankContext) -> flo
 # ---------------------------------------------------------------- all checks
 
 NEED_TWO_RANKS = ("point_to_point", "links", "bandwidth", "pace")
-# All checks in order -> the summary when there is no fault.
+# All checks in order -> the summary if there is no fault.
 SUMMARIES = {
     "reply": "all ranks joined, finished and reported",
     **dict.fromkeys(CHECKS, f"{', '.join(map(dtype_name, FACTOR))}; {COUNTS[0]} to {COUNTS[-1]:,} elements"),
@@ -469,7 +469,7 @@ SUMMARIES = {
 
 
 def run_checks(context: RankContext, sizes: Sequence[int], seconds: float) -> tuple[Findings, Measurements]:
-    """Check and measure until a collective raises: then the process group cannot be used any more."""
+    """Run the checks and measurements. Stops if a collective raises an error: the process group is then unusable."""
     findings = Findings(context.world.rank, context.host, device_label(context.device), done=["reply"])
     measured = Measurements()
     try:
@@ -493,7 +493,7 @@ def run_checks(context: RankContext, sizes: Sequence[int], seconds: float) -> tu
 
 
 def all_correct(context: RankContext, findings: Findings) -> bool:
-    """Whether no rank has found a fault: measuring relies on correct collectives."""
+    """Return whether no rank has found a fault. The measurements rely on correct collectives."""
     context.begin("reply")
     keys = [f"correct/{rank}" for rank in range(context.world.size)]
     context.store.set(keys[findings.rank], str(not findings.faults))
@@ -502,7 +502,7 @@ def all_correct(context: RankContext, findings: Findings) -> bool:
 
 
 def begin_check(name: str, context: RankContext, findings: Findings) -> bool:
-    """Begin a check, unless it needs a second rank or node."""
+    """Begin a check. Returns False if it needs a second rank or node."""
     if context.world.size == 1 and name in NEED_TWO_RANKS:
         findings.skipped[name] = "needs two ranks"
         return False
@@ -519,7 +519,7 @@ def device_label(where: torch.device) -> str:
 
 
 def brief(error: BaseException) -> str:
-    """The first sentence of an error, without advice and the stack of the library."""
+    """Return the type and first sentence of an error, without source line, advice and stack."""
     first = next(iter(str(error).splitlines()), "").split(". ")[0]
     return f"{type(error).__name__}: {re.sub(SOURCE_LINE, '', first)}"
 
@@ -528,10 +528,10 @@ def brief(error: BaseException) -> str:
 
 
 def exchange_findings(findings: Findings, context: RankContext) -> dict[int, Findings]:
-    """Publish the findings of this rank, and read those of all ranks that publish theirs in time.
+    """Publish the findings of this rank. Returns the findings of all ranks that publish them in time.
 
-    A rank that waits for a missing one in a collective times out first. So the time that this rank has spent in its
-    last step is subtracted from the timeout.
+    The timeout counts from the start of this rank's last step: a rank whose collective has timed out does not wait for
+    the missing rank again.
     """
     keys = {rank: f"findings/{rank}" for rank in range(context.world.size)}
     context.store.set(keys[findings.rank], findings.to_json())
@@ -548,7 +548,7 @@ def wait_for(store: Store, keys: list[str], seconds: float) -> None:
 
 
 def missing_replies(context: RankContext, replies: Mapping[int, Findings]) -> list[Fault]:
-    """A fault for each rank that did not reply, with its last step."""
+    """Return a fault for each rank that did not reply, with the rank's last step."""
 
     def stored(key: str) -> str:
         return context.store.get(key).decode() if context.store.check([key]) else "unknown"
@@ -564,7 +564,7 @@ def missing_replies(context: RankContext, replies: Mapping[int, Findings]) -> li
 
 
 def report_and_wait(context: RankContext, replies: Mapping[int, Findings], report: Callable[[], None]) -> None:
-    """The lowest rank reports. The others exit after it, and rank 0, which may host the store, exits last."""
+    """Report on the lowest rank. The other ranks then exit; rank 0, which may host the store, exits last."""
     if context.world.rank == min(replies):
         report()
         context.store.set("reported", "")
@@ -578,7 +578,7 @@ def report_and_wait(context: RankContext, replies: Mapping[int, Findings], repor
 
 
 def byte_size(text: str) -> int:
-    """Bytes of 8, 64K, 16M, 1G; K is 1024."""
+    """Parse a size such as 8, 64K, 16M or 1G. K is 1024 bytes."""
     unit = "KMG".find(text[-1:].upper() or "-")
     number = text if unit < 0 else text[:-1]
     if not number.isdecimal() or int(number) < 1:
@@ -600,7 +600,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("distributed.smoke", description=__doc__.splitlines()[0], allow_abbrev=False)
     option = parser.add_argument
     option("--json", action="store_true", help="print JSON")
-    option("--json-file", type=Path, metavar="PATH", help="write JSON to this file in the run directory; print nothing")
+    option("--json-file", type=Path, metavar="PATH", help="write JSON to the run directory; print only the verdict")
     option("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="default: nccl on GPUs, else gloo")
     option("--min-bytes", type=byte_size, default=1024, metavar="SIZE", help="smallest message; default: 1K")
     option("--max-bytes", type=byte_size, metavar="SIZE", help="largest message; default: 64M, on GPUs 1G")
@@ -616,7 +616,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Reporter:
-    """Prints or writes the report of all ranks, or of this rank when it cannot reach the others."""
+    """Prints or writes the report: of all ranks, or only of this rank if it cannot reach the others."""
 
     world: World
     device: torch.device
@@ -652,7 +652,7 @@ class Reporter:
         if self.world.rank > 0:
             sys.stderr.write(f"distributed.smoke: {fault}\n")
             sys.stderr.flush()
-            time.sleep(1)  # the launcher stops all ranks after the first exit: let rank 0 report before
+            time.sleep(1)  # the launcher stops all ranks after the first exit; rank 0 must report before
         os._exit(1)
 
     def time_out(self, step: str, seconds: float) -> NoReturn:
@@ -698,4 +698,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return run_in_group(RankContext(world, where, host, store, options.timeout, watchdog), reporter)
         except dist.DistError as error:
-            reporter.fail("reply", reporter.rendezvous, brief(error))
+            reporter.fail("reply", f"a connection to {reporter.rendezvous}", brief(error))

@@ -1,7 +1,7 @@
 """Print the report of a smoke test.
 
-`summarise` merges the Findings of all ranks into one JSON object, `render` makes text of it. Does not use PyTorch, so
-that a launcher can print the report of ranks on other machines:
+`summarise` merges the Findings of all ranks into one JSON object, and `render` formats that object as text. This module
+does not use PyTorch, so that a launcher can print the report of ranks on other machines:
 
     python -m distributed.smoke.report [--json] REPORT.json
 """
@@ -25,12 +25,14 @@ REMEDIES = {
     "reply": "read the output of that rank: it may have died, be stopped, or be waiting for its GPU or a disk",
     "bandwidth": "read the output of the ranks, and check the network between the nodes",
     "links": "check cable, switch port and MTU of that node, and which interface NCCL uses (NCCL_DEBUG=INFO)",
-    "pace": "check what else runs there (top, nvidia-smi), clock speeds and temperature, or leave that node out",
+    "pace": "check other processes on that node (top, nvidia-smi), clocks and temperature, or leave that node out",
 }
 WRONG_RESULT_REMEDY = (
     "run with --backend gloo to rule out the links between GPUs; with NCCL, try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 "
     "and NCCL_DEBUG=INFO, one at a time"
 )
+FAULTS_SHOWN = 3  # of each check
+ROWS_SHOWN = 8  # of a table of links or ranks
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Fault:
     expected: str
     got: str
     case: str = ""  # "float32, 1009 elements, element 3"
-    text: str = ""  # the complete text, if it is not that of __str__
+    text: str = ""  # replaces the text that __str__ builds
 
     def __str__(self) -> str:
         if self.text:
@@ -70,7 +72,7 @@ class Pace:
 
     rank: int
     compute_seconds: float  # per round, lower quartile; a round is the same work on every rank
-    factor: float  # its time divided by the median time of the others
+    factor: float  # compute_seconds divided by the median of the other ranks
     slow: bool
 
 
@@ -84,7 +86,7 @@ class Findings:
     done: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # check -> reason
     faults: list[Fault] = field(default_factory=list)
-    broken: bool = False  # a collective raised, so the process group cannot be used any more
+    broken: bool = False  # a collective raised an error, so the process group is unusable
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -97,7 +99,7 @@ class Findings:
 
 @dataclass
 class Measurements:
-    """Results of collective measurements, which are the same on every rank."""
+    """Results of the measurements; every rank has the same."""
 
     bandwidth: list[Speed] = field(default_factory=list)
     pace: list[Pace] = field(default_factory=list)
@@ -107,7 +109,7 @@ class Measurements:
 # ---------------------------------------------------------------- measurements
 
 
-# Bus bandwidth / algorithm bandwidth, by number of ranks. Bus bandwidth can be compared with that of the hardware:
+# Bus bandwidth / algorithm bandwidth, by number of ranks. Bus bandwidth is comparable with the hardware's:
 # https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 BUS_FACTOR: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
@@ -119,7 +121,7 @@ BUS_FACTOR: dict[str, Callable[[int], float]] = {
 
 
 def speed_of(collective: str, ranks: int, size: int, iterations: int, seconds: float) -> Speed:
-    """size: bytes of a message. seconds: per message."""
+    """Return the Speed of messages of `size` bytes that take `seconds` each."""
     algorithm = size / seconds / 1e9
     bus = algorithm * BUS_FACTOR[collective](ranks)
     return Speed(collective, size, iterations, seconds, algorithm, bus)
@@ -133,7 +135,7 @@ def slow_factors(seconds: Sequence[float]) -> list[float]:
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """The time of a good round: a rank that shares its core at times has some, a slow rank has none."""
+    """Return the time of a fast round. A rank that sometimes shares its core has fast rounds, a slow rank has none."""
     return quantiles(seconds, n=4)[0]
 
 
@@ -147,11 +149,11 @@ def summarise(
     measured: Measurements,
     missing: Sequence[Fault] = (),
 ) -> dict[str, Any]:
-    """The report as a JSON object.
+    """Return the report as a JSON object.
 
     Args:
         launch: size, nodes, launcher, backend, torch.
-        checks: name of each check -> its summary when it found no fault.
+        checks: name of each check -> its summary if it finds no fault.
         replies: rank -> its findings.
         missing: a fault for each rank that did not reply.
     """
@@ -201,7 +203,7 @@ def slow_ranks(measured: Measurements, replies: Mapping[int, Findings]) -> list[
 
 
 def check_report(name: str, summary: str, findings: Sequence[Findings], faults: Sequence[Fault]) -> dict[str, Any]:
-    """summary: of the check when no rank found a fault."""
+    """Return the report of one check. summary: for a check without faults."""
     skipped = [one.skipped.get(name, "an earlier check failed") for one in findings if name not in one.done]
     status, summary = ("skipped", skipped[0]) if skipped else ("ok", summary)
     if faults:
@@ -215,16 +217,16 @@ def check_report(name: str, summary: str, findings: Sequence[Findings], faults: 
     }
 
 
-def fault_texts(faults: Sequence[Fault], at_most: int = 3) -> list[str]:
-    more = [f"and {len(faults) - at_most} more"] if len(faults) > at_most else []
-    return [*map(str, faults[:at_most]), *more]
+def fault_texts(faults: Sequence[Fault]) -> list[str]:
+    more = [f"and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+    return [*map(str, faults[:FAULTS_SHOWN]), *more]
 
 
 # ---------------------------------------------------------------- text
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The report as text."""
+    """Format the report as text."""
     world = report["world"]
     where = f"{terminal.plural(world['size'], 'rank')} on {terminal.plural(world['nodes'], 'node')}"
     blocks = [
@@ -242,7 +244,7 @@ STATUS = {"ok": ("ok", terminal.GREEN), "skipped": ("skipped", terminal.YELLOW),
 
 
 def check_lines(check: Mapping[str, Any]) -> Iterator[str]:
-    """The summary, or a line for each fault, and the remedy."""
+    """Yield the summary or the first faults, then the remedy."""
     label, colour = STATUS[check["status"]]
     first, *rest = fault_texts([Fault(**fault) for fault in check["faults"]]) or [check["summary"]]
     yield f"  {terminal.paint(f'{label:<8}', colour)}{check['name']:<16}{first}"
@@ -267,14 +269,14 @@ def bandwidth_lines(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
     return titled(title, [["message", "ms", *names], *rows], right=range(2 + len(names)))
 
 
-def link_lines(links: Sequence[Mapping[str, Any]], at_most: int = 8) -> list[str]:
-    slowest = sorted(links, key=lambda one: one["gb_per_second"])[:at_most]
+def link_lines(links: Sequence[Mapping[str, Any]]) -> list[str]:
+    slowest = sorted(links, key=lambda one: one["gb_per_second"])[:ROWS_SHOWN]
     rows = [[f"{one['gb_per_second']:.3f}", f"{one['one']} - {one['other']}"] for one in slowest]
     return titled(f"links between nodes, slowest {len(slowest)} of {len(links)}", [["GB/s", "nodes"], *rows], right=[0])
 
 
-def pace_lines(ranks: Sequence[Mapping[str, Any]], at_most: int = 8) -> list[str]:
-    slowest = sorted(ranks, key=lambda one: -one["factor"])[:at_most]
+def pace_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    slowest = sorted(ranks, key=lambda one: -one["factor"])[:ROWS_SHOWN]
     rows = [
         [
             str(one["rank"]),
@@ -289,12 +291,12 @@ def pace_lines(ranks: Sequence[Mapping[str, Any]], at_most: int = 8) -> list[str
 
 
 def titled(title: str, rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-    """A table with a title; empty when it has no row below the heading."""
+    """Format a table with a title. Returns no lines if there are no rows below the heading."""
     return [f"  {line}" for line in (title, *terminal.table(rows, right))] if len(rows) > 1 else []
 
 
 def size_label(size: float) -> str:
-    """Bytes as in nccl-tests: 64K for 65536."""
+    """Format bytes as nccl-tests does: 64K for 65536."""
     for unit in ("", "K", "M"):
         if size < 1023.5:
             return f"{size:.4g}{unit}"

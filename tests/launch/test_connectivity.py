@@ -37,7 +37,7 @@ def test_a_connection_without_a_reply_times_out() -> None:
     ("results", "messages"),
     [
         ({"node1": {"node1": "", "node2": ""}, "node2": {"node1": ""}}, []),
-        ({"node1": {"node1": "refused"}}, []),  # connections to itself are ignored
+        ({"node1": {"node1": "refused"}}, []),  # a node's connection to itself is ignored
         (
             {"node1": {"node2": "", "node3": ""}, "node2": {"node3": TIMED_OUT}, "node3": {"node2": ""}},
             [f"node2 cannot connect to node3 (10.0.0.3): {TIMED_OUT}: a firewall between them?"],

@@ -80,7 +80,7 @@ def run_step(run: Path, *command: str) -> int:
     return srun.watch(str(run), "n1:1", fake_srun(*command))
 
 
-def test_an_srun_that_starts_no_task_is_reported_with_its_message(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_message_of_an_srun_that_starts_no_task_is_reported(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_step(run, "sh", "-c", "echo srun: error: no such node >&2; exit 3") == 3
     assert "srun: error: no such node" in capfd.readouterr().err
     judged = verdict.decide(run, 3)
@@ -125,7 +125,7 @@ END = (REPORT + b'{"node": "n1", "tasks": 1, "end": {"rank": 0, "exit_code": 0}}
         'printf %s "$1"; echo $$ >"$2"; exec >&- 2>&-; exec sleep 300',  # srun remains, without output
     ],
 )
-def test_the_exit_of_srun_ends_the_step_and_not_the_end_of_its_output(
+def test_a_step_ends_with_srun_and_not_with_the_end_of_its_output(
     run: Path, tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An srun that does not exit after its tasks is killed."""
@@ -147,8 +147,8 @@ def test_a_node_failure_message_may_arrive_in_parts(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("blocked", "lost"), [(60.0, False), (0.0, True)])
-def test_a_node_is_not_lost_while_a_disk_blocked_the_launcher(run: Path, blocked: float, lost: bool) -> None:
-    """Its reports may be unread."""
+def test_a_node_is_not_lost_while_a_disk_blocks_the_launcher(run: Path, blocked: float, lost: bool) -> None:
+    """The launcher may not have read the node's reports."""
     node = StepNode("n1", tasks=1, last_report=time.monotonic() - 60)
     watched = srun.JobStep(run, [node], fake_srun("true"))
     with watched._srun, watched._srun_log:

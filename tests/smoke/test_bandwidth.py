@@ -1,4 +1,4 @@
-"""Distinguish a slow node from slow links of all others, a slow link from two slow nodes, and noise from both."""
+"""Slow nodes and slow links are found and distinguished, and noise is ignored."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def links(count: int, fast: float = 10.0, **other: float) -> list[NodeLink]:
         (links(3, _3=0.9), ["node3: 0.9 GB/s to node1, 0.9 GB/s to node2; the others have 10.0 GB/s among themselves"]),
         (links(3, _1=0.0025), ["node1: 2.5 MB/s to node2, 2.5 MB/s to node3; the others have 10.0 GB/s among thems"]),
         (links(6, _4=0.9), ["node4: 0.9 GB/s to node1, 0.9 GB/s to node2, 0.9 GB/s to node3; the others have 10.0"]),
-        (links(3, _2_3=0.9), ["node2 and node3: 0.9 GB/s; both have 10.0 GB/s or more to other nodes"]),
+        (links(3, _2_3=0.9), ["node2 and node3: 0.9 GB/s; both have a median of 10.0 GB/s or more to other nodes"]),
         (links(5, _1_2=0.9, _3_5=2.0), ["node1 and node2: 0.9 GB/s; both", "node3 and node5: 2.0 GB/s; both have"]),
-        (links(5, _5=0.9, _1_2=0.9), ["node5: 0.9 GB/s to node1", "node1 and node2: 0.9 GB/s; both have 10.0 GB/s"]),
+        (links(5, _5=0.9, _1_2=0.9), ["node5: 0.9 GB/s to node1", "node1 and node2: 0.9 GB/s; both have a median"]),
         (links(5, _4=0.9, _5=0.8), ["node4: 0.9 GB/s to node1, 0.9", "node5: 0.8 GB/s to node1, 0.8"]),
     ],
 )  # fmt: skip

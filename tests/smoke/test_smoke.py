@@ -1,8 +1,8 @@
 """The smoke test finds wrong results, slow ranks and links, and ranks that freeze, die or do not start.
 
-Its values must show every error of a collective, and its bandwidths must be those of nccl-tests. Whatever happens to a
-rank, the report is printed in time and names that rank, and the exit code is not 0. Ranks are processes with gloo, and
-their faults are real unless a test says otherwise.
+The values must show every error of a collective, and bandwidth is defined as in nccl-tests. When a rank has a fault,
+the report names that rank, is printed in time, and the exit code is not 0. Ranks are processes with gloo, and their
+faults are real unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def test_a_single_rank_skips_what_needs_two(start: Callable[..., ForkedRun]) -> 
 # ---------------------------------------------------------------- wrong results
 
 
-def adds_one_too_many(rank: int) -> None:
+def adds_one(rank: int) -> None:
     if rank == 1:
         right = dist.all_reduce
         dist.all_reduce = lambda tensor, *a, **k: (right(tensor, *a, **k), tensor[-1:].add_(1))
@@ -173,7 +173,7 @@ def swaps(rank: int) -> None:
 @pytest.mark.parametrize(
     ("trouble", "check", "wrong", "case"),
     [
-        (adds_one_too_many, "all_reduce", [1], "float32, 1 elements, element 0"),
+        (adds_one, "all_reduce", [1], "float32, 1 elements, element 0"),
         (leaves_one_out, "all_reduce", [0, 1], "float32, 1 elements, element 0"),
         (narrows, "reduce_scatter", [0, 1], "float32, 1 elements, element 0"),
         (swaps, "all_gather", [0, 1], "float32, 1 elements, element 0"),
@@ -199,7 +199,7 @@ def skips_barriers(rank: int) -> None:
 
 
 def test_a_barrier_that_does_not_wait_is_reported(start: Callable[..., ForkedRun]) -> None:
-    """Rank 0 is the first that is late, so rank 1 passes before it has arrived."""
+    """Rank 0 is late first, so rank 1 passes the barrier before rank 0 arrives."""
     results = start(2, "--json", *QUICK, trouble=skips_barriers).results()
     assert [one.code for one in results.values()] == [1, 1]
     fault = next(fault for fault in check_of(results[0], "barrier")["faults"] if fault["rank"] == 1)
@@ -250,7 +250,7 @@ def freezes(rank: int) -> None:
 
 
 def host_freezes(rank: int) -> None:
-    """Rank 0 hosts the store, so that other ranks wait for it without a timeout."""
+    """Rank 0 hosts the store, whose timeouts do not work while its host is frozen."""
     no_pace()
     checks.REPLY_GRACE, checks.EXIT_TIMEOUT = 3.0, 4.0
     if rank == 0:
@@ -266,7 +266,7 @@ def dies(rank: int) -> None:
 
 @dataclass
 class WaitingLaunches:
-    """Launches with ranks that wait until the timeout, at the same time."""
+    """Concurrent launches whose ranks wait until the timeout."""
 
     frozen: ForkedRun
     host_frozen: ForkedRun
@@ -274,7 +274,7 @@ class WaitingLaunches:
     missing: ForkedRun
 
 
-@pytest.fixture(scope="module", autouse=True)  # other tests run while they wait
+@pytest.fixture(scope="module", autouse=True)  # other tests run while these launches wait
 def waiting(start: Callable[..., ForkedRun]) -> WaitingLaunches:
     return WaitingLaunches(
         frozen=start(3, *SHORT_TIMEOUT, trouble=freezes),
@@ -503,7 +503,7 @@ def test_the_first_difference(got: list[float], expected: list[float], differenc
         ("broadcast", 8, 1.0),
     ],
 )
-def test_bus_bandwidth_is_that_of_nccl_tests(collective: str, ranks: int, bus: float) -> None:
+def test_bus_bandwidth_is_defined_as_in_nccl_tests(collective: str, ranks: int, bus: float) -> None:
     """A message of 2 * 10^9 bytes in two seconds; doc/PERFORMANCE.md of nccl-tests."""
     speed = smoke_report.speed_of(collective, ranks, 2_000_000_000, 5, 2.0)
     assert speed.algorithm_gb_per_second == pytest.approx(1.0)
@@ -595,7 +595,7 @@ def test_a_slow_rank_is_printed_with_its_factor() -> None:
     assert [line.split()[0] for line in table[2:4]] == ["1", "0"], "the slowest is first"
 
 
-def test_links_are_printed_the_slowest_first() -> None:
+def test_links_are_printed_slowest_first() -> None:
     links = [NodeLink("node1", "node2", 9.8), NodeLink("node1", "node3", 0.9), NodeLink("node2", "node3", 1.1)]
     replies = {rank: finding(rank) for rank in range(3)}
     report = smoke_report.summarise(LAUNCH, {"links": "alike"}, replies, Measurements(links=links))
@@ -606,7 +606,7 @@ def test_links_are_printed_the_slowest_first() -> None:
     assert lines[start + 2 : start + 4] == ["  0.900  node1 - node3", "  1.100  node2 - node3"]
 
 
-def test_of_many_faults_three_are_printed_and_all_are_in_the_json() -> None:
+def test_three_of_many_faults_are_printed_and_all_are_in_the_json() -> None:
     replies = {rank: finding(rank, replace(WRONG, rank=rank)) for rank in range(9)}
     (check, _) = smoke_report.summarise(LAUNCH, SUMMARIES, replies, Measurements())["checks"]
     assert check["summary"].endswith("; and 6 more")
@@ -647,9 +647,7 @@ def test_a_report_is_printed_from_its_file(
 
 
 @pytest.mark.parametrize("text", [None, "{"])
-def test_a_file_that_is_no_report_is_refused(
-    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreadable_report_is_refused(text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     if text is not None:
         file.write_text(text)
