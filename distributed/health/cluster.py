@@ -25,7 +25,7 @@ from distributed.health.doctor import render, render_findings
 from distributed.host.facts import Facts, FullNodeFacts, Route
 from distributed.host.replies import Reply, read
 from distributed.launch.connectivity import REMEDY, FailedConnection, read_failed_connections
-from distributed.nodelist import fold
+from distributed.nodelist import compact
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def judge_cluster(cluster: ClusterFacts) -> dict[str, list[Finding]]:
         found[node] += [finding for finding in own if finding.topic != "port" or node == cluster.nodes[0]]
     for gap in cluster.gaps:
         for node in gap.nodes:
-            found[node].append(fault(str(gap).removeprefix(f"{fold(gap.nodes)} "), REMEDY, topic="reach"))
+            found[node].append(fault(str(gap).removeprefix(f"{compact(gap.nodes)} "), REMEDY, topic="reach"))
     for node, finding in compare(cluster.facts, cluster.ahead) if len(cluster.facts) > 1 else ():
         found[node].append(finding)
     return found
@@ -165,7 +165,7 @@ def node_table(nodes: Mapping[str, FullNodeFacts]) -> list[str]:
     nodes_of: dict[tuple[str, ...], list[str]] = {}
     for name, node in nodes.items():
         nodes_of.setdefault(row_of(node), []).append(name)
-    return terminal.table([COLUMNS, *((fold(names), *row) for row, names in nodes_of.items())])
+    return terminal.table([COLUMNS, *((compact(names), *row) for row, names in nodes_of.items())])
 
 
 def render_cluster(cluster: ClusterFacts, width: int | None = None) -> str:
@@ -181,7 +181,7 @@ def render_cluster(cluster: ClusterFacts, width: int | None = None) -> str:
 
 
 def render_group(group: SharedFindings, cluster: ClusterFacts, width: int | None) -> Iterator[str]:
-    names = "all nodes" if len(cluster.nodes) > 1 and group.nodes == cluster.nodes else fold(group.nodes)
+    names = "all nodes" if len(cluster.nodes) > 1 and group.nodes == cluster.nodes else compact(group.nodes)
     yield names + (f" (numbers of {group.nodes[0]})" if group.numbers_differ else "")
     yield from render_findings(group.findings, width)
 
@@ -193,7 +193,7 @@ def summary(cluster: ClusterFacts, found: Mapping[str, Sequence[Finding]]) -> st
     if not unfit and len(cluster.facts) > 1:
         parts.append("each can connect to every other")
     if unfit:
-        parts.append(f"{fold(unfit)} {'is' if len(unfit) == 1 else 'are'} not")
+        parts.append(f"{compact(unfit)} {'is' if len(unfit) == 1 else 'are'} not")
     return f"{terminal.plural(len(cluster.nodes), 'node')}: {'; '.join(parts)}"
 
 

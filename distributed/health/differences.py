@@ -21,7 +21,7 @@ from distributed.launch.comparison import (
     rendezvous_address,
     same_machines,
 )
-from distributed.nodelist import fold
+from distributed.nodelist import compact
 
 CLOCK_TOLERANCE = 2.0  # seconds; failures on several nodes are ordered by their clocks
 MEMORY_TOLERANCE = 0.1  # of the memory
@@ -85,7 +85,7 @@ TRAITS = (
 def compare_traits(nodes: Nodes) -> NodeFindings:
     for trait in TRAITS:
         for name, value, usual, others in differences_in(trait, nodes):
-            yield name, Finding(trait.level, f"{value}, but {usual} on {fold(others)}", trait.fix, topic=trait.topic)
+            yield name, Finding(trait.level, f"{value}, but {usual} on {compact(others)}", trait.fix, topic=trait.topic)
 
 
 # ---------------------------------------------------------------- nearly equal
