@@ -160,7 +160,7 @@ def test_findings_that_differ_only_in_the_name_of_the_node_are_printed_once() ->
     names = {name: replace(HEALTHY.names, forward=Lookup(name, ("127.0.1.1",)), host=name) for name in ("ada", "bob")}
     text = text_of(cluster({name: node(number, names=names[name]) for number, name in enumerate(names, 1)}))
     assert text.count("not across several") == 1
-    assert "all nodes (numbers of ada)\nwarning  names  ada is 127.0.1.1: works on one" in text
+    assert "all nodes (numbers of ada)\nwarning  names  ada resolves to 127.0.1.1: works on one" in text
 
 
 def test_each_node_has_its_own_command() -> None:
