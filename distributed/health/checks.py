@@ -204,7 +204,7 @@ def check_visible(setting: str, facts: Facts) -> Iterator[Finding]:
     elif len(seen) < len(entries) and not seen[0].mig:  # with MIG, a process sees one GPU of any list
         yield fault(
             f"CUDA_VISIBLE_DEVICES={setting} lists {terminal.plural(len(entries), 'GPU')}, but CUDA uses {len(seen)}: "
-            f"it ignores the list from the first unknown GPU on, and this machine has GPUs 0 to {count - 1}",
+            f"it ignores the first unknown GPU and the rest of the list; this machine has GPUs 0 to {count - 1}",
             command="unset CUDA_VISIBLE_DEVICES",
         )
     else:
@@ -247,7 +247,7 @@ def check_gpu_health(facts: Facts) -> Iterator[Finding]:
         topic = f"GPU {gpu.index}"
         if gpu.ecc_errors:
             yield fault(
-                f"{gpu.ecc_errors} uncorrected memory errors since the driver was loaded",
+                f"{terminal.plural(gpu.ecc_errors, 'uncorrected memory error')} since the driver was loaded",
                 "stop its processes and reset it; if errors recur, have the card replaced",
                 f"sudo nvidia-smi --gpu-reset --id={gpu.index}",
                 topic,
@@ -279,10 +279,10 @@ def check_gpu_host(facts: Facts) -> Iterator[Finding]:
 
 def check_memory(facts: Facts) -> Iterator[Finding]:
     memory = facts.memory
-    total = min(memory.total, memory.limit or memory.total)
+    total = memory.limit or memory.total
     available = min(memory.available, total)
-    bound = ", the limit of this container or job" if total < memory.total else ""
-    fact = f"{size(available)} of {size(total)} free{bound}"
+    limit = " (limit of this container or job)" if memory.limit else ""
+    fact = f"{size(available)} of {size(total)}{limit} free"
     if available < GIB:
         yield fault(f"{fact}: not enough for two ranks", "find what uses it:", "ps aux --sort=-rss | head")
     elif available < 4 * GIB:

@@ -96,7 +96,7 @@ def compare_memory(nodes: Nodes) -> NodeFindings:
         others = median(other for other_name, other in total.items() if other_name != name)
         if own < (1 - MEMORY_TOLERANCE) * others:
             fact = f"{size(own)}, but {size(int(others))} (median) on the others"
-            yield name, warning(fact, "the ranks of a node must fit into the smallest memory", topic="memory")
+            yield name, warning(fact, "the ranks of each node must fit into the smallest memory", topic="memory")
 
 
 def compare_clocks(ahead: Mapping[str, float]) -> NodeFindings:

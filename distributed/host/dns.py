@@ -24,7 +24,7 @@ class Lookup:
 @dataclass(frozen=True)
 class NameLookups:
     host: str
-    outward: str  # the address that other machines see; "": none but loopback
+    outward: str  # the address that other machines see; "": no route to them
     forward: Lookup
     reverse: tuple[Lookup, ...]
 

@@ -1,4 +1,4 @@
-"""Find the processes of a run on this node, by the environment variables that their launcher set.
+"""Find the processes of a run on this node, or of one task of it, by the environment variables that were set for them.
 
 The module also has prctl(2) calls that tie a process to its parent. Every supervisor imports it before it starts a
 command, so it imports nothing that takes milliseconds.

@@ -1,7 +1,7 @@
 """Replies of nodes to a query over ssh, or why a reply is missing, with the remedy.
 
 A node prints one line of JSON after a marker, because a login shell may print other lines. The launcher's host stores
-the output and the exit code in files: NODE.out, NODE.err and NODE.code.
+the output and exit code in files: NODE.out, NODE.err and NODE.code.
 """
 
 from __future__ import annotations

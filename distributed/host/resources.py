@@ -16,7 +16,7 @@ from distributed.host.system import PROC, SYS, read
 class Memory:
     total: int  # bytes, like the other fields
     available: int
-    limit: int | None = None  # of the container or job; None: no limit
+    limit: int | None = None  # of the container or job, less than total; None: no limit
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "warning GPUs", "different models", "CUDA_VISIBLE_DEVICES"),
     ("no memory", {"memory__available": 400 * MIB}, "fault memory", "400 MiB of 512.0 GiB", "ps aux"),
     ("job's memory limit", {"memory__limit": 2 * GIB},
-     "warning memory", "2.0 GiB free, the limit of this", "ps aux"),
+     "warning memory", "2.0 GiB of 2.0 GiB (limit of this container or job) free", "ps aux"),
     ("full disk", {"disks": (replace(ROOT, free=MIB),)},
      "fault disk", "logs: 1 MiB free", "du -xh '/data/log s'"),
     ("small disk", {"disks": (replace(ROOT, free=5 * GIB),)},
