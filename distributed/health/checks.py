@@ -461,10 +461,10 @@ def check_shadows(facts: Facts) -> Iterator[Finding]:
     """Files and packages that Python may import instead of a library, or of Muster's package, of the same name."""
     for path in facts.shadows:
         name = Path(path).stem
-        kind = "Muster's package" if name == "distributed" else "the library"
+        muster = f"{path} shadows Muster's package {name!r}"
         yield Finding(
             "fault" if name == "torch" else "warning",
-            f"{path} shadows {kind} {name!r}",
+            muster if name == "distributed" else f"{path} shadows the library {name!r}",
             "rename it" if Path(path).parent == Path(facts.directory) else "remove its directory from PYTHONPATH",
         )
 

@@ -47,12 +47,16 @@ def read_cluster(replies_dir: Path, nodes: Sequence[str]) -> ClusterFacts:
     replies = {node: read(replies_dir / "facts", node) for node in nodes}
     found = {node: facts_of(reply) for node, reply in replies.items()}
     facts = {node: value for node, value in found.items() if isinstance(value, FullNodeFacts)}
+    failed = {node: value for node, value in found.items() if isinstance(value, str)}
     tested = (replies_dir / "connecting").exists()
+    for reply in [read(replies_dir / kind, node) for kind in ("connecting", "listening") for node in facts if tested]:
+        if reply.value() is None:
+            failed[reply.node] = reply.failure_message()
     return ClusterFacts(
         nodes=tuple(nodes),
         facts=facts,
         ahead={node: value.now - replies[node].arrived for node, value in facts.items()},
-        failed={node: value for node, value in found.items() if isinstance(value, str)},
+        failed=failed,
         failed_connections=tuple(read_failed_connections(replies_dir, tuple(facts))) if tested else (),
     )
 

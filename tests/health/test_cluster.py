@@ -213,12 +213,12 @@ def test_facts_survive_json_and_those_of_another_version_raise() -> None:
         from_json(without)
 
 
-def write_replies(directory: Path, **replies: Any) -> None:
-    (directory / "facts").mkdir(exist_ok=True)
+def write_replies(directory: Path, kind: str = "facts", **replies: Any) -> None:
+    (directory / kind).mkdir(exist_ok=True)
     for node, value in replies.items():
-        (directory / "facts" / f"{node}.out").write_text(format_reply(value) if value else "")
-        (directory / "facts" / f"{node}.err").write_text("" if value else "ssh: no route")
-        (directory / "facts" / f"{node}.code").write_text("0" if value else "255")
+        (directory / kind / f"{node}.out").write_text(format_reply(value) if value else "")
+        (directory / kind / f"{node}.err").write_text("" if value else "ssh: no route")
+        (directory / kind / f"{node}.code").write_text("0" if value else "255")
 
 
 def test_nodes_without_a_usable_reply_have_a_reason(tmp_path: Path) -> None:
@@ -227,6 +227,18 @@ def test_nodes_without_a_usable_reply_have_a_reason(tmp_path: Path) -> None:
     assert list(found.facts) == ["node1"]
     assert found.failed["node2"] == "cannot be reached (ssh: no route); try: ssh node2 true"
     assert found.failed["node3"].startswith("runs another version of Muster (")
+
+
+@pytest.mark.parametrize("kind", ["listening", "connecting"])
+def test_a_node_without_a_reply_to_the_connection_test_is_a_fault(tmp_path: Path, kind: str) -> None:
+    write_replies(tmp_path, node1=asdict(node(1)), node2=asdict(node(2)))
+    write_replies(tmp_path, "listening", node1=["10.0.0.1", 4711], node2=["10.0.0.2", 4711])
+    write_replies(tmp_path, "connecting", node1={"node1": "", "node2": ""}, node2={"node1": "", "node2": ""})
+    assert read_cluster(tmp_path, NODES[:2]).failed == {}
+    write_replies(tmp_path, kind, node2=None)
+    text = text_of(read_cluster(tmp_path, NODES[:2]))
+    assert "node2\nfault    ssh  cannot be reached (ssh: no route); try: ssh node2 true" in text
+    assert text.splitlines()[-1].startswith("2 nodes: 1 fit for training")
 
 
 def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
