@@ -72,9 +72,9 @@ def parse_hostfile(text: str, name: str = "hostfile") -> list[Node]:
 
     def lines() -> Iterator[tuple[str, list[Node]]]:
         for number, line in enumerate(text.splitlines(), start=1):
-            if words := line.partition("#")[0].split():
+            if fields := line.partition("#")[0].split():
                 try:
-                    yield f"{name}, line {number}", _hostfile_line(words)
+                    yield f"{name}, line {number}", _hostfile_line(fields)
                 except NodeListError as error:
                     raise NodeListError(f"{name}, line {number}: {error}") from None
 
@@ -153,16 +153,16 @@ def _shortened(text: str) -> str:
     return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
 
 
-def _hostfile_line(words: list[str]) -> list[Node]:
+def _hostfile_line(fields: list[str]) -> list[Node]:
     """Return the nodes of one line: `NODE` or `NODE slots=N`."""
-    nodes = [node for _, some in _each_item(words[0], _nodes) for node in some]
-    if len(words) == 1:
+    nodes = [node for _, some in _each_item(fields[0], _nodes) for node in some]
+    if len(fields) == 1:
         return nodes
-    if len(words) > 2 or not words[1].startswith("slots="):
-        raise NodeListError(f"{' '.join(words)!r}: this line is not understood: write it as in node1 slots=4")
+    if len(fields) > 2 or not fields[1].startswith("slots="):
+        raise NodeListError(f"{' '.join(fields)!r}: this line is not understood: write it as in node1 slots=4")
     if any(node.slots for node in nodes):
-        raise NodeListError(f"{' '.join(words)!r}: the number of processes is given twice: leave one out")
-    slots = _slots(words[1].removeprefix("slots="))
+        raise NodeListError(f"{' '.join(fields)!r}: the number of processes is given twice: leave one out")
+    slots = _slots(fields[1].removeprefix("slots="))
     return [Node(node.name, node.user, slots) for node in nodes]
 
 
