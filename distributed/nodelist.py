@@ -29,7 +29,7 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _TASKS = re.compile(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?")
-_LAST = re.compile(r"[0-9]+(?=[^0-9]*$)")  # number of a name
+_LAST = re.compile(r"[0-9]+(?=[^0-9]*$)")  # the last number of a name
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Node:
 
     name: str
     user: str | None = None  # login name; None: ssh's configuration decides
-    slots: int | None = None  # number of processes; None: that of the launch
+    slots: int | None = None  # number of processes; None: the launcher's options decide
 
     @property
     def address(self) -> str:
@@ -58,7 +58,7 @@ class Node:
 def parse(lists: str | Iterable[str]) -> list[Node]:
     """Return the nodes of one or more lists, in their order.
 
-    Raises NodeListError for what is malformed, for no node at all, and for a node named twice.
+    Raises NodeListError if an item is malformed, if a node is listed twice, and if there is no node.
     """
     lists = [lists] if isinstance(lists, str) else lists
     return _each_once((repr(item), nodes) for text in lists for item, nodes in _each_item(text, _nodes))
@@ -67,14 +67,14 @@ def parse(lists: str | Iterable[str]) -> list[Node]:
 def parse_hostfile(text: str, name: str = "hostfile") -> list[Node]:
     """Return the nodes of a hostfile in DeepSpeed's format: lines such as `node1 slots=4`, with # comments.
 
-    name: the file's, for messages. Raises NodeListError as parse does, with the line.
+    name: of the file, for messages. Raises NodeListError like parse(); the message names the file and the line.
     """
 
     def lines() -> Iterator[tuple[str, list[Node]]]:
         for number, line in enumerate(text.splitlines(), start=1):
-            if words := line.partition("#")[0].split():
+            if fields := line.partition("#")[0].split():
                 try:
-                    yield f"{name}, line {number}", _hostfile_line(words)
+                    yield f"{name}, line {number}", _hostfile_line(fields)
                 except NodeListError as error:
                     raise NodeListError(f"{name}, line {number}: {error}") from None
 
@@ -89,12 +89,12 @@ def exclude(nodes: Iterable[Node], hostlist: str) -> list[Node]:
     nodes = list(nodes)
     names = {node.name for node in nodes}
     unwanted = dict.fromkeys(expand(hostlist))
-    for stranger in (name for name in unwanted if name not in names):
-        raise NodeListError(f"{stranger} cannot be excluded: not one of {fold(nodes)}: check the name")
-    left = [node for node in nodes if node.name not in unwanted]
-    if not left:
-        raise NodeListError(f"no node remains without {hostlist!r}; exclude fewer")
-    return left
+    if unknown := [name for name in unwanted if name not in names]:
+        raise NodeListError(f"{unknown[0]} cannot be excluded: not one of {compact(nodes)}: check the name")
+    remaining = [node for node in nodes if node.name not in unwanted]
+    if not remaining:
+        raise NodeListError(f"no node remains without {hostlist!r}; exclude fewer nodes")
+    return remaining
 
 
 def requested(lists: list[str], hostfile: str | None, excluded: str | None) -> list[Node]:
@@ -138,7 +138,7 @@ def tasks_per_node(counts: str) -> list[int]:
 
 
 def _each_item(text: str, read: Callable[[str], list[T]]) -> Iterator[tuple[str, list[T]]]:
-    """Yield each item of a list with its values. Errors name the item."""
+    """Yield each item of a list and the values that `read` returns for it. Errors name the item."""
     items = _ITEM.findall(text)
     if not items or ",".join(items) != text:
         raise NodeListError(f"{_shortened(text)}: a name is missing: write it as in node1,node2 or node[1-8]")
@@ -153,21 +153,24 @@ def _shortened(text: str) -> str:
     return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
 
 
-def _hostfile_line(words: list[str]) -> list[Node]:
+def _hostfile_line(fields: list[str]) -> list[Node]:
     """Return the nodes of one line: `NODE` or `NODE slots=N`."""
-    nodes = [node for _, some in _each_item(words[0], _nodes) for node in some]
-    if len(words) == 1:
+    nodes = [node for _, some in _each_item(fields[0], _nodes) for node in some]
+    if len(fields) == 1:
         return nodes
-    if len(words) > 2 or not words[1].startswith("slots="):
-        raise NodeListError(f"{' '.join(words)!r}: this line is not understood: write it as in node1 slots=4")
+    if len(fields) > 2 or not fields[1].startswith("slots="):
+        raise NodeListError(f"{' '.join(fields)!r}: this line is not understood: write it as in node1 slots=4")
     if any(node.slots for node in nodes):
-        raise NodeListError(f"{' '.join(words)!r}: the number of processes is given twice: leave one out")
-    slots = _slots(words[1].removeprefix("slots="))
+        raise NodeListError(f"{' '.join(fields)!r}: the number of processes is given twice: leave one out")
+    slots = _slots(fields[1].removeprefix("slots="))
     return [Node(node.name, node.user, slots) for node in nodes]
 
 
 def _each_once(mentions: Iterable[tuple[str, list[Node]]], source: str = "") -> list[Node]:
-    """Return all nodes in order. Raises NodeListError, which names both locations, for a node listed twice."""
+    """Return all nodes in order.
+
+    Raises NodeListError if there is no node, and if a node is listed twice; the message then names both locations.
+    """
     locations: dict[str, str] = {}
     found: list[Node] = []
     for location, nodes in mentions:
@@ -184,7 +187,7 @@ def _each_once(mentions: Iterable[tuple[str, list[Node]]], source: str = "") -> 
 
 
 def _nodes(item: str) -> list[Node]:
-    """The nodes of one item, `user@names:slots` with user and slots optional."""
+    """The nodes of one item: `user@names:slots`, where user and slots are optional."""
     if item.count(":") > 1:
         raise NodeListError(
             "an IPv6 address is not supported: give the host a name in ~/.ssh/config or /etc/hosts, and write that name"
@@ -212,7 +215,7 @@ def _slots(number: str) -> int:
 def _names(item: str) -> list[str]:
     """The names of an item such as rack[1-2]-n[08-10].
 
-    Of several brackets the last changes fastest, then the first, then the second: scontrol's order.
+    With several brackets, the last changes fastest, then the first, then the second, as in scontrol.
     """
     if not item or item[0] in "-.":
         raise NodeListError("a host name begins with a letter or a digit: write it as in node1")
@@ -230,7 +233,7 @@ def _names(item: str) -> list[str]:
 
 
 def _numbers(content: str) -> list[str]:
-    """The numbers of a bracket, each with the leading zeros of its range's lower end."""
+    """The numbers in a bracket, padded with zeros to the width of the lower end of their range."""
     numbers: list[str] = []
     for piece in content.split(","):
         match = _RANGE.fullmatch(piece)
@@ -252,23 +255,22 @@ def _refuse_too_many(count: int) -> None:
 # --- from names to text ------------------------------------------------------------------------------
 
 
-def fold(nodes: Iterable[Node | str]) -> str:
+def compact(nodes: Iterable[Node | str]) -> str:
     """Return a compact list of nodes or names, in their order: node[1-3],login,node[7,9].
 
     Adjacent nodes that differ only in their last number share a bracket. parse() reads the list back.
     """
-
     named = [Node(node) if isinstance(node, str) else node for node in nodes]
-    folded: list[str] = []
+    items: list[str] = []
     for pattern, group in itertools.groupby(named, key=lambda node: replace(node, name=_LAST.sub("[]", node.name))):
         alike = list(group)
         numbers = _ranges([_LAST.findall(node.name)[0] for node in alike]) if len(alike) > 1 else ""
-        folded.append(str(pattern).replace("[]", f"[{numbers}]") if numbers else str(alike[0]))
-    return ",".join(folded)
+        items.append(str(pattern).replace("[]", f"[{numbers}]") if numbers else str(alike[0]))
+    return ",".join(items)
 
 
 def _ranges(numbers: list[str]) -> str:
-    """Numbers in their order as ranges: 8, 9, 10, 3 is 8-10,3."""
+    """Write numbers as ranges, in their order: 8, 9, 10, 3 gives 8-10,3."""
     ranges: list[tuple[str, str]] = []
     for number in numbers:
         low, high = ranges[-1] if ranges else ("", "")

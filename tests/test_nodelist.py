@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from distributed.nodelist import (
     Node,
     NodeListError,
+    compact,
     exclude,
     expand,
-    fold,
     parse,
     parse_hostfile,
     requested,
@@ -350,9 +350,9 @@ def test_an_exclusion_of_unknown_or_all_nodes_is_refused(hostlist: str, message:
         exclude(parse("n[1-3]"), hostlist)
 
 
-# --- folding -------------------------------------------------------------------------------------------
+# --- compact lists -------------------------------------------------------------------------------------
 
-FOLDED = [
+COMPACT = [
     ([], ""),
     (["a"], "a"),
     (["n1", "n2"], "n[1-2]"),
@@ -373,9 +373,9 @@ FOLDED = [
 ]
 
 
-@pytest.mark.parametrize(("nodes", "folded"), FOLDED)
-def test_consecutive_names_fold_into_a_range(nodes: list[Node | str], folded: str) -> None:
-    assert fold(nodes) == folded
+@pytest.mark.parametrize(("nodes", "text"), COMPACT)
+def test_consecutive_names_become_a_range(nodes: list[Node | str], text: str) -> None:
+    assert compact(nodes) == text
 
 
 # Few stems and few numbers, so that names are often consecutive.
@@ -387,36 +387,32 @@ names = st.one_of(random_names, grid_names)
 
 
 @given(st.lists(names, min_size=1, max_size=30, unique=True))
-def test_folded_names_expand_to_the_same_names(names: list[str]) -> None:
-    assert expand(fold(names)) == names
-    assert len(fold(names).split(",")) <= len(names)
+def test_compact_names_expand_to_the_same_names(names: list[str]) -> None:
+    assert expand(compact(names)) == names
+    assert len(compact(names).split(",")) <= len(names)
 
 
-@given(
-    st.integers(0, 20),
-    st.integers(1, 20),
-    st.sampled_from(["n", "r1-"]),
-)
-def test_consecutive_numbers_fold_into_one_range(low: int, length: int, stem: str) -> None:
+@given(st.integers(0, 20), st.integers(1, 20), st.sampled_from(["n", "r1-"]))
+def test_consecutive_numbers_become_one_range(low: int, length: int, stem: str) -> None:
     high = low + length
     names = [f"{stem}{number:03d}" for number in range(low, high + 1)]
-    assert fold(names) == f"{stem}[{low:03d}-{high:03d}]"
+    assert compact(names) == f"{stem}[{low:03d}-{high:03d}]"
 
 
 @given(st.lists(st.builds(Node, names, st.sampled_from([None, "u"]), st.sampled_from([None, 2])), min_size=1))
-def test_folded_nodes_are_parsed_to_the_same_nodes(nodes: list[Node]) -> None:
+def test_compact_nodes_are_parsed_to_the_same_nodes(nodes: list[Node]) -> None:
     nodes = list({node.name: node for node in nodes}.values())
-    assert parse(fold(nodes)) == nodes
+    assert parse(compact(nodes)) == nodes
 
 
-def test_scontrol_expands_folded_names(scontrol: Scontrol) -> None:
+def test_scontrol_expands_compact_names(scontrol: Scontrol) -> None:
     generator = random.Random(4)
     stems = ["n", "gpu0", "rack1-n", "rack2-n"]
     lists = [
         [f"{stem}{number:0{generator.choice([1, 3])}d}" for stem in generator.sample(stems, 3) for number in range(8)]
         for _ in range(500)
     ]
-    assert scontrol.hostnames(fold(names) for names in lists) == lists
+    assert scontrol.hostnames(compact(names) for names in lists) == lists
 
 
 # --- nodes of a launcher -------------------------------------------------------------------------------

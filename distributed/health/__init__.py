@@ -1,1 +1,1 @@
-"""Judge whether machines are fit for training, and how to fix those that are not."""
+"""Check whether machines are fit for training, and print how to fix those that are not."""

@@ -1,6 +1,6 @@
-"""Health checks of one machine: each takes its facts and yields findings: ok, or a warning or fault with its fix.
+"""Health checks of one machine. Each check takes the machine's facts and yields findings: ok, warning or fault.
 
-A finding that is ok counts only if the same check finds no problem.
+Warnings and faults have a fix. An ok finding is dropped if the same check yields a warning or fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distributed.host.interpreter import Torch
 from distributed.host.system import GIB, MIB
 
 OLDEST_PYTHON = (3, 10)
-OLDEST_TORCH = (2, 10)  # below it a checkpoint can run code: CVE-2025-32434, CVE-2026-24747
+OLDEST_TORCH = (2, 10)  # in older versions, a checkpoint can run code: CVE-2025-32434, CVE-2026-24747
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Finding:
     fact: str
     fix: str = ""  # a sentence
     command: str = ""  # a shell command
-    topic: str = ""  # "": that of the check in CHECKS
+    topic: str = ""  # "": the topic of the check in CHECKS
 
 
 ok, warning, fault = partial(Finding, "ok"), partial(Finding, "warning"), partial(Finding, "fault")
@@ -48,8 +48,8 @@ def check_python(facts: Facts) -> Iterator[Finding]:
         )
     elif python.unused_conda:
         yield warning(
-            f"{python.version} of {python.path}, not the active conda {python.unused_conda}",
-            "to use the Python of that environment:",
+            f"{python.version} ({python.path}), but the conda environment {python.unused_conda} is active",
+            "to use its Python:",
             f"scripts/doctor.sh --python {shlex.quote(python.unused_conda + '/bin/python')}",
         )
     else:
@@ -75,7 +75,7 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     elif torch.seconds > 20:
         yield warning(
             f"{torch.version} takes {torch.seconds:.0f} s to import, at every start",
-            "move the virtual environment from the network to a local disk",
+            "if the virtual environment is on a network disk, move it to a local disk",
         )
     else:
         yield ok(f"{torch.version} for {built_for(torch)}, imported in {torch.seconds:.1f} s")
@@ -90,7 +90,7 @@ def built_for(torch: Torch) -> str:
 
 
 def check_packages(facts: Facts) -> Iterator[Finding]:
-    """The other packages of requirements.txt. Only train.py and job lists need them."""
+    """The packages in requirements.txt except torch. Only train.py and job lists need them."""
     missing = [package.name for package in facts.packages if not package.installed]
     old = [
         f"{package.name} {package.installed} (needs {package.oldest})"
@@ -103,11 +103,11 @@ def check_packages(facts: Facts) -> Iterator[Finding]:
     if old:
         fact = f"older than requirements.txt requires: {', '.join(old)}"
         yield warning(fact, command=install_command(facts))
-    yield ok(f"{len(facts.packages)} more of requirements.txt installed")
+    yield ok(f"{len(facts.packages)} other packages of requirements.txt installed")
 
 
 def install_command(facts: Facts) -> str:
-    """pip install, in a new virtual environment where pip refuses to change the distribution's Python."""
+    """The pip command. For a system Python, which pip may refuse to change, it creates a virtual environment first."""
     python, requirements = map(shlex.quote, (facts.interpreter.path, f"{facts.kit}/requirements.txt"))
     if facts.interpreter.isolated:
         return f"{python} -m pip install -r {requirements}"
@@ -128,13 +128,13 @@ def check_cuda(facts: Facts) -> Iterator[Finding]:
         yield from check_architecture(torch)
     elif visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), gpus.devices):
         yield fault(
-            f"nvidia-smi shows {count}, torch sees none" + (torch.complaint and f": {torch.complaint}"),
+            f"torch sees none of {count}" + (torch.complaint and f": {torch.complaint}"),
             "start a container with --gpus all; otherwise restart the machine or update the driver",
         )
 
 
 def check_architecture(torch: Torch) -> Iterator[Finding]:
-    """Without code for a GPU the first kernel fails with "no kernel image is available"."""
+    """If torch has no code for a GPU, the first kernel on it fails with "no kernel image is available"."""
     missing = sorted({gpu for gpu in torch.capabilities if not has_code(torch.archs, gpu)})
     if missing:
         yield fault(
@@ -149,7 +149,7 @@ def check_architecture(torch: Torch) -> Iterator[Finding]:
 
 
 def has_code(archs: Sequence[str], gpu: str) -> bool:
-    """sm_XY runs on major version X from minor version Y on; compute_XY (PTX) is compiled for any newer GPU."""
+    """sm_XY runs on version X.Y and later minor versions; compute_XY (PTX) is compiled for X.Y and later versions."""
     major, minor = divmod(int(gpu.removeprefix("sm_")), 10)
     for arch in archs:
         kind, _, digits = arch.partition("_")
@@ -174,14 +174,14 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
         )
     elif not gpus.devices and gpus.hardware:
         yield warning(
-            f"{gpus.hardware} NVIDIA cards, but no driver: training runs on the CPU",
+            f"{terminal.plural(gpus.hardware, 'NVIDIA card')}, but no working driver: training runs on the CPU",
             "install NVIDIA's driver (Ubuntu: sudo ubuntu-drivers install), then restart",
         )
     elif not gpus.devices:
         yield ok("none: training runs on the CPU with gloo")
     elif not gpus.driver:
         yield warning(
-            f"{len(gpus.devices)}, but no nvidia-smi on PATH: processes that use them are not shown",
+            f"{len(gpus.devices)}, but nvidia-smi is not on PATH: processes that use them are not shown",
             "install NVIDIA's utilities; in a container, set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         )
     elif setting is None:
@@ -201,14 +201,15 @@ def check_visible(setting: str, facts: Facts) -> Iterator[Finding]:
             "training runs on the CPU",
             command="unset CUDA_VISIBLE_DEVICES",
         )
-    elif len(seen) < len(entries) and not setting.startswith("MIG-"):
+    elif len(seen) < len(entries) and not seen[0].mig:  # with MIG, a process sees one GPU of any list
         yield fault(
             f"CUDA_VISIBLE_DEVICES={setting} lists {terminal.plural(len(entries), 'GPU')}, but CUDA uses {len(seen)}: "
-            f"it ignores the list from the first unknown GPU on, and this machine has GPUs 0 to {count - 1}",
+            f"it ignores the first unknown GPU and the rest of the list; this machine has GPUs 0 to {count - 1}",
             command="unset CUDA_VISIBLE_DEVICES",
         )
     else:
-        yield ok(f"CUDA_VISIBLE_DEVICES={setting} of {count}: {describe(seen)}, driver {gpus.driver}")
+        use = f"CUDA_VISIBLE_DEVICES={setting}: {len(seen)} of {terminal.plural(count, 'GPU')}"
+        yield ok(f"{describe(seen)}, driver {gpus.driver} ({use})")
 
 
 def describe(gpus: Sequence[Gpu]) -> str:
@@ -223,7 +224,7 @@ def check_gpu_use(facts: Facts) -> Iterator[Finding]:
     shared = [gpu for gpu in seen if gpu.busy and gpu not in full]
     runs = {pid: run for run in facts.runs for pid in run.pids}
     fix: tuple[str, ...] = ("no GPU is idle; wait, or ask the users",)
-    if idle:  # nvidia-smi counts by PCI bus, CUDA by speed unless CUDA_DEVICE_ORDER is set
+    if idle:  # nvidia-smi numbers GPUs by PCI bus; CUDA numbers them by speed unless CUDA_DEVICE_ORDER is set
         indices = ",".join(str(gpu.index) for gpu in idle)
         fix = ("use the idle GPUs:", f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={indices}")
     for level, gpus in (("warning", shared), ("fault", full)):
@@ -232,13 +233,13 @@ def check_gpu_use(facts: Facts) -> Iterator[Finding]:
 
 
 def describe_use(gpu: Gpu, runs: Mapping[int, RunProcesses]) -> str:
-    """runs: process id -> the run it belongs to."""
+    """runs: process id -> its run."""
     users = []
     for user in gpu.processes:
         run = f", run {Path(runs[user.pid].directory).name}" if user.pid in runs else ""
         users.append(f"{user.name} of {user.user or 'an unknown user'} (pid {user.pid}{run})")
     by = ", ".join(users) or "a process that is not visible here"
-    return f"GPU {gpu.index}: {size(gpu.memory_used)} of {size(gpu.memory)} by {by}"
+    return f"GPU {gpu.index}: {size(gpu.memory_used)} of {size(gpu.memory)} used by {by}"
 
 
 def check_gpu_health(facts: Facts) -> Iterator[Finding]:
@@ -246,7 +247,7 @@ def check_gpu_health(facts: Facts) -> Iterator[Finding]:
         topic = f"GPU {gpu.index}"
         if gpu.ecc_errors:
             yield fault(
-                f"{gpu.ecc_errors} uncorrected memory errors since the driver was loaded",
+                f"{terminal.plural(gpu.ecc_errors, 'uncorrected memory error')} since the driver was loaded",
                 "stop its processes and reset it; if errors recur, have the card replaced",
                 f"sudo nvidia-smi --gpu-reset --id={gpu.index}",
                 topic,
@@ -264,7 +265,7 @@ def check_gpu_host(facts: Facts) -> Iterator[Finding]:
     gpus = facts.gpus.devices
     if gpus and not all(gpu.persistence for gpu in gpus):
         yield warning(
-            "persistence mode is off: every start initialises the driver again, for seconds per GPU",
+            "persistence mode is off: every start initialises the driver again, which takes seconds per GPU",
             command="sudo nvidia-smi --persistence-mode=1",
         )
     if len({gpu.name for gpu in gpus}) > 1:
@@ -278,10 +279,10 @@ def check_gpu_host(facts: Facts) -> Iterator[Finding]:
 
 def check_memory(facts: Facts) -> Iterator[Finding]:
     memory = facts.memory
-    total = min(memory.total, memory.limit or memory.total)
+    total = memory.limit or memory.total
     available = min(memory.available, total)
-    bound = ", the limit of this container or job" if total < memory.total else ""
-    fact = f"{size(available)} of {size(total)} free{bound}"
+    limit = " (limit of this container or job)" if memory.limit else ""
+    fact = f"{size(available)} of {size(total)}{limit} free"
     if available < GIB:
         yield fault(f"{fact}: not enough for two ranks", "find what uses it:", "ps aux --sort=-rss | head")
     elif available < 4 * GIB:
@@ -310,13 +311,13 @@ def check_disks(facts: Facts) -> Iterator[Finding]:
 
 
 def check_shm(facts: Facts) -> Iterator[Finding]:
-    """NCCL and data loader workers exchange data through /dev/shm. When it is full, they are killed by SIGBUS."""
+    """Ranks and data loader workers exchange data through /dev/shm. When it is full, they are killed by SIGBUS."""
     shm = facts.shm
     enlarge = ("", "sudo mount -o remount,size=50% /dev/shm")
     if facts.container:
         enlarge = ("start the container with --shm-size=8g or --ipc=host", "")
     if shm.total <= 64 * MIB:
-        yield fault(f"only {size(shm.total)}: NCCL and data loader workers are killed by SIGBUS", *enlarge)
+        yield fault(f"only {size(shm.total)}: ranks and data loader workers are killed by SIGBUS", *enlarge)
     elif shm.free < 64 * MIB:
         yield fault(
             f"{size(shm.free)} of {size(shm.total)} free", "remove the files of dead processes:", "ls -lt /dev/shm"
@@ -335,7 +336,7 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
     if usable < cores.affinity:
         yield warning(
             f"{fact}: CPU quota of this container or job; OpenMP would start {cores.affinity} threads per rank",
-            "divide by the number of ranks:",
+            "divide this number by the number of ranks:",
             f"export OMP_NUM_THREADS={max(1, int(usable))}",
         )
     elif cores.load > 1.5 * usable:
@@ -349,12 +350,12 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
     if limits.open_files is not None and limits.open_files < 1024:
         yield warning(
             f"{limits.open_files} open files: too few for ranks and data loader workers",
-            "if this is refused, raise nofile in /etc/security/limits.conf and log in again:",
+            "raise the limit; if this fails, raise nofile in /etc/security/limits.conf and log in again:",
             "ulimit -n 65536",
         )
     if limits.processes is not None and limits.processes < 2048:
         yield warning(
-            f"{limits.processes} processes and threads: a rank needs one per core and some more",
+            f"{limits.processes} processes and threads: a rank needs a thread per core and some more",
             "raise nproc in /etc/security/limits.conf; in a container, --pids-limit",
         )
     if limits.infiniband and limits.locked_memory is not None and limits.locked_memory < GIB:
@@ -379,7 +380,7 @@ def check_port(facts: Facts) -> Iterator[Finding]:
     elif low <= port.number <= high:
         yield warning(
             f"{port.number} is free, but in the ephemeral range {low}-{high}: any connection may use it",
-            "choose one outside with --master-port, or reserve it:",
+            "choose a port outside it with --master-port, or reserve this port:",
             f"sudo sysctl net.ipv4.ip_local_reserved_ports={port.number}",
         )
     else:
@@ -398,11 +399,11 @@ def check_names(facts: Facts) -> Iterator[Finding]:
         )
     elif names.outward and all(address.startswith("127.") or address == "::1" for address in forward.answers):
         yield warning(
-            f"{names.host} is {', '.join(forward.answers)}: works on one machine, not across several",
+            f"{names.host} resolves to {', '.join(forward.answers)}: works on one machine, not across several",
             f"in /etc/hosts, map {names.host} to {names.outward}",
         )
     elif forward.seconds < 0.5:
-        yield ok(f"{names.host} is {', '.join(forward.answers)}")
+        yield ok(f"{names.host} resolves to {', '.join(forward.answers)}")
 
 
 def check_resolver(facts: Facts) -> Iterator[Finding]:
@@ -422,12 +423,11 @@ def check_resolver(facts: Facts) -> Iterator[Finding]:
 def check_environment(facts: Facts) -> Iterator[Finding]:
     """Variables that an earlier launch or a shell profile set."""
     env, cores = facts.environment, facts.cores.affinity
-    of_rank = [
-        name for name in env if re.fullmatch(r"((LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT))", name)
-    ]
-    if of_rank == ["MASTER_PORT"]:  # alone it is a setting of the launchers
-        of_rank = []
-    left_over = of_rank + [name for name in env if name.startswith(("TORCHELASTIC_", "PET_"))]
+    of_rank = r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)"
+    left_over = [name for name in env if re.fullmatch(of_rank, name)]
+    if left_over == ["MASTER_PORT"]:  # MASTER_PORT alone is an option of the launchers
+        left_over = []
+    left_over += [name for name in env if name.startswith(("TORCHELASTIC_", "PET_"))]
     unset = f"unset {' '.join(left_over)}"
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         fact = "TORCHELASTIC_USE_AGENT_STORE=True: a process started by hand waits for a store that no agent runs"
@@ -458,12 +458,13 @@ def check_interfaces(facts: Facts) -> Iterator[Finding]:
 
 
 def check_shadows(facts: Facts) -> Iterator[Finding]:
-    """Files that Python imports instead of a library of the same name."""
+    """Files and packages that Python may import instead of a library, or of Muster's package, of the same name."""
     for path in facts.shadows:
         name = Path(path).stem
+        muster = f"{path} shadows Muster's package {name!r}"
         yield Finding(
             "fault" if name == "torch" else "warning",
-            f"{path} shadows the library {name!r}",
+            muster if name == "distributed" else f"{path} shadows the library {name!r}",
             "rename it" if Path(path).parent == Path(facts.directory) else "remove its directory from PYTHONPATH",
         )
 
@@ -486,7 +487,7 @@ def check_programs(facts: Facts) -> Iterator[Finding]:
 
 
 def check_runs(facts: Facts) -> Iterator[Finding]:
-    """Runs that have processes here, with or without a launcher."""
+    """Runs that have processes on this machine, whether or not their launcher still runs."""
     for run in facts.runs:
         count = f"{len(run.pids)} process{'es' * (len(run.pids) > 1)}"
         yield warning(f"{run.directory} has {count} of {run.user} here", *how_to_stop(run, facts))
@@ -494,12 +495,13 @@ def check_runs(facts: Facts) -> Iterator[Finding]:
 
 
 def how_to_stop(run: RunProcesses, facts: Facts) -> tuple[str, str]:
-    """A fix and a command. The run may be training, or another user's, so the command never kills it."""
+    """A fix and a command. The run may be training, or belong to another user, so the command never kills it."""
     if run.user != facts.user:
         return f"ask {run.user} whether it is still needed", ""
     if not run.recorded:
         pids = ",".join(map(str, run.pids))
-        return "started from another machine or by a job list; stop it there; its processes:", f"ps -fp {pids}"
+        fix = "started from another machine or by a job list; run stop.sh there, or cancel the job; its processes:"
+        return fix, f"ps -fp {pids}"
     scripts, directory = f"{facts.kit}/scripts", shlex.quote(run.directory)
     status, stop = (f"{shlex.quote(f'{scripts}/{name}.sh')} {directory}" for name in ("status", "stop"))
     return f"to stop it: {stop}; to see whether it is training:", status
@@ -531,7 +533,7 @@ CHECKS: tuple[tuple[str, Callable[[Facts], Iterator[Finding]]], ...] = (
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """The problems that each check finds; of a check without problems, what is ok."""
+    """Run all checks. Return the warnings and faults of each check, or its ok findings if it has none."""
     judged = []
     for topic, check in CHECKS:
         findings = [replace(finding, topic=finding.topic or topic) for finding in check(facts)]
@@ -540,7 +542,7 @@ def judge(facts: Facts) -> list[Finding]:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
+    """The leading numbers of a version: (2, 13, 0) for "2.13.0+cpu"."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 

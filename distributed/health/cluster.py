@@ -1,7 +1,7 @@
 """Check whether several nodes are fit to train together, and print how they differ.
 
-scripts/doctor.sh NODE... runs the node probe (host.probe) on each node and lets each connect to every other. This
-module reads the replies, judges each node as the doctor judges one machine, and compares the nodes. A finding that
+scripts/doctor.sh NODE... runs the node probe (host.probe) on each node and tests the connections between all nodes.
+This module reads the replies, runs the checks of one machine for each node, and compares the nodes. A finding that
 several nodes share is printed once.
 """
 
@@ -25,7 +25,7 @@ from distributed.health.doctor import render, render_findings
 from distributed.host.facts import Facts, FullNodeFacts, Route
 from distributed.host.replies import Reply, read
 from distributed.launch.connectivity import REMEDY, FailedConnection, read_failed_connections
-from distributed.nodelist import fold
+from distributed.nodelist import compact
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,29 @@ class ClusterFacts:
     nodes: tuple[str, ...]
     facts: Mapping[str, FullNodeFacts]  # of the nodes that replied
     ahead: Mapping[str, float]  # seconds by which their clocks are ahead of this machine's
-    failed: Mapping[str, str]  # node that did not reply -> reason
-    gaps: tuple[FailedConnection, ...]
+    failed: Mapping[str, str]  # node without a usable reply -> reason
+    failed_connections: tuple[FailedConnection, ...]
 
 
 # ---------------------------------------------------------------- the replies
 
 
 def read_cluster(replies_dir: Path, nodes: Sequence[str]) -> ClusterFacts:
-    """Read facts/ and, where connections were tested, listening/ and connecting/ in the replies directory."""
+    """Read facts/ and, if connections were tested, listening/ and connecting/ in the replies directory."""
     replies = {node: read(replies_dir / "facts", node) for node in nodes}
     found = {node: facts_of(reply) for node, reply in replies.items()}
     facts = {node: value for node, value in found.items() if isinstance(value, FullNodeFacts)}
+    failed = {node: value for node, value in found.items() if isinstance(value, str)}
+    tested = (replies_dir / "connecting").exists()
+    for reply in [read(replies_dir / kind, node) for kind in ("connecting", "listening") for node in facts if tested]:
+        if reply.value() is None:
+            failed[reply.node] = reply.failure_message()
     return ClusterFacts(
         nodes=tuple(nodes),
         facts=facts,
         ahead={node: value.now - replies[node].arrived for node, value in facts.items()},
-        failed={node: value for node, value in found.items() if isinstance(value, str)},
-        gaps=tuple(read_failed_connections(replies_dir, tuple(facts))) if (replies_dir / "connecting").exists() else (),
+        failed=failed,
+        failed_connections=tuple(read_failed_connections(replies_dir, tuple(facts))) if tested else (),
     )
 
 
@@ -86,7 +91,7 @@ def from_json_as(kind: Any, value: Any) -> Any:
 
 
 def judge_cluster(cluster: ClusterFacts) -> dict[str, list[Finding]]:
-    """The warnings and faults of each node: of its own, and compared with the others."""
+    """The warnings and faults of each node: from its own checks, and from the comparison with the other nodes."""
     found = {
         node: [fault(cluster.failed[node], topic="ssh")] if node in cluster.failed else [] for node in cluster.nodes
     }
@@ -94,9 +99,9 @@ def judge_cluster(cluster: ClusterFacts) -> dict[str, list[Finding]]:
         own = [finding for finding in judge(node_facts.facts) if finding.level != "ok"]
         # Only the first node listens on the master port.
         found[node] += [finding for finding in own if finding.topic != "port" or node == cluster.nodes[0]]
-    for gap in cluster.gaps:
-        for node in gap.nodes:
-            found[node].append(fault(str(gap).removeprefix(f"{fold(gap.nodes)} "), REMEDY, topic="reach"))
+    for failure in cluster.failed_connections:
+        for node in failure.nodes:
+            found[node].append(fault(str(failure).removeprefix(f"{compact(failure.nodes)} "), REMEDY, topic="reach"))
     for node, finding in compare(cluster.facts, cluster.ahead) if len(cluster.facts) > 1 else ():
         found[node].append(finding)
     return found
@@ -104,15 +109,15 @@ def judge_cluster(cluster: ClusterFacts) -> dict[str, list[Finding]]:
 
 @dataclass(frozen=True)
 class SharedFindings:
-    """Findings that the same nodes have."""
+    """Findings that all these nodes have."""
 
     nodes: tuple[str, ...]
     findings: tuple[Finding, ...]
-    numbers_differ: bool  # the findings show the numbers of the first node
+    values_differ: bool  # between the nodes; the findings have the values of the first node
 
 
 def group_findings(found: Mapping[str, Sequence[Finding]]) -> list[SharedFindings]:
-    """Each finding once, with the nodes that have it; the worst comes last."""
+    """Each finding once, with the nodes that have it, the worst last."""
     by_text: dict[Finding, dict[str, Finding]] = {}
     for node, findings in found.items():
         for finding in findings:
@@ -131,9 +136,9 @@ def group_findings(found: Mapping[str, Sequence[Finding]]) -> list[SharedFinding
 
 
 def without_numbers(finding: Finding, node: str) -> Finding:
-    """The same for findings of several nodes that differ only in numbers and the node's name; commands must be equal.
+    """The finding without its numbers and the node's name, by which the findings of several nodes may differ.
 
-    In findings about connections the numbers are names and addresses of nodes, so these stay.
+    The command stays unchanged. So does a finding about connections, whose numbers are names and addresses of nodes.
     """
     if finding.topic == "reach":
         return finding
@@ -161,11 +166,11 @@ def row_of(node: FullNodeFacts) -> tuple[str, ...]:
 
 
 def node_table(nodes: Mapping[str, FullNodeFacts]) -> list[str]:
-    """A row for all nodes with the same values."""
+    """One row for all nodes that have the same values."""
     nodes_of: dict[tuple[str, ...], list[str]] = {}
     for name, node in nodes.items():
         nodes_of.setdefault(row_of(node), []).append(name)
-    return terminal.table([COLUMNS, *((fold(names), *row) for row, names in nodes_of.items())])
+    return terminal.table([COLUMNS, *((compact(names), *row) for row, names in nodes_of.items())])
 
 
 def render_cluster(cluster: ClusterFacts, width: int | None = None) -> str:
@@ -181,28 +186,29 @@ def render_cluster(cluster: ClusterFacts, width: int | None = None) -> str:
 
 
 def render_group(group: SharedFindings, cluster: ClusterFacts, width: int | None) -> Iterator[str]:
-    names = "all nodes" if len(cluster.nodes) > 1 and group.nodes == cluster.nodes else fold(group.nodes)
-    yield names + (f" (numbers of {group.nodes[0]})" if group.numbers_differ else "")
+    names = "all nodes" if len(cluster.nodes) > 1 and group.nodes == cluster.nodes else compact(group.nodes)
+    yield names + (f" (values of {group.nodes[0]})" if group.values_differ else "")
     yield from render_findings(group.findings, width)
 
 
 def summary(cluster: ClusterFacts, found: Mapping[str, Sequence[Finding]]) -> str:
-    """How many are fit, and which are not."""
+    """How many nodes are fit, and which are not."""
     unfit = [node for node, findings in found.items() if any(finding.level == "fault" for finding in findings)]
     parts = [f"{'all' if not unfit else len(found) - len(unfit) or 'none'} fit for training"]
     if not unfit and len(cluster.facts) > 1:
         parts.append("each can connect to every other")
     if unfit:
-        parts.append(f"{fold(unfit)} {'is' if len(unfit) == 1 else 'are'} not")
+        parts.append(f"{compact(unfit)} {'is' if len(unfit) == 1 else 'are'} not")
     return f"{terminal.plural(len(cluster.nodes), 'node')}: {'; '.join(parts)}"
 
 
 def as_json(cluster: ClusterFacts) -> str:
-    """The facts of every node; of a node that did not reply, the reason."""
+    """The facts of each node; for a node without a usable reply, the reason."""
     facts = {
         node: {"error": cluster.failed[node]}
         if node in cluster.failed
-        else asdict(cluster.facts[node]) | {"unreached": [str(gap) for gap in cluster.gaps if node in gap.nodes]}
+        else asdict(cluster.facts[node])
+        | {"unreached": [str(failure) for failure in cluster.failed_connections if node in failure.nodes]}
         for node in cluster.nodes
     }
     return json.dumps(facts, indent=2, sort_keys=True) + "\n"
@@ -212,9 +218,9 @@ def as_json(cluster: ClusterFacts) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 when all nodes are fit, 1 when there is a fault, UNFIT when a node did not reply."""
+    """Return 0 if there is no fault (or with --json), 1 if there is one, UNFIT if a node has no usable reply."""
     parser = argparse.ArgumentParser(prog="cluster", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON and judge nothing")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON, without findings")
     parser.add_argument("replies", type=Path, help="directory with facts/, listening/ and connecting/")
     parser.add_argument("nodes", nargs="+", help="names, by node rank")
     options = parser.parse_args(arguments)

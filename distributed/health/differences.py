@@ -1,7 +1,6 @@
 """Differences between nodes that matter when they train together.
 
-Each comparison takes the facts of all nodes and yields the nodes that differ from most others, with both values and a
-fix.
+Each comparison yields the names of nodes that differ from the others, each with a finding.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from distributed.launch.comparison import (
     rendezvous_address,
     same_machines,
 )
-from distributed.nodelist import fold
+from distributed.nodelist import compact
 
 CLOCK_TOLERANCE = 2.0  # seconds; failures on several nodes are ordered by their clocks
-MEMORY_TOLERANCE = 0.1  # of the memory
+MEMORY_TOLERANCE = 0.1  # fraction of the other nodes' median
 SHOWN = 3  # file names in a finding
 
 Nodes = Mapping[str, FullNodeFacts]  # by name, in the order of node ranks
@@ -63,7 +62,7 @@ def link(node: FullNodeFacts) -> str:
 
 
 def network_settings(node: FullNodeFacts) -> str:
-    """Variables of NCCL and gloo, except names of interfaces and cards, which may differ between nodes."""
+    """Variables of NCCL and gloo. Names of interfaces and cards may differ between nodes, so they are left out."""
     compared = r"(NCCL|TORCH_NCCL|GLOO)_(?!SOCKET_IFNAME|IB_HCA)\w+"
     found = [f"{name}={value}" for name, value in node.facts.environment.items() if re.fullmatch(compared, name)]
     return f"{' '.join(found) or 'nothing'} is set"
@@ -71,43 +70,43 @@ def network_settings(node: FullNodeFacts) -> str:
 
 TRAITS = (
     *MUST_BE_SAME,
-    Trait("fault", "NCCL", nccl, "install the same build of torch on all"),
-    Trait("warning", "GPUs", gpus, "every step waits for the slowest; leave it out, or give it fewer processes"),
-    Trait("warning", "driver", driver, "install the same on all"),
+    Trait("fault", "NCCL", nccl, "install the same build of torch on all nodes"),
+    Trait("warning", "GPUs", gpus, "every step waits for the slowest; leave this node out, or give it fewer processes"),
+    Trait("warning", "driver", driver, "install the same driver on all nodes"),
     Trait("warning", "cores", cores, "every step waits for the slowest"),
     Trait("warning", "network", infiniband, "NCCL falls back to TCP, which is slow; check ibstat"),
-    Trait("warning", "MTU", mtu, "large packets may be dropped; set the same MTU on all"),
+    Trait("warning", "MTU", mtu, "large packets may be dropped; set the same MTU on all nodes"),
     Trait("warning", "network", link, "every step waits for the slowest; check cable and switch"),
-    Trait("warning", "NCCL", network_settings, "use the same on all, in config/node_env.sh or with --env"),
+    Trait("warning", "NCCL", network_settings, "set the same on all nodes, in config/node_env.sh or with --env"),
 )
 
 
 def compare_traits(nodes: Nodes) -> NodeFindings:
     for trait in TRAITS:
         for name, value, usual, others in differences_in(trait, nodes):
-            yield name, Finding(trait.level, f"{value}, but {usual} on {fold(others)}", trait.fix, topic=trait.topic)
+            yield name, Finding(trait.level, f"{value}, but {usual} on {compact(others)}", trait.fix, topic=trait.topic)
 
 
 # ---------------------------------------------------------------- nearly equal
 
 
 def compare_memory(nodes: Nodes) -> NodeFindings:
-    total = {name: min(node.facts.memory.total, node.facts.memory.limit or 2**63) for name, node in nodes.items()}
+    total = {name: node.facts.memory.limit or node.facts.memory.total for name, node in nodes.items()}
     for name, own in total.items():
         others = median(other for other_name, other in total.items() if other_name != name)
         if own < (1 - MEMORY_TOLERANCE) * others:
-            fact = f"{size(own)}, but {size(int(others))} on the others"
-            yield name, warning(fact, "a job must fit into the smallest node", topic="memory")
+            fact = f"{size(own)}, but {size(int(others))} (median) on the others"
+            yield name, warning(fact, "the ranks of each node must fit into the smallest memory", topic="memory")
 
 
 def compare_clocks(ahead: Mapping[str, float]) -> NodeFindings:
     """ahead: seconds by which each node's clock is ahead of this machine's."""
     usual = median(ahead.values())
     for name, seconds in ahead.items():
-        apart = seconds - usual
-        if abs(apart) > CLOCK_TOLERANCE:
-            fact = f"{abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} the others"
-            fix = "verdicts may name the wrong node; synchronise the clock:"
+        difference = seconds - usual
+        if abs(difference) > CLOCK_TOLERANCE:
+            fact = f"{abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the others"
+            fix = "the verdict of a failed run may name the wrong node; synchronise the clock:"
             yield name, warning(fact, fix, "sudo timedatectl set-ntp true", "clock")
 
 
@@ -127,9 +126,9 @@ def compare_installations(nodes: Nodes) -> NodeFindings:
 
 
 def compare_names(nodes: Nodes) -> NodeFindings:
-    """Each name must be another machine, and the first node must have an address that the others can use."""
+    """Each name must refer to a different machine, and the first node must have an address that the others can use."""
     for name, other in same_machines(nodes):
-        yield name, fault(f"is the same machine as {other}", "name it once", topic="names")
+        yield name, fault(f"is the same machine as {other}", "list it once", topic="names")
     if not rendezvous_address(nodes):
         yield next(iter(nodes)), fault(*no_rendezvous_address(nodes), topic="names")
 

@@ -42,7 +42,7 @@ def render(findings: Sequence[Finding], host: str, width: int | None = None) -> 
 
 
 def render_findings(findings: Sequence[Finding], width: int | None, column: int = 0) -> Iterator[str]:
-    """Lines of the findings, the worst last. column: width of the topics. Commands are not wrapped, to be pasted."""
+    """Lines of the findings, the worst last. Commands are not wrapped. column: width of the topics; 0: as needed."""
     column = column or max(len(finding.topic) for finding in findings)
     indent = " " * (9 + column + 2)
     for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
@@ -59,9 +59,9 @@ def render_findings(findings: Sequence[Finding], width: int | None, column: int 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 when the machine is fit, 1 when there is a fault, 2 for a wrong call."""
+    """Return 0 if there is no fault (or with --json), 1 if there is one; a wrong call exits with 2."""
     parser = argparse.ArgumentParser(prog="doctor", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON and judge nothing")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON, without findings")
     parser.add_argument("--directory", type=Path, default=Path.cwd(), help="working directory of the launch")
     parser.add_argument("--log-dir", type=Path, help="default: logs in the working directory")
     parser.add_argument("--master-port", type=int, default=29500, help="default: 29500")

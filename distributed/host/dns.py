@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from distributed.host.network import outward_address
 
-LOOKUP_LIMIT = 6.0  # seconds; after one lost packet a resolver replies after 5
+LOOKUP_LIMIT = 6.0  # seconds; a resolver repeats a lost query after 5
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Lookup:
 @dataclass(frozen=True)
 class NameLookups:
     host: str
-    outward: str  # the address that other machines see; "": only loopback
+    outward: str  # the address that other machines see; "": no route to them
     forward: Lookup
     reverse: tuple[Lookup, ...]
 

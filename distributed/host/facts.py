@@ -30,25 +30,9 @@ from distributed.host.interpreter import (
     required_packages,
     which_python,
 )
-from distributed.host.network import (
-    address_towards,
-    ephemeral_range,
-    interface_to,
-    listener,
-    mtu_of_interface,
-    port_is_free,
-)
+from distributed.host.network import ephemeral_range, interface_to, listener, mtu_of_interface, port_is_free
 from distributed.host.replies import NodeFacts
-from distributed.host.resources import (
-    Cores,
-    Limits,
-    Memory,
-    Space,
-    read_cores,
-    read_limits,
-    read_memory,
-    read_space,
-)
+from distributed.host.resources import Cores, Limits, Memory, Space, read_cores, read_limits, read_memory, read_space
 from distributed.host.system import KIT, PROC, SYS, read, run_program
 
 PROGRAMS = ("ssh", "rsync", "tmux", "pdsh", "srun")
@@ -83,9 +67,9 @@ class RunProcesses:
 
 @dataclass(frozen=True)
 class Facts:
-    """Input of the health checks; as JSON, input of the comparison of nodes."""
+    """Input of the health checks. Field names are keys of the JSON that nodes and `doctor.sh --json` print."""
 
-    kit: str  # installation directory of Muster
+    kit: str  # Muster's installation directory
     directory: str  # working directory
     container: bool
     interpreter: Interpreter
@@ -101,7 +85,7 @@ class Facts:
     names: NameLookups
     interfaces: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)  # REPORTED_VARIABLES that are set
-    shadows: tuple[str, ...] = ()  # files that would be imported instead of a library
+    shadows: tuple[str, ...] = ()  # see find_shadows()
     clock: Clock = Clock(0)
     programs: Mapping[str, str] = field(default_factory=dict)  # name -> path; "": not found
     runs: tuple[RunProcesses, ...] = ()
@@ -122,13 +106,13 @@ class FullNodeFacts(NodeFacts):
     """The reply of a node to the doctor."""
 
     facts: Facts
-    kit: Mapping[str, str | None]  # file of Muster that ranks run -> SHA-256
+    kit: Mapping[str, str | None]  # file of Muster that the ranks run -> SHA-256
     route: Route
     now: float  # Unix seconds at the time of the reply
 
 
 def gather(directory: Path, logs: Path, port: int, env: Mapping[str, str] = os.environ) -> Facts:
-    """All facts of this machine for a launch from `directory` with logs in `logs`."""
+    """All facts of this machine for a launch from `directory` with run directories in `logs`."""
     return Facts(
         kit=str(KIT),
         directory=str(directory),
@@ -159,9 +143,9 @@ def gather(directory: Path, logs: Path, port: int, env: Mapping[str, str] = os.e
 
 
 def route_to(nodes: Sequence[str]) -> Route:
-    """The route to the first of the other nodes that can be resolved."""
-    others = (node for node in nodes if node != socket.gethostname() and address_towards(node))
-    name = next((found for found in map(interface_to, others) if found and found != "lo"), "")
+    """The route to the first of the other nodes that is reached through an interface other than loopback."""
+    others = (node for node in nodes if node != socket.gethostname())
+    name = next((found for found in map(interface_to, others) if found not in ("", "lo")), "")
     speed = read(SYS / "class/net" / name / "speed") if name else ""
     return Route(name, mtu_of_interface(name), int(speed) if speed.isdigit() else 0)  # -1: unknown to the driver
 
@@ -177,7 +161,7 @@ def clock_is_synchronised() -> bool | None:
 
 
 def find_runs(proc: Path = PROC) -> tuple[RunProcesses, ...]:
-    """Processes of Muster's runs, which have MUSTER_RUN_DIR in their environment, except the run of this process."""
+    """The runs that have processes on this machine, found by MUSTER_RUN_DIR, except the run of this process."""
     found: dict[str, list[int]] = {}
     for process in proc.glob("[0-9]*"):
         if marker := re.search(r"(?:^|\0)MUSTER_RUN_DIR=([^\0]+)", read(process / "environ")):

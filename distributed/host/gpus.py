@@ -62,7 +62,7 @@ class Gpus:
 
 
 def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS) -> Gpus:
-    """The GPUs and their processes, as reported by nvidia-smi."""
+    """The GPUs and their processes, as reported by nvidia-smi; without it, the GPUs that have a device file."""
     hardware = nvidia_cards(sys_directory)
     if not shutil.which("nvidia-smi"):
         return Gpus(hardware=hardware, devices=device_files(dev))
@@ -71,12 +71,12 @@ def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS) -> Gpus:
         return Gpus(hardware=hardware)
     if output.code != 0:
         return Gpus(hardware=hardware, error="nvidia-smi: " + " ".join((output.out + output.error).split()))
-    users = gpu_processes(query("compute-apps", APP_FIELDS).out)
+    processes = gpu_processes(query("compute-apps", APP_FIELDS).out)
     rows = table(output.out, GPU_FIELDS)
     return Gpus(
         driver=rows[0]["driver_version"] if rows else "",
         hardware=hardware,
-        devices=tuple(gpu_from(row, users.get(row["uuid"], ())) for row in rows),
+        devices=tuple(gpu_from(row, processes.get(row["uuid"], ())) for row in rows),
     )
 
 
@@ -85,7 +85,7 @@ def query(kind: str, fields: str) -> ProgramOutput:
 
 
 def table(csv: str, fields: str) -> list[dict[str, str]]:
-    """Parse output of nvidia-smi, which is not quoted: only the last field may contain a comma."""
+    """Parse output of nvidia-smi. It has no quotes, so only the last field may contain a comma."""
     keys = fields.split(",")
     rows = [line.split(", ", len(keys) - 1) for line in csv.splitlines()]
     return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
@@ -106,7 +106,7 @@ def gpu_from(row: Mapping[str, str], processes: tuple[GpuProcess, ...]) -> Gpu:
 
 
 def gpu_processes(csv: str) -> dict[str, tuple[GpuProcess, ...]]:
-    """Returns GPU uuid -> its processes."""
+    """Parse output of nvidia-smi. Returns GPU uuid -> processes."""
     found: dict[str, tuple[GpuProcess, ...]] = {}
     for row in table(csv, APP_FIELDS):
         process = GpuProcess(
@@ -151,7 +151,7 @@ def nvidia_cards(sys_directory: Path) -> int:
 
 
 def device_files(dev: Path) -> tuple[Gpu, ...]:
-    """The GPUs that have a device file, without further facts."""
+    """The GPUs that have a device file; their other facts are unknown."""
     numbers = [path.name.removeprefix("nvidia") for path in dev.glob("nvidia*")]
     indices = sorted(int(number) for number in numbers if number.isdigit())
     return tuple(Gpu(index, f"/dev/nvidia{index}", "NVIDIA GPU", 0, 0) for index in indices)
@@ -161,10 +161,10 @@ def device_files(dev: Path) -> tuple[Gpu, ...]:
 
 
 def visible(setting: str | None, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs that are visible with this value of CUDA_VISIBLE_DEVICES; None: not set.
+    """The GPUs that are visible with this value of CUDA_VISIBLE_DEVICES. setting: None if it is not set.
 
-    CUDA reads indices or prefixes of a uuid up to the first invalid one; a duplicate makes all GPUs invisible. With
-    MIG, a process sees one slice of one GPU.
+    CUDA reads indices or prefixes of UUIDs up to the first invalid one; a duplicate makes all GPUs invisible. With MIG,
+    a process sees one instance on one GPU.
     """
     seen = list(gpus)
     if setting is not None:
@@ -175,12 +175,12 @@ def visible(setting: str | None, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
             seen.append(gpu)
         if len(set(devices[: len(seen)])) < len(seen):
             return ()
-    sliced = [gpu for gpu in seen if gpu.mig]
-    return tuple(sliced[:1] or seen)
+    divided = [gpu for gpu in seen if gpu.mig]
+    return tuple(divided[:1] or seen)
 
 
 def find_gpu(device: str, gpus: Sequence[Gpu]) -> Gpu | None:
-    """device: an entry of CUDA_VISIBLE_DEVICES."""
+    """The GPU of an entry of CUDA_VISIBLE_DEVICES; None if there is none."""
     if device.startswith("MIG-"):
         found = [gpu for gpu in gpus if gpu.mig]
     elif device.startswith("GPU-"):

@@ -1,6 +1,6 @@
 """Identify this machine, user and software, so that another node or a later command can recognise them.
 
-This runs before every launch, so it imports few modules, and those late.
+This runs before every launch. It imports few modules, most of them only when needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # typing itself would cost milliseconds
 
 
 def machine() -> str:
-    """An identifier of the boot and the network namespace: containers are separate machines."""
+    """An identifier of the boot and the network namespace, so that containers count as separate machines."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip() + os.readlink("/proc/self/ns/net")
 
@@ -30,7 +30,7 @@ def user() -> str:
 
 
 def versions(path: Sequence[str] | None = None) -> dict[str, str | None]:
-    """Versions of this interpreter and of the PyTorch in `path`, from the name of its dist-info directory."""
+    """Versions of this interpreter and of PyTorch, which is found by its dist-info directory in `path` (sys.path)."""
     return {"python": sys.version.split()[0], "torch": _torch_version(sys.path if path is None else path)}
 
 

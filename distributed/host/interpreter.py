@@ -1,4 +1,4 @@
-"""Facts of this Python: its version, PyTorch, installed packages, and files that shadow libraries."""
+"""Facts of this Python: its version, PyTorch, installed packages, and files that shadow libraries or Muster."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TORCH_LIMIT = 120.0  # seconds; `import torch` is slow from a cold network disk
 class Interpreter:
     path: str
     version: str
-    isolated: bool = True  # a virtual or conda environment: packages can be installed
-    unused_conda: str = ""  # an active conda environment that is not used
+    isolated: bool = True  # in a virtual or conda environment, so that pip can install packages
+    unused_conda: str = ""  # active conda environment that this Python does not belong to
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Torch:
     nccl: str = ""
     gloo: bool = False
     cuda_available: bool = False
-    complaint: str = ""  # warning of torch.cuda.is_available()
+    complaint: str = ""  # last warning of `import torch` or torch.cuda.is_available()
     archs: tuple[str, ...] = ()  # architectures it has code for, such as sm_90
     capabilities: tuple[str, ...] = ()  # of the visible GPUs, such as sm_90
 
@@ -88,7 +88,7 @@ print(json.dumps({
 
 
 def probe_torch(python: str, limit: float = TORCH_LIMIT) -> Torch:
-    """Query PyTorch in a separate process, which a broken installation may crash."""
+    """Query PyTorch in a separate process, because a broken installation may crash the process."""
     version = installed("torch")
     if not version:
         return Torch()
@@ -121,7 +121,7 @@ def required_packages(requirements: Path) -> tuple[Package, ...]:
 
 
 def find_shadows(directory: Path, pythonpath: str) -> tuple[str, ...]:
-    """Files in the working directory and on PYTHONPATH that Python would import instead of a library."""
+    """Files in the working directory named like a library, and packages on PYTHONPATH named like Muster's package."""
     names = {"torch", "numpy", "yaml", *sys.stdlib_module_names}
     own = [str(path) for path in directory.glob("*.py") if path.stem in names]
     entries = [Path(entry) for entry in pythonpath.split(os.pathsep) if entry]

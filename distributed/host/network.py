@@ -1,4 +1,4 @@
-"""Free ports of this machine, and the interface and address that it uses to reach others."""
+"""Free ports of this machine, and the interface and address that it uses to reach other machines."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ def ephemeral_range(proc: Path = PROC) -> tuple[int, int]:
 
 
 def address_of(name: str) -> str:
+    """The first address that the name resolves to; "" if there is none."""
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -85,14 +86,9 @@ def address_of(name: str) -> str:
 
 def own_addresses(proc: Path = Path("/proc/net")) -> tuple[str, ...]:
     """IPv4 and IPv6 addresses of this machine, without loopback."""
-    found = set()
-    try:
-        for entry in re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", (proc / "fib_trie").read_text()):
-            found.add(entry)
-        for line in (proc / "if_inet6").read_text().splitlines():
-            found.add(str(ipaddress.IPv6Address(int(line.split()[0], 16))))
-    except OSError:
-        pass  # a kernel without IPv6 has no if_inet6
+    found = set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", read(proc / "fib_trie")))
+    for line in read(proc / "if_inet6").splitlines():  # missing in a kernel without IPv6
+        found.add(str(ipaddress.IPv6Address(int(line.split()[0], 16))))
     return tuple(sorted(address for address in found if not ipaddress.ip_address(address).is_loopback))
 
 
@@ -102,7 +98,7 @@ def outward_address() -> str:
 
 
 def address_towards(host: str) -> str:
-    """The source IPv4 address of this machine on the route to a host; "" if there is none (IPv6 only)."""
+    """The source IPv4 address of this machine on the route to a host; "" for an unknown name or without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing
@@ -112,7 +108,7 @@ def address_towards(host: str) -> str:
 
 
 def interface_to(host: str) -> str:
-    """The network interface on the route to a host; "" if unknown (IPv6 only)."""
+    """The network interface on the IPv4 route to a host; "" if unknown."""
     own = address_towards(host)
     return next((name for _, name in socket.if_nameindex() if own and address_of_interface(name) == own), "")
 

@@ -1,7 +1,7 @@
 """The node probe: print facts of a node before a launch, or for the doctor.
 
-Every node runs it over ssh and prints a reply (host.replies). For a launch it collects only required facts, within
-tenths of a second; with --directory the reply has all facts of the machine, for the doctor.
+It runs on every node over ssh and prints a reply (host.replies). For a launch, it collects only the required facts,
+within tenths of a second. For the doctor (with --directory), the reply has all facts of the machine.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ from pathlib import Path
 
 from distributed.host.gpus import Gpus, query_gpus, visible
 from distributed.host.identity import machine, versions
-from distributed.host.network import (
-    address_of,
-    free_port,
-    listener,
-    own_addresses,
-    port_is_free,
-)
+from distributed.host.network import address_of, free_port, listener, own_addresses, port_is_free
 from distributed.host.replies import NodeFacts, format_reply
 from distributed.host.system import KIT
 
@@ -31,7 +25,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from distributed.host.facts import FullNodeFacts
 
-RUN_BY_RANKS = ("train.py", "distributed/**/*.py", "scripts/lib/*")  # files of Muster, must be equal on all nodes
+RUN_BY_RANKS = ("train.py", "distributed/**/*.py", "scripts/lib/*")  # files of Muster; must be equal on all nodes
 
 
 def probe(
@@ -47,7 +41,7 @@ def probe(
         nodes: names of all nodes, by node rank.
         port: rendezvous port on the first node; None: any free port.
         files: files that the ranks will read.
-        gpus: of this machine, if known already.
+        gpus: the GPUs of this machine; None: query them.
     """
     gpus = gpus or query_gpus()
     start = time.monotonic()
@@ -71,21 +65,22 @@ def probe(
 
 
 def full_probe(nodes: Sequence[str], port: int, directory: Path, logs: Path) -> FullNodeFacts:
-    """The facts that the doctor needs, for a launch from `directory` with logs in `logs`."""
+    """The facts that the doctor needs, for a launch from `directory` with run directories in `logs`."""
     from distributed.host import facts  # imported late: it would take a third of the time of a launch's probe
 
     own = facts.gather(directory, logs, port)
-    kit = sorted(path for pattern in RUN_BY_RANKS for path in KIT.glob(pattern) if path.is_file())
+    files = sorted(path for pattern in RUN_BY_RANKS for path in KIT.glob(pattern) if path.is_file())
     return facts.FullNodeFacts(
         **vars(probe(nodes, port, [], own.gpus)),
         facts=own,
-        kit={str(path.relative_to(KIT)): checksum(path) for path in kit},
+        kit={str(path.relative_to(KIT)): checksum(path) for path in files},
         route=facts.route_to(nodes),
         now=time.time(),
     )
 
 
 def checksum(file: Path) -> str | None:
+    """SHA-256 of a file; None if unreadable."""
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:

@@ -1,7 +1,7 @@
-"""Find the processes of a run, or of one command of it, by the environment variables that their launcher set.
+"""Find the processes of a run on this node, or of one task of it, by the environment variables that were set for them.
 
-Also prctl(2) calls that tie a process to its parent. The supervisor imports this module before every command, so the
-module imports nothing that takes milliseconds.
+The module also has prctl(2) calls that tie a process to its parent. Every supervisor imports it before it starts a
+command, so it imports nothing that takes milliseconds.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 DEAD = b"ZX"  # states in /proc/PID/stat; a process that process 1 never reaps stays a zombie
 
 
-def environment_mark(run: str, node: str) -> frozenset[bytes]:
+def run_environment(run: str, node: str) -> frozenset[bytes]:
     """The NAME=VALUE entries that every process of this run on this node has in its environment."""
     return frozenset((b"MUSTER_RUN_DIR=" + os.fsencode(run), b"MUSTER_NODE=" + os.fsencode(node)))
 
 
-def with_mark(mark: Set[bytes], pids: Iterable[int], proc: str = "/proc") -> Iterator[int]:
-    """Those of these processes whose environment has every NAME=VALUE entry of the mark."""
+def with_environment(entries: Set[bytes], pids: Iterable[int], proc: str = "/proc") -> Iterator[int]:
+    """Yield the ids of the processes that have all these NAME=VALUE entries in their environment."""
     for pid in pids:
         try:
             with open(f"{proc}/{pid}/environ", "rb", buffering=0) as file:
-                if mark <= set(file.readall().split(b"\0")):
+                if entries <= set(file.readall().split(b"\0")):
                     yield pid
-        except OSError:  # it has ended, or belongs to another user
+        except OSError:  # the process has exited, or belongs to another user
             pass
 
 
@@ -54,17 +54,17 @@ class ProcessStat:
         return self.state not in DEAD
 
 
-def process(pid: int, proc: str = "/proc") -> ProcessStat | None:
-    """None when there is no such process."""
+def process(pid: int) -> ProcessStat | None:
+    """Read /proc/PID/stat; None if there is no such process."""
     try:
-        with open(f"{proc}/{pid}/stat", "rb", buffering=0) as file:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             return ProcessStat(file.readall())
     except OSError:
         return None
 
 
 def start_time(pid: int) -> int | None:
-    """Start time of a live process in clock ticks since boot; None when there is no such process."""
+    """Start time of a live process in clock ticks since boot; None if there is no such process."""
     found = process(pid)
     return found.start if found and found.alive else None
 
@@ -75,14 +75,14 @@ def identity(pid: int) -> dict[str, int]:
 
 
 def live_pid(facts: object) -> int:
-    """The id of the process that identity() described; 0 when it has exited."""
+    """The id of the process for which identity() returned `facts`; 0 if it has exited, or `facts` is no identity."""
     pid = facts.get("pid") if isinstance(facts, dict) else None
     return pid if isinstance(pid, int) and start_time(pid) and identity(pid) == facts else 0
 
 
-def table(proc: str = "/proc") -> dict[int, ProcessStat]:
+def table() -> dict[int, ProcessStat]:
     """All processes, by process id."""
-    return {pid: found for pid in pids(proc) if (found := process(pid, proc))}
+    return {pid: stat for pid in pids() if (stat := process(pid))}
 
 
 def ancestors(pid: int, processes: dict[int, ProcessStat]) -> Iterator[int]:
@@ -95,41 +95,41 @@ def ancestors(pid: int, processes: dict[int, ProcessStat]) -> Iterator[int]:
 def descendants(pid: int, processes: dict[int, ProcessStat]) -> set[int]:
     """The children of a process, their children, and so on."""
     children: dict[int, list[int]] = {}
-    for child, found in processes.items():
-        children.setdefault(found.parent, []).append(child)
-    found_all: set[int] = set()
+    for child, stat in processes.items():
+        children.setdefault(stat.parent, []).append(child)
+    found: set[int] = set()
     pending = [pid]
     while pending:
-        new = [child for child in children.get(pending.pop(), []) if child not in found_all]
-        found_all.update(new)
+        new = [child for child in children.get(pending.pop(), []) if child not in found]
+        found.update(new)
         pending += new
-    return found_all
+    return found
 
 
 def live_processes(
-    mark: Set[bytes], sessions: Collection[int] = (), root: int = 0, exclude: Collection[int] = (), proc: str = "/proc"
+    entries: Set[bytes], sessions: Collection[int] = (), root: int = 0, exclude: Collection[int] = ()
 ) -> list[int]:
-    """Processes with this mark, in one of these sessions, or descended from process `root`.
+    """Processes that have these environment entries, are in one of these sessions, or descend from process `root`.
 
     Zombies, this process, its ancestors and the processes in `exclude` are left out.
     """
-    processes = table(proc)
+    processes = table()
     excluded = {*exclude, *ancestors(os.getpid(), processes)}
     below_root = descendants(root, processes) if root else set()
-    candidates = [pid for pid, found in processes.items() if found.alive and pid not in excluded]
+    candidates = [pid for pid, stat in processes.items() if stat.alive and pid not in excluded]
     known = {pid for pid in candidates if pid in below_root or processes[pid].session in sessions}
-    return sorted(known.union(with_mark(mark, (pid for pid in candidates if pid not in known), proc)))
+    return sorted(known.union(with_environment(entries, (pid for pid in candidates if pid not in known))))
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process the signal when its parent dies; exit at once if the parent is already dead."""
+    """Let the kernel send this process a signal when its parent dies; exit at once if the parent is already dead."""
     prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(128 + number)
 
 
 def adopt_orphans(adopt: bool = True) -> bool:
-    """Make this process the subreaper of its descendants, so that it can find and reap orphans. False: unsupported."""
+    """Make this process the subreaper of its descendants, so that it can find and reap orphans. False: not possible."""
     return prctl(PR_SET_CHILD_SUBREAPER, adopt)
 
 

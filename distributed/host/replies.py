@@ -1,7 +1,7 @@
 """Replies of nodes to a query over ssh, or why a reply is missing, with the remedy.
 
-A node prints one line of JSON after a mark, because a login shell may print other lines. The launching side stores the
-output in files: NODE.out, NODE.err and NODE.code.
+A node prints one line of JSON after a marker, because a login shell may print other lines. The launcher's host stores
+the output and exit code in files: NODE.out, NODE.err and NODE.code.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
     from collections.abc import Mapping
     from typing import Any
 
-MARK = "muster-reply "  # before the JSON
+MARKER = "muster-reply "  # before the JSON
 NODE_ENV = "config/node_env.sh: "  # prefix of messages about this file
 
 UNREACHABLE = "cannot be reached ({printed}); try: ssh {name} true"
-# Output of ssh -> message.
+# Output of ssh -> message; the first match is used.
 SSH_FAILURES = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": (
         "host key has changed, possibly an attack; if the change is expected, remove the old key: ssh-keygen -R {name}"
@@ -29,14 +29,14 @@ SSH_FAILURES = {
     "Host key verification failed": "host key unknown; log in once and check its fingerprint: ssh {name}",
     "Permission denied": "login without a password refused ({printed}); install your key: ssh-copy-id {name}",
 }
-NO_PYTHON = "Python not found ({printed}); choose one that all nodes have with --python"
-NO_KIT = "Muster not found ({printed}); share its directory between the nodes, or launch with --sync"
-# Output of bash or Python on the node -> message.
+NO_PYTHON = "Python not found ({printed}); use --python to choose one that exists on all nodes"
+NO_MUSTER = "Muster not found ({printed}); share its directory between the nodes, or launch with --sync"
+# Output of bash or Python on the node -> message; the first match is used.
 START_FAILURES = {
     ": cd: ": "working directory not found ({printed}); share it between the nodes, or launch with --sync",
     "in_node_env.sh: line": NO_PYTHON,
-    "in_node_env.sh": NO_KIT,
-    "can't open file": NO_KIT,
+    "in_node_env.sh": NO_MUSTER,
+    "can't open file": NO_MUSTER,
     ": exec: ": NO_PYTHON,
     "bash: line 1: /": NO_PYTHON,
 }
@@ -51,7 +51,7 @@ class NodeFacts:
     gpus: int  # visible to its ranks
     gpu_error: str
     files: Mapping[str, str | None]  # file that the ranks will read -> SHA-256; None: unreadable
-    machine: str  # equal for two names of one machine
+    machine: str  # the same for all names of a machine
     addresses: tuple[str, ...]
     ssh_address: str  # its address in the ssh connection; "": not over ssh
     master: str  # the address that the first node's name resolves to; "": none
@@ -68,12 +68,12 @@ class Reply:
     code: int
     out: str
     err: str
-    arrived: float = 0.0  # Unix seconds on the launching side at which its last line arrived
+    arrived: float = 0.0  # Unix seconds at which its last line arrived, by the clock of the launcher's host
 
     def value(self) -> Any:
         """The JSON value, or None."""
-        marked = [line for line in self.out.splitlines() if line.startswith(MARK)]
-        return json.loads(marked[-1].removeprefix(MARK)) if marked else None
+        marked = [line for line in self.out.splitlines() if line.startswith(MARKER)]
+        return json.loads(marked[-1].removeprefix(MARKER)) if marked else None
 
     def failure_message(self) -> str:
         """Why there is no value, and the remedy."""
@@ -87,11 +87,11 @@ class Reply:
 
 def format_reply(value: Any) -> str:
     """A reply as a node prints it."""
-    return MARK + json.dumps(value) + "\n"
+    return MARKER + json.dumps(value) + "\n"
 
 
 def read(directory: Path, node: str) -> Reply:
-    """Read the stored reply of a node. NODE.code is written last; until then the exit code is 0."""
+    """Read the stored reply of a node. NODE.code is written last; while it is missing, the exit code is read as 0."""
 
     def text(kind: str) -> str:
         path = directory / f"{node}.{kind}"

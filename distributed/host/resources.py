@@ -1,4 +1,4 @@
-"""Memory, disk space, CPU cores and resource limits of a process on this machine."""
+"""Memory, disk space, CPU cores and resource limits of this process and machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distributed.host.system import PROC, SYS, read
 class Memory:
     total: int  # bytes, like the other fields
     available: int
-    limit: int | None = None  # of the container or job; None: no limit
+    limit: int | None = None  # of the container or job, less than total; None: no limit
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,19 @@ class Space:
 @dataclass(frozen=True)
 class Cores:
     present: int
-    affinity: int  # on which this process may run
+    affinity: int  # number of cores on which this process may run
     quota: float | None = None  # of the container or job, in cores
     load: float = 0.0  # mean number of running processes in the last minute
 
     @property
     def usable(self) -> float:
-        """Number of cores; with a quota possibly less than one."""
+        """Number of cores; with a quota, it may be less than 1."""
         return min(self.affinity, self.quota or self.affinity)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """None: no limit."""
+    """Limits of this process; None: no limit."""
 
     open_files: int | None
     locked_memory: int | None  # bytes
@@ -84,7 +84,7 @@ def cgroup_limit(controller: str, files: Sequence[str], proc: Path, sys_director
 
 
 def cpu_quota(proc: Path, sys_directory: Path) -> float | None:
-    """Number of cores: quota / period, both in microseconds. None: no quota."""
+    """Number of cores: quota / period, both in microseconds; None: no quota."""
     quotas = []
     for group in cgroup_directories("cpu", proc, sys_directory):
         text = read(group / "cpu.max") or f"{read(group / 'cpu.cfs_quota_us')} {read(group / 'cpu.cfs_period_us')}"

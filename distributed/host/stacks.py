@@ -1,7 +1,7 @@
 """Get the Python stack of a rank's main thread from outside, without a debugger.
 
-A rank registers SIGNAL with faulthandler before its script starts. On the signal it writes the stack to a file next to
-its output and continues. Only the main thread is dumped: it waits in collectives, and
+A rank registers SIGNAL with faulthandler before its script starts. On the signal, it writes the stack to a file next to
+its output and continues. Only the main thread is dumped, because it is the one that waits in collectives, and because
 walking the stacks of running threads is not safe.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 SIGNAL = signal.SIGRTMIN + 9  # a real-time signal that neither Python, NCCL nor SLURM uses
 FILE = "stacks.log"
-MIN_FILE_DESCRIPTOR = 500  # so that the script's files get the same numbers as in a fresh interpreter
+MIN_FILE_DESCRIPTOR = 500  # high, so that the script's files get the same descriptors as in a fresh interpreter
 MAX_FILE_BYTES = 1 << 20  # a longer file is truncated
 STACK_TIMEOUT = 2.0  # seconds; a process that waits for a disk cannot reply
 STABLE_TIME = 0.15  # seconds without growth after which the stack is complete
@@ -65,8 +65,8 @@ def stack_of(pid: int, directory: str) -> tuple[Frame, ...]:
 def writes_stack_to(pid: int, path: str) -> bool:
     """Whether the process handles SIGNAL and still has this file open.
 
-    Without a handler, the signal would kill it. If it has closed the file, it would write into another file that has
-    the same descriptor.
+    Without a handler, the signal would kill the process. If the process has closed the file, faulthandler would write
+    into another file that has the same descriptor.
     """
     with open(f"/proc/{pid}/status") as status:
         caught = next(line for line in status if line.startswith("SigCgt:"))
@@ -91,7 +91,7 @@ def wait_until_complete(file: int, start: int) -> None:
 
 
 def parse_frames(dump: str) -> tuple[Frame, ...]:
-    """The frames of the first stack in the output of faulthandler, without those below the script."""
+    """The frames of the script in the first stack of faulthandler's output."""
     lines = iter(dump.partition(HEADING)[2].splitlines()[1:])
     found = []
     for line in lines:
@@ -102,9 +102,9 @@ def parse_frames(dump: str) -> tuple[Frame, ...]:
 
 
 def script_frames(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """The frames above those of distributed.agent.worker, which runs the script."""
-    below = [index for index, frame in enumerate(frames) if frame.file.endswith("distributed/agent/worker.py")]
-    return tuple(frames[: below[0]] if below else frames)
+    """The frames of the script: those before the frames of distributed.agent.worker, which calls it."""
+    worker = [index for index, frame in enumerate(frames) if frame.file.endswith("distributed/agent/worker.py")]
+    return tuple(frames[: worker[0]] if worker else frames)
 
 
 def format_traceback(frames: Sequence[Frame]) -> str:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-KIT = Path(__file__).resolve().parents[2]
+KIT = Path(__file__).resolve().parents[2]  # Muster's installation directory
 PROC, SYS = Path("/proc"), Path("/sys")
 MIB, GIB = 2**20, 2**30  # bytes
 
@@ -41,7 +41,7 @@ def run_program(command: Sequence[str], limit: float) -> ProgramOutput:
 
 
 def read(path: Path) -> str:
-    """The text of a file of /proc or /sys; "" if unreadable."""
+    """The text of a file of /proc or /sys, without surrounding white space; "" if unreadable."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -22,7 +22,7 @@ from pathlib import Path
 from distributed.exit_codes import UNFIT
 from distributed.host.network import address_of_interface, address_towards
 from distributed.host.replies import format_reply, read
-from distributed.nodelist import fold
+from distributed.nodelist import compact
 
 CONNECT_TIMEOUT = 3.0  # seconds; allows for one lost packet
 REMEDY = "open TCP between the nodes, on all ports above 1023 (firewall, security group, network policy)"
@@ -85,7 +85,7 @@ class FailedConnection:
 
     def __str__(self) -> str:
         firewall = ": a firewall between them?" if self.error.startswith("no reply") else ""
-        return f"{fold(self.nodes)} cannot connect to {self.to} ({self.address}): {self.error}{firewall}"
+        return f"{compact(self.nodes)} cannot connect to {self.to} ({self.address}): {self.error}{firewall}"
 
 
 def failed_connections(

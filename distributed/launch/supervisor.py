@@ -101,7 +101,7 @@ class Files:
 
     @property
     def mark(self) -> frozenset[bytes]:
-        return process_scan.environment_mark(self.directory, self.name)
+        return process_scan.run_environment(self.directory, self.name)
 
 
 def read_code(path: str) -> int | None:

@@ -96,8 +96,8 @@ class NodeStatus:
 def processes_of(run: str, node: str, proc: Path = PROC) -> list[RunProcess]:
     """All processes that have this run and node in their environment."""
     output = re.compile(OUTPUT.format(node=re.escape(node)))
-    found, mark = [], process_scan.environment_mark(run, node)
-    for pid in process_scan.with_mark(mark, process_scan.pids(str(proc)), str(proc)):
+    found, entries = [], process_scan.run_environment(run, node)
+    for pid in process_scan.with_environment(entries, process_scan.pids(str(proc)), str(proc)):
         with suppress(OSError):  # it has exited
             found.append(_process(proc / str(pid), output))
     return sorted(found, key=lambda one: one.pid)

@@ -51,8 +51,8 @@ def three(**third: Any) -> dict[str, FullNodeFacts]:
     return {"node1": node(1), "node2": node(2), "node3": node(3, **third)}
 
 
-def cluster(nodes: Mapping[str, FullNodeFacts], gaps: tuple[FailedConnection, ...] = (), **failed: str) -> ClusterFacts:
-    return ClusterFacts((*nodes, *failed), nodes, dict.fromkeys(nodes, 0.0), failed, gaps)
+def cluster(nodes: Mapping[str, FullNodeFacts], *failures: FailedConnection, **failed: str) -> ClusterFacts:
+    return ClusterFacts((*nodes, *failed), nodes, dict.fromkeys(nodes, 0.0), failed, failures)
 
 
 def text_of(cluster: ClusterFacts, width: int | None = None) -> str:
@@ -74,14 +74,14 @@ DIFFERENCES = [
     (three(gpus__devices=GPUS[:2]), "warning GPUs", "2 x NVIDIA A100-SXM4-80GB, 80.0 GiB, but 4 x NVIDIA", "slowest"),
     (three(gpus__driver="575.1"), "warning driver", "driver 575.1, but driver 580.65.06 on node[1-2]", "the same"),
     (three(cores__quota=8.0), "warning cores", "8 cores, but 64 cores on node[1-2]", "slowest"),
-    (three(memory=Memory(256 * GIB, 250 * GIB)), "warning memory", "256.0 GiB, but 512.0 GiB on the others", "fit"),
+    (three(memory=Memory(256 * GIB, 250 * GIB)), "warning memory", "256.0 GiB, but 512.0 GiB (median) on the", "fit"),
     (three(route=Route("eth0", 1500, 100_000)), "warning MTU", "1500 bytes, but 9000 bytes on node[1-2]", "dropped"),
     (three(route=Route("eth1", 9000, 1000)), "warning network", "1000 Mbit/s (eth1), but 100000 Mbit/s", "cable"),
     (three(limits__infiniband=True), "warning network", "InfiniBand, but no InfiniBand on node[1-2]", "ibstat"),
     (three(environment={"NCCL_IB_DISABLE": "1"}), "warning NCCL", "NCCL_IB_DISABLE=1 is set, but nothing", "same on"),
     (with_third(kit={"train.py": "11"}), "fault Muster", "differs from the other nodes: distributed/torch.py in /",
      "use the same files"),
-    (with_third(machine="boot1"), "fault names", "is the same machine as node1", "name it once"),
+    (with_third(machine="boot1"), "fault names", "is the same machine as node1", "list it once"),
 ]
 # fmt: on
 
@@ -137,8 +137,8 @@ def test_shared_findings_are_printed_once_and_the_worst_last() -> None:
         "node2": node(2, **short),
         "node3": node(3, torch__version="2.12.0", **short),
     }
-    gap = FailedConnection(("node1", "node2"), "node3", "10.0.0.3", "no reply within 3 s")
-    text = text_of(cluster(nodes, (gap,), node4="cannot be reached (no route); try: ssh node4 true"))
+    failure = FailedConnection(("node1", "node2"), "node3", "10.0.0.3", "no reply within 3 s")
+    text = text_of(cluster(nodes, failure, node4="cannot be reached (no route); try: ssh node4 true"))
     blocks = [block.splitlines() for block in text.split("\n\n")]
     assert [block[0] for block in blocks[1:-1]] == ["node[1-3]", "node[1-2]", "node3", "node4"]
     assert text.count("/dev/shm  1 MiB of 256.0 GiB free") == 1
@@ -149,18 +149,18 @@ def test_shared_findings_are_printed_once_and_the_worst_last() -> None:
     assert blocks[-1] == ["4 nodes: none fit for training; node[1-4] are not"]
 
 
-def test_findings_that_differ_only_in_numbers_are_printed_once_with_the_node_of_the_numbers() -> None:
+def test_findings_that_differ_only_in_numbers_are_printed_once_with_the_values_of_one_node() -> None:
     nodes = {name: node(number, cores__load=100.0 + number) for number, name in enumerate(NODES, 1)}
     text = text_of(cluster(nodes))
     assert text.count("other processes use them") == 1
-    assert "all nodes (numbers of node1)\nwarning  cores  64 of 64 usable, load 101.0" in text
+    assert "all nodes (values of node1)\nwarning  cores  64 of 64 usable, load 101.0" in text
 
 
 def test_findings_that_differ_only_in_the_name_of_the_node_are_printed_once() -> None:
     names = {name: replace(HEALTHY.names, forward=Lookup(name, ("127.0.1.1",)), host=name) for name in ("ada", "bob")}
     text = text_of(cluster({name: node(number, names=names[name]) for number, name in enumerate(names, 1)}))
     assert text.count("not across several") == 1
-    assert "all nodes (numbers of ada)\nwarning  names  ada is 127.0.1.1: works on one" in text
+    assert "all nodes (values of ada)\nwarning  names  ada resolves to 127.0.1.1: works on one" in text
 
 
 def test_each_node_has_its_own_command() -> None:
@@ -182,17 +182,17 @@ def test_the_summary_counts_the_fit_nodes() -> None:
 
 def test_lines_fit_the_width() -> None:
     nodes = three(route=Route("eth0", 1500, 0), torch__version="2.12.0", gpus__driver="575.1")
-    gap = FailedConnection(("node1", "node2"), "node3", "10.0.0.3", "no reply within 3 s")
-    assert max(map(len, text_of(cluster(nodes, (gap,)), width=80).splitlines())) <= 80
+    failure = FailedConnection(("node1", "node2"), "node3", "10.0.0.3", "no reply within 3 s")
+    assert max(map(len, text_of(cluster(nodes, failure), width=80).splitlines())) <= 80
 
 
 def test_each_pair_that_cannot_connect_is_printed() -> None:
-    """Their findings differ only in numbers, but these are names of nodes."""
-    gaps = [FailedConnection((node,), to, f"10.0.0.{to[-1]}", "no reply within 3 s") for node, to in
+    """The findings differ only in numbers, but the numbers are parts of names of nodes."""
+    failures = [FailedConnection((node,), to, f"10.0.0.{to[-1]}", "no reply within 3 s") for node, to in
             (("node1", "node2"), ("node1", "node3"), ("node2", "node3"))]  # fmt: skip
-    text = text_of(cluster(three(), tuple(gaps)))
+    text = text_of(cluster(three(), *failures))
     assert "cannot connect to node2 (10.0.0.2)" in text and text.count("cannot connect to node3 (10.0.0.3)") == 1
-    assert "numbers of" not in text
+    assert "values of" not in text
 
 
 def test_only_the_port_of_the_first_node_is_checked() -> None:
@@ -213,12 +213,12 @@ def test_facts_survive_json_and_those_of_another_version_raise() -> None:
         from_json(without)
 
 
-def write_replies(directory: Path, **replies: Any) -> None:
-    (directory / "facts").mkdir(exist_ok=True)
+def write_replies(directory: Path, kind: str = "facts", **replies: Any) -> None:
+    (directory / kind).mkdir(exist_ok=True)
     for node, value in replies.items():
-        (directory / "facts" / f"{node}.out").write_text(format_reply(value) if value else "")
-        (directory / "facts" / f"{node}.err").write_text("" if value else "ssh: no route")
-        (directory / "facts" / f"{node}.code").write_text("0" if value else "255")
+        (directory / kind / f"{node}.out").write_text(format_reply(value) if value else "")
+        (directory / kind / f"{node}.err").write_text("" if value else "ssh: no route")
+        (directory / kind / f"{node}.code").write_text("0" if value else "255")
 
 
 def test_nodes_without_a_usable_reply_have_a_reason(tmp_path: Path) -> None:
@@ -227,6 +227,18 @@ def test_nodes_without_a_usable_reply_have_a_reason(tmp_path: Path) -> None:
     assert list(found.facts) == ["node1"]
     assert found.failed["node2"] == "cannot be reached (ssh: no route); try: ssh node2 true"
     assert found.failed["node3"].startswith("runs another version of Muster (")
+
+
+@pytest.mark.parametrize("kind", ["listening", "connecting"])
+def test_a_node_without_a_reply_to_the_connection_test_is_a_fault(tmp_path: Path, kind: str) -> None:
+    write_replies(tmp_path, node1=asdict(node(1)), node2=asdict(node(2)))
+    write_replies(tmp_path, "listening", node1=["10.0.0.1", 4711], node2=["10.0.0.2", 4711])
+    write_replies(tmp_path, "connecting", node1={"node1": "", "node2": ""}, node2={"node1": "", "node2": ""})
+    assert read_cluster(tmp_path, NODES[:2]).failed == {}
+    write_replies(tmp_path, kind, node2=None)
+    text = text_of(read_cluster(tmp_path, NODES[:2]))
+    assert "node2\nfault    ssh  cannot be reached (ssh: no route); try: ssh node2 true" in text
+    assert text.splitlines()[-1].startswith("2 nodes: 1 fit for training")
 
 
 def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

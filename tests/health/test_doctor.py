@@ -132,7 +132,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("torch without CUDA", {"torch__cuda": "", "torch__cuda_available": False},
      "fault cuda", "built without CUDA, but the machine has 4 GPUs", "install the build"),
     ("torch sees no GPU", {"torch__cuda_available": False, "torch__complaint": "CUDA unknown error"},
-     "fault cuda", "torch sees none: CUDA unknown error", "--gpus all"),
+     "fault cuda", "torch sees none of 4 GPUs: CUDA unknown error", "--gpus all"),
     ("GPU too old for this torch", {"torch__capabilities": ("sm_70",)},
      "fault cuda", "no code for sm_70", "install a build"),
     ("no NCCL", {"torch__nccl": ""}, "warning cuda", "without NCCL", "install a build with NCCL"),
@@ -140,13 +140,13 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "fault GPUs", "version mismatch", "restart the machine"),
     ("no driver", {"gpus": Gpus(hardware=2)}, "warning GPUs", "2 NVIDIA cards", "install NVIDIA's driver"),
     ("no nvidia-smi", {"gpus__driver": ""},
-     "warning GPUs", "no nvidia-smi on PATH", "NVIDIA_DRIVER_CAPABILITIES"),
+     "warning GPUs", "nvidia-smi is not on PATH", "NVIDIA_DRIVER_CAPABILITIES"),
     ("GPUs hidden", {"environment": {"CUDA_VISIBLE_DEVICES": ""}},
      "warning GPUs", "CUDA_VISIBLE_DEVICES='' hides all 4 GPUs", "unset CUDA_VISIBLE_DEVICES"),
     ("unknown GPU", {"environment": {"CUDA_VISIBLE_DEVICES": "0,7,1"}},
      "fault GPUs", "lists 3 GPUs, but CUDA uses 1: it ignores", "unset CUDA_VISIBLE_DEVICES"),
     ("a GPU in use", {"gpus__devices": (BUSY, *GPUS[1:])},
-     "warning GPU use", "GPU 0: 70.0 GiB of 80.0 GiB by python of bob (pid 4711)",
+     "warning GPU use", "GPU 0: 70.0 GiB of 80.0 GiB used by python of bob (pid 4711)",
      "export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1,2,3"),
     ("all GPUs full", {"gpus__devices": FULL},
      "fault GPU use", "GPU 3: 79.0 GiB of 80.0 GiB", "no GPU is idle"),
@@ -160,7 +160,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "warning GPUs", "different models", "CUDA_VISIBLE_DEVICES"),
     ("no memory", {"memory__available": 400 * MIB}, "fault memory", "400 MiB of 512.0 GiB", "ps aux"),
     ("job's memory limit", {"memory__limit": 2 * GIB},
-     "warning memory", "2.0 GiB free, the limit of this", "ps aux"),
+     "warning memory", "2.0 GiB of 2.0 GiB (limit of this container or job) free", "ps aux"),
     ("full disk", {"disks": (replace(ROOT, free=MIB),)},
      "fault disk", "logs: 1 MiB free", "du -xh '/data/log s'"),
     ("small disk", {"disks": (replace(ROOT, free=5 * GIB),)},
@@ -170,7 +170,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("no inodes", {"disks": (replace(ROOT, inodes_free=False),)},
      "fault disk", "inodes", "df -i '/data/log s'"),
     ("docker's shm", {"shm": Space("/dev/shm", "/dev/shm", 64 * MIB, 64 * MIB), "container": True},
-     "fault /dev/shm", "only 64 MiB: NCCL and data loader workers are killed by SIGBUS", "--shm-size=8g or --ipc=host"),
+     "fault /dev/shm", "only 64 MiB: ranks and data loader workers are killed by SIGBUS", "--shm-size=8g or --ipc="),
     ("small shm without a container", {"shm": Space("/dev/shm", "/dev/shm", 512 * MIB, 512 * MIB)},
      "warning /dev/shm", "only 512 MiB", "mount -o remount,size=50% /dev/shm"),
     ("full shm", {"shm__free": MIB}, "fault /dev/shm", "1 MiB of 256.0 GiB free", "ls -lt /dev/shm"),
@@ -190,7 +190,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("name unknown", {"names": NAMELESS},
      "warning names", "node1 does not resolve", "echo '10.0.0.5 node1' | sudo tee"),
     ("name on loopback", {"names": LOOPBACK},
-     "warning names", "node1 is 127.0.1.1: works on one", "map node1 to 10.0.0.5"),
+     "warning names", "node1 resolves to 127.0.1.1: works on one", "map node1 to 10.0.0.5"),
     ("slow resolver", {"names": SLOW}, "fault resolver", "looking up 10.0.0.5 takes 5.0 s", "/etc/hosts"),
     ("stale rank", {"environment": {"RANK": "3", "MASTER_ADDR": "n1", "PET_NNODES": "2"}},
      "warning shell", "RANK=3, MASTER_ADDR=n1, PET_NNODES=2", "unset RANK MASTER_ADDR PET_NNODES"),
@@ -208,15 +208,15 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("own torch.py", {"shadows": ("/home/ada/project/torch.py",)},
      "fault imports", "project/torch.py shadows the library 'torch'", "rename it"),
     ("Dask on the path", {"shadows": ("/opt/dask/distributed",)},
-     "warning imports", "'distributed'", "PYTHONPATH"),
+     "warning imports", "/opt/dask/distributed shadows Muster's package 'distributed'", "PYTHONPATH"),
     ("clock not synchronised", {"clock": Clock(2e9, False)}, "warning clock", "not synchronised", "timedatectl"),
     ("own run", {"runs": (RunProcesses("/my logs/train-1", (7, 8), "ada"),)},
      "warning runs", "/my logs/train-1 has 2 processes of ada here",
      "to stop it: /opt/muster/scripts/stop.sh '/my logs/train-1'; to see whether it is training: "
      "/opt/muster/scripts/status.sh '/my logs/train-1'"),
     ("own run, started elsewhere", {"runs": (RunProcesses("/logs/train-1", (7, 8), "ada", recorded=False),)},
-     "warning runs", "/logs/train-1", "started from another machine or by a job list; stop it there; "
-     "its processes: ps -fp 7,8"),
+     "warning runs", "/logs/train-1", "started from another machine or by a job list; run stop.sh there, or cancel "
+     "the job; its processes: ps -fp 7,8"),
     ("run of another user", {"runs": (RunProcesses("/logs/train-1", (7,), "bob"),)},
      "warning runs", "/logs/train-1 has 1 process of bob here", "ask bob whether it is still needed"),
     ("no idle GPU, used by a run", {"gpus__devices": FULL, "runs": (RunProcesses("/logs/train-1", (4711,), "bob"),)},
@@ -252,9 +252,15 @@ def test_valid_settings_get_no_finding() -> None:
         {"torch__capabilities": ("sm_89", "sm_120", "sm_130")},  # by sm_80, and by translating compute_120
         {"names": replace(LOOPBACK, outward="")},  # a machine without a network
         {"clock": Clock(2e9, None)},
-        {"gpus__devices": (BUSY, *GPUS[1:]), "environment": {"CUDA_VISIBLE_DEVICES": "1"}},  # the busy one is hidden
+        {"gpus__devices": (BUSY, *GPUS[1:]), "environment": {"CUDA_VISIBLE_DEVICES": "1"}},  # GPU 0 is hidden
     ):
         assert problems(change(**fine)) == [], fine
+
+
+def test_a_gpu_hidden_by_mig_is_not_reported_as_unknown() -> None:
+    sliced = tuple(replace(gpu, mig=True) for gpu in GPUS)
+    found = problems(change(gpus__devices=sliced, environment={"CUDA_VISIBLE_DEVICES": "0,1"}))
+    assert [(finding.level, finding.topic) for finding in found] == [("warning", "GPU 0")]
 
 
 def test_a_missing_torch_is_one_fault() -> None:

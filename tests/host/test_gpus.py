@@ -37,7 +37,7 @@ def test_cuda_visible_devices_is_read_as_by_cuda(setting: str | None, seen: list
     assert [gpu.index for gpu in visible(setting, GPUS)] == seen
 
 
-def test_a_process_sees_one_slice_with_mig() -> None:
+def test_a_process_sees_one_instance_with_mig() -> None:
     sliced = tuple(replace(gpu, mig=True) for gpu in GPUS)
     assert len(visible(None, sliced)) == 1
     assert len(visible("MIG-5c89,MIG-77aa", sliced)) == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.host.replies import MARK, NodeFacts, Reply
+from distributed.host.replies import MARKER, NodeFacts, Reply
 from distributed.launch import preflight
 from distributed.launch.preflight import main
 
@@ -26,7 +26,7 @@ def node(number: int, code: int = 0, err: str = "", out: str | None = None, **fa
     """The reply of node1, node2, ... with facts that differ from GOOD."""
     own = f"10.0.0.{number}"
     found = replace(GOOD, **{"machine": own, "addresses": (own,), "ssh_address": own, **facts})  # type: ignore[arg-type]
-    printed = f"Welcome!\n{MARK}{json.dumps(asdict(found))}\n" if out is None else out
+    printed = f"Welcome!\n{MARKER}{json.dumps(asdict(found))}\n" if out is None else out
     return Reply(f"node{number}", code, printed, err)
 
 
