@@ -244,7 +244,7 @@ def test_a_node_without_a_reply_to_the_connection_test_is_a_fault(tmp_path: Path
 def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_replies(tmp_path, node1=asdict(node(1)), node2=asdict(node(2, torch__version="2.12.0")), node3=None)
     now = (tmp_path / "facts").stat().st_mtime
-    write_replies(tmp_path, **{f"node{number}": asdict(replace(node(number), now=now)) for number in (1, 4)})
+    write_replies(tmp_path, "facts", **{f"node{number}": asdict(replace(node(number), now=now)) for number in (1, 4)})
     assert main([str(tmp_path), "node1", "node4"]) == 0
     assert main([str(tmp_path), "node1", "node2"]) == 1
     assert main([str(tmp_path), "node1", "node3"]) == 69
