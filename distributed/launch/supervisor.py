@@ -100,7 +100,7 @@ class Files:
         self.reserved = f"{stem}.reserved"
 
     @property
-    def mark(self) -> frozenset[bytes]:
+    def environment(self) -> frozenset[bytes]:
         return process_scan.run_environment(self.directory, self.name)
 
 
@@ -193,7 +193,7 @@ def environment(block: bytes, files: Files) -> Environment:
     }
     env[b"MUSTER_METRICS"] = os.fsencode(os.path.join(files.directory, "metrics.jsonl"))  # a job's block overrides it
     env |= parse_environment(block)
-    env |= parse_environment(b"\0".join(files.mark))
+    env |= parse_environment(b"\0".join(files.environment))
     env[b"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = os.fsencode(f"[{files.name}:${{rank}}] ")
     return env
 
@@ -305,7 +305,7 @@ def _guard_main(files: Files, lifeline: int, supervisor: int) -> None:
     sessions = [int(line.split()[1]) for line in received.splitlines() if line.startswith(b"session ")]
     message = f"process {supervisor} was killed"
     write_record(files, "killed", message)
-    kill_all(lambda: process_scan.live_processes(files.mark, sessions))
+    kill_all(lambda: process_scan.live_processes(files.environment, sessions))
     with contextlib.suppress(OSError), open(files.log, "a") as log:
         print(f"supervisor: {message}; its guard has killed the command", file=log)
     with contextlib.suppress(OSError):
@@ -672,7 +672,7 @@ class Supervisor:
             found = children()
             if found is not None and set(found) <= set(helpers):
                 return []  # found without a scan of /proc
-        return process_scan.live_processes(self.files.mark, [self.pid], os.getpid(), helpers)
+        return process_scan.live_processes(self.files.environment, [self.pid], os.getpid(), helpers)
 
     def finish(self) -> None:
         """Write the remaining files, the exit code last, and stop the helper processes."""
@@ -794,13 +794,13 @@ def sweep(files: Files, grace: float) -> int:
         send_signal(signal.SIGCONT, [pid])
         if not wait_until(lambda: not supervisor_of(files), grace + UNRESPONSIVE_TIMEOUT):
             send_signal(signal.SIGKILL, [pid])
-    if grace and (remaining := process_scan.live_processes(files.mark)):
+    if grace and (remaining := process_scan.live_processes(files.environment)):
         # A process whose parent is signalled gets no signal: an agent stops its ranks itself.
         processes = process_scan.table()
         top = [pid for pid in remaining if pid in processes and processes[pid].parent not in remaining]
         send_signal(signal.SIGTERM, top)
-        wait_until(lambda: not process_scan.live_processes(files.mark), grace)
-    kill_all(lambda: process_scan.live_processes(files.mark))
+        wait_until(lambda: not process_scan.live_processes(files.environment), grace)
+    kill_all(lambda: process_scan.live_processes(files.environment))
     if os.path.exists(files.pids) and not wait_until(lambda: os.path.exists(files.exit), GUARD_TIMEOUT):
         write_record(files, "killed", "the supervisor and its guard were killed")
         with contextlib.suppress(OSError):

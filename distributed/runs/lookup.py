@@ -53,7 +53,7 @@ class Launcher:
 @dataclass(frozen=True)
 class Run:
     directory: Path
-    mark: str  # MUSTER_RUN_DIR of its processes: the path of the directory at launch
+    directory_at_launch: str  # MUSTER_RUN_DIR of its processes
     python: str  # the interpreter of the ranks
     user: str
     started: str
@@ -94,7 +94,7 @@ def read(directory: Path) -> Run:
     local = launcher["host"] if state == REMOTE else ""  # address of the nodes that are the launcher's machine
     return Run(
         directory=directory,
-        mark=facts["directory"],
+        directory_at_launch=facts["directory"],
         python=facts["python"],
         user=facts["user"],
         started=facts["started"],
@@ -115,8 +115,8 @@ def state_of_launcher(host: str, launcher_machine: str, pid: int, started: int |
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print NUL-terminated fields: directory, mark and python of the run; state, host, pid, since and grace of its
-    launcher; the job; then name, address, number of ranks and first rank of each node.
+    """Print NUL-terminated fields: directory, directory at launch and Python of the run; state, host, pid, start and
+    grace of its launcher; the job; then name, address, number of ranks and first rank of each node.
 
     Returns 2 if there is no such run, its run.json cannot be used, or another user started it.
     """
@@ -132,7 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     launcher = run.launcher
-    fields = [run.directory, run.mark, run.python, launcher.state, launcher.host, launcher.pid, launcher.since]
+    fields = [run.directory, run.directory_at_launch, run.python]
+    fields += [launcher.state, launcher.host, launcher.pid, launcher.since]
     fields += [launcher.grace, run.job, *chain.from_iterable(map(astuple, run.nodes))]
     sys.stdout.buffer.write(b"".join(os.fsencode(str(field)) + b"\0" for field in fields))
     return 0

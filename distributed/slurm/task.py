@@ -52,12 +52,12 @@ class TaskFiles(supervisor.Files):
         self.log = os.path.join(self.directory, f"node_{node}.log")
         self.request = ""  # requests arrive only through the control channel
         self.output = os.path.join(tasks, "attempt_0", env["SLURM_LOCALID"])  # directory
-        self._mark = {name: env[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")}
-        self._mark["MUSTER_RUN_DIR"] = self.directory
+        self._environment = {name: env[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")}
+        self._environment["MUSTER_RUN_DIR"] = self.directory
 
     @property
-    def mark(self) -> frozenset[bytes]:
-        return frozenset(os.fsencode(f"{name}={value}") for name, value in self._mark.items())
+    def environment(self) -> frozenset[bytes]:
+        return frozenset(os.fsencode(f"{name}={value}") for name, value in self._environment.items())
 
 
 class LineSplitter:
@@ -207,7 +207,9 @@ class Task(supervisor.Supervisor):
     def _processes_with_handler(self) -> list[int]:
         own = [self._guard.pid, self._sampler]
         return [
-            pid for pid in process_scan.live_processes(self.files.mark, [self.pid], exclude=own) if handles_usr2(pid)
+            pid
+            for pid in process_scan.live_processes(self.files.environment, [self.pid], exclude=own)
+            if handles_usr2(pid)
         ]
 
     def _check_clock(self) -> None:

@@ -76,7 +76,7 @@ class SupervisedRun:
         return int(read_json(self.files.pids)[name]["pid"])  # type: ignore[index]
 
     def remaining(self) -> list[int]:
-        return process_scan.live_processes(self.files.mark)
+        return process_scan.live_processes(self.files.environment)
 
     def call(self, verb: str, *options: str) -> str:
         command = self.command(verb, *options)
@@ -160,7 +160,7 @@ def test_a_zombie_is_not_waited_for(run: SupervisedRun) -> None:
     process = run.start("sleep 300 & echo ready; exec sleep 300")
     zombie = os.fork()
     if zombie == 0:
-        os.execve("/bin/sh", ["sh", "-c", "exit 0"], supervisor.parse_environment(b"\0".join(run.files.mark)))
+        os.execve("/bin/sh", ["sh", "-c", "exit 0"], supervisor.parse_environment(b"\0".join(run.files.environment)))
     wait_until(lambda: (found := process_scan.process(zombie)) and not found.alive)
     run.control.write(b"kill\n")
     assert process.wait(TIMEOUT) == 137

@@ -231,7 +231,7 @@ def test_a_run_is_found_with_its_nodes_and_its_launcher(tmp_path: Path) -> None:
     run_directory.link_to(str(directory), [])
     for argument in (str(directory), directory.name, "latest", "my logs/latest"):
         found = lookup.read(lookup.find(argument, tmp_path, tmp_path / "my logs"))
-        assert (found.directory, found.mark) == (directory, str(directory))
+        assert (found.directory, found.directory_at_launch) == (directory, str(directory))
     assert found.nodes == (RunNode("n1", "ada@n1", 1, 0), RunNode("n2", "n2", 2, 1))
     assert (found.launcher.state, found.launcher.pid) == (RUNNING, os.getpid())
 
@@ -240,7 +240,7 @@ def test_a_run_directory_that_was_moved_keeps_the_mark_of_its_processes(tmp_path
     directory = create_run(tmp_path / "logs")
     moved = (tmp_path / "logs").rename(tmp_path / "old")
     found = lookup.read(moved / directory.name)
-    assert (found.directory, found.mark) == (moved / directory.name, str(directory))
+    assert (found.directory, found.directory_at_launch) == (moved / directory.name, str(directory))
 
 
 def test_on_another_machine_a_node_without_an_address_is_the_host_of_the_launcher(tmp_path: Path) -> None:

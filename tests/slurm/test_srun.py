@@ -314,9 +314,9 @@ def test_no_process_of_a_killed_task_remains_and_other_tasks_continue(run: Path,
         assert task.end()["exit_code"] == 137
     else:
         task.process.wait(TIMEOUT)
-    mark = TaskFiles(str(run), ENV | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).mark
+    entries = TaskFiles(str(run), ENV | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).environment
     end = time.monotonic() + TIMEOUT
-    while (remaining := process_scan.live_processes(mark, exclude=[task.process.pid])) and time.monotonic() < end:
+    while (remaining := process_scan.live_processes(entries, exclude=[task.process.pid])) and time.monotonic() < end:
         time.sleep(0.01)
     assert not remaining
     assert other.process.poll() is None
