@@ -52,7 +52,7 @@ def device(world: World, backend: str = "auto", name: str = "auto") -> torch.dev
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = int(name.partition(":")[2] or world.local_rank % max(count, 1))
     if index >= count:
-        remedy = f"give cuda:0 to cuda:{count - 1}, or cpu" if count else "give cpu"
+        remedy = f"use cuda:0 to cuda:{count - 1}, or cpu" if count else "use cpu"
         raise WorldError(f"device {name}: not available: PyTorch sees {count} GPU{'s' * (count != 1)} here; {remedy}")
     return torch.device("cuda", index)
 

@@ -170,7 +170,7 @@ def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int) -> None:
     task, tasks = _int(env, "SLURM_PROCID"), _step_size(env)
     if (rank, size) != (task, tasks):
         raise WorldError(
-            f"RANK={rank} and WORLD_SIZE={size} are set, but SLURM says task {task} of {tasks}: "
+            f"RANK={rank} and WORLD_SIZE={size} are set, but SLURM reports task {task} of {tasks}: "
             f"they are left over from another launch; unset {' '.join(TORCHRUN_VARIABLES)} before srun"
         )
 
@@ -227,7 +227,7 @@ def _tasks_of_nodes(env: Mapping[str, str], size: int) -> list[int]:
     counts = _unfold(tasks_per_node, env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if sum(counts) != size:
         raise WorldError(
-            f"SLURM says {size} tasks, but {_joined(counts)} on its nodes: the environment mixes two job steps; "
+            f"SLURM reports {size} tasks, but {_joined(counts)} on its nodes: the environment mixes two job steps; "
             "start from a clean shell"
         )
     return counts

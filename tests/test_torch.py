@@ -159,9 +159,9 @@ def test_the_gpu_index_is_the_local_rank_modulo_the_number_of_visible_gpus(monke
 @pytest.mark.parametrize(
     ("name", "gpus", "message"),
     [
-        ("cuda:2", 2, "device cuda:2: not available: PyTorch sees 2 GPUs here; give cuda:0 to cuda:1, or cpu"),
-        ("cuda:0", 0, "device cuda:0: not available: PyTorch sees 0 GPUs here; give cpu"),
-        ("cuda", 0, "device cuda: not available: PyTorch sees 0 GPUs here; give cpu"),
+        ("cuda:2", 2, "device cuda:2: not available: PyTorch sees 2 GPUs here; use cuda:0 to cuda:1, or cpu"),
+        ("cuda:0", 0, "device cuda:0: not available: PyTorch sees 0 GPUs here; use cpu"),
+        ("cuda", 0, "device cuda: not available: PyTorch sees 0 GPUs here; use cpu"),
     ],
 )
 def test_a_device_that_is_not_available_is_refused(

@@ -206,7 +206,7 @@ NO_INTEGER = "is not a non-negative integer: unset it, or start this process wit
         ),
         (
             {**STEP, "SLURM_STEP_NUM_TASKS": "8"},
-            "SLURM says 8 tasks, but 2,2,2,1 on its nodes: the environment mixes two job steps; start from a clean",
+            "SLURM reports 8 tasks, but 2,2,2,1 on its nodes: the environment mixes two job steps; start from a clean",
         ),
         *(
             ({**TORCHRUN, name: "x"}, f"{name}='x' {NO_INTEGER}")
@@ -230,7 +230,7 @@ NO_INTEGER = "is not a non-negative integer: unset it, or start this process wit
         ({**STEP, "SLURM_NODEID": "4"}, "SLURM_NODEID=4, but the step has 4 nodes with 2,2,2,1 tasks: the environ"),
         (
             {**STEP, **COMPLETE},
-            "RANK=3 and WORLD_SIZE=4 are set, but SLURM says task 5 of 7: they are left over from another launch; "
+            "RANK=3 and WORLD_SIZE=4 are set, but SLURM reports task 5 of 7: they are left over from another launch; "
             "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT before srun",
         ),
         ({**STEP, "RANK": "5"}, "RANK=5 is set, but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),

@@ -121,6 +121,14 @@ def live_processes(
     return sorted(known.union(with_environment(entries, (pid for pid in candidates if pid not in known))))
 
 
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal; False if there is no such process."""
+    with contextlib.suppress(OSError, StopIteration), open(f"/proc/{pid}/status") as status:
+        caught = next(line for line in status if line.startswith("SigCgt:"))
+        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Let the kernel send this process a signal when its parent dies; exit at once if the parent is already dead."""
     prctl(PR_SET_PDEATHSIG, number)

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from distributed.host import process_scan
+
 SIGNAL = signal.SIGRTMIN + 9  # a real-time signal that neither Python, NCCL nor SLURM uses
 FILE = "stacks.log"
 MIN_FILE_DESCRIPTOR = 500  # high, so that the script's files get the same descriptors as in a fresh interpreter
@@ -68,9 +70,7 @@ def writes_stack_to(pid: int, path: str) -> bool:
     Without a handler, the signal would kill the process. If the process has closed the file, faulthandler would write
     into another file that has the same descriptor.
     """
-    with open(f"/proc/{pid}/status") as status:
-        caught = next(line for line in status if line.startswith("SigCgt:"))
-    if not int(caught.split()[1], 16) >> (SIGNAL - 1) & 1:
+    if not process_scan.handles(pid, SIGNAL):
         return False
     expected = os.stat(path)
     for number in os.listdir(f"/proc/{pid}/fd"):

@@ -66,7 +66,7 @@ class Allocation:
             share = int(env.get("SLURM_CPUS_PER_TASK") or share)
         return cls(int(_required(env, "SLURM_JOB_ID")), nodes, tasks, cores, share, gpus)
 
-    def notes(self, env: Mapping[str, str]) -> Iterator[str]:
+    def warnings(self, env: Mapping[str, str]) -> Iterator[str]:
         """Warnings about unused or scarce resources."""
         for node, count, allocated in zip(self.nodes, self.tasks, self.gpus, strict=True):
             if allocated > count:

@@ -19,7 +19,6 @@ few modules, some of them only when needed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -206,11 +205,8 @@ class Task(supervisor.Supervisor):
 
     def _processes_with_handler(self) -> list[int]:
         own = [self._guard.pid, self._sampler]
-        return [
-            pid
-            for pid in process_scan.live_processes(self.files.environment, [self.pid], exclude=own)
-            if handles_usr2(pid)
-        ]
+        live = process_scan.live_processes(self.files.environment, [self.pid], exclude=own)
+        return [pid for pid in live if process_scan.handles(pid, signal.SIGUSR2)]
 
     def _check_clock(self) -> None:
         super()._check_clock()
@@ -219,13 +215,6 @@ class Task(supervisor.Supervisor):
         if self._usr2_missed and time.monotonic() >= self._repeat_at:
             self._repeat_at = time.monotonic() + REPEAT_INTERVAL
             self._repeat_usr2()
-
-
-def handles_usr2(pid: int) -> bool:
-    with contextlib.suppress(OSError, StopIteration), open(f"/proc/{pid}/status") as status:
-        caught = next(line for line in status if line.startswith("SigCgt:"))
-        return bool(int(caught.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1)
-    return False  # it has exited
 
 
 def agent_options(run: str, counts: Sequence[int], env: Mapping[str, str]) -> list[str]:

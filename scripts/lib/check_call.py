@@ -77,8 +77,8 @@ def print_allocation(ranks: int) -> int:
         found = read(ranks)
     except AllocationError as error:
         raise CheckFailed("usage", str(error)) from None
-    for note in found.notes(os.environ):
-        print(f"warning {note}")
+    for warning in found.warnings(os.environ):
+        print(f"warning {warning}")
     print(f"cores-per-rank {found.cores_per_task}")
     print(f"cores-per-node {min(found.cores)}")
     if os.environ.get("SLURMD_NODENAME") == found.nodes[0]:

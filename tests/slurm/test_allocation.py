@@ -80,7 +80,7 @@ def test_an_allocation_that_does_not_fit_is_refused(env: dict[str, str], ranks: 
     ],
 )
 def test_unused_and_scarce_resources_are_reported(env: dict[str, str], ranks: int, note: str) -> None:
-    (found,) = Allocation.from_env(env, ranks).notes(env)
+    (found,) = Allocation.from_env(env, ranks).warnings(env)
     assert note in found
 
 
