@@ -277,7 +277,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
 
         # ---------------------------------------------------------------- end
 
-        if held_out_loss is None:  # the checkpoint was already complete
+        if held_out_loss is None:  # the checkpoint is of the last step, so no step was run
             held_out_loss = evaluate(model, dataset.held_out, held_out_windows, batch, ranks, autocast)
             progress.log_held_out(step, held_out_loss)
         text = sample(

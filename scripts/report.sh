@@ -10,8 +10,8 @@
 #   --python PATH  default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
 #   --help         show this help
 #
-# Launchers write RUN/report.html when a run ends. This script writes it at any time, also during the run. Of
-# nodes that do not share the run directory (--sync), files other than the log are copied at the end of an attempt.
+# Launchers write RUN/report.html when a run ends. This script writes it at any time, also during the run. From
+# nodes that do not share the run directory (--sync), only logs are copied before an attempt ends.
 #
 # Exit codes: 0 the report was written, 1 it could not be written, 2 wrong call.
 #

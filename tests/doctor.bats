@@ -99,7 +99,7 @@ esac
 STUB
   PATH=$STUBS:$PATH run -1 "$DOCTOR"
   [[ $output == *"GPUs "*"2 x NVIDIA A100-SXM4-80GB, 80.0 GiB, driver 580.65.06"* ]]
-  [[ $output == *"fault    GPU use"*"GPU 0: 79.1 GiB of 80.0 GiB by python of $(id -un) (pid $$)"* ]]
+  [[ $output == *"fault    GPU use"*"GPU 0: 79.1 GiB of 80.0 GiB used by python of $(id -un) (pid $$)"* ]]
   [[ $output == *"$ export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1"* ]]
 }
 

@@ -402,7 +402,7 @@ END
   on "$N3" umount "$(type -P rsync)"
   echo "$output"
   [ "$status" -eq 0 ]
-  [[ "$output" =~ (good|twin)": connected; tmux is not installed; no live view of its slots; install it" ]]
+  [[ "$output" =~ (good|twin)": connected; tmux is not installed; no live view of its slots; to get one" ]]
   [[ "$output" =~ (good|twin)": not used: is the same machine as "(good|twin)"; list it once" ]]
   [[ "$output" == *"$N1: not used: nobody@"*"Permission denied"*"; check user and ssh_key; \`ssh $N1 true\` must"* ]]
   [[ "$output" == *"wrongkey: not used: "*"Permission denied"*"; check user and ssh_key"* ]]
@@ -468,7 +468,7 @@ END
   [[ "$output" == *"paused: 0 of 9 done, 5 failed, 4 waiting"*"continue: "*"run_distributed_training.py"*" resume"* ]]
   holds 'len(began) == 5 and r["state"] == "paused"'
   run list status
-  [[ "$output" == *"no dispatcher runs; to continue"* ]]
+  [[ "$output" == *"no dispatcher is running; to continue"* ]]
   sed -i 's/"exit": 1/"exit": 0/' jobs.json # a job with other settings has another id
   run -2 dispatch
   [[ "$output" == *"none of them in this list; use another --log-file"* ]]
@@ -526,7 +526,7 @@ END
   run -2 dispatch
   [[ "$output" == *"a dispatcher already runs this list"* ]]
   run -0 list status
-  [[ "$output" == *"x/fold0"*" running "*"a dispatcher runs this list"* ]]
+  [[ "$output" == *"x/fold0"*" running "*"a dispatcher is running this list"* ]]
   run -0 list logs fold0
   [[ "$output" == *"a-tick-1"* ]]
   kill -INT -- "-$LAUNCHER"
@@ -537,7 +537,7 @@ END
   grep -q "cancel the list: .*run_distributed_training.py.* cancel all" out
   alive "$(pid_of_job a)"
   run -0 list why fold1
-  [[ "$output" == *"no dispatcher runs; to continue: "* ]]
+  [[ "$output" == *"no dispatcher is running; to continue: "* ]]
   cd /
   start_command resume --log-file "$WORK/results.json" # from another directory
   cd "$WORK"

@@ -7,8 +7,8 @@
 #   FILE            run only this file, without linters: a pytest file (or FILE::TEST) or a bats file
 #   --lint          run only the linters: ruff, mypy, shellcheck
 #   --soak          also run the long tests, marked soak
-#   --quick         run the linters, the tests that start no ranks, agents or nodes, one launch per launcher and one
-#                   job list; takes four minutes
+#   --quick         run the linters, one launch per launcher, one job list, and the tests that start no ranks, agents
+#                   or nodes; takes four minutes
 #   --changed       run the linters, and the tests that depend on files that are uncommitted or differ from main
 #   --python PATH   create .venv with this Python, 3.10 or newer (default: python3)
 #   --help          show this help
@@ -22,7 +22,7 @@
 #
 #   Muster: 143 passed, 0 failed, 2 skipped
 #
-# Exit code: 0 if all passed, 1 if something failed, 2 for wrong arguments.
+# Exit codes: 0 all passed, 1 something failed, 2 wrong arguments, 69 packages are missing.
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../scripts/lib/common.bash"

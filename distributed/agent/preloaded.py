@@ -34,7 +34,7 @@ READ_ENVIRONMENT_AT_IMPORT = ("torch", "numpy")
 
 
 class Preload:
-    """Imports of a process for its forks, and their side effects."""
+    """What a process has imported on behalf of its forks, and the side effects of these imports."""
 
     def __init__(self, fresh: Collection[str]) -> None:
         """fresh: names of the modules that the interpreter itself has imported."""
@@ -174,7 +174,7 @@ class HiddenLoader:
 
 
 def _is_same_module(module: ModuleType, found: ModuleSpec | None) -> bool:
-    """Whether `found` is the module's spec. None: no finder finds the module, because its package has created it."""
+    """Whether `found` is the module's spec. True for None: a module that its package has created has no finder."""
     known = getattr(module, "__spec__", None)
     if found is None or known is None or found.origin == known.origin:
         return True

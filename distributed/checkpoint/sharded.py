@@ -227,7 +227,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(kind: object, name: str) -> Enum:
-    """Return a member of an enumeration. Replaces getattr, which pickles from Python 3.11.0 to 3.11.3 call for it."""
+    """Return a member of an enumeration, like getattr(), which pickles of Python 3.11.0 to 3.11.3 call."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(refusal(f"{name} of {kind}"))

@@ -161,7 +161,7 @@ class SlurmSupervisor(supervisor.Supervisor):
 
 
 def slurm_job_id() -> str:
-    """The SLURM job id of this element, such as 123_4. In one element, SLURM_JOB_ID is that of the whole array."""
+    """The SLURM job id of this element, such as 123_4. Not SLURM_JOB_ID, which for one element is the array's."""
     return f"{os.environ.get('SLURM_ARRAY_JOB_ID', '')}_{os.environ['SLURM_ARRAY_TASK_ID']}"
 
 

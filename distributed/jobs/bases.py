@@ -5,8 +5,8 @@
     leaks(plan, rules)                              jobs whose held-out participant their base model is trained on
 
 A base model is identified by the SHA-256 of the canonical form of the settings that determine it. The job that trains
-it gets exactly these settings, so no other setting can change its weights. Only the names of the participants in
-data_path and the settings file of a job (config) are read from disk.
+it gets exactly these settings, so no other setting can change its weights. Two things are read from disk: the settings
+file of a job (config), and the names of the participants in data_path.
 """
 
 from __future__ import annotations

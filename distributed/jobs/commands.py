@@ -4,7 +4,7 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
        run_distributed_training.py status|logs|why|cancel|retry|resume [--log-file FILE] ...
 
   --cluster-config FILE  servers (JSON); optional with --backend local
-  --jobs-config FILE     jobs (JSON): a list of objects; each key is an argument of the script
+  --jobs-config FILE     jobs (JSON): a list of objects; keys are script arguments or _options
   --log-file FILE        results (default: results.json); the journal (.journal) and an HTML page (.html) are written to
                          the same directory
   --backend NAME         ssh (default), local (this machine, without SSH) or slurm (sbatch arrays)
@@ -231,7 +231,7 @@ def execute_command(arguments: list[str]) -> int:
 
 
 def execute_subcommand(arguments: list[str]) -> int | None:
-    """Execute one of SUBCOMMANDS and return its exit code; None if the arguments start with an option."""
+    """Execute one of SUBCOMMANDS and return its exit code; None if there is no subcommand."""
     if arguments and arguments[0] in SUBCOMMANDS:
         options = list_parser(arguments[0]).parse_args(arguments[1:])
         path = journal_of(options.log_file)
@@ -296,7 +296,7 @@ def base_rules(options: argparse.Namespace, cluster: ClusterConfig | None, scrip
 
 
 def with_base_models(options: argparse.Namespace, rules: bases.Rules, jobs: Sequence[Job], cache: Cache) -> list[Job]:
-    """The jobs that train base models, followed by the given jobs, each with its base model.
+    """The jobs that train base models (none with --skip-phase1), then the given jobs, each with its base model.
 
     Raises:
         ConfigError: the base model of a job is trained on the participant that the job holds out, or its participants
@@ -641,7 +641,8 @@ def status(options: argparse.Namespace, path: Path) -> int:
     print(console.totals(state))
     if any(True for _ in state.unfinished()) or requested:
         resume = command_line("resume", options.log_file)
-        print("a dispatcher runs this list" if dispatcher_runs else f"no dispatcher runs; to continue: {resume}")
+        stopped = f"no dispatcher is running; to continue: {resume}"
+        print("a dispatcher is running this list" if dispatcher_runs else stopped)
     if state.paused:
         print(f"paused: {state.paused}")
     for line in unusable_servers(options.log_file) if dispatcher_runs else ():
@@ -719,7 +720,7 @@ def explanation(state: ListState, job: JobState, log_file: Path) -> list[str]:
         return [*why_base, f"to retry: {command_line(f'retry {job.job.id}', log_file)}"]
     paused = [f"the list is paused: {state.paused}"] if state.paused and job.state == "waiting" else []
     if not journal.dispatcher_runs(journal_of(log_file)):
-        return [*paused, f"no dispatcher runs; to continue: {command_line('resume', log_file)}"]
+        return [*paused, f"no dispatcher is running; to continue: {command_line('resume', log_file)}"]
     if paused or job.state != "waiting":
         return paused
     if trainer := state.waits_for(job):

@@ -207,7 +207,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def select_rows(all_rows: Sequence[SlotRow], count: int) -> tuple[list[SlotRow], str]:
-    """At most `count` rows, and a text with the numbers of dropped ones: first idle, then running, then unusable."""
+    """At most `count` rows, and a text that counts the others. Idle rows are left out first, then running ones."""
     shown = list(all_rows)
     hidden = []
     for kind in ("idle", "running", "unusable"):
@@ -248,7 +248,7 @@ def measured(job: JobState) -> list[str]:
 
 
 def figure(value: float) -> str:
-    """Three decimals, so that a column is aligned at the decimal points; exponential for small and large values."""
+    """Three decimals, so that a column is aligned at the decimal points; two significant digits for other values."""
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.2g}"
 
 
@@ -284,7 +284,7 @@ def totals(state: ListState, slots: int = 0) -> str:
 
 
 def list_remaining(state: ListState, slots: int) -> float | None:
-    """Estimated seconds until all jobs have ended; None if unknown. Uses the mean time of finished jobs."""
+    """Estimated seconds until all jobs have ended; None if unknown. Missing estimates: the mean of finished jobs."""
     done = [job.last.seconds for job in state.jobs.values() if job.state == "done" and job.last and job.last.seconds]
     mean = sum(done) / len(done) if done else None
     total = longest = 0.0

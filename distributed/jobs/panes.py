@@ -22,10 +22,10 @@ from distributed.files import KIT, is_locked, read_json, write_file
 from distributed.launch import supervisor
 
 SESSION = "ml_training"
-MAX_NAMES = 100  # names to try: ml_training, ml_training_2, ...
+MAX_NAMES = 100  # names to try: ml_training to ml_training_100
 TMUX_TIMEOUT = 10.0  # seconds
 POLL_INTERVAL = 0.3  # seconds between reads of a log
-BACKLOG = 64 * 1024  # bytes of an existing log that a view prints first
+BACKLOG = 64 * 1024  # bytes; a view of an existing log starts so far before its end
 # Ignore the user's Python settings, and use UTF-8 in any locale: arguments must reach jobs unchanged.
 PLAIN_PYTHON = ("-I", "-S", "-X", "utf8")
 ENTRY = os.path.join(KIT, "scripts", "lib", "jobs_host.py")
@@ -51,16 +51,16 @@ def tmux(*arguments: str) -> str:
 
 
 def server_directory(directory: str, server: str) -> str:
-    """The directory of one server's files in that of a job list, as servers may share it."""
+    """The directory of one server's files, below that of its job list, which several servers may share."""
     return os.path.join(directory, "servers", server)
 
 
 def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
     """Create the session for these slots, unless it exists. Returns (name, note), or ("", why there is no session)."""
     if not shutil.which("tmux"):
-        return "", "tmux is not installed; no live view of its slots; install it (apt-get install tmux)"
+        return "", "tmux is not installed; no live view of its slots; to get one: apt-get install tmux"
     try:
-        for number in range(1, MAX_NAMES):
+        for number in range(1, MAX_NAMES + 1):
             name = SESSION if number == 1 else f"{SESSION}_{number}"
             owner = session_directory(name)
             if owner == directory and panes_of(name) == len(slots):
@@ -72,12 +72,12 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
                 try:
                     create(name, directory, slots)
                 except TmuxError as error:
-                    if "duplicate session" in str(error):  # created by another process since
+                    if "duplicate session" in str(error):  # another process has created it
                         continue
                     raise
                 note = "" if number == 1 else f"tmux session {SESSION} is in use; this one is {name}"
                 return name, note
-        return "", f"all {MAX_NAMES} session names after {SESSION} are in use; no live view of its slots"
+        return "", f"session names {SESSION} to {SESSION}_{MAX_NAMES} are in use; no live view of its slots"
     except TmuxError as error:
         return "", f"tmux: {error}; no live view of its slots"
 
@@ -150,7 +150,7 @@ def slot_file(directory: str, slot: int) -> str:
 
 
 def show(directory: str, slot: int, title: str, log: str, end: str) -> None:
-    """Let the view of a slot print this log, until the file `end` exists."""
+    """Let the view of a slot print this log, and the exit code when the file `end` exists."""
     with contextlib.suppress(OSError):  # jobs do not depend on the view
         write_file(slot_file(directory, slot), json.dumps({"title": title, "log": log, "end": end}))
 

@@ -31,7 +31,8 @@ NO_JOBS = '\n  "jobs": []'  # occurs once in the text of document(), as deeper o
 def document(state: ListState, links: Mapping[str, ServerLink], outcome: str, reason: str = "") -> dict[str, Any]:
     """results.json without its jobs. outcome: running, paused, finished, interrupted or cancelled.
 
-    totals.seconds is the time since the creation of the list or, if no job runs, until the end of the last attempt.
+    totals.seconds: from the creation of the list until now, or until the end of the last attempt once neither the
+    dispatcher nor a job runs.
     """
     now = time.time()
     attempts = [attempt for job in state.jobs.values() for attempt in job.attempts]
@@ -112,7 +113,7 @@ class Results:
         self._page_start = 0.0
 
     def write(self, outcome: str = "running", reason: str = "", last: bool = False) -> None:
-        """Write the results if they changed and WRITE_INTERVAL has passed. last: always, and wait for the page."""
+        """Write the results if they changed and WRITE_INTERVAL has passed. last: write always; wait for the page."""
         start = time.monotonic()
         if last or (self.changed and start >= self._next):
             try:
