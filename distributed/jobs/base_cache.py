@@ -1,8 +1,8 @@
 """The dispatcher's cache of base models: experiments/base_models in the working directory.
 
     cache = Cache(Path.cwd())
-    cache.claim(digest)           "ready" to use, "train" it in this list, or "busy": another process has locked it
-    cache.publish(digest, output, facts)
+    cache.claim(digest)           "ready" (use it), "train" (this process trains it) or "busy" (locked by another)
+    cache.publish(digest, output, **facts)
 
 A dispatcher holds a shared lock on each base model that it uses, and an exclusive one while it trains the base model.
 So two dispatchers never train the same one, and `cache prune` removes none in use. Locks end with their process.
@@ -61,7 +61,7 @@ class Cache:
     def claim(self, digest: str) -> str:
         """Lock a base model. Returns `ready` to use it, `train` to train it, `busy` if another process has locked it.
 
-        With `train`, a damaged base model was removed.
+        Before it returns `train`, it removes a damaged base model.
         """
         if digest in self._training:
             return "train"
@@ -90,7 +90,7 @@ class Cache:
             manifest = base_model.manifest_of(output, digest, **facts)
             staging = base_model.stage(self.directory, output, manifest)
             manifest = base_model.publish(self.directory, digest, staging)
-        # flock() first releases the exclusive lock. A process that locks it finds a valid base model and shares it.
+        # flock() first releases the exclusive lock. A process that gets it finds a valid base model and releases it.
         while digest in self._locks and not try_lock(self._locks[digest], exclusive=False):
             time.sleep(0.01)
         self._training.discard(digest)

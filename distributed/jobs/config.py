@@ -96,7 +96,7 @@ class Server(ServerOptions):
 class BaseModels(StrictModel):
     """Which keys of a job are base, experiment or ignored, and how base models are trained; see bases.py.
 
-    A key listed here overrides its default there.
+    The class of a key listed here replaces the class that bases.py gives it.
     """
 
     base: list[Text] = Field(default_factory=list)  # settings that determine the weights of a base model

@@ -686,7 +686,7 @@ class Dispatcher:
         self.post(Event("results_fetched", attempt.server, facts))
 
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
-        """Describe what a cancelled attempt left: no process, as its supervisor has exited; the GPU memory in use."""
+        """State that no process of a cancelled attempt remains (its supervisor has exited), and GPU memory in use."""
         if not (attempt.gpus and server.watches_gpus):
             return "no process remains"
         used = {gpu["index"]: gpu["used"] for gpu in await server.query_gpus()}
@@ -732,7 +732,7 @@ class Dispatcher:
         return "waiting", reason
 
     def _count_failure(self, job: JobState, attempt: Attempt) -> None:
-        """Count an attempt if it failed; pause the list, or cancel its other jobs, if the policy requires it.
+        """Count an attempt if it failed. Pause the list at a limit of failures; with fail_fast, also cancel other jobs.
 
         An ended attempt is counted before its results are copied, so that no other job starts meanwhile.
         """
@@ -857,7 +857,7 @@ class Dispatcher:
         return last.name if queues and not trainer.cancel else ""
 
     def _base_training_failed(self, attempt: Attempt, end: Mapping[str, Any]) -> bool:
-        """Whether an attempt never ran because the training of its base model failed, perhaps not recorded yet."""
+        """Whether an attempt never ran because the training of its base model failed (perhaps not yet recorded)."""
         training = self.state.attempt(attempt.after) if attempt.after else None
         never_ran = end.get("code") is None and not attempt.process
         return training is not None and never_ran and (training.open or bool(training.failure))
@@ -948,7 +948,7 @@ class Dispatcher:
         return [job for job in self.state.jobs if job in retried]
 
     async def _publish(self, server: JobServer, job: JobState, attempt: Attempt) -> None:
-        """Publish the base model that a job trained to the cache. Raises BaseModelError, OSError and Unreachable."""
+        """Publish a job's trained base model to the cache. Raises BaseModelError, OSError and Unreachable."""
         assert self.cache
         digest = job.job.trains
         facts = {"settings": dict(job.job.settings), "server": attempt.server, "seconds": attempt.seconds,

@@ -5,8 +5,8 @@ usage: jobs_host.py serve
        jobs_host.py follow LOG EXIT     print LOG, and lines added to it, until the file EXIT exists
 
 serve reads requests from standard input and writes replies and events to standard output, one JSON object per line.
-The first one has the protocol HELLO. serve exits at the end of standard input, when the dispatcher has exited or the
-connection is lost; jobs continue under their own supervisors. A server runs one serve process per job list: a new
+The first event, `hello`, has the protocol HELLO. serve exits at the end of standard input, when the dispatcher exits or
+the connection is lost; jobs continue under their own supervisors. A server runs one serve process per job list: a new
 process kills an older one that receives no heartbeats, otherwise the new one replies to `open` with an error.
 
 WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`. This file is locked from before

@@ -24,7 +24,7 @@ Settings = dict[str, Any]
 
 
 def grid(**values: Any) -> list[Settings]:
-    """One job for each combination of values. An iterable gives several values; a string, number or mapping one.
+    """One job for each combination of values. An iterable gives several values; a string, number or mapping is one.
 
     Put a value that is itself a list, such as participants, into a list: participants=[["a", "b"]].
     """

@@ -1,7 +1,7 @@
 """Write results.html, a page of the results of a job list, next to results.json.
 
 The page is one file that needs no network, supports light and dark mode, and can be printed. It can be written while
-the list runs. Metrics and settings are those of the user: any value is accepted.
+the list runs. Metrics and settings come from the user, so any value is accepted.
 
 Usage: python -m distributed.jobs.page RESULTS_JSON
 
@@ -128,7 +128,7 @@ def _attempt(facts: Mapping[str, Any], state: str) -> AttemptEntry:
 
 
 def write(results: Path) -> Path:
-    """Write results.html next to results.json and return its path. Raises OSError, and ValueError for another file."""
+    """Write results.html next to results.json and return its path. Raises OSError, and ValueError for other content."""
     notes: list[str] = []
     facts = json.loads(results.read_text(encoding="utf-8"))
     if not isinstance(facts, dict) or not facts.keys() >= {"list", "totals", "servers", "jobs"}:
@@ -260,7 +260,7 @@ def held_out_losses(job: JobEntry, curves: Mapping[str, History]) -> list[float]
 
 
 def final(job: JobEntry, curves: Mapping[str, History]) -> dict[str, Any]:
-    """The last metrics of a job: those in the results, and the losses and step of its curve that they lack."""
+    """The last metrics of a job: those in the results; losses and step that are missing there come from its curve."""
     known: dict[str, Any] = {}
     if history := curves.get(job.id):
         for lines, key in ((history.steps, "loss"), (history.held_out, "held_out_loss")):
@@ -274,7 +274,7 @@ def final(job: JobEntry, curves: Mapping[str, History]) -> dict[str, Any]:
 
 
 def failures(jobs: Sequence[JobEntry], anchors: Container[int]) -> str:
-    """Failed jobs with their last lines, then failed attempts that were retried; empty if there are none."""
+    """Failed jobs with their last lines, then other attempts that failed; empty if there are none."""
     failed = [job for job in jobs if job.state == "failed"]
     others = [job for job in jobs if job.state != "failed"]
     repeated = [
@@ -322,12 +322,12 @@ def failure(job: JobEntry, anchors: Container[int]) -> str:
 
 
 def attempt_of(job: JobEntry, attempt: AttemptEntry) -> str:
-    """attempt 2 of 3."""
+    """The number of an attempt, such as `attempt 2 of 3`."""
     return f"attempt {attempt.number}" + (f" of {len(job.attempts)}" if len(job.attempts) > 1 else "")
 
 
 def attempt_line(job: JobEntry, attempt: AttemptEntry) -> str:
-    """exp1/fold0, attempt 1 of 2 on gpu1:0: SIGKILL: reason."""
+    """A line for a failed attempt, such as `exp1/fold0, attempt 1 of 2 on gpu1:0: SIGKILL: reason`."""
     subject = f"{cut(job.name, 100)}, {attempt_of(job, attempt)} on {cut(attempt.location, 60)}"
     return ": ".join(filter(None, [subject, cut(attempt.failure, 60), cut(attempt.reason, 200)]))
 
@@ -432,7 +432,7 @@ def sortable_table(columns: Sequence[tuple[str, Sequence[Cell]]]) -> str:
 
 
 def _cell(cell: Cell, style: str) -> str:
-    """page.js sorts by data-v; it is empty for an unknown number, and missing to sort by the text."""
+    """page.js sorts by data-v, which is empty for an unknown number; a cell without data-v is sorted by its text."""
     markup, value = cell
     key = "" if value is None else f' data-v="{value:.9g}"' if math.isfinite(value) else ' data-v=""'
     return f'<td class="{style}"{key}>{markup}</td>'
@@ -458,7 +458,7 @@ def settings_of(jobs: Sequence[JobEntry]) -> tuple[dict[str, str], list[str]]:
 
 
 def same_sentence(same: Mapping[str, str], jobs: int) -> str:
-    """Settings of all jobs: epochs 10, lr 0.001."""
+    """A list such as `Settings of all jobs: epochs 10, lr 0.001`; empty if there are none."""
     if not same:
         return ""
     return f"{'Settings of all jobs' if jobs > 1 else 'Settings'}: " + name_list(
@@ -467,7 +467,7 @@ def same_sentence(same: Mapping[str, str], jobs: int) -> str:
 
 
 def name_list(names: Sequence[str]) -> str:
-    """a, b, c … (100 in all)"""
+    """The first 40 names, such as `a, b, c … (100 in all)`."""
     return ", ".join(cut(name, 110) for name in names[:40]) + (f" … ({len(names):,} in all)" if len(names) > 40 else "")
 
 

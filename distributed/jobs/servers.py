@@ -51,7 +51,7 @@ RSYNC_SHELL = "scripts/lib/rsync_shell.py"
 NOT_INSTALLED = "muster-upload"  # printed by a server without the files of KIT_FILES
 NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or newer
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization exists; rsync is missing
-# The files that jobs/host.py and its supervisors need on a server. Supervisors of jobs do not sample usage.
+# The files that jobs/host.py and its supervisors need on a server. Modules that only usage sampling needs are omitted.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
     "distributed/host/__init__.py", "distributed/host/gpus.py", "distributed/host/system.py",

@@ -94,7 +94,7 @@ class AnyLabels(frozenset[str]):
 
 @dataclass(eq=False)
 class PendingStart:
-    """An attempt to submit."""
+    """A job's attempt that waits to be submitted to SLURM."""
 
     element: Element
     resources: ResourceRequest

@@ -1,6 +1,7 @@
 """The state of a job list, derived from the records of its journal.
 
-Every change of state is a record, applied when it is written and again when a restarted dispatcher reads the journal.
+Every change of state is a record. It is applied when it is added to the journal, before it is written, and again when
+a restarted dispatcher reads the journal.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Attempt:
     start: float  # Unix time of the decision to start it, later replaced by the start time of its command
     after: str = ""  # name of the attempt that trains its base model; empty if the base model was ready
     state: str = "starting"  # starting, running (or waiting in its server's queue), ended, lost
-    process: dict[str, Any] = field(default_factory=dict)  # pid, start_time, boot_id
+    process: dict[str, Any] = field(default_factory=dict)  # pid, start_time, boot_id; on SLURM also host
     end: float | None = None
     code: int | None = None
     peak_memory: int | None = None  # bytes, of its largest process

@@ -332,7 +332,7 @@ def without_common(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def short_ranges(numbers: Sequence[int]) -> str:
-    """0-4,7,9-11; truncated to NUMBERS_WIDTH."""
+    """Numbers as ranges, such as `0-4,7,9-11`; those beyond NUMBERS_WIDTH are replaced by `...`."""
     text = ranges(numbers).replace(" ", "")
     return text if len(text) <= NUMBERS_WIDTH else f"{text[:NUMBERS_WIDTH].rpartition(',')[0]},..."
 
