@@ -1,6 +1,6 @@
 """Health checks of one machine. Each check takes the machine's facts and yields findings: ok, warning or fault.
 
-Warnings and faults have a fix. An ok finding is dropped if the same check yields a warning or fault.
+Warnings and faults have a fix, a command or both. An ok finding is dropped if the same check yields a warning or fault.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def check_packages(facts: Facts) -> Iterator[Finding]:
 
 
 def install_command(facts: Facts) -> str:
-    """The pip command. For a system Python, which pip may refuse to change, it creates a virtual environment first."""
+    """The pip command. If pip may refuse to change this Python, the command first creates a virtual environment."""
     python, requirements = map(shlex.quote, (facts.interpreter.path, f"{facts.kit}/requirements.txt"))
     if facts.interpreter.isolated:
         return f"{python} -m pip install -r {requirements}"
@@ -149,7 +149,7 @@ def check_architecture(torch: Torch) -> Iterator[Finding]:
 
 
 def has_code(archs: Sequence[str], gpu: str) -> bool:
-    """sm_XY runs on version X.Y and later minor versions; compute_XY (PTX) is compiled for X.Y and later versions."""
+    """Code for sm_XY runs on capability X.Y and later minor versions; for compute_XY (PTX), on X.Y and all later."""
     major, minor = divmod(int(gpu.removeprefix("sm_")), 10)
     for arch in archs:
         kind, _, digits = arch.partition("_")
@@ -458,7 +458,7 @@ def check_interfaces(facts: Facts) -> Iterator[Finding]:
 
 
 def check_shadows(facts: Facts) -> Iterator[Finding]:
-    """Files and packages that Python may import instead of a library, or of Muster's package, of the same name."""
+    """Files and packages that Python may import in place of a library or Muster's package that has the same name."""
     for path in facts.shadows:
         name = Path(path).stem
         muster = f"{path} shadows Muster's package {name!r}"

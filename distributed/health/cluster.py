@@ -1,8 +1,8 @@
 """Check whether several nodes are fit to train together, and print how they differ.
 
 scripts/doctor.sh NODE... runs the node probe (host.probe) on each node and tests the connections between all nodes.
-This module reads the replies, runs the checks of one machine for each node, and compares the nodes. A finding that
-several nodes share is printed once.
+This module reads the replies, checks each node as doctor checks a single machine, and compares the nodes. A finding
+that several nodes share is printed once.
 """
 
 from __future__ import annotations
@@ -136,9 +136,10 @@ def group_findings(found: Mapping[str, Sequence[Finding]]) -> list[SharedFinding
 
 
 def without_numbers(finding: Finding, node: str) -> Finding:
-    """The finding without its numbers and the node's name, by which the findings of several nodes may differ.
+    """Remove numbers and the node's name from a finding, so that equal findings of several nodes can be grouped.
 
-    The command stays unchanged. So does a finding about connections, whose numbers are names and addresses of nodes.
+    The command is not changed. A finding about connections is not changed either: its numbers are parts of node names
+    and addresses.
     """
     if finding.topic == "reach":
         return finding

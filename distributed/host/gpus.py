@@ -1,6 +1,6 @@
 """The GPUs of this machine, the processes that use them, and the GPUs visible to a process.
 
-nvidia-smi reports them; without it, the device files show only their number.
+nvidia-smi reports GPUs and processes; without it, the device files show only how many GPUs there are.
 
 Try it: python3 -m distributed.host.gpus
 """

@@ -121,7 +121,7 @@ def required_packages(requirements: Path) -> tuple[Package, ...]:
 
 
 def find_shadows(directory: Path, pythonpath: str) -> tuple[str, ...]:
-    """Files in the working directory named like a library, and packages on PYTHONPATH named like Muster's package."""
+    """Files in `directory` that have a library's name, and packages on PYTHONPATH that have the name of Muster's."""
     names = {"torch", "numpy", "yaml", *sys.stdlib_module_names}
     own = [str(path) for path in directory.glob("*.py") if path.stem in names]
     entries = [Path(entry) for entry in pythonpath.split(os.pathsep) if entry]

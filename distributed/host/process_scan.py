@@ -1,7 +1,7 @@
-"""Find the processes of a run on this node, or of one task of it, by the environment variables that were set for them.
+"""Find the processes on this node that belong to a run, or to one task of a run, by their environment variables.
 
-The module also has prctl(2) calls that tie a process to its parent. Every supervisor imports it before it starts a
-command, so it imports nothing that takes milliseconds.
+The module also has prctl(2) calls that tie a process to its parent. Every supervisor imports this module before
+starting a command, so the module imports nothing that takes milliseconds.
 """
 
 from __future__ import annotations

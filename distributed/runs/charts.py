@@ -29,7 +29,7 @@ LETTER = 6.2  # width of a letter in a label, pixels
 
 
 def figure(value: float) -> str:
-    """Four significant digits with thousands separators: 12,346  2.313  0.0003  3e-5."""
+    """About four significant digits, with thousands separators: 12,346  2.313  0.0003  3e-5."""
     if not math.isfinite(value):
         return "not finite"
     size = abs(value)
@@ -303,8 +303,8 @@ def lines(
 ) -> str:
     """A chart as SVG with the data for its read-out; a paragraph if no value is finite.
 
-    zero: the y axis includes zero. notes: print the texts of marks, not only as tooltips. seconds: the x axis has
-    seconds that start at 0 instead of steps, and values that are not finite are gaps without a mark.
+    zero: the y axis includes zero. notes: print the texts of marks in addition to their tooltips. seconds: the x axis
+    has seconds that start at 0 instead of steps, and values that are not finite are gaps without a mark.
     """
     drawn = [replace(line, points=thin(line.points, min(COLUMNS, width // 2))) for line in drawn if line.points]
     values = [y for line in drawn for _, y in _finite(line.points)] + [y for _, *pair in band for y in pair]

@@ -197,7 +197,7 @@ def _supervisor_records(run: Path, facts: Json, warnings: list[str]) -> Iterator
 
 
 def _failed_agents(known: Evidence, logs: Logs, recorded: set[str]) -> Iterator[Failure]:
-    """Read the log of each node that has an exit code but no failure record."""
+    """Read the log of each node that has a non-zero exit code, but no failure record and no rank that succeeded."""
     for node, code in known.exits.items():
         if not code or node in recorded or node in known.succeeded.values():
             continue
@@ -224,12 +224,12 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents:
     if reported := lost_by_launcher.keys() & known.ranks.keys():
         nodes |= reported
     else:
-        # Agents record whose heartbeats timed out. If the network splits, each side misses the other: the node that
-        # most agents miss is lost; if two are missed equally, the later one.
+        # An agent records the node whose heartbeats timed out. If the network splits, each side misses the other: the
+        # node that most agents miss is lost; if two nodes are missed equally, the one with the higher node rank.
         missed = Counter(lost for agent in agents if (lost := text(agent.get("lost"))))
         order = {node: n for n, node in enumerate(known.ranks)}
         most_missed = max(missed, key=lambda node: (missed[node], order.get(node, 0)), default="")
-        # A disconnected node stops its ranks. Any other exit code means that it failed before its heartbeats stopped.
+        # A disconnected node stops its ranks and exits with one of these codes. Any other code: it failed before that.
         if most_missed and known.exits.get(most_missed, UNFIT) in (UNFIT, *STOP_CODES):
             nodes.add(most_missed)
     return [Failure(node, message=lost_by_launcher.get(node, "").partition("\n")[0]) for node in sorted(nodes)]

@@ -47,7 +47,10 @@ def wait(seconds: float) -> str:
 
 
 def hang_record(observed: Observation, silent: float, stall: Stall, option: str) -> dict[str, Any]:
-    """The content of hang.json: the suspect with its stack, and all other ranks. option: follows the duration."""
+    """The content of hang.json: the suspect with its stack, and all other ranks.
+
+    option: text to put after the duration: " (--hang-timeout SECONDS)", or empty without that option.
+    """
 
     def where(rank: Activity) -> str:
         if not rank.frames:

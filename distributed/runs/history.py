@@ -1,4 +1,4 @@
-"""Read metrics.jsonl. Lines of steps that a restart or a resumed run has repeated are kept apart.
+"""Read metrics.jsonl. When a restart or a resumed run repeats steps, their earlier lines are kept apart.
 
 The file may be missing, incomplete or of any content.
 """

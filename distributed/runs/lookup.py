@@ -1,7 +1,7 @@
 """Find a run: its directory, its nodes, and whether its launcher still runs.
 
-RUN is a run directory, its name in logs, or the number of its SLURM job. run.json has all other facts: a run is found
-from any machine that shares the directory.
+RUN is a run directory, its name in logs, or the number of its SLURM job. All other facts are in run.json, so any
+machine that shares the directory can find the run.
 
 Try it: python -m distributed.runs.lookup --from "$PWD" logs/latest | tr '\\0' '\\n'
 """

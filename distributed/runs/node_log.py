@@ -61,7 +61,7 @@ class LoggedException(NamedTuple):
 
 
 def split_chain(traceback: str) -> list[str]:
-    """The tracebacks of chained exceptions, the first raised exception first."""
+    """The tracebacks of chained exceptions, in the order in which the exceptions were raised."""
     return _CHAIN.split(traceback)
 
 

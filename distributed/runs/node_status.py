@@ -108,7 +108,7 @@ def _process(directory: Path, output: re.Pattern[str]) -> RunProcess:
     state, *fields = (directory / "stat").read_bytes().rpartition(b")")[2].decode().split()
     command = (directory / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
     rank: re.Match[Any] | None = None
-    with suppress(OSError):  # used if the script has redirected both streams
+    with suppress(OSError):  # the fallback if the script has redirected both streams
         rank = LOCAL_RANK.search((directory / "environ").read_bytes())
     for stream in ("2", "1"):
         with suppress(OSError):
@@ -214,8 +214,9 @@ def gpus_of(
 def read_stacks(process: RunProcess, output: str) -> tuple[str, tuple[Frame, ...]]:
     """Return the stacks as text, and the frames of the main thread, innermost first.
 
-    py-spy reads the stacks of all threads. If it fails, the rank writes the stack of its main thread itself. If the
-    rank does not reply, the text has the kernel function in which each thread waits. output: directory of its output.
+    py-spy reads the stacks of all threads. If it fails or is not installed, the rank itself writes the stack of its
+    main thread. If the rank is stopped or does not reply, the text has the kernel function in which each thread waits.
+    output: directory of the rank's output.
     """
     stopped = process.state in ("T", "t")
     if py_spy := path_of_py_spy():

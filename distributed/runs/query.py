@@ -58,7 +58,7 @@ def remaining_processes(status: node_status.NodeStatus) -> str:
 
 
 def report_remaining(run: Run, node_replies: Sequence[NodeReply]) -> tuple[list[str], int]:
-    """A line for each node, and the exit code: 1 processes remain, else UNFIT a node did not reply, else 0."""
+    """A line for each node, and the exit code: 1 if processes remain, else UNFIT if a node did not reply, else 0."""
     lines = []
     for reply in node_replies:
         if reply.status is None:

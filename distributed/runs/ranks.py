@@ -19,7 +19,7 @@ MAX_LINES = 16  # with more ranks, a chart shows their median and range instead 
 MAX_COLOURED = 4  # with more ranks, all lines have the same colour and no labels
 MAX_STRAGGLERS = 3  # number of stragglers with a line among more than MAX_LINES ranks
 COLUMNS = 120  # of a chart of more than MAX_LINES ranks
-SMALL = 314  # width in pixels of a chart, three of which fit side by side
+SMALL = 314  # width of a small chart, pixels; three fit side by side
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def comparison(ranks: Sequence[RankTiming]) -> str:
 
 
 def times(ratio: float) -> str:
-    """1.8×; small ratios with two digits: 1.17×."""
+    """1.8×; small ratios with two decimals: 1.17×."""
     return f"{ratio:.2f}×" if ratio < 1.25 else f"{ratio:,.1f}×"
 
 

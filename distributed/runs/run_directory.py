@@ -3,7 +3,7 @@
     logs/train-20250102-030405-9f3a/
         run.json          command, nodes, commit, versions (written by this module)
         errors/           failure records of ranks and agents
-        ranks/            torchrun's own files
+        ranks/            output files of ranks
         node_<name>.log   node_<name>.exit   metrics.jsonl   verdict.json   ... (written during the run)
     logs/latest           -> the newest run
     logs/node_<name>.log  -> the node's log in the newest run

@@ -40,7 +40,7 @@ FALLBACK = (120, 40)  # columns and lines without a terminal
 STATES = {"R": "running", "D": "disk", "T": "STOPPED", "t": "STOPPED"} | dict.fromkeys("SIW", "sleeping")
 COLUMNS = ("node", "rank", "pid", "state", "cpu", "memory", "gpu", "quiet", "last line")
 RIGHT_ALIGNED = ("rank", "pid", "cpu", "memory", "quiet")
-WIDE = 100  # columns; on narrower terminals the pid is left out, for the last line
+WIDE = 100  # columns; on narrower terminals the pid is left out, to make room for the last line
 NEEDS_STACKS = "needs-stacks"  # written instead of the name of a state
 
 
@@ -149,7 +149,7 @@ class Observation:
 
 
 def observe_ranks(replies: Sequence[NodeReply], progress: RunProgress, running: float) -> Observation:
-    """running: seconds since the start; the time without output of a rank that has not written any."""
+    """running: seconds since the run or its watch started; counts as the silence of a rank without any output."""
     ranks = ranks_of(replies)
     activities = tuple(
         Activity(
