@@ -1,4 +1,4 @@
-"""torchrun's agent with ranks forked from a warm process. It stops quickly and records which rank failed first.
+"""An agent like torchrun's that forks ranks from a warm process, stops quickly and records which rank failed first.
 
 Options, rendezvous, environment and restarts are torchrun's (`torch.distributed.run`). Differences:
 
@@ -113,7 +113,7 @@ class Agent(LocalElasticAgent):
         return self.rendezvous.membership if self.rendezvous else None
 
     def end_of_run(self) -> RunEnd | None:
-        """Why a run of several nodes has to stop, reported by any node. None: it may continue, or has one node."""
+        """Why the run has to stop, as reported by one of its nodes. None if the run may continue, or has one node."""
         return self.membership.end() if self.membership else None
 
     def exchange_records(self) -> int:
@@ -128,7 +128,7 @@ class Agent(LocalElasticAgent):
         return first.exit_code if first else 1
 
     def handle_stop_signal(self, number: int) -> int:
-        """Stop the other nodes after this signal. All ranks of this node have exited. Returns the exit code."""
+        """Stop the other nodes after this signal; all ranks of this node must have exited. Returns the exit code."""
         self.reap_ranks(ended_by_agent=True)
         if not self.end_of_run() and self._all_succeeded():
             return 0
@@ -262,7 +262,7 @@ ATTRIBUTES: dict[type, set[str]] = {
 
 
 def unsupported(options: argparse.Namespace) -> str:
-    """Why this agent cannot run the command, so that torchrun's agent must; "" when it can."""
+    """Why torchrun's agent must run the command instead of this one; "" if this one can."""
     if options.no_python:
         return "--no-python is not supported"
     if options.numa_binding:
@@ -275,7 +275,7 @@ def unsupported(options: argparse.Namespace) -> str:
 
 
 def unexpected() -> str:
-    """What this module needs and torchrun's internals lack, the first finding; "" when there is none."""
+    """The first thing that this module needs and torchrun's internals lack; "" if nothing is missing."""
     for owner, name, parameters in INTERNALS:
         lacks = f"{owner.__name__} has no {name}"
         found = getattr(owner, name, None)
@@ -294,7 +294,7 @@ def unexpected() -> str:
 
 
 def main(options: argparse.Namespace, server: ForkServer) -> int:
-    """Run torchrun's command line. Returns 0 or the exit code of the first failed rank."""
+    """Run torchrun's command line. Returns the exit code of the run."""
     options.monitor_interval = 0.001  # _monitor_workers waits itself, until a rank exits
     if options.standalone:
         # With many nodes, torchrun's random delay of up to 0.3 s spreads the load. Here there is one.
@@ -302,7 +302,7 @@ def main(options: argparse.Namespace, server: ForkServer) -> int:
     if options.max_restarts:
         # With the shared store, restarts often fail (torch 2.13: 12 of 34 succeeded; with a separate one, 23 of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # Without the first entry, which is the directory of this program: a rank inserts the directory of its script.
+    # sys.path without this program's directory, its first entry: a rank inserts the directory of its script.
     arguments, path = tuple(options.training_script_args), tuple(sys.path[1:])
     script = Script(options.training_script, arguments, options.module, path, options.pass_local_rank)
     _replace_in_torchrun(script, server)
@@ -383,8 +383,8 @@ def follow(
     A line that ends with a carriage return (an update of a progress bar) is written with CR LF: the next line
     overwrites it, see `distributed.launch.console`.
 
-    torchrun's tail_logfile(), which this replaces, also copies incomplete lines: the next rank's line then follows on
-    the same line.
+    torchrun's tail_logfile(), which this replaces, also copies incomplete lines: a line of another rank may then follow
+    on the same line.
     """
     while not os.path.exists(file):
         if finished.wait(interval_sec) and not os.path.exists(file):  # the rank may have started and exited meanwhile

@@ -117,7 +117,7 @@ class ForkedProcess:
 
 
 class Wakeup:
-    """Wakes the main thread when a child exits."""
+    """Wakes the main thread when a child exits or a signal with a Python handler arrives."""
 
     def __init__(self) -> None:
         self._read, write = os.pipe()
@@ -128,7 +128,7 @@ class Wakeup:
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
     def wait(self, seconds: float) -> None:
-        """Wait until a child exits, at most this long; not if one has exited since the last call."""
+        """Wait for the next wakeup, at most this long. Returns at once if there was one since the last call."""
         if select.select([self._read], [], [], seconds)[0]:
             os.read(self._read, 4096)
 

@@ -160,7 +160,7 @@ def _set_command_line(command: Sequence[str], environment: Mapping[str, str]) ->
 
 
 def _unbuffered(stream: TextIO, number: int) -> TextIO:
-    """The stream as `python -u` opens it, which torchrun uses: no output is lost if the process is killed."""
+    """The stream as opened by `python -u`, which torchrun uses: no output is lost if the process is killed."""
     raw = io.FileIO(number, "wb", closefd=False)
     raw.name = stream.name
     text = io.TextIOWrapper(raw, stream.encoding, stream.errors, newline="\n", write_through=True)
@@ -250,7 +250,7 @@ def _finish_line() -> None:
 
 
 def shut_down(code: int) -> int:
-    """Wait for threads, call atexit handlers, flush. Returns the exit code; LOST_OUTPUT if 0 and a flush fails."""
+    """Wait for threads, call atexit handlers, flush. Returns `code`; LOST_OUTPUT if `code` is 0 and a flush fails."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (getattr(sys, "stdout", None), getattr(sys, "stderr", None)):
@@ -275,7 +275,7 @@ def _finalise(inherited: Mapping[str, ModuleType]) -> None:
     # This finder refers to __main__.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, HiddenModules)]
     # Like the interpreter, collect once while everything is reachable: the next collection then finalises outer objects
-    # before inner ones. Otherwise it would close a file, which was created first, before its buffer is written.
+    # before inner ones. Otherwise it would close a file before writing its buffer, which was created after the file.
     gc.collect()
     own = [name for name, module in sys.modules.items() if inherited.get(name) is not module and not _installed(module)]
     remaining = [weakref.ref(_ModuleNames(vars(sys.modules.pop(name)))) for name in own]

@@ -286,7 +286,7 @@ def publish(writing: Path, final: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def prune(directory: Path, step: int, keep: int) -> None:
-    """Remove old checkpoints, except the newest `keep` up to this step and the best one.
+    """Remove old checkpoints up to this step, except the newest `keep` and the best one.
 
     Later steps belong to another run and are kept. Unreadable checkpoints are kept: the cause may be temporary.
     """

@@ -69,7 +69,7 @@ class Snapshot:
         return copy
 
     def finish(self) -> None:
-        """Copy the remaining tensors, or wait for the thread that copies them. On any thread.
+        """Copy the remaining tensors, or wait for the thread that copies them. May be called on any thread.
 
         Raises CheckpointError when a tensor was changed before it was copied.
         """

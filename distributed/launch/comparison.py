@@ -45,7 +45,7 @@ def differences_in(trait: Trait, nodes: Mapping[str, NodeFacts]) -> Iterator[Dif
 
 
 def minor_version(node: NodeFacts) -> str:
-    """3.11 of 3.11.7: patch versions may differ."""
+    """The Python version without the patch version, which may differ: 3.11 for 3.11.7."""
     return ".".join(node.python.split(".")[:2])
 
 
@@ -71,7 +71,7 @@ def same_machines(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
 def rendezvous_address(nodes: Mapping[str, NodeFacts]) -> str:
     """The address to which the first node's name resolves on all other nodes; else its address in the ssh connection.
 
-    "" if neither is an address of that node. A single node, such as an ssh alias of this machine, gets 127.0.0.1.
+    If neither is an address of that node: "", or 127.0.0.1 for a single node, such as an ssh alias of this machine.
     """
     first, *others = nodes.values()
     found = {node.master for node in others or [first]}

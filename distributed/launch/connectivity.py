@@ -44,8 +44,8 @@ def listen(nodes: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
 def listening_address(nodes: Sequence[str], env: Mapping[str, str]) -> str:
     """Return the address of this node that its ranks will use; "" if there is none.
 
-    It is the address of the interface GLOO_SOCKET_IFNAME; without one, the first address on a route to another node
-    that is not a loopback address; without one, the address of the ssh connection.
+    It is the address of the interface GLOO_SOCKET_IFNAME, else the first non-loopback source address on a route to
+    another node, else the address of the ssh connection.
     """
     if found := address_of_interface(env.get("GLOO_SOCKET_IFNAME", "")):
         return found

@@ -42,7 +42,7 @@ class Console:
         return self._of_rank_0(shown, last), self._of_no_rank(plain)
 
     def message(self, line: bytes) -> bytes:
-        """A complete line for standard error that is not part of the output. Clears a progress bar first."""
+        """Returns a message that is not part of the output, for standard error. Clears a progress bar first."""
         return self._of_no_rank([line.removesuffix(b"\n")])
 
     def _of_rank_0(self, lines: list[bytes], last: bool) -> bytes:
@@ -65,7 +65,7 @@ class Console:
 
 
 def without_updates(output: bytes) -> bytes:
-    """Remove lines that the rank's next line overwrites, if complete. For the log."""
+    """Remove complete lines that the rank's next line overwrites. For the log."""
     return _UPDATE.sub(b"", output)
 
 

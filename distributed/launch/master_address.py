@@ -29,5 +29,5 @@ def check_master(master: str, node_rank: int, found: str, own: Sequence[str]) ->
         return master, ""
     reachable = [address for address in own if ipaddress.ip_address(address).version == 4]
     if len(reachable) == 1:
-        return reachable[0], ""  # Debian resolves the own host name to 127.0.1.1
+        return reachable[0], ""  # Debian resolves a machine's own name to 127.0.1.1
     return "", f"{name}: {found} cannot be reached from other nodes; give an address of this node ({addresses})"

@@ -16,7 +16,7 @@ from distributed.runs import run_directory
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0; UNFIT for incompatible nodes or 2 for a wrong call, without creating anything."""
+    """Returns 0; UNFIT for incompatible nodes; 2 for a wrong call, or if the run directory cannot be created."""
     end = arguments.index("create") if "create" in arguments else len(arguments)
     if end and (code := preflight.main(arguments[1:end])):
         return code

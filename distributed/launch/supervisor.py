@@ -81,7 +81,7 @@ Environment = dict[bytes, bytes]
 
 
 class SupervisorError(Exception):
-    """The command was not started. args: exit code, reason."""
+    """The call is wrong, or the command was not started. args: exit code, reason."""
 
 
 # ---------------------------------------------------------------- files
@@ -228,7 +228,7 @@ def exec_command(command: list[str], env: Environment) -> NoReturn:
 
 
 def kill_all(find: Callable[[], list[int]]) -> None:
-    """Send SIGKILL to the processes that find() returns until it returns none, for at most UNKILLABLE_TIMEOUT."""
+    """Send SIGKILL to the processes that find() returns. Repeat until it finds none, for at most UNKILLABLE_TIMEOUT."""
     end = time.monotonic() + UNKILLABLE_TIMEOUT
     while (pids := find()) and time.monotonic() < end:
         send_signal(signal.SIGKILL, pids)

@@ -11,8 +11,8 @@ resident bytes; output: bytes since the start. The keys of "gpus" are GPU indice
 in which a kernel ran; memory: bytes in use; ranks: local ranks with processes on it. "gpus" is in few samples, because
 nvidia-smi is queried at most every 10 seconds. At MAX_SAMPLES samples, pairs are merged and the interval doubles.
 
-The supervisor imports this module before every command, so it imports modules that take milliseconds on use.
-Standard library only.
+The supervisor imports this module before every command, so modules whose import takes milliseconds are imported only
+on use. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The allocation of a SLURM job: its nodes, the ranks on each, and the cores and GPUs for them.
 
-Read from the environment of the batch script or of salloc's shell. A batch script has the GPUs of the first node only,
-salloc's shell has none; `scontrol show job` lists the GPUs of all nodes. Standard library only.
+Read from the environment of the batch script or of salloc's shell. A batch script's environment has the number of GPUs
+of the first node only, that of salloc's shell has none; `scontrol show job` lists the GPUs of all nodes. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -99,7 +100,10 @@ def gpus_of_nodes(shown: str, job: str) -> dict[str, int]:
 
 
 def _layout(env: Mapping[str, str], gpus: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Return the ranks on each node: SLURM's layout if it fits, else an even one with more ranks on the first nodes."""
+    """Return the ranks on each node: SLURM's layout if it fits; one per GPU if no number of ranks was requested.
+
+    Otherwise the ranks are distributed evenly, with more ranks on the first nodes.
+    """
     requested = int(env.get("SLURM_NTASKS") or 0)
     layout = tuple(tasks_per_node(_required(env, "SLURM_TASKS_PER_NODE")))
     # With both --ntasks and --ntasks-per-node the sum may differ from --ntasks.
@@ -124,7 +128,7 @@ def _required(env: Mapping[str, str], name: str) -> str:
 
 
 def ports(job: int) -> Iterator[int]:
-    """Yield ports outside the ephemeral range; jobs with consecutive ids have different first ports."""
+    """Yield ports outside the usual ephemeral range; jobs with consecutive ids have different first ports."""
     return (PORTS[(job + PORT_STRIDE * attempt) % len(PORTS)] for attempt in range(len(PORTS)))
 
 

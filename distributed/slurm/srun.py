@@ -184,7 +184,7 @@ class JobStep:
     # ---- reactions
 
     def task_ended(self, code: int) -> None:
-        """Stop the step after a failed task or a lost node. SIGTERM has another cause: a later code replaces it."""
+        """Stop the step after a failed task or a lost node. TERMINATED is a consequence: a later code replaces it."""
         if code and self.code in (0, TERMINATED):
             stopping, self.code = self.code, code
             if stopping:
@@ -265,7 +265,7 @@ class JobStep:
     # ---- records
 
     def record_node(self, node: StepNode) -> None:
-        """Write the exit code of a node and, if the step failed, the ends of its ranks in the format of agents."""
+        """Write the exit code of a node and, if the step failed, how its ranks ended, in the format that agents use."""
         ranks = [end for end in node.ends if end["rank"] is not None]
         failures = [end for end in ranks if end["exit_code"]]
         succeeded = [end["rank"] for end in ranks if not end["exit_code"] and not end.get("ended_by_agent")]
@@ -317,9 +317,10 @@ def write(path: Path, content: str | Json) -> None:
 
 
 def watch(run: str, nodes: str, srun: subprocess.Popen[bytes]) -> int:
-    """Watch a job step until srun exits. Returns the exit code of the first failed task.
+    """Watch a job step until srun exits. Returns the exit code of the step.
 
-    nodes: NAME:TASKS,... srun: the process, with pipes to its three standard streams.
+    nodes: NAME:TASKS, separated by commas.
+    srun: the process, with pipes to its three standard streams.
     """
     fields = (node.rpartition(":") for node in nodes.split(","))
     return JobStep(Path(run), [StepNode(name, int(tasks)) for name, _, tasks in fields], srun).watch()

@@ -198,7 +198,7 @@ class Task(supervisor.Supervisor):
             self._usr2_missed = True
 
     def _repeat_usr2(self) -> None:
-        """Repeat SIGUSR2 once the command has a handler. A rank has none while it imports PyTorch."""
+        """Repeat SIGUSR2 as soon as the command has a handler. A rank has none while it imports PyTorch."""
         if pids := self._processes_with_handler():
             self._usr2_missed = False
             supervisor.send_signal(signal.SIGUSR2, pids)
