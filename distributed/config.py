@@ -107,7 +107,7 @@ class Data(Section):
 
     # A participant is a domain of the text; one is the target of cross-validation. The evaluation part of a text is its
     # end.
-    # A text file, a directory of text files, a .bin token file, or a directory with train.bin.
+    # path: a text file, a directory of text files, a .bin token file, or a directory with train.bin.
     path: AbsolutePath | None = None
     domains: list[str] | None = Field(None, min_length=1)  # of the text, or of the directory; null: all
     participant: str | None = Field(None, min_length=1)  # the target; null: none
@@ -520,7 +520,7 @@ ALIASES = {
 
 
 def _unknown(path: Sequence[str], value: Any) -> Iterator[tuple[str, str]]:
-    """Yield an unknown key with the remedy; for an unknown section, its keys that other sections have."""
+    """Yield an unknown key and its remedy; for an unknown section, instead its keys that have a remedy, if any."""
     known = _keys_of(path[0]) if len(path) > 1 and path[0] in Settings.model_fields else [*Settings.model_fields]
     similar = difflib.get_close_matches(path[-1], known, n=1)
     inner = value if isinstance(value, Mapping) and len(path) == 1 and not similar else {}
@@ -549,7 +549,7 @@ MODELS = {
     "medium": {"n_layer": 4, "n_head": 4, "n_embd": 128},
     "large": {"n_layer": 6, "n_head": 6, "n_embd": 384},
 }
-# The settings of a job without a settings file: seconds on one core.
+# The settings of a job without a settings file. Such a job takes seconds on one core.
 JOB_DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {**MODELS["small"], "block_size": 64},
     "train": {"steps": 300, "batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 20},
@@ -606,7 +606,7 @@ def _apply_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | 
         found["data.participant"] = "--fold", participant
     for key, (argument, value) in found.items():
         _put(tree, key, value, argument)
-    _put(tree, "checkpoint.dir", None, "a job")  # in its run directory: jobs with one settings file do not share it
+    _put(tree, "checkpoint.dir", None, "a job")  # in the run directory: jobs with one settings file must not share it
     return {key: argument for key, (argument, _) in found.items()}
 
 

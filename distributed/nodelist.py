@@ -67,7 +67,7 @@ def parse(lists: str | Iterable[str]) -> list[Node]:
 def parse_hostfile(text: str, name: str = "hostfile") -> list[Node]:
     """Return the nodes of a hostfile in DeepSpeed's format: lines such as `node1 slots=4`, with # comments.
 
-    name: of the file, for messages. Raises NodeListError like parse(); the message names the file and the line.
+    name: the file's name, for messages. Raises NodeListError like parse(); the message names the file and the line.
     """
 
     def lines() -> Iterator[tuple[str, list[Node]]]:
@@ -187,7 +187,7 @@ def _each_once(mentions: Iterable[tuple[str, list[Node]]], source: str = "") -> 
 
 
 def _nodes(item: str) -> list[Node]:
-    """The nodes of one item: `user@names:slots`, where user and slots are optional."""
+    """Return the nodes of one item: `user@names:slots`, where user and slots are optional."""
     if item.count(":") > 1:
         raise NodeListError(
             "an IPv6 address is not supported: give the host a name in ~/.ssh/config or /etc/hosts, and write that name"
@@ -213,7 +213,7 @@ def _slots(number: str) -> int:
 
 
 def _names(item: str) -> list[str]:
-    """The names of an item such as rack[1-2]-n[08-10].
+    """Return the names of an item such as rack[1-2]-n[08-10].
 
     With several brackets, the last changes fastest, then the first, then the second, as in scontrol.
     """
@@ -233,7 +233,7 @@ def _names(item: str) -> list[str]:
 
 
 def _numbers(content: str) -> list[str]:
-    """The numbers in a bracket, padded with zeros to the width of the lower end of their range."""
+    """Return the numbers in a bracket, padded with zeros to the width of the lower end of their range."""
     numbers: list[str] = []
     for piece in content.split(","):
         match = _RANGE.fullmatch(piece)

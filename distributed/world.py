@@ -23,7 +23,7 @@ SLURM_VARIABLES = (
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     *("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
 )
-# From here up SLURM reserves step IDs for the batch script, the interactive step and other steps without srun.
+# SLURM reserves step IDs from this one up for the batch script, the interactive step and other steps without srun.
 FIRST_SPECIAL_STEP = 4_294_967_000
 DEFAULT_PORT = 29_500  # torchrun's
 
@@ -63,8 +63,8 @@ class World:
     def from_env(cls, env: Mapping[str, str] = os.environ) -> World:
         """Read the world from the variables of the launcher that started this process.
 
-        The launcher is the first that applies: torchrun (also under srun), any launcher that sets all of RANK,
-        WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, srun, none (a single process). When env is os.environ,
+        The launcher is the first that applies: torchrun (also under srun); any launcher that sets all of RANK,
+        WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; srun; none (a single process). When env is os.environ,
         rank 0 prints each note once to stderr.
 
         Raises:
@@ -201,7 +201,7 @@ def _is_task(env: Mapping[str, str]) -> bool:
 
 
 def _from_slurm(env: Mapping[str, str]) -> World:
-    """Read variables of the step before those of the job, which may have more nodes, as in `srun -N1 -w n9`."""
+    """Prefer the variables of the step to those of the job, which may have more nodes, as in `srun -N1 -w n9`."""
     size, node_rank = _step_size(env), _int(env, "SLURM_NODEID")
     counts = _tasks_of_nodes(env, size)
     if node_rank >= len(counts):
@@ -246,7 +246,7 @@ def _step_size(env: Mapping[str, str]) -> int:
 
 
 def _first_task_host(env: Mapping[str, str], nodes: int) -> str:
-    """Return the host of task 0: the first of the step's hosts, by component in a heterogeneous job."""
+    """Return the host of task 0: the first of the step's hosts. A heterogeneous job orders them by component."""
     hosts = _unfold(expand, env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if len(hosts) != nodes:
         raise WorldError(

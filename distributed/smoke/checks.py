@@ -8,7 +8,7 @@ frozen rank does not prevent the report. The lowest rank that replies prints the
     torchrun --nproc-per-node 2 -m distributed.smoke
     srun python -m distributed.smoke --json
 
-Exit code: 0 all checks passed, 1 a check failed, 2 wrong call.
+Exit code: 0 all checks passed, 1 a check failed, 2 wrong call or environment.
 """
 
 from __future__ import annotations
@@ -502,7 +502,7 @@ def all_correct(context: RankContext, findings: Findings) -> bool:
 
 
 def begin_check(name: str, context: RankContext, findings: Findings) -> bool:
-    """Begin a check. Returns False if it needs a second rank or node."""
+    """Begin a check. Returns False if it needs a second rank or node and this launch has only one."""
     if context.world.size == 1 and name in NEED_TWO_RANKS:
         findings.skipped[name] = "needs two ranks"
         return False
@@ -652,7 +652,7 @@ class Reporter:
         if self.world.rank > 0:
             sys.stderr.write(f"distributed.smoke: {fault}\n")
             sys.stderr.flush()
-            time.sleep(1)  # the launcher stops all ranks after the first exit; rank 0 must report before
+            time.sleep(1)  # the launcher stops all ranks after the first exit; rank 0 must report first
         os._exit(1)
 
     def time_out(self, step: str, seconds: float) -> NoReturn:

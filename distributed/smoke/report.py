@@ -128,7 +128,7 @@ def speed_of(collective: str, ranks: int, size: int, iterations: int, seconds: f
 
 
 def slow_factors(seconds: Sequence[float]) -> list[float]:
-    """The time of each rank divided by the median time of the others."""
+    """Return the time of each rank divided by the median time of the others."""
     if len(seconds) == 1:
         return [1.0]
     return [own / median([*seconds[:rank], *seconds[rank + 1 :]]) for rank, own in enumerate(seconds)]
@@ -254,7 +254,7 @@ def check_lines(check: Mapping[str, Any]) -> Iterator[str]:
 
 
 def bandwidth_lines(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A row for each message size: the time of an all-reduce, then the bus bandwidth of each collective."""
+    """Format a row for each message size: the time of an all-reduce, then the bus bandwidth of each collective."""
     cells = {(one["bytes"], one["collective"]): one for one in speeds}
     names = list(dict.fromkeys(one["collective"] for one in speeds))
 

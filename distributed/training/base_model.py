@@ -5,8 +5,8 @@
         manifest.json                          the whole digest; size and SHA-256 of each file
 
 A digest identifies all settings that determine the weights (see jobs/bases.py). A directory is filled under a temporary
-name, verified against its manifest, and renamed: no reader sees an incomplete one. Standard library only: it also runs
-on servers.
+name, verified against its manifest, and renamed: no reader sees an incomplete one. Standard library only: this module
+also runs on servers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def sha256(path: str) -> str:
 
 
 def verify(directory: str, digest: str | None = None) -> Manifest:
-    """Verify all bytes of a base model against its manifest, and return it. digest: the expected one; None: any.
+    """Verify all bytes of a base model against its manifest. Returns the manifest. digest: the expected one; None: any.
 
     Raises:
         BaseModelError: the base model is missing, incomplete, damaged, or has another digest.
@@ -151,7 +151,7 @@ def staging_prefix(digest: str) -> str:
 
 
 def remove_staging(cache: str, digest: str) -> None:
-    """Remove the staging directories of interrupted copies. The caller must hold the exclusive lock."""
+    """Remove the directories that interrupted copies and removals left. The caller must hold the exclusive lock."""
     for name in os.listdir(cache):
         if name.startswith(staging_prefix(digest)):
             shutil.rmtree(os.path.join(cache, name), ignore_errors=True)
@@ -241,7 +241,7 @@ def digests_in(cache: str) -> list[str]:
 
 
 def names_of_staging(cache: str) -> list[str]:
-    """Return the names of base models with staging directories of interrupted copies."""
+    """Return the names of base models with incomplete directories, as interrupted copies and removals leave them."""
     try:
         return sorted({name[1 : HASH_LENGTH + 1] for name in os.listdir(cache) if ".incomplete-" in name})
     except FileNotFoundError:

@@ -82,9 +82,9 @@ class Base:
 
 
 def find(settings: Settings, ranks: Ranks) -> Base | None:
-    """Return the base model of train.base_model or $MUSTER_BASE_MODEL, verified by rank 0; None in other modes.
+    """Return the base model of train.base_model or $MUSTER_BASE_MODEL, verified by rank 0.
 
-    Collective.
+    Returns None unless the mode is full_fine_tuning. Collective.
 
     Raises:
         ConfigError: no base model is named, or it is missing, incomplete, damaged or has another digest. The same on
@@ -103,7 +103,7 @@ def _verified(named: str | Path | None) -> Base:
         found = base_model.verify(str(directory), os.environ.get(DIGEST) or None)["digest"]
     except BaseModelError as error:
         raise ConfigError(f"{error}; {REMEDY}") from None
-    return Base(directory, str(found), read_json(directory / METRICS))  # only displayed; {} for any other content
+    return Base(directory, str(found), read_json(directory / METRICS))  # for messages; {} if it holds no JSON object
 
 
 # ---------------------------------------------------------------- writing

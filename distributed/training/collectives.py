@@ -30,7 +30,10 @@ class Ranks:
     size: int = 1
 
     def call_on_rank_0(self, function: Callable[[], T]) -> T:
-        """Call the function on rank 0 only. Every rank returns its result, or raises its exception."""
+        """Call the function on rank 0 only. Every rank returns its result, or raises its exception.
+
+        Exceptions other than OSError, ValueError and RuntimeError are raised on rank 0 only.
+        """
         if self.size == 1:
             return function()
         answer: list[Any] = [None, None]
@@ -111,5 +114,5 @@ def load_safely(file: Path | IO[bytes]) -> Any:
 
 
 def refusal(what: str) -> str:
-    """Return the message for a pickle that requests such an object."""
+    """Return the message for a pickle that requests the object named `what`."""
     return f"it requests {what}, which no checkpoint needs; do not trust this file"

@@ -253,7 +253,7 @@ def _tensor(texts: Iterable[bytes]) -> Tensor:
 
 
 def domain_text(domain: str) -> str:
-    """All text of one domain, held-out part included."""
+    """Return all text of one domain, including the held-out part."""
     return GAP.decode().join(_reference()[domain])
 
 
@@ -269,7 +269,7 @@ def _reference() -> dict[str, list[str]]:
 
 
 def _chosen(requested: Sequence[str], known: Sequence[str], key: str) -> tuple[str, ...]:
-    """The domains in the order of `known`. Raises DataError for unknown or repeated names."""
+    """Return the requested domains in the order of `known`. Raises DataError for unknown or repeated names."""
     for domain in requested:
         if domain not in known:
             near = difflib.get_close_matches(domain, known, 1, 0.4)
@@ -286,7 +286,7 @@ def _chosen(requested: Sequence[str], known: Sequence[str], key: str) -> tuple[s
 def _texts_of(
     path: Path | None, domains: Sequence[str] | None, key: str = "data.domains"
 ) -> tuple[dict[str, list[bytes]], int]:
-    """The texts of each domain, and the number of skipped entries. key: the setting that names the domains."""
+    """Return the texts of each domain, and the number of skipped entries. key: the setting that names the domains."""
     if path is None:
         reference = _reference()
         chosen = DOMAINS if domains is None else _chosen(domains, DOMAINS, key)
@@ -301,7 +301,7 @@ def _texts_of(
 
 
 def _texts(path: Path) -> tuple[list[bytes], int]:
-    """The text of a file, or of all files below a directory, and the number of skipped entries."""
+    """Return the text of a file, or of all files below a directory, and the number of skipped entries."""
     files = _files(path) if path.is_dir() else [path]
     texts = [text for file in files if file == path or not file.name.startswith(".") if (text := _text(file))]
     if not texts:
@@ -328,7 +328,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _text(file: Path) -> bytes:
-    """The bytes of a text file; empty if it is binary or not a regular file (a pipe, a linked directory)."""
+    """Return the bytes of a text file; empty if it is binary or not a regular file (a pipe, a linked directory)."""
     if file.exists() and not file.is_file():
         return b""
     try:
@@ -356,7 +356,7 @@ def _token_files(path: Path, train: Path, share: float, vocab_size: int | None) 
 
 
 def _count(file: Path) -> int:
-    """The number of 16-bit tokens in a file, at least 1."""
+    """Return the number of 16-bit tokens in a file, at least 1."""
     try:
         with file.open("rb") as opened:
             size = opened.seek(0, os.SEEK_END)
@@ -479,7 +479,7 @@ class Stream:
                 yield self._slice(position, self.micro)
 
     def _slice(self, position: int, count: int) -> list[int]:
-        """stream[position : position + count]"""
+        """Return stream[position : position + count]."""
         taken: list[int] = []
         while len(taken) < count:
             epoch, offset = divmod(position + len(taken), self.windows)
@@ -531,7 +531,7 @@ class MixedStream:
 
 
 def permutation(windows: int, seed: int, epoch: int) -> Tensor:
-    """All windows in the order of one epoch: LongTensor [windows]."""
+    """Return all windows in the order of one epoch: LongTensor [windows]."""
     # Hashed: with seed + epoch, the second epoch of seed 0 would equal the first epoch of seed 1.
     mixed = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()
     return torch.randperm(windows, generator=torch.Generator().manual_seed(int.from_bytes(mixed, "big")))

@@ -115,9 +115,9 @@ def sample(
     stop: threading.Event,
     autocast: torch.autocast,
 ) -> str:
-    """Return generated text with a heading on the first rank; "" on other ranks, and for token files. Collective.
+    """On rank 0, return generated text with a heading; "" on other ranks, and for token files. Collective.
 
-    After each token all ranks agree whether to continue: at most SAMPLE_SECONDS, or until `stop` is set on any rank.
+    After each token all ranks agree whether to continue: they stop after SAMPLE_SECONDS, or when `stop` is set on any.
 
     Args:
         length: in tokens.

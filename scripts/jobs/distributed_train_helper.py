@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Show which jobs of a list share a base model; also a module that generates lists.
+"""Show which jobs of a list share a base model. Imported as a module, it provides functions that generate lists.
 
 See --help, distributed/jobs/two_phase.py and distributed/jobs/job_lists.py.
 """

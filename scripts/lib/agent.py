@@ -18,7 +18,7 @@ from typing import NoReturn
 
 
 def options_of(arguments: list[str]) -> dict[str, str]:
-    """torchrun's options written as `--name value`, as the launchers do; for a repeated option, the first value."""
+    """Return the options written as `--name value`, as launchers write them; for a repeated option, the first value."""
     end = arguments.index("--") if "--" in arguments else len(arguments)  # the script and its arguments follow
     return dict(reversed(list(itertools.pairwise(arguments[:end]))))
 

@@ -126,7 +126,7 @@ run_forwarding_signals() { # <exec or exec_in_environment> <its arguments...>
 }
 
 
-# Run a command. bash does not report it when the command is killed by a signal.
+# Run a command, and suppress the message that bash prints when a signal kills it.
 run_unreported() { # <command> [argument...]
   { "$@" 2>&9 9>&-; } 9>&2 2>/dev/null
 }

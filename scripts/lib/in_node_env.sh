@@ -41,7 +41,7 @@ main() {
   source_node_env "$1" kill_background </dev/null >&2
   shift
   [[ $mode != --task ]] || exec "$@"
-  read_environment # only now: supervisor.py detects by it that NODE_ENV has not replaced this shell
+  read_environment # only now: an unread block shows supervisor.py that NODE_ENV has replaced this shell
   [[ ! $mode ]] || exec </dev/null
   for entry in "${ENVIRONMENT[@]}"; do
     export "${entry?}"

@@ -41,7 +41,7 @@ source_node_env() { # <config/node_env.sh> [cleanup command...]
 }
 
 
-# `source` runs a file up to its first syntax error, and returns a failure only then.
+# `source` runs the commands before a syntax error, and then fails. It also fails when the last command of the file did.
 check_node_env_syntax() {
   local fault
   fault=$(bash -O extglob -n -- "$NODE_ENV_FILE" 2>&1) || node_env_unfit "${fault%%$'\n'*}"

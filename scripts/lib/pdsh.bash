@@ -69,7 +69,8 @@ run_pdsh() {
 }
 
 
-# Replace this process by the supervisor of the agent. Each list but the last is preceded by its length.
+# Replace this process by the supervisor of the agent. The nodes are preceded by their number, the
+# supervisor and the agent by their lengths.
 remote_supervise() { # <node rank> <working directory> <run directory> <master address> <port> <nodes...> <processes...>
   #                   <supervisor...> <agent...> <script...>
   local rank=$1 directory=$2 run=$3 address=$4 port=$5 nodes counts supervisor agent
@@ -114,7 +115,7 @@ read_errors() {
 }
 
 
-# Send a stop request, and a kill request after STOP_TIMEOUT, unless standard input ends before: then all nodes have
+# Send a stop request, and a kill request after STOP_TIMEOUT, unless standard input ends first: then all nodes have
 # ended. The caller waits for this process, because a late request would reach the next attempt.
 stop_all() {
   local status=0

@@ -126,7 +126,7 @@ is_batch_script() {
 }
 
 
-# Whether the last MAX_STALLED attempts made no progress. stalled_attempts has their number.
+# Whether the last MAX_STALLED attempts made no progress. The file stalled_attempts counts them.
 requeued_without_progress() {
   local stalled=0
   if ! made_progress; then

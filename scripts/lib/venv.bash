@@ -7,8 +7,8 @@
 VENV=$KIT/.venv
 
 
-# Install the requirement files (names in KIT) into $VENV and set PYTHON to its Python. In a dry run without $VENV,
-# PYTHON is the one that would create it.
+# Install the requirement files (names in KIT) into $VENV and set PYTHON to its Python. In a dry run that would
+# create or update $VENV, PYTHON is the one that would create it.
 ensure_venv() { # <value of --python, may be empty> <requirement file...>
   local files=("${@:2}")
   files=("${files[@]/#/--requirement=}")
@@ -75,7 +75,7 @@ clear_broken_venv() {
 }
 
 
-# ensurepip, which Debian packages separately, or the pip of $PYTHON installs pip.
+# pip itself is installed by ensurepip, which Debian packages separately, or by the pip of $PYTHON.
 create_venv() {
   if [[ -e $VENV ]]; then
     return

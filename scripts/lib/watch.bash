@@ -184,7 +184,7 @@ handle_hang() {
 
 
 # Whether the exit code may be the client's own, not the node's: ssh exits with 255 when the connection is lost, and
-# codes above 128 mean that a signal ended it. The supervisor writes the node's own exit code to node_NAME.exit.
+# codes above 128 mean that a signal ended the client. The supervisor writes the node's own exit code to node_NAME.exit.
 is_connection_lost() { # <node> <exit code>
   [[ ${SUPERVISED[$1]-} && ! -e $RUN/node_$1.exit ]] && (($2 == 255 || ($2 > 128 && !${NEXT_REQUEST_TIME:-0})))
 }
@@ -340,8 +340,8 @@ report_verdict() {
 }
 
 
-# Whether a restart may help: the call was valid, no stop was requested, the limit of restarts is not reached, and one
-# of the last MAX_STALLED restarts made progress.
+# Whether a restart may help: the call was valid, no stop was requested, the limit of restarts is not reached, and
+# fewer than MAX_STALLED restarts in a row were without progress.
 should_restart() {
   [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_WRONG_CALL && CODE != EXIT_STOPPED)) || return 1
   ((RESTARTS < MAX_RESTARTS)) || return 1
