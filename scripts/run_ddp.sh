@@ -6,7 +6,7 @@
 #
 #   -n N                 number of processes in total
 #   -c CONFIG            settings file (default: Muster's config/quickstart.yaml); -: none
-#   -l LEVEL             log level of train.py: debug, info, warning or error; refused with --script and -m
+#   -l LEVEL             log level: debug, info, warning or error; only for train.py
 #   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value
 #
 #   --script PATH        script to run (default: Muster's train.py)

@@ -386,7 +386,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m distributed.checkpoint.directory",
         description="List the checkpoints in a directory and check every byte.",
-        epilog="Exit codes: 0: all are valid. 1: none, or at least one is not valid. 2: directory cannot be listed.",
+        epilog="Exit codes: 0: all are valid. 1: no checkpoints, or one is not valid. 2: directory cannot be listed.",
     )
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args(arguments).directory

@@ -626,7 +626,7 @@ def state_of(path: Path) -> ListState:
 
 def status(options: argparse.Namespace, path: Path) -> int:
     """Print a row for each job, followed by the reason for its state."""
-    records, dispatcher_runs = journal.read(path)[0], journal.dispatcher_runs(path)
+    records, is_running = journal.read(path)[0], journal.dispatcher_is_running(path)
     state = ListState.of(records)
     read_metrics(state, options.log_file)
     requested = {job: record["event"] for record in unhandled_requests(state, records) for job in record["jobs"]}
@@ -642,10 +642,10 @@ def status(options: argparse.Namespace, path: Path) -> int:
     if any(True for _ in state.unfinished()) or requested:
         resume = command_line("resume", options.log_file)
         stopped = f"no dispatcher is running; to continue: {resume}"
-        print("a dispatcher is running this list" if dispatcher_runs else stopped)
+        print("a dispatcher is running this list" if is_running else stopped)
     if state.paused:
         print(f"paused: {state.paused}")
-    for line in unusable_servers(options.log_file) if dispatcher_runs else ():
+    for line in unusable_servers(options.log_file) if is_running else ():
         print(line)
     return 1 if state.counts["failed"] else 0
 
@@ -719,7 +719,7 @@ def explanation(state: ListState, job: JobState, log_file: Path) -> list[str]:
         why_base = [f"its base model: {command_line(f'why {trainer.job.id}', log_file)}"] if trainer else []
         return [*why_base, f"to retry: {command_line(f'retry {job.job.id}', log_file)}"]
     paused = [f"the list is paused: {state.paused}"] if state.paused and job.state == "waiting" else []
-    if not journal.dispatcher_runs(journal_of(log_file)):
+    if not journal.dispatcher_is_running(journal_of(log_file)):
         return [*paused, f"no dispatcher is running; to continue: {command_line('resume', log_file)}"]
     if paused or job.state != "waiting":
         return paused
@@ -757,7 +757,7 @@ def logs(options: argparse.Namespace, path: Path) -> int:
             code = subprocess.call(server.follow_command(attempt, once=not options.follow))
             return 0 if code in (0, -signal.SIGINT) else 1
         finally:
-            if not journal.dispatcher_runs(path):  # a dispatcher uses the same sockets
+            if not journal.dispatcher_is_running(path):  # a dispatcher uses the same sockets
                 servers.remove_sockets(state.id)
     with log.open("rb") as file:
         while block := file.read(1 << 16):
@@ -792,7 +792,7 @@ def cancel(options: argparse.Namespace, path: Path) -> int:
         return 0
     if jobs:
         journal.request(path, "cancel", jobs)
-    if journal.dispatcher_runs(path):
+    if journal.dispatcher_is_running(path):
         return wait_until_final(path, jobs)
     here, log_file = Path.cwd(), absolute(options.log_file)
     with Journal.open(journal_of(log_file)) as book:
@@ -823,7 +823,7 @@ def wait_until_final(path: Path, jobs: Sequence[str]) -> int:
             print(f"{job.state}: {job.job.name}" + (f": {job.reason}" if job.reason else ""), flush=True)
         if len(printed) == len(jobs):
             return cancel_exit_code(state, jobs)
-        if not journal.dispatcher_runs(path):
+        if not journal.dispatcher_is_running(path):
             message = "the dispatcher exited before all jobs were cancelled; run `cancel` again"
             print(f"{program_name()}: {message}", file=sys.stderr)
             return 1
@@ -849,7 +849,7 @@ def retry(options: argparse.Namespace, path: Path) -> int:
         print("nothing to retry: no such job failed or was cancelled")
         return 0
     journal.request(path, "retry", jobs)
-    start = "" if journal.dispatcher_runs(path) else f"; to start: {command_line('resume', options.log_file)}"
+    start = "" if journal.dispatcher_is_running(path) else f"; to start: {command_line('resume', options.log_file)}"
     print(f"requeued {console.plural(len(jobs), 'job')}{start}")
     return 0
 

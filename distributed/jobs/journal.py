@@ -118,7 +118,7 @@ class Journal:
 
 
 def lock_exclusively(file: int) -> bool:
-    """Lock a file; return whether that succeeded. Retries, as dispatcher_runs() holds the lock briefly."""
+    """Lock a file; return whether that succeeded. Retries, as dispatcher_is_running() holds the lock briefly."""
     end = time.monotonic() + LOCK_TIMEOUT
     while True:
         try:
@@ -184,6 +184,6 @@ def request(path: Path, event: str, jobs: Sequence[str]) -> None:
         os.close(file)
 
 
-def dispatcher_runs(path: Path) -> bool:
+def dispatcher_is_running(path: Path) -> bool:
     """Whether a dispatcher runs this list."""
     return is_locked(path)

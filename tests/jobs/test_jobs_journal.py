@@ -224,12 +224,12 @@ def test_no_record_is_lost_on_a_real_full_disk(tmp_path: Path) -> None:
 
 
 def test_only_one_dispatcher_can_open_the_journal(path: Path) -> None:
-    assert not journal.dispatcher_runs(path)
+    assert not journal.dispatcher_is_running(path)
     with Journal.open(path):
-        assert journal.dispatcher_runs(path)
+        assert journal.dispatcher_is_running(path)
         with pytest.raises(JournalError, match="a dispatcher already runs this list; check it with `status`"):
             Journal.open(path)
-    assert not journal.dispatcher_runs(path)
+    assert not journal.dispatcher_is_running(path)
     Journal.open(path).close()
 
 
@@ -239,7 +239,7 @@ def test_checking_for_a_dispatcher_does_not_block_another_one(path: Path) -> Non
 
     def ask() -> None:
         while not ended.is_set():
-            journal.dispatcher_runs(path)
+            journal.dispatcher_is_running(path)
 
     thread = threading.Thread(target=ask)
     thread.start()
