@@ -299,10 +299,7 @@ def _shard(model: nn.Module, world: World, dtype: torch.dtype | None) -> nn.Modu
 
 
 def gradient_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
-    """In the block, backward passes reduce gradients over all ranks, or, if off, accumulate them on each rank.
-
-    With FSDP the setting remains until the next call.
-    """
+    """Let backward passes reduce gradients over all ranks, or not, within the block. FSDP keeps the setting after it."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
     elif isinstance(model, DistributedDataParallel) and not on:

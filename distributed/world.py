@@ -119,12 +119,8 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
 def _from_complete(env: Mapping[str, str]) -> World:
     rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE", positive=True)
     _refuse_stale_ranks(env, rank, size)
-    notes: tuple[str, ...] = ()
-    if env.get("LOCAL_WORLD_SIZE"):
-        local_size = _int(env, "LOCAL_WORLD_SIZE", positive=True)
-    else:
-        local_size = size
-        notes = ("LOCAL_WORLD_SIZE is not set: assuming that all ranks are on this node",)
+    local_size = _int(env, "LOCAL_WORLD_SIZE", positive=True) if env.get("LOCAL_WORLD_SIZE") else size
+    assumed = "LOCAL_WORLD_SIZE is not set: assuming that all ranks are on this node"
     nodes = _int(env, "NNODES", positive=True) if env.get("NNODES") else -(-size // local_size)
     node_rank = _int(env, "NODE_RANK") if env.get("NODE_RANK") else min(rank // local_size, nodes - 1)
     return World(
@@ -137,7 +133,7 @@ def _from_complete(env: Mapping[str, str]) -> World:
         master_addr=env["MASTER_ADDR"],
         master_port=_port(env),
         launcher="environment",
-        notes=notes,
+        notes=() if env.get("LOCAL_WORLD_SIZE") else (assumed,),
     )
 
 

@@ -110,7 +110,7 @@ class RankContext:
     timeout: float  # seconds
     watchdog: Watchdog
     step: str = "join"
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)  # start of the step
 
     def begin(self, step: str, lasting: float = 0.0) -> None:
         """Set the current step and publish it in the store. lasting: the step's expected duration in seconds."""

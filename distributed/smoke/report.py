@@ -22,7 +22,7 @@ from distributed.smoke.bandwidth import NodeLink, bandwidth_label, find_bottlene
 
 REMEDIES = {
     "join": "check that every rank was started and can reach the master address and port",
-    "reply": "read the output of that rank: it may have died, be stopped, or be waiting for its GPU or a disk",
+    "reply": "read the output of that rank, which may be dead, stopped, or waiting for its GPU or a disk",
     "bandwidth": "read the output of the ranks, and check the network between the nodes",
     "links": "check cable, switch port and MTU of that node, and which interface NCCL uses (NCCL_DEBUG=INFO)",
     "pace": "check other processes on that node (top, nvidia-smi), clocks and temperature, or leave that node out",
