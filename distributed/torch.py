@@ -299,7 +299,7 @@ def _shard(model: nn.Module, world: World, dtype: torch.dtype | None) -> nn.Modu
 
 
 def gradient_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
-    """Let backward passes reduce gradients over all ranks, or not, within the block. FSDP keeps the setting after it."""
+    """In the block, backward passes reduce gradients over all ranks (on) or not. FSDP keeps the setting afterwards."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
     elif isinstance(model, DistributedDataParallel) and not on:
