@@ -6,6 +6,7 @@
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 load lab/nodes.bash
+load lab/list_results.bash
 load lab/secrets.bash
 
 
@@ -49,21 +50,11 @@ cluster() { # <keys of the entry that describes a node> [option of sbatch...]
 }
 
 
-job_list() { # standard input: one object per line, without commas; each gets the variable STARTED
-  sed -e "s#^{#{\"_env\": {\"STARTED\": \"$STARTED\"}, #" -e '1s/^/[/' -e '$!s/$/,/' -e '$s/$/]/' >jobs.json
-}
-
-
 OPTIONS=(--backend slurm --cluster-config cluster.json --jobs-config jobs.json --grace 3)
 
 
 dispatch() { # [option...]
   "${DISPATCH[@]}" "${OPTIONS[@]}" "$@" 3>&-
-}
-
-
-list() { # <command> [argument...]
-  "${DISPATCH[@]}" "$@" 3>&-
 }
 
 
@@ -77,52 +68,6 @@ kill_dispatcher() {
   kill -KILL "$LAUNCHER"
   wait_for_exit "$LAUNCHER"
   LAUNCHER=''
-}
-
-
-# A Python expression can use r (results.json), job (its jobs by name), last (their last attempts), started (the lines
-# of STARTED, each split) and began (the names of started jobs).
-holds() { # <Python expression>: succeeds if it is true
-  "$VIRTUAL_ENV/bin/python" -I - "$STARTED" "$1" <<'END'
-import json, sys
-r = json.load(open("results.json"))
-job = {each["settings"].get("name"): each for each in r["jobs"]}
-last = {name: each["attempts"][-1] for name, each in job.items() if each["attempts"]}
-started = [line.split() for line in open(sys.argv[1])]
-began = [words[1] for words in started if words[0] == "begin"]
-if not eval(sys.argv[2]):
-    print(*(json.dumps(each) for each in r["jobs"]), *map(" ".join, started), f"does not hold: {sys.argv[2]}", sep="\n")
-    sys.exit(1)
-END
-}
-
-
-eventually() { # <command...>: repeat it until it succeeds, for 90 s at most
-  local end=$((SECONDS + 90))
-  until "$@" >"$BATS_TEST_TMPDIR/eventually" 2>&1; do
-    if ((SECONDS >= end)); then
-      echo "not within 90 s: $*" && cat "$BATS_TEST_TMPDIR/eventually"
-      tail -n 50 out 2>/dev/null
-      squeue --array
-      return 1
-    fi
-    sleep 0.2
-  done
-}
-
-
-wait_until_started() { # <name>: wait until the job has started
-  wait_for_line "$STARTED" "begin $1 "
-}
-
-
-node_of_job() { # <name>: the node of its newest start
-  awk -v name="$1" '$1 == "begin" && $2 == name { node = $3 } END { print node }' "$STARTED"
-}
-
-
-no_process_left() {
-  ! grep -qszF -e "STARTED=$STARTED" /proc/[0-9]*/environ
 }
 
 
@@ -348,7 +293,7 @@ END
   eventually holds 'job["waits"]["reason"] == "in SLURM'"'"'s queue"'
   run list status
   [[ "$output" == *"in SLURM's queue"* ]]
-  start followed "${DISPATCH[@]}" logs "$(holds 'print(job["a"]["id"]) or True')" --follow
+  start followed "${DISPATCH[@]}" logs "$(values '[job["a"]["id"]]')" --follow
   wait_for_line followed "arguments --name a"
   grep -qx yes followed
   : >go
@@ -376,7 +321,7 @@ END
   wait_until_started c
   wait_until_started ignores
   eventually holds 'job["waits"]["reason"] == "in SLURM'"'"'s queue"'
-  run -0 list cancel "$(holds 'print(job["waits"]["id"]) or True')"
+  run -0 list cancel "$(values '[job["waits"]["id"]]')"
   [[ "$output" == *"cancelled: "*"no process remains"* ]]
   eventually holds 'job["waits"]["state"] == "cancelled"'
   run -0 list cancel all

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# scripts/run_ddp.sh in a SLURM allocation on the laboratory: srun starts the processes, SLURM assigns the ranks, and run
-# directory, verdict and exit code are as with every launcher.
+# scripts/run_ddp.sh in a SLURM allocation on the laboratory: srun starts the processes, SLURM assigns the ranks, and
+# run directory, verdict and exit code are as with every launcher.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0

@@ -27,6 +27,9 @@
 # Nodes share all files with this machine except their home, the directory of tmux sockets, and APART.
 # shellcheck disable=SC2034,SC2153,SC2154 # the tests read what it sets, and it reads what bats sets
 
+# shellcheck source=tests/lab/list_results.bash
+source "$BATS_TEST_DIRNAME/lab/list_results.bash"
+
 
 start_servers() { # <number of servers>
   local node
@@ -110,18 +113,8 @@ cluster() { # <node[:slots]...>: write cluster.json; servers have no GPUs, and 2
 }
 
 
-job_list() { # write jobs.json from JSON objects on standard input, one per line; each gets the variable STARTED
-  sed -e "s#^{#{\"_env\": {\"STARTED\": \"$STARTED\"}, #" -e '1s/^/[/' -e '$!s/$/,/' -e '$s/$/]/' >jobs.json
-}
-
-
 dispatch() { # [option...]
   "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json --grace 3 "$@" 3>&-
-}
-
-
-list() { # <subcommand> [argument...]
-  "${DISPATCH[@]}" "$@" 3>&-
 }
 
 
@@ -136,64 +129,10 @@ start_command() { # <subcommand> [argument...]: in the background, like start_li
 }
 
 
-# ---- results
-
-# A Python expression can use r (results.json), job (its jobs by name), last (their last attempts), started (the lines
-# of STARTED, each split) and began (the names of started jobs).
-
-holds() { # <Python expression>: succeeds if it is true
-  evaluate holds "$1"
-}
-
-
-values() { # <Python expression of several values>: print them
-  evaluate values "$1"
-}
-
-
-evaluate() { # <holds or values> <Python expression>
-  "$VIRTUAL_ENV/bin/python" -I - "$STARTED" "$@" <<'END'
-import json, sys
-r = json.load(open("results.json"))
-job = {each["settings"].get("name"): each for each in r["jobs"]}
-last = {name: each["attempts"][-1] for name, each in job.items() if each["attempts"]}
-started = [line.split() for line in open(sys.argv[1])]
-began = [words[1] for words in started if words[0] == "begin"]
-value = eval(sys.argv[3])
-if sys.argv[2] == "values":
-    print(*value)
-elif not value:
-    print(json.dumps(r, indent=1), *map(" ".join, started), f"does not hold: {sys.argv[3]}", sep="\n")
-    sys.exit(1)
-END
-}
-
-
-eventually() { # <command...>: repeat it until it succeeds, for a minute at most
-  local end=$((SECONDS + 60))
-  until "$@" >"$BATS_TEST_TMPDIR/eventually" 2>&1; do
-    if ((SECONDS >= end)); then
-      echo "not within a minute: $*" && cat "$BATS_TEST_TMPDIR/eventually"
-      tail -n 50 out 2>/dev/null
-      return 1
-    fi
-    sleep 0.1
-  done
-}
-
-
-wait_until_started() { # <name>: wait until the job has started
-  wait_for_line "$STARTED" "begin $1 "
-}
-
+# ---- processes of jobs
 
 pid_of_job() { # <name>: the process id of its newest attempt
   awk -v name="$1" '$1 == "begin" && $2 == name { pid = $4 } END { print pid }' "$STARTED"
-}
-
-
-node_of_job() { # <name>: the node of its newest attempt
-  awk -v name="$1" '$1 == "begin" && $2 == name { node = $3 } END { print node }' "$STARTED"
 }
 
 
@@ -208,12 +147,6 @@ END
 
 alive() { # <process id>
   [[ $(cat "/proc/$1/stat" 2>/dev/null) =~ \)\ [^ZX] ]]
-}
-
-
-# No process of any attempt of this test remains.
-no_process_left() {
-  ! grep -qszF -e "STARTED=$STARTED" /proc/[0-9]*/environ
 }
 
 
