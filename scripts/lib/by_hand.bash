@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 #
-# One node of a launch that is started by hand on each node, with the same arguments and another NODE_RANK. The agents
+# One node of a launch that is started by hand on each node, with the same arguments except NODE_RANK. The agents
 # connect to each other at MASTER_ADDR and exchange their exit codes.
 #
 # Sourced, never run; it needs options.bash, nodes.bash and launch.bash.

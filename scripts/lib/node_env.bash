@@ -9,7 +9,7 @@ NODE_ENV_CLEANUP=()    # command to run before this process exits with a failure
 NODE_ENV_STDERR=''     # copy of standard error, which the file may redirect
 
 
-# Print the path of config/node_env.sh of the working directory, else of Muster's.
+# Print the path of config/node_env.sh in the working directory, else in Muster's directory.
 node_env() {
   if [[ -e config/node_env.sh ]]; then
     printf '%s\n' "$PWD/config/node_env.sh"

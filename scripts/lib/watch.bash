@@ -26,7 +26,7 @@ CODE=0                          # exit code of the run, set by report_verdict
 STATUS=0                        # exit code of the first node that failed
 SIGNAL=''                       # signal that requested a stop
 NEXT_REQUEST=''                 # what escalate does next: stop, kill or abandon; empty: no stop is in progress
-NEXT_REQUEST_TIME=''            # when, as $SECONDS
+NEXT_REQUEST_TIME=''            # time of the next request, as $SECONDS
 HEARTBEAT_TIMEOUT=''            # seconds without a heartbeat of the launcher after which a node stops its command
 RESTARTS=0                      # so far
 ATTEMPT=0                       # number of the last archived attempt
@@ -41,7 +41,7 @@ HANG_WATCHER='' HANG_CHANNEL='' # process of hang_watch.sh, file descriptor of i
 STOP_TIMEOUT=10                 # seconds between stop request and SIGKILL when a node has failed
 
 
-# Call it after open_run and before any node is started.
+# Call it after open_run, before the first node is started.
 begin_run() {
   [[ ! -e $RUN/metrics.jsonl ]] || LAST_STEP=$(kit_python metrics "$RUN/metrics.jsonl")
   exec {EVENTS}<> <(:)
@@ -167,7 +167,7 @@ handle_exit() { # <node> <exit code of its client>
   fi
   if ((status != 0 && STATUS == 0)); then
     STATUS=$status
-    # After a checkpoint the other nodes get time for theirs.
+    # A node that stopped with a checkpoint: the other nodes get 30 s for their checkpoints.
     [[ $NEXT_REQUEST ]] || schedule_request $((status == EXIT_STOPPED ? 30 : 0)) stop
   fi
 }
