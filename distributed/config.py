@@ -644,8 +644,8 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
     group = options.add_argument_group(
         "arguments of a job",
         "Leave-one-out cross-validation over participants: the domains of the text, or the texts of a directory. The "
-        "target is the participant of --fold or --participant. With one of these arguments, without --config, every "
-        "other setting has a default. These arguments override the file; section.key=value overrides them.",
+        "target is the participant of --fold or --participant. Given any of these without --config, all other "
+        "settings have defaults. These arguments override the file; section.key=value overrides them.",
     )
     for name, (_, metavar, text) in JOB_ARGUMENTS.items():
         nargs = "+" if name.endswith("participants") else None

@@ -2,7 +2,7 @@
 
 torchrun's agents exchange nothing after the rendezvous: when a rank fails on one node, the others wait until their
 collectives time out, for 10 to 30 minutes. Here each agent sends heartbeats through the store of the first node, and
-the first agent that must stop reports the end of the run. The other agents read it within a second. A node is lost
+the first agent that must stop writes the end of the run. The other agents read it within a second. A node is lost
 after HEARTBEAT_TIMEOUT without heartbeats. At the end the agents exchange failure records, so that each node has the
 record of the first failure.
 

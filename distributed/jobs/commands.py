@@ -4,7 +4,7 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
        run_distributed_training.py status|logs|why|cancel|retry|resume [--log-file FILE] ...
 
   --cluster-config FILE  servers (JSON); optional with --backend local
-  --jobs-config FILE     jobs (JSON): a list of objects; keys are script arguments or _options
+  --jobs-config FILE     jobs (JSON): a list of objects; keys are script arguments, or options (_NAME)
   --log-file FILE        results (default: results.json); the journal (.journal) and an HTML page (.html) are written to
                          the same directory
   --backend NAME         ssh (default), local (this machine, without SSH) or slurm (sbatch arrays)
@@ -36,7 +36,7 @@ are not run again, and jobs added to the list are started.
 JOB is an id or a name, or the start of an id or a part of a name that matches only one job.
 
 Exit codes: 0 all jobs are done; 1 a job failed or was cancelled; 2 wrong call or configuration; 69 a package is
-missing; 75 the list was paused or interrupted; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. After 75, 129, 130 and 143, running
+missing; 75 the list was paused; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. After 75, 129, 130 and 143, running
 jobs continue, and `resume` continues the list.
 """
 

@@ -105,7 +105,7 @@ class Journal:
     def _read_appended(self) -> bytes:
         """Read the requests in the bytes appended since the last call, which include this process's own records.
 
-        Returns what must be written before the next record: the end of a truncated line, or nothing.
+        Returns what must be written before the next record: what ends a truncated line, or nothing.
         """
         size = os.fstat(self._file).st_size
         if size <= self._size:

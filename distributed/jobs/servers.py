@@ -686,7 +686,7 @@ def quoted_path(path: str) -> str:
 
 
 def rsync_literal(path: str) -> str:
-    """Escape a remote path for rsync, which expands wildcards; without wildcards, rsync keeps backslashes."""
+    """Escape a remote path for rsync, which expands wildcards and unescapes only paths that contain them."""
     return re.sub(r"([*?\[\\])", r"\\\1", path) if set("*?[") & set(path) else path
 
 

@@ -66,7 +66,7 @@ usage: distributed_train_helper.py JOBS [option...]
 
   JOBS                   jobs_config.json
   explain A B            show in which settings two jobs differ, and whether they need different base models; A and B
-                         are positions in the list, counted from 0, ids, names, or parts of names
+                         are positions in the list (from 0), ids, names, or parts of names
   --cluster-config FILE  file with the section base_models (default: cluster_config.json in the directory of JOBS, if it
                          exists)
   --base-models FILE     a file with the section base_models, used instead of that of the cluster config

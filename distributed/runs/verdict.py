@@ -99,7 +99,7 @@ _LOST_PEER = re.compile(
     """,
     re.VERBOSE,
 )
-# With an exception of another class, the connection may be any, such as one to a file server.
+# An exception of another class may be about any connection, such as one to a file server.
 _OF_TORCH = re.compile(r"RuntimeError|Dist\w*Error|Rendezvous\w*Error")
 _ALWAYS_COLLATERAL = ("DistStoreError", "PeerFailed", "RendezvousConnectionError", "RendezvousTimeoutError")
 _TERMINATED = ("KeyboardInterrupt", "SignalException")

@@ -4,8 +4,8 @@
 #
 # Sourced, never run; it needs options.bash, nodes.bash, node_env.bash, launch.bash and watch.bash.
 #
-# Environment variables: LAUNCHER, srun (one task per rank) or torchrun (one agent per node); CONTAINER, a command
-# prefix for Python on the nodes, or options of srun; SRUN_ARGS, more options of srun.
+# Environment variables: LAUNCHER: srun (one task per rank) or torchrun (one agent per node); CONTAINER: a command
+# prefix for Python on the nodes, or options of srun; SRUN_ARGS: more options of srun.
 
 # shellcheck disable=SC2034 # other files use these variables
 LAUNCHER=${LAUNCHER:-srun}
@@ -164,7 +164,7 @@ run_step() { # <node:tasks,...> <command...>
   local status=0
   trap '' INT TERM HUP TSTP USR2 # must survive signals to the launcher, to receive the reports of the tasks
   clear_launch_environment
-  unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # given as arguments
+  unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # arguments of srun replace them
   # srun passes the environment to the tasks.
   (exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \
     "$PYTHON" -I -S "$KIT/scripts/lib/step.py" "$RUN" "$@") || status=$?

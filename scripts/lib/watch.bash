@@ -282,7 +282,7 @@ watch_signals() {
 }
 
 
-# Send a heartbeat to each node until this shell exits. A node that misses them stops its command.
+# Send heartbeats to all nodes until HEARTBEATS closes. A node that misses them stops its command.
 send_heartbeats() {
   local control status
   trap '' INT TERM HUP TSTP PIPE

@@ -12,13 +12,13 @@
 #   --script PATH        script to run (default: $SCRIPT, else Muster's train.py)
 #   -m MODULE            run a module instead of a script
 #   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
-#   --agent fast|torchrun  with LAUNCHER=torchrun: fast (default), Muster's agent, or torchrun, PyTorch's own
+#   --agent fast|torchrun  with LAUNCHER=torchrun; fast (default): Muster's agent; torchrun: PyTorch's own
 #   --master-port PORT   default: $MASTER_PORT, else a free port of the first node
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
 #   --env-file FILE      the same from a file, one NAME=VALUE per line
 #   --max-restarts N     restart up to N times within the job after a failure (default: 0)
 #   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
-#                        Default: 600 s if the run logs steps (metrics.jsonl) and no rank can make progress
+#                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait for the agent (default: 600)
 #   --max-requeues N     how often the job may requeue itself (default: 100)

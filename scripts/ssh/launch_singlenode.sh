@@ -17,7 +17,7 @@
 #   --env-file FILE      the same from a file, one NAME=VALUE per line
 #   --max-restarts N     restart up to N times after a failure (default: 0)
 #   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
-#                        Default: 600 s if the run logs steps (metrics.jsonl) and no rank can make progress
+#                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --no-preflight       skip the checks of GPUs and port
 #   --detach             run in the background, detached from this terminal

@@ -33,9 +33,9 @@
 #
 # ARGUMENTs are passed to the script unchanged. The first node prints which nodes are missing.
 #
-# Exit codes are those of launch_singlenode.sh, plus 69: the connection to a node was lost, or this node
+# Exit codes are those of launch_singlenode.sh; 69 also means: the connection to a node was lost, or this node
 # was refused (its PyTorch, script, CONFIG or NNODES differ from those of the first node, its NODE_RANK is
-# taken, or the port is used by another run); 124: not all nodes joined in time, or the run hung.
+# taken, or the port is used by another run); 124 also: not all nodes joined in time.
 #
 #   node1$ launch_torchrun_multinode.sh config/large_multinode.yaml 8 2 0 node1
 #   node2$ launch_torchrun_multinode.sh config/large_multinode.yaml 8 2 1 node1
