@@ -105,8 +105,7 @@ class Model(Section):
 class Data(Section):
     """Training data. Without a path: the Python language reference that ships with the interpreter."""
 
-    # A participant is a domain of the text; one is the target of cross-validation. The evaluation part of a text is its
-    # end.
+    # A participant is a domain of the text; one is the target of cross-validation. The end of a text is for evaluation.
     # path: a text file, a directory of text files, a .bin token file, or a directory with train.bin.
     path: AbsolutePath | None = None
     domains: list[str] | None = Field(None, min_length=1)  # of the text, or of the directory; null: all

@@ -35,7 +35,7 @@ REPORT_INTERVAL = 5.0  # seconds between messages about missing nodes
 UNJOINED_REPORT_INTERVAL = 15.0  # seconds between messages of a node that has not joined
 RECORDS_TIMEOUT = 4.0  # seconds to wait for the failure records of all nodes
 CLOSE_TIMEOUT = 1.0  # seconds to wait for the thread
-LEAVE_TIMEOUT = 2.0  # seconds to wait until the thread has sent that this node left; first node: until others left
+LEAVE_TIMEOUT = 2.0  # seconds to wait until the thread has written that this node left; first node: until all left
 RUN_KEY = "muster/run"  # the PublishedRun that owns the store
 
 MemberFacts = Mapping[str, str]  # "node": name of the node; the other values must be equal on all nodes

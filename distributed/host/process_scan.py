@@ -77,7 +77,10 @@ def identity(pid: int) -> dict[str, int]:
 def live_pid(facts: object) -> int:
     """The id of the process for which identity() returned `facts`; 0 if it has exited, or `facts` is no identity."""
     pid = facts.get("pid") if isinstance(facts, dict) else None
-    return pid if isinstance(pid, int) and start_time(pid) and identity(pid) == facts else 0
+    if not isinstance(pid, int):
+        return 0
+    started = start_time(pid)
+    return pid if started and facts == {"pid": pid, "start_time": started} else 0
 
 
 def table() -> dict[int, ProcessStat]:

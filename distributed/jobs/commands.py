@@ -36,8 +36,8 @@ are not run again, and jobs added to the list are started.
 JOB is an id or a name, or the start of an id or a part of a name that matches only one job.
 
 Exit codes: 0 all jobs are done; 1 a job failed or was cancelled; 2 wrong call or configuration; 69 a package is
-missing; 75 the list was paused; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. After 75, 129, 130 and 143, running
-jobs continue, and `resume` continues the list.
+missing; 75 the list was paused; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. After 75, 129, 130 and 143, running jobs
+continue, and `resume` continues the list.
 """
 
 from __future__ import annotations

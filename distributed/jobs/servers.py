@@ -1,7 +1,8 @@
 """Servers of a job list: a channel to the program `host.py` on each server, over ssh, or on this machine.
 
 The channel and rsync share one OpenSSH connection per server. The dispatcher copies host.py and the modules that it
-imports to ~/.cache/muster/ of each server, so a server needs only ssh, bash, tar and Python 3.10.
+imports to ~/.cache/muster/ of each server, so a server needs only ssh, bash, tar, Python 3.10 and, unless it shares
+files with this machine, rsync.
 """
 
 from __future__ import annotations

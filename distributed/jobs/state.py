@@ -314,7 +314,7 @@ def select_jobs(state: ListState, what: str, selectors: Iterable[str]) -> list[s
 
 
 def find_job_id(state: ListState, selector: str) -> str:
-    """The id of the only job with this id, prefix of an id, or part of a name. Raises ValueError."""
+    """The one job with this id, name, output directory, start of an id or part of a name. Raises ValueError."""
     if not selector:
         raise ValueError("job: expected an id or a name, got an empty string")
     jobs = state.jobs.items()

@@ -1,7 +1,7 @@
 """Compare nodes: which ones differ from the majority, and which rendezvous address all of them can use.
 
-Before a launch (launch.preflight), traits that prevent a run are compared; the doctor (health.differences) also
-compares those that make it slow.
+Before a launch (launch.preflight), traits whose difference prevents a run are compared; the doctor
+(health.differences) also compares those whose difference makes it slow.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from distributed.host.stacks import Frame
 # Seconds without output. Healthy runs are also quiet during evaluations and checkpoints.
 IDLE_TIMEOUT = 60.0  # a run whose ranks are all idle looks hung
 MIXED_TIMEOUT = 120.0  # a run in which some ranks are busy and others wait looks hung
-BUSY_TIMEOUT = 600.0  # any other run is reported as busy; PyTorch's default timeout of NCCL collectives
+BUSY_TIMEOUT = 600.0  # any other run is reported as busy; equal to PyTorch's default timeout of NCCL collectives
 IDLE, BUSY = 0.02, 0.5  # cores: a rank that uses less is idle, one that uses more is busy
 GPU_IDLE = 5  # percentage of time: a GPU that is used less is idle
 SHOWN = 4  # ranks listed in a text

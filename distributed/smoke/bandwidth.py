@@ -1,7 +1,7 @@
 """Find slow nodes and slow links between nodes from the bandwidth of each pair of nodes.
 
-The nodes exchange messages in rounds. In a round all pairs exchange at the same time; n nodes need n-1 rounds, or n if
-n is odd. This module does not use PyTorch.
+The nodes exchange messages in rounds. In a round each node has at most one partner; n nodes need n-1 rounds, or n if n
+is odd. This module does not use PyTorch.
 """
 
 from __future__ import annotations

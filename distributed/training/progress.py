@@ -76,7 +76,7 @@ class Progress:
         self._timed_steps, self._timed_seconds = 0, 0.0
         self._tracker: Tracker | None = None
         self._stack = ExitStack()
-        # From the start of a step to the last backward pass, before ranks wait for each other: shows a slow rank.
+        # The part of a step before its last backward pass, which waits for other ranks: shows a slow rank.
         self.compute = Stopwatch(here)
         # From this rank's last gradient to the end of the all-reduce. Not measured with fsdp, where ranks wait for each
         # other in every layer.
