@@ -8,6 +8,7 @@ has the mark in its source.
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,18 @@ TESTS = Path(__file__).resolve().parent
 RANKS = "forked"  # the module that forks ranks
 GUIDE = "tests/test_guide_"  # these files start laboratories whose nodes have the same names
 SLOW_COMMANDS = ("lab.sh", "lib/agent.py", "torch.distributed.run")
+
+
+def tracked(*patterns: str, root: Path = TESTS.parent) -> list[Path]:
+    """Return the files of the project that match one of these patterns, such as "scripts/**/*.sh", sorted.
+
+    Only files that git tracks: anything else in the checkout belongs to the user. In a copy without git, all files.
+    """
+    if not (root / ".git").exists():
+        return sorted(path for pattern in patterns for path in root.glob(pattern) if path.is_file())
+    command = ["git", "-C", str(root), "ls-files", "-z", "--", *(f":(glob){pattern}" for pattern in patterns)]
+    names = subprocess.check_output(command, text=True).split("\0")[:-1]
+    return sorted(path for name in names if (path := root / name).is_file())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

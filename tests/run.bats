@@ -130,6 +130,23 @@ without() { # <program...>
 }
 
 
+@test "linters read only files that git tracks; in a copy without git they read all" {
+  cd "$KIT"
+  touch mine.py "scripts/my own.sh"
+  run_sh --lint
+  grep -F "mine.py" "$CALLS"
+  grep -F "my own.sh" "$CALLS"
+  rm mine.py scripts/*.sh "$CALLS"
+  git init --quiet && git add .
+  touch mine.py "scripts/my own.sh" out.txt
+  rm tests/test_a.py
+  run_sh --lint
+  [ "$status" -eq 0 ]
+  grep "^shellcheck .*common.bash" "$CALLS"
+  run ! grep -E "mine.py|my own.sh|test_a.py" "$CALLS"
+}
+
+
 @test "FILE runs only that file, relative to the current directory" {
   cd "$KIT/tests"
   run_sh a.bats

@@ -160,27 +160,41 @@ count_matches() { # <pattern> <file, may be missing>
 }
 
 
-lint() { # <name> <command...>
-  show "${@:2}"
-  run_and_wait "${@:2}"
+# Run a linter on the files of the project that match; see list_sources.
+lint() { # <name> <pattern>,... <command...>
+  local patterns files
+  IFS=, read -r -a patterns <<<"$2"
+  mapfile -d '' files < <(list_sources "${patterns[@]}")
+  printf '+ %s (%d files)\n' "$(quote "${@:3}")" "${#files[@]}" >&2
+  run_and_wait "${@:3}" "${files[@]}"
   add_results "$1" "$((STATUS == 0))" 0 0
 }
 
 
 run_linters() {
-  lint ruff "$PYTHON" -m ruff check .
-  lint mypy flock pyproject.toml "$PYTHON" -m mypy # concurrent runs corrupt its cache
-  local files
-  mapfile -d '' files < <(find_sources -name '*.sh' -o -name '*.bash' -o -path .ci/run)
-  lint shellcheck shellcheck -x "${files[@]}"
+  lint ruff '*.py' "$PYTHON" -m ruff check
+  # Under a lock, because concurrent runs corrupt the cache of mypy.
+  lint mypy '*distributed/*.py,*scripts/*.py,*tests/*.py,*train.py' flock pyproject.toml "$PYTHON" -m mypy
+  lint shellcheck '*.sh,*.bash,*.ci/run' shellcheck -x
   # In bats, each test is a subshell, and run sets variables; many tests contain quoted source text.
-  mapfile -d '' files < <(find_sources -name '*.bats')
-  lint shellcheck shellcheck -x --exclude SC2016,SC2030,SC2031,SC2154 "${files[@]}"
+  lint shellcheck '*.bats' shellcheck -x --exclude SC2016,SC2030,SC2031,SC2154
 }
 
 
-find_sources() { # <find expression...>
-  find .ci scripts tests config benchmarks \( "$@" \) -print0 2>/dev/null || true
+# Print the files of the project that match, each followed by a NUL byte: those that git tracks, as others belong to the
+# user; in a copy without git all.
+list_sources() { # <pattern...>
+  local pattern file matches=()
+  for pattern; do
+    matches+=(-o -path "$pattern")
+  done
+  if [[ -e .git ]]; then
+    git ls-files -z -- "$@"
+  else
+    find ./* .ci \( "${matches[@]:1}" \) -print0 2>/dev/null
+  fi | while IFS= read -r -d '' file; do
+    [[ ! -e $file ]] || printf '%s\0' "$file"
+  done
 }
 
 

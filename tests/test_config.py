@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import tracked
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -680,7 +681,7 @@ def test_the_launchers_check_accepts_exactly_the_trainers_arguments(
 # ---------------------------------------------------------------- config/
 
 
-@pytest.mark.parametrize("file", sorted((KIT / "config").glob("*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", tracked("config/*.yaml"), ids=lambda file: file.name)
 def test_the_files_in_config_are_valid_for_the_number_of_ranks_in_their_comments(file: Path) -> None:
     text = file.read_text()
     tree: dict[str, Any] = yaml.safe_load(text)

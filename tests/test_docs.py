@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import tracked
 from pydantic import BaseModel
 from test_house import ALLOWED_IMPORTS, modules, name_of, package_of
 
@@ -35,7 +36,7 @@ from distributed.jobs import config as jobs_config
 KIT = Path(__file__).resolve().parents[1]
 GUIDES = ("README.md", "LAUNCH_GUIDE.md", "TROUBLESHOOTING.md", "CONTRIBUTING.md", "CHANGELOG.md")
 RUN = ("README.md", "LAUNCH_GUIDE.md")  # their commands are run where any machine can run them
-CONFIGS = sorted(path.name for path in (KIT / "config").glob("*.yaml"))
+CONFIGS = [path.name for path in tracked("config/*.yaml")]
 COMMAND_TIMEOUT = 120  # seconds
 
 # Scripts with --dry-run.
@@ -51,7 +52,7 @@ HELPER = "scripts/jobs/distributed_train_helper.py"
 JOB = "4711"  # the job id in the guides
 HARMLESS_MODULES = ("checkpoint.directory", "runs.verdict")  # they start nothing
 SYSTEM_PROGRAMS = {
-    *("cp", "df", "env", "free", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "sacct"),
+    *("cd", "cp", "df", "env", "free", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "sacct"),
     *("sacctmgr", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "source", "squeue", "srun", "ss", "ssh", "sudo"),
     *("tail", "tensorboard", "torchfrtrace", "torchrun", "unset", "wandb"),
 }
@@ -553,7 +554,7 @@ def test_the_table_of_packages_agrees_with_the_code() -> None:
 def test_the_table_of_scripts_lib_lists_all_its_files() -> None:
     rows = re.findall(r"^\| (`[^|]+) \| [^|]+ \|$", text_of("CONTRIBUTING.md"), re.MULTILINE)
     listed = [name for row in rows for name in re.findall(r"`([\w.]+)`", row) if "." in name or name == "ssh_config"]
-    assert sorted(listed) == sorted(path.name for path in (KIT / "scripts/lib").iterdir() if path.is_file())
+    assert sorted(listed) == [path.name for path in tracked("scripts/lib/*")]
 
 
 # ---------------------------------------------------------------- links and names
@@ -592,8 +593,8 @@ FOREIGN_MESSAGES = "PyTorch, CUDA, NCCL and the shell"  # the section of message
 
 
 def sources() -> list[Path]:
-    patterns = ("distributed/**/*.py", "scripts/**/*.py", "scripts/**/*.sh", "scripts/**/*.bash")
-    return [KIT / "train.py", KIT / "tests/run.sh", *(path for pattern in patterns for path in KIT.glob(pattern))]
+    scripts = (f"scripts/**/*.{suffix}" for suffix in ("py", "sh", "bash"))
+    return tracked("train.py", "tests/run.sh", "distributed/**/*.py", *scripts)
 
 
 @cache
@@ -671,7 +672,7 @@ def test_an_unknown_message_is_not_found_in_the_sources(unknown: str) -> None:
 @cache
 def expected_by_tests() -> str:
     """Return the text of the tests, without quotes, and with strings on two lines joined."""
-    files = [*KIT.glob("tests/**/test_*.py"), *KIT.glob("tests/*.bats")]
+    files = tracked("tests/**/test_*.py", "tests/*.bats")
     text = "".join(path.read_text() for path in files if path != Path(__file__))
     return re.sub(r"""["'\\`]""", "", re.sub(r'"\s*\n\s*f?"', "", text))
 

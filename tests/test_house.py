@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from conftest import slow_names
+from conftest import slow_names, tracked
 
 from distributed.jobs.servers import KIT_FILES
 
@@ -52,11 +53,11 @@ STANDARD_LIBRARY_ALONE = {
     "training.base_model", "world",
 }  # fmt: skip
 
-SCRIPTS = sorted(
+SCRIPTS = [
     path
-    for path in [*KIT.glob("scripts/**/*.sh"), *KIT.glob("scripts/**/*.py"), KIT / "tests/run.sh"]
+    for path in tracked("scripts/**/*.sh", "scripts/**/*.py", "tests/run.sh")
     if "lib" not in path.relative_to(KIT).parts
-)
+]
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _imports(node: ast.AST, in_try: bool) -> Iterator[Import]:
 
 
 def modules() -> list[Path]:
-    return sorted((KIT / "distributed").glob("**/*.py"))
+    return tracked("distributed/**/*.py")
 
 
 def name_of(path: Path) -> str:
@@ -187,8 +188,7 @@ def test_every_requirement_is_imported() -> None:
     """numpy is an exception: torch needs it. requirements-test.txt has what only tests import."""
     lines = (KIT / "requirements.txt").read_text().splitlines()
     names = {re.split("[=<>]", line)[0] for line in lines if not line.startswith("#")} - {"numpy"}
-    sources = [*(KIT / "distributed").rglob("*.py"), KIT / "train.py"]
-    found = {one.top for path in sources for one in imports(path)}
+    found = {one.top for path in [*modules(), KIT / "train.py"] for one in imports(path)}
     assert {{"PyYAML": "yaml"}.get(name, name) for name in names} <= found
 
 
@@ -211,11 +211,11 @@ def test_nothing_is_installable() -> None:
 def test_directories_of_tests_are_those_of_the_package() -> None:
     """They contain no __init__.py: tests/distributed/__init__.py would replace the package."""
     packages = {path.parent.name for path in modules() if path.name == "__init__.py"} - {"distributed"}
-    tests = [path.relative_to(KIT / "tests") for path in KIT.glob("tests/**/test_*.py")]
+    tests = [path.relative_to(KIT / "tests") for path in tracked("tests/**/test_*.py")]
     assert {path.parts[0] for path in tests if len(path.parts) > 1} == packages
     assert max(len(path.parts) for path in tests) == 2
     assert len({path.name for path in tests}) == len(tests), "two test files of one name: pytest imports only one"
-    assert not list(KIT.glob("tests/**/__init__.py"))
+    assert not tracked("tests/**/__init__.py")
     settings = (KIT / "pyproject.toml").read_text()
     assert all(settings.count(f'"tests/{name}"') == 2 for name in packages), (
         "add each directory to pyproject.toml for mypy and for pytest"
@@ -248,8 +248,7 @@ def test_a_bats_file_that_starts_a_laboratory_has_the_tag() -> None:
 
 
 def bash_files(suffix: str) -> list[Path]:
-    directories = ("scripts", "tests", "benchmarks")
-    return sorted(path for directory in directories for path in KIT.glob(f"{directory}/**/*{suffix}"))
+    return tracked(*(f"{directory}/**/*{suffix}" for directory in ("scripts", "tests", "benchmarks")))
 
 
 def test_programs_have_the_suffix_sh_and_are_executable() -> None:
@@ -268,7 +267,7 @@ def test_sourced_files_have_the_suffix_bash_and_are_not_executable() -> None:
         assert path.read_text().startswith("# shellcheck shell=bash\n#\n# "), f"{path}: must begin with a description"
 
 
-SOURCED = {path.stem: path for path in KIT.glob("scripts/lib/*.bash")}
+SOURCED = {path.stem: path for path in tracked("scripts/lib/*.bash")}
 
 
 def sourced_by(program: Path) -> list[str]:
@@ -276,7 +275,7 @@ def sourced_by(program: Path) -> list[str]:
     return re.findall(r"^ *source .*/(\w+)\.bash\"$", program.read_text(), re.MULTILINE)
 
 
-PROGRAMS = [path for path in KIT.glob("scripts/**/*.sh") if sourced_by(path)]
+PROGRAMS = [path for path in tracked("scripts/**/*.sh") if sourced_by(path)]
 
 
 def functions_of(path: Path) -> set[str]:
@@ -358,18 +357,29 @@ def test_a_script_refuses_an_unknown_option(path: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def sources() -> Iterator[Path]:
-    yield from (path for path in KIT.iterdir() if path.suffix in {".md", ".py", ".toml", ".txt"})
-    for directory in (".ci", "benchmarks", "config", "distributed", "scripts", "tests"):
-        yield from (path for path in (KIT / directory).glob("**/*") if path.is_file() and path.suffix != ".pyc")
-
-
-def test_no_file_contains_a_path_of_this_machine() -> None:
-    private = re.compile(rf"/(?:work|root|Users)/|{re.escape(str(KIT))}")
+def test_no_file_contains_the_home_directory_of_a_person() -> None:
+    """Examples in the guides and tests are in the home directories of ada and me."""
+    private = re.compile(r"(?<![\w$}])/(?:root|Users/\w+|home/(?!(?:ada|me)\b)\w+)/")
     named = [
         f"{path.relative_to(KIT)}:{number}: {line.strip()}"
-        for path in sources()
+        for path in tracked("**/*")
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
         if private.search(line) and path != Path(__file__).resolve()
     ]
     assert not named, "\n".join(named)
+
+
+def test_only_files_that_git_tracks_are_read(tmp_path: Path) -> None:
+    """Output redirected into the checkout, or a script of the user's there, must not fail a test."""
+    for name in ("a.txt", "scripts/b.sh", "scripts/lib/c.sh", "scripts/deleted.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for arguments in (["init", "--quiet"], ["add", "."]):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
+    (tmp_path / "scripts/deleted.sh").unlink()
+    for name in ("out.txt", "scripts/mine.sh"):
+        (tmp_path / name).touch()
+    found = [str(path.relative_to(tmp_path)) for path in tracked("*.txt", "scripts/**/*.sh", root=tmp_path)]
+    assert found == ["a.txt", "scripts/b.sh", "scripts/lib/c.sh"]
+    shutil.rmtree(tmp_path / ".git")
+    assert len(tracked("*.txt", "scripts/**/*.sh", root=tmp_path)) == 5
