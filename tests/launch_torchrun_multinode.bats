@@ -42,7 +42,7 @@ by_hand() { # <node> <launcher> <node rank> <argument...>
 
 
 # bats test_tags=quick
-@test "by hand on three nodes: missing nodes are reported, and arguments are unchanged" {
+@test "by hand on three nodes: each node prints what it waits for, and arguments are unchanged" {
   write_script <<'END'
 total = torch.tensor(rank)
 dist.all_reduce(total)
@@ -52,6 +52,8 @@ END
   arguments=(--env "VALUE=a 'b' \$c" --script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT" -- 'x  y' '*' $'a\nb' '')
   by_hand "$N2" launch_torchrun_multinode.sh 1 "${arguments[@]}"
   by_hand "$N1" launch_torchrun_multinode.sh 0 "${arguments[@]}"
+  wait_for_line out.0 "waiting at $N1:$PORT for node ranks 1 to 2: run the same command there, with that NODE_RANK"
+  wait_for_line out.1 "joining the first node at $N1:$PORT; rank 0 prints there"
   wait_for_line out.0 "agent: 2 of 3 nodes joined, waiting for node rank 2, "
   wait_for_line out.1 "agent: 2 of 3 nodes joined, waiting for node rank 2, "
   by_hand "$N3" launch_torchrun_multinode.sh 2 "${arguments[@]}"
@@ -59,6 +61,8 @@ END
     wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 0 ]
     [ "$(<"received.$number")" = "${PREFIX}$((number + 1)) 3 ['x  y', '*', 'a\\nb', ''] a 'b' \$c" ]
+    run=$(grep -o "run [^ :]*: " out.0)
+    grep "agent: all 3 nodes joined: $N1, $N2, $N3; the first node's ${run/run /run is }" <(sed 's/$/: /' "out.$number")
   done
 }
 
@@ -112,7 +116,7 @@ END
   by_hand "$N1" launch_torchrun_multinode.sh 0 tiny.yaml 1 2 0 "$N1" "$PORT"
   by_hand "$N2" launch_torchrun_multinode.sh 1 tiny.yaml 1 2 1 "$N1" "$PORT"
   wait_for_line out.0 "step      3/100000"
-  run=$(grep -o "run [^ :]*" out.1 | cut -d' ' -f2)
+  run=$(grep -om 1 "run [^ :]*" out.1 | cut -d' ' -f2)
   supervisor stop --dir "$WORK/logs/$run" --name "$N2"
   for number in 0 1; do
     wait_for_exit "${PIDS[number]}"

@@ -69,7 +69,11 @@ class Rendezvous(StaticTCPRendezvous):
             self.membership.close()
         address, names = f"{self.master_addr}:{self.master_port}", os.environ.get("MUSTER_NODES", "").split()
         self.membership = Membership(self.rank, self.world_size, facts, address, self._connect, run_name, names)
-        return self.membership.wait_for_all(self.timeout.total_seconds(), log)
+        run = self.membership.wait_for_all(self.timeout.total_seconds(), log)
+        if not names:  # nodes started by hand: each has its own launcher and run directory
+            members = ", ".join(self.membership.members[rank]["node"] for rank in range(self.world_size))
+            log(f"all {self.world_size} nodes joined: {members}; the first node's run is {run.name}")
+        return run
 
     def _serve(self) -> TCPStore:
         try:

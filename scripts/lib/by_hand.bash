@@ -50,3 +50,17 @@ build_manual_agent_command() { # <run directory>
   build_agent_command --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$1/ranks/${NODES[0]}"
 }
+
+
+# Print which nodes this one waits for, and where its output is.
+announce_node() {
+  local others="node rank 1"
+  ((NNODES > 1)) || return 0
+  ((NNODES == 2)) || others="node ranks 1 to $((NNODES - 1))"
+  if ((NODE_RANK == 0)); then
+    log "waiting at $MASTER_ADDR:$MASTER_PORT for $others: run the same command there, with that NODE_RANK"
+  else
+    log "joining the first node at $MASTER_ADDR:$MASTER_PORT; rank 0 prints there," \
+      "for the output of this node: tail -f $RUN/node_${NODES[0]}.log"
+  fi
+}

@@ -65,8 +65,7 @@ main() {
     return
   fi
   open_run
-  ((!NODE_RANK)) ||
-    log "rank 0 prints on the first node; for the output of this node: tail -f $RUN/node_${NODES[0]}.log"
+  announce_node
   begin_run
   while true; do
     build_manual_agent_command "$RUN"
