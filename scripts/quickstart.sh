@@ -55,6 +55,16 @@ longer_training() {
 }
 
 
+# Set EFFECTIVE to these settings; of several with the same key, only the last counts.
+choose_effective_settings() { # <KEY=VALUE...>
+  EFFECTIVE=()
+  while (($#)); do
+    [[ $(printf '\n%s' "${@:2}") == *$'\n'"${1%%=*}="* ]] || EFFECTIVE+=("$1")
+    shift
+  done
+}
+
+
 train() {
   local command=("$LAUNCH" --python "$VENV/bin/python" "$CONFIG" "$NPROC")
   if ((${#SETTINGS[@]} > 0)); then
@@ -78,6 +88,7 @@ print_next_steps() {
   local more fish=''
   [[ ${SHELL-} != */fish ]] || fish=.fish
   mapfile -t more < <(longer_training)
+  choose_effective_settings "${SETTINGS[@]}" "${more[@]}"
   printf '\nWhat to do next:\n\n'
   [[ $CALLER -ef $KIT ]] || printf '  cd %s\n' "$(quote "$KIT")"
   list_pythons
@@ -87,7 +98,7 @@ print_next_steps() {
   tail -n 3 logs/latest/metrics.jsonl
 
   # continue this training; or start from step 0
-  $(quote "$LAUNCH" "$CONFIG" "$NPROC" -- "${SETTINGS[@]}" "${more[@]}")
+  $(quote "$LAUNCH" "$CONFIG" "$NPROC" -- "${EFFECTIVE[@]}")
   scripts/quickstart.sh --fresh
 
   # check this machine, and measure communication between processes

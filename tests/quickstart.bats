@@ -253,9 +253,11 @@ installations() {
   quickstart
   [[ "$output" == *"quickstart.yaml 2 -- train.steps=3000"$'\n'* ]]
   quickstart -- train.steps=50
-  [[ "$output" == *" -- train.steps=50 train.steps=3000"$'\n'* ]]
+  [[ "$output" == *"quickstart.yaml 2 -- train.steps=3000"$'\n'* ]]
+  quickstart -- train.steps=50 "data.path=a train.steps=1" data.path=b
+  [[ "$output" == *"quickstart.yaml 2 -- data.path=b train.steps=3000"$'\n'* ]]
   quickstart -- train.steps=4000
-  [[ "$output" == *" -- train.steps=4000 train.steps=8000"$'\n'* ]]
+  [[ "$output" == *"quickstart.yaml 2 -- train.steps=8000"$'\n'* ]]
 }
 
 
