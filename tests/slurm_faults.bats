@@ -211,8 +211,9 @@ END
   wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
   shows err "verdict: stopped: stopped on request, checkpoint written"
+  shows err "submit the same job to resume"
   ls -d "check points"/step_*
-  run ! grep requeue "logs/slurm-$JOB.err"
+  run ! grep -E "requeue|run the same command" "logs/slurm-$JOB.err"
   no_processes_within 10
 }
 
@@ -235,6 +236,7 @@ END
   JOBS+=("$(sbatch --parsable --partition=urgent --nodes=3 --exclusive --output=urgent --wrap 'echo here')")
   wait_for_requeue 1
   wait_for_line "logs/slurm-$JOB.out" "resuming from"
+  run ! grep -E "run the same command|submit the same job" "logs/slurm-$JOB.err"
   [ -s urgent ]
 }
 

@@ -40,6 +40,7 @@ from distributed.runs.node_log import FATAL, LoggedException, parse_exception, r
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 CLOCK_TOLERANCE = 1.0  # seconds between failures on two nodes that may have happened in either order
 BY_SLURM = "node failure reported by SLURM"  # message of a lost node, after which SLURM ends the job
+RESUME = "run the same command again to resume"
 SHOWN_OTHERS = 3  # other ranks of a hang
 SHOWN = 240  # characters of a message in a sentence
 SHOWN_LINES = 8  # lines of a message or a log
@@ -281,7 +282,7 @@ def _sentence(failure: Failure) -> str:
         Kind.UNCLEAR: unclear,
         Kind.MISSING_RANK: f"{name} {failure.witness}",
         Kind.COLLATERAL: f"the cause was not recorded; {name} was affected first: {problem}",
-        Kind.STOPPED: "stopped on request, checkpoint written; run the same command again to resume",
+        Kind.STOPPED: "stopped on request, checkpoint written",
         Kind.TERMINATED: f"{how}; no rank had failed before",
     }[kind_of(failure)]
 
@@ -370,9 +371,14 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _LIBRARY = re.compile(r'File "(<frozen |.*/(site-packages|dist-packages|lib/python3[.\d]*)/)')
 
 
-def render(verdict: Verdict, run: Path) -> str:
-    """The verdict as text: the cause, hints, the traceback, and the path of the log."""
+def render(verdict: Verdict, run: Path, resume: str = RESUME) -> str:
+    """The verdict as text: the cause, hints, the traceback, and the path of the log.
+
+    resume: how to resume a run that has written a checkpoint; "" if the launcher prints that itself.
+    """
     lines = [f"verdict: {verdict.outcome}: {verdict.cause}"]
+    if verdict.exit_code == STOPPED and resume:
+        lines[0] += f"; {resume}"
     if verdict.outcome == "failed":
         lines += [f"  {line}" for line in _details(verdict, run)]
     return "\n".join(lines) + "\n"
@@ -426,6 +432,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
     parser.add_argument("--report", action="store_true", help="also write report.html")
     parser.add_argument("--exit-code", type=int, metavar="N", help="the launcher's own exit code")
+    parser.add_argument("--resume", metavar="TEXT", default=RESUME, help="how to resume a stopped run")
     options = parser.parse_args(arguments)
     if not options.run.is_dir():
         parser.error(f"'{options.run}' is not a run directory; choose one in logs/")
@@ -436,7 +443,7 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         sys.stderr.write(f"verdict: warning: cannot write {options.run}/verdict.json: {error.strerror}\n")
     sys.stderr.write("".join(f"verdict: warning: {warning}\n" for warning in evidence.warnings))
-    sys.stderr.write(render(verdict, options.run))
+    sys.stderr.write(render(verdict, options.run, options.resume))
     if options.report:
         from distributed.runs import report  # not at the top: status imports this module, but needs no report
 

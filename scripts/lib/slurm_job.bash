@@ -11,6 +11,7 @@ REQUEUES=${SLURM_RESTART_COUNT:-0} # including requeues by SLURM
 
 # Set CONFIG and the options of the job, from the arguments or the environment of sbatch.
 parse_job_arguments() {
+  BATCH_JOB=1
   CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${CALL[@]:1}")
   GRACE=${MUSTER_GRACE:-120} # SLURM's KillWait, usually shorter, ends the remaining processes
   [[ $SCRIPT$MODULE ]] || SCRIPT=$SCRIPT_FROM_ENVIRONMENT
@@ -90,7 +91,10 @@ find_earlier_run() {
 
 # Requeue the job if SLURM stopped it or a node was lost, but not if the user stopped it or a rank failed.
 requeue_if_stopped() {
-  is_batch_script && { stopped_by_slurm || lost_a_node; } || return 0
+  if ! is_batch_script || ! { stopped_by_slurm || lost_a_node; }; then
+    ((CODE != EXIT_STOPPED)) || record "submit the same job to resume"
+    return 0
+  fi
   if ((REQUEUES >= MAX_REQUEUES)); then
     record "requeued $(counted "$REQUEUES" time), and --max-requeues is $MAX_REQUEUES;" \
       "not requeueing: submit the same job to resume"

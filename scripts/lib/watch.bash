@@ -22,6 +22,7 @@ declare -A UNSTARTED=()         # nodes on which the supervisor could not be sta
 declare -A SUPERVISED=()        # nodes started by start_node, which have a client of their own
 SWEEPS=()                       # processes that end the remaining processes on lost nodes
 EVENTS=''                       # file descriptor of a pipe, opened for both directions: writers never block
+BATCH_JOB=0                     # 1: the launcher is a batch script of SLURM
 CODE=0                          # exit code of the run, set by report_verdict
 STATUS=0                        # exit code of the first node that failed
 SIGNAL=''                       # signal that requested a stop
@@ -334,6 +335,7 @@ report_verdict() {
     TERM | HUP) options=(--exit-code "$EXIT_TERMINATED") ;;
     *) options=(--exit-code "$STATUS") ;;
   esac
+  ((!BATCH_JOB)) || options+=(--resume '') # slurm_job.bash prints whether it requeues the job
   # Through a pipe, as a closed console must not change the exit code.
   verdict=$(kit_python runs.verdict "$RUN" --report "${options[@]}" 2>&1) && CODE=0 || CODE=$?
   printf '%s\n' "$verdict" >&2 || true

@@ -925,7 +925,9 @@ def test_an_interrupted_launcher_determines_the_exit_code(
 def test_the_verdict_of_a_stopped_run_says_how_to_resume(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run.ranks_ended("n1", r0=(75, False), r1=(75, True))
     assert verdict.main([str(run.path)]) == 75
-    assert "run the same command again to resume" in capsys.readouterr().err
+    assert "checkpoint written; run the same command again to resume\n" in capsys.readouterr().err
+    assert verdict.main([str(run.path), "--resume", ""]) == 75
+    assert capsys.readouterr().err == "verdict: stopped: stopped on request, checkpoint written\n"
 
 
 def test_a_full_disk_does_not_prevent_the_printed_verdict(
