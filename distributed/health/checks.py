@@ -50,7 +50,7 @@ def check_python(facts: Facts) -> Iterator[Finding]:
         yield warning(
             f"{python.version} ({python.path}), but the conda environment {python.unused_conda} is active",
             "to use its Python:",
-            f"scripts/doctor.sh --python {shlex.quote(python.unused_conda + '/bin/python')}",
+            shlex.join([f"{facts.kit}/scripts/doctor.sh", "--python", f"{python.unused_conda}/bin/python"]),
         )
     else:
         yield ok(f"{python.version}: {python.path}")

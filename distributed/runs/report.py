@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distributed.files import write_file
+from distributed.files import KIT, write_file
 from distributed.runs import charts, ranks
 from distributed.runs.charts import Line, Mark, compact, figure
 from distributed.runs.history import History, Point, read_metrics
@@ -54,6 +54,7 @@ class RunRecords:
     notes: Sequence[str]  # about files that could not be read
     nodes: Sequence[str]  # in the order of their node ranks
     started: datetime | None
+    directory: Path  # absolute
 
     def fact(self, section: str, key: str) -> Any:
         """A value of settings.json, or None."""
@@ -88,7 +89,7 @@ def read(directory: Path) -> RunRecords:
         started = datetime.fromisoformat(str(run.get("started")))
         started = started if started.tzinfo else started.replace(tzinfo=timezone.utc)
     name, nodes = text(run.get("run")) or directory.name, [*map(str, listed(run.get("nodes")))]
-    return RunRecords(name, run, settings, verdict, history, read_usage(directory), notes, nodes, started)
+    return RunRecords(name, run, settings, verdict, history, read_usage(directory), notes, nodes, started, directory)
 
 
 def _resumed_from(directory: Path, history: History) -> list[History]:
@@ -113,7 +114,7 @@ def page(run: RunRecords) -> str:
     all_marks = event_marks(run.history)
     events = [mark for mark in all_marks if mark.style != "checkpoint"]
     notes = "".join(f"<p>{escape(note)}</p>" for note in run.notes)
-    update = f"<p>Update this page: <code>scripts/report.sh {escape(shlex.quote(run.name))}</code></p>"
+    update = shlex.join([f"{KIT}/scripts/report.sh", str(run.directory)])
     parts = [
         heading(run),
         failure(run),
@@ -125,7 +126,7 @@ def page(run: RunRecords) -> str:
         section("Settings", settings_tables(run)),
         section("Machine", machine_tables(run)),
         section("Command", command(run)),
-        f"<footer>{notes}{update}</footer>",
+        f"<footer>{notes}<p>Update this page: <code>{escape(update)}</code></p></footer>",
     ]
     return document(run.name, parts)
 

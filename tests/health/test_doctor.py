@@ -115,7 +115,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("old python", {"interpreter__version": "3.8.10"},
      "fault python", "3.8.10 is older than 3.10", "--python PATH"),
     ("other conda", {"interpreter__unused_conda": "/conda"},
-     "warning python", "/conda", "--python /conda/bin/python"),
+     "warning python", "/conda", "/opt/muster/scripts/doctor.sh --python /conda/bin/python"),
     ("no torch", {"torch": Torch()},
      "fault torch", "not installed", "-m pip install -r /opt/muster/requirements.txt"),
     ("no torch, and a Python that refuses to install", {"torch": Torch(), "interpreter__isolated": False},

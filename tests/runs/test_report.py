@@ -6,6 +6,7 @@ escaped, the page needs no network, and missing, incomplete or invalid files sti
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -695,6 +696,17 @@ def test_the_program_finds_a_run_and_prints_the_path_of_the_page(tmp_path: Path,
     assert (done.returncode, done.stderr) == (0, "")
     assert Path(done.stdout.rstrip("\n")).samefile(run / "report.html")
     assert sorted(path.name for path in run.iterdir()) == ["report.html", "run.json"]
+
+
+def test_the_command_on_the_page_updates_it_from_any_directory(tmp_path: Path) -> None:
+    (tmp_path / "a run").mkdir()
+    write_run(tmp_path / "a run", [step_line(10)])
+    program(str(tmp_path / "a run"), cwd=tmp_path)
+    page = tmp_path / "a run" / "report.html"
+    [command] = re.findall(r"Update this page: <code>(.*?)</code>", page.read_text())
+    page.unlink()
+    subprocess.run(html.unescape(command), shell=True, cwd="/", check=True, stdout=subprocess.DEVNULL)
+    assert page.exists()
 
 
 def test_an_output_directory_of_a_job_has_a_report_too(tmp_path: Path) -> None:
