@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -285,6 +286,20 @@ def test_a_command_that_is_not_run_says_why(name: str) -> None:
         assert one.needs or known or one.words[0] in SYSTEM_PROGRAMS, (
             f"{one}: not run; begin the block with `# Needs ...`"
         )
+
+
+def test_the_results_of_an_example_are_files_that_git_ignores(tmp_path: Path) -> None:
+    """An example that is run in the checkout must leave no untracked files there."""
+    words = [one.words for one in every_command(*RUN) if "--log-file" in one.words]
+    results = {each[each.index("--log-file") + 1] for each in words} | {"results.json"}
+    assert len(results) > 3
+    shutil.copy(KIT / ".gitignore", tmp_path)
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    for name in results:
+        for suffix in (".json", ".html", ".journal", ".phase1_base_models.json", ".phase2_experiments.json"):
+            (tmp_path / Path(name).with_suffix(suffix)).touch()
+    shown = subprocess.check_output(["git", "status", "--porcelain"], cwd=tmp_path, text=True)
+    assert shown == "?? .gitignore\n"
 
 
 @pytest.mark.parametrize("name", GUIDES)

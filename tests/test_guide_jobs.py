@@ -217,7 +217,7 @@ def test_nine_jobs_on_three_servers(servers: Project) -> None:
         assert "finished: " in followed
         assert running.wait() == 0, running.text
         assert "finished: 9 of 9 done" in running.text
-    results = project.results("servers.json")
+    results = project.results("results_servers.json")
     assert_all_done(results, project)
     assert {attempt["server"] for job in results["jobs"] for attempt in job["attempts"]} == {"node1", "node2", "node3"}
     assert not any((project.directory / f"tmux/node{number}/tmux-0/default").is_socket() and sessions(project, number)
@@ -246,7 +246,7 @@ def test_nine_jobs_on_slurm(slurm: Project) -> None:
     with project.terminal(line) as running:
         assert running.wait() == 0, running.text
         assert "finished: 9 of 9 done" in running.text
-    assert_all_done(project.results("slurm.json"), project)
+    assert_all_done(project.results("results_slurm.json"), project)
 
 
 def test_the_guide_has_commands_for_job_lists() -> None:

@@ -36,15 +36,16 @@ def test_fifteen_experiments_train_three_base_models_and_equal_those_by_hand(tmp
     planned = project.call(f"{command} --plan")
     assert "base models        3; 0 in the cache, 3 to train" in planned
     assert "finished: 18 of 18 done" in project.call(f"{command} --no-tmux")
-    results = project.results("two_phase.json")
+    results = project.results("results_two_phase.json")
     assert (results["totals"]["done"], results["totals"]["attempts"]) == (18, 18)
-    models = {each["hash"]: each for each in project.results("two_phase.phase1_base_models.json")["base_models"]}
+    phase1 = project.results("results_two_phase.phase1_base_models.json")
+    models = {each["hash"]: each for each in phase1["base_models"]}
     assert [len(each["experiments"]) for each in models.values()] == [5] * 3
     assert all(f"{name}  no" in planned for name in models), "the plan must list them"
     for name, each in models.items():
         verify(str(tmp_path / CACHE / name), each["digest"])
         assert each["digest"][:HASH_LENGTH] == name
-    experiments = project.results("two_phase.phase2_experiments.json")["jobs"]
+    experiments = project.results("results_two_phase.phase2_experiments.json")["jobs"]
     assert len({job["metrics"]["held_out_loss"] for job in experiments}) == 15
 
     project.env["OMP_NUM_THREADS"] = "1"  # as in a slot; the number of threads changes the rounding of sums
