@@ -15,16 +15,17 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
-from distributed.files import write_file
+from distributed.files import KIT, write_file
 from distributed.jobs.timeline import Span, Track, draw_tracks
 from distributed.runs import charts
 from distributed.runs.charts import Line, figure
@@ -135,7 +136,7 @@ def write(results: Path) -> Path:
         raise ValueError("not the results of a job list")
     curves = read_curves(results, jobs_of(facts), notes)
     target = results.with_suffix(".html")
-    write_file(target, page(facts, curves, notes).encode(errors="replace"))
+    write_file(target, page(facts, curves, notes, results.absolute()).encode(errors="replace"))
     return target
 
 
@@ -165,8 +166,13 @@ def working_directory(results: Path, jobs: Iterable[JobEntry]) -> Path:
 # ---------------------------------------------------------------- the page
 
 
-def page(results: Mapping[str, Any], curves: Mapping[str, History], notes: Sequence[str] = ()) -> str:
-    """The HTML of the page. curves: metrics by job id. notes: files that could not be read."""
+def page(
+    results: Mapping[str, Any],
+    curves: Mapping[str, History],
+    notes: Sequence[str] = (),
+    path: Path = Path("results.json"),
+) -> str:
+    """The HTML of the page. curves: metrics by job id. notes: files that could not be read. path: of the results."""
     jobs = jobs_of(results)
     charted = with_charts(jobs, curves)
     anchors = {job.position for job in charted}
@@ -174,7 +180,7 @@ def page(results: Mapping[str, Any], curves: Mapping[str, History], notes: Seque
     training, others = [job for job in jobs if job.trains], [job for job in jobs if not job.trains]
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
     parts = [
-        heading(results),
+        heading(results, path.stem),
         servers(results),
         tiles(results, jobs, curves),
         section("Failures", failures(jobs, anchors)),
@@ -182,23 +188,24 @@ def page(results: Mapping[str, Any], curves: Mapping[str, History], notes: Seque
         section("Base models", job_table(training, curves, anchors, now) if training else ""),
         section("Jobs", job_table(others, curves, anchors, now)),
         section("Loss curves", loss_curves(jobs, curves, charted)),
-        footer(notes),
+        footer(notes, path),
     ]
-    return document(cut(results["list"], 200), parts, script)
+    count = results["totals"]["jobs"]
+    return document(f"{path.stem}: {count:,} job{'s' * (count != 1)}", parts, script)
 
 
-def heading(results: Mapping[str, Any]) -> str:
-    """Id, state, time, script and backend of the list."""
+def heading(results: Mapping[str, Any], name: str) -> str:
+    """State, time, script, backend and id of the list. name: of the results file."""
     state, failed = results["state"], results["totals"]["failed"]
     style = STATE_STYLES[state]
     if state == "finished" and failed:
         style, state = "failed", f"finished, {failed:,} failed"
-    facts = [moment(results["created"]), results["script"], f"backend {results['backend']}"]
+    facts = [moment(results["created"]), results["script"], f"backend {results['backend']}", f"list {results['list']}"]
     sentences = [results["reason"]]
     if state == "running":
         sentences.append(f"As of {moment(results['updated'])}. The page is updated while the list runs.")
     return (
-        f'<header>\n<p class="eyebrow">Job list</p>\n<h1>{escape(cut(results["list"], 200))}</h1>\n'
+        f'<header>\n<p class="eyebrow">Job list</p>\n<h1>{escape(cut(name, 200))}</h1>\n'
         f'<p class="facts"><span class="state {style}">{escape(state)}</span>'
         f"{''.join(f'<span>{escape(cut(fact, 200))}</span>' for fact in facts)}</p>\n"
         + "".join(f'<p class="sentence">{escape(cut(text, 1000))}</p>\n' for text in sentences if text)
@@ -385,6 +392,8 @@ def span(job: JobEntry, attempt: AttemptEntry, now: float) -> Span:
 # ---------------------------------------------------------------- the table of jobs
 
 Cell = tuple[str, float | None]  # markup; the number to sort by, None to sort by the text
+Column = tuple[str, list[Cell]]  # title, cells
+ALWAYS_SHOWN = ("job", "state", "loss", "held_out_loss")
 NOTHING: Cell = ('<span class="none">–</span>', math.nan)
 
 
@@ -395,8 +404,8 @@ def job_table(jobs: Sequence[JobEntry], curves: Mapping[str, History], anchors: 
     same, differing = settings_of(jobs)
     settings = {*same, *differing}
     metrics = [final(job, curves) for job in jobs]
-    bases: list[tuple[str, list[Cell]]] = [("base model", [(escape(cut(job.base, 20)), None) for job in jobs])]
-    columns: list[tuple[str, list[Cell]]] = [
+    bases: list[Column] = [("base model", [(escape(cut(job.base, 20)), None) for job in jobs])]
+    columns: list[Column] = [
         ("job", [(link(job, anchors), None) for job in jobs]),
         ("state", [(f'<span class="{job.state}">{job.state}</span>', None) for job in jobs]),
         *(bases if any(job.base for job in jobs) else []),
@@ -411,16 +420,32 @@ def job_table(jobs: Sequence[JobEntry], curves: Mapping[str, History], anchors: 
         ),
     ]
     more = f"Other settings that differ: {name_list(differing[MAX_COLUMNS:])}." if len(differing) > MAX_COLUMNS else ""
-    sentences = filter(None, [same_sentence(same, len(jobs)), more])
+    columns, equal = split_equal(columns)
+    sentences = filter(None, [same_sentence(same, len(jobs)), f"Equal in all jobs: {equal}." if equal else "", more])
     above = "".join(f'<p class="sentence">{escape(sentence)}</p>\n' for sentence in sentences)
     return above + show_all(jobs) + f'<div class="scroll card">{sortable_table(columns)}</div>'
 
 
-def sortable_table(columns: Sequence[tuple[str, Sequence[Cell]]]) -> str:
+def split_equal(columns: Sequence[Column]) -> tuple[list[Column], str]:
+    """The columns that tell jobs apart, and the others as text, such as `attempts 1, step 100 of 100`.
+
+    Without the columns that are equal in all jobs, the table of a usual list is as wide as the page. Jobs, states and
+    losses are always shown.
+    """
+    shown, equal = [], []
+    for title, cells in columns:
+        if len(cells) > 1 and len(set(cells)) == 1 and title not in ALWAYS_SHOWN:
+            equal += [f"{cut(title, 40)} {unescape(cells[0][0])}"] if cells[0][0] and cells[0] != NOTHING else []
+        else:
+            shown.append((title, cells))
+    return shown, name_list(equal)
+
+
+def sortable_table(columns: Sequence[Column]) -> str:
     """A table that page.js sorts; numbers are aligned to the right."""
     styles = ["text" if any(value is None for _, value in cells) else "number" for _, cells in columns]
     head = "".join(
-        f'<th scope="col" class="{style}"><button type="button">{escape(cut(title, 40))}</button></th>'
+        f'<th scope="col" class="{style}"><button type="button">{_wrapped(title)}</button></th>'
         for style, (title, _) in zip(styles, columns, strict=True)
     )
     rows = (
@@ -429,6 +454,11 @@ def sortable_table(columns: Sequence[tuple[str, Sequence[Cell]]]) -> str:
     )
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
     return f'<table class="jobs"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
+
+
+def _wrapped(title: str) -> str:
+    """A title that may be wrapped after each underscore, so that long names of numbers do not widen the table."""
+    return escape(cut(title, 40)).replace("_", "_<wbr>")
 
 
 def _cell(cell: Cell, style: str) -> str:
@@ -594,14 +624,14 @@ def job_chart(job: JobEntry, history: History) -> str:
     return card(cut(job.name, 80), job.state, drawing, f"curve-{job.position}")
 
 
-def footer(notes: Sequence[str]) -> str:
+def footer(notes: Sequence[str], path: Path) -> str:
     """Files that could not be read, and the command that writes the page."""
     shown = [cut(note, 300) for note in notes[:MAX_NOTES]]
     if len(notes) > MAX_NOTES:
         shown.append(f"{len(notes) - MAX_NOTES:,} more notes")
     text = "".join(f"<p>{escape(note)}</p>" for note in shown)
-    command = "python -m distributed.jobs.page RESULTS_JSON"
-    return f"<footer>{text}<p>To update this page: <code>{command}</code></p></footer>"
+    command = shlex.join(["python3", f"{KIT}/scripts/lib/module.py", "jobs.page", str(path)])
+    return f"<footer>{text}<p>Update this page: <code>{escape(command)}</code></p></footer>"
 
 
 def moment(seconds: float) -> str:

@@ -213,7 +213,7 @@ def test_tiles_show_the_numbers_of_the_results() -> None:
         "Attempts": ("4", "1 repeated"),
         "Best held-out loss": ("2.510", "exp1/fold1_data"),
     }
-    assert {"sweep-3f9a", "finished, 1 failed", "train.py", "backend ssh"} <= set(reader.texts)
+    assert {"results", "list sweep-3f9a", "finished, 1 failed", "train.py", "backend ssh"} <= set(reader.texts)
 
 
 def test_the_best_loss_is_the_lowest_of_all_steps_and_jobs() -> None:
@@ -449,18 +449,30 @@ def test_differing_settings_are_columns_and_equal_ones_a_sentence() -> None:
     second["settings"] = {"fold": 2, "epochs": 10, "extra": "a"}
     text = page.page(results([first, second]), {})
     assert rows(text) == [
-        ["job", "state", "fold", "extra", "server:GPU", "attempts", "duration", "peak memory", "step", "loss",
-         "held_out_loss"],
-        ["exp1/fold1_data", "done", "1", "–", "gpu1:0", "1", "1 min 0 s", "3.0 GiB", "100 of 200", "2.010", "2.510"],
-        ["exp1/fold2_data", "done", "2", "a", "gpu1:0", "2", "30 s", "3.0 GiB", "100 of 200", "2.020", "2.520"],
+        ["job", "state", "fold", "extra", "attempts", "duration", "loss", "held_out_loss"],
+        ["exp1/fold1_data", "done", "1", "–", "1", "1 min 0 s", "2.010", "2.510"],
+        ["exp1/fold2_data", "done", "2", "a", "2", "30 s", "2.020", "2.520"],
     ]  # fmt: skip
     assert "Settings of all jobs: epochs 10" in text
+    assert "Equal in all jobs: server:GPU gpu1:0, peak memory 3.0 GiB, step 100 of 200." in text
+
+
+def test_the_table_of_one_job_shows_everything() -> None:
+    [titles, _] = rows(page.page(results([job(1, attempts=[attempt()])]), {}))
+    assert titles == ["job", "state", "server:GPU", "attempts", "duration", "peak memory", "step", "loss",
+                      "held_out_loss"]  # fmt: skip
+
+
+def test_a_page_has_the_name_of_its_results_file() -> None:
+    text = page.page(results([job(1)]), {}, path=Path("/a/lr sweep.json"))
+    assert "<title>lr sweep: 1 job</title>" in text and "<h1>lr sweep</h1>" in text
+    assert "scripts/lib/module.py jobs.page &#x27;/a/lr sweep.json&#x27;</code>" in text
 
 
 def test_a_metric_with_the_name_of_a_setting_has_its_own_column() -> None:
-    made = [job(n, settings={"lr": n, "loss": "mse"}, metrics={"loss": 2.5, "lr": 0.125}) for n in (1, 2)]
+    made = [job(n, settings={"lr": n, "loss": "mse"}, metrics={"loss": 2.5 * n, "lr": 0.125 * n}) for n in (1, 2)]
     titles, first, _ = rows(page.page(results(made), {}))
-    assert titles[2:] == ["lr", "server:GPU", "attempts", "duration", "peak memory", "last loss", "last lr"]
+    assert titles[2:] == ["lr", "last loss", "last lr"]
     assert (first[2], first[-2:]) == ("1", ["2.500", "0.125"])
 
 
@@ -674,7 +686,7 @@ def test_long_metrics_files_are_read_in_part(tmp_path: Path, monkeypatch: pytest
     path = written(tmp_path, results([job(n, metrics={}) for n in (1, 2)]), map(json.dumps, lines))
     text = page.write(path).read_text()
     assert "metrics.jsonl: 547 of 5,001 lines are shown, evenly spaced" in text
-    assert [row[-3] for row in rows(text)] == ["step", "5,000", "5,000"]
+    assert re.search("Equal in all jobs: .*step 5,000", text)
     assert tiles(Reader(text))["Best held-out loss"][0] == f"{3 / math.sqrt(5000) + 0.1:.3f}"
 
 

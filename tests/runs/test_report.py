@@ -28,7 +28,7 @@ from distributed.runs.page import duration
 
 KIT = Path(__file__).resolve().parents[2]
 HOSTILE = '<script>alert("x")</script>&\'</title><!--'
-VOID = {"meta", "br", "hr", "img", "input", "link"}
+VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 
 Json = dict[str, Any]
 
