@@ -271,6 +271,22 @@ END
 }
 
 
+@test "variables that redirect or label the streams of srun have no effect on a job and its status" {
+  endless_settings >tiny.yaml
+  export SLURM_LABELIO=1 SLURM_STDINMODE=none SLURM_STDOUTMODE=$WORK/taken SLURM_STDERRMODE=$WORK/taken
+  export SRUN_INPUT=none SRUN_OUTPUT=none SRUN_ERROR=none SLURM_UNBUFFEREDIO=1 SLURM_EXPORT_ENV=NONE
+  export SLURM_BCAST=$WORK/copy SLURM_REMOTE_CWD=/ SLURM_WORKING_DIR=/ SLURM_NO_KILL=1 SLURM_OPEN_MODE=a
+  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
+  wait_for_line "logs/slurm-$JOB.out" "step      3/100000" || { cat logs/slurm-*.err && false; }
+  run -0 "$KIT/scripts/status.sh" "$JOB"
+  [[ "$output" == *": running for "*"$N1 "*" 0 "*"$N2 "*" 1 "* ]] || { echo "$output" && false; }
+  "$KIT/scripts/stop.sh" "$JOB"
+  wait_for_job_exit "$JOB"
+  [ "$status" -eq 75 ]
+  [ ! -e taken ]
+}
+
+
 @test "GPU options of sbatch work with --gres=none" {
   local option
   printf 'print("at work")\n' >"my script.py"
