@@ -35,6 +35,47 @@ refuses() { # <expected text>
 }
 
 
+@test "options of srun that would break the launch are refused, in every spelling, in SRUN_ARGS and in CONTAINER" {
+  local options streams="the launcher needs the streams of srun; leave it out: the output of rank 0 is in"
+  local layout="the launcher places the ranks on the nodes of the job; leave it out, and "
+  for options in --output=x "--output x" --out=x -ox "-o x" -vox --error=none -e0 --input=none --in=all -i0 --label \
+    --lab -l -vl -Ql --pty --unbuffered -u; do
+    in_job SRUN_ARGS="--cpu-bind=cores $options" "$TRAIN" --dry-run -
+    refuses "SRUN_ARGS: ${options%% *}: $streams"
+  done
+  for options in --nodes=1 -N1 "-n 4" --ntasks=4 --ntasks-per-node=1 -wn1 --nodelist=n1 "-x n1" -r1 --multi-prog \
+    --het-group=0 --jobid=1 -Z -mcyclic "-m plane=2" --distribution=arbitrary "--dist cyclic:block"; do
+    in_job SRUN_ARGS="$options" "$TRAIN" --dry-run -
+    refuses "SRUN_ARGS: ${options%% *}: $layout"
+  done
+  for options in --export=NONE "--export A,B" --exp=A=1; do
+    in_job SRUN_ARGS="$options" "$TRAIN" --dry-run -
+    refuses "SRUN_ARGS: ${options%% *}: the ranks need the launcher's environment; leave it out, or use --export=ALL,"
+  done
+  for options in --bcast=/tmp/x -D/tmp --chdir=/tmp --test-only --help -h -V; do
+    in_job SRUN_ARGS="$options" "$TRAIN" --dry-run -
+    refuses "SRUN_ARGS: $options: srun would not start the ranks"
+  done
+  in_job CONTAINER="--container-image=i --label" "$TRAIN" --dry-run -
+  refuses "CONTAINER: --label: $streams"
+  in_job SRUN_ARGS="hostname" "$TRAIN" --dry-run -
+  refuses "SRUN_ARGS: expected options of srun, got 'hostname'"
+  in_job SRUN_ARGS="-v -- hostname" "$TRAIN" --dry-run -
+  refuses "SRUN_ARGS: --: the launcher names the command; leave it out"
+  in_job SRUN_ARGS=--label "$KIT/scripts/run_ddp.sh" -n 2 -c - --dry-run
+  refuses "SRUN_ARGS: --label: $streams"
+}
+
+
+@test "other options of srun are passed on" {
+  options="-v -K0 -k -W5 -c2 -t5 -Jname -vJlabel -O -m block:cyclic --distribution=block --export=ALL,A=1 --export A=1,ALL"
+  options+=" --quiet --open-mode=append --mem=0 --overlap --exclusive --mpi=none --gres=none --container-image=i -Q -X"
+  in_job SRUN_ARGS="$options" "$TRAIN" --dry-run -
+  [ "$status" -eq 0 ] || { echo "$output" && false; }
+  [[ "$output" == *" ${options//,/\\,} "* ]] || { echo "$output" && false; }
+}
+
+
 @test "a CONTAINER of white space is ignored" {
   in_job CONTAINER=" " "$TRAIN" --dry-run -
   [ "$status" -eq 0 ]

@@ -248,6 +248,56 @@ END
 }
 
 
+@test "every option and variable of sbatch for memory overrides the script's default, and the job runs" {
+  local requested expected options
+  printf 'print("at work")\n' >"my script.py"
+  while read -r requested expected; do
+    options=(--nodes=1 --ntasks-per-node=1)
+    [[ $requested != --* ]] || options+=("$requested")
+    [[ $requested == --* ]] || export "${requested?}"
+    submit "${options[@]}" slurm_train.sh --script "my script.py" -
+    [[ $requested == --* ]] || unset "${requested%%=*}"
+    wait_for_job_exit "$JOB"
+    [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
+    [[ "$(scontrol show job "$JOB")" == *"$expected"* ]] || { scontrol show job "$JOB" && false; }
+  done <<'END'
+--mem=90M MinMemoryNode=90M
+--mem-per-cpu=90M MinMemoryCPU=90M
+--mem-per-gpu=90M MemPerTres=gres:gpu:90
+SBATCH_MEM_PER_NODE=90M MinMemoryNode=90M
+SBATCH_MEM_PER_CPU=90M MinMemoryCPU=90M
+SBATCH_MEM_PER_GPU=90M MemPerTres=gres:gpu:90
+END
+}
+
+
+@test "variables that redirect or label the streams of srun have no effect on a job and its status" {
+  endless_settings >tiny.yaml
+  export SLURM_LABELIO=1 SLURM_STDINMODE=none SLURM_STDOUTMODE=$WORK/taken SLURM_STDERRMODE=$WORK/taken
+  export SRUN_INPUT=none SRUN_OUTPUT=none SRUN_ERROR=none SLURM_UNBUFFEREDIO=1 SLURM_EXPORT_ENV=NONE
+  export SLURM_BCAST=$WORK/copy SLURM_REMOTE_CWD=/ SLURM_WORKING_DIR=/ SLURM_NO_KILL=1 SLURM_OPEN_MODE=a
+  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
+  wait_for_line "logs/slurm-$JOB.out" "step      3/100000" || { cat logs/slurm-*.err && false; }
+  run -0 "$KIT/scripts/status.sh" "$JOB"
+  [[ "$output" == *": running for "*"$N1 "*" 0 "*"$N2 "*" 1 "* ]] || { echo "$output" && false; }
+  "$KIT/scripts/stop.sh" "$JOB"
+  wait_for_job_exit "$JOB"
+  [ "$status" -eq 75 ]
+  [ ! -e taken ]
+}
+
+
+@test "GPU options of sbatch work with --gres=none" {
+  local option
+  printf 'print("at work")\n' >"my script.py"
+  for option in --gpus=1 --gpus-per-node=1 --gpus-per-task=1; do
+    submit "$option" --gres=none --nodes=1 --ntasks-per-node=1 slurm_train.sh --script "my script.py" -
+    wait_for_job_exit "$JOB"
+    [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
+  done
+}
+
+
 @test "status.sh and stop.sh work on a pending job" {
   touch "my script.py"
   SCRIPT="my script.py" submit --begin=now+1hour slurm_train.sh -

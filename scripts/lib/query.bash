@@ -119,10 +119,10 @@ run_in_job() { # <node> <command...>
 }
 
 
-# Remove the variables of another job, if this shell is in one.
+# Remove the variables of another job, if this shell is in one, and those that act like options of srun.
 clear_slurm_environment() {
   local name
-  for name in "${!SLURM_@}"; do
+  for name in "${!SLURM_@}" "${!SRUN_@}"; do
     [[ $name == SLURM_CONF ]] || unset "$name"
   done
 }

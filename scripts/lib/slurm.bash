@@ -13,6 +13,14 @@ CORES_PER_RANK=0       # 0: fewer cores than ranks
 CORES_PER_NODE=1       # minimum of all nodes
 CONTAINER_COMMAND=()   # command prefix for Python
 SRUN_OPTIONS=()        # from SRUN_ARGS and CONTAINER
+# Options of srun that SRUN_ARGS and CONTAINER must not contain, by the reason.
+STREAM_OPTIONS=(--input --output --error --label --pty --unbuffered)
+LAYOUT_OPTIONS=(--nodes --ntasks --ntasks-per-node --ntasks-per-gpu --nodelist --nodefile --exclude --relative
+  --multi-prog --het-group --pack-group --jobid --no-allocate)
+OTHER_REFUSED_OPTIONS=(--chdir --bcast --bcast-exclude --test-only --help --usage --version)
+declare -A LONG_OPTION=([i]=--input [o]=--output [e]=--error [l]=--label [u]=--unbuffered [N]=--nodes [n]=--ntasks
+  [w]=--nodelist [F]=--nodefile [x]=--exclude [r]=--relative [Z]=--no-allocate [m]=--distribution [D]=--chdir [h]=--help
+  [V]=--version)
 RANK_PYTHON=''
 
 
@@ -54,11 +62,61 @@ check_slurm_settings() {
   [[ ! $lines ]] || mapfile -t SRUN_OPTIONS <<<"$lines"
   lines=$(split_arguments CONTAINER)
   [[ ! $lines ]] || mapfile -t arguments <<<"$lines"
+  refuse_srun_options SRUN_ARGS "${SRUN_OPTIONS[@]}"
   if [[ $lines == -* ]]; then
+    refuse_srun_options CONTAINER "${arguments[@]}"
     SRUN_OPTIONS=("${arguments[@]}" "${SRUN_OPTIONS[@]}")
   elif [[ $lines ]]; then
     CONTAINER_COMMAND=("${arguments[@]}")
   fi
+}
+
+
+# Exit when these arguments are not options of srun, or one of them would break the launch.
+refuse_srun_options() { # <name of the variable> <argument...>
+  local variable=$1 option
+  shift
+  (($# == 0)) || [[ $1 == -?* && $1 != -- ]] || die_usage "$variable: expected options of srun, got '$1'"
+  while (($#)); do
+    case $1 in
+      --) die_usage "$variable: --: the launcher names the command; leave it out" ;;
+      --*=*) refuse_srun_option "$variable" "$1" "${1%%=*}" "${1#*=}" ;;
+      --*) refuse_srun_option "$variable" "$1" "$1" "${2-}" ;;
+      -*)
+        option=${1#-}
+        while [[ $option == [EHIKOQXZhklsuvV]* && ! ${LONG_OPTION[${option::1}]-} ]]; do # options without a value
+          option=${option:1}
+        done
+        [[ ! $option || ! ${LONG_OPTION[${option::1}]-} ]] ||
+          refuse_srun_option "$variable" "$1" "${LONG_OPTION[${option::1}]}" "${option:1}${2-}"
+        ;;
+    esac
+    shift
+  done
+}
+
+
+# srun accepts abbreviated names.
+refuse_srun_option() { # <name of the variable> <argument> <option, perhaps abbreviated> <its value, or what follows>
+  if [[ " ${STREAM_OPTIONS[*]}" == *" $3"* ]]; then
+    die_usage "$1: $2: the launcher needs the streams of srun; leave it out:" \
+      "the output of rank 0 is in the job's output, that of each node in node_<name>.log of the run directory"
+  elif [[ " ${LAYOUT_OPTIONS[*]}" == *" $3"* ]] || [[ " --distribution" == *" $3"* && $4 != block* ]]; then
+    die_usage "$1: $2: the launcher places the ranks on the nodes of the job; leave it out, and request nodes and" \
+      "tasks with sbatch or salloc"
+  elif [[ " --export" == *" $3"* && ,$4, != *,ALL,* ]]; then
+    die_usage "$1: $2: the ranks need the launcher's environment; leave it out, or use --export=ALL,NAME=VALUE"
+  elif [[ " ${OTHER_REFUSED_OPTIONS[*]}" == *" $3"* ]]; then
+    die_usage "$1: $2: srun would not start the ranks, or not in the working directory; leave it out"
+  fi
+}
+
+
+# Remove variables that act like the refused options.
+unset_srun_variables() {
+  unset SLURM_STDINMODE SLURM_STDOUTMODE SLURM_STDERRMODE SLURM_LABELIO SLURM_UNBUFFEREDIO SLURM_EXPORT_ENV \
+    SLURM_BCAST SLURM_BCAST_EXCLUDE SLURM_SEND_LIBS SLURM_REMOTE_CWD SLURM_WORKING_DIR SLURM_HOSTFILE \
+    SLURM_NO_KILL SLURM_KILL_BAD_EXIT SLURM_WAIT SRUN_INPUT SRUN_OUTPUT SRUN_ERROR SRUN_EXPORT_ENV
 }
 
 
@@ -92,8 +150,9 @@ slurm_check_call() { # <number of ranks; 0: as many as are allocated>
 slurm_choose_port() {
   [[ ! $MASTER_PORT ]] || return 0
   # Without --gres none, the step of a job with --gpus would ask for all of its GPUs on this one node.
-  MASTER_PORT=$(srun --overlap --gres none --nodes 1 --ntasks 1 --nodelist "${NODES[0]}" --input none \
-    "$PYTHON" "$KIT/scripts/lib/module.py" slurm.allocation "$SLURM_JOB_ID") ||
+  MASTER_PORT=$(unset_srun_variables &&
+    srun --overlap --gres none --nodes 1 --ntasks 1 --nodelist "${NODES[0]}" --input none \
+      "$PYTHON" "$KIT/scripts/lib/module.py" slurm.allocation "$SLURM_JOB_ID") ||
     die "${NODES[0]}: cannot find a free port; see the messages of srun above, or give one with --master-port"
 }
 
@@ -164,6 +223,7 @@ run_step() { # <node:tasks,...> <command...>
   local status=0
   trap '' INT TERM HUP TSTP USR2 # must survive signals to the launcher, to receive the reports of the tasks
   clear_launch_environment
+  unset_srun_variables
   unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # arguments of srun replace them
   # srun passes the environment to the tasks.
   (exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \
