@@ -29,7 +29,7 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _TASKS = re.compile(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?")
-_LAST = re.compile(r"[0-9]+(?=[^0-9]*$)")  # the last number of a name
+_LAST = re.compile(r"(?<![0-9])[0-9]{1,18}(?=[^0-9]*$)")  # the last number of a name, if _RANGE can hold it
 
 T = TypeVar("T")
 
@@ -264,8 +264,11 @@ def compact(nodes: Iterable[Node | str]) -> str:
     items: list[str] = []
     for pattern, group in itertools.groupby(named, key=lambda node: replace(node, name=_LAST.sub("[]", node.name))):
         alike = list(group)
-        numbers = _ranges([_LAST.findall(node.name)[0] for node in alike]) if len(alike) > 1 else ""
-        items.append(str(pattern).replace("[]", f"[{numbers}]") if numbers else str(alike[0]))
+        if len(alike) > 1 and "[]" in pattern.name:
+            numbers = _ranges([_LAST.findall(node.name)[0] for node in alike])
+            items.append(str(pattern).replace("[]", f"[{numbers}]"))
+        else:
+            items += map(str, alike)
     return ",".join(items)
 
 

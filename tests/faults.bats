@@ -44,7 +44,7 @@ teardown() {
 # the file "go" exists. The script does not use PyTorch.
 faulty_script() {
   cat >"my script.py" <<'END'
-import ctypes, os, signal, sys, time
+import ctypes, os, signal, sys, threading, time
 
 run, rank, ranks = os.environ["MUSTER_RUN_DIR"], int(os.environ["RANK"]), range(int(os.environ["WORLD_SIZE"]))
 
@@ -60,6 +60,9 @@ def fail(fault):
     elif fault == "segfault":
         ctypes.string_at(0)
     elif fault == "raises":
+        raise ValueError("boom")
+    elif fault == "remains":
+        threading.Thread(target=time.sleep, args=(1000,)).start()
         raise ValueError("boom")
     elif fault == "fills":
         while True:
@@ -124,6 +127,15 @@ fails_with() { # <exit code> <text of the verdict> <argument of LAUNCH...>
   faulty_script
   fails_with 137 "rank 0 on $N1 died of SIGKILL" "$N1" "$N2" -- killed 0
   detected_within 1 "$N1"
+}
+
+
+@test "a rank raises and a thread keeps it alive: the failure is detected at once, the rank killed and its error named" {
+  faulty_script
+  fails_with 1 "rank 1 on $N2 raised ValueError: boom" "$N1" "$N2" -- remains 1
+  detected_within 1 "$N2"
+  [[ "$output" == *"agent: $N2: rank 1 failed with exit code 1; stopping the ranks of this node"* ]]
+  [[ "$output" == *"failed and does not exit: a thread, an exit handler or a destructor holds it; killing it"* ]]
 }
 
 
@@ -267,7 +279,7 @@ with socket.create_server(("", 29500)):
   faulty_script
   run timeout 90 "$LAUNCH" --log-dir "$SMALL_DISK" --script "my script.py" - 1 "$N1" "$N2" -- fills 1
   [ "$status" -eq 1 ]
-  [[ "$output" == *"agent: rank 1 (pid "*") ended with exit code 1"*"verdict: failed: "* ]]
+  [[ "$output" == *"agent: rank 1 (pid "*") failed with exit code 1"*"verdict: failed: "* ]]
   [[ "$output" == *"cannot write $SMALL_DISK/my-script-"*"No space left on device"* ]]
   [[ "$output" != *Traceback* ]]
   run ! grep -qsz "^MUSTER_RUN_DIR=$SMALL_DISK" /proc/[0-9]*/environ

@@ -202,6 +202,23 @@ time.sleep(300)'
 
 
 # bats test_tags=slow
+@test "with torchrun's agent, which does not notice a failed rank that a thread keeps alive, SIGTERM names its error" {
+  write_script <<'END'
+import threading
+if rank == 1:
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    raise ValueError("boom")
+time.sleep(1000)
+END
+  start --agent torchrun --script "my script.py" - 2
+  timeout 60 sh -c 'until grep -qs "ValueError: boom" logs/latest/node_*.log; do sleep 0.1; done'
+  kill -TERM "$LAUNCHER"
+  wait_for_exit
+  [ "$status" -eq 1 ]
+  grep -F "verdict: failed: rank 1 on $(uname -n) raised ValueError: boom" out
+}
+
+
 @test "without signal handlers in the script, Ctrl-C exits with 130 and SIGTERM with 143, even if both were ignored" {
   write_script <<<'print("at work", flush=True); time.sleep(300)'
   start --script "my script.py" - 2

@@ -85,6 +85,27 @@ stepd_on() { # <node>
 }
 
 
+@test "a rank raises and a thread keeps it alive: it is killed and its error named, with srun and with torchrun" {
+  local launcher
+  for launcher in srun torchrun; do
+    write_script <<'END'
+import threading
+dist.barrier()
+if rank == 1:
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    raise ValueError("boom")
+time.sleep(1000)
+END
+    LAUNCHER=$launcher SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh -
+    wait_for_job_exit "$JOB"
+    [ "$status" -eq 1 ]
+    shows err "failed and does not exit: a thread, an exit handler or a destructor holds it; killing it"
+    shows err "verdict: failed: rank 1 on $N2 raised ValueError: boom"
+    no_processes_within 10
+  done
+}
+
+
 @test "a rank is in an endless loop: --hang-timeout ends the job, and the verdict names the rank" {
   write_hanging_script
   SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh --hang-timeout 3 -

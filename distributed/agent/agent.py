@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
@@ -55,13 +55,13 @@ BLOCK = 1 << 20  # bytes per read of a rank's output
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that exited with a non-zero code. An entry of "failures" in the agent's record."""
+    """A rank that failed. An entry of "failures" in the agent's record."""
 
     rank: int
     local_rank: int
     pid: int
-    time: float  # Unix seconds at which the agent reaped it
-    exit_code: int  # 128+n for signal n
+    time: float  # Unix seconds at which it recorded its failure or, without a record, the agent reaped it
+    exit_code: int  # the recorded one, or that of the process; 128+n for signal n
     ended_by_agent: bool  # by SIGTERM or SIGKILL after another rank had failed
 
 
@@ -70,6 +70,7 @@ class Handler:
     """A rank's process with the interface of torchrun's SubprocessHandler."""
 
     proc: ForkedProcess
+    record: failure_records.RankRecord
 
     def close(self, death_sig: signal.Signals) -> None:
         self.proc.signal(death_sig)
@@ -89,7 +90,9 @@ class ForkedRanks(SubprocessContext):
         signals.make_deferrable(STOP_SIGNALS)  # torchrun's handlers raise, wherever the main thread is
         with signals.held():  # a signal must not arrive before subprocess_handlers is set
             processes = self.server.fork(ranks)
-            self.subprocess_handlers = {n: Handler(process) for n, process in enumerate(processes)}  # type: ignore[misc]
+            records = [failure_records.RankRecord(rank.environment) for rank in ranks]
+            handlers = map(Handler, processes, records)
+            self.subprocess_handlers = dict(enumerate(handlers))  # type: ignore[arg-type]
 
 
 class Agent(LocalElasticAgent):
@@ -102,6 +105,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
         super().__init__(spec, *args, **options)
         self.failures: dict[int, RankFailure] = {}  # by local rank
+        self.records: dict[str, Mapping[str, Any]] = {}  # of this node: file name -> content
         self.succeeded: list[int] = []  # ranks that exited with 0 before the agent stopped others
         if isinstance(spec.rdzv_handler, StaticTCPRendezvous):
             spec.rdzv_handler = self.rendezvous = Rendezvous(spec.rdzv_handler, self.script)
@@ -120,7 +124,7 @@ class Agent(LocalElasticAgent):
         """Exchange failure records with the other nodes, write theirs and return the exit code of the run."""
         if self.membership and (end := self.end_of_run()):
             self._write_record(end.node if end.lost else None)
-            self.membership.leave(self._records(), collect=True)
+            self.membership.leave(self.records, collect=True)
             for records in self.membership.records.values():
                 failure_records.write_missing(records)
             return end.exit_code
@@ -141,24 +145,34 @@ class Agent(LocalElasticAgent):
         """End the run on the other nodes without waiting for their records. Returns the exit code."""
         if self.membership:
             self.membership.report_end(RunEnd(failure_records.node_name(), code, reason))
-            self.membership.leave(self._records())
+            self.membership.leave(self.records)
         return code
 
     def all_stopped_on_request(self) -> bool:
         """Whether all failed ranks exited with STOPPED: they stopped on request, after writing a checkpoint."""
         return {failure.exit_code for failure in self.failures.values()} == {STOPPED}
 
-    def reap_ranks(self, ended_by_agent: bool = False) -> None:
-        """Reap ranks that have exited. Record failures. ended_by_agent: the agent has stopped the ranks."""
-        for local_rank, process in enumerate(self._processes()):
-            code = process.reap()
-            if not code or local_rank in self.failures:
+    def reap_ranks(self, ended_by_agent: bool = False, read_records: bool = True) -> None:
+        """Reap ranks that have exited. Record failures, also of ranks that have recorded theirs and have not exited.
+
+        Args:
+            ended_by_agent: the agent has stopped the ranks.
+            read_records: look for failure records of running ranks. They wake the agent when they write one.
+        """
+        for local_rank, handler in enumerate(self._handlers()):
+            process, code = handler.proc, handler.proc.reap()
+            if code == 0 or local_rank in self.failures or (code is None and not read_records):
                 continue
-            code = code if code > 0 else 128 - code
-            rank = self._worker_group.workers[local_rank].global_rank
-            if not ended_by_agent and code != STOPPED:
-                sys.stderr.write(f"agent: rank {rank} (pid {process.pid}) ended with exit code {code}\n")
-            self.failures[local_rank] = RankFailure(rank, local_rank, process.pid, time.time(), code, ended_by_agent)
+            record = handler.record.read(process.pid)
+            if code is None and not record:
+                continue
+            exit_code = record.get("exit_code") or _shell_code(code or 0)
+            rank, failed = self._worker_group.workers[local_rank].global_rank, record.get("time") or time.time()
+            if not ended_by_agent and exit_code != STOPPED:
+                sys.stderr.write(f"agent: rank {rank} (pid {process.pid}) failed with exit code {exit_code}\n")
+            self.failures[local_rank] = RankFailure(rank, local_rank, process.pid, failed, exit_code, ended_by_agent)
+            if record:
+                self.records[f"rank_{rank}.json"] = record
         if not ended_by_agent:
             workers = zip(self._worker_group.workers, self._processes(), strict=False)
             self.succeeded = [worker.global_rank for worker, process in workers if process.returncode == 0]
@@ -169,16 +183,17 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failures.clear()
+        self.records.clear()
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         with signals.held():
             # SIGCHLD ends the wait: failures that are milliseconds apart are recorded in their order.
-            ForkedRanks.server.wakeup.wait(POLL_INTERVAL)
-            self.reap_ranks()
+            woken = ForkedRanks.server.wakeup.wait(POLL_INTERVAL)
+            self.reap_ranks(read_records=woken)  # otherwise they would be looked for ten times per second
             if first := self._first_failure():
                 if self.membership:
-                    reason = f"rank {first.rank} ended with exit code {first.exit_code}"
+                    reason = f"rank {first.rank} failed with exit code {first.exit_code}"
                     self.membership.report_end(RunEnd(failure_records.node_name(), first.exit_code, reason))
                 self._stop_ranks(self.all_stopped_on_request())
             elif not self.failures and (end := self.end_of_run()):
@@ -209,26 +224,37 @@ class Agent(LocalElasticAgent):
         own = [failure for failure in self.failures.values() if not failure.ended_by_agent]
         return min(own, key=lambda failure: failure.time, default=None)
 
-    def _records(self) -> failure_records.Records:
-        return failure_records.read_own_records(failure.rank for failure in self.failures.values())
-
     def _write_record(self, lost: str | None = None) -> None:
         failures = [asdict(failure) for _, failure in sorted(self.failures.items())]
-        failure_records.write_node_record(failures, self.succeeded, lost)
+        record = failure_records.node_record(failures, self.succeeded, lost)
+        self.records |= record
+        failure_records.write(record)
+
+    def _handlers(self) -> list[Handler]:
+        context = self._pcontext
+        return list(context.subprocess_handlers.values()) if isinstance(context, ForkedRanks) else []  # type: ignore[arg-type]
 
     def _processes(self) -> list[ForkedProcess]:
-        context = self._pcontext
-        handlers = context.subprocess_handlers if isinstance(context, ForkedRanks) else {}
-        return [handler.proc for handler in handlers.values()]  # type: ignore[misc]
+        return [handler.proc for handler in self._handlers()]
 
     def _stop_ranks(self, on_request: bool) -> None:
-        """Wait for failure records or, on request, for checkpoints; then send SIGTERM, then SIGKILL."""
+        """Wait for failure records or, on request, for checkpoints; then send SIGTERM, then SIGKILL.
+
+        A rank that has failed and not exited gets only SIGKILL: SIGTERM would interrupt its exit handlers.
+        """
         self._wait(STOP_GRACE if on_request else REPORT_GRACE)
         self.reap_ranks()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for process in self._processes():
-                process.signal(number)
-            self._wait(TERM_GRACE)
+        for local_rank, process in enumerate(self._processes()):
+            if local_rank not in self.failures:
+                process.signal(signal.SIGTERM)
+        self._wait(TERM_GRACE)
+        for local_rank, process in enumerate(self._processes()):
+            if local_rank in self.failures and process.reap() is None:
+                rank = self.failures[local_rank].rank
+                log(f"rank {rank} (pid {process.pid}) failed and does not exit: a thread, an exit handler or a "
+                    "destructor holds it; killing it")  # fmt: skip
+            process.signal(signal.SIGKILL)
+        self._wait(TERM_GRACE)
         self.reap_ranks(ended_by_agent=True)
 
     def _wait(self, seconds: float) -> None:
@@ -237,6 +263,11 @@ class Agent(LocalElasticAgent):
         while any(process.reap() is None for process in self._processes()) and time.monotonic() < end:
             ForkedRanks.server.wakeup.wait(max(0.0, end - time.monotonic()))
             signals.handle()
+
+
+def _shell_code(code: int) -> int:
+    """The exit code as a shell reports it. code: that of a process, -n for signal n."""
+    return code if code >= 0 else 128 - code
 
 
 # Names inside torchrun that this module replaces or calls: owner, name, required parameters.

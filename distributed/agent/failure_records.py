@@ -1,7 +1,8 @@
 """Failure records: files in errors/ of the run directory, from which the verdict is derived.
 
-A failed rank writes rank_<rank>.json with its traceback; the agent writes node_<name>.json with the exit codes of its
-ranks. Without a run directory (MUSTER_RUN_DIR is not set) nothing is written.
+A rank that fails writes rank_<rank>.json, with its traceback, before it waits for threads, exit handlers and
+destructors; the agent writes node_<name>.json with the exit codes of its ranks. Without a run directory (MUSTER_RUN_DIR
+is not set) nothing is written there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,58 +28,80 @@ def node_name() -> str:
     return os.environ.get("MUSTER_NODE") or socket.gethostname()
 
 
-def write_rank_record(code: int, error: BaseException) -> None:
-    """Write the record of this rank, which exits with this code because of this error."""
-    if not os.environ.get("MUSTER_RUN_DIR"):
-        return
-    rank = int(os.environ["RANK"])
-    record = {
-        "rank": rank,
-        "local_rank": int(os.environ["LOCAL_RANK"]),
-        "node": node_name(),
-        "pid": os.getpid(),
-        "time": time.time(),
-        "exit_code": code,
-        "exception": type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
-    }
-    _write(f"rank_{rank}.json", record)
+class RankRecord:
+    """The failure record of the rank with this environment: it has failed from the moment this file exists.
+
+    Without a run directory the file is beside those that torchrun makes for the rank; without these there is none.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        """Reads `env` now: the script may change the environment."""
+        run, error_file = env.get("MUSTER_RUN_DIR"), env.get("TORCHELASTIC_ERROR_FILE")
+        self._rank, self._local_rank = int(env.get("RANK") or 0), int(env.get("LOCAL_RANK") or 0)
+        self._path = f"{run}/errors/rank_{self._rank}.json" if run else ""
+        if error_file and not run:
+            self._path = os.path.join(os.path.dirname(error_file), "failure.json")
+
+    def write(self, code: int, error: BaseException | None = None) -> None:
+        """Record that this process exits with this code, because of this error if there is one."""
+        record: dict[str, Any] = {
+            "rank": self._rank,
+            "local_rank": self._local_rank,
+            "node": node_name(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "exit_code": code,
+        }
+        if error:
+            record |= {
+                "exception": type(error).__name__,
+                "message": str(error),
+                "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            }
+        _write(self._path, record)
+
+    def read(self, pid: int) -> Mapping[str, Any]:
+        """The record, if the process with this id has written it; else {}: there is none, or of an earlier attempt."""
+        record = _read(self._path)
+        return record if record.get("pid") == pid else {}
 
 
-def write_node_record(failures: Sequence[Mapping[str, Any]], succeeded: Sequence[int], lost: str | None) -> None:
-    """Write the record of this node's agent. succeeded: ranks that exited with 0. lost: an unreachable node."""
+def node_record(failures: Sequence[Mapping[str, Any]], succeeded: Sequence[int], lost: str | None) -> Records:
+    """The record of this node's agent. succeeded: ranks that exited with 0. lost: an unreachable node."""
     record = {"node": node_name(), "failures": failures, "succeeded": succeeded, "lost": lost}
-    _write(f"node_{node_name()}.json", {name: value for name, value in record.items() if value or name == "failures"})
+    content = {name: value for name, value in record.items() if value or name == "failures"}
+    return {f"node_{node_name()}.json": content}
 
 
-def read_own_records(ranks: Iterable[int]) -> Records:
-    """Read the records of this node's agent and of these ranks, if they exist."""
-    names = [f"node_{node_name()}.json", *(f"rank_{rank}.json" for rank in ranks)]
-    return {name: record for name in names if (record := _read(name))}
+def write(records: Records) -> None:
+    """Write these records."""
+    for name, record in records.items():
+        _write(_path(name), record)
 
 
 def write_missing(records: Records) -> None:
     """Write the records of other nodes unless they exist: in a shared directory, those nodes have written them."""
-    for name, record in records.items():
-        if not _read(name):
-            _write(name, record)
+    write({name: record for name, record in records.items() if not _read(_path(name))})
 
 
-def _read(name: str) -> Mapping[str, Any]:
+def _path(name: str) -> str:
     run = os.environ.get("MUSTER_RUN_DIR")
+    return f"{run}/errors/{name}" if run else ""
+
+
+def _read(path: str) -> Mapping[str, Any]:
     try:
-        return json.loads(Path(run, "errors", name).read_bytes()) if run else {}
+        return json.loads(Path(path).read_bytes()) if path else {}
     except (OSError, ValueError):
         return {}
 
 
-def _write(name: str, record: Mapping[str, Any]) -> None:
+def _write(path: str, record: Mapping[str, Any]) -> None:
     """Write a record. An error, such as a full disk, is printed on stderr: it must not change the rank's exit code."""
-    if not (run := os.environ.get("MUSTER_RUN_DIR")):
+    if not path:
         return
     try:
-        write_file(f"{run}/errors/{name}", json.dumps(record, indent=2, sort_keys=True) + "\n")
+        write_file(path, json.dumps(record, indent=2, sort_keys=True) + "\n")
     except OSError as error:
         with contextlib.suppress(OSError):  # stderr may go to the same disk
-            sys.stderr.write(f"cannot write {run}/errors/{name}: {error.strerror}\n")
+            sys.stderr.write(f"cannot write {path}: {error.strerror}\n")

@@ -117,7 +117,7 @@ class ForkedProcess:
 
 
 class Wakeup:
-    """Wakes the main thread when a child exits or a signal with a Python handler arrives."""
+    """Wakes the main thread when a child exits or has recorded its failure, or a signal with a handler arrives."""
 
     def __init__(self) -> None:
         self._read, write = os.pipe()
@@ -127,10 +127,12 @@ class Wakeup:
         signal.siginterrupt(signal.SIGCHLD, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
-    def wait(self, seconds: float) -> None:
-        """Wait for the next wakeup, at most this long. Returns at once if there was one since the last call."""
-        if select.select([self._read], [], [], seconds)[0]:
-            os.read(self._read, 4096)
+    def wait(self, seconds: float) -> bool:
+        """Wait for the next wakeup, at most this long. Returns at once if there was one since the last call.
+
+        Returns whether there was one.
+        """
+        return bool(select.select([self._read], [], [], seconds)[0] and os.read(self._read, 4096))
 
 
 class ForkServer:

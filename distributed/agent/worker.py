@@ -91,7 +91,7 @@ def run_rank(preload: Preload, rank: RankSpec) -> NoReturn:
 
 def run_script(script: Script, preload: Preload | None = None, output: str = "") -> NoReturn:
     """Run the script in this process and exit. output: directory of the rank's output files, if any."""
-    process = os.getpid()
+    process, record = os.getpid(), failure_records.RankRecord(os.environ)
     inherited = dict(sys.modules)
     _skip_exit_handlers()
     if output:
@@ -103,8 +103,10 @@ def run_script(script: Script, preload: Preload | None = None, output: str = "")
         _run(script)
     except SystemExit as request:
         code = _exit_code(request.code)
+        if code and os.getpid() == process:
+            _record(record, code)
     except BaseException as error:  # noqa: BLE001 (a script may raise anything)
-        code = _report(error, record=os.getpid() == process)
+        code = _report(error, record if os.getpid() == process else None)
     else:
         code = 0
     code = shut_down(code)
@@ -222,20 +224,31 @@ def _exit_code(code: object) -> int:
     return 1
 
 
-def _report(error: BaseException, record: bool) -> int:
-    """Print the traceback without the frames of this package. Returns the exit code; -n for signal n.
+def _report(error: BaseException, record: failure_records.RankRecord | None) -> int:
+    """Write the failure record, if any, and print the traceback, both without the frames of this package.
 
-    record: also write a failure record.
+    Returns the exit code; -n for signal n.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in LAUNCH_FRAMES:
         trace = trace.tb_next
-    _finish_line()
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    error = error.with_traceback(trace)
     interrupted = isinstance(error, KeyboardInterrupt)
-    if record:
-        failure_records.write_rank_record(128 + signal.SIGINT if interrupted else 1, error)
+    if record:  # first: a hook of the script may wait, or raise
+        _record(record, 128 + signal.SIGINT if interrupted else 1, error)
+    _finish_line()
+    sys.excepthook(type(error), error, trace)
     return -signal.SIGINT if interrupted else 1
+
+
+def _record(record: failure_records.RankRecord, code: int, error: BaseException | None = None) -> None:
+    """Write the failure record. Wake the agent, or the supervisor of this task, as an exit would: it stops the others.
+
+    This process may not exit, because a thread, an exit handler or a destructor holds it.
+    """
+    record.write(code, error)
+    with contextlib.suppress(OSError):  # the parent has exited, and its successor belongs to another user
+        os.kill(os.getppid(), signal.SIGCHLD)
 
 
 def _finish_line() -> None:

@@ -1,6 +1,6 @@
 """Collect the failures of a run: one Failure for each rank, agent, supervisor, launcher and node that failed.
 
-    errors/rank_<rank>.json        exceptions, recorded by ranks
+    errors/rank_<rank>.json        exceptions and exit codes, recorded by ranks
     errors/node_<name>.json        exit codes of ranks, recorded by Muster's agents
     errors/supervisor_<name>.json  a supervisor was killed, or lost its launcher
     hang.json                      the launcher stopped the run because it hung
@@ -84,9 +84,11 @@ def gather(run: Path) -> Evidence:
     logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
     ended = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("failures"))]
     of_workers = [_from_record(read_object(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
-    # The right operand of each | has the more reliable record of a rank.
-    ends = _by_rank(_torchrun_summaries(logs)) | _by_rank(ended)
-    causes = _by_rank(_exceptions_in_logs(logs, ends)) | _by_rank(of_workers)
+    # The right operand of each | has the more reliable record of a rank. A rank that called sys.exit() has recorded no
+    # exception; it may have printed one.
+    ends = _by_rank(_torchrun_summaries(logs)) | _by_rank(one for one in of_workers if not one.exception)
+    ends |= _by_rank(ended)
+    causes = _by_rank(_exceptions_in_logs(logs, ends)) | _by_rank(one for one in of_workers if one.exception)
     failures = [_merge(causes[key], ends[key]) for key in sorted(causes.keys() & ends.keys())]
     failures += [(causes | ends)[key] for key in sorted(causes.keys() ^ ends.keys())]
     failures += _supervisor_records(run, facts, warnings)

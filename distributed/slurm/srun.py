@@ -57,8 +57,9 @@ class StepNode:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the node's first failed task; 0 if none failed."""
-        return next((end["exit_code"] for end in self.ends if end["exit_code"]), 0)
+        """The exit code of the node's first failed task; 0 if none failed. A failed task may be the last to exit."""
+        failed = [end for end in self.ends if end["exit_code"]]
+        return min(failed, key=lambda end: end["time"])["exit_code"] if failed else 0
 
 
 class ReportParser:
@@ -174,6 +175,7 @@ class JobStep:
         node.last_report = time.monotonic()
         self._step = report.get("step") or self._step
         node.tasks = report.get("tasks") or node.tasks  # SLURM may have distributed them differently
+        self.task_ended(report.get("failed", 0))
         if end := report.get("end"):
             node.ends.append(end)
             self.task_ended(end["exit_code"])
@@ -184,7 +186,10 @@ class JobStep:
     # ---- reactions
 
     def task_ended(self, code: int) -> None:
-        """Stop the step after a failed task or a lost node. TERMINATED is a consequence: a later code replaces it."""
+        """Stop the step after a failed task, which may not have exited, or a lost node.
+
+        TERMINATED is a consequence: a later code replaces it.
+        """
         if code and self.code in (0, TERMINATED):
             stopping, self.code = self.code, code
             if stopping:

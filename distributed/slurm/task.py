@@ -25,13 +25,14 @@ import sys
 import time
 
 from distributed.exit_codes import KILLED, UNFIT
-from distributed.files import KIT
+from distributed.files import KIT, read_json
 from distributed.host import process_scan
 from distributed.launch import supervisor
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import Any
 
 REPORT = b"\x1e"  # ASCII record separator, which programs do not print
 HEARTBEAT_INTERVAL = 3.0  # seconds, in both directions
@@ -90,6 +91,8 @@ class Task(supervisor.Supervisor):
         }
         self._outputs: dict[int, LineSplitter] = {}  # file descriptors of a rank's output files
         self._lines = LineSplitter()  # for the console
+        self._record = os.path.join(run, "errors", f"rank_{self.rank}.json")
+        self._failure: Mapping[str, Any] = {}  # what the rank recorded before it exited
         self._usr2_missed = False  # whether SIGUSR2 arrived before the command had a handler
         self._repeat_at = 0.0
         os.makedirs(os.path.dirname(self.files.pids), exist_ok=True)
@@ -142,6 +145,33 @@ class Task(supervisor.Supervisor):
     def _show_message(self, line: bytes) -> None:
         self._streams[0].put(line)
 
+    # ---- a rank that has failed
+
+    def _reap(self) -> None:
+        """Report a recorded failure at once: a thread, an exit handler or a destructor may keep the rank alive."""
+        super()._reap()
+        if self.rank is None or self._failure or self.stopping:
+            return
+        record = read_json(self._record)
+        if record.get("pid") == self.pid and isinstance(record.get("exit_code"), int):
+            self._failure = record
+            self._streams[0].put(self._report(failed=record["exit_code"]))
+
+    def stop(self) -> None:
+        """Send SIGTERM, but not to a rank that has failed: that would interrupt its exit handlers."""
+        if self._failure and not self.stopping:
+            self.stopping = True
+            self._kill_at = min(self._kill_at, time.monotonic() + self.options.grace)
+        super().stop()
+
+    def kill(self) -> None:
+        if self._failure and self.code is None:
+            self._print_message(
+                f"rank {self.rank} (pid {self.pid}) failed and does not exit: a thread, an exit handler or a "
+                "destructor holds it; killing it"
+            )
+        super().kill()
+
     # ---- reports
 
     def _report(self, **facts: object) -> bytes:
@@ -162,6 +192,8 @@ class Task(supervisor.Supervisor):
                 return  # srun has exited
 
     def finish(self) -> None:
+        self.code = self._failure.get("exit_code", self.code)  # not SIGKILL, if it did not exit
+        self.ended = self._failure.get("time", self.ended)
         super().finish()
         self._interval = supervisor.POLL_INTERVAL
         end = {
@@ -170,7 +202,7 @@ class Task(supervisor.Supervisor):
             "pid": self.pid,
             "time": self.ended,
             "exit_code": self.code,
-            "ended_by_agent": self.stopping and self.code in STOP_EXIT_CODES,
+            "ended_by_agent": self.stopping and not self._failure and self.code in STOP_EXIT_CODES,
         }
         self._streams[0].put(self._report(end=end))
 

@@ -514,10 +514,10 @@ def started(ranks: int, body: str, agent: list[str] = AGENT, **env: str) -> Iter
 PATCHED_SOURCE = """
 import functools, runpy, sys
 
-def first(self, *arguments):
+def first(self, *arguments, **options):
     OWNER.METHOD = method
     ACTION
-    return method(self, *arguments)
+    return method(self, *arguments, **options)
 
 if __name__ == "__main__":
     sys.path.insert(0, KIT)
@@ -559,7 +559,7 @@ def test_a_killed_rank_is_recorded_with_its_exit_code() -> None:
     done = launch(1, "os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == 137
     assert failures() == [(0, 137, False)]
-    assert f"agent: rank 0 (pid {pid_of(0)}) ended with exit code 137\n" in done.stderr
+    assert f"agent: rank 0 (pid {pid_of(0)}) failed with exit code 137\n" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -669,7 +669,7 @@ def test_after_a_failure_the_other_ranks_are_stopped_and_all_exit_codes_are_reco
     done = launch(3, SURVIVORS)
     assert done.returncode == 42
     assert failures() == [(0, 137, True), (1, 42, False), (2, 143, True)]
-    assert done.stderr.count("ended with exit code") == 1, "stopped ranks are not reported"
+    assert done.stderr.count("failed with exit code") == 1, "stopped ranks are not reported"
     assert [file.name for file in Path("errors").iterdir()] == ["node_n7.json"]
     assert not [rank for rank in range(3) if alive(pid_of(rank))]
 
@@ -705,6 +705,96 @@ def train():
 
 train()
 """
+
+
+# What keeps a rank alive after its exception or sys.exit().
+HOLDS = {
+    "thread": "import threading; threading.Thread(target=time.sleep, args=(1000,)).start()",
+    "exit handler": "import atexit; atexit.register(time.sleep, 1000)",
+    "destructor": "held = type('Held', (), {'__del__': lambda self: time.sleep(1000)})()",
+    "native code with the GIL": "import atexit, ctypes; atexit.register(ctypes.PyDLL(None).sleep, 1000)",
+    "exception hook": "sys.excepthook = lambda *error: time.sleep(1000)",
+    "child process": "import multiprocessing; multiprocessing.Process(target=time.sleep, args=(1000,)).start()",
+    "thread that survives SIGTERM": (
+        "import threading; signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "    threading.Thread(target=time.sleep, args=(1000,)).start()"
+    ),
+}
+# Rank 1 fails when rank 0 waits. Rank 0 writes when it was stopped.
+FAILS_AND_REMAINS = """
+import time
+if rank:
+    open("waits").close()
+    {}
+    open("failed_at", "w").write(str(time.time()))
+    {}
+def stopped(*_):
+    open("stopped_at", "w").write(str(time.time()))
+    os._exit(0)
+signal.signal(signal.SIGTERM, stopped)
+open("waits", "w").close()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("held_by", HOLDS.values(), ids=HOLDS.keys())
+@pytest.mark.parametrize("run_directory", [True, False])
+def test_a_rank_that_has_raised_and_does_not_exit_is_a_failure_at_once(held_by: str, run_directory: bool) -> None:
+    os.mkfifo("waits")
+    body = FAILS_AND_REMAINS.format(held_by, 'raise ValueError("boom")')
+    if run_directory:
+        done = launch(2, body)
+        assert failures() == [(1, 1, False)]
+        found = verdict.decide(Path())
+        assert (found.exit_code, found.rank, found.exception, found.message) == (1, 1, "ValueError", "boom")
+    else:
+        done = run(*command(2, body, AGENT))
+    assert done.returncode == 1
+    assert float(Path("stopped_at").read_text()) - float(Path("failed_at").read_text()) < 3  # REPORT_GRACE is 1 s
+    assert "rank 1 (pid" in done.stderr
+    assert "failed and does not exit: a thread, an exit handler or a destructor holds it; killing it\n" in done.stderr
+
+
+def test_a_rank_that_has_called_sys_exit_and_does_not_exit_is_a_failure_with_its_exit_code() -> None:
+    os.mkfifo("waits")
+    done = launch(2, FAILS_AND_REMAINS.format(HOLDS["thread"], "print('Traceback', file=sys.stderr); sys.exit(3)"))
+    assert (done.returncode, failures()) == (3, [(1, 3, False)])
+    assert float(Path("stopped_at").read_text()) - float(Path("failed_at").read_text()) < 3
+    assert verdict.decide(Path()).cause == "rank 1 on n7 exited with code 3"
+
+
+def test_a_failed_rank_has_time_for_its_exit_handlers() -> None:
+    """SIGTERM, which stops the other ranks after a second, would interrupt them."""
+    os.mkfifo("waits")
+    handler = (
+        "import atexit; atexit.register(lambda: (os.path.exists('stopped_at') or time.sleep(2), open('end', 'w')))"
+    )
+    done = launch(2, FAILS_AND_REMAINS.format(handler, "1 / 0"))
+    assert done.returncode == 1
+    assert Path("end").exists()
+    assert "does not exit" not in done.stderr
+
+
+def test_a_rank_that_succeeded_and_does_not_exit_is_no_failure() -> None:
+    """The agent is stopped when rank 0 has reached its exit handlers and rank 1 has exited."""
+    body = "import atexit\natexit.register(lambda: (open('ready', 'w').write('x'), signal.pause()))\nsys.exit(0)"
+    with started(1, body, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
+        agent.terminate()
+        assert agent.wait(TIMEOUT) == 128 + signal.SIGTERM
+    assert failures() == [(0, 143, True)]
+    assert not Path("errors/rank_0.json").exists()
+
+
+def test_an_exit_code_in_a_failure_record_does_not_hide_an_exception_in_the_log() -> None:
+    Path("errors").mkdir()
+    record = {"rank": 0, "local_rank": 0, "node": "n7", "pid": 7, "time": 1.0, "exit_code": 1}
+    Path("errors/rank_0.json").write_text(json.dumps(record))
+    traceback = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>', "ValueError: boom"]
+    Path("node_n7.log").write_text("".join(f"[n7:0] {line}\n" for line in traceback))
+    Path("node_n7.exit").write_text("1\n")
+    found = verdict.decide(Path())
+    assert (found.exit_code, found.exception, found.message) == (1, "ValueError", "boom")
 
 
 def test_a_rank_that_exited_with_0_during_a_collective_of_another_is_the_cause_in_the_verdict() -> None:

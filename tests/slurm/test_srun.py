@@ -50,11 +50,11 @@ def test_reports_are_found_wherever_the_stream_is_split(splits: list[int]) -> No
 
 def test_the_exit_code_of_a_node_is_that_of_its_first_failed_task() -> None:
     node = StepNode("n1", tasks=3)
-    for code in (0, 137, 1):
+    for code, ended in ((0, 1.0), (137, 3.0), (1, 2.0)):  # the rank that failed first does not exit
         assert not node.ended
-        node.ends.append({"exit_code": code})
+        node.ends.append({"exit_code": code, "time": ended})
     assert node.ended
-    assert node.exit_code == 137
+    assert node.exit_code == 1
 
 
 @pytest.fixture
@@ -293,6 +293,47 @@ def test_a_rank_is_killed_after_the_grace_time(start: Start) -> None:
     task.read_until(lambda: b"ready" in task.output)
     task.process.stdin.write(b"stop\n")
     assert (task.end()["exit_code"], task.close()) == (137, 137)
+
+
+@pytest.mark.parametrize(("end", "code"), [("raise ValueError('boom')", 1), ("sys.exit(3)", 3)])
+def test_a_rank_that_has_failed_and_does_not_exit_is_reported_at_once(
+    run: Path, start: Start, end: str, code: int
+) -> None:
+    held = "import threading; threading.Thread(target=time.sleep, args=(300,)).start()\n"
+    task = start(held + end, rank=0)
+    task.read_until(lambda: task.reports and "failed" in task.reports[-1])
+    assert task.reports[-1]["failed"] == code
+    task.process.stdin.write(b"stop\n")
+    task.process.stdin.write(b"kill\n")
+    record = task.end()
+    assert (record["exit_code"], record["ended_by_agent"]) == (code, False)
+    assert record["time"] == read_json(run / "errors/rank_0.json")["time"]
+    assert b"failed and does not exit: a thread, an exit handler or a destructor holds it; killing it" in task.output
+    assert task.close() == code
+
+
+def test_a_failed_rank_has_time_for_its_exit_handlers(run: Path, start: Start) -> None:
+    """SIGTERM, which stops the other ranks, would interrupt them."""
+    handler = f"lambda: (time.sleep(1), open({str(run / 'end')!r}, 'w').close())"
+    task = start(f"import atexit; atexit.register({handler})\n1 / 0", rank=0)
+    task.read_until(lambda: task.reports and "failed" in task.reports[-1])
+    task.process.stdin.write(b"stop\n")
+    assert task.end()["exit_code"] == 1
+    assert (run / "end").exists()
+
+
+def test_a_task_that_has_failed_and_not_exited_stops_the_others(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other task ends when it is requested to."""
+    other, failed = {"node": "n1"}, {"node": "n1", "failed": 5, "tasks": 2}
+    end = {"rank": 1, "local_rank": 1, "pid": 7, "time": 2.0, "exit_code": 143, "ended_by_agent": True}
+    first = end | {"rank": 0, "local_rank": 0, "time": 1.0, "exit_code": 5, "ended_by_agent": False}
+    reports = [
+        f"\\036{json.dumps(report)}\\n" for report in (other, failed, {**other, "end": end}, {**other, "end": first})
+    ]
+    script = f"printf '{reports[0]}{reports[1]}'; until read line && [ \"$line\" = stop ]; do :; done; "
+    script += f"printf '{reports[2]}{reports[3]}'; exit 9"
+    assert run_step(run, "sh", "-c", script) == 5
+    assert (run / "node_n1.exit").read_text() == "5\n"
 
 
 def test_a_task_stops_when_its_launcher_is_lost(start: Start) -> None:
