@@ -172,7 +172,7 @@ def decide_by_replies(run: Run, options: argparse.Namespace) -> str:
     replies = read_replies(run, options.replies)
     statuses = [reply.status for reply in replies if reply.status]
     progress = read_progress(run.directory, time.time())
-    observed = observe_ranks(replies, progress, options.watched)
+    observed = observe_ranks(replies, progress, options.watched, run.launched)
     silent = min(observed.silent, options.watched)
     if len(statuses) < len(replies):  # the missing node may make progress
         return wait(min(options.timeout, RECHECK))
