@@ -409,6 +409,28 @@ hide_py_spy() {
 
 
 # bats test_tags=slow
+@test "a run that is probably dead is reported on the console and in launcher.log, although it logs no steps" {
+  cat >"my script.py" <<'END'
+import os, time
+if os.environ["RANK"] == "1":
+    print("at work", flush=True)
+    time.sleep(1000)
+END
+  start --quiet --script "my script.py" - 2
+  timeout 120 grep -qm1 "looks hung" <(tail -n +1 -F out)
+  touch logs/latest/ranks/*/*/attempt_0/1/stdout.log logs/latest/node_*.log
+  timeout 180 grep -qm1 "no longer looks hung" <(tail -n +1 -F out)
+  kill -TERM "$LAUNCHER"
+  wait_for_exit
+  cat out
+  [ "$(grep -c "looks hung" out)" -eq 2 ]
+  grep -E "^launch_singlenode.sh: the run looks hung: no output for [0-9]+ s; no rank used CPU in [0-9.]+ s; rank 1 on .* is at my script.py:4; rank 0 on .* ended with exit code 0; it is not stopped automatically$" out
+  [ "$(grep -c "looks hung" logs/latest/launcher.log)" -eq 2 ]
+  [ ! -e logs/latest/.hang_notice ]
+}
+
+
+# bats test_tags=slow
 @test "two concurrent launches do not connect to each other" {
   write_script <<<'dist.init_process_group("gloo"); dist.barrier(); print("connected")'
   start --script "my script.py" - 2

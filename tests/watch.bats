@@ -98,6 +98,28 @@ teardown() {
 }
 
 
+@test "a run that looks hung is reported, also with --quiet, but not when it is already ending" {
+  record() { # <message...>
+    echo "${QUIET:-0} $*" >>recorded
+  }
+  # shellcheck disable=SC2034 # record reads it
+  QUIET=1
+  add_client node1
+  printf 'the run looks hung: no output' >.hang_notice
+  printf '%s\n' "/hang_watch 0" "/hang_watch 0" "node1 0" >&"$EVENTS"
+  wait_for_nodes
+  [ "$(<recorded)" = "0 the run looks hung: no output" ]
+  [ "$STATUS" -eq 0 ] && [ ! -e .hang_notice ]
+
+  add_client node1
+  add_client node2
+  printf 'the run looks hung: no output' >.hang_notice
+  printf '%s\n' "node1 1" "/hang_watch 0" "node2 1" >&"$EVENTS"
+  wait_for_nodes
+  [ "$(wc -l <recorded)" -eq 1 ]
+}
+
+
 @test "hang_watch.sh exits with the launcher, also during a query" {
   mkfifo launcher
   trap '' TERM # a parent of the launcher may have set this

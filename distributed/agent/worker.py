@@ -278,8 +278,8 @@ def shut_down(code: int) -> int:
 def _finalise(inherited: Mapping[str, ModuleType]) -> None:
     """Remove the script and its own modules, as the interpreter's finalize_modules does, so that objects are finalised.
 
-    Installed packages stay. Removing PyTorch takes a second, and a PyTorch thread that still holds a tensor then aborts
-    even a successful process (https://github.com/pytorch/pytorch/pull/179291).
+    Other installed packages stay. Removing PyTorch takes a second, and a PyTorch thread that still holds a tensor then
+    aborts even a successful process (https://github.com/pytorch/pytorch/pull/179291).
     """
     threading.excepthook = lambda failed: None  # no errors of daemon threads, which the interpreter would have ended
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
@@ -290,13 +290,27 @@ def _finalise(inherited: Mapping[str, ModuleType]) -> None:
     # Like the interpreter, collect once while everything is reachable: the next collection then finalises outer objects
     # before inner ones. Otherwise it would close a file before writing its buffer, which was created after the file.
     gc.collect()
-    own = [name for name, module in sys.modules.items() if inherited.get(name) is not module and not _installed(module)]
+    launched = _package_of_main()
+    own = [
+        name for name, module in sys.modules.items()
+        if inherited.get(name) is not module and (name.partition(".")[0] in launched or not _installed(module))
+    ]  # fmt: skip
     remaining = [weakref.ref(_ModuleNames(vars(sys.modules.pop(name)))) for name in own]
     gc.collect()
     for reference in reversed(remaining):
         if (found := reference()) is not None:
             _clear(found.names)
     gc.collect()
+
+
+def _package_of_main() -> set[str]:
+    """The script's module and, if it is installed, its package: they are the user's code wherever they lie."""
+    main = sys.modules.get("__main__")
+    if main is None or not _installed(main):
+        return {"__main__"}
+    if spec := getattr(main, "__spec__", None):
+        return {"__main__", spec.name.partition(".")[0]}
+    return {"__main__", os.path.basename(os.path.dirname(os.path.realpath(main.__file__ or "")))}
 
 
 class _ModuleNames:

@@ -25,6 +25,7 @@ from distributed.exit_codes import STOPPED, UNFIT
 from distributed.host.replies import NODE_ENV
 from distributed.runs.node_log import Log, LoggedException, last_exception, read_log
 from distributed.runs.records import integer, listed, mapping, number, read_object, text
+from distributed.runs.user_code import launched_package
 
 STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
 SRUN = "srun"  # name of the "node" whose files have the output of srun
@@ -60,6 +61,7 @@ class Evidence:
     warnings: tuple[str, ...] = ()
     succeeded: Mapping[int, str] = field(default_factory=dict)  # rank that exited with 0 -> its node
     hang: Json = field(default_factory=dict)  # hang.json; empty if the run did not hang
+    launched: str = ""  # see user_code.launched_package()
 
 
 Failures = dict[tuple[str, int], Failure]  # by node and rank
@@ -80,6 +82,7 @@ def gather(run: Path) -> Evidence:
         ranks=_ranks_of_nodes(facts),
         succeeded={rank: node for rank, node in succeeded if rank is not None},
         hang=read_object(run / "hang.json", warnings),
+        launched=launched_package(facts),
     )
     logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
     ended = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("failures"))]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from distributed.files import KIT
 from distributed.host.stacks import Frame
+from distributed.runs.user_code import is_library
 
 # Seconds without output. Healthy runs are also quiet during evaluations and checkpoints.
 IDLE_TIMEOUT = 60.0  # a run whose ranks are all idle looks hung
@@ -26,7 +27,6 @@ SHOWN = 4  # ranks listed in a text
 # Modules in which PyTorch waits for other ranks. Modules of subpackages, such as checkpoint and tensor, do not wait.
 COLLECTIVE = re.compile(r".*/torch/(distributed/[^/]+|nn/parallel/distributed)\.py")
 BACKWARD = "_engine_run_backward"  # in this function, DDP waits for other ranks, in C++
-LIBRARY = re.compile(rf"<|.*/(site-packages|dist-packages|lib/python3[.\d]*)/|{re.escape(KIT)}/distributed/")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Activity:
     cpu: float  # cores used
     gpu: int | None  # percentage of time; None: it uses no GPU
     frames: tuple[Frame, ...] = ()  # stack of its main thread, innermost frame first; empty: not known
+    launched: str = ""  # the package of the user's code if it is installed, see user_code.launched_package()
 
     @property
     def name(self) -> str:
@@ -62,13 +63,25 @@ class Activity:
         return bool(self.frames and COLLECTIVE.fullmatch(self.frames[0].file))
 
     @property
+    def user_frame(self) -> Frame:
+        """The innermost frame of the user's code, or of any code if there is none. The stack must be known."""
+        own = (frame for frame in self.frames if not is_library(frame.file, self.launched))
+        return next((frame for frame in own if not frame.file.startswith(f"{KIT}/distributed/")), self.frames[0])
+
+    @property
     def line(self) -> str:
-        """The innermost frame of the user's code as text; empty if it is not known."""
+        """user_frame as text; empty if the stack is not known."""
         if not self.frames:
             return ""
-        frame = next((frame for frame in self.frames if not LIBRARY.match(frame.file)), self.frames[0])
+        frame = self.user_frame
         function = "" if frame.function.startswith("<") else f" in {frame.function}()"
         return f"{os.path.basename(frame.file)}:{frame.line}{function}"
+
+    @property
+    def call(self) -> str:
+        """The line, and the function of a library in which the rank is."""
+        library = f", {self.frames[0].function}()" if self.frames and self.user_frame != self.frames[0] else ""
+        return self.line + library
 
 
 @dataclass(frozen=True)
@@ -173,7 +186,7 @@ def _all_wait(ranks: Sequence[Activity], exited: Sequence[str]) -> str:
             f"{wait} in {'a' if alone else 'the same'} collective, at {first.line}: a connection is lost, "
             "or a rank is in another iteration or not shown here"
         )
-    calls = _list(ranks, lambda rank: f"{rank.name} at {rank.line}, {rank.frames[0].function}()", "; ")
+    calls = _list(ranks, lambda rank: f"{rank.name} at {rank.call}", "; ")
     return f"{wait} in collectives, but not at the same line; {calls}"
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from distributed.host.identity import machine, user
 from distributed.host.process_scan import start_time
+from distributed.runs.user_code import launched_package
 
 # States of a launcher. REMOTE: on another machine, so not known. IN_JOB: the batch script of a running SLURM job.
 RUNNING, EXITED, REMOTE, IN_JOB = "running", "exited", "remote", "job"
@@ -61,6 +62,7 @@ class Run:
     launcher: Launcher
     nodes: tuple[RunNode, ...]
     job: str = ""  # number of its SLURM job
+    launched: str = ""  # see user_code.launched_package()
 
 
 def find(argument: str, cwd: Path, logs: Path) -> Path:
@@ -102,6 +104,7 @@ def read(directory: Path) -> Run:
         launcher=Launcher(launcher["host"], launcher["pid"], launcher["since"], state, launcher["grace"]),
         nodes=tuple(RunNode(**one | {"address": one["address"] or local}) for one in facts["layout"]),
         job=facts.get("slurm_job") or "",
+        launched=launched_package(facts),
     )
 
 

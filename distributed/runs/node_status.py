@@ -174,10 +174,15 @@ def last_line(file: Path) -> str:
     except OSError:
         return ""
     for line in reversed(re.split(r"[\r\n]", text)):
-        line = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)", "", line)
-        if shown := "".join(character if character.isprintable() else " " for character in line).strip():
+        if shown := printable(line).strip():
             return shown
     return ""
+
+
+def printable(line: str) -> str:
+    """The line without control sequences; other control characters become blanks."""
+    line = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)", "", line)
+    return "".join(character if character.isprintable() else " " for character in line)
 
 
 def query_gpus() -> tuple[dict[str, GpuUsage], list[tuple[str, int]], str]:

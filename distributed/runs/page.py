@@ -61,9 +61,10 @@ def spans(texts: Iterable[str]) -> str:
     return "".join(f"<span>{escape(text)}</span>" for text in texts if text)
 
 
-def folded(title: str, text: str) -> str:
-    """A collapsed block of text; empty without text."""
-    return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>" if text.strip() else ""
+def folded(title: str, text: str, unfolded: bool = False) -> str:
+    """A block of text that can be folded; empty without text. unfolded: it is open at first."""
+    tag = "details open" if unfolded else "details"
+    return f"<{tag}><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>" if text.strip() else ""
 
 
 def plain(value: Any) -> str:

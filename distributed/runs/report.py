@@ -26,11 +26,14 @@ from distributed.runs import charts, ranks
 from distributed.runs.charts import Line, Mark, compact, figure
 from distributed.runs.history import History, Point, read_metrics
 from distributed.runs.lookup import RunLookupError, find
+from distributed.runs.node_log import read_log
+from distributed.runs.node_status import printable
 from distributed.runs.page import Tile, card, document, duration, folded, loss_text, plain, section, spans, tile_list
-from distributed.runs.records import is_time, listed, mapping, number, read_object, text
+from distributed.runs.records import integer, is_time, listed, mapping, number, read_object, text
 from distributed.runs.usage import Usage, read_usage
 
 MAX_CHARTS = 24  # charts of values that a script has logged under its own names
+MAX_LINES = 20  # of output
 MAX_RUNS = 20  # earlier runs of a run that was resumed several times
 
 
@@ -55,6 +58,7 @@ class RunRecords:
     nodes: Sequence[str]  # in the order of their node ranks
     started: datetime | None
     directory: Path  # absolute
+    last_lines: Sequence[str] = ()  # of the output of the rank that failed
 
     def fact(self, section: str, key: str) -> Any:
         """A value of settings.json, or None."""
@@ -89,7 +93,20 @@ def read(directory: Path) -> RunRecords:
         started = datetime.fromisoformat(str(run.get("started")))
         started = started if started.tzinfo else started.replace(tzinfo=timezone.utc)
     name, nodes = text(run.get("run")) or directory.name, [*map(str, listed(run.get("nodes")))]
-    return RunRecords(name, run, settings, verdict, history, read_usage(directory), notes, nodes, started, directory)
+    return RunRecords(
+        name, run, settings, verdict, history, read_usage(directory), notes, nodes, started, directory,
+        last_lines_of_failed(directory, verdict),
+    )  # fmt: skip
+
+
+def last_lines_of_failed(directory: Path, verdict: Mapping[str, Any]) -> list[str]:
+    """The last lines that the failed rank, or the failed program of a node, printed, without the traceback."""
+    node = text(verdict.get("node"))
+    if not node or "/" in node:
+        return []
+    traceback = set(text(verdict.get("traceback")).splitlines())
+    lines = [line.text for line in read_log(directory / f"node_{node}.log", node).get(integer(verdict.get("rank")), [])]
+    return [printable(line) for line in lines if line.strip() and line not in traceback][-MAX_LINES:]
 
 
 def _resumed_from(directory: Path, history: History) -> list[History]:
@@ -198,7 +215,8 @@ def failure(run: RunRecords) -> str:
         f'<p class="cause">{escape(sentence)}</p>',
         f'<p class="facts">{spans(facts)}</p>',
         f"<pre>{escape(error)}</pre>" if error and error not in sentence else "",
-        folded("Traceback", str(verdict.get("traceback") or "")),
+        folded("Traceback", str(verdict.get("traceback") or ""), unfolded=True),
+        folded("Last lines of its output", "\n".join(run.last_lines), unfolded=True),
         folded("Other failures", "\n".join(others)),
     ]
     return f'<aside class="failure">\n{"".join(parts)}\n</aside>'

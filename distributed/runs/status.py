@@ -104,7 +104,7 @@ def judge(
     status = Status(run, state, Diagnosis(False), progress, seconds, tuple(replies))
     if state.name not in ("running", "left", "unknown"):
         return status
-    observed = observe_ranks(replies, progress, seconds)
+    observed = observe_ranks(replies, progress, seconds, run.launched)
     diagnosis = diagnose(observed.ranks, observed.seconds, observed.silent, observed.exited)
     stacks = needs_stacks(observed.ranks, observed.silent) and not any(rank.stopped for rank in observed.ranks)
     return replace(status, diagnosis=diagnosis, needs_stacks=stacks)
@@ -148,8 +148,13 @@ class Observation:
     silent: float  # seconds since the last metric, or the last output of a running rank
 
 
-def observe_ranks(replies: Sequence[NodeReply], progress: RunProgress, running: float) -> Observation:
-    """running: seconds since the run or its watch started; counts as the silence of a rank without any output."""
+def observe_ranks(
+    replies: Sequence[NodeReply], progress: RunProgress, running: float, launched: str = ""
+) -> Observation:
+    """running: seconds since the run or its watch started; counts as the silence of a rank without any output.
+
+    launched: see Run.
+    """
     ranks = ranks_of(replies)
     activities = tuple(
         Activity(
@@ -160,6 +165,7 @@ def observe_ranks(replies: Sequence[NodeReply], progress: RunProgress, running: 
             cpu=rank.cpu,
             gpu=max(gpu.use for gpu in rank.gpus) if rank.gpus else None,
             frames=rank.frames,
+            launched=launched,
         )
         for rank, node in ranks
         if rank.pid is not None

@@ -36,6 +36,8 @@ from distributed.files import write_json
 from distributed.host.replies import NODE_ENV
 from distributed.runs.failures import SRUN, Evidence, Failure, Json, gather
 from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
+from distributed.runs.records import read_object
+from distributed.runs.user_code import is_library, launched_package
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 CLOCK_TOLERANCE = 1.0  # seconds between failures on two nodes that may have happened in either order
@@ -178,7 +180,8 @@ def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
     if waited and evidence.succeeded:
         first, rank, more = first_failure(waited), min(evidence.succeeded), len(evidence.succeeded) - 1
         others = f"and {more} more rank{'s' * (more > 1)} " if more else ""
-        witness = f"{others}ended with exit code 0 while {name_of(first)} was in a collective{_location(first)}"
+        line = _location(first, evidence.launched)
+        witness = f"{others}ended with exit code 0 while {name_of(first)} was in a collective{line}"
         yield replace(first, rank=rank, node=evidence.succeeded[rank], witness=witness)
         return
 
@@ -310,10 +313,10 @@ def describe(failure: Failure, verb: str = "") -> str:
     return f"died of {name}" if name else f"exited with code {code}"
 
 
-def _location(failure: Failure) -> str:
+def _location(failure: Failure, launched: str) -> str:
     """The innermost frame of the user's code in the traceback; empty if there is none."""
     frames = list(_FRAME.finditer(decisive_exception(failure).traceback))
-    own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
+    own = [frame for frame in frames if not is_library(frame[1], launched)] or frames
     if not own:
         return ""
     file, line, function = own[-1].groups()
@@ -368,7 +371,6 @@ _HINTS = {
 }
 _NO_STACK = "; --env PYTHONFAULTHANDLER=1 prints its stack to the log"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
-_LIBRARY = re.compile(r'File "(<frozen |.*/(site-packages|dist-packages|lib/python3[.\d]*)/)')
 
 
 def render(verdict: Verdict, run: Path, resume: str = RESUME) -> str:
@@ -394,7 +396,7 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
             yield hint.format(node=verdict.node, stack="" if verdict.traceback else _NO_STACK)
     log = run / f"node_{verdict.node}.log"
     if verdict.traceback:
-        yield from _last_frames(verdict)
+        yield from _last_frames(verdict, launched_package(read_object(run / "run.json", [])))
     elif verdict.rank is not None:  # its output may show why it ended
         lines = read_log(log, str(verdict.node)).get(verdict.rank, [])
         if last := [line.text for line in lines if line.text.strip()][-SHOWN_LINES:]:
@@ -412,15 +414,15 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
         yield f"all output of {verdict.node}: {log}"
 
 
-def _last_frames(verdict: Verdict) -> Iterator[str]:
+def _last_frames(verdict: Verdict, launched: str) -> Iterator[str]:
     """The last frames of the user's code, then the message."""
     if verdict.traceback.startswith(FATAL):  # starts with the innermost frame
         yield from verdict.traceback.splitlines()[:SHOWN_LINES]
         return
     chained = split_chain(verdict.traceback)
     block = next((block for block in chained if parse_exception(block).message == verdict.message), chained[-1])
-    frames = re.findall(r'^  File ".*\n(?:    .*\n)*', block, re.MULTILINE)
-    own = [frame for frame in frames if not _LIBRARY.search(frame)] or frames
+    frames = re.findall(r'^(  File "(.+)", line \d.*\n(?:    .*\n)*)', block, re.MULTILINE)
+    own = [text for text, file in frames if not is_library(file, launched)] or [text for text, _ in frames]
     yield from "".join(own[-SHOWN_FRAMES:]).splitlines()
     if verdict.exception:
         yield from f"{verdict.exception}: {verdict.message}".splitlines()[:SHOWN_LINES]

@@ -30,7 +30,7 @@ parse_node_arguments() {
   add_node "$(uname -n)" "$NPROC"
   FIRST_RANK=$((NODE_RANK * NPROC)) # assumes the same NPROC on all nodes
   # Ranks of this node may wait for ranks of other nodes, which this launcher cannot inspect.
-  ((NNODES == 1)) || HANG_TIMEOUT=${HANG_TIMEOUT:-0}
+  ((NNODES == 1)) || ALL_RANKS_HERE=0
 }
 
 

@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 #
-# Query the nodes of a run periodically until the run hangs. A launcher runs it in the background.
+# Watch a run until it hangs, and report when it looks hung. A launcher runs it in the background.
 #
 # Usage: hang_watch.sh [options] RUN
 #
 #   --python PATH      the interpreter
-#   --timeout SECONDS  time without progress after which a run hangs
+#   --timeout SECONDS  time without progress after which a run hangs (default: never)
 #   --certain          require proof that no rank can make progress; see distributed/runs/hang_decision.py
 #
-# A run that makes progress is queried once per timeout. When it hangs, this program writes .hang.json in the run
-# directory, prints "/hang_watch 0" (an event for watch.bash) and exits. It also exits at the end of its standard input,
-# which the launcher holds open.
+# A run that looks hung to status.sh is reported in the file .hang_notice of the run directory; when it hangs, this
+# program writes .hang.json there and exits. For each file it prints "/hang_watch 0" (an event for watch.bash). It also
+# exits at the end of its standard input, which the launcher holds open.
+#
+# status.sh needs 60 seconds without output, so a run is checked that often: by its files on this machine, then, if they
+# show no recent output, by querying its nodes. A run that stays without output is queried after 60, 120, 240 ... s.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
@@ -20,6 +23,7 @@ source "$KIT/scripts/lib/nodes.bash"
 source "$KIT/scripts/lib/ssh.bash"
 source "$KIT/scripts/lib/query.bash"
 
+NOTICE_TIME=60  # seconds; IDLE_TIMEOUT of distributed/runs/hang_analysis.py
 MAX_DELAY=5     # seconds; when a pause takes longer, the machine or this program was suspended
 WATCHED_SINCE=0 # start of the watch, or end of the last suspension: time before that is not counted
 
@@ -41,37 +45,39 @@ pause() { # <seconds>
 }
 
 
-# Print the next step: "hung", "stacks" or "wait SECONDS".
-decide() { # [--stacks]
-  [[ ! $JOB ]] || update_job_state
-  local certain=() sample=0
-  ((!CERTAIN)) || certain=(--certain)
-  [[ ! ${1-} ]] || sample=$((CERTAIN ? 5 : 1)) # seconds of CPU use
-  run_on_nodes "$QUERY_DIR" query_node --seconds "$sample" "$@"
-  kit_python runs.hang_decision --timeout "$TIMEOUT" --watched $((SECONDS - WATCHED_SINCE)) "${certain[@]}" "$@" \
-    "$RUN" "$QUERY_DIR"
+# Print the next step: "hung", "wait SECONDS", or "query" and options of query_node.
+decide() { # [option of query_node...]
+  local options=(--watched $((SECONDS - WATCHED_SINCE)) ${TIMEOUT:+--timeout "$TIMEOUT"})
+  ((!CERTAIN)) || options+=(--certain)
+  if (($#)); then
+    [[ ! $JOB ]] || update_job_state
+    REPLY_TIMEOUT=15
+    [[ " $* " != *" --stacks "* ]] || REPLY_TIMEOUT=60
+    run_on_nodes "$QUERY_DIR" query_node "$@"
+  fi
+  kit_python runs.hang_decision "${options[@]}" "$@" "$RUN" "$QUERY_DIR"
 }
 
 
 main() {
-  local decision
+  local decision query
   parse_options "$@"
   QUIET=1
   parse_one_argument RUN ''
-  [[ $TIMEOUT && $ARGUMENT ]] || die_usage "--timeout and RUN are required"
+  [[ $ARGUMENT ]] || die_usage "RUN is required"
   end_with_launcher
-  pause "$TIMEOUT"
+  pause $((${TIMEOUT:-NOTICE_TIME} < NOTICE_TIME ? TIMEOUT : NOTICE_TIME))
   pick_python "$PYTHON_OPTION"
   open_connections
   find_run "$ARGUMENT"
   while true; do
-    REPLY_TIMEOUT=15
     decision=$(decide)
-    if [[ $decision == stacks ]]; then
-      REPLY_TIMEOUT=60
-      decision=$(decide --stacks)
-    fi
+    while [[ $decision == query* ]]; do
+      read -r -a query <<<"${decision#query}"
+      decision=$(decide "${query[@]}")
+    done
     [[ $decision != hung ]] || break
+    [[ ! -e $RUN/.hang_notice ]] || echo "/hang_watch 0"
     pause "${decision#wait }"
   done
   echo "/hang_watch 0"

@@ -36,6 +36,7 @@ LAST_STEP=''                    # last step that the run has logged
 ATTEMPT_START=0                 # start of this attempt, as $SECONDS
 MAX_STALLED=3                   # consecutive restarts without progress before giving up
 PROGRESS_SECONDS=300            # an attempt that logs no steps has made progress when it ran this long
+ALL_RANKS_HERE=1                # 0: other launchers start the other nodes of the run
 DEFAULT_HANG_TIMEOUT=600        # of a run that logs steps, without --hang-timeout
 HEARTBEATS=''                   # file descriptor; closing it stops the heartbeats
 HANG_WATCHER='' HANG_CHANNEL='' # process of hang_watch.sh, file descriptor of its standard input
@@ -120,7 +121,7 @@ wait_for_nodes() {
       read -r client status <<<"$partial$received"
       partial=''
       if [[ $client == /hang_watch ]]; then # no node name contains a slash
-        handle_hang
+        handle_hang_watch
       else
         handle_exit "$client" "$status"
       fi
@@ -174,9 +175,16 @@ handle_exit() { # <node> <exit code of its client>
 }
 
 
-# Stop a hung run, unless it is already ending. .hang.json has the reason.
-handle_hang() {
-  [[ $STATUS == 0 && ! $NEXT_REQUEST && -e $RUN/.hang.json ]] || return 0
+# Print the notice in .hang_notice, even with --quiet. Stop a hung run: .hang.json has the reason. Neither if the run is
+# already ending.
+handle_hang_watch() {
+  local notice
+  [[ $STATUS == 0 && ! $NEXT_REQUEST ]] || return 0
+  if notice=$(cat -- "$RUN/.hang_notice" 2>/dev/null); then
+    rm -f -- "$RUN/.hang_notice"
+    QUIET=0 record "$notice"
+  fi
+  [[ -e $RUN/.hang.json ]] || return 0
   mv -- "$RUN/.hang.json" "$RUN/hang.json"
   STATUS=$EXIT_TIMED_OUT
   record "the run hangs; stopping it"
@@ -298,7 +306,7 @@ send_heartbeats() {
 
 
 # Watch for a hang until stop_hang_watch or until the launcher exits. Without --hang-timeout, a run is stopped only if
-# it logs steps and no rank can make progress.
+# it logs steps and no rank can make progress; any other run that looks hung is only reported.
 start_hang_watch() {
   [[ $HANG_TIMEOUT != 0 ]] || return 0
   start_with_pipe HANG_CHANNEL run_hang_watch
@@ -307,8 +315,12 @@ start_hang_watch() {
 
 
 run_hang_watch() {
-  local options=(--timeout "${HANG_TIMEOUT:-$DEFAULT_HANG_TIMEOUT}")
-  [[ $HANG_TIMEOUT ]] || options+=(--certain)
+  local options=()
+  if [[ $HANG_TIMEOUT ]]; then
+    options=(--timeout "$HANG_TIMEOUT")
+  elif ((ALL_RANKS_HERE)); then
+    options=(--timeout "$DEFAULT_HANG_TIMEOUT" --certain)
+  fi
   trap '' INT HUP TSTP USR2
   close_control_channels
   exec setsid "$KIT/scripts/lib/hang_watch.sh" --python "$PYTHON" "${options[@]}" "$RUN" \
@@ -322,7 +334,7 @@ stop_hang_watch() {
     exec {HANG_CHANNEL}>&-
     join "$HANG_WATCHER" || true
   } 2>/dev/null # bash would print "Terminated"
-  rm -f -- "$RUN/.hang.json"
+  rm -f -- "$RUN"/.hang{.json,_notice}
 }
 
 

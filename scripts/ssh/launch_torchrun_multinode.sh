@@ -23,7 +23,7 @@
 #   --max-restarts N     restart up to N times after a failure (default: 0); give it on all nodes: a
 #                        failure on one node stops all of them
 #   --hang-timeout S     stop the run when the ranks of this node wrote no output or metrics for S seconds,
-#                        with exit code 124; 0: never (default with several nodes)
+#                        with exit code 124; 0: never; default with several nodes: only report that it looks hung
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --no-preflight       skip the checks of GPUs, MASTER_ADDR and port
 #   --detach             run in the background, detached from this terminal

@@ -419,6 +419,17 @@ def test_files_left_open_are_flushed(end: str, code: int) -> None:
     assert (Path("text").read_text(), Path("raw").read_text()) == ("a line", "bytes")
 
 
+@pytest.mark.parametrize("arguments", [("-m", "trainer.cli"), ("site-packages/trainer/cli.py",)])
+def test_files_that_an_installed_trainer_left_open_are_flushed(arguments: tuple[str, ...]) -> None:
+    """What was launched is the user's code, also if it is installed as a package."""
+    package = Path("site-packages/trainer")
+    package.mkdir(parents=True)
+    (package / "helper.py").write_text("file = open('helper', 'w')\nfile.write('a line')\n")
+    (package / "cli.py").write_text("import trainer.helper\nfile = open('main', 'w')\nfile.write('a line')\n")
+    assert run(*RANK, *arguments, PYTHONPATH=str(package.parent)).returncode == 0
+    assert (Path("main").read_text(), Path("helper").read_text()) == ("a line", "a line")
+
+
 @pytest.mark.parametrize(("printed", "before"), [("\\r 10%\\r 20%", "\r 10%\r 20%\n"), ("100%\\n", "100%\n"), ("", "")])
 def test_a_traceback_starts_on_a_new_line_after_a_progress_bar(printed: str, before: str) -> None:
     Path("script.py").write_text(f"import sys\nsys.stderr.write('{printed}')\n1 / 0\n")

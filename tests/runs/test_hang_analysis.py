@@ -11,6 +11,7 @@ import pytest
 
 from distributed.host.stacks import Frame
 from distributed.runs.hang_analysis import Activity, diagnose, find_stall, needs_stacks
+from distributed.runs.user_code import launched_package
 
 WORKS = Activity(rank=0, node="n1", pid=100, state="R", cpu=1.0, gpu=None)
 SLEEPS = replace(WORKS, state="S", cpu=0.0)
@@ -154,6 +155,29 @@ def test_the_others_wait_for_a_rank_that_has_exited() -> None:
         "rank 1 on n2 ended with exit code 0 while rank 0 on n1 waits in a collective at hang.py:9"
     )
     assert find_stall(ranks(SLEEPS), 1.0, ["rank 2 on n3"]).text.endswith("; rank 2 on n3 ended with exit code 0")
+
+
+TRAINER = "/venv/lib/python3.11/site-packages/trainer/"
+
+
+@pytest.mark.parametrize(
+    ("run_json", "line"),
+    [
+        ({"script": "trainer"}, "cli.py:7 in main()"),
+        ({"script": "trainer.cli"}, "cli.py:7 in main()"),
+        ({"script": f"{TRAINER}cli.py"}, "cli.py:7 in main()"),
+        ({"script": "../trainer/cli.py", "cwd": f"{LIBRARY}other"}, "cli.py:7 in main()"),
+        ({"script": "/venv/bin/trainer"}, "cli.py:7 in main()"),
+        ({"script": "train.py"}, "distributed_c10d.py:3000 in all_reduce()"),
+        ({}, "distributed_c10d.py:3000 in all_reduce()"),
+    ],
+)
+def test_what_was_launched_is_the_users_code_wherever_it_lies(run_json: dict[str, str], line: str) -> None:
+    frames = (*REDUCE[:2], Frame(f"{TRAINER}cli.py", 7, "main"), Frame("<frozen runpy>", 88, "_run_code"))
+    waits = replace(SLEEPS, frames=frames, launched=launched_package(run_json))
+    at_barrier = replace(waits, frames=(BARRIER[0], replace(frames[2], line=9)))
+    library = "" if line.startswith("distributed") else ", all_reduce()"
+    assert f"rank 0 on n1 at {line}{library}; rank 1 on n2" in find_stall(ranks(waits, at_barrier), 1.0).text
 
 
 def test_with_stacks_the_timeout_is_the_same() -> None:

@@ -1,7 +1,7 @@
 """A launcher stops its run as hung after --hang-timeout without output, or by default only if no rank can continue.
 
-A run that is starting or ending, or with a node that does not reply, does not hang; status.bats and faults.bats test
-real runs.
+Any other run that looks hung is reported once, and again when that changes. A run that is starting or ending, or with
+a node that does not reply, does not hang; status.bats and faults.bats test real runs.
 """
 
 from __future__ import annotations
@@ -10,43 +10,64 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_hang_analysis import IDLES, LOOPS, SLEEPS, STOPPED, WAITS, WORKS, ranks
 
+from distributed.files import write_json
 from distributed.host.replies import format_reply
 from distributed.runs import hang_decision
 from distributed.runs.hang_analysis import Activity, find_stall
-from distributed.runs.hang_decision import decide, hang_record
+from distributed.runs.hang_decision import Notified, decide, hang_record, notice_on
 from distributed.runs.run_directory import create
 from distributed.runs.status import Observation
 
 
 def decision_on(
-    activities: Sequence[Activity], silent: float, *, stacks: bool = True, certain: bool = False, not_started: int = 0
+    activities: Sequence[Activity],
+    silent: float,
+    *,
+    timeout: float = 100.0,
+    sampled: bool = True,
+    stacks: bool = True,
+    certain: bool = False,
+    not_started: int = 0,
 ) -> str:
     observed = Observation(tuple(ranks(*activities)), (), not_started, 1.0, silent)
     stall = find_stall(observed.ranks, 1.0) if stacks and observed.ranks else None
-    return decide(observed, 100.0, silent, stall, certain)
+    return decide(observed, timeout, silent, stall, certain, sampled)
 
 
 @pytest.mark.parametrize(
-    ("activities", "silent", "decision"),
+    ("activities", "silent", "sampled", "decision"),
     [
-        ([WORKS, WORKS], 0.0, "wait 100"),
-        ([WORKS, WORKS], 99.5, "wait 1"),
-        ([WORKS, WORKS], 60.0, "wait 40"),
-        ([WORKS, WORKS], 100.0, "stacks"),
-        ([], 1e6, "wait 100"),
+        ([WORKS, WORKS], 0.0, False, "wait 60"),
+        ([WORKS, WORKS], 59.5, False, "wait 1"),
+        ([WORKS, WORKS], 60.0, False, "query --seconds 1"),
+        ([WORKS, WORKS], 60.0, True, "wait 60"),  # without stacks: to read them disturbs the ranks
+        ([SLEEPS, SLEEPS], 60.0, True, "query --seconds 1 --stacks"),
+        ([WORKS, SLEEPS], 120.0, True, "query --seconds 1 --stacks"),
+        ([WORKS, WORKS], 300.0, False, "query --seconds 1 --stacks"),
+        ([], 1e6, False, "wait 60"),
     ],
 )
-def test_nodes_are_queried_about_once_per_timeout_and_then_for_stacks(
-    activities: list[Activity], silent: float, decision: str
+def test_nodes_are_queried_for_cpu_use_and_for_stacks_only_after_a_time_without_output(
+    activities: list[Activity], silent: float, sampled: bool, decision: str
 ) -> None:
-    assert decision_on(activities, silent, stacks=False) == decision
+    assert decision_on(activities, silent, timeout=300.0, sampled=sampled, stacks=False) == decision
+
+
+@pytest.mark.parametrize(
+    ("silent", "timeout", "decision"),
+    [(60.0, 1e9, "wait 60"), (130.0, 1e9, "wait 130"), (1e6, 1e9, "wait 600"), (130.0, 200.0, "wait 70")],
+)
+def test_a_run_that_stays_without_output_is_queried_less_and_less_often(
+    silent: float, timeout: float, decision: str
+) -> None:
+    assert decision_on([SLEEPS, SLEEPS], silent, timeout=timeout) == decision
 
 
 @pytest.mark.parametrize(
@@ -70,7 +91,7 @@ def test_by_default_only_a_run_that_cannot_continue_hangs(
 
 
 def test_a_run_hangs_only_when_all_its_ranks_have_started() -> None:
-    assert decision_on([SLEEPS], 200.0, not_started=1) == "wait 100"
+    assert decision_on([SLEEPS], 200.0, not_started=1) == "wait 60"
 
 
 def test_the_record_has_the_suspect_with_its_stack_and_the_lines_of_the_others() -> None:
@@ -113,12 +134,12 @@ def write_reply(directory: Path, code: int, **facts: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "facts", "decision"),
     [
-        (["--watched", "700", "--stacks"], 0, {}, "hung"),
-        (["--watched", "599", "--stacks"], 0, {}, "wait 1"),  # the time before the watch started is ignored
-        (["--watched", "700", "--stacks"], 255, {}, "wait 60"),  # the node does not reply
-        (["--watched", "700", "--stacks", "--certain"], 0, {}, "wait 600"),  # it logs no steps
-        (["--watched", "700", "--stacks", "--certain"], 0, {"metrics": 650.0}, "hung"),
-        (["--watched", "700", "--stacks", "--certain"], 0, {"metrics": 100.0}, "wait 500"),
+        (["--watched", "700"], 0, {}, "hung"),
+        (["--watched", "599"], 0, {}, "wait 1"),  # the time before the watch started is ignored
+        (["--watched", "700"], 255, {}, "wait 60"),  # the node does not reply
+        (["--watched", "700", "--certain"], 0, {}, "wait 600"),  # it logs no steps
+        (["--watched", "700", "--certain"], 0, {"metrics": 650.0}, "hung"),
+        (["--watched", "700", "--certain"], 0, {"metrics": 100.0}, "wait 100"),
     ],
 )
 def test_the_decision_is_printed_and_a_hang_is_recorded(
@@ -131,7 +152,8 @@ def test_the_decision_is_printed_and_a_hang_is_recorded(
 ) -> None:
     run = run_directory(tmp_path)
     write_reply(tmp_path, code, **facts)
-    assert hang_decision.main([str(run), str(tmp_path), "--timeout", "600", *options]) == 0
+    stacks = ["--timeout", "600", "--seconds", "1", "--stacks"]
+    assert hang_decision.main([str(run), str(tmp_path), *stacks, *options]) == 0
     assert capsys.readouterr().out == f"{decision}\n"
     assert (run / hang_decision.HANG_FILE).exists() == (decision == "hung")
     if decision == "hung":
@@ -146,8 +168,96 @@ def test_old_metrics_of_an_earlier_attempt_are_ignored(tmp_path: Path, capsys: p
     write_reply(tmp_path, 0, ranks=[RANK_STATUS | {"silent": 3.0}])
     (run / "metrics.jsonl").touch()
     os.utime(run / "metrics.jsonl", (time.time() - 5000,) * 2)
-    assert hang_decision.main([str(run), str(tmp_path), "--timeout", "600", "--watched", "700"]) == 0
-    assert capsys.readouterr().out == "wait 597\n"
+    assert hang_decision.main([str(run), str(tmp_path), "--timeout", "600", "--watched", "700", "--seconds", "0"]) == 0
+    assert capsys.readouterr().out == "wait 57\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "watched", "decision"),
+    [
+        ({}, 60, "query --seconds 0"),  # this machine does not see the output
+        ({"node_n1.log": 900.0, "node_n2.log": 20.0}, 700, "wait 40"),
+        ({"node_n1.log": 900.0, "metrics.jsonl": 20.0}, 700, "wait 40"),
+        ({"node_n1.log": 61.0}, 700, "query --seconds 0"),
+        ({"node_n1.log": 900.0}, 20, "wait 40"),  # for instance after the machine was suspended
+    ],
+)
+def test_nodes_are_not_queried_while_files_on_this_machine_have_recent_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, float], watched: int, decision: str
+) -> None:
+    run = run_directory(tmp_path)
+    for name, age in files.items():
+        (run / name).touch()
+        os.utime(run / name, (time.time() - age - 0.5,) * 2)
+    assert hang_decision.main([str(run), str(tmp_path), "--watched", str(watched)]) == 0
+    assert capsys.readouterr().out == f"{decision}\n"
+
+
+def test_a_run_that_looks_hung_is_reported_once_and_again_when_that_changes(tmp_path: Path) -> None:
+    """A run without metrics, of which rank 1 sleeps although rank 0 has exited."""
+    run = run_directory(tmp_path)
+
+    def notice_after(silent: float, **facts: Any) -> str:
+        exited = RANK_STATUS | {"pid": None, "silent": 5000.0}
+        rank = RANK_STATUS | {"rank": 1, "local_rank": 1, "silent": silent}
+        write_reply(tmp_path, 0, ranks=[exited, rank | facts])
+        options = ["--timeout", "600", "--certain", "--watched", "700", "--seconds", "1", "--stacks"]
+        assert hang_decision.main([str(run), str(tmp_path), *options]) == 0
+        file = run / hang_decision.NOTICE_FILE
+        text = file.read_text() if file.exists() else ""
+        file.unlink(missing_ok=True)
+        return text
+
+    assert notice_after(59.0) == ""
+    assert notice_after(61.0) == (
+        "the run looks hung: no output for 61 s; no rank used CPU in 1.0 s; rank 0 on n1 ended with exit code 0; "
+        "it is not stopped automatically"
+    )
+    assert notice_after(125.0) == ""
+    assert notice_after(130.0, cpu=0.9) == ""
+    assert notice_after(130.0, state="T") == (
+        "the run looks hung: rank 1 on n1 is stopped (state T); to continue, run there: kill -CONT 7"
+    )
+    assert notice_after(3.0) == hang_decision.RECOVERED
+    assert notice_after(3.0) == ""
+
+
+def test_a_run_with_long_pauses_is_reported_again_only_after_a_longer_pause() -> None:
+    def check(time: float, silent: float, before: Notified) -> tuple[str, Notified]:
+        return notice_on(Observation(tuple(ranks(SLEEPS)), (), 0, 1.0, silent), silent, before, time)
+
+    notice, known = check(1000.0, 60.0, Notified())
+    assert notice.startswith("the run looks hung: no output for 60 s")
+    notice, known = check(1100.0, 90.0, known)  # the output came after 70 s
+    assert (notice, known) == (hang_decision.RECOVERED, Notified(longest_pause=70.0))
+    assert check(1140.0, 130.0, known) == ("", known)
+    assert check(1150.0, 140.0, known)[0].startswith("the run looks hung: no output for 140 s")
+
+
+def test_recent_output_in_files_on_this_machine_ends_a_notice(tmp_path: Path) -> None:
+    run = run_directory(tmp_path)
+    (run / "node_n1.log").touch()
+    write_json(tmp_path / hang_decision.KNOWN_FILE, asdict(Notified("it hangs", time.time() - 100, 0.0)))
+    assert hang_decision.main([str(run), str(tmp_path), "--watched", "700"]) == 0
+    assert (run / hang_decision.NOTICE_FILE).read_text() == hang_decision.RECOVERED
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        [{"cpu": 0.99}, {"cpu": 0.99}],
+        [{"silent": 3.0}, {}],
+        [{}, {"pid": None, "silent": None}],  # not started yet
+        [{"pid": None}, {"pid": None}],
+    ],
+)
+def test_a_long_computation_and_a_run_that_starts_or_ends_are_not_reported(
+    tmp_path: Path, facts: list[dict[str, Any]]
+) -> None:
+    run = run_directory(tmp_path)
+    write_reply(tmp_path, 0, ranks=[RANK_STATUS | {"rank": number} | one for number, one in enumerate(facts)])
+    assert hang_decision.main([str(run), str(tmp_path), "--watched", "9000", "--seconds", "1", "--stacks"]) == 0
+    assert not (run / hang_decision.NOTICE_FILE).exists()
 
 
 def test_a_rank_that_uses_its_gpu_is_not_idle() -> None:

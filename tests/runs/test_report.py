@@ -213,6 +213,9 @@ def test_a_failed_run_shows_rank_cause_and_traceback(tmp_path: Path) -> None:
         "traceback": "Traceback (most recent call last):\n  File \"train.py\"",
         "collateral": [{"node": "node1", "rank": 3, "message": "Connection closed by peer"}],
     }  # fmt: skip
+    lines = ["loss <1>", "", *map("\x1b[31mline {}\x1b[0m".format, range(30)), *str(verdict["traceback"]).splitlines()]
+    log = "".join(f"[node2:11] {line}\n[node2:12] of another rank\n" for line in lines)
+    (tmp_path / "node_node2.log").write_text(f"{log}agent: rank 11 ended with exit code 134\n")
     reader = parsed(write_run(tmp_path, [step_line(10), event(10, "finish")], run=run_json(), verdict=verdict))
     for text in (
         "failed", "rank 11 on node2 ran out of memory", "rank 11", "on node2", "exit code 134",
@@ -220,7 +223,10 @@ def test_a_failed_run_shows_rank_cause_and_traceback(tmp_path: Path) -> None:
         "rank 3 on node1: Connection closed by peer",
     ):  # fmt: skip
         assert text in reader.texts
-    assert "details" in reader.tags
+    assert "\n".join(f"line {number}" for number in range(10, 30)) in reader.texts
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<details open>") == 2
+    assert "<details open><summary>Traceback</summary>" in page
 
 
 @pytest.mark.parametrize(

@@ -462,6 +462,20 @@ def test_a_hang_wins_over_all_other_failures(run: RunDirectory) -> None:
     ]
 
 
+def test_the_last_frames_are_those_of_an_installed_trainer_that_was_launched(run: RunDirectory) -> None:
+    library = "/venv/lib/python3.11/site-packages"
+    frames = [(f"{library}/trainer/cli.py", "main"), (f"{library}/torch/nn/linear.py", "forward")]
+    lines = [f'  File "{file}", line 7, in {function}\n    {function}()\n' for file, function in frames]
+    run.rank(
+        0, "ValueError", "bad", traceback="".join(["Traceback (most recent call last):\n", *lines, "ValueError: bad\n"])
+    )
+    shown = {"trainer.cli": "trainer/cli.py", "train.py": "torch/nn/linear.py"}
+    for script, file in shown.items():
+        run.file("run.json", {"script": script})
+        text = verdict.render(run.decide(), run.path)
+        assert [line.split('"')[1] for line in text.splitlines() if "File" in line][-1] == f"{library}/{file}"
+
+
 def test_the_records_of_a_rank_and_of_its_agent_are_merged(run: RunDirectory) -> None:
     """PyTorch's threads may abort a process that exits after an exception: then 134 is not its exit code."""
     run.rank(1, "ValueError", "bad", time=TIME)
