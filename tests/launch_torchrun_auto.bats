@@ -136,6 +136,33 @@ END
 }
 
 
+@test "with TMOUT exported, status.sh finds the nodes of a longer run, and the run is restarted" {
+  write_script <<'END'
+dist.barrier()
+if os.path.exists("tried"):
+    sys.exit(os.environ["TMOUT"] != "2")
+if rank == 0:
+    print("at work", flush=True)
+while not os.path.exists("fail"):
+    time.sleep(0.1)
+dist.barrier()
+open("tried", "w").close()
+sys.exit(5)
+END
+  export TMOUT=2
+  start out "$LAUNCH" --max-restarts 1 --env TMOUT=2 --script "my script.py" - 1 "$N1" "$N2"
+  wait_for_line out "at work"
+  sleep 4 # more than TMOUT, without input
+  run -0 "$KIT/scripts/status.sh" latest
+  [[ "$output" == *"$N1"*"$N2"* ]]
+  touch fail
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  grep -q "exit code 5" out
+  grep -q "restart 1 of 1" out
+}
+
+
 # bats test_tags=soak
 @test "checkpoints of a restarted run on three nodes are identical to those of an uninterrupted run" {
   cat >"my script.py" <<END

@@ -61,8 +61,8 @@ KIT_FILES = (
     "distributed/launch/__init__.py", "distributed/launch/console.py", "distributed/launch/supervisor.py",
     "distributed/launch/usage.py",
     "distributed/training/__init__.py", "distributed/training/base_model.py",
-    "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/common.bash",
-    "scripts/lib/node_env.bash",
+    "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/environment.bash",
+    "scripts/lib/common.bash", "scripts/lib/node_env.bash",
 )  # fmt: skip
 # --sync copies neither results nor files that .gitignore excludes.
 NOT_COPIED = (
@@ -701,7 +701,7 @@ def for_any_shell(line: str) -> str:
     The same as quote_for_any_shell in scripts/lib/ssh.bash.
     """
     encoded = "".join(chr(byte) if byte in PLAIN else f"={byte:02X}" for byte in os.fsencode(line))
-    return f"exec bash -c 'eval \"$(printf %b \"${{1//=/$2}}\")\"' bash '{encoded}' '\\x'"
+    return f"exec bash -pc 'eval \"$(printf %b \"${{1//=/$2}}\")\"' bash '{encoded}' '\\x'"
 
 
 def write_ssh_config(path: Path, server: config.Server) -> None:

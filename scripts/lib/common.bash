@@ -11,6 +11,9 @@
 #
 # Settings: QUIET=1 disables log; with DRY_RUN=1, run prints its command only.
 
+# shellcheck source=scripts/lib/environment.bash
+source "${BASH_SOURCE[0]%/*}/environment.bash"
+
 # Exit codes of launchers. Any other code is that of the rank that failed first.
 # shellcheck disable=SC2034  # used by files that source this one
 {
@@ -26,6 +29,7 @@ PROGRAM=${0##*/}                       # name in messages
 PROGRAM_FILE=$(readlink -f -- "$0")    # absolute path of the script
 KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
 KIT=${KIT%/scripts/lib/*}              # root of the repository: absolute, symbolic links resolved
+
 
 trap 'exit "$EXIT_INTERRUPTED"' INT
 
@@ -208,10 +212,10 @@ list_python() { # <path or name> <origin>
 }
 
 
-# Run a short-lived module of distributed/ with $PYTHON. The working directory is KIT, so that an installed Dask (also
-# named "distributed") is not imported; paths among the arguments must be absolute.
+# Run a short-lived module of distributed/ with $PYTHON and the standard library alone. The working directory is KIT:
+# paths among the arguments must be absolute.
 kit_python() { # <module> [argument...]
-  (trap '' INT && cd -- "$KIT" && unset PYTHONSAFEPATH && exec "$PYTHON" -m "distributed.$1" "${@:2}")
+  (trap '' INT && cd -- "$KIT" && exec "$PYTHON" -I "$KIT/scripts/lib/module.py" "$@")
 }
 
 
@@ -226,38 +230,4 @@ start_with_pipe() { # <variable for the file descriptor> <command...>
   } &
   exec {PIPE_END}>"/dev/fd/$pipe" {pipe}>&-
   printf -v "$1" '%s' "$PIPE_END"
-}
-
-
-# Remove variables that another launch has left in the environment. PET_* would change torchrun's options.
-clear_launch_environment() {
-  unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT
-  unset "${!PET_@}" "${!TORCHELASTIC_@}"
-}
-
-
-# Restore exported variables to the values with which this script was started, as scripts use some of these names.
-# Variables that the script has unset stay unset; SLURM_* are not changed.
-restore_environment() {
-  local - inherited inherited_name
-  set +u
-  while IFS= read -r -d '' inherited; do
-    inherited_name=${inherited%%=*}
-    [[ $inherited_name =~ ^[A-Za-z_][A-Za-z_0-9]*$ ]] || continue
-    [[ $inherited_name != @(_|PWD|OLDPWD|SHLVL|SLURM_*|inherited|inherited_name) ]] || continue
-    [[ ${!inherited_name@a} == *x* && ${!inherited_name@a} != *r* ]] || continue
-    unset -v "$inherited_name" # may be an array
-    export "${inherited?}"
-  done <"/proc/$$/environ"
-}
-
-
-# Replace this process by a command, in the environment with which this script was started plus these entries.
-exec_in_environment() { # <number of entries> <NAME=VALUE...> <command...>
-  restore_environment
-  while (($1)); do
-    export "${2?}"
-    set -- $(($1 - 1)) "${@:3}"
-  done
-  exec "${@:2}"
 }

@@ -103,8 +103,9 @@ set_node_checks() { # <processes on a node without its own number> <node...>
 # allocation. Exits when a check fails.
 run_checks() { # <option of check_call.py...>
   local facts status=0 name value processes
-  facts=$(trap '' INT && exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \
-    "$PYTHON" "$KIT/scripts/lib/check_call.py" "$@" -- "${SCRIPT_ARGS[@]}") || status=$?
+  # In the environment of the ranks, where Python finds their modules; but it must exit, and print UTF-8.
+  facts=$(trap '' INT && exec_in_environment $((${#ENVIRONMENT[@]} + 2)) "${ENVIRONMENT[@]}" \
+    PYTHONINSPECT= PYTHONIOENCODING= "$PYTHON" "$KIT/scripts/lib/check_call.py" "$@" -- "${SCRIPT_ARGS[@]}") || status=$?
   while read -r name value processes; do
     case $name in
       node) add_node "${value#*@}" "$processes" "$value" ;;

@@ -45,7 +45,8 @@ remove_at_end_of_input() { # <directory>
 
 # Run ssh in its own session, so that Ctrl-C on the terminal does not reach it.
 ssh_client() { # <ssh's arguments...>
-  run_unreported setsid --wait ${REPLY_TIMEOUT:+timeout -s KILL "$REPLY_TIMEOUT"} ssh "${SSH_OPTIONS[@]}" "$@"
+  run_unreported run_with_removed \
+    setsid --wait ${REPLY_TIMEOUT:+timeout -s KILL "$REPLY_TIMEOUT"} ssh "${SSH_OPTIONS[@]}" "$@"
 }
 
 
@@ -83,7 +84,7 @@ quote_for_any_shell() { # <lines for bash>
     printf -v code '=%02X' "'$special"
     line=${line//"$special"/$code}
   done
-  printf "exec bash -c 'eval \"\$(printf %%b \"\${1//=/\$2}\")\"' bash '%s' '\\\\x'\\n" "$line"
+  printf "exec bash -pc 'eval \"\$(printf %%b \"\${1//=/\$2}\")\"' bash '%s' '\\\\x'\\n" "$line"
 }
 
 
