@@ -417,3 +417,44 @@ END
     [ "$output" = "$expected" ] || { echo "$variable: $output" && return 1; }
   done
 }
+
+
+@test "a temporary directory is made in /tmp when XDG_RUNTIME_DIR is missing, a file, read-only or full, and said once" {
+  script <<'END'
+make_temporary_directory first
+make_temporary_directory second
+printf '%s\n' "$first" "$second"
+rmdir -- "$first" "$second"
+END
+  mkdir "$BATS_TEST_TMPDIR/blank here"
+  touch "$BATS_TEST_TMPDIR/file"
+  local unusable
+  for unusable in '' relative "$BATS_TEST_TMPDIR/blank here"; do # unusable by design: no warning
+    XDG_RUNTIME_DIR=$unusable TMPDIR=/nowhere run -0 "$SCRIPT"
+    [[ "${lines[0]} ${lines[1]} ${#lines[@]}" == "/tmp/muster-"*" /tmp/muster-"*" 2" ]]
+  done
+  for unusable in /nowhere /etc/passwd /proc/self; do
+    XDG_RUNTIME_DIR=$unusable TMPDIR=/nowhere run -0 --separate-stderr "$SCRIPT"
+    [[ "${lines[0]} ${lines[1]}" == "/tmp/muster-"*" /tmp/muster-"* ]]
+    [[ "$stderr" == "do_it.sh: warning: XDG_RUNTIME_DIR='$unusable': no temporary files there ("*"); using /tmp; "* ]]
+    [ "${#stderr_lines[@]}" -eq 1 ]
+  done
+  XDG_RUNTIME_DIR=/dev/shm run -0 "$SCRIPT"
+  [[ "${lines[0]}" == /dev/shm/muster-* ]]
+}
+
+
+@test "without any directory for temporary files, all of them are named; a full disk counts as unusable" {
+  [ "$(id -u)" -eq 0 ] || skip "mounting needs root"
+  script <<<'make_temporary_directory made; printf "%s\n" "$made"'
+  # shellcheck disable=SC2016 # expanded by the inner shell
+  run -0 --separate-stderr unshare --mount sh -c 'mount -t tmpfs -o size=4k none /mnt &&
+    XDG_RUNTIME_DIR=/mnt "$1" && test -z "$(ls /mnt)"' sh "$SCRIPT"
+  [[ "$output" == /tmp/muster-* && "$stderr" == *"XDG_RUNTIME_DIR='/mnt': "*"No space left"*"using /tmp"* ]]
+  mv -- "$KIT" /var/tmp/"$BATS_SUITE_TEST_NUMBER-$$" && KIT=/var/tmp/$BATS_SUITE_TEST_NUMBER-$$
+  run -69 unshare --mount sh -c 'mount -t tmpfs -o ro none /tmp && exec "$@"' \
+    sh env XDG_RUNTIME_DIR=/nowhere TMPDIR=/nope "$KIT/scripts/do_it.sh"
+  rm -rf -- "$KIT"
+  [[ "$output" == *"XDG_RUNTIME_DIR='/nowhere': no temporary files there (No such file or directory); /tmp: no"*"; \
+TMPDIR='/nope': no temporary files"*"; export TMPDIR=DIRECTORY"* ]]
+}

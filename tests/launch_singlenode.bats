@@ -446,7 +446,7 @@ hide_py_spy() {
 # bats test_tags=slow
 @test "--detach returns at once, and the run continues" {
   write_script <<<'print("at work", flush=True); time.sleep(1); open("done", "w")'
-  run "$LAUNCH" --detach --script "my script.py" - 1
+  TMPDIR=/nowhere run "$LAUNCH" --detach --script "my script.py" - 1
   [ "$status" -eq 0 ]
   [[ "$output" == *"run my-script-"*" started in the background, process "*"/scripts/status.sh "*"/logs/my-script-"* ]]
   timeout 60 sh -c 'until [ -e done ]; do sleep 0.1; done'

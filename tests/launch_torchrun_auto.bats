@@ -163,6 +163,21 @@ END
 }
 
 
+@test "launch, status, stop and doctor work when XDG_RUNTIME_DIR and TMPDIR name no directory, and say it once" {
+  write_endless_script
+  export XDG_RUNTIME_DIR=/nowhere TMPDIR=/nowhere
+  run -0 "$LAUNCH" --detach --script "my script.py" - 1 "$N1" "$N2"
+  [ "$(grep -c "warning: XDG_RUNTIME_DIR='/nowhere': .* using /tmp" <<<"$output")" -eq 1 ]
+  wait_for_line "$(echo logs/detached-*.log)" "at work"
+  for program in status.sh stop.sh; do
+    run -0 "$KIT/scripts/$program" latest
+    [ "$(grep -c "$program: warning: XDG_RUNTIME_DIR='/nowhere': .* using /tmp" <<<"$output")" -eq 1 ]
+  done
+  run "$KIT/scripts/doctor.sh" "$N1"
+  [[ "$output" == *"warning: XDG_RUNTIME_DIR='/nowhere': "*"$N1"* && "$output" != *mktemp* ]]
+}
+
+
 # bats test_tags=soak
 @test "checkpoints of a restarted run on three nodes are identical to those of an uninterrupted run" {
   cat >"my script.py" <<END

@@ -727,7 +727,8 @@ def make_private(directory: Path) -> None:
 def sockets_directory(list_id: str) -> Path:
     """The directory of ssh's control sockets for a list. Short, as the length of a socket's path is limited."""
     base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
-    base = base if len(base) < 20 and not any(map(str.isspace, base)) and os.path.isdir(base) else "/tmp"
+    fits = len(base) < 20 and not any(map(str.isspace, base)) and os.path.isdir(base)
+    base = base if fits and os.access(base, os.W_OK | os.X_OK) else "/tmp"
     return Path(base, f"muster-{os.getuid()}-{list_id}")
 
 

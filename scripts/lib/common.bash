@@ -30,6 +30,7 @@ PROGRAM_FILE=$(readlink -f -- "$0")    # absolute path of the script
 KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
 KIT=${KIT%/scripts/lib/*}              # root of the repository: absolute, symbolic links resolved
 
+TEMPORARY_BASE=''                     # parent of temporary directories, once it has been found
 
 trap 'exit "$EXIT_INTERRUPTED"' INT
 
@@ -230,4 +231,37 @@ start_with_pipe() { # <variable for the file descriptor> <command...>
   } &
   exec {PIPE_END}>"/dev/fd/$pipe" {pipe}>&-
   printf -v "$1" '%s' "$PIPE_END"
+}
+
+
+# Create a private directory for temporary files and set the variable to its path, which is short and has no blanks: ssh
+# allows 90 bytes for a control socket and uses 41 of them; ssh (for ProxyJump), rsync and pdsh split paths at blanks.
+# /tmp precedes TMPDIR, which may be on a file system without sockets.
+make_temporary_directory() { # <variable>
+  local name base reply fault=''
+  for name in "${TEMPORARY_BASE:-XDG_RUNTIME_DIR}" /tmp TMPDIR; do
+    [[ $name == /* ]] && base=$name || base=${!name-}
+    [[ $base == /* && $base != *[[:space:]]* && ${#base} -le 31 ]] || continue
+    if reply=$(try_temporary_directory "$base" 2>&1); then
+      [[ ! $fault ]] || warn "$fault; using $base; unset the variable, or create a directory that you can write"
+      TEMPORARY_BASE=$base # warn only once
+      printf -v "$1" '%s' "$reply"
+      return
+    fi
+    [[ $name == /* ]] || name+="='$base'"
+    fault+="${fault:+; }$name: no temporary files there (${reply##*: })"
+  done
+  die_with "$EXIT_UNFIT" "$fault; export TMPDIR=DIRECTORY, with a directory that you can write"
+}
+
+
+# Print the path of a new directory. Fails if a file in it cannot be written, as on a full disk, or removed.
+try_temporary_directory() { # <parent>
+  local made
+  made=$(mktemp -d -- "$1/muster-XXXXXX") || return
+  if ! { printf '%8192s' '' >"$made/file" && rm -- "$made/file"; }; then
+    rm -rf -- "$made"
+    return 1
+  fi
+  printf '%s\n' "$made"
 }
