@@ -9,6 +9,8 @@ bats_require_minimum_version 1.5.0
 source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 # shellcheck source=tests/lab/hanging_script.bash
 source "$BATS_TEST_DIRNAME/lab/hanging_script.bash"
+# shellcheck source=tests/lab/hostile_environment.bash
+source "$BATS_TEST_DIRNAME/lab/hostile_environment.bash"
 
 
 setup() {
@@ -74,39 +76,9 @@ processes_left() {
 }
 
 
-# What bash, its tools and Python obey, and names that our scripts use, as a user may have exported them.
-write_hostile_environment() {
-  cat >with_hostile_environment <<'END'
-export TMOUT=1 IFS=/ POSIXLY_CORRECT=1 BASH_ENV=/nowhere ENV=/nowhere GLOBIGNORE="*" CDPATH=/ FUNCNEST=200
-export EXECIGNORE="/nowhere/*" BASH_COMPAT=42 SECONDS=5000 _POSIX2_VERSION=199209
-export LC_ALL=C LANG=xx_XX LC_NUMERIC=de_DE GREP_OPTIONS=-v TAR_OPTIONS=--bogus SQUEUE_FORMAT=x RSYNC_RSH=false
-export PYTHONINSPECT=1 PYTHONSTARTUP=/nowhere PYTHONIOENCODING=latin-1 PYTHONSAFEPATH=1 PYTHONDEVMODE=1
-export RUN=a NODES=b CODE=c SCRIPT=d MODULE=e PROGRAM=f KIT=g ENVIRONMENT=h mode=i status=j entry=k EVENTS=l PYTHON=m
-export CONFIG=n COMMAND=o directory=p REMOVED=q NODE_ENV_FILE=r INVALID=$'\xc3' LAST=s UID
-read() { echo "read was replaced"; }
-cd() { echo "cd was replaced"; }
-mktemp() { echo "mktemp was replaced"; }
-module() { echo "loaded $1" >>modules; }
-export -f read cd mktemp module
-exec env SHELLOPTS=noglob:physical:noclobber:nounset \
-  BASHOPTS=nullglob:failglob:dotglob:nocasematch:nocaseglob:xpg_echo:expand_aliases "$@"
-END
-}
-
-
 @test "variables, options and functions that bash and Python obey reach the ranks, and do not change a launch" {
-  mkdir config
-  echo 'module torch' >config/node_env.sh
   write_hostile_environment
-  bash with_hostile_environment env -0 >given
-  cat >"my script.py" <<'END'
-import os, sys
-given = dict(entry.split(b"=", 1) for entry in open("given", "rb").read().split(b"\0") if entry)
-differs = {name for name, value in given.items() if os.environb.get(name) != value}
-print("differs:", sorted(differs - {b"_", b"SHLVL", b"PWD", b"OLDPWD"}))
-sys.exit(7)
-END
-  run -7 timeout 120 bash with_hostile_environment "$LAUNCH" --script "my script.py" --max-restarts 1 - 1
+  run -7 timeout 120 bash with_hostile_environment "$LAUNCH" --script compare.py --max-restarts 1 - 1
   [[ "$output" == *"differs: []"* ]]
   [[ "$output" == *"restart 1 of 1"*"exited with code 7"* ]]
   [[ "$output" != *replaced* ]]

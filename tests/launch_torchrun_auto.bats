@@ -10,6 +10,8 @@ bats_require_minimum_version 1.5.0
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 # shellcheck source=tests/lab/secrets.bash
 source "$BATS_TEST_DIRNAME/lab/secrets.bash"
+# shellcheck source=tests/lab/hostile_environment.bash
+source "$BATS_TEST_DIRNAME/lab/hostile_environment.bash"
 
 
 setup_file() {
@@ -133,6 +135,20 @@ END
   run "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 0 ]
   [[ "$output" == *"verdict: failed: rank 1 on $N2"*"restart 1 of 1"*"verdict: ok"* ]]
+}
+
+
+@test "variables, options and functions that bash and Python obey do not change a launch, a status or a stop" {
+  write_hostile_environment
+  echo : >config/node_env.sh # nodes do not have the variables of this shell
+  run -7 timeout 120 bash with_hostile_environment "$LAUNCH" --script compare.py - 1 "$N1" "$N2"
+  [[ "$output" == *"differs: "*"exited with code 7"* && "$output" != *replaced* ]]
+  write_endless_script
+  start_endless_script - 1 "$N1" "$N2"
+  run -0 bash with_hostile_environment "$KIT/scripts/status.sh" latest
+  [[ "$output" == *"$N1"*"$N2"* && "$output" != *replaced* ]]
+  run -0 bash with_hostile_environment "$KIT/scripts/stop.sh" latest
+  [[ "$output" == *"$N2: no process of this run remains"* && "$output" != *replaced* ]]
 }
 
 
