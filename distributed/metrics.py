@@ -17,7 +17,7 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 RESERVED = ("time", "event", "rank_seconds", "wait_share")  # keys that train.py and append() write
@@ -138,6 +138,7 @@ def furthest(path: str | os.PathLike[str]) -> int | None:
     return max(steps, default=None)
 
 
-if __name__ == "__main__":  # the launcher compares the step before and after a restart
-    found = furthest(sys.argv[1])
+def main(arguments: Sequence[str]) -> None:
+    """Print the last step in a file: the launcher compares it before and after a restart."""
+    found = furthest(arguments[0])
     print("" if found is None else found)

@@ -189,7 +189,7 @@ main() {
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     exec_in_environment 0 "$LAUNCHER_FILE" --dry-run "${LAUNCHER_ARGUMENTS[@]}"
   fi
-  SCRATCH=$(mktemp -d)
+  make_temporary_directory SCRATCH
   trap 'rm -rf -- "$SCRATCH"' EXIT
   if uses_nodes; then
     test_connections

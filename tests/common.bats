@@ -9,7 +9,7 @@ bats_require_minimum_version 1.5.0
 setup() {
   KIT="$BATS_TEST_TMPDIR/a 'kit' & \"more\" \$HOME"
   mkdir -p "$KIT/scripts/lib" "$KIT/distributed" "$BATS_TEST_TMPDIR/elsewhere"
-  cp "$BATS_TEST_DIRNAME"/../scripts/lib/{common,node_env}.bash "$KIT/scripts/lib"
+  cp "$BATS_TEST_DIRNAME"/../scripts/lib/{environment.bash,common.bash,node_env.bash,module.py} "$KIT/scripts/lib"
   unset VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV QUIET DRY_RUN
 }
 
@@ -246,11 +246,12 @@ END
 @test "kit_python runs a module of Muster, whatever the working directory and PYTHONPATH are" {
   script <<<'pick_python "$1"; kit_python where "a b" c'
   touch "$KIT/distributed/__init__.py"
-  echo 'import os, sys; print(os.getcwd(), sys.argv[1:])' >"$KIT/distributed/where.py"
+  echo 'import os; main = lambda arguments: print(os.getcwd(), arguments)' >"$KIT/distributed/where.py"
   mkdir -p "$BATS_TEST_TMPDIR/elsewhere/distributed"
   touch "$BATS_TEST_TMPDIR/elsewhere/distributed/__init__.py"
   cd "$BATS_TEST_TMPDIR/elsewhere"
-  PYTHONSAFEPATH=1 PYTHONPATH=$PWD run -0 "$SCRIPT" python3
+  touch typing.py
+  PYTHONSAFEPATH=1 PYTHONPATH=$PWD PYTHONINSPECT=1 PYTHONWARNINGS=error run -0 "$SCRIPT" python3
   [ "$output" = "$KIT ['a b', 'c']" ]
 }
 
@@ -361,4 +362,99 @@ reports_failure() {
   run --separate-stderr -0 "$SCRIPT" "$PWD/env.sh"
   [ "$output" = reached ]
   [ "$stderr" = heard ]
+}
+
+
+@test "functions, aliases and options that BASH_ENV sets do not change a script, and return for node_env.sh" {
+  cat >"$BATS_TEST_TMPDIR/bash_env" <<'END'
+module() { echo "loaded $1"; }
+log() { echo "log was replaced"; }
+cd() { echo "cd was replaced"; }
+shopt -s nullglob expand_aliases nocasematch
+alias printf="echo replaced"
+set -f
+END
+  script <<'END'
+for name in /nowhere/*; do log "$name"; done
+[[ a != A ]]
+[[ $(cd / && echo /et*) == /etc ]]
+! command -V module 2>/dev/null
+cat >node_env.sh <<<'module torch; export LOADED=1'
+restore_environment
+source_node_env "$PWD/node_env.sh"
+echo "$LOADED $BASH_ENV"
+END
+  builtin cd "$BATS_TEST_TMPDIR"
+  BASH_ENV=$BATS_TEST_TMPDIR/bash_env run -0 "$SCRIPT"
+  [ "$output" = "\
+do_it.sh: /nowhere/*
+loaded torch
+1 $BATS_TEST_TMPDIR/bash_env" ]
+}
+
+
+@test "no variable that bash obeys changes how a script reads, matches, counts and formats" {
+  script <<'END'
+exec {pipe}<> <(:)
+(sleep "${DELAY:-0}" && echo "a  b" >&"$pipe") &
+read -r first second <&"$pipe"
+nested() { (($1 == 0)) || nested $(($1 - 1)); }
+nested 3
+[[ a != A && z =~ ^[a-z]$ && $SECONDS -lt 60 ]]
+touch -- A b .c
+printf '%s\n' "$first" "$second" * "$(printf '%.1f' 1.5)" "$(echo 'x\ty')"
+cd -- sub && pwd
+END
+  mkdir -p "$BATS_TEST_TMPDIR/empty/sub" "$BATS_TEST_TMPDIR/sub"
+  cd "$BATS_TEST_TMPDIR/empty"
+  local expected variable
+  expected=$(env -u LANG -u LC_ALL "$SCRIPT")
+  for variable in "DELAY=1.5 TMOUT=1" IFS=a POSIXLY_CORRECT=1 CDPATH=.. GLOBIGNORE='*' FUNCNEST=2 SECONDS=900 BASH_COMPAT=31 \
+    SHELLOPTS=noglob:noclobber:physical BASHOPTS=nocasematch:dotglob:xpg_echo:nullglob LC_ALL=C LANG=xx_XX \
+    LC_NUMERIC=de_DE.UTF-8; do
+    # shellcheck disable=SC2086 # one word per variable
+    run -0 --separate-stderr env $variable "$SCRIPT"
+    [ "$output" = "$expected" ] || { echo "$variable: $output" && return 1; }
+  done
+}
+
+
+@test "a temporary directory is made in /tmp when XDG_RUNTIME_DIR is missing, a file, read-only or full, and said once" {
+  script <<'END'
+make_temporary_directory first
+make_temporary_directory second
+printf '%s\n' "$first" "$second"
+rmdir -- "$first" "$second"
+END
+  mkdir "$BATS_TEST_TMPDIR/blank here"
+  touch "$BATS_TEST_TMPDIR/file"
+  local unusable
+  for unusable in '' relative "$BATS_TEST_TMPDIR/blank here"; do # unusable by design: no warning
+    XDG_RUNTIME_DIR=$unusable TMPDIR=/nowhere run -0 "$SCRIPT"
+    [[ "${lines[0]} ${lines[1]} ${#lines[@]}" == "/tmp/muster-"*" /tmp/muster-"*" 2" ]]
+  done
+  for unusable in /nowhere /etc/passwd /proc/self; do
+    XDG_RUNTIME_DIR=$unusable TMPDIR=/nowhere run -0 --separate-stderr "$SCRIPT"
+    [[ "${lines[0]} ${lines[1]}" == "/tmp/muster-"*" /tmp/muster-"* ]]
+    [[ "$stderr" == "do_it.sh: warning: XDG_RUNTIME_DIR='$unusable': no temporary files there ("*"); using /tmp; "* ]]
+    [ "${#stderr_lines[@]}" -eq 1 ]
+  done
+  XDG_RUNTIME_DIR=/dev/shm run -0 "$SCRIPT"
+  [[ "${lines[0]}" == /dev/shm/muster-* ]]
+}
+
+
+@test "without any directory for temporary files, all of them are named; a full disk counts as unusable" {
+  [ "$(id -u)" -eq 0 ] || skip "mounting needs root"
+  script <<<'make_temporary_directory made; printf "%s\n" "$made"'
+  # shellcheck disable=SC2016 # expanded by the inner shell
+  run -0 --separate-stderr unshare --mount sh -c 'mount -t tmpfs -o size=4k none /mnt &&
+    XDG_RUNTIME_DIR=/mnt "$1" && test -z "$(ls /mnt)"' sh "$SCRIPT"
+  [[ "$output" == /tmp/muster-* && "$stderr" == *"XDG_RUNTIME_DIR='/mnt': "*"No space left"*"using /tmp"* ]]
+  mv -- "$KIT" /var/tmp/"$BATS_SUITE_TEST_NUMBER-$$" && KIT=/var/tmp/$BATS_SUITE_TEST_NUMBER-$$
+  run -69 unshare --mount sh -c 'mount -t tmpfs -o ro none /tmp && exec "$@"' \
+    sh env XDG_RUNTIME_DIR=/nowhere TMPDIR=/nope "$KIT/scripts/do_it.sh"
+  rm -rf -- "$KIT"
+  [[ "$output" == *"XDG_RUNTIME_DIR='/nowhere': no temporary files there (No such file or directory); /tmp: no"*"; \
+TMPDIR='/nope': no temporary files"*"; export TMPDIR=DIRECTORY"* ]]
 }

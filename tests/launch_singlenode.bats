@@ -9,6 +9,8 @@ bats_require_minimum_version 1.5.0
 source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 # shellcheck source=tests/lab/hanging_script.bash
 source "$BATS_TEST_DIRNAME/lab/hanging_script.bash"
+# shellcheck source=tests/lab/hostile_environment.bash
+source "$BATS_TEST_DIRNAME/lab/hostile_environment.bash"
 
 
 setup() {
@@ -71,6 +73,16 @@ wait_for_exit() {
 
 processes_left() {
   grep -lsz -- "^MUSTER_RUN_DIR=$WORK" /proc/[0-9]*/environ | wc -l
+}
+
+
+@test "variables, options and functions that bash and Python obey reach the ranks, and do not change a launch" {
+  write_hostile_environment
+  run -7 timeout 120 bash with_hostile_environment "$LAUNCH" --script compare.py --max-restarts 1 - 1
+  [[ "$output" == *"differs: []"* ]]
+  [[ "$output" == *"restart 1 of 1"*"exited with code 7"* ]]
+  [[ "$output" != *replaced* ]]
+  [ "$(sort -u modules)" = "loaded torch" ]
 }
 
 
@@ -445,7 +457,7 @@ END
 # bats test_tags=slow
 @test "--detach returns at once, and the run continues" {
   write_script <<<'print("at work", flush=True); time.sleep(1); open("done", "w")'
-  run "$LAUNCH" --detach --script "my script.py" - 1
+  TMPDIR=/nowhere run "$LAUNCH" --detach --script "my script.py" - 1
   [ "$status" -eq 0 ]
   [[ "$output" == *"run my-script-"*" started in the background, process "*"/scripts/status.sh "*"/logs/my-script-"* ]]
   timeout 60 sh -c 'until [ -e done ]; do sleep 0.1; done'

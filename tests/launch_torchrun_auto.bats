@@ -10,6 +10,8 @@ bats_require_minimum_version 1.5.0
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 # shellcheck source=tests/lab/secrets.bash
 source "$BATS_TEST_DIRNAME/lab/secrets.bash"
+# shellcheck source=tests/lab/hostile_environment.bash
+source "$BATS_TEST_DIRNAME/lab/hostile_environment.bash"
 
 
 setup_file() {
@@ -133,6 +135,62 @@ END
   run "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 0 ]
   [[ "$output" == *"verdict: failed: rank 1 on $N2"*"restart 1 of 1"*"verdict: ok"* ]]
+}
+
+
+@test "variables, options and functions that bash and Python obey do not change a launch, a status or a stop" {
+  write_hostile_environment
+  echo : >config/node_env.sh # nodes do not have the variables of this shell
+  run -7 timeout 120 bash with_hostile_environment "$LAUNCH" --script compare.py - 1 "$N1" "$N2"
+  [[ "$output" == *"differs: "*"exited with code 7"* && "$output" != *replaced* ]]
+  write_endless_script
+  start_endless_script - 1 "$N1" "$N2"
+  run -0 bash with_hostile_environment "$KIT/scripts/status.sh" latest
+  [[ "$output" == *"$N1"*"$N2"* && "$output" != *replaced* ]]
+  run -0 bash with_hostile_environment "$KIT/scripts/stop.sh" latest
+  [[ "$output" == *"$N2: no process of this run remains"* && "$output" != *replaced* ]]
+}
+
+
+@test "with TMOUT exported, status.sh finds the nodes of a longer run, and the run is restarted" {
+  write_script <<'END'
+dist.barrier()
+if os.path.exists("tried"):
+    sys.exit(os.environ["TMOUT"] != "2")
+if rank == 0:
+    print("at work", flush=True)
+while not os.path.exists("fail"):
+    time.sleep(0.1)
+dist.barrier()
+open("tried", "w").close()
+sys.exit(5)
+END
+  export TMOUT=2
+  start out "$LAUNCH" --max-restarts 1 --env TMOUT=2 --script "my script.py" - 1 "$N1" "$N2"
+  wait_for_line out "at work"
+  sleep 4 # more than TMOUT, without input
+  run -0 "$KIT/scripts/status.sh" latest
+  [[ "$output" == *"$N1"*"$N2"* ]]
+  touch fail
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  grep -q "exit code 5" out
+  grep -q "restart 1 of 1" out
+}
+
+
+@test "launch, status, stop and doctor work when XDG_RUNTIME_DIR and TMPDIR name no directory, and say it once" {
+  write_endless_script
+  export XDG_RUNTIME_DIR=/nowhere TMPDIR=/nowhere
+  run -0 "$LAUNCH" --detach --script "my script.py" - 1 "$N1" "$N2"
+  [ "$(grep -c "warning: XDG_RUNTIME_DIR='/nowhere': .* using /tmp" <<<"$output")" -eq 1 ]
+  wait_for_line "$(echo logs/detached-*.log)" "at work"
+  for program in status.sh stop.sh; do
+    run -0 "$KIT/scripts/$program" latest
+    [ "$(grep -c "$program: warning: XDG_RUNTIME_DIR='/nowhere': .* using /tmp" <<<"$output")" -eq 1 ]
+  done
+  run "$KIT/scripts/doctor.sh" "$N1"
+  [[ "$output" == *"warning: XDG_RUNTIME_DIR='/nowhere': "*"$N1"* && "$output" != *mktemp* ]]
 }
 
 

@@ -11,7 +11,7 @@ setup() {
   KIT="$BATS_TEST_TMPDIR/it's a copy"
   export CALLS="$BATS_TEST_TMPDIR/calls" STUBS="$BATS_TEST_TMPDIR/stubs"
   mkdir -p "$KIT/scripts/lib" "$KIT/tests" "$STUBS" "$BATS_TEST_TMPDIR/bin"
-  cp "$BATS_TEST_DIRNAME"/../scripts/lib/{common,venv}.bash "$KIT/scripts/lib"
+  cp "$BATS_TEST_DIRNAME"/../scripts/lib/{environment,common,venv}.bash "$KIT/scripts/lib"
   cp "$BATS_TEST_DIRNAME/run.sh" "$KIT/tests"
   touch "$KIT"/requirements{,-test,-trackers}.txt "$KIT/pyproject.toml" "$KIT/tests"/{a.bats,test_a.py}
   write_stubs

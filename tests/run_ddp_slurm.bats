@@ -9,6 +9,8 @@ bats_require_minimum_version 1.5.0
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 # shellcheck source=tests/lab/secrets.bash
 source "$BATS_TEST_DIRNAME/lab/secrets.bash"
+# shellcheck source=tests/lab/hostile_environment.bash
+source "$BATS_TEST_DIRNAME/lab/hostile_environment.bash"
 
 
 setup_file() {
@@ -51,6 +53,17 @@ END
   [[ "$output" == *"ddp on 3 x cpu"*"step 2/2"*"finished"* ]]
   [ -s logs/latest/report.html ]
   grep -q '"nodes": 2' logs/latest/settings.json
+}
+
+
+@test "variables, options and functions that bash and Python obey reach the ranks, and do not change a launch" {
+  write_hostile_environment
+  for launcher in srun torchrun; do
+    LAUNCHER=$launcher run -7 timeout 120 salloc -Q -N2 -n2 \
+      bash with_hostile_environment "$KIT/scripts/run_ddp.sh" -n 2 -c - --script compare.py
+    [[ "$output" == *"differs: []"*"exited with code 7"* && "$output" != *replaced* ]]
+  done
+  [ "$(sort -u modules)" = "loaded torch" ]
 }
 
 

@@ -179,7 +179,8 @@ def test_servers_of_a_job_list_get_exactly_the_files_that_they_import() -> None:
             if one.module and package_of(one.module) != "runs":
                 module = Path("distributed", *one.module.split(".")).with_suffix(".py")
                 unvisited |= {str(module), *(f"{package}/__init__.py" for package in module.parents[:-1])} - found
-    by_the_supervisor = {f"scripts/lib/{name}" for name in ("in_node_env.sh", "common.bash", "node_env.bash")}
+    names = ("in_node_env.sh", "environment.bash", "common.bash", "node_env.bash")
+    by_the_supervisor = {f"scripts/lib/{name}" for name in names}
     assert set(KIT_FILES) == found | by_the_supervisor
     assert len(KIT_FILES) == len(set(KIT_FILES))
 

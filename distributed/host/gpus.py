@@ -190,7 +190,7 @@ def find_gpu(device: str, gpus: Sequence[Gpu]) -> Gpu | None:
     return found[0] if found else None
 
 
-def main() -> int:
+def main(_: Sequence[str] = ()) -> int:
     """Print the number of GPUs visible to this shell."""
     gpus = query_gpus()
     if gpus.error:

@@ -61,8 +61,8 @@ KIT_FILES = (
     "distributed/launch/__init__.py", "distributed/launch/console.py", "distributed/launch/supervisor.py",
     "distributed/launch/usage.py",
     "distributed/training/__init__.py", "distributed/training/base_model.py",
-    "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/common.bash",
-    "scripts/lib/node_env.bash",
+    "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/environment.bash",
+    "scripts/lib/common.bash", "scripts/lib/node_env.bash",
 )  # fmt: skip
 # --sync copies neither results nor files that .gitignore excludes.
 NOT_COPIED = (
@@ -701,7 +701,7 @@ def for_any_shell(line: str) -> str:
     The same as quote_for_any_shell in scripts/lib/ssh.bash.
     """
     encoded = "".join(chr(byte) if byte in PLAIN else f"={byte:02X}" for byte in os.fsencode(line))
-    return f"exec bash -c 'eval \"$(printf %b \"${{1//=/$2}}\")\"' bash '{encoded}' '\\x'"
+    return f"exec bash -pc 'eval \"$(printf %b \"${{1//=/$2}}\")\"' bash '{encoded}' '\\x'"
 
 
 def write_ssh_config(path: Path, server: config.Server) -> None:
@@ -727,7 +727,8 @@ def make_private(directory: Path) -> None:
 def sockets_directory(list_id: str) -> Path:
     """The directory of ssh's control sockets for a list. Short, as the length of a socket's path is limited."""
     base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
-    base = base if len(base) < 20 and not any(map(str.isspace, base)) and os.path.isdir(base) else "/tmp"
+    fits = len(base) < 20 and not any(map(str.isspace, base)) and os.path.isdir(base)
+    base = base if fits and os.access(base, os.W_OK | os.X_OK) else "/tmp"
     return Path(base, f"muster-{os.getuid()}-{list_id}")
 
 

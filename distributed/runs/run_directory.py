@@ -116,8 +116,9 @@ def _create_directory(logs: str, name: str) -> str:
 
 def _versions(python: str) -> dict[str, str | None]:
     """versions() of the ranks' interpreter; None for each if it fails."""
-    if os.path.abspath(python) == os.path.abspath(sys.executable):
-        return versions()
+    own = versions()  # isolated from PYTHONPATH and the user's packages, so PyTorch may be missing
+    if own["torch"] and os.path.abspath(python) == os.path.abspath(sys.executable):
+        return own
     import json
     import subprocess
 

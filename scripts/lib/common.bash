@@ -11,6 +11,9 @@
 #
 # Settings: QUIET=1 disables log; with DRY_RUN=1, run prints its command only.
 
+# shellcheck source=scripts/lib/environment.bash
+source "${BASH_SOURCE[0]%/*}/environment.bash"
+
 # Exit codes of launchers. Any other code is that of the rank that failed first.
 # shellcheck disable=SC2034  # used by files that source this one
 {
@@ -26,6 +29,8 @@ PROGRAM=${0##*/}                       # name in messages
 PROGRAM_FILE=$(readlink -f -- "$0")    # absolute path of the script
 KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
 KIT=${KIT%/scripts/lib/*}              # root of the repository: absolute, symbolic links resolved
+
+TEMPORARY_BASE=''                     # parent of temporary directories, once it has been found
 
 trap 'exit "$EXIT_INTERRUPTED"' INT
 
@@ -208,10 +213,10 @@ list_python() { # <path or name> <origin>
 }
 
 
-# Run a short-lived module of distributed/ with $PYTHON. The working directory is KIT, so that an installed Dask (also
-# named "distributed") is not imported; paths among the arguments must be absolute.
+# Run a short-lived module of distributed/ with $PYTHON and the standard library alone. The working directory is KIT:
+# paths among the arguments must be absolute.
 kit_python() { # <module> [argument...]
-  (trap '' INT && cd -- "$KIT" && unset PYTHONSAFEPATH && exec "$PYTHON" -m "distributed.$1" "${@:2}")
+  (trap '' INT && cd -- "$KIT" && exec "$PYTHON" -I "$KIT/scripts/lib/module.py" "$@")
 }
 
 
@@ -229,35 +234,34 @@ start_with_pipe() { # <variable for the file descriptor> <command...>
 }
 
 
-# Remove variables that another launch has left in the environment. PET_* would change torchrun's options.
-clear_launch_environment() {
-  unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT
-  unset "${!PET_@}" "${!TORCHELASTIC_@}"
-}
-
-
-# Restore exported variables to the values with which this script was started, as scripts use some of these names.
-# Variables that the script has unset stay unset; SLURM_* are not changed.
-restore_environment() {
-  local - inherited inherited_name
-  set +u
-  while IFS= read -r -d '' inherited; do
-    inherited_name=${inherited%%=*}
-    [[ $inherited_name =~ ^[A-Za-z_][A-Za-z_0-9]*$ ]] || continue
-    [[ $inherited_name != @(_|PWD|OLDPWD|SHLVL|SLURM_*|inherited|inherited_name) ]] || continue
-    [[ ${!inherited_name@a} == *x* && ${!inherited_name@a} != *r* ]] || continue
-    unset -v "$inherited_name" # may be an array
-    export "${inherited?}"
-  done <"/proc/$$/environ"
-}
-
-
-# Replace this process by a command, in the environment with which this script was started plus these entries.
-exec_in_environment() { # <number of entries> <NAME=VALUE...> <command...>
-  restore_environment
-  while (($1)); do
-    export "${2?}"
-    set -- $(($1 - 1)) "${@:3}"
+# Create a private directory for temporary files and set the variable to its path, which is short and has no blanks: ssh
+# allows 90 bytes for a control socket and uses 41 of them; ssh (for ProxyJump), rsync and pdsh split paths at blanks.
+# /tmp precedes TMPDIR, which may be on a file system without sockets.
+make_temporary_directory() { # <variable>
+  local name base reply fault=''
+  for name in "${TEMPORARY_BASE:-XDG_RUNTIME_DIR}" /tmp TMPDIR; do
+    [[ $name == /* ]] && base=$name || base=${!name-}
+    [[ $base == /* && $base != *[[:space:]]* && ${#base} -le 31 ]] || continue
+    if reply=$(try_temporary_directory "$base" 2>&1); then
+      [[ ! $fault ]] || warn "$fault; using $base; unset the variable, or create a directory that you can write"
+      TEMPORARY_BASE=$base # warn only once
+      printf -v "$1" '%s' "$reply"
+      return
+    fi
+    [[ $name == /* ]] || name+="='$base'"
+    fault+="${fault:+; }$name: no temporary files there (${reply##*: })"
   done
-  exec "${@:2}"
+  die_with "$EXIT_UNFIT" "$fault; export TMPDIR=DIRECTORY, with a directory that you can write"
+}
+
+
+# Print the path of a new directory. Fails if a file in it cannot be written, as on a full disk, or removed.
+try_temporary_directory() { # <parent>
+  local made
+  made=$(mktemp -d -- "$1/muster-XXXXXX") || return
+  if ! { printf '%8192s' '' >"$made/file" && rm -- "$made/file"; }; then
+    rm -rf -- "$made"
+    return 1
+  fi
+  printf '%s\n' "$made"
 }

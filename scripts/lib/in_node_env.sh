@@ -18,35 +18,40 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 source "$KIT/scripts/lib/node_env.bash"
 
 
-# In the C locale: in UTF-8, bash's read loses the byte that follows an incomplete character.
-read_environment() {
-  local entry LC_ALL=C
-  ENVIRONMENT=()
-  while IFS= read -r -d '' entry && [[ $entry ]]; do
-    ENVIRONMENT+=("$entry")
+# Set NODE_ENV_ENTRIES. All names in this file have a prefix, because the user's environment and NODE_ENV may have any
+# other names, also of functions. In the C locale: in UTF-8, bash's read loses the byte that follows an incomplete
+# character.
+read_entries() {
+  local LC_ALL=C TMOUT=0
+  NODE_ENV_ENTRIES=()
+  while IFS= builtin read -r -d '' NODE_ENV_ENTRY && [[ $NODE_ENV_ENTRY ]]; do
+    NODE_ENV_ENTRIES+=("$NODE_ENV_ENTRY")
   done
 }
 
 
 main() {
-  local mode='' entry
+  NODE_ENV_MODE=''
   if [[ $1 == --* ]]; then
-    mode=$1
+    NODE_ENV_MODE=$1
     shift
   fi
-  if [[ $mode == --task ]]; then
+  restore_environment
+  if [[ $NODE_ENV_MODE == --task ]]; then
     trap '' USR2 # SLURM sends it to all processes of a task before the time limit
     export MUSTER_NODE=$SLURMD_NODENAME
   fi
   source_node_env "$1" kill_background </dev/null >&2
   shift
-  [[ $mode != --task ]] || exec "$@"
-  read_environment # only now: an unread block shows supervisor.py that NODE_ENV has replaced this shell
-  [[ ! $mode ]] || exec </dev/null
-  for entry in "${ENVIRONMENT[@]}"; do
-    export "${entry?}"
-  done
-  [[ ! $mode && $(jobs -pr) ]] || exec "$@"
+  if [[ $NODE_ENV_MODE != --task ]]; then
+    read_entries # only now: an unread block shows supervisor.py that NODE_ENV has replaced this shell
+    [[ ! $NODE_ENV_MODE ]] || exec </dev/null
+    for NODE_ENV_ENTRY in "${NODE_ENV_ENTRIES[@]}"; do
+      export_entry "$NODE_ENV_ENTRY"
+    done
+  fi
+  [[ ! ${BY_ENV-} ]] || set -- env "${BY_ENV[@]}" "$@"
+  [[ ! $NODE_ENV_MODE && $(jobs -pr) ]] || exec "$@"
   trap kill_background EXIT
   "$@"
 }

@@ -103,8 +103,9 @@ set_node_checks() { # <processes on a node without its own number> <node...>
 # allocation. Exits when a check fails.
 run_checks() { # <option of check_call.py...>
   local facts status=0 name value processes
-  facts=$(trap '' INT && exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \
-    "$PYTHON" "$KIT/scripts/lib/check_call.py" "$@" -- "${SCRIPT_ARGS[@]}") || status=$?
+  # In the environment of the ranks, where Python finds their modules; but it must exit, and print UTF-8.
+  facts=$(trap '' INT && exec_in_environment $((${#ENVIRONMENT[@]} + 2)) "${ENVIRONMENT[@]}" \
+    PYTHONINSPECT= PYTHONIOENCODING= "$PYTHON" "$KIT/scripts/lib/check_call.py" "$@" -- "${SCRIPT_ARGS[@]}") || status=$?
   while read -r name value processes; do
     case $name in
       node) add_node "${value#*@}" "$processes" "$value" ;;
@@ -259,23 +260,23 @@ print_agent_commands() {
 
 # Start this launcher again without --detach and without a terminal, and return when it has made its run directory.
 detach() {
-  local command=() argument out child run_file
+  local command=() argument out child directory
   set_compare_arguments
   [[ ! $REPLIES ]] || kit_python launch.open_run "${COMPARE[@]}" >/dev/null || exit # refuse unfit nodes here
   for argument in "${CALL[@]:0:${#CALL[@]}-${#SCRIPT_ARGS[@]}}"; do
     [[ $argument == --detach ]] || command+=("$argument")
   done
-  mkdir -p -- "$LOG_DIR"
-  out=$(mktemp -- "$LOG_DIR/detached-XXXXXX.log")
-  run_file=$(mktemp)
-  (exec_in_environment 1 MUSTER_RUN_FILE="$run_file" setsid "${command[@]}" "${SCRIPT_ARGS[@]}" \
+  { mkdir -p -- "$LOG_DIR" && out=$(mktemp -- "$LOG_DIR/detached-XXXXXX.log"); } 2>/dev/null ||
+    die "--log-dir '$LOG_DIR': cannot be written (in $PWD); choose another directory"
+  make_temporary_directory directory
+  (exec_in_environment 1 MUSTER_RUN_FILE="$directory/run" setsid "${command[@]}" "${SCRIPT_ARGS[@]}" \
     </dev/null >"$out" 2>&1) &
   child=$!
-  until [[ -s $run_file ]] || ! kill -0 "$child" 2>/dev/null; do
+  until [[ -s $directory/run ]] || ! kill -0 "$child" 2>/dev/null; do
     sleep 0.05
   done
-  RUN=$(<"$run_file")
-  rm -f -- "$run_file"
+  RUN=$(cat -- "$directory/run" 2>/dev/null || true)
+  rm -rf -- "$directory"
   [[ $RUN ]] || { cat -- "$out" >&2 && wait "$child"; }
   log "run ${RUN##*/} started in the background, process $child: output in $out;" \
     "$KIT/scripts/status.sh $(quote "$RUN") shows its state, stop.sh stops it"

@@ -7,6 +7,8 @@
 NODE_ENV_FILE=''       # the file that is being sourced
 NODE_ENV_CLEANUP=()    # command to run before this process exits with a failure
 NODE_ENV_STDERR=''     # copy of standard error, which the file may redirect
+NODE_ENV_DIRECTORY=''  # working directory, which the file may change
+NODE_ENV_STATUS=''     # status of its last command
 
 
 # Print the path of config/node_env.sh in the working directory, else in Muster's directory.
@@ -22,29 +24,28 @@ node_env() {
 # Source the file. A failing command in it ends this process with EXIT_UNFIT, by the rules of `set -e`. Failures inside
 # functions and files that it sources are ignored: those of conda and Lmod are not written for `set -e`.
 source_node_env() { # <config/node_env.sh> [cleanup command...]
-  local directory=$PWD status
-  NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}")
+  NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}") NODE_ENV_DIRECTORY=$PWD # not local: the file may use any other name
   exec {NODE_ENV_STDERR}>&2
   trap 'node_env_exited "$?"' EXIT
   trap 'node_env_failed "$?" "$LINENO"' ERR
   set +eu +o pipefail
   # shellcheck disable=SC1090
   source "$1"
-  status=$?
+  NODE_ENV_STATUS=$?
   set -euo pipefail
   [[ $(trap -p ERR) == *node_env_failed* ]] ||
     node_env_unfit "$NODE_ENV_FILE: changes the ERR trap, which detects failing commands; do not set or remove it"
   trap - ERR EXIT
-  ((status == 0)) || check_node_env_syntax
+  ((NODE_ENV_STATUS == 0)) || check_node_env_syntax
   exec 2>&"$NODE_ENV_STDERR" {NODE_ENV_STDERR}>&-
-  cd -- "$directory"
+  builtin cd -- "$NODE_ENV_DIRECTORY"
 }
 
 
 # `source` runs the commands before a syntax error, and then fails. It also fails when the last command of the file did.
 check_node_env_syntax() {
   local fault
-  fault=$(bash -O extglob -n -- "$NODE_ENV_FILE" 2>&1) || node_env_unfit "${fault%%$'\n'*}"
+  fault=$(bash -p -O extglob -n -- "$NODE_ENV_FILE" 2>&1) || node_env_unfit "${fault%%$'\n'*}"
 }
 
 
@@ -82,7 +83,7 @@ node_env_unfit() { # <message...>
 
 # Stop the background processes of this shell and their descendants, which would hold its output open.
 kill_background() {
-  local pid
+  local pid IFS=$' \t\n'
   for pid in $(jobs -pr); do
     # shellcheck disable=SC2046 # split into process ids
     kill $(process_tree "$pid") 2>/dev/null || true

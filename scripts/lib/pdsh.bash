@@ -56,7 +56,7 @@ run_pdsh() {
   arguments=("$PWD" "$RUN" "$MASTER_ADDR" "$MASTER_PORT" "${#NODES[@]}" "${NODES[@]}" "${counts[@]}"
     "${#supervisor[@]}" "${supervisor[@]}" "${#AGENT_PREFIX[@]}" "${AGENT_PREFIX[@]}" "${AGENT_SUFFIX[@]}")
   lines=$(declare -f remote_supervise && echo "remote_supervise \"\$3\" $(quote "${arguments[@]}")")
-  PDSH_RCMD_TYPE=${PDSH_RCMD_TYPE:-ssh} PDSH_SSH_ARGS_APPEND="${SSH_OPTIONS[*]}" \
+  PDSH_RCMD_TYPE=${PDSH_RCMD_TYPE:-ssh} PDSH_SSH_ARGS_APPEND="${SSH_OPTIONS[*]}" exec_with_removed \
     pdsh -S -N -f "${#NODES[@]}" -w "$(IFS=, && printf '%s' "${addresses[*]}")" "$(quote_for_any_shell "$lines") %n" \
     </dev/null 2>&"$errors" 3<&- {errors}>&- &
   pdsh=$!

@@ -142,6 +142,6 @@ command_on_node() { # <node> <command...>
 
 # For run_on_nodes: print the state of the run on a node.
 query_node() { # <node> [option of runs.node_status...]
-  command_on_node "$1" "$RUN_PYTHON" "$KIT/scripts/lib/module.py" runs.node_status --run "$RUN_DIR_ON_NODES" \
+  command_on_node "$1" "$RUN_PYTHON" -I "$KIT/scripts/lib/module.py" runs.node_status --run "$RUN_DIR_ON_NODES" \
     --node "$1" --count "${NPROC_OF[$1]}" --first-rank "${FIRST_RANK_OF[$1]}" "${@:2}"
 }

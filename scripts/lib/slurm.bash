@@ -44,7 +44,7 @@ enter_node_env() { # <argument of the script...>
   restore_environment
   source_node_env "$1" kill_background </dev/null >&2
   kill_background
-  MUSTER_ENTERED=1 exec bash "${@:2}"
+  exec env MUSTER_ENTERED=1 "${BY_ENV[@]}" bash "${@:2}"
 }
 
 
@@ -152,7 +152,7 @@ slurm_choose_port() {
   # Without --gres none, the step of a job with --gpus would ask for all of its GPUs on this one node.
   MASTER_PORT=$(unset_srun_variables &&
     srun --overlap --gres none --nodes 1 --ntasks 1 --nodelist "${NODES[0]}" --input none \
-      "$PYTHON" "$KIT/scripts/lib/module.py" slurm.allocation "$SLURM_JOB_ID") ||
+      "$PYTHON" -I "$KIT/scripts/lib/module.py" slurm.allocation "$SLURM_JOB_ID") ||
     die "${NODES[0]}: cannot find a free port; see the messages of srun above, or give one with --master-port"
 }
 

@@ -13,15 +13,9 @@ SSH_OPTIONS=()
 REPLY_TIMEOUT=''    # seconds after which a command on a node is killed; empty: never
 
 
-# The path must be short: ssh allows 90 bytes for a control socket and uses 41 of them. ssh_config is passed as a link
-# in this directory, because ssh (for ProxyJump), rsync and pdsh split paths at blanks. ControlPersist closes unused
-# connections.
+# ssh_config is passed as a link in this directory, whose path has no blanks. ControlPersist closes unused connections.
 open_connections() {
-  CONNECTIONS_DIR=$(mktemp -d "${XDG_RUNTIME_DIR:-/tmp}/muster-XXXXXX")
-  if ((${#CONNECTIONS_DIR} > 45)) || [[ $CONNECTIONS_DIR == *[[:space:]]* ]]; then
-    rmdir -- "$CONNECTIONS_DIR"
-    CONNECTIONS_DIR=$(mktemp -d /tmp/muster-XXXXXX)
-  fi
+  make_temporary_directory CONNECTIONS_DIR
   ln -s -- "$KIT/scripts/lib/ssh_config" "$CONNECTIONS_DIR/config"
   SSH_OPTIONS=(-F "$CONNECTIONS_DIR/config" -o ControlPath="$CONNECTIONS_DIR/%C")
   start_with_pipe CONNECTIONS remove_when_script_exits "$CONNECTIONS_DIR"
@@ -45,7 +39,8 @@ remove_at_end_of_input() { # <directory>
 
 # Run ssh in its own session, so that Ctrl-C on the terminal does not reach it.
 ssh_client() { # <ssh's arguments...>
-  run_unreported setsid --wait ${REPLY_TIMEOUT:+timeout -s KILL "$REPLY_TIMEOUT"} ssh "${SSH_OPTIONS[@]}" "$@"
+  run_unreported run_with_removed \
+    setsid --wait ${REPLY_TIMEOUT:+timeout -s KILL "$REPLY_TIMEOUT"} ssh "${SSH_OPTIONS[@]}" "$@"
 }
 
 
@@ -83,7 +78,7 @@ quote_for_any_shell() { # <lines for bash>
     printf -v code '=%02X' "'$special"
     line=${line//"$special"/$code}
   done
-  printf "exec bash -c 'eval \"\$(printf %%b \"\${1//=/\$2}\")\"' bash '%s' '\\\\x'\\n" "$line"
+  printf "exec bash -pc 'eval \"\$(printf %%b \"\${1//=/\$2}\")\"' bash '%s' '\\\\x'\\n" "$line"
 }
 
 

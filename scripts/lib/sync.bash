@@ -126,7 +126,7 @@ fetch_logs() { # <node>
 
 
 remote_pack() { # <run directory>
-  cd -- "$1" && tar -cf - --exclude=./checkpoints .
+  cd -- "$1" && TAR_OPTIONS='' tar -cf - --exclude=./checkpoints .
 }
 
 

@@ -1,0 +1,146 @@
+# shellcheck shell=bash
+#
+# Variables that a user may export and that bash, its tools or Python obey: our scripts ignore them, the ranks get them.
+#
+# TMOUT ends every `read`, SHELLOPTS and POSIXLY_CORRECT change options, LC_ALL changes number formats and ranges such
+# as [a-z], an exported function replaces the command of its name, PYTHONINSPECT keeps Python from exiting. This file
+# removes them from the shell, also functions, aliases and options that BASH_ENV has set; only the encoding of
+# characters stays that of the user. exec_in_environment and exec_with_removed give everything back, to programs of the
+# user, and to ssh, which may be configured to send variables.
+#
+# Sourced by common.bash before anything else, never run.
+
+INHERITED=()          # NAME=VALUE of all variables with which this script was started
+declare -A REMOVED=() # variables that this file has removed from the shell -> value
+REMOVED_FUNCTIONS=''  # functions that this file has removed, as source text
+BY_ENV=()             # NAME=VALUE of variables that this shell cannot export: env exports them
+NOT_EXPORTABLE='SHELLOPTS|BASHOPTS|BASH_VERSINFO|UID|EUID|PPID' # read-only in bash; then ours
+NOT_EXPORTABLE+='|NODE_ENV_*|NOT_EXPORTABLE|BY_ENV|INHERITED|REMOVED|REMOVED_FUNCTIONS|inherited|inherited_name|removed_name'
+
+# Patterns of names. SQUEUE_* and SLURM_TIME_FORMAT change the output of SLURM's commands.
+OBEYED='TMOUT|IFS|POSIXLY_CORRECT|POSIX_PEDANTIC|BASH_ENV|ENV|BASH_COMPAT|FUNCNEST|CDPATH|EXECIGNORE|GLOBIGNORE'
+OBEYED+='|GLOBSORT|SECONDS|LANG|LANGUAGE|LC_*|GREP_OPTIONS|GREP_COLOR|GREP_COLORS|TAR_OPTIONS|_POSIX2_VERSION|RSYNC_*'
+OBEYED+='|SQUEUE_*|SLURM_TIME_FORMAT|PYTHONINSPECT|PYTHONSTARTUP|PYTHONWARNINGS|PYTHONVERBOSE|PYTHONDEVMODE'
+OBEYED+='|PYTHONSAFEPATH|PYTHONIOENCODING|PYTHONUTF8|PYTHONINTMAXSTRDIGITS|PYTHONPROFILEIMPORTTIME|PYTHONTRACEMALLOC'
+
+# Options that bash enables by default in a script. BASHOPTS can only enable others.
+DEFAULT_OPTIONS='checkwinsize|cmdhist|complete_fullquote|extquote|force_fignore|globasciiranges|globskipdots'
+DEFAULT_OPTIONS+='|hostcomplete|interactive_comments|patsub_replacement|progcomp|promptvars|sourcepath'
+
+# Functions first, because they could replace the commands below.
+builtin set +o posix
+builtin mapfile -d '' -t INHERITED <"/proc/$$/environ"
+for REPLY in "${INHERITED[@]}"; do
+  if [[ $REPLY == BASH_FUNC_*%%=* ]]; then
+    REMOVED_FUNCTIONS=${REMOVED_FUNCTIONS:-$(builtin declare -fx)} REPLY=${REPLY#BASH_FUNC_}
+    builtin unset -f "${REPLY%%\%\%=*}"
+  fi
+done
+if [[ ${BASH_ENV-} ]]; then # it may define functions that are not exported
+  REMOVED_FUNCTIONS+=$'\n'$(builtin declare -f)
+  while builtin read -r REPLY; do
+    builtin unset -f "$REPLY"
+  done < <(builtin compgen -A function)
+fi
+unset REPLY
+
+
+remove_variables() {
+  local entry encoding=${LC_ALL:-${LC_CTYPE:-${LANG-}}}
+  for entry in "${INHERITED[@]}"; do
+    if [[ ${entry%%=*} == @($OBEYED) ]]; then
+      REMOVED[${entry%%=*}]=${entry#*=}
+    elif [[ ${entry%%=*} == @($NOT_EXPORTABLE) ]]; then
+      BY_ENV+=("$entry")
+    fi
+  done
+  unset -v "${!REMOVED[@]}"
+  [[ ! $encoding ]] || export LC_CTYPE=$encoding
+  export -n SHELLOPTS BASHOPTS
+  SECONDS=0
+} 2>/dev/null # a locale may not be installed
+
+
+remove_options() {
+  local option
+  for option in ${BASHOPTS//:/ }; do
+    [[ $option == @($DEFAULT_OPTIONS) ]] || shopt -u "$option"
+  done
+  unalias -a
+  set +afkmCP
+  [[ ${BY_ENV[*]} != *SHELLOPTS=* ]] || set +vxET
+}
+
+
+remove_variables
+remove_options
+
+
+# Remove variables that another launch has left in the environment. PET_* would change torchrun's options.
+clear_launch_environment() {
+  unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT
+  unset "${!PET_@}" "${!TORCHELASTIC_@}"
+}
+
+
+# Restore what this file has removed.
+restore_removed() {
+  local removed_name
+  unset -v LC_CTYPE
+  for removed_name in "${!REMOVED[@]}"; do
+    export "$removed_name=${REMOVED[$removed_name]}"
+  done
+  eval "$REMOVED_FUNCTIONS"
+} 2>/dev/null
+
+
+# Restore exported variables to the values with which this script was started, as scripts use some of these names.
+# Variables that the script has unset stay unset; SLURM_* are not changed.
+restore_environment() {
+  local inherited inherited_name
+  set +u # not `local -`, which would also undo POSIXLY_CORRECT
+  for inherited in "${INHERITED[@]}"; do
+    inherited_name=${inherited%%=*}
+    [[ $inherited_name =~ ^[A-Za-z_][A-Za-z_0-9]*$ ]] || continue
+    [[ $inherited_name != @(_|PWD|OLDPWD|SHLVL|SLURM_*|$NOT_EXPORTABLE) ]] || continue
+    [[ ${!inherited_name@a} == *x* && ${!inherited_name@a} != *r* ]] || continue
+    unset -v "$inherited_name" # may be an array
+    export "${inherited?}"
+  done
+  restore_removed
+}
+
+
+export_entry() { # <NAME=VALUE>
+  if [[ ${1%%=*} == @($NOT_EXPORTABLE) ]]; then
+    BY_ENV+=("$1")
+  else
+    export "${1?}"
+  fi
+}
+
+
+# Replace this process by a command, in the environment with which this script was started plus these entries.
+exec_in_environment() { # <number of entries> <NAME=VALUE...> <command...>
+  restore_environment
+  while (($1)); do
+    export_entry "$2"
+    set -- $(($1 - 1)) "${@:3}"
+  done
+  shift
+  [[ ! ${BY_ENV-} ]] || set -- env "${BY_ENV[@]}" "$@"
+  exec "$@"
+}
+
+
+# Replace this process by a command, in the environment of this script and what this file has removed.
+exec_with_removed() { # <command> [argument...]
+  restore_removed
+  [[ ! ${BY_ENV-} ]] || set -- env "${BY_ENV[@]}" "$@"
+  exec "$@"
+}
+
+
+run_with_removed() ( # <command> [argument...]
+  exec_with_removed "$@"
+)
