@@ -102,8 +102,12 @@ class World:
 def _read(env: Mapping[str, str]) -> World:
     given = {name: env[name] for name in TORCHRUN_VARIABLES if env.get(name)}
     missing = [name for name in TORCHRUN_VARIABLES if name not in given]
+    if not missing and env.get("TORCHELASTIC_RUN_ID"):
+        return _from_torchrun(env)
+    if _has_ranks_of_slurm(env):
+        return _with_layout_of_slurm(env)
     if not missing:
-        return _from_torchrun(env) if env.get("TORCHELASTIC_RUN_ID") else _from_complete(env)
+        return _from_complete(env)
     if given.keys() <= set(MASTER_VARIABLES):
         names = _mpi_variables(env)
         if _is_task(env) and not (names and _starts_ranks_in_task(env, names)):
@@ -152,8 +156,6 @@ def _from_complete(env: Mapping[str, str]) -> World:
     rank, size, local_rank = _int(env, "RANK"), _int(env, "WORLD_SIZE", positive=True), _int(env, "LOCAL_RANK")
     hints = _hints(env)
     task = _position_in_step(env)
-    if task == (rank, size) and size > 1:
-        return _with_layout_of_slurm(env, local_rank)
     if task and task[1] > 1:
         _refuse_stale_ranks(env, rank, size, local_rank, task)
         if hints == Hints() and _one_task_per_node(env, task[1]):
@@ -339,7 +341,7 @@ def in_job_step(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether srun started this process. The batch script and an salloc shell have a job, but no step."""
     step = env.get("SLURM_STEP_ID", "")
     is_step = step.isdecimal() and int(step) < FIRST_SPECIAL_STEP and bool(env.get("SLURM_PROCID"))
-    return is_step and not _inherits_step(env)
+    return is_step and not _is_shell_of_job(env)
 
 
 def _is_task(env: Mapping[str, str]) -> bool:
@@ -348,10 +350,10 @@ def _is_task(env: Mapping[str, str]) -> bool:
     Outside a step, SLURM sets PROCID, LOCALID and NODEID only in the batch script, all to 0, together with JOB_ID.
     """
     numbers = {env[name] for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID") if env.get(name)}
+    if _is_shell_of_job(env):
+        return False
     if numbers - {"0"}:
         return True
-    if _inherits_step(env):
-        return False
     if step := env.get("SLURM_STEP_ID"):
         return not step.isdecimal() or int(step) < FIRST_SPECIAL_STEP
     if env.get("SLURM_STEP_NUM_TASKS"):
@@ -360,15 +362,37 @@ def _is_task(env: Mapping[str, str]) -> bool:
     return bool(env.get("SLURM_PROCID")) and (env.get("SLURM_NTASKS") or "1") != "1" and not could_be_batch_script
 
 
-def _inherits_step(env: Mapping[str, str]) -> bool:
-    """Return whether this is a batch script or salloc shell of a job that was submitted inside a step of another job.
+def _is_shell_of_job(env: Mapping[str, str]) -> bool:
+    """Return whether this is known to be in a batch script or salloc shell.
 
-    It inherits the variables of that step. In a task, they agree with SLURM_NTASKS and SLURM_NNODES.
+    If the job was submitted inside a step of another job, its shell inherits the variables of that step. In a task,
+    these agree with SLURM_NTASKS and SLURM_NNODES.
     """
+    if not env.get("SLURM_JOB_ID"):
+        return False
+    if env is os.environ:
+        job = _started_with(env).get("SLURM_JOB_ID", env["SLURM_JOB_ID"])
+        if job != env["SLURM_JOB_ID"] or any(word.endswith("/slurm_script") for word in _read_task(env, "cmdline")):
+            return True
     pairs = (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
     differ = any(env.get(step) and env.get(job) and env[step] != env[job] for step, job in pairs)
-    first = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS")
-    return differ and bool(env.get("SLURM_JOB_ID")) and all(env.get(name) == "0" for name in first)
+    return differ and all(
+        env.get(name) == "0" for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS")
+    )
+
+
+def _started_with(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which SLURM started this task or batch script; {} if unknown, as in a container."""
+    return {name: value for name, _, value in (entry.partition("=") for entry in _read_task(env, "environ"))}
+
+
+def _read_task(env: Mapping[str, str], file: str) -> list[str]:
+    """Return the entries of a file in /proc of the process that SLURM started."""
+    try:
+        content = Path(f"/proc/{_int(env, 'SLURM_TASK_PID')}/{file}").read_bytes()
+    except (OSError, WorldError):
+        return []
+    return os.fsdecode(content).split("\0")
 
 
 def _position_in_step(env: Mapping[str, str]) -> tuple[int, int] | None:
@@ -385,8 +409,8 @@ def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int, local_rank
     variables. If that is not known, there must be one task per node, and the ranks must be in the order of the tasks.
     """
     number, tasks = task
-    started_with = _environment_of_task(env) if env is os.environ else None
-    if started_with is not None:
+    started_with = _started_with(env) if env is os.environ else {}
+    if started_with and all(started_with.get(name) == env.get(name) for name in ("SLURM_JOB_ID", "SLURM_PROCID")):
         stale = all(started_with.get(name) == env[name] for name in ("RANK", "WORLD_SIZE"))
     else:
         spread = not size % tasks and divmod(rank, size // tasks) == (number, local_rank)
@@ -399,26 +423,23 @@ def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int, local_rank
         )
 
 
-def _environment_of_task(env: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the variables with which SLURM started this task, or None if they are not readable, as in a container."""
-    try:
-        content = Path(f"/proc/{_int(env, 'SLURM_TASK_PID')}/environ").read_bytes()
-    except (OSError, WorldError):
-        return None
-    found = {name: value for name, _, value in (entry.partition("=") for entry in os.fsdecode(content).split("\0"))}
-    same = all(found.get(name) == env.get(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
-    return found if same else None
+def _has_ranks_of_slurm(env: Mapping[str, str]) -> bool:
+    """Return whether RANK and WORLD_SIZE are those of this task: enroot, pyxis or a wrapper has set them.
 
-
-def _with_layout_of_slurm(env: Mapping[str, str], local_rank: int) -> World:
-    """Return the world of a task whose RANK and WORLD_SIZE are SLURM's: enroot and pyxis set them, or a wrapper.
-
-    A wrapper that gives each task one GPU may set LOCAL_RANK=0.
+    They may leave out other variables, such as MASTER_ADDR.
     """
+    if not (env.get("RANK") and env.get("WORLD_SIZE")):
+        return False
+    rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE", positive=True)
+    return size > 1 and _position_in_step(env) == (rank, size)
+
+
+def _with_layout_of_slurm(env: Mapping[str, str]) -> World:
+    """Return the world of a task of srun. A wrapper that gives each task one GPU may set LOCAL_RANK=0."""
     world = _from_slurm(env)
-    if local_rank not in (0, world.local_rank):
+    if env.get("LOCAL_RANK") and _int(env, "LOCAL_RANK") not in (0, world.local_rank):
         raise WorldError(
-            f"LOCAL_RANK={local_rank}, but SLURM_LOCALID={world.local_rank}: "
+            f"LOCAL_RANK={env['LOCAL_RANK']}, but SLURM_LOCALID={world.local_rank}: "
             "the environment mixes two launches; start from a clean shell"
         )
     return world

@@ -182,6 +182,11 @@ def values_of(env: Mapping[str, str]) -> tuple[object, ...]:
             (5, 7, 1, 2, 1, 4, "n1:2", "slurm"),
             id="cyclic step whose wrapper sets the ranks, each with a GPU of its own",
         ),
+        pytest.param(
+            {**STEP, "RANK": "5", "WORLD_SIZE": "7", "MASTER_ADDR": "n1"},
+            (5, 7, 1, 2, 2, 4, "n1:24711", "slurm"),
+            id="step whose wrapper sets some of the rank variables",
+        ),
         pytest.param(FOUR, (3, 4, 1, 2, 1, 2, "n1:29500", "slurm"), id="four variables, block"),
         pytest.param(
             {**FOUR, "SLURM_PROCID": "2"}, (2, 4, 1, 2, 0, 2, "n1:29500", "slurm"), id="four variables, cyclic"
@@ -532,12 +537,12 @@ def test_all_ranks_in_block_or_cyclic_order_derive_their_positions_or_all_are_re
             assert found == [truth, truth]
 
 
-def test_ranks_exported_before_srun_differ_from_ranks_that_a_task_starts(tmp_path: Path) -> None:
+def test_ranks_exported_before_srun_differ_from_ranks_that_a_task_starts() -> None:
     """The parent has the environment of a task of srun. Its child has ranks that differ from SLURM's."""
     ranks = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", **MASTER, "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0"}
     task = {**DAEMON, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
     code = "from distributed.world import World; World.from_env()"
-    started = 'SLURM_TASK_PID=$$ "$@"; exit'
+    started = 'SLURM_TASK_PID=$$ "$@"; exit'  # without exit, sh would replace itself
     for exported in (True, False):
         result = subprocess.run(
             ["sh", "-c", started, "sh", "env", *(f"{name}={value}" for name, value in ranks.items()),
@@ -546,6 +551,19 @@ def test_ranks_exported_before_srun_differ_from_ranks_that_a_task_starts(tmp_pat
         )  # fmt: skip
         assert (result.returncode != 0) == exported, result.stderr
         assert ("left over from another launch" in result.stderr) == exported
+
+
+@pytest.mark.parametrize("name", ["slurm_script", "another_script"])
+def test_a_batch_script_is_known_by_the_process_that_slurm_started(name: str, tmp_path: Path) -> None:
+    """The variables of an inherited step may fit those of the job."""
+    script = tmp_path / name
+    script.write_text('export SLURM_TASK_PID=$$\n"$@"\nexit')
+    code = "from distributed.world import World; print(World.from_env().size)"
+    started = subprocess.run(
+        ["sh", str(script), sys.executable, "-S", "-c", code], env={**DAEMON, **FIRST}, cwd=KIT, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert started.stdout == ("1\n" if name == "slurm_script" else "2\n")
 
 
 # ---------------------------------------------------------------- recorded environments of a real SLURM
