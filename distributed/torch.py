@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from itertools import chain
 from typing import NoReturn
 
 import torch
@@ -29,7 +30,15 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from distributed.agent.worker import shut_down
 from distributed.exit_codes import STOPPED
-from distributed.world import MASTER_VARIABLES, SLURM_VARIABLES, TORCHRUN_VARIABLES, World, WorldError
+from distributed.world import (
+    LAYOUT_VARIABLES,
+    MASTER_VARIABLES,
+    MPI_VARIABLES,
+    SLURM_VARIABLES,
+    TORCHRUN_VARIABLES,
+    World,
+    WorldError,
+)
 
 log = logging.getLogger(__name__)
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
@@ -330,8 +339,9 @@ def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
     """Describe this rank and the environment variables that determine it, in a few lines."""
     sources = {
         "torchrun": (*TORCHRUN_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
-        "environment": (*TORCHRUN_VARIABLES, "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES"),
+        "environment": (*TORCHRUN_VARIABLES, *LAYOUT_VARIABLES),
         "slurm": (*SLURM_VARIABLES, *MASTER_VARIABLES),
+        "mpi": (*chain.from_iterable(MPI_VARIABLES), *MASTER_VARIABLES, *LAYOUT_VARIABLES),
         "single": (),
     }[world.launcher]
     rendezvous = f"{world.master_addr}:{world.master_port}" if world.master_addr else "none needed"

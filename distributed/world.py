@@ -1,27 +1,49 @@
 """Rank and world size of this process, from environment variables.
 
-torchrun and srun describe each process by environment variables. `World.from_env` reads the variables of one launcher
-and never mixes two launchers: an incomplete environment is an error that names the missing variables. Standard library
-only, so that launchers need not import PyTorch.
+torchrun, srun and mpirun describe each process by environment variables. `World.from_env` reads the variables of one
+launcher and never mixes two launchers: an incomplete environment is an error that names the missing variables. A node
+rank that the variables do not determine is an error, too. Standard library only, so that launchers need not import
+PyTorch.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from distributed.nodelist import NodeListError, expand, tasks_per_node
 
 T = TypeVar("T")
+Layout = tuple[int, int, int]  # local size, node rank, nodes
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+# The variables of the step come first: the job may have more tasks and nodes.
+STEP_SIZE_VARIABLES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+TASKS_PER_NODE_VARIABLES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+NODE_LIST_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 SLURM_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS"),
-    *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
-    *("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    *STEP_SIZE_VARIABLES,
+    *TASKS_PER_NODE_VARIABLES,
+    *("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURMD_NODENAME"),
+    *NODE_LIST_VARIABLES,
+)
+# Where a launcher that sets TORCHRUN_VARIABLES gives the layout: torchrun and Lightning, Ray Train, DeepSpeed.
+LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+NODE_RANK_VARIABLES = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")
+NODES_VARIABLES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE")
+LAYOUT_VARIABLES = (*LOCAL_SIZE_VARIABLES, *NODE_RANK_VARIABLES, *NODES_VARIABLES)
+# Rank, size, local rank and local size from Open MPI, MVAPICH, MPICH and Intel MPI, and horovodrun. No launcher of MPI
+# gives the node rank: OMPI_COMM_WORLD_NODE_RANK is a rank on the node.
+MPI_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
 )
 # SLURM reserves step IDs from this one up for the batch script, the interactive step and other steps without srun.
 FIRST_SPECIAL_STEP = 4_294_967_000
@@ -44,7 +66,7 @@ class World:
     nodes: int = 1
     master_addr: str | None = None  # None: a single process needs no rendezvous
     master_port: int | None = None
-    launcher: str = "single"  # the source: torchrun, environment, slurm, single
+    launcher: str = "single"  # the source: torchrun, environment, slurm, mpi, single
     notes: tuple[str, ...] = ()  # assumptions, printed as warnings
 
     def __post_init__(self) -> None:
@@ -64,8 +86,9 @@ class World:
         """Read the world from the variables of the launcher that started this process.
 
         The launcher is the first that applies: torchrun (also under srun); any launcher that sets all of RANK,
-        WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; srun; none (a single process). When env is os.environ,
-        rank 0 prints each note once to stderr.
+        WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; srun; mpirun; none (a single process). In a task of srun
+        with the same rank and size, the layout is SLURM's. When env is os.environ, rank 0 prints each note once to
+        stderr, and the host name and the environment in which SLURM started the task are used as well.
 
         Raises:
             WorldError: the environment is incomplete or contradictory, or a value is invalid.
@@ -79,15 +102,28 @@ class World:
 def _read(env: Mapping[str, str]) -> World:
     given = {name: env[name] for name in TORCHRUN_VARIABLES if env.get(name)}
     missing = [name for name in TORCHRUN_VARIABLES if name not in given]
+    if not missing and env.get("TORCHELASTIC_RUN_ID"):
+        return _from_torchrun(env)
+    if _has_ranks_of_slurm(env):
+        return _with_layout_of_slurm(env)
     if not missing:
-        return _from_torchrun(env) if env.get("TORCHELASTIC_RUN_ID") else _from_complete(env)
-    if not given.keys() - set(MASTER_VARIABLES) and _is_task(env):
-        return _from_slurm(env)
+        return _from_complete(env)
+    if given.keys() <= set(MASTER_VARIABLES):
+        names = _mpi_variables(env)
+        if _is_task(env) and not (names and _starts_ranks_in_task(env, names)):
+            return _from_slurm(env)
+        if names:
+            return _from_mpi(env, names)
     if given:
         values = ", ".join(f"{name}={value}" for name, value in given.items())
         raise WorldError(
             f"{values} {'is' if len(given) == 1 else 'are'} set, but not {', '.join(missing)}: "
             f"start this process with torchrun or srun, or unset {' '.join(given)} to run it alone"
+        )
+    if env.get("PMIX_RANK"):
+        raise WorldError(
+            f"PMIX_RANK={env['PMIX_RANK']} is set, but nothing gives the number of ranks: "
+            "start this process with torchrun, srun or mpirun, or unset PMIX_RANK to run it alone"
         )
     return World(notes=_alone_in_an_allocation(env))
 
@@ -117,24 +153,20 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
 
 
 def _from_complete(env: Mapping[str, str]) -> World:
-    rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE", positive=True)
-    _refuse_stale_ranks(env, rank, size)
-    local_size = _int(env, "LOCAL_WORLD_SIZE", positive=True) if env.get("LOCAL_WORLD_SIZE") else size
-    assumed = "LOCAL_WORLD_SIZE is not set: assuming that all ranks are on this node"
-    nodes = _int(env, "NNODES", positive=True) if env.get("NNODES") else -(-size // local_size)
-    node_rank = _int(env, "NODE_RANK") if env.get("NODE_RANK") else min(rank // local_size, nodes - 1)
-    return World(
-        rank=rank,
-        size=size,
-        local_rank=_int(env, "LOCAL_RANK"),
-        local_size=local_size,
-        node_rank=node_rank,
-        nodes=nodes,
-        master_addr=env["MASTER_ADDR"],
-        master_port=_port(env),
-        launcher="environment",
-        notes=() if env.get("LOCAL_WORLD_SIZE") else (assumed,),
-    )
+    rank, size, local_rank = _int(env, "RANK"), _int(env, "WORLD_SIZE", positive=True), _int(env, "LOCAL_RANK")
+    hints = _hints(env)
+    task = _position_in_step(env)
+    if task and task[1] > 1:
+        _refuse_stale_ranks(env, rank, size, local_rank, task)
+        if hints == Hints() and _one_task_per_node(env, task[1]):
+            hints = Hints(node_rank=task[0], nodes=task[1])  # each task has started the ranks of its node
+    return _with_layout(
+        World(
+            rank=rank, size=size, local_rank=local_rank, local_size=size,
+            master_addr=env["MASTER_ADDR"], master_port=_port(env), launcher="environment",
+        ),
+        hints,
+    )  # fmt: skip
 
 
 def as_env(world: World, run: str) -> dict[str, str]:
@@ -159,16 +191,147 @@ def as_env(world: World, run: str) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
-def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int) -> None:
-    """Raise WorldError for ranks exported by the submitting shell: sbatch and srun pass them to every task."""
-    if not in_job_step(env):
-        return
-    task, tasks = _int(env, "SLURM_PROCID"), _step_size(env)
-    if (rank, size) != (task, tasks):
+# ---------------------------------------------------------------- the layout: ranks on nodes
+
+
+class Hints(NamedTuple):
+    """What the environment gives of the layout."""
+
+    local_size: int | None = None
+    node_rank: int | None = None
+    nodes: int | None = None
+
+
+def _hints(env: Mapping[str, str]) -> Hints:
+    local_size = _agreed(env, LOCAL_SIZE_VARIABLES, positive=True)
+    names = _mpi_variables(env)
+    if not local_size and names and [env.get(name) for name in names[:2]] == [env["RANK"], env["WORLD_SIZE"]]:
+        local_size = _agreed(env, names[3:], positive=True)
+    return Hints(local_size, _agreed(env, NODE_RANK_VARIABLES), _agreed(env, NODES_VARIABLES, positive=True))
+
+
+def _agreed(env: Mapping[str, str], names: Sequence[str], positive: bool = False) -> int | None:
+    """Return the value of these variables, or None if none is set. Raises WorldError if they differ."""
+    values = {name: _int(env, name, positive) for name in names if env.get(name)}
+    if len(set(values.values())) > 1:
+        given = " and ".join(f"{name}={value}" for name, value in values.items())
+        raise WorldError(f"{given} differ: the environment mixes two launches; start from a clean shell")
+    return next(iter(values.values()), None)
+
+
+def _with_layout(world: World, hints: Hints) -> World:
+    """Return the world with the layout that the hints determine.
+
+    Raises:
+        WorldError: the hints contradict each other or do not determine the layout.
+    """
+    rank, size, local_rank = world.rank, world.size, world.local_rank
+    replace(world, local_size=hints.local_size or size, nodes=hints.nodes or size)  # check the ranges
+    if hints.nodes is None and hints.local_size is None and rank == local_rank and not hints.node_rank:
+        assumed = "LOCAL_WORLD_SIZE is not set: assuming that all ranks are on this node"
+        return replace(world, notes=(assumed,) if size > 1 else ())
+    if layout := _layout(rank, size, local_rank, hints):
+        local_size, node_rank, nodes = layout
+        return replace(world, local_size=local_size, node_rank=node_rank, nodes=nodes)
+    names = {"local size": "LOCAL_WORLD_SIZE", "node rank": "GROUP_RANK", "number of nodes": "GROUP_WORLD_SIZE"}
+    given = ", ".join(f"{name} {value}" for name, value in zip(names, hints, strict=True) if value is not None)
+    missing = [name for name, value in zip(names.values(), hints, strict=True) if value is None]
+    if not missing:
         raise WorldError(
-            f"RANK={rank} and WORLD_SIZE={size} are set, but SLURM reports task {task} of {tasks}: "
-            f"they are left over from another launch; unset {' '.join(TORCHRUN_VARIABLES)} before srun"
+            f"rank {rank} of {size} with local rank {local_rank} does not fit {given}: "
+            "the environment mixes two launches; start from a clean shell"
         )
+    raise WorldError(
+        f"the node of rank {rank} of {size} with local rank {local_rank} is not known"
+        f"{f' from {given}' if given else ''}: "
+        f"export {', '.join(missing)}, as torchrun does, or start this process with torchrun or srun"
+    )
+
+
+def _layout(rank: int, size: int, local_rank: int, hints: Hints, host: int | None = None) -> Layout | None:
+    """Return the layout if the hints determine it, else None.
+
+    With all three hints, nodes may have different numbers of ranks. Otherwise each node must have the same number, with
+    ranks in block order (0, 1 on the first node) or cyclic order (0, 2 on the first of two nodes). Each rank decides
+    from its own numbers. With uneven nodes, or in plane order, at least one rank gets None, so that no training starts
+    with a wrong layout.
+
+    Args:
+        host: position of this host in the list of nodes, where it is known.
+    """
+    local_size, node_rank, nodes = hints
+    if local_size and node_rank is not None and nodes:
+        fits = local_rank <= rank and node_rank < nodes and local_size + nodes - 1 <= size
+        whole = nodes > 1 or (local_size, local_rank) == (size, rank)
+        return (local_size, node_rank, nodes) if fits and whole else None
+    known = nodes or local_size
+    if not known or size % known:
+        return None
+    nodes = nodes or size // known
+    if local_rank >= size // nodes or local_size not in (None, size // nodes):
+        return None
+    possible = _possible_nodes(rank, local_rank, size, nodes)
+    if node_rank is None:
+        node_rank = host
+    if node_rank is None and len(possible) == 1 and _order_is_evident(size, nodes):
+        (node_rank,) = possible
+    return (size // nodes, node_rank, nodes) if node_rank in possible else None
+
+
+def _possible_nodes(rank: int, local_rank: int, size: int, nodes: int) -> set[int]:
+    """Return the nodes on which a rank with this local rank may be, in block or in cyclic order."""
+    local_size = size // nodes
+    block, cyclic = divmod(rank, local_size), divmod(rank, nodes)[::-1]
+    return {node for node, position in (block, cyclic) if position == local_rank}
+
+
+def _order_is_evident(size: int, nodes: int) -> bool:
+    """Return whether block and cyclic order put no rank on different nodes with the same local rank.
+
+    All ranks must decide alike: a rank that is refused never joins the others.
+    """
+    return all(
+        len(_possible_nodes(rank, local_rank, size, nodes)) < 2
+        for rank in range(size)
+        for local_rank in (rank % (size // nodes), rank // nodes)
+    )
+
+
+# ---------------------------------------------------------------- a process of mpirun
+
+
+def _mpi_variables(env: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Return the names for rank, size, local rank and local size that the launcher of this process sets, if any."""
+    return next((names for names in MPI_VARIABLES if any(env.get(name) for name in names[:2])), None)
+
+
+def _starts_ranks_in_task(env: Mapping[str, str], names: Sequence[str]) -> bool:
+    """Return whether mpirun has started several ranks in the tasks of a job step, as Hydra does.
+
+    With srun --mpi=pmi2, SLURM sets PMI_RANK and PMI_SIZE to the rank and size of the task.
+    """
+    position = (_int(env, names[0]), _int(env, names[1], positive=True))
+    return position[1] > 1 and position != _position_in_step(env)
+
+
+def _from_mpi(env: Mapping[str, str], names: Sequence[str]) -> World:
+    rank, size = _int(env, names[0]), _int(env, names[1], positive=True)
+    if size == 1:
+        return replace(World(rank=rank), notes=_alone_in_an_allocation(env))
+    missing = [name for name in MASTER_VARIABLES if not env.get(name)]
+    if missing:
+        raise WorldError(
+            f"{names[0]}={rank} and {names[1]}={size} are set, but not {', '.join(missing)}: export MASTER_ADDR=<host "
+            f"of rank 0> and MASTER_PORT=<a free port> before mpirun (Open MPI: also -x MASTER_ADDR -x MASTER_PORT), "
+            f"or unset {names[0]} {names[1]} to run this process alone"
+        )
+    local_rank, local_size = _int(env, names[2]), _int(env, names[3], positive=True)
+    world = World(
+        rank=rank, size=size, local_rank=local_rank, local_size=size,
+        master_addr=env["MASTER_ADDR"], master_port=_port(env), launcher="mpi",
+    )  # fmt: skip
+    node_rank, nodes = _agreed(env, NODE_RANK_VARIABLES), _agreed(env, NODES_VARIABLES, positive=True)
+    return _with_layout(world, Hints(local_size, node_rank, nodes))
 
 
 # ---------------------------------------------------------------- a task of srun
@@ -177,7 +340,8 @@ def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int) -> None:
 def in_job_step(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether srun started this process. The batch script and an salloc shell have a job, but no step."""
     step = env.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP and bool(env.get("SLURM_PROCID"))
+    is_step = step.isdecimal() and int(step) < FIRST_SPECIAL_STEP and bool(env.get("SLURM_PROCID"))
+    return is_step and not _is_shell_of_job(env)
 
 
 def _is_task(env: Mapping[str, str]) -> bool:
@@ -186,6 +350,8 @@ def _is_task(env: Mapping[str, str]) -> bool:
     Outside a step, SLURM sets PROCID, LOCALID and NODEID only in the batch script, all to 0, together with JOB_ID.
     """
     numbers = {env[name] for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID") if env.get(name)}
+    if _is_shell_of_job(env):
+        return False
     if numbers - {"0"}:
         return True
     if step := env.get("SLURM_STEP_ID"):
@@ -196,37 +362,150 @@ def _is_task(env: Mapping[str, str]) -> bool:
     return bool(env.get("SLURM_PROCID")) and (env.get("SLURM_NTASKS") or "1") != "1" and not could_be_batch_script
 
 
+def _is_shell_of_job(env: Mapping[str, str]) -> bool:
+    """Return whether this is known to be in a batch script or salloc shell.
+
+    If the job was submitted inside a step of another job, its shell inherits the variables of that step. In a task,
+    these agree with SLURM_NTASKS and SLURM_NNODES.
+    """
+    if not env.get("SLURM_JOB_ID"):
+        return False
+    if env is os.environ:
+        job = _started_with(env).get("SLURM_JOB_ID", env["SLURM_JOB_ID"])
+        if job != env["SLURM_JOB_ID"] or any(word.endswith("/slurm_script") for word in _read_task(env, "cmdline")):
+            return True
+    pairs = (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
+    differ = any(env.get(step) and env.get(job) and env[step] != env[job] for step, job in pairs)
+    return differ and all(
+        env.get(name) == "0" for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS")
+    )
+
+
+def _started_with(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which SLURM started this task or batch script; {} if unknown, as in a container."""
+    return {name: value for name, _, value in (entry.partition("=") for entry in _read_task(env, "environ"))}
+
+
+def _read_task(env: Mapping[str, str], file: str) -> list[str]:
+    """Return the entries of a file in /proc of the process that SLURM started."""
+    try:
+        content = Path(f"/proc/{_int(env, 'SLURM_TASK_PID')}/{file}").read_bytes()
+    except (OSError, WorldError):
+        return []
+    return os.fsdecode(content).split("\0")
+
+
+def _position_in_step(env: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return SLURM's rank and size of this task, or None if this is no task or the variables are missing."""
+    if not _is_task(env) or not env.get("SLURM_PROCID"):
+        return None
+    return (_int(env, "SLURM_PROCID"), _step_size(env)) if _first_set(env, *STEP_SIZE_VARIABLES) else None
+
+
+def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int, local_rank: int, task: tuple[int, int]) -> None:
+    """Raise WorldError for ranks exported by the submitting shell: sbatch and srun pass them to every task.
+
+    Ranks that differ from SLURM's are right if the tasks have started them: SLURM did not start the tasks with these
+    variables. If that is not known, there must be one task per node, and the ranks must be in the order of the tasks.
+    """
+    number, tasks = task
+    started_with = _started_with(env) if env is os.environ else {}
+    if started_with and all(started_with.get(name) == env.get(name) for name in ("SLURM_JOB_ID", "SLURM_PROCID")):
+        stale = all(started_with.get(name) == env[name] for name in ("RANK", "WORLD_SIZE"))
+    else:
+        spread = not size % tasks and divmod(rank, size // tasks) == (number, local_rank)
+        stale = not (spread and _one_task_per_node(env, tasks))
+    if stale or size == 1:
+        raise WorldError(
+            f"RANK={rank} and WORLD_SIZE={size} are set, but SLURM reports task {number} of {tasks}: "
+            f"they are left over from another launch; unset {' '.join(TORCHRUN_VARIABLES)} before srun "
+            "(if this task has started its own ranks: unset SLURM_PROCID for them)"
+        )
+
+
+def _has_ranks_of_slurm(env: Mapping[str, str]) -> bool:
+    """Return whether RANK and WORLD_SIZE are those of this task: enroot, pyxis or a wrapper has set them.
+
+    They may leave out other variables, such as MASTER_ADDR.
+    """
+    if not (env.get("RANK") and env.get("WORLD_SIZE")):
+        return False
+    rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE", positive=True)
+    return size > 1 and _position_in_step(env) == (rank, size)
+
+
+def _with_layout_of_slurm(env: Mapping[str, str]) -> World:
+    """Return the world of a task of srun. A wrapper that gives each task one GPU may set LOCAL_RANK=0."""
+    world = _from_slurm(env)
+    if env.get("LOCAL_RANK") and _int(env, "LOCAL_RANK") not in (0, world.local_rank):
+        raise WorldError(
+            f"LOCAL_RANK={env['LOCAL_RANK']}, but SLURM_LOCALID={world.local_rank}: "
+            "the environment mixes two launches; start from a clean shell"
+        )
+    return world
+
+
 def _from_slurm(env: Mapping[str, str]) -> World:
     """Prefer the variables of the step to those of the job, which may have more nodes, as in `srun -N1 -w n9`."""
-    size, node_rank = _step_size(env), _int(env, "SLURM_NODEID")
-    counts = _tasks_of_nodes(env, size)
-    if node_rank >= len(counts):
-        raise WorldError(
-            f"SLURM_NODEID={node_rank}, but the step has {len(counts)} node{'s' * (len(counts) != 1)} with "
-            f"{_joined(counts)} tasks: the environment mixes two job steps; start from a clean shell"
-        )
+    rank, size = _int(env, "SLURM_PROCID"), _step_size(env)
+    local_size, node_rank, nodes = _layout_of_task(env, rank, size)
     return World(
-        rank=_int(env, "SLURM_PROCID"),
+        rank=rank,
         size=size,
         local_rank=_int(env, "SLURM_LOCALID"),
-        local_size=len(env["SLURM_GTIDS"].split(",")) if env.get("SLURM_GTIDS") else counts[node_rank],
+        local_size=local_size,
         node_rank=node_rank,
-        nodes=len(counts),
-        master_addr=env.get("MASTER_ADDR") or _first_task_host(env, len(counts)),
+        nodes=nodes,
+        master_addr=env.get("MASTER_ADDR") or _first_task_host(env, nodes),
         master_port=_port(env) if env.get("MASTER_PORT") else slurm_port(env),
         launcher="slurm",
     )
 
 
+def _layout_of_task(env: Mapping[str, str], rank: int, size: int) -> Layout:
+    complete = env.get("SLURM_NODEID") and _first_set(env, *TASKS_PER_NODE_VARIABLES)
+    if not complete and (layout := _derived_layout(env, rank, size)):
+        return layout
+    node_rank, counts = _int(env, "SLURM_NODEID"), _tasks_of_nodes(env, size)
+    if node_rank >= len(counts):
+        raise WorldError(
+            f"SLURM_NODEID={node_rank}, but the step has {len(counts)} node{'s' * (len(counts) != 1)} with "
+            f"{_joined(counts)} tasks: the environment mixes two job steps; start from a clean shell"
+        )
+    local_size = len(env["SLURM_GTIDS"].split(",")) if env.get("SLURM_GTIDS") else counts[node_rank]
+    return local_size, node_rank, len(counts)
+
+
+def _derived_layout(env: Mapping[str, str], rank: int, size: int) -> Layout | None:
+    """Return the layout of a task for which a wrapper or container dropped SLURM_NODEID or the tasks of the nodes.
+
+    All nodes of the list must have the same number of tasks.
+    """
+    if not _first_set(env, *NODE_LIST_VARIABLES) or not env.get("SLURM_LOCALID"):
+        return None
+    hosts = _unfold(expand, env, *NODE_LIST_VARIABLES)
+    if _first_set(env, *TASKS_PER_NODE_VARIABLES) and len(set(_tasks_of_nodes(env, size))) > 1:
+        return None
+    nodes = _int(env, "SLURM_NNODES", positive=True) if env.get("SLURM_NNODES") else len(hosts)
+    node_rank = _int(env, "SLURM_NODEID") if env.get("SLURM_NODEID") else None
+    here = env.get("SLURMD_NODENAME") or (os.uname().nodename.partition(".")[0] if env is os.environ else "")
+    host = hosts.index(here) if hosts.count(here) == 1 and len(hosts) == nodes else None
+    return _layout(rank, size, _int(env, "SLURM_LOCALID"), Hints(None, node_rank, nodes), host)
+
+
 def _tasks_of_nodes(env: Mapping[str, str], size: int) -> list[int]:
     """Return the number of tasks on each node of the step."""
-    counts = _unfold(tasks_per_node, env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    counts = _unfold(tasks_per_node, env, *TASKS_PER_NODE_VARIABLES)
     if sum(counts) != size:
         raise WorldError(
             f"SLURM reports {size} tasks, but {_joined(counts)} on its nodes: the environment mixes two job steps; "
             "start from a clean shell"
         )
     return counts
+
+
+def _one_task_per_node(env: Mapping[str, str], size: int) -> bool:
+    return bool(_first_set(env, *TASKS_PER_NODE_VARIABLES)) and _tasks_of_nodes(env, size) == [1] * size
 
 
 def slurm_port(env: Mapping[str, str]) -> int:
@@ -238,12 +517,12 @@ def slurm_port(env: Mapping[str, str]) -> int:
 
 
 def _step_size(env: Mapping[str, str]) -> int:
-    return _int(env, "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", positive=True)
+    return _int(env, _first_set(env, *STEP_SIZE_VARIABLES) or "SLURM_NTASKS", positive=True)
 
 
 def _first_task_host(env: Mapping[str, str], nodes: int) -> str:
     """Return the host of task 0: the first of the step's hosts. A heterogeneous job orders them by component."""
-    hosts = _unfold(expand, env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    hosts = _unfold(expand, env, *NODE_LIST_VARIABLES)
     if len(hosts) != nodes:
         raise WorldError(
             f"the host of task 0 is not known (SLURM_STEP_NODELIST is not set, and the step has {nodes} of the job's "
@@ -266,11 +545,15 @@ def _hosts_of_components(env: Mapping[str, str]) -> list[str]:
 
 def _unfold(parse: Callable[[str], list[T]], env: Mapping[str, str], *names: str) -> list[T]:
     """Parse the first of these variables that is set. If none is set, the error names the last one."""
-    name = next((name for name in names if env.get(name)), names[-1])
+    name = _first_set(env, *names) or names[-1]
     try:
         return parse(_value(env, name))
     except NodeListError as error:
         raise WorldError(f"{name}: {error}") from None
+
+
+def _first_set(env: Mapping[str, str], *names: str) -> str | None:
+    return next((name for name in names if env.get(name)), None)
 
 
 def _alone_in_an_allocation(env: Mapping[str, str]) -> tuple[str, ...]:

@@ -61,6 +61,7 @@ parse_arguments() {
 
 
 main() {
+  drop_inherited_variables
   parse_options "$@"
   parse_arguments
   if ! in_allocation; then

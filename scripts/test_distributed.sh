@@ -72,7 +72,7 @@ parse_arguments() {
   fi
   [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': requires NODE... or --hostfile"
   ((!SYNC)) || die_usage "--sync: requires NODE... or --hostfile"
-  if in_allocation; then
+  if in_allocation "env -u SLURM_JOB_ID scripts/test_distributed.sh $NPROC"; then
     LAUNCHER_FILE=$KIT/scripts/run_ddp.sh
     return
   fi
@@ -164,6 +164,7 @@ test_ranks() {
 
 
 main() {
+  drop_inherited_variables
   parse_options "$@"
   parse_arguments
   if uses_allocation; then

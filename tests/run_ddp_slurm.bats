@@ -117,7 +117,42 @@ END
 @test "a call inside a job step is refused" {
   run timeout 60 srun -Q -n1 "$KIT/scripts/run_ddp.sh" -n 1 -c - --script /dev/null
   [ "$status" -eq 2 ]
-  [[ "$output" == *"not through srun"* ]]
+  [[ "$output" == *"not through srun; for this node alone: scripts/ssh/launch_singlenode.sh CONFIG NPROC"* ]]
+  run -2 timeout 60 srun -Q -n1 "$KIT/scripts/test_distributed.sh" 2
+  [[ "$output" == *"for this node alone: env -u SLURM_JOB_ID scripts/test_distributed.sh 2"* ]]
+}
+
+
+@test "in a job step, launch_singlenode.sh and the test of collectives use its node" {
+  write_script <<'END'
+total = torch.ones(1)
+dist.all_reduce(total)
+names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+if rank == 0:
+    print(int(total), socket.gethostname(), *(os.environ[name] for name in names), flush=True)
+dist.destroy_process_group()
+END
+  # As in Jupyter and in srun --pty bash. The second task only makes SLURM's variables those of two tasks.
+  run -0 timeout 200 srun -Q -N2 --ntasks-per-node=1 --cpus-per-task=2 env -u OMP_NUM_THREADS bash -c '
+    [[ $SLURM_PROCID == 0 ]] || exit 0
+    exec "$0"/scripts/ssh/launch_singlenode.sh --script "my script.py" - 2' "$KIT"
+  [[ $output == *"2 $N1 2 2 1 127.0.0.1 1"*"verdict: ok"* ]] || { echo "$output" && false; }
+  run -0 timeout 200 srun -Q -n1 env -u SLURM_JOB_ID "$KIT/scripts/test_distributed.sh" --max-bytes 1K --seconds 0.1 2
+  [[ $output == *"verdict: ok"* ]] || { echo "$output" && false; }
+}
+
+
+@test "salloc inside a job step of another job trains on the new allocation" {
+  cat >ranks.py <<'END'
+import os
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
+print("position", *(os.environ[name] for name in names), flush=True)
+END
+  run -0 timeout 200 srun -Q -N1 -n2 --cpus-per-task=1 bash -c '
+    [[ $SLURM_PROCID == 1 ]] || exit 0
+    salloc -Q -N2 -n3 "$0/scripts/run_ddp.sh" -n 3 -c - --script ranks.py' "$KIT"
+  [[ $output == *"position 0 3 0 0"*"verdict: ok"* ]] || { echo "$output" && false; }
+  grep -qF "position 2 3 0 1" logs/latest/node_"$N2".log
 }
 
 

@@ -102,6 +102,38 @@ positions_are() { # <expected line of each rank...>
 }
 
 
+@test "jobs that are submitted inside another job run as if they were submitted from a login node" {
+  local job
+  cat >"my script.py" <<'END'
+import os
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
+print("position", *(os.environ[name] for name in names), flush=True)
+END
+  cat >submit.sh <<'END'
+[ "${SLURM_PROCID-0}" = 0 ] || exit 0
+options=(--parsable --cpus-per-task=1 --nodes=2 --gres=none --output=logs/slurm-%j.out --error=logs/slurm-%j.err)
+for launcher in srun torchrun; do
+  LAUNCHER=$launcher SCRIPT="my script.py" sbatch "${options[@]}" --ntasks-per-node=1 \
+    "$KIT/scripts/slurm/slurm_train.sh" - >>submitted
+done
+sbatch "${options[@]}" --ntasks=2 --wrap '"$KIT/scripts/run_ddp.sh" -n 2 -c - --script "my script.py"' >>submitted
+END
+  mkdir logs
+  srun -Q -N1 -n2 --cpus-per-task=2 --mem-per-cpu=10 -m cyclic --gpus-per-task=1 bash submit.sh
+  salloc -Q -n3 bash submit.sh
+  sbatch -Q -W -o /dev/null --array=7 --gpus-per-task=1 -N1 -n1 --wrap 'bash submit.sh'
+  mapfile -t JOBS <submitted
+  [ "${#JOBS[@]}" -eq 9 ]
+  for job in "${JOBS[@]}"; do
+    wait_for_job_exit "$job"
+    [ "$status" -eq 0 ] || { cat "logs/slurm-$job".{out,err} && false; }
+    grep -qF "position 0 2 0 0" "logs/slurm-$job/node_$N1.log" "logs/slurm-$job/node_$N2.log"
+    grep -qE "position 1 2 0 1" "logs/slurm-$job/node_$N2.log" "logs/slurm-$job/node_$N3.log"
+    grep -qE "\"slurm_job\".*\"$job\"" "logs/slurm-$job/run.json" || { cat "logs/slurm-$job/run.json" && false; }
+  done
+}
+
+
 @test "nodes with different numbers of tasks, with one task per rank and with one agent per node" {
   local launcher
   write_position_script
@@ -208,6 +240,18 @@ END
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
   positions_are "0 0 1 2 inside" "1 0 1 2 inside"
+}
+
+
+@test "ranks have the right positions in a container whose hook sets ranks for each task" {
+  local hook='export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID MASTER_PORT=${MASTER_PORT-1}'
+  write_position_script
+  CONTAINER="sh -c '$hook MASTER_ADDR=\${MASTER_ADDR-\$0}; exec \"\$@\"' $N1" SCRIPT="my script.py" \
+    submit --nodes=2 --ntasks=3 --gres=none slurm_train.sh --python "$VIRTUAL_ENV/bin/python" -
+  wait_for_job_exit "$JOB"
+  [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
+  positions_are "0 0 2 3 $N1" "1 1 2 3 $N1" "2 0 1 3 $N2"
+  grep -qx "GROUP_RANK 1" variables.2
 }
 
 

@@ -7,11 +7,12 @@ task of srun for which a wrapper or container dropped some of SLURM's variables 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
-from itertools import combinations
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed.world import TORCHRUN_VARIABLES, World, WorldError, as_env, slurm_port
+from distributed.world import LAYOUT_VARIABLES, TORCHRUN_VARIABLES, World, WorldError, as_env, slurm_port
 
 KIT = Path(__file__).resolve().parents[1]
 RECORDS = json.loads((KIT / "tests/slurm_environments.json").read_text())
 
 COMPLETE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+ONE_NODE = {**COMPLETE, "LOCAL_RANK": "3"}
 TORCHRUN = {
     **COMPLETE, "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none",
 }  # fmt: skip
@@ -32,6 +34,17 @@ JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[08-10]", "SLURM_NODELIST
 STEP = {  # task 5 of 7, the second on the third node, with block distribution of 2(x3),1
     **JOB, "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
     "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "n[08-10],x1",
+}  # fmt: skip
+MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+OPEN_MPI = {  # rank 3 of 4, the second on n2; OMPI_COMM_WORLD_NODE_RANK is a rank on the node
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "PMIX_RANK": "3",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+DAEMON = {  # of mpirun in an allocation, or another process that starts the ranks of its node
+    "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
 }  # fmt: skip
 FIRST = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 # The variables of task 3 of 4, the second on n2, that remain after a wrapper or container dropped the others.
@@ -62,19 +75,70 @@ def values_of(env: Mapping[str, str]) -> tuple[object, ...]:
         pytest.param({}, (0, 1, 0, 1, 0, 1, None, "single"), id="no launcher"),
         pytest.param(TORCHRUN, (3, 4, 1, 2, 1, 2, "n1:29500", "torchrun"), id="torchrun"),
         pytest.param({**STEP, **TORCHRUN}, (3, 4, 1, 2, 1, 2, "n1:29500", "torchrun"), id="torchrun under srun"),
-        pytest.param(COMPLETE, (3, 4, 1, 4, 0, 1, "n1:29500", "environment"), id="complete"),
+        pytest.param(ONE_NODE, (3, 4, 3, 4, 0, 1, "n1:29500", "environment"), id="complete"),
         pytest.param(
             {**COMPLETE, "LOCAL_WORLD_SIZE": "2"}, (3, 4, 1, 2, 1, 2, "n1:29500", "environment"), id="two nodes"
         ),
         pytest.param(
-            {**COMPLETE, "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0"},
+            {**COMPLETE, "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0", "NNODES": "2"},
             (3, 4, 1, 2, 0, 2, "n1:29500", "environment"),
             id="two nodes, node rank not in the order of the ranks",
         ),
         pytest.param(
-            {**COMPLETE, "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"},
-            (3, 4, 0, 3, 1, 2, "n1:29500", "environment"),
+            {**COMPLETE, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "NODE_RANK": "1", "NNODES": "2"},
+            (3, 4, 0, 1, 1, 2, "n1:29500", "environment"),
             id="uneven nodes",
+        ),
+        pytest.param(
+            {**COMPLETE, "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"},
+            (3, 4, 1, 2, 1, 2, "n1:29500", "environment"),
+            id="DeepSpeed",
+        ),
+        pytest.param(
+            {**COMPLETE, "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"},
+            (3, 4, 1, 2, 1, 2, "n1:29500", "environment"),
+            id="Ray Train",
+        ),
+        pytest.param(
+            {**COMPLETE, "GROUP_RANK": "1", "NNODES": "2"},
+            (3, 4, 1, 2, 1, 2, "n1:29500", "environment"),
+            id="the node rank and the number of nodes",
+        ),
+        pytest.param(
+            {**COMPLETE, "RANK": "2", "GROUP_WORLD_SIZE": "2"},
+            (2, 4, 1, 2, 0, 2, "n1:29500", "environment"),
+            id="cyclic on two nodes",
+        ),
+        pytest.param(
+            {**COMPLETE, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            (3, 4, 1, 2, 1, 2, "n1:29500", "environment"),
+            id="a wrapper under mpirun",
+        ),
+        pytest.param({**OPEN_MPI, **MASTER}, (3, 4, 1, 2, 1, 2, "n1:29500", "mpi"), id="Open MPI"),
+        pytest.param({**HYDRA, **MASTER}, (3, 4, 1, 2, 1, 2, "n1:29500", "mpi"), id="MPICH, Intel MPI"),
+        pytest.param(
+            {**OPEN_MPI, **MASTER, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+            (3, 4, 3, 4, 0, 1, "n1:29500", "mpi"),
+            id="Open MPI on one node",
+        ),
+        pytest.param(
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+            (0, 1, 0, 1, 0, 1, None, "single"),
+            id="mpirun -n 1",
+        ),
+        pytest.param(
+            {**STEP, "PMI_RANK": "5", "PMI_SIZE": "7"}, (5, 7, 1, 2, 2, 4, "n08:24711", "slurm"), id="srun --mpi=pmi2"
+        ),
+        pytest.param(
+            {**DAEMON, **HYDRA, **MASTER}, (3, 4, 1, 2, 1, 2, "n1:29500", "mpi"), id="mpirun, whose daemons are tasks"
+        ),
+        pytest.param(
+            {**DAEMON, **COMPLETE}, (3, 4, 1, 2, 1, 2, "n1:29500", "environment"), id="ranks started by a task per node"
+        ),
+        pytest.param(
+            {**JOB, **FIRST, **ONE_NODE, "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+            (3, 4, 3, 4, 0, 1, "n1:29500", "environment"),
+            id="ranks started by a single task",
         ),
         pytest.param(STEP, (5, 7, 1, 2, 2, 4, "n08:24711", "slurm"), id="step"),
         pytest.param(
@@ -101,8 +165,47 @@ def values_of(env: Mapping[str, str]) -> tuple[object, ...]:
         pytest.param({**STEP, "MASTER_PORT": "1234"}, (5, 7, 1, 2, 2, 4, "n08:1234", "slurm"), id="MASTER_PORT alone"),
         pytest.param(
             {**STEP, "RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "2"},
-            (5, 7, 1, 7, 0, 1, "n1:2", "environment"),
-            id="step whose script also sets the rank variables",
+            (5, 7, 1, 2, 2, 4, "n1:2", "slurm"),
+            id="step whose wrapper or container also sets the rank variables",
+        ),
+        pytest.param(
+            {
+                **STEP,
+                "SLURM_NODEID": "1",
+                "LOCAL_WORLD_SIZE": "2",
+                "RANK": "5",
+                "WORLD_SIZE": "7",
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": "n1",
+                "MASTER_PORT": "2",
+            },
+            (5, 7, 1, 2, 1, 4, "n1:2", "slurm"),
+            id="cyclic step whose wrapper sets the ranks, each with a GPU of its own",
+        ),
+        pytest.param(
+            {**STEP, "RANK": "5", "WORLD_SIZE": "7", "MASTER_ADDR": "n1"},
+            (5, 7, 1, 2, 2, 4, "n1:24711", "slurm"),
+            id="step whose wrapper sets some of the rank variables",
+        ),
+        pytest.param(FOUR, (3, 4, 1, 2, 1, 2, "n1:29500", "slurm"), id="four variables, block"),
+        pytest.param(
+            {**FOUR, "SLURM_PROCID": "2"}, (2, 4, 1, 2, 0, 2, "n1:29500", "slurm"), id="four variables, cyclic"
+        ),
+        pytest.param(FIRST_OF_FOUR, (0, 4, 0, 2, 0, 2, "n1:29500", "slurm"), id="four variables, task 0"),
+        pytest.param(
+            {**FOUR, "SLURM_NODELIST": "n1", "SLURM_LOCALID": "3"},
+            (3, 4, 3, 4, 0, 1, "n1:29500", "slurm"),
+            id="four variables, one node",
+        ),
+        pytest.param(
+            {**FOUR, "SLURM_NODELIST": "n[1-4]", "SLURM_LOCALID": "0"},
+            (3, 4, 0, 1, 3, 4, "n1:29500", "slurm"),
+            id="four variables, one task per node",
+        ),
+        pytest.param(
+            {**FOUR, "SLURM_NTASKS": "6", "SLURM_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n2"},
+            (3, 6, 1, 2, 1, 3, "n1:29500", "slurm"),
+            id="four variables and the name of the node",
         ),
         pytest.param(without(STEP, "SLURM_JOB_ID"), (5, 7, 1, 2, 2, 4, "n08:29500", "slurm"), id="step without job ID"),
         pytest.param(
@@ -131,6 +234,11 @@ IF_BY_SRUN = " (if srun did start it: let the wrapper or container pass SLURM_ST
         pytest.param(
             {**FIRST, "SLURM_STEP_NUM_TASKS": "1"}, NO_SRUN + IF_BY_SRUN, id="interactive step without step ID"
         ),
+        pytest.param(
+            {**FIRST, "SLURM_GTIDS": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+            NO_SRUN,
+            id="batch script of a job that was submitted inside a step",
+        ),
     ],
 )
 def test_a_process_not_started_by_srun_is_rank_0_of_1_with_a_note(extra: Mapping[str, str], note: str) -> None:
@@ -147,15 +255,20 @@ def test_as_env_passes_the_rank_on_in_torchruns_variables(env: Mapping[str, str]
 
 
 def test_an_assumed_local_world_size_is_noted() -> None:
-    assert World.from_env(COMPLETE).notes == ("LOCAL_WORLD_SIZE is not set: assuming that all ranks are on this node",)
-    assert World.from_env({**COMPLETE, "LOCAL_WORLD_SIZE": "4"}).notes == ()
+    assert World.from_env(ONE_NODE).notes == ("LOCAL_WORLD_SIZE is not set: assuming that all ranks are on this node",)
+    assert World.from_env({**ONE_NODE, "LOCAL_WORLD_SIZE": "4"}).notes == ()
     assert World.from_env({}).notes == World.from_env(TORCHRUN).notes == World.from_env(STEP).notes == ()
 
 
 def test_rank_0_prints_a_note_once() -> None:
     """In a separate interpreter with its own environment."""
     code = "from distributed.world import World; World.from_env(); World.from_env()"
-    for env, notes in ((COMPLETE, 0), ({**COMPLETE, "RANK": "0"}, 1), ({**JOB, **FIRST}, 1), ({}, 0)):
+    for env, notes in (
+        (ONE_NODE, 0),
+        ({**ONE_NODE, "RANK": "0", "LOCAL_RANK": "0"}, 1),
+        ({**JOB, **FIRST}, 1),
+        ({}, 0),
+    ):
         result = subprocess.run(
             [sys.executable, "-S", "-c", code], env=env, cwd=KIT, capture_output=True, text=True, check=True
         )
@@ -188,6 +301,8 @@ def error_message(env: Mapping[str, str]) -> str:
 
 NOT_SET = "is not set, though other variables of its launcher are: start from a clean shell"
 DROPPED = "is not set, though other variables of its launcher are: let the wrapper or container pass on all of SLURM's"
+NOT_KNOWN = "the node of rank 3 of 4 with local rank 1 is not known"
+STALE = "RANK=0 and WORLD_SIZE=4 are set, but SLURM reports"
 NO_INTEGER = "is not a non-negative integer: unset it, or start this process with torchrun or srun"
 
 
@@ -196,7 +311,12 @@ NO_INTEGER = "is not a non-negative integer: unset it, or start this process wit
     [
         *((without(TORCHRUN, name), f"{name} {NOT_SET}") for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK")),
         *((without(STEP, name), f"{name} {DROPPED}") for name in ("SLURM_LOCALID", "SLURM_PROCID")),
-        *((env, f"SLURM_NODEID {DROPPED}") for env in (FOUR, FIRST_OF_FOUR, {**FIRST_OF_FOUR, "SLURM_JOB_ID": "4711"})),
+        *(
+            ({**env, **extra}, f"SLURM_NODEID {DROPPED}")
+            for env in (FOUR, FIRST_OF_FOUR, {**FIRST_OF_FOUR, "SLURM_JOB_ID": "4711"})
+            for extra in ({"SLURM_NODELIST": "n[1-3]"}, {"SLURM_NODELIST": "n[1-3]", "SLURM_NTASKS": "6"})
+        ),
+        ({**FOUR, "SLURM_PROCID": "0"}, f"SLURM_NODEID {DROPPED}"),
         (without(STEP, "SLURM_STEP_TASKS_PER_NODE"), f"SLURM_TASKS_PER_NODE {DROPPED}"),
         (without(STEP, "SLURM_NODEID"), f"SLURM_NODEID {DROPPED}"),
         (
@@ -233,6 +353,47 @@ NO_INTEGER = "is not a non-negative integer: unset it, or start this process wit
             "RANK=3 and WORLD_SIZE=4 are set, but SLURM reports task 5 of 7: they are left over from another launch; "
             "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT before srun",
         ),
+        *(
+            (
+                {**COMPLETE, **extra},
+                f"the node of rank 3 of 4 with local rank 1 is not known{given}: export {missing}, as",
+            )
+            for extra, given, missing in (
+                ({}, "", "LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE"),
+                ({"NODE_RANK": "1"}, " from node rank 1", "LOCAL_WORLD_SIZE, GROUP_WORLD_SIZE"),
+                ({"LOCAL_WORLD_SIZE": "3"}, " from local size 3", "GROUP_RANK, GROUP_WORLD_SIZE"),
+                ({"LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0"}, " from local size 2, node rank 0", "GROUP_WORLD_SIZE"),
+            )
+        ),
+        (
+            {**ONE_NODE, "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "NNODES": "2"},
+            "rank 3 of 4 with local rank 3 does not fit local size 4, node rank 1, number of nodes 2: the environment",
+        ),
+        ({**COMPLETE, "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "4"}, "LOCAL_WORLD_SIZE=2 and LOCAL_SIZE=4 differ: the"),
+        (
+            {**STEP, "RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "3", **MASTER},
+            "LOCAL_RANK=3, but SLURM_LOCALID=1: the environment mixes two launches; start from a clean shell",
+        ),
+        *(
+            (
+                {**without(env, "SLURM_STEP_ID"), **COMPLETE, "RANK": "0", "LOCAL_RANK": "0"},
+                f"{STALE} task {task}: they",
+            )
+            for env, task in ((STEP, "5 of 7"), (DAEMON, "1 of 2"), (FOUR | {"SLURM_NTASKS": "3"}, "3 of 3"))
+        ),
+        (
+            OPEN_MPI,
+            "OMPI_COMM_WORLD_RANK=3 and OMPI_COMM_WORLD_SIZE=4 are set, but not MASTER_ADDR, MASTER_PORT: export",
+        ),
+        ({**HYDRA, "MASTER_ADDR": "n1"}, "PMI_RANK=3 and PMI_SIZE=4 are set, but not MASTER_PORT: export MASTER_ADDR="),
+        ({**MASTER, **HYDRA, "PMI_RANK": "4"}, "rank 4 is not one of 0 to 3 (source: mpi)"),
+        (without({**HYDRA, **MASTER}, "MPI_LOCALNRANKS"), f"MPI_LOCALNRANKS {NOT_SET}"),
+        (without({**HYDRA, **MASTER}, "PMI_SIZE"), f"PMI_SIZE {NOT_SET}"),
+        (
+            {**HYDRA, **MASTER, "MPI_LOCALNRANKS": "3"},
+            "the node of rank 3 of 4 with local rank 1 is not known from local",
+        ),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0 is set, but nothing gives the number of ranks: start this process with"),
         ({**STEP, "RANK": "5"}, "RANK=5 is set, but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
         (
             {**STEP, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_ARBITRARY_NODELIST": "x1,n08"},
@@ -251,15 +412,15 @@ VALUES = st.sampled_from(
 HET_GROUP_NODELIST = "SLURM_JOB_NODELIST_HET_GROUP_0"
 NAMES = sorted(
     {
-        *(*TORCHRUN, *STEP, "NODE_RANK", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_GTIDS"),
-        *("SLURM_DISTRIBUTION", "SLURM_HET_SIZE", HET_GROUP_NODELIST),
+        *(*TORCHRUN, *STEP, *LAYOUT_VARIABLES, "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_GTIDS"),
+        *("SLURM_DISTRIBUTION", "SLURM_HET_SIZE", HET_GROUP_NODELIST, "SLURMD_NODENAME", *OPEN_MPI, *HYDRA),
     }
 )
 
 
 @settings(deadline=None, max_examples=500)
 @given(
-    st.sampled_from([{}, COMPLETE, TORCHRUN, STEP, FOUR]),
+    st.sampled_from([{}, COMPLETE, TORCHRUN, STEP, FOUR, DAEMON, OPEN_MPI, {**HYDRA, **MASTER}]),
     st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6),
 )
 def test_any_environment_gives_a_valid_rank_or_an_error(base: dict[str, str], extra: dict[str, str]) -> None:
@@ -274,6 +435,135 @@ def test_any_environment_gives_a_valid_rank_or_an_error(base: dict[str, str], ex
         assert 0 <= world.node_rank < world.nodes
         assert world.master_addr or world.size == 1
         assert world.size > 1 or env.get("SLURM_PROCID", "0") in ("", "0") or world.launcher != "single"
+
+
+# ---------------------------------------------------------------- layouts derived from a few variables
+
+
+def position(hosts: Sequence[int], rank: int) -> dict[str, int]:
+    """The position of a rank, for the host of each rank. Hosts are numbered by their first rank."""
+    order = list(dict.fromkeys(hosts))
+    return {
+        "rank": rank,
+        "size": len(hosts),
+        "local_rank": hosts[:rank].count(hosts[rank]),
+        "local_size": hosts.count(hosts[rank]),
+        "node_rank": order.index(hosts[rank]),
+        "nodes": len(order),
+    }
+
+
+def four_variables(at: Mapping[str, int], listed: int) -> dict[str, str]:
+    return {
+        "SLURM_PROCID": str(at["rank"]), "SLURM_NTASKS": str(at["size"]), "SLURM_LOCALID": str(at["local_rank"]),
+        "SLURM_NODELIST": f"n[1-{listed}]",
+    }  # fmt: skip
+
+
+def complete(at: Mapping[str, int], *extra: str) -> dict[str, str]:
+    names = {"local_size": "LOCAL_WORLD_SIZE", "node_rank": "NODE_RANK", "nodes": "NNODES"}
+    ranks = {"RANK": at["rank"], "WORLD_SIZE": at["size"], "LOCAL_RANK": at["local_rank"]}
+    return {name: str(value) for name, value in (ranks | {names[key]: at[key] for key in extra}).items()} | MASTER
+
+
+def derived(environments: Sequence[Mapping[str, str]]) -> list[dict[str, int] | None]:
+    """The position that each rank derives, None: refused."""
+    found: list[dict[str, int] | None] = []
+    for env in environments:
+        try:
+            world = World.from_env(env)
+        except WorldError:
+            found.append(None)
+        else:
+            found.append({name: getattr(world, name) for name in position([0], 0)})
+    return found
+
+
+def distribute(counts: Sequence[int], plane: int) -> list[int]:
+    """The host of each rank, with blocks of `plane` ranks on one host after the other (1: cyclic)."""
+    left, hosts = list(counts), []
+    while any(left):
+        for host, free in enumerate(left):
+            hosts += [host] * min(free, plane)
+            left[host] -= min(free, plane)
+    return hosts
+
+
+LAYOUTS = [  # all of SLURM's distributions but arbitrary, also on some of the job's nodes
+    (distribute(counts, plane), listed)
+    for listed in (1, 2, 3, 4)
+    for used in range(1, listed + 1)
+    for counts in product(range(1, 5), repeat=used)
+    for plane in (1, 2, 3, 4)
+]
+
+
+def test_no_training_starts_with_a_wrong_layout_derived_from_four_variables_of_slurm() -> None:
+    """In any distribution, all ranks derive their true positions, or at least one is refused."""
+    accepted = 0
+    for hosts, listed in LAYOUTS:
+        truth = [position(hosts, rank) for rank in range(len(hosts))]
+        found = derived([four_variables(at, listed) for at in truth])
+        assert None in found or found == truth, hosts
+        accepted += found == truth
+    assert accepted > 10
+
+
+@pytest.mark.parametrize("extra", [("nodes",), ("node_rank", "nodes"), ("local_size", "node_rank", "nodes")])
+def test_no_training_starts_with_a_wrong_layout_derived_from_torchruns_variables(extra: tuple[str, ...]) -> None:
+    for hosts, _ in LAYOUTS:
+        truth = [position(hosts, rank) for rank in range(len(hosts))]
+        found = derived([complete(at, *extra) for at in truth])
+        assert None in found or found == truth, hosts
+
+
+@pytest.mark.parametrize("nodes", range(1, 6))
+@pytest.mark.parametrize("local_size", range(1, 6))
+def test_all_ranks_in_block_or_cyclic_order_derive_their_positions_or_all_are_refused(
+    nodes: int, local_size: int
+) -> None:
+    orders = [[rank // local_size for rank in range(nodes * local_size)], [*range(nodes)] * local_size]
+    for hosts in orders:
+        truth = [position(hosts, rank) for rank in range(len(hosts))]
+        refused: list[None] = [None] * len(hosts)
+        found = [
+            derived([four_variables(at, nodes) for at in truth]),
+            derived([complete(at, "local_size") for at in truth]),
+        ]
+        assert all(positions in (truth, refused) for positions in found) or len(hosts) == 1
+        named = [{**four_variables(at, nodes), "SLURMD_NODENAME": f"n{at['node_rank'] + 1}"} for at in truth]
+        assert derived(named) == truth or len(hosts) == 1
+        if nodes < 3 or local_size == 1:
+            assert found == [truth, truth]
+
+
+def test_ranks_exported_before_srun_differ_from_ranks_that_a_task_starts() -> None:
+    """The parent has the environment of a task of srun. Its child has ranks that differ from SLURM's."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", **MASTER, "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0"}
+    task = {**DAEMON, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    code = "from distributed.world import World; World.from_env()"
+    started = 'SLURM_TASK_PID=$$ "$@"; exit'  # without exit, sh would replace itself
+    for exported in (True, False):
+        result = subprocess.run(
+            ["sh", "-c", started, "sh", "env", *(f"{name}={value}" for name, value in ranks.items()),
+             sys.executable, "-S", "-c", code],
+            env={**os.environ, **task, **(ranks if exported else {})}, cwd=KIT, capture_output=True, text=True,
+        )  # fmt: skip
+        assert (result.returncode != 0) == exported, result.stderr
+        assert ("left over from another launch" in result.stderr) == exported
+
+
+@pytest.mark.parametrize("name", ["slurm_script", "another_script"])
+def test_a_batch_script_is_known_by_the_process_that_slurm_started(name: str, tmp_path: Path) -> None:
+    """The variables of an inherited step may fit those of the job."""
+    script = tmp_path / name
+    script.write_text('export SLURM_TASK_PID=$$\n"$@"\nexit')
+    code = "from distributed.world import World; print(World.from_env().size)"
+    started = subprocess.run(
+        ["sh", str(script), sys.executable, "-S", "-c", code], env={**DAEMON, **FIRST}, cwd=KIT, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert started.stdout == ("1\n" if name == "slurm_script" else "2\n")
 
 
 # ---------------------------------------------------------------- recorded environments of a real SLURM

@@ -25,11 +25,44 @@ RANK_PYTHON=''
 
 
 # Whether this is the shell of salloc or a batch script. Exits in a task of srun.
-in_allocation() {
+in_allocation() { # [command that uses the node of a task]
   [[ ${SLURM_JOB_ID-} ]] || return 1
   [[ ! ${SLURM_STEP_ID-} ]] || ((SLURM_STEP_ID > 4294967000)) ||
     die_usage "this is task ${SLURM_PROCID-} of a job step:" \
-      "call it from the salloc shell or the batch script, not through srun"
+      "call it from the salloc shell or the batch script, not through srun;" \
+      "for this node alone: ${1:-scripts/ssh/launch_singlenode.sh CONFIG NPROC}"
+}
+
+
+# Unset variables that this job inherits from another job, in which it was submitted: from a step (Jupyter, `srun --pty
+# bash`) or a batch script. SLURM replaces only those that it sets for this job. Without effect in a task.
+drop_inherited_variables() {
+  local job command shown
+  [[ ${SLURM_JOB_ID-} && ${SLURM_TASK_PID-} ]] || return 0
+  # The first process of a batch script, or of the other job in which salloc was called.
+  job=$(process_file environ | sed -n 's/^SLURM_JOB_ID=//p')
+  command=$(process_file cmdline)
+  if [[ $job != "$SLURM_JOB_ID" ]]; then
+    [[ $job ]] || return 0
+    unset SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_GTIDS SLURM_TASK_PID
+  elif [[ $command != */slurm_script* ]]; then
+    return
+  fi
+  if [[ ${SLURM_STEP_ID-} ]] && ((SLURM_STEP_ID < 4294967000)); then
+    unset "${!SLURM_STEP@}" "${!SLURM_SRUN_@}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}" SLURMD_TRES_BIND \
+      SLURM_LAUNCH_NODE_IPADDR SLURM_DISTRIBUTION SRUN_DEBUG
+  fi
+  [[ ${SLURM_ARRAY_JOB_ID-}${SLURM_RESTART_COUNT-}${SLURM_GPUS_PER_TASK-} ]] || return 0
+  shown=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep -E "^JobId=$SLURM_JOB_ID ") || return 0
+  [[ $shown == *" ArrayTaskId="* ]] || unset "${!SLURM_ARRAY_@}"
+  [[ $shown != *" Restarts=0 "* ]] || unset SLURM_RESTART_COUNT
+  [[ $shown == *" TresPerTask="* ]] || unset SLURM_GPUS_PER_TASK
+}
+
+
+# Print a file of the process that SLURM started, one entry per line; nothing if it is not readable.
+process_file() { # <environ or cmdline>
+  { tr '\0' '\n' <"/proc/$SLURM_TASK_PID/$1"; } 2>/dev/null || true
 }
 
 

@@ -6,12 +6,12 @@
 # Sourced by the scripts of scripts/slurm, never run; it needs slurm.bash and the files that slurm.bash needs.
 
 # shellcheck disable=SC2034 # other files use these variables
-REQUEUES=${SLURM_RESTART_COUNT:-0} # including requeues by SLURM
+REQUEUES=0 # including requeues by SLURM
 
 
 # Set CONFIG and the options of the job, from the arguments or the environment of sbatch.
 parse_job_arguments() {
-  BATCH_JOB=1
+  BATCH_JOB=1 REQUEUES=${SLURM_RESTART_COUNT:-0}
   CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${CALL[@]:1}")
   GRACE=${MUSTER_GRACE:-120} # SLURM's KillWait, usually shorter, ends the remaining processes
   [[ $SCRIPT$MODULE ]] || SCRIPT=$SCRIPT_FROM_ENVIRONMENT

@@ -77,6 +77,7 @@ source "$KIT/scripts/lib/slurm_job.bash"
 
 main() {
   PROGRAM=$name # SLURM runs a copy with another name
+  drop_inherited_variables
   refuse_misplaced_options "$@"
   parse_options "$@"
   parse_job_arguments

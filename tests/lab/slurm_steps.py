@@ -25,6 +25,11 @@ TORCHRUN = """PORT=$((10000 + RANDOM % 10000)) srun -w $N1,$N2 --ntasks-per-node
 TELL = Path(__file__).resolve().with_name("record_process.sh")
 STALE = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=old MASTER_PORT=29500"
 
+# Like a container whose hook sets these variables for every task.
+HOOK = """sh -c '
+  export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID MASTER_ADDR=$N1 MASTER_PORT=29500
+  exec TELL'"""
+
 _OF_A_LAUNCHER = re.compile(
     r"SLURM_(STEP|TASK|NODE|NTASKS|NNODES|NPROCS|PROC|LOCAL|GTIDS|DIST|ARBITRARY|HET|JOB_(ID|NODE|NUM)|RESTART)\w*"
     r"|SLURMD_NODENAME|SLURM_LAUNCH_NODE_IPADDR|CUDA_VISIBLE_DEVICES"
@@ -72,6 +77,12 @@ STEPS = [
     ),
     StepCase("MASTER_ADDR and MASTER_PORT given", "env MASTER_ADDR=$N2 MASTER_PORT=29500 srun -w $N2,$N3 -n2 TELL"),
     StepCase("torchrun on each of two nodes", TORCHRUN),
+    StepCase("ranks set in each task", f"srun -w $N1,$N2 --ntasks-per-node=2 -m cyclic {HOOK}"),
+    StepCase("ranks set in each task, 3 and 1 on two nodes", f"srun -w $N1,$N2 -n4 -m plane=3 {HOOK}"),
+    StepCase(
+        "srun in a batch script that was submitted inside a step",
+        "srun -N1 -n1 sbatch -Q -W -o /dev/null -N2 -n3 --wrap 'srun TELL'",
+    ),
     StepCase("arbitrary, on one node", "srun -m arbitrary -w $N3,$N3 -n2 TELL"),
     StepCase("arbitrary, by -w", "srun -m arbitrary -w $N3,$N1,$N3 -n3 TELL", "host of task 0 is not known"),
     StepCase(
@@ -93,6 +104,12 @@ STEPS = [
     ),
     StepCase("by hand in the batch script", "sbatch -Q -W -o /dev/null -N2 --wrap TELL", SINGLE),
     StepCase("by hand in a batch script with -n", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap TELL", SINGLE),
+    StepCase(
+        "by hand in a batch script that was submitted inside a step",
+        "srun -N1 -n2 sh -c 'test $SLURM_PROCID = 1 || sbatch -Q -W -o /dev/null -N2 -n3 --wrap TELL'",
+        SINGLE,
+    ),
+    StepCase("by hand in salloc inside a step", "srun -N1 -n1 salloc -Q -N2 -n3 TELL", SINGLE),
 ]
 
 

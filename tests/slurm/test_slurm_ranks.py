@@ -103,20 +103,40 @@ def test_every_step_is_recorded() -> None:
     assert [record["name"] for record in RECORDS] == [step.name for step in STEPS]
 
 
-# A wrapper or container that passes only these variables.
-FOUR_VARIABLES = """exec env -i "PYTHONPATH=$PYTHONPATH" "SLURM_PROCID=$SLURM_PROCID" \\
-  "SLURM_NTASKS=$SLURM_NTASKS" "SLURM_LOCALID=$SLURM_LOCALID" "SLURM_NODELIST=$SLURM_NODELIST" "$@" """
+# A wrapper or container that passes only these variables. The tasks print whether they derive SLURM_NODEID.
+FOUR_VARIABLES = """id=$SLURM_NODEID; exec env -i "PYTHONPATH=$PYTHONPATH" "SLURM_PROCID=$SLURM_PROCID" \\
+  "SLURM_NTASKS=$SLURM_NTASKS" "SLURM_LOCALID=$SLURM_LOCALID" "SLURM_NODELIST=$SLURM_NODELIST" "$@" "$id" """
+COMPARE = """import sys; from distributed.world import World
+world = World.from_env(); assert str(world.node_rank) == sys.argv[1], world; print(world.local_size, world.nodes)"""
 
 
-def test_tasks_with_only_four_variables_are_refused(slurm: None) -> None:
-    """Each would train separately as rank 0 of 1."""
-    code = "from distributed.world import World; World.from_env()"
-    ended = subprocess.run(
-        ["srun", "-N2", "-n2", "sh", "-c", FOUR_VARIABLES, "sh", sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
+def start_with_four_variables(*options: str) -> subprocess.CompletedProcess[str]:
+    command = ["srun", *options, "sh", "-c", FOUR_VARIABLES, "sh", sys.executable, "-c", COMPARE]
+    return subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "printed"),
+    [
+        ("-N2 -n2", "1 2\n" * 2),
+        ("-N2 --ntasks-per-node=2", "2 2\n" * 4),
+        ("-N2 --ntasks-per-node=2 -m cyclic", "2 2\n" * 4),
+        ("-N3 --ntasks-per-node=2 -m cyclic", "2 3\n" * 6),
+        ("-N1 -n3", "3 1\n" * 3),
+    ],
+)
+def test_tasks_with_only_four_variables_derive_block_and_cyclic_distributions(
+    slurm: None, options: str, printed: str
+) -> None:
+    """The names of three nodes decide between the two orders."""
+    ended = start_with_four_variables(*options.split())
+    assert (ended.returncode, ended.stdout) == (0, printed), ended.stderr
+
+
+def test_tasks_with_only_four_variables_and_uneven_nodes_are_refused(slurm: None) -> None:
+    """Otherwise each would train separately as rank 0 of 1."""
+    ended = start_with_four_variables("-N2", "-n3")
     assert ended.returncode != 0
-    assert ended.stderr.count("WorldError: SLURM_NODEID is not set") == 2, ended.stderr
+    assert ended.stderr.count("WorldError: SLURM_NODEID is not set") == 3, ended.stderr
