@@ -9,6 +9,8 @@ bats_require_minimum_version 1.5.0
 source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 # shellcheck source=tests/lab/hanging_script.bash
 source "$BATS_TEST_DIRNAME/lab/hanging_script.bash"
+# shellcheck source=tests/lab/counting_script.bash
+source "$BATS_TEST_DIRNAME/lab/counting_script.bash"
 
 
 setup() {
@@ -335,6 +337,20 @@ print("second attempt")'
   [ -s logs/latest/report.html ]
   run "${LAUNCH%/ssh/*}/status.sh"
   [[ "$output" == *"step 5 of 9"* ]]
+}
+
+
+# bats test_tags=slow
+@test "ranks see the number of restarts, their maximum and one run id, with either agent, with and without a port" {
+  local options
+  write_counting_script
+  for options in "" "--agent torchrun" "--master-port $((20000 + RANDOM % 9000)) --agent torchrun"; do
+    # shellcheck disable=SC2086 # several options
+    "$LAUNCH" $options --max-restarts 4 --script "my script.py" - 2 -- 2 2 3>&-
+    all_ranks_saw 2 "0 4" "1 4" "2 4"
+  done
+  "$LAUNCH" --script "my script.py" - 2 -- 0 2 3>&-
+  all_ranks_saw 2 "0 0"
 }
 
 

@@ -39,6 +39,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher import api as launcher
 
 from distributed.agent import failure_records
+from distributed.agent.attempt import Attempt, stable_run_id
 from distributed.agent.fork_server import ForkedProcess, ForkServer, ForkServerError, signals
 from distributed.agent.membership import Membership, RendezvousFailed, RunEnd
 from distributed.agent.rendezvous import Rendezvous, log
@@ -81,10 +82,13 @@ class ForkedRanks(SubprocessContext):
 
     server: ForkServer
     script: Script
+    attempt: Attempt
+    run_id: str  # "": torchrun's
 
     def _start(self) -> None:
+        variables = {n: env | self.attempt.variables(env, self.run_id) for n, env in self.envs.items()}
         ranks = [
-            RankSpec(self.script, {**os.environ, **self.envs[n]}, self.stdouts[n], self.stderrs[n])
+            RankSpec(self.script, {**os.environ, **variables[n]}, self.stdouts[n], self.stderrs[n])
             for n in range(self.nprocs)
         ]
         signals.make_deferrable(STOP_SIGNALS)  # torchrun's handlers raise, wherever the main thread is
@@ -184,6 +188,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failures.clear()
         self.records.clear()
+        if self.rendezvous:
+            ForkedRanks.attempt = self.rendezvous.attempt
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -337,6 +343,7 @@ def main(options: argparse.Namespace, server: ForkServer) -> int:
     arguments, path = tuple(options.training_script_args), tuple(sys.path[1:])
     script = Script(options.training_script, arguments, options.module, path, options.pass_local_rank)
     _replace_in_torchrun(script, server)
+    ForkedRanks.attempt, ForkedRanks.run_id = Attempt.from_env(), stable_run_id(options.standalone)
     try:
         return _run(options)
     finally:

@@ -428,7 +428,7 @@ def test_a_stop_signal_after_a_node_was_lost_does_not_change_the_exit_code(
 ) -> None:
     one, two = joined_members(join, size=2)
     agent = Agent.__new__(Agent)
-    agent.failures, agent.succeeded, agent._pcontext = {}, [], None
+    agent.failures, agent.records, agent.succeeded, agent._pcontext = {}, {}, [], None
     agent.rendezvous = SimpleNamespace(membership=one)  # type: ignore[assignment]
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 1.0)
     two.close()
