@@ -131,7 +131,9 @@ class Agent(LocalElasticAgent):
             self.membership.leave(self.records, collect=True)
             for records in self.membership.records.values():
                 failure_records.write_missing(records)
+            self._write_error_file(end)
             return end.exit_code
+        self._write_error_file()
         first = self._first_failure()
         return first.exit_code if first else 1
 
@@ -143,7 +145,9 @@ class Agent(LocalElasticAgent):
         if self.end_of_run():  # the run was already ending when the signal came: its exit code stays
             return self.exchange_records()
         code = STOPPED if self.all_stopped_on_request() else 128 + number
-        return self.end_run(code, f"received {signal.Signals(number).name}")
+        reason = f"received {signal.Signals(number).name}"
+        self._write_error_file(RunEnd(failure_records.node_name(), code, reason))
+        return self.end_run(code, reason)
 
     def end_run(self, code: int, reason: str) -> int:
         """End the run on the other nodes without waiting for their records. Returns the exit code."""
@@ -235,6 +239,17 @@ class Agent(LocalElasticAgent):
         record = failure_records.node_record(failures, self.succeeded, lost)
         self.records |= record
         failure_records.write(record)
+
+    def _write_error_file(self, end: RunEnd | None = None) -> None:
+        """Write the first failure of the run or, if no rank has failed, why it ended."""
+        records = dict(self.records)
+        for others in self.membership.records.values() if self.membership else ():
+            records |= others
+        first = failure_records.first_failure(records)
+        if end and not first:
+            first = {"message": f"{end.node}: {end.reason}", "time": time.time(), "exit_code": end.exit_code}
+        if first:
+            failure_records.write_error_file(first)
 
     def _handlers(self) -> list[Handler]:
         context = self._pcontext
@@ -331,7 +346,10 @@ def unexpected() -> str:
 
 
 def main(options: argparse.Namespace, server: ForkServer) -> int:
-    """Run torchrun's command line. Returns the exit code of the run."""
+    """Run torchrun's command line. Returns the exit code of the run.
+
+    Like torchrun, writes the first failure to the file that TORCHELASTIC_ERROR_FILE names in the agent's environment.
+    """
     options.monitor_interval = 0.001  # _monitor_workers waits itself, until a rank exits
     if options.standalone:
         # With many nodes, torchrun's random delay of up to 0.3 s spreads the load. Here there is one.
@@ -386,9 +404,11 @@ def _run(options: argparse.Namespace) -> int:
         return Agent.latest.handle_stop_signal(int(error.sigval))
     except RendezvousFailed as failure:
         log(str(failure))
+        _record_own_failure(failure, failure.exit_code)
         return failure.exit_code
     except ForkServerError as error:
         log(str(error))
+        _record_own_failure(error, 1)
         return Agent.latest.end_run(1, str(error))
     except ChildFailedError:
         pass
@@ -400,6 +420,10 @@ def _run(options: argparse.Namespace) -> int:
             return 0
     _ignore_stop_signals()
     return Agent.latest.exchange_records()
+
+
+def _record_own_failure(error: Exception, code: int) -> None:
+    failure_records.write_error_file({"message": str(error), "time": time.time(), "exit_code": code})
 
 
 def _ignore_stop_signals() -> None:
