@@ -479,6 +479,7 @@ refused() { # <expected text> <argument...>
   printf 'A=1\nB=2\r\n' >windows.env
   printf 'A=\0x\n' >nul.env
   head -c 1000001 /dev/zero | tr '\0' '#' >large.env
+  echo 'x y' >broken.py
   : >empty.txt
   refused "expected CONFIG and NPROC"
   refused "'nix.yaml'" nix.yaml 2
@@ -503,6 +504,8 @@ refused() { # <expected text> <argument...>
   refused "contains a NUL byte" --env-file nul.env - 2
   refused "'nix.py'" --script nix.py - 2
   refused "'nix.py'" --script=nix.py - 2
+  refused "not a Python script (it begins with #!/usr/bin/env bash); ranks run Python: start" --script "$LAUNCH" - 2
+  refused "line 1: invalid syntax; correct it" --script broken.py - 2
   refused "'.': not a readable file" . 2
   refused "'.': a directory without a __main__.py" --script . - 2
   refused "-m 'nix.trainer': " -m nix.trainer - 2
