@@ -77,6 +77,13 @@ END
 }
 
 
+@test "--max-restarts: ranks see the number of restarts" {
+  write_counting_script
+  "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2" -- 1 2 3>&-
+  all_ranks_saw 2 "0 1" "1 1"
+}
+
+
 @test "Ctrl-C reaches the ranks, which write a checkpoint; exit code 75" {
   endless_settings >tiny.yaml
   start out "$LAUNCH" tiny.yaml 1 "$N1" "$N2"

@@ -11,6 +11,8 @@ source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 source "$BATS_TEST_DIRNAME/lab/hanging_script.bash"
 # shellcheck source=tests/lab/hostile_environment.bash
 source "$BATS_TEST_DIRNAME/lab/hostile_environment.bash"
+# shellcheck source=tests/lab/counting_script.bash
+source "$BATS_TEST_DIRNAME/lab/counting_script.bash"
 
 
 setup() {
@@ -351,6 +353,20 @@ print("second attempt")'
 
 
 # bats test_tags=slow
+@test "ranks see the number of restarts, their maximum and one run id, with either agent, with and without a port" {
+  local options
+  write_counting_script
+  for options in "" "--agent torchrun" "--master-port $((20000 + RANDOM % 9000)) --agent torchrun"; do
+    # shellcheck disable=SC2086 # several options
+    "$LAUNCH" $options --max-restarts 4 --script "my script.py" - 2 -- 2 2 3>&-
+    all_ranks_saw 2 "0 4" "1 4" "2 4"
+  done
+  "$LAUNCH" --script "my script.py" - 2 -- 0 2 3>&-
+  all_ranks_saw 2 "0 0"
+}
+
+
+# bats test_tags=slow
 @test "a rank that exits with 255 is not reported as a lost connection" {
   write_script <<<'sys.exit(255)'
   run "$LAUNCH" --script "my script.py" - 1
@@ -497,6 +513,7 @@ refused() { # <expected text> <argument...>
   printf 'A=1\nB=2\r\n' >windows.env
   printf 'A=\0x\n' >nul.env
   head -c 1000001 /dev/zero | tr '\0' '#' >large.env
+  echo 'x y' >broken.py
   : >empty.txt
   refused "expected CONFIG and NPROC"
   refused "'nix.yaml'" nix.yaml 2
@@ -521,6 +538,8 @@ refused() { # <expected text> <argument...>
   refused "contains a NUL byte" --env-file nul.env - 2
   refused "'nix.py'" --script nix.py - 2
   refused "'nix.py'" --script=nix.py - 2
+  refused "not a Python script (it begins with #!/usr/bin/env bash); ranks run Python: start" --script "$LAUNCH" - 2
+  refused "line 1: invalid syntax; correct it" --script broken.py - 2
   refused "'.': not a readable file" . 2
   refused "'.': a directory without a __main__.py" --script . - 2
   refused "-m 'nix.trainer': " -m nix.trainer - 2

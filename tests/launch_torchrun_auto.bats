@@ -123,18 +123,15 @@ END
 }
 
 
-# bats test_tags=soak
-@test "--max-restarts starts all nodes again" {
-  write_script <<'END'
-dist.barrier()
-if rank == 1 and not os.path.exists("tried"):
-    open("tried", "w").close()
-    sys.exit(5)
-dist.barrier()
-END
-  run "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2"
-  [ "$status" -eq 0 ]
-  [[ "$output" == *"verdict: failed: rank 1 on $N2"*"restart 1 of 1"*"verdict: ok"* ]]
+@test "--max-restarts starts all nodes again, and ranks see the number of restarts, with either agent" {
+  local agent
+  write_counting_script
+  for agent in fast torchrun; do
+    run "$LAUNCH" --agent "$agent" --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2" -- 1 2
+    [ "$status" -eq 0 ]
+    [[ "$output" == *"verdict: failed: rank "*"restart 1 of 1"*"verdict: ok"* ]]
+    all_ranks_saw 2 "0 1" "1 1"
+  done
 }
 
 

@@ -189,23 +189,42 @@ END
 }
 
 
-# bats test_tags=soak
-@test "--max-restarts by hand: after a failure, all nodes join again at the same port" {
-  write_script <<'END'
-dist.barrier()
-if not os.path.exists("failed before") and rank == 1:
-    open("failed before", "w").close()
-    raise ValueError("boom")
-dist.barrier()
-END
-  arguments=(--max-restarts 1 --script "my script.py" - 1 2 NODE_RANK "$N1" "$PORT")
-  by_hand "$N1" launch_torchrun_multinode.sh 0 "${arguments[@]}"
+@test "--max-restarts by hand: after a failure, all nodes join again, and ranks see the number of restarts" {
+  local launcher agent
+  write_counting_script
+  for launcher in launch_torchrun_multinode.sh launch_multinode.sh; do
+    for agent in fast torchrun; do
+      sed 's/^last, ranks.*/last, ranks = 1, 2/' -i "my script.py" # launch_multinode.sh passes --local-rank
+      arguments=(--agent "$agent" --max-restarts 1 --script "my script.py" - 1 2 NODE_RANK "$N1" "$PORT")
+      by_hand "$N1" "$launcher" 0 "${arguments[@]}"
+      first=$(wait_for_line out.0 ": run " && sed -nE 's/.*: run ([^ ]+): .*/\1/p' out.0)
+      by_hand "$N2" "$launcher" 1 "${arguments[@]}"
+      for number in 0 1; do
+        wait_for_exit "${PIDS[number]}"
+        [ "$status" -eq 0 ]
+        grep -q "restart 1 of 1" "out.$number"
+      done
+      [ "$agent" = fast ] || first=none
+      RUN_ID=$first all_ranks_saw 2 "0 1" "1 1"
+    done
+  done
+}
+
+
+@test "a node whose user has started it again sees the number of restarts of the first node" {
+  write_counting_script
+  arguments=(--script "my script.py" - 1 2 NODE_RANK "$N1" "$PORT" -- 1 2)
+  by_hand "$N1" launch_torchrun_multinode.sh 0 --max-restarts 3 "${arguments[@]}"
+  first=$(wait_for_line out.0 ": run " && sed -nE 's/.*: run ([^ ]+): .*/\1/p' out.0)
+  by_hand "$N2" launch_torchrun_multinode.sh 1 "${arguments[@]}"
+  wait_for_exit "${PIDS[1]}"
+  [ "$status" -eq 3 ]
   by_hand "$N2" launch_torchrun_multinode.sh 1 "${arguments[@]}"
   for number in 0 1; do
     wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 0 ]
-    grep -q "restart 1 of 1" "out.$number"
   done
+  RUN_ID=$first all_ranks_saw 2 "0 3" "1 3"
 }
 
 

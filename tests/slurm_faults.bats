@@ -270,6 +270,28 @@ END
 }
 
 
+@test "restarts and requeues of a job are counted together, with srun and with torchrun" {
+  local launcher
+  for launcher in srun torchrun; do
+    write_counting_script
+    cat >>"my script.py" <<'END'
+import subprocess
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    if os.environ["RANK"] == "0":
+        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+    time.sleep(1000)
+elif attempt == 3:
+    sys.exit(4)
+END
+    LAUNCHER=$launcher SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh --max-restarts 1 - -- 1 2
+    wait_for_job_exit "$JOB"
+    [ "$status" -eq 0 ]
+    # The first failure is a restart in the job, the second attempt is requeued, the third fails again.
+    all_ranks_saw 2 "0 1" "1 1" "2 1" "3 1"
+  done
+}
+
+
 @test "a requeue during a checkpoint resumes from the last complete one" {
   endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.every=1 checkpoint.keep=2

@@ -74,11 +74,12 @@ remaining() {
 }
 
 
-@test "stale variables of another launch do not reach the command" {
+@test "stale variables of another launch do not reach the command, except the agent's error file" {
   export RANK=3 WORLD_SIZE=8 PET_NNODES=2 TORCHELASTIC_USE_AGENT_STORE=True MASTER_ADDR=old
-  start -- sh -c 'env | grep -E "^(RANK|WORLD_SIZE|PET_|MASTER_|TORCHELASTIC_USE)" | sort'
+  export TORCHELASTIC_ERROR_FILE=errors.json
+  start -- sh -c 'env | grep -E "^(RANK|WORLD_SIZE|PET_|MASTER_|TORCHELASTIC_(USE|ERROR))" | sort'
   status_of_node
-  [ -z "$(cat "$RUN/node_n1.log")" ]
+  [ "$(cat "$RUN/node_n1.log")" = TORCHELASTIC_ERROR_FILE=errors.json ]
 }
 
 

@@ -39,6 +39,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher import api as launcher
 
 from distributed.agent import failure_records
+from distributed.agent.attempt import Attempt, stable_run_id
 from distributed.agent.fork_server import ForkedProcess, ForkServer, ForkServerError, signals
 from distributed.agent.membership import Membership, RendezvousFailed, RunEnd
 from distributed.agent.rendezvous import Rendezvous, log
@@ -81,10 +82,13 @@ class ForkedRanks(SubprocessContext):
 
     server: ForkServer
     script: Script
+    attempt: Attempt
+    run_id: str  # "": torchrun's
 
     def _start(self) -> None:
+        variables = {n: env | self.attempt.variables(env, self.run_id) for n, env in self.envs.items()}
         ranks = [
-            RankSpec(self.script, {**os.environ, **self.envs[n]}, self.stdouts[n], self.stderrs[n])
+            RankSpec(self.script, {**os.environ, **variables[n]}, self.stdouts[n], self.stderrs[n])
             for n in range(self.nprocs)
         ]
         signals.make_deferrable(STOP_SIGNALS)  # torchrun's handlers raise, wherever the main thread is
@@ -127,7 +131,9 @@ class Agent(LocalElasticAgent):
             self.membership.leave(self.records, collect=True)
             for records in self.membership.records.values():
                 failure_records.write_missing(records)
+            self._write_error_file(end)
             return end.exit_code
+        self._write_error_file()
         first = self._first_failure()
         return first.exit_code if first else 1
 
@@ -139,7 +145,9 @@ class Agent(LocalElasticAgent):
         if self.end_of_run():  # the run was already ending when the signal came: its exit code stays
             return self.exchange_records()
         code = STOPPED if self.all_stopped_on_request() else 128 + number
-        return self.end_run(code, f"received {signal.Signals(number).name}")
+        reason = f"received {signal.Signals(number).name}"
+        self._write_error_file(RunEnd(failure_records.node_name(), code, reason))
+        return self.end_run(code, reason)
 
     def end_run(self, code: int, reason: str) -> int:
         """End the run on the other nodes without waiting for their records. Returns the exit code."""
@@ -184,6 +192,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failures.clear()
         self.records.clear()
+        if self.rendezvous:
+            ForkedRanks.attempt = self.rendezvous.attempt
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -229,6 +239,17 @@ class Agent(LocalElasticAgent):
         record = failure_records.node_record(failures, self.succeeded, lost)
         self.records |= record
         failure_records.write(record)
+
+    def _write_error_file(self, end: RunEnd | None = None) -> None:
+        """Write the first failure of the run or, if no rank has failed, why it ended."""
+        records = dict(self.records)
+        for others in self.membership.records.values() if self.membership else ():
+            records |= others
+        first = failure_records.first_failure(records)
+        if end and not first:
+            first = {"message": f"{end.node}: {end.reason}", "time": time.time(), "exit_code": end.exit_code}
+        if first:
+            failure_records.write_error_file(first)
 
     def _handlers(self) -> list[Handler]:
         context = self._pcontext
@@ -325,7 +346,10 @@ def unexpected() -> str:
 
 
 def main(options: argparse.Namespace, server: ForkServer) -> int:
-    """Run torchrun's command line. Returns the exit code of the run."""
+    """Run torchrun's command line. Returns the exit code of the run.
+
+    Like torchrun, writes the first failure to the file that TORCHELASTIC_ERROR_FILE names in the agent's environment.
+    """
     options.monitor_interval = 0.001  # _monitor_workers waits itself, until a rank exits
     if options.standalone:
         # With many nodes, torchrun's random delay of up to 0.3 s spreads the load. Here there is one.
@@ -337,6 +361,7 @@ def main(options: argparse.Namespace, server: ForkServer) -> int:
     arguments, path = tuple(options.training_script_args), tuple(sys.path[1:])
     script = Script(options.training_script, arguments, options.module, path, options.pass_local_rank)
     _replace_in_torchrun(script, server)
+    ForkedRanks.attempt, ForkedRanks.run_id = Attempt.from_env(), stable_run_id(options.standalone)
     try:
         return _run(options)
     finally:
@@ -379,9 +404,11 @@ def _run(options: argparse.Namespace) -> int:
         return Agent.latest.handle_stop_signal(int(error.sigval))
     except RendezvousFailed as failure:
         log(str(failure))
+        _record_own_failure(failure, failure.exit_code)
         return failure.exit_code
     except ForkServerError as error:
         log(str(error))
+        _record_own_failure(error, 1)
         return Agent.latest.end_run(1, str(error))
     except ChildFailedError:
         pass
@@ -393,6 +420,10 @@ def _run(options: argparse.Namespace) -> int:
             return 0
     _ignore_stop_signals()
     return Agent.latest.exchange_records()
+
+
+def _record_own_failure(error: Exception, code: int) -> None:
+    failure_records.write_error_file({"message": str(error), "time": time.time(), "exit_code": code})
 
 
 def _ignore_stop_signals() -> None:

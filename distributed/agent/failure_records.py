@@ -79,6 +79,29 @@ def write(records: Records) -> None:
         _write(_path(name), record)
 
 
+def write_error_file(record: Mapping[str, Any]) -> None:
+    """Write the failure record of a rank or of the agent to TORCHELASTIC_ERROR_FILE, if set, in torchrun's format."""
+    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return
+    message = f"{record['exception']}: {record['message']}" if record.get("exception") else record["message"]
+    extra = {"py_callstack": record.get("traceback", ""), "timestamp": str(int(record["time"]))}
+    _write(path, {"message": {"message": message, "extraInfo": extra, "errorCode": record["exit_code"]}})
+
+
+def first_failure(records: Records) -> Mapping[str, Any]:
+    """The record of the rank that failed first and was not stopped by its agent, from the records of all nodes, or {}.
+
+    Without a record of the rank itself, its message is its exit code.
+    """
+    agents = [record for name, record in records.items() if name.startswith("node_")]
+    failures = [failure for agent in agents for failure in agent["failures"] if not failure["ended_by_agent"]]
+    if not failures:
+        return {}
+    first = min(failures, key=lambda failure: failure["time"])
+    message = f"rank {first['rank']} failed with exit code {first['exit_code']}"
+    return {"message": message} | first | records.get(f"rank_{first['rank']}.json", {})
+
+
 def write_missing(records: Records) -> None:
     """Write the records of other nodes unless they exist: in a shared directory, those nodes have written them."""
     write({name: record for name, record in records.items() if not _read(_path(name))})

@@ -38,7 +38,8 @@ CLOSE_TIMEOUT = 1.0  # seconds to wait for the thread
 LEAVE_TIMEOUT = 2.0  # seconds to wait until the thread has written that this node left; first node: until all left
 RUN_KEY = "muster/run"  # the PublishedRun that owns the store
 
-MemberFacts = Mapping[str, str]  # "node": name of the node; the other values must be equal on all nodes
+MemberFacts = Mapping[str, str]  # those in OWN_FACTS are of this node; the other values must be equal on all nodes
+OWN_FACTS = ("node", "attempt", "process")
 
 
 @dataclass(frozen=True)
@@ -415,7 +416,7 @@ def is_over(store: Store) -> bool:
 
 def differences(facts: MemberFacts, first: MemberFacts) -> str:
     """The differences between this node and the first one as text; "" when there are none."""
-    names = [name for name in first if name not in ("node", "process") and facts.get(name) != first[name]]
+    names = [name for name in first if name not in OWN_FACTS and facts.get(name) != first[name]]
     return ", ".join(f"{name} {facts.get(name)}, but {first[name]} on {first['node']}" for name in names)
 
 

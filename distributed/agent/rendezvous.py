@@ -22,6 +22,7 @@ from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from distributed.agent.attempt import Attempt
 from distributed.agent.failure_records import node_name
 from distributed.agent.membership import (
     RUN_KEY,
@@ -40,13 +41,14 @@ OWNER_TIMEOUT = 5.0  # seconds to find out which run uses a port
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """A static rendezvous. next_rendezvous() sets `membership` when there are several nodes."""
+    """A static rendezvous. next_rendezvous() sets `attempt`, and `membership` when there are several nodes."""
 
     def __init__(self, base: StaticTCPRendezvous, script: Script) -> None:
         seconds = int(base.timeout.total_seconds())
         super().__init__(base.master_addr, base.master_port, base.rank, base.world_size, base.run_id, seconds)
         self.script = script
         self.membership: Membership | None = None
+        self.attempt = Attempt.from_env()  # then that of the first node: another launcher may have started this one
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all nodes. Raises RendezvousFailed."""
@@ -57,6 +59,8 @@ class Rendezvous(StaticTCPRendezvous):
             self._store = self._store or self._serve()
         run = self._join(run_name, facts) if self.world_size > 1 else publish(self._connect(), run_name, facts)
         assert self._store
+        self.attempt = Attempt.parse(run.facts["attempt"])
+        self.run_id = run.name
         return RendezvousInfo(
             PrefixStore(run.id, self._store),
             self.rank,
@@ -122,8 +126,13 @@ class Rendezvous(StaticTCPRendezvous):
 
 
 def member_facts(script: Script, nodes: int) -> dict[str, str]:
-    """The name of this node ("node") and the facts that must be equal on all nodes of a run."""
-    facts = {"node": node_name(), "NNODES": str(nodes), "PyTorch": torch.__version__}
+    """The name of this node ("node"), its attempt, and the facts that must be equal on all nodes of a run."""
+    facts = {
+        "node": node_name(),
+        "attempt": str(Attempt.from_env()),
+        "NNODES": str(nodes),
+        "PyTorch": torch.__version__,
+    }
     if not script.is_module:
         facts["the script"] = checksum(script.file)
     if list(script.arguments[:1]) == ["--config"]:  # as the launchers pass CONFIG

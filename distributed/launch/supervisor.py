@@ -76,6 +76,7 @@ STALE_VARIABLES = (
     b"MASTER_PORT",
 )  # fmt: skip
 STALE_PREFIXES = (b"PET_", b"TORCHELASTIC_")
+ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"  # not stale: set by whoever starts the agent, which writes its failure there
 
 Environment = dict[bytes, bytes]
 
@@ -189,7 +190,7 @@ def environment(block: bytes, files: Files) -> Environment:
     env = {
         name: value
         for name, value in env.items()
-        if name not in STALE_VARIABLES and not name.startswith(STALE_PREFIXES)
+        if name == ERROR_FILE or (name not in STALE_VARIABLES and not name.startswith(STALE_PREFIXES))
     }
     env[b"MUSTER_METRICS"] = os.fsencode(os.path.join(files.directory, "metrics.jsonl"))  # a job's block overrides it
     env |= parse_environment(block)

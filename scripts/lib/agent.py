@@ -81,11 +81,17 @@ def main() -> int:
 
 
 def become(module: str, arguments: list[str]) -> NoReturn:
-    """Replace this process with `python -m module arguments...`, with default signal handlers."""
+    """Replace this process with `python -m module arguments...`, with default signal handlers.
+
+    If the launcher restarts agents, with --restarted, so that ranks get the number of its attempt.
+    """
+    from distributed.agent.attempt import Attempt
+
     if "SLURM_JOB_ID" not in os.environ:  # in a SLURM job, SIGUSR2 must not kill a script without a handler
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    program = ["-m"] if Attempt.from_env() == Attempt() else [__file__, "--restarted"]
+    os.execv(sys.executable, [sys.executable, *program, module, *arguments])
 
 
 if __name__ == "__main__":
@@ -95,6 +101,11 @@ if __name__ == "__main__":
     else:
         sys.path[0] = kit
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
+    if sys.argv[1:2] == ["--restarted"]:
+        from distributed.agent.attempt import run_torchrun
+
+        run_torchrun(sys.argv[2], sys.argv[3:])
+        sys.exit()
     choose_threads(options_of(sys.argv[1:]))
     if sys.argv[1:2] == ["--plain"]:
         become(sys.argv[2], sys.argv[3:])

@@ -3,6 +3,8 @@
 usage: check_call.py [option...] -- [SCRIPT-ARGUMENT...]
 
   --torch               check that PyTorch is installed
+  --script FILE         check that this file is Python, which the ranks can run
+  --foreign-script FILE the same, for ranks whose Python is another one: it may accept another syntax
   --module NAME         check that the module exists, seen from this directory
   --nodes NPROC         print the nodes of --node (repeatable) or --hostfile, without those of --exclude
   --allocation RANKS    print the nodes that SLURM has allocated for this many ranks; 0: SLURM's number of tasks
@@ -22,11 +24,13 @@ if sys.version_info < (3, 10):  # noqa: UP036
 
 import argparse
 import os
+import re
 from importlib.machinery import PathFinder
-from importlib.util import find_spec
+from importlib.util import MAGIC_NUMBER, find_spec
 
 KIT = os.path.abspath(f"{__file__}/../../..")
 RANKS_PER_CORE = 4  # more cause a warning
+LARGEST_SCRIPT = 10_000_000  # bytes; the syntax of a larger file is not checked
 
 
 class CheckFailed(Exception):
@@ -45,13 +49,54 @@ def is_module(name: str) -> bool:
     return found is not None
 
 
-def check_modules(options: argparse.Namespace) -> None:
+def check_program(options: argparse.Namespace) -> None:
+    if script := options.script or options.foreign_script:
+        check_script(script, foreign=not options.script)
     if options.torch and not is_module("torch"):
         remedy = "install it there, or choose another Python with --python PATH"
         raise CheckFailed("usage", f"'{sys.executable}' has no PyTorch; {remedy}")
     if options.module is not None and not is_module(options.module):
         missing = f"no such module for '{sys.executable}' (also searched in {os.getcwd()})"
         raise CheckFailed("usage", f"-m '{options.module}': {missing}")
+
+
+def check_script(file: str, foreign: bool) -> None:
+    """Refuse a program that is not Python, and a syntax error. Accepts bytecode, zip files and huge files."""
+    import warnings
+    import zipfile
+
+    with open(file, "rb") as opened:
+        source = opened.read(LARGEST_SCRIPT)
+    program = foreign_program(source)
+    if file.endswith(".pyc") or source.startswith(MAGIC_NUMBER) or zipfile.is_zipfile(file):
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if len(source) < LARGEST_SCRIPT or program:
+                compile(source, file, "exec", dont_inherit=True)
+        return
+    except (RecursionError, MemoryError):  # a very deep expression
+        return
+    except SyntaxError as error:
+        fault = f"line {error.lineno}: {error.msg}" if error.lineno else str(error.msg)
+    except ValueError as error:  # a NUL byte
+        fault = str(error)
+    if program or (not file.endswith(".py") and not foreign):
+        remedy = "ranks run Python: start this program from a Python script, such as with subprocess.run()"
+        raise CheckFailed("usage", f"--script '{file}': not a Python script ({program or fault}); {remedy}")
+    if not foreign:
+        raise CheckFailed("usage", f"--script '{file}': {fault}; correct it")
+
+
+def foreign_program(source: bytes) -> str:
+    """What the first bytes show: an executable, or a script for another interpreter; "" if it may be Python."""
+    if source.startswith(b"\x7fELF"):
+        return "an executable"
+    shebang = re.match(rb"#!.*", source)
+    if not shebang or re.search(rb"python|pypy|uv|sage|conda", shebang[0]):
+        return ""
+    return f"it begins with {shebang[0].decode(errors='replace')}"
 
 
 def print_named_nodes(options: argparse.Namespace) -> int:
@@ -159,7 +204,7 @@ def check_settings(config: str, arguments: list[str], ranks: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="check_call.py", allow_abbrev=False)
-    for name in ("--module", "--hostfile", "--exclude", "--master", "--config"):
+    for name in ("--script", "--foreign-script", "--module", "--hostfile", "--exclude", "--master", "--config"):
         parser.add_argument(name)
     for name in ("--nodes", "--allocation", "--gpus", "--port", "--node-rank", "--ranks"):
         parser.add_argument(name, type=int)
@@ -168,7 +213,7 @@ def main() -> None:
     end = sys.argv.index("--")
     options = parser.parse_args(sys.argv[1:end])
     try:
-        check_modules(options)
+        check_program(options)
         ranks = options.ranks or 0
         if options.nodes is not None:
             ranks = print_named_nodes(options)

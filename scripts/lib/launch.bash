@@ -75,7 +75,10 @@ check_call() { # <option of check_call.py...>
   pick_rank_python
   check_script
   check_config
-  if ((PROGRAM_IS_LOCAL)); then
+  if ((!PROGRAM_IS_LOCAL)); then
+    [[ ! $SCRIPT ]] || set -- "--foreign-script=$SCRIPT_FILE" "$@"
+  else
+    [[ ! $SCRIPT ]] || set -- "--script=$SCRIPT_FILE" "$@"
     [[ ! $MODULE ]] || set -- "--module=$MODULE" "$@"
     # For train.py all settings are checked.
     [[ ! ${CONFIG_ARGS[*]-} || $MODULE || $SCRIPT ]] || set -- "--config=$CONFIG" "$@"

@@ -22,6 +22,7 @@ def become_rank(output: str, command: Sequence[str]) -> NoReturn:
     is_module = command[0] == "-m"
     name, *arguments = command[1:] if is_module else command
 
+    from distributed.agent.attempt import Attempt
     from distributed.launch.threads import share_cores
     from distributed.world import World, WorldError, as_env
 
@@ -30,7 +31,8 @@ def become_rank(output: str, command: Sequence[str]) -> NoReturn:
     except WorldError as error:
         sys.stderr.write(f"rank.py: {error}\n")
         sys.exit(2)
-    os.environ.update(as_env(world, os.path.basename(os.environ["MUSTER_RUN_DIR"])))
+    variables = as_env(world, os.path.basename(os.environ["MUSTER_RUN_DIR"]))
+    os.environ.update(variables | Attempt.from_env().variables(variables))
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
     choose_interface(world.nodes, world.master_addr)
     line = share_cores(world.local_size, tasks=world.local_size)

@@ -30,7 +30,7 @@ NEXT_REQUEST=''                 # what escalate does next: stop, kill or abandon
 NEXT_REQUEST_TIME=''            # time of the next request, as $SECONDS
 HEARTBEAT_TIMEOUT=''            # seconds without a heartbeat of the launcher after which a node stops its command
 RESTARTS=0                      # so far
-ATTEMPT=0                       # number of the last archived attempt
+ATTEMPT=0                       # number of the last archived attempt: restarts and requeues so far
 STALLED=0                       # consecutive restarts without progress
 LAST_STEP=''                    # last step that the run has logged
 ATTEMPT_START=0                 # start of this attempt, as $SECONDS
@@ -47,6 +47,8 @@ STOP_TIMEOUT=10                 # seconds between stop request and SIGKILL when 
 begin_run() {
   [[ ! -e $RUN/metrics.jsonl ]] || LAST_STEP=$(kit_python metrics "$RUN/metrics.jsonl")
   exec {EVENTS}<> <(:)
+  # distributed/agent/attempt.py passes these to the ranks. A requeued job continues to count.
+  ENVIRONMENT+=("TORCHELASTIC_MAX_RESTARTS=$MAX_RESTARTS" "TORCHELASTIC_RESTART_COUNT=$ATTEMPT")
   watch_signals
 }
 
@@ -385,6 +387,7 @@ made_progress() {
 prepare_restart() {
   RESTARTS=$((RESTARTS + 1)) NEXT_REQUEST='' NEXT_REQUEST_TIME='' ATTEMPT_START=$SECONDS
   archive_attempt "$RUN"
+  ENVIRONMENT+=("TORCHELASTIC_RESTART_COUNT=$ATTEMPT")
   record "exit code $CODE: restart $RESTARTS of $MAX_RESTARTS, from the newest valid checkpoint"
 }
 

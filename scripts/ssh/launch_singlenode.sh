@@ -54,7 +54,7 @@ parse_arguments() {
 # could be in use by then.
 build_local_agent_command() { # <run directory>
   local rendezvous=(--standalone --local-addr 127.0.0.1)
-  [[ ! $MASTER_PORT ]] || rendezvous=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
+  [[ ! $MASTER_PORT ]] || rendezvous=(--rdzv-id "${1##*/}" --master-addr 127.0.0.1 --master-port "$MASTER_PORT")
   build_agent_command "${rendezvous[@]}" --nproc-per-node "$NPROC" --log-dir "$1/ranks/${NODES[0]}"
 }
 

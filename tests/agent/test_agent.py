@@ -775,6 +775,40 @@ def test_a_rank_that_has_called_sys_exit_and_does_not_exit_is_a_failure_with_its
     assert verdict.decide(Path()).cause == "rank 1 on n7 exited with code 3"
 
 
+RAISES = "from torch.distributed.elastic.multiprocessing.errors import record\n@record\ndef f():\n    {}\nf()\n"
+
+
+def test_the_first_failure_is_written_to_the_error_file_of_the_agent_as_torchrun_does(tmp_path: Path) -> None:
+    """torchrun needs @record in the script."""
+    found = []
+    Path("errors").mkdir()
+    Path("script.py").write_text(RAISES.format('raise ValueError("boom")'))
+    for program in (AGENT, TORCHRUN):
+        done = run(*program, "--nproc-per-node", "2", "script.py", TORCHELASTIC_ERROR_FILE="error.json")
+        assert done.returncode == 1, done.stderr
+        found.append(json.loads(Path("error.json").read_text())["message"])
+    assert found[0].keys() == found[1].keys()
+    assert found[0]["extraInfo"].keys() == found[1]["extraInfo"].keys()
+    for message in found:
+        assert (message["message"], message["errorCode"]) == ("ValueError: boom", 1)
+        assert 'raise ValueError("boom")' in message["extraInfo"]["py_callstack"]
+        assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "message"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 0 failed with exit code 137"),
+        ("sys.exit(3)", 3, "rank 0 failed with exit code 3"),
+    ],
+)
+def test_the_error_file_has_an_exit_code_if_there_is_no_exception(body: str, code: int, message: str) -> None:
+    done = run(*command(1, body, AGENT), TORCHELASTIC_ERROR_FILE="error.json")
+    assert done.returncode == code
+    written = json.loads(Path("error.json").read_text())["message"]
+    assert (written["message"], written["errorCode"]) == (message, code)
+
+
 def test_a_failed_rank_has_time_for_its_exit_handlers() -> None:
     """SIGTERM, which stops the other ranks after a second, would interrupt them."""
     os.mkfifo("waits")
@@ -1133,6 +1167,7 @@ def test_the_exit_code_is_that_of_the_first_failure_not_caused_by_the_agent(
 ) -> None:
     agent = object.__new__(Agent)
     agent.failures = {rank: RankFailure(rank, rank, 100 + rank, *failure) for rank, failure in enumerate(failures)}
+    agent.records = {}
     assert agent.exchange_records() == code
     assert agent.all_stopped_on_request() == stopped
 

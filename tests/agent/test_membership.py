@@ -376,6 +376,21 @@ def test_each_node_receives_the_failure_records_of_the_others(join: Join) -> Non
     assert three.records == {0: records[0], 1: records[1]}
 
 
+def test_the_first_failure_of_all_nodes_is_found_in_their_records() -> None:
+    def agent(*failures: tuple[int, float, bool]) -> dict[str, Any]:
+        return {"failures": [{"rank": r, "time": t, "exit_code": r + 1, "ended_by_agent": e} for r, t, e in failures]}
+
+    records: dict[str, Any] = {
+        "node_n1.json": agent((0, 1.0, True), (1, 3.0, False)),
+        "node_n2.json": agent((2, 2.0, False)),
+        "rank_2.json": {"exception": "ValueError", "message": "boom"},
+    }
+    assert failure_records.first_failure(records)["message"] == "boom"
+    del records["rank_2.json"], records["node_n2.json"]
+    assert failure_records.first_failure(records)["message"] == "rank 1 failed with exit code 2"
+    assert failure_records.first_failure({"node_n1.json": agent()}) == {}
+
+
 def test_records_of_other_nodes_are_written_but_do_not_overwrite_existing_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,7 +443,7 @@ def test_a_stop_signal_after_a_node_was_lost_does_not_change_the_exit_code(
 ) -> None:
     one, two = joined_members(join, size=2)
     agent = Agent.__new__(Agent)
-    agent.failures, agent.succeeded, agent._pcontext = {}, [], None
+    agent.failures, agent.records, agent.succeeded, agent._pcontext = {}, {}, [], None
     agent.rendezvous = SimpleNamespace(membership=one)  # type: ignore[assignment]
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 1.0)
     two.close()

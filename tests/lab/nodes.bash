@@ -9,6 +9,8 @@
 
 # shellcheck source=tests/lab/hanging_script.bash
 source "$BATS_TEST_DIRNAME/lab/hanging_script.bash"
+# shellcheck source=tests/lab/counting_script.bash
+source "$BATS_TEST_DIRNAME/lab/counting_script.bash"
 
 
 start_lab() { # <number of nodes> [option of lab.sh up...]

@@ -1,0 +1,70 @@
+"""The number of an attempt for ranks, when the launcher restarts the agents.
+
+torchrun restarts ranks itself, and numbers its attempts in TORCHELASTIC_RESTART_COUNT; scripts name caches and files
+after that number and TORCHELASTIC_RUN_ID. A launcher starts new agents for each attempt. It sets the two variables of
+Attempt for the agents, which pass them on to the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+COUNT, MAXIMUM, RUN_ID = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt of a launcher."""
+
+    restarts: int = 0  # of the launcher, before this attempt
+    maximum: int = 0
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Attempt:
+        """Read what the launcher has set; without a launcher, the first of one."""
+        return cls.parse(f"{env.get(COUNT, '')}/{env.get(MAXIMUM, '')}")
+
+    @classmethod
+    def parse(cls, text: str) -> Attempt:
+        """Read what str() returns. Anything that is not a number counts as 0."""
+        restarts, _, maximum = text.partition("/")
+        return cls(*(int(number) if number.isdecimal() else 0 for number in (restarts, maximum)))
+
+    def __str__(self) -> str:
+        return f"{self.restarts}/{self.maximum}"
+
+    def variables(self, own: Mapping[str, str], run_id: str = "") -> dict[str, str]:
+        """Return the variables of a rank to replace. own: those of torchrun, which may restart ranks itself, too.
+
+        run_id: replaces torchrun's, if that is a new one in each attempt.
+        """
+        replaced = {COUNT: str(self.restarts + int(own[COUNT])), MAXIMUM: str(self.maximum + int(own[MAXIMUM]))}
+        return replaced | ({RUN_ID: run_id} if run_id else {})
+
+
+def stable_run_id(standalone: bool) -> str:
+    """The run id of ranks on one machine, where torchrun makes a new one in each attempt; else ""."""
+    return os.path.basename(os.environ.get("MUSTER_RUN_DIR", "")) if standalone else ""
+
+
+def run_torchrun(module: str, arguments: list[str]) -> None:
+    """Run torchrun or torch.distributed.launch in this process. Its ranks get the number of the launcher's attempt."""
+    import runpy
+    import sys
+
+    from torch.distributed.elastic.agent.server import local_elastic_agent
+
+    attempt, run_id = Attempt.from_env(), stable_run_id("--standalone" in arguments)
+    start: Any = local_elastic_agent.start_processes
+
+    def start_processes(*positional: Any, envs: dict[int, dict[str, str]], **options: Any) -> Any:
+        for env in envs.values():
+            env.update(attempt.variables(env, run_id))
+        return start(*positional, envs=envs, **options)
+
+    local_elastic_agent.start_processes = cast(Any, start_processes)
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

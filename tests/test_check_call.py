@@ -1,0 +1,80 @@
+"""A launcher refuses a program that Python cannot run, and no program that it can."""
+
+from __future__ import annotations
+
+import py_compile
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+KIT = Path(__file__).resolve().parent.parent
+NOT_PYTHON = "not a Python script ({}); ranks run Python: start this program from a Python script, such as with"
+
+
+def check(option: str, file: Path) -> str:
+    """The last line that check_call.py prints."""
+    command = [sys.executable, str(KIT / "scripts/lib/check_call.py"), option, str(file), "--"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == ""
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected", "in_a_container"),
+    [
+        ("a.sh", b"#!/bin/bash\nfor i in 1; do echo; done\n", NOT_PYTHON.format("it begins with #!/bin/bash"), ""),
+        ("run", b"#!/bin/sh\nexec python x.py\n", NOT_PYTHON.format("it begins with #!/bin/sh"), ""),
+        ("a.py", b"#!/usr/bin/env bash\nexec x y\n", NOT_PYTHON.format("it begins with #!/usr/bin/env bash"), ""),
+        ("a.out", b"\x7fELF\x02\x01\0\0", NOT_PYTHON.format("an executable"), ""),
+        ("notes.txt", b"buy some milk\n", NOT_PYTHON.format("line 1: invalid syntax"), "ok"),
+        ("a.py", b"x = 1\nif x\n    pass\n", "line 2: expected ':'; correct it", "ok"),
+        ("a.py", b"\tx\n  y\n", "unexpected indent; correct it", "ok"),
+        ("a.py", "x = 'ö'\n".encode("latin-1"), "correct it", "ok"),
+        ("a.py", b"x = 1\0\n", "null bytes; correct it", "ok"),
+    ],
+)
+def test_a_program_that_python_cannot_run_is_refused(
+    name: str, content: bytes, expected: str, in_a_container: str, tmp_path: Path
+) -> None:
+    """The Python of a container may accept another syntax."""
+    file = tmp_path / name
+    file.write_bytes(content)
+    found = check("--script", file)
+    assert found.startswith(f"usage --script '{file}': ")
+    assert expected in found
+    assert (in_a_container or expected) in check("--foreign-script", file)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train", b"print('no suffix')\n"),
+        ("a.py", b""),
+        ("a.py", b"\xef\xbb\xbfprint('BOM')\r\n"),
+        ("a.py", "# -*- coding: latin-1 -*-\nx = 'ö'\n".encode("latin-1")),
+        ("a.py", b"#!/bin/sh\n'''':'\nexec python3 \"$0\"\n'''\nprint('both')\n"),
+        ("a.py", b"from __future__ import annotations\nassert (1, 'warns')\n'\\d'\n"),
+        ("a.py", b"x = " + b"-" * 5000 + b"1\n"),
+    ],
+)
+def test_a_program_that_python_can_run_is_accepted(name: str, content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    assert check("--script", file) == "ok"
+
+
+def test_bytecode_a_zip_file_and_a_huge_file_are_accepted(tmp_path: Path) -> None:
+    source = tmp_path / "a.py"
+    source.write_text("print(1)\n")
+    for name in ("a.pyc", "bytecode"):
+        py_compile.compile(str(source), str(tmp_path / name))
+    with (tmp_path / "program").open("wb") as file:
+        file.write(b"#!/bin/sh\n")
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.write(source, "__main__.py")
+    (tmp_path / "huge.py").write_bytes(b"if\n" * 4_000_000)
+    for name in ("a.pyc", "bytecode", "program", "huge.py"):
+        assert check("--script", tmp_path / name) == "ok"
