@@ -516,7 +516,7 @@ refused() { # <expected text> <argument...>
 @test "more than 4 processes per core are accepted, with a warning" {
   write_script <<<''
   # OpenMP's variables do not change the number of cores, although nproc obeys them.
-  OMP_NUM_THREADS=64 run --separate-stderr taskset --cpu-list 0 "$LAUNCH" --dry-run --script="my script.py" - 5
+  OMP_NUM_THREADS=64 run --separate-stderr taskset --cpu-list 0 "$LAUNCH" --script="my script.py" - 5
   [ "$status" -eq 0 ]
   [[ "$stderr" == *"warning: NPROC 5: more than 4 per CPU core (this machine has 1)"* ]]
 }
@@ -544,6 +544,7 @@ with socket.create_server(("", 0)) as server:
     time.sleep(60)' >port 3>&- &
   local holder=$! # not %1, which is the timer of bats for the test timeout
   timeout 20 sh -c 'until [ -s port ]; do sleep 0.05; done'
+  run -0 "$LAUNCH" --dry-run --master-port "$(cat port)" --script "my script.py" - 2
   run "$LAUNCH" --master-port "$(cat port)" --script "my script.py" - 2
   kill "$holder"
   [ "$status" -eq 69 ]
@@ -561,6 +562,7 @@ with socket.create_server(("", 0)) as server:
 case $* in *query-gpu*) echo "0, GPU-aa, 580.65.06, 81920, 4, Enabled, Disabled, 0, Default, STUB" ;; esac
 END
   chmod +x stub/nvidia-smi
+  PATH="$WORK/stub:$PATH" run -0 "$LAUNCH" --dry-run --script "my script.py" - 2
   PATH="$WORK/stub:$PATH" refused "NPROC 2: this machine has 1 GPU" --script "my script.py" - 2
 }
 

@@ -108,6 +108,7 @@ END
   run --separate-stderr "$TEST_DISTRIBUTED" --dry-run --backend gloo --max-bytes 1M 3
   [[ $status == 0 ]]
   [[ $output == *"--nproc-per-node 3 "*"/scripts/lib/smoke.py --backend gloo --min-bytes 1K --max-bytes 1M "* ]]
+  run -0 "$TEST_DISTRIBUTED" --dry-run --backend nccl 8
   [[ -z $(ls -A) && -z $(ls -A "$TMPDIR") ]]
 }
 

@@ -141,6 +141,8 @@ check_options() {
     die_usage "--master-port: expected a port from 1 to 65535, got '$MASTER_PORT'"
   [[ ! $RENDEZVOUS_TIMEOUT ]] || { is_count "$RENDEZVOUS_TIMEOUT" && ((RENDEZVOUS_TIMEOUT >= 1)); } ||
     die_usage "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '$RENDEZVOUS_TIMEOUT'"
+  # --dry-run shows, on any machine, what would run on another: no check of GPUs, ports and addresses.
+  [[ ${DRY_RUN:-0} != 1 ]] || PREFLIGHT=0
   # Python buffers output to a pipe; Muster's own agent disables that itself.
   [[ $AGENT == fast ]] || ENVIRONMENT=(PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}")
 }
