@@ -32,6 +32,7 @@ DIGITS = 100  # limit for an integer; Python refuses to convert more than 4,300
 CONVERSION_ERRORS = (ValueError, LookupError, AttributeError, TypeError)
 LARGEST_FILE = 10**6  # bytes; --config may name a checkpoint by mistake
 NOTHING: Mapping[str, Any] = {}
+NO_FILE = "settings"  # without --config, in messages instead of the name of the file
 BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH = "base_only", "full_fine_tuning", "from_scratch"  # values of data.mode
 TWO_PHASES = (BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH)
 
@@ -399,7 +400,7 @@ def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, str(path or "settings"), given))) from None
+        raise ConfigError("\n".join(_explain(error, str(path or NO_FILE), given))) from None
     if participant not in (None, settings.data.participant):
         other = settings.data.participant
         raise ConfigError(f"data.participant={other}: contradicts --fold or --participant ({participant}); give one")
@@ -473,7 +474,8 @@ def _explain(error: ValidationError, source: str, given: Mapping[str, str]) -> I
         if unknown:
             yield from (f"{origin}: {name}: unknown key; {remedy}" for name, remedy in _unknown(path, fault["input"]))
         elif fault["type"] == "missing":
-            yield f"{origin}: {key}: missing; add it (see config/quickstart.yaml)"
+            remedy = "give --config FILE" if origin == NO_FILE else "add it"
+            yield f"{origin}: {key}: missing; {remedy} (see config/quickstart.yaml)"
         else:
             value = "" if isinstance(fault["input"], (Mapping, BaseModel)) else f"={_short(fault['input'])}"
             yield f"{origin}: {key}{value}: {fault['msg'].removeprefix('Value error, ')}"
@@ -631,9 +633,21 @@ def _in_directory(path: str) -> list[str]:
 # ---------------------------------------------------------------- command line
 
 
+class TrainerParser(argparse.ArgumentParser):
+    """After an unknown option, argparse also reports valid settings as unrecognized; here the option alone is named."""
+
+    def parse_known_intermixed_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        parsed, rest = super().parse_known_intermixed_args(args, namespace)
+        if options := [argument.partition("=")[0] for argument in rest if argument.startswith("-")]:
+            self.error(f"unrecognized arguments: {' '.join(options)}; settings are given as section.key=value")
+        return parsed, rest
+
+
 def parser(description: str, program: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of trainer options. program: name in error messages; default: that of the running program."""
-    options = argparse.ArgumentParser(program, description=description, allow_abbrev=False)
+    options = TrainerParser(program, description=description, allow_abbrev=False)
     options.add_argument("--config", "--config_path", "--config-path", type=Path, metavar="FILE", help="YAML settings")
     options.add_argument("--distributed-backend", metavar="NAME", help="the same as distributed.backend=NAME")
     options.add_argument("--log-level", metavar="LEVEL", help="the same as logging.level=LEVEL")

@@ -129,7 +129,9 @@ END
   for tool in bash dirname readlink env; do
     ln -s "$(type -P "$tool")" bin/
   done
-  PATH=$PWD/bin run "$LAUNCH" - 1 "$N1"
+  echo >script.py
+  PATH=$PWD/bin run -0 "$LAUNCH" --dry-run --script script.py - 1 node1
+  PATH=$PWD/bin run "$LAUNCH" --script script.py - 1 "$N1"
   [ "$status" -eq 1 ]
   [[ "$output" == *"pdsh: not found on this machine; install it, or use launch_torchrun_auto.sh"* ]]
 }

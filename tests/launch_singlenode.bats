@@ -561,10 +561,44 @@ refused() { # <expected text> <argument...>
 }
 
 
+@test "an option that is known from torchrun, srun or train.py is refused with the way to give it here" {
+  local name arguments remedy ddp=$KIT/scripts/run_ddp.sh by_hand=$KIT/scripts/ssh/launch_torchrun_multinode.sh
+  local local_usage="launch_singlenode.sh [options] CONFIG NPROC [-- ARGUMENT...]"
+  while IFS='|' read -r name arguments remedy; do
+    # shellcheck disable=SC2086 # a list of arguments
+    run --separate-stderr "${!name}" $arguments
+    [ "$status" -eq 2 ]
+    echo "${stderr_lines[0]}"
+    [ "${stderr_lines[0]}" = "$(basename "${!name}"): $remedy" ]
+  done <<END
+ddp|-n 2 --log-level DEBUG|--log-level: unknown option; use -l
+ddp|-n 2 --log_level=debug|--log_level=debug: unknown option; use -l
+ddp|--nproc 2|--nproc: unknown option; use -n
+ddp|--nproc_per_node=2|--nproc_per_node=2: unknown option; use -n
+ddp|--ntasks 2|--ntasks: unknown option; use -n
+ddp|-n2|-n2: unknown option; write -n 2
+ddp|-n 2 --config x.yaml|--config: unknown option; use -c
+ddp|-n 2 -N 2|-N: unknown option; arguments of your script go after --
+LAUNCH|--nproc-per-node 2 x.py|--nproc-per-node: unknown option; give NPROC without an option: $local_usage
+LAUNCH|-np 2 x.py|-np: unknown option; give NPROC without an option: $local_usage
+LAUNCH|--config x.yaml 2|--config: unknown option; give CONFIG without an option: $local_usage
+LAUNCH|--module x|--module: unknown option; use -m
+LAUNCH|--log-level debug|--log-level: unknown option; arguments of train.py and of your script go after --
+LAUNCH|--epochs 3|--epochs: unknown option; arguments of your script go after --
+END
+  run -2 "$by_hand" --nnodes=2
+  [[ "$output" == *"; give NNODES without an option: launch_torchrun_multinode.sh [options] CONFIG NPROC NNODES "* ]]
+  run -2 "$by_hand" --master_addr n1
+  [[ "$output" == *"--master_addr: unknown option; give MASTER_ADDR without an option: "* ]]
+  run -2 "$KIT/scripts/ssh/launch_torchrun_auto.sh" -H n1,n2
+  [[ "$output" == *"-H: unknown option; give NODE without an option: launch_torchrun_auto.sh "*" NODE... "* ]]
+}
+
+
 @test "more than 4 processes per core are accepted, with a warning" {
   write_script <<<''
   # OpenMP's variables do not change the number of cores, although nproc obeys them.
-  OMP_NUM_THREADS=64 run --separate-stderr taskset --cpu-list 0 "$LAUNCH" --dry-run --script="my script.py" - 5
+  OMP_NUM_THREADS=64 run --separate-stderr taskset --cpu-list 0 "$LAUNCH" --script="my script.py" - 5
   [ "$status" -eq 0 ]
   [[ "$stderr" == *"warning: NPROC 5: more than 4 per CPU core (this machine has 1)"* ]]
 }
@@ -592,6 +626,7 @@ with socket.create_server(("", 0)) as server:
     time.sleep(60)' >port 3>&- &
   local holder=$! # not %1, which is the timer of bats for the test timeout
   timeout 20 sh -c 'until [ -s port ]; do sleep 0.05; done'
+  run -0 "$LAUNCH" --dry-run --master-port "$(cat port)" --script "my script.py" - 2
   run "$LAUNCH" --master-port "$(cat port)" --script "my script.py" - 2
   kill "$holder"
   [ "$status" -eq 69 ]
@@ -609,6 +644,7 @@ with socket.create_server(("", 0)) as server:
 case $* in *query-gpu*) echo "0, GPU-aa, 580.65.06, 81920, 4, Enabled, Disabled, 0, Default, STUB" ;; esac
 END
   chmod +x stub/nvidia-smi
+  PATH="$WORK/stub:$PATH" run -0 "$LAUNCH" --dry-run --script "my script.py" - 2
   PATH="$WORK/stub:$PATH" refused "NPROC 2: this machine has 1 GPU" --script "my script.py" - 2
 }
 

@@ -256,13 +256,15 @@ END
 
 @test "--dry-run prints the command of this node, and starts nothing" {
   write_script <<<''
-  run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --no-preflight --dry-run --script "my script.py" - 4 2 1 a1 -- 'x y'
+  # a1 has no address here, and this machine is not 192.0.2.1.
+  run -0 "$KIT/scripts/ssh/launch_multinode.sh" --dry-run --script "my script.py" - 4 2 0 192.0.2.1
+  run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --dry-run --script "my script.py" - 4 2 1 a1 -- 'x y'
   [ "$status" -eq 0 ]
   [[ "$output" == "$(uname -n): "*"--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr a1 --master-port 29500 "* ]]
   [[ "$output" == *" -- my\\ script.py x\\ y" ]]
-  MASTER_PORT=31000 run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --no-preflight --dry-run --script "my script.py" - 4 2 1 a1
+  MASTER_PORT=31000 run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --dry-run --script "my script.py" - 4 2 1 a1
   [[ "$output" == *" --master-port 31000 "* ]]
-  MASTER_PORT=31000 run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --no-preflight --dry-run --script "my script.py" - 4 2 1 a1 32000
+  MASTER_PORT=31000 run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --dry-run --script "my script.py" - 4 2 1 a1 32000
   [[ "$output" == *" --master-port 32000 "* ]]
   [ ! -e logs ]
 }

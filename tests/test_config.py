@@ -389,6 +389,19 @@ def options(*arguments: str) -> argparse.Namespace:
     return parser("A trainer.").parse_intermixed_args(arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "settings: train: missing; give --config FILE (see config/quickstart.yaml)"),
+        (["train.steps=3"], "settings: train: neither batch_size nor batch_size_per_device given; set one"),
+    ],
+)
+def test_without_a_file_a_missing_section_is_reported_with_the_option(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_options(options(*arguments))
+    assert str(refused.value) == message
+
+
 @pytest.mark.parametrize("option", ["--config", "--config_path", "--config-path"])
 def test_the_config_option_has_three_names(option: str) -> None:
     Path("f.yaml").write_text(TRAIN)
@@ -665,7 +678,10 @@ def test_the_module_exits_with_2_and_one_line() -> None:
         (["--help"], 0, ""),
         (["train.batch=4"], 2, "command line: train.batch: unknown key; did you mean train.batch_size?\n"),
         (["--nproc", "2"], 2, "train.py: error: unrecognized arguments"),
-        (["--quiet"], 2, "train.py: error: unrecognized arguments"),
+        (["--quiet"], 2, "train.py: error: unrecognized arguments: --quiet; settings are given as section.key=value\n"),
+        (["--nodes", "4", "train.steps=2"], 2, "error: unrecognized arguments: --nodes; settings are"),
+        (["train.steps=2", "--nodes=4", "train.seed=2"], 2, "error: unrecognized arguments: --nodes; settings are"),
+        (["train.steps=2", "--nodes", "4", "--x", "train.seed=2"], 2, "unrecognized arguments: --nodes --x; settings"),
     ],
 )
 def test_the_launchers_check_accepts_exactly_the_trainers_arguments(

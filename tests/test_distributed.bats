@@ -77,6 +77,7 @@ abc|N: expected a number of processes from 1 to 1024, got 'abc'
 9999|N: expected a number of processes from 1 to 1024, got '9999'
 2 --exclude node1|--exclude 'node1': requires NODE... or --hostfile
 --no-such-option 2|--no-such-option: unknown option
+--nproc 2|--nproc: unknown option; give N without an option: test_distributed.sh [options] N [NODE...]
 --max-bytes 3Q 2|--max-bytes: expected a size in bytes such as 1024, 64K, 16M or 1G, got '3Q'
 --max-bytes 512 2|--max-bytes: '512' is less than --min-bytes 1K
 --seconds 0 2|--seconds: expected a number of seconds above 0, got '0'
@@ -108,6 +109,7 @@ END
   run --separate-stderr "$TEST_DISTRIBUTED" --dry-run --backend gloo --max-bytes 1M 3
   [[ $status == 0 ]]
   [[ $output == *"--nproc-per-node 3 "*"/scripts/lib/smoke.py --backend gloo --min-bytes 1K --max-bytes 1M "* ]]
+  run -0 "$TEST_DISTRIBUTED" --dry-run --backend nccl 8
   [[ -z $(ls -A) && -z $(ls -A "$TMPDIR") ]]
 }
 

@@ -27,6 +27,18 @@ declare -A VARIABLE_OF=(
   [--sync]=SYNC [--detach]=DETACH [--dry-run]=DRY_RUN [--quiet]=QUIET
   [--json]=JSON [--watch]=WATCH [--stacks]=STACKS [--now]=NOW [--certain]=CERTAIN [--fresh]=FRESH
 )
+# Option of torchrun, srun, mpirun, accelerate, deepspeed or train.py -> the variables above, or names in usage lines,
+# that have the value here.
+declare -A FAMILIAR=(
+  [--nproc]="NPROC N" [--nproc-per-node]="NPROC N" [--ntasks]="NPROC N" [--ntasks-per-node]="NPROC N" [-n]="NPROC N"
+  [--np]="NPROC N" [--num-processes]="NPROC N" [--num-gpus]="NPROC N" [--gpus]="NPROC N" [--gpus-per-node]="NPROC N"
+  [--nnodes]="NNODES NODE" [--nodes]="NNODES NODE" [--num-nodes]="NNODES NODE" [-N]="NNODES NODE"
+  [--nodelist]=NODE [--hosts]=NODE [--host]=NODE [-H]=NODE [-w]=NODE
+  [--node-rank]=NODE_RANK [--machine-rank]=NODE_RANK [--master-addr]=MASTER_ADDR [--main-process-ip]=MASTER_ADDR
+  [--main-process-port]=MASTER_PORT [-p]=MASTER_PORT [--module]=MODULE
+  [--config]=CONFIG [--config-path]=CONFIG [--config-file]=CONFIG [-c]=CONFIG
+  [--log-level]=LEVEL [--loglevel]=LEVEL [-l]=LEVEL
+)
 SCRIPT='' MODULE='' # SCRIPT: a file, or a directory with a __main__.py
 PYTHON_OPTION='' AGENT=fast LOG_DIR=logs MASTER_PORT='' HOSTFILE='' EXCLUDE=''
 RENDEZVOUS_TIMEOUT='' # seconds; empty: torchrun's default, 600
@@ -103,9 +115,32 @@ set_option() { # <option> <value; of a flag: 1>
 
 
 refuse_option() { # <option>
-  local hint=''
-  [[ ! ${VALUE_NAME[--]-} ]] || hint="; arguments of your script go after --"
-  die_usage "$1: unknown option$hint$(suggest_option "$1")"
+  local hint
+  hint=$(explain_familiar_option "$1")
+  if [[ ! $hint ]]; then
+    [[ ! ${VALUE_NAME[--]-} ]] || hint="; arguments of your script go after --"
+    hint+=$(suggest_option "$1")
+  fi
+  die_usage "$1: unknown option$hint"
+}
+
+
+# Print how this script takes a value that is known under another name.
+explain_familiar_option() { # <unknown option>
+  local given=${1%%=*} known line meaning
+  given=${given//_/-}
+  [[ $given != -[!-]?* ]] || given=${given:0:2} # -N2, -np
+  [[ ${VALUE_NAME[$given]-none} == none || $1 == --* ]] || { printf '; write %s %s\n' "$given" "${1:2}" && return; }
+  line=$(usage | grep '^Usage: ') || true
+  for meaning in ${FAMILIAR[$given]-}; do
+    for known in "${!VALUE_NAME[@]}"; do
+      [[ ${VARIABLE_OF[$known]-} != "$meaning" ]] || { printf '; use %s\n' "$known" && return; }
+    done
+    [[ ! $line =~ [^A-Z_]$meaning([^A-Z_]|$) ]] ||
+      { printf '; give %s without an option: %s\n' "$meaning" "${line#Usage: }" && return; }
+    [[ $meaning != LEVEL || ! ${VALUE_NAME[--]-} ]] ||
+      { printf '; arguments of train.py and of your script go after --\n' && return; }
+  done
 }
 
 
@@ -141,6 +176,8 @@ check_options() {
     die_usage "--master-port: expected a port from 1 to 65535, got '$MASTER_PORT'"
   [[ ! $RENDEZVOUS_TIMEOUT ]] || { is_count "$RENDEZVOUS_TIMEOUT" && ((RENDEZVOUS_TIMEOUT >= 1)); } ||
     die_usage "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '$RENDEZVOUS_TIMEOUT'"
+  # --dry-run shows, on any machine, what would run on another: no check of GPUs, ports and addresses.
+  [[ ${DRY_RUN:-0} != 1 ]] || PREFLIGHT=0
   # Python buffers output to a pipe; Muster's own agent disables that itself.
   [[ $AGENT == fast ]] || ENVIRONMENT=(PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}")
 }

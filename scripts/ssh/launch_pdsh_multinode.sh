@@ -55,12 +55,12 @@ source "$KIT/scripts/lib/pdsh.bash"
 main() {
   parse_options "$@"
   parse_config_nproc_nodes
-  require_pdsh
   check_call_on_nodes "${POSITIONAL[@]:2}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     print_agent_commands
     return
   fi
+  require_pdsh
   open_connections
   ((!SYNC)) || sync_nodes
   ssh_probe_nodes

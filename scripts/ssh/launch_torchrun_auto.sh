@@ -56,12 +56,12 @@ source "$KIT/scripts/lib/sync.bash"
 main() {
   parse_options "$@"
   parse_config_nproc_nodes
-  require_ssh
   check_call_on_nodes "${POSITIONAL[@]:2}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     print_agent_commands
     return
   fi
+  require_ssh
   open_connections
   ((!SYNC)) || sync_nodes
   ssh_probe_nodes
