@@ -41,6 +41,7 @@ main() {
   source_node_env "$1" kill_background </dev/null >&2
   shift
   [[ $mode != --task ]] || exec "$@"
+  { set +xv; } 2>/dev/null # of NODE_ENV or ~/.bashrc: bash would print the values
   read_environment # only now: an unread block shows supervisor.py that NODE_ENV has replaced this shell
   [[ ! $mode ]] || exec </dev/null
   for entry in "${ENVIRONMENT[@]}"; do
