@@ -54,8 +54,8 @@ stop_from_launcher_host() {
   ((!NOW)) || command+=(--now)
   [[ ${QUIET:-0} == 0 ]] || command+=(--quiet)
   log "$RUN: its launcher is on $LAUNCHER_HOST; running stop.sh there"
-  ssh_client -- "$LAUNCHER_HOST" \
-    "$(quote_for_any_shell "exec $(quote "${command[@]}" "$RUN_DIR_ON_NODES")")" </dev/null || status=$?
+  ssh_client "$LAUNCHER_HOST" \
+    "$(quote_for_any_shell "$STARTED; exec $(quote "${command[@]}" "$RUN_DIR_ON_NODES")")" </dev/null || status=$?
   case $status in
     0 | 1 | "$EXIT_UNFIT") exit "$status" ;;
   esac

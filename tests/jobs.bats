@@ -455,6 +455,18 @@ END
 }
 
 
+@test "a server whose login shell does not start a command is not used, and the message names the file" {
+  echo 'exit 0' >"$HOMES/$N2/.bashrc"
+  cluster "$N1:1" "$N2:1"
+  echo '{"name": "a"}' | job_list
+  run dispatch
+  set_up_home "$N2"
+  echo "$output"
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"$N2: not used: the login shell ended with exit code 0 before it started Muster's command; its start-up file there (bash: ~/.bashrc"* ]]
+}
+
+
 # ---------------------------------------------------------------- failures that stop a list
 
 

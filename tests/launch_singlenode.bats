@@ -511,6 +511,7 @@ refused() { # <expected text> <argument...>
   printf 'train: {steps: [1\n' >broken.yaml
   printf 'train: {steps: 1, batch_size: 4}\n' >right.yaml
   printf 'A=1\nB=2\r\n' >windows.env
+  printf 'A=1\nexport KEY=k3pt\n' >shell.env
   printf 'A=\0x\n' >nul.env
   head -c 1000001 /dev/zero | tr '\0' '#' >large.env
   echo 'x y' >broken.py
@@ -553,6 +554,9 @@ refused() { # <expected text> <argument...>
   refused "--env-file 'nix'" --env-file nix - 2
   refused "larger than 1 MB" --env-file large.env - 2
   refused "line 2: ends with a carriage return" --env-file windows.env - 2
+  refused "--env-file 'shell.env', line 2: expected NAME=VALUE; the line may be a secret, so it is not shown" \
+    --env-file shell.env - 2
+  [[ $output != *k3pt* ]]
   refused "--max-restarts: expected a non-negative integer, got 'x'" --max-restarts x - 2
   refused "--hang-timeout: expected a whole number of seconds (0 = off), got '1.5'" --hang-timeout=1.5 - 2
   refused "'/nix/python'" --python /nix/python - 2

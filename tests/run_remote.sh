@@ -24,7 +24,6 @@ through_pdsh() { # <node> <python> <script> [argument...]
   AGENT_PREFIX=("${@:2:2}") AGENT_SUFFIX=("${@:4}")
   RUN=$(mktemp -d "$CONNECTIONS_DIR/run-XXXXXX")
   set_supervisor
-  pdsh_send_environment
   run_pdsh <> <(:) # standard input stays open: end of file would mean that the launcher has exited
 }
 
@@ -35,6 +34,7 @@ main() { # <ssh, pdsh or login> <node or shell> <command...>
   fi
   # shellcheck disable=SC2034 # ssh.bash reads it
   ADDRESS=(["$2"]="$2")
+  pick_python ''
   open_connections
   case $1 in
     ssh) ssh_run "${@:2}" </dev/null ;;

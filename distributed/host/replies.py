@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.exit_codes import UNFIT
+from distributed.host.ssh_call import LOGIN_SHELL
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
@@ -79,6 +80,8 @@ class Reply:
         """Why there is no value, and the remedy."""
         if self.code == UNFIT and (fault := [line for line in self.err.splitlines() if NODE_ENV in line]):
             return fault[-1]  # in_node_env.sh has added the remedy
+        if self.code == UNFIT and LOGIN_SHELL in self.err:  # so has ssh_call.py, after the name of the node
+            return LOGIN_SHELL + self.err.rpartition(LOGIN_SHELL)[2].splitlines()[0]
         printed = " ".join(self.err.split()) or f"exit code {self.code}"
         messages, default = (SSH_FAILURES, UNREACHABLE) if self.code == 255 else (START_FAILURES, "{printed}")
         message = next((message for pattern, message in messages.items() if pattern in printed), default)

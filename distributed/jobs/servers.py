@@ -29,8 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distributed.exit_codes import UNFIT
 from distributed.files import KIT, write_file
 from distributed.host.gpus import query_gpus
+from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
@@ -43,12 +45,15 @@ from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 HEARTBEAT_INTERVAL = 4.0  # seconds
 HEARTBEAT_TIMEOUT = 15.0  # seconds without a heartbeat after which a connection is lost
 CONNECT_TIMEOUT = 60.0  # seconds
+LOGIN_TIMEOUT = 50.0  # seconds within which the login shell must start a command
 MAX_COPIES = 3  # attempts to copy a base model, if copies are damaged
 COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has unlocked a base model
 MAX_RSYNCS = 2  # concurrent rsyncs with a server, in each direction
 MAX_ATTEMPTS_PER_RSYNC = 100
 ENTRY = "scripts/lib/jobs_host.py"
 RSYNC_SHELL = "scripts/lib/rsync_shell.py"
+SSH_CALL = "scripts/lib/ssh_call.py"
+STARTED = f"printf '\\nmuster-ready\\n'; TMOUT=0 read -r _ || exit {UNFIT}"  # see distributed/host/ssh_call.py
 NOT_INSTALLED = "muster-upload"  # printed by a server without the files of KIT_FILES
 NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or newer
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization exists; rsync is missing
@@ -442,8 +447,12 @@ class SshServer(HostServer):
         self._config = context.sockets / f"{name}.conf"
 
     def _ssh(self, line: str) -> list[str]:
-        """The ssh command that runs a line of bash on the server."""
-        return ["ssh", "-F", str(self._config), "--", self.settings.host, for_any_shell(line)]
+        """The command that runs a line of bash on the server, and sends it nothing before."""
+        call = [sys.executable, *PLAIN_PYTHON, f"{KIT}/{SSH_CALL}", "--within", f"{LOGIN_TIMEOUT:g}"]
+        return [*call, self.settings.host, *self._ssh_to_server(), for_any_shell(f"{STARTED}; {line}")]
+
+    def _ssh_to_server(self) -> list[str]:
+        return ["ssh", "-F", str(self._config), "--", self.settings.host]
 
     async def _prepare(self) -> None:
         write_ssh_config(self._config, self.settings)
@@ -624,7 +633,7 @@ class SshServer(HostServer):
         await self._rsync(["--recursive", "--from0", "--files-from=-", source, target], names)
 
     async def _rsync(self, arguments: Sequence[str], data: bytes = b"") -> None:
-        remote_shell = [sys.executable, "-I", "-S", f"{KIT}/{RSYNC_SHELL}", str(self._config), self.settings.host]
+        remote_shell = [sys.executable, *PLAIN_PYTHON, f"{KIT}/{RSYNC_SHELL}", *self._ssh_to_server()]
         shell = " ".join("'" + each.replace("'", "''") + "'" for each in remote_shell)  # rsync's own quoting
         call = ["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *arguments]
         code, stderr = await self._run(call, data)
@@ -674,6 +683,8 @@ def ssh_error(stderr: str, code: int, name: str) -> Exception:
     """The exception for a failed ssh command: ServerUnusable if a retry is useless, otherwise Unreachable."""
     if "Temporary failure in name resolution" in stderr:  # this machine may have no network: retry
         return Unreachable(last_line(stderr))
+    if LOGIN_SHELL in stderr:
+        return ServerUnusable(LOGIN_SHELL + stderr.rpartition(LOGIN_SHELL)[2].splitlines()[0])
     for sign, remedy in REMEDIES.items():
         if sign in stderr:
             line = next(line for line in stderr.splitlines() if sign in line)

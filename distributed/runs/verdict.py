@@ -34,6 +34,7 @@ from pathlib import Path
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
 from distributed.files import write_json
 from distributed.host.replies import NODE_ENV
+from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.runs.failures import SRUN, Evidence, Failure, Json, gather
 from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
 from distributed.runs.records import read_object
@@ -137,7 +138,7 @@ def kind_of(failure: Failure) -> Kind:
     if kinds[0] is not Kind.OWN_ERROR:
         return kinds[0]
     if failure.rank is None:
-        return Kind.AGENT if failure.exception else Kind.UNCLEAR
+        return Kind.AGENT if failure.exception or _not_started(failure) else Kind.UNCLEAR
     # The script may have handled the first exception; then a later one, or the agent, ended the rank.
     return Kind.UNCLEAR if failure.ended_by_agent or kinds[-1] is not Kind.OWN_ERROR else Kind.OWN_ERROR
 
@@ -276,11 +277,9 @@ def _sentence(failure: Failure) -> str:
     unclear = f"{how}; no clearer cause was recorded"
     if failure.rank is None and failure.message.startswith(_AGENT_PREFIX):
         unclear = f"{name} failed: {_short(failure.message.removeprefix(_AGENT_PREFIX))}"
-    elif failure.rank is None and NODE_ENV in failure.message:  # the agent was not started
-        unclear = failure.message
     return {
         Kind.OWN_ERROR: how,
-        Kind.AGENT: f"{name} failed: {problem}",
+        Kind.AGENT: failure.message if _not_started(failure) else f"{name} failed: {problem}",
         Kind.LOST_NODE: f"{failure.node}: connection lost: {lost}",
         Kind.UNCLEAR: unclear,
         Kind.MISSING_RANK: f"{name} {failure.witness}",
@@ -288,6 +287,11 @@ def _sentence(failure: Failure) -> str:
         Kind.STOPPED: "stopped on request, checkpoint written",
         Kind.TERMINATED: f"{how}; no rank had failed before",
     }[kind_of(failure)]
+
+
+def _not_started(failure: Failure) -> bool:
+    """Whether the agent was not started, because of node_env.sh or the login shell. The message has the remedy."""
+    return failure.rank is None and (NODE_ENV in failure.message or LOGIN_SHELL in failure.message)
 
 
 def name_of(failure: Failure) -> str:

@@ -43,6 +43,7 @@ main() {
   fi
   source_node_env "$1" kill_background </dev/null >&2
   shift
+  { set +xv; } 2>/dev/null # of NODE_ENV or ~/.bashrc: bash would print the values
   if [[ $NODE_ENV_MODE != --task ]]; then
     read_entries # only now: an unread block shows supervisor.py that NODE_ENV has replaced this shell
     [[ ! $NODE_ENV_MODE ]] || exec </dev/null

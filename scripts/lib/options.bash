@@ -211,7 +211,9 @@ use_port_from_environment() {
 
 
 add_environment() { # <origin> <NAME=VALUE>
-  [[ $2 =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die_usage "$1: expected NAME=VALUE, got '$2'"
+  local got=", got '$2'"
+  [[ $1 == --env ]] || got='; the line may be a secret, so it is not shown'
+  [[ $2 =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die_usage "$1: expected NAME=VALUE$got"
   case ${2%%=*} in
     MUSTER_RUN_DIR | MUSTER_METRICS | MUSTER_NODE | MUSTER_NODES | RANK | WORLD_SIZE | LOCAL_RANK | \
       MASTER_ADDR | MASTER_PORT | TORCHELASTIC_* | PET_*)
@@ -232,7 +234,7 @@ read_env_file() { # <file>
     number=$((number + 1))
     [[ $line != *$'\r' ]] || die_usage "--env-file '$1', line $number: ends with a carriage return (Windows);" \
       "remove them with: tr -d '\\r' <old >new"
-    [[ ! $line || $line == '#'* ]] || add_environment "--env-file '$1', line $number:" "$line"
+    [[ ! $line || $line == '#'* ]] || add_environment "--env-file '$1', line $number" "$line"
   done <"$1"
 }
 

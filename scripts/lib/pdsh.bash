@@ -20,19 +20,33 @@ pdsh_start_nodes() {
   for node in "${NODES[@]}"; do
     REACHED_BY["$node"]=ssh_run
   done
-  pdsh_send_environment
   start_client pdsh run_pdsh
 }
 
 
-# Write the environment to a file of mode 0600 on each node. The supervisor removes it.
+# Write the environment to a file of mode 0600 on each node. The supervisor removes it. If the login shell of a node does
+# not start that command, it would not start the supervisor either: then the files are removed, and this fails.
 pdsh_send_environment() {
-  local node sending=()
+  local node status sending=() sent=() START_LOG
   for node in "${NODES[@]}"; do
+    START_LOG=$RUN/node_$node.log
     ssh_call_function "$node" remote_store_environment "$RUN" "$RUN/node_$node.environment" < <(environment_block) &
     sending+=($!)
   done
-  wait "${sending[@]}" || true # the supervisor of a node without the file reports that
+  for node in "${!sending[@]}"; do
+    wait "${sending[node]}" && status=0 || status=$? # the supervisor of a node without the file reports that
+    if ((status == EXIT_UNFIT)); then
+      printf '%s\n' "$status" >"$RUN/node_${NODES[node]}.exit"
+    else
+      sent+=("${NODES[node]}")
+    fi
+  done
+  ((${#sent[@]} < ${#NODES[@]})) || return 0
+  for node in "${sent[@]}"; do
+    ssh_run "$node" rm -f -- "$RUN/node_$node.environment" </dev/null &
+  done
+  wait
+  return 1
 }
 
 
@@ -46,6 +60,7 @@ remote_store_environment() { # <run directory> <file>
 run_pdsh() {
   local pdsh status=0 errors reader node addresses=() counts=() supervisor arguments lines
   trap '' INT TERM HUP TSTP # pdsh must survive signals to the launcher, to forward the nodes' last output
+  pdsh_send_environment </dev/null || return "$EXIT_UNFIT"
   exec 3<&0
   start_with_pipe errors read_errors
   reader=$!

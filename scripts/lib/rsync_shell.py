@@ -1,35 +1,29 @@
-"""The remote shell of rsync: ssh, without the output of a login shell before the command starts.
+"""The remote shell of rsync: ssh, without the output of a login shell before rsync starts there.
 
-usage: rsync_shell.py SSH_CONFIG HOST NAME COMMAND...
+usage: rsync_shell.py SSH [ARGUMENT...] -- HOST NAME COMMAND...
 
-NAME, the host name that rsync passes, is ignored: HOST may be an address that rsync cannot parse.
+NAME, the host name that rsync passes, is ignored: HOST may be an address that rsync cannot parse. rsync sends nothing
+to a login shell that does not start it; see distributed/host/ssh_call.py.
 """
 
-from __future__ import annotations
-
 import os
-import subprocess
 import sys
 
-BEGIN = b"muster-rsync-begins\n"
+sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
+
+from distributed.host.ssh_call import TIMEOUT, NotStarted, SshCall
 
 
-def main(config: str, host: str, _: str, *command: str) -> int:
-    """Run the command over ssh. Returns the exit code of ssh."""
-    line = f"echo {BEGIN.decode().strip()}; exec {' '.join(command)}"
-    ssh = subprocess.Popen(["ssh", "-F", config, "--", host, line], stdout=subprocess.PIPE)
-    assert ssh.stdout
-    source = ssh.stdout.fileno()
-    os.set_blocking(1, True)  # rsync's pipes are non-blocking
-    received = b""
-    while BEGIN not in received and (block := os.read(source, 1 << 16)):
-        received += block
-    data = received.partition(BEGIN)[2]
-    while data or (data := os.read(source, 1 << 18)):
-        data = data[os.write(1, data) :]
-    code = ssh.wait()
-    return code if code >= 0 else 128 - code
+def main(*arguments: str) -> int:
+    """Run rsync over ssh. Returns the exit code of ssh."""
+    end = arguments.index("--") + 2
+    ssh, (_, *command) = arguments[:end], arguments[end:]
+    try:
+        return SshCall([*ssh, f"echo; echo muster-ready; exec {' '.join(command)}"], go=b"").run(TIMEOUT)
+    except NotStarted as error:
+        sys.stderr.write(f"{ssh[-1]}: {error.reason}\n" if error.reason else "")
+        return error.code
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    os._exit(main(*sys.argv[1:]))  # a thread may still read standard input

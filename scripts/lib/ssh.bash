@@ -11,10 +11,14 @@
 CONNECTIONS_DIR=''  # control sockets of ssh and other temporary files; removed when this script exits
 SSH_OPTIONS=()
 REPLY_TIMEOUT=''    # seconds after which a command on a node is killed; empty: never
+LOGIN_TIMEOUT=${MUSTER_LOGIN_TIMEOUT:-60} # seconds within which the login shell must start a command
+START_LOG=''        # file to which a message is appended when a command has not started; empty: none
 
 
 # ssh_config is passed as a link in this directory, whose path has no blanks. ControlPersist closes unused connections.
 open_connections() {
+  { is_count "$LOGIN_TIMEOUT" && ((LOGIN_TIMEOUT >= 1)); } ||
+    die_usage "MUSTER_LOGIN_TIMEOUT: expected a whole number of seconds, 1 or more, got '$LOGIN_TIMEOUT'"
   make_temporary_directory CONNECTIONS_DIR
   ln -s -- "$KIT/scripts/lib/ssh_config" "$CONNECTIONS_DIR/config"
   SSH_OPTIONS=(-F "$CONNECTIONS_DIR/config" -o ControlPath="$CONNECTIONS_DIR/%C")
@@ -37,10 +41,18 @@ remove_at_end_of_input() { # <directory>
 
 # ---------------------------------------------------------------- one command on one node
 
-# Run ssh in its own session, so that Ctrl-C on the terminal does not reach it.
-ssh_client() { # <ssh's arguments...>
-  run_unreported run_with_removed \
-    setsid --wait ${REPLY_TIMEOUT:+timeout -s KILL "$REPLY_TIMEOUT"} ssh "${SSH_OPTIONS[@]}" "$@"
+# The first command on a node: see distributed/host/ssh_call.py.
+STARTED="printf '\\nmuster-ready\\n'; TMOUT=0 read -r _ || exit $EXIT_UNFIT"
+
+
+# Run ssh in its own session, so that Ctrl-C on the terminal does not reach it. ssh_call.py sends standard input only
+# after the command has started on the node.
+ssh_client() { # <address> <output of quote_for_any_shell>
+  local within=$LOGIN_TIMEOUT
+  [[ ! $REPLY_TIMEOUT ]] || within=$((REPLY_TIMEOUT <= LOGIN_TIMEOUT ? REPLY_TIMEOUT - 1 : LOGIN_TIMEOUT))
+  run_unreported run_with_removed setsid --wait ${REPLY_TIMEOUT:+timeout -s KILL "$REPLY_TIMEOUT"} \
+    "$PYTHON" -I -S "$KIT/scripts/lib/ssh_call.py" --within "$within" ${START_LOG:+--log "$START_LOG"} \
+    "${1#*@}" ssh "${SSH_OPTIONS[@]}" -- "$1" "$2"
 }
 
 
@@ -53,18 +65,18 @@ ssh_run() { # <node> <command> [argument...]
 
 # Run a function of this script on a node.
 ssh_call_function() { # <node> <function> [argument...]
-  ssh_run_line "$1" "$(quote_for_any_shell "$(declare -f "$2")"$'\n'"$(quote "${@:2}")")"
+  ssh_run_line "$1" "$(quote_for_any_shell "$STARTED"$'\n'"$(declare -f "$2")"$'\n'"$(quote "${@:2}")")"
 }
 
 
 # For callers that send one line to many nodes, so that it is quoted only once.
-ssh_run_line() { # <node> <output of remote_command_line or quote_for_any_shell>
-  ssh_client -- "${ADDRESS[$1]}" "$2"
+ssh_run_line() { # <node> <output of remote_command_line>
+  ssh_client "${ADDRESS[$1]}" "$2"
 }
 
 
 remote_command_line() { # <command> [argument...]
-  quote_for_any_shell "cd -- $(quote "$PWD") || exit $EXIT_UNFIT; exec $(quote "$@")"
+  quote_for_any_shell "$STARTED; cd -- $(quote "$PWD") || exit $EXIT_UNFIT; exec $(quote "$@")"
 }
 
 
@@ -120,6 +132,8 @@ ssh_start_nodes() {
   local rank
   for rank in "${!NODES[@]}"; do
     build_agent_command_on "$rank" "$RUN"
+    START_LOG=$RUN/node_${NODES[rank]}.log
     start_node ssh_run "${NODES[rank]}" "${COMMAND[@]}"
   done
+  START_LOG=''
 }

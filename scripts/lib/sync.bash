@@ -39,12 +39,13 @@ sync_directory() { # <directory>
 
 
 copy_unless_shared() { # <node> <directory> <file in this machine's directory>
-  local reply
+  local reply shell
   reply=$(ssh_call_function "$1" remote_is_shared "$2" "$3" </dev/null) || return
   [[ $reply != *"shared $3"* ]] || return 0
   log "--sync: copying $2 to $1"
+  printf -v shell "'%s' " "${PYTHON//"'"/"''"}" -I -S "${KIT//"'"/"''"}/scripts/lib/rsync_shell.py" # rsync's quoting
   rsync --archive --compress --protect-args --exclude="/$3" "${RSYNC_EXCLUDES[@]}" \
-    -e "ssh ${SSH_OPTIONS[*]}" -- "$2/" "${ADDRESS[$1]}:$2/" </dev/null
+    -e "$shell ssh ${SSH_OPTIONS[*]} -- ${ADDRESS[$1]}" -- "$2/" "node:$2/" </dev/null
 }
 
 
@@ -96,8 +97,8 @@ remote_print_log() { # <run directory> <log file> <first byte>
 }
 
 
-# Copy the run directory of each node back, without checkpoints. Nodes with an exit code or a .lost file are skipped:
-# they share it, or are unreachable.
+# Copy the run directory of each node back, without checkpoints. Nodes with an exit code or a .lost file are skipped, as
+# they share it or are unreachable, and nodes that did not start.
 collect_logs() {
   local node fetching=()
   if [[ $FOLLOWER ]]; then
@@ -107,7 +108,7 @@ collect_logs() {
   fi
   FETCHED=()
   for node in "${NODES[@]}"; do
-    if [[ ! -e $RUN/node_$node.exit && ! -e $RUN/node_$node.lost ]]; then
+    if [[ ! -e $RUN/node_$node.exit && ! -e $RUN/node_$node.lost && ! ${UNSTARTED[$node]-} ]]; then
       FETCHED+=("$node")
       fetch_logs "$node" &
       fetching+=($!)

@@ -166,7 +166,8 @@ handle_exit() { # <node> <exit code of its client>
   if is_connection_lost "$1" "$status"; then
     [[ -e $RUN/node_$1.lost ]] || handle_lost_node "$1"
     ((status != 255)) || status=$EXIT_UNFIT
-  elif ((status == 126 || status == 127)); then
+  elif ((status == 126 || status == 127)) ||
+    { ((status == EXIT_UNFIT)) && grep -qsF "$1: the login shell " "$RUN/node_$1.log"; }; then
     UNSTARTED[$1]=$status
   fi
   if ((status != 0 && STATUS == 0)); then
@@ -220,14 +221,16 @@ sweep_lost_node() { # <node>
 }
 
 
-# The supervisor's interpreter could not be started (exit code 126 or 127). Write the supervisor's files, for the
-# verdict.
+# Write the supervisor's files, for the verdict: the supervisor's interpreter could not be started (exit code 126 or
+# 127), or the login shell did not start the supervisor (then ssh_call.py has written the reason to the log).
 record_unstarted() {
   local node
   for node in "${!UNSTARTED[@]}"; do
     [[ ! -e $RUN/node_$node.exit ]] || continue
-    printf '%s\n' "$PYTHON: cannot be started on $node; name an interpreter of that node with --python" \
-      >>"$RUN/node_$node.log"
+    if ((UNSTARTED[$node] != EXIT_UNFIT)); then
+      printf '%s\n' "$PYTHON: cannot be started on $node; name an interpreter of that node with --python" \
+        >>"$RUN/node_$node.log"
+    fi
     printf '%s\n' "${UNSTARTED[$node]}" >"$RUN/node_$node.exit"
   done
   UNSTARTED=()

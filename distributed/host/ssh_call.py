@@ -1,0 +1,146 @@
+"""Run ssh, and send standard input to the node only after Muster's command has started there.
+
+usage: ssh_call.py [--within SECONDS] [--log FILE] NODE SSH [ARGUMENT...]
+
+The login shell on a node runs its start-up file before the command, and that may read standard input, or start another
+shell, which would read and print the values of --env-file. Therefore the command prints READY, and waits for a line:
+
+  printf '\\nmuster-ready\\n'; TMOUT=0 read -r _ || exit 69; ...
+
+Standard input is kept here until READY arrives; what the start-up file has printed before it is dropped. If the command
+has not started within SECONDS, or the login shell ends first, it never starts: ssh is killed, and the exit code is
+UNFIT. The message is printed, and appended to FILE. Otherwise the exit code is that of ssh.
+
+Standard library only. It runs for every command on a node, so it imports few modules.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import select
+import signal
+import time
+
+from distributed.exit_codes import UNFIT
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+READY = b"\nmuster-ready\n"
+GO = b"\n"  # the line that the command waits for
+TIMEOUT = 60.0  # seconds
+UNREACHABLE = 255  # exit code of ssh without a connection
+BLOCK = 1 << 16  # bytes per read
+KEPT = 1 << 12  # bytes kept of the output before READY
+LOGIN_SHELL = "the login shell "  # prefix of messages
+START_UP_FILES = "bash: ~/.bashrc, zsh: ~/.zshenv, fish: ~/.config/fish/config.fish, tcsh: ~/.tcshrc, ~/.cshrc"
+
+
+class NotStarted(Exception):
+    """The command has not started. reason: empty if ssh has printed it."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason
+
+
+class SshCall:
+    """A running ssh with pipes to its standard input and from its standard output."""
+
+    def __init__(self, command: list[str], go: bytes = GO) -> None:
+        """go: what the command reads before the standard input of this process."""
+        source, self._to_node = os.pipe()
+        self._from_node, target = os.pipe()
+        files = [(os.POSIX_SPAWN_DUP2, source, 0), (os.POSIX_SPAWN_DUP2, target, 1)]
+        self.pid = os.posix_spawnp(command[0], command, os.environ, file_actions=files, setsigdef=[signal.SIGPIPE])
+        os.close(source)
+        os.close(target)
+        self._held, self._ended = go, False  # read from standard input so far; end of file
+
+    def run(self, timeout: float) -> int:
+        """Returns the exit code of ssh. Raises NotStarted."""
+        rest = self._wait_until_ready(timeout)
+        _thread.start_new_thread(self._forward_input, ())
+        with contextlib.suppress(OSError):  # the console is closed
+            os.set_blocking(1, True)  # rsync's pipes are non-blocking
+            while rest or (rest := os.read(self._from_node, BLOCK)):
+                rest = rest[os.write(1, rest) :]
+        while os.read(self._from_node, BLOCK):
+            pass
+        return self._exit_code()
+
+    def _wait_until_ready(self, timeout: float) -> bytes:
+        """Returns the output after READY. Keeps standard input, so that its writer does not wait."""
+        printed = b""
+        end = time.monotonic() + timeout
+        poll = select.poll()
+        poll.register(self._from_node, select.POLLIN)
+        poll.register(0, select.POLLIN)
+        while True:
+            ready = [file for file, _ in poll.poll(1000 * max(0.0, end - time.monotonic()))]
+            if 0 in ready:
+                more = os.read(0, BLOCK)
+                self._held += more
+                if not more:
+                    self._ended = True
+                    poll.unregister(0)
+            if self._from_node in ready:
+                more = os.read(self._from_node, BLOCK)
+                printed += more
+                _, found, rest = printed.partition(READY)
+                if found:
+                    return rest
+                printed = printed[-KEPT:]
+                if not more:
+                    code = self._exit_code()
+                    if code == UNREACHABLE:
+                        raise NotStarted(code, "")
+                    reason = f"ended with exit code {code} before it started Muster's command"
+                    raise NotStarted(UNFIT, explain(reason, printed))
+            if time.monotonic() >= end:
+                os.kill(self.pid, signal.SIGKILL)  # it may ignore other signals
+                raise NotStarted(UNFIT, explain(f"has not started Muster's command within {timeout:g} s", printed))
+
+    def _forward_input(self) -> None:
+        with contextlib.suppress(OSError):  # ssh has exited
+            data = self._held
+            while data or (not self._ended and (data := os.read(0, BLOCK))):
+                data = data[os.write(self._to_node, data) :]
+        os.close(self._to_node)
+
+    def _exit_code(self) -> int:
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return code if code >= 0 else 128 - code
+
+
+def explain(reason: str, printed: bytes) -> str:
+    """A message. printed: the last output of the login shell, to which nothing had been sent."""
+    lines = [line for line in printed.decode(errors="replace").splitlines() if line.strip()]
+    last = "".join(filter(str.isprintable, lines[-1].strip()))[:200] if lines else ""
+    return (
+        f"{LOGIN_SHELL}{reason}{last and f' (it printed: {last})'}; its start-up file there ({START_UP_FILES}) "
+        "probably reads standard input, waits, exits or starts another shell: let it do so only in interactive shells"
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = {"--within": f"{TIMEOUT:g}", "--log": os.devnull}
+    while arguments[0] in options:
+        options[arguments[0]], arguments = arguments[1], arguments[2:]
+    node, *command = arguments
+    while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed standard file: a pipe would get its number
+        pass
+    os.close(file)
+    try:
+        return SshCall(command).run(float(options["--within"]))
+    except NotStarted as error:
+        if error.reason:
+            line = os.fsencode(f"{node}: {error.reason}\n")
+            with contextlib.suppress(OSError):
+                os.write(2, line)
+                with open(options["--log"], "ab") as log:
+                    log.write(line)
+        return error.code

@@ -1,0 +1,72 @@
+"""Standard input reaches a program in place of ssh only after it has printed READY. Bats files test it with ssh."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distributed.exit_codes import UNFIT
+from distributed.host.ssh_call import BLOCK, LOGIN_SHELL
+
+PROGRAM = [sys.executable, "-I", "-S", str(Path(__file__).resolve().parents[2] / "scripts" / "lib" / "ssh_call.py")]
+STARTED = r"printf '\nmuster-ready\n'; read -r _ || exit 69; "
+SECRET = b"k3pt\0secret\n"
+
+
+def call(script: str, sent: bytes = SECRET, within: int = 60, log: Path | None = None) -> tuple[int, bytes, str]:
+    """(exit code, standard output, standard error) of a shell script in place of ssh."""
+    options = ["--within", f"{within}", *(["--log", str(log)] if log else [])]
+    done = subprocess.run(
+        [*PROGRAM, *options, "node1", "bash", "-c", script], input=sent, capture_output=True, timeout=60
+    )
+    return done.returncode, done.stdout, done.stderr.decode()
+
+
+def test_standard_input_and_output_arrive_unchanged_and_earlier_output_is_dropped() -> None:
+    sent = bytes(range(256)) * 10_000  # more than a pipe holds
+    assert call("echo Welcome; echo -n '$ '; sleep 0.2; " + STARTED + "cat; exit 3", sent) == (3, sent, "")
+
+
+def test_end_of_file_arrives() -> None:
+    assert call(STARTED + "cat; echo end", b"") == (0, b"end\n", "")
+
+
+@pytest.mark.parametrize("reader", ["cat >received; exit 5", "read -rn 1 && echo $REPLY >received", "cat >received &"])
+def test_a_program_that_does_not_start_the_command_gets_nothing(tmp_path: Path, reader: str) -> None:
+    code, out, err = call(f"cd '{tmp_path}'; echo Password:; {reader}", within=1, log=tmp_path / "log")
+    assert (code, out) == (UNFIT, b"")
+    assert err.startswith(f"node1: {LOGIN_SHELL}") and " (it printed: Password:); its start-up file there " in err
+    assert (tmp_path / "log").read_text() == err
+    assert not (tmp_path / "received").exists() or not (tmp_path / "received").read_bytes()
+
+
+def test_a_command_that_starts_too_late_ends_at_once(tmp_path: Path) -> None:
+    code, _, err = call(f"cd '{tmp_path}'; {{ sleep 2; {STARTED} : >started; }} <&0 & wait", within=1)
+    assert code == UNFIT and "has not started Muster's command within 1 s" in err
+    assert not (tmp_path / "started").exists()
+
+
+def test_output_without_end_does_not_delay_the_message() -> None:
+    code, out, err = call("yes", within=1)
+    assert (code, out) == (UNFIT, b"") and "(it printed: y)" in err
+
+
+def test_ssh_without_a_connection_has_the_last_word() -> None:
+    assert call("echo 'ssh: connect to host node1: no' >&2; exit 255") == (255, b"", "ssh: connect to host node1: no\n")
+
+
+def test_ready_may_arrive_in_parts_and_after_much_output() -> None:
+    flood = f"head -c {3 * BLOCK} /dev/zero; "
+    script = flood + r"printf '\nmuster-'; sleep 0.2; printf 'ready\n'; sleep 0.2; read -r _; cat"
+    assert call(script) == (0, SECRET, "")
+
+
+def test_a_closed_standard_output_does_not_stop_the_command(tmp_path: Path) -> None:
+    script = f"cd '{tmp_path}'; {STARTED} head -c 1000000 /dev/zero; cat >received"
+    subprocess.run(
+        ["bash", "-c", '"$@" >&-', "bash", *PROGRAM, "node1", "bash", "-c", script], input=SECRET, timeout=60
+    )
+    assert (tmp_path / "received").read_bytes() == SECRET
