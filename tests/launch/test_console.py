@@ -39,6 +39,16 @@ def test_lines_are_complete_and_lose_nothing_however_the_output_is_split(pieces:
     assert fed(RankLines(), output, size) == RankLines().feed(output, last=True)
 
 
+@given(PIECES, st.integers(1, 9))
+def test_lines_that_are_no_updates_do_not_depend_on_pauses_of_the_rank(pieces: list[bytes], size: int) -> None:
+    output, lines, shown = b"".join(pieces), RankLines(), b""
+    for start in range(0, len(output), size):
+        shown += lines.feed(output[start : start + size]) + lines.feed(b"")
+    shown += lines.feed(b"", last=True)
+    texts = [with_prefix(b"[n1:0] ", text) for text in (shown, RankLines().feed(output, last=True))]
+    assert without_updates(texts[0]) == without_updates(texts[1])
+
+
 @pytest.mark.parametrize(
     ("output", "lines"),
     [
