@@ -43,6 +43,7 @@ with open(f"received.{rank}", "w") as file:
     file.write(f"{socket.gethostname()} {total.item()} {sys.argv[1:]} {os.environ['VALUE']}")
 if rank == 0:
     print("finished")
+    print("warned", file=sys.stderr)
 END
   export FANOUT=1 # if pdsh obeyed it, the second node would never start
   make_secret
@@ -50,7 +51,8 @@ END
   run --separate-stderr "$LAUNCH" --env-file secrets.env --env SEEN=yes --env "VALUE=%n \$c 'd'" \
     --script "my script.py" - 1 "$N2" "root@$N1:2" "$N3" -- '%h %n' 'x  y' $'a\nb'
   [ "$status" -eq 0 ]
-  grep -qx finished <<<"$output"
+  [ "$output" = finished ]
+  grep -qx warned <<<"$stderr"
   hosts=("$N2" "$N1" "$N1" "$N3")
   for number in 0 1 2 3; do
     [ "$(<"received.$number")" = "${hosts[number]} 6 ['%h %n', 'x  y', 'a\\nb'] %n \$c 'd'" ]

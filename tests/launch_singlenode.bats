@@ -205,6 +205,37 @@ time.sleep(300)'
 
 
 # bats test_tags=slow
+@test "standard output has only that of rank 0, and standard error that of rank 0 and the launcher's messages" {
+  local code=0
+  write_script <<'END'
+print('{"loss": ', end="", flush=True)
+time.sleep(0.5)
+print(f'"{rank}"}}')
+print(f"warning of rank {rank}", file=sys.stderr)
+sys.stdout.buffer.write(b"\xff \0" + 100_000 * b"x" + b"\nno line break")
+sys.stdout.flush()
+if rank == 0:
+    raise ValueError("no more data")
+END
+  "$LAUNCH" --script "my script.py" - 2 >out 2>err || code=$?
+  [ "$code" -eq 1 ]
+  printf '{"loss": "0"}\n\xff \0%s\nno line break\n' "$(printf 'x%.0s' {1..100000})" | cmp - out
+  grep -qx "warning of rank 0" err
+  run ! grep "of rank 1\|loss\|xxxx" err
+  grep -q "^launch_singlenode.sh: run " err
+  sed '/^verdict: failed/,$d' err | grep -qx "ValueError: no more data"
+  [ "$(grep -ac "warning of rank" logs/latest/node_*.log)" -eq 2 ]
+
+  printf '%s\n' 'import sys' 'print("result")' 'sys.exit("reason")' >two.py
+  code=0
+  "$LAUNCH" --agent torchrun --script two.py - 2 >out 2>err || code=$?
+  [ "$code" -eq 1 ]
+  [ "$(<out)" = result ]
+  [ "$(grep -cx reason err)" -eq 1 ]
+}
+
+
+# bats test_tags=slow
 @test "on a terminal, a progress bar of rank 0 stays on one line, and the log has its last state" {
   printf '%s\n' 'import sys' 'for i in range(5): sys.stderr.write(f"\r{i}0%")' 'sys.stderr.write("\n")' >bar.py
   command script -qec "$(printf '%q ' "$LAUNCH" --script bar.py - 1)" /dev/null </dev/null >out
@@ -212,6 +243,11 @@ time.sleep(300)'
   grep -qF $'\e[K40%\r' out
   run grep '%' logs/latest/node_*.log
   [ "$output" = "[$(uname -n):0] 40%" ]
+  # Results in a file leave the bar on the terminal.
+  echo 'print("result")' >>bar.py
+  command script -qec "$(printf '%q ' "$LAUNCH" --script bar.py - 1) >results" /dev/null </dev/null >out
+  grep -qF $'\e[K40%\r' out
+  [ "$(<results)" = result ]
 }
 
 

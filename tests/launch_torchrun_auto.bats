@@ -50,6 +50,7 @@ for writer in range(dist.get_world_size()):
                                  + b"|" + os.environb[b"VALUE"] + b"\n\n")
 if rank == 0:
     print("finished")
+    print("warned", file=sys.stderr)
 END
   arguments=("it's" '$HOME `id` "x"' $'two\nlines' 'é; exit 3' $'\x80\xff' '' '*' '%h %n' '!x' '--' 'a\b')
   value=$'a "b" $c \x80'
@@ -58,7 +59,8 @@ END
   run --separate-stderr "$LAUNCH" --env-file secrets.env --env SEEN=yes --env "VALUE=$value" \
     --script "my script.py" - 1 "${PREFIX}[2,1]" "$N3:2" -- "${arguments[@]}"
   [ "$status" -eq 0 ]
-  grep -qx finished <<<"$output"
+  [ "$output" = finished ]
+  grep -qx warned <<<"$stderr"
   line=$(IFS='|' && printf '%s' "${arguments[*]}|$value")
   for rank_and_node in "0 $N2" "1 $N1" "2 $N3" "3 $N3"; do
     printf '%s 6 %s\n\n' "$rank_and_node" "$line"

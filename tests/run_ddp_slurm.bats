@@ -77,6 +77,17 @@ END
 }
 
 
+@test "on a terminal, a progress bar of rank 0 stays on one line, and results can be redirected" {
+  printf '%s\n' 'import sys' 'for i in range(5): sys.stderr.write(f"\r{i}0%")' 'sys.stderr.write("\n")' \
+    'print("result")' >bar.py
+  command script -qec "salloc -Q -N2 -n3 $(printf '%q ' "$KIT/scripts/run_ddp.sh" -n 3 --script bar.py) >results" \
+    /dev/null </dev/null >out
+  grep -qF $'\e[K\e[?7l10%\e[?7h\r\e[K' out
+  grep -qF $'\e[K40%\r' out
+  [ "$(<results)" = result ]
+}
+
+
 @test "the run directory has the metrics of a script, and usage samples of each node" {
   cat >own.py <<'END'
 import os, sys, time

@@ -164,6 +164,35 @@ END
 }
 
 
+@test "standard error stays standard error, and a progress bar is shown while it is drawn, with srun and torchrun" {
+  local launcher
+  cat >"my script.py" <<'END'
+import os, sys, time
+print("result", flush=True)
+print("warning", file=sys.stderr, flush=True)
+for step in range(1, 4):
+    sys.stderr.write(f"\rstep {step}")
+    sys.stderr.flush()
+    while not os.path.exists(f"shown {step}"):
+        time.sleep(0.05)
+sys.stderr.write("\n")
+END
+  for launcher in srun torchrun; do
+    rm -f shown*
+    LAUNCHER=$launcher SCRIPT="my script.py" submit --nodes=2 --ntasks-per-node=1 --gres=none slurm_train.sh -
+    for step in 1 2 3; do
+      wait_for_line "logs/slurm-$JOB.err" "step $step"
+      touch "shown $step"
+    done
+    wait_for_job_exit "$JOB"
+    [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
+    [ "$(<"logs/slurm-$JOB.out")" = result ]
+    grep -qx warning "logs/slurm-$JOB.err"
+    [ "$(grep -c "step" "logs/slurm-$JOB"/node_"$N1".log)" -eq 1 ]
+  done
+}
+
+
 @test "each array task has its own CONFIG, and its index for %a" {
   mkdir results
   cat >"my script.py" <<'END'

@@ -45,6 +45,7 @@ from distributed.agent.membership import Membership, RendezvousFailed, RunEnd
 from distributed.agent.rendezvous import Rendezvous, log
 from distributed.agent.worker import RankSpec, Script
 from distributed.exit_codes import STOPPED
+from distributed.launch.console import RankLines, with_prefix
 
 POLL_INTERVAL = 0.1  # seconds between two checks of the ranks; a rank that exits is checked at once
 REPORT_GRACE = 1.0  # seconds between the first failure and SIGTERM: time for other ranks to write failure records
@@ -442,8 +443,7 @@ def follow(
 ) -> None:
     """Copy complete lines of a rank's output to `dst`, each after the header, until finished.
 
-    A line that ends with a carriage return (an update of a progress bar) is written with CR LF: the next line
-    overwrites it, see `distributed.launch.console`.
+    An update of a progress bar is written with CR LF, see `distributed.launch.console`.
 
     torchrun's tail_logfile(), which this replaces, also copies incomplete lines: a line of another rank may then follow
     on the same line.
@@ -451,32 +451,27 @@ def follow(
     while not os.path.exists(file):
         if finished.wait(interval_sec) and not os.path.exists(file):  # the rank may have started and exited meanwhile
             return
-    show, partial = log_line_filter or bool, b""
+    lines = RankLines()
     with open(file, "rb") as output:
         while True:
             last = finished.is_set()
             block = output.read(BLOCK)
-            if not block and last:
-                break
-            if not block:
+            if not block and not last:
                 finished.wait(interval_sec)
-            lines, partial = _complete_lines(partial + block)
-            _write([f"{header}{line}" for line in lines if show(line)], dst)
-    if partial:
-        _write([f"{header}{line}" for line in _complete_lines(partial + b"\n")[0] if show(line)], dst)
+                block = output.read(BLOCK)
+            ended = last and not block
+            _write(header, lines.feed(block, ended), dst, log_line_filter)
+            if ended:
+                break
 
 
-def _complete_lines(output: bytes) -> tuple[list[str], bytes]:
-    """Split into complete lines, each with its line break, and the rest. A lone CR becomes CR LF."""
-    end = max(output.rfind(b"\n"), output.rfind(b"\r", 0, -1)) + 1  # a final \r may be half of a \r\n
-    text = output[:end].decode(errors="replace").replace("\r\n", "\n").replace("\r", "\r\n")
-    return [f"{line}\n" for line in text.split("\n")[:-1] if line != "\r"], output[end:]
-
-
-def _write(lines: list[str], dst: TextIO) -> None:
+def _write(header: str, lines: bytes, dst: TextIO, show: Callable[[str], bool] | None) -> None:
     """Write as many lines at once as fit into PIPE_BUF bytes: such a write to a pipe is atomic."""
-    text, start = "".join(lines).encode(), 0
+    if show:
+        lines = b"".join([line + b"\n" for line in lines.split(b"\n")[:-1] if show(line.decode(errors="replace"))])
+    text, start = with_prefix(header.encode(), lines), 0
     while start < len(text):
         end = text.rfind(b"\n", start, start + select.PIPE_BUF) + 1 or text.index(b"\n", start) + 1
-        dst.write(text[start:end].decode())
+        dst.buffer.write(text[start:end])
+        dst.buffer.flush()
         start = end

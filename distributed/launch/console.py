@@ -1,7 +1,7 @@
-"""Select the part of a node's output that is shown on the console; the log has all of it.
+"""Lines of a node's output, and the part of them that is shown on the console; the log has all of it.
 
 Lines of a rank have a prefix with node and rank, as in `[node1:3] loss 2.5`. A line that the rank's next line
-overwrites, as in a progress bar, ends with CR LF. Standard library only.
+overwrites, as in a progress bar, is called an update; it ends with CR LF. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,72 +9,140 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+OUTPUT, ERRORS = 1, 2  # standard output and standard error: their numbers as file descriptors
 _PREFIX = re.compile(rb"\[[^\]: \n]*:(\d+)")  # prefix of a rank's line, without the closing "] "
-_UPDATE = re.compile(rb"^\[[^\]: \n]*:\d+\] [^\n]*\r\n", re.MULTILINE)  # a line that the rank's next one overwrites
+_UPDATE = re.compile(rb"^\[[^\]: \n]*:\d+\] [^\n]*\r\n", re.MULTILINE)
+_EMPTY_UPDATE = re.compile(rb"^\r\n", re.MULTILINE)
 _CLEAR = b"\r\x1b[K"  # move to the start of the line and clear it
 _CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # cut off or wrap lines wider than the terminal
 
 
-class Console:
-    """Splits output into lines of rank 0, without the prefix, and lines of no rank. Drops lines of other ranks."""
+class Lines:
+    """Complete lines of a stream. An incomplete line is held back."""
 
-    def __init__(self, terminal: bool = False) -> None:
-        """terminal: stdout and stderr are the same terminal, so a progress bar of rank 0 can stay on one line."""
-        self._terminal = terminal
-        self._bar = False  # the cursor is on a progress bar
-        self._partial = b""  # an incomplete line
+    def __init__(self) -> None:
+        self._partial = bytearray()
 
-    def feed(self, output: bytes, last: bool = False) -> tuple[bytes, bytes]:
-        """Returns complete lines for standard output and for standard error. last: also an incomplete line."""
-        output = self._partial + output
-        if last and output and not output.endswith(b"\n"):
+    def feed(self, output: bytes, last: bool = False) -> bytes:
+        """Returns complete lines. last: the stream has ended, so a line break completes the last line."""
+        if last and not output.endswith(b"\n") and (output or self._partial):
             output += b"\n"
-        complete, newline, self._partial = output.rpartition(b"\n")
-        shown: list[bytes] = []
-        plain: list[bytes] = []
-        for line in (complete + newline).split(b"\n")[:-1]:
+        end = output.rfind(b"\n") + 1
+        if not end:
+            self._partial += output
+            return b""
+        lines = bytes(self._partial) + output[:end]
+        self._partial = bytearray(output[end:])
+        return lines
+
+
+class RankLines(Lines):
+    """Complete lines and updates of what a rank writes: a CR that is not part of a CR LF ends an update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._final_cr = b""  # may be half of a CR LF
+        self._follows_update = False  # the incomplete line does
+        self._returned = b""  # the incomplete line, if it was already returned as an update
+
+    def feed(self, output: bytes, last: bool = False) -> bytes:
+        """Returns complete lines. Without new output: an incomplete line if it is an update.
+
+        Most progress bars write the CR before an update, so the update would otherwise appear one update later.
+        """
+        if not output and not last:
+            return self._latest_update()
+        output = self._final_cr + output
+        self._final_cr = b"\r" if output.endswith(b"\r") else b""
+        output = output.removesuffix(b"\r")
+        if b"\r" in output:
+            output = output.replace(b"\r\n", b"\n").replace(b"\r", b"\r\n")
+        lines = super().feed(output, last)
+        if not lines:
+            return b""
+        self._follows_update = lines.endswith(b"\r\n")
+        if b"\r" in lines:
+            lines = _EMPTY_UPDATE.sub(b"", lines.removeprefix(self._returned + b"\r\n"))
+        self._returned = b""
+        return lines
+
+    def _latest_update(self) -> bytes:
+        is_update = self._partial and (self._final_cr or self._follows_update)
+        if not is_update or self._partial == self._returned:
+            return b""
+        self._returned = bytes(self._partial)
+        return self._returned + b"\r\n"
+
+
+class Console:
+    """Splits lines into those of rank 0, without the prefix, and those of no rank. Drops lines of other ranks.
+
+    Rank 0 keeps its standard output and its standard error; lines of no rank are for standard error.
+    """
+
+    def __init__(self, terminals: str = "") -> None:
+        """terminals: the streams that are terminals, where a progress bar stays on one line: "1", "2" or, if both are
+        the same terminal, "12". All lines of the latter are for standard error, which preserves their order.
+        """
+        self._terminals = [int(number) for number in terminals]
+        self._bars: set[int] = set()  # streams whose cursor is on a progress bar
+
+    def feed(self, lines: bytes, stream: int) -> tuple[bytes, bytes]:
+        """Returns what to write to standard output and to standard error. stream: of the lines."""
+        output: list[bytes] = []
+        errors: list[bytes] = []
+        of_rank_0 = errors if stream == ERRORS or len(self._terminals) == 2 else output
+        for line in lines.split(b"\n")[:-1]:
             prefix, bracket, text = line.partition(b"] ")
-            rank = rank_of(prefix) if bracket else None
+            rank = _rank(prefix) if bracket else None
             if rank is None:
-                plain.append(line)
+                errors.append(line.removesuffix(b"\r"))
             elif rank == 0:
-                shown.append(text)
-        return self._of_rank_0(shown, last), self._of_no_rank(plain)
+                of_rank_0.append(text)
+        return self._render(output, OUTPUT), self._render(errors, ERRORS)
 
     def message(self, line: bytes) -> bytes:
         """Returns a message that is not part of the output, for standard error. Clears a progress bar first."""
-        return self._of_no_rank([line.removesuffix(b"\n")])
+        return self._render([line.removesuffix(b"\n")], ERRORS)
 
-    def _of_rank_0(self, lines: list[bytes], last: bool) -> bytes:
-        if not self._terminal:
-            return _joined([line.removesuffix(b"\r") for line in lines])
-        text = b""
+    def end(self) -> tuple[bytes, bytes]:
+        """Returns what to write to standard output and to standard error after the last line."""
+        output, errors = (b"\n" if stream in self._bars else b"" for stream in (OUTPUT, ERRORS))
+        self._bars.clear()
+        return output, errors
+
+    def _render(self, lines: list[bytes], stream: int) -> bytes:
+        if stream not in self._terminals:
+            return b"\n".join([*lines, b""]).replace(b"\r\n", b"\n") if lines else b""
+        text = bytearray()
         for line in lines:
-            update = line.endswith(b"\r")
-            text += _CLEAR if self._bar else b""
-            text += _CUT + line[:-1] + _WRAP if update else line + b"\n"
-            self._bar = update
-        if last and self._bar:
-            text += b"\n"
-        return text
-
-    def _of_no_rank(self, lines: list[bytes]) -> bytes:
-        clear = _CLEAR if lines and self._bar else b""  # the next update prints the bar again
-        self._bar = self._bar and not lines
-        return clear + _joined(lines)
+            text += _CLEAR if stream in self._bars else b""
+            if line.endswith(b"\r"):
+                text += _CUT + line[:-1] + _WRAP
+                self._bars.add(stream)
+            else:
+                text += line + b"\n"
+                self._bars.discard(stream)
+        return bytes(text)
 
 
-def without_updates(output: bytes) -> bytes:
-    """Remove complete lines that the rank's next line overwrites. For the log."""
-    return _UPDATE.sub(b"", output)
+def with_prefix(prefix: bytes, lines: bytes) -> bytes:
+    """Put the prefix before each of the complete lines."""
+    return prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n" if lines else b""
+
+
+def without_updates(lines: bytes) -> bytes:
+    """Remove lines that the rank's next line overwrites. For the log."""
+    return _UPDATE.sub(b"", lines) if b"\r\n" in lines else lines
+
+
+def rank_of(line: bytes) -> int | None:
+    """The rank that has printed a line; None if it does not begin with the prefix of a rank."""
+    prefix, bracket, _ = line.partition(b"] ")
+    return _rank(prefix) if bracket else None
 
 
 @lru_cache(maxsize=1024)  # several times faster than a match
-def rank_of(prefix: bytes) -> int | None:
-    """The rank in a line's text before "] "; None if it is not the prefix of a rank."""
+def _rank(prefix: bytes) -> int | None:
     found = _PREFIX.fullmatch(prefix)
     return int(found[1]) if found else None
-
-
-def _joined(lines: list[bytes]) -> bytes:
-    return b"\n".join([*lines, b""]) if lines else b""

@@ -16,7 +16,7 @@ run starts COMMAND in a new session and waits until it exits:
                      FROM is - for standard input, or a file, which is removed after reading
   --grace SECONDS    time between SIGTERM and SIGKILL (default: 8)
   --heartbeat-timeout SECONDS  stop COMMAND after this time without input from the launcher (default: never)
-  --terminal         standard output and standard error are the same terminal: show a progress bar on one line
+  --terminals LIST   streams on which a progress bar stays on one line: 1, 2, or 12 if both are the same terminal
   --timeout SECONDS  stop COMMAND after this time (default: never)
   --sample-usage     record the resource usage of each rank in node_NAME.samples.jsonl; see distributed/launch/usage.py
   --detach           return when COMMAND has started; do not read standard input. Touch node_NAME.heartbeat every
@@ -25,8 +25,8 @@ run starts COMMAND in a new session and waits until it exits:
 Standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time; `kill` sends SIGKILL; an
 empty line is a heartbeat; end of file means that the launcher is lost, and stops COMMAND. SIGTERM, SIGINT or SIGHUP
 stops COMMAND; a second one kills it. The commands `stop` and `kill` do the same through the file node_NAME.stop. Lines
-of rank 0 are copied to standard output, lines of no rank to standard error; errors of a closed or full console are
-ignored. The exit code is that of COMMAND, 128+n for signal n.
+of rank 0 are copied to standard output or standard error, where COMMAND has written them, lines of no rank to standard
+error; errors of a closed or full console are ignored. The exit code is that of COMMAND, 128+n for signal n.
 
 A second process, the guard, kills COMMAND if the supervisor is killed. When run exits, no process started by COMMAND
 remains, in any session. sweep stops COMMAND, ends processes that remain because supervisor and guard were killed, and
@@ -44,6 +44,7 @@ import os
 import select
 import signal
 import time
+from functools import partial
 
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import KIT, read_json, write_file, write_json
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import NoReturn
 
-    from distributed.launch.console import Console
+    from distributed.launch.console import Console, Lines
 
 BLOCK = 1 << 20  # bytes per read
 CHUNK = 4096  # bytes that a writable pipe accepts without blocking
@@ -364,7 +365,8 @@ class Supervisor:
         self._received = received
         self._kill_at = self._stop_at = float("inf")
         self._no_process_left = False
-        self._output = -1  # pipe that the command writes to
+        self._outputs: dict[int, int] = {}  # pipes that the command writes to -> 1 (standard output) or 2 (error)
+        self._lines: dict[int, Lines] = {}  # by the same numbers
         self._output_ended = False
         self._log_failed = False
         self._leftovers_signalled = False
@@ -420,13 +422,18 @@ class Supervisor:
         return pid
 
     def open_outputs(self) -> tuple[int, int]:
-        """Standard output and standard error of the command: the same pipe, to preserve the order of lines."""
-        self._output, output = os.pipe()
+        """Standard output and standard error of the command: without a console one pipe, to preserve their order."""
+        output = self._open_pipe(1)
+        return output, self._open_pipe(2) if self._streams else output
+
+    def _open_pipe(self, stream: int) -> int:
+        source, output = os.pipe()
+        self._outputs[source] = stream
         with contextlib.suppress(OSError):
             import fcntl
 
             fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, BLOCK)
-        return output, output
+        return output
 
     def _catch_signals(self) -> int:
         """Returns a file descriptor from which signal numbers can be read."""
@@ -472,11 +479,11 @@ class Supervisor:
 
     def _wait(self) -> None:
         """Wait for the next event or deadline and handle it."""
-        actions = {self._signals: self._read_signals}
+        actions: dict[int, Callable[[], None]] = {self._signals: self._read_signals}
         if self._attached:
             actions[0] = self._read_control
-        if self._output >= 0 and self._can_read():
-            actions[self._output] = self._read_output
+        readable = [pipe for pipe, stream in self._outputs.items() if self._can_read(stream)]
+        actions |= {pipe: partial(self._read_output, pipe) for pipe in readable}
         poll = select.poll()
         for file in actions:
             poll.register(file, select.POLLIN)
@@ -493,21 +500,39 @@ class Supervisor:
         for file, _ in poll.poll(1000 * max(0.0, min(self._interval, due - time.monotonic()))):
             actions[file]()
 
-    def _can_read(self) -> bool:
+    def _can_read(self, stream: int) -> bool:
         """Whether to read more output. A slow console makes the command wait, unless it is stopping or has exited."""
-        slow = any(len(stream.pending) > BACKLOG for stream in self._streams)
+        shown_on = self._streams if stream == 1 else self._streams[-1:]
+        slow = any(len(one.pending) > BACKLOG for one in shown_on)
         return not self._output_ended and (not slow or self.stopping or self.code is not None)
 
-    def _read_output(self) -> None:
-        block = os.read(self._output, BLOCK)
-        self._output_ended = not block
-        logged = block
-        if b"\r\n" in block:
+    def _read_output(self, pipe: int) -> None:
+        stream = self._outputs[pipe]
+        block = os.read(pipe, BLOCK)
+        if not block:
+            del self._outputs[pipe]
+            self._output_ended = not self._outputs
+        if self._streams:
+            block = self._complete_lines(block, stream)
+        self._log_and_show(block, stream)
+        if self._output_ended:
+            self._end_console()
+
+    def _complete_lines(self, block: bytes, stream: int) -> bytes:
+        if stream not in self._lines:
+            from distributed.launch.console import Lines
+
+            self._lines[stream] = Lines()
+        return self._lines[stream].feed(block, last=not block)
+
+    def _log_and_show(self, lines: bytes, stream: int) -> None:
+        logged = lines
+        if b"\r\n" in lines:
             from distributed.launch.console import without_updates
 
-            logged = without_updates(block)
+            logged = without_updates(lines)
         self._write_log(logged)
-        self._show(block, last=not block)
+        self._show(lines, stream)
 
     def _write_log(self, block: bytes) -> None:
         try:
@@ -518,14 +543,21 @@ class Supervisor:
                 self._log_failed = True
                 self._show_message(os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n"))
 
-    def _show(self, block: bytes, last: bool = False) -> None:
+    def _show(self, lines: bytes, stream: int) -> None:
         if not self._streams:
             return
         if not self._console:
             from distributed.launch.console import Console
 
-            self._console = Console(self.options.terminal)
-        for stream, text in zip(self._streams, self._console.feed(block, last), strict=False):
+            self._console = Console(self.options.terminals)
+        self._put(self._console.feed(lines, stream))
+
+    def _end_console(self) -> None:
+        if self._console:
+            self._put(self._console.end())
+
+    def _put(self, texts: tuple[bytes, bytes]) -> None:
+        for stream, text in zip(self._streams, texts, strict=True):
             stream.put(text)
 
     def _print_message(self, message: str) -> None:
@@ -834,8 +866,8 @@ def status(files: Files) -> dict[str, object]:
 # ---------------------------------------------------------------- command line
 
 # Each is a field of SupervisorOptions.
-FLAGS = ("--detach", "--terminal", "--sample-usage")
-TEXTS = ("--dir", "--name", "--source", "--environment")
+FLAGS = ("--detach", "--sample-usage")
+TEXTS = ("--dir", "--name", "--source", "--environment", "--terminals")
 DURATIONS = ("--grace", "--heartbeat-timeout", "--timeout")
 
 
@@ -844,9 +876,9 @@ class SupervisorOptions:
 
     def __init__(self, arguments: Sequence[str], grace: float = 8.0) -> None:
         """grace: the default of --grace."""
-        self.dir = self.name = self.source = self.environment = ""
+        self.dir = self.name = self.source = self.environment = self.terminals = ""
         self.grace, self.heartbeat_timeout, self.timeout = grace, float("inf"), float("inf")
-        self.detach = self.terminal = self.sample_usage = False
+        self.detach = self.sample_usage = False
         self.command: list[str] = []
         rest = list(arguments)
         while rest:

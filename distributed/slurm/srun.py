@@ -1,9 +1,9 @@
 """The launcher's side of a job step: run srun, watch its tasks and record how they end.
 
 srun runs as a child in a separate session, because the launcher handles Ctrl-C. srun's standard input is the control
-channel of all tasks, and its standard output carries their reports (distributed/slurm/task.py). This module writes the
-files that agents and supervisors write in launches without srun: errors/node_<name>.json, node_<name>.exit and, for a
-lost node, node_<name>.lost. The first failed task stops the others. Standard library only.
+channel of all tasks, and its standard output carries their lines and reports (distributed/slurm/task.py). This module
+writes the files that agents and supervisors write in launches without srun: errors/node_<name>.json, node_<name>.exit
+and, for a lost node, node_<name>.lost. The first failed task stops the others. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from distributed.exit_codes import STOPPED, UNFIT
 from distributed.files import write_file, write_json
-from distributed.launch.console import Console
+from distributed.launch.console import Console, Lines
 from distributed.nodelist import expand
-from distributed.slurm.task import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, REPORT
+from distributed.slurm.task import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, REPORT
 
 TERMINATED = 128 + signal.SIGTERM
 STOP_GRACE = 5.0  # seconds between stop request and kill request after a failed task
@@ -95,8 +96,10 @@ def parse_report(line: bytes) -> Json:
 class JobStep:
     """Watches srun and its tasks until srun exits."""
 
-    def __init__(self, run: Path, nodes: Sequence[StepNode], srun: subprocess.Popen[bytes]) -> None:
-        """srun: the process, with pipes to its three standard streams."""
+    def __init__(
+        self, run: Path, nodes: Sequence[StepNode], srun: subprocess.Popen[bytes], terminals: str = ""
+    ) -> None:
+        """srun: the process, with pipes to its three standard streams. terminals: as of Console."""
         self.run = run
         self.nodes = {node.name: node for node in nodes}
         self.code = 0  # of the first failed task
@@ -104,11 +107,11 @@ class JobStep:
         self._due: list[tuple[float, Callable[[], None]]] = []  # scheduled actions
         self._started = self._checked = time.monotonic()  # _checked: last call of check_clock()
         self._warn_at = self._started + FIRST_WARNING
-        self._partial_line = b""  # of srun's standard error
+        self._lines, self._messages = Lines(), Lines()  # of the tasks, and of srun itself
         self._srun_log = (run / f"node_{SRUN}.log").open("ab", buffering=0)
         self._srun = srun
         self._parser = ReportParser()
-        self._console = Console()
+        self._console = Console(terminals)
 
     # ---- events
 
@@ -140,6 +143,7 @@ class JobStep:
                         outputs.discard(key.fileobj)
                 self.check_clock()
             self.show(b"", last=True)
+            self.write(self._console.end())
         return self.record_missing_ends()
 
     def handle_output(self, received: bytes) -> None:
@@ -150,17 +154,23 @@ class JobStep:
                 self.handle_report(self.nodes[item["node"]], item)
 
     def show(self, output: bytes, last: bool = False) -> None:
-        for file, text in zip((1, 2), self._console.feed(output, last), strict=True):
+        lines = self._lines.feed(output, last).split(b"\n")[:-1]
+        for of_errors, group in groupby(lines, lambda line: line.startswith(ERROR)):
+            text = b"".join([line.removeprefix(ERROR) + b"\n" for line in group])
+            self.write(self._console.feed(text, 2 if of_errors else 1))
+
+    def write(self, texts: tuple[bytes, bytes]) -> None:
+        for file, text in zip((1, 2), texts, strict=True):
             write_console(file, text)
 
     def handle_errors(self, received: bytes) -> None:
         """Log srun's messages. Show them until all tasks have reported their end."""
-        if not all(len(node.ends) == node.tasks for node in self.nodes.values()):
-            write_console(2, received)
+        messages = self._messages.feed(received, last=not received)
+        if messages and not all(len(node.ends) == node.tasks for node in self.nodes.values()):
+            write_console(2, self._console.message(messages))
         with suppress(OSError):
             self._srun_log.write(received)
-        *lines, self._partial_line = (self._partial_line + received).split(b"\n")
-        for failed in NODE_FAILURE.findall(b"\n".join(lines).decode(errors="replace")):
+        for failed in NODE_FAILURE.findall(messages.decode(errors="replace")):
             for name in expand(failed):
                 if name in self.nodes and not self.nodes[name].ended:
                     self.mark_lost(self.nodes[name], "node failure reported by SLURM")
@@ -300,7 +310,7 @@ class JobStep:
         return self.code
 
     def print(self, message: str) -> None:
-        write_console(2, f"step: {message}\n".encode())
+        write_console(2, self._console.message(f"step: {message}".encode()))
 
 
 def write_console(file: int, text: bytes) -> None:
@@ -321,11 +331,12 @@ def write(path: Path, content: str | Json) -> None:
         sys.stderr.write(f"step: cannot write {path}: {error.strerror}\n")
 
 
-def watch(run: str, nodes: str, srun: subprocess.Popen[bytes]) -> int:
+def watch(run: str, terminals: str, nodes: str, srun: subprocess.Popen[bytes]) -> int:
     """Watch a job step until srun exits. Returns the exit code of the step.
 
+    terminals: the streams that are terminals: "", "1", "2" or, if both are the same, "12".
     nodes: NAME:TASKS, separated by commas.
     srun: the process, with pipes to its three standard streams.
     """
     fields = (node.rpartition(":") for node in nodes.split(","))
-    return JobStep(Path(run), [StepNode(name, int(tasks)) for name, _, tasks in fields], srun).watch()
+    return JobStep(Path(run), [StepNode(name, int(tasks)) for name, _, tasks in fields], srun, terminals).watch()

@@ -8,7 +8,8 @@ RUN is the run directory, GRACE the seconds between SIGTERM and SIGKILL, COUNTS 
 
 The task communicates with distributed/slurm/srun.py, on the launcher's side, through srun:
 
-    standard output   lines for the console and reports: REPORT, one JSON object, a line break
+    standard output   lines for the console, those of standard error after the character ERROR, and reports: REPORT, one
+                      JSON object, a line break
     standard input    the supervisor's control channel: stop, kill, or an empty line as a heartbeat
 
 The first report of a task means that it has started, the last one has its exit code. The first task of each node also
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
+    from distributed.launch.console import RankLines
+
 REPORT = b"\x1e"  # ASCII record separator, which programs do not print
+ERROR = b"\x1f"  # ASCII unit separator, before the prefix of a line
 HEARTBEAT_INTERVAL = 3.0  # seconds, in both directions
 HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
 COPY_INTERVAL = 0.05  # seconds between reads of a rank's output files
@@ -60,20 +64,6 @@ class TaskFiles(supervisor.Files):
         return frozenset(os.fsencode(f"{name}={value}") for name, value in self._environment.items())
 
 
-class LineSplitter:
-    """Splits output into complete lines."""
-
-    def __init__(self) -> None:
-        self._partial = b""
-
-    def feed(self, output: bytes, last: bool = False) -> list[bytes]:
-        """last: terminate and return a partial line, too."""
-        *lines, self._partial = (self._partial + output).split(b"\n")
-        if last and self._partial:
-            lines.append(self._partial)
-        return [line + b"\n" for line in lines]
-
-
 class Task(supervisor.Supervisor):
     """The supervisor of one task."""
 
@@ -89,8 +79,7 @@ class Task(supervisor.Supervisor):
             "step": f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}",  # step id for scancel
             "tasks": len(env["SLURM_GTIDS"].split(",")),  # on this node
         }
-        self._outputs: dict[int, LineSplitter] = {}  # file descriptors of a rank's output files
-        self._lines = LineSplitter()  # for the console
+        self._output_files: list[tuple[int, RankLines]] = []  # of a rank: standard output, standard error
         self._record = os.path.join(run, "errors", f"rank_{self.rank}.json")
         self._failure: Mapping[str, Any] = {}  # what the rank recorded before it exited
         self._usr2_missed = False  # whether SIGUSR2 arrived before the command had a handler
@@ -116,6 +105,8 @@ class Task(supervisor.Supervisor):
         """A rank writes to files, so that a slow console cannot block the rank. An agent opens files for its ranks."""
         if self.rank is None:
             return super().open_outputs()
+        from distributed.launch.console import RankLines
+
         self._interval = COPY_INTERVAL
         os.makedirs(self.files.output, exist_ok=True)
         paths = [os.path.join(self.files.output, f"{name}.log") for name in ("stdout", "stderr")]
@@ -123,24 +114,26 @@ class Task(supervisor.Supervisor):
         for path in paths:
             file = os.open(path, os.O_RDONLY)
             os.lseek(file, 0, os.SEEK_END)  # skip the output of an earlier attempt
-            self._outputs[file] = LineSplitter()
+            self._output_files.append((file, RankLines()))
         return stdout, stderr
 
     def _copy_output(self) -> None:
         """Copy new output of the rank to the log of its node and to the console."""
+        from distributed.launch.console import with_prefix
+
         self._output_ended = self._no_process_left
         prefix = f"[{self.files.name}:{self.rank}] ".encode()
-        for file, lines in self._outputs.items():
+        for stream, (file, lines) in enumerate(self._output_files, start=1):
             output = b"".join(iter(lambda: os.read(file, supervisor.BLOCK), b""))  # noqa: B023 (called at once)
-            if text := b"".join(prefix + line for line in lines.feed(output, last=self._no_process_left)):
-                self._write_log(text)
-                self._show(text)
+            self._log_and_show(with_prefix(prefix, lines.feed(output, last=self._no_process_left)), stream)
 
-    def _show(self, block: bytes, last: bool = False) -> None:
+    def _show(self, lines: bytes, stream: int) -> None:
+        """Send the lines of rank 0 and of no rank to the launcher."""
         from distributed.launch.console import rank_of
 
-        lines = self._lines.feed(block, last)
-        self._streams[0].put(b"".join(line for line in lines if not rank_of(line.partition(b"] ")[0])))
+        mark = ERROR if stream == 2 else b""
+        shown = [mark + line + b"\n" for line in lines.split(b"\n")[:-1] if not rank_of(line)]
+        self._streams[0].put(b"".join(shown))
 
     def _show_message(self, line: bytes) -> None:
         self._streams[0].put(line)
@@ -242,7 +235,7 @@ class Task(supervisor.Supervisor):
 
     def _check_clock(self) -> None:
         super()._check_clock()
-        if self._outputs and self._can_read():
+        if self._output_files and self._can_read(1):
             self._copy_output()
         if self._usr2_missed and time.monotonic() >= self._repeat_at:
             self._repeat_at = time.monotonic() + REPEAT_INTERVAL

@@ -104,11 +104,15 @@ remote_supervise() { # <node rank> <working directory> <run directory> <master a
 }
 
 
-# Read the exit codes of the nodes from pdsh's standard error; the first failure stops the other nodes. Lines of pdsh
-# about Ctrl-C, which the launcher handles, are dropped.
+# Read the exit codes of the nodes from pdsh's standard error, which also carries that of the nodes; the first failure
+# stops the other nodes. Lines of pdsh about Ctrl-C, which the launcher handles, are dropped.
 read_errors() {
   local line first='' stopping='' pid
   while IFS= read -r line; do
+    if [[ $line != pdsh@* ]]; then # of a node, which may print many; matching them with =~ takes three times as long
+      printf '%s\n' "$line" >&2 || true
+      continue
+    fi
     [[ ! $line =~ ^pdsh@.*(interrupt|\^Z|command in progress) ]] || continue
     printf '%s\n' "$line" >&2 || true
     [[ $line =~ ^pdsh@[^:]*:\ ([^:]+):\ ssh\ exited\ with\ exit\ code\ ([0-9]+)$ ]] || continue

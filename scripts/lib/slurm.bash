@@ -260,6 +260,6 @@ run_step() { # <node:tasks,...> <command...>
   unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # arguments of srun replace them
   # srun passes the environment to the tasks.
   (exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \
-    "$PYTHON" -I -S "$KIT/scripts/lib/step.py" "$RUN" "$@") || status=$?
+    "$PYTHON" -I -S "$KIT/scripts/lib/step.py" "$RUN" "$TERMINALS" "$@") || status=$?
   return $((status == 255 ? EXIT_UNFIT : status)) # 255 means a lost connection in watch.bash
 }

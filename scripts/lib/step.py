@@ -1,6 +1,6 @@
 """Run srun and watch its tasks; see distributed/slurm/srun.py.
 
-Usage: python -I -S step.py RUN NODE:TASKS,... SRUN [ARGUMENT...]
+Usage: python -I -S step.py RUN TERMINALS NODE:TASKS,... SRUN [ARGUMENT...]
 
 srun is started first: while SLURM starts its tasks, the module that watches them is imported.
 """
@@ -13,7 +13,7 @@ import sys
 sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
 
 
-def main(run: str, nodes: str, *srun: str) -> int:
+def main(run: str, terminals: str, nodes: str, *srun: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # requests arrive on standard input
     started = subprocess.Popen(
@@ -28,7 +28,7 @@ def main(run: str, nodes: str, *srun: str) -> int:
 
     from distributed.slurm.srun import watch
 
-    return watch(run, nodes, started)
+    return watch(run, terminals, nodes, started)
 
 
 if __name__ == "__main__":

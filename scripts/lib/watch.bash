@@ -21,6 +21,7 @@ declare -A DEAD=()              # clients that have exited and whose exit code w
 declare -A UNSTARTED=()         # nodes on which the supervisor could not be started -> exit code
 declare -A SUPERVISED=()        # nodes started by start_node, which have a client of their own
 SWEEPS=()                       # processes that end the remaining processes on lost nodes
+TERMINALS=''                    # streams that are terminals, set by begin_run: 1, 2 or, if both are the same, 12
 EVENTS=''                       # file descriptor of a pipe, opened for both directions: writers never block
 BATCH_JOB=0                     # 1: the launcher is a batch script of SLURM
 CODE=0                          # exit code of the run, set by report_verdict
@@ -46,10 +47,20 @@ STOP_TIMEOUT=10                 # seconds between stop request and SIGKILL when 
 # Call it after open_run, before the first node is started.
 begin_run() {
   [[ ! -e $RUN/metrics.jsonl ]] || LAST_STEP=$(kit_python metrics "$RUN/metrics.jsonl")
+  find_terminals
   exec {EVENTS}<> <(:)
   # distributed/agent/attempt.py passes these to the ranks. A requeued job continues to count.
   ENVIRONMENT+=("TORCHELASTIC_MAX_RESTARTS=$MAX_RESTARTS" "TORCHELASTIC_RESTART_COUNT=$ATTEMPT")
   watch_signals
+}
+
+
+# Set TERMINALS.
+find_terminals() {
+  TERMINALS=''
+  [[ ! -t 1 ]] || TERMINALS+=1
+  [[ ! -t 2 ]] || TERMINALS+=2
+  [[ $TERMINALS != 12 || /dev/fd/1 -ef /dev/fd/2 ]] || TERMINALS=''
 }
 
 
@@ -65,13 +76,11 @@ set_supervisor() {
 
 
 start_node() { # <function that runs a command on a node> <node> <command...>
-  local terminal=()
-  [[ ! -t 1 || ! -t 2 ]] || terminal=(--terminal)
   set_supervisor
   REACHED_BY[$2]=$1
   start_client "$2" "$1" "$2" "${SUPERVISOR[@]}" run --dir "$RUN" --name "$2" --grace "$GRACE" --environment - \
-    "${terminal[@]}" ${HEARTBEAT_TIMEOUT:+--heartbeat-timeout "$HEARTBEAT_TIMEOUT"} --source "$(node_env)" \
-    --sample-usage -- "${@:3}"
+    ${TERMINALS:+--terminals "$TERMINALS"} ${HEARTBEAT_TIMEOUT:+--heartbeat-timeout "$HEARTBEAT_TIMEOUT"} \
+    --source "$(node_env)" --sample-usage -- "${@:3}"
   SUPERVISED[$2]=1
   { environment_block >&"${CONTROL[$2]}"; } 2>/dev/null || true # it may have exited
 }

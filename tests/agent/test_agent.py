@@ -23,6 +23,7 @@ import zipapp
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
@@ -581,7 +582,7 @@ def test_a_rank_that_exits_with_0_by_exit_or_exec_is_a_success() -> None:
 
 
 def test_output_of_a_rank_that_exits_at_once_is_copied(tmp_path: Path) -> None:
-    output, shown = tmp_path / "stdout.log", io.StringIO()
+    output, shown = tmp_path / "stdout.log", RecordedWrites()
 
     class Finished(threading.Event):
         """During wait() the rank starts, prints and exits."""
@@ -591,19 +592,20 @@ def test_output_of_a_rank_that_exits_at_once_is_copied(tmp_path: Path) -> None:
             self.set()
             return True
 
-    follow("[n1:0] ", str(output), shown, Finished(), 0.1)
-    assert shown.getvalue() == "[n1:0] last line\n"
+    follow("[n1:0] ", str(output), shown.stream, Finished(), 0.1)
+    assert shown.getvalue() == b"[n1:0] last line\n"
 
 
-class RecordedWrites(io.StringIO):
-    """Records the sizes of writes."""
+class RecordedWrites(io.BytesIO):
+    """Records the sizes of writes to `stream`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
+        self.stream: Any = SimpleNamespace(buffer=self)
 
-    def write(self, text: str) -> int:
-        self.sizes.append(len(text.encode()))
+    def write(self, text: Any) -> int:
+        self.sizes.append(len(text))
         return super().write(text)
 
 
@@ -612,7 +614,7 @@ def followed(output: bytes, *options: Any) -> RecordedWrites:
     Path("stdout.log").write_bytes(output)
     shown, finished = RecordedWrites(), threading.Event()
     finished.set()
-    follow("[n1:0] ", "stdout.log", shown, finished, 0.1, *options)
+    follow("[n1:0] ", "stdout.log", shown.stream, finished, 0.1, *options)
     return shown
 
 
@@ -620,7 +622,7 @@ def test_many_lines_are_copied_in_few_atomic_writes() -> None:
     """Beyond PIPE_BUF bytes, a pipe may interleave lines of another rank."""
     lines = [f"größe {number}" for number in range(10_000)]
     shown = followed("\n".join(lines).encode())
-    assert shown.getvalue() == "".join(f"[n1:0] {line}\n" for line in lines)
+    assert shown.getvalue().decode() == "".join(f"[n1:0] {line}\n" for line in lines)
     assert max(shown.sizes) <= select.PIPE_BUF
     assert len(shown.sizes) < 100
 
@@ -629,25 +631,40 @@ def test_many_lines_are_copied_in_few_atomic_writes() -> None:
     ("output", "lines"),
     [
         (b"", []),
-        (b"\n\n", ["", ""]),
-        (b"one\r\ntwo", ["one", "two"]),
-        (b"\r 10%\r 20%\ndone\r", [" 10%\r", " 20%", "done"]),
-        (b"caf\xe9", ["caf\ufffd"]),
-        (b"form\x0cfeed \xe2\x80\xa8", ["form\x0cfeed \u2028"]),
-        (b"x" * 10_000 + b"\ny", ["x" * 10_000, "y"]),
+        (b"\r 10%\r 20%\ndone\r", [b" 10%\r", b" 20%", b"done"]),
+        (b"caf\xe9 \0", [b"caf\xe9 \0"]),
+        (b"x" * 10_000 + b"\ny", [b"x" * 10_000, b"y"]),
     ],
 )
-def test_lines_are_copied_as_by_torchrun_and_progress_updates_end_with_cr_lf(output: bytes, lines: list[str]) -> None:
-    assert followed(output).getvalue() == "".join(f"[n1:0] {line}\n" for line in lines)
+def test_the_bytes_of_all_lines_are_copied_and_progress_updates_end_with_cr_lf(
+    output: bytes, lines: list[bytes]
+) -> None:
+    assert followed(output).getvalue() == b"".join(b"[n1:0] " + line + b"\n" for line in lines)
 
 
 def test_output_may_be_split_at_any_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distributed.agent.agent.BLOCK", 1)
-    assert followed("ö\r\n\rz\n".encode()).getvalue() == "[n1:0] ö\n[n1:0] z\n"
+    assert followed("ö\r\n\rz\n".encode()).getvalue().decode() == "[n1:0] ö\n[n1:0] z\n"
 
 
 def test_torchruns_option_duplicate_stdout_filters_works() -> None:
-    assert followed(b"apple\npear\n", lambda line: "apple" in line).getvalue() == "[n1:0] apple\n"
+    assert followed(b"apple\npear\n", lambda line: "apple" in line).getvalue() == b"[n1:0] apple\n"
+
+
+def test_an_update_of_a_progress_bar_is_copied_while_the_rank_prepares_the_next_one() -> None:
+    shown, finished = RecordedWrites(), threading.Event()
+    Path("stderr.log").write_bytes(b"\r10%")
+    thread = threading.Thread(target=follow, args=("[n1:0] ", "stderr.log", shown.stream, finished, 0.01))
+    thread.start()
+    end = time.monotonic() + TIMEOUT
+    while b"10%" not in shown.getvalue() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert shown.getvalue() == b"[n1:0] 10%\r\n"
+    with open("stderr.log", "ab") as output:
+        output.write(b"\n")
+    finished.set()
+    thread.join()
+    assert shown.getvalue() == b"[n1:0] 10%\r\n[n1:0] 10%\n"
 
 
 def pid_of(rank: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
+import select
 import signal
 import struct
 import subprocess
@@ -21,13 +21,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from distributed.files import read_json
 from distributed.host import process_scan
 from distributed.launch import supervisor
-from distributed.launch.console import Console
 from distributed.launch.supervisor import Files, SupervisorError, SupervisorOptions, read_block
 
 KIT = Path(__file__).resolve().parents[2]
@@ -192,7 +189,7 @@ def test_unread_heartbeats_prevent_a_timeout(run: SupervisedRun) -> None:
     os.makedirs(run.files.directory)
     os.mkfifo(run.files.log)
     log = os.open(run.files.log, os.O_RDONLY | os.O_NONBLOCK)
-    script = "head -c 300000 /dev/zero; exec sleep 300"
+    script = "yes | head -c 300000; exec sleep 300"
     command = run.command("run", "--heartbeat-timeout", "1", "--", "bash", "-c", script)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
     wait_until(lambda: struct.unpack("i", fcntl.ioctl(log, termios.FIONREAD, bytes(4)))[0] >= 1 << 16)
@@ -283,7 +280,55 @@ def test_the_console_shows_output_of_rank_0_and_of_no_rank(run: SupervisedRun) -
         stderr=subprocess.PIPE,
     )
     assert process.communicate(timeout=TIMEOUT) == (b"loss 1\nno end\n", b"plain\n")
-    assert run.log == "[n1:0] loss 1\n[n1:1] loss 2\n[n1:10] x\nplain\n[n1:0] no end"
+    assert run.log == "[n1:0] loss 1\n[n1:1] loss 2\n[n1:10] x\nplain\n[n1:0] no end\n"
+
+
+MIXED = """
+for i in $(seq 500); do
+  printf '[n1:0] result %s' $i; printf '[n1:0] warning %s' $i >&2; printf '\\n'; printf '\\n' >&2
+done
+echo '[n1:1] other' >&2; printf '[n1:0] traceback' >&2
+"""
+
+
+def test_standard_error_of_rank_0_stays_standard_error_and_the_log_has_whole_lines_of_both(run: SupervisedRun) -> None:
+    process = run.start(MIXED, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output, errors = process.communicate(timeout=TIMEOUT)
+    assert output.decode() == "".join(f"result {i}\n" for i in range(1, 501))
+    assert errors.decode() == "".join(f"warning {i}\n" for i in range(1, 501)) + "traceback\n"
+    for stream, last in (("result", 500), ("warning", 500)):
+        lines = [line for line in run.log.splitlines() if stream in line]
+        assert lines == [f"[n1:0] {stream} {i}" for i in range(1, last + 1)]
+    assert run.log.count("\n") == 1002
+    assert run.log.splitlines()[-1] == "[n1:0] traceback"
+
+
+def test_a_blocked_standard_output_delays_no_message_on_standard_error(run: SupervisedRun, tmp_path: Path) -> None:
+    """For example in `launcher | less`, when a rank fails."""
+    source, target = os.pipe()
+    script = f"yes '[n1:0] line' & echo ready >&2; until [[ -e '{tmp_path}/go' ]]; do sleep 0.1; done; echo failed >&2"
+    process = run.start(f"{script}; sleep 300", stdout=target, stderr=subprocess.PIPE)
+    assert process.stderr
+    assert process.stderr.readline() == b"ready\n"
+    wait_until(lambda: os.path.getsize(run.files.log) > supervisor.BACKLOG)
+    (tmp_path / "go").touch()
+    assert select.select([process.stderr], [], [], TIMEOUT)[0]
+    assert process.stderr.readline() == b"failed\n"
+    run.control.write(b"kill\n")
+    wait_until(lambda: run.code is not None)
+    run.control.write(b"kill\n")
+    assert process.wait(TIMEOUT) == 137
+    process.stderr.close()
+    os.close(source)
+    os.close(target)
+
+
+def test_without_a_console_the_log_has_the_bytes_of_both_streams_in_their_order_at_once(run: SupervisedRun) -> None:
+    script = "for i in $(seq 200); do echo out $i; echo err $i >&2; done; echo ready; printf '\\r10%%'; sleep 300"
+    run.start(script, "--detach")
+    lines = [f"{stream} {i}\n" for i in range(1, 201) for stream in ("out", "err")]
+    wait_until(lambda: "10%" in run.log)
+    assert Path(run.files.log).read_bytes().decode() == "".join(lines) + "ready\n\r10%"
 
 
 # ---------------------------------------------------------------- environment
@@ -502,77 +547,9 @@ def test_sweep_continues_a_supervisor_stopped_by_sigstop(run: SupervisedRun) -> 
 
 # ---------------------------------------------------------------- without processes
 
-TEXT = st.lists(
-    st.sampled_from(
-        [b"[n1:0] a] b\n", b"[n1:1] a\n", b"[n2:0] \n", b"[n1:0]\n", b"[n1:0", b"\n", b"x: [n1:0] y\n", b"] "]
-    )
-)
-
-
-@given(TEXT, st.integers(1, 9))
-def test_the_console_does_not_depend_on_how_output_is_split(lines: list[bytes], size: int) -> None:
-    output = b"".join(lines)
-    expected = Console().feed(output, last=True)
-    console = Console()
-    shown = [console.feed(output[start : start + size]) for start in range(0, len(output), size)]
-    shown.append(console.feed(b"", last=True))
-    assert tuple(b"".join(texts) for texts in zip(*shown, strict=True)) == expected
-
-
-@pytest.mark.parametrize(
-    ("line", "shown", "plain"),
-    [
-        (b"[n1:0] a] b\n", b"a] b\n", b""),
-        (b"[n1:0] \n", b"\n", b""),
-        (b"[n1:12] a\n", b"", b""),
-        (b"[n1:0]\n", b"", b"[n1:0]\n"),
-        (b"[n1:x] a\n", b"", b"[n1:x] a\n"),
-        (b"a [n1:0] b\n", b"", b"a [n1:0] b\n"),
-    ],
-)
-def test_lines_of_rank_0_of_other_ranks_and_of_no_rank_are_distinguished(
-    line: bytes, shown: bytes, plain: bytes
-) -> None:
-    assert Console().feed(line) == (shown, plain)
-    assert Console().feed(b"[n1:0] \n[n1:12] \n" + line) == (b"\n" + shown, plain)
-
-
 BAR = (
     b"[n1:0]  10%\r\n[n1:1] other\n[n1:0]  20%\r\n[n1:0] 100%\n[n1:0] loss 2\n[n1:0]  30%\r\nnode line\n[n1:0] 40%\r\n"
 )
-
-
-def on_a_terminal(output: bytes) -> list[str]:
-    """The final lines on a terminal."""
-    console, screen, column = Console(terminal=True), [""], 0
-    for line in output.splitlines(keepends=True):
-        for part in re.findall(rb"\r|\n|\x1b\[[?0-9]*[a-zA-Z]|[^\r\n\x1b]+", b"".join(console.feed(line))):
-            if part == b"\n":
-                screen.append("")
-            elif part == b"\r":
-                column = 0
-            elif part == b"\x1b[K":
-                screen[-1] = screen[-1][:column]
-            elif not part.startswith(b"\x1b"):
-                screen[-1] += part.decode()
-    assert console.feed(b"", last=True)[0] == (b"\n" if output.endswith(b"\r\n") else b"")
-    return screen
-
-
-def test_a_progress_bar_of_rank_0_stays_on_one_line_of_a_terminal() -> None:
-    assert on_a_terminal(BAR) == ["100%", "loss 2", "node line", "40%"]
-
-
-def test_a_message_of_the_supervisor_replaces_a_progress_bar() -> None:
-    console = Console(terminal=True)
-    assert console.message(b"stopping\n") == b"stopping\n"
-    console.feed(b"[n1:0]  10%\r\n[n1:0]  20")
-    assert console.message(b"stopping\n") == b"\r\x1b[Kstopping\n"
-    assert console.feed(b"%\n")[0] == b" 20%\n", "the bar was cleared, and the partial line is completed"
-
-
-def test_without_a_terminal_each_update_of_a_progress_bar_is_a_line() -> None:
-    assert Console().feed(BAR) == (b" 10%\n 20%\n100%\nloss 2\n 30%\n40%\n", b"node line\n")
 
 
 def test_the_log_has_no_overwritten_updates_of_a_progress_bar(run: SupervisedRun) -> None:

@@ -28,7 +28,7 @@ from distributed.host import process_scan
 from distributed.runs import verdict
 from distributed.slurm import srun
 from distributed.slurm.srun import ReportParser, StepNode
-from distributed.slurm.task import REPORT, TaskFiles, agent_options
+from distributed.slurm.task import ERROR, REPORT, TaskFiles, agent_options
 
 KIT = Path(__file__).resolve().parents[2]
 
@@ -77,7 +77,7 @@ def fake_srun(*command: str) -> subprocess.Popen[bytes]:
 
 def run_step(run: Path, *command: str) -> int:
     """Watch a step of one task with this command in place of srun. Returns the exit code of the step."""
-    return srun.watch(str(run), "n1:1", fake_srun(*command))
+    return srun.watch(str(run), "", "n1:1", fake_srun(*command))
 
 
 def test_the_message_of_an_srun_that_starts_no_task_is_reported(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +111,7 @@ def test_a_task_that_exited_with_0_during_a_collective_is_the_cause_in_the_verdi
         {"node": f"n{2 - k}", "tasks": 1, "end": {"pid": 1, "time": 1.0 + k, **end}} for k, end in enumerate(ends)
     ]
     output = "".join(f"{REPORT.decode()}{json.dumps(report)}\n" for report in reports)
-    assert srun.watch(str(run), "n1:1,n2:1", fake_srun("printf", "%s", output)) == 1
+    assert srun.watch(str(run), "", "n1:1,n2:1", fake_srun("printf", "%s", output)) == 1
     assert verdict.decide(run, 1).cause == "rank 1 on n2 ended with exit code 0 while rank 0 on n1 was in a collective"
 
 
@@ -251,6 +251,45 @@ def test_the_console_shows_rank_0_and_the_log_has_all_ranks(run: Path, start: St
         assert task.close() == 5
     assert (run / "node_n2.log").read_text() == "".join(f"[n2:{n}] rank {n}\n[n2:{n}] last\n" for n in (0, 3))
     assert (run / "ranks/n2/slurm/attempt_0/1/stdout.log").read_text() == "rank 3\nlast"
+
+
+BAR = r"""
+print("result", flush=True)
+print("warning", file=sys.stderr, flush=True)
+for step in 1, 2:
+    sys.stderr.write(f"\rstep {step}")
+    sys.stderr.flush()
+    while not os.path.exists(f"shown {step}"):
+        time.sleep(0.01)
+sys.stderr.write("\n")
+"""
+
+
+def test_lines_of_standard_error_are_marked_and_updates_of_a_progress_bar_are_sent_at_once(
+    run: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run)
+    task = start(BAR, rank=0)
+    for step in (1, 2):
+        task.read_until(lambda: b"step %d\r\n" % step in task.output)  # noqa: B023 (called before the next one)
+        Path(f"shown {step}").touch()
+    task.end()
+    assert task.close() == 0
+    errors = [line[1:] for line in task.output.split(b"\n") if line.startswith(ERROR)]
+    assert errors == [b"[n2:0] warning", b"[n2:0] step 1\r", b"[n2:0] step 2\r", b"[n2:0] step 2"]
+    assert [line for line in task.output.split(b"\n")[:-1] if not line.startswith(ERROR)] == [b"[n2:0] result"]
+    assert (run / "node_n2.log").read_text() == "[n2:0] result\n[n2:0] warning\n[n2:0] step 2\n"
+
+
+def test_the_launcher_shows_marked_lines_on_standard_error(
+    run: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    error = ERROR.decode()
+    output = f"[n1:0] a\n{error}[n1:0] b\n[n1:0] {error}c{END}\n{error}[n1:1] d\nagent\n{error}[n1:0] 1%\r\n[n1:0] e"
+    assert run_step(run, "printf", "%s", output) == 0
+    captured = capfdbinary.readouterr()
+    assert captured.out.decode() == f"a\n{error}c\ne\n"
+    assert captured.err.decode() == "b\nagent\n1%\n"
 
 
 def test_the_console_hides_other_ranks_of_an_agent_and_the_log_has_all(run: Path, start: Start) -> None:

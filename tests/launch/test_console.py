@@ -1,0 +1,195 @@
+"""The console shows whole lines of rank 0, each on the stream where the rank printed it, and a progress bar live."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distributed.launch.console import (
+    ERRORS,
+    OUTPUT,
+    Console,
+    Lines,
+    RankLines,
+    rank_of,
+    with_prefix,
+    without_updates,
+)
+
+# ---------------------------------------------------------------- lines
+
+
+def fed(lines: Lines, output: bytes, size: int) -> bytes:
+    """The lines of output that arrives in parts of `size` bytes."""
+    parts = [lines.feed(output[start : start + size]) for start in range(0, len(output), size)]
+    assert all(part.endswith(b"\n") for part in parts if part)
+    return b"".join([*parts, lines.feed(b"", last=True)])
+
+
+PIECES = st.lists(st.sampled_from([b"a", b"\n", b"\r", b"\r\n", b"\0", b"\xff", b"\b", b"\x1b[A", b"\x0b\x0c\x1c\x85"]))
+
+
+@given(PIECES, st.integers(1, 9))
+def test_lines_are_complete_and_lose_nothing_however_the_output_is_split(pieces: list[bytes], size: int) -> None:
+    output = b"".join(pieces)
+    assert fed(Lines(), output, size) == output + (b"\n" if output and not output.endswith(b"\n") else b"")
+    assert fed(RankLines(), output, size) == RankLines().feed(output, last=True)
+
+
+@given(PIECES, st.integers(1, 9))
+def test_lines_that_are_no_updates_do_not_depend_on_pauses_of_the_rank(pieces: list[bytes], size: int) -> None:
+    output, lines, shown = b"".join(pieces), RankLines(), b""
+    for start in range(0, len(output), size):
+        shown += lines.feed(output[start : start + size]) + lines.feed(b"")
+    shown += lines.feed(b"", last=True)
+    texts = [with_prefix(b"[n1:0] ", text) for text in (shown, RankLines().feed(output, last=True))]
+    assert without_updates(texts[0]) == without_updates(texts[1])
+
+
+@pytest.mark.parametrize(
+    ("output", "lines"),
+    [
+        (b"", b""),
+        (b"\n\n", b"\n\n"),
+        (b"one\r\ntwo", b"one\ntwo\n"),
+        (b"\r 10%\r 20%\ndone\r", b" 10%\r\n 20%\ndone\n"),
+        (b"10%\r20%\r\nnext", b"10%\r\n20%\nnext\n"),
+        (b"\r\r\r", b""),
+        (b"\0\x1e\xff\0", b"\0\x1e\xff\0\n"),
+        (b"form\x0cfeed \xe2\x80\xa8", b"form\x0cfeed \xe2\x80\xa8\n"),
+        (b"bar 1\n\rbar 2\x1b[A\r", b"bar 1\nbar 2\x1b[A\n"),
+    ],
+)
+def test_an_update_ends_with_cr_lf_and_any_other_line_with_lf(output: bytes, lines: bytes) -> None:
+    assert RankLines().feed(output, last=True) == lines
+
+
+@pytest.mark.parametrize("bar", [b"\r10%|\r20%|\r30%|\n", b"10%\r|20%\r|30%\r|\n"], ids=["CR first", "CR last"])
+def test_an_update_is_shown_before_the_next_one_is_written(bar: bytes) -> None:
+    """For example of a bar with a minute between its updates."""
+    lines = RankLines()
+    shown = []
+    for written in bar.split(b"|"):
+        shown += [lines.feed(written), lines.feed(b""), lines.feed(b"")]
+    assert [text for text in shown if text] == [b"10%\r\n", b"20%\r\n", b"30%\r\n", b"30%\n"]
+    assert lines.feed(b"", last=True) == b""
+
+
+def test_the_last_update_of_a_rank_that_was_killed_becomes_a_line() -> None:
+    lines = RankLines()
+    assert lines.feed(b"\r10%") + lines.feed(b"") + lines.feed(b"", last=True) == b"10%\r\n10%\n"
+    assert without_updates(b"[n1:0] 10%\r\n[n1:0] 10%\n") == b"[n1:0] 10%\n"
+
+
+def test_an_incomplete_line_that_is_no_update_is_held_back() -> None:
+    """Part of a result, which another program may read."""
+    lines = RankLines()
+    assert lines.feed(b'10%\r20%\n{"loss": ') == b"10%\r\n20%\n"
+    assert lines.feed(b"") == b""
+    assert lines.feed(b"2.5}\n") == b'{"loss": 2.5}\n'
+
+
+def test_a_line_of_many_megabytes_is_collected_in_linear_time() -> None:
+    """With quadratic time this takes minutes."""
+    for lines in (Lines(), RankLines()):
+        block = b"x" * 4096
+        for _ in range(16384):
+            assert lines.feed(block) == b""
+        assert len(lines.feed(b"\n")) == 16384 * 4096 + 1
+
+
+def test_every_line_gets_the_prefix() -> None:
+    assert with_prefix(b"[n1:0] ", b"") == b""
+    assert with_prefix(b"[n1:0] ", b"\na\r\nb\n") == b"[n1:0] \n[n1:0] a\r\n[n1:0] b\n"
+
+
+# ---------------------------------------------------------------- console
+
+
+@pytest.mark.parametrize(
+    ("line", "rank", "shown", "plain"),
+    [
+        (b"[n1:0] a] b\n", 0, b"a] b\n", b""),
+        (b"[n1:0] \n", 0, b"\n", b""),
+        (b"[n1:12] a\n", 12, b"", b""),
+        (b"[n1:0]\n", None, b"", b"[n1:0]\n"),
+        (b"[n1:x] a\n", None, b"", b"[n1:x] a\n"),
+        (b"a [n1:0] b\n", None, b"", b"a [n1:0] b\n"),
+    ],
+)
+def test_lines_of_rank_0_of_other_ranks_and_of_no_rank_are_distinguished(
+    line: bytes, rank: int | None, shown: bytes, plain: bytes
+) -> None:
+    assert rank_of(line) == rank
+    assert Console().feed(line, OUTPUT) == (shown, plain)
+    assert Console().feed(b"[n1:0] \n[n1:12] \n" + line, OUTPUT) == (b"\n" + shown, plain)
+
+
+def test_rank_0_keeps_its_streams_and_lines_of_no_rank_are_for_standard_error() -> None:
+    lines = b"[n1:0] a\nnode\n[n1:1] b\n[n1:0] c\n"
+    assert Console().feed(lines, OUTPUT) == (b"a\nc\n", b"node\n")
+    assert Console().feed(lines, ERRORS) == (b"", b"a\nnode\nc\n")
+
+
+BAR = (
+    b"[n1:0]  10%\r\n[n1:1] other\n[n1:0]  20%\r\n[n1:0] 100%\n[n1:0] loss 2\n[n1:0]  30%\r\nnode line\n[n1:0] 40%\r\n"
+)
+
+
+def screen_of(text: bytes) -> list[str]:
+    """The lines on a terminal after this text."""
+    screen, column = [""], 0
+    for part in re.findall(rb"\r|\n|\x1b\[[?0-9]*[a-zA-Z]|[^\r\n\x1b]+", text):
+        if part == b"\n":
+            screen.append("")
+        elif part == b"\r":
+            column = 0
+        elif part == b"\x1b[K":
+            screen[-1] = screen[-1][:column]
+        elif not part.startswith(b"\x1b"):
+            screen[-1] += part.decode()
+    return screen
+
+
+@pytest.mark.parametrize(
+    ("terminals", "stream", "screen", "other"),
+    [
+        ("12", OUTPUT, ["100%", "loss 2", "node line", "40%", ""], b""),
+        ("12", ERRORS, ["100%", "loss 2", "node line", "40%", ""], b""),
+        ("1", OUTPUT, ["100%", "loss 2", "40%", ""], b"node line\n"),
+        ("2", ERRORS, ["100%", "loss 2", "node line", "40%", ""], b""),
+        ("2", OUTPUT, ["node line", ""], b" 10%\n 20%\n100%\nloss 2\n 30%\n40%\n"),
+        ("1", ERRORS, [""], b" 10%\n 20%\n100%\nloss 2\n 30%\nnode line\n40%\n"),
+    ],
+)
+def test_a_progress_bar_of_rank_0_stays_on_one_line_of_a_terminal(
+    terminals: str, stream: int, screen: list[str], other: bytes
+) -> None:
+    console = Console(terminals)
+    texts = [console.feed(line, stream) for line in BAR.splitlines(keepends=True)] + [console.end()]
+    output, errors = (b"".join(parts) for parts in zip(*texts, strict=True))
+    shown, rest = (output, errors) if terminals == "1" else (errors, output)
+    assert (screen_of(shown), rest) == (screen, other)
+
+
+def test_a_line_of_standard_output_replaces_a_progress_bar_of_standard_error_on_the_same_terminal() -> None:
+    console = Console("12")
+    texts = [console.feed(b"[n1:0] 10%\r\n", ERRORS), console.feed(b"[n1:0] loss 2\n", OUTPUT)]
+    texts += [console.feed(b"[n1:0] 20%\r\n", ERRORS), console.end()]
+    assert screen_of(b"".join(text for pair in texts for text in pair)) == ["loss 2", "20%", ""]
+
+
+def test_a_message_of_the_supervisor_replaces_a_progress_bar() -> None:
+    console = Console("12")
+    assert console.message(b"stopping\n") == b"stopping\n"
+    console.feed(b"[n1:0]  10%\r\n", OUTPUT)
+    assert console.message(b"stopping\n") == b"\r\x1b[Kstopping\n"
+    assert console.feed(b"[n1:0] 20%\n", OUTPUT)[1] == b"20%\n", "the bar was cleared"
+
+
+def test_without_a_terminal_each_update_of_a_progress_bar_is_a_line() -> None:
+    assert Console().feed(BAR, OUTPUT) == (b" 10%\n 20%\n100%\nloss 2\n 30%\n40%\n", b"node line\n")
+    assert Console().end() == (b"", b"")
