@@ -25,12 +25,12 @@ RANK_PYTHON=''
 
 
 # Whether this is the shell of salloc or a batch script. Exits in a task of srun.
-in_allocation() { # [command that uses the node of a task]
+in_allocation() { # <command that uses the node of a task>
   [[ ${SLURM_JOB_ID-} ]] || return 1
   [[ ! ${SLURM_STEP_ID-} ]] || ((SLURM_STEP_ID > 4294967000)) ||
     die_usage "this is task ${SLURM_PROCID-} of a job step:" \
       "call it from the salloc shell or the batch script, not through srun;" \
-      "for this node alone: ${1:-scripts/ssh/launch_singlenode.sh CONFIG NPROC}"
+      "for this node alone: $1"
 }
 
 
