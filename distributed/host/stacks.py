@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distributed.host import process_scan
 
@@ -33,6 +33,7 @@ class Frame:
     file: str
     line: int
     function: str
+    code: str = ""  # the source line; read for the innermost frame only, as a call into C has no frame of its own
 
 
 def register(directory: str) -> None:
@@ -105,6 +106,16 @@ def script_frames(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """The frames of the script: those before the frames of distributed.agent.worker, which calls it."""
     worker = [index for index, frame in enumerate(frames) if frame.file.endswith("distributed/agent/worker.py")]
     return tuple(frames[: worker[0]] if worker else frames)
+
+
+def with_code(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """The frames, with the source line of the innermost one if this machine has the file."""
+    import linecache  # not at the top: this module is imported in every rank
+
+    if not frames:
+        return ()
+    code = linecache.getline(frames[0].file, frames[0].line).strip()
+    return (replace(frames[0], code=code), *frames[1:])
 
 
 def format_traceback(frames: Sequence[Frame]) -> str:

@@ -1,7 +1,8 @@
 """Find out from the status of a run's ranks whether the run hangs, and which rank the others wait for.
 
 "looks hung" is printed with the evidence: a stopped rank; a rank that is not in a collective while others are; or idle
-ranks. Only stacks show which ranks are in a collective; without stacks, the text names all possibilities.
+ranks. Only stacks show which ranks are in a collective; without stacks, the text names all possibilities. Under NCCL,
+a stack shows that a rank waits for its GPU, but not whether the GPU computes or is in a collective.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ SHOWN = 4  # ranks listed in a text
 
 # Modules in which PyTorch waits for other ranks. Modules of subpackages, such as checkpoint and tensor, do not wait.
 COLLECTIVE = re.compile(r".*/torch/(distributed/[^/]+|nn/parallel/distributed)\.py")
+# With CUDA, a collective only enqueues a kernel. The rank waits later, at a line that needs the result: a call into C.
+SYNCHRONIZES = re.compile(r"\.(item|cpu|tolist|numpy)\(|synchronize\(")
+MAY_SYNCHRONIZE = re.compile(r"\.(to|nonzero|equal|copy_)\(|\b(float|int|bool)\(")
 BACKWARD = "_engine_run_backward"  # in this function, DDP waits for other ranks, in C++
 
 
@@ -61,6 +65,20 @@ class Activity:
     @property
     def in_collective(self) -> bool:
         return bool(self.frames and COLLECTIVE.fullmatch(self.frames[0].file))
+
+    @property
+    def waits_for_gpu(self) -> bool:
+        """Whether the rank waits until its GPU has finished: a computation, or a collective of NCCL."""
+        if not self.frames or self.in_collective:
+            return False
+        innermost = self.frames[0]
+        if SYNCHRONIZES.search(innermost.code) or (innermost.function == "synchronize" and "/torch/" in innermost.file):
+            return self.gpu_busy or (self.gpu is None and self.idle)  # in a container, the GPU of a rank may be unknown
+        return self.gpu_busy and bool(MAY_SYNCHRONIZE.search(innermost.code))
+
+    @property
+    def waits(self) -> bool:
+        return self.in_collective or self.waits_for_gpu
 
     @property
     def user_frame(self) -> Frame:
@@ -134,6 +152,8 @@ def find_stall(ranks: Sequence[Activity], seconds: float, exited: Sequence[str] 
     used = "CPU or GPU" if any(rank.gpu is not None for rank in ranks) else "CPU"
     on_disk = [rank for rank in ranks if rank.state == "D"]  # cannot even be killed
     disk = f"; {_names(on_disk)} waiting for a disk or a network file system (state D)" if on_disk else ""
+    if stall := _find_by_gpus(ranks, timeout, exited):
+        return replace(stall, text=stall.text + disk)
     if stall := _find_by_stacks(ranks, exited):
         return replace(stall, text=stall.text + disk, timeout=timeout)
     if all_idle:
@@ -150,11 +170,31 @@ def find_stall(ranks: Sequence[Activity], seconds: float, exited: Sequence[str] 
     return Stall(f"without stacks it is not known which rank waits for which: {cpu}{_locations(ranks)}")
 
 
+def _find_by_gpus(ranks: Sequence[Activity], timeout: float, exited: Sequence[str]) -> Stall | None:
+    """Ranks that wait for a GPU, without any in a function of torch.distributed; None if there are none.
+
+    The GPUs may be in a collective or in a long computation. Only a rank whose GPU is idle is suspected.
+    """
+    if len(ranks) == 1 or any(rank.in_collective for rank in ranks) or not any(rank.waits for rank in ranks):
+        return None
+    if suspects := [rank for rank in ranks if rank.frames and not rank.waits and not rank.gpu_busy]:
+        use, them = ("uses", "it") if len(suspects) == 1 else ("use", "them")
+        gpus = f"wait for their GPUs, which may be in a computation or in a collective with {them}"
+        text = f"{_names(suspects)} not in a collective and {use} no GPU, others {gpus}"
+        return Stall(text + _locations(suspects), tuple(suspects), timeout)
+    if all(rank.idle for rank in ranks):
+        return None
+    text = "all ranks use their GPUs or wait for them, which may be in a computation or in a collective"
+    if exited:
+        return Stall(f"{_exited(exited)}; {text}{_locations(ranks)}", timeout=timeout)
+    return Stall(text + _locations(ranks))
+
+
 def _find_by_stacks(ranks: Sequence[Activity], exited: Sequence[str]) -> Stall | None:
     """Ranks in a collective wait for the ranks that are not. None if no stack shows a collective."""
-    waiting = [rank for rank in ranks if rank.in_collective]
-    others = [rank for rank in ranks if not rank.in_collective]
-    if not waiting:
+    waiting = [rank for rank in ranks if rank.waits]
+    others = [rank for rank in ranks if not rank.waits]
+    if not any(rank.in_collective for rank in ranks):
         return None
     # In the backward pass, or if the GPU is busy, the stack does not show whether a rank waits or computes.
     backward = [rank for rank in others if rank.frames and rank.frames[0].function == BACKWARD and rank.idle]
@@ -164,6 +204,9 @@ def _find_by_stacks(ranks: Sequence[Activity], exited: Sequence[str]) -> Stall |
         text = f"{_names(suspects)} not known to be in a collective (no stack)"
     elif suspects := [rank for rank in others if rank.gpu_busy]:
         text = f"{_names(suspects)} using the GPU, in a computation or in a collective"
+    elif any(rank.waits_for_gpu for rank in ranks):
+        text = "all ranks wait, some in a collective, others for their GPUs, which may be in a computation"
+        return Stall(text + _locations(ranks))
     else:  # all others are idle in the backward pass, so they also wait
         return Stall(_all_wait(ranks, exited), permanent=True)
     if len(waiting) + len(suspects) < len(ranks):

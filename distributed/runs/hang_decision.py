@@ -141,7 +141,8 @@ def hang_record(observed: Observation, silent: float, stall: Stall, option: str)
     def where(rank: Activity) -> str:
         if not rank.frames:
             return f"used {rank.cpu:.0%} CPU"
-        return f"{'waited in a collective' if rank.in_collective else 'was'} at {rank.line}"
+        how = "waited in a collective" if rank.in_collective else "waited for its GPU" if rank.waits_for_gpu else "was"
+        return f"{how} at {rank.line}"
 
     suspect = stall.suspects[0] if stall.suspects else None
     return {

@@ -27,7 +27,7 @@ from typing import Any
 from distributed.host import process_scan
 from distributed.host.gpus import count, mebibytes, query, table
 from distributed.host.replies import format_reply
-from distributed.host.stacks import Frame, script_frames, stack_of
+from distributed.host.stacks import Frame, script_frames, stack_of, with_code
 from distributed.host.system import PROC, read, run_program
 
 TAIL = 8192  # bytes at the end of a rank's output in which to find the last line
@@ -229,13 +229,13 @@ def read_stacks(process: RunProcess, output: str) -> tuple[str, tuple[Frame, ...
         command += ["--nonblocking"] * stopped  # py-spy must not stop a stopped process again
         reply = run_program(command, STACK_TIMEOUT)
         if reply.code == 0 and (found := parse_py_spy(process.pid, reply.out)):
-            return found
+            return found[0], with_code(found[1])
         note = f"py-spy: {' '.join((reply.error or reply.out).split())}"
     else:
         note = f"for the stacks of all threads: '{sys.executable}' -m pip install py-spy"
     frames = () if stopped else stack_of(process.pid, output)
     text = "\n".join(["main thread", *map(_render_frame, frames)]) if frames else _kernel_threads(process)
-    return f"{text}\n{note}", frames
+    return f"{text}\n{note}", with_code(frames)
 
 
 def parse_py_spy(pid: int, dump: str) -> tuple[str, tuple[Frame, ...]] | None:

@@ -54,6 +54,21 @@ def test_the_stack_of_a_registered_rank_can_be_read_repeatedly(tmp_path: Path) -
         assert process.poll() is None
 
 
+def test_a_call_into_c_is_shown_by_its_source_line(tmp_path: Path) -> None:
+    """Such a call has no frame of its own: loss.item() is only known by the line of its caller."""
+    lines = ["import time", "def step():", "    print('ready', flush=True)", "    time.sleep(1000)"]
+    (tmp_path / "own.py").write_text("\n".join(lines))
+    with running(REGISTERS + "sys.path.insert(0, sys.argv[1])\nimport own\nown.step()", tmp_path) as process:
+        end, code = time.monotonic() + 30, ""
+        while code != "time.sleep(1000)":  # it may not have returned from print() yet
+            assert time.monotonic() < end, code
+            inner, outer = stacks.with_code(stacks.stack_of(process.pid, str(tmp_path)))
+            code = inner.code
+        assert (inner.function, outer.function, outer.code) == ("step", "<module>", "")
+    assert stacks.with_code(()) == ()
+    assert stacks.with_code([Frame("/no/such/file.py", 3, "f")]) == (Frame("/no/such/file.py", 3, "f"),)
+
+
 def test_a_long_file_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "MAX_FILE_BYTES", 10)
     with running(REGISTERS + "wait()", tmp_path) as process:

@@ -157,6 +157,109 @@ def test_the_others_wait_for_a_rank_that_has_exited() -> None:
     assert find_stall(ranks(SLEEPS), 1.0, ["rank 2 on n3"]).text.endswith("; rank 2 on n3 ended with exit code 0")
 
 
+ITEM = (Frame("/home/ada/train.py", 9, "step", "total += loss.item()"), Frame("/home/ada/train.py", 20, "<module>"))
+LOADS = (Frame("/home/ada/train.py", 5, "load", "record = file.read()"), *ITEM[1:])
+SYNC = (Frame(f"{LIBRARY}torch/cuda/__init__.py", 1085, "synchronize", "return torch._C._cuda_synchronize()"), *ITEM)
+GPU_WAITS, GPU_LOADS = replace(ON_GPU, frames=ITEM), replace(IDLE_GPU, frames=LOADS)
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "gpu", "cpu", "waits"),
+    [
+        ("step", "total += loss.item()", 100, 1.0, True),
+        ("step", "losses.append(loss.detach().cpu())", 100, 0.0, True),
+        ("step", "return logits.tolist()", 100, 0.0, True),
+        ("step", "ids = best.cpu().numpy()", 100, 0.0, True),
+        ("step", "torch.cuda.synchronize()", 100, 0.0, True),
+        ("step", "event.synchronize()", 100, 0.0, True),
+        ("step", "inputs = batch.to(device)", 100, 0.0, True),
+        ("step", "if float(norm) > 1:", 100, 0.0, True),
+        ("step", "total += loss.item()", None, 0.0, True),  # a container in which the GPU of a rank is unknown
+        ("step", "total += loss.item()", None, 1.0, False),
+        ("step", "total += loss.item()", 0, 1.0, False),  # a loop on the CPU: an idle GPU is not waited for
+        ("step", "count = int(connection.recv(4))", None, 0.0, False),
+        ("step", "loss.backward()", 100, 1.0, False),
+        ("step", "", 100, 1.0, False),
+        ("synchronize", "", 100, 0.0, False),  # a function of the user, whose source is unknown
+    ],
+)
+def test_a_rank_that_needs_a_result_of_its_gpu_waits_for_it(
+    function: str, code: str, gpu: int | None, cpu: float, waits: bool
+) -> None:
+    frames = (Frame("/home/ada/train.py", 9, function, code), *ITEM)
+    assert replace(SLEEPS, gpu=gpu, cpu=cpu, frames=frames).waits_for_gpu == waits
+
+
+def test_a_function_of_torch_that_synchronizes_is_known_without_its_source() -> None:
+    assert replace(ON_GPU, frames=(replace(SYNC[0], code=""), *ITEM)).waits_for_gpu
+    assert replace(ON_GPU, frames=SYNC).waits_for_gpu
+
+
+@pytest.mark.parametrize(
+    ("activities", "suspects", "permanent", "hung", "text"),
+    [
+        (
+            [GPU_WAITS, GPU_LOADS, GPU_WAITS],
+            [1],
+            False,
+            True,
+            "rank 1 on n2 is not in a collective and uses no GPU, others wait for their GPUs, which may be in a "
+            "computation or in a collective with it; it is at train.py:5 in load()",
+        ),
+        (
+            [GPU_LOADS, replace(ON_GPU, frames=SYNC), GPU_LOADS],
+            [0, 2],
+            False,
+            True,
+            "rank 0 on n1, rank 2 on n3 are not in a collective and use no GPU, others wait",
+        ),
+        # A healthy waiter is not blamed, and a long computation looks the same.
+        (
+            [GPU_WAITS, GPU_WAITS],
+            [],
+            False,
+            False,
+            "all ranks use their GPUs or wait for them, which may be in a",
+        ),
+        ([GPU_WAITS, ON_GPU_AT_A], [], False, False, "all ranks use their GPUs or wait for them, which may be"),
+        (
+            [replace(WAITS, gpu=100), GPU_WAITS, GPU_LOADS],
+            [2],
+            True,
+            True,
+            "rank 2 on n3 is not in a collective, the others wait for it; it is at train.py:5 in load()",
+        ),
+        (
+            [replace(WAITS, gpu=100), GPU_WAITS],
+            [],
+            False,
+            True,
+            "all ranks wait, some in a collective, others for their",
+        ),
+    ],
+)
+def test_under_nccl_a_rank_that_waits_for_its_gpu_is_not_suspected(
+    activities: list[Activity], suspects: list[int], permanent: bool, hung: bool, text: str
+) -> None:
+    """GPUs are stubs here: only their use is given. Stacks are as faulthandler and py-spy show them."""
+    stall = find_stall(ranks(*activities), 1.0)
+    assert stall.text.startswith(text)
+    assert ([activity.rank for activity in stall.suspects], stall.permanent) == (suspects, permanent)
+    assert diagnose(ranks(*activities), 1.0, 130.0).hung == hung
+
+
+def test_under_nccl_ranks_that_wait_after_another_has_exited_look_hung() -> None:
+    diagnosis = diagnose(ranks(GPU_WAITS, GPU_WAITS), 1.0, 130.0, ["rank 2 on n3"])
+    assert diagnosis.text.startswith(
+        "looks hung: no output for 130 s; rank 2 on n3 ended with exit code 0; all ranks use their GPUs or wait for"
+    )
+
+
+def test_idle_ranks_at_such_a_line_look_hung_as_any_idle_ranks() -> None:
+    idle = replace(SLEEPS, frames=ITEM)
+    assert find_stall(ranks(idle, idle), 1.0).text.startswith("no rank used CPU in 1.0 s; rank 0 on n1 at train.py:9")
+
+
 TRAINER = "/venv/lib/python3.11/site-packages/trainer/"
 
 
