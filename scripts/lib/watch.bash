@@ -25,6 +25,7 @@ EVENTS=''                       # file descriptor of a pipe, opened for both dir
 CODE=0                          # exit code of the run, set by report_verdict
 STATUS=0                        # exit code of the first node that failed
 SIGNAL=''                       # signal that requested a stop
+SIGNAL_TIME=0                   # when, as $SECONDS
 PASSED_SIGNAL=''                # signal that was passed on to the ranks
 NEXT_REQUEST=''                 # what escalate does next: stop, kill or abandon; empty: no stop is in progress
 NEXT_REQUEST_TIME=''            # time of the next request, as $SECONDS
@@ -261,11 +262,13 @@ abandon_nodes() {
 # The first signal sends a stop request to the nodes, the second a kill request.
 handle_signal() { # <signal>
   if [[ $SIGNAL ]]; then
+    # A terminal sends HUP and QUIT to its whole process group, and a script in that group forwards them as well.
+    [[ $1 != @(HUP|QUIT) ]] || ((SECONDS > SIGNAL_TIME + 1)) || return 0
     send_request kill
     schedule_request "$STOP_TIMEOUT" abandon
     return
   fi
-  SIGNAL=$1
+  SIGNAL=$1 SIGNAL_TIME=$SECONDS
   [[ $1 != HUP || -f /dev/stderr ]] || exec >>"$RUN/launcher.log" 2>&1 # the terminal was closed
   [[ $1 == @(INT|TERM) ]] || record_signal "SIG$1"
   record "$1: stopping; up to $GRACE s to write a checkpoint, $1 again to kill at once"
