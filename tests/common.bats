@@ -158,6 +158,23 @@ END
 }
 
 
+@test "run_forwarding_signals forwards every other signal, and is not ended by it" {
+  local name
+  mkfifo "$BATS_TEST_TMPDIR/ready"
+  script <<'END'
+program='trap "echo got; exit 75" "$2"; echo >"$1"; while :; do sleep 0.01; done'
+run_forwarding_signals exec bash -c "$program" - "$@" || echo $?-$INTERRUPTED
+END
+  for name in HUP QUIT USR1 ALRM RTMIN; do
+    env --default-signal=QUIT "$SCRIPT" "$BATS_TEST_TMPDIR/ready" "$name" >"$BATS_TEST_TMPDIR/out" 3>&- &
+    read -r _ <"$BATS_TEST_TMPDIR/ready"
+    kill -s "$name" $!
+    wait $!
+    [ "$(<"$BATS_TEST_TMPDIR/out")" = $'got\n75-' ]
+  done
+}
+
+
 @test "Ctrl-C ends a program that run_forwarding_signals waits for" {
   mkfifo "$BATS_TEST_TMPDIR/ready"
   script <<'END'

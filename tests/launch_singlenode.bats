@@ -290,6 +290,72 @@ END
 
 
 # bats test_tags=slow
+# Write a script that handles SIGUSR1 and SIGTERM, and prints one line for each.
+write_signal_script() {
+  write_script <<'END'
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: print("got USR1", flush=True))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("at work", flush=True)
+while True:
+    time.sleep(0.1)
+END
+}
+
+
+@test "a signal to the launcher, alone or with its group, or to the supervisor reaches the ranks' handlers once" {
+  local agent
+  write_signal_script
+  for agent in fast torchrun; do
+    start --script "my script.py" --agent "$agent" - 1
+    wait_for_line "at work"
+    kill -USR1 "$LAUNCHER"
+    wait_for_line "got USR1"
+    kill -USR1 -- "-$LAUNCHER"
+    timeout 60 bash -c 'until (($(grep -c "got USR1" out) == 2)); do sleep 0.1; done'
+    kill -USR1 "$(pid_of supervisor)"
+    timeout 60 bash -c 'until (($(grep -c "got USR1" out) == 3)); do sleep 0.1; done'
+    kill -TERM "$LAUNCHER"
+    wait_for_exit
+    [[ $status == 75 || $agent == torchrun ]] # torchrun has its own exit code
+    [ "$(grep -c "got USR1" out)" -eq 3 ] || { cat out && false; }
+  done
+}
+
+
+@test "a signal to the launcher or the supervisor for which no rank has a handler stops the ranks with a checkpoint" {
+  local name
+  write_signal_script
+  for name in USR2 ALRM QUIT HUP XCPU ABRT RTMIN+3; do
+    start --script "my script.py" --max-restarts 1 - 1
+    wait_for_line "at work"
+    kill -s "$name" -- "-$LAUNCHER"
+    wait_for_exit
+    [ "$status" -eq 75 ] || { cat out && false; }
+    [[ "$(<logs/latest/verdict.json)" == *"stopped by SIG$name to the launcher, checkpoint written; run "* ]]
+  done
+  for name in USR2 QUIT; do
+    start --script "my script.py" --max-restarts 1 - 1
+    wait_for_line "at work"
+    kill -s "$name" "$(pid_of supervisor)"
+    wait_for_exit
+    [ "$status" -eq 75 ] || { cat out && false; }
+    [[ "$(<out)" == *"verdict: stopped: stopped by SIG$name to the supervisor on "* ]] || { cat out && false; }
+  done
+}
+
+
+@test "a rank that dies of the stop after a signal is not restarted, and the verdict names the signal" {
+  echo 'import time; print("at work", flush=True); time.sleep(300)' >"my script.py"
+  start --script "my script.py" --max-restarts 1 - 1
+  wait_for_line "at work"
+  kill -USR1 "$LAUNCHER"
+  wait_for_exit
+  [ "$status" -eq 143 ]
+  [[ "$(<out)" == *"verdict: stopped: interrupted by SIGUSR1 to the launcher; no rank had failed"* ]]
+}
+
+
 @test "Ctrl-C writes a checkpoint and exits with 75, the same command resumes, and a stop at the end exits with 0" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}

@@ -173,6 +173,83 @@ END
 }
 
 
+# Write a script that counts the signals that it handles, for 20 s.
+write_counting_script() {
+  cat >"my script.py" <<'END'
+import signal, time
+numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGALRM, signal.SIGRTMIN)
+count = dict.fromkeys(numbers, 0)
+for number in numbers:
+    assert signal.getsignal(number) == signal.SIG_DFL  # Lightning installs a handler only then
+    signal.signal(number, lambda number, frame: count.update({number: count[number] + 1}))
+print("at work", flush=True)
+time.sleep(20)
+print("counts", *count.values(), flush=True)
+END
+}
+
+
+@test "every signal of SLURM, to the tasks or to the batch script, reaches a rank's handler once, also with torchrun" {
+  local launcher number
+  write_counting_script
+  for launcher in srun torchrun; do
+    LAUNCHER=$launcher SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh -
+    wait_for_line "logs/slurm-$JOB.out" "at work"
+    for number in USR1 XCPU ALRM; do
+      scancel --signal="$number" "$JOB"
+    done
+    scancel --batch --signal=USR2 "$JOB"
+    scancel --full --signal=34 "$JOB"
+    if [ "$launcher" = srun ]; then # torchrun's agent handles these, and stops its ranks
+      scancel --signal=HUP "$JOB"
+      scancel --signal=QUIT "$JOB"
+    fi
+    wait_for_job_exit "$JOB"
+    [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
+    shows out "counts 1 1 $([ "$launcher" = srun ] && echo 1 1 || echo 0 0) 1 1 1"
+  done
+}
+
+
+@test "a signal of SLURM to the tasks or to the batch script gives a checkpoint and a requeue" {
+  local number=0 options
+  endless_settings >tiny.yaml
+  submit --ntasks-per-node=1 --nodes=1 slurm_train.sh tiny.yaml
+  for options in --signal=USR1 --signal=XCPU "--batch --signal=USR1" "--batch --signal=TERM"; do
+    number=$((number + 1))
+    timeout 120 bash -c 'until "$@"; do sleep 0.1; done' bash is_training "$number" "logs/slurm-$JOB.out"
+    # shellcheck disable=SC2086
+    scancel $options "$JOB"
+    wait_for_requeue "$number" || { tail -n 60 logs/slurm-*.{out,err} && false; }
+  done
+  shows err "verdict: stopped: stopped by SIGUSR1 from SLURM (--signal or scancel), checkpoint written; run "
+  shows err "verdict: stopped: stopped by SIGUSR1 to the launcher, checkpoint written; run "
+}
+
+
+@test "of a signal that no rank handles, no process of Muster dies, and the verdict names the signal" {
+  local launcher
+  printf 'import time\nprint("at work", flush=True)\ntime.sleep(1000)\n' >"my script.py"
+  for launcher in srun torchrun; do
+    LAUNCHER=$launcher SCRIPT="my script.py" submit --no-requeue --ntasks-per-node=1 slurm_train.sh -
+    wait_for_line "logs/slurm-$JOB.out" "at work"
+    scancel --signal=USR1 "$JOB"
+    scancel --signal=USR2 "$JOB"
+    scancel --signal=ALRM "$JOB"
+    wait_for_job_exit "$JOB"
+    [ "$status" -eq 142 ]
+    shows err " died of SIGALRM; the same on 1 more rank; SIGALRM from SLURM (--signal or scancel) was received "
+    LAUNCHER=$launcher SCRIPT="my script.py" submit --no-requeue --ntasks-per-node=1 slurm_train.sh -
+    wait_for_line "logs/slurm-$JOB.out" "at work"
+    scancel --batch --signal=USR1 "$JOB"
+    wait_for_job_exit "$JOB"
+    [ "$status" -eq 143 ]
+    shows err "verdict: stopped: interrupted by SIGUSR1 to the launcher; no rank had failed"
+  done
+  no_processes_within 10
+}
+
+
 @test "scancel --full: SIGUSR2 to all processes of the batch script also requeues the job" {
   endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
@@ -243,10 +320,15 @@ END
 # bats test_tags=soak
 @test "before its time limit a job writes a checkpoint, is requeued and resumes" {
   endless_settings >tiny.yaml
-  submit --ntasks-per-node=1 --time=1 --signal=USR2@30 slurm_train.sh tiny.yaml
-  wait_for_requeue 1
-  shows err "requeueing job $JOB at step"
-  wait_for_line "logs/slurm-$JOB.out" "resuming from"
+  local option
+  for option in USR2@30 USR1@30 B:USR1@30 B:TERM@30; do
+    submit --ntasks-per-node=1 --time=1 --signal="$option" slurm_train.sh tiny.yaml -- checkpoint.dir="$option"
+  done
+  for JOB in "${JOBS[@]}"; do
+    wait_for_requeue 1
+    shows err "requeueing job $JOB at step"
+    wait_for_line "logs/slurm-$JOB.out" "resuming from"
+  done
 }
 
 

@@ -40,7 +40,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "slurm": {"exit_codes", "files", "host", "launch", "nodelist"},
     "smoke": {"files", "terminal", "torch", "world"},
     "torch": {"agent", "exit_codes", "world"},
-    "training": {"config", "files", "fold", "metrics", "runs", "topics", "world"},
+    "training": {"config", "files", "fold", "host", "metrics", "runs", "topics", "world"},
     "world": {"nodelist"},
 }
 MAY_IMPORT_PYTORCH = {"agent", "checkpoint", "smoke", "torch", "training"}

@@ -75,7 +75,8 @@ class Handler:
     record: failure_records.RankRecord
 
     def close(self, death_sig: signal.Signals) -> None:
-        self.proc.signal(death_sig)
+        """Stop the rank, which may write a checkpoint, with SIGTERM if the agent received SIGHUP or SIGQUIT."""
+        self.proc.signal(signal.SIGTERM if death_sig in (signal.SIGHUP, signal.SIGQUIT) else death_sig)
 
 
 class ForkedRanks(SubprocessContext):

@@ -37,7 +37,7 @@ from typing import Any, NoReturn, TextIO
 
 from distributed.agent import failure_records
 from distributed.agent.preloaded import HiddenModules, Preload
-from distributed.host import stacks
+from distributed.host import signals, stacks
 
 IMPORTLIB = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 LOST_OUTPUT = 120  # exit code of an interpreter that could not flush its output
@@ -126,10 +126,8 @@ def become_main(script: Script) -> None:
     sys.path[:] = [*([] if getattr(sys.flags, "safe_path", False) else [first]), *script.path]
     _remove_own_modules()
     multiprocessing.current_process().authkey = os.urandom(32)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
-    if "SLURM_JOB_ID" not in os.environ:  # in a SLURM job, SIGUSR2 must not kill a script without a handler
-        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signals.use_defaults()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _reseed()
     for name, file in (("stdout", 1), ("stderr", 2)):

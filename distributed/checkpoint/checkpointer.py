@@ -55,8 +55,8 @@ class Checkpointer:
     """The checkpoints of one training, and its stop requests.
 
     Every rank creates one and makes the same calls: all methods are collectives of the default process group. Within
-    its `with` block SIGTERM, SIGINT and SIGUSR2 only request a stop. The end of the block waits until the last
-    checkpoint is published, also after sys.exit(75).
+    its `with` block the signals of preemption.STOP_SIGNALS only request a stop. The end of the block waits until the
+    last checkpoint is published, also after sys.exit(75).
     """
 
     def __init__(

@@ -32,7 +32,7 @@ from typing import Any
 
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import try_lock, write_json
-from distributed.host import process_scan
+from distributed.host import process_scan, signals
 from distributed.jobs import host
 from distributed.launch import supervisor
 from distributed.training import base_model
@@ -145,7 +145,13 @@ class SlurmSupervisor(supervisor.Supervisor):
         self._signalled = False
 
     def handle_signal(self, number: int) -> None:
-        """Stop the command before SLURM sends SIGKILL to this process. Further signals do not shorten the grace."""
+        """Stop the command before SLURM sends SIGKILL to this process. Further signals do not shorten the grace.
+
+        Other signals (sbatch --signal=B:USR1) are passed on to the command.
+        """
+        if number in signals.PASSED_ON:
+            super().handle_signal(number)
+            return
         self._signalled = True
         self.stop()
         self._kill_at = min(self._kill_at, time.monotonic() + self._grace_in_slurm)

@@ -62,6 +62,7 @@ from typing import Any, NoReturn
 from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
 from distributed.fold import DEFAULT_PARTICIPANTS
+from distributed.host import signals
 from distributed.jobs import bases, console, host, journal, servers
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import (
@@ -89,6 +90,7 @@ from distributed.jobs.state import (
     select_jobs,
     unhandled_requests,
 )
+from distributed.launch import supervisor
 from distributed.runs.page import duration
 from distributed.training.base_model import BaseModelError, hash_of
 
@@ -474,13 +476,13 @@ def dispatch(
     results = Results(log_file, state, dispatcher.links)
     screen = console.ListConsole(state, dispatcher.links)
     done_before = state.counts["done"]
-    signals: list[int] = []
+    received: list[int] = []
     # asyncio warns of processes that exit and pipes that close; the dispatcher reports these events itself.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
 
     async def work() -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in supervisor.Supervisor.SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, stop, number)
         writing = asyncio.ensure_future(write_periodically())
@@ -490,8 +492,8 @@ def dispatch(
             writing.cancel()
 
     def stop(number: int) -> None:
-        signals.append(number)
-        dispatcher.interrupt(f"received {signal.Signals(number).name}")
+        received.append(number)
+        dispatcher.interrupt(f"received {signals.name(number)}")
 
     async def write_periodically() -> None:
         while True:
@@ -507,7 +509,7 @@ def dispatch(
         done = f", {done_before} of them done" if done_before else ""
         screen.log(f"{console.plural(total, 'job')}{done}; results: {log_file}, {log_file.with_suffix('.html')}")
         asyncio.run(work())
-    outcome, code = outcome_of(state, signals, policy)
+    outcome, code = outcome_of(state, received, policy)
     results.write(outcome, dispatcher.interrupted, last=True)
     print_summary(state, outcome, results, log_file, screen.write_line)
     screen.flush()
@@ -515,11 +517,11 @@ def dispatch(
     return code
 
 
-def outcome_of(state: ListState, signals: Sequence[int], policy: Policy) -> tuple[str, int]:
+def outcome_of(state: ListState, received: Sequence[int], policy: Policy) -> tuple[str, int]:
     """(state of the list, exit code)."""
     counts = state.counts
-    if signals:
-        return "interrupted", 128 + signals[0]
+    if received:
+        return "interrupted", 128 + received[0]
     if any(True for _ in state.unfinished()):
         return ("paused" if state.paused else "interrupted"), 0 if policy.drain else STOPPED
     if counts["failed"]:

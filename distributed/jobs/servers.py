@@ -61,7 +61,7 @@ DEFAULT_WORKDIR_EXISTS, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization exists
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
     "distributed/host/__init__.py", "distributed/host/gpus.py", "distributed/host/system.py",
-    "distributed/host/process_scan.py",
+    "distributed/host/process_scan.py", "distributed/host/signals.py",
     "distributed/jobs/__init__.py", "distributed/jobs/host.py", "distributed/jobs/panes.py",
     "distributed/launch/__init__.py", "distributed/launch/console.py", "distributed/launch/supervisor.py",
     "distributed/launch/usage.py",

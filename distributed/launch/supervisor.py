@@ -1,7 +1,7 @@
 """Run one command on this node and leave no process behind.
 
 usage: supervisor.py run --dir DIR --name NAME [option...] -- COMMAND [ARGUMENT...]
-       supervisor.py stop|kill --dir DIR --name NAME
+       supervisor.py stop|kill|signal N --dir DIR --name NAME
        supervisor.py sweep --dir DIR --name NAME [--grace SECONDS]
        supervisor.py status --dir DIR --name NAME
 
@@ -23,10 +23,12 @@ run starts COMMAND in a new session and waits until it exits:
                      3 seconds; write the times and peak memory of COMMAND to node_NAME.usage (JSON)
 
 Standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time; `kill` sends SIGKILL; an
-empty line is a heartbeat; end of file means that the launcher is lost, and stops COMMAND. SIGTERM, SIGINT or SIGHUP
-stops COMMAND; a second one kills it. The commands `stop` and `kill` do the same through the file node_NAME.stop. Lines
-of rank 0 are copied to standard output or standard error, where COMMAND has written them, lines of no rank to standard
-error; errors of a closed or full console are ignored. The exit code is that of COMMAND, 128+n for signal n.
+empty line is a heartbeat; `signal N` passes signal N on; end of file means that the launcher is lost, and stops
+COMMAND. SIGTERM, SIGINT, SIGHUP or SIGQUIT stops COMMAND; a second one kills it. Other signals are passed on to the
+processes of COMMAND that handle them; without any, they stop COMMAND. The commands `stop` and `kill` do the same
+through the file node_NAME.stop, `signal N` through a signal. Lines of rank 0 are copied to standard output or standard
+error, where COMMAND has written them, lines of no rank to standard error; errors of a closed or full console are
+ignored. The exit code is that of COMMAND, 128+n for signal n.
 
 A second process, the guard, kills COMMAND if the supervisor is killed. When run exits, no process started by COMMAND
 remains, in any session. sweep stops COMMAND, ends processes that remain because supervisor and guard were killed, and
@@ -48,7 +50,7 @@ from functools import partial
 
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import KIT, read_json, write_file, write_json
-from distributed.host import process_scan
+from distributed.host import process_scan, signals
 from distributed.launch import usage
 
 TYPE_CHECKING = False
@@ -136,6 +138,13 @@ def write_record(files: Files, cause: str, message: str) -> None:
     facts = {"node": files.name, "host": os.uname().nodename, "cause": cause, "message": message, "time": time.time()}
     with contextlib.suppress(OSError):  # stopping the command matters more
         write_json(files.record, facts)
+
+
+def write_signal(files: Files, number: int, sender: str) -> None:
+    """Record a signal that nobody of Muster has sent, for the verdict. sender: such as "from SLURM"."""
+    facts = {"signal": signals.name(number), "sender": sender, "time": time.time()}
+    with contextlib.suppress(OSError):
+        write_json(os.path.join(os.path.dirname(files.record), f"signal_{files.name}.json"), facts)
 
 
 def boot_id() -> str:
@@ -242,8 +251,7 @@ def isolate(kept: int = -1) -> None:
 
     kept: a file descriptor that stays open, with the number 3.
     """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    signals.ignore(Supervisor.SIGNALS)
     signal.set_wakeup_fd(-1)
     null = os.open(os.devnull, os.O_RDWR)
     for file in range(3):
@@ -351,7 +359,8 @@ class ConsoleStream:
 class Supervisor:
     """Runs one command until none of its processes remains."""
 
-    SIGNALS: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # passed to handle_signal()
+    STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    SIGNALS = (*STOP_SIGNALS, *signals.PASSED_ON)  # passed to handle_signal()
     IGNORED: Sequence[int] = ()  # signals that the command ignores until it sets a handler
 
     def __init__(self, files: Files, options: SupervisorOptions, received: bytes = b"") -> None:
@@ -581,7 +590,11 @@ class Supervisor:
 
     def handle_signal(self, number: int) -> None:
         """Handle one of SIGNALS."""
-        if self.stopping:
+        if number not in (signal.SIGTERM, signal.SIGINT):
+            write_signal(self.files, number, f"to the supervisor on {self.files.name}")
+        if number in signals.PASSED_ON:
+            self.pass_on(number)
+        elif self.stopping:
             self.kill()
         else:
             self.stop()
@@ -631,6 +644,8 @@ class Supervisor:
             self.stop()
         elif request == b"kill":
             self.kill()
+        elif request.startswith(b"signal "):
+            self.pass_on(int(request.split()[1]))
 
     def _launcher_lost(self, message: str) -> None:
         self._drop_console()
@@ -646,6 +661,22 @@ class Supervisor:
             self._kill_at = min(self._kill_at, time.monotonic() + self.options.grace)
             if self.code is None:
                 send_signal(signal.SIGTERM, [self.pid])
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal once to the processes that have a handler for it. Without any, stop the command."""
+        if self.stopping or not process_scan.start_time(self.pid):
+            return
+        if pids := self.processes_with_handler(number):
+            send_signal(number, pids)
+        else:
+            self._write_log(f"supervisor: {signals.name(number)}: no process has a handler for it; stopping\n".encode())
+            self.stop()
+
+    def processes_with_handler(self, number: int) -> list[int]:
+        """The processes of the command that have a handler for a signal."""
+        own = [self._guard.pid, self._sampler]
+        live = process_scan.live_processes(self.files.environment, [self.pid], exclude=own)
+        return [pid for pid in live if process_scan.handles(pid, number)]
 
     def kill(self) -> None:
         """Send SIGKILL and do not wait for a blocked console."""
@@ -820,6 +851,13 @@ def request(files: Files, what: str) -> int:
     return 0
 
 
+def signal_supervisor(files: Files, number: int) -> int:
+    """Send a signal to the supervisor, if it runs on this machine, to be passed on."""
+    if pid := supervisor_of(files):
+        send_signal(number, [pid])
+    return 0
+
+
 def sweep(files: Files, grace: float) -> int:
     """End all processes of a command on this machine. grace: seconds between SIGTERM and SIGKILL; 0: only SIGKILL."""
     if pid := supervisor_of(files):
@@ -938,13 +976,17 @@ def _main(arguments: Sequence[str]) -> int:
         os.write(1, (__doc__ or "").encode())
         return 0
     verb = arguments[0] if arguments else ""
-    if verb not in ("run", "stop", "kill", "sweep", "status"):
-        raise SupervisorError(WRONG_CALL, f"expected run, stop, kill, sweep or status, got '{verb}'")
-    options = SupervisorOptions(arguments[1:], grace=0.0 if verb == "sweep" else 8.0)
+    if verb not in ("run", "stop", "kill", "signal", "sweep", "status"):
+        raise SupervisorError(WRONG_CALL, f"expected run, stop, kill, signal, sweep or status, got '{verb}'")
+    if verb == "signal" and not (len(arguments) > 1 and arguments[1].isdecimal()):
+        raise SupervisorError(WRONG_CALL, "signal: expected a number")
+    options = SupervisorOptions(arguments[1 + (verb == "signal") :], grace=0.0 if verb == "sweep" else 8.0)
     if verb == "run":
         if not options.command:
             raise SupervisorError(WRONG_CALL, "expected a command after --")
         return run(options)
+    if verb == "signal":
+        return signal_supervisor(options.files, int(arguments[1]))
     if verb == "sweep":
         return sweep(options.files, options.grace)
     if verb == "status":

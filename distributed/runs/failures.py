@@ -3,6 +3,7 @@
     errors/rank_<rank>.json        exceptions and exit codes, recorded by ranks
     errors/node_<name>.json        exit codes of ranks, recorded by Muster's agents
     errors/supervisor_<name>.json  a supervisor was killed, or lost its launcher
+    errors/signal_<name>.json      a signal that SLURM or a user sent to the ranks, a supervisor or the launcher
     hang.json                      the launcher stopped the run because it hung
     node_<name>.exit .log .lost    exit code and log of a node; the launcher lost the connection to it
 
@@ -52,6 +53,18 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class SentSignal:
+    """A signal that SLURM or a user has sent, but not SIGTERM or SIGINT."""
+
+    name: str  # SIGUSR1
+    sender: str  # such as "from SLURM", or "to the launcher"
+    time: float | None  # Unix seconds
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.sender}"
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Everything in a run directory about the end of the run."""
 
@@ -62,6 +75,12 @@ class Evidence:
     succeeded: Mapping[int, str] = field(default_factory=dict)  # rank that exited with 0 -> its node
     hang: Json = field(default_factory=dict)  # hang.json; empty if the run did not hang
     launched: str = ""  # see user_code.launched_package()
+    signals: tuple[SentSignal, ...] = ()  # by time
+
+    @property
+    def signal(self) -> SentSignal | None:
+        """The latest signal, as received first: with pdsh, supervisors receive what the launcher passes on."""
+        return next((one for one in self.signals if one.name == self.signals[-1].name), None)
 
 
 Failures = dict[tuple[str, int], Failure]  # by node and rank
@@ -83,6 +102,7 @@ def gather(run: Path) -> Evidence:
         succeeded={rank: node for rank, node in succeeded if rank is not None},
         hang=read_object(run / "hang.json", warnings),
         launched=launched_package(facts),
+        signals=_sent_signals(run, warnings),
     )
     logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
     ended = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("failures"))]
@@ -139,6 +159,12 @@ def _exit_codes(run: Path, warnings: list[str]) -> dict[str, int]:
         except (OSError, ValueError, IndexError) as error:
             warnings.append(f"{path}: ignored: no exit code in it ({error})")
     return codes
+
+
+def _sent_signals(run: Path, warnings: list[str]) -> tuple[SentSignal, ...]:
+    records = [read_object(path, warnings) for path in sorted(run.glob("errors/signal_*.json"))]
+    sent = [SentSignal(text(one.get("signal")), text(one.get("sender")), _seconds(one)) for one in records]
+    return tuple(sorted((one for one in sent if one.name), key=lambda one: one.time or 0.0))
 
 
 def _from_record(value: object, node: str) -> Failure:

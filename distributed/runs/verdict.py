@@ -44,6 +44,7 @@ INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 CLOCK_TOLERANCE = 1.0  # seconds between failures on two nodes that may have happened in either order
 BY_SLURM = "node failure reported by SLURM"  # message of a lost node, after which SLURM ends the job
 RESUME = "run the same command again to resume"
+SIGNAL_TOLERANCE = 60.0  # seconds in which a signal may have caused a failure
 SHOWN_OTHERS = 3  # other ranks of a hang
 SHOWN = 240  # characters of a message in a sentence
 SHOWN_LINES = 8  # lines of a message or a log
@@ -221,7 +222,8 @@ def judge(evidence: Evidence, launcher_code: int | None = None) -> Verdict:
         return _nothing_failed(evidence, launcher_code)
     cause, kind = failures[0], kind_of(failures[0])
     if kind is Kind.STOPPED and launcher_code != UNFIT:
-        return Verdict("stopped", STOPPED, _sentence(cause))
+        by = f"by {evidence.signal}" if evidence.signal else "on request"
+        return Verdict("stopped", STOPPED, _sentence(cause).replace("on request", by, 1))
     interrupted = launcher_code in INTERRUPTED and kind is not Kind.OWN_ERROR and BY_SLURM not in cause.message
     if kind is Kind.STOPPED or interrupted:  # the launcher stopped the ranks, and no failure is the reason
         return replace(_nothing_failed(evidence, launcher_code), collateral=_collateral(failures))
@@ -230,7 +232,7 @@ def judge(evidence: Evidence, launcher_code: int | None = None) -> Verdict:
     return Verdict(
         outcome="stopped" if kind is Kind.TERMINATED else "failed",
         exit_code=cause.exit_code or [*([UNFIT] if kind is Kind.LOST_NODE else codes), launcher_code or 1][0],
-        cause=_sentence(cause) + _remarks(cause, evidence),
+        cause=_sentence(cause) + _remarks(cause, evidence) + _signal_before(cause, evidence),
         node=cause.node,
         rank=cause.rank,
         time=cause.time,
@@ -250,8 +252,10 @@ def _nothing_failed(evidence: Evidence, launcher_code: int | None) -> Verdict:
     if launcher_code in INTERRUPTED and _all_succeeded(evidence):
         return Verdict("stopped", 0, "stopped on request; all ranks exited with 0")
     if launcher_code in INTERRUPTED:
-        how = "Ctrl-C" if launcher_code == 128 + signal.SIGINT else "SIGTERM"
-        return Verdict("stopped", launcher_code, f"interrupted ({how}); no rank had failed")
+        how = "(Ctrl-C)" if launcher_code == 128 + signal.SIGINT else "(SIGTERM)"
+        if evidence.signal:
+            how = f"by {evidence.signal}"
+        return Verdict("stopped", launcher_code, f"interrupted {how}; no rank had failed")
     if launcher_code:
         cause = f"the launcher exited with code {launcher_code}; no rank recorded a failure"
         return Verdict("failed", launcher_code, cause)
@@ -352,6 +356,14 @@ def _remarks(cause: Failure, evidence: Evidence) -> str:
             if abs(other.time - cause.time) > CLOCK_TOLERANCE * inexact:
                 continue
         return f"; too close in time to tell which was first: {_sentence(other)}"
+    return ""
+
+
+def _signal_before(cause: Failure, evidence: Evidence) -> str:
+    """Mention a signal that was sent shortly before the failure."""
+    sent = evidence.signal
+    if sent and sent.time and cause.time and -CLOCK_TOLERANCE <= cause.time - sent.time <= SIGNAL_TOLERANCE:
+        return f"; {sent} was received {max(0.0, cause.time - sent.time):.0f} s before"
     return ""
 
 

@@ -176,8 +176,9 @@ class JobStep:
                     self.mark_lost(self.nodes[name], "node failure reported by SLURM")
 
     def handle_requests(self, received: bytes) -> None:
-        for request in received.decode().split():
-            self.request(request)
+        for request in received.decode().splitlines():
+            if request:
+                self.request(request)
         if not received:  # the launcher has exited
             self.close_channel()
 

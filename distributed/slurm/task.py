@@ -20,6 +20,7 @@ few modules, some of them only when needed.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ import time
 
 from distributed.exit_codes import KILLED, UNFIT
 from distributed.files import KIT, read_json
-from distributed.host import process_scan
+from distributed.host import process_scan, signals
 from distributed.launch import supervisor
 
 TYPE_CHECKING = False
@@ -43,6 +44,7 @@ HEARTBEAT_INTERVAL = 3.0  # seconds, in both directions
 HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
 COPY_INTERVAL = 0.05  # seconds between reads of a rank's output files
 REPEAT_INTERVAL = 0.5  # seconds between attempts to repeat a signal
+DUPLICATE_TIME = 2.0  # seconds in which SLURM (scancel --full) and the launcher may send the same signal
 STOP_EXIT_CODES = (0, 128 + signal.SIGTERM, KILLED)  # of a rank that was stopped and has not saved a checkpoint
 
 
@@ -67,9 +69,6 @@ class TaskFiles(supervisor.Files):
 class Task(supervisor.Supervisor):
     """The supervisor of one task."""
 
-    SIGNALS = (*supervisor.Supervisor.SIGNALS, signal.SIGUSR2)
-    IGNORED = (signal.SIGUSR2,)  # announces the time limit; the default action would kill a rank without a handler
-
     def __init__(self, run: str, grace: float, env: Mapping[str, str], is_rank: bool) -> None:
         self.files: TaskFiles = TaskFiles(run, env)
         self.rank = int(env["SLURM_PROCID"]) if is_rank else None
@@ -82,8 +81,12 @@ class Task(supervisor.Supervisor):
         self._output_files: list[tuple[int, RankLines]] = []  # of a rank: standard output, standard error
         self._record = os.path.join(run, "errors", f"rank_{self.rank}.json")
         self._failure: Mapping[str, Any] = {}  # what the rank recorded before it exited
-        self._usr2_missed = False  # whether SIGUSR2 arrived before the command had a handler
+        self._received_signals: dict[int, float] = {}  # from SLURM -> time.monotonic()
+        self._passed_on: dict[int, float] = {}  # from the launcher -> when to send it
+        self._missed: set[int] = set()  # signals that arrived before the command had a handler
         self._repeat_at = 0.0
+        # An agent restores the default actions in its ranks.
+        self.IGNORED = signals.PROTECTED if is_rank else (*signals.PROTECTED, *signals.PASSED_ON)
         os.makedirs(os.path.dirname(self.files.pids), exist_ok=True)
         options = supervisor.SupervisorOptions(["--dir", run, "--name", self.files.name], grace)
         options.heartbeat_timeout, options.sample_usage = HEARTBEAT_TIMEOUT, self.local_rank == 0
@@ -218,28 +221,41 @@ class Task(supervisor.Supervisor):
     # ---- signals
 
     def handle_signal(self, number: int) -> None:
-        """Remember a SIGUSR2 that the command missed. SLURM signals every process of a task, so forward no signal."""
-        if number == signal.SIGUSR2 and not self._processes_with_handler():
-            self._usr2_missed = True
+        """React to a signal without a handler. SLURM signals every process of a task, so pass no signal on."""
+        if self.rank in (0, None) and number not in (signal.SIGTERM, signal.SIGINT):
+            supervisor.write_signal(self.files, number, "from SLURM (--signal or scancel)")
+        self._received_signals[number] = time.monotonic()
+        self._passed_on.pop(number, None)
+        if number in signals.PROTECTED and not self.processes_with_handler(number):
+            if number in signals.ANNOUNCEMENTS:
+                self._missed.add(number)
+            elif process_scan.start_time(self.pid):  # otherwise its handler has ended it
+                self.stop()
 
-    def _repeat_usr2(self) -> None:
-        """Repeat SIGUSR2 as soon as the command has a handler. A rank has none while it imports PyTorch."""
-        if pids := self._processes_with_handler():
-            self._usr2_missed = False
-            supervisor.send_signal(signal.SIGUSR2, pids)
+    def pass_on(self, number: int) -> None:
+        """Pass a signal on after some time, unless SLURM sends the same signal."""
+        now = time.monotonic()
+        if now > self._received_signals.get(number, -math.inf) + DUPLICATE_TIME:
+            self._passed_on[number] = now + DUPLICATE_TIME / 2
 
-    def _processes_with_handler(self) -> list[int]:
-        own = [self._guard.pid, self._sampler]
-        live = process_scan.live_processes(self.files.environment, [self.pid], exclude=own)
-        return [pid for pid in live if process_scan.handles(pid, signal.SIGUSR2)]
+    def _repeat_signals(self) -> None:
+        """Repeat a missed signal as soon as the command has a handler. A rank has none while it imports PyTorch."""
+        for number in list(self._missed):
+            if pids := self.processes_with_handler(number):
+                self._missed.remove(number)
+                supervisor.send_signal(number, pids)
 
     def _check_clock(self) -> None:
         super()._check_clock()
         if self._output_files and self._can_read(1):
             self._copy_output()
-        if self._usr2_missed and time.monotonic() >= self._repeat_at:
-            self._repeat_at = time.monotonic() + REPEAT_INTERVAL
-            self._repeat_usr2()
+        now = time.monotonic()
+        for number in [number for number, due in self._passed_on.items() if now >= due]:
+            del self._passed_on[number]
+            super().pass_on(number)
+        if self._missed and now >= self._repeat_at:
+            self._repeat_at = now + REPEAT_INTERVAL
+            self._repeat_signals()
 
 
 def agent_options(run: str, counts: Sequence[int], env: Mapping[str, str]) -> list[str]:

@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 from distributed.config import BASE_ONLY, TWO_PHASES
 from distributed.fold import participants_in
 from distributed.topics import DOMAINS, by_domain, without_repetitions
+from distributed.training.preemption import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
 
@@ -588,6 +589,6 @@ def _worker_init() -> Callable[[int], None]:
 
 
 def _ignore_stop_signals(leaving: Any, worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)

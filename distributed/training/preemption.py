@@ -20,7 +20,13 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+from distributed.host import signals
+
+# SLURM's --signal announces a time limit with one of these, by default of Muster with USR2, of Lightning with USR1.
+STOP_SIGNALS = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+    signal.SIGPWR,
+)  # fmt: skip
 NOT_FINITE, FAILED = 1, 2  # bits of a rank's flag
 
 
@@ -34,7 +40,7 @@ class PeerFailed(RuntimeError):
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """Within the block SIGTERM, SIGINT and SIGUSR2 set the event and do nothing else."""
+    """Within the block the stop signals set the event and do nothing else."""
     requested = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -46,6 +52,7 @@ def stop_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signals.protect()
 
 
 @dataclass(frozen=True)

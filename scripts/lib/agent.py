@@ -44,10 +44,12 @@ def choose_interface(options: dict[str, str]) -> None:
 
 def main() -> int:
     """Run Muster's agent. Returns its exit code."""
+    from distributed.host import signals
+
     choose_interface(options_of(sys.argv[1:]))
     # By default Python buffers output to a pipe in large blocks.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # for the ranks only
+    signals.ignore()  # for the ranks only
 
     from distributed.agent.preloaded import Preload
 
@@ -81,14 +83,14 @@ def main() -> int:
 
 
 def become(module: str, arguments: list[str]) -> NoReturn:
-    """Replace this process with `python -m module arguments...`, with default signal handlers.
+    """Replace this process by `python -m module arguments...`, with default signal handlers.
 
     If the launcher restarts agents, with --restarted, so that ranks get the number of its attempt.
     """
     from distributed.agent.attempt import Attempt
+    from distributed.host import signals
 
-    if "SLURM_JOB_ID" not in os.environ:  # in a SLURM job, SIGUSR2 must not kill a script without a handler
-        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    signals.use_defaults()
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     program = ["-m"] if Attempt.from_env() == Attempt() else [__file__, "--restarted"]
     os.execv(sys.executable, [sys.executable, *program, module, *arguments])

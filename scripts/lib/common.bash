@@ -25,6 +25,10 @@ source "${BASH_SOURCE[0]%/*}/environment.bash"
   EXIT_TERMINATED=143  # SIGTERM
 }
 
+# Signals, besides INT, TERM, HUP and QUIT, that SLURM or a user may send, and that end a process by default; 34 to 64 are
+# the real-time signals. A launcher passes them on to the ranks (distributed/host/signals.py has the same list).
+PASSED_ON=(USR1 USR2 ABRT ALRM VTALRM PROF XCPU IO PWR STKFLT {34..64})
+
 PROGRAM=${0##*/}                       # name in messages
 PROGRAM_FILE=$(readlink -f -- "$0")    # absolute path of the script
 KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
@@ -114,18 +118,28 @@ run() { # <command...>
 }
 
 
-# Run a program and return its status. SIGINT from the terminal reaches the program by itself; SIGTERM is forwarded.
-# Sets INTERRUPTED to INT, TERM or nothing.
+# In a background process: ignore all signals that may reach the process group of the launcher.
+ignore_signals() {
+  trap '' INT TERM HUP QUIT TSTP PIPE "${PASSED_ON[@]}"
+}
+
+
+# Run a program and return its status. SIGINT from the terminal reaches the program by itself; SIGTERM and the others are
+# forwarded. Sets INTERRUPTED to INT, TERM or nothing.
 run_forwarding_signals() { # <exec or exec_in_environment> <its arguments...>
-  local child='' status=0
+  local child='' status=0 name
   INTERRUPTED=
   trap 'SIGNALLED=1 INTERRUPTED=INT' INT
   trap 'SIGNALLED=1 INTERRUPTED=TERM; [[ ! $child ]] || kill -TERM "$child"' TERM
-  (trap - INT TERM && "$@") <&0 &
+  for name in HUP QUIT "${PASSED_ON[@]}"; do
+    # shellcheck disable=SC2064
+    trap "SIGNALLED=1; [[ ! \$child ]] || kill -s $name \"\$child\"" "$name"
+  done
+  (trap - INT TERM QUIT && "$@") <&0 &
   child=$!
   [[ $INTERRUPTED != TERM ]] || kill -TERM "$child" # SIGTERM arrived before `child` was set
   join "$child" || status=$?
-  trap - TERM
+  trap - TERM HUP QUIT "${PASSED_ON[@]}"
   trap 'exit "$EXIT_INTERRUPTED"' INT
   return "$status"
 }
@@ -216,7 +230,7 @@ list_python() { # <path or name> <origin>
 # Run a short-lived module of distributed/ with $PYTHON and the standard library alone. The working directory is KIT:
 # paths among the arguments must be absolute.
 kit_python() { # <module> [argument...]
-  (trap '' INT && cd -- "$KIT" && exec "$PYTHON" -I "$KIT/scripts/lib/module.py" "$@")
+  (ignore_signals && trap - TERM && cd -- "$KIT" && exec "$PYTHON" -I "$KIT/scripts/lib/module.py" "$@")
 }
 
 

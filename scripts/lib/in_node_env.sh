@@ -38,7 +38,7 @@ main() {
   fi
   restore_environment
   if [[ $NODE_ENV_MODE == --task ]]; then
-    trap '' USR2 # SLURM sends it to all processes of a task before the time limit
+    trap '' "${PASSED_ON[@]}" # SLURM sends them to all processes of a task
     export MUSTER_NODE=$SLURMD_NODENAME
   fi
   source_node_env "$1" kill_background </dev/null >&2

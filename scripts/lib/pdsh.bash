@@ -59,7 +59,7 @@ remote_store_environment() { # <run directory> <file>
 # exited.
 run_pdsh() {
   local pdsh status=0 errors reader node addresses=() counts=() supervisor arguments lines
-  trap '' INT TERM HUP TSTP # pdsh must survive signals to the launcher, to forward the nodes' last output
+  ignore_signals # pdsh must survive signals to the launcher, to forward the nodes' last output
   pdsh_send_environment </dev/null || return "$EXIT_UNFIT"
   exec 3<&0
   start_with_pipe errors read_errors
@@ -146,18 +146,19 @@ stop_all() {
 
 forward_requests() { # <process id of pdsh>
   local request
-  while read -r request; do
-    send_request_to_all "$request"
+  while read -r -a request; do
+    send_request_to_all "${request[@]}"
   done
   kill -KILL "$1"
 }
 
 
-send_request_to_all() { # <stop or kill>
+send_request_to_all() { # <stop, kill or signal N>
   local node requests=() REPLY_TIMEOUT=5
+  [[ $1 != signal ]] || REPLY_TIMEOUT=30 # a stop request is repeated, a signal is not
   for node in "${NODES[@]}"; do
     if [[ ! -e $RUN/node_$node.lost ]]; then
-      ssh_run "$node" "${SUPERVISOR[@]}" "$1" --dir "$RUN" --name "$node" </dev/null &
+      ssh_run "$node" "${SUPERVISOR[@]}" "$@" --dir "$RUN" --name "$node" </dev/null &
       requests+=($!)
     fi
   done

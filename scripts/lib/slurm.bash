@@ -254,7 +254,7 @@ slurm_start_step() {
 # Run srun until all tasks have ended. Standard input is the control channel.
 run_step() { # <node:tasks,...> <command...>
   local status=0
-  trap '' INT TERM HUP TSTP USR2 # must survive signals to the launcher, to receive the reports of the tasks
+  ignore_signals # must survive signals to the launcher, to receive the reports of the tasks
   clear_launch_environment
   unset_srun_variables
   unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # arguments of srun replace them

@@ -108,14 +108,18 @@ requeue_if_stopped() {
 }
 
 
-# Whether SLURM signalled the ranks but not the launcher (time limit), or preempted the job. Preemption signals both:
-# ranks without a handler are killed by SIGTERM, and ranks that exit with 0 may not have finished.
+# Whether SLURM announced the time limit with a signal to the ranks or (B:) to this script, or preempted the job.
+# Preemption signals both: ranks without a handler are killed by SIGTERM, and ranks that exit with 0 may not have
+# finished. A job that scancel ends is not running any more, and stop.sh sends SIGINT.
 stopped_by_slurm() {
+  local job
   if [[ ! $SIGNAL ]] && ((CODE == EXIT_STOPPED)); then
     return
   fi
   ((CODE == EXIT_STOPPED || CODE == EXIT_TERMINATED)) || [[ $SIGNAL && $CODE == 0 ]] || return 1
-  [[ $(scontrol show job --oneliner "${SLURM_JOB[-1]}") == *" PreemptTime="[0-9]* ]]
+  job=$(scontrol show job --oneliner "${SLURM_JOB[-1]}")
+  [[ $job == *" PreemptTime="[0-9]* ]] ||
+    [[ $job == *" JobState=RUNNING "* && $SIGNAL != INT && $CODE == "$EXIT_STOPPED" ]]
 }
 
 

@@ -33,7 +33,7 @@ remove_when_script_exits() { # <directory>
 
 
 remove_at_end_of_input() { # <directory>
-  trap '' INT TERM HUP TSTP
+  ignore_signals
   read -r _ || true
   rm -rf -- "$1"
 }

@@ -12,10 +12,11 @@ import sys
 
 sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
 
+from distributed.host import signals
+
 
 def main(run: str, terminals: str, nodes: str, *srun: str) -> int:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # requests arrive on standard input
+    signals.ignore((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *signals.PASSED_ON))  # see run_step
     started = subprocess.Popen(
         srun,
         stdin=subprocess.PIPE,

@@ -70,7 +70,7 @@ follow_logs() {
 # Ends at end of file on standard input: the run has ended, or the launcher has exited.
 append_logs_repeatedly() {
   local node status REPLY_TIMEOUT=3
-  trap '' INT TERM HUP TSTP PIPE
+  ignore_signals
   close_control_channels
   while true; do
     read -r -t "$FOLLOW_INTERVAL" _ && status=0 || status=$?

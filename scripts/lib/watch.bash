@@ -27,6 +27,8 @@ BATCH_JOB=0                     # 1: the launcher is a batch script of SLURM
 CODE=0                          # exit code of the run, set by report_verdict
 STATUS=0                        # exit code of the first node that failed
 SIGNAL=''                       # signal that requested a stop
+SIGNAL_TIME=0                   # when, as $SECONDS
+PASSED_SIGNAL=''                # signal that was passed on to the ranks
 NEXT_REQUEST=''                 # what escalate does next: stop, kill or abandon; empty: no stop is in progress
 NEXT_REQUEST_TIME=''            # time of the next request, as $SECONDS
 HEARTBEAT_TIMEOUT=''            # seconds without a heartbeat of the launcher after which a node stops its command
@@ -103,7 +105,7 @@ start_client() { # <its name> <command...>
 
 run_client() { # <its name> <command...>
   local status=0
-  trap '' INT TERM HUP TSTP USR2 # requests come through the control channel
+  ignore_signals # requests come through the control channel
   close_control_channels
   "${@:2}" || status=$?
   echo "$1 $status" >&"$EVENTS"
@@ -220,7 +222,7 @@ handle_lost_node() { # <node>
 
 
 sweep_lost_node() { # <node>
-  trap '' INT TERM HUP TSTP
+  ignore_signals
   close_control_channels
   set_supervisor
   REPLY_TIMEOUT=$((GRACE + STOP_TIMEOUT))
@@ -260,7 +262,7 @@ escalate() {
 }
 
 
-send_request() { # <stop or kill>
+send_request() { # <stop, kill or signal N>
   local control
   for control in "${CONTROL[@]}"; do
     echo "$1" >&"$control" || true # the client may have exited
@@ -283,24 +285,50 @@ abandon_nodes() {
 # The first signal sends a stop request to the nodes, the second a kill request.
 handle_signal() { # <signal>
   if [[ $SIGNAL ]]; then
+    # A terminal sends HUP and QUIT to its whole process group, and a script in that group forwards them as well.
+    [[ $1 != @(HUP|QUIT) ]] || ((SECONDS > SIGNAL_TIME + 1)) || return 0
     send_request kill
     schedule_request "$STOP_TIMEOUT" abandon
     return
   fi
-  SIGNAL=$1
-  [[ $1 != HUP ]] || exec >>"$RUN/launcher.log" 2>&1 # the terminal was closed
+  SIGNAL=$1 SIGNAL_TIME=$SECONDS
+  [[ $1 != HUP || -f /dev/stderr ]] || exec >>"$RUN/launcher.log" 2>&1 # the terminal was closed
+  [[ $1 == @(INT|TERM) ]] || record_signal "SIG$1"
   record "$1: stopping; up to $GRACE s to write a checkpoint, $1 again to kill at once"
   send_request stop
   schedule_request $((GRACE + STOP_TIMEOUT)) abandon # supervisors send SIGKILL after the grace period
 }
 
 
+# Pass a signal on to the ranks that have a handler. Supervisors without such a rank stop their command.
+pass_signal_on() { # <signal>
+  local name
+  name=$(kill -l "$1" 2>/dev/null) || name=$1
+  [[ $name != [0-9]* ]] || name=$(kill -l "$name")
+  PASSED_SIGNAL=SIG$name
+  record "SIG$name: sending it to the ranks, or stopping them if they have no handler for it"
+  record_signal "SIG$name"
+  send_request "signal $(kill -l "$name")"
+}
+
+
+# Record a signal for the verdict.
+record_signal() { # <its name>
+  printf '{"signal": "%s", "sender": "to the launcher", "time": %(%s)T}\n' "$1" -1 >"$RUN/errors/signal_launcher.json" ||
+    true
+}
+
+
 watch_signals() {
   local name
   trap '' PIPE # a node may exit during a request, and the console may be closed
-  for name in INT TERM HUP; do
+  for name in INT TERM HUP QUIT; do
     # shellcheck disable=SC2064
     trap "handle_signal $name" "$name"
+  done
+  for name in "${PASSED_ON[@]}"; do
+    # shellcheck disable=SC2064
+    trap "pass_signal_on $name" "$name"
   done
 }
 
@@ -308,7 +336,7 @@ watch_signals() {
 # Send heartbeats to all nodes until HEARTBEATS closes. A node that misses them stops its command.
 send_heartbeats() {
   local control status
-  trap '' INT TERM HUP TSTP PIPE
+  ignore_signals
   while true; do
     read -r -t $((HEARTBEAT_TIMEOUT / 4)) _ && status=0 || status=$?
     ((status > 128)) || return 0
@@ -335,7 +363,8 @@ run_hang_watch() {
   elif ((ALL_RANKS_HERE)); then
     options=(--timeout "$DEFAULT_HANG_TIMEOUT" --certain)
   fi
-  trap '' INT HUP TSTP USR2
+  ignore_signals
+  trap - TERM # hang_watch.sh ends itself with it
   close_control_channels
   exec setsid "$KIT/scripts/lib/hang_watch.sh" --python "$PYTHON" "${options[@]}" "$RUN" \
     1>&"$EVENTS" 2>>"$RUN/launcher.log"
@@ -358,7 +387,7 @@ report_verdict() {
   record_unstarted
   case $SIGNAL in
     INT) options=(--exit-code "$EXIT_INTERRUPTED") ;;
-    TERM | HUP) options=(--exit-code "$EXIT_TERMINATED") ;;
+    TERM | HUP | QUIT) options=(--exit-code "$EXIT_TERMINATED") ;;
     *) options=(--exit-code "$STATUS") ;;
   esac
   ((!BATCH_JOB)) || options+=(--resume '') # slurm_job.bash prints whether it requeues the job
@@ -368,10 +397,11 @@ report_verdict() {
 }
 
 
-# Whether a restart may help: the call was valid, no stop was requested, the limit of restarts is not reached, and
+# Whether a restart may help: the call was valid, no stop was requested (a signal that was passed on may be one), the limit of restarts is not reached, and
 # fewer than MAX_STALLED restarts in a row were without progress.
 should_restart() {
   [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_WRONG_CALL && CODE != EXIT_STOPPED)) || return 1
+  [[ ! $PASSED_SIGNAL ]] || ((CODE != EXIT_TERMINATED)) || return 1
   ((RESTARTS < MAX_RESTARTS)) || return 1
   if made_progress || ((RESTARTS == 0)); then
     STALLED=0

@@ -88,7 +88,7 @@ main() {
       die_usage "not in a SLURM job; use: $(quote "${CALL[@]}") (--dry-run shows what it would do)"
     enter_node_env "$@"
     find_earlier_run
-    trap 'send_request stop' USR2 # if SLURM sends it to the batch script too
+    trap '' "${PASSED_ON[@]}" # until begin_run
   fi
   slurm_check_call 0
   if [[ ${DRY_RUN:-0} == 1 ]]; then

@@ -1052,7 +1052,7 @@ def test_torchruns_agent_runs_the_script_if_its_internals_are_not_as_expected() 
     Path("other_torch.py").write_text(OTHER_TORCH)
     Path("script.py").write_text("import signal, sys\nprint(signal.getsignal(signal.SIGUSR2).name, *sys.argv[1:])\n")
     agent = [AGENT[0], "other_torch.py", AGENT[1], "--pass-local-rank", "--standalone"]
-    ignoring = ["env", "--ignore-signal=USR2"]
+    ignoring = ["env", "--ignore-signal=USR1,USR2,ALRM"]
     done = run(*ignoring, *agent, "--nproc-per-node", "1", "--", "script.py", "--pass-local-rank")
     assert (done.returncode, done.stdout) == (0, "SIG_DFL --local-rank=0 --pass-local-rank\n"), done.stderr
     reason = f"PyTorch {torch.__version__}: torch.distributed.elastic.multiprocessing.tail_log has no tail_logfile"

@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -353,6 +354,23 @@ def test_an_element_runs_its_job_specification_and_writes_the_files_of_a_supervi
     assert attempts[1].has_ended()
     assert attempts[1].element()["job"] == "12_1"
     assert not attempts[0].has_ended()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 3), (signal.SIGUSR2, 4), (signal.SIGQUIT, 4)])
+def test_a_signal_to_an_element_reaches_the_handler_of_its_command_or_stops_it(
+    list_directory: Path, number: int, code: int
+) -> None:
+    """sbatch --signal=B:USR1 reaches only the supervisor."""
+    script = "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))\n"
+    script += "signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))\nopen('executed', 'w').close()\ntime.sleep(300)\n"
+    attempt = make_spec(list_directory, command=[sys.executable, "-S", "-c", script], grace=60.0, kill_wait=60)
+    with start_element(in_array(list_directory, attempt)) as task:
+        end = time.monotonic() + 30
+        while not (list_directory.parents[2] / "executed").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        task.send_signal(number)
+        assert task.wait(30) == code
+    assert attempt.end()["code"] == code
 
 
 def test_a_job_specification_is_private_and_does_not_remain(list_directory: Path) -> None:

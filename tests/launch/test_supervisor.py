@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import select
+import shlex
 import signal
 import struct
 import subprocess
@@ -42,7 +43,7 @@ class SupervisedRun:
         self.process: subprocess.Popen[bytes] | None = None
 
     def command(self, verb: str, *arguments: str) -> list[str]:
-        return [*SUPERVISOR, verb, "--dir", self.files.directory, "--name", "n1", *arguments]
+        return [*SUPERVISOR, *verb.split(), "--dir", self.files.directory, "--name", "n1", *arguments]
 
     def start(self, script: str, *options: str, block: bytes | None = None, **popen: Any) -> subprocess.Popen[bytes]:
         """Run a shell script; return when it has printed "ready" or exited."""
@@ -236,6 +237,44 @@ def test_signals_that_were_blocked_at_the_start_are_handled(run: SupervisedRun) 
     )
     os.kill(run.pid("supervisor"), signal.SIGINT)
     assert process.wait(TIMEOUT) == 7
+
+
+OTHER_SIGNALS = ["USR1", "ALRM", "XCPU", "ABRT", "RTMIN+20"]
+COUNTS = "import signal, sys, time; signal.signal({}, lambda *_: print('got it')); print('ready'); time.sleep(300)"
+
+
+def number_of(name: str) -> int:
+    return signal.SIGRTMIN + int(name[5:] or 0) if name.startswith("RTMIN") else getattr(signal, f"SIG{name}")
+
+
+@pytest.mark.parametrize("name", OTHER_SIGNALS)
+@pytest.mark.parametrize("way", ["supervisor", "control channel", "command"])
+def test_a_signal_reaches_the_handler_once_and_ends_none_of_musters_processes(
+    run: SupervisedRun, name: str, way: str
+) -> None:
+    number = number_of(name)
+    process = run.start(f"exec {sys.executable} -u -c {shlex.quote(COUNTS.format(number))}", "--sample-usage")
+    if way == "control channel":
+        run.control.write(f"signal {number}\n".encode())
+    elif way == "command":
+        run.call(f"signal {number}")
+    else:  # and its group, without the command
+        os.kill(run.pid("guard"), number)
+        os.kill(process.pid, number)
+    wait_until(lambda: "got it" in run.log)
+    run.control.write(b"stop\n")
+    assert process.wait(TIMEOUT) == 143
+    assert run.log.count("got it") == 1
+
+
+@pytest.mark.parametrize("name", [*OTHER_SIGNALS, "QUIT", "HUP"])
+def test_a_signal_without_a_handler_stops_the_command(run: SupervisedRun, name: str) -> None:
+    process = run.start("trap 'exit 75' TERM; echo ready; while true; do sleep 0.1; done")
+    os.kill(run.pid("supervisor"), number_of(name))
+    assert process.wait(TIMEOUT) == 75
+    record = read_json(Path(run.files.record).with_name("signal_n1.json"))
+    assert (record["signal"], record["sender"]) == (f"SIG{name}", "to the supervisor on n1")
+    assert not run.remaining()
 
 
 LINES = 'for i in $(seq 20000); do echo "[n1:0] line $i"; echo "agent $i" >&2; done; echo ready'

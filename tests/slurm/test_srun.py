@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 
 from distributed.exit_codes import UNFIT
 from distributed.files import read_json
-from distributed.host import process_scan
+from distributed.host import process_scan, signals
 from distributed.runs import verdict
 from distributed.slurm import srun
 from distributed.slurm.srun import ReportParser, StepNode
-from distributed.slurm.task import ERROR, REPORT, TaskFiles, agent_options
+from distributed.slurm.task import DUPLICATE_TIME, ERROR, REPORT, TaskFiles, agent_options
 
 KIT = Path(__file__).resolve().parents[2]
 
@@ -190,7 +190,7 @@ class StartedTask:
             stdout=subprocess.PIPE,
             env=os.environ | ENV | env | {"MUSTER_NODE": "n2"},
             bufsize=0,
-            preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),  # as in_node_env.sh --task does
+            preexec_fn=signals.ignore,  # as in_node_env.sh --task does
         )
         self.parser = ReportParser()
         self.output = b""
@@ -405,13 +405,61 @@ def test_no_process_of_a_killed_task_remains_and_other_tasks_continue(run: Path,
     task.close()
 
 
-def test_a_signal_before_its_handler_is_set_is_repeated(run: Path, start: Start) -> None:
-    handler = "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))\n"
+def signal_task(run: Path, number: int) -> None:
+    """Send a signal to all processes of the task of rank 0, as SLURM does."""
+    facts: Any = read_json(run / "ranks/n2/slurm/task_0.pid")
+    for name in ("supervisor", "guard", "command"):
+        os.kill(facts[name]["pid"], number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_before_its_handler_is_set_is_repeated(run: Path, start: Start, number: int) -> None:
+    handler = f"signal.signal({number}, lambda *_: sys.exit(75))\n"
     task = start(f"print('ready', flush=True)\ntime.sleep(1)\n{handler}time.sleep(300)\n", rank=0)
     task.read_until(lambda: b"ready" in task.output)
-    facts: Any = read_json(run / "ranks/n2/slurm/task_0.pid")
-    for name in ("supervisor", "guard", "command"):  # as SLURM does
-        os.kill(facts[name]["pid"], signal.SIGUSR2)
+    signal_task(run, number)
+    assert (task.end()["exit_code"], task.close()) == (75, 75)
+
+
+COUNTS = "signal.signal({}, lambda *_: print('got it', flush=True))\n" + READY
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGQUIT, signal.SIGRTMIN])
+@pytest.mark.parametrize("sender", ["SLURM", "launcher", "SLURM and launcher", "launcher and SLURM"])
+def test_a_handler_gets_a_signal_once_whoever_sends_it(run: Path, start: Start, number: int, sender: str) -> None:
+    task = start(COUNTS.format(number), rank=0)
+    task.read_until(lambda: b"ready" in task.output)
+    for one in sender.split(" and "):
+        if one == "SLURM":
+            signal_task(run, number)
+        else:
+            task.process.stdin.write(f"signal {number}\n".encode())
+    task.read_until(lambda: b"got it" in task.output)
+    time.sleep(DUPLICATE_TIME)
+    task.process.stdin.write(b"stop\n")
+    assert task.end()["exit_code"] == 143
+    assert task.output.count(b"got it") == 1
+    task.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(number, 75) for number in signals.STOPPING] + [(signal.SIGALRM, 128 + signal.SIGALRM), (signal.SIGRTMIN, 162)],
+)
+def test_without_a_handler_slurms_other_signals_stop_a_rank_or_end_it(
+    run: Path, start: Start, number: int, code: int
+) -> None:
+    task = start("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n" + READY, rank=0)
+    task.read_until(lambda: b"ready" in task.output)
+    signal_task(run, number)
+    assert (task.end()["exit_code"], task.close()) == (code, code)
+    assert read_json(run / "errors/signal_n2.json")["sender"] == "from SLURM (--signal or scancel)"
+
+
+def test_without_a_handler_the_launchers_signal_stops_a_rank(start: Start) -> None:
+    task = start("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n" + READY, rank=0)
+    task.read_until(lambda: b"ready" in task.output)
+    task.process.stdin.write(b"signal 10\n")
     assert (task.end()["exit_code"], task.close()) == (75, 75)
 
 

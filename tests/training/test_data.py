@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import resource
-import signal
 import struct
 import subprocess
 import sys
@@ -45,6 +44,7 @@ from distributed.training.data import (
     permutation,
     split,
 )
+from distributed.training.preemption import STOP_SIGNALS
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 
@@ -587,7 +587,7 @@ def test_a_worker_ignores_stop_signals(method: str) -> None:
     batches = iter(data)
     next(batches)
     (worker,) = set(multiprocessing.active_children()) - others
-    for number in (signal.SIGINT, signal.SIGUSR2, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         os.kill(worker.ident or 0, number)
     assert len(list(islice(batches, 20))) == 20  # many more than were read ahead
     assert worker.is_alive()

@@ -14,6 +14,7 @@ import forked
 import pytest
 import torch
 
+from distributed.host import signals
 from distributed.training.preemption import (
     STOP_SIGNALS,
     NonFiniteLoss,
@@ -55,8 +56,8 @@ def test_the_previous_signal_handlers_are_restored(error: type[BaseException] | 
 
 
 def test_all_stop_signals_of_the_launchers_are_handled() -> None:
-    """USR2 before the time limit of a SLURM job, TERM from SLURM and from launchers, INT from a terminal."""
-    assert set(STOP_SIGNALS) == {signal.SIGUSR2, signal.SIGTERM, signal.SIGINT}
+    """Those that SLURM sends before a time limit, TERM from SLURM and from launchers, INT from a terminal."""
+    assert set(STOP_SIGNALS) == {*signals.PROTECTED, signal.SIGTERM, signal.SIGINT}
 
 
 # ---------------------------------------------------------------- status exchange of three ranks

@@ -1,0 +1,68 @@
+"""Signals that SLURM or a user may send to any process of a run, and how ranks are protected from them.
+
+SLURM sends a signal (sbatch --signal, scancel --signal) to every process of a job step, and the default action of these
+signals ends a process. A rank with a handler gets the signal once. Without a handler it ignores PROTECTED in a SLURM
+job; its supervisor stops it after one of STOPPING. Of the other signals a rank without a handler dies, because programs
+also send those to themselves, such as SIGALRM. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+ANNOUNCEMENTS = (signal.SIGUSR1, signal.SIGUSR2)  # of a time limit; a rank without a handler continues
+STOPPING = (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPWR)
+PROTECTED = (*ANNOUNCEMENTS, *STOPPING)
+# Signals that stop a launcher or supervisor; that are harmless by default; that cannot be handled; that stop a process,
+# or show an error in it.
+_STOP_REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+_HARMLESS = {signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH, signal.SIGPIPE, signal.SIGXFSZ}
+_FIXED = {signal.SIGKILL, signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+_ERRORS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}
+# Passed on to the ranks' handlers. The launchers handle the same signals: PASSED_ON in scripts/lib/common.bash.
+PASSED_ON = tuple(sorted(signal.valid_signals() - _STOP_REQUESTS - _HARMLESS - _FIXED - _ERRORS))
+
+
+def name(number: int) -> str:
+    """SIGUSR1 for 10; SIGRTMIN+2 for a real-time signal."""
+    if number > signal.SIGRTMIN:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+    return "SIGSTKFLT" if number == 16 else signal.Signals(number).name  # Python 3.10 does not name this one
+
+
+def in_job() -> bool:
+    """Whether SLURM may signal this process."""
+    return "SLURM_JOB_ID" in os.environ
+
+
+def ignore(numbers: tuple[int, ...] = PASSED_ON) -> None:
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def use_defaults() -> None:
+    """Undo ignore() in a rank, or before an exec of a program that starts ranks."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PROTECTED)
+    for number in {*PASSED_ON, *PROTECTED}:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    protect()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def protect() -> None:
+    """In a SLURM job, let the kernel ignore those of PROTECTED that have no handler.
+
+    signal.getsignal() still returns SIG_DFL, because frameworks (Lightning) install a handler only where they find the
+    default action.
+    """
+    if not in_job():
+        return
+    import ctypes
+
+    set_action = ctypes.CDLL(None).signal
+    set_action.argtypes, set_action.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    for number in PROTECTED:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            set_action(number, ctypes.c_void_p(1))  # SIG_IGN
