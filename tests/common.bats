@@ -424,11 +424,16 @@ cd -- sub && pwd
 END
   mkdir -p "$BATS_TEST_TMPDIR/empty/sub" "$BATS_TEST_TMPDIR/sub"
   cd "$BATS_TEST_TMPDIR/empty"
-  local expected variable
+  local expected variable locale
+  export LOCPATH=$BATS_TEST_TMPDIR/locales
+  mkdir "$LOCPATH"
+  for locale in de_DE et_EE; do # 1,5; z precedes t
+    localedef -i "$locale" -f UTF-8 "$LOCPATH/$locale.UTF-8" 2>&1 || true # the sources may not be installed
+  done
   expected=$(env -u LANG -u LC_ALL "$SCRIPT")
   for variable in "DELAY=1.5 TMOUT=1" IFS=a POSIXLY_CORRECT=1 CDPATH=.. GLOBIGNORE='*' FUNCNEST=2 SECONDS=900 BASH_COMPAT=31 \
     SHELLOPTS=noglob:noclobber:physical BASHOPTS=nocasematch:dotglob:xpg_echo:nullglob LC_ALL=C LANG=xx_XX \
-    LC_NUMERIC=de_DE.UTF-8; do
+    LC_NUMERIC=de_DE.UTF-8 LC_ALL=de_DE.UTF-8 LANG=et_EE.UTF-8; do
     # shellcheck disable=SC2086 # one word per variable
     run -0 --separate-stderr env $variable "$SCRIPT"
     [ "$output" = "$expected" ] || { echo "$variable: $output" && return 1; }

@@ -7,6 +7,7 @@
 bats_require_minimum_version 1.5.0
 load lab/nodes.bash
 load lab/jobs.bash
+load lab/hostile_environment.bash
 
 
 setup_file() {
@@ -88,6 +89,19 @@ positions_are() { # <expected line of each rank...>
   [[ "$output" == *"ended after"*"verdict: ok"* ]]
   run -0 "$KIT/scripts/stop.sh" "$JOB"
   [ "$output" = "job $JOB has ended; SLURM has ended its processes on all nodes" ]
+}
+
+
+@test "variables, options and functions that sbatch passes on reach the ranks, and do not change the job" {
+  write_hostile_environment
+  mkdir logs
+  JOB=$(bash with_hostile_environment sbatch --parsable --nodes=1 --ntasks-per-node=1 --cpus-per-task=1 \
+    "$KIT/scripts/slurm/slurm_train.sh" --script compare.py -)
+  JOBS=("$JOB")
+  wait_for_job_exit "$JOB"
+  [ "$status" -eq 7 ] || { cat logs/slurm-*.err && false; }
+  shows out "differs: [b'ENVIRONMENT']" # SLURM sets it to BATCH
+  run ! grep -q replaced logs/slurm-"$JOB".out logs/slurm-"$JOB".err
 }
 
 

@@ -7,7 +7,8 @@ import sys
 KIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 if __name__ == "__main__":
-    if sys.getfilesystemencoding() != "utf-8":  # so that paths and arguments are equal on all servers
+    # So that paths and arguments are equal on all servers; with PYTHONINSPECT, Python would not exit.
+    if sys.getfilesystemencoding() != "utf-8" or os.environ.pop("PYTHONINSPECT", ""):
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.argv])
     sys.path[0] = KIT  # replaces this directory; precedes the package `distributed` of Dask
     try:

@@ -56,6 +56,7 @@ remove_variables() {
   done
   unset -v "${!REMOVED[@]}"
   [[ ! $encoding ]] || export LC_CTYPE=$encoding
+  LC_COLLATE=C LC_MESSAGES=C LC_NUMERIC=C LC_TIME=C # bash keeps the locale of a variable that is unset
   export -n SHELLOPTS BASHOPTS
   SECONDS=0
 } 2>/dev/null # a locale may not be installed
@@ -86,7 +87,7 @@ clear_launch_environment() {
 # Restore what this file has removed.
 restore_removed() {
   local removed_name
-  unset -v LC_CTYPE
+  unset -v LC_COLLATE LC_CTYPE LC_MESSAGES LC_NUMERIC LC_TIME
   for removed_name in "${!REMOVED[@]}"; do
     export "$removed_name=${REMOVED[$removed_name]}"
   done
