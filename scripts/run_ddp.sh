@@ -4,7 +4,7 @@
 #
 # Usage: run_ddp.sh -n N [options] [-- ARGUMENT...]
 #
-#   -n N                 number of processes in total
+#   -n N                 number of processes in total; on one machine also auto, gpu or cpu
 #   -c CONFIG            settings file (default: Muster's config/quickstart.yaml); -: none
 #   -l LEVEL             log level: debug, info, warning or error; only for train.py
 #   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value
@@ -48,7 +48,8 @@ parse_arguments() {
   ((${#POSITIONAL[@]} == 0)) ||
     die_usage "$(quote "${POSITIONAL[@]}"): unexpected; arguments of your script go after --"
   [[ $NPROC ]] || die_usage "-n N: missing; give the number of processes"
-  [[ $NPROC =~ ^[1-9][0-9]{0,8}$ ]] || die_usage "-n: expected a number of processes, 1 or more, got '$NPROC'"
+  [[ $NPROC =~ ^[1-9][0-9]{0,8}$ ]] || is_processor_kind "$NPROC" ||
+    die_usage "-n: expected a number of processes, 1 or more, auto, gpu or cpu, got '$NPROC'"
   CONFIG=${CONFIG:-$KIT/config/quickstart.yaml}
   [[ $LEVEL ]] || return 0
   [[ ${LEVEL,,} =~ ^(debug|info|warning|error)$ ]] ||
@@ -70,6 +71,7 @@ main() {
     exec_in_environment 0 "$KIT/scripts/ssh/launch_singlenode.sh" "${FORWARDED_OPTIONS[@]}" \
       "$CONFIG" "$NPROC" -- "${SCRIPT_ARGS[@]}"
   fi
+  ! is_processor_kind "$NPROC" || die_usage "-n $NPROC: only for one machine; in an allocation give the number of ranks"
   enter_node_env "$@"
   slurm_check_call "$NPROC"
   if [[ ${DRY_RUN:-0} == 1 ]]; then

@@ -741,17 +741,49 @@ with socket.create_server(("", 0)) as server:
 }
 
 
-@test "more processes than GPUs are refused (with a stub of nvidia-smi)" {
-  write_script <<<''
-  mkdir stub
-  cat >stub/nvidia-smi <<'END'
+# Write a stub: it prints what nvidia-smi prints with --format=csv,noheader,nounits.
+write_nvidia_smi() { # <number of GPUs>
+  mkdir -p stub
+  cat >stub/nvidia-smi <<END
 #!/bin/sh
-# Stub: prints what nvidia-smi prints with --format=csv,noheader,nounits.
-case $* in *query-gpu*) echo "0, GPU-aa, 580.65.06, 81920, 4, Enabled, Disabled, 0, Default, STUB" ;; esac
+case \$* in *query-gpu*) for gpu in $(seq -s ' ' 0 $(($1 - 1))); do
+  echo "\$gpu, GPU-a\$gpu, 580.65.06, 81920, 4, Enabled, Disabled, 0, Default, STUB"
+done ;; esac
 END
   chmod +x stub/nvidia-smi
+}
+
+
+@test "more processes than GPUs are refused (with a stub of nvidia-smi)" {
+  write_script <<<''
+  write_nvidia_smi 1
   PATH="$WORK/stub:$PATH" run -0 "$LAUNCH" --dry-run --script "my script.py" - 2
   PATH="$WORK/stub:$PATH" refused "NPROC 2: this machine has 1 GPU" --script "my script.py" - 2
+}
+
+
+nproc_is() { # <number> <command...>
+  run "${@:2}"
+  [ "$status" -eq 0 ] || { echo "$output" && return 1; }
+  [[ "$output" == *" --nproc-per-node $1 "* ]] || { echo "$output" && return 1; }
+}
+
+
+@test "NPROC auto, gpu and cpu: as many processes as this machine has visible GPUs or usable cores" {
+  local by_hand=$KIT/scripts/ssh/launch_torchrun_multinode.sh
+  write_script <<<''
+  nproc_is 1 taskset --cpu-list 0 "$LAUNCH" --dry-run --script "my script.py" - auto
+  nproc_is 1 taskset --cpu-list 0 "$by_hand" --dry-run --script "my script.py" - cpu 1 0 localhost
+  nproc_is 1 taskset --cpu-list 0 "$KIT/scripts/run_ddp.sh" --dry-run --script "my script.py" -c - -n auto
+  refused "NPROC gpu: no GPU is visible on this machine; give a number, cpu or auto" --script "my script.py" - gpu
+  refused "NPROC: expected a number of processes from 1 to 1024, auto, gpu or cpu, got 'all'" --dry-run --script "my script.py" - all
+  write_nvidia_smi 3
+  export PATH=$WORK/stub:$PATH
+  nproc_is 3 "$LAUNCH" --dry-run --script "my script.py" - auto
+  nproc_is 3 "$LAUNCH" --dry-run --script "my script.py" --agent torchrun - gpu
+  nproc_is 2 "$LAUNCH" --dry-run --script "my script.py" --env CUDA_VISIBLE_DEVICES=0,2 - gpu
+  nproc_is 1 taskset --cpu-list 0 "$LAUNCH" --dry-run --script "my script.py" - cpu
+  CUDA_VISIBLE_DEVICES=2 nproc_is 1 "$by_hand" --dry-run --script "my script.py" - gpu 1 0 localhost
 }
 
 

@@ -331,6 +331,32 @@ with socket.create_server(("", 29123)):
 }
 
 
+@test "NPROC auto and gpu: each node has as many processes as GPUs (with a stub of nvidia-smi) or cores" {
+  mkdir -p config stub
+  echo 'import os; open(os.environ["MUSTER_NODE"], "a").write(os.environ["LOCAL_WORLD_SIZE"])' >t.py
+  echo 'taskset --pid --cpu-list 0 $$ >/dev/null' >config/node_env.sh
+  "$LAUNCH" --script t.py - auto "$N1" "$N2:2" 3>&-
+  [ "$(cat "$N1"):$(cat "$N2")" = 1:22 ]
+  run "$LAUNCH" --script t.py - gpu "$N1" "$N2" 3>&-
+  [ "$status" -eq 69 ]
+  [[ "$output" == *"$N1: NPROC gpu: no GPU is visible there; give a number, cpu or auto"* ]]
+  cat >stub/nvidia-smi <<'END'
+#!/bin/sh
+case $* in *query-gpu*) for gpu in 0 1; do
+  echo "$gpu, GPU-a$gpu, 580.65.06, 81920, 4, Enabled, Disabled, 0, Default, STUB"
+done ;; esac
+END
+  chmod +x stub/nvidia-smi
+  echo 'PATH=$PWD/stub:$PATH; [ "$(uname -n)" != '"$N2"' ] || export CUDA_VISIBLE_DEVICES=1' >config/node_env.sh
+  rm "$N1" "$N2"
+  "$LAUNCH" --script t.py - gpu "$N1" "$N2" 3>&-
+  [ "$(cat "$N1"):$(cat "$N2")" = 22:1 ]
+  run "$LAUNCH" --no-preflight --script t.py - gpu "$N1"
+  [ "$status" -eq 2 ]
+  [[ "$output" == *"NPROC gpu: the preflight counts the processors of each node; leave out --no-preflight"* ]]
+}
+
+
 @test "--dry-run prints the command of each node, and connects to none" {
   write_script <<<''
   printf '%s\n' '# a comment' 'a1 slots=4' b2 c3 >hosts

@@ -19,6 +19,7 @@ from distributed.host.gpus import Gpus, query_gpus, visible
 from distributed.host.identity import machine, versions
 from distributed.host.network import address_of, free_port, listener, own_addresses, port_is_free
 from distributed.host.replies import NodeFacts, format_reply
+from distributed.host.resources import read_cores
 from distributed.host.system import KIT
 
 TYPE_CHECKING = False
@@ -53,6 +54,7 @@ def probe(
         torch=found["torch"],
         gpus=len(visible(env.get("CUDA_VISIBLE_DEVICES"), gpus.devices)),
         gpu_error=gpus.error,
+        cores=read_cores().usable,
         files={file: checksum(Path(file)) for file in files},
         machine=machine(),
         addresses=own_addresses(),

@@ -51,6 +51,7 @@ class NodeFacts:
     torch: str | None
     gpus: int  # visible to its ranks
     gpu_error: str
+    cores: float  # usable by its ranks
     files: Mapping[str, str | None]  # file that the ranks will read -> SHA-256; None: unreadable
     machine: str  # the same for all names of a machine
     addresses: tuple[str, ...]

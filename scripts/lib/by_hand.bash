@@ -17,7 +17,7 @@ parse_node_arguments() {
       "$(quote "${POSITIONAL[@]:-nothing}") (arguments of your script go after --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]} NNODES=${POSITIONAL[2]} NODE_RANK=${POSITIONAL[3]}
   MASTER_ADDR=${POSITIONAL[4]} port=${POSITIONAL[5]-}
-  check_nproc NPROC "$NPROC"
+  check_nproc NPROC "$NPROC" or_kind
   { is_count "$NNODES" && ((NNODES >= 1)); } || die_usage "NNODES: expected a number of nodes, 1 or more, got '$NNODES'"
   { is_count "$NODE_RANK" && ((NODE_RANK < NNODES)); } ||
     die_usage "NODE_RANK: with NNODES $NNODES, expected a number from 0 to $((NNODES - 1)), got '$NODE_RANK'"
@@ -27,6 +27,7 @@ parse_node_arguments() {
   use_port_from_environment
   MASTER_PORT=${MASTER_PORT:-29500}
   is_port "$MASTER_PORT" || die_usage "MASTER_PORT: expected a port from 1 to 65535, got '$MASTER_PORT'"
+  count_processes_here
   add_node "$(uname -n)" "$NPROC"
   FIRST_RANK=$((NODE_RANK * NPROC)) # assumes the same NPROC on all nodes
   # Ranks of this node may wait for ranks of other nodes, which this launcher cannot inspect.

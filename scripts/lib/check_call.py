@@ -111,7 +111,9 @@ def print_named_nodes(options: argparse.Namespace) -> int:
         raise CheckFailed("usage", f"hostfile '{error.filename}': {error.strerror}") from None
     for node in nodes:
         print(f"node {node.address} {node.slots or options.nodes}")
-    return sum(node.slots or options.nodes for node in nodes)
+    if not options.nodes.isdecimal():
+        return 1  # unknown before the nodes are probed
+    return sum(node.slots or int(options.nodes) for node in nodes)
 
 
 def print_allocation(ranks: int) -> int:
@@ -204,9 +206,18 @@ def check_settings(config: str, arguments: list[str], ranks: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="check_call.py", allow_abbrev=False)
-    for name in ("--script", "--foreign-script", "--module", "--hostfile", "--exclude", "--master", "--config"):
+    for name in (
+        "--script",
+        "--foreign-script",
+        "--module",
+        "--nodes",
+        "--hostfile",
+        "--exclude",
+        "--master",
+        "--config",
+    ):
         parser.add_argument(name)
-    for name in ("--nodes", "--allocation", "--gpus", "--port", "--node-rank", "--ranks"):
+    for name in ("--allocation", "--gpus", "--port", "--node-rank", "--ranks"):
         parser.add_argument(name, type=int)
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--node", action="append", default=[])

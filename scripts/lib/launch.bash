@@ -65,7 +65,35 @@ parse_config_nproc_nodes() {
   ((${#POSITIONAL[@]} >= least)) ||
     die_usage "expected CONFIG, NPROC and NODE..., got: $(quote "${POSITIONAL[@]:-nothing}")"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
-  check_nproc NPROC "$NPROC"
+  check_nproc NPROC "$NPROC" or_kind
+  ((PREFLIGHT)) || ! is_processor_kind "$NPROC" ||
+    die_usage "NPROC $NPROC: the preflight counts the processors of each node; leave out --no-preflight or give a number"
+}
+
+
+# Set NPROC to a number, if it is auto, gpu or cpu.
+count_processes_here() {
+  local kind=$NPROC
+  is_processor_kind "$kind" || return 0
+  QUIET=1 pick_rank_python
+  check_python
+  NPROC=$(
+    ((${#ENVIRONMENT[@]} == 0)) || export "${ENVIRONMENT[@]?}" # CUDA_VISIBLE_DEVICES may be there
+    kit_python host.processes "$kind"
+  ) || exit
+  ((NPROC)) || die_usage "NPROC $kind: no GPU is visible on this machine; give a number, cpu or auto"
+}
+
+
+# Set NPROC_OF the nodes for which it is auto, gpu or cpu, from REPLIES.
+count_processes_of_nodes() {
+  local node processes
+  is_processor_kind "$NPROC" || return 0
+  while read -r node processes; do
+    is_processor_kind "${NPROC_OF[$node]}" || continue
+    ((processes)) || die_with "$EXIT_UNFIT" "$node: NPROC $NPROC: no GPU is visible there; give a number, cpu or auto"
+    NPROC_OF["$node"]=$processes RANKS=$((RANKS + processes))
+  done < <(kit_python host.processes "$NPROC" "$REPLIES" "${NODES[@]}")
 }
 
 

@@ -8,14 +8,14 @@
 RUN=''                # run directory
 NODES=()              # names, in the order of node ranks
 declare -A ADDRESS=() # node -> [user@]name for ssh
-declare -A NPROC_OF=() # node -> number of ranks
+declare -A NPROC_OF=() # node -> number of ranks; auto, gpu or cpu before the node was probed
 RANKS=0               # world size
 
 
 add_node() { # <name> <processes> [address for ssh: [user@]name]
   NODES+=("$1")
   NPROC_OF[$1]=$2
-  RANKS=$((RANKS + $2))
+  is_processor_kind "$2" || RANKS=$((RANKS + $2))
   [[ ! ${3-} ]] || ADDRESS[$1]=$3
 }
 

@@ -183,9 +183,16 @@ check_options() {
 }
 
 
-check_nproc() { # <name of the argument> <value>
+check_nproc() { # <name of the argument> <value> [or_kind: accept also auto, gpu and cpu]
+  [[ ! ${3-} ]] || ! is_processor_kind "$2" || return 0
   { is_count "$2" && (($2 >= 1 && $2 <= MAX_NPROC)); } ||
-    die_usage "$1: expected a number of processes from 1 to $MAX_NPROC, got '$2'"
+    die_usage "$1: expected a number of processes from 1 to $MAX_NPROC${3:+, auto, gpu or cpu}, got '$2'"
+}
+
+
+# Whether this NPROC is one of torchrun's words for one process per GPU or core.
+is_processor_kind() { # <NPROC>
+  [[ $1 == @(auto|gpu|cpu) ]]
 }
 
 

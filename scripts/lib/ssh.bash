@@ -125,6 +125,7 @@ ssh_probe_nodes() {
   [[ $MODULE ]] || files+=("$SCRIPT_FILE")
   build_module_command host.probe --port "${MASTER_PORT:-0}" "${files[@]/#/--file=}" -- "${NODES[@]}"
   run_on_nodes "$REPLIES" ssh_probe "$(remote_command_line "${COMMAND[@]}")"
+  count_processes_of_nodes
 }
 
 

@@ -8,7 +8,8 @@
 # Usage: launch_multinode.sh [options] CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT] [-- ARGUMENT...]
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
-#   NPROC                number of processes on this node: at most one per GPU; any number without GPUs
+#   NPROC                number of processes on this node: at most one per GPU; any number without GPUs;
+#                        auto: one per GPU, else per core; gpu, cpu: one per GPU, per core
 #   NNODES               number of nodes
 #   NODE_RANK            rank of this node, from 0
 #   MASTER_ADDR          name or address of the node with NODE_RANK 0

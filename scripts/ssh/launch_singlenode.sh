@@ -5,7 +5,8 @@
 # Usage: launch_singlenode.sh [options] CONFIG NPROC [-- ARGUMENT...]
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
-#   NPROC                number of processes: at most one per GPU; any number without GPUs
+#   NPROC                number of processes: at most one per GPU; any number without GPUs;
+#                        auto: one per GPU, else per core; gpu, cpu: one per GPU, per core
 #   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value
 #
 #   --script PATH        script to run (default: Muster's train.py)
@@ -45,7 +46,8 @@ parse_arguments() {
   ((${#POSITIONAL[@]} == 2)) || die_usage "expected CONFIG and NPROC, got: $(quote "${POSITIONAL[@]:-nothing}")" \
     "(arguments of your script go after --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
-  check_nproc NPROC "$NPROC"
+  check_nproc NPROC "$NPROC" or_kind
+  count_processes_here
   add_node "$(uname -n)" "$NPROC"
 }
 

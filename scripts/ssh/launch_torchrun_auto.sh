@@ -5,7 +5,8 @@
 # Usage: launch_torchrun_auto.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
-#   NPROC                number of processes per node: at most one per GPU; any number without GPUs
+#   NPROC                number of processes per node: at most one per GPU; any number without GPUs;
+#                        auto: one per GPU of the node, else per core; gpu, cpu: one per GPU, per core
 #   NODE...              node1 user@node2 node[3-8,10] node9:4 (:4 overrides NPROC); node ranks follow this
 #                        order; the first node is the master
 #

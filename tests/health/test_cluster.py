@@ -42,7 +42,7 @@ def node(number: int, route: Route = ROUTE, **facts: Any) -> FullNodeFacts:
     return FullNodeFacts(
         python=own.interpreter.version, torch=own.torch.version or None, gpus=len(own.gpus.devices), gpu_error="",
         files={}, machine=f"boot{number}", addresses=(address,), ssh_address=address, master="10.0.0.1", seconds=0.0,
-        port=29500, holder=None, facts=own, kit=kit, route=route, now=0.0,
+        cores=4.0, port=29500, holder=None, facts=own, kit=kit, route=route, now=0.0,
     )  # fmt: skip
 
 

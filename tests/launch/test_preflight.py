@@ -18,7 +18,7 @@ from distributed.launch.preflight import main
 
 GOOD = NodeFacts(
     python="3.11.7", torch="2.13.0", files={"a.py": "11"}, gpus=0, gpu_error="", machine="", addresses=("10.0.0.1",),
-    ssh_address="10.0.0.1", master="10.0.0.1", seconds=0.001, port=23456, holder=None,
+    cores=4.0, ssh_address="10.0.0.1", master="10.0.0.1", seconds=0.001, port=23456, holder=None,
 )  # fmt: skip
 
 
