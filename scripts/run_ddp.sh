@@ -65,7 +65,7 @@ main() {
   drop_inherited_variables
   parse_options "$@"
   parse_arguments
-  if ! in_allocation "scripts/ssh/launch_singlenode.sh CONFIG NPROC"; then
+  if ! in_allocation; then
     [[ ! $RENDEZVOUS_TIMEOUT ]] || die_usage "--rendezvous-timeout: there is only one node; leave it out"
     forward_options_except -n -c -l
     exec_in_environment 0 "$KIT/scripts/ssh/launch_singlenode.sh" "${FORWARDED_OPTIONS[@]}" \

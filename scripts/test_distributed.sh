@@ -72,7 +72,8 @@ parse_arguments() {
   fi
   [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': requires NODE... or --hostfile"
   ((!SYNC)) || die_usage "--sync: requires NODE... or --hostfile"
-  if in_allocation "env -u SLURM_JOB_ID scripts/test_distributed.sh $NPROC"; then
+  COMMAND_IN_STEP="env -u SLURM_JOB_ID scripts/test_distributed.sh $NPROC"
+  if in_allocation; then
     LAUNCHER_FILE=$KIT/scripts/run_ddp.sh
     return
   fi

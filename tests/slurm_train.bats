@@ -134,10 +134,12 @@ sbatch "${options[@]}" --ntasks=2 --wrap '"$KIT/scripts/run_ddp.sh" -n 2 -c - --
 END
   mkdir logs
   srun -Q -N1 -n2 --cpus-per-task=2 --mem-per-cpu=10 -m cyclic --gpus-per-task=1 bash submit.sh
+  srun -Q -n1 sh -c 'sed "/#SBATCH --ntasks/d" "$0" >one_per_node.sh; MUSTER_KIT=$1 SCRIPT="my script.py" \
+    sbatch --parsable --gres=none one_per_node.sh - >>submitted' "$KIT/scripts/slurm/slurm_train.sh" "$KIT"
   salloc -Q -n3 bash submit.sh
   sbatch -Q -W -o /dev/null --array=7 --gpus-per-task=1 -N1 -n1 --wrap 'bash submit.sh'
   mapfile -t JOBS <submitted
-  [ "${#JOBS[@]}" -eq 9 ]
+  [ "${#JOBS[@]}" -eq 10 ]
   for job in "${JOBS[@]}"; do
     wait_for_job_exit "$job"
     [ "$status" -eq 0 ] || { cat "logs/slurm-$job".{out,err} && false; }

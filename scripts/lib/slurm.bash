@@ -22,22 +22,23 @@ declare -A LONG_OPTION=([i]=--input [o]=--output [e]=--error [l]=--label [u]=--u
   [w]=--nodelist [F]=--nodefile [x]=--exclude [r]=--relative [Z]=--no-allocate [m]=--distribution [D]=--chdir [h]=--help
   [V]=--version)
 RANK_PYTHON=''
+COMMAND_IN_STEP='scripts/ssh/launch_singlenode.sh CONFIG NPROC' # uses the node of a task
 
 
 # Whether this is the shell of salloc or a batch script. Exits in a task of srun.
-in_allocation() { # <command that uses the node of a task>
+in_allocation() {
   [[ ${SLURM_JOB_ID-} ]] || return 1
   [[ ! ${SLURM_STEP_ID-} ]] || ((SLURM_STEP_ID > 4294967000)) ||
     die_usage "this is task ${SLURM_PROCID-} of a job step:" \
       "call it from the salloc shell or the batch script, not through srun;" \
-      "for this node alone: $1"
+      "for this node alone: $COMMAND_IN_STEP"
 }
 
 
 # Unset variables that this job inherits from another job, in which it was submitted: from a step (Jupyter, `srun --pty
 # bash`) or a batch script. SLURM replaces only those that it sets for this job. Without effect in a task.
 drop_inherited_variables() {
-  local job command shown
+  local job command shown tasks=''
   [[ ${SLURM_JOB_ID-} && ${SLURM_TASK_PID-} ]] || return 0
   # The first process of a batch script, or of the other job in which salloc was called.
   job=$(process_file environ | sed -n 's/^SLURM_JOB_ID=//p')
@@ -49,14 +50,17 @@ drop_inherited_variables() {
     return
   fi
   if [[ ${SLURM_STEP_ID-} ]] && ((SLURM_STEP_ID < 4294967000)); then
+    tasks=${SLURM_STEP_NUM_TASKS-}
     unset "${!SLURM_STEP@}" "${!SLURM_SRUN_@}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}" SLURMD_TRES_BIND \
       SLURM_LAUNCH_NODE_IPADDR SLURM_DISTRIBUTION SRUN_DEBUG
   fi
-  [[ ${SLURM_ARRAY_JOB_ID-}${SLURM_RESTART_COUNT-}${SLURM_GPUS_PER_TASK-} ]] || return 0
+  [[ $tasks${SLURM_ARRAY_JOB_ID-}${SLURM_RESTART_COUNT-}${SLURM_GPUS_PER_TASK-} ]] || return 0
   shown=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep -E "^JobId=$SLURM_JOB_ID ") || return 0
   [[ $shown == *" ArrayTaskId="* ]] || unset "${!SLURM_ARRAY_@}"
   [[ $shown != *" Restarts=0 "* ]] || unset SLURM_RESTART_COUNT
   [[ $shown == *" TresPerTask="* ]] || unset SLURM_GPUS_PER_TASK
+  # A job without --ntasks.
+  [[ ! $tasks || ${SLURM_NTASKS-} != "$tasks" || $shown == *" NumTasks=$tasks "* ]] || unset SLURM_NTASKS SLURM_NPROCS
 }
 
 

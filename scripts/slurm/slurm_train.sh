@@ -84,8 +84,7 @@ main() {
   if [[ ! ${SLURM_JOB_ID-} && ${DRY_RUN:-0} == 1 ]]; then
     print_submission
   else
-    in_allocation "scripts/ssh/launch_singlenode.sh CONFIG NPROC" ||
-      die_usage "not in a SLURM job; use: $(quote "${CALL[@]}") (--dry-run shows what it would do)"
+    in_allocation || die_usage "not in a SLURM job; use: $(quote "${CALL[@]}") (--dry-run shows what it would do)"
     enter_node_env "$@"
     find_earlier_run
     trap '' "${PASSED_ON[@]}" # until begin_run
