@@ -42,7 +42,7 @@ from distributed.checkpoint.checkpoints import CheckpointError, CheckpointInfo
 from distributed.config import BASE_ONLY, Batch, ConfigError, Settings, for_ranks, job_of, parser
 from distributed.exit_codes import STOPPED
 from distributed.torch import device, gradient_sync, leave, process_group, resolve, seed, wrap
-from distributed.training import base_training, tracking
+from distributed.training import base_training, trackers, tracking
 from distributed.training.collectives import Ranks
 from distributed.training.data import DataError, Windows, held_out_batches
 from distributed.training.dataset import TrainingData
@@ -332,7 +332,7 @@ def main() -> int:
     try:
         world = World.from_env()
         settings, batch = for_ranks(options, world.size)
-        tracking.check(settings.model_dump())
+        trackers.check(settings.model_dump())
         level = logging.getLevelName(settings.logging.level.upper()) if world.rank == 0 else logging.ERROR
         logging.basicConfig(format="%(message)s", stream=sys.stdout, level=max(level, logging.INFO))
         for name in ("muster", "distributed"):  # level debug applies to these loggers, not to PyTorch's
@@ -340,7 +340,7 @@ def main() -> int:
         group = settings.distributed
         with stop_signals() as stop, process_group(world, group.backend, group.timeout, group.device):
             return train(settings, job_of(options), world, batch, stop)
-    except (ConfigError, WorldError, DataError, tracking.TrackerMissing) as error:
+    except (ConfigError, WorldError, DataError, trackers.TrackerMissing) as error:
         return report_wrong_call(error)
 
 

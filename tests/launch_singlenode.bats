@@ -13,6 +13,8 @@ source "$BATS_TEST_DIRNAME/lab/hanging_script.bash"
 source "$BATS_TEST_DIRNAME/lab/hostile_environment.bash"
 # shellcheck source=tests/lab/counting_script.bash
 source "$BATS_TEST_DIRNAME/lab/counting_script.bash"
+# shellcheck source=tests/lab/environments.bash
+source "$BATS_TEST_DIRNAME/lab/environments.bash"
 
 
 setup() {
@@ -664,6 +666,23 @@ refused() { # <expected text> <argument...>
   refused "'/nix/python'" --python /nix/python - 2
   refused "has no PyTorch" --python /usr/bin/python3 --script "my script.py" - 2
   refused "give one of the two" --script "my script.py" -m os - 2
+}
+
+
+@test "a tracker without its package and an unusable checkpoint directory are refused before the start" {
+  make_environment_without wandb tensorboard
+  printf 'train: {steps: 2, batch_size: 4}\n' >tiny.yaml
+  VIRTUAL_ENV=$PWD/venv refused "logging.wandb=offline, but the package wandb is not installed: python -m pip install" \
+    tiny.yaml 2 -- logging.wandb=offline
+  VIRTUAL_ENV=$PWD/venv refused "logging.tensorboard=true, but the package tensorboard is not installed" \
+    tiny.yaml 2 -- logging.tensorboard=true
+  run -0 "$LAUNCH" --dry-run tiny.yaml 2 -- logging.wandb=offline checkpoint.dir=new/er
+  refused "tiny.yaml/new: cannot list the checkpoints: Not a directory" tiny.yaml 2 -- checkpoint.dir=tiny.yaml/new
+  [ "$(id -u)" -eq 0 ] || skip "mounting a file system needs root"
+  mkdir fixed
+  # shellcheck disable=SC2016 # the inner shell expands it
+  run -2 unshare --mount sh -c 'mount -t tmpfs -o ro none fixed && exec "$@"' sh "$LAUNCH" tiny.yaml 2 -- checkpoint.dir=fixed/new
+  [[ "$output" == *"/fixed/new\": cannot write checkpoints there: $PWD/fixed is not writable"* ]]
 }
 
 

@@ -8,6 +8,8 @@
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
+# shellcheck source=tests/lab/environments.bash
+source "$BATS_TEST_DIRNAME/lab/environments.bash"
 # shellcheck source=tests/lab/secrets.bash
 source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 # shellcheck source=tests/lab/hostile_environment.bash
@@ -290,6 +292,14 @@ END
   refused 69 "ssh-copy-id $N2" --script "my script.py" - 1 "$N1" "nobody@$N2"
   lab freeze "$N3"
   refused 69 "$N3: cannot be reached (" --script "my script.py" - 1 "$N1" "$N3"
+}
+
+
+@test "a tracker is required on the nodes, not on the launching machine" {
+  make_environment_without wandb
+  printf 'train: {steps: 1, batch_size: 4}\nlogging: {wandb: offline}\n' >tiny.yaml
+  refused 69 "$N2: the package wandb is not installed, and the settings enable this tracker; install it for that Python" \
+    --python "$PWD/venv/bin/python" tiny.yaml 1 "$N1" "$N2"
 }
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from distributed.host.gpus import Gpus, query_gpus, visible
@@ -33,6 +34,7 @@ def probe(
     nodes: Sequence[str],
     port: int | None,
     files: Sequence[str],
+    packages: Sequence[str] = (),
     gpus: Gpus | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> NodeFacts:
@@ -42,6 +44,7 @@ def probe(
         nodes: names of all nodes, by node rank.
         port: rendezvous port on the first node; None: any free port.
         files: files that the ranks will read.
+        packages: that the ranks will import.
         gpus: the GPUs of this machine; None: query them.
     """
     gpus = gpus or query_gpus()
@@ -55,6 +58,7 @@ def probe(
         gpus=len(visible(env.get("CUDA_VISIBLE_DEVICES"), gpus.devices)),
         gpu_error=gpus.error,
         cores=read_cores().usable,
+        missing=[package for package in packages if not _is_installed(package)],
         files={file: checksum(Path(file)) for file in files},
         machine=machine(),
         addresses=own_addresses(),
@@ -66,6 +70,12 @@ def probe(
     )
 
 
+def _is_installed(package: str) -> bool:
+    """A directory of this name, without an origin, is not the package: wandb writes its files to such a directory."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
 def full_probe(nodes: Sequence[str], port: int, directory: Path, logs: Path) -> FullNodeFacts:
     """The facts that the doctor needs, for a launch from `directory` with run directories in `logs`."""
     from distributed.host import facts  # imported late: it would take a third of the time of a launch's probe
@@ -73,7 +83,7 @@ def full_probe(nodes: Sequence[str], port: int, directory: Path, logs: Path) -> 
     own = facts.gather(directory, logs, port)
     files = sorted(path for pattern in RUN_BY_RANKS for path in KIT.glob(pattern) if path.is_file())
     return facts.FullNodeFacts(
-        **vars(probe(nodes, port, [], own.gpus)),
+        **vars(probe(nodes, port, [], gpus=own.gpus)),
         facts=own,
         kit={str(path.relative_to(KIT)): checksum(path) for path in files},
         route=facts.route_to(nodes),
@@ -94,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="probe", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--port", type=int, default=0, help="rendezvous port; 0: any free port")
     parser.add_argument("--file", action="append", default=[], help="a file that the ranks will read; repeatable")
+    parser.add_argument("--package", action="append", default=[], help="a package that they will import; repeatable")
     parser.add_argument("--directory", type=Path, help="report all facts, for a launch from this directory")
     parser.add_argument("--log-dir", type=Path, help="with --directory: parent of run directories")
     parser.add_argument("nodes", nargs="+", help="names of all nodes, by node rank")
@@ -101,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = (
         full_probe(options.nodes, options.port, options.directory, options.log_dir)
         if options.directory
-        else probe(options.nodes, options.port or None, options.file)
+        else probe(options.nodes, options.port or None, options.file, options.package)
     )
     sys.stdout.write(format_reply(asdict(found)))
     return 0

@@ -15,7 +15,7 @@ from distributed.host.ssh_call import LOGIN_SHELL
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
 MARKER = "muster-reply "  # before the JSON
@@ -52,6 +52,7 @@ class NodeFacts:
     gpus: int  # visible to its ranks
     gpu_error: str
     cores: float  # usable by its ranks
+    missing: Sequence[str]  # packages that the ranks need and this Python does not have
     files: Mapping[str, str | None]  # file that the ranks will read -> SHA-256; None: unreadable
     machine: str  # the same for all names of a machine
     addresses: tuple[str, ...]

@@ -5,7 +5,6 @@ The format of metrics.jsonl is that of distributed/metrics.py.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import socket
@@ -25,25 +24,6 @@ from distributed.training.collectives import Ranks
 from distributed.world import World
 
 Scalars = Mapping[str, float]
-
-
-class TrackerMissing(RuntimeError):
-    """The settings enable a tracker whose package is not installed."""
-
-
-def check(settings: Mapping[str, Any]) -> None:
-    """Check that the enabled trackers are installed. Raises TrackerMissing."""
-    logging = settings["logging"]
-    enabled = {
-        "tensorboard": logging["tensorboard"] and "logging.tensorboard=true",
-        "wandb": logging["wandb"] != "disabled" and f"logging.wandb={logging['wandb']}",
-    }
-    for package, setting in enabled.items():
-        if setting and importlib.util.find_spec(package) is None:
-            raise TrackerMissing(
-                f"{setting}, but the package {package} is not installed: "
-                "python -m pip install -r requirements-trackers.txt"
-            )
 
 
 class Tracker:

@@ -2,7 +2,7 @@
 
 usage: check_call.py [option...] -- [SCRIPT-ARGUMENT...]
 
-  --torch               check that PyTorch is installed
+  --torch               ranks run on this machine: check that PyTorch is installed
   --script FILE         check that this file is Python, which the ranks can run
   --foreign-script FILE the same, for ranks whose Python is another one: it may accept another syntax
   --module NAME         check that the module exists, seen from this directory
@@ -179,11 +179,27 @@ def print_master(master: str, node_rank: int) -> None:
     print(f"master {address}")
 
 
-def check_settings(config: str, arguments: list[str], ranks: int) -> None:
-    """Exit with 2 if Muster's train.py would refuse the settings. Prints one message per fault on standard error."""
+def check_writable(directory: str) -> None:
+    """Check that the checkpoint directory exists or can be made, without making it. Raises ConfigError."""
+    from distributed.config import ConfigError
+
+    existing = os.path.abspath(directory)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+        problem = "not a directory" if not os.path.isdir(existing) else "not writable"
+        raise ConfigError(f"checkpoint.dir={directory!r}: cannot write checkpoints there: {existing} is {problem}")
+
+
+def check_settings(config: str, arguments: list[str], ranks: int, here: bool) -> None:
+    """Exit with 2 if Muster's train.py would refuse the settings. Prints one message per fault on standard error.
+
+    here: ranks run on this machine. Otherwise prints the packages that they need.
+    """
     from distributed.checkpoint.compatibility import check_resumable
     from distributed.checkpoint.directory import CheckpointError, list_checkpoints
     from distributed.config import ConfigError, for_ranks, holds_settings, parser
+    from distributed.training import trackers
 
     if {"--help", "-h"} & set(arguments):  # train.py prints its help
         return
@@ -192,6 +208,16 @@ def check_settings(config: str, arguments: list[str], ranks: int) -> None:
         settings, _ = for_ranks(options, ranks)
         for newest in list_checkpoints(settings.checkpoint.dir)[:1] if settings.checkpoint.dir else ():
             check_resumable(newest, settings, settings.model.vocab_size)
+        values = settings.model_dump()
+        if here:
+            trackers.check(values)
+            check_writable(str(settings.checkpoint.dir or "."))
+        else:
+            for package in trackers.enabled(values):
+                print(f"package {package}")
+    except trackers.TrackerMissing as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
     except (ConfigError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         try:
@@ -231,7 +257,7 @@ def main() -> None:
         if options.allocation is not None:
             ranks = print_allocation(options.allocation)
         if options.config is not None:
-            check_settings(options.config, sys.argv[end + 1 :], ranks)
+            check_settings(options.config, sys.argv[end + 1 :], ranks, here=options.torch)
         if options.gpus is not None:
             check_gpus(options.gpus)
         if options.port is not None:

@@ -10,6 +10,7 @@
 WORK=()                  # command of each rank: a script, or -m and a module
 SCRIPT_FILE=''           # the file that Python runs: --script, or the __main__.py in it
 PROGRAM_IS_LOCAL=1       # 0: the Python of the ranks and its modules are in a container, and cannot be checked here
+PACKAGES=()              # that the ranks need besides PyTorch; checked on the nodes
 CONFIG_ARGS=()           # --config CONFIG, or empty
 MASTER_ADDR=''           # address of the first node, with MASTER_PORT
 FIRST_RANK=0             # lowest rank of the first of NODES
@@ -142,6 +143,7 @@ run_checks() { # <option of check_call.py...>
       node) add_node "${value#*@}" "$processes" "$value" ;;
       master) MASTER_ADDR=$value ;;
       port) MASTER_PORT=${MASTER_PORT:-$value} ;;
+      package) PACKAGES+=("$value") ;;
       cores-per-rank) CORES_PER_RANK=$value ;;
       cores-per-node) CORES_PER_NODE=$value ;;
       warning) warn "$value $processes" ;;

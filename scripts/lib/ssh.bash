@@ -123,7 +123,8 @@ ssh_probe_nodes() {
   fi
   REPLIES=$(mktemp -d "$CONNECTIONS_DIR/replies-XXXXXX")
   [[ $MODULE ]] || files+=("$SCRIPT_FILE")
-  build_module_command host.probe --port "${MASTER_PORT:-0}" "${files[@]/#/--file=}" -- "${NODES[@]}"
+  build_module_command host.probe --port "${MASTER_PORT:-0}" "${files[@]/#/--file=}" \
+    "${PACKAGES[@]/#/--package=}" -- "${NODES[@]}"
   run_on_nodes "$REPLIES" ssh_probe "$(remote_command_line "${COMMAND[@]}")"
   count_processes_of_nodes
 }

@@ -41,8 +41,8 @@ def node(number: int, route: Route = ROUTE, **facts: Any) -> FullNodeFacts:
     kit: Mapping[str, str | None] = {"train.py": "11", "distributed/torch.py": "22"}
     return FullNodeFacts(
         python=own.interpreter.version, torch=own.torch.version or None, gpus=len(own.gpus.devices), gpu_error="",
-        files={}, machine=f"boot{number}", addresses=(address,), ssh_address=address, master="10.0.0.1", seconds=0.0,
-        cores=4.0, port=29500, holder=None, facts=own, kit=kit, route=route, now=0.0,
+        missing=[], files={}, machine=f"boot{number}", addresses=(address,), ssh_address=address, master="10.0.0.1",
+        seconds=0.0, cores=4.0, port=29500, holder=None, facts=own, kit=kit, route=route, now=0.0,
     )  # fmt: skip
 
 

@@ -24,7 +24,9 @@ def test_a_node_reports_the_facts_that_a_launch_needs(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         files = [str(tmp_path / "a.py"), "/nix"]
-        found = probe(["localhost"], port, files, env={"SSH_CONNECTION": "10.0.0.9 5 10.0.0.1 22"})
+        packages = ["json", "no_such_package"]
+        found = probe(["localhost"], port, files, packages, env={"SSH_CONNECTION": "10.0.0.9 5 10.0.0.1 22"})
+    assert found.missing == ["no_such_package"]
     assert found.holder is not None and found.port == port
     assert (found.ssh_address, found.files["/nix"]) == ("10.0.0.1", None)
     assert len(found.files[str(tmp_path / "a.py")] or "") == 64

@@ -18,7 +18,7 @@ from distributed.launch.preflight import main
 
 GOOD = NodeFacts(
     python="3.11.7", torch="2.13.0", files={"a.py": "11"}, gpus=0, gpu_error="", machine="", addresses=("10.0.0.1",),
-    cores=4.0, ssh_address="10.0.0.1", master="10.0.0.1", seconds=0.001, port=23456, holder=None,
+    cores=4.0, ssh_address="10.0.0.1", master="10.0.0.1", seconds=0.001, port=23456, holder=None, missing=[],
 )  # fmt: skip
 
 
@@ -40,6 +40,13 @@ def faults(*replies: Reply, port: int | None = None) -> list[str]:
     assert (not rendezvous) == bool(found)
     assert warnings == []
     return found
+
+
+def test_a_node_without_the_package_of_a_tracker_is_named() -> None:
+    assert faults(node(1), node(2, missing=("wandb",))) == [
+        "node2: the package wandb is not installed, and the settings enable this tracker; install it for that Python: "
+        "python -m pip install -r requirements-trackers.txt"
+    ]
 
 
 def test_the_rendezvous_address_is_the_one_that_the_other_nodes_resolve() -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from distributed.training.tracking import Tracker, TrackerMissing, check, describe_machine, write_settings
+from distributed.training.trackers import TrackerMissing, check
+from distributed.training.tracking import Tracker, describe_machine, write_settings
 
 KIT = Path(__file__).resolve().parents[2]
 
@@ -163,6 +164,17 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_remedy(
 def test_a_disabled_tracker_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check(logging_settings())
+
+
+def test_a_directory_with_the_name_of_a_tracker_is_not_the_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb writes its files to a directory wandb."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(TrackerMissing):
+        check(logging_settings(wandb="offline"))
 
 
 def test_installed_trackers_are_accepted() -> None:
