@@ -301,14 +301,12 @@ handle_signal() { # <signal>
 
 
 # Pass a signal on to the ranks that have a handler. Supervisors without such a rank stop their command.
-pass_signal_on() { # <signal>
-  local name
-  name=$(kill -l "$1" 2>/dev/null) || name=$1
-  [[ $name != [0-9]* ]] || name=$(kill -l "$name")
-  PASSED_SIGNAL=SIG$name
-  record "SIG$name: sending it to the ranks, or stopping them if they have no handler for it"
-  record_signal "SIG$name"
-  send_request "signal $(kill -l "$name")"
+# Without subshells: bash may lose a signal that arrives while a trap waits for one.
+pass_signal_on() { # <name> <number>
+  PASSED_SIGNAL=SIG$1
+  record "SIG$1: sending it to the ranks, or stopping them if they have no handler for it"
+  record_signal "SIG$1"
+  send_request "signal $2"
 }
 
 
@@ -320,15 +318,18 @@ record_signal() { # <its name>
 
 
 watch_signals() {
-  local name
+  local name other others
   trap '' PIPE # a node may exit during a request, and the console may be closed
   for name in INT TERM HUP QUIT; do
     # shellcheck disable=SC2064
     trap "handle_signal $name" "$name"
   done
+  mapfile -t others < <(kill -l "${PASSED_ON[@]}") # the number of each name, the name of each number
   for name in "${PASSED_ON[@]}"; do
+    other=${others[0]} others=("${others[@]:1}")
+    [[ $name != [0-9]* ]] || read -r name other <<<"$other $name"
     # shellcheck disable=SC2064
-    trap "pass_signal_on $name" "$name"
+    trap "pass_signal_on $name $other" "$name"
   done
 }
 
