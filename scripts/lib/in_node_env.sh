@@ -10,7 +10,8 @@
 #   --task     like --exec, in a task of srun: srun passes the environment, and COMMAND gets all of standard input
 #
 # Standard input starts with NAME=VALUE entries, each ended by a NUL byte, up to an empty entry; so no value is in a
-# command line. The rest is the standard input of COMMAND; with --exec, that is /dev/null.
+# command line. Without --exec, another such block precedes it, for variables that NODE_ENV may change. The rest is the
+# standard input of COMMAND; with --exec, that is /dev/null.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
@@ -28,8 +29,16 @@ read_environment() {
 }
 
 
+export_environment() {
+  local entry
+  for entry in "${ENVIRONMENT[@]}"; do
+    export "${entry?}"
+  done
+}
+
+
 main() {
-  local mode='' entry
+  local mode=''
   if [[ $1 == --* ]]; then
     mode=$1
     shift
@@ -38,15 +47,18 @@ main() {
     trap '' USR2 # SLURM sends it to all processes of a task before the time limit
     export MUSTER_NODE=$SLURMD_NODENAME
   fi
+  { set +xv; } 2>/dev/null # of ~/.bashrc, then of NODE_ENV: bash would print the values
+  if [[ ! $mode ]]; then
+    read_environment
+    export_environment
+  fi
   source_node_env "$1" kill_background </dev/null >&2
   shift
   [[ $mode != --task ]] || exec "$@"
-  { set +xv; } 2>/dev/null # of NODE_ENV or ~/.bashrc: bash would print the values
+  { set +xv; } 2>/dev/null
   read_environment # only now: an unread block shows supervisor.py that NODE_ENV has replaced this shell
   [[ ! $mode ]] || exec </dev/null
-  for entry in "${ENVIRONMENT[@]}"; do
-    export "${entry?}"
-  done
+  export_environment
   [[ ! $mode && $(jobs -pr) ]] || exec "$@"
   trap kill_background EXIT
   "$@"
