@@ -85,7 +85,7 @@ check_nodes() {
   local replies
   pick_python "$PYTHON_OPTION"
   set_node_checks 1 "${POSITIONAL[@]}"
-  run_checks "${CHECKS[@]}"
+  run_checks --forward "${CHECKS[@]}"
   build_module_command host.probe --directory "$PWD" --log-dir "$LOG_DIR" \
     --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then

@@ -196,12 +196,15 @@ END
   cluster "$N1"
   cat >job.py <<'END'
 import os, time
-assert os.environ["SECRET"] == open("secret").read()
+assert os.environ["SECRET"] == os.environ["WANDB_API_KEY"] == open("secret").read()
 time.sleep(0.5)  # long enough for its command line to be read
 END
   printf '[{"seen": "=yes", "_env": {"SECRET": "%s"}}]\n' "$(<secret)" >jobs.json
   sed -i 's/SEEN=yes/--seen/' patterns
+  WANDB_API_KEY=$(<secret)
+  export WANDB_API_KEY
   run -0 dispatch
+  [[ "$output" == *"forwarded to the jobs: "*WANDB_API_KEY*"; MUSTER_FORWARD changes the list"* ]]
   stop_watching
   grep -qx -- --seen seen
   run ! grep -F -f secret seen

@@ -36,7 +36,7 @@ teardown() {
 # bats test_tags=quick
 @test "pdsh starts all nodes at once, each with its own number of processes and unchanged arguments" {
   write_script <<'END'
-assert os.environ["SECRET"] == open("secret").read()
+assert os.environ["SECRET"] == os.environ["HF_TOKEN"] == open("secret").read()
 total = torch.tensor(rank)
 dist.all_reduce(total)
 with open(f"received.{rank}", "w") as file:
@@ -47,6 +47,8 @@ if rank == 0:
 END
   export FANOUT=1 # if pdsh obeyed it, the second node would never start
   make_secret
+  HF_TOKEN=$(<secret)
+  export HF_TOKEN
   watch_command_lines
   run --separate-stderr "$LAUNCH" --env-file secrets.env --env SEEN=yes --env "VALUE=%n \$c 'd'" \
     --script "my script.py" - 1 "$N2" "root@$N1:2" "$N3" -- '%h %n' 'x  y' $'a\nb'
@@ -58,6 +60,7 @@ END
     [ "$(<"received.$number")" = "${hosts[number]} 6 ['%h %n', 'x  y', 'a\\nb'] %n \$c 'd'" ]
   done
   [ "$(cat logs/latest/node_*.exit | sort -u)" = 0 ]
+  [[ "$stderr" == *"forwarded to the nodes: "*HF_TOKEN* ]]
   [[ "$stderr" == *"verdict: ok"* ]]
   secret_did_not_leak
   [ ! -e "logs/latest/node_$N1.environment" ]

@@ -76,6 +76,54 @@ END
 }
 
 
+@test "variables that frameworks read are forwarded, also after a restart and detached; values are in no file" {
+  make_secret
+  mkdir config
+  echo 'export GLOO_LOG=node NCCL_ALGO=${NCCL_ALGO:-unset}' >config/node_env.sh
+  cat >script.py <<'PYTHON'
+import os, sys
+names = ("NCCL_DEBUG", "NCCL_ALGO", "HF_TOKEN", "GLOO_LOG", "OMP_SCHEDULE", "MY_FLAG", "HF_HOME", "OTHER", "TWO_LINES",
+         "CUDA_VISIBLE_DEVICES", "WORLD_SIZE")
+values = [os.environ.get(name, "-") for name in names]
+values[2] = "token" if values[2] == open("secret").read() else "wrong"
+open(f"seen.{sys.argv[1]}.{os.environ['RANK']}", "wb").write(os.fsencode("|".join(values)))
+if not os.path.exists(f"tried.{sys.argv[1]}"):
+    open(f"tried.{sys.argv[1]}", "w").close()
+    sys.exit(5)
+PYTHON
+  export NCCL_DEBUG=INFO NCCL_ALGO=Ring HF_TOKEN GLOO_LOG=launcher OMP_SCHEDULE=static CUDA_VISIBLE_DEVICES=7 OTHER=1
+  export MY_FLAG='$x "y"' HF_HOME=/of/this/machine TWO_LINES=$'a\nb\x80' RANK=5 WORLD_SIZE=9
+  export MUSTER_FORWARD='MY_*,TWO_LINES -HF_HOME'
+  HF_TOKEN=$(<secret)
+  watch_command_lines
+  launch() { # <argument of the script> <option...>
+    run --separate-stderr "$LAUNCH" "${@:2}" --env SEEN=yes --env OMP_SCHEDULE=dynamic --env-file secrets.env \
+      --max-restarts 1 --script script.py - 1 "$N1" "$N2" -- "$1"
+    echo "$stderr"
+    [ "$status" -eq 0 ]
+    line=$(grep 'forwarded to the nodes: ' <<<"$stderr")
+    names=${line#*: *: }
+    [ "$(tr ' ' '\n' <<<"${names%;*}" | sort | grep -v '^OMP_NUM\|^CUDA_DEV' | xargs)" = \
+      "GLOO_LOG HF_TOKEN MY_FLAG NCCL_ALGO NCCL_DEBUG TWO_LINES" ]
+  }
+  launch run
+  launch background --detach
+  timeout 100 sh -c 'until grep -qs "verdict: ok" logs/detached-*; do sleep 0.1; done'
+  for rank in 0 1; do
+    for run in run background; do
+      printf 'INFO|Ring|token|node|dynamic|$x "y"|-|-|a\nb\x80|-|2' | cmp - "seen.$run.$rank"
+    done
+  done
+  secret_did_not_leak
+  run -0 "$LAUNCH" --dry-run --script script.py - 1 "$N1"
+  [[ "$output" == *" HF_TOKEN=... "*" MY_FLAG=... "* ]]
+  MUSTER_FORWARD='-* NCCL_DEBUG' run -0 "$LAUNCH" --dry-run --script script.py - 1 "$N1"
+  [[ "$output" == *"forwarded to the nodes: NCCL_DEBUG; MUSTER_FORWARD changes the list"* ]]
+  MUSTER_FORWARD='a=b' run -2 "$LAUNCH" --dry-run --script script.py - 1 "$N1"
+  [[ "$output" == *"MUSTER_FORWARD: expected NAME, PREFIX*, -NAME or -PREFIX*, got 'a=b'"* ]]
+}
+
+
 @test "Ctrl-C writes one checkpoint and exits with 75, and the same command resumes" {
   endless_settings >tiny.yaml
   start out "$LAUNCH" tiny.yaml 1 "$N1" "$N2"

@@ -33,6 +33,7 @@ from distributed import config
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import bases
 from distributed.jobs import config as jobs_config
+from distributed.launch.forwarding import FORWARDED
 
 KIT = Path(__file__).resolve().parents[1]
 GUIDES = ("README.md", "LAUNCH_GUIDE.md", "TROUBLESHOOTING.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -196,6 +197,7 @@ def call(directory: Path, command: list[str], **variables: str) -> subprocess.Co
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MUSTER_"))}
     path = f"{Path(sys.executable).parent}:{inherited['PATH']}"
     active = {"VIRTUAL_ENV": sys.prefix, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    active["MUSTER_FORWARD"] = "-*"  # a user of the guides has exported nothing
     env = inherited | active | variables
     return subprocess.run(
         command, cwd=directory, env=env, capture_output=True, text=True, timeout=COMMAND_TIMEOUT, check=False
@@ -548,6 +550,11 @@ def test_the_environment_variables_of_the_guide_occur_in_the_code() -> None:
     code = "".join(path.read_text() for path in sources())
     for variable, _ in table("LAUNCH_GUIDE.md", "Environment variables"):
         assert unquoted(variable) in code, f"no source contains {variable}"
+
+
+def test_the_table_of_forwarded_variables_agrees_with_the_code() -> None:
+    listed = [name for row in table("LAUNCH_GUIDE.md", "Forwarded variables") for name in re.findall("`(.+?)`", row[0])]
+    assert sorted(listed) == sorted(entry.removeprefix("-") for entry in FORWARDED)
 
 
 def test_the_table_of_packages_agrees_with_the_code() -> None:

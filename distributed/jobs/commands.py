@@ -90,7 +90,7 @@ from distributed.jobs.state import (
     select_jobs,
     unhandled_requests,
 )
-from distributed.launch import supervisor
+from distributed.launch import forwarding, supervisor
 from distributed.runs.page import duration
 from distributed.training.base_model import BaseModelError, hash_of
 
@@ -347,9 +347,13 @@ def with_digest(job: Job, cache: Cache) -> Job:
 def make_servers(config: ListConfig, list_id: str) -> list[JobServer]:
     """The servers of a list. Raises ConfigError if a file named by ssh_key does not exist."""
     options = config.options
+    try:
+        forwarded = forwarding.forwarded(os.environ)
+    except forwarding.ForwardingError as error:
+        raise ConfigError(str(error)) from None
     context = servers.ListContext(
         list_id, Path.cwd(), config.script, grace=float(options.grace), panes=not options.no_tmux, sync=options.sync,
-        sockets=servers.sockets_directory(list_id), cache=config.cache,
+        sockets=servers.sockets_directory(list_id), cache=config.cache, forwarded=forwarded,
     )  # fmt: skip
     if options.backend == "local":
         return [servers.local_server(context, options.slots)]
@@ -476,6 +480,8 @@ def dispatch(
     results = Results(log_file, state, dispatcher.links)
     screen = console.ListConsole(state, dispatcher.links)
     done_before = state.counts["done"]
+    if names := next((server.context.forwarded for server in made if isinstance(server, servers.SshServer)), None):
+        screen.log(f"forwarded to the jobs: {' '.join(names)}; {forwarding.SETTING} changes the list")
     received: list[int] = []
     # asyncio warns of processes that exit and pipes that close; the dispatcher reports these events itself.
     logging.getLogger("asyncio").setLevel(logging.ERROR)

@@ -367,8 +367,9 @@ class Service:
         if base := request.get("base"):
             env["MUSTER_BASE_MODEL"] = self._base_path(base)
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, len(self.slots)))
+        inherited = request.get("inherited", {})
         defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
-        defaults = {name: value for name, value in defaults.items() if name not in os.environ}
+        defaults = {name: value for name, value in defaults.items() if name not in os.environ | inherited}
         if request.get("setup"):
             setup = os.path.join(attempt.directory, "setup.sh")
             first = [f"export {name}={value}" for name, value in defaults.items()]  # setup lines may change these
@@ -378,8 +379,7 @@ class Service:
             env = defaults | env
         command = [*program(self.python, request["script"], self.workdir), *request["arguments"]]
         options = supervisor.SupervisorOptions([*arguments, "--", *command])
-        block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
-        self._fork_supervisor(attempt, options, block)
+        self._fork_supervisor(attempt, options, block_of(inherited), block_of(env))
         self.attempts[attempt.name] = attempt
         for slot in request["slots"]:
             panes.show(self.server_directory, slot, request["title"], attempt.files.log, attempt.files.exit)
@@ -505,7 +505,9 @@ class Service:
         directory = os.path.join(self.directory, name)
         return HostAttempt(directory, self.server, os.path.join(self.workdir, output), grace)
 
-    def _fork_supervisor(self, attempt: HostAttempt, options: supervisor.SupervisorOptions, block: bytes) -> None:
+    def _fork_supervisor(
+        self, attempt: HostAttempt, options: supervisor.SupervisorOptions, inherited: bytes, block: bytes
+    ) -> None:
         lock = os.open(attempt.lock, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         source, target = os.pipe()
@@ -513,7 +515,7 @@ class Service:
             try:
                 self._close_inherited(source)
                 os.chdir(self.workdir)
-                supervisor.supervise(options, block, started=lambda: os.close(target))
+                supervisor.supervise(options, inherited, block, started=lambda: os.close(target))
             except OSError as error:
                 with contextlib.suppress(OSError):
                     os.write(target, os.fsencode(f"{error.filename or attempt.directory}: {error.strerror}"))
@@ -672,6 +674,11 @@ def owner_of(output: str) -> str:
 
 def owner_name(job: str, script: str) -> str:
     return f"{job} of {os.path.normpath(script)}"
+
+
+def block_of(environment: dict[str, str]) -> bytes:
+    """An environment block without the empty entry at its end."""
+    return b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
 
 
 def refuse_other_owner(output: str, job: str, script: str) -> None:

@@ -99,6 +99,7 @@ class ListContext:
     panes: bool = True
     sync: bool = False
     sockets: Path = Path()  # directory of ssh's sockets and configurations
+    forwarded: Mapping[str, str] = field(default_factory=dict)  # variables of the dispatcher for jobs over ssh
     machines: dict[tuple[str, str], str] = field(default_factory=dict)  # (host name, boot id) -> server
     cache: Cache = field(default_factory=lambda: Cache(Path()))
 
@@ -338,7 +339,7 @@ class HostServer:
                 slots=list(request.slots), title=request.title, script=self.context.script,
                 arguments=list(request.arguments), setup=self.settings.setup,
                 env={**env, "MUSTER_JOB": muster_job(request.job)}, timeout=options.timeout, grace=self.context.grace,
-                base=request.job.base,
+                base=request.job.base, inherited=dict(self.context.forwarded) if isinstance(self, SshServer) else {},
             )  # fmt: skip
         except HostReplyError as error:
             raise NotStarted(str(error), error.kind) from None

@@ -12,8 +12,9 @@ run starts COMMAND in a new session and waits until it exits:
                      the supervisor stopped COMMAND, or was killed)
   --name NAME        name of this node
   --source FILE      shell script to source before COMMAND starts
-  --environment FROM environment of COMMAND: NAME=VALUE entries, each terminated by a NUL byte, then an empty entry.
-                     FROM is - for standard input, or a file, which is removed after reading
+  --environment FROM two blocks of variables for COMMAND, set before and after --source: NAME=VALUE entries, each
+                     terminated by a NUL byte, then an empty entry. FROM is - for standard input, or a file, which is
+                     removed after reading
   --grace SECONDS    time between SIGTERM and SIGKILL (default: 8)
   --heartbeat-timeout SECONDS  stop COMMAND after this time without input from the launcher (default: never)
   --terminals LIST   streams on which a progress bar stays on one line: 1, 2, or 12 if both are the same terminal
@@ -161,9 +162,11 @@ def supervisor_of(files: Files) -> int:
 # ---------------------------------------------------------------- the environment
 
 
-def read_block(source: int) -> tuple[bytes, bytes]:
-    """Read the environment block from a file descriptor. Returns it and the bytes read after it."""
-    received = b""
+def read_block(source: int, received: bytes = b"") -> tuple[bytes, bytes]:
+    """Read an environment block from a file descriptor. Returns it and the bytes read after it.
+
+    received: bytes that were read from the file descriptor before.
+    """
     while True:
         if received.startswith(b"\0"):
             return b"", received[1:]
@@ -175,13 +178,19 @@ def read_block(source: int) -> tuple[bytes, bytes]:
         received += more
 
 
-def read_block_file(path: str) -> bytes:
-    """Read the environment block from a file and remove the file."""
+def read_blocks(source: int) -> tuple[bytes, bytes, bytes]:
+    """Read both environment blocks from a file descriptor. Returns them and the bytes read after them."""
+    inherited, received = read_block(source)
+    return inherited, *read_block(source, received)
+
+
+def read_block_file(path: str) -> tuple[bytes, bytes]:
+    """Read both environment blocks from a file and remove the file."""
     try:
         source = os.open(path, os.O_RDONLY)
         os.unlink(path)
         try:
-            return read_block(source)[0]
+            return read_blocks(source)[:2]
         finally:
             os.close(source)
     except OSError as error:
@@ -794,24 +803,31 @@ def _touch(path: str) -> None:
 def run(options: SupervisorOptions) -> int:
     """Run the command. Returns its exit code; with --detach 0 when it has started. Raises SupervisorError."""
     files = options.files
-    block = received = b""
+    inherited = block = received = b""
     if options.environment == "-":
-        block, received = read_block(0)
+        inherited, block, received = read_blocks(0)
     elif options.environment:
-        block = read_block_file(options.environment)
+        inherited, block = read_block_file(options.environment)
     try:
         if options.detach:
-            return supervise_detached(options, block)
-        return supervise(options, block, received)
+            return supervise_detached(options, inherited, block)
+        return supervise(options, inherited, block, received)
     except OSError as error:
         reason = f"{error.filename or files.directory}: {error.strerror}"
         raise SupervisorError(UNFIT, f"the command was not started: {reason}") from None
 
 
 def supervise(
-    options: SupervisorOptions, block: bytes, received: bytes = b"", started: Callable[[], None] = lambda: None
+    options: SupervisorOptions,
+    inherited: bytes,
+    block: bytes,
+    received: bytes = b"",
+    started: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run the command until it exits; call started() when it has started. Returns the exit code. Raises OSError."""
+    """Run the command until it exits; call started() when it has started. Returns the exit code. Raises OSError.
+
+    inherited: environment block that the sourced script may change. block: environment block that overrides it.
+    """
     files = options.files
     os.makedirs(os.path.dirname(files.record), exist_ok=True)
     with contextlib.suppress(PermissionError):  # already a session leader
@@ -820,12 +836,12 @@ def supervise(
         reserve_code(files)
     supervisor = Supervisor(files, options, received)
     source = os.path.abspath(options.source) if options.source else ""
-    supervisor.start(options.command, environment(block, files), block, source)
+    supervisor.start(options.command, environment(inherited + block, files), block, source)
     started()
     return supervisor.watch()
 
 
-def supervise_detached(options: SupervisorOptions, block: bytes) -> int:
+def supervise_detached(options: SupervisorOptions, inherited: bytes, block: bytes) -> int:
     """Call supervise() in a child detached from terminal and connection. Returns 0 when the command has started."""
     source, target = os.pipe()
     if os.fork():
@@ -837,7 +853,7 @@ def supervise_detached(options: SupervisorOptions, block: bytes) -> int:
     for number in range(3):
         os.dup2(null, number)
     try:
-        code = supervise(options, block, started=lambda: os.close(target))
+        code = supervise(options, inherited, block, started=lambda: os.close(target))
     except OSError as error:
         os.write(target, os.fsencode(f"the command was not started: {error.filename}: {error.strerror}"))
         code = UNFIT

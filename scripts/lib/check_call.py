@@ -13,6 +13,7 @@ usage: check_call.py [option...] -- [SCRIPT-ARGUMENT...]
   --master ADDRESS --node-rank N   check that all nodes can use this address of node rank 0
   --config FILE         check these settings, with the arguments after --, for Muster's train.py
   --ranks N             number of ranks for --config (default: that of the nodes)
+  --forward             with --nodes: print the names of variables that the nodes get
 
 Prints one fact per line for check_call in launch.bash. The last line is `ok`, `usage MESSAGE` or `unfit MESSAGE`.
 """
@@ -99,6 +100,17 @@ def foreign_program(source: bytes) -> str:
     return f"it begins with {shebang[0].decode(errors='replace')}"
 
 
+def print_forwarded() -> None:
+    from distributed.launch.forwarding import ForwardingError, forwarded
+
+    try:
+        names = forwarded(os.environ)
+    except ForwardingError as error:
+        raise CheckFailed("usage", str(error)) from None
+    for name in names:
+        print(f"forward {name}")
+
+
 def print_named_nodes(options: argparse.Namespace) -> int:
     """Returns the number of ranks."""
     from distributed.nodelist import NodeListError, requested
@@ -109,6 +121,8 @@ def print_named_nodes(options: argparse.Namespace) -> int:
         raise CheckFailed("usage", str(error)) from None
     except OSError as error:
         raise CheckFailed("usage", f"hostfile '{error.filename}': {error.strerror}") from None
+    if options.forward:
+        print_forwarded()
     for node in nodes:
         print(f"node {node.address} {node.slots or options.nodes}")
     if not options.nodes.isdecimal():
@@ -246,6 +260,7 @@ def main() -> None:
     for name in ("--allocation", "--gpus", "--port", "--node-rank", "--ranks"):
         parser.add_argument(name, type=int)
     parser.add_argument("--torch", action="store_true")
+    parser.add_argument("--forward", action="store_true")
     parser.add_argument("--node", action="append", default=[])
     end = sys.argv.index("--")
     options = parser.parse_args(sys.argv[1:end])

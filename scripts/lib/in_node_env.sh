@@ -10,7 +10,8 @@
 #   --task     like --exec, in a task of srun: srun passes the environment, and COMMAND gets all of standard input
 #
 # Standard input starts with NAME=VALUE entries, each ended by a NUL byte, up to an empty entry; so no value is in a
-# command line. The rest is the standard input of COMMAND; with --exec, that is /dev/null.
+# command line. Without --exec, another such block precedes it, for variables that NODE_ENV may change. The rest is the
+# standard input of COMMAND; with --exec, that is /dev/null.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
@@ -30,6 +31,13 @@ read_entries() {
 }
 
 
+export_entries() {
+  for NODE_ENV_ENTRY in "${NODE_ENV_ENTRIES[@]}"; do
+    export_entry "$NODE_ENV_ENTRY"
+  done
+}
+
+
 main() {
   NODE_ENV_MODE=''
   if [[ $1 == --* ]]; then
@@ -41,15 +49,18 @@ main() {
     trap '' "${PASSED_ON[@]}" # SLURM sends them to all processes of a task
     export MUSTER_NODE=$SLURMD_NODENAME
   fi
+  { set +xv; } 2>/dev/null # of ~/.bashrc, then of NODE_ENV: bash would print the values
+  if [[ ! $NODE_ENV_MODE ]]; then
+    read_entries
+    export_entries
+  fi
   source_node_env "$1" kill_background </dev/null >&2
   shift
-  { set +xv; } 2>/dev/null # of NODE_ENV or ~/.bashrc: bash would print the values
+  { set +xv; } 2>/dev/null
   if [[ $NODE_ENV_MODE != --task ]]; then
     read_entries # only now: an unread block shows supervisor.py that NODE_ENV has replaced this shell
     [[ ! $NODE_ENV_MODE ]] || exec </dev/null
-    for NODE_ENV_ENTRY in "${NODE_ENV_ENTRIES[@]}"; do
-      export_entry "$NODE_ENV_ENTRY"
-    done
+    export_entries
   fi
   [[ ! ${BY_ENV-} ]] || set -- env "${BY_ENV[@]}" "$@"
   [[ ! $NODE_ENV_MODE && $(jobs -pr) ]] || exec "$@"

@@ -119,7 +119,7 @@ check_call() { # <option of check_call.py...>
 # Like check_call, and set the nodes.
 check_call_on_nodes() { # <node...>
   set_node_checks "$NPROC" "$@"
-  check_call "${CHECKS[@]}"
+  check_call --forward "${CHECKS[@]}"
   ENVIRONMENT+=("MUSTER_NODES=${NODES[*]}") # agents print these names
 }
 
@@ -132,9 +132,9 @@ set_node_checks() { # <processes on a node without its own number> <node...>
 
 
 # Run check_call.py, and set the variables that it prints: the nodes, MASTER_ADDR, MASTER_PORT, cores of the SLURM
-# allocation. Exits when a check fails.
+# allocation, FORWARDED. Exits when a check fails.
 run_checks() { # <option of check_call.py...>
-  local facts status=0 name value processes
+  local facts status=0 name value processes forwarded=()
   # In the environment of the ranks, where Python finds their modules; but it must exit, and print UTF-8.
   facts=$(trap '' INT && exec_in_environment $((${#ENVIRONMENT[@]} + 2)) "${ENVIRONMENT[@]}" \
     PYTHONINSPECT= PYTHONIOENCODING= "$PYTHON" "$KIT/scripts/lib/check_call.py" "$@" -- "${SCRIPT_ARGS[@]}") || status=$?
@@ -149,11 +149,25 @@ run_checks() { # <option of check_call.py...>
       warning) warn "$value $processes" ;;
       usage) die_usage "$value $processes" ;;
       unfit) die_with "$EXIT_UNFIT" "$value $processes" ;;
-      ok) return ;;
+      forward) forwarded+=("$value") ;;
+      ok) set_forwarded "${forwarded[@]}"; return ;;
     esac
   done <<<"$facts"
   check_python # the Python may be too old for check_call.py
   exit $((status ? status : 1))
+}
+
+
+# Set FORWARDED to the variables with these names, as this script was started with them. --env overrides them.
+set_forwarded() { # <name...>
+  local entry names=()
+  (($# > 0)) || return 0
+  for entry in "${INHERITED[@]}"; do
+    if [[ " $* " == *" ${entry%%=*} "* && " ${ENVIRONMENT[*]%%=*} " != *" ${entry%%=*} "* ]]; then
+      FORWARDED+=("$entry") names+=("${entry%%=*}")
+    fi
+  done
+  ((${#names[@]} == 0)) || log "forwarded to the nodes: ${names[*]}; MUSTER_FORWARD changes the list"
 }
 
 
@@ -220,10 +234,10 @@ mask_value() { # <NAME=VALUE>
 }
 
 
-# Print a command line with the names of ENVIRONMENT, without their values.
+# Print a command line with the names of FORWARDED and ENVIRONMENT, without their values.
 masked_command() { # <command...>
   local entry masked=()
-  for entry in "${ENVIRONMENT[@]}"; do
+  for entry in "${FORWARDED[@]}" "${ENVIRONMENT[@]}"; do
     masked+=("$(mask_value "$entry")")
   done
   quote ${masked:+env "${masked[@]}"} "$@"

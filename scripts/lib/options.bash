@@ -47,6 +47,7 @@ MAX_RESTARTS=0 MAX_REQUEUES=100
 NPROC='' CONFIG='' LEVEL=''
 BACKEND=auto MIN_BYTES=1K MAX_BYTES='' TABLE_SECONDS='' TIMEOUT=''
 SYNC=0 DETACH=0 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 PREFLIGHT=1
+FORWARDED=()          # like ENVIRONMENT, for the nodes: variables with which this script was started
 ENVIRONMENT=()        # --env, --env-file: NAME=VALUE; not passed in command lines, which all users can read
 
 GRACE=${MUSTER_GRACE:-8} # seconds from the stop request to SIGKILL, in which ranks write a checkpoint

@@ -88,8 +88,11 @@ start_node() { # <function that runs a command on a node> <node> <command...>
 }
 
 
-# Print ENVIRONMENT for supervisor.py and in_node_env.sh. It is sent through a pipe, as all users can read arguments.
+# Print FORWARDED and ENVIRONMENT for supervisor.py and in_node_env.sh. They are sent through a pipe, as all users can
+# read arguments.
 environment_block() {
+  ((${#FORWARDED[@]} == 0)) || printf '%s\0' "${FORWARDED[@]}"
+  printf '\0'
   ((${#ENVIRONMENT[@]} == 0)) || printf '%s\0' "${ENVIRONMENT[@]}"
   printf '\0'
 }

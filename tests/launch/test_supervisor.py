@@ -53,7 +53,7 @@ class SupervisedRun:
         process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, **popen)
         self.process = process
         if block is not None:
-            self.control.write(block)
+            self.control.write(b"\0" + block)  # no variables before --source
         wait_until(lambda: "ready" in self.log or self.code is not None)
         return process
 
@@ -409,15 +409,15 @@ def test_the_command_gets_the_path_of_its_metrics(
 
 def test_an_environment_file_is_removed_after_reading(run: SupervisedRun, tmp_path: Path) -> None:
     file = tmp_path / "block"
-    file.write_bytes(b"A=1\0\0")
-    run.start("echo $A ready", "--environment", str(file))
-    assert run.log == "1 ready\n"
+    file.write_bytes(b"A=0\0B=1\0\0A=1\0\0")
+    run.start("echo $A $B ready", "--environment", str(file))
+    assert run.log == "1 1 ready\n"
     assert not file.exists()
 
 
 def test_an_incomplete_environment_block_starts_nothing(run: SupervisedRun) -> None:
     command = run.command("run", "--environment", "-", "--", "true")
-    done = subprocess.run(command, input=b"A=1\0", capture_output=True, check=False)
+    done = subprocess.run(command, input=b"\0A=1\0", capture_output=True, check=False)
     assert done.returncode == 69
     assert b"environment block incomplete" in done.stderr
     assert not os.path.exists(run.files.pids)
@@ -447,7 +447,7 @@ def test_a_detached_command_outlives_its_caller_and_can_be_stopped(run: Supervis
     script = "echo $A; trap 'exit 7' TERM; echo ready; while true; do sleep 0.1; done"
     command = run.command("run", "--detach", "--environment", "-", "--", "bash", "-c", script)
     # If the command inherited the pipes, this would wait until it exits.
-    done = subprocess.run(command, input=b"A=1\0\0", capture_output=True, timeout=TIMEOUT, check=True)
+    done = subprocess.run(command, input=b"A=1\0\0\0", capture_output=True, timeout=TIMEOUT, check=True)
     assert (done.stdout, done.stderr) == (b"", b"")
     wait_until(lambda: run.log == "1\nready\n")
     state = run.state
@@ -560,7 +560,7 @@ def test_the_cause_is_recorded_although_directory_errors_does_not_exist(run: Sup
     arguments = ["--dir", run.files.directory, "--name", "n1", "--grace", "8", "--timeout", "1", "--detach"]
     options = SupervisorOptions([*arguments, "--", "sleep", "300"])
     if (pid := os.fork()) == 0:  # as the server of a job list does
-        os._exit(supervisor.supervise(options, b"") != 128 + signal.SIGTERM)
+        os._exit(supervisor.supervise(options, b"", b"") != 128 + signal.SIGTERM)
     assert os.waitpid(pid, 0)[1] == 0
     assert read_json(run.files.record)["cause"] == "timeout"
 
