@@ -608,6 +608,16 @@ refused() { # <expected text> <argument...>
 }
 
 
+@test "in a working directory that was removed, or removed and created again, nothing starts" {
+  mkdir gone && cd gone && rmdir ../gone
+  refused "the working directory '$WORK/gone' was removed; change to one that exists" - 1
+  run -2 "$KIT/scripts/status.sh"
+  [[ "$output" == *"status.sh: the working directory '$WORK/gone' was removed"* && ! -e $WORK/gone ]]
+  mkdir ../gone
+  refused "was removed" - 1
+}
+
+
 @test "wrong arguments are refused with 2 and named, and nothing is written" {
   write_script <<<''
   printf 'train: {steps: 1, batch_size: 3}\n' >odd.yaml

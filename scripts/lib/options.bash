@@ -56,6 +56,8 @@ MAX_NPROC=1024           # per machine
 
 # Set the variables above from the arguments of this program.
 parse_options() { # <argument...>
+  [[ $PWD -ef . || $(readlink "/proc/$$/cwd") != *' (deleted)' ]] ||
+    die_usage "the working directory '$PWD' was removed; change to one that exists"
   CALL=("$PROGRAM_FILE" "$@")
   read_help
   while (($#)); do
