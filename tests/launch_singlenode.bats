@@ -697,6 +697,7 @@ refused() { # <expected text> <argument...>
 
 
 @test "an option that is known from torchrun, srun or train.py is refused with the way to give it here" {
+  # shellcheck disable=SC2034 # named in the table
   local name arguments remedy ddp=$KIT/scripts/run_ddp.sh by_hand=$KIT/scripts/ssh/launch_torchrun_multinode.sh
   local local_usage="launch_singlenode.sh [options] CONFIG NPROC [-- ARGUMENT...]"
   while IFS='|' read -r name arguments remedy; do
