@@ -401,8 +401,8 @@ report_verdict() {
 }
 
 
-# Whether a restart may help: the call was valid, no stop was requested (a signal that was passed on may be one), the limit of restarts is not reached, and
-# fewer than MAX_STALLED restarts in a row were without progress.
+# Whether a restart may help: the call was valid, no stop was requested (a signal that was passed on may be one), the
+# limit of restarts is not reached, and fewer than MAX_STALLED restarts in a row were without progress.
 should_restart() {
   [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_WRONG_CALL && CODE != EXIT_STOPPED)) || return 1
   [[ ! $PASSED_SIGNAL ]] || ((CODE != EXIT_TERMINATED)) || return 1
