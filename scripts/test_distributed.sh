@@ -126,7 +126,8 @@ check_seconds() { # <option> <value, if it was given>
 check_backend_here() {
   case $BACKEND in
     nccl)
-      [[ ${DRY_RUN:-0} == 1 ]] || (($(kit_python host.gpus) > 0)) || die_usage "--backend nccl: no GPU on this machine; use gloo"
+      [[ ${DRY_RUN:-0} == 1 ]] || (($(kit_python host.gpus) > 0)) ||
+        die_usage "--backend nccl: no GPU on this machine; use gloo"
       ;;
     gloo) LAUNCHER_ARGUMENTS+=(--no-preflight) ;; # with gloo, more processes than GPUs are allowed
   esac

@@ -411,7 +411,7 @@ END
   [ "$(cat "$N1"):$(cat "$N2")" = 22:1 ]
   run "$LAUNCH" --no-preflight --script t.py - gpu "$N1"
   [ "$status" -eq 2 ]
-  [[ "$output" == *"NPROC gpu: the preflight counts the processors of each node; leave out --no-preflight"* ]]
+  [[ "$output" == *"NPROC gpu: only the preflight counts the processors of a node; leave out --no-preflight"* ]]
 }
 
 

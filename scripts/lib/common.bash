@@ -25,8 +25,8 @@ source "${BASH_SOURCE[0]%/*}/environment.bash"
   EXIT_TERMINATED=143  # SIGTERM
 }
 
-# Signals, besides INT, TERM, HUP and QUIT, that SLURM or a user may send, and that end a process by default; 34 to 64 are
-# the real-time signals. A launcher passes them on to the ranks (distributed/host/signals.py has the same list).
+# Signals, besides INT, TERM, HUP and QUIT, that SLURM or a user may send, and that end a process by default; 34 to 64
+# are the real-time signals. A launcher passes them on to the ranks (distributed/host/signals.py has the same list).
 PASSED_ON=(USR1 USR2 ABRT ALRM VTALRM PROF XCPU IO PWR STKFLT {34..64})
 
 PROGRAM=${0##*/}                       # name in messages
@@ -124,8 +124,8 @@ ignore_signals() {
 }
 
 
-# Run a program and return its status. SIGINT from the terminal reaches the program by itself; SIGTERM and the others are
-# forwarded. Sets INTERRUPTED to INT, TERM or nothing.
+# Run a program and return its status. SIGINT from the terminal reaches the program by itself; SIGTERM and the others
+# are forwarded. Sets INTERRUPTED to INT, TERM or nothing.
 run_forwarding_signals() { # <exec or exec_in_environment> <its arguments...>
   local child='' status=0 name
   INTERRUPTED=

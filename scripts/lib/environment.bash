@@ -15,7 +15,8 @@ declare -A REMOVED=() # variables that this file has removed from the shell -> v
 REMOVED_FUNCTIONS=''  # functions that this file has removed, as source text
 BY_ENV=()             # NAME=VALUE of variables that this shell cannot export: env exports them
 NOT_EXPORTABLE='SHELLOPTS|BASHOPTS|BASH_VERSINFO|UID|EUID|PPID' # read-only in bash; then ours
-NOT_EXPORTABLE+='|NODE_ENV_*|NOT_EXPORTABLE|BY_ENV|INHERITED|REMOVED|REMOVED_FUNCTIONS|inherited|inherited_name|removed_name'
+NOT_EXPORTABLE+='|NODE_ENV_*|NOT_EXPORTABLE|BY_ENV|INHERITED|REMOVED|REMOVED_FUNCTIONS'
+NOT_EXPORTABLE+='|inherited|inherited_name|removed_name'
 
 # Patterns of names. SQUEUE_* and SLURM_TIME_FORMAT change the output of SLURM's commands.
 OBEYED='TMOUT|IFS|POSIXLY_CORRECT|POSIX_PEDANTIC|BASH_ENV|ENV|BASH_COMPAT|FUNCNEST|CDPATH|EXECIGNORE|GLOBIGNORE'

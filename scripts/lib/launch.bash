@@ -68,7 +68,8 @@ parse_config_nproc_nodes() {
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
   check_nproc NPROC "$NPROC" or_kind
   ((PREFLIGHT)) || ! is_processor_kind "$NPROC" ||
-    die_usage "NPROC $NPROC: the preflight counts the processors of each node; leave out --no-preflight or give a number"
+    die_usage "NPROC $NPROC: only the preflight counts the processors of a node;" \
+      "leave out --no-preflight, or give a number"
 }
 
 
@@ -137,7 +138,8 @@ run_checks() { # <option of check_call.py...>
   local facts status=0 name value processes forwarded=()
   # In the environment of the ranks, where Python finds their modules; but it must exit, and print UTF-8.
   facts=$(trap '' INT && exec_in_environment $((${#ENVIRONMENT[@]} + 2)) "${ENVIRONMENT[@]}" \
-    PYTHONINSPECT= PYTHONIOENCODING= "$PYTHON" "$KIT/scripts/lib/check_call.py" "$@" -- "${SCRIPT_ARGS[@]}") || status=$?
+    PYTHONINSPECT= PYTHONIOENCODING= \
+    "$PYTHON" "$KIT/scripts/lib/check_call.py" "$@" -- "${SCRIPT_ARGS[@]}") || status=$?
   while read -r name value processes; do
     case $name in
       node) add_node "${value#*@}" "$processes" "$value" ;;

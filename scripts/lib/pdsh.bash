@@ -24,8 +24,8 @@ pdsh_start_nodes() {
 }
 
 
-# Write the environment to a file of mode 0600 on each node. The supervisor removes it. If the login shell of a node does
-# not start that command, it would not start the supervisor either: then the files are removed, and this fails.
+# Write the environment to a file of mode 0600 on each node. The supervisor removes it. If the login shell of a node
+# does not start that command, it would not start the supervisor either: then the files are removed, and this fails.
 pdsh_send_environment() {
   local node status sending=() sent=() START_LOG
   for node in "${NODES[@]}"; do
