@@ -127,21 +127,34 @@ ignore_signals() {
 # Run a program and return its status. SIGINT from the terminal reaches the program by itself; SIGTERM and the others
 # are forwarded. Sets INTERRUPTED to INT, TERM or nothing.
 run_forwarding_signals() { # <exec or exec_in_environment> <its arguments...>
-  local child='' status=0 name
+  local child='' status=0 name early=()
   INTERRUPTED=
   trap 'SIGNALLED=1 INTERRUPTED=INT' INT
-  trap 'SIGNALLED=1 INTERRUPTED=TERM; [[ ! $child ]] || kill -TERM "$child"' TERM
-  for name in HUP QUIT "${PASSED_ON[@]}"; do
+  for name in TERM HUP QUIT "${PASSED_ON[@]}"; do
     # shellcheck disable=SC2064
-    trap "SIGNALLED=1; [[ ! \$child ]] || kill -s $name \"\$child\"" "$name"
+    trap "forward_signal $name" "$name"
   done
   (trap - INT TERM QUIT && "$@") <&0 &
   child=$!
-  [[ $INTERRUPTED != TERM ]] || kill -TERM "$child" # SIGTERM arrived before `child` was set
+  for name in "${early[@]}"; do
+    forward_signal "$name"
+  done
   join "$child" || status=$?
   trap - TERM HUP QUIT "${PASSED_ON[@]}"
   trap 'exit "$EXIT_INTERRUPTED"' INT
   return "$status"
+}
+
+
+forward_signal() { # <its name>
+  SIGNALLED=1
+  # shellcheck disable=SC2034 # callers of run_forwarding_signals read it
+  [[ $1 != TERM ]] || INTERRUPTED=TERM
+  if [[ $child ]]; then
+    kill -s "$1" "$child"
+  else
+    early+=("$1")
+  fi
 }
 
 
