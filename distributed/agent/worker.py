@@ -94,10 +94,10 @@ def run_script(script: Script, preload: Preload | None = None, output: str = "")
     process, record = os.getpid(), failure_records.RankRecord(os.environ)
     inherited = dict(sys.modules)
     _skip_exit_handlers()
-    if output:
-        stacks.register(output)
     try:
         become_main(script)
+        if output:
+            stacks.register(output)  # after become_main(), which resets signal handlers
         if preload:
             preload.hide()
         _run(script)
