@@ -332,7 +332,7 @@ END
   write_script <<<''
   refused 2 "expected CONFIG, NPROC and NODE..." - 2
   refused 2 "named twice" --script "my script.py" - 2 "$N1" "$N1"
-  refused 2 "NPROC: expected a number of processes from 1 to 1024, got 'two'" --script "my script.py" - two "$N1"
+  refused 2 "NPROC: expected a number of processes from 1 to 1024, auto, gpu or cpu, got 'two'" --script "my script.py" - two "$N1"
   refused 2 "no such file" --script nix.py - 2 "$N1"
   refused 2 "RANK': the launcher sets it; leave it out" --env RANK=3 --script "my script.py" - 2 "$N1"
   refused 2 "hosts" --hostfile hosts --script "my script.py" - 2

@@ -222,8 +222,8 @@ END
     scancel $options "$JOB"
     wait_for_requeue "$number" || { tail -n 60 logs/slurm-*.{out,err} && false; }
   done
-  shows err "verdict: stopped: stopped by SIGUSR1 from SLURM (--signal or scancel), checkpoint written; run "
-  shows err "verdict: stopped: stopped by SIGUSR1 to the launcher, checkpoint written; run "
+  shows err "verdict: stopped: stopped by SIGUSR1 from SLURM (--signal or scancel), checkpoint written"
+  shows err "verdict: stopped: stopped by SIGUSR1 to the launcher, checkpoint written"
 }
 
 
