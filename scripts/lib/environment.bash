@@ -28,7 +28,10 @@ OBEYED+='|PYTHONSAFEPATH|PYTHONIOENCODING|PYTHONUTF8|PYTHONINTMAXSTRDIGITS|PYTHO
 DEFAULT_OPTIONS='checkwinsize|cmdhist|complete_fullquote|extquote|force_fignore|globasciiranges|globskipdots'
 DEFAULT_OPTIONS+='|hostcomplete|interactive_comments|patsub_replacement|progcomp|promptvars|sourcepath'
 
-# Functions first, because they could replace the commands below.
+# Tracing first: an exported SHELLOPTS would print the values below. Then functions, which could replace the commands.
+if [[ ${SHELLOPTS@a} == *x* ]]; then
+  { builtin set +xv; } 2>/dev/null
+fi
 builtin set +o posix
 builtin mapfile -d '' -t INHERITED <"/proc/$$/environ"
 for REPLY in "${INHERITED[@]}"; do
@@ -70,7 +73,7 @@ remove_options() {
   done
   unalias -a
   set +afkmCP
-  [[ ${BY_ENV[*]} != *SHELLOPTS=* ]] || set +vxET
+  [[ ${BY_ENV[*]} != *SHELLOPTS=* ]] || set +ET
 }
 
 
