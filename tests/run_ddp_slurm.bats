@@ -61,7 +61,7 @@ END
   for launcher in srun torchrun; do
     LAUNCHER=$launcher run -7 timeout 120 salloc -Q -N2 -n2 \
       bash with_hostile_environment "$KIT/scripts/run_ddp.sh" -n 2 -c - --script compare.py
-    [[ "$output" == *"differs: []"*"exited with code 7"* && "$output" != *replaced* ]]
+    [[ "$output" == *"differs: []"* && "$output" == *"exited with code 7"* && "$output" != *replaced* ]]
   done
   [ "$(sort -u modules)" = "loaded torch" ]
 }

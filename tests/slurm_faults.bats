@@ -367,7 +367,7 @@ elif attempt == 3:
 END
     LAUNCHER=$launcher SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh --max-restarts 1 - -- 1 2
     wait_for_job_exit "$JOB"
-    [ "$status" -eq 0 ]
+    [ "$status" -eq 0 ] || { cat "logs/slurm-$JOB.err" && false; }
     # The first failure is a restart in the job, the second attempt is requeued, the third fails again.
     all_ranks_saw 2 "0 1" "1 1" "2 1" "3 1"
   done
