@@ -174,7 +174,7 @@ END
 
 
 # Write a script that counts the signals that it handles, for 20 s.
-write_counting_script() {
+write_signal_counter() {
   cat >"my script.py" <<'END'
 import signal, time
 numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGALRM, signal.SIGRTMIN)
@@ -191,7 +191,7 @@ END
 
 @test "every signal of SLURM, to the tasks or to the batch script, reaches a rank's handler once, also with torchrun" {
   local launcher number
-  write_counting_script
+  write_signal_counter
   for launcher in srun torchrun; do
     LAUNCHER=$launcher SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh -
     wait_for_line "logs/slurm-$JOB.out" "at work"
