@@ -458,7 +458,7 @@ END
   for unusable in /nowhere /etc/passwd /proc/self; do
     XDG_RUNTIME_DIR=$unusable TMPDIR=/nowhere run -0 --separate-stderr "$SCRIPT"
     [[ "${lines[0]} ${lines[1]}" == "/tmp/muster-"*" /tmp/muster-"* ]]
-    [[ "$stderr" == "do_it.sh: warning: XDG_RUNTIME_DIR='$unusable': no temporary files there ("*"); using /tmp; "* ]]
+    [[ "$stderr" == "do_it.sh: warning: XDG_RUNTIME_DIR='$unusable': cannot create files there ("*"); using /tmp; "* ]]
     [ "${#stderr_lines[@]}" -eq 1 ]
   done
   XDG_RUNTIME_DIR=/dev/shm run -0 "$SCRIPT"
@@ -477,6 +477,6 @@ END
   run -69 unshare --mount sh -c 'mount -t tmpfs -o ro none /tmp && exec "$@"' \
     sh env XDG_RUNTIME_DIR=/nowhere TMPDIR=/nope "$KIT/scripts/do_it.sh"
   rm -rf -- "$KIT"
-  [[ "$output" == *"XDG_RUNTIME_DIR='/nowhere': no temporary files there (No such file or directory); /tmp: no"*"; \
+  [[ "$output" == *"XDG_RUNTIME_DIR='/nowhere': cannot create files there (No such file or directory); /tmp: cannot"*"; \
 TMPDIR='/nope': no temporary files"*"; export TMPDIR=DIRECTORY"* ]]
 }

@@ -186,6 +186,7 @@ def test_every_output_of_the_guides_is_compared() -> None:
         "bad sample", "verdict: failed: hung", "resuming from", "good", "start  expected", "8 of 9 done",
         "2.12.0, but", "nod2: cannot be reached", "looks hung: rank 2 on node2", "leaks", "two base models",
         "unknown key; did you mean", "scripts/lib/agent.py",
+        "it is not stopped automatically",  # tests/launch_singlenode.bats
     }  # fmt: skip
     for name in ("README.md", "LAUNCH_GUIDE.md", "TROUBLESHOOTING.md", "CONTRIBUTING.md", "benchmarks/README.md"):
         for line, lines in blocks(name, "console", "text", ""):

@@ -276,7 +276,7 @@ make_temporary_directory() { # <variable>
       return
     fi
     [[ $name == /* ]] || name+="='$base'"
-    fault+="${fault:+; }$name: no temporary files there (${reply##*: })"
+    fault+="${fault:+; }$name: cannot create files there (${reply##*: })"
   done
   die_with "$EXIT_UNFIT" "$fault; export TMPDIR=DIRECTORY, with a directory that you can write"
 }

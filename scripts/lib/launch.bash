@@ -328,5 +328,5 @@ detach() {
   rm -rf -- "$directory"
   [[ $RUN ]] || { cat -- "$out" >&2 && wait "$child"; }
   log "run ${RUN##*/} started in the background, process $child: output in $out;" \
-    "$KIT/scripts/status.sh $(quote "$RUN") shows its state, stop.sh stops it"
+    "$KIT/scripts/status.sh $(quote "$RUN") shows its state, stop.sh in the same directory stops it"
 }

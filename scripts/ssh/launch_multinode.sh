@@ -9,7 +9,7 @@
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
 #   NPROC                number of processes on this node: at most one per GPU; any number without GPUs;
-#                        auto: one per GPU, else per core; gpu, cpu: one per GPU, per core
+#                        gpu: one per GPU; cpu: one per core; auto: gpu if there are GPUs, else cpu
 #   NNODES               number of nodes
 #   NODE_RANK            rank of this node, from 0
 #   MASTER_ADDR          name or address of the node with NODE_RANK 0

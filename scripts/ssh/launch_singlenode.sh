@@ -6,7 +6,7 @@
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
 #   NPROC                number of processes: at most one per GPU; any number without GPUs;
-#                        auto: one per GPU, else per core; gpu, cpu: one per GPU, per core
+#                        gpu: one per GPU; cpu: one per core; auto: gpu if there are GPUs, else cpu
 #   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value
 #
 #   --script PATH        script to run (default: Muster's train.py)

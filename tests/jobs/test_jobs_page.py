@@ -10,12 +10,14 @@ import json
 import math
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -466,7 +468,8 @@ def test_the_table_of_one_job_shows_everything() -> None:
 def test_a_page_has_the_name_of_its_results_file() -> None:
     text = page.page(results([job(1)]), {}, path=Path("/a/lr sweep.json"))
     assert "<title>lr sweep: 1 job</title>" in text and "<h1>lr sweep</h1>" in text
-    assert "scripts/lib/module.py jobs.page &#x27;/a/lr sweep.json&#x27;</code>" in text
+    command = shlex.join(["python3", f"{KIT}/scripts/lib/module.py", "jobs.page", "/a/lr sweep.json"])
+    assert f"<code>{escape(command)}</code>" in text
 
 
 def test_a_metric_with_the_name_of_a_setting_has_its_own_column() -> None:

@@ -253,7 +253,7 @@ def test_a_signal_reaches_the_handler_once_and_ends_none_of_musters_processes(
     run: SupervisedRun, name: str, way: str
 ) -> None:
     number = number_of(name)
-    process = run.start(f"exec {sys.executable} -u -c {shlex.quote(COUNTS.format(number))}", "--sample-usage")
+    process = run.start(f"exec {shlex.quote(sys.executable)} -u -c {shlex.quote(COUNTS.format(number))}", "--sample-usage")
     if way == "control channel":
         run.control.write(f"signal {number}\n".encode())
     elif way == "command":
