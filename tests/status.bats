@@ -202,7 +202,7 @@ on_screen() { # <extended regular expression for a line>
 
 @test "an unknown run exits with 2 and lists the newest runs" {
   run -2 "$STATUS"
-  [[ "$output" == *"RUN 'latest': no such run and no runs in $WORK/logs"* ]]
+  [[ "$output" == *"RUN 'latest': no such run, and no runs in $WORK/logs"* ]]
   run -2 "$STOP"
   [[ "$output" == *"RUN: missing"* ]]
   mkdir -p logs/train-1

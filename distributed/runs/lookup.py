@@ -80,7 +80,7 @@ def find(argument: str, cwd: Path, logs: Path) -> Path:
     if names := [path.parent.name for path in runs if not path.parent.is_symlink()]:
         newest = " ".join(names[: -NEWEST - 1 : -1])
         raise RunLookupError(f"RUN '{argument}': no such run; newest in {logs}: {newest}")
-    raise RunLookupError(f"RUN '{argument}': no such run and no runs in {logs}; choose another directory with --log-dir")
+    raise RunLookupError(f"RUN '{argument}': no such run, and no runs in {logs}; name its directory with --log-dir")
 
 
 def read(directory: Path) -> Run:

@@ -327,6 +327,6 @@ detach() {
   RUN=$(cat -- "$directory/run" 2>/dev/null || true)
   rm -rf -- "$directory"
   [[ $RUN ]] || { cat -- "$out" >&2 && wait "$child"; }
-  log "run ${RUN##*/} started in the background, process $child: output in $out;" \
-    "$KIT/scripts/status.sh $(quote "$RUN") shows its state, stop.sh in the same directory stops it"
+  log "run ${RUN##*/} started in the background, process $child: output in $(absolute "$out");" \
+    "to see its state: $(quote "$KIT/scripts/status.sh" "$RUN"); to stop it: $(quote "$KIT/scripts/stop.sh" "$RUN")"
 }

@@ -253,7 +253,8 @@ def test_a_signal_reaches_the_handler_once_and_ends_none_of_musters_processes(
     run: SupervisedRun, name: str, way: str
 ) -> None:
     number = number_of(name)
-    process = run.start(f"exec {shlex.quote(sys.executable)} -u -c {shlex.quote(COUNTS.format(number))}", "--sample-usage")
+    command = shlex.join([sys.executable, "-u", "-c", COUNTS.format(number)])
+    process = run.start(f"exec {command}", "--sample-usage")
     if way == "control channel":
         run.control.write(f"signal {number}\n".encode())
     elif way == "command":
