@@ -478,5 +478,5 @@ END
     sh env XDG_RUNTIME_DIR=/nowhere TMPDIR=/nope "$KIT/scripts/do_it.sh"
   rm -rf -- "$KIT"
   [[ "$output" == *"XDG_RUNTIME_DIR='/nowhere': cannot create files there (No such file or directory); /tmp: cannot"*"; \
-TMPDIR='/nope': no temporary files"*"; export TMPDIR=DIRECTORY"* ]]
+TMPDIR='/nope': cannot create files"*"; export TMPDIR=DIRECTORY"* ]]
 }
