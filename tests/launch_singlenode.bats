@@ -271,6 +271,15 @@ END
 }
 
 
+# bats test_tags=slow
+@test "the verdict names a rank that raised KeyboardInterrupt if nobody pressed Ctrl-C" {
+  echo 'import os, time; time.sleep(300 * (os.environ["RANK"] == "0")); raise KeyboardInterrupt' >"my script.py"
+  run "$LAUNCH" --script "my script.py" - 2
+  [ "$status" -eq 130 ]
+  [[ "$output" == *"verdict: stopped: rank 1 on $(uname -n) raised KeyboardInterrupt; no rank had failed before"* ]]
+}
+
+
 @test "without signal handlers in the script, Ctrl-C exits with 130 and SIGTERM with 143, even if both were ignored" {
   write_script <<<'print("at work", flush=True); time.sleep(300)'
   start --script "my script.py" - 2

@@ -204,6 +204,7 @@ END
     [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
     [ "$(<"logs/slurm-$JOB.out")" = result ]
     grep -qx warning "logs/slurm-$JOB.err"
+    [ "$(grep -c "^step" "logs/slurm-$JOB.err")" -eq 3 ]
     [ "$(grep -c "step" "logs/slurm-$JOB/node_$N1.log")" -eq 1 ]
   done
 }

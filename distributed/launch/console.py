@@ -86,19 +86,25 @@ class Console:
         """
         self._terminals = [int(number) for number in terminals]
         self._bars: set[int] = set()  # streams whose cursor is on a progress bar
+        self._updates: dict[int, bytes | None] = {}  # stream -> rank 0's last line, if it was an update
 
     def feed(self, lines: bytes, stream: int) -> tuple[bytes, bytes]:
         """Returns what to write to standard output and to standard error. stream: of the lines."""
         output: list[bytes] = []
         errors: list[bytes] = []
-        of_rank_0 = errors if stream == ERRORS or len(self._terminals) == 2 else output
+        of_errors = stream == ERRORS or len(self._terminals) == 2
+        of_rank_0, shown_on = (errors, ERRORS) if of_errors else (output, OUTPUT)
         for line in lines.split(b"\n")[:-1]:
             prefix, bracket, text = line.partition(b"] ")
             rank = _rank(prefix) if bracket else None
             if rank is None:
                 errors.append(line.removesuffix(b"\r"))
             elif rank == 0:
-                of_rank_0.append(text)
+                state = text.removesuffix(b"\r")
+                # Without a terminal, an update is already a line when the rank completes it or writes it again.
+                if state != self._updates.get(stream) or shown_on in self._terminals:
+                    of_rank_0.append(text)
+                self._updates[stream] = state if text.endswith(b"\r") else None
         return self._render(output, OUTPUT), self._render(errors, ERRORS)
 
     def message(self, line: bytes) -> bytes:

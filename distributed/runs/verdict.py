@@ -203,8 +203,11 @@ def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
         yield missing(sum(range(size)) - sum(recorded), first_failure(waited), ": only this rank reported nothing; ")
 
 
-def judge(evidence: Evidence, launcher_code: int | None = None) -> Verdict:
-    """Return the verdict on this evidence. launcher_code: the launcher's own exit code."""
+def judge(evidence: Evidence, launcher_code: int | None = None, signaled: bool = True) -> Verdict:
+    """Return the verdict on this evidence.
+
+    launcher_code: the launcher's own exit code. signaled: whether a signal to the launcher may be the reason for it.
+    """
     if hang := evidence.hang:  # failures of ranks are ignored: the launcher stopped them
         others = [{key: one.get(key) for key in ("node", "rank", "message")} for one in hang.get("others", [])]
         return Verdict(
@@ -225,6 +228,7 @@ def judge(evidence: Evidence, launcher_code: int | None = None) -> Verdict:
         by = f"by {evidence.signal}" if evidence.signal else "on request"
         return Verdict("stopped", STOPPED, _sentence(cause).replace("on request", by, 1))
     interrupted = launcher_code in INTERRUPTED and kind is not Kind.OWN_ERROR and BY_SLURM not in cause.message
+    interrupted = interrupted and (signaled or cause.exception != "KeyboardInterrupt")  # otherwise the rank's own
     if kind is Kind.STOPPED or interrupted:  # the launcher stopped the ranks, and no failure is the reason
         return replace(_nothing_failed(evidence, launcher_code), collateral=_collateral(failures))
     codes = [failure.exit_code for failure in failures if failure.exit_code and kind_of(failure) < Kind.STOPPED]
@@ -450,12 +454,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
     parser.add_argument("--report", action="store_true", help="also write report.html")
     parser.add_argument("--exit-code", type=int, metavar="N", help="the launcher's own exit code")
+    parser.add_argument("--no-signal", action="store_true", help="the launcher received no signal")
     parser.add_argument("--resume", metavar="TEXT", default=RESUME, help="how to resume a stopped run")
     options = parser.parse_args(arguments)
     if not options.run.is_dir():
         parser.error(f"'{options.run}' is not a run directory; choose one in logs/")
     evidence = gather(options.run)
-    verdict = judge(evidence, options.exit_code)
+    verdict = judge(evidence, options.exit_code, signaled=not options.no_signal)
     try:
         write_json(options.run / "verdict.json", asdict(verdict))
     except OSError as error:

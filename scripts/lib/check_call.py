@@ -26,12 +26,14 @@ if sys.version_info < (3, 10):  # noqa: UP036
 import argparse
 import os
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from importlib.machinery import PathFinder
 from importlib.util import MAGIC_NUMBER, find_spec
 
 KIT = os.path.abspath(f"{__file__}/../../..")
 RANKS_PER_CORE = 4  # more cause a warning
 LARGEST_SCRIPT = 10_000_000  # bytes; the syntax of a larger file is not checked
+OTHER_SUFFIXES = (".json", ".yaml", ".yml", ".toml", ".sh", ".ps1")  # JSON, for example, is an expression of Python
 
 
 class CheckFailed(Exception):
@@ -71,6 +73,7 @@ def check_script(file: str, foreign: bool) -> None:
     program = foreign_program(source)
     if file.endswith(".pyc") or source.startswith(MAGIC_NUMBER) or zipfile.is_zipfile(file):
         return
+    check_format(file, source)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -87,7 +90,21 @@ def check_script(file: str, foreign: bool) -> None:
         remedy = "ranks run Python: start this program from a Python script, such as with subprocess.run()"
         raise CheckFailed("usage", f"--script '{file}': not a Python script ({program or fault}); {remedy}")
     if not foreign:
-        raise CheckFailed("usage", f"--script '{file}': {fault}; correct it")
+        remedy = "save it as UTF-8" if "'utf-8' codec" in fault else "correct it"
+        raise CheckFailed("usage", f"--script '{file}': {fault}; {remedy}")
+
+
+def check_format(file: str, source: bytes) -> None:
+    """Refuse a file of another format, of which Python would report a misleading error, or none."""
+    suffix = os.path.splitext(file)[1].lower()
+    if source.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or b"\0" in source[:2]:
+        raise CheckFailed("usage", f"--script '{file}': its encoding is UTF-16; save it as UTF-8")
+    if suffix == ".ipynb":
+        remedy = "convert it with `jupyter nbconvert --to script`"
+        raise CheckFailed("usage", f"--script '{file}': a notebook, not a Python script; {remedy}")
+    if suffix in OTHER_SUFFIXES and not source.startswith(b"#!"):
+        fault = f"not a Python script (its name ends in {suffix})"
+        raise CheckFailed("usage", f"--script '{file}': {fault}; name a Python script")
 
 
 def foreign_program(source: bytes) -> str:

@@ -392,7 +392,7 @@ report_verdict() {
   case $SIGNAL in
     INT) options=(--exit-code "$EXIT_INTERRUPTED") ;;
     TERM | HUP | QUIT) options=(--exit-code "$EXIT_TERMINATED") ;;
-    *) options=(--exit-code "$STATUS") ;;
+    *) options=(--exit-code "$STATUS" --no-signal) ;;
   esac
   ((!BATCH_JOB)) || options+=(--resume '') # slurm_job.bash prints whether it requeues the job
   # Through a pipe, as a closed console must not change the exit code.

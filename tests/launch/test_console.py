@@ -193,3 +193,26 @@ def test_a_message_of_the_supervisor_replaces_a_progress_bar() -> None:
 def test_without_a_terminal_each_update_of_a_progress_bar_is_a_line() -> None:
     assert Console().feed(BAR, OUTPUT) == (b" 10%\n 20%\n100%\nloss 2\n 30%\n40%\n", b"node line\n")
     assert Console().end() == (b"", b"")
+
+
+@pytest.mark.parametrize(
+    "bar",
+    [b"\r10%|\r20%|\n|20%\n", b"10%\r|20%\r|\n|20%\n", b"\r10%|\r20%|\r20%|\r20%\n|20%\n"],
+    ids=["CR first", "CR last", "drawn again at the end"],
+)
+@pytest.mark.parametrize("stream", [OUTPUT, ERRORS])
+def test_without_a_terminal_the_last_update_is_shown_once_however_the_rank_pauses(bar: bytes, stream: int) -> None:
+    for parts in (bar.split(b"|"), [bar.replace(b"|", b"")]):
+        lines, console, shown = RankLines(), Console({OUTPUT: "2", ERRORS: "1"}[stream]), b""
+        for part in parts:
+            for fed_lines in (lines.feed(part), lines.feed(b"")):
+                shown += console.feed(with_prefix(b"[n1:0] ", fed_lines), stream)[stream - 1]
+                console.feed(b"[n1:1] other\n", stream)
+        assert shown == b"10%\n20%\n20%\n", "the last line was printed after the bar"
+
+
+def test_without_a_terminal_the_last_update_of_a_rank_that_was_killed_is_shown_once() -> None:
+    console = Console()
+    assert console.feed(b"[n1:0] 10%\r\n", ERRORS) == (b"", b"10%\n")
+    assert console.feed(b"node line\n[n1:0] 10%\n", ERRORS) == (b"", b"node line\n")
+    assert console.feed(b"[n1:0] 10%\n", ERRORS) == (b"", b"10%\n"), "this line is no update"

@@ -956,6 +956,18 @@ def test_an_interrupted_launcher_determines_the_exit_code(
         assert capsys.readouterr().err == f"verdict: stopped: interrupted ({how}); no rank had failed\n"
 
 
+def test_if_the_launcher_received_no_signal_the_verdict_names_the_rank_that_raised_keyboard_interrupt(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.start("n1")
+    run.rank(1, "KeyboardInterrupt", "", exit_code=130)
+    run.ranks_ended("n1", r0=(143, True), r1=(130, False))
+    named = "rank 1 on n1 raised KeyboardInterrupt; no rank had failed before"
+    for options, cause in (([], "interrupted (Ctrl-C); no rank had failed"), (["--no-signal"], named)):
+        assert verdict.main([str(run.path), "--exit-code", "130", *options]) == 130
+        assert capsys.readouterr().err == f"verdict: stopped: {cause}\n"
+
+
 def test_the_verdict_of_a_stopped_run_says_how_to_resume(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run.ranks_ended("n1", r0=(75, False), r1=(75, True))
     assert verdict.main([str(run.path)]) == 75
