@@ -8,6 +8,7 @@ PyTorch.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,7 @@ class World:
     master_addr: str | None = None  # None: a single process needs no rendezvous
     master_port: int | None = None
     launcher: str = "single"  # the source: torchrun, environment, slurm, mpi, single
-    notes: tuple[str, ...] = ()  # assumptions, printed as warnings
+    notes: tuple[str, ...] = ()  # printed as warnings
 
     def __post_init__(self) -> None:
         for name, value, limit in (
@@ -227,9 +228,9 @@ def _with_layout(world: World, hints: Hints) -> World:
     """
     rank, size, local_rank = world.rank, world.size, world.local_rank
     replace(world, local_size=hints.local_size or size, nodes=hints.nodes or size)  # check the ranges
-    if hints.nodes is None and hints.local_size is None and rank == local_rank and not hints.node_rank:
-        assumed = "LOCAL_WORLD_SIZE is not set: assuming that all ranks are on this node"
-        return replace(world, notes=(assumed,) if size > 1 else ())
+    all_here = size == 1 or _is_loopback(world.master_addr or "")  # no other node could reach a loopback address
+    if all_here and hints.nodes is None and hints.local_size is None and rank == local_rank and not hints.node_rank:
+        return world
     if layout := _layout(rank, size, local_rank, hints):
         local_size, node_rank, nodes = layout
         return replace(world, local_size=local_size, node_rank=node_rank, nodes=nodes)
@@ -246,6 +247,13 @@ def _with_layout(world: World, hints: Hints) -> World:
         f"{f' from {given}' if given else ''}: "
         f"export {', '.join(missing)}, as torchrun does, or start this process with torchrun or srun"
     )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address.lower() == "localhost"
 
 
 def _layout(rank: int, size: int, local_rank: int, hints: Hints, host: int | None = None) -> Layout | None:

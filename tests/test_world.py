@@ -26,7 +26,7 @@ KIT = Path(__file__).resolve().parents[1]
 RECORDS = json.loads((KIT / "tests/slurm_environments.json").read_text())
 
 COMPLETE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-ONE_NODE = {**COMPLETE, "LOCAL_RANK": "3"}
+ONE_NODE = {**COMPLETE, "LOCAL_RANK": "3", "MASTER_ADDR": "127.0.0.1"}
 TORCHRUN = {
     **COMPLETE, "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none",
 }  # fmt: skip
@@ -75,7 +75,7 @@ def values_of(env: Mapping[str, str]) -> tuple[object, ...]:
         pytest.param({}, (0, 1, 0, 1, 0, 1, None, "single"), id="no launcher"),
         pytest.param(TORCHRUN, (3, 4, 1, 2, 1, 2, "n1:29500", "torchrun"), id="torchrun"),
         pytest.param({**STEP, **TORCHRUN}, (3, 4, 1, 2, 1, 2, "n1:29500", "torchrun"), id="torchrun under srun"),
-        pytest.param(ONE_NODE, (3, 4, 3, 4, 0, 1, "n1:29500", "environment"), id="complete"),
+        pytest.param(ONE_NODE, (3, 4, 3, 4, 0, 1, "127.0.0.1:29500", "environment"), id="complete"),
         pytest.param(
             {**COMPLETE, "LOCAL_WORLD_SIZE": "2"}, (3, 4, 1, 2, 1, 2, "n1:29500", "environment"), id="two nodes"
         ),
@@ -137,7 +137,7 @@ def values_of(env: Mapping[str, str]) -> tuple[object, ...]:
         ),
         pytest.param(
             {**JOB, **FIRST, **ONE_NODE, "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-            (3, 4, 3, 4, 0, 1, "n1:29500", "environment"),
+            (3, 4, 3, 4, 0, 1, "127.0.0.1:29500", "environment"),
             id="ranks started by a single task",
         ),
         pytest.param(STEP, (5, 7, 1, 2, 2, 4, "n08:24711", "slurm"), id="step"),
@@ -254,9 +254,27 @@ def test_as_env_passes_the_rank_on_in_torchruns_variables(env: Mapping[str, str]
     assert as_env(World.from_env(passed_on), "run-1") == passed_on
 
 
-def test_an_assumed_local_world_size_is_noted() -> None:
-    assert World.from_env(ONE_NODE).notes == ("LOCAL_WORLD_SIZE is not set: assuming that all ranks are on this node",)
-    assert World.from_env({**ONE_NODE, "LOCAL_WORLD_SIZE": "4"}).notes == ()
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "::1", "localhost", "LOCALHOST"])
+def test_a_loopback_address_proves_that_all_ranks_are_on_this_node(address: str) -> None:
+    hosts = [0, 0, 0, 0]
+    truth = [position(hosts, rank) for rank in range(4)]
+    assert derived([{**complete(at), "MASTER_ADDR": address} for at in truth]) == truth
+
+
+@pytest.mark.parametrize("address", ["n1", "10.0.0.1", "localhost.example.org", "0.0.0.0"])
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0]])
+def test_without_a_layout_or_a_loopback_address_all_ranks_are_refused_alike(hosts: list[int], address: str) -> None:
+    for rank in range(len(hosts)):
+        message = error_message({**complete(position(hosts, rank)), "MASTER_ADDR": address})
+        assert "is not known: export LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, as torchrun does" in message
+
+
+def test_the_only_rank_needs_no_layout() -> None:
+    assert World.from_env(complete(position([0], 0))).nodes == 1
+
+
+def test_only_an_allocation_without_srun_is_noted() -> None:
+    assert World.from_env(ONE_NODE).notes == World.from_env({**ONE_NODE, "LOCAL_WORLD_SIZE": "4"}).notes == ()
     assert World.from_env({}).notes == World.from_env(TORCHRUN).notes == World.from_env(STEP).notes == ()
 
 
@@ -264,8 +282,7 @@ def test_rank_0_prints_a_note_once() -> None:
     """In a separate interpreter with its own environment."""
     code = "from distributed.world import World; World.from_env(); World.from_env()"
     for env, notes in (
-        (ONE_NODE, 0),
-        ({**ONE_NODE, "RANK": "0", "LOCAL_RANK": "0"}, 1),
+        ({**ONE_NODE, "RANK": "0", "LOCAL_RANK": "0"}, 0),
         ({**JOB, **FIRST}, 1),
         ({}, 0),
     ):
