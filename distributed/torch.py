@@ -341,7 +341,7 @@ def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
         "torchrun": (*TORCHRUN_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
         "environment": (*TORCHRUN_VARIABLES, *LAYOUT_VARIABLES),
         "slurm": (*SLURM_VARIABLES, *MASTER_VARIABLES),
-        "mpi": (*chain.from_iterable(MPI_VARIABLES), *MASTER_VARIABLES, *LAYOUT_VARIABLES),
+        "mpi": (*dict.fromkeys(chain.from_iterable(MPI_VARIABLES)), *MASTER_VARIABLES, *LAYOUT_VARIABLES),
         "single": (),
     }[world.launcher]
     rendezvous = f"{world.master_addr}:{world.master_port}" if world.master_addr else "none needed"

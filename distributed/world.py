@@ -8,6 +8,7 @@ PyTorch.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -36,17 +37,23 @@ SLURM_VARIABLES = (
 LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 NODE_RANK_VARIABLES = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")
 NODES_VARIABLES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE")
+CROSS_VARIABLES = ("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")
 LAYOUT_VARIABLES = (*LOCAL_SIZE_VARIABLES, *NODE_RANK_VARIABLES, *NODES_VARIABLES)
-# Rank, size, local rank and local size from Open MPI, MVAPICH, MPICH and Intel MPI, and horovodrun. No launcher of MPI
-# gives the node rank: OMPI_COMM_WORLD_NODE_RANK is a rank on the node.
+# Rank, size, local rank and local size from Open MPI, MVAPICH, MPICH and Intel MPI, Cray PALS, and horovodrun. No
+# launcher of MPI gives the node rank: OMPI_COMM_WORLD_NODE_RANK is a rank on the node. Those of horovodrun are the node
+# rank and the number of nodes among the nodes that have a rank with this local rank.
 MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", *CROSS_VARIABLES),
 )
+# Ranks of launchers that are not read further: of PMIx, Cray PALS and Flux without PMI.
+RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 # SLURM reserves step IDs from this one up for the batch script, the interactive step and other steps without srun.
 FIRST_SPECIAL_STEP = 4_294_967_000
+LOCAL_VALUES = "LOCAL_RANK=<rank on this node> and LOCAL_WORLD_SIZE=<ranks on this node>"
 DEFAULT_PORT = 29_500  # torchrun's
 
 
@@ -67,7 +74,7 @@ class World:
     master_addr: str | None = None  # None: a single process needs no rendezvous
     master_port: int | None = None
     launcher: str = "single"  # the source: torchrun, environment, slurm, mpi, single
-    notes: tuple[str, ...] = ()  # assumptions, printed as warnings
+    notes: tuple[str, ...] = ()  # printed as warnings
 
     def __post_init__(self) -> None:
         for name, value, limit in (
@@ -119,11 +126,12 @@ def _read(env: Mapping[str, str]) -> World:
         raise WorldError(
             f"{values} {'is' if len(given) == 1 else 'are'} set, but not {', '.join(missing)}: "
             f"start this process with torchrun or srun, or unset {' '.join(given)} to run it alone"
+            + (f", or export {LOCAL_VALUES}" if missing == ["LOCAL_RANK"] else "")
         )
-    if env.get("PMIX_RANK"):
+    if name := _first_set(env, *RANKS_ALONE):
         raise WorldError(
-            f"PMIX_RANK={env['PMIX_RANK']} is set, but nothing gives the number of ranks: "
-            "start this process with torchrun, srun or mpirun, or unset PMIX_RANK to run it alone"
+            f"{name}={env[name]} is set, but not {', '.join(TORCHRUN_VARIABLES)}: start this process with torchrun, "
+            f"srun or mpirun, or export these and LOCAL_WORLD_SIZE, or unset {name} to run it alone"
         )
     return World(notes=_alone_in_an_allocation(env))
 
@@ -139,15 +147,16 @@ def _print_once(notes: tuple[str, ...]) -> None:
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
+    size = _int(env, "WORLD_SIZE")
     return World(
         rank=_int(env, "RANK"),
-        size=_int(env, "WORLD_SIZE"),
+        size=size,
         local_rank=_int(env, "LOCAL_RANK"),
         local_size=_int(env, "LOCAL_WORLD_SIZE"),
         node_rank=_int(env, "GROUP_RANK"),
         nodes=_int(env, "GROUP_WORLD_SIZE"),
         master_addr=env["MASTER_ADDR"],
-        master_port=_port(env),
+        master_port=_port(env, size),
         launcher="torchrun",
     )
 
@@ -163,7 +172,7 @@ def _from_complete(env: Mapping[str, str]) -> World:
     return _with_layout(
         World(
             rank=rank, size=size, local_rank=local_rank, local_size=size,
-            master_addr=env["MASTER_ADDR"], master_port=_port(env), launcher="environment",
+            master_addr=env["MASTER_ADDR"], master_port=_port(env, size), launcher="environment",
         ),
         hints,
     )  # fmt: skip
@@ -206,7 +215,7 @@ def _hints(env: Mapping[str, str]) -> Hints:
     local_size = _agreed(env, LOCAL_SIZE_VARIABLES, positive=True)
     names = _mpi_variables(env)
     if not local_size and names and [env.get(name) for name in names[:2]] == [env["RANK"], env["WORLD_SIZE"]]:
-        local_size = _agreed(env, names[3:], positive=True)
+        local_size = _agreed(env, names[3:4], positive=True)
     return Hints(local_size, _agreed(env, NODE_RANK_VARIABLES), _agreed(env, NODES_VARIABLES, positive=True))
 
 
@@ -227,15 +236,17 @@ def _with_layout(world: World, hints: Hints) -> World:
     """
     rank, size, local_rank = world.rank, world.size, world.local_rank
     replace(world, local_size=hints.local_size or size, nodes=hints.nodes or size)  # check the ranges
-    if hints.nodes is None and hints.local_size is None and rank == local_rank and not hints.node_rank:
-        assumed = "LOCAL_WORLD_SIZE is not set: assuming that all ranks are on this node"
-        return replace(world, notes=(assumed,) if size > 1 else ())
+    all_here = size == 1 or _is_loopback(world.master_addr or "")  # no other node could reach a loopback address
+    if all_here and hints.nodes is None and hints.local_size is None and rank == local_rank and not hints.node_rank:
+        return world
     if layout := _layout(rank, size, local_rank, hints):
         local_size, node_rank, nodes = layout
         return replace(world, local_size=local_size, node_rank=node_rank, nodes=nodes)
     names = {"local size": "LOCAL_WORLD_SIZE", "node rank": "GROUP_RANK", "number of nodes": "GROUP_WORLD_SIZE"}
     given = ", ".join(f"{name} {value}" for name, value in zip(names, hints, strict=True) if value is not None)
     missing = [name for name, value in zip(names.values(), hints, strict=True) if value is None]
+    if _node_rank_suffices(rank, size, local_rank, hints):
+        missing = ["GROUP_RANK"]
     if not missing:
         raise WorldError(
             f"rank {rank} of {size} with local rank {local_rank} does not fit {given}: "
@@ -246,6 +257,13 @@ def _with_layout(world: World, hints: Hints) -> World:
         f"{f' from {given}' if given else ''}: "
         f"export {', '.join(missing)}, as torchrun does, or start this process with torchrun or srun"
     )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address.lower() == "localhost"
 
 
 def _layout(rank: int, size: int, local_rank: int, hints: Hints, host: int | None = None) -> Layout | None:
@@ -278,6 +296,15 @@ def _layout(rank: int, size: int, local_rank: int, hints: Hints, host: int | Non
     return (size // nodes, node_rank, nodes) if node_rank in possible else None
 
 
+def _node_rank_suffices(rank: int, size: int, local_rank: int, hints: Hints) -> bool:
+    """Return whether the layout is known with a node rank in addition to the hints."""
+    known = hints.nodes or hints.local_size
+    if hints.node_rank is not None or not known or size % known:
+        return False
+    possible = _possible_nodes(rank, local_rank, size, hints.nodes or size // known)
+    return any(_layout(rank, size, local_rank, hints._replace(node_rank=node)) for node in possible)
+
+
 def _possible_nodes(rank: int, local_rank: int, size: int, nodes: int) -> set[int]:
     """Return the nodes on which a rank with this local rank may be, in block or in cyclic order."""
     local_size = size // nodes
@@ -302,7 +329,8 @@ def _order_is_evident(size: int, nodes: int) -> bool:
 
 def _mpi_variables(env: Mapping[str, str]) -> tuple[str, ...] | None:
     """Return the names for rank, size, local rank and local size that the launcher of this process sets, if any."""
-    return next((names for names in MPI_VARIABLES if any(env.get(name) for name in names[:2])), None)
+    found = [names for names in MPI_VARIABLES if any(env.get(name) for name in names[:2])]
+    return next((names for names in found if env.get(names[2])), found[0] if found else None)
 
 
 def _starts_ranks_in_task(env: Mapping[str, str], names: Sequence[str]) -> bool:
@@ -325,13 +353,32 @@ def _from_mpi(env: Mapping[str, str], names: Sequence[str]) -> World:
             f"of rank 0> and MASTER_PORT=<a free port> before mpirun (Open MPI: also -x MASTER_ADDR -x MASTER_PORT), "
             f"or unset {names[0]} {names[1]} to run this process alone"
         )
+    missing = [name for name in names[2:4] if not env.get(name)]
+    if missing:
+        raise WorldError(
+            f"{names[0]}={rank} and {names[1]}={size} are set, but not {', '.join(missing)}: "
+            f"export RANK=${names[0]}, WORLD_SIZE=${names[1]}, {LOCAL_VALUES} in each process"
+        )
     local_rank, local_size = _int(env, names[2]), _int(env, names[3], positive=True)
     world = World(
         rank=rank, size=size, local_rank=local_rank, local_size=size,
-        master_addr=env["MASTER_ADDR"], master_port=_port(env), launcher="mpi",
+        master_addr=env["MASTER_ADDR"], master_port=_port(env, size), launcher="mpi",
     )  # fmt: skip
-    node_rank, nodes = _agreed(env, NODE_RANK_VARIABLES), _agreed(env, NODES_VARIABLES, positive=True)
-    return _with_layout(world, Hints(local_size, node_rank, nodes))
+    hints = Hints(local_size, _agreed(env, NODE_RANK_VARIABLES), _agreed(env, NODES_VARIABLES, positive=True))
+    if names[4:] == CROSS_VARIABLES and hints == Hints(local_size) and all(env.get(name) for name in CROSS_VARIABLES):
+        hints = Hints(local_size, *_cross(env, size, local_size))
+    return _with_layout(world, hints)
+
+
+def _cross(env: Mapping[str, str], size: int, local_size: int) -> tuple[int, int]:
+    """Return the node rank and the number of nodes from horovodrun. If the nodes are uneven, it gives neither."""
+    node_rank, nodes = _int(env, "HOROVOD_CROSS_RANK"), _int(env, "HOROVOD_CROSS_SIZE", positive=True)
+    if local_size * nodes != size:
+        raise WorldError(
+            f"HOROVOD_SIZE={size} is not HOROVOD_LOCAL_SIZE={local_size} times HOROVOD_CROSS_SIZE={nodes}, as with "
+            "nodes of different numbers of ranks: export GROUP_RANK and GROUP_WORLD_SIZE, as torchrun does"
+        )
+    return node_rank, nodes
 
 
 # ---------------------------------------------------------------- a task of srun
@@ -457,7 +504,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
         node_rank=node_rank,
         nodes=nodes,
         master_addr=env.get("MASTER_ADDR") or _first_task_host(env, nodes),
-        master_port=_port(env) if env.get("MASTER_PORT") else slurm_port(env),
+        master_port=_port(env, size) if env.get("MASTER_PORT") else slurm_port(env),
         launcher="slurm",
     )
 
@@ -579,10 +626,10 @@ def _int(env: Mapping[str, str], name: str, positive: bool = False) -> int:
     return int(value)
 
 
-def _port(env: Mapping[str, str]) -> int:
+def _port(env: Mapping[str, str], size: int) -> int:
     port = _int(env, "MASTER_PORT")
-    if port > 65_535:
-        raise WorldError(f"MASTER_PORT={port} is not a port: the highest is 65535")
+    if port > 65_535 or (port == 0 and size > 1):  # alone, as_env gives 0
+        raise WorldError(f"MASTER_PORT={port} is not a port: give one from 1 to 65535")
     return port
 
 

@@ -26,7 +26,7 @@ KIT = Path(__file__).resolve().parents[1]
 RECORDS = json.loads((KIT / "tests/slurm_environments.json").read_text())
 
 COMPLETE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-ONE_NODE = {**COMPLETE, "LOCAL_RANK": "3"}
+ONE_NODE = {**COMPLETE, "LOCAL_RANK": "3", "MASTER_ADDR": "127.0.0.1"}
 TORCHRUN = {
     **COMPLETE, "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none",
 }  # fmt: skip
@@ -41,6 +41,12 @@ OPEN_MPI = {  # rank 3 of 4, the second on n2; OMPI_COMM_WORLD_NODE_RANK is a ra
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "PMIX_RANK": "3",
 }  # fmt: skip
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+CRAY = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PALS_RANKID": "3"}
+FLUX = {"PMI_RANK": "3", "PMI_SIZE": "4", "FLUX_TASK_RANK": "3", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "4"}
+HOROVOD = {  # rank 9 of 32, the second on the second of four nodes
+    "HOROVOD_RANK": "9", "HOROVOD_SIZE": "32", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "8",
+    "HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "4",
+}  # fmt: skip
 DAEMON = {  # of mpirun in an allocation, or another process that starts the ranks of its node
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
     "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
@@ -75,7 +81,7 @@ def values_of(env: Mapping[str, str]) -> tuple[object, ...]:
         pytest.param({}, (0, 1, 0, 1, 0, 1, None, "single"), id="no launcher"),
         pytest.param(TORCHRUN, (3, 4, 1, 2, 1, 2, "n1:29500", "torchrun"), id="torchrun"),
         pytest.param({**STEP, **TORCHRUN}, (3, 4, 1, 2, 1, 2, "n1:29500", "torchrun"), id="torchrun under srun"),
-        pytest.param(ONE_NODE, (3, 4, 3, 4, 0, 1, "n1:29500", "environment"), id="complete"),
+        pytest.param(ONE_NODE, (3, 4, 3, 4, 0, 1, "127.0.0.1:29500", "environment"), id="complete"),
         pytest.param(
             {**COMPLETE, "LOCAL_WORLD_SIZE": "2"}, (3, 4, 1, 2, 1, 2, "n1:29500", "environment"), id="two nodes"
         ),
@@ -116,6 +122,16 @@ def values_of(env: Mapping[str, str]) -> tuple[object, ...]:
         ),
         pytest.param({**OPEN_MPI, **MASTER}, (3, 4, 1, 2, 1, 2, "n1:29500", "mpi"), id="Open MPI"),
         pytest.param({**HYDRA, **MASTER}, (3, 4, 1, 2, 1, 2, "n1:29500", "mpi"), id="MPICH, Intel MPI"),
+        pytest.param({**CRAY, **MASTER}, (3, 4, 1, 2, 1, 2, "n1:29500", "mpi"), id="Cray PALS"),
+        pytest.param({**HOROVOD, **MASTER}, (9, 32, 1, 8, 1, 4, "n1:29500", "mpi"), id="horovodrun"),
+        pytest.param(
+            {**FLUX, **MASTER, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            (3, 4, 1, 2, 1, 2, "n1:29500", "environment"),
+            id="Flux, with the variables that the message names",
+        ),
+        pytest.param(
+            {**FLUX, "PMI_RANK": "0", "PMI_SIZE": "1"}, (0, 1, 0, 1, 0, 1, None, "single"), id="a single task of Flux"
+        ),
         pytest.param(
             {**OPEN_MPI, **MASTER, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
             (3, 4, 3, 4, 0, 1, "n1:29500", "mpi"),
@@ -137,7 +153,7 @@ def values_of(env: Mapping[str, str]) -> tuple[object, ...]:
         ),
         pytest.param(
             {**JOB, **FIRST, **ONE_NODE, "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-            (3, 4, 3, 4, 0, 1, "n1:29500", "environment"),
+            (3, 4, 3, 4, 0, 1, "127.0.0.1:29500", "environment"),
             id="ranks started by a single task",
         ),
         pytest.param(STEP, (5, 7, 1, 2, 2, 4, "n08:24711", "slurm"), id="step"),
@@ -254,9 +270,27 @@ def test_as_env_passes_the_rank_on_in_torchruns_variables(env: Mapping[str, str]
     assert as_env(World.from_env(passed_on), "run-1") == passed_on
 
 
-def test_an_assumed_local_world_size_is_noted() -> None:
-    assert World.from_env(ONE_NODE).notes == ("LOCAL_WORLD_SIZE is not set: assuming that all ranks are on this node",)
-    assert World.from_env({**ONE_NODE, "LOCAL_WORLD_SIZE": "4"}).notes == ()
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "::1", "localhost", "LOCALHOST"])
+def test_a_loopback_address_proves_that_all_ranks_are_on_this_node(address: str) -> None:
+    hosts = [0, 0, 0, 0]
+    truth = [position(hosts, rank) for rank in range(4)]
+    assert derived([{**complete(at), "MASTER_ADDR": address} for at in truth]) == truth
+
+
+@pytest.mark.parametrize("address", ["n1", "10.0.0.1", "localhost.example.org", "0.0.0.0"])
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0]])
+def test_without_a_layout_or_a_loopback_address_all_ranks_are_refused_alike(hosts: list[int], address: str) -> None:
+    for rank in range(len(hosts)):
+        message = error_message({**complete(position(hosts, rank)), "MASTER_ADDR": address})
+        assert "is not known: export LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, as torchrun does" in message
+
+
+def test_the_only_rank_needs_no_layout() -> None:
+    assert World.from_env(complete(position([0], 0))).nodes == 1
+
+
+def test_only_an_allocation_without_srun_is_noted() -> None:
+    assert World.from_env(ONE_NODE).notes == World.from_env({**ONE_NODE, "LOCAL_WORLD_SIZE": "4"}).notes == ()
     assert World.from_env({}).notes == World.from_env(TORCHRUN).notes == World.from_env(STEP).notes == ()
 
 
@@ -264,8 +298,7 @@ def test_rank_0_prints_a_note_once() -> None:
     """In a separate interpreter with its own environment."""
     code = "from distributed.world import World; World.from_env(); World.from_env()"
     for env, notes in (
-        (ONE_NODE, 0),
-        ({**ONE_NODE, "RANK": "0", "LOCAL_RANK": "0"}, 1),
+        ({**ONE_NODE, "RANK": "0", "LOCAL_RANK": "0"}, 0),
         ({**JOB, **FIRST}, 1),
         ({}, 0),
     ):
@@ -340,7 +373,11 @@ NO_INTEGER = "is not a non-negative integer: unset it, or start this process wit
         ({**COMPLETE, "WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a positive integer"),
         ({**COMPLETE, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' is not a positive integer"),
         ({**COMPLETE, "MASTER_PORT": "x"}, f"MASTER_PORT='x' {NO_INTEGER}"),
-        ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port: the highest is 65535"),
+        *(
+            ({**env, "MASTER_PORT": port}, f"MASTER_PORT={port} is not a port: give one from 1 to 65535")
+            for env in (TORCHRUN, ONE_NODE, STEP, {**HYDRA, **MASTER})
+            for port in ("0", "65536")
+        ),
         ({**COMPLETE, "RANK": "4"}, "rank 4 is not one of 0 to 3 (source: environment): the environment mixes two"),
         ({**COMPLETE, "LOCAL_RANK": "4"}, "local rank 4 is not one of 0 to 3"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 is not one of 0 to 1 (source: torchrun)"),
@@ -387,13 +424,47 @@ NO_INTEGER = "is not a non-negative integer: unset it, or start this process wit
         ),
         ({**HYDRA, "MASTER_ADDR": "n1"}, "PMI_RANK=3 and PMI_SIZE=4 are set, but not MASTER_PORT: export MASTER_ADDR="),
         ({**MASTER, **HYDRA, "PMI_RANK": "4"}, "rank 4 is not one of 0 to 3 (source: mpi)"),
-        (without({**HYDRA, **MASTER}, "MPI_LOCALNRANKS"), f"MPI_LOCALNRANKS {NOT_SET}"),
+        *(
+            (
+                {**env, **MASTER},
+                f"PMI_RANK=3 and PMI_SIZE=4 are set, but not {missing}: export RANK=$PMI_RANK, WORLD_SIZE=$PMI_SIZE, "
+                "LOCAL_RANK=<rank on this node> and LOCAL_WORLD_SIZE=<ranks on this node> in each process",
+            )
+            for env, missing in (
+                (without(HYDRA, "MPI_LOCALNRANKS"), "MPI_LOCALNRANKS"),
+                (without(HYDRA, "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "MPI_LOCALRANKID, MPI_LOCALNRANKS"),
+                (without(CRAY, "PMI_LOCAL_SIZE"), "PMI_LOCAL_SIZE"),
+                (FLUX, "MPI_LOCALRANKID, MPI_LOCALNRANKS"),
+            )
+        ),
+        (
+            {
+                **OPEN_MPI,
+                **MASTER,
+                "OMPI_COMM_WORLD_RANK": "9",
+                "OMPI_COMM_WORLD_SIZE": "32",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+            },
+            "the node of rank 9 of 32 with local rank 1 is not known from local size 8: export GROUP_RANK, as torchrun",
+        ),
+        (
+            {**COMPLETE, "RANK": "9", "WORLD_SIZE": "32", "NNODES": "4"},
+            "the node of rank 9 of 32 with local rank 1 is not known from number of nodes 4: export GROUP_RANK, as",
+        ),
+        (
+            {**HOROVOD, **MASTER, "HOROVOD_SIZE": "31"},
+            "HOROVOD_SIZE=31 is not HOROVOD_LOCAL_SIZE=8 times HOROVOD_CROSS_SIZE=4, as with nodes of different "
+            "numbers of ranks: export GROUP_RANK and GROUP_WORLD_SIZE",
+        ),
         (without({**HYDRA, **MASTER}, "PMI_SIZE"), f"PMI_SIZE {NOT_SET}"),
         (
             {**HYDRA, **MASTER, "MPI_LOCALNRANKS": "3"},
             "the node of rank 3 of 4 with local rank 1 is not known from local",
         ),
-        ({"PMIX_RANK": "0"}, "PMIX_RANK=0 is set, but nothing gives the number of ranks: start this process with"),
+        *(
+            ({name: "0"}, f"{name}=0 is set, but not {', '.join(TORCHRUN_VARIABLES)}: start this process with")
+            for name in ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
+        ),
         ({**STEP, "RANK": "5"}, "RANK=5 is set, but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
         (
             {**STEP, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_ARBITRARY_NODELIST": "x1,n08"},
@@ -406,6 +477,13 @@ def test_contradictory_or_invalid_values_are_refused(env: Mapping[str, str], mes
     assert error_message(env).startswith(message)
 
 
+def test_a_process_without_only_a_local_rank_may_be_given_one() -> None:
+    env = without(COMPLETE, "LOCAL_RANK")
+    exports = ", or export LOCAL_RANK=<rank on this node> and LOCAL_WORLD_SIZE=<ranks on this node>"
+    assert error_message(env).endswith(exports)
+    assert World.from_env({**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}).node_rank == 3
+
+
 VALUES = st.sampled_from(
     ["", "0", "1", "2", "7", "x", "-1", "²", "٣", "2(x3),1", "0", "n1", "n[1-2]", "n[", "65536", "arbitrary"]
 )
@@ -414,13 +492,14 @@ NAMES = sorted(
     {
         *(*TORCHRUN, *STEP, *LAYOUT_VARIABLES, "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_GTIDS"),
         *("SLURM_DISTRIBUTION", "SLURM_HET_SIZE", HET_GROUP_NODELIST, "SLURMD_NODENAME", *OPEN_MPI, *HYDRA),
+        *(*HOROVOD, *CRAY, *FLUX),
     }
 )
 
 
 @settings(deadline=None, max_examples=500)
 @given(
-    st.sampled_from([{}, COMPLETE, TORCHRUN, STEP, FOUR, DAEMON, OPEN_MPI, {**HYDRA, **MASTER}]),
+    st.sampled_from([{}, COMPLETE, TORCHRUN, STEP, FOUR, DAEMON, OPEN_MPI, {**HYDRA, **MASTER}, {**HOROVOD, **MASTER}]),
     st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6),
 )
 def test_any_environment_gives_a_valid_rank_or_an_error(base: dict[str, str], extra: dict[str, str]) -> None:
@@ -535,6 +614,26 @@ def test_all_ranks_in_block_or_cyclic_order_derive_their_positions_or_all_are_re
         assert derived(named) == truth or len(hosts) == 1
         if nodes < 3 or local_size == 1:
             assert found == [truth, truth]
+
+
+def horovod(at: Mapping[str, int], hosts: Sequence[int]) -> dict[str, str]:
+    """horovodrun counts only the nodes that have a rank with this local rank."""
+    peers = [host for host in dict.fromkeys(hosts) if hosts.count(host) > at["local_rank"]]
+    names = {"rank": "RANK", "size": "SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_SIZE"}
+    cross = {"HOROVOD_CROSS_RANK": str(peers.index(hosts[at["rank"]])), "HOROVOD_CROSS_SIZE": str(len(peers))}
+    return {f"HOROVOD_{name}": str(at[key]) for key, name in names.items()} | cross | MASTER
+
+
+def test_no_training_starts_with_a_wrong_layout_derived_from_the_variables_of_horovodrun() -> None:
+    accepted = 0
+    for hosts, _ in LAYOUTS:
+        truth = [position(hosts, rank) for rank in range(len(hosts))]
+        found = derived([horovod(at, hosts) for at in truth])
+        assert len(hosts) == 1 or None in found or found == truth, hosts
+        even = len({hosts.count(host) for host in hosts}) == 1
+        assert not even or len(hosts) == 1 or found == truth, hosts
+        accepted += found == truth
+    assert accepted > 10
 
 
 def test_ranks_exported_before_srun_differ_from_ranks_that_a_task_starts() -> None:
