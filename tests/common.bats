@@ -10,7 +10,7 @@ setup() {
   KIT="$BATS_TEST_TMPDIR/a 'kit' & \"more\" \$HOME"
   mkdir -p "$KIT/scripts/lib" "$KIT/distributed" "$BATS_TEST_TMPDIR/elsewhere"
   cp "$BATS_TEST_DIRNAME"/../scripts/lib/{environment.bash,common.bash,node_env.bash,module.py} "$KIT/scripts/lib"
-  unset VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV QUIET DRY_RUN
+  unset VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV
 }
 
 
@@ -81,7 +81,8 @@ Usage: do_it.sh [options] WHAT
   run --separate-stderr "$SCRIPT"
   [ -z "$output" ]
   [ "$stderr" = $'do_it.sh: said\ndo_it.sh: warning: warned' ]
-  QUIET=1 run --separate-stderr "$SCRIPT"
+  script <<<'QUIET=1; log said; warn warned'
+  run --separate-stderr "$SCRIPT"
   [ "$stderr" = 'do_it.sh: warning: warned' ]
 }
 
@@ -130,10 +131,20 @@ Usage: do_it.sh [options] WHAT
 
 
 @test "with DRY_RUN=1, run only shows the command" {
-  script <<<'run touch "$KIT/made"; echo on'
-  DRY_RUN=1 run -0 "$SCRIPT"
+  script <<<'DRY_RUN=1; run touch "$KIT/made"; echo on'
+  run -0 "$SCRIPT"
   [ "${lines[1]}" = on ]
   [ ! -e "$KIT/made" ]
+}
+
+
+@test "DRY_RUN and QUIET in the environment do not change a script, and reach its programs" {
+  script <<<'log said; run touch "$KIT/made"; exec_in_environment 0 env'
+  DRY_RUN=1 QUIET=1 run -0 "$SCRIPT"
+  [ -e "$KIT/made" ]
+  [[ "$output" == 'do_it.sh: said'* ]]
+  grep -qx DRY_RUN=1 <<<"$output"
+  grep -qx QUIET=1 <<<"$output"
 }
 
 
