@@ -319,6 +319,7 @@ END
   for name in builtin unset shift declare export eval env exec local read cd log printf trap nice command; do
     options+=("BASH_FUNC_$name%%=() {   echo replaced; return 1; }")
   done
+  cd "$BATS_TEST_TMPDIR"
   timeout 20 env -u _ "${options[@]}" "$SCRIPT" >out 2>err
   tr '\0' '\n' <out >lines
   for name in "${options[@]}" A=1 B=2; do

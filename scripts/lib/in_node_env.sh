@@ -51,14 +51,14 @@ main() {
   fi
   { set +xv; } 2>/dev/null # of ~/.bashrc, then of NODE_ENV: bash would print the values
   if [[ ! $NODE_ENV_MODE ]]; then
-    read_entries
+    read_entries 2>/dev/null # bash restores a locale that may not be installed
     export_entries
   fi
   source_node_env "$1" kill_background </dev/null >&2
   builtin shift
   { builtin set +xv; } 2>/dev/null
   if [[ $NODE_ENV_MODE != --task ]]; then
-    read_entries # only now: an unread block shows supervisor.py that NODE_ENV has replaced this shell
+    read_entries 2>/dev/null # only now: an unread block shows supervisor.py that NODE_ENV has replaced this shell
     [[ ! $NODE_ENV_MODE ]] || command exec </dev/null
     export_entries
   fi
