@@ -58,7 +58,7 @@ check_this_machine() {
   pick_python "$PYTHON_OPTION"
   set -- health.doctor "${OUTPUT_OPTIONS[@]}" --directory "$PWD" --log-dir "$LOG_DIR" \
     --master-port "${MASTER_PORT:-29500}"
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
+  if [[ $DRY_RUN == 1 ]]; then
     quote "$PYTHON" -m "distributed.$1" "${@:2}"
   else
     (cd -- "$KIT" && exec "$PYTHON" "$KIT/scripts/lib/module.py" "$@") # not kit_python: Ctrl-C ends it at once
@@ -88,7 +88,7 @@ check_nodes() {
   run_checks --forward "${CHECKS[@]}"
   build_module_command host.probe --directory "$PWD" --log-dir "$LOG_DIR" \
     --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
+  if [[ $DRY_RUN == 1 ]]; then
     printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"
     return
   fi

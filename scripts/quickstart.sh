@@ -71,7 +71,7 @@ train() {
     command+=(-- "${SETTINGS[@]}")
   fi
   show "${command[@]}"
-  if [[ ${DRY_RUN:-0} != 1 ]]; then
+  if [[ $DRY_RUN != 1 ]]; then
     run_forwarding_signals exec_in_environment 0 "${command[@]}" || report_failure $? "${command[@]}"
   fi
 }
@@ -120,7 +120,7 @@ main() {
   ensure_venv "$PYTHON_OPTION" requirements.txt
   choose_settings
   train
-  [[ ${DRY_RUN:-0} == 1 ]] || print_next_steps
+  [[ $DRY_RUN == 1 ]] || print_next_steps
 }
 
 

@@ -74,7 +74,7 @@ main() {
   ! is_processor_kind "$NPROC" || die_usage "-n $NPROC: only for one machine; in an allocation give the number of ranks"
   enter_node_env "$@"
   slurm_check_call "$NPROC"
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
+  if [[ $DRY_RUN == 1 ]]; then
     slurm_print_step
     return
   fi

@@ -52,7 +52,7 @@ lock_run() {
 stop_from_launcher_host() {
   local status=0 command=("$KIT/scripts/stop.sh" --python "$RUN_PYTHON")
   ((!NOW)) || command+=(--now)
-  [[ ${QUIET:-0} == 0 ]] || command+=(--quiet)
+  [[ $QUIET == 0 ]] || command+=(--quiet)
   log "$RUN: its launcher is on $LAUNCHER_HOST; running stop.sh there"
   ssh_client "$LAUNCHER_HOST" \
     "$(quote_for_any_shell "$STARTED; exec $(quote "${command[@]}" "$RUN_DIR_ON_NODES")")" </dev/null || status=$?

@@ -126,7 +126,7 @@ check_seconds() { # <option> <value, if it was given>
 check_backend_here() {
   case $BACKEND in
     nccl)
-      [[ ${DRY_RUN:-0} == 1 ]] || (($(kit_python host.gpus) > 0)) ||
+      [[ $DRY_RUN == 1 ]] || (($(kit_python host.gpus) > 0)) ||
         die_usage "--backend nccl: no GPU on this machine; use gloo"
       ;;
     gloo) LAUNCHER_ARGUMENTS+=(--no-preflight) ;; # with gloo, more processes than GPUs are allowed
@@ -191,7 +191,7 @@ main() {
     LAUNCHER_ARGUMENTS+=(${MASTER_PORT:+--master-port "$MASTER_PORT"} - "$NPROC" "${POSITIONAL[@]:1}")
   fi
   LAUNCHER_ARGUMENTS+=(-- "${SMOKE_OPTIONS[@]}" --json-file smoke.json)
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
+  if [[ $DRY_RUN == 1 ]]; then
     exec_in_environment 0 "$LAUNCHER_FILE" --dry-run "${LAUNCHER_ARGUMENTS[@]}"
   fi
   make_temporary_directory SCRATCH

@@ -10,7 +10,7 @@ setup() {
   KIT="$BATS_TEST_TMPDIR/a 'kit' & \"more\" \$HOME"
   mkdir -p "$KIT/scripts/lib" "$KIT/distributed" "$BATS_TEST_TMPDIR/elsewhere"
   cp "$BATS_TEST_DIRNAME"/../scripts/lib/{environment.bash,common.bash,node_env.bash,module.py} "$KIT/scripts/lib"
-  unset VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV QUIET DRY_RUN
+  unset VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV
 }
 
 
@@ -81,7 +81,8 @@ Usage: do_it.sh [options] WHAT
   run --separate-stderr "$SCRIPT"
   [ -z "$output" ]
   [ "$stderr" = $'do_it.sh: said\ndo_it.sh: warning: warned' ]
-  QUIET=1 run --separate-stderr "$SCRIPT"
+  script <<<'QUIET=1; log said; warn warned'
+  run --separate-stderr "$SCRIPT"
   [ "$stderr" = 'do_it.sh: warning: warned' ]
 }
 
@@ -130,10 +131,20 @@ Usage: do_it.sh [options] WHAT
 
 
 @test "with DRY_RUN=1, run only shows the command" {
-  script <<<'run touch "$KIT/made"; echo on'
-  DRY_RUN=1 run -0 "$SCRIPT"
+  script <<<'DRY_RUN=1; run touch "$KIT/made"; echo on'
+  run -0 "$SCRIPT"
   [ "${lines[1]}" = on ]
   [ ! -e "$KIT/made" ]
+}
+
+
+@test "DRY_RUN and QUIET in the environment do not change a script, and reach its programs" {
+  script <<<'log said; run touch "$KIT/made"; exec_in_environment 0 env'
+  DRY_RUN=1 QUIET=1 run -0 "$SCRIPT"
+  [ -e "$KIT/made" ]
+  [[ "$output" == 'do_it.sh: said'* ]]
+  grep -qx DRY_RUN=1 <<<"$output"
+  grep -qx QUIET=1 <<<"$output"
 }
 
 
@@ -301,6 +312,59 @@ END
 }
 
 
+@test "exported functions, of whatever name, reach a program byte for byte and never replace a command of a script" {
+  script <<<'cd / && log said; exec_in_environment 2 A=1 B=2 "$KIT/a=b" -0'
+  cp "$(type -P env)" "$KIT/a=b"
+  local name options=('BASH_FUNC_set%%=() {   return 1; }') # the first command of each script
+  for name in builtin unset shift declare export eval env exec local read cd log printf trap nice command; do
+    options+=("BASH_FUNC_$name%%=() {   echo replaced; return 1; }")
+  done
+  cd "$BATS_TEST_TMPDIR"
+  timeout 20 env -u _ "${options[@]}" "$SCRIPT" >out 2>err
+  tr '\0' '\n' <out >lines
+  for name in "${options[@]}" A=1 B=2; do
+    grep -qxF -- "$name" lines || { echo "$name" && return 1; }
+  done
+  run ! grep -x replaced lines
+  [ "$(cat err)" = 'do_it.sh: said' ]
+}
+
+
+@test "exported functions can be called in node_env.sh, and replace no command of a script after it" {
+  script <<'END'
+cat >node_env.sh <<<'module torch; "${CHANGE[@]-true}"'
+restore_environment
+source_node_env "$PWD/node_env.sh" >&2
+export_entry A=1
+exec_by_env env
+END
+  local name options=("BASH_FUNC_module%%=() {  echo loaded \$1; }")
+  for name in set unset shift declare export eval exec trap env builtin command; do
+    options+=("BASH_FUNC_$name%%=() {   return 1; }")
+  done
+  cd "$BATS_TEST_TMPDIR"
+  run -0 --separate-stderr timeout 20 env "${options[@]}" "$SCRIPT"
+  [ "$stderr" = 'loaded torch' ]
+  for name in "${options[@]}" A=1; do
+    grep -qxF -- "$name" <<<"$output" || { echo "$name" && return 1; }
+  done
+}
+
+
+@test "functions that node_env.sh changes, adds or removes reach the program as it leaves them" {
+  script <<'END'
+cat >node_env.sh <<<'old() { echo new; }; added() { echo added; }; export -f added; unset -f gone'
+restore_environment
+source_node_env "$PWD/node_env.sh"
+exec_by_env bash -c 'old; added; ! command -V gone; kept'
+END
+  cd "$BATS_TEST_TMPDIR"
+  run -0 --separate-stderr env 'BASH_FUNC_old%%=() { echo old; }' 'BASH_FUNC_gone%%=() { echo gone; }' \
+    'BASH_FUNC_kept%%=() { echo kept; }' "$SCRIPT"
+  [ "$output" = $'new\nadded\nkept' ]
+}
+
+
 @test "a node_env.sh whose functions and files fail under set -e is sourced to its end" {
   script <<<'source_node_env "$1"; echo "${LOADED-} ${CONDA_DEFAULT_ENV-} $-$(set -o | grep pipefail)"'
   cd "$BATS_TEST_TMPDIR"
@@ -431,12 +495,25 @@ END
     localedef -i "$locale" -f UTF-8 "$LOCPATH/$locale.UTF-8" 2>&1 || true # the sources may not be installed
   done
   expected=$(env -u LANG -u LC_ALL "$SCRIPT")
-  for variable in "DELAY=1.5 TMOUT=1" IFS=a POSIXLY_CORRECT=1 CDPATH=.. GLOBIGNORE='*' FUNCNEST=2 SECONDS=900 BASH_COMPAT=31 \
-    SHELLOPTS=noglob:noclobber:physical BASHOPTS=nocasematch:dotglob:xpg_echo:nullglob LC_ALL=C LANG=xx_XX \
+  for variable in "DELAY=1.5 TMOUT=1" IFS=a POSIXLY_CORRECT=1 CDPATH=.. GLOBIGNORE='*' FUNCNEST=1 SECONDS=900 BASH_COMPAT=31 \
+    SHELLOPTS=noglob:noclobber:physical SHELLOPTS=keyword BASHOPTS=nocasematch:dotglob:xpg_echo:nullglob LC_ALL=C LANG=xx_XX \
     LC_NUMERIC=de_DE.UTF-8 LC_ALL=de_DE.UTF-8 LANG=et_EE.UTF-8; do
     # shellcheck disable=SC2086 # one word per variable
     run -0 --separate-stderr env $variable "$SCRIPT"
     [ "$output" = "$expected" ] || { echo "$variable: $output" && return 1; }
+  done
+}
+
+
+@test "variables that bash assigns, limits or rejects reach a program unchanged, with at most bash's own warning" {
+  script <<<'nested() { exec_in_environment 1 A=1 env; }; bash -c true; (bash -c true); read -r <<<x; nested'
+  local variable
+  export LOCPATH=$BATS_TEST_TMPDIR
+  for variable in REPLY=mine FUNCNEST=1 SHELLOPTS=keyword LC_ALL=xx_XX.UTF-8 LANG=xx_XX.UTF-8; do
+    run -0 --separate-stderr env "$variable" "$SCRIPT"
+    grep -qx -- "${variable%keyword}.*" <<<"$output" || { echo "$variable: $output" && return 1; }
+    grep -qx A=1 <<<"$output"
+    [[ "$variable" == LC_ALL=* && "${#stderr_lines[@]}" -eq 1 || ! "$stderr" ]] || { echo "$stderr" && return 1; }
   done
 }
 

@@ -9,7 +9,7 @@
 #   # shellcheck source=scripts/lib/common.bash
 #   source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
 #
-# Settings: QUIET=1 disables log; with DRY_RUN=1, run prints its command only.
+# Settings of a script, not of its environment: QUIET=1 disables log; with DRY_RUN=1, run prints its command only.
 
 # shellcheck source=scripts/lib/environment.bash
 source "${BASH_SOURCE[0]%/*}/environment.bash"
@@ -34,6 +34,7 @@ PROGRAM_FILE=$(readlink -f -- "$0")    # absolute path of the script
 KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
 KIT=${KIT%/scripts/lib/*}              # root of the repository: absolute, symbolic links resolved
 
+DRY_RUN=0 QUIET=0                     # --dry-run, --quiet
 TEMPORARY_BASE=''                     # parent of temporary directories, once it has been found
 
 trap 'exit "$EXIT_INTERRUPTED"' INT
@@ -41,7 +42,7 @@ trap 'exit "$EXIT_INTERRUPTED"' INT
 
 # A closed standard error (terminal closed, `| head`) must not end the script.
 log() { # <message...>
-  [[ ${QUIET:-0} == 1 ]] || printf '%s: %s\n' "$PROGRAM" "$*" >&2 || true
+  [[ $QUIET == 1 ]] || printf '%s: %s\n' "$PROGRAM" "$*" >&2 || true
 }
 
 
@@ -112,7 +113,7 @@ show() { # <command...>
 # Print a command, then run it unless DRY_RUN=1.
 run() { # <command...>
   show "$@"
-  if [[ ${DRY_RUN:-0} != 1 ]]; then
+  if [[ $DRY_RUN != 1 ]]; then
     "$@"
   fi
 }

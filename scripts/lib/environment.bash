@@ -6,20 +6,29 @@
 # as [a-z], an exported function replaces the command of its name, PYTHONINSPECT keeps Python from exiting. This file
 # removes them from the shell, also functions, aliases and options that BASH_ENV has set; only the encoding of
 # characters stays that of the user. exec_in_environment and exec_with_removed give everything back, to programs of the
-# user, and to ssh, which may be configured to send variables.
+# user, and to ssh, which may be configured to send variables. Functions never return to the shell, except while it
+# sources config/node_env.sh, which may need those of the cluster, such as `module`.
 #
 # Sourced by common.bash before anything else, never run.
 
+# Tracing first: an exported SHELLOPTS would print the values below.
+if [[ ${SHELLOPTS@a} == *x* ]]; then
+  { builtin set +xv; } 2>/dev/null
+fi
+POSIXLY_CORRECT=1 # `unset` is then never a function
+\unset -f builtin command
+builtin set +k +o posix # also unsets POSIXLY_CORRECT
+builtin unset -v FUNCNEST
+
 INHERITED=()          # NAME=VALUE of all variables with which this script was started
-declare -A REMOVED=() # variables that this file has removed from the shell -> value
-REMOVED_FUNCTIONS=''  # functions that this file has removed, as source text
-BY_ENV=()             # NAME=VALUE of variables that this shell cannot export: env exports them
-NOT_EXPORTABLE='SHELLOPTS|BASHOPTS|BASH_VERSINFO|UID|EUID|PPID' # read-only in bash; then ours
+REMOVED_FUNCTIONS=''  # functions that this file has removed, as source text for node_env.sh
+BY_ENV=()             # NAME=VALUE of functions, and of variables that this shell cannot export: env exports them
+NOT_EXPORTABLE='SHELLOPTS|BASHOPTS|BASH_VERSINFO|UID|EUID|PPID|FUNCNEST' # read-only, or ends our functions; then ours
 NOT_EXPORTABLE+='|NODE_ENV_*|NOT_EXPORTABLE|BY_ENV|INHERITED|REMOVED|REMOVED_FUNCTIONS'
 NOT_EXPORTABLE+='|inherited|inherited_name|removed_name'
 
 # Patterns of names. SQUEUE_* and SLURM_TIME_FORMAT change the output of SLURM's commands.
-OBEYED='TMOUT|IFS|POSIXLY_CORRECT|POSIX_PEDANTIC|BASH_ENV|ENV|BASH_COMPAT|FUNCNEST|CDPATH|EXECIGNORE|GLOBIGNORE'
+OBEYED='TMOUT|IFS|POSIXLY_CORRECT|POSIX_PEDANTIC|BASH_ENV|ENV|BASH_COMPAT|CDPATH|EXECIGNORE|GLOBIGNORE'
 OBEYED+='|GLOBSORT|SECONDS|LANG|LANGUAGE|LC_*|GREP_OPTIONS|GREP_COLOR|GREP_COLORS|TAR_OPTIONS|_POSIX2_VERSION|RSYNC_*'
 OBEYED+='|SQUEUE_*|SLURM_TIME_FORMAT|PYTHONINSPECT|PYTHONSTARTUP|PYTHONWARNINGS|PYTHONVERBOSE|PYTHONDEVMODE'
 OBEYED+='|PYTHONSAFEPATH|PYTHONIOENCODING|PYTHONUTF8|PYTHONINTMAXSTRDIGITS|PYTHONPROFILEIMPORTTIME|PYTHONTRACEMALLOC'
@@ -28,25 +37,21 @@ OBEYED+='|PYTHONSAFEPATH|PYTHONIOENCODING|PYTHONUTF8|PYTHONINTMAXSTRDIGITS|PYTHO
 DEFAULT_OPTIONS='checkwinsize|cmdhist|complete_fullquote|extquote|force_fignore|globasciiranges|globskipdots'
 DEFAULT_OPTIONS+='|hostcomplete|interactive_comments|patsub_replacement|progcomp|promptvars|sourcepath'
 
-# Tracing first: an exported SHELLOPTS would print the values below. Then functions, which could replace the commands.
-if [[ ${SHELLOPTS@a} == *x* ]]; then
-  { builtin set +xv; } 2>/dev/null
-fi
-builtin set +o posix
 builtin mapfile -d '' -t INHERITED <"/proc/$$/environ"
 for REPLY in "${INHERITED[@]}"; do
-  if [[ $REPLY == BASH_FUNC_*%%=* ]]; then
-    REMOVED_FUNCTIONS=${REMOVED_FUNCTIONS:-$(builtin declare -fx)} REPLY=${REPLY#BASH_FUNC_}
-    builtin unset -f "${REPLY%%\%\%=*}"
-  fi
+  [[ $REPLY != BASH_FUNC_*%%=* ]] || BY_ENV+=("$REPLY")
 done
-if [[ ${BASH_ENV-} ]]; then # it may define functions that are not exported
-  REMOVED_FUNCTIONS+=$'\n'$(builtin declare -f)
+if [[ ${BY_ENV-} || ${BASH_ENV-} ]]; then
+  [[ ${BASH_ENV-} ]] && REPLY=F || REPLY=Fx # BASH_ENV may define functions that are not exported
+  REMOVED_FUNCTIONS=$(builtin declare "-${REPLY/F/f}")
+  REMOVED_FUNCTIONS=${REMOVED_FUNCTIONS//$'\n'declare -f/$'\n'builtin declare -f}
   while builtin read -r REPLY; do
-    builtin unset -f "$REPLY"
-  done < <(builtin compgen -A function)
+    builtin unset -f "${REPLY##* }"
+  done < <(builtin declare "-$REPLY")
 fi
-unset REPLY
+REPLY=''
+declare -A REMOVED=() # variables that this file has removed from the shell -> value
+builtin set -euo pipefail # a function `set` may have replaced the script's own
 
 
 remove_variables() {
@@ -60,6 +65,8 @@ remove_variables() {
   done
   unset -v "${!REMOVED[@]}"
   [[ ! $encoding ]] || export LC_CTYPE=$encoding
+  # Every bash that we start would complain about a locale that is not installed.
+  [[ ! $encoding || ! $({ LC_CTYPE=$encoding; } 2>&1) ]] || LC_CTYPE=C.UTF-8
   LC_COLLATE=C LC_MESSAGES=C LC_NUMERIC=C LC_TIME=C # bash keeps the locale of a variable that is unset
   export -n SHELLOPTS BASHOPTS
   SECONDS=0
@@ -95,8 +102,24 @@ restore_removed() {
   for removed_name in "${!REMOVED[@]}"; do
     export "$removed_name=${REMOVED[$removed_name]}"
   done
-  eval "$REMOVED_FUNCTIONS"
 } 2>/dev/null
+
+
+# Restore functions to the shell, for node_env.sh. Afterwards, call builtins only with `builtin` or `command`,
+# which has an effect on redirections by `exec`.
+restore_functions() {
+  builtin eval "$REMOVED_FUNCTIONS"
+  REMOVED_FUNCTIONS=$(builtin declare -fx)
+}
+
+
+# After node_env.sh: functions that it has changed are exported by this shell, instead of as they were inherited.
+keep_changed_functions() {
+  [[ $REMOVED_FUNCTIONS != "$(builtin declare -fx)" ]] || builtin return 0
+  for NODE_ENV_ENTRY in "${!BY_ENV[@]}"; do
+    [[ ${BY_ENV[NODE_ENV_ENTRY]} != BASH_FUNC_*%%=* ]] || builtin unset -v "BY_ENV[NODE_ENV_ENTRY]"
+  done
+}
 
 
 # Restore exported variables to the values with which this script was started, as scripts use some of these names.
@@ -120,7 +143,7 @@ export_entry() { # <NAME=VALUE>
   if [[ ${1%%=*} == @($NOT_EXPORTABLE) ]]; then
     BY_ENV+=("$1")
   else
-    export "${1?}"
+    builtin export "${1?}"
   fi
 }
 
@@ -133,16 +156,22 @@ exec_in_environment() { # <number of entries> <NAME=VALUE...> <command...>
     set -- $(($1 - 1)) "${@:3}"
   done
   shift
-  [[ ! ${BY_ENV-} ]] || set -- env "${BY_ENV[@]}" "$@"
-  exec "$@"
+  exec_by_env "$@"
 }
 
 
 # Replace this process by a command, in the environment of this script and what this file has removed.
 exec_with_removed() { # <command> [argument...]
   restore_removed
-  [[ ! ${BY_ENV-} ]] || set -- env "${BY_ENV[@]}" "$@"
-  exec "$@"
+  exec_by_env "$@"
+}
+
+
+# Replace this process by a command, with the entries in BY_ENV. `nice -n 0` only runs it: env would take a path with
+# `=` for an entry.
+exec_by_env() { # <command> [argument...]
+  ((${#BY_ENV[@]} == 0)) || builtin set -- env "${BY_ENV[@]}" nice -n 0 "$@"
+  builtin exec "$@"
 }
 
 

@@ -23,7 +23,7 @@ source "$KIT/scripts/lib/node_env.bash"
 # other names, also of functions. In the C locale: in UTF-8, bash's read loses the byte that follows an incomplete
 # character.
 read_entries() {
-  local LC_ALL=C TMOUT=0
+  builtin local LC_ALL=C TMOUT=0
   NODE_ENV_ENTRIES=()
   while IFS= builtin read -r -d '' NODE_ENV_ENTRY && [[ $NODE_ENV_ENTRY ]]; do
     NODE_ENV_ENTRIES+=("$NODE_ENV_ENTRY")
@@ -51,21 +51,20 @@ main() {
   fi
   { set +xv; } 2>/dev/null # of ~/.bashrc, then of NODE_ENV: bash would print the values
   if [[ ! $NODE_ENV_MODE ]]; then
-    read_entries
+    read_entries 2>/dev/null # bash restores a locale that may not be installed
     export_entries
   fi
   source_node_env "$1" kill_background </dev/null >&2
-  shift
-  { set +xv; } 2>/dev/null
+  builtin shift
+  { builtin set +xv; } 2>/dev/null
   if [[ $NODE_ENV_MODE != --task ]]; then
-    read_entries # only now: an unread block shows supervisor.py that NODE_ENV has replaced this shell
-    [[ ! $NODE_ENV_MODE ]] || exec </dev/null
+    read_entries 2>/dev/null # only now: an unread block shows supervisor.py that NODE_ENV has replaced this shell
+    [[ ! $NODE_ENV_MODE ]] || command exec </dev/null
     export_entries
   fi
-  [[ ! ${BY_ENV-} ]] || set -- env "${BY_ENV[@]}" "$@"
-  [[ ! $NODE_ENV_MODE && $(jobs -pr) ]] || exec "$@"
-  trap kill_background EXIT
-  "$@"
+  [[ ! $NODE_ENV_MODE && $(builtin jobs -pr) ]] || exec_by_env "$@"
+  builtin trap kill_background EXIT
+  (exec_by_env "$@")
 }
 
 main "$@"

@@ -29,15 +29,17 @@ source_node_env() { # <config/node_env.sh> [cleanup command...]
   trap 'node_env_exited "$?"' EXIT
   trap 'node_env_failed "$?" "$LINENO"' ERR
   set +eu +o pipefail
+  restore_functions
   # shellcheck disable=SC1090
-  source "$1"
+  builtin source "$1"
   NODE_ENV_STATUS=$?
-  set -euo pipefail
-  [[ $(trap -p ERR) == *node_env_failed* ]] ||
+  builtin set -euo pipefail
+  keep_changed_functions
+  [[ $(builtin trap -p ERR) == *node_env_failed* ]] ||
     node_env_unfit "$NODE_ENV_FILE: changes the ERR trap, which detects failing commands; do not set or remove it"
-  trap - ERR EXIT
+  builtin trap - ERR EXIT
   ((NODE_ENV_STATUS == 0)) || check_node_env_syntax
-  exec 2>&"$NODE_ENV_STDERR" {NODE_ENV_STDERR}>&-
+  command exec 2>&"$NODE_ENV_STDERR" {NODE_ENV_STDERR}>&-
   builtin cd -- "$NODE_ENV_DIRECTORY"
 }
 
@@ -73,29 +75,29 @@ node_env_may_fail() { # <line>
 
 
 node_env_unfit() { # <message...>
-  trap - ERR EXIT
-  exec 2>&"$NODE_ENV_STDERR"
-  printf '%s\n' "${MUSTER_NODE:+$MUSTER_NODE: }$*" >&2
+  builtin trap - ERR EXIT
+  command exec 2>&"$NODE_ENV_STDERR"
+  builtin printf '%s\n' "${MUSTER_NODE:+$MUSTER_NODE: }$*" >&2
   "${NODE_ENV_CLEANUP[@]}"
-  exit "$EXIT_UNFIT"
+  builtin exit "$EXIT_UNFIT"
 }
 
 
 # Stop the background processes of this shell and their descendants, which would hold its output open.
 kill_background() {
-  local pid IFS=$' \t\n'
-  for pid in $(jobs -pr); do
+  builtin local pid IFS=$' \t\n'
+  for pid in $(builtin jobs -pr); do
     # shellcheck disable=SC2046 # split into process ids
-    kill $(process_tree "$pid") 2>/dev/null || true
+    builtin kill $(process_tree "$pid") 2>/dev/null || builtin true
   done
 }
 
 
 # Print the ids of a process and its descendants.
 process_tree() { # <process id>
-  local children child
-  printf '%s\n' "$1"
-  read -r -d '' -a children < <(cat "/proc/$1/task/"*/children 2>/dev/null) || true
+  builtin local children child
+  builtin printf '%s\n' "$1"
+  builtin read -r -d '' -a children < <(builtin command cat "/proc/$1/task/"*/children 2>/dev/null) || builtin true
   for child in "${children[@]}"; do
     process_tree "$child"
   done

@@ -180,7 +180,7 @@ check_options() {
   [[ ! $RENDEZVOUS_TIMEOUT ]] || { is_count "$RENDEZVOUS_TIMEOUT" && ((RENDEZVOUS_TIMEOUT >= 1)); } ||
     die_usage "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '$RENDEZVOUS_TIMEOUT'"
   # --dry-run shows, on any machine, what would run on another: no check of GPUs, ports and addresses.
-  [[ ${DRY_RUN:-0} != 1 ]] || PREFLIGHT=0
+  [[ $DRY_RUN != 1 ]] || PREFLIGHT=0
   # Python buffers output to a pipe; Muster's own agent disables that itself.
   [[ $AGENT == fast ]] || ENVIRONMENT=(PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}")
 }

@@ -81,7 +81,8 @@ enter_node_env() { # <argument of the script...>
   restore_environment
   source_node_env "$1" kill_background </dev/null >&2
   kill_background
-  exec env MUSTER_ENTERED=1 "${BY_ENV[@]}" bash "${@:2}"
+  builtin export MUSTER_ENTERED=1
+  exec_by_env bash "${@:2}"
 }
 
 

@@ -14,7 +14,7 @@ ensure_venv() { # <value of --python, may be empty> <requirement file...>
   files=("${files[@]/#/--requirement=}")
   if ! venv_is_current "${@:2}"; then
     base_python "$1"
-    if [[ ${DRY_RUN:-0} == 1 ]]; then
+    if [[ $DRY_RUN == 1 ]]; then
       show "$PYTHON" -m venv "$VENV"
       show "$VENV/bin/python" -m pip install "${files[@]}"
       return

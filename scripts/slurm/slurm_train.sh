@@ -81,7 +81,7 @@ main() {
   refuse_misplaced_options "$@"
   parse_options "$@"
   parse_job_arguments
-  if [[ ! ${SLURM_JOB_ID-} && ${DRY_RUN:-0} == 1 ]]; then
+  if [[ ! ${SLURM_JOB_ID-} && $DRY_RUN == 1 ]]; then
     print_submission
   else
     in_allocation || die_usage "not in a SLURM job; use: $(quote "${CALL[@]}") (--dry-run shows what it would do)"
@@ -90,7 +90,7 @@ main() {
     trap '' "${PASSED_ON[@]}" # until begin_run
   fi
   slurm_check_call 0
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
+  if [[ $DRY_RUN == 1 ]]; then
     slurm_print_step
     return
   fi

@@ -61,7 +61,7 @@ main() {
   PLAIN_AGENT=torch.distributed.launch FAST_OPTIONS=(--pass-local-rank)
   parse_node_arguments
   check_manual_call
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
+  if [[ $DRY_RUN == 1 ]]; then
     build_manual_agent_command "$LOG_DIR/<run>"
     print_command
     return

@@ -67,7 +67,7 @@ main() {
   local checks=(--torch --ranks "$NPROC")
   ((!PREFLIGHT)) || checks+=(--gpus "$NPROC" ${MASTER_PORT:+--port "$MASTER_PORT"})
   check_call "${checks[@]}"
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
+  if [[ $DRY_RUN == 1 ]]; then
     build_local_agent_command "$LOG_DIR/<run>"
     print_command
     return

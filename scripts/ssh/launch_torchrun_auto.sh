@@ -58,7 +58,7 @@ main() {
   parse_options "$@"
   parse_config_nproc_nodes
   check_call_on_nodes "${POSITIONAL[@]:2}"
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
+  if [[ $DRY_RUN == 1 ]]; then
     print_agent_commands
     return
   fi
