@@ -356,6 +356,40 @@ END
 }
 
 
+@test "the handler of a process that a rank has started does not count, and one that it has inherited does not run" {
+  local agent
+  for agent in fast torchrun; do
+    write_script <<'END'
+import signal, subprocess
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("checkpoint"))
+child = "import signal, time; signal.signal(signal.SIGUSR1, print); print('at work', flush=True); time.sleep(300)"
+subprocess.run([sys.executable, "-c", child])
+END
+    start --script "my script.py" --agent "$agent" - 1
+    wait_for_line "at work"
+    kill -USR1 "$LAUNCHER"
+    wait_for_exit
+    [ "$status" -ne 0 ]
+    grep -qx "checkpoint" out || { cat out && false; }
+    write_script <<'END'
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: print("got USR1", flush=True))
+if os.fork():
+    print("at work", flush=True)
+for _ in range(3000):
+    time.sleep(0.1)
+END
+    start --script "my script.py" --agent "$agent" - 1
+    wait_for_line "at work"
+    kill -USR1 "$LAUNCHER"
+    wait_for_line "got USR1"
+    kill -TERM "$LAUNCHER"
+    wait_for_exit
+    [ "$(grep -c "got USR1" out)" -eq 1 ] || { cat out && false; }
+  done
+}
+
+
 @test "a rank that dies of the stop after a signal is not restarted, and the verdict names the signal" {
   echo 'import time; print("at work", flush=True); time.sleep(300)' >"my script.py"
   start --script "my script.py" --max-restarts 1 - 1

@@ -229,7 +229,18 @@ END
 
 @test "of a signal that no rank handles, no process of Muster dies, and the verdict names the signal" {
   local launcher
-  printf 'import time\nprint("at work", flush=True)\ntime.sleep(1000)\n' >"my script.py"
+  cat >"my script.py" <<'END'
+import subprocess, sys, time
+child = """
+import signal, time
+for number in signal.SIGUSR1, signal.SIGUSR2:
+    signal.signal(number, lambda *_: None)  # no handler of the rank
+print("at work", flush=True)
+time.sleep(1000)
+"""
+subprocess.run([sys.executable, "-c", child])
+time.sleep(1000)
+END
   for launcher in srun torchrun; do
     LAUNCHER=$launcher SCRIPT="my script.py" submit --no-requeue --ntasks-per-node=1 slurm_train.sh -
     wait_for_line "logs/slurm-$JOB.out" "at work"

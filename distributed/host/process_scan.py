@@ -124,6 +124,30 @@ def live_processes(
     return sorted(known.union(with_environment(entries, (pid for pid in candidates if pid not in known))))
 
 
+def ranks(pids: Iterable[int], session: int) -> list[int]:
+    """Those of these processes that an agent in this session started as ranks.
+
+    Their environment has TORCHELASTIC_RUN_ID, which an agent sets only for ranks; the processes that a rank starts
+    inherit it. None where the kernel shows the environment of the agent for ranks that it forked.
+    """
+    processes = table()
+    started = {pid for pid in pids if pid in processes and _has_variable(pid, b"TORCHELASTIC_RUN_ID")}
+    parents = {pid for pid, stat in processes.items() if stat.session == session and pid not in started}
+    return sorted(pid for pid in started if processes[pid].parent in parents)
+
+
+def topmost(pids: Collection[int]) -> list[int]:
+    """Those of these processes that descend from no other of them."""
+    processes = table()
+    return [pid for pid in pids if not any(other in pids for other in ancestors(pid, processes) if other != pid)]
+
+
+def _has_variable(pid: int, name: bytes) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
+        return any(entry.startswith(name + b"=") for entry in file.readall().split(b"\0"))
+    return False
+
+
 def handles(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal; False if there is no such process."""
     with contextlib.suppress(OSError, StopIteration), open(f"/proc/{pid}/status") as status:

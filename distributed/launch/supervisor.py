@@ -26,10 +26,10 @@ run starts COMMAND in a new session and waits until it exits:
 Standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time; `kill` sends SIGKILL; an
 empty line is a heartbeat; `signal N` passes signal N on; end of file means that the launcher is lost, and stops
 COMMAND. SIGTERM, SIGINT, SIGHUP or SIGQUIT stops COMMAND; a second one kills it. Other signals are passed on to the
-processes of COMMAND that handle them; without any, they stop COMMAND. The commands `stop` and `kill` do the same
-through the file node_NAME.stop, `signal N` through a signal. Lines of rank 0 are copied to standard output or standard
-error, where COMMAND has written them, lines of no rank to standard error; errors of a closed or full console are
-ignored. The exit code is that of COMMAND, 128+n for signal n.
+ranks that handle them, or to the processes of a COMMAND that starts no ranks; without any, they stop COMMAND. The
+commands `stop` and `kill` do the same through the file node_NAME.stop, `signal N` through a signal. Lines of rank 0 are
+copied to standard output or standard error, where COMMAND has written them, lines of no rank to standard error; errors
+of a closed or full console are ignored. The exit code is that of COMMAND, 128+n for signal n.
 
 A second process, the guard, kills COMMAND if the supervisor is killed. When run exits, no process started by COMMAND
 remains, in any session. sweep stops COMMAND, ends processes that remain because supervisor and guard were killed, and
@@ -672,7 +672,7 @@ class Supervisor:
                 send_signal(signal.SIGTERM, [self.pid])
 
     def pass_on(self, number: int) -> None:
-        """Send a signal once to the processes that have a handler for it. Without any, stop the command."""
+        """Send a signal once to the ranks that have a handler for it. Without any, stop the command."""
         if self.stopping or not process_scan.start_time(self.pid):
             return
         if pids := self.processes_with_handler(number):
@@ -682,10 +682,18 @@ class Supervisor:
             self.stop()
 
     def processes_with_handler(self, number: int) -> list[int]:
-        """The processes of the command that have a handler for a signal."""
+        """The ranks that have a handler for a signal; of a command without ranks, the topmost processes that have one.
+
+        Below them, a process has inherited the handler, such as a worker of a DataLoader, or has one of its own, such
+        as any program written in Go.
+        """
         own = [self._guard.pid, self._sampler]
         live = process_scan.live_processes(self.files.environment, [self.pid], exclude=own)
-        return [pid for pid in live if process_scan.handles(pid, number)]
+        asked = self._ranks(live) or live
+        return process_scan.topmost([pid for pid in asked if process_scan.handles(pid, number)])
+
+    def _ranks(self, live: list[int]) -> list[int]:
+        return process_scan.ranks(live, self.pid)
 
     def kill(self) -> None:
         """Send SIGKILL and do not wait for a blocked console."""

@@ -220,6 +220,9 @@ class Task(supervisor.Supervisor):
 
     # ---- signals
 
+    def _ranks(self, live: list[int]) -> list[int]:
+        return super()._ranks(live) if self.rank is None else [self.pid]
+
     def handle_signal(self, number: int) -> None:
         """React to a signal without a handler. SLURM signals every process of a task, so pass no signal on."""
         if self.rank in (0, None) and number not in (signal.SIGTERM, signal.SIGINT):

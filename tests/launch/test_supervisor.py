@@ -278,6 +278,41 @@ def test_a_signal_without_a_handler_stops_the_command(run: SupervisedRun, name: 
     assert not run.remaining()
 
 
+HANDLES = "import signal, time; signal.signal(signal.SIGUSR1, print); print('ready'); time.sleep(300)"
+CHILD = f"{sys.executable} -u -c {shlex.quote(HANDLES)}"
+FORKS = """
+import os, signal, time
+signal.signal(signal.SIGUSR1, lambda *_: print("got it"))
+if os.fork():
+    print("ready")
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("child", [CHILD, f"setsid --fork {CHILD}", f"env -u TORCHELASTIC_RUN_ID {CHILD}"])
+def test_the_handler_of_a_process_that_a_rank_has_started_does_not_keep_the_rank_running(
+    run: SupervisedRun, child: str
+) -> None:
+    rank = f"trap 'exit 75' TERM; {child} & while true; do sleep 0.1; done"
+    agent = f"trap '' USR1; TORCHELASTIC_RUN_ID=1 setsid env --default-signal=USR1 bash -c {shlex.quote(rank)} & "
+    process = run.start(f'{agent} trap "kill $!; wait $!; exit" TERM; wait')
+    os.kill(run.pid("supervisor"), signal.SIGUSR1)
+    assert process.wait(TIMEOUT) == 75
+    assert "no process has a handler for it; stopping" in run.log
+
+
+@pytest.mark.parametrize("agent", ["exec {}", "TORCHELASTIC_RUN_ID=1 setsid {} & wait"], ids=["no agent", "agent"])
+def test_a_handler_that_a_child_has_inherited_runs_once(run: SupervisedRun, agent: str) -> None:
+    process = run.start(agent.format(f"{sys.executable} -u -c {shlex.quote(FORKS)}"))
+    os.kill(run.pid("supervisor"), signal.SIGUSR1)
+    wait_until(lambda: "got it" in run.log)
+    time.sleep(0.5)  # for a second one
+    run.control.write(b"stop\n")
+    assert process.wait(TIMEOUT) == 143
+    assert run.log.count("got it") == 1
+
+
 LINES = 'for i in $(seq 20000); do echo "[n1:0] line $i"; echo "agent $i" >&2; done; echo ready'
 
 
