@@ -177,7 +177,7 @@ program='trap "echo got; exit 75" "$2"; echo >"$1"; while :; do sleep 0.01; done
 run_forwarding_signals exec bash -c "$program" - "$@" || echo $?-$INTERRUPTED
 END
   for name in HUP QUIT USR1 ALRM RTMIN; do
-    env --default-signal=QUIT "$SCRIPT" "$BATS_TEST_TMPDIR/ready" "$name" >"$BATS_TEST_TMPDIR/out" 3>&- &
+    env --default-signal=QUIT,ALRM "$SCRIPT" "$BATS_TEST_TMPDIR/ready" "$name" >"$BATS_TEST_TMPDIR/out" 3>&- &
     read -r _ <"$BATS_TEST_TMPDIR/ready"
     kill -s "$name" $!
     wait $!
