@@ -167,10 +167,12 @@ exec_with_removed() { # <command> [argument...]
 }
 
 
-# Replace this process by a command, with the entries in BY_ENV. `nice -n 0` only runs it: env would take a path with
-# `=` for an entry.
+# Replace this process by a command, with the entries in BY_ENV.
 exec_by_env() { # <command> [argument...]
-  ((${#BY_ENV[@]} == 0)) || builtin set -- env "${BY_ENV[@]}" nice -n 0 "$@"
+  if ((${#BY_ENV[@]})); then
+    [[ $1 != *=* ]] || builtin set -- nice -n 0 "$@" # env would take the path of the command for an entry
+    builtin set -- env "${BY_ENV[@]}" "$@"
+  fi
   builtin exec "$@"
 }
 
