@@ -59,7 +59,8 @@ END
 start() { # <argument...>
   : >out
   set -m
-  "${WRAPPER[@]}" "$LAUNCH" "$@" >out 2>&1 3>&- &
+  # GNU parallel, which runs the bats files, ignores SIGALRM.
+  env --default-signal=ALRM "${WRAPPER[@]}" "$LAUNCH" "$@" >out 2>&1 3>&- &
   LAUNCHER=$!
   set +m
 }
