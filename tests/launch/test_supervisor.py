@@ -279,7 +279,7 @@ def test_a_signal_without_a_handler_stops_the_command(run: SupervisedRun, name: 
 
 
 HANDLES = "import signal, time; signal.signal(signal.SIGUSR1, print); print('ready'); time.sleep(300)"
-CHILD = f"{sys.executable} -u -c {shlex.quote(HANDLES)}"
+CHILD = shlex.join([sys.executable, "-u", "-c", HANDLES])
 FORKS = """
 import os, signal, time
 signal.signal(signal.SIGUSR1, lambda *_: print("got it"))
@@ -304,7 +304,7 @@ def test_the_handler_of_a_process_that_a_rank_has_started_does_not_keep_the_rank
 
 @pytest.mark.parametrize("agent", ["exec {}", "TORCHELASTIC_RUN_ID=1 setsid {} & wait"], ids=["no agent", "agent"])
 def test_a_handler_that_a_child_has_inherited_runs_once(run: SupervisedRun, agent: str) -> None:
-    process = run.start(agent.format(f"{sys.executable} -u -c {shlex.quote(FORKS)}"))
+    process = run.start(agent.format(shlex.join([sys.executable, "-u", "-c", FORKS])))
     os.kill(run.pid("supervisor"), signal.SIGUSR1)
     wait_until(lambda: "got it" in run.log)
     time.sleep(0.5)  # for a second one
