@@ -273,7 +273,7 @@ END
 
 
 # bats test_tags=slow
-@test "the verdict names a rank that raised KeyboardInterrupt if nobody pressed Ctrl-C" {
+@test "the verdict names a rank that raised KeyboardInterrupt if the launcher received no Ctrl-C" {
   echo 'import os, time; time.sleep(300 * (os.environ["RANK"] == "0")); raise KeyboardInterrupt' >"my script.py"
   run "$LAUNCH" --script "my script.py" - 2
   [ "$status" -eq 130 ]

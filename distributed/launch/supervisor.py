@@ -80,7 +80,7 @@ STALE_VARIABLES = (
     b"MASTER_PORT",
 )  # fmt: skip
 STALE_PREFIXES = (b"PET_", b"TORCHELASTIC_")
-ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"  # not stale: set by whoever starts the agent, which writes its failure there
+ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"  # of the caller, not stale: the agent writes its failure there
 
 Environment = dict[bytes, bytes]
 
@@ -142,7 +142,7 @@ def write_record(files: Files, cause: str, message: str) -> None:
 
 
 def write_signal(files: Files, number: int, sender: str) -> None:
-    """Record a signal that nobody of Muster has sent, for the verdict. sender: such as "from SLURM"."""
+    """Record a signal that Muster has not sent, for the verdict. sender: such as "from SLURM"."""
     facts = {"signal": signals.name(number), "sender": sender, "time": time.time()}
     with contextlib.suppress(OSError):
         write_json(os.path.join(os.path.dirname(files.record), f"signal_{files.name}.json"), facts)

@@ -94,7 +94,7 @@ def silence_here(directory: Path, now: float) -> float:
 
 @dataclass(frozen=True)
 class Notified:
-    """What the user has been told about the run; kept in KNOWN_FILE between two checks."""
+    """The last notice about the run that was printed; kept in KNOWN_FILE between two checks."""
 
     subject: str = ""  # of the last notice; empty: the run does not look hung
     last_output: float = math.inf  # Unix seconds, at the last notice
@@ -102,7 +102,7 @@ class Notified:
 
 
 def notice_on(observed: Observation, silent: float, before: Notified, now: float) -> tuple[str, Notified]:
-    """The text of a notice, empty for none, and what the user then has been told.
+    """The text of a notice, empty for none, and the notice that is then the last one printed.
 
     silent: seconds without output, at most the time since the start of the watch.
     """
