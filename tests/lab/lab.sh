@@ -577,9 +577,10 @@ power_off() { # <node>
 }
 
 
+# Children first: when its parent dies, the kernel would continue a stopped child, which could still act.
 kill_processes() { # <node>; succeeds when none is left
   local processes
-  processes=$(processes_of "$1")
+  processes=$(processes_of "$1" | sort -rn)
   signal KILL "$processes"
   [[ ! $processes ]]
 }
