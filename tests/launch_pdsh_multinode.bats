@@ -104,25 +104,7 @@ END
 
 
 @test "signals to the launcher's process group reach the ranks' handlers once on all nodes, or stop the ranks" {
-  cat >"my script.py" <<'END'
-import os, signal, sys, time
-rank = os.environ["RANK"]
-signal.signal(signal.SIGUSR1, lambda *_: print("got USR1", file=open(f"got{rank}", "a")))
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-open(f"got{rank}", "w").close()
-while True:
-    time.sleep(0.1)
-END
-  start out "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2"
-  timeout 60 sh -c 'until [ -e got0 ] && [ -e got1 ]; do sleep 0.1; done'
-  kill -USR1 -- "-$LAUNCHER"
-  timeout 60 sh -c 'until [ -s got0 ] && [ -s got1 ]; do sleep 0.1; done'
-  kill -PROF -- "-$LAUNCHER"
-  wait_for_exit "$LAUNCHER"
-  [ "$status" -eq 75 ] || { cat out && false; }
-  [[ "$(<out)" == *"verdict: stopped: stopped by SIGPROF to the launcher, checkpoint written; run "* ]]
-  [ "$(cat got0 got1)" = $'got USR1\ngot USR1' ]
-  no_processes_within 10
+  check_signals_to_process_group
 }
 
 
