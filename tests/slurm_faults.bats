@@ -327,13 +327,13 @@ END
 }
 
 
-# A time limit is at least a minute.
+# The ranks have a minute to start: without a handler a signal stops them, and the job is not requeued.
 # bats test_tags=soak
 @test "before its time limit a job writes a checkpoint, is requeued and resumes" {
   endless_settings >tiny.yaml
   local option
-  for option in USR2@30 USR1@30 B:USR1@30 B:TERM@30; do
-    submit --ntasks-per-node=1 --time=1 --signal="$option" slurm_train.sh tiny.yaml -- checkpoint.dir="$option"
+  for option in USR2@60 USR1@60 B:USR1@60 B:TERM@60; do
+    submit --ntasks-per-node=1 --time=2 --signal="$option" slurm_train.sh tiny.yaml -- checkpoint.dir="$option"
   done
   for JOB in "${JOBS[@]}"; do
     wait_for_requeue 1

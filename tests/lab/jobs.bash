@@ -56,5 +56,6 @@ shows() { # <out or err> <text>
 
 
 wait_for_requeue() { # <number of restarts>
-  wait_for_line "logs/slurm-$JOB.err" "was requeued $1 time"
+  wait_for_line "logs/slurm-$JOB.err" "was requeued $1 time" ||
+    { scontrol show job "$JOB" && tail -n 40 "logs/slurm-$JOB".{out,err} && return 1; }
 }
