@@ -321,9 +321,9 @@ def collisions(jobs: dict[int, Job]) -> Iterator[str]:
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     """`key: value and value` for each difference."""
     for key in {**one, **other}:
-        values = [json.dumps(each[key])[:SHOWN] if key in each else "missing" for each in (one, other)]
-        if values[0] != values[1]:
-            yield f"{key}: {' and '.join(values)}"
+        first, second = (json.dumps(each[key]) if key in each else "missing" for each in (one, other))
+        if first != second:
+            yield f"{key}: {first[:SHOWN]} and {second[:SHOWN]}"
 
 
 def _parse(path: Path) -> Any:

@@ -193,8 +193,7 @@ def value_arguments(key: str, value: Any, nested: str | None) -> list[str]:
         raise JobError(f'{key}: empty {kind}; leave the key out, or set _nested to "json" to pass {value}')
     if isinstance(value, dict):
         raise JobError(
-            f'{key}: contains an object; set _nested to "dotted" to pass --{key}.{next(iter(value))}, or to "json" to '
-            "pass JSON text"
+            f'{key}: contains an object; set _nested to "dotted" to pass --{key}.KEY VALUE, or to "json" to pass JSON'
         )
     inside = "lists and objects" if any(isinstance(each, list | dict) for each in items) else "true, false and null"
     raise JobError(f'{key}: {inside} are not allowed in a list; write strings, or set _nested to "json"')

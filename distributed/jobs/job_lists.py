@@ -63,7 +63,7 @@ def plain(key: str, value: Any) -> Any:
         return value
     if not isinstance(value, Iterable) or isinstance(value, bytes | bytearray | set | frozenset | Enum):
         raise ValueError(
-            f"{key}: expected strings, numbers, paths, true, false, None, or lists or mappings of them, got "
+            f"{key}: expected strings, numbers, paths, True, False, None, or lists or mappings of them, got "
             f"{type(value).__name__}; convert it"
         )
     return [plain(key, each) for each in value]

@@ -198,7 +198,7 @@ def test_a_host_with_two_ports_is_two_servers(tmp_path: Path) -> None:
         ([{"a": [], "_nested": "dotted"}],
          'job 0: a: empty list; leave the key out, or set _nested to "json" to pass []'),
         ([{"a": {"b": 1}}],
-         'job 0: a: contains an object; set _nested to "dotted" to pass --a.b, or to "json" to pass JSON text'),
+         'job 0: a: contains an object; set _nested to "dotted" to pass --a.KEY VALUE, or to "json" to pass JSON'),
         ([{"a": {"b": {}}, "_nested": "dotted"}],
          'job 0: a.b: empty object; leave the key out, or set _nested to "json" to pass {}'),
         ([{"a": {"b": 1}, "a.b": 2, "_nested": "dotted"}],

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -194,6 +195,12 @@ def test_each_job_has_its_settings_state_and_output(seen: Seen) -> None:
     assert documents[-1]["jobs"][1]["metrics"] == {"step": 2, "steps": 2, "loss": "NaN", "x": "NaN"}
     assert documents[-1]["jobs"][0]["options"] == {"env": ["TOKEN"], "expected_seconds": 3.0}
     assert documents[-1]["servers"]["local"]["state"] == "ready"
+
+
+def test_status_shows_that_the_last_loss_is_not_finite(forked: Dispatchers, seen: Seen) -> None:
+    assert forked.run(DispatcherCall(seen[0], ("status",))) == 1
+    lines = (seen[0] / "printed").read_text().splitlines()
+    assert any(re.search(r"e/fold1 +failed.* 2/2 +nan *$", line) for line in lines), "\n".join(lines)
 
 
 def test_each_attempt_has_its_failure(seen: Seen) -> None:
