@@ -22,7 +22,7 @@ from typing import Any
 
 RESERVED = ("time", "event", "rank_seconds", "wait_share")  # keys that train.py and append() write
 TAIL = 64 * 1024  # bytes read from each end of a file
-HUGE = 1e100  # readers ignore larger numbers, so that sums and scales stay finite
+HUGE = 1e100  # readers take larger numbers for infinity, so that sums and scales stay finite
 STEP_LIMIT = 2**53  # larger integers are not exact as floats
 
 _warned: set[str] = set()  # files whose write error was printed
@@ -100,8 +100,8 @@ def finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def newest(path: str | os.PathLike[str]) -> dict[str, float | None]:
-    """Return the newest value of each key, from both ends of a file; None for null (NaN or infinity).
+def newest(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the newest number of each key, from both ends of a file; "NaN" for null, NaN and infinity.
 
     The start is read too, as the first line may be the only one with `steps`. {} if the file cannot be read.
     """
@@ -112,17 +112,19 @@ def newest(path: str | os.PathLike[str]) -> dict[str, float | None]:
             text += b"\n" * (file.tell() > len(text)) + file.read()
     except OSError:
         return {}
-    found: dict[str, float | None] = {}
+    found: dict[str, Any] = {}
     for line in text.splitlines():
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):
             continue  # an incomplete line
         for key, value in values.items() if isinstance(values, dict) else ():
-            if value is None or (_is_number(value) and abs(value) < HUGE):
+            if _is_number(value) and abs(value) < HUGE:
                 found[key] = value
+            elif (value is None or _is_number(value)) and key not in ("step", "steps"):
+                found[key] = "NaN"  # strict JSON has no NaN
     found.pop("time", None)
-    if (found.get("step") or 0) > (found.get("steps") or math.inf):
+    if found.get("step", 0) > found.get("steps", math.inf):
         del found["steps"]  # not the number of steps of the whole training
     return found
 

@@ -170,11 +170,12 @@ END
   long=$(head -c 90000 /dev/zero | tr '\0' x)
   cat >jobs.json <<END
 [{"q": "it's \"\$HOME\" \`id\`; exit\r\n\t\\\\x é \u2028", "empty": "", "long": "$long", "flag": true, "no": false,
-  "list": ["-1", "--x", "*"], "none": null, "number": 3e-4}]
+  "list": ["-1", "--x", "*"], "none": null, "number": 0.00001, "opt": {"lr": [1E-5, null]},
+  "_nested": "json"}]
 END
   run -0 dispatch
   printf '%s\0' --q $'it\'s "$HOME" `id`; exit\r\n\t\\x é \xe2\x80\xa8' --empty '' --long "$long" --flag --list -1 --x '*' \
-    --number 0.0003 --device >expected
+    --number 0.00001 --opt '{"lr": [1E-5, null]}' --device >expected
   printf cpu >>expected
   cmp expected experiments/*/arguments
   printf '[{"another": 1, "prefix": "p", "fold": 0}]\n' >jobs.json

@@ -108,14 +108,23 @@ def test_newest_reads_the_start_and_the_end_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert metrics.newest(path) == {}
     path.write_text('{"step": 1, "steps": 9, "loss": 3.0}\n[1]\n{"step": 2, "loss": null, "x": "y"}\n{"step": 3, "lo')
-    assert metrics.newest(path) == {"step": 2, "steps": 9, "loss": None}
+    assert metrics.newest(path) == {"step": 2, "steps": 9, "loss": "NaN"}
     many = range(3, 20_000)
     path.write_text('{"step": 1, "steps": 9}\n' + "".join(f'{{"step": {n}, "loss": {n / 2}}}\n' for n in many))
     assert metrics.newest(path) == {"step": 19_999, "loss": 19_999 / 2}, "steps is left out: step is beyond it"
     path.write_text('{"step": 1, "steps": 20000}\n' + "".join(f'{{"step": {n}, "loss": {n / 2}}}\n' for n in many))
     assert metrics.newest(path) == {"step": 19_999, "steps": 20_000, "loss": 19_999 / 2}
     path.write_text('{"step": null, "steps": 9}\n{"steps": null}\n')
-    assert metrics.newest(path) == {"step": None, "steps": None}
+    assert metrics.newest(path) == {"steps": 9}
+
+
+@pytest.mark.parametrize("last", ["null", "NaN", "Infinity", "-Infinity", "1e999", "1e300", "1" * 200])
+def test_a_newest_value_that_is_not_finite_replaces_the_last_finite_one(tmp_path: Path, last: str) -> None:
+    lines = ['{"step": 1, "steps": 9, "loss": 2.5}', f'{{"step": 2, "steps": {last}, "loss": {last}}}', ""]
+    (tmp_path / "m").write_text("\n".join(lines))
+    found = metrics.newest(tmp_path / "m")
+    assert found == {"step": 2, "steps": 9, "loss": "NaN"}
+    json.dumps(found, allow_nan=False)
 
 
 @pytest.mark.parametrize(

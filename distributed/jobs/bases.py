@@ -5,8 +5,8 @@
     leaks(plan, rules)                              jobs whose held-out participant their base model is trained on
 
 A base model is identified by the SHA-256 of the canonical form of the settings that determine it. The job that trains
-it gets exactly these settings, so no other setting can change its weights. Two things are read from disk: the settings
-file of a job (config), and the names of the participants in data_path.
+it gets exactly these settings, with paths spelled as in its first job, so no other setting can change its weights. Two
+things are read from disk: the settings file of a job (config), and the names of the participants in data_path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from distributed.config import JOB_DEFAULTS, Train
@@ -107,7 +107,7 @@ class Rules:
 
     def digest(self, settings: Mapping[str, Any]) -> str:
         """The SHA-256 of canonical settings, including the content of the settings file that they name."""
-        form = {"form": FORM, "version": self.version, "script": self.script, "settings": settings}
+        form = {"form": FORM, "version": self.version, "script": self.script, "settings": same_spelling(settings)}
         if isinstance(path := settings.get("config"), str) and (content := content_at(path)):
             form["config"] = content
         text = json.dumps(form, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -179,9 +179,20 @@ def canonical(value: Any) -> Any:
     """The value with whole floats as integers: 64.0 is 64."""
     if isinstance(value, list):
         return [canonical(each) for each in value]
+    if isinstance(value, dict):
+        return {key: canonical(each) for key, each in value.items()}
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
+
+
+def same_spelling(value: Any) -> Any:
+    """The value with equal paths as equal strings: ./a//b/ is a/b. `..` is kept, as it may follow a symbolic link."""
+    if isinstance(value, list):
+        return [same_spelling(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: same_spelling(each) for key, each in value.items()}
+    return str(PurePosixPath(value)) if isinstance(value, str) and "/" in value and "://" not in value else value
 
 
 # ---------------------------------------------------------------- the plan
@@ -238,7 +249,7 @@ def plan_of(jobs: Sequence[Job], rules: Rules) -> BasePlan:
         given = job.options.base_model_hash
         if given not in (None, hash_of(digest)):
             faults.append(f"{job.name}: _base_model_hash={given}, but its settings give {hash_of(digest)}; remove it")
-        settings[digest] = found
+        settings.setdefault(digest, found)
         planned.append(replace(job, base=digest, options=replace(job.options, base_model_hash=hash_of(digest))))
     raise_faults([unclassified_fault(key, using, rules) for key, using in unclassified.items()] or faults)
     using: dict[str, list[Job]] = {}
@@ -273,10 +284,11 @@ def training_job(base: SharedBase, rules: Rules, retries: int | None = None) -> 
         gpus=given.gpus if "gpus" in rules.given_options else first.gpus,
         labels=given.labels if "labels" in rules.given_options else first.labels,
         env=given.env if "env" in rules.given_options else first.env,
+        nested=given.nested if "nested" in rules.given_options else first.nested,
         retries=given.retries if "retries" in rules.given_options or retries is None else retries,
     )
     settings = {**base.settings, **BASE_ONLY}
-    name = job_id({**settings, "digest": base.digest})
+    name = job_id({**same_spelling(settings), "digest": base.digest})
     job = Job(name, settings, options, f"{TRAINING}/{base.name}", trains=base.digest)
     arguments(job, DEVICE)
     return job
@@ -307,7 +319,7 @@ def not_checked(plan: BasePlan, rules: Rules) -> list[SharedBase]:
 
 def differences(one: Job, other: Job, rules: Rules) -> list[tuple[str, str, str, str]]:
     """(key, its class, its value in one job, in the other) of each difference; base keys first."""
-    first, second = readable(rules.settings(one)), readable(rules.settings(other))
+    first, second = (readable(same_spelling(rules.settings(each))) for each in (one, other))
     found = [(key, "base", shown(first, key), shown(second, key)) for key in differing(first, second)]
     for key in differing(one.settings, other.settings):
         if (key_class := rules.key_classes.get(key, "not classified")) != "base":

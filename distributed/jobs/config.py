@@ -13,12 +13,13 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from distributed.jobs.job import Job, JobError, Options, job_of
+from distributed.jobs.job import Job, JobError, JsonFloat, Options, argument_groups, job_of
 from distributed.training.base_model import HASH
 
 LARGEST_FILE = 50 * 10**6  # bytes; about 100,000 jobs
@@ -186,6 +187,7 @@ class OptionKeys(StrictModel):
     env: dict[str, str] = Field(default_factory=dict)
     expected_seconds: float | None = Field(None, ge=0)
     base_model_hash: str | None = None  # of the base model that the job starts from
+    nested: Literal["json", "dotted"] | None = None  # how objects and nested lists are passed
 
     @field_validator("base_model_hash")
     @classmethod
@@ -237,7 +239,7 @@ def read_jobs(path: Path, participants: Sequence[str] | None = None, retries: in
     """The jobs in the order of the file. participants, retries: defaults for jobs without them.
 
     Raises:
-        ConfigError: an invalid job, two equal jobs, or two jobs that would write the same directory.
+        ConfigError: an invalid job, two jobs with equal arguments, or two jobs that would write the same directory.
     """
     return read_entries(_parse(path), str(path), participants, retries)
 
@@ -288,26 +290,40 @@ def options_of(keys: Mapping[str, Any]) -> Options:
 
 
 def collisions(jobs: dict[int, Job]) -> Iterator[str]:
-    """A message for each job that equals another one, or whose output directory equals or is inside that of another.
+    """A message for each job whose arguments equal those of another, or whose output directory is equal or inside.
 
     jobs: by position in the list.
     """
     seen: dict[str, int] = {}
     ids: dict[str, int] = {}
+    lines: dict[tuple[str, ...], int] = {}
     for number, job in jobs.items():
+        line = tuple(chain(*sorted(argument_groups(job.settings, job.options.nested))))
         if job.id in ids:
             yield f"job {number} is the same as job {ids[job.id]}; remove one of them"
+        elif line in lines:
+            alike = ", ".join(_differences(jobs[lines[line]].settings, job.settings))
+            yield f"job {number} has the same arguments as job {lines[line]} ({alike}); remove one of them"
         elif job.output in seen:
             yield (
                 f"job {number} would write the same directory as job {seen[job.output]}: {job.output}; "
                 "give one of them another prefix, or remove fold"
             )
         ids.setdefault(job.id, number)
+        lines.setdefault(line, number)
         seen.setdefault(job.output, number)
     for number, job in jobs.items():
         for parent in map(str, Path(job.output).parents):
             if parent in seen:
                 yield f"job {number} would write into {parent}, the directory of job {seen[parent]}; change prefix"
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """`key: value and value` for each difference."""
+    for key in {**one, **other}:
+        first, second = (json.dumps(each[key]) if key in each else "missing" for each in (one, other))
+        if first != second:
+            yield f"{key}: {first[:SHOWN]} and {second[:SHOWN]}"
 
 
 def _parse(path: Path) -> Any:
@@ -320,7 +336,8 @@ def _parse(path: Path) -> Any:
         raise ConfigError(f"{path}: larger than {LARGEST_FILE // 10**6} MB; split the list")
     try:
         text = content.decode("utf-8-sig")
-        return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+        return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant,
+                          parse_float=JsonFloat)  # fmt: skip
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8 text; save it as UTF-8") from None
     except json.JSONDecodeError as error:

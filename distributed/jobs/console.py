@@ -244,7 +244,7 @@ def measured(job: JobState) -> list[str]:
     """Step, loss and held-out loss; each is empty until the job reports it."""
     step, steps = job.metrics.get("step"), job.metrics.get("steps")
     progress = "" if step is None else f"{step:,.0f}" + (f"/{steps:,.0f}" if steps else "")
-    return [progress, *(figure(job.metrics[name]) if name in job.metrics else "" for name in LOSSES.values())]
+    return [progress, *(figure(float(job.metrics[name])) if name in job.metrics else "" for name in LOSSES.values())]
 
 
 def figure(value: float) -> str:

@@ -165,9 +165,8 @@ def last_lines(path: str) -> list[str]:
 
 
 def read_metrics(output: str) -> dict[str, Any]:
-    """The newest value of each metric in metrics.jsonl."""
-    found = metrics.newest(os.path.join(output, "metrics.jsonl"))
-    return {key: value for key, value in found.items() if value is not None}
+    """The newest value of each metric in metrics.jsonl; "NaN" for NaN and infinity."""
+    return metrics.newest(os.path.join(output, "metrics.jsonl"))
 
 
 # ---------------------------------------------------------------- one serve process per job list

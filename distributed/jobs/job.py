@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,25 @@ from distributed.training.base_model import hash_of
 ID_LENGTH = 10  # hexadecimal digits: 2^40 ids; a list with two equal ids is refused
 LONGEST = 131_071  # bytes of an argument or variable in Linux (MAX_ARG_STRLEN without the final NUL)
 DEVICE = "device"  # argument that the dispatcher sets
+MAX_LEVELS = 50  # of nested objects and lists; writers of JSON in Python have a limit too
 
 
 class JobError(ValueError):
     """An invalid job."""
+
+
+class JsonFloat(float):
+    """A float of a JSON file, which becomes an argument as it was written there: 0.00001, not 1e-05."""
+
+    text: str
+
+    def __new__(cls, text: str) -> JsonFloat:
+        """See json.loads(parse_float=...). Raises ValueError for 1e999."""
+        self = super().__new__(cls, text)
+        if self in (float("inf"), float("-inf")):
+            raise ValueError(f"{text[:60]} is not finite; write a finite number")
+        self.text = text
+        return self
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,7 @@ class Options:
     env: Mapping[str, str] = field(default_factory=dict)  # values are never written to the journal or the results
     expected_seconds: float | None = None
     base_model_hash: str | None = None  # of the base model that the job starts from
+    nested: str | None = None  # how objects and nested lists are passed: json, dotted; None: they are refused
 
     def seconds(self, usual: float) -> float:
         """The expected duration. usual: the default for a job without _expected_seconds."""
@@ -43,7 +59,7 @@ class Options:
         found = {
             "priority": self.priority, "timeout": self.timeout, "retries": self.retries, "gpus": self.gpus,
             "labels": list(self.labels), "env": sorted(self.env), "expected_seconds": self.expected_seconds,
-            "base_model_hash": self.base_model_hash,
+            "base_model_hash": self.base_model_hash, "nested": self.nested,
         }  # fmt: skip
         default = Options()
         return {name: value for name, value in found.items() if value != getattr(default, name) and value != []}
@@ -85,6 +101,8 @@ def job_of(settings: Mapping[str, Any], options: Options, participants: Sequence
     """
     if DEVICE in settings:
         raise JobError(f"device={settings[DEVICE]!r}: the device is set by the dispatcher; remove it")
+    if is_deeper(settings, MAX_LEVELS):
+        raise JobError(f"nested too deeply: more than {MAX_LEVELS} levels; write fewer")
     identifier = job_id(settings)
     try:
         output = output_directory(settings, identifier, participants)
@@ -120,7 +138,7 @@ def muster_job(job: Job) -> str:
 
 
 def arguments(job: Job, device: str) -> list[str]:
-    """`--key value` for each setting: a list as several values, true as a flag, false and null omitted.
+    """The arguments for each setting, and the device; see argument_groups().
 
     Values that start with a dash are passed unchanged. argparse accepts `--lr -5` but refuses `--name -x`; a script
     that needs such a value can read it from MUSTER_JOB.
@@ -128,33 +146,81 @@ def arguments(job: Job, device: str) -> list[str]:
     Raises:
         JobError: a key or value that cannot be an argument.
     """
-    found: list[str] = []
-    for key, value in {**job.settings, DEVICE: device}.items():
-        if not key or key.startswith("-") or any(letter.isspace() or letter in "=\0" for letter in key):
-            raise JobError(f"key {key!r}: not a valid argument name; use letters, digits and _")
-        if value is None or value is False:
-            continue
-        found.append(f"--{key}")
-        if value is not True:
-            found += [text(key, each) for each in (value if isinstance(value, list) else [value])]
+    groups = argument_groups({**job.settings, DEVICE: device}, job.options.nested)
+    found = [argument for group in groups for argument in group]
     for argument in found:
         if len(os_bytes(argument)) > LONGEST:
             raise JobError(f"{argument[:60]!r}...: longer than {LONGEST:,} bytes, the limit of Linux for an argument")
     return found
 
 
+def argument_groups(settings: Mapping[str, Any], nested: str | None) -> Iterator[list[str]]:
+    """`--key value` for each setting: a list as several values, true as a flag, false and null omitted.
+
+    nested: see Options. Raises JobError.
+    """
+    seen: set[str] = set()
+    for key, value in flattened(settings, nested == "dotted"):
+        if key in seen:
+            raise JobError(f"{key}: given by a key with a dot and by an object; remove one of them")
+        seen.add(key)
+        if value is True:
+            yield [f"--{key}"]
+        elif value is not None and value is not False:
+            yield [f"--{key}", *value_arguments(key, value, nested)]
+
+
+def flattened(settings: Mapping[str, Any], dotted: bool, start: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings; if dotted, {"a": {"b": 1}} as the key a.b. Raises JobError for an invalid key."""
+    for key, value in settings.items():
+        if not key or key.startswith("-") or any(letter.isspace() or letter in "=\0" for letter in key):
+            raise JobError(f"key {key!r}: not a valid argument name; use letters, digits and _")
+        if dotted and isinstance(value, dict) and value:
+            yield from flattened(value, dotted, f"{start}{key}.")
+        else:
+            yield start + key, value
+
+
+def value_arguments(key: str, value: Any, nested: str | None) -> list[str]:
+    """The arguments for one value. Raises JobError."""
+    items = value if isinstance(value, list) else [value]
+    if items and all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in items):
+        return [text(key, each) for each in items]
+    if nested == "json":
+        return [json_text(value)]
+    if value in ([], {}):
+        kind = "list" if value == [] else "object"
+        raise JobError(f'{key}: empty {kind}; leave the key out, or set _nested to "json" to pass {value}')
+    if isinstance(value, dict):
+        raise JobError(
+            f'{key}: contains an object; set _nested to "dotted" to pass --{key}.KEY VALUE, or to "json" to pass JSON'
+        )
+    inside = "lists and objects" if any(isinstance(each, list | dict) for each in items) else "true, false and null"
+    raise JobError(f'{key}: {inside} are not allowed in a list; write strings, or set _nested to "json"')
+
+
 def text(key: str, value: Any) -> str:
-    """The argument for one value. Raises JobError."""
-    if isinstance(value, bool) or value is None:
-        raise JobError(f"{key}: true, false and null are not allowed in a list; write a string")
-    if isinstance(value, str):
-        if "\0" in value:
-            raise JobError(f"{key}: contains a NUL character; remove it")
-        return value
-    if isinstance(value, (int, float)):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise JobError(f"{key}={value}: not finite; write a finite number")
-        return json.dumps(value)
-    raise JobError(
-        f"{key}: expected a string, a number, true, false, null or a list of them, got {type(value).__name__}"
-    )
+    """The argument for a string or number. Raises JobError."""
+    if not isinstance(value, str):
+        return json_text(value)
+    if "\0" in value:
+        raise JobError(f"{key}: contains a NUL character; remove it")
+    return value
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON, its floats as they were written. Others have a point, as YAML 1.1 reads 1e-05 as a string."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json_text(key)}: {json_text(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(json_text, value)) + "]"
+    if isinstance(value, JsonFloat):
+        return value.text
+    found = json.dumps(value, ensure_ascii=False)
+    return re.sub(r"^(-?\d)e", r"\1.0e", found) if isinstance(value, float) else found
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether objects and lists in a value are nested more than `levels` deep."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(is_deeper(each, levels - 1) for each in inside)

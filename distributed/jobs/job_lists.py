@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import string
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from distributed.files import write_file
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs.config import read_entries
+from distributed.jobs.job import json_text
 
 Settings = dict[str, Any]
 
@@ -27,20 +30,56 @@ def grid(**values: Any) -> list[Settings]:
     """One job for each combination of values. An iterable gives several values; a string, number or mapping is one.
 
     Put a value that is itself a list, such as participants, into a list: participants=[["a", "b"]].
+
+    Raises:
+        ValueError: an iterable is empty, or a value cannot be JSON; see plain().
     """
-    axes = [list(value) if isinstance(value, Iterable) and not isinstance(value, str | Mapping) else [value]
-            for value in values.values()]  # fmt: skip
-    return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*axes)]
+    axes = {key: value if isinstance(value, list) else [value] for key, value in plain_settings(values).items()}
+    if empty := [key for key, axis in axes.items() if not axis]:
+        raise ValueError(f"{empty[0]}: has no values, so there would be no job; give values, or leave it out")
+    return [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*axes.values())]
+
+
+def plain_settings(settings: Mapping[str, Any], within: str = "") -> Settings:
+    """The settings with plain() values. within: start of the keys in messages."""
+    for key in settings:
+        if not isinstance(key, str):
+            raise ValueError(f"{within}{key!r}: expected a string as key, got {type(key).__name__}")
+    return {key: plain(f"{within}{key}", value) for key, value in settings.items()}
+
+
+def plain(key: str, value: Any) -> Any:
+    """A value as JSON has it. Arrays, tuples, ranges and other iterables become lists, paths become strings.
+
+    Raises ValueError for other types, and for sets, which have no order.
+    """
+    if hasattr(value, "tolist"):  # an array or a number of NumPy or PyTorch
+        value = value.tolist()
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, Mapping):
+        return plain_settings(value, f"{key}.")
+    if isinstance(value, str | int | float | None) and not isinstance(value, Enum):
+        return value
+    if not isinstance(value, Iterable) or isinstance(value, bytes | bytearray | set | frozenset | Enum):
+        raise ValueError(
+            f"{key}: expected strings, numbers, paths, True, False, None, or lists or mappings of them, got "
+            f"{type(value).__name__}; convert it"
+        )
+    return [plain(key, each) for each in value]
 
 
 def product(*lists: Iterable[Mapping[str, Any]]) -> list[Settings]:
     """One job for each combination of one job from each list, with the settings of all jobs in the combination.
 
     Raises:
-        ValueError: the jobs of a combination have different values of a setting.
+        ValueError: a list is empty, or the jobs of a combination have different values of a setting.
     """
+    axes = [[plain_settings(job) for job in jobs] for jobs in lists]
+    if [] in axes:
+        raise ValueError(f"list {axes.index([]) + 1} of product() is empty, so there would be no job; leave it out")
     found = []
-    for parts in itertools.product(*map(list, lists)):
+    for parts in itertools.product(*axes):
         job: Settings = {}
         for part in parts:
             for key, value in part.items():
@@ -70,7 +109,7 @@ def named(jobs: Iterable[Mapping[str, Any]], pattern: str) -> list[Settings]:
         ValueError: a job lacks a setting of the pattern.
     """
     found = []
-    for number, job in enumerate(jobs):
+    for number, job in enumerate(map(plain_settings, jobs)):
         try:
             found.append({**job, "prefix": PrefixFormatter().vformat(pattern, (), job)})
         except KeyError as error:
@@ -82,9 +121,10 @@ def write(jobs: Sequence[Mapping[str, Any]], path: str | Path, script: str = "tr
     """Check the jobs and write them, one per line. script: the script that will run them.
 
     Raises:
-        ConfigError: an invalid job, two equal jobs, or two jobs that would write the same directory.
+        ConfigError: an invalid job, two jobs with equal arguments, or two jobs that would write the same directory.
+        ValueError: a value cannot be JSON; see plain().
     """
-    lines = ",\n".join(f"  {json.dumps(dict(job), ensure_ascii=False)}" for job in jobs)
+    lines = ",\n".join(f"  {json_text(plain_settings(job))}" for job in jobs)
     text = f"[\n{lines}\n]\n"
     read_entries(json.loads(text), str(path), DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None)
     write_file(str(path), text)

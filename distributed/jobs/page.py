@@ -537,6 +537,8 @@ def metric_cell(metrics: Mapping[str, Any], key: str) -> Cell:
     if key not in metrics:
         return NOTHING
     value = number(metrics[key])
+    if metrics[key] == "NaN":
+        return "NaN", math.nan
     if isinstance(metrics[key], bool) or not isinstance(metrics[key], (int, float)):
         return escape(cut(plain(metrics[key]), 60)), None
     text = loss_text(value) if key.endswith("loss") else figure(value)

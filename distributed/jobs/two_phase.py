@@ -49,7 +49,7 @@ from distributed.jobs import base_cache, bases, commands, console
 from distributed.jobs.base_cache import Cached
 from distributed.jobs.commands import CallError, CommandParser
 from distributed.jobs.config import read_cluster, read_jobs
-from distributed.jobs.job import Job
+from distributed.jobs.job import Job, JsonFloat
 from distributed.jobs.job_lists import write
 from distributed.runs.page import ranges
 from distributed.training.base_model import CACHE
@@ -350,7 +350,7 @@ def megabytes(size: float) -> str:
 
 def write_with_hashes(plan: bases.BasePlan, rules: bases.Rules, source: Path, target: Path) -> None:
     """Write the jobs of `source` with their _base_model_hash."""
-    entries = json.loads(source.read_text(encoding="utf-8-sig"))
+    entries = json.loads(source.read_text(encoding="utf-8-sig"), parse_float=JsonFloat)
     hashes = [job.options.base_model_hash for job in plan.jobs]
     jobs = [entry | ({"_base_model_hash": name} if name else {}) for entry, name in zip(entries, hashes, strict=True)]
     write(jobs, target, rules.script)

@@ -60,7 +60,7 @@ class RunProgress:
 
     step: int | None = None
     steps: int | None = None  # planned
-    loss: float | None = None
+    loss: float | str | None = None  # "NaN" for NaN and infinity
     silent: float | None = None  # seconds since the last write to the file; None: no such file
 
 
@@ -191,7 +191,7 @@ def read_progress(directory: Path, now: float) -> RunProgress:
     except OSError:
         return RunProgress()
     found = metrics.newest(path)
-    step, steps = (None if value is None else int(value) for value in (found.get("step"), found.get("steps")))
+    step, steps = (int(found[key]) if key in found else None for key in ("step", "steps"))
     return RunProgress(step, steps, found.get("loss"), silent)
 
 
@@ -236,7 +236,7 @@ def headline(status: Status) -> str:
     progress = status.progress
     if progress.step is not None:
         text += f", step {progress.step:,}" + (f" of {progress.steps:,}" if progress.steps else "")
-        text += f", loss {progress.loss:.4f}" if progress.loss is not None else ""
+        text += f", loss {float(progress.loss):.4f}" if progress.loss is not None else ""
     return text
 
 

@@ -28,7 +28,7 @@ from distributed.jobs.bases import (
     training_job,
 )
 from distributed.jobs.config import BaseModels, ConfigError, read_base_models, read_cluster, read_entries
-from distributed.jobs.job import Job, JobError, Options
+from distributed.jobs.job import Job, JobError, Options, arguments
 
 FULL = {"mode": "full_fine_tuning"}
 ABC = ["a", "b", "c"]
@@ -97,6 +97,15 @@ SHARED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"fold": 2}, {"participant": DEFAULT_PARTICIPANTS[2]}, {"base": ["fold"]}),
     ({"fold": 0, "participants": [1.0, 2.5]}, {"participant": "1.0", "participants": ["2.5", 1.0]}, {"base": ["fold"]}),
     ({"fold": 0, "data_path": "d"}, {"fold": "0", "data_path": "d"}, {"base": ["fold"]}),
+    ({"data_path": "data/x"}, {"data_path": "./data//x/"}, {}),
+    ({"data_path": "x"}, {"data_path": "./x/"}, {}),
+    ({"config": "~/c.yaml"}, {"config": "~/./c.yaml"}, {}),
+    ({"texts": ["a/b", "."]}, {"texts": ["a//b/", "./"]}, {"base": ["texts"]}),
+    (
+        {"o": {"n": 1, "p": "a/b"}, "_nested": "json"},
+        {"o": {"n": 1.0, "p": "a/b/"}, "_nested": "dotted"},
+        {"base": ["o"]},
+    ),
 ]
 
 
@@ -135,6 +144,11 @@ DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"fold": 0, "participants": ABC}, {"fold": 0, "participants": ABC[::-1]}, {"base": ["fold"]}),
     ({"fold": 0, "data_path": "d"}, {"fold": 1, "data_path": "d"}, {"base": ["fold"]}),
     ({"participant": "x", "data_path": "d"}, {"participant": "y", "data_path": "d"}, {"base": ["fold"]}),
+    ({"data_path": "a/b"}, {"data_path": "/a/b"}, {}),
+    ({"data_path": "a/b"}, {"data_path": "a/c/../b"}, {}),  # a/c may be a symbolic link
+    ({"data_path": "s3://a/b"}, {"data_path": "s3://a//b"}, {}),
+    ({"data_path": "."}, {"data_path": "/"}, {}),
+    ({"o": {"n": 1}, "_nested": "json"}, {"o": {"n": 2}, "_nested": "json"}, {"base": ["o"]}),
 ]
 
 
@@ -185,6 +199,13 @@ def test_digests_are_stable_between_versions() -> None:
     assert digests({"fold": 1}, base=["fold"], version=3) == [
         "397be54a21d2e350e20c4e1bc8201675cead1b444bd79ff9f309308dc553e21a"
     ]
+    paths = {
+        "data_path": "/data/x",
+        "config": "~/no such/c.yaml",
+        "model": "org/../model v1/2",
+        "augmentation": ["a/b"],
+    }
+    assert digests(paths) == ["d6ddcd09c8143399c8ba1850d01673dfcc54dfaa50707b508366a2e554c25a52"]
 
 
 VALUES = st.one_of(
@@ -431,9 +452,20 @@ def test_options_of_a_base_training_default_to_those_of_its_first_job() -> None:
     assert training_job(only(plan(*entries)), rules()).options.retries == 1
 
 
+def test_a_training_gets_paths_and_nested_values_as_its_first_job_has_them() -> None:
+    spellings = ["./data//x/", "data/x"]
+    entries = [{"data_path": path, "o": {"lr": 0.5}, "_nested": "dotted"} for path in spellings]
+    one, other = (training_job(only(plan(*each, base=["o"])), rules(base=["o"])) for each in (entries, entries[::-1]))
+    assert [one.settings["data_path"], other.settings["data_path"]] == spellings
+    assert (one.id, one.output) == (other.id, other.output), "so that its output directory has the same owner"
+    assert "--o.lr" in arguments(one, "cpu")
+    first, second = jobs_of(*entries)
+    assert bases.differences(first, second, rules(base=["o"])) == [("prefix", "experiment", '"p0"', '"p1"')]
+
+
 def test_a_default_that_cannot_be_an_argument_is_refused() -> None:
     section: dict[str, Any] = {"defaults": {"augmentation": {"flip": 1}}}
-    with pytest.raises(JobError, match="augmentation: expected a string, a number"):
+    with pytest.raises(JobError, match="augmentation: contains an object; set _nested"):
         training_job(only(plan({}, **section)), rules(**section))
 
 

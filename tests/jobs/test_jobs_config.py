@@ -193,11 +193,33 @@ def test_a_host_with_two_ports_is_two_servers(tmp_path: Path) -> None:
         ([1], "job 0: contains a number; expected an object of arguments"),
         ([[]], "job 0: contains a list; expected an object of arguments"),
         ([{"device": "cuda:1"}], "job 0: device='cuda:1': the device is set by the dispatcher; remove it"),
-        ([{"a": 1}, {"b": {}}], "job 1: b: expected a string, a number, true, false, null or a list of them, got dict"),
-        ([{"a": [[1]]}], "job 0: a: expected a string, a number, true, false, null or a list of them, got list"),
-        ([{"a": [None]}], "job 0: a: true, false and null are not allowed in a list; write a string"),
+        ([{"a": 1}, {"b": {}}], 'job 1: b: empty object; leave the key out, or set _nested to "json" to pass {}'),
+        ([{"a": []}], 'job 0: a: empty list; leave the key out, or set _nested to "json" to pass []'),
+        ([{"a": [], "_nested": "dotted"}],
+         'job 0: a: empty list; leave the key out, or set _nested to "json" to pass []'),
+        ([{"a": {"b": 1}}],
+         'job 0: a: contains an object; set _nested to "dotted" to pass --a.KEY VALUE, or to "json" to pass JSON'),
+        ([{"a": {"b": {}}, "_nested": "dotted"}],
+         'job 0: a.b: empty object; leave the key out, or set _nested to "json" to pass {}'),
+        ([{"a": {"b": 1}, "a.b": 2, "_nested": "dotted"}],
+         "job 0: a.b: given by a key with a dot and by an object; remove one of them"),
+        ([{"a": {"b": [[1]]}, "_nested": "dotted"}],
+         'job 0: a.b: lists and objects are not allowed in a list; write strings, or set _nested to "json"'),
+        ([{"a": {"b c": 1}, "_nested": "dotted"}],
+         "job 0: key 'b c': not a valid argument name; use letters, digits and _"),
+        ([{"a": 1, "_nested": "yaml"}], "job 0: _nested=\"yaml\": Input should be 'json' or 'dotted'"),
+        ('[{"_nested": "json", "a": ' + "[" * 60 + "]" * 60 + "}]",
+         "job 0: nested too deeply: more than 50 levels; write fewer"),
+        ('[{"_nested": "dotted", "a": ' + '{"b": ' * 900 + "1" + "}" * 900 + "}]",
+         "job 0: nested too deeply: more than 50 levels; write fewer"),
+        ([{"prefix": {"a": "b"}, "_nested": "json"}],
+         "job 0: prefix: expected a name, got {'a': 'b'}; write a string"),
+        ([{"a": [[1]]}],
+         'job 0: a: lists and objects are not allowed in a list; write strings, or set _nested to "json"'),
+        ([{"a": [None]}],
+         'job 0: a: true, false and null are not allowed in a list; write strings, or set _nested to "json"'),
         ([{"a": "x\0"}], "job 0: a: contains a NUL character; remove it"),
-        ('[{"a": 1e999}]', "job 0: contains a number that is not finite; write a finite number"),
+        ('[{"a": 1e999}]', "1e999 is not finite; write a finite number"),
         ('[{"a": "\\ud800"}]',
          "job 0: '{\"a\":\"\\ud800\"}': contains a lone surrogate; write complete characters"),
         ([{"": 1}], "job 0: key '': not a valid argument name; use letters, digits and _"),
@@ -212,6 +234,15 @@ def test_a_host_with_two_ports_is_two_servers(tmp_path: Path) -> None:
         ([{"prefix": "a", "fold": -1}],
          "job 0: fold: expected a non-negative integer, got -1; the first participant is 0"),
         ([{"a": 1}, {"a": 1, "_priority": 1}], "job 1 is the same as job 0; remove one of them"),
+        ('[{"a": 0.1}, {"a": 0.10}]', "job 1 is the same as job 0; remove one of them"),
+        ([{"a": None, "b": 1}, {"b": 1}],
+         "job 1 has the same arguments as job 0 (a: null and missing); remove one of them"),
+        ([{"a": 1, "b": False}, {"a": "1", "_env": {"A": "s3cr3t"}}],
+         'job 1 has the same arguments as job 0 (a: 1 and "1", b: false and missing); remove one of them'),
+        ([{"b": 2, "a": [1]}, {"a": 1, "b": 2}],
+         "job 1 has the same arguments as job 0 (a: [1] and 1); remove one of them"),
+        ([{"a": {"b": 1}, "_nested": "dotted"}, {"a.b": 1}],
+         'job 1 has the same arguments as job 0 (a: {"b": 1} and missing, a.b: missing and 1); remove one of them'),
         ([{"prefix": "a", "fold": 0, "lr": 1}, {"prefix": "a", "fold": 0, "lr": 2}],
          "job 1 would write the same directory as job 0: experiments/a/fold0; give one of them another prefix, or "
          "remove fold"),
@@ -220,7 +251,7 @@ def test_a_host_with_two_ports_is_two_servers(tmp_path: Path) -> None:
         ([{"_prio": 1}], "job 0: _prio: unknown key; did you mean _priority?"),
         ([{"_x": 1}],
          "job 0: _x: unknown key; known keys: _priority, _timeout, _retries, _gpus, _labels, _env, _expected_seconds, "
-         "_base_model_hash"),
+         "_base_model_hash, _nested"),
         ([{"_timeout": 0}], "job 0: _timeout=0: Input should be greater than 0"),
         ([{"_timeout": "1h"}], 'job 0: _timeout="1h": Input should be a valid number'),
         ([{"_gpus": 0}], "job 0: _gpus=0: Input should be greater than or equal to 1"),
@@ -325,7 +356,7 @@ OUTPUTS = st.lists(st.sampled_from("ab"), min_size=1, max_size=3).map("/".join)
 
 @given(st.lists(OUTPUTS, max_size=5))
 def test_directories_collide_if_equal_or_nested(outputs: list[str]) -> None:
-    jobs = {number: Job(str(number), {}, Options(), output) for number, output in enumerate(outputs)}
+    jobs = {number: Job(str(number), {"a": number}, Options(), output) for number, output in enumerate(outputs)}
     disjoint = all(
         one != other and not one.startswith(f"{other}/") and not other.startswith(f"{one}/")
         for number, one in enumerate(outputs)

@@ -89,6 +89,12 @@ def test_a_slot_shows_job_progress_and_time_left() -> None:
     assert totals == "0 of 3 done, 1 running, 2 waiting"
 
 
+def test_a_loss_that_is_not_finite_is_shown() -> None:
+    state = running(("gpu1", 0))
+    next(iter(state.jobs.values())).metrics |= {"loss": "NaN"}
+    assert shown(state, link("gpu1", 1))[2].split()[2:] == ["30/1,200", "nan", "2.250", "1:30", "58:30"]
+
+
 def test_the_index_of_a_gpu_is_never_truncated() -> None:
     hosts = ["a-host-with-a-long-name-1.cluster.example.org", "a-host-with-a-long-name-1.other.example.org"]
     lines = shown(running((hosts[0], 7), (hosts[1], 7)), *(link(host, 8) for host in hosts))

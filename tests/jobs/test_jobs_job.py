@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from dispatchers import DispatcherCall, Dispatchers, dispatchers
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,17 @@ from hypothesis import strategies as st
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import config
 from distributed.jobs.dispatcher import Event, StartRequest
-from distributed.jobs.job import LONGEST, Job, JobError, Options, arguments, job_id, job_of, muster_job
+from distributed.jobs.job import (
+    LONGEST,
+    Job,
+    JobError,
+    Options,
+    argument_groups,
+    arguments,
+    job_id,
+    job_of,
+    muster_job,
+)  # fmt: skip
 from distributed.jobs.servers import ListContext, LocalServer, for_any_shell
 
 KIT = Path(__file__).resolve().parents[2]
@@ -120,17 +131,50 @@ def test_only_names_of_environment_variables_are_stored() -> None:
         (10**30, ["--a", "1" + "0" * 30]),
         (0.1, ["--a", "0.1"]),
         (3e-4, ["--a", "0.0003"]),
-        (1e-7, ["--a", "1e-07"]),
+        (1e-7, ["--a", "1.0e-07"]),
+        (-1e16, ["--a", "-1.0e+16"]),
+        (1.5e-300, ["--a", "1.5e-300"]),
         (64.0, ["--a", "64.0"]),
         (True, ["--a"]),
         (False, []),
         (None, []),
-        ([], ["--a"]),
         (["x", 1, ""], ["--a", "x", "1", ""]),
     ],
 )
 def test_a_value_is_converted_to_arguments(value: Any, words: list[str]) -> None:
     assert arguments(made({"a": value}), "cpu") == [*words, "--device", "cpu"]
+
+
+@pytest.mark.parametrize("number", ["0.00001", "1e-5", "1E5", "1.10", "-0.0", "6.02e+23", "1" * 400, "0.1" + "0" * 30])
+def test_a_number_of_a_list_is_passed_as_it_was_written(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "jobs.json"
+    path.write_text(f'[{{"a": {number}, "b": [{number}]}}, {{"c": {{"d": {number}}}, "_nested": "json"}}]')
+    one, other = config.read_jobs(path)
+    assert arguments(one, "cpu") == ["--a", number, "--b", number, "--device", "cpu"]
+    assert arguments(other, "cpu") == ["--c", f'{{"d": {number}}}', "--device", "cpu"]
+    value = json.loads(number)
+    assert one.id == job_id({"a": value, "b": [value]})
+    assert muster_job(one) == muster_job(made({"a": value, "b": [value]})), "equal values have equal JSON"
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_yaml_reads_a_float_of_a_program_as_a_float(number: float) -> None:
+    word = arguments(made({"a": number}), "cpu")[1]
+    assert (yaml.safe_load(word), float(word), json.loads(word)) == (number, number, number)
+    assert isinstance(yaml.safe_load(word), float)
+
+
+NESTED = {"o": {"lr": 1e-7, "b": [1, 2], "on": True, "off": False, "no": None, "m": {"x": "y"}}, "names": ["x", "y"]}
+
+
+def test_nested_values_are_passed_as_json_or_with_dotted_keys() -> None:
+    assert arguments(made(NESTED, nested="dotted"), "cpu") == [
+        "--o.lr", "1.0e-07", "--o.b", "1", "2", "--o.on", "--o.m.x", "y", "--names", "x", "y", "--device", "cpu",
+    ]  # fmt: skip
+    words = arguments(made({**NESTED, "l": [], "t": [[1], None], "e": {}}, nested="json"), "cpu")
+    assert json.loads(words.pop(1)) == NESTED["o"]
+    assert words == ["--o", "--names", "x", "y", "--l", "[]", "--t", "[[1], null]", "--e", "{}", "--device", "cpu"]
+    assert Options.of_public(Options(nested="json").public()).nested == "json"
 
 
 def test_arguments_have_the_order_of_the_settings() -> None:
@@ -178,8 +222,12 @@ def fits(values: dict[str, Any]) -> bool:
     return False
 
 
-SETTINGS = st.dictionaries(KEYS, SCALARS | st.booleans() | st.none() | st.lists(SCALARS, max_size=3), max_size=3)
-LISTS = st.lists(SETTINGS.filter(fits), min_size=10, max_size=20, unique_by=lambda values: job_id(values))
+SETTINGS = st.dictionaries(
+    KEYS, SCALARS | st.booleans() | st.none() | st.lists(SCALARS, min_size=1, max_size=3), max_size=3
+)
+LISTS = st.lists(
+    SETTINGS.filter(fits), min_size=10, max_size=20, unique_by=lambda values: str(sorted(argument_groups(values, None)))
+)
 # Copies its arguments and environment byte for byte, independent of the locale.
 SCRIPT = """\
 import os, shutil
@@ -239,6 +287,16 @@ def test_hostile_values_and_the_longest_value_arrive(forked: Dispatchers, tmp_pa
     assert forked.run(call) == 0, call.printed
     for values in jobs:
         check_arrived(tmp_path, values)
+
+
+def test_a_number_is_passed_as_it_was_written_after_a_retry_too(forked: Dispatchers, tmp_path: Path) -> None:
+    call = prepared(tmp_path, [])
+    numbers = ["--lr", "0.00001", "--wd", "1E-5"]
+    (tmp_path / "args.py").write_text("import sys; open('seen', 'a').write(' '.join(sys.argv[1:5]) + '\\n'); exit(1)")
+    (tmp_path / "jobs.json").write_text('[{"lr": 0.00001, "wd": 1E-5, "_retries": 1}]')
+    codes = [forked.run(DispatcherCall(tmp_path, tuple(each))) for each in (call, ["retry", "failed"], ["resume"])]
+    assert codes == [1, 0, 1]
+    assert (tmp_path / "seen").read_text().splitlines() == [" ".join(numbers)] * 4
 
 
 def test_an_argument_is_not_changed_by_a_server_with_setup_lines(tmp_path: Path) -> None:

@@ -6,14 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
+from datetime import date
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.jobs.config import ConfigError, read_jobs
+from distributed.jobs.job import arguments
 from distributed.jobs.job_lists import grid, named, percent, product, write
 
 KIT = Path(__file__).resolve().parents[2]
@@ -28,7 +34,6 @@ def test_a_grid_has_each_combination_once_varying_the_last_key_fastest() -> None
     ]  # fmt: skip
     assert grid(env={"A": 1}) == [{"env": {"A": 1}}]
     assert grid() == [{}]
-    assert grid(fold=[]) == []
 
 
 def test_a_product_merges_jobs_and_refuses_different_values_of_a_setting() -> None:
@@ -38,6 +43,81 @@ def test_a_product_merges_jobs_and_refuses_different_values_of_a_setting() -> No
     assert product([{"a": 1}], [{"a": 1}]) == [{"a": 1}]
     with pytest.raises(ValueError, match="a: has the values 1 and 2 in one job; remove one"):
         product(grid(a=[1]), grid(a=[1, 2]))
+
+
+def test_an_empty_axis_is_refused() -> None:
+    with pytest.raises(ValueError, match="lr: has no values, so there would be no job; give values, or leave it out"):
+        grid(fold=range(3), lr=iter([]))
+    with pytest.raises(ValueError, match=r"list 2 of product\(\) is empty, so there would be no job; leave it out"):
+        product(grid(fold=range(3)), [])
+
+
+ARRAYS: list[tuple[Any, Any]] = [
+    (np.linspace(0, 1, 3), [0.0, 0.5, 1.0]),
+    (np.float64(0.5), [0.5]),
+    (np.int32(3), [3]),
+    (np.bool_(True), [True]),
+    (np.array(7), [7]),
+    (np.str_("x"), ["x"]),
+    (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+    ([np.int64(1), np.array([2, 3])], [1, [2, 3]]),
+    (torch.tensor([1, 2]), [1, 2]),
+    ((range(2), (3, 4)), [[0, 1], [3, 4]]),
+    (Path("a/b"), ["a/b"]),
+    ({"x": 1, "y": 2}.keys(), ["x", "y"]),
+]
+
+
+@pytest.mark.parametrize(("value", "expected"), ARRAYS)
+def test_arrays_paths_and_iterables_are_values(value: Any, expected: list[Any], tmp_path: Path) -> None:
+    jobs = grid(a=value)
+    assert [job["a"] for job in jobs] == expected
+    assert [[type(job["a"]) for job in jobs]] == [[type(each) for each in expected]]
+    write(named(product(jobs, [{"b": value, "_nested": "json"}]), "n{a}"), tmp_path / "jobs.json", script="x.py")
+    written = json.loads((tmp_path / "jobs.json").read_text())
+    assert [job["a"] for job in written] == expected
+
+
+class Colour(Enum):
+    RED = 1
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+@dataclass
+class Point:
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Colour.RED, "Colour"), (Level.LOW, "Level"), (Colour, "Colour"), (Point(1), "Point"), ({1}, "set"),
+        (date(2026, 1, 1), "date"), (b"x", "bytes"), (np.array(["2026-01-01"], "M8[D]"), "date"),
+        (1j, "complex"), ([{"a": {1}}], "set"),
+    ],
+)  # fmt: skip
+def test_other_types_are_refused_with_their_key(value: Any, name: str, tmp_path: Path) -> None:
+    message = rf"lr(\.a)?: expected strings, numbers, paths, .*, got {name}; convert it"
+    with pytest.raises(ValueError, match=message):
+        grid(fold=0, lr=value)
+    for function in (product, lambda jobs: named(jobs, "x"), lambda jobs: write(jobs, tmp_path / "jobs.json")):
+        with pytest.raises(ValueError, match=message):
+            function([{"lr": value}])
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="1: expected a string as key, got int"):
+        product([{1: 2}])  # type: ignore[dict-item]
+
+
+def test_floats_are_written_so_that_yaml_reads_them(tmp_path: Path) -> None:
+    write(grid(lr=[1e-05, 0.1, 1e16], o={"eps": 1e-08}, _nested="json"), tmp_path / "jobs.json")
+    text = (tmp_path / "jobs.json").read_text()
+    assert [job["lr"] for job in json.loads(text)] == [1e-05, 0.1, 1e16]
+    first, _, last = read_jobs(tmp_path / "jobs.json")
+    assert arguments(first, "cpu")[:4] == ["--lr", "1.0e-05", "--o", '{"eps": 1.0e-08}']
+    assert arguments(last, "cpu")[:2] == ["--lr", "1.0e+16"]
 
 
 def test_a_product_does_not_change_its_arguments() -> None:

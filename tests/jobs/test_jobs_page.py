@@ -593,6 +593,15 @@ def test_non_finite_losses_are_accepted(loss: Any) -> None:
     assert "No finite value was logged." in seen(made, {one["id"]: curve(lines) for one in made["jobs"]}).texts
 
 
+def test_the_last_value_of_a_metric_is_nan() -> None:
+    made = results([job(n, metrics={"step": 9, "loss": loss}) for n, loss in ((1, "NaN"), (2, 2.5), (3, 1.5))])
+    curves = {one["id"]: curve([{"step": 8, "loss": 0.5}, {"step": 9, "loss": math.nan}]) for one in made["jobs"]}
+    text = page.page(made, curves)
+    assert [row[-1] for row in rows(text)] == ["loss", "NaN", "2.500", "1.500"]
+    assert '<td class="number" data-v="">NaN</td>' in text, "sorted after all numbers"
+    assert tiles(seen(made, curves))["Best training loss"][0] == "1.500"
+
+
 # ---------------------------------------------------------------- files
 
 

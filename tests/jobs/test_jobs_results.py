@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,7 +36,7 @@ case $2 in
   good)
     until [ -e "$OLDPWD/go" ]; do sleep 0.1; done
     sleep 0.5; echo '{"step": 2, "loss": 1.5, "held_out_loss": 3}' >>metrics.jsonl ;;
-  bad) echo "one"; echo "two" >&2; exit 3 ;;
+  bad) echo '{"step": 2, "loss": NaN, "x": Infinity}' >>metrics.jsonl; echo "one"; echo "two" >&2; exit 3 ;;
   killed) kill -KILL $$ ;;
   slow) sleep 60 ;;
   absent) exec /no/such/program ;;
@@ -191,8 +192,15 @@ def test_each_job_has_its_settings_state_and_output(seen: Seen) -> None:
     states = {job["settings"]["kind"]: job["state"] for job in documents[-1]["jobs"]}
     assert states == {"good": "done", "bad": "failed", "killed": "failed", "slow": "failed", "absent": "failed"}
     assert documents[-1]["jobs"][0]["metrics"] == {"step": 2, "steps": 2, "loss": 1.5, "held_out_loss": 3}
+    assert documents[-1]["jobs"][1]["metrics"] == {"step": 2, "steps": 2, "loss": "NaN", "x": "NaN"}
     assert documents[-1]["jobs"][0]["options"] == {"env": ["TOKEN"], "expected_seconds": 3.0}
     assert documents[-1]["servers"]["local"]["state"] == "ready"
+
+
+def test_status_shows_that_the_last_loss_is_not_finite(forked: Dispatchers, seen: Seen) -> None:
+    assert forked.run(DispatcherCall(seen[0], ("status",))) == 1
+    lines = (seen[0] / "printed").read_text().splitlines()
+    assert any(re.search(r"e/fold1 +failed.* 2/2 +nan *$", line) for line in lines), "\n".join(lines)
 
 
 def test_each_attempt_has_its_failure(seen: Seen) -> None:

@@ -164,6 +164,12 @@ def test_the_table_fits_and_is_aligned(width: int) -> None:
     assert " ".join(" ".join(lines[8:]).split()) == "n2: cannot be reached (timed out); try: ssh n2 true"
 
 
+def test_a_loss_that_is_not_finite_is_shown() -> None:
+    found = judge(RUN, [reply("node1", RANK)], {}, RunProgress(120, 1200, "NaN", 1.0), START + 720)
+    assert plain(status.render(found, 80)).splitlines()[0] == "train-1: running for 12 min, step 120 of 1,200, loss nan"
+    assert json.loads(status.as_json(found))["progress"]["loss"] == "NaN"
+
+
 def test_empty_columns_are_left_out() -> None:
     found = judge(run_with_launcher(EXITED), [reply("n1", ENDED)], OK, RunProgress(), START)
     assert "node  rank  state  last line" in plain(status.render(found, 80))
@@ -182,7 +188,7 @@ def test_progress_is_the_newest_values_in_metrics_jsonl(tmp_path: Path) -> None:
     lines = [{"step": 1, "steps": 9, "loss": 3.0}, {"step": 2, "loss": None}, {"step": 2, "held_out_loss": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 3, "lo')
     found = status.read_progress(tmp_path, 0.0)
-    assert (found.step, found.steps, found.loss, found.silent) == (2, 9, None, 0.0)
+    assert (found.step, found.steps, found.loss, found.silent) == (2, 9, "NaN", 0.0)
 
 
 # ---------------------------------------------------------------- replies
