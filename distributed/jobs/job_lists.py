@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import write_file
-from distributed.fold import DEFAULT_PARTICIPANTS
+from distributed.fold import default_participants
 from distributed.jobs.config import read_entries
 
 Settings = dict[str, Any]
@@ -86,5 +86,5 @@ def write(jobs: Sequence[Mapping[str, Any]], path: str | Path, script: str = "tr
     """
     lines = ",\n".join(f"  {json.dumps(dict(job), ensure_ascii=False)}" for job in jobs)
     text = f"[\n{lines}\n]\n"
-    read_entries(json.loads(text), str(path), DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None)
+    read_entries(json.loads(text), str(path), default_participants(script))
     write_file(str(path), text)

@@ -163,7 +163,7 @@ class ListState:
         for number, each in enumerate(record["jobs"]):
             job = Job(
                 each["id"], each["settings"], Options.of_public(each["options"]), each["output"],
-                each.get("base", ""), each.get("trains", ""),
+                each.get("base", ""), each.get("trains", ""), each.get("leak", ""),
             )  # fmt: skip
             if known := self.jobs.get(job.id):
                 known.job, known.number = job, number
@@ -282,7 +282,7 @@ def job_records(jobs: Iterable[Job]) -> list[dict[str, Any]]:
     """The jobs of a `list` record."""
     return [
         {"id": job.id, "settings": dict(job.settings), "options": job.options.public(), "output": job.output}
-        | {name: digest for name, digest in (("base", job.base), ("trains", job.trains)) if digest}
+        | {name: value for name, value in (("base", job.base), ("trains", job.trains), ("leak", job.leak)) if value}
         for job in jobs
     ]
 
