@@ -557,6 +557,9 @@ def print_summary(state: ListState, outcome: str, results: Results, log_file: Pa
     if failed:
         put(f"show the cause:  {command_line(f'why {failed[0].job.id}', log_file)}")
         put(f"run them again:  {command_line('retry failed', log_file)}")
+    if silent := [each for each in state.jobs.values() if each.reason.startswith(host.NOTHING_WRITTEN)]:
+        example = max(silent, key=lambda each: len(each.reason))  # one with new files, if there are any
+        put(f"done without results: {console.plural(len(silent), 'job')}; {example.job.name} {example.reason}")
     for server in sorted({attempt.server for attempt in state.lost_attempts()}):
         stop = command_line("cancel all", log_file)
         put(f"{server}: lost; its jobs may still be running; when it is reachable again: {stop}")

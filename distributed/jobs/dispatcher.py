@@ -716,7 +716,7 @@ class Dispatcher:
     def _state_after(self, job: JobState, attempt: Attempt) -> tuple[str, str]:
         """Return (state, reason) of a job after its last attempt."""
         if not attempt.failure:
-            return "done", ""
+            return "done", attempt.reason
         if job.cancel and attempt.state == "lost":
             return "cancelled", f"cancelled on request, but {attempt.reason}; its processes may still be running"
         if job.cancel or attempt.failure == "cancelled":

@@ -330,10 +330,10 @@ def find_job_id(state: ListState, selector: str) -> str:
 
 
 def classify_end(end: Mapping[str, Any], cancelled: bool) -> tuple[str, str]:
-    """(failure, reason) of an ended attempt; both empty for success. end: see host.HostAttempt.end()."""
+    """(failure, reason) of an ended attempt; for success ("", its note). end: see host.HostAttempt.end()."""
     code, cause, message = end.get("code"), end.get("cause", ""), end.get("message", "")
     if code == 0 and not cause and not (cancelled and end.get("stop_requested")):
-        return "", ""
+        return "", end.get("note", "")
     if cancelled:
         return "cancelled", "cancelled on request"
     if cause:
