@@ -694,6 +694,19 @@ def test_the_worked_example_runs_as_printed(
     assert (again.returncode, again.stderr.count("warning: batch")) == (0, 10)
 
 
+def test_a_base_training_that_writes_elsewhere_fails_and_names_the_new_files(
+    worked_example: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    script = tmp_path / "oct1_train.py"
+    (tmp_path / "models").mkdir()
+    script.write_text(script.read_text().replace('os.environ["MUSTER_OUTPUT_DIR"]', '"models"'))
+    done = worked_example(*CALL, "--retries", "0")
+    assert done.returncode == 1
+    assert "; wrote nothing to its output directory ($MUSTER_OUTPUT_DIR); new files on local, not copied: models" in (
+        done.stdout
+    )
+
+
 def test_a_list_started_with_an_option_of_an_older_version_is_resumed(
     worked_example: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
