@@ -193,7 +193,7 @@ def new_files(workdir: str, since: float) -> list[str]:
             for entry in entries:
                 path = os.path.join(directory, entry.name)
                 skipped = entry.name.startswith((".", "__pycache__", *results)) or entry.name.endswith(LIST_FILES)
-                if skipped or path in NOT_SEARCHED:
+                if skipped or path in NOT_SEARCHED or not path.isprintable():
                     continue
                 if time.monotonic() > end:
                     return sorted(found, key=found.__getitem__)

@@ -96,7 +96,7 @@ def ended(directory: Path, *written: str) -> str:
     write(directory, "experiments/other/.muster_job", "experiments/other/sub/model.pt",
           "experiments/base_models/a/x.pt", ".cache/x", ".hidden", "env/pyvenv.cfg", "env/bin/python",
           "__pycache__/a.pyc", "src/__pycache__/a.pyc",
-          "results.journal", "results.json", "results.json.1f2e3d4c", "logs/a", "run.log", "nohup.out",
+          "results.journal", "results.json", "results.json.1f2e3d4c", "logs/a", "run.log", "nohup.out", "a\nline",
           "phase1_base_models.json", "a.json", "a.journal", "a.phase2_experiments.json", *written)  # fmt: skip
     (directory / "loop").symlink_to(directory)
     Path(attempt.files.exit).write_text("0")
