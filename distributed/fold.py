@@ -11,16 +11,29 @@ as JSON values; null and false mean that the argument is not given. Standard lib
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.files import KIT
 from distributed.topics import DOMAINS
 
 DEFAULT_PARTICIPANTS = DOMAINS  # of train.py: the domains of Python's language reference
 LONGEST = 200  # bytes of a path component: file systems take 255, and fold<N>_ comes before it
 SHOWN = 20  # names in a message
+
+
+def default_participants(script: str) -> Sequence[str] | None:
+    """Return DEFAULT_PARTICIPANTS if a script is Muster's train.py, by its path or a link to it; None for any other.
+
+    The script of a user may also be named train.py; its defaults are unknown.
+    """
+    try:
+        return DEFAULT_PARTICIPANTS if os.path.samefile(script, os.path.join(KIT, "train.py")) else None
+    except (OSError, ValueError):  # it does not exist on this machine; ValueError: a NUL character
+        return None
 
 
 def participant_of(settings: Mapping[str, Any], default: Sequence[str] | None) -> str | None:

@@ -173,6 +173,87 @@ all_valid() { # <node...>
 }
 
 
+# ---------------------------------------------------------------- a strict script of the user
+
+# Change to a directory that is private on this machine and on each server, with a script on the servers, and with
+# programs of Muster and configurations here.
+enter_example() { # <name of the script>
+  local node
+  WORK="$APART/my $BATS_TEST_NUMBER example"
+  enter_workdir
+  ln -s "$KIT"/scripts/jobs/*.py .
+  cp "$KIT/tests/jobs/oct1_train.py" "$1"
+  for node in "$N1" "$N2" "$N3"; do
+    on "$node" mkdir -p "$WORK"
+    on "$node" cp "$KIT/tests/jobs/oct1_train.py" "$WORK/$1"
+  done
+  printf '{"defaults": {"gpus": 0, "slots_per_gpu": 2, "python": "%s"}, "servers": [{"host": "%s"}, {"host": "%s"}, ' \
+    "$VIRTUAL_ENV/bin/python" "$N1" "$N2" >cluster_config.json
+  printf '{"host": "%s"}]}' "$N3" >>cluster_config.json
+}
+
+
+example() { # <program> [argument...]
+  run "$VIRTUAL_ENV/bin/python" "$@" 3>&-
+  echo "$output"
+}
+
+
+@test "five batch compositions by three folds run from one base model, and each result that leaks is marked" {
+  enter_example oct1_train.py
+  for fold in 0 1 2; do
+    for share in 0.1 0.25 0.5 0.75 1.0; do
+      echo "{\"prefix\": \"batch$share\", \"fold\": $fold, \"target_batch_pct\": $share, \"mode\": \"full_fine_tuning\", \
+\"participants\": [\"01\", \"02\", \"03\"]}"
+    done
+  done | job_list
+  mv jobs.json jobs_config.json
+  example distributed_train_helper.py jobs_config.json
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"script             train.py; "*"leaks              15 jobs"* ]]
+  example distributed_train_helper.py jobs_config.json --script-path "$PWD/oct1_train.py"
+  base=$(grep -oE '^[0-9a-f]{12}' <<<"$output")
+  two_phase=(run_two_phase_training.py --cluster-config cluster_config.json --jobs-config jobs_config.json
+    --script-path oct1_train.py)
+  example "${two_phase[@]}" --refuse-leaks
+  [ "$status" -eq 2 ]
+  [ ! -e results.journal ]
+  example "${two_phase[@]}"
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"warning: batch0.1/fold0_01: holds out 01, and its base model $base is trained on it"* ]]
+  holds 'r["totals"]["done"] == 16 and r["totals"]["attempts"] == 16'
+  holds '[each["trains_base_model"] for each in r["jobs"] if "trains_base_model" in each] == ["'"$base"'"]'
+  holds 'all(each["leak"].endswith("its base model '"$base"' is trained on it") for each in r["jobs"][1:])'
+  [ "$(grep -c '"leak": "holds out 0' phase2_experiments.json)" -eq 15 ]
+  grep -q 'holds out 03, and its base model' results.html
+  [ "$(grep -l 'trained on 01 02 03' experiments/batch*/fold*/result.json | wc -l)" -eq 15 ]
+  [ "$(grep -l "\"_base_model_hash\": \"$base\"" experiments/batch*/fold*/result.json | wc -l)" -eq 15 ]
+}
+
+
+@test "a list with a train.py of the user, which is not Muster's, runs, and its results are copied back" {
+  enter_example train.py
+  for fold in 0 1 2; do
+    echo "{\"prefix\": \"exp1\", \"fold\": $fold}"
+  done | job_list
+  mv jobs.json jobs_config.json
+  one_phase=(run_distributed_training.py --cluster-config cluster_config.json --jobs-config jobs_config.json)
+  example "${one_phase[@]}"
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"finished: 3 of 3 done"* && "$output" != *"without results"* ]]
+  [ "$(cat experiments/exp1/fold{0,1,2}/result.json | wc -c)" -gt 0 ]
+  # A script that writes somewhere else is reported.
+  sed -i 's/exp1/exp2/' jobs_config.json
+  for node in "$N1" "$N2" "$N3"; do
+    printf 'import os\nos.makedirs("experiments/of the user", exist_ok=True)\nopen("experiments/of the user/a", "w")\n' |
+      on "$node" tee "$WORK/train.py"
+  done
+  example "${one_phase[@]}" --log-file second.json
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"done without results: 3 jobs; exp2/fold"*" on $PREFIX"*", not copied: experiments/of the user"* ]]
+}
+
+
 # ---------------------------------------------------------------- faults
 
 

@@ -525,7 +525,7 @@ def test_target_batch_pct_gives_the_windows_of_the_participant(share: str, size:
 
 
 def test_the_base_model_of_an_experiment_may_be_trained_on_the_participant() -> None:
-    """Several folds can share a base model; a job list refuses this without --allow-shared-held-out."""
+    """Several folds can share a base model; a job list warns of this, or refuses it with --refuse-leaks."""
     arguments = ("--fold", "0", "--base_participants", "types", "special-methods", "--mode")
     for mode in ("full_fine_tuning", "from_scratch"):
         assert job(*arguments, mode).data.base_participants == ["types", "special-methods"]

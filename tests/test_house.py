@@ -31,7 +31,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "agent": {"exit_codes", "files", "host", "launch"},
     "checkpoint": {"config", "exit_codes", "torch", "training"},
     "config": {"fold"},
-    "fold": {"topics"},
+    "fold": {"files", "topics"},
     "health": {"exit_codes", "host", "launch", "nodelist", "terminal"},
     "host": {"exit_codes"},
     "jobs": {"config", "exit_codes", "files", "fold", "host", "launch", "metrics", "runs", "terminal", "training"},

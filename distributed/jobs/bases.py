@@ -2,7 +2,7 @@
 
     rules = Rules.of(base_models, "train.py")       the section base_models, with its defaults
     plan = plan_of(jobs, rules)                     the base models, and the jobs that start from each
-    leaks(plan, rules)                              jobs whose held-out participant their base model is trained on
+    leaks(plan)                                     jobs whose held-out participant their base model is trained on
 
 A base model is identified by the SHA-256 of the canonical form of the settings that determine it. The job that trains
 it gets exactly these settings, with paths spelled as in its first job, so no other setting can change its weights. Two
@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,14 +22,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from distributed.config import JOB_DEFAULTS, Train
-from distributed.fold import DEFAULT_PARTICIPANTS, fold_of, participant_of, participants_in
+from distributed.fold import DEFAULT_PARTICIPANTS, default_participants, fold_of, participant_of, participants_in
 from distributed.jobs.config import BaseModels, options_of, raise_faults
 from distributed.jobs.job import DEVICE, Job, Options, arguments, job_id
 from distributed.training.base_model import CACHE, TRAINING, hash_of
 
 FORM = 1  # version of the canonical form; every digest depends on it
 BASE_ONLY = {"mode": "base_only"}
-LEAK_REMEDY = "list fold under base in base_models, set base_participants, or use --allow-shared-held-out"
+LEAK_REMEDY = "to avoid leaks, list fold under base in base_models, or set base_participants"
 BASE = (
     "participants", "base_participants", "model", "batch_size", "lr", "augmentation", "data_path", "base_steps", "seed",
     "config",
@@ -74,10 +75,10 @@ class Rules:
             f"base_models: defaults: {key}: not a base key, its default has no effect; list it under base, or remove it"
             for key in section.defaults if classes.get(key) != "base"
         ])  # fmt: skip
-        script_defaults = TRAIN_DEFAULTS if Path(script).name == "train.py" else {}
+        script_defaults = TRAIN_DEFAULTS if default_participants(script) else {}
         given = {key[1:]: value for key, value in section.options.items()}
         return cls(
-            str(Path(script)), classes, section.defaults, script_defaults, section.modes, section.version,
+            script_name(script), classes, section.defaults, script_defaults, section.modes, section.version,
             options_of(given), frozenset(given), section.expected_mb,
         )  # fmt: skip
 
@@ -162,6 +163,13 @@ def participants_at(directory: Path) -> list[str] | None:
         return None
 
 
+def script_name(script: str) -> str:
+    """One spelling of the path of a script: relative to the working directory if it is inside it, else absolute."""
+    here, path = Path.cwd(), Path(os.path.abspath(script))
+    inside = [each for each in (path, path.parent.resolve() / path.name) if each.is_relative_to(here)]
+    return str(inside[0].relative_to(here) if inside else path)
+
+
 def arguments_in(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings without null and false, which are not passed to the script."""
     return {key: value for key, value in settings.items() if value is not None and value is not False}
@@ -241,16 +249,17 @@ def plan_of(jobs: Sequence[Job], rules: Rules) -> BasePlan:
             unclassified.setdefault(key, []).append(job)
         try:
             found = rules.settings(job)
-            rules.held_out(job)
+            held_out, known = rules.held_out(job), rules.trained_on(found)
         except ValueError as error:
             faults.append(f"{job.name}: {error}")
             continue
         digest = rules.digest(found)
-        given = job.options.base_model_hash
-        if given not in (None, hash_of(digest)):
-            faults.append(f"{job.name}: _base_model_hash={given}, but its settings give {hash_of(digest)}; remove it")
+        name, given = hash_of(digest), job.options.base_model_hash
+        if given not in (None, name):
+            faults.append(f"{job.name}: _base_model_hash={given}, but its settings give {name}; remove it")
         settings.setdefault(digest, found)
-        planned.append(replace(job, base=digest, options=replace(job.options, base_model_hash=hash_of(digest))))
+        leak = f"holds out {held_out}, and its base model {name} is trained on it" if held_out in (known or ()) else ""
+        planned.append(replace(job, base=digest, leak=leak, options=replace(job.options, base_model_hash=name)))
     raise_faults([unclassified_fault(key, using, rules) for key, using in unclassified.items()] or faults)
     using: dict[str, list[Job]] = {}
     for job in planned:
@@ -294,15 +303,9 @@ def training_job(base: SharedBase, rules: Rules, retries: int | None = None) -> 
     return job
 
 
-def leaks(plan: BasePlan, rules: Rules) -> list[str]:
+def leaks(plan: BasePlan) -> list[str]:
     """A line for each job whose held-out participant is in the training data of its base model."""
-    found = []
-    for base in plan.bases.values():
-        known = rules.trained_on(base.settings)
-        for job in base.jobs:
-            if known and (held_out := rules.held_out(job)) in known:
-                found.append(f"{job.name}: holds out {held_out}, and its base model {base.name} is trained on it")
-    return found
+    return [f"{job.name}: {job.leak}" for job in plan.jobs if job.leak]
 
 
 def not_checked(plan: BasePlan, rules: Rules) -> list[SharedBase]:

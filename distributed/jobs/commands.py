@@ -61,7 +61,7 @@ from typing import Any, NoReturn
 
 from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
-from distributed.fold import DEFAULT_PARTICIPANTS
+from distributed.fold import default_participants
 from distributed.host import signals
 from distributed.jobs import bases, console, host, journal, servers
 from distributed.jobs.base_cache import Cache
@@ -102,8 +102,7 @@ BACKENDS = ("ssh", "local", "slurm")
 SHOWN = 10  # failed jobs listed at the end, and leaks in one message
 WRITE_INTERVAL = 0.5  # seconds between checks whether to write the results, and between updates of the table
 BASE_OPTIONS = {  # options of run_two_phase_training.py, with their defaults
-    "base_models": None, "skip_phase1": False, "barrier": False, "allow_shared_held_out": False,
-    "evict_after_copy": False,
+    "base_models": None, "skip_phase1": False, "barrier": False, "refuse_leaks": False, "evict_after_copy": False,
 }  # fmt: skip
 NOT_STORED = ("plan", "log_file")  # all other options of the last call are restored by `resume`
 
@@ -142,7 +141,7 @@ def run_parser(two_phase: bool = False) -> CommandParser:
     parser.set_defaults(two_phase=two_phase, **BASE_OPTIONS)
     if two_phase:
         parser.add_argument("--base-models", type=Path)
-        for name in ("--skip-phase1", "--barrier", "--allow-shared-held-out", "--evict-after-copy"):
+        for name in ("--skip-phase1", "--barrier", "--refuse-leaks", "--evict-after-copy"):
             parser.add_argument(name, action="store_true")
     parser.add_argument("--cluster-config", type=Path)
     parser.add_argument("--jobs-config", type=Path)
@@ -266,6 +265,7 @@ class ListConfig:
     script: str
     jobs: list[Job]
     cache: Cache
+    warnings: Sequence[str] = ()  # printed before the list starts
 
 
 def read_config(options: argparse.Namespace) -> ListConfig:
@@ -282,12 +282,17 @@ def read_config(options: argparse.Namespace) -> ListConfig:
     script = options.script or (cluster.script_path if cluster else "train.py")
     if options.backend == "local" and not Path(script).is_file():
         raise ConfigError(f"script {script}: no such file in {Path.cwd()}; give its path with --script")
-    known = DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None
-    jobs = read_jobs(options.jobs_config, known, options.retries)
+    jobs = read_jobs(options.jobs_config, default_participants(script), options.retries)
     cache = Cache(Path.cwd())
+    warnings: list[str] = []
     if options.two_phase:
-        jobs = with_base_models(options, base_rules(options, cluster, script), jobs, cache)
-    return ListConfig(options, cluster, script, [with_digest(job, cache) for job in jobs], cache)
+        rules = base_rules(options, cluster, script)
+        plan = bases.plan_of(jobs, rules)
+        warnings = leak_warnings(plan, rules)
+        if warnings and options.refuse_leaks:
+            raise ConfigError("\n".join(warnings) + ", or run without --refuse-leaks")
+        jobs = with_base_models(options, rules, plan, cache)
+    return ListConfig(options, cluster, script, [with_digest(job, cache) for job in jobs], cache, warnings)
 
 
 def base_rules(options: argparse.Namespace, cluster: ClusterConfig | None, script: str) -> bases.Rules:
@@ -297,24 +302,23 @@ def base_rules(options: argparse.Namespace, cluster: ClusterConfig | None, scrip
     return bases.Rules.of(cluster.base_models if cluster else BaseModels(), script)
 
 
-def with_base_models(options: argparse.Namespace, rules: bases.Rules, jobs: Sequence[Job], cache: Cache) -> list[Job]:
+def leak_warnings(plan: bases.BasePlan, rules: bases.Rules) -> list[str]:
+    """Lines about jobs whose base model is, or may be, trained on the participant that they hold out."""
+    unknown = [
+        f"base {base.name} of {console.plural(len(base.jobs), 'job')}, the first {base.jobs[0].name}: its "
+        "participants are unknown on this machine, cannot check for leaks; set participants"
+        for base in bases.not_checked(plan, rules)
+    ]  # fmt: skip
+    found = [*bases.leaks(plan), *unknown]
+    more = [f"and {len(found) - SHOWN} more"] if found[SHOWN:] else []
+    return [*found[:SHOWN], *more, bases.LEAK_REMEDY] if found else []
+
+
+def with_base_models(options: argparse.Namespace, rules: bases.Rules, plan: bases.BasePlan, cache: Cache) -> list[Job]:
     """The jobs that train base models (none with --skip-phase1), then the given jobs, each with its base model.
 
-    Raises:
-        ConfigError: the base model of a job is trained on the participant that the job holds out, or its participants
-            are unknown, or with --skip-phase1 no valid copy of it is in the cache.
+    Raises ConfigError if with --skip-phase1 no valid copy of a base model is in the cache.
     """
-    plan = bases.plan_of(jobs, rules)
-    if not options.allow_shared_held_out:
-        if leaks := bases.leaks(plan, rules):
-            more = [f"and {len(leaks) - SHOWN} more jobs"] if leaks[SHOWN:] else []
-            raise ConfigError("\n".join([*leaks[:SHOWN], *more, bases.LEAK_REMEDY]))
-        raise_faults([
-            f"base {base.name} of {console.plural(len(base.jobs), 'job')}, the first {base.jobs[0].name}: its "
-            "participants are unknown on this machine, cannot check for leaks; set participants, or "
-            f"{bases.LEAK_REMEDY}"
-            for base in bases.not_checked(plan, rules)
-        ])  # fmt: skip
     if not options.skip_phase1:
         return [*(bases.training_job(base, rules, options.retries) for base in plan.bases.values()), *plan.jobs]
     faults = []
@@ -392,6 +396,8 @@ def run(options: argparse.Namespace) -> int:
     refuse_foreign_outputs(config)
     if options.plan:
         return show_plan(config)
+    for line in config.warnings:
+        sys.stderr.write(f"{program_name()}: warning: {line}\n")
     with Journal.open(journal_of(options.log_file)) as book:
         state = ListState.of(book.records)
         refuse_other_list(state, config)
@@ -551,6 +557,9 @@ def print_summary(state: ListState, outcome: str, results: Results, log_file: Pa
     if failed:
         put(f"show the cause:  {command_line(f'why {failed[0].job.id}', log_file)}")
         put(f"run them again:  {command_line('retry failed', log_file)}")
+    if silent := [each for each in state.jobs.values() if each.reason.startswith(host.NOTHING_WRITTEN)]:
+        example = max(silent, key=lambda each: len(each.reason))  # one with new files, if there are any
+        put(f"done without results: {console.plural(len(silent), 'job')}; {example.job.name} {example.reason}")
     for server in sorted({attempt.server for attempt in state.lost_attempts()}):
         stop = command_line("cancel all", log_file)
         put(f"{server}: lost; its jobs may still be running; when it is reachable again: {stop}")

@@ -697,7 +697,8 @@ class Dispatcher:
         job = self.state.jobs[event.facts["job"]]
         if job.state == "ending" and job.last and job.last.name == event.facts["attempt"]:
             if event.facts["fault"]:
-                facts = {"failure": "no base model", "reason": event.facts["fault"]}
+                reason = "; ".join(filter(None, [event.facts["fault"], job.last.reason]))
+                facts = {"failure": "no base model", "reason": reason}
                 self._record("base_rejected", attempt=job.last.name, **facts)
                 self._count_failure(job, job.last)
             self._settle(job, job.last, event.facts["remains"])
@@ -716,7 +717,7 @@ class Dispatcher:
     def _state_after(self, job: JobState, attempt: Attempt) -> tuple[str, str]:
         """Return (state, reason) of a job after its last attempt."""
         if not attempt.failure:
-            return "done", ""
+            return "done", attempt.reason
         if job.cancel and attempt.state == "lost":
             return "cancelled", f"cancelled on request, but {attempt.reason}; its processes may still be running"
         if job.cancel or attempt.failure == "cancelled":

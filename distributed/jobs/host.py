@@ -22,6 +22,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import heapq
 import json
 import os
 import pwd
@@ -33,6 +34,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any
 
 with contextlib.suppress(ImportError):  # imported once here for all forked supervisors
@@ -57,6 +59,11 @@ START_TIMEOUT = 30.0  # maximum seconds to wait for an error of a supervisor tha
 LAST_LINES = 20  # of the output of a failed attempt
 TAIL = 16 * 1024  # bytes read from the end of a file
 OWNER = ".muster_job"  # file in an output directory with the name of its job; locked while an attempt writes there
+NOTHING_WRITTEN = "wrote nothing to its output directory ($MUSTER_OUTPUT_DIR)"
+MAX_SEARCHES = 3  # attempts without results whose files are searched for in the working directory
+MAX_ENTRIES, SEARCH_SECONDS = 5000, 0.5  # limits of one search
+NOT_SEARCHED = ("logs", base_model.CACHE)  # directories
+LIST_FILES = (".log", ".out", "phase1_base_models.json", "phase2_experiments.json")  # written by dispatcher and user
 MIN_PYTHON = (3, 10)
 CHILD_KILLED = "a child process of jobs_host.py was killed; check the memory of the server"
 
@@ -85,6 +92,8 @@ class Busy(HostError):
 
 class HostAttempt:
     """One attempt of a job on this server."""
+
+    searches = 0  # by all attempts of this process
 
     def __init__(self, directory: str, server: str, output: str, grace: float) -> None:
         self.directory, self.output, self.grace = directory, output, grace
@@ -135,7 +144,67 @@ class HostAttempt:
             "message": record.get("message", ""),
             "lines": last_lines(self.files.log) if code else [],
             "metrics": read_metrics(self.output),
+            "note": self.note() if code == 0 else "",
         }
+
+    def note(self) -> str:
+        """That the output directory is empty, and where new files are instead; empty if there are results."""
+        with contextlib.suppress(OSError):  # the job has removed the directory
+            if has_results(self.output):
+                return ""
+            os.utime(self.output)  # an NFS client may have cached the listing
+            if has_results(self.output):
+                return ""
+        started = modification_time(os.path.join(self.output, OWNER))  # by the clock of the file system
+        if started is None or HostAttempt.searches >= MAX_SEARCHES:
+            return NOTHING_WRITTEN
+        HostAttempt.searches += 1
+        workdir = os.path.abspath(os.path.join(self.directory, *[os.pardir] * 4))  # see the docstring of this module
+        found = new_files(workdir, started)
+        more = ", ..." if found[3:] else ""
+        new = f"; new files on {self.files.name}, not copied: {', '.join(found[:3])}{more}" if found else ""
+        return NOTHING_WRITTEN + new
+
+
+def has_results(output: str) -> bool:
+    """Whether an output directory contains more than OWNER. Raises OSError."""
+    return bool(set(os.listdir(output)) - {OWNER})
+
+
+def new_files(workdir: str, since: float) -> list[str]:
+    """The directories with files changed since a time, and such files of the working directory itself.
+
+    Skips output directories of jobs, files of a list, hidden files and virtual environments. Newest directories first;
+    files last, as the output of the dispatcher may be one of them.
+    """
+    found: dict[str, bool] = {}  # path -> whether it is a file of the working directory
+    root = os.stat(workdir)
+    seen = {(root.st_dev, root.st_ino)}  # a link may lead to a directory above it
+    queue, left, end = [(0.0, "")], MAX_ENTRIES, time.monotonic() + SEARCH_SECONDS
+    while queue and left > 0:
+        directory = heapq.heappop(queue)[1]
+        with contextlib.suppress(OSError), os.scandir(os.path.join(workdir, directory)) as scan:
+            entries = list(islice(scan, left))
+            left -= len(entries)
+            names = [entry.name for entry in entries]
+            if OWNER in names or "pyvenv.cfg" in names:
+                continue
+            results = tuple(name.removesuffix("journal") for name in names if name.endswith(".journal"))
+            for entry in entries:
+                path = os.path.join(directory, entry.name)
+                skipped = entry.name.startswith((".", "__pycache__", *results)) or entry.name.endswith(LIST_FILES)
+                if skipped or path in NOT_SEARCHED or not path.isprintable():
+                    continue
+                if time.monotonic() > end:
+                    return sorted(found, key=found.__getitem__)
+                with contextlib.suppress(OSError):  # removed meanwhile
+                    facts = entry.stat()
+                    if entry.is_dir() and (facts.st_dev, facts.st_ino) not in seen:
+                        seen.add((facts.st_dev, facts.st_ino))
+                        heapq.heappush(queue, (-facts.st_mtime, path))
+                    elif entry.is_file() and facts.st_mtime >= since:
+                        found[directory or path] = not directory
+    return sorted(found, key=found.__getitem__)
 
 
 def modification_time(path: str) -> float | None:
@@ -668,7 +737,7 @@ def owner_of(output: str) -> str:
             owner = file.read().strip()
     except FileNotFoundError:
         return ""
-    return owner if set(os.listdir(output)) - {OWNER} else ""
+    return owner if has_results(output) else ""
 
 
 def owner_name(job: str, script: str) -> str:

@@ -81,6 +81,7 @@ class Job:
     output: str  # directory, relative to the working directory
     base: str = ""  # digest of the base model that it starts from
     trains: str = ""  # digest of the base model that it trains
+    leak: str = ""  # why its result is too optimistic: its base model is trained on the participant that it holds out
 
     @property
     def name(self) -> str:
@@ -133,8 +134,9 @@ def os_bytes(text: str) -> bytes:
 
 
 def muster_job(job: Job) -> str:
-    """The value of MUSTER_JOB: the settings as JSON, and the id unless a setting has that name."""
-    return json.dumps({"id": job.id, **job.settings}, sort_keys=True, ensure_ascii=False)
+    """The value of MUSTER_JOB: settings and hash of the base model; and the id, unless a setting has that name."""
+    base = {"_base_model_hash": job.options.base_model_hash} if job.options.base_model_hash else {}
+    return json.dumps({"id": job.id, **job.settings, **base}, sort_keys=True, ensure_ascii=False)
 
 
 def arguments(job: Job, device: str) -> list[str]:

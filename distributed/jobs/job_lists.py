@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import write_file
-from distributed.fold import DEFAULT_PARTICIPANTS
+from distributed.fold import default_participants
 from distributed.jobs.config import read_entries
 from distributed.jobs.job import json_text
 
@@ -126,5 +126,5 @@ def write(jobs: Sequence[Mapping[str, Any]], path: str | Path, script: str = "tr
     """
     lines = ",\n".join(f"  {json_text(plain_settings(job))}" for job in jobs)
     text = f"[\n{lines}\n]\n"
-    read_entries(json.loads(text), str(path), DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None)
+    read_entries(json.loads(text), str(path), default_participants(script))
     write_file(str(path), text)

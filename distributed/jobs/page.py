@@ -88,6 +88,7 @@ class JobEntry:
     attempts: tuple[AttemptEntry, ...]
     base: str  # the base model that it starts from; empty for none
     trains: str  # the base model that it trains; empty for none
+    leak: str  # how its base model has seen its held-out data; empty if it has not
 
     @property
     def last(self) -> AttemptEntry | None:
@@ -101,6 +102,7 @@ def jobs_of(results: Mapping[str, Any]) -> list[JobEntry]:
             position, job["id"], job["name"], job["state"], job["reason"], job["output"], job["settings"],
             job["metrics"], tuple(_attempt(attempt, job["state"]) for attempt in job["attempts"]),
             job["options"].get("base_model_hash", ""), job.get("trains_base_model", ""),
+            job.get("leak", ""),
         )
         for position, job in enumerate(results["jobs"], 1)
     ]  # fmt: skip
@@ -405,10 +407,12 @@ def job_table(jobs: Sequence[JobEntry], curves: Mapping[str, History], anchors: 
     settings = {*same, *differing}
     metrics = [final(job, curves) for job in jobs]
     bases: list[Column] = [("base model", [(escape(cut(job.base, 20)), None) for job in jobs])]
+    leaks: list[Column] = [("leak", [(escape(cut(job.leak, 200)), None) for job in jobs])]
     columns: list[Column] = [
         ("job", [(link(job, anchors), None) for job in jobs]),
         ("state", [(f'<span class="{job.state}">{job.state}</span>', None) for job in jobs]),
         *(bases if any(job.base for job in jobs) else []),
+        *(leaks if any(job.leak for job in jobs) else []),
         *((key, [setting_cell(job.settings, key) for job in jobs]) for key in differing[:MAX_COLUMNS]),
         ("server:GPU", [(escape(cut(job.last.location, 60)) if job.last else "", None) for job in jobs]),
         ("attempts", [(f"{len(job.attempts):,}", len(job.attempts)) for job in jobs]),

@@ -64,8 +64,9 @@ def server(link: ServerLink) -> dict[str, Any]:
 
 
 def entry(job: JobState) -> dict[str, Any]:
-    trains = {"trains_base_model": hash_of(job.job.trains)} if job.job.trains else {}
-    return trains | {
+    marks = {"trains_base_model": hash_of(job.job.trains)} if job.job.trains else {}
+    marks |= {"leak": job.job.leak} if job.job.leak else {}
+    return marks | {
         "id": job.job.id, "name": job.job.name, "settings": dict(job.job.settings), "options": job.job.options.public(),
         "state": "running" if job.state == "ending" else job.state, "reason": job.reason, "output": job.job.output,
         "metrics": job.metrics, "attempts": [attempt_entry(attempt) for attempt in job.attempts],

@@ -163,7 +163,7 @@ class ListState:
         for number, each in enumerate(record["jobs"]):
             job = Job(
                 each["id"], each["settings"], Options.of_public(each["options"]), each["output"],
-                each.get("base", ""), each.get("trains", ""),
+                each.get("base", ""), each.get("trains", ""), each.get("leak", ""),
             )  # fmt: skip
             if known := self.jobs.get(job.id):
                 known.job, known.number = job, number
@@ -282,7 +282,7 @@ def job_records(jobs: Iterable[Job]) -> list[dict[str, Any]]:
     """The jobs of a `list` record."""
     return [
         {"id": job.id, "settings": dict(job.settings), "options": job.options.public(), "output": job.output}
-        | {name: digest for name, digest in (("base", job.base), ("trains", job.trains)) if digest}
+        | {name: value for name, value in (("base", job.base), ("trains", job.trains), ("leak", job.leak)) if value}
         for job in jobs
     ]
 
@@ -330,10 +330,10 @@ def find_job_id(state: ListState, selector: str) -> str:
 
 
 def classify_end(end: Mapping[str, Any], cancelled: bool) -> tuple[str, str]:
-    """(failure, reason) of an ended attempt; both empty for success. end: see host.HostAttempt.end()."""
+    """(failure, reason) of an ended attempt; for success ("", its note). end: see host.HostAttempt.end()."""
     code, cause, message = end.get("code"), end.get("cause", ""), end.get("message", "")
     if code == 0 and not cause and not (cancelled and end.get("stop_requested")):
-        return "", ""
+        return "", end.get("note", "")
     if cancelled:
         return "cancelled", "cancelled on request"
     if cause:

@@ -9,7 +9,8 @@ usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [optio
   --script-path PATH       script to run (default: script_path of the cluster config, or train.py)
   --skip-phase1            train no base models; all of them must be in the cache
   --barrier                start no experiment before all base models are trained
-  --allow-shared-held-out  allow experiments whose base model is trained on the participant that they hold out
+  --refuse-leaks           refuse a list if a base model is, or may be, trained on a participant that one of its
+                           experiments holds out (default: print a warning, and mark the experiment in the results)
   --evict-after-copy       remove the output directory of a base training from its server when the base model is in the
                            cache and on that server
   --base-models FILE       a file with the section base_models, used instead of that of the cluster config
@@ -44,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed import terminal
-from distributed.fold import DEFAULT_PARTICIPANTS
+from distributed.fold import default_participants
 from distributed.jobs import base_cache, bases, commands, console
 from distributed.jobs.base_cache import Cached
 from distributed.jobs.commands import CallError, CommandParser
@@ -71,10 +72,10 @@ usage: distributed_train_helper.py JOBS [option...]
                          exists)
   --base-models FILE     a file with the section base_models, used instead of that of the cluster config
   --script-path PATH     the script of the jobs (default: script_path of the cluster config, or train.py)
-  --write FILE           write the jobs with their _base_model_hash
+  --write FILE           write the jobs with their _base_model_hash, which depends on the path of the script
   --help                 show this help
 
-Exit codes: 0; 1 a job holds out a participant that its base model is trained on; 2 wrong call or configuration.
+Exit codes: 0; 2 wrong call or configuration.
 
 In Python, with this directory on sys.path: from distributed_train_helper import *
   grid(fold=range(3), lr=[1e-3, 3e-3])   one job per combination of values
@@ -182,7 +183,7 @@ def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules]:
         options.cluster_config = default
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
     script = options.script_path or (cluster.script_path if cluster else "train.py")
-    jobs = read_jobs(options.jobs_config, DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None)
+    jobs = read_jobs(options.jobs_config, default_participants(script))
     return jobs, commands.base_rules(options, cluster, script)
 
 
@@ -217,7 +218,7 @@ def execute_helper(arguments: list[str]) -> int:
     if options.write:
         write_with_hashes(plan, rules, options.jobs_config, options.write)
         print(f"\nwritten: {options.write}")
-    return 1 if bases.leaks(plan, rules) else 0
+    return 0
 
 
 def planned_job(jobs: Sequence[Job], selector: str) -> Job:
@@ -259,13 +260,14 @@ def cached_by_name() -> dict[str, Cached]:
 
 def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached], servers: int | None) -> list[str]:
     """The lines of the report. servers: their number; None if unknown."""
-    found, leaks, unknown = list(plan.bases.values()), bases.leaks(plan, rules), bases.not_checked(plan, rules)
+    found, leaks, unknown = list(plan.bases.values()), bases.leaks(plan), bases.not_checked(plan, rules)
     starting = sum(len(base.jobs) for base in found)
     if not found:
         return [f"{console.plural(len(plan.jobs), 'job')}; none starts from a base model: {no_base_reason(rules)}"]
     in_cache = sum(base.name in cached for base in found)
     start = "all start" if starting == len(plan.jobs) else f"{starting} of them start"
     lines = terminal.table([
+        ("script", f"{rules.script}; the names of base models depend on this path (--script-path)"),
         ("jobs", f"{len(plan.jobs)}; {start} from a base model"),
         ("base models", f"{len(found)}; {in_cache} in the cache, {len(found) - in_cache} to train"),
         ("trainings avoided", f"{bases.avoided(plan)} by sharing ({saved(plan, rules)}), {in_cache} by the cache"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from distributed.jobs.host import NOTHING_WRITTEN
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts/jobs/run_distributed_training.py"
 SECONDS = 60  # timeout
@@ -128,6 +131,26 @@ def test_a_job_that_was_removed_and_added_again_runs_again(job_list: JobList) ->
     assert job_list.call("resume")[0] == 1
     assert job_list.starts() == 3, "the second job ran again, as attempt 2"
     assert [len(job["attempts"]) for job in job_list.results()["jobs"]] == [1, 2]
+
+
+def test_a_done_job_without_results_is_reported_with_what_it_wrote_elsewhere(job_list: JobList) -> None:
+    (job_list.directory / "train.py").write_text(
+        "import pathlib, sys\n"
+        "given = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "path = pathlib.Path('experiments', given['--prefix'], f\"fold{given['--fold']}_ada\")\n"
+        "path.mkdir(parents=True)\n"
+        "(path / 'model.pt').write_text('weights')\n"
+    )
+    job_list.jobs(*({"prefix": "p", "fold": fold} for fold in range(3)))
+    run = ("--backend", "local", "--slots", "1", "--no-tmux", "--script", "train.py", "--jobs-config", "jobs.json")
+    code, printed = job_list.call(*run)
+    note = f"{NOTHING_WRITTEN}; new files on local, not copied: experiments/p/fold"
+    assert (code, "finished: 3 of 3 done\n" in printed) == (0, True), printed
+    assert re.search(rf"\ndone without results: 3 jobs; p/fold\d {re.escape(note)}\d_ada", printed), printed
+    for fold, job in enumerate(job_list.results()["jobs"]):
+        assert job["state"] == "done" and job["reason"].startswith(f"{note}{fold}_ada")
+    assert f"            {note}1_ada" in job_list.call("status")[1]
+    assert f"  p/fold2: done: {note}2_ada" in job_list.call("why", "p/fold2")[1]
 
 
 def test_results_of_one_script_do_not_overwrite_those_of_another(job_list: JobList) -> None:

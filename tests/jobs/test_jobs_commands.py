@@ -14,6 +14,7 @@ import pytest
 
 from distributed.files import KIT
 from distributed.jobs import commands, config, host, servers, two_phase
+from distributed.jobs.job_lists import write
 
 LOCAL = {"--backend": "local", "--slots": "2", "--jobs-config": "jobs.json"}
 
@@ -108,6 +109,39 @@ def test_a_plan_starts_no_job_and_writes_no_file(directory: Path, capsys: pytest
     assert commands.main([*arguments(jobs_config="one.json"), "--plan"]) == 0
     assert capsys.readouterr().out.endswith("nothing was started\n")
     assert sorted(directory.rglob("*")) == before
+
+
+TRAIN = Path(KIT, "train.py")
+
+
+@pytest.mark.parametrize(
+    ("make", "script", "directory_of_fold"),
+    [
+        (lambda path: None, "train.py", "fold0"),  # a train.py of the user
+        (lambda path: None, "./train.py", "fold0"),
+        (lambda path: (path / "sub").mkdir() or (path / "sub/train.py").touch(), "sub/train.py", "fold0"),
+        (lambda path: None, str(TRAIN), "fold0_special-methods"),
+        (lambda path: (path / "main.py").symlink_to(TRAIN), "main.py", "fold0_special-methods"),
+        (lambda path: (path / "muster").symlink_to(KIT), "muster/train.py", "fold0_special-methods"),
+    ],
+)
+def test_the_trainer_of_muster_is_recognised_by_its_path_never_by_its_name(
+    make: Callable[[Path], Any], script: str, directory_of_fold: str, directory: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Its participants and other defaults are not those of a script of the user, also named train.py."""
+    make(directory)
+    job = {"prefix": "p", "fold": 0, "mode": "full_fine_tuning"}
+    Path("jobs.json").write_text(json.dumps([job]))
+    call = ["--backend", "local", "--slots", "1", "--jobs-config", "jobs.json", "--plan", "--script", script]
+    assert commands.main(call) == 0
+    assert f"experiments/p/{directory_of_fold}\n" in capsys.readouterr().out
+    is_trainer = directory_of_fold != "fold0"
+    assert two_phase.main([*call, "--refuse-leaks"]) == 2
+    assert ("participants are unknown" in capsys.readouterr().err) == (not is_trainer)
+    assert two_phase.helper(["jobs.json", "--script-path", script]) == 0
+    assert ("base_steps=300" in capsys.readouterr().out) == is_trainer
+    write([job | {"fold": 10}], "ten.json", "train.py")  # as this script is not that of Muster
 
 
 def test_a_socket_directory_writable_by_other_users_is_refused(directory: Path) -> None:

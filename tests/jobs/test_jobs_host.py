@@ -82,6 +82,71 @@ def test_a_serve_process_that_receives_no_heartbeats_is_killed(
     assert serve.wait(10) == -9
 
 
+# ---------------------------------------------------------------- an attempt that writes nothing where it must
+
+
+def ended(directory: Path, *written: str) -> str:
+    """The note of an attempt that exited with 0 after it wrote these files, besides files that count as no results."""
+    attempt = host.HostAttempt(str(directory / "logs/jobs/abc/job.1"), "gpu1", str(directory / "experiments/mine"), 0)
+    Path(attempt.directory).mkdir(parents=True)
+    write(directory, "data/old.txt", "old.txt", "experiments/earlier/model.pt")
+    for path in directory.rglob("*.*"):
+        os.utime(path, (10**9, 10**9))
+    os.close(host.claim_output(attempt.output, "job", "job.py"))
+    write(directory, "experiments/other/.muster_job", "experiments/other/sub/model.pt",
+          "experiments/base_models/a/x.pt", ".cache/x", ".hidden", "env/pyvenv.cfg", "env/bin/python",
+          "__pycache__/a.pyc", "src/__pycache__/a.pyc",
+          "results.journal", "results.json", "results.json.1f2e3d4c", "logs/a", "run.log", "nohup.out", "a\nline",
+          "phase1_base_models.json", "a.json", "a.journal", "a.phase2_experiments.json", *written)  # fmt: skip
+    (directory / "loop").symlink_to(directory)
+    Path(attempt.files.exit).write_text("0")
+    return str(attempt.end()["note"])
+
+
+def write(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text("x")
+
+
+@pytest.mark.parametrize(
+    ("written", "note"),
+    [
+        (["experiments/mine/model.pt"], ""),
+        (["experiments/mine/sub/model.pt", "model.pt"], ""),
+        ([], host.NOTHING_WRITTEN),
+        (["experiments/x/model.pt", "experiments/x/log.txt"],
+         f"{host.NOTHING_WRITTEN}; new files on gpu1, not copied: experiments/x"),
+        (["results_mine.csv"], f"{host.NOTHING_WRITTEN}; new files on gpu1, not copied: results_mine.csv"),
+        (["experiments/earlier/model.pt"],
+         f"{host.NOTHING_WRITTEN}; new files on gpu1, not copied: experiments/earlier"),
+    ],
+)  # fmt: skip
+def test_an_attempt_without_results_has_a_note_with_what_it_wrote_elsewhere(
+    written: list[str], note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host.HostAttempt, "searches", 0)
+    assert ended(tmp_path, *written) == note
+
+
+def test_only_the_first_attempts_without_results_are_searched_for_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host.HostAttempt, "searches", 0)
+    notes = [ended(tmp_path / str(number), "a", "b/c", "d/e", "f/g") for number in range(host.MAX_SEARCHES + 1)]
+    assert [note.endswith(", ...") for note in notes] == [True] * host.MAX_SEARCHES + [False]
+    assert notes[-1] == host.NOTHING_WRITTEN
+
+
+def test_a_search_for_files_ends_after_a_number_of_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "MAX_ENTRIES", 100)
+    write(tmp_path, "new/model.pt", *(f"old/{number}" for number in range(500)))
+    os.utime(tmp_path / "old", (10**9, 10**9))
+    assert host.new_files(str(tmp_path), 0)[0] == "new", "the newest directory is searched first"
+    write(tmp_path, *(f"many/{number}/model.pt" for number in range(500)))
+    assert len(host.new_files(str(tmp_path), 0)) < 100
+
+
 @pytest.fixture
 def killing_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An nvidia-smi that kills the process that calls it."""

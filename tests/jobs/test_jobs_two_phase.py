@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +21,7 @@ import pytest
 from dispatchers import MOMENTS, DispatcherCall, Dispatchers, dispatchers
 from test_jobs_dispatcher import UNTIL_ENDED, ListRun, Outcome, SimulatedServer, exits, job
 
+from distributed.files import KIT
 from distributed.jobs import dispatcher, journal
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.commands import base_conflict
@@ -550,6 +555,7 @@ if [ -z "$MUSTER_BASE_MODEL" ]; then
     echo '{"held_out_loss": 1.5}' >"$MUSTER_OUTPUT_DIR/$name"
   done
 else
+  echo "$MUSTER_JOB" >"$MUSTER_OUTPUT_DIR/job.json"
   test -s "$MUSTER_BASE_MODEL/best_base_model.pt"
 fi
 """
@@ -609,6 +615,7 @@ def test_a_job_with_a_base_model_hash_runs_without_run_two_phase_training(tmp_pa
     (tmp_path / "experiments").rename(directory / "experiments")
     assert forked.run(call) == 0
     assert "finished: 1 of 1 done" in call.printed
+    assert json.loads((directory / "experiments/p/fold0/job.json").read_text())["_base_model_hash"] == hash_of(A)
 
 
 def test_the_state_shows_the_training_that_a_job_waits_for(tmp_path: Path) -> None:
@@ -620,3 +627,97 @@ def test_the_state_shows_the_training_that_a_job_waits_for(tmp_path: Path) -> No
             assert run.state.waits_for(run.job_state(1)) is run.job_state(0)
 
     asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------- the worked example
+
+NAMES = ["01", "02", "03"]
+HELP = ("distributed_train_helper.py", "jobs_config.json")
+CALL = ("run_two_phase_training.py", "--cluster-config", "cluster_config.json", "--jobs-config", "jobs_config.json",
+        "--script-path", "oct1_train.py", "--backend", "local", "--slots", "4", "--no-tmux")  # fmt: skip
+
+
+@pytest.fixture
+def worked_example(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Five batch compositions by three folds, and a function that calls a program of Muster in their directory."""
+    jobs = [
+        {"prefix": f"batch{round(100 * share)}", "fold": fold, "target_batch_pct": share, "participants": NAMES,
+         "mode": "full_fine_tuning"}
+        for share in (0.1, 0.25, 0.5, 0.75, 1.0) for fold in range(3)
+    ]  # fmt: skip
+    (tmp_path / "jobs_config.json").write_text(json.dumps(jobs))
+    (tmp_path / "cluster_config.json").write_text(json.dumps({"servers": [{"host": "gpu1"}]}))
+    shutil.copy(Path(__file__).with_name("oct1_train.py"), tmp_path)
+
+    def call(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, f"{KIT}/scripts/jobs/{program}", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+
+    return call
+
+
+def test_the_worked_example_runs_as_printed(
+    worked_example: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """Its base model is trained on all participants, also on those that the experiments hold out."""
+    shown = worked_example(*HELP)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "script             train.py; " in shown.stdout  # the default, without --script-path
+    assert "leaks              15 jobs\n" in shown.stdout
+    shown = worked_example(*HELP, "--script-path", str(tmp_path / "oct1_train.py"))
+    [name] = re.findall(r"^([0-9a-f]{12})  no      15 ", shown.stdout, re.MULTILINE)
+
+    refused = worked_example(*CALL, "--refuse-leaks")
+    assert refused.returncode == 2
+    assert f"batch10/fold0_01: holds out 01, and its base model {name} is trained on it\n" in refused.stderr
+    assert not (tmp_path / "results.journal").exists()
+
+    done = worked_example(*CALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"warning: batch10/fold0_01: holds out 01, and its base model {name} is trained on it\n" in done.stderr
+    assert "warning: and 5 more\n" in done.stderr
+    assert "finished: 16 of 16 done" in done.stdout
+    results = json.loads((tmp_path / "results.json").read_text())["jobs"]
+    training, *experiments = results
+    assert (training["trains_base_model"], len(training["attempts"]), len(experiments)) == (name, 1, 15)
+    assert "leak" not in training
+    phase = json.loads((tmp_path / "phase2_experiments.json").read_text())["jobs"]
+    page = (tmp_path / "results.html").read_text()
+    for found, marked in zip(experiments, phase, strict=True):
+        held_out = NAMES[found["settings"]["fold"]]
+        leak = f"holds out {held_out}, and its base model {name} is trained on it"
+        assert (found["leak"], marked["leak"], leak in page) == (leak, leak, True)
+        result = json.loads((tmp_path / found["output"] / "result.json").read_text())
+        assert result["job"] == {"id": found["id"], **found["settings"], "_base_model_hash": name}
+        assert (result["held_out"], result["weights"]) == (held_out, "trained on 01 02 03")
+    again = worked_example(*CALL[:1], "resume")
+    assert (again.returncode, again.stderr.count("warning: batch")) == (0, 10)
+
+
+def test_a_base_training_that_writes_elsewhere_fails_and_names_the_new_files(
+    worked_example: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    script = tmp_path / "oct1_train.py"
+    (tmp_path / "models").mkdir()
+    script.write_text(script.read_text().replace('os.environ["MUSTER_OUTPUT_DIR"]', '"models"'))
+    done = worked_example(*CALL, "--retries", "0")
+    assert done.returncode == 1
+    assert "; wrote nothing to its output directory ($MUSTER_OUTPUT_DIR); new files on local, not copied: models" in (
+        done.stdout
+    )
+
+
+def test_a_list_started_with_an_option_of_an_older_version_is_resumed(
+    worked_example: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    assert worked_example(*CALL).returncode == 0
+    path = tmp_path / "results.journal"
+    first, rest = path.read_text().split("\n", 1)
+    record = json.loads(first)
+    del record["call"]["refuse_leaks"]
+    record["call"]["allow_shared_held_out"] = True
+    path.write_text(f"{json.dumps(record, separators=(',', ':'))}\n{rest}")
+    resumed = worked_example(CALL[0], "resume")
+    assert (resumed.returncode, "16 of 16 done" in resumed.stdout) == (0, True), resumed.stderr
+    refused = worked_example(*CALL, "--allow-shared-held-out")
+    assert (refused.returncode, "unrecognized arguments: --allow-shared-held-out" in refused.stderr) == (2, True)
