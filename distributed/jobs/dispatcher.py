@@ -416,7 +416,9 @@ class Dispatcher:
             self._record("not_started", attempt=name, reason="the connection was lost before the start")
             self._enqueue(self.state.jobs[attempt.job])
         else:
-            self._lose(attempt, "server lost", f"its files were removed from {link.server.name}")
+            self._lose(
+                attempt, "server lost", f"none of its files is on {link.server.name}; removed, or workdir changed"
+            )
             self._record_lost_ended(attempt)
 
     def _record_lost_ended(self, attempt: Attempt) -> None:

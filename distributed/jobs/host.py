@@ -32,7 +32,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 with contextlib.suppress(ImportError):  # imported once here for all forked supervisors
@@ -92,6 +91,7 @@ class HostAttempt:
         self.files = supervisor.Files(directory, server)
         self.kill_at = float("inf")  # monotonic time at which the supervisor is killed if it ignores a stop request
         self.metrics: dict[str, Any] = {}
+        self.sweep = ""  # of its processes, because no supervisor was found: running or done
 
     @property
     def lock(self) -> str:
@@ -102,14 +102,16 @@ class HostAttempt:
         return is_locked(self.lock)
 
     def state(self) -> str:
-        """absent (never started), running, ended, or killed (the supervisor died without writing an exit code)."""
+        """absent (never started, or removed), running, ended, or killed (no supervisor, and no exit code)."""
         if supervisor.read_code(self.files.exit) is not None:
             return "ended"
-        if self.locked():
+        if self.locked() or supervisor.supervisor_of(self.files):  # its lock file may be removed
             return "running"
         if supervisor.read_code(self.files.exit) is not None:  # written since the first read
             return "ended"
-        return "killed" if os.path.exists(self.files.pids) else "absent"
+        # A full disk has no process ids. A supervisor creates the log before it starts its command.
+        started = os.path.exists(self.files.log) or process_scan.live_processes(self.files.environment)
+        return "killed" if started else "absent"
 
     def facts(self) -> dict[str, Any]:
         """The process id, start time and boot id of a running attempt."""
@@ -123,7 +125,10 @@ class HostAttempt:
         usage = read_json(self.files.usage)
         record = read_json(self.files.record)
         ended = usage.get("ended") or modification_time(self.files.exit)
-        cause = record.get("cause", "")
+        cause, message = record.get("cause", ""), record.get("message", "")
+        if not cause and (self.sweep or code is None):
+            fault = "files are missing or damaged" if os.path.isdir(self.directory) else "removed while the job ran"
+            cause, message = "killed", f"{self.directory}: {fault}"
         boot = read_json(self.files.pids).get("boot_id", supervisor.boot_id())
         return {
             "code": code,
@@ -132,8 +137,8 @@ class HostAttempt:
             "ended": ended,
             "peak_memory": usage.get("peak_memory"),
             "cause": "rebooted" if cause == "killed" and boot != supervisor.boot_id() else cause,
-            "message": record.get("message", ""),
-            "lines": last_lines(self.files.log) if code else [],
+            "message": message,
+            "lines": last_lines(self.files.log) if code != 0 else [],
             "metrics": read_metrics(self.output),
         }
 
@@ -196,8 +201,7 @@ def lock_list(directory: str) -> int:
         if holder and time.time() - os.fstat(file).st_mtime > CONNECTION_TIMEOUT:
             supervisor.send_signal(signal.SIGKILL, [holder])
         time.sleep(0.05)
-    os.ftruncate(file, 0)
-    os.write(file, json.dumps(process_scan.identity(os.getpid())).encode())
+    os.ftruncate(file, os.write(file, json.dumps(process_scan.identity(os.getpid())).encode()))  # as in claim_output()
     return file
 
 
@@ -352,6 +356,9 @@ class Service:
             raise
         try:
             return self._start(attempt, request)
+        except (HostError, OSError):
+            shutil.rmtree(attempt.directory, ignore_errors=True)
+            raise
         finally:
             os.close(output_lock)  # the supervisor has inherited it
 
@@ -579,19 +586,29 @@ class Service:
         if progress:
             self._progress_at = now + PROGRESS_INTERVAL
         for attempt in list(self.attempts.values()):
-            if os.path.exists(attempt.files.exit) and not attempt.locked():
+            if attempt.sweep == "running":
+                continue
+            if (attempt.sweep or os.path.exists(attempt.files.exit)) and not attempt.locked():
                 del self.attempts[attempt.name]
                 end = attempt.end()
                 if end["code"]:
                     self.bases.clear()  # a damaged base model may be the cause: verify each again
                 self.send(event="ended", attempt=attempt.name, **end)
-            elif now >= attempt.kill_at or (progress and attempt.state() == "killed"):
+            elif now >= attempt.kill_at or (progress and attempt.state() in ("killed", "absent")):
                 attempt.kill_at = now + 2 * supervisor.UNRESPONSIVE_TIMEOUT
-                # Kills remaining processes of the attempt, then writes its exit code.
-                self._in_child(partial(supervisor.sweep, attempt.files, 0))
+                self._sweep(attempt)
             elif progress and (metrics := read_metrics(attempt.output)) != attempt.metrics:
                 attempt.metrics = metrics
                 self.send(event="progress", attempt=attempt.name, metrics=metrics)
+
+    def _sweep(self, attempt: HostAttempt) -> None:
+        """Kill the remaining processes of an attempt, then write its exit code, unless the disk is full."""
+
+        def handle_result(found: Reply) -> None:
+            attempt.sweep = "" if found else "done"
+
+        attempt.sweep = "running"
+        self._in_child(lambda: supervisor.sweep(attempt.files, 0) or {}, handle_result=handle_result)
 
 
 def read_until_closed(file: int, seconds: float) -> bytes:
