@@ -57,6 +57,16 @@ LAST_LINES = 20  # of the output of a failed attempt
 TAIL = 16 * 1024  # bytes read from the end of a file
 OWNER = ".muster_job"  # file in an output directory with the name of its job; locked while an attempt writes there
 MIN_PYTHON = (3, 10)
+REMEDIES = {  # errors of files and programs on a server; {} is a setting that avoids the error
+    "No space left on device": "free space there, or set {}",
+    "Disk quota exceeded": "free space there, or set {}",
+    "Read-only file system": "make it writable, or set {}",
+    "Permission denied": "change its permissions, or set {}",
+    "Not a directory": "remove the file there, or set {}",
+    "File exists": "remove the file there, or set {}",
+    "cd: ": "create the home directory, or set {}",
+    "command not found": "install it there",
+}
 CHILD_KILLED = "a child process of jobs_host.py was killed; check the memory of the server"
 
 Request = dict[str, Any]
@@ -141,6 +151,12 @@ class HostAttempt:
             "lines": last_lines(self.files.log) if code != 0 else [],
             "metrics": read_metrics(self.output),
         }
+
+
+def with_remedy(error: str, setting: str) -> str:
+    """An error of a server and its remedy. setting: see REMEDIES."""
+    remedy = next((remedy for sign, remedy in REMEDIES.items() if sign in error), "correct this on the server")
+    return f"{error}; {remedy.format(setting)}"
 
 
 def modification_time(path: str) -> float | None:
@@ -288,8 +304,8 @@ class Service:
         except HostError as error:
             self.send(reply=request["id"], error=str(error), kind=error.kind)
         except OSError as error:
-            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
-            self.send(reply=request["id"], error=reason)
+            reason = f"{error.filename or self.server_directory or self.workdir}: {error.strerror}"
+            self.send(reply=request["id"], error=with_remedy(reason, "another workdir"))
         else:
             if reply is not None:
                 self.send(reply=request["id"], **reply)

@@ -56,7 +56,9 @@ SSH_CALL = "scripts/lib/ssh_call.py"
 STARTED = f"printf '\\nmuster-ready\\n'; TMOUT=0 read -r _ || exit {UNFIT}"  # see distributed/host/ssh_call.py
 NOT_INSTALLED = "muster-upload"  # printed by a server without the files of KIT_FILES
 NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or newer
-DEFAULT_WORKDIR_EXISTS, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization exists; rsync is missing
+# Exit codes: ~/ml-customization exists; rsync is missing; a command has failed on the server, see reporting_error().
+DEFAULT_WORKDIR_EXISTS, NO_RSYNC, FAILED = 3, 4, 5
+RETRIED_RSYNC_ERRORS = (12, 24, 30, 35, 255)  # of the connection; 24: a file vanished while it was copied
 # The files that jobs/host.py and its supervisors need on a server. Modules that only usage sampling needs are omitted.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
@@ -461,7 +463,7 @@ class SshServer(HostServer):
             await self._sync()
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
-        for attempt in range(2):
+        for _ in range(2):
             process = await asyncio.create_subprocess_exec(
                 *self._ssh(f"cd; {self._host_program('serve')}"), stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
@@ -478,14 +480,14 @@ class SshServer(HostServer):
             except BaseException:  # such as CONNECT_TIMEOUT
                 await channel.close()
                 raise
-            if NOT_INSTALLED in printed and attempt == 0:
+            if NOT_INSTALLED in printed:
                 await self._upload()
                 continue
             if NO_PYTHON in printed:
                 found = f"python {self.settings.python}: not" if self.settings.python else "no"
                 raise ServerUnusable(f"{found} Python 3.10 or newer there: install one, or set python for this server")
             raise ssh_error(stderr or printed, code, self.settings.host)
-        raise ServerUnusable("cannot copy Muster to it")
+        raise ServerUnusable("cannot copy Muster to it: the copy was removed at once; correct this on the server")
 
     def _host_program(self, arguments: str) -> str:
         """A line of bash that runs host.py, or prints NOT_INSTALLED or NO_PYTHON. Must run in the home directory."""
@@ -506,11 +508,15 @@ class SshServer(HostServer):
 
     async def _upload(self) -> None:
         line = (
-            f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster"; mkdir -p "$d" && t=$(mktemp -d "$d/new-XXXXXX") && '
-            f'tar -xf - -C "$t" && touch "$t/complete" && '
-            f'{{ mv -T "$t" "$d/jobs-{self._archive_name}" 2>/dev/null || rm -rf "$t"; }}'
+            f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster"; n="$d/jobs-{self._archive_name}"; '
+            '{ [ "${XDG_CACHE_HOME-}" ] || cd; } && mkdir -p "$d" && t=$(mktemp -d "$d/new-XXXXXX") && { '
+            'tar -xf - -C "$t" && touch "$t/complete" && '
+            '{ mv -T "$t" "$n" 2>/dev/null || [ -e "$n/complete" ] || { rm -rf "$n" && mv -T "$t" "$n"; }; }; '
+            's=$?; rm -rf "$t"; [ "$s" = 0 ]; }'
         )
-        code, stderr = await self._run(self._ssh(line), self._archive)
+        code, stderr = await self._run(self._ssh(reporting_error(line)), self._archive)
+        if code == FAILED:
+            raise ServerUnusable(f"cannot copy Muster to it: {reported_error(stderr, 'XDG_CACHE_HOME there')}")
         if code:
             raise ssh_error(stderr, code, self.settings.host)
 
@@ -519,16 +525,24 @@ class SshServer(HostServer):
         target = self.settings.workdir or str(self.context.cwd)
         # As find_workdir() in host.py: without a setting, an existing ~/ml-customization is used.
         default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
-        line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}mkdir -p -- {quoted_path(target)}"
+        line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}" + reporting_error(
+            f"mkdir -p -- {quoted_path(target)}"
+        )
         self._refuse_without_rsync(on_server=True)
         code, stderr = await self._run(self._ssh(line))
         self._refuse_without_rsync(on_server=code != NO_RSYNC)
         if code == DEFAULT_WORKDIR_EXISTS:
             target = "ml-customization"
+        elif code == FAILED:
+            raise ServerUnusable(f"cannot create workdir {target}: {reported_error(stderr, 'another workdir')}")
         elif code:
             raise ssh_error(stderr, code, self.settings.host)
         target = target.removeprefix("~/")
-        await self._rsync([*NOT_COPIED, f"{self.context.cwd}/", f"server:{rsync_literal(target)}/"])
+        try:
+            await self._rsync([*NOT_COPIED, f"{self.context.cwd}/", f"server:{rsync_literal(target)}/"])
+        except OSError as error:
+            reason = host.with_remedy(str(error), "another workdir")
+            raise ServerUnusable(f"cannot copy the working directory to it: {reason}") from None
         self._synced = True
 
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
@@ -638,10 +652,11 @@ class SshServer(HostServer):
         shell = " ".join("'" + each.replace("'", "''") + "'" for each in remote_shell)  # rsync's own quoting
         call = ["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *arguments]
         code, stderr = await self._run(call, data)
-        if code in (12, 30, 35, 255):
+        cause = next((line for line in stderr.splitlines() if line.startswith("rsync:")), last_line(stderr))
+        lost = code in RETRIED_RSYNC_ERRORS or "connection unexpectedly closed" in cause
+        if lost and "No space left on device" not in cause:
             raise Unreachable(last_line(stderr) or f"rsync: exit code {code}")
         if code:
-            cause = next((line for line in stderr.splitlines() if line.startswith("rsync:")), last_line(stderr))
             raise OSError(cause or f"rsync: exit code {code}")
 
     async def _run(self, command: Sequence[str], data: bytes = b"") -> tuple[int, str]:
@@ -691,6 +706,19 @@ def ssh_error(stderr: str, code: int, name: str) -> Exception:
             line = next(line for line in stderr.splitlines() if sign in line)
             return ServerUnusable(f"{line.strip().strip('@ ')}; {remedy.replace('HOST', name)}")
     return Unreachable(last_line(stderr) or f"ssh: exit code {code}")
+
+
+def reporting_error(line: str) -> str:
+    """A line of bash that runs another one; if that fails, it prints its errors in one line and exits with FAILED."""
+    report = f"printf '%s\\n' \"${{e//$'\\n'/$'\\t'}}\" >&2; exit {FAILED}"
+    return f"export LC_ALL=C; e=$({{ {line}; }} 2>&1) || {{ {report}; }}"
+
+
+def reported_error(stderr: str, setting: str) -> str:
+    """An error that reporting_error() has printed, and its remedy. setting: see host.with_remedy()."""
+    errors = last_line(stderr).split("\t")
+    known = (each for each in errors if any(sign in each for sign in host.REMEDIES))
+    return host.with_remedy(next(known, errors[0]), setting)
 
 
 def quoted_path(path: str) -> str:

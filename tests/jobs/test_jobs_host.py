@@ -25,8 +25,8 @@ from distributed.training import base_model
 
 
 @contextmanager
-def serving(workdir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A serve process that has locked the list `abc` on the server `one`."""
+def serving(workdir: Path, error: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """A serve process that has locked the list `abc` on the server `one`. error: that it replies instead."""
     command = [sys.executable, *panes.PLAIN_PYTHON, f"{KIT}/scripts/lib/jobs_host.py", "serve"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     request = {
@@ -36,7 +36,9 @@ def serving(workdir: Path) -> Iterator[subprocess.Popen[bytes]]:
     send(process, json.dumps(request).encode() + b"\n")
     output = cast("IO[bytes]", process.stdout)
     assert json.loads(output.readline())["event"] == "hello"
-    assert json.loads(output.readline())["directory"] == str(workdir / "logs/jobs/abc")
+    opened = json.loads(output.readline())
+    assert opened.get("error", "") == error
+    assert error or opened["directory"] == str(workdir / "logs/jobs/abc")
     with process:
         yield process
         process.kill()
@@ -196,6 +198,13 @@ def kill_attempt(process: subprocess.Popen[bytes], guard: bool) -> None:
 
 KILLED = "supervisor killed"
 NO_SPACE = "No space left on device"
+
+
+def test_a_list_cannot_be_opened_on_a_full_disk(disk: Path) -> None:
+    fill(disk, 0)
+    directory = disk / "logs/jobs/abc/servers/one"
+    with serving(disk, f"{directory}: {NO_SPACE}; free space there, or set another workdir"):
+        pass
 
 
 @pytest.mark.parametrize("how", ["exits", "is stopped", "supervisor is killed", "supervisor and guard are killed"])
