@@ -322,7 +322,7 @@ END
   job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go\", \"quiet\": true}"
   start_list
   wait_until_started a
-  supervisor=$(on "$N2" cat "$small"/logs/jobs/*/*/node_*.pid |
+  supervisor=$(on "$N2" sh -c "cat $small/logs/jobs/*/*/node_*.pid" |
     "$VIRTUAL_ENV/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["supervisor"]["pid"])')
   on "$N2" sh -c "rm $small/logs/jobs/*/*/node_*.pid $small/logs/jobs/*/*/node_*.reserved*; cat /dev/zero >$small/fill" || true
   kill -KILL "$LAUNCHER" "$supervisor"

@@ -421,15 +421,21 @@ class Service:
         return {"known": attempt is not None}
 
     def gpus(self, request: Request) -> None:
-        """Reply with the memory of the GPUs, in MiB."""
+        """Reply with memory (MiB; used: null if unknown) and processes of GPUs and MIG instances, and the lost GPUs."""
 
         def read_gpus() -> Reply:
             found = query_gpus()
-            devices = [
-                {"index": gpu.index, "memory": gpu.memory >> 20, "used": gpu.memory_used >> 20,
-                 "processes": [[process.pid, process.user, process.memory >> 20] for process in gpu.processes]}
-                for gpu in found.devices
-            ]  # fmt: skip
+            devices: list[Reply] = []
+            for gpu in found.devices:
+                used = None if gpu.memory_used is None else gpu.memory_used >> 20
+                users = [[process.pid, process.user, process.memory >> 20] for process in gpu.processes]
+                instances = [instance.uuid for instance in gpu.instances]
+                devices.append({"index": gpu.index, "uuid": gpu.uuid, "memory": gpu.memory >> 20, "used": used,
+                                "processes": users, "instances": instances})  # fmt: skip
+                for instance in gpu.instances:
+                    users = [[process.pid, process.user, process.memory >> 20] for process in instance.processes]
+                    devices.append({"index": instance.uuid, "memory": 0, "used": None, "processes": users})
+            devices += [{"index": gpu.index, "lost": gpu.reason} for gpu in found.lost]
             return {"gpus": devices, "problem": found.error}
 
         self._in_child(read_gpus, request)

@@ -17,6 +17,9 @@ LONGEST = 131_071  # bytes of an argument or variable in Linux (MAX_ARG_STRLEN w
 DEVICE = "device"  # argument that the dispatcher sets
 
 
+ALL_GPUS = 0  # value of Options.gpus
+
+
 class JobError(ValueError):
     """An invalid job."""
 
@@ -28,7 +31,7 @@ class Options:
     priority: int = 0  # higher first
     timeout: float | None = None  # seconds, of each attempt
     retries: int = 1  # attempts after the first failure
-    gpus: int = 1  # number of GPUs, all on one server
+    gpus: int = 1  # number of GPUs, all on one server; ALL_GPUS: as many as the server has
     labels: tuple[str, ...] = ()  # that a server must have
     env: Mapping[str, str] = field(default_factory=dict)  # values are never written to the journal or the results
     expected_seconds: float | None = None
@@ -41,7 +44,7 @@ class Options:
     def public(self) -> dict[str, Any]:
         """The options that differ from their defaults, as JSON; only the names of environment variables."""
         found = {
-            "priority": self.priority, "timeout": self.timeout, "retries": self.retries, "gpus": self.gpus,
+            "priority": self.priority, "timeout": self.timeout, "retries": self.retries, "gpus": self.gpus or "all",
             "labels": list(self.labels), "env": sorted(self.env), "expected_seconds": self.expected_seconds,
             "base_model_hash": self.base_model_hash,
         }  # fmt: skip
@@ -52,7 +55,8 @@ class Options:
     def of_public(cls, public: Mapping[str, Any]) -> Options:
         """The inverse of public(); values of environment variables are empty."""
         env = dict.fromkeys(public.get("env", ()), "")
-        return cls(**{**public, "labels": tuple(public.get("labels", ())), "env": env})
+        gpus = ALL_GPUS if public.get("gpus") == "all" else public.get("gpus", 1)
+        return cls(**{**public, "gpus": gpus, "labels": tuple(public.get("labels", ())), "env": env})
 
 
 @dataclass(frozen=True)

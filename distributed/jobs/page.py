@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import KIT, write_file
+from distributed.jobs.placement import GpuId
 from distributed.jobs.timeline import Span, Track, draw_tracks
 from distributed.runs import charts
 from distributed.runs.charts import Line, figure
@@ -122,10 +123,16 @@ def _attempt(facts: Mapping[str, Any], state: str) -> AttemptEntry:
         outcome = "done"
     return AttemptEntry(
         facts["number"], facts["server"], tuple(facts["slots"]),
-        ":".join(filter(None, [facts["server"], ranges(sorted(facts["gpus"]))])),
+        ":".join(filter(None, [facts["server"], gpu_text(facts["gpus"])])),
         facts["start"], number(facts["end"]), number(facts["seconds"]), number(facts["peak_memory"]),
         failure, facts["reason"], tuple(facts["last_lines"][-LAST_LINES:]), outcome,
     )  # fmt: skip
+
+
+def gpu_text(gpus: Sequence[GpuId]) -> str:
+    """Indices as ranges, then the UUIDs of MIG instances."""
+    indices = ranges(sorted(gpu for gpu in gpus if isinstance(gpu, int)))
+    return ", ".join(filter(None, [indices, *(gpu for gpu in gpus if isinstance(gpu, str))]))
 
 
 def write(results: Path) -> Path:

@@ -38,7 +38,7 @@ from distributed.jobs.base_cache import Cache
 from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
 from distributed.jobs.job import Job, muster_job
 from distributed.jobs.panes import PLAIN_PYTHON
-from distributed.jobs.placement import Slot, SlotPool
+from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 
@@ -108,7 +108,7 @@ class ListContext:
 
 def slots_of(server: config.ServerOptions) -> tuple[Slot, ...]:
     """The slots of each GPU, slots_per_gpu each; without GPUs, slots_per_gpu CPU slots."""
-    gpus: list[int | None] = []
+    gpus: list[GpuId | None] = []
     if isinstance(server, config.Server):
         gpus += [gpu for gpu in server.devices for _ in range(server.slots_per_gpu)]
     return tuple(Slot(index, gpu) for index, gpu in enumerate(gpus or [None] * server.slots_per_gpu))
@@ -226,6 +226,7 @@ class HostServer:
         self.session = ""  # name of the tmux session; empty without one
         self.directory = self.workdir = ""  # paths on the server: files of the list, working directory of its jobs
         self._channel: Channel | None = None
+        self._gpus: list[dict[str, Any]] = []  # the newest reply to query_gpus()
 
     # ---- connecting
 
@@ -253,10 +254,9 @@ class HostServer:
         )  # fmt: skip
         self.workdir, self.directory, self.session = opened["workdir"], opened["directory"], opened["session"]
         self.pool.bases = set(opened["bases"])
-        if self.watches_gpus:
-            self._check_gpus(await self._channel.call("gpus"))
+        note = self._check_gpus(await self._channel.call("gpus")) if self.watches_gpus else ""
         await self._after_open(opened)
-        return "; ".join(filter(None, [self._attach_command(), opened["note"]]))
+        return "; ".join(filter(None, [self._attach_command(), opened["note"], note]))
 
     def _requested_workdir(self) -> str:
         return self.settings.workdir or ""
@@ -276,17 +276,33 @@ class HostServer:
     def _attach_command(self) -> str:
         return f"watch: tmux attach -t {self.session}" if self.session else ""
 
-    def _check_gpus(self, found: Mapping[str, Any]) -> None:
-        present = [gpu["index"] for gpu in found["gpus"]]
-        missing = [gpu for gpu in self.settings.devices if gpu not in present]
+    def _check_gpus(self, found: Mapping[str, Any]) -> str:
+        """Return a note. Raises ServerUnusable if a GPU to use does not exist, or all of them are lost."""
+        self._gpus, devices = found["gpus"], self.settings.devices
+        present = [gpu["index"] for gpu in found["gpus"] if isinstance(gpu["index"], int)]
+        instances = [gpu["index"] for gpu in found["gpus"] if isinstance(gpu["index"], str)]
+        lost = {gpu["index"]: gpu["lost"] for gpu in found["gpus"] if "lost" in gpu}
+        missing = [gpu for gpu in devices if gpu not in present + instances]
         if found["problem"]:
             raise ServerUnusable(found["problem"])
+        if any(isinstance(gpu, str) for gpu in missing):
+            uuids = ", ".join(gpu for gpu in missing if isinstance(gpu, str))
+            raise ServerUnusable(
+                f"MIG instance {uuids}: not found: {self.name} has {', '.join(instances) or 'none'}; correct gpu_ids"
+            )
         if missing:
             raise ServerUnusable(
                 f"GPU {', '.join(map(str, missing))}: not found: {self.name} has {len(present)} "
                 f"GPU{'s' * (len(present) != 1)} ({', '.join(map(str, present)) or 'none'}); correct gpus or gpu_ids "
                 "(gpus 0: CPU slots)"
             )
+        if lost.keys() >= set(devices):
+            raise ServerUnusable("; ".join(f"GPU {gpu}: {lost[gpu]}" for gpu in devices))
+        divided = [gpu for gpu in found["gpus"] if gpu["index"] in devices and gpu.get("instances")]
+        return "; ".join(
+            f"GPU {gpu['index']}: MIG is on, so a job uses only its first instance; to use all, name them in gpu_ids: "
+            f"{', '.join(gpu['instances'])}" for gpu in divided
+        )  # fmt: skip
 
     def _refuse_same_machine(self, hello: Mapping[str, Any]) -> None:
         """Raise ServerUnusable if another server of the list is the same machine: its slots would be used twice."""
@@ -332,7 +348,7 @@ class HostServer:
         """See dispatcher.JobServer."""
         options = request.job.options
         env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi, also for GPUs of different types
-        env |= {**options.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, request.gpus))}
+        env |= {**options.env, "CUDA_VISIBLE_DEVICES": self._cuda_devices(request.gpus)}
         if digest := request.job.base or request.job.trains:
             env["MUSTER_BASE_MODEL_DIGEST"] = digest
         try:
@@ -346,14 +362,22 @@ class HostServer:
         except HostReplyError as error:
             raise NotStarted(str(error), error.kind) from None
 
+    def _cuda_devices(self, gpus: Sequence[GpuId]) -> str:
+        """CUDA_VISIBLE_DEVICES for GPUs: UUIDs if a GPU is lost, as CUDA may then number the others differently."""
+        lost = any("lost" in gpu for gpu in self._gpus)
+        uuids = {gpu["index"]: gpu["uuid"] for gpu in self._gpus if lost and "uuid" in gpu}
+        return ",".join(str(uuids.get(gpu, gpu)) for gpu in gpus)
+
     async def stop(self, attempt: str, kill: bool) -> None:
         """See dispatcher.JobServer."""
         await self._call("stop", attempt=attempt, kill=kill)
 
     async def query_gpus(self) -> list[dict[str, Any]]:
         """See dispatcher.JobServer."""
-        found: list[dict[str, Any]] = (await self._call("gpus"))["gpus"]
-        return found
+        found = await self._call("gpus")
+        if not found["problem"]:
+            self._gpus = found["gpus"]
+        return self._gpus
 
     async def ensure_base(self, digest: str) -> int:
         """See dispatcher.JobServer."""
@@ -426,7 +450,9 @@ class LocalServer(HostServer):
 
 def local_server(context: ListContext, slots: int | None) -> LocalServer:
     """This machine, with `slots` slots per GPU (default: 1) or, without GPUs, CPU slots (default: half the cores)."""
-    devices = [gpu.index for gpu in query_gpus().devices]
+    devices: list[GpuId] = []
+    for gpu in query_gpus().devices:
+        devices += [instance.uuid for instance in gpu.instances] or [gpu.index]
     cpus = slots or max(1, len(os.sched_getaffinity(0)) // 2)
     resources: dict[str, Any] = (
         {"gpu_ids": devices, "slots_per_gpu": slots or 1} if devices else {"gpus": 0, "slots_per_gpu": cpus}

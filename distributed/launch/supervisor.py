@@ -762,6 +762,8 @@ class Supervisor:
 
     def finish(self) -> None:
         """Write the remaining files, the exit code last, and stop the helper processes."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.files.reserved_record)  # on a full disk, this is the space for the next file
         if self.options.detach:
             self._write_usage()
         try:
@@ -769,8 +771,6 @@ class Supervisor:
             write_code(self.files, self.code)
         except OSError as error:
             self._print_message(f"cannot write {self.files.exit}: {error.strerror}")
-        with contextlib.suppress(OSError):
-            os.unlink(self.files.reserved_record)
         self._guard.stop()
         if self._sampler:
             with contextlib.suppress(ChildProcessError):

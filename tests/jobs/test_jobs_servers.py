@@ -198,3 +198,45 @@ def test_a_server_is_unreachable_if_a_file_vanishes_while_it_is_copied(
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     with pytest.raises(Unreachable, match="vanished"):
         asyncio.run(server(project, sync=True, workdir=f"{tmp_path}/work")._sync())
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+def gpu(index: int | str, **facts: Any) -> dict[str, Any]:
+    return {"index": index, "uuid": f"GPU-{index}{index}", "memory": 80000, "used": 0, "processes": [], **facts}
+
+
+WORKS, LOST = gpu(0), {"index": 1, "lost": "GPU is lost; reboot the machine"}
+DIVIDED = [gpu(2, instances=["MIG-a", "MIG-b"]), {"index": "MIG-a"}, {"index": "MIG-b"}]
+MIG_NOTE = "GPU 2: MIG is on, so a job uses only its first instance; to use all, name them in gpu_ids: MIG-a, MIG-b"
+
+
+@pytest.mark.parametrize(
+    ("ids", "note"),
+    [([0], ""), ([0, 1], ""), ([0, 2], MIG_NOTE), (["MIG-b"], "")],
+)
+def test_gpus_that_exist_are_used(home: Path, ids: list[int | str], note: str) -> None:
+    assert server(home, gpu_ids=ids)._check_gpus({"gpus": [WORKS, LOST, *DIVIDED], "problem": ""}) == note
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ([1], "GPU 1: GPU is lost; reboot the machine"),
+        ([0, 3], "GPU 3: not found: gpu1 has 3 GPUs (0, 1, 2); correct gpus or gpu_ids (gpus 0: CPU slots)"),
+        (["MIG-b", "MIG-c"], "MIG instance MIG-c: not found: gpu1 has MIG-a, MIG-b; correct gpu_ids"),
+    ],
+)
+def test_a_server_without_the_gpus_to_use_is_unusable(home: Path, ids: list[int | str], reason: str) -> None:
+    with pytest.raises(ServerUnusable) as caught:
+        server(home, gpu_ids=ids)._check_gpus({"gpus": [WORKS, LOST, *DIVIDED], "problem": ""})
+    assert str(caught.value) == reason
+
+
+def test_jobs_get_uuids_of_gpus_if_one_is_lost(home: Path) -> None:
+    one = server(home, gpu_ids=[0, 2, "MIG-a"])
+    one._check_gpus({"gpus": [WORKS, *DIVIDED], "problem": ""})
+    assert one._cuda_devices([0, 2, "MIG-a"]) == "0,2,MIG-a"
+    one._check_gpus({"gpus": [WORKS, LOST, gpu(2), {"index": "MIG-a"}], "problem": ""})
+    assert one._cuda_devices([0, 2, "MIG-a"]) == "GPU-00,GPU-22,MIG-a"
