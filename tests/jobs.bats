@@ -168,7 +168,6 @@ END
   [ "$status" -eq 0 ]
   holds 'last["all"]["gpus"] == [0, 2] and last["b"]["gpus"] == ["MIG-b"]'
   grep -q "^begin all $N1 [0-9]* GPU-0,GPU-2$" "$STARTED"
-  run -0 list why b
 }
 
 

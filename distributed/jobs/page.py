@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import KIT, write_file
-from distributed.jobs.placement import GpuId
 from distributed.jobs.timeline import Span, Track, draw_tracks
 from distributed.runs import charts
 from distributed.runs.charts import Line, figure
@@ -129,7 +128,7 @@ def _attempt(facts: Mapping[str, Any], state: str) -> AttemptEntry:
     )  # fmt: skip
 
 
-def gpu_text(gpus: Sequence[GpuId]) -> str:
+def gpu_text(gpus: Sequence[int | str]) -> str:
     """Indices as ranges, then the UUIDs of MIG instances."""
     indices = ranges(sorted(gpu for gpu in gpus if isinstance(gpu, int)))
     return ", ".join(filter(None, [indices, *(gpu for gpu in gpus if isinstance(gpu, str))]))
