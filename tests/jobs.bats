@@ -33,14 +33,25 @@ teardown() {
 }
 
 
-# Install a stub of nvidia-smi. Each line of ~/gpus is a GPU: MiB in use by other processes. job.py adds 9000 MiB.
-stub_nvidia_smi() { # <node> <MiB of each GPU...>
+# Install a stub of nvidia-smi. Each line of ~/gpus is a GPU: MiB in use by other processes, to which job.py adds 9000,
+# "unknown", "lost", or "mig". ~/apps has the processes.
+stub_nvidia_smi() { # <node> <line for each GPU...>
   printf '%s\n' "${@:2}" >"$HOMES/$1/gpus"
   cat >"$HOMES/$1/bin/nvidia-smi" <<'END'
 #!/usr/bin/env bash
+case $1 in
+  --query-compute-apps=*) cat ~/apps 2>/dev/null ;;
+  -L) printf '%s\n' 'GPU 0: Stub (UUID: GPU-0)' '  MIG 3g Device 0: (UUID: MIG-a)' '  MIG 3g Device 1: (UUID: MIG-b)' ;;
+esac
 [[ $1 == --query-gpu=* ]] || exit 0
 index=0
 while read -r used; do
+  case $used in
+    lost) echo "$index$(printf ', [GPU is lost]%.0s' {1..8})" ;;
+    unknown) echo "$index, GPU-$index, 550.0, [N/A], [N/A], Enabled, [N/A], [N/A], Stub" ;;
+    mig) echo "$index, GPU-$index, 550.0, 80000, [N/A], Enabled, Enabled, 0, Stub" ;;
+  esac
+  [[ $used == [0-9]* ]] || { index=$((index + 1)) && continue; }
   [[ ! -e ~/gpu_$index || ! -e /proc/$(<~/gpu_$index) ]] || used=$((used + 9000))
   echo "$index, GPU-$index, 550.0, 80000, $used, Enabled, Disabled, 0, Default, Stub"
   index=$((index + 1))
@@ -125,6 +136,38 @@ END
   holds '[words[4] for words in started if words[0] == "begin" and words[1] == "two"] in (["0,1"], ["0,3"])'
   holds 'all(len(words[4].split(",")) == 1 for words in started if words[0] == "begin" and words[1] != "two")'
   holds 'last["two"]["gpus"] in ([0, 1], [0, 3]) and len(began) == 7'
+}
+
+
+@test "lost GPUs, GPUs whose memory is unknown, and MIG instances: jobs run on those that are free, also on all" {
+  stub_nvidia_smi "$N1" 0 lost unknown
+  echo "GPU-2, 4194305, [N/A], python" >"$HOMES/$N1/apps"
+  stub_nvidia_smi "$N2" mig
+  echo "MIG-a, 4194305, [N/A], python" >"$HOMES/$N2/apps"
+  stub_nvidia_smi "$N3" mig
+  cluster "$N1" "$N2" "$N3"
+  sed -i -e "s/{\"host\": \"$N1\"/&, \"gpus\": 3, \"slots_per_gpu\": 1, \"labels\": [\"large\"]/" \
+    -e "s/{\"host\": \"$N2\"/&, \"gpu_ids\": [\"MIG-a\", \"MIG-b\"], \"slots_per_gpu\": 1, \"labels\": [\"mig\"]/" \
+    -e "s/{\"host\": \"$N3\"/&, \"gpus\": 1/" cluster.json
+  job_list <<END
+{"name": "all", "_gpus": "all", "_labels": ["large"]}
+{"name": "one", "_labels": ["large"], "_priority": 1}
+{"name": "b", "_labels": ["mig"]}
+{"name": "c", "_labels": ["mig"]}
+END
+  start_list
+  wait_for_line out "$N1: GPU 1: not used: GPU is lost; reboot the machine"
+  wait_for_line out "$N1: GPU 2: in use by another process; waiting"
+  wait_for_line out "$N2: GPU MIG-a: in use by another process; waiting"
+  wait_for_line out "$N3: connected; "
+  grep -q "$N3: connected; .*GPU 0: MIG is on, .*: MIG-a, MIG-b$" out
+  eventually holds 'r["totals"]["done"] == 3'
+  [ "$(awk '$1 == "begin" { print $2, $5 }' "$STARTED" | sort | xargs)" = "b MIG-b c MIG-b one GPU-0" ]
+  rm "$HOMES/$N1/apps"
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  holds 'last["all"]["gpus"] == [0, 2] and last["b"]["gpus"] == ["MIG-b"]'
+  grep -q "^begin all $N1 [0-9]* GPU-0,GPU-2$" "$STARTED"
 }
 
 

@@ -293,6 +293,51 @@ END
 }
 
 
+@test "a server whose home is full or read-only is not used, and nothing is left there" {
+  mkdir -p "$HOMES/$N2/.cache" "$HOMES/$N3/.cache"
+  on "$N2" mount -t tmpfs -o size=64k tmpfs "$HOMES/$N2/.cache"
+  on "$N3" mount -t tmpfs -o ro tmpfs "$HOMES/$N3/.cache"
+  cluster "$N1:1" "$N2:1" "$N3:1"
+  job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go\"}"
+  start_list
+  wait_for_line out "$N2: not used: cannot copy Muster to it: tar: "
+  wait_for_line out "$N3: not used: cannot copy Muster to it: mkdir: "
+  grep "$N2: not used" out | grep -q "No space left on device; free space there, or set XDG_CACHE_HOME there$"
+  grep "$N3: not used" out | grep -q "Read-only file system; make it writable, or set XDG_CACHE_HOME there$"
+  [ -z "$(on "$N2" ls "$HOMES/$N2/.cache/muster")" ]
+  on "$N2" umount "$HOMES/$N2/.cache"
+  on "$N3" umount "$HOMES/$N3/.cache"
+  : >go
+  all_done_without_retry
+}
+
+
+@test "a job on a disk that is full before its process ids are written ends, and so does the list" {
+  small=$HOMES/$N2/small
+  mkdir -p "$small"
+  on "$N2" mount -t tmpfs -o size=2m tmpfs "$small"
+  lab ssh "$N2" tee "$small/job.py" <job.py >/dev/null
+  cluster "$N2:1"
+  sed -i "s#{\"host\": \"$N2\"#&, \"workdir\": \"$small\"#" cluster.json
+  job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go\", \"quiet\": true}"
+  start_list
+  wait_until_started a
+  supervisor=$(on "$N2" sh -c "cat $small/logs/jobs/*/*/node_*.pid" |
+    "$VIRTUAL_ENV/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["supervisor"]["pid"])')
+  on "$N2" sh -c "rm $small/logs/jobs/*/*/node_*.pid $small/logs/jobs/*/*/node_*.reserved*; cat /dev/zero >$small/fill" || true
+  kill -KILL "$LAUNCHER" "$supervisor"
+  start_command resume
+  wait_for_line out "retry: "
+  wait_for_line out "files are missing or damaged"
+  on "$N2" rm "$small/fill"
+  : >go
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  holds 'len(began) == 2 and job["a"]["attempts"][0]["failure"] == "supervisor killed"'
+  on "$N2" umount "$small"
+}
+
+
 # ---------------------------------------------------------------- supervisors
 
 

@@ -214,13 +214,14 @@ def check_visible(setting: str, facts: Facts) -> Iterator[Finding]:
 
 def describe(gpus: Sequence[Gpu]) -> str:
     names = {gpu.name: [other for other in gpus if other.name == gpu.name] for gpu in gpus}
-    return "; ".join(f"{len(alike)} x {name}, {size(alike[0].memory)}" for name, alike in names.items())
+    memory = {name: f", {size(alike[0].memory)}" if alike[0].memory else "" for name, alike in names.items()}
+    return "; ".join(f"{len(alike)} x {name}{memory[name]}" for name, alike in names.items())
 
 
 def check_gpu_use(facts: Facts) -> Iterator[Finding]:
     seen = visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), facts.gpus.devices)
     idle = [gpu for gpu in facts.gpus.devices if not gpu.busy]
-    full = [gpu for gpu in seen if gpu.busy and gpu.memory_used > 0.9 * gpu.memory]
+    full = [gpu for gpu in seen if gpu.busy and gpu.memory and (gpu.memory_used or 0) > 0.9 * gpu.memory]
     shared = [gpu for gpu in seen if gpu.busy and gpu not in full]
     runs = {pid: run for run in facts.runs for pid in run.pids}
     fix: tuple[str, ...] = ("no GPU is idle; wait, or ask the users",)
@@ -239,10 +240,13 @@ def describe_use(gpu: Gpu, runs: Mapping[int, RunProcesses]) -> str:
         run = f", run {Path(runs[user.pid].directory).name}" if user.pid in runs else ""
         users.append(f"{user.name} of {user.user or 'an unknown user'} (pid {user.pid}{run})")
     by = ", ".join(users) or "a process that is not visible here"
-    return f"GPU {gpu.index}: {size(gpu.memory_used)} of {size(gpu.memory)} used by {by}"
+    used = "" if gpu.memory_used is None else f"{size(gpu.memory_used)} of {size(gpu.memory)} "
+    return f"GPU {gpu.index}: {used}used by {by}"
 
 
 def check_gpu_health(facts: Facts) -> Iterator[Finding]:
+    for lost in facts.gpus.lost:
+        yield fault(lost.reason, "restart the machine; if it recurs, have the card replaced", topic=f"GPU {lost.index}")
     for gpu in visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), facts.gpus.devices):
         topic = f"GPU {gpu.index}"
         if gpu.ecc_errors:

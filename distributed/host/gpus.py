@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ GPU_FIELDS = (
     "ecc.errors.uncorrected.volatile.total,name"
 )
 APP_FIELDS = "gpu_uuid,pid,used_memory,process_name"
+LOST = ("[GPU is lost]", "[Unknown Error]")  # values of a GPU that no longer replies
+MIG_INSTANCE = re.compile(r"^(?:GPU .*UUID: (GPU-[^)]+)|\s+MIG .*UUID: (MIG-[^)]+))\)")  # lines of nvidia-smi -L
 
 
 @dataclass(frozen=True)
@@ -34,20 +37,35 @@ class GpuProcess:
 
 
 @dataclass(frozen=True)
+class MigInstance:
+    uuid: str
+    processes: tuple[GpuProcess, ...] = ()
+
+
+@dataclass(frozen=True)
+class LostGpu:
+    """A GPU that no longer replies."""
+
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Gpu:
     index: int
     uuid: str
     name: str
-    memory: int  # bytes
-    memory_used: int  # bytes
+    memory: int  # bytes; 0: unknown
+    memory_used: int | None  # bytes; None: unknown, for example because GPU and CPU share it
     persistence: bool = True
     mig: bool = False
     ecc_errors: int = 0  # uncorrected errors since the driver was loaded
     processes: tuple[GpuProcess, ...] = ()
+    instances: tuple[MigInstance, ...] = ()
 
     @property
     def busy(self) -> bool:
-        return bool(self.processes) or self.memory_used > GIB
+        return bool(self.processes) or (self.memory_used or 0) > GIB
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,7 @@ class Gpus:
     error: str = ""  # error of nvidia-smi
     hardware: int = 0  # NVIDIA cards on the PCI bus, with or without a driver
     devices: tuple[Gpu, ...] = ()
+    lost: tuple[LostGpu, ...] = ()
 
 
 # ---------------------------------------------------------------- nvidia-smi
@@ -66,22 +85,59 @@ def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS) -> Gpus:
     hardware = nvidia_cards(sys_directory)
     if not shutil.which("nvidia-smi"):
         return Gpus(hardware=hardware, devices=device_files(dev))
-    output = query("gpu", GPU_FIELDS)
-    if output.code == 6 or "No devices were found" in output.out:
-        return Gpus(hardware=hardware)
-    if output.code != 0:
-        return Gpus(hardware=hardware, error="nvidia-smi: " + " ".join((output.out + output.error).split()))
-    processes = gpu_processes(query("compute-apps", APP_FIELDS).out)
-    rows = table(output.out, GPU_FIELDS)
+    rows, lost, error = query_rows(GPU_FIELDS, dev, sys_directory)
+    processes = gpu_processes(query("compute-apps", APP_FIELDS).out) if rows else {}
+    divided = any(row["mig.mode.current"] == "Enabled" for row in rows)
+    instances = mig_instances(run_program(["nvidia-smi", "-L"], NVIDIA_LIMIT).out, processes) if divided else {}
     return Gpus(
         driver=rows[0]["driver_version"] if rows else "",
+        error=error,
         hardware=hardware,
-        devices=tuple(gpu_from(row, processes.get(row["uuid"], ())) for row in rows),
+        devices=tuple(gpu_from(row, processes.get(row["uuid"], ()), instances.get(row["uuid"], ())) for row in rows),
+        lost=lost,
     )
 
 
-def query(kind: str, fields: str) -> ProgramOutput:
-    return run_program(["nvidia-smi", f"--query-{kind}={fields}", "--format=csv,noheader,nounits"], NVIDIA_LIMIT)
+def query_rows(
+    fields: str, dev: Path = Path("/dev"), sys_directory: Path = SYS
+) -> tuple[list[dict[str, str]], tuple[LostGpu, ...], str]:
+    """The GPUs that reply, the lost ones, and an error if none replies. fields: index and uuid first.
+
+    nvidia-smi may fail because of one lost GPU: each is then queried separately.
+    """
+    output = query("gpu", fields)
+    lost: dict[int, str] = {}
+    outputs = {0: output}
+    if output.code and not none_found(output):
+        cards = max(nvidia_cards(sys_directory), len(device_files(dev)))
+        outputs = {index: query("gpu", fields, index) for index in range(cards)}
+        failed = {index: one for index, one in outputs.items() if one.code != 0 and not none_found(one)}
+        lost = {index: text_of(one) for index, one in failed.items()}
+    rows = []
+    for first, one in outputs.items():
+        for index, row in enumerate(table(one.out, fields), first):
+            if row["uuid"] in LOST:
+                lost[index] = f"{row['uuid'][1:-1]}; reboot the machine"
+            elif one.code == 0:
+                rows.append(row)
+    error = ""
+    if not rows and (output.code != 0 or lost) and not none_found(output):
+        error = f"nvidia-smi: {text_of(output)}"
+    return rows, () if error else tuple(LostGpu(*each) for each in sorted(lost.items())), error
+
+
+def none_found(output: ProgramOutput) -> bool:
+    return output.code == 6 or "No devices were found" in output.out
+
+
+def text_of(output: ProgramOutput) -> str:
+    return " ".join((output.out + output.error).split())
+
+
+def query(kind: str, fields: str, index: int | None = None) -> ProgramOutput:
+    """Call nvidia-smi. index: query only this GPU."""
+    one = [] if index is None else [f"--id={index}"]
+    return run_program(["nvidia-smi", f"--query-{kind}={fields}", "--format=csv,noheader,nounits", *one], NVIDIA_LIMIT)
 
 
 def table(csv: str, fields: str) -> list[dict[str, str]]:
@@ -91,18 +147,30 @@ def table(csv: str, fields: str) -> list[dict[str, str]]:
     return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
 
 
-def gpu_from(row: Mapping[str, str], processes: tuple[GpuProcess, ...]) -> Gpu:
+def gpu_from(row: Mapping[str, str], processes: tuple[GpuProcess, ...], instances: tuple[MigInstance, ...] = ()) -> Gpu:
     return Gpu(
         index=count(row["index"]),
         uuid=row["uuid"],
         name=row["name"],
         memory=mebibytes(row["memory.total"]),
-        memory_used=mebibytes(row["memory.used"]),
+        memory_used=mebibytes(row["memory.used"]) if row["memory.used"].isdigit() else None,
         persistence=row["persistence_mode"] != "Disabled",
         mig=row["mig.mode.current"] == "Enabled",
         ecc_errors=count(row["ecc.errors.uncorrected.volatile.total"]),
         processes=processes,
+        instances=instances,
     )
+
+
+def mig_instances(text: str, processes: Mapping[str, tuple[GpuProcess, ...]]) -> dict[str, tuple[MigInstance, ...]]:
+    """Parse output of nvidia-smi -L. Returns GPU uuid -> its instances. processes: by uuid of GPU or instance."""
+    found: dict[str, tuple[MigInstance, ...]] = {}
+    gpu = ""
+    for line in filter(None, map(MIG_INSTANCE.match, text.splitlines())):
+        gpu, uuid = line[1] or gpu, line[2]
+        if uuid:
+            found[gpu] = (*found.get(gpu, ()), MigInstance(uuid, processes.get(uuid, ())))
+    return found
 
 
 def gpu_processes(csv: str) -> dict[str, tuple[GpuProcess, ...]]:
@@ -154,7 +222,7 @@ def device_files(dev: Path) -> tuple[Gpu, ...]:
     """The GPUs that have a device file; their other facts are unknown."""
     numbers = [path.name.removeprefix("nvidia") for path in dev.glob("nvidia*")]
     indices = sorted(int(number) for number in numbers if number.isdigit())
-    return tuple(Gpu(index, f"/dev/nvidia{index}", "NVIDIA GPU", 0, 0) for index in indices)
+    return tuple(Gpu(index, f"/dev/nvidia{index}", "NVIDIA GPU", 0, None) for index in indices)
 
 
 # ---------------------------------------------------------------- CUDA_VISIBLE_DEVICES

@@ -360,7 +360,7 @@ def gpu_hours_saved(plan: BasePlan, rules: Rules) -> float | None:
     seconds = rules.options.expected_seconds
     if seconds is None:
         return None
-    gpus = sum((len(base.jobs) - 1) * training_job(base, rules).options.gpus for base in plan.bases.values())
+    gpus = sum((len(base.jobs) - 1) * max(1, training_job(base, rules).options.gpus) for base in plan.bases.values())
     return gpus * seconds / 3600
 
 

@@ -365,7 +365,7 @@ def make_servers(config: ListConfig, list_id: str) -> list[JobServer]:
     if options.backend == "slurm":
         from distributed.jobs.slurm import SlurmServer
 
-        return [SlurmServer(config.cluster, context, sum(job.options.gpus for job in config.jobs))]
+        return [SlurmServer(config.cluster, context, sum(max(1, job.options.gpus) for job in config.jobs))]
     for server in config.cluster.servers:
         if server.ssh_key and not Path(server.ssh_key).expanduser().is_file():
             raise ConfigError(f"{options.cluster_config}: {server.host}: ssh_key={server.ssh_key}: no such file")
@@ -747,7 +747,7 @@ def explanation(state: ListState, job: JobState, log_file: Path) -> list[str]:
     mine = sort_key(job.job, usual, job.number)
     before = sum(sort_key(each.job, usual, each.number) < mine for each in waiting)
     lines = [f"waits for a free slot, after {console.plural(before, 'job')} of the list"]
-    needs = [f"{job.job.options.gpus} GPUs of one server"] if job.job.options.gpus > 1 else []
+    needs = [f"{job.job.options.gpus or 'all'} GPUs of one server"] if job.job.options.gpus != 1 else []
     needs += [f"a server with the labels {', '.join(job.job.options.labels)}"] if job.job.options.labels else []
     lines += [f"needs {' and '.join(needs)}"] if needs else []
     return lines + unusable_servers(log_file)

@@ -19,13 +19,15 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from distributed.jobs.job import Job, JobError, JsonFloat, Options, argument_groups, job_of
+from distributed.jobs.job import ALL_GPUS, Job, JobError, JsonFloat, Options, argument_groups, job_of
+from distributed.jobs.placement import GpuId
 from distributed.training.base_model import HASH
 
 LARGEST_FILE = 50 * 10**6  # bytes; about 100,000 jobs
 SHOWN = 60  # characters of a value in a message
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 HOST = re.compile(r"[A-Za-z0-9_.:%\[\]-]+\Z")
+MIG_UUID = re.compile(r"MIG-[A-Za-z0-9/-]+\Z")
 RESERVED = ("CUDA_VISIBLE_DEVICES", "MUSTER_")  # prefixes of variables that the dispatcher sets
 
 Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00\n]*$")]
@@ -33,6 +35,10 @@ Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00\n]*$")]
 
 class ConfigError(ValueError):
     """An invalid configuration. The message reports one fault per line, with its remedy; see also raise_faults()."""
+
+
+def _is_gpu_id(value: Any) -> bool:
+    return (type(value) is int and value >= 0) or (isinstance(value, str) and bool(MIG_UUID.match(value)))
 
 
 class StrictModel(BaseModel):
@@ -51,7 +57,7 @@ class ServerOptions(StrictModel):
     workdir: Text | None = None  # default: ~/ml-customization if it exists, else the path of this working directory
     python: Text | None = None  # default: .venv/bin/python in workdir if it exists, else python3
     setup: list[Text] = Field(default_factory=list)  # lines of bash, run before each job
-    gpu_ids: list[int] | None = None  # nvidia-smi's indices of the GPUs to use; default: 0 .. gpus-1
+    gpu_ids: list[GpuId] | None = None  # nvidia-smi's indices, or UUIDs of MIG instances; default: 0 .. gpus-1
     slots_per_gpu: int = Field(1, ge=1, le=256)
     labels: list[Text] = Field(default_factory=list)
 
@@ -62,11 +68,14 @@ class ServerOptions(StrictModel):
             raise ValueError("expected a user name")
         return user
 
-    @field_validator("gpu_ids")
+    @field_validator("gpu_ids", mode="before")
     @classmethod
-    def _check_gpu_ids(cls, ids: list[int] | None) -> list[int] | None:
-        if ids is not None and (len(set(ids)) < len(ids) or any(number < 0 for number in ids)):
-            raise ValueError("expected distinct non-negative integers")
+    def _check_gpu_ids(cls, ids: Any) -> Any:
+        known = ids is None or (isinstance(ids, list) and all(map(_is_gpu_id, ids)) and len(set(ids)) == len(ids))
+        if not known:
+            raise ValueError(
+                "expected distinct non-negative integers, or UUIDs of MIG instances (MIG-..., nvidia-smi -L)"
+            )
         return ids
 
 
@@ -89,8 +98,8 @@ class Server(ServerOptions):
         return self
 
     @property
-    def devices(self) -> list[int]:
-        """nvidia-smi's indices of the GPUs to use; empty if the server has none."""
+    def devices(self) -> list[GpuId]:
+        """The GPUs and MIG instances to use; empty if the server has no GPU."""
         return list(range(self.gpus)) if self.gpu_ids is None else self.gpu_ids
 
 
@@ -182,12 +191,19 @@ class OptionKeys(StrictModel):
     priority: int = 0
     timeout: float | None = Field(None, gt=0)
     retries: int = Field(1, ge=0, le=1000)
-    gpus: int = Field(1, ge=1, le=1024)
+    gpus: int = Field(1, ge=0, le=1024)  # ALL_GPUS is written "all"
     labels: list[Text] = Field(default_factory=list)
     env: dict[str, str] = Field(default_factory=dict)
     expected_seconds: float | None = Field(None, ge=0)
     base_model_hash: str | None = None  # of the base model that the job starts from
     nested: Literal["json", "dotted"] | None = None  # how objects and nested lists are passed
+
+    @field_validator("gpus", mode="before")
+    @classmethod
+    def _check_gpus(cls, gpus: Any) -> Any:
+        if gpus != "all" and not (type(gpus) is int and gpus > 0):
+            raise ValueError('expected a positive integer, or "all"')
+        return ALL_GPUS if gpus == "all" else gpus
 
     @field_validator("base_model_hash")
     @classmethod

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.job import Job, arguments
 from distributed.jobs.journal import Journal
-from distributed.jobs.placement import JobQueue, SlotPool, mean_seconds
+from distributed.jobs.placement import GpuId, JobQueue, SlotPool, mean_seconds
 from distributed.jobs.state import (
     FINAL,
     FINAL_FAILURES,
@@ -78,7 +78,7 @@ class StartRequest:
     attempt: str
     job: Job
     slots: Sequence[int]
-    gpus: Sequence[int]
+    gpus: Sequence[GpuId]
     arguments: Sequence[str]  # for the script
     title: str
     after: str = ""  # name of the attempt that must succeed first, because it trains the base model of this job
@@ -123,7 +123,7 @@ class JobServer(Protocol):
         """Copy the output directory of an earlier attempt to the server. Raises OSError."""
 
     async def query_gpus(self) -> list[dict[str, Any]]:
-        """Return memory (MiB) and processes of each GPU."""
+        """Return memory (MiB) and processes of each GPU and MIG instance; see host.Service.gpus()."""
 
     async def close(self, finished: bool) -> None:
         """Disconnect. finished: no job of the list is left to run."""
@@ -416,7 +416,9 @@ class Dispatcher:
             self._record("not_started", attempt=name, reason="the connection was lost before the start")
             self._enqueue(self.state.jobs[attempt.job])
         else:
-            self._lose(attempt, "server lost", f"its files were removed from {link.server.name}")
+            self._lose(
+                attempt, "server lost", f"none of its files is on {link.server.name}; removed, or workdir changed"
+            )
             self._record_lost_ended(attempt)
 
     def _record_lost_ended(self, attempt: Attempt) -> None:
@@ -441,21 +443,28 @@ class Dispatcher:
         self._on_change()
 
     def _on_gpus(self, event: Event) -> None:
-        link = self.links[event.server]
-        used = {slot.gpu for slot in link.server.pool.slots if slot.index not in link.server.pool.free}
-        limit = self.policy.gpu_free_mib
-        blocked = {
-            gpu["index"] for gpu in event.facts["gpus"] if gpu["index"] not in used
-            and (gpu["used"] > GPU_IN_USE_MIB if limit is None else gpu["memory"] - gpu["used"] < limit)
-        }  # fmt: skip
-        listed = {slot.gpu for slot in link.server.pool.slots if slot.gpu is not None}
-        if new := sorted((blocked - link.server.pool.blocked) & listed):
+        link, pool = self.links[event.server], self.links[event.server].server.pool
+        used = {slot.gpu for slot in pool.slots if slot.index not in pool.free}
+        lost = {gpu["index"]: gpu["lost"] for gpu in event.facts["gpus"] if "lost" in gpu}
+        known = [gpu for gpu in event.facts["gpus"] if "lost" not in gpu]
+        blocked = {gpu["index"] for gpu in known if gpu["index"] not in used and self._in_use(gpu)}
+        listed = {slot.gpu for slot in pool.slots if slot.gpu is not None}
+        for gpu in sorted((lost.keys() - pool.lost) & listed):
+            self._log(f"{event.server}: GPU {gpu}: not used: {lost[gpu]}")
+        if new := sorted((blocked - pool.blocked) & listed, key=str):
             self._log(f"{event.server}: GPU {', '.join(map(str, new))}: in use by another process; waiting")
-        if freed := sorted((link.server.pool.blocked - blocked) & listed):
+        if freed := sorted((pool.blocked | pool.lost) - blocked - lost.keys() & listed, key=str):
             self._log(f"{event.server}: GPU {', '.join(map(str, freed))}: free again")
-        link.server.pool.blocked = frozenset(blocked)
+        pool.blocked, pool.lost = frozenset(blocked), frozenset(lost)
         link.gpus_known = True
         self._update_pool(link)
+
+    def _in_use(self, gpu: Mapping[str, Any]) -> bool:
+        """Whether another process uses a GPU that has no job of this list; with unknown memory, whether it has any."""
+        limit = self.policy.gpu_free_mib
+        if gpu["used"] is None or (limit is not None and not gpu["memory"]):
+            return bool(gpu["processes"])
+        return bool(gpu["used"] > GPU_IN_USE_MIB if limit is None else gpu["memory"] - gpu["used"] < limit)
 
     def _update_pool(self, link: ServerLink) -> None:
         ready = link.state == "ready" and link.usable and time.monotonic() >= link.paused_until
@@ -689,9 +698,9 @@ class Dispatcher:
         """State that no process of a cancelled attempt remains (its supervisor has exited), and GPU memory in use."""
         if not (attempt.gpus and server.watches_gpus):
             return "no process remains"
-        used = {gpu["index"]: gpu["used"] for gpu in await server.query_gpus()}
-        shown = ", ".join(f"GPU {gpu}: {used[gpu]} MiB in use" for gpu in attempt.gpus if gpu in used)
-        return f"no process remains; {shown}"
+        used = {gpu["index"]: gpu.get("used") for gpu in await server.query_gpus()}
+        shown = [f"GPU {gpu}: {used[gpu]} MiB in use" for gpu in attempt.gpus if used.get(gpu) is not None]
+        return "; ".join(["no process remains", *filter(None, [", ".join(shown)])])
 
     def _on_results_fetched(self, event: Event) -> None:
         job = self.state.jobs[event.facts["job"]]

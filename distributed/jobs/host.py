@@ -33,7 +33,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -65,6 +64,16 @@ MAX_ENTRIES, SEARCH_SECONDS = 5000, 0.5  # limits of one search
 NOT_SEARCHED = ("logs", base_model.CACHE)  # directories
 LIST_FILES = (".log", ".out", "phase1_base_models.json", "phase2_experiments.json")  # written by dispatcher and user
 MIN_PYTHON = (3, 10)
+REMEDIES = {  # errors of files and programs on a server; {} is a setting that avoids the error
+    "No space left on device": "free space there, or set {}",
+    "Disk quota exceeded": "free space there, or set {}",
+    "Read-only file system": "make it writable, or set {}",
+    "Permission denied": "change its permissions, or set {}",
+    "Not a directory": "remove the file there, or set {}",
+    "File exists": "remove the file there, or set {}",
+    "cd: ": "create the home directory, or set {}",
+    "command not found": "install it there",
+}
 CHILD_KILLED = "a child process of jobs_host.py was killed; check the memory of the server"
 
 Request = dict[str, Any]
@@ -101,6 +110,7 @@ class HostAttempt:
         self.files = supervisor.Files(directory, server)
         self.kill_at = float("inf")  # monotonic time at which the supervisor is killed if it ignores a stop request
         self.metrics: dict[str, Any] = {}
+        self.sweep = ""  # of its processes, because no supervisor was found: running or done
 
     @property
     def lock(self) -> str:
@@ -111,14 +121,16 @@ class HostAttempt:
         return is_locked(self.lock)
 
     def state(self) -> str:
-        """absent (never started), running, ended, or killed (the supervisor died without writing an exit code)."""
+        """absent (never started, or removed), running, ended, or killed (no supervisor, and no exit code)."""
         if supervisor.read_code(self.files.exit) is not None:
             return "ended"
-        if self.locked():
+        if self.locked() or supervisor.supervisor_of(self.files):  # its lock file may be removed
             return "running"
         if supervisor.read_code(self.files.exit) is not None:  # written since the first read
             return "ended"
-        return "killed" if os.path.exists(self.files.pids) else "absent"
+        # A full disk has no process ids. A supervisor creates the log before it starts its command.
+        started = os.path.exists(self.files.log) or process_scan.live_processes(self.files.environment)
+        return "killed" if started else "absent"
 
     def facts(self) -> dict[str, Any]:
         """The process id, start time and boot id of a running attempt."""
@@ -132,7 +144,10 @@ class HostAttempt:
         usage = read_json(self.files.usage)
         record = read_json(self.files.record)
         ended = usage.get("ended") or modification_time(self.files.exit)
-        cause = record.get("cause", "")
+        cause, message = record.get("cause", ""), record.get("message", "")
+        if not cause and (self.sweep or code is None):
+            fault = "files are missing or damaged" if os.path.isdir(self.directory) else "removed while the job ran"
+            cause, message = "killed", f"{self.directory}: {fault}"
         boot = read_json(self.files.pids).get("boot_id", supervisor.boot_id())
         return {
             "code": code,
@@ -141,8 +156,8 @@ class HostAttempt:
             "ended": ended,
             "peak_memory": usage.get("peak_memory"),
             "cause": "rebooted" if cause == "killed" and boot != supervisor.boot_id() else cause,
-            "message": record.get("message", ""),
-            "lines": last_lines(self.files.log) if code else [],
+            "message": message,
+            "lines": last_lines(self.files.log) if code != 0 else [],
             "metrics": read_metrics(self.output),
             "note": self.note() if code == 0 else "",
         }
@@ -207,6 +222,12 @@ def new_files(workdir: str, since: float) -> list[str]:
     return sorted(found, key=found.__getitem__)
 
 
+def with_remedy(error: str, setting: str) -> str:
+    """An error of a server and its remedy. setting: see REMEDIES."""
+    remedy = next((remedy for sign, remedy in REMEDIES.items() if sign in error), "correct this on the server")
+    return f"{error}; {remedy.format(setting)}"
+
+
 def modification_time(path: str) -> float | None:
     try:
         return os.stat(path).st_mtime
@@ -264,8 +285,7 @@ def lock_list(directory: str) -> int:
         if holder and time.time() - os.fstat(file).st_mtime > CONNECTION_TIMEOUT:
             supervisor.send_signal(signal.SIGKILL, [holder])
         time.sleep(0.05)
-    os.ftruncate(file, 0)
-    os.write(file, json.dumps(process_scan.identity(os.getpid())).encode())
+    os.ftruncate(file, os.write(file, json.dumps(process_scan.identity(os.getpid())).encode()))  # as in claim_output()
     return file
 
 
@@ -352,8 +372,8 @@ class Service:
         except HostError as error:
             self.send(reply=request["id"], error=str(error), kind=error.kind)
         except OSError as error:
-            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
-            self.send(reply=request["id"], error=reason)
+            reason = f"{error.filename or self.server_directory or self.workdir}: {error.strerror}"
+            self.send(reply=request["id"], error=with_remedy(reason, "another workdir"))
         else:
             if reply is not None:
                 self.send(reply=request["id"], **reply)
@@ -420,6 +440,9 @@ class Service:
             raise
         try:
             return self._start(attempt, request)
+        except (HostError, OSError):
+            shutil.rmtree(attempt.directory, ignore_errors=True)
+            raise
         finally:
             os.close(output_lock)  # the supervisor has inherited it
 
@@ -466,15 +489,21 @@ class Service:
         return {"known": attempt is not None}
 
     def gpus(self, request: Request) -> None:
-        """Reply with the memory of the GPUs, in MiB."""
+        """Reply with memory (MiB; used: null if unknown) and processes of GPUs and MIG instances, and the lost GPUs."""
 
         def read_gpus() -> Reply:
             found = query_gpus()
-            devices = [
-                {"index": gpu.index, "memory": gpu.memory >> 20, "used": gpu.memory_used >> 20,
-                 "processes": [[process.pid, process.user, process.memory >> 20] for process in gpu.processes]}
-                for gpu in found.devices
-            ]  # fmt: skip
+            devices: list[Reply] = []
+            for gpu in found.devices:
+                used = None if gpu.memory_used is None else gpu.memory_used >> 20
+                users = [[process.pid, process.user, process.memory >> 20] for process in gpu.processes]
+                instances = [instance.uuid for instance in gpu.instances]
+                devices.append({"index": gpu.index, "uuid": gpu.uuid, "memory": gpu.memory >> 20, "used": used,
+                                "processes": users, "instances": instances})  # fmt: skip
+                for instance in gpu.instances:
+                    users = [[process.pid, process.user, process.memory >> 20] for process in instance.processes]
+                    devices.append({"index": instance.uuid, "memory": 0, "used": None, "processes": users})
+            devices += [{"index": gpu.index, "lost": gpu.reason} for gpu in found.lost]
             return {"gpus": devices, "problem": found.error}
 
         self._in_child(read_gpus, request)
@@ -647,19 +676,29 @@ class Service:
         if progress:
             self._progress_at = now + PROGRESS_INTERVAL
         for attempt in list(self.attempts.values()):
-            if os.path.exists(attempt.files.exit) and not attempt.locked():
+            if attempt.sweep == "running":
+                continue
+            if (attempt.sweep or os.path.exists(attempt.files.exit)) and not attempt.locked():
                 del self.attempts[attempt.name]
                 end = attempt.end()
                 if end["code"]:
                     self.bases.clear()  # a damaged base model may be the cause: verify each again
                 self.send(event="ended", attempt=attempt.name, **end)
-            elif now >= attempt.kill_at or (progress and attempt.state() == "killed"):
+            elif now >= attempt.kill_at or (progress and attempt.state() in ("killed", "absent")):
                 attempt.kill_at = now + 2 * supervisor.UNRESPONSIVE_TIMEOUT
-                # Kills remaining processes of the attempt, then writes its exit code.
-                self._in_child(partial(supervisor.sweep, attempt.files, 0))
+                self._sweep(attempt)
             elif progress and (metrics := read_metrics(attempt.output)) != attempt.metrics:
                 attempt.metrics = metrics
                 self.send(event="progress", attempt=attempt.name, metrics=metrics)
+
+    def _sweep(self, attempt: HostAttempt) -> None:
+        """Kill the remaining processes of an attempt, then write its exit code, unless the disk is full."""
+
+        def handle_result(found: Reply) -> None:
+            attempt.sweep = "" if found else "done"
+
+        attempt.sweep = "running"
+        self._in_child(lambda: supervisor.sweep(attempt.files, 0) or {}, handle_result=handle_result)
 
 
 def read_until_closed(file: int, seconds: float) -> bytes:

@@ -18,6 +18,9 @@ DEVICE = "device"  # argument that the dispatcher sets
 MAX_LEVELS = 50  # of nested objects and lists; writers of JSON in Python have a limit too
 
 
+ALL_GPUS = 0  # value of Options.gpus
+
+
 class JobError(ValueError):
     """An invalid job."""
 
@@ -43,7 +46,7 @@ class Options:
     priority: int = 0  # higher first
     timeout: float | None = None  # seconds, of each attempt
     retries: int = 1  # attempts after the first failure
-    gpus: int = 1  # number of GPUs, all on one server
+    gpus: int = 1  # number of GPUs, all on one server; ALL_GPUS: as many as the server has
     labels: tuple[str, ...] = ()  # that a server must have
     env: Mapping[str, str] = field(default_factory=dict)  # values are never written to the journal or the results
     expected_seconds: float | None = None
@@ -57,7 +60,7 @@ class Options:
     def public(self) -> dict[str, Any]:
         """The options that differ from their defaults, as JSON; only the names of environment variables."""
         found = {
-            "priority": self.priority, "timeout": self.timeout, "retries": self.retries, "gpus": self.gpus,
+            "priority": self.priority, "timeout": self.timeout, "retries": self.retries, "gpus": self.gpus or "all",
             "labels": list(self.labels), "env": sorted(self.env), "expected_seconds": self.expected_seconds,
             "base_model_hash": self.base_model_hash, "nested": self.nested,
         }  # fmt: skip
@@ -68,7 +71,8 @@ class Options:
     def of_public(cls, public: Mapping[str, Any]) -> Options:
         """The inverse of public(); values of environment variables are empty."""
         env = dict.fromkeys(public.get("env", ()), "")
-        return cls(**{**public, "labels": tuple(public.get("labels", ())), "env": env})
+        gpus = ALL_GPUS if public.get("gpus") == "all" else public.get("gpus", 1)
+        return cls(**{**public, "gpus": gpus, "labels": tuple(public.get("labels", ())), "env": env})
 
 
 @dataclass(frozen=True)

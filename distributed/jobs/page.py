@@ -124,10 +124,16 @@ def _attempt(facts: Mapping[str, Any], state: str) -> AttemptEntry:
         outcome = "done"
     return AttemptEntry(
         facts["number"], facts["server"], tuple(facts["slots"]),
-        ":".join(filter(None, [facts["server"], ranges(sorted(facts["gpus"]))])),
+        ":".join(filter(None, [facts["server"], gpu_text(facts["gpus"])])),
         facts["start"], number(facts["end"]), number(facts["seconds"]), number(facts["peak_memory"]),
         failure, facts["reason"], tuple(facts["last_lines"][-LAST_LINES:]), outcome,
     )  # fmt: skip
+
+
+def gpu_text(gpus: Sequence[int | str]) -> str:
+    """Indices as ranges, then the UUIDs of MIG instances."""
+    indices = ranges(sorted(gpu for gpu in gpus if isinstance(gpu, int)))
+    return ", ".join(filter(None, [indices, *(gpu for gpu in gpus if isinstance(gpu, str))]))
 
 
 def write(results: Path) -> Path:

@@ -104,7 +104,7 @@ def abandoned(directory: str) -> bool:
     list_directory, server = os.path.dirname(os.path.dirname(directory)), os.path.basename(directory)
     try:
         with os.scandir(list_directory) as entries:
-            attempts = [entry.path for entry in entries if os.path.exists(f"{entry.path}/node_{server}.pid")]
+            attempts = [entry.path for entry in entries if os.path.exists(f"{entry.path}/node_{server}.log")]
         return not any(is_locked(path) for path in (f"{directory}/serve", *(f"{each}/lock" for each in attempts)))
     except FileNotFoundError:
         return True

@@ -11,7 +11,9 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from distributed.jobs.job import Job
+from distributed.jobs.job import ALL_GPUS, Job
+
+GpuId = int | str  # nvidia-smi's index, or the UUID of a MIG instance
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Slot:
     """A slot runs one job at a time."""
 
     index: int  # on its server
-    gpu: int | None  # nvidia-smi's index; None on a server without GPUs
+    gpu: GpuId | None  # None on a server without GPUs
 
 
 @dataclass
@@ -30,25 +32,34 @@ class SlotPool:
     slots: tuple[Slot, ...]
     labels: frozenset[str] = frozenset()
     free: set[int] = field(default_factory=set)  # indices of slots without a job of this list
-    blocked: frozenset[int] = frozenset()  # GPUs in use by other processes
+    blocked: frozenset[GpuId] = frozenset()  # GPUs in use by other processes
+    lost: frozenset[GpuId] = frozenset()  # GPUs that no longer reply
+    all_gpus: int = 0  # GPUs of a job with `_gpus` "all"; 0: capacity()
     open: bool = False  # whether jobs may be placed here now
     bases: set[str] = field(default_factory=set)  # digests of base models in the server's cache
 
     def __post_init__(self) -> None:
         self.free = {slot.index for slot in self.slots}
-        self.gpus: dict[int | None, list[Slot]] = {}
+        self.gpus: dict[GpuId | None, list[Slot]] = {}
         for slot in self.slots:
             self.gpus.setdefault(slot.gpu, []).append(slot)
 
     def capacity(self) -> int:
-        """The largest number of GPUs (on a server without GPUs: slots) for one job."""
-        return len(self.slots) if None in self.gpus else len(self.gpus)
+        """The largest number of GPUs (on a server without GPUs: slots) for one job. It can use one MIG instance."""
+        if None in self.gpus:
+            return len(self.slots)
+        working = self.gpus.keys() - self.lost
+        return len([gpu for gpu in working if isinstance(gpu, int)]) or min(1, len(working))
+
+    def count(self, gpus: int) -> int:
+        """The number of GPUs of a job here. gpus: see Options.gpus."""
+        return (self.all_gpus or max(1, self.capacity())) if gpus == ALL_GPUS else gpus
 
     def fits(self, gpus: int, labels: frozenset[str]) -> bool:
         """Whether the server has the GPUs and labels that a job requires."""
-        return labels <= self.labels and gpus <= self.capacity()
+        return labels <= self.labels and self.count(gpus) <= self.capacity()
 
-    def slots_of(self, slots: Collection[int], gpus: Collection[int]) -> set[int]:
+    def slots_of(self, slots: Collection[int], gpus: Collection[GpuId]) -> set[int]:
         """The slots of an attempt; all slots of its GPUs if the cluster config has renumbered the slots since."""
         known = {slot.index: slot.gpu for slot in self.slots if slot.index in slots}
         if set(known.values()) == set(gpus) or None in self.gpus:
@@ -62,7 +73,8 @@ class SlotPool:
         best = []
         for gpu, slots in self.gpus.items():
             unused = [slot for slot in slots if slot.index in self.free]
-            if unused and gpu not in self.blocked:
+            usable = gpu not in self.blocked | self.lost and (count == 1 or isinstance(gpu, int))
+            if unused and usable:
                 best.append((len(slots) - len(unused), slots[0].index, unused[0]))
         return [slot for _, _, slot in sorted(best, key=lambda each: each[:2])[:count]]
 
@@ -133,11 +145,11 @@ class JobQueue:
             required = min(firsts, key=firsts.__getitem__)
             target = best_pool(required, [pool for name, pool in candidates.items() if name not in reserved])
             if target is None:
-                if required.gpus > 1 and (server := pool_to_reserve(required, pools.values(), reserved)):
+                if required.gpus != 1 and (server := pool_to_reserve(required, pools.values(), reserved)):
                     reserved.add(server)
                 del firsts[required]
                 continue
-            job, slots = firsts[required][1], target.available(required.gpus)
+            job, slots = firsts[required][1], target.available(target.count(required.gpus))
             target.free -= {slot.index for slot in slots}
             if not target.free:
                 del candidates[target.name]
@@ -154,7 +166,7 @@ class JobQueue:
 def best_pool(required: Requirements, pools: Iterable[SlotPool]) -> SlotPool | None:
     """The best pool with enough free slots: one with the base model, then the one with the largest free share."""
     allowed = (pool for pool in pools if required.allow(pool))
-    fitting = [pool for pool in allowed if len(pool.available(required.gpus)) == required.gpus]
+    fitting = [pool for pool in allowed if missing(required, pool) == 0]
     return max(
         fitting,
         key=lambda pool: (required.base in pool.bases, len(pool.free) / len(pool.slots), -len(pool.name)),
@@ -163,10 +175,16 @@ def best_pool(required: Requirements, pools: Iterable[SlotPool]) -> SlotPool | N
 
 
 def pool_to_reserve(required: Requirements, pools: Iterable[SlotPool], reserved: set[str]) -> str | None:
-    """The server with the most available GPUs for a job that fits on none yet."""
+    """The server with the fewest missing GPUs for a job that fits on none yet."""
     candidates = [pool for pool in pools if pool.open and required.allow(pool) and pool.name not in reserved]
-    best = max(candidates, key=lambda pool: len(pool.available(required.gpus)), default=None)
+    best = min(candidates, key=lambda pool: missing(required, pool), default=None)
     return best.name if best else None
+
+
+def missing(required: Requirements, pool: SlotPool) -> int:
+    """The number of GPUs that a job still needs on this server."""
+    count = pool.count(required.gpus)
+    return count - len(pool.available(count))
 
 
 def plan(

@@ -38,7 +38,7 @@ from distributed.jobs.base_cache import Cache
 from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
 from distributed.jobs.job import Job, muster_job
 from distributed.jobs.panes import PLAIN_PYTHON
-from distributed.jobs.placement import Slot, SlotPool
+from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 
@@ -56,7 +56,9 @@ SSH_CALL = "scripts/lib/ssh_call.py"
 STARTED = f"printf '\\nmuster-ready\\n'; TMOUT=0 read -r _ || exit {UNFIT}"  # see distributed/host/ssh_call.py
 NOT_INSTALLED = "muster-upload"  # printed by a server without the files of KIT_FILES
 NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or newer
-DEFAULT_WORKDIR_EXISTS, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization exists; rsync is missing
+# Exit codes: ~/ml-customization exists; rsync is missing; a command has failed on the server, see reporting_error().
+DEFAULT_WORKDIR_EXISTS, NO_RSYNC, FAILED = 3, 4, 5
+RETRIED_RSYNC_ERRORS = (12, 24, 30, 35, 255)  # of the connection; 24: a file vanished while it was copied
 # The files that jobs/host.py and its supervisors need on a server. Modules that only usage sampling needs are omitted.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
@@ -106,7 +108,7 @@ class ListContext:
 
 def slots_of(server: config.ServerOptions) -> tuple[Slot, ...]:
     """The slots of each GPU, slots_per_gpu each; without GPUs, slots_per_gpu CPU slots."""
-    gpus: list[int | None] = []
+    gpus: list[GpuId | None] = []
     if isinstance(server, config.Server):
         gpus += [gpu for gpu in server.devices for _ in range(server.slots_per_gpu)]
     return tuple(Slot(index, gpu) for index, gpu in enumerate(gpus or [None] * server.slots_per_gpu))
@@ -224,6 +226,7 @@ class HostServer:
         self.session = ""  # name of the tmux session; empty without one
         self.directory = self.workdir = ""  # paths on the server: files of the list, working directory of its jobs
         self._channel: Channel | None = None
+        self._gpus: list[dict[str, Any]] = []  # the newest reply to query_gpus()
 
     # ---- connecting
 
@@ -251,10 +254,9 @@ class HostServer:
         )  # fmt: skip
         self.workdir, self.directory, self.session = opened["workdir"], opened["directory"], opened["session"]
         self.pool.bases = set(opened["bases"])
-        if self.watches_gpus:
-            self._check_gpus(await self._channel.call("gpus"))
+        note = self._check_gpus(await self._channel.call("gpus")) if self.watches_gpus else ""
         await self._after_open(opened)
-        return "; ".join(filter(None, [self._attach_command(), opened["note"]]))
+        return "; ".join(filter(None, [self._attach_command(), opened["note"], note]))
 
     def _requested_workdir(self) -> str:
         return self.settings.workdir or ""
@@ -274,17 +276,33 @@ class HostServer:
     def _attach_command(self) -> str:
         return f"watch: tmux attach -t {self.session}" if self.session else ""
 
-    def _check_gpus(self, found: Mapping[str, Any]) -> None:
-        present = [gpu["index"] for gpu in found["gpus"]]
-        missing = [gpu for gpu in self.settings.devices if gpu not in present]
+    def _check_gpus(self, found: Mapping[str, Any]) -> str:
+        """Return a note. Raises ServerUnusable if a GPU to use does not exist, or all of them are lost."""
+        self._gpus, devices = found["gpus"], self.settings.devices
+        present = [gpu["index"] for gpu in found["gpus"] if isinstance(gpu["index"], int)]
+        instances = [gpu["index"] for gpu in found["gpus"] if isinstance(gpu["index"], str)]
+        lost = {gpu["index"]: gpu["lost"] for gpu in found["gpus"] if "lost" in gpu}
+        missing = [gpu for gpu in devices if gpu not in present + instances]
         if found["problem"]:
             raise ServerUnusable(found["problem"])
+        if any(isinstance(gpu, str) for gpu in missing):
+            uuids = ", ".join(gpu for gpu in missing if isinstance(gpu, str))
+            raise ServerUnusable(
+                f"MIG instance {uuids}: not found: {self.name} has {', '.join(instances) or 'none'}; correct gpu_ids"
+            )
         if missing:
             raise ServerUnusable(
                 f"GPU {', '.join(map(str, missing))}: not found: {self.name} has {len(present)} "
                 f"GPU{'s' * (len(present) != 1)} ({', '.join(map(str, present)) or 'none'}); correct gpus or gpu_ids "
                 "(gpus 0: CPU slots)"
             )
+        if lost.keys() >= set(devices):
+            raise ServerUnusable("; ".join(f"GPU {gpu}: {lost[gpu]}" for gpu in devices))
+        divided = [gpu for gpu in found["gpus"] if gpu["index"] in devices and gpu.get("instances")]
+        return "; ".join(
+            f"GPU {gpu['index']}: MIG is on, so a job uses only its first instance; to use all, name them in gpu_ids: "
+            f"{', '.join(gpu['instances'])}" for gpu in divided
+        )  # fmt: skip
 
     def _refuse_same_machine(self, hello: Mapping[str, Any]) -> None:
         """Raise ServerUnusable if another server of the list is the same machine: its slots would be used twice."""
@@ -330,7 +348,7 @@ class HostServer:
         """See dispatcher.JobServer."""
         options = request.job.options
         env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi, also for GPUs of different types
-        env |= {**options.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, request.gpus))}
+        env |= {**options.env, "CUDA_VISIBLE_DEVICES": self._cuda_devices(request.gpus)}
         if digest := request.job.base or request.job.trains:
             env["MUSTER_BASE_MODEL_DIGEST"] = digest
         try:
@@ -344,14 +362,22 @@ class HostServer:
         except HostReplyError as error:
             raise NotStarted(str(error), error.kind) from None
 
+    def _cuda_devices(self, gpus: Sequence[GpuId]) -> str:
+        """CUDA_VISIBLE_DEVICES for GPUs: UUIDs if a GPU is lost, as CUDA may then number the others differently."""
+        lost = any("lost" in gpu for gpu in self._gpus)
+        uuids = {gpu["index"]: gpu["uuid"] for gpu in self._gpus if lost and "uuid" in gpu}
+        return ",".join(str(uuids.get(gpu, gpu)) for gpu in gpus)
+
     async def stop(self, attempt: str, kill: bool) -> None:
         """See dispatcher.JobServer."""
         await self._call("stop", attempt=attempt, kill=kill)
 
     async def query_gpus(self) -> list[dict[str, Any]]:
         """See dispatcher.JobServer."""
-        found: list[dict[str, Any]] = (await self._call("gpus"))["gpus"]
-        return found
+        found = await self._call("gpus")
+        if not found["problem"]:
+            self._gpus = found["gpus"]
+        return self._gpus
 
     async def ensure_base(self, digest: str) -> int:
         """See dispatcher.JobServer."""
@@ -424,7 +450,9 @@ class LocalServer(HostServer):
 
 def local_server(context: ListContext, slots: int | None) -> LocalServer:
     """This machine, with `slots` slots per GPU (default: 1) or, without GPUs, CPU slots (default: half the cores)."""
-    devices = [gpu.index for gpu in query_gpus().devices]
+    devices: list[GpuId] = []
+    for gpu in query_gpus().devices:
+        devices += [instance.uuid for instance in gpu.instances] or [gpu.index]
     cpus = slots or max(1, len(os.sched_getaffinity(0)) // 2)
     resources: dict[str, Any] = (
         {"gpu_ids": devices, "slots_per_gpu": slots or 1} if devices else {"gpus": 0, "slots_per_gpu": cpus}
@@ -461,7 +489,7 @@ class SshServer(HostServer):
             await self._sync()
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
-        for attempt in range(2):
+        for _ in range(2):
             process = await asyncio.create_subprocess_exec(
                 *self._ssh(f"cd; {self._host_program('serve')}"), stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
@@ -478,14 +506,14 @@ class SshServer(HostServer):
             except BaseException:  # such as CONNECT_TIMEOUT
                 await channel.close()
                 raise
-            if NOT_INSTALLED in printed and attempt == 0:
+            if NOT_INSTALLED in printed:
                 await self._upload()
                 continue
             if NO_PYTHON in printed:
                 found = f"python {self.settings.python}: not" if self.settings.python else "no"
                 raise ServerUnusable(f"{found} Python 3.10 or newer there: install one, or set python for this server")
             raise ssh_error(stderr or printed, code, self.settings.host)
-        raise ServerUnusable("cannot copy Muster to it")
+        raise ServerUnusable("cannot copy Muster to it: the copy was removed at once; correct this on the server")
 
     def _host_program(self, arguments: str) -> str:
         """A line of bash that runs host.py, or prints NOT_INSTALLED or NO_PYTHON. Must run in the home directory."""
@@ -506,11 +534,15 @@ class SshServer(HostServer):
 
     async def _upload(self) -> None:
         line = (
-            f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster"; mkdir -p "$d" && t=$(mktemp -d "$d/new-XXXXXX") && '
-            f'tar -xf - -C "$t" && touch "$t/complete" && '
-            f'{{ mv -T "$t" "$d/jobs-{self._archive_name}" 2>/dev/null || rm -rf "$t"; }}'
+            f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster"; n="$d/jobs-{self._archive_name}"; '
+            '{ [ "${XDG_CACHE_HOME-}" ] || cd; } && mkdir -p "$d" && t=$(mktemp -d "$d/new-XXXXXX") && { '
+            'tar -xf - -C "$t" && touch "$t/complete" && '
+            '{ mv -T "$t" "$n" 2>/dev/null || [ -e "$n/complete" ] || { rm -rf "$n" && mv -T "$t" "$n"; }; }; '
+            's=$?; rm -rf "$t"; [ "$s" = 0 ]; }'
         )
-        code, stderr = await self._run(self._ssh(line), self._archive)
+        code, stderr = await self._run(self._ssh(reporting_error(line)), self._archive)
+        if code == FAILED:
+            raise ServerUnusable(f"cannot copy Muster to it: {reported_error(stderr, 'XDG_CACHE_HOME there')}")
         if code:
             raise ssh_error(stderr, code, self.settings.host)
 
@@ -519,16 +551,24 @@ class SshServer(HostServer):
         target = self.settings.workdir or str(self.context.cwd)
         # As find_workdir() in host.py: without a setting, an existing ~/ml-customization is used.
         default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
-        line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}mkdir -p -- {quoted_path(target)}"
+        line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}" + reporting_error(
+            f"mkdir -p -- {quoted_path(target)}"
+        )
         self._refuse_without_rsync(on_server=True)
         code, stderr = await self._run(self._ssh(line))
         self._refuse_without_rsync(on_server=code != NO_RSYNC)
         if code == DEFAULT_WORKDIR_EXISTS:
             target = "ml-customization"
+        elif code == FAILED:
+            raise ServerUnusable(f"cannot create workdir {target}: {reported_error(stderr, 'another workdir')}")
         elif code:
             raise ssh_error(stderr, code, self.settings.host)
         target = target.removeprefix("~/")
-        await self._rsync([*NOT_COPIED, f"{self.context.cwd}/", f"server:{rsync_literal(target)}/"])
+        try:
+            await self._rsync([*NOT_COPIED, f"{self.context.cwd}/", f"server:{rsync_literal(target)}/"])
+        except OSError as error:
+            reason = host.with_remedy(str(error), "another workdir")
+            raise ServerUnusable(f"cannot copy the working directory to it: {reason}") from None
         self._synced = True
 
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
@@ -638,10 +678,11 @@ class SshServer(HostServer):
         shell = " ".join("'" + each.replace("'", "''") + "'" for each in remote_shell)  # rsync's own quoting
         call = ["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *arguments]
         code, stderr = await self._run(call, data)
-        if code in (12, 30, 35, 255):
+        cause = next((line for line in stderr.splitlines() if line.startswith("rsync:")), last_line(stderr))
+        lost = code in RETRIED_RSYNC_ERRORS or "connection unexpectedly closed" in cause
+        if lost and "No space left on device" not in cause:
             raise Unreachable(last_line(stderr) or f"rsync: exit code {code}")
         if code:
-            cause = next((line for line in stderr.splitlines() if line.startswith("rsync:")), last_line(stderr))
             raise OSError(cause or f"rsync: exit code {code}")
 
     async def _run(self, command: Sequence[str], data: bytes = b"") -> tuple[int, str]:
@@ -691,6 +732,19 @@ def ssh_error(stderr: str, code: int, name: str) -> Exception:
             line = next(line for line in stderr.splitlines() if sign in line)
             return ServerUnusable(f"{line.strip().strip('@ ')}; {remedy.replace('HOST', name)}")
     return Unreachable(last_line(stderr) or f"ssh: exit code {code}")
+
+
+def reporting_error(line: str) -> str:
+    """A line of bash that runs another one; if that fails, it prints its errors in one line and exits with FAILED."""
+    report = f"printf '%s\\n' \"${{e//$'\\n'/$'\\t'}}\" >&2; exit {FAILED}"
+    return f"export LC_ALL=C; e=$({{ {line}; }} 2>&1) || {{ {report}; }}"
+
+
+def reported_error(stderr: str, setting: str) -> str:
+    """An error that reporting_error() has printed, and its remedy. setting: see host.with_remedy()."""
+    errors = last_line(stderr).split("\t")
+    known = (each for each in errors if any(sign in each for sign in host.REMEDIES))
+    return host.with_remedy(next(known, errors[0]), setting)
 
 
 def quoted_path(path: str) -> str:

@@ -131,7 +131,7 @@ class SlurmServer:
                 "run the command in workdir, or remove workdir"
             )
         slots = tuple(Slot(index, None) for index in range(max(1, min(cluster.max_queued, slots_needed))))
-        self.pool = SlotPool(SERVER, slots, AnyLabels())
+        self.pool = SlotPool(SERVER, slots, AnyLabels(), all_gpus=1)  # a slot is a job in the queue, whatever it needs
         self.watches_gpus = False
         self.queues_dependents = True
         self.directory = os.path.join(context.cwd, "logs", "jobs", context.list_id)
@@ -319,8 +319,8 @@ class SlurmServer:
         options = request.job.options
         seconds = None if options.timeout is None else options.timeout + self.context.grace + TIME_MARGIN
         return ResourceRequest(
-            options.gpus if self.settings.devices else 0, None if seconds is None else math.ceil(seconds / 60),
-            tuple(sorted(options.labels)), after,
+            (options.gpus or len(self.settings.devices)) if self.settings.devices else 0,
+            None if seconds is None else math.ceil(seconds / 60), tuple(sorted(options.labels)), after,
         )  # fmt: skip
 
     def _spec_of(self, start: PendingStart) -> Facts:

@@ -13,6 +13,7 @@ from typing import Any
 
 from distributed.jobs.job import Job, Options
 from distributed.jobs.journal import REQUESTS, Record
+from distributed.jobs.placement import GpuId
 
 FINAL = ("done", "failed", "cancelled")
 UNLISTED = "no longer in the list"  # reason of a cancelled job
@@ -32,7 +33,7 @@ class Attempt:
     number: int
     server: str
     slots: list[int]
-    gpus: list[int]
+    gpus: list[GpuId]
     start: float  # Unix time of the decision to start it, later replaced by the start time of its command
     after: str = ""  # name of the attempt that trains its base model; empty if the base model was ready
     state: str = "starting"  # starting, running (or waiting in its server's queue), ended, lost

@@ -50,7 +50,7 @@ import time
 from functools import partial
 
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
-from distributed.files import KIT, read_json, write_file, write_json
+from distributed.files import KIT, read_json, to_json, write_file, write_json
 from distributed.host import process_scan, signals
 from distributed.launch import usage
 
@@ -71,7 +71,7 @@ LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for leftover process
 UNKILLABLE_TIMEOUT = 5.0  # seconds to wait for a process after SIGKILL
 HEARTBEAT_INTERVAL = 3.0  # seconds, of a detached supervisor
 UNRESPONSIVE_TIMEOUT = 4.0  # seconds after the grace time until an unresponsive supervisor is killed
-RESERVED = 8  # bytes of the exit code file
+RESERVED = 1024  # bytes of each reserved file
 GUARD_TIMEOUT = 2.0  # seconds for the guard to write the exit code after the supervisor was killed
 WRAPPER = os.path.join(KIT, "scripts", "lib", "in_node_env.sh")
 # Variables that another launch may have left in the environment. PET_* would change torchrun's options.
@@ -102,7 +102,7 @@ class Files:
         self.log, self.pids, self.exit = f"{stem}.log", f"{stem}.pid", f"{stem}.exit"
         self.request, self.heartbeat, self.usage = f"{stem}.stop", f"{stem}.heartbeat", f"{stem}.usage"
         self.record = os.path.join(self.directory, "errors", f"supervisor_{name}.json")
-        self.reserved = f"{stem}.reserved"
+        self.reserved, self.reserved_record = f"{stem}.reserved", f"{stem}.reserved_record"
 
     @property
     def environment(self) -> frozenset[bytes]:
@@ -117,28 +117,33 @@ def read_code(path: str) -> int | None:
         return None
 
 
-def reserve_code(files: Files) -> None:
-    """Allocate the file of the exit code now: the disk may be full when the command exits."""
-    with contextlib.suppress(OSError):
-        write_file(files.reserved, " " * RESERVED)
+def reserve(files: Files) -> None:
+    """Allocate the files of exit code and record now: the disk may be full when the command exits. Raises OSError."""
+    for path in (files.reserved, files.reserved_record):
+        write_file(path, " " * RESERVED)
+
+
+def write_reserved(reserved: str, path: str, content: bytes) -> None:
+    """Write a file, into the reserved one if that exists. Raises OSError."""
+    try:
+        with open(reserved, "r+b") as file:
+            file.write(content)
+            file.truncate()
+        os.replace(reserved, path)
+    except FileNotFoundError:
+        write_file(path, content)
 
 
 def write_code(files: Files, code: int) -> None:
-    """Write the exit code, into the reserved file if there is one. Raises OSError."""
-    try:
-        with open(files.reserved, "r+") as file:
-            file.write(f"{code}\n")
-            file.truncate()
-        os.replace(files.reserved, files.exit)
-    except FileNotFoundError:
-        write_file(files.exit, f"{code}\n")
+    """Write the exit code. Raises OSError."""
+    write_reserved(files.reserved, files.exit, b"%d\n" % code)
 
 
 def write_record(files: Files, cause: str, message: str) -> None:
     """Record why the supervisor ended the command without a request, for the verdict."""
     facts = {"node": files.name, "host": os.uname().nodename, "cause": cause, "message": message, "time": time.time()}
     with contextlib.suppress(OSError):  # stopping the command matters more
-        write_json(files.record, facts)
+        write_reserved(files.reserved_record, files.record, to_json(facts))
 
 
 def write_signal(files: Files, number: int, sender: str) -> None:
@@ -757,6 +762,8 @@ class Supervisor:
 
     def finish(self) -> None:
         """Write the remaining files, the exit code last, and stop the helper processes."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.files.reserved_record)  # on a full disk, this is the space for the next file
         if self.options.detach:
             self._write_usage()
         try:
@@ -841,7 +848,7 @@ def supervise(
     with contextlib.suppress(PermissionError):  # already a session leader
         os.setsid()
     if options.detach:
-        reserve_code(files)
+        reserve(files)
     supervisor = Supervisor(files, options, received)
     source = os.path.abspath(options.source) if options.source else ""
     supervisor.start(options.command, environment(inherited + block, files), block, source)
@@ -885,7 +892,8 @@ def signal_supervisor(files: Files, number: int) -> int:
 def sweep(files: Files, grace: float) -> int:
     """End all processes of a command on this machine. grace: seconds between SIGTERM and SIGKILL; 0: only SIGKILL."""
     if pid := supervisor_of(files):
-        request(files, "stop" if grace else "kill")
+        with contextlib.suppress(OSError):  # probably a full disk; it is killed if it does not exit
+            request(files, "stop" if grace else "kill")
         send_signal(signal.SIGCONT, [pid])
         if not wait_until(lambda: not supervisor_of(files), grace + UNRESPONSIVE_TIMEOUT):
             send_signal(signal.SIGKILL, [pid])
@@ -896,7 +904,8 @@ def sweep(files: Files, grace: float) -> int:
         send_signal(signal.SIGTERM, top)
         wait_until(lambda: not process_scan.live_processes(files.environment), grace)
     kill_all(lambda: process_scan.live_processes(files.environment))
-    if os.path.exists(files.pids) and not wait_until(lambda: os.path.exists(files.exit), GUARD_TIMEOUT):
+    started = os.path.exists(files.pids) or os.path.exists(files.reserved)  # a full disk has no process ids
+    if started and not wait_until(lambda: os.path.exists(files.exit), GUARD_TIMEOUT):
         write_record(files, "killed", "the supervisor and its guard were killed")
         with contextlib.suppress(OSError):
             write_code(files, KILLED)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.host import process_scan
-from distributed.host.gpus import count, mebibytes, query, table
+from distributed.host.gpus import count, mebibytes, query, query_rows, table
 from distributed.host.replies import format_reply
 from distributed.host.stacks import Frame, script_frames, stack_of, with_code
 from distributed.host.system import PROC, read, run_program
@@ -189,12 +189,11 @@ def query_gpus() -> tuple[dict[str, GpuUsage], list[tuple[str, int]], str]:
     """Return GPUs by UUID, (UUID, pid) of each process that uses one, and an error; all empty without nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return {}, [], ""
-    reply = query("gpu", GPU_FIELDS)
-    if reply.code != 0:
-        return {}, [], "nvidia-smi: " + " ".join((reply.out + reply.error).split())
+    rows, lost, error = query_rows(GPU_FIELDS)
+    error = error or "; ".join(f"GPU {gpu.index}: {gpu.reason}" for gpu in lost)
     users = table(query("compute-apps", "gpu_uuid,pid").out, "gpu_uuid,pid")
     gpus = {}
-    for row in table(reply.out, GPU_FIELDS):
+    for row in rows:
         watts = row["power.draw"]
         gpus[row["uuid"]] = GpuUsage(
             index=count(row["index"]),
@@ -204,7 +203,7 @@ def query_gpus() -> tuple[dict[str, GpuUsage], list[tuple[str, int]], str]:
             memory_used=mebibytes(row["memory.used"]),
             memory=mebibytes(row["memory.total"]),
         )
-    return gpus, [(row["gpu_uuid"], count(row["pid"])) for row in users], ""
+    return gpus, [(row["gpu_uuid"], count(row["pid"])) for row in users], error
 
 
 def gpus_of(

@@ -20,7 +20,7 @@ from distributed.health.checks import Finding, judge, numbers
 from distributed.health.doctor import render
 from distributed.host.dns import Lookup, NameLookups
 from distributed.host.facts import Clock, Facts, Port, RunProcesses, find_runs
-from distributed.host.gpus import GpuProcess, Gpus
+from distributed.host.gpus import GpuProcess, Gpus, LostGpu
 from distributed.host.identity import user
 from distributed.host.interpreter import (
     Interpreter,
@@ -150,6 +150,10 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1,2,3"),
     ("all GPUs full", {"gpus__devices": FULL},
      "fault GPU use", "GPU 3: 79.0 GiB of 80.0 GiB", "no GPU is idle"),
+    ("lost GPU", {"gpus__lost": (LostGpu(3, "GPU is lost"),)}, "fault GPU 3", "GPU is lost", "restart the machine"),
+    ("GPU of unknown memory",
+     {"gpus__devices": (replace(BUSY, memory=0, memory_used=None),)},
+     "warning GPU use", "GPU 0: used by python of bob (pid 4711)", "wait"),
     ("GPU memory errors", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], ecc_errors=2))},
      "fault GPU 3", "2 uncorrected memory errors", "nvidia-smi --gpu-reset --id=3"),
     ("MIG", {"gpus__devices": (replace(GPUS[0], mig=True), *GPUS[1:])},

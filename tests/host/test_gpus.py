@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.host.gpus import Gpu, GpuProcess, main, nvidia_cards, owner, query_gpus, visible
+from distributed.host.gpus import Gpu, GpuProcess, LostGpu, MigInstance, main, nvidia_cards, owner, query_gpus, visible
 from distributed.host.system import GIB, MIB
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -82,6 +82,76 @@ def test_gpus_and_their_processes_are_read_from_nvidia_smi(path_directory: Path)
         Gpu(0, "GPU-aa", A100, 80 * GIB, 70 * GIB, processes=users),
         Gpu(1, "GPU-bb", "NVIDIA T4", 24 * GIB, 4 * MIB, False),
     )
+
+
+def test_memory_that_gpu_and_cpu_share_is_unknown(path_directory: Path) -> None:
+    row = "0, GPU-aa, 580.95, [N/A], [N/A], Enabled, [N/A], [N/A], NVIDIA GB10"
+    stub(
+        path_directory,
+        "nvidia-smi",
+        f'#!/bin/sh\ncase $* in *query-gpu*) echo "{row}" ;; *) echo "GPU-aa, 7, 9, a" ;; esac\n',
+    )
+    (gpu,) = query_gpus().devices
+    assert (gpu.memory, gpu.memory_used, gpu.busy) == (0, None, True)
+
+
+LOST = "Unable to determine the device handle for GPU 0000:41:00.0: GPU is lost.  Reboot the system to recover this GPU"
+# Stub: fails if it is asked for all GPUs, and for GPU 1; there is no GPU 3.
+STUB_LOST_GPU = f"""#!/bin/sh
+case $* in
+  *--query-compute-apps*) echo "GPU-22, 4194305, 500, python" ;;
+  *--id=1 | *nounits) echo "{LOST}"; exit 15 ;;
+  *--id=3) echo "No devices were found"; exit 6 ;;
+  *--id=*) n=${{*##*=}}; echo "$n, GPU-$n$n, 550.0, 81920, 4, Enabled, Disabled, 0, {A100}" ;;
+esac
+"""
+
+
+def test_a_lost_gpu_does_not_hide_the_others(path_directory: Path, tmp_path: Path) -> None:
+    stub(path_directory, "nvidia-smi", STUB_LOST_GPU)
+    for number in range(4):
+        (tmp_path / f"nvidia{number}").touch()
+    found = query_gpus(dev=tmp_path, sys_directory=tmp_path)
+    assert [(gpu.index, gpu.uuid, gpu.busy) for gpu in found.devices] == [(0, "GPU-00", False), (2, "GPU-22", True)]
+    assert found.lost == (LostGpu(1, LOST.replace("  ", " ")),)
+    assert (found.error, found.driver) == ("", "550.0")
+
+
+@pytest.mark.parametrize("value", ["[GPU is lost]", "[Unknown Error]"])
+def test_the_row_of_a_lost_gpu_is_no_gpu(path_directory: Path, value: str) -> None:
+    rows = f"0, GPU-00, 550.0, 81920, 4, Enabled, Disabled, 0, {A100}\n1{f', {value}' * 8}\n"
+    stub(path_directory, "nvidia-smi", f"#!/bin/sh\ncase $* in *query-gpu*) printf '{rows}' ;; esac\n")
+    found = query_gpus()
+    assert [gpu.index for gpu in found.devices] == [0]
+    assert found.lost == (LostGpu(1, f"{value[1:-1]}; reboot the machine"),)
+
+
+def test_an_error_for_every_gpu_is_one_error(path_directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    stub(path_directory, "nvidia-smi", f"#!/bin/sh\necho '{LOST}'; exit 15\n")
+    found = query_gpus(dev=tmp_path, sys_directory=tmp_path)
+    assert (found.devices, found.lost, found.error) == ((), (), f"nvidia-smi: {LOST.replace('  ', ' ')}")
+
+
+STUB_MIG = f"""#!/bin/sh
+case $* in
+  *--query-gpu*) echo "0, GPU-aa, 550.0, 81920, [N/A], Enabled, Enabled, 0, {A100}"
+    echo "1, GPU-bb, 550.0, 81920, 4, Enabled, Disabled, 0, {A100}" ;;
+  -L) echo "GPU 0: {A100} (UUID: GPU-aa)"
+    echo "  MIG 3g.40gb     Device  0: (UUID: MIG-c6d4)"
+    echo "  MIG 1g.10gb     Device  1: (UUID: MIG-GPU-aa/5/0)"
+    echo "GPU 1: {A100} (UUID: GPU-bb)" ;;
+  *) echo "MIG-c6d4, 4194305, [N/A], python" ;;
+esac
+"""
+
+
+def test_the_instances_of_a_gpu_with_mig_and_their_processes_are_found(path_directory: Path) -> None:
+    stub(path_directory, "nvidia-smi", STUB_MIG)
+    divided, whole = query_gpus().devices
+    user = GpuProcess(4194305, "", "python", 0)
+    assert divided.instances == (MigInstance("MIG-c6d4", (user,)), MigInstance("MIG-GPU-aa/5/0"))
+    assert (divided.memory_used, whole.instances) == (None, ())
 
 
 def test_an_error_of_the_driver_is_reported_unchanged(path_directory: Path) -> None:

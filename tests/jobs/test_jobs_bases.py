@@ -319,7 +319,7 @@ def test_fold_and_participant_have_the_same_class_unless_both_are_listed(one: st
         ({"expected_mb": 0}, "expected_mb=0: Input should be greater than 0"),
         ({"options": {"timeout": 5}}, "timeout: unknown key; did you mean _timeout?"),
         ({"options": {"_timeuot": 5}}, "_timeuot: unknown key; did you mean _timeout?"),
-        ({"options": {"_gpus": 0}}, "_gpus=0: Input should be greater than or equal to 1"),
+        ({"options": {"_gpus": 0}}, '_gpus=0: expected a positive integer, or "all"'),
         ({"options": {"_base_model_hash": "0" * 12}}, "_base_model_hash: not for jobs that train base models"),
     ],
 )

@@ -24,7 +24,7 @@ from distributed.jobs.config import (
     read_jobs,
     server_name,
 )  # fmt: skip
-from distributed.jobs.job import Job, Options
+from distributed.jobs.job import ALL_GPUS, Job, Options
 
 A = {"host": "a"}
 SECRET = "s3cr3t"
@@ -139,6 +139,10 @@ def test_an_invalid_cluster_is_refused(tmp_path: Path, tree: Any, faults: list[s
         ({"gpus": 1025}, "gpus=1025: Input should be less than or equal to 1024"),
         ({"gpu_ids": [0, 0]}, "gpu_ids: expected distinct non-negative integers"),
         ({"gpu_ids": [-1]}, "gpu_ids: expected distinct non-negative integers"),
+        ({"gpu_ids": [True]}, "gpu_ids: expected distinct non-negative integers"),
+        ({"gpu_ids": ["0"]}, "gpu_ids: expected distinct non-negative integers, or UUIDs of MIG instances (MIG-..., "),
+        ({"gpu_ids": ["MIG-a", "MIG-a"]}, "gpu_ids: expected distinct non-negative integers"),
+        ({"gpu_ids": "MIG-a"}, 'gpu_ids="MIG-a": expected distinct non-negative integers'),
         ({"gpu_ids": [0], "gpus": 2}, "gpus=2, but gpu_ids has 1; remove one of the two"),
         ({"port": 0}, "port=0: Input should be greater than or equal to 1"),
         ({"port": "22"}, 'port="22": Input should be a valid integer'),
@@ -165,6 +169,19 @@ def test_keys_of_a_server_override_defaults(tmp_path: Path) -> None:
     assert (plain.user, plain.gpus, plain.port, plain.labels, plain.setup) == ("me", 8, 2222, ["x"], ["one"])
     assert (own.user, own.gpus, own.port, own.labels, own.setup) == ("you", 2, 2222, [], ["one"])
     assert server_name(own) == "b-2222"
+
+
+def test_gpu_ids_may_name_mig_instances(tmp_path: Path) -> None:
+    ids = [2, "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "MIG-GPU-5d5b/7/0"]
+    (server,) = cluster_of(tmp_path, {**A, "gpu_ids": ids}).servers
+    assert server.devices == ids
+
+
+def test_a_job_may_need_all_gpus_of_a_server(tmp_path: Path) -> None:
+    (job,) = jobs_of(tmp_path, {"lr": 1, "_gpus": "all"})
+    assert job.options.gpus == ALL_GPUS
+    assert job.options.public() == {"gpus": "all"}
+    assert Options.of_public({"gpus": "all"}) == job.options
 
 
 def test_gpus_and_gpu_ids_of_a_server_override_both_defaults(tmp_path: Path) -> None:
@@ -254,7 +271,10 @@ def test_a_host_with_two_ports_is_two_servers(tmp_path: Path) -> None:
          "_base_model_hash, _nested"),
         ([{"_timeout": 0}], "job 0: _timeout=0: Input should be greater than 0"),
         ([{"_timeout": "1h"}], 'job 0: _timeout="1h": Input should be a valid number'),
-        ([{"_gpus": 0}], "job 0: _gpus=0: Input should be greater than or equal to 1"),
+        ([{"_gpus": 0}], 'job 0: _gpus=0: expected a positive integer, or "all"'),
+        ([{"_gpus": "al"}], 'job 0: _gpus="al": expected a positive integer, or "all"'),
+        ([{"_gpus": True}], 'job 0: _gpus=true: expected a positive integer, or "all"'),
+        ([{"_gpus": -1}], 'job 0: _gpus=-1: expected a positive integer, or "all"'),
         ([{"_retries": -1}], "job 0: _retries=-1: Input should be greater than or equal to 0"),
         ([{"_priority": 1.5}], "job 0: _priority=1.5: Input should be a valid integer"),
         ([{"_labels": "a"}], 'job 0: _labels="a": Input should be a valid list'),

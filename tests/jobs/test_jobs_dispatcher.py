@@ -19,7 +19,7 @@ import pytest
 from distributed.jobs import dispatcher, journal
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.dispatcher import Dispatcher, Event, NotStarted, Policy, ServerUnusable, StartRequest, Unreachable
-from distributed.jobs.job import Job, Options, job_of
+from distributed.jobs.job import ALL_GPUS, Job, Options, job_of
 from distributed.jobs.journal import Journal
 from distributed.jobs.placement import Slot, SlotPool, plan
 from distributed.jobs.state import Attempt, JobState, ListState, classify_end, job_records
@@ -58,7 +58,9 @@ class SimulatedServer:
         self.fetch_errors: list[Exception] = []  # one per call of fetch_results()
         self.stops_on_request = True
         self.gpu_queries = 0
-        self.memory_used: dict[int, int] = {}  # of each GPU, MiB
+        self.memory_used: dict[int | str, int | None] = {}  # of each GPU, MiB
+        self.processes: list[int | str] = []  # GPUs with a process
+        self.lost_gpus: dict[int | str, str] = {}  # with the reasons
         self.run: ListRun | None = None
         self._lost: asyncio.Future[str] | None = None
         self._post: Callable[[Event], None] = lambda event: None
@@ -161,7 +163,12 @@ class SimulatedServer:
         self._call()
         self.gpu_queries += 1
         gpus = [slot.gpu for slot in self.pool.slots if slot.gpu is not None]
-        return [{"index": gpu, "memory": 80000, "used": self.memory_used.get(gpu, 0)} for gpu in gpus]
+        found: list[dict[str, Any]] = [{"index": gpu, "lost": reason} for gpu, reason in self.lost_gpus.items()]
+        for gpu in [gpu for gpu in gpus if gpu not in self.lost_gpus]:
+            processes = [[1, "bob", 0]] if gpu in self.processes else []
+            used = self.memory_used.get(gpu, 0)
+            found.append({"index": gpu, "memory": 80000, "used": used, "processes": processes})
+        return found
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         raise NotImplementedError
@@ -853,6 +860,52 @@ def test_gpu_free_mib_sets_the_free_memory_that_a_gpu_needs(tmp_path: Path) -> N
         async with ListRun(tmp_path, one, jobs=3, gpu_free_mib=70000) as run:
             await run.finished()
         assert [list(request.gpus) for request in one.requests] == [[1]] * 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("free", [None, 1000])
+def test_a_gpu_whose_memory_is_unknown_is_in_use_while_it_has_a_process(tmp_path: Path, free: int | None) -> None:
+    async def scenario() -> None:
+        one = SimulatedServer("one", 2, gpus=True)
+        one.memory_used, one.processes = {0: None, 1: None}, [0]
+        one.outcome_of = exits(0, 0, UNTIL_ENDED)
+        async with ListRun(tmp_path, one, jobs=4, gpu_free_mib=free) as run:
+            await run.wait_until(lambda: len(one.requests) == 3)
+            assert [list(request.gpus) for request in one.requests] == [[1]] * 3
+            one.processes = []
+            await run.wait_until(lambda: len(one.requests) == 4)
+            one.end(one.running()[0])
+            await run.finished()
+        assert [list(request.gpus) for request in one.requests] == [[1], [1], [1], [0]]
+        assert "one: GPU 0: in use by another process; waiting" in run.log
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_gpu_is_named_and_the_others_are_used(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one = SimulatedServer("one", 3, gpus=True)
+        one.outcome_of = exits(UNTIL_ENDED)
+        async with ListRun(tmp_path, one, jobs=[job(1), job(2, gpus=ALL_GPUS)]) as run:
+            await run.wait_until(one.running)
+            one.lost_gpus = {1: "GPU is lost; reboot the machine"}
+            await run.wait_until(lambda: "one: GPU 1: not used: GPU is lost; reboot the machine" in run.log)
+            one.end(one.running()[0])
+            await run.finished()
+        assert [list(request.gpus) for request in one.requests] == [[0], [0, 2]]
+        assert sum("not used" in line for line in run.log) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_list_whose_gpus_are_all_lost_is_paused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one = SimulatedServer("one", 1, gpus=True)
+        one.lost_gpus = {0: "GPU is lost; reboot the machine"}
+        async with ListRun(tmp_path, one) as run:
+            await run.finished()
+        assert run.state.paused == "no usable server for the waiting jobs; see the reasons above"
 
     asyncio.run(scenario())
 

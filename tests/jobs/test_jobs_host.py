@@ -1,41 +1,55 @@
-"""The program on a server: one serve process per list, and replies of its child processes."""
+"""The program on a server: one serve process per list, replies of its child processes, and the ends of attempts."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
 import pytest
 
 from distributed.files import KIT
+from distributed.host import process_scan
 from distributed.jobs import host, panes
+from distributed.jobs.state import classify_end
+from distributed.launch import supervisor
 from distributed.training import base_model
 
 
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A serve process that has locked the list `abc` on the server `one`."""
-    (tmp_path / "job.py").touch()
+@contextmanager
+def serving(workdir: Path, error: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """A serve process that has locked the list `abc` on the server `one`. error: that it replies instead."""
     command = [sys.executable, *panes.PLAIN_PYTHON, f"{KIT}/scripts/lib/jobs_host.py", "serve"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     request = {
-        "id": 1, "do": "open", "server": "one", "list": "abc", "workdir": str(tmp_path), "default_workdir": "",
-        "script": "job.py", "python": sys.executable, "remote": False, "slots": ["one:0"], "panes": False,
+        "id": 1, "do": "open", "server": "one", "list": "abc", "workdir": str(workdir), "default_workdir": "",
+        "script": "job.sh", "python": sys.executable, "remote": False, "slots": ["one:0"], "panes": False,
     }  # fmt: skip
     send(process, json.dumps(request).encode() + b"\n")
     output = cast("IO[bytes]", process.stdout)
     assert json.loads(output.readline())["event"] == "hello"
-    assert json.loads(output.readline())["directory"] == str(tmp_path / "logs/jobs/abc")
+    opened = json.loads(output.readline())
+    assert opened.get("error", "") == error
+    assert error or opened["directory"] == str(workdir / "logs/jobs/abc")
     with process:
         yield process
         process.kill()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A serve process whose working directory is tmp_path."""
+    (tmp_path / "job.sh").touch()
+    with serving(tmp_path) as process:
+        yield process
 
 
 def send(process: subprocess.Popen[bytes], data: bytes) -> None:
@@ -180,3 +194,182 @@ def test_a_copied_base_model_is_published_unless_it_is_damaged(serve: subprocess
     assert "MiB needed" in call(serve, "base", **large)["reason"]
     assert call(serve, "base", **{**base, "output": "source"}) == {"state": "ready"}
     assert call(serve, "base", **base) == {"state": "ready"}
+
+
+# ---------------------------------------------------------------- ends of attempts
+
+
+PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes; the smallest part of a tmpfs that a file occupies
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small disk with a job that runs until tmp_path / "go" exists."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("a disk cannot be mounted here")
+    (mount / "job.sh").write_text(f"#!/bin/sh\nuntil [ -e '{tmp_path}/go' ]; do sleep 0.05; done\n")
+    (mount / "job.sh").chmod(0o755)
+    yield mount
+    supervisor.sweep(files_of(mount), 0)
+    subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+def fill(disk: Path, pages: int) -> None:
+    """Fill a disk except for this number of pages."""
+    with open(disk / "ballast", "ab", buffering=0) as ballast, suppress(OSError):
+        while True:
+            ballast.write(bytes(PAGE))
+    size = (disk / "ballast").stat().st_size // PAGE * PAGE
+    os.truncate(disk / "ballast", size - pages * PAGE)
+    assert os.statvfs(disk).f_bavail == pages
+
+
+def files_of(disk: Path) -> supervisor.Files:
+    return supervisor.Files(str(disk / "logs/jobs/abc/j.1"), "one")
+
+
+ATTEMPT: dict[str, Any] = {
+    "attempt": "j.1", "output": "out", "grace": 1.0, "job": "j", "script": "job.sh", "env": {}, "arguments": [],
+    "slots": [0], "title": "j",
+}  # fmt: skip
+
+
+def start(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    return call(process, "start", **ATTEMPT)
+
+
+def next_end(process: subprocess.Popen[bytes], cancelled: bool = False) -> tuple[str, str]:
+    """Wait until the attempt has ended. Returns (failure, reason)."""
+    while True:
+        event = json.loads(cast("IO[bytes]", process.stdout).readline())
+        if event.get("event") == "ended":
+            return classify_end(event, cancelled)
+
+
+def children(pid: int, processes: dict[int, process_scan.ProcessStat]) -> list[int]:
+    return [child for child, stat in processes.items() if stat.parent == pid and stat.alive]
+
+
+def kill_attempt(process: subprocess.Popen[bytes], guard: bool) -> None:
+    """Send SIGKILL to the supervisor that a serve process has started, and to its guard."""
+    processes = process_scan.table()
+    (killed,) = children(process.pid, processes)
+    guards = [pid for pid in children(killed, processes) if processes[pid].session != pid]
+    for pid in (*guards * guard, killed):
+        os.kill(pid, signal.SIGKILL)
+
+
+KILLED = "supervisor killed"
+NO_SPACE = "No space left on device"
+
+
+def test_a_list_cannot_be_opened_on_a_full_disk(disk: Path) -> None:
+    fill(disk, 0)
+    directory = disk / "logs/jobs/abc/servers/one"
+    with serving(disk, f"{directory}: {NO_SPACE}; free space there, or set another workdir"):
+        pass
+
+
+@pytest.mark.parametrize("how", ["exits", "is stopped", "supervisor is killed", "supervisor and guard are killed"])
+@pytest.mark.parametrize("pages", [0, 1, 2, 3, 5])
+def test_an_attempt_that_starts_on_an_almost_full_disk_ends(disk: Path, pages: int, how: str) -> None:
+    with serving(disk) as process:
+        fill(disk, pages)
+        found = start(process)
+        if "error" in found:
+            assert pages < 3
+            assert NO_SPACE in found["error"]
+            assert not os.path.exists(files_of(disk).directory)
+            return
+        assert found["state"] == "running"
+        assert pages >= 3  # for the owner, the exit code and the failure record
+        fill(disk, 0)
+        if how == "exits":
+            (disk.parent / "go").touch()
+            assert next_end(process) == ("", "")
+        elif how == "is stopped":
+            call(process, "stop", attempt="j.1", kill=False)
+            assert next_end(process, cancelled=True)[0] == "cancelled"
+        else:
+            kill_attempt(process, guard="guard" in how)
+            failure, reason = next_end(process)
+            assert (failure, "killed" in reason) == (KILLED, True)
+    assert not process_scan.live_processes(files_of(disk).environment)
+
+
+def test_the_timeout_of_an_attempt_on_a_full_disk_is_reported(disk: Path) -> None:
+    with serving(disk) as process:
+        files = files_of(disk)
+        assert call(process, "start", **ATTEMPT, timeout=1)["state"] == "running"
+        fill(disk, 0)
+        assert next_end(process)[0] == "timeout"
+        assert sorted(os.listdir(files.directory)) == ["errors", "lock", "node_one.exit", "node_one.heartbeat",
+                                                       "node_one.log", "node_one.pid"]  # fmt: skip
+
+
+def empty_pid_file(files: supervisor.Files) -> None:
+    os.truncate(files.pids, 0)
+
+
+def remove_directory(files: supervisor.Files) -> None:
+    shutil.rmtree(files.directory)
+
+
+def remove(*names: str) -> Callable[[supervisor.Files], None]:
+    """A function that removes these files of an attempt."""
+
+    def remove_files(files: supervisor.Files) -> None:
+        for name in names:
+            os.unlink(f"{files.directory}/{name}")
+
+    return remove_files
+
+
+DAMAGES = {
+    "empty pid file": empty_pid_file,
+    "no pid file": remove("node_one.pid"),
+    "no lock file": remove("lock"),
+    "no pid and lock file": remove("node_one.pid", "lock"),
+    "only log and lock file": remove("node_one.pid", "node_one.reserved", "node_one.reserved_record"),
+    "no directory": remove_directory,
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "restart"),
+    [("exits", False), ("exits", True), ("supervisor is killed", False), ("supervisor and guard are killed", True)],
+)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_attempt_whose_files_are_damaged_ends(disk: Path, damage: str, how: str, restart: bool) -> None:
+    files = files_of(disk)
+    with serving(disk) as process:
+        assert start(process)["state"] == "running"
+        DAMAGES[damage](files)
+        fill(disk, 0)
+        if "killed" in how:
+            kill_attempt(process, guard="guard" in how)
+        if not restart:
+            check_end(process, disk, damage, how)
+    if restart:
+        with serving(disk) as process:
+            found = call(process, "query", attempts={"j.1": "out"})["attempts"]["j.1"]
+            if found["state"] == "running":
+                check_end(process, disk, damage, how)
+            elif found["state"] == "ended":
+                assert classify_end(found, False)[0] == KILLED
+            else:
+                assert (damage, "killed" in how) == ("no directory", True)
+    assert not process_scan.live_processes(files.environment)
+
+
+def check_end(process: subprocess.Popen[bytes], disk: Path, damage: str, how: str) -> None:
+    if how == "exits" and damage != "no pid and lock file":  # this one cannot be proved to run
+        (disk.parent / "go").touch()
+    failure, reason = next_end(process)
+    if how == "exits" and damage in ("empty pid file", "no pid file", "no lock file"):
+        assert (failure, reason) == ("", "")
+    else:
+        assert failure == KILLED
+        assert ("removed while the job ran" in reason) == (damage == "no directory")

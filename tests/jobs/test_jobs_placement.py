@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed.jobs.job import Job, Options
+from distributed.jobs.job import ALL_GPUS, Job, Options
 from distributed.jobs.placement import JobQueue, Slot, SlotPool, plan
 
 
@@ -121,6 +121,37 @@ def test_a_job_of_several_gpus_gets_the_least_used_ones() -> None:
     assert names(queue(job("a", gpus=2)).place(pools(server))) == ["a@s:2,4"]
     assert server.free == {1, 3, 5}
     assert not queue(job("a", gpus=4)).place(pools(pool("s", gpus=3, slots=2)))
+
+
+def test_a_job_of_all_gpus_gets_those_of_the_server_that_has_room() -> None:
+    large, small = pool("large", gpus=3, taken=[1]), pool("small", gpus=2)
+    waiting = queue(job("a", gpus=ALL_GPUS), job("b", gpus=ALL_GPUS))
+    assert names(waiting.place(pools(large, small))) == ["a@small:0,1"]
+    assert not waiting.place(pools(large, small))
+    large.free = {0, 1, 2}
+    assert names(waiting.place(pools(large, small))) == ["b@large:0,1,2"]
+
+
+def test_without_gpus_a_job_of_all_gets_all_slots() -> None:
+    assert names(queue(job("a", gpus=ALL_GPUS)).place(pools(pool("s", slots=3)))) == ["a@s:0,1,2"]
+
+
+def test_a_lost_gpu_gets_no_jobs_and_is_none_of_all_gpus() -> None:
+    server = pool("s", gpus=3)
+    server.lost = frozenset({1})
+    assert names(queue(job("a", gpus=ALL_GPUS)).place(pools(server))) == ["a@s:0,2"]
+    assert not server.fits(3, frozenset())
+    server.lost = frozenset({0, 1, 2})
+    assert not server.fits(ALL_GPUS, frozenset())
+
+
+def test_a_job_gets_one_mig_instance() -> None:
+    server = SlotPool("s", (Slot(0, "MIG-a"), Slot(1, 3), Slot(2, "MIG-b")))
+    server.open = True
+    waiting = queue(job("a"), job("b"), job("c"))
+    assert names(waiting.place(pools(server))) == ["a@s:0", "b@s:1", "c@s:2"]
+    assert (server.capacity(), server.fits(2, frozenset())) == (1, False)
+    assert server.slots_of([9], ["MIG-b"]) == {2}
 
 
 def test_without_gpus_a_job_of_several_gets_several_slots() -> None:

@@ -26,7 +26,7 @@ from distributed.jobs.array_task import spec_path, taken_path, write_spec
 from distributed.jobs.config import ClusterConfig, ConfigError
 from distributed.jobs.dispatcher import Event, NotStarted, StartRequest, Unreachable
 from distributed.jobs.element import Element, assign_specs, job_path
-from distributed.jobs.job import Options, job_of
+from distributed.jobs.job import ALL_GPUS, Options, job_of
 from distributed.jobs.sbatch import (
     NO_REPLY,
     QUEUE_FULL,
@@ -787,3 +787,10 @@ def test_an_output_directory_of_another_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "experiments" / "x" / host.OWNER).write_text("another\n")
     with pytest.raises(host.JobRefused, match="holds the results of job another"):
         host.claim_output(str(tmp_path / "experiments" / "x"), "mine", "train.py")
+
+
+def test_a_job_of_all_gpus_gets_those_of_a_node_and_takes_one_place_in_the_queue(tmp_path: Path) -> None:
+    server = slurm_server(tmp_path)
+    request = StartRequest("j.1", job_of({"name": "a"}, Options(gpus=ALL_GPUS)), [0], [], [], "title")
+    assert server._resources_for(request, "") == ResourceRequest(2, None, ())
+    assert server.pool.count(ALL_GPUS) == 1

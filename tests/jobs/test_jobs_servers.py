@@ -1,0 +1,242 @@
+"""Preparing a server over ssh: a fault that only a person can correct makes it unusable, and nothing is left there.
+
+The commands for the server run in real shells on this machine, with a home directory of their own. jobs_faults.bats has
+the same over ssh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.jobs import config, servers
+from distributed.jobs.dispatcher import ServerUnusable, Unreachable
+
+NO_SPACE = "No space left on device; free space there, or set "
+
+
+class ServerHere(servers.SshServer):
+    """A server whose commands run on this machine."""
+
+    def _ssh(self, line: str) -> list[str]:
+        return ["bash", "-c", line]
+
+    def _ssh_to_server(self) -> list[str]:
+        return ["bash", "-c", 'eval "$2"', "--", "gpu1"]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "home"
+    directory.mkdir()
+    monkeypatch.setenv("HOME", str(directory))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    return directory
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk that is smaller than Muster."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("a disk cannot be mounted here")
+    yield mount
+    subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+def server(cwd: Path, sync: bool = False, **settings: Any) -> ServerHere:
+    context = servers.ListContext("abc", cwd, "train.py", sync=sync)
+    return ServerHere("gpu1", config.Server(host="gpu1", **settings), context)
+
+
+def stub(directory: Path, name: str, script: str) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(f"#!/bin/bash\n{script}\n")
+    (directory / name).chmod(0o755)
+
+
+def fails(prepare: Callable[[], Any]) -> str:
+    """The reason why the server is unusable."""
+    with pytest.raises(ServerUnusable) as caught:
+        asyncio.run(prepare())
+    return str(caught.value)
+
+
+def test_muster_is_copied_once(home: Path) -> None:
+    one = server(home)
+    asyncio.run(one._upload())
+    asyncio.run(one._upload())
+    (copy,) = (home / ".cache/muster").iterdir()
+    assert copy.name == f"jobs-{one._archive_name}"
+    assert (copy / "complete").exists()
+
+
+def test_an_incomplete_copy_of_muster_is_replaced(home: Path) -> None:
+    one = server(home)
+    incomplete = home / ".cache/muster" / f"jobs-{one._archive_name}"
+    incomplete.mkdir(parents=True)
+    (incomplete / "remains").touch()
+    asyncio.run(one._upload())
+    assert (incomplete / "complete").exists()
+    assert not (incomplete / "remains").exists()
+
+
+def full_home(home: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(small))
+
+
+def no_inode_left(home: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run(["mount", "-o", "remount,nr_inodes=2", small], check=True)
+    monkeypatch.setenv("HOME", str(small))
+    (small / "file").touch()
+
+
+def read_only_home(home: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    monkeypatch.setenv("HOME", str(small))
+
+
+def missing_home(home: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(home / "missing"))
+
+
+def file_as_cache(home: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+
+
+def cannot_create_cache(home: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/cache")
+
+
+def no_tar(home: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(home / "bin", "tar", "echo 'bash: line 1: tar: command not found' >&2; exit 127")
+    monkeypatch.setenv("PATH", f"{home}/bin:{os.environ['PATH']}")
+
+
+def quota(home: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(home / "bin", "touch", "echo \"touch: cannot touch '$1': Disk quota exceeded\" >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{home}/bin:{os.environ['PATH']}")
+
+
+def mv_fails(home: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(home / "bin", "mv", "echo 'mv: cannot move: Input/output error' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{home}/bin:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "remedy"),
+    [
+        (full_home, "tar: ", NO_SPACE + "XDG_CACHE_HOME there"),
+        (no_inode_left, "mkdir: ", NO_SPACE + "XDG_CACHE_HOME there"),
+        (read_only_home, "mkdir: ", "Read-only file system; make it writable, or set XDG_CACHE_HOME there"),
+        (missing_home, "cd: ", "No such file or directory; create the home directory, or set XDG_CACHE_HOME there"),
+        (file_as_cache, "mkdir: ", "; remove the file there, or set XDG_CACHE_HOME there"),
+        (cannot_create_cache, "'/proc/cache'", "; correct this on the server"),
+        (no_tar, "tar: ", "command not found; install it there"),
+        (quota, "touch: ", "Disk quota exceeded; free space there, or set XDG_CACHE_HOME there"),
+        (mv_fails, "mv: ", "Input/output error; correct this on the server"),
+    ],
+)
+def test_a_server_to_which_muster_cannot_be_copied_is_unusable_and_nothing_is_left_there(
+    home: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None], cause: str, remedy: str
+) -> None:
+    fault(home, small_disk, monkeypatch)
+    reason = fails(server(home)._upload)
+    assert reason.startswith("cannot copy Muster to it: ")
+    assert cause in reason
+    assert reason.endswith(remedy)
+    assert "\n" not in reason
+    assert not [path for top in (home, small_disk) for path in top.glob("**/muster/*")]
+    assert not (home / "missing").exists()
+
+
+def test_a_server_is_unreachable_if_ssh_fails_while_muster_is_copied(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServerHere, "_ssh", lambda self, line: ["sh", "-c", "echo Connection reset >&2; exit 255"])
+    with pytest.raises(Unreachable, match="Connection reset"):
+        asyncio.run(server(home)._upload())
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A working directory that is larger than the small disk."""
+    directory = tmp_path / "project"
+    directory.mkdir()
+    (directory / "data").write_bytes(os.urandom(1 << 20))
+    return directory
+
+
+def test_a_server_whose_disk_is_too_small_for_the_working_directory_is_unusable(
+    home: Path, project: Path, small_disk: Path
+) -> None:
+    one = server(project, sync=True, workdir=f"{small_disk}/work")
+    reason = fails(one._sync)
+    assert reason.startswith("cannot copy the working directory to it: rsync: ")
+    assert "No space left on device" in reason
+    assert reason.endswith("; free space there, or set another workdir")
+
+
+def test_a_server_on_which_the_working_directory_cannot_be_created_is_unusable(home: Path, project: Path) -> None:
+    one = server(project, sync=True, workdir="/proc/work")
+    reason = fails(one._sync)
+    assert reason.startswith("cannot create workdir /proc/work: mkdir: ")
+    assert reason.endswith("; correct this on the server")
+
+
+def test_a_server_is_unreachable_if_a_file_vanishes_while_it_is_copied(
+    home: Path, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(tmp_path / "bin", "rsync", "echo 'file has vanished: \"/x\"' >&2; exit 24")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    with pytest.raises(Unreachable, match="vanished"):
+        asyncio.run(server(project, sync=True, workdir=f"{tmp_path}/work")._sync())
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+def gpu(index: int | str, **facts: Any) -> dict[str, Any]:
+    return {"index": index, "uuid": f"GPU-{index}{index}", "memory": 80000, "used": 0, "processes": [], **facts}
+
+
+WORKS, LOST = gpu(0), {"index": 1, "lost": "GPU is lost; reboot the machine"}
+DIVIDED = [gpu(2, instances=["MIG-a", "MIG-b"]), {"index": "MIG-a"}, {"index": "MIG-b"}]
+MIG_NOTE = "GPU 2: MIG is on, so a job uses only its first instance; to use all, name them in gpu_ids: MIG-a, MIG-b"
+
+
+@pytest.mark.parametrize(
+    ("ids", "note"),
+    [([0], ""), ([0, 1], ""), ([0, 2], MIG_NOTE), (["MIG-b"], "")],
+)
+def test_gpus_that_exist_are_used(home: Path, ids: list[int | str], note: str) -> None:
+    assert server(home, gpu_ids=ids)._check_gpus({"gpus": [WORKS, LOST, *DIVIDED], "problem": ""}) == note
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ([1], "GPU 1: GPU is lost; reboot the machine"),
+        ([0, 3], "GPU 3: not found: gpu1 has 3 GPUs (0, 1, 2); correct gpus or gpu_ids (gpus 0: CPU slots)"),
+        (["MIG-b", "MIG-c"], "MIG instance MIG-c: not found: gpu1 has MIG-a, MIG-b; correct gpu_ids"),
+    ],
+)
+def test_a_server_without_the_gpus_to_use_is_unusable(home: Path, ids: list[int | str], reason: str) -> None:
+    with pytest.raises(ServerUnusable) as caught:
+        server(home, gpu_ids=ids)._check_gpus({"gpus": [WORKS, LOST, *DIVIDED], "problem": ""})
+    assert str(caught.value) == reason
+
+
+def test_jobs_get_uuids_of_gpus_if_one_is_lost(home: Path) -> None:
+    one = server(home, gpu_ids=[0, 2, "MIG-a"])
+    one._check_gpus({"gpus": [WORKS, *DIVIDED], "problem": ""})
+    assert one._cuda_devices([0, 2, "MIG-a"]) == "0,2,MIG-a"
+    one._check_gpus({"gpus": [WORKS, LOST, gpu(2), {"index": "MIG-a"}], "problem": ""})
+    assert one._cuda_devices([0, 2, "MIG-a"]) == "GPU-00,GPU-22,MIG-a"
