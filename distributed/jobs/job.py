@@ -16,8 +16,6 @@ ID_LENGTH = 10  # hexadecimal digits: 2^40 ids; a list with two equal ids is ref
 LONGEST = 131_071  # bytes of an argument or variable in Linux (MAX_ARG_STRLEN without the final NUL)
 DEVICE = "device"  # argument that the dispatcher sets
 MAX_LEVELS = 50  # of nested objects and lists; writers of JSON in Python have a limit too
-
-
 ALL_GPUS = 0  # value of Options.gpus
 
 
