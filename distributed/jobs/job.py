@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from distributed.training.base_model import hash_of
 ID_LENGTH = 10  # hexadecimal digits: 2^40 ids; a list with two equal ids is refused
 LONGEST = 131_071  # bytes of an argument or variable in Linux (MAX_ARG_STRLEN without the final NUL)
 DEVICE = "device"  # argument that the dispatcher sets
+AFTER = "MUSTER_AFTER"  # variable with the output directories of the jobs that _after names, one per line
 
 
 class JobError(ValueError):
@@ -33,6 +34,7 @@ class Options:
     env: Mapping[str, str] = field(default_factory=dict)  # values are never written to the journal or the results
     expected_seconds: float | None = None
     base_model_hash: str | None = None  # of the base model that the job starts from
+    after: tuple[str, ...] = ()  # ids of jobs that must be done first; until with_predecessors(), as written
 
     def seconds(self, usual: float) -> float:
         """The expected duration. usual: the default for a job without _expected_seconds."""
@@ -43,7 +45,7 @@ class Options:
         found = {
             "priority": self.priority, "timeout": self.timeout, "retries": self.retries, "gpus": self.gpus,
             "labels": list(self.labels), "env": sorted(self.env), "expected_seconds": self.expected_seconds,
-            "base_model_hash": self.base_model_hash,
+            "base_model_hash": self.base_model_hash, "after": list(self.after),
         }  # fmt: skip
         default = Options()
         return {name: value for name, value in found.items() if value != getattr(default, name) and value != []}
@@ -52,7 +54,8 @@ class Options:
     def of_public(cls, public: Mapping[str, Any]) -> Options:
         """The inverse of public(); values of environment variables are empty."""
         env = dict.fromkeys(public.get("env", ()), "")
-        return cls(**{**public, "labels": tuple(public.get("labels", ())), "env": env})
+        several = {name: tuple(public.get(name, ())) for name in ("labels", "after")}
+        return cls(**{**public, **several, "env": env})
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Job:
     output: str  # directory, relative to the working directory
     base: str = ""  # digest of the base model that it starts from
     trains: str = ""  # digest of the base model that it trains
+    file: str = ""  # the jobs file that `add` has read it from; empty for a job of --jobs-config
 
     @property
     def name(self) -> str:
@@ -112,6 +116,18 @@ def os_bytes(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         raise JobError(f"{text[:60]!r}: contains a lone surrogate; write complete characters") from None
+
+
+def matching(jobs: Iterable[Job], selector: str) -> list[Job]:
+    """The jobs with this id, name or output directory; else with this start of an id, prefix, or part of a name."""
+    jobs = list(jobs)
+    tests: tuple[Callable[[Job], bool], ...] = (
+        lambda job: selector in (job.id, job.name, job.output.rstrip("/")),
+        lambda job: job.id.startswith(selector),
+        lambda job: job.name.startswith(f"{selector}/"),
+        lambda job: selector in job.name,
+    )
+    return next(filter(None, ([job for job in jobs if test(job)] for test in tests)), [])
 
 
 def muster_job(job: Job) -> str:
