@@ -32,6 +32,7 @@ from distributed.jobs.state import (
     request_id,
     select_jobs,
     unhandled_requests,
+    with_related,
 )
 from distributed.training.base_model import BaseModelError, hash_of
 
@@ -808,7 +809,7 @@ class Dispatcher:
 
     def _apply_request(self, request: str, what: str, jobs: list[str]) -> None:
         """Cancel unfinished jobs, or retry failed and cancelled ones."""
-        jobs = self._with_related(jobs) if what == "retry" else jobs
+        jobs = with_related(self.state, jobs) if what == "retry" else jobs
         final = {job for job in jobs if self.state.jobs[job].state in FINAL}
         self._record("request_handled", request=request, what=what, jobs=jobs)
         for job in map(self.state.jobs.__getitem__, jobs):
@@ -964,22 +965,6 @@ class Dispatcher:
             self._log(f"failed: {job.job.name}: {reason}")
         self._pause_at_max_failures()
         return [job.job.id for job in jobs]
-
-    def _with_related(self, jobs: list[str]) -> list[str]:
-        """Add the failed or cancelled predecessors of these jobs, and the jobs that failed because of one of them."""
-        failed = {job: each for job, each in self.state.jobs.items() if each.state in ("failed", "cancelled")}
-        dependents = defaultdict(list)
-        for job, each in failed.items():
-            dependents[each.reason].append(job)
-        related = set(jobs)
-        to_follow = [failed[job] for job in jobs if job in failed]
-        for each in to_follow:  # extended by the jobs found
-            needed = [other.job.id for other in self.state.predecessors(each.job)]
-            linked = [*needed, *dependents[each.reason_of_dependents]]
-            new = [job for job in linked if job in failed and job not in related]
-            related.update(new)
-            to_follow += [failed[job] for job in new]
-        return [job for job in self.state.jobs if job in related]
 
     async def _publish(self, server: JobServer, job: JobState, attempt: Attempt) -> None:
         """Publish a job's trained base model to the cache. Raises BaseModelError, OSError and Unreachable."""

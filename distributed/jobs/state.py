@@ -349,6 +349,24 @@ def select_jobs(state: ListState, what: str, selectors: Iterable[str]) -> list[s
     return list(dict.fromkeys(found))
 
 
+def with_related(state: ListState, jobs: Iterable[str]) -> list[str]:
+    """Add the failed or cancelled predecessors of these jobs, and the jobs that failed because of one of them."""
+    failed = {job: each for job, each in state.jobs.items() if each.state in ("failed", "cancelled")}
+    dependents: dict[str, list[str]] = {}
+    for job, each in failed.items():
+        dependents.setdefault(each.reason, []).append(job)
+    related = dict.fromkeys(jobs)
+    to_follow = [failed[job] for job in related if job in failed]
+    for each in to_follow:  # extended by the jobs found
+        linked = [needed.job.id for needed in state.predecessors(each.job)] + dependents.get(
+            each.reason_of_dependents, []
+        )
+        new = dict.fromkeys(job for job in linked if job in failed and job not in related)
+        related |= new
+        to_follow += [failed[job] for job in new]
+    return [job for job in state.jobs if job in related]
+
+
 def find_job_id(state: ListState, selector: str) -> str:
     """The one job with this id, name, output directory, start of an id or part of a name. Raises ValueError."""
     if not selector:
