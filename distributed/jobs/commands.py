@@ -70,6 +70,7 @@ from distributed.jobs.config import (
     BaseModels,
     ClusterConfig,
     ConfigError,
+    collisions,
     raise_faults,
     read_base_models,
     read_cluster,
@@ -310,8 +311,8 @@ def with_bases(config: ListConfig, jobs: Sequence[Job]) -> list[Job]:
 def added_before(config: ListConfig, state: ListState) -> list[Job]:
     """The jobs that `add` has added to a list, as they were then. The values of their _env are read from their files.
 
-    config: with the jobs of --jobs-config. Raises ConfigError for an unfinished job that has lost its file or a job
-    that it waits for.
+    config: with the jobs of --jobs-config. Raises ConfigError for an unfinished job that has lost its _env, or a job
+    that it waits for, and for two jobs that would write the same directory.
     """
     own = {job.id for job in config.jobs}
     added = {job: each for job, each in state.jobs.items() if each.job.file and job not in own}
@@ -341,7 +342,7 @@ def added_before(config: ListConfig, state: ListState) -> list[Job]:
         name = None if planned else job.options.base_model_hash
         options = replace(job.options, env=env.get(job.id, job.options.env), base_model_hash=name)
         found.append(replace(job, options=options, base=""))
-    raise_faults(faults)
+    raise_faults([*faults, *collisions({job.id: job for job in [*config.jobs, *found]})])
     return found
 
 
@@ -942,8 +943,9 @@ def retry(options: argparse.Namespace, path: Path) -> int:
 def add(options: argparse.Namespace, path: Path) -> int:
     """Add the jobs of a file. A running dispatcher reads the file; otherwise this process adds them to the journal."""
     file, path = absolute(options.file), absolute(path)
-    new = jobs_to_add(listed_config(state_of(path)), file)
-    if not new:
+    if file.exists() and not file.is_file():
+        raise CallError(f"{file}: not a regular file, which the dispatcher could read again; write the jobs to a file")
+    if not jobs_to_add(listed_config(state_of(path)), file):
         print(f"nothing to add: all jobs of {file} are in the list")
         return 0
     request = request_id(journal.request(path, "add", [str(file)]))

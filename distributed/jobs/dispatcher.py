@@ -597,6 +597,8 @@ class Dispatcher:
         if job.attempts:
             self._avoided[job.job.id] = avoid
         listed = self.jobs[job.job.id]
+        if digest := listed.trains or listed.base:
+            self._claim(digest)
         if awaited := self._awaited(listed):
             if not listed.trains:  # else _on_claimed() queues it
                 self._held[awaited][listed.id] = job
@@ -859,16 +861,11 @@ class Dispatcher:
     # ---------------------------------------------------------------- base models
 
     def _awaited(self, job: Job) -> str:
-        """What a waiting job waits for: a job, by id, or a base model, by digest; empty if it can be queued.
-
-        Claims the base model that the job uses or trains. _check_held() or _on_claimed() queues a job that waits.
-        """
-        digest = job.trains or job.base
-        if digest:
-            self._claim(digest)
+        """What a waiting job waits for: a job, by id, or a base model, by digest; empty if it can be queued."""
         for needed in self.state.predecessors(job):
             if needed.state != "done" and not needed.job.trains:
                 return needed.job.id
+        digest = job.trains or job.base
         ready = self._claimed.get(digest) == ("train" if job.trains else "ready")
         blocked = not job.trains and self._blocked_by_barrier()
         return "" if not digest or (ready and not blocked) or self._running_training(job) else digest

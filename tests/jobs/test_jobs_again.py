@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from distributed.jobs.job import job_id
+
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts/jobs/run_distributed_training.py"
 SECONDS = 60  # timeout
 RUN = ("--backend", "local", "--slots", "2", "--no-tmux", "--script", "job.sh", "--jobs-config", "jobs.json")
@@ -310,9 +312,11 @@ def test_an_added_job_that_cannot_run_any_more_is_cancelled_or_its_file_restored
     write_jobs(job_list.directory / "more.json", {"n": 3, "_env": {"A": "b"}}, {"n": 4, "exit": 3, "_retries": 0})
     assert job_list.call("add", "more.json")[0] == 0
     (job_list.directory / "more.json").unlink()
+    job_list.jobs({"n": 1}, {"n": 2, "prefix": job_id({"n": 4, "exit": 3})})
     code, printed = job_list.call("resume")
-    assert (code, "No such file" in printed) == (2, True), printed
-    remedy = printed.partition("or run ")[2].split()
+    assert (code, "No such file" in printed, " would write into " in printed) == (2, True, True), printed
+    job_list.jobs({"n": 1}, {"n": 2, "prefix": "gone"})
+    remedy = printed.partition("or run ")[2].splitlines()[0].split()
     assert job_list.call(*remedy[2:])[0] == 0, remedy
     code, printed = job_list.call("resume")
     assert (code, "finished: 2 of 4 done, 1 failed, 1 cancelled" in printed) == (1, True), printed
@@ -329,6 +333,7 @@ def test_an_added_job_that_cannot_run_any_more_is_cancelled_or_its_file_restored
         ([], "contains an empty list"),
         ("{", "more.json, line 1, column 2: not valid JSON"),
         (None, "cannot read it (No such file or directory)"),
+        ("a pipe", "more.json: not a regular file"),
     ],
 )
 def test_an_added_file_with_a_fault_is_refused_and_changes_nothing(job_list: JobList, jobs: Any, fault: str) -> None:
@@ -340,7 +345,9 @@ def test_an_added_file_with_a_fault_is_refused_and_changes_nothing(job_list: Job
     one = job_list.start_call(*RUN)
     wait_until(lambda: job_list.starts() == 1)
     before = (job_list.directory / "results.journal").read_bytes()
-    if jobs is not None:
+    if jobs == "a pipe":
+        os.mkfifo(job_list.directory / "more.json")
+    elif jobs is not None:
         (job_list.directory / "more.json").write_text(jobs if isinstance(jobs, str) else json.dumps(jobs))
     code, printed = job_list.call("add", "more.json")
     assert (code, fault in printed) == (2, True), printed
