@@ -830,7 +830,7 @@ class Dispatcher:
         except (ValueError, OSError) as error:
             refusal = {"refused": str(error)}
         self._record("added", request=request_id(request), jobs=job_records(jobs), **refusal)
-        self._log(f"{file}: " + (f"not added: {refusal['refused']}" if refusal else f"{len(jobs)} jobs added"))
+        self._log(f"{file}: " + (f"not added: {refusal['refused']}" if refusal else f"jobs added: {len(jobs)}"))
         self.jobs |= {job.id: job for job in jobs}
         for job in jobs:
             if self.state.jobs[job.id].state == "waiting":
@@ -858,7 +858,7 @@ class Dispatcher:
         except Unreachable:  # repeated after the reconnect
             self._stopping.discard(attempt.name)
 
-    # ---------------------------------------------------------------- base models
+    # ---------------------------------------------------------------- jobs that wait for others, and base models
 
     def _awaited(self, job: Job) -> str:
         """What a waiting job waits for: a job, by id, or a base model, by digest; empty if it can be queued."""

@@ -275,7 +275,7 @@ def test_a_job_is_added_to_a_running_list_and_finds_the_output_of_the_job_that_i
     assert "waits for first/fold0: running" in job_list.call("status")[1]
     (job_list.directory / "go").touch()
     assert running.process.wait(SECONDS) == 0, running.printed
-    assert f"{more}: 2 jobs added" in running.printed
+    assert f"{more}: jobs added: 2" in running.printed
     assert (job_list.directory / "experiments/second/fold0/found").read_text() == "text\n"
 
 

@@ -610,7 +610,7 @@ def test_jobs_are_added_while_a_list_runs_and_wait_for_its_jobs(tmp_path: Path) 
         assert [each.job.id for each in one.requests] == [a.id, b.id, run.files["more"][1].id]
         assert [each.number for each in run.state.jobs.values()] == [0, 1, 2]
         added = [line for line in run.log if line.startswith(("more", "none"))]
-        assert added == ["more: 2 jobs added", "none: not added: none: refused", "more: 0 jobs added"]
+        assert added == ["more: jobs added: 2", "none: not added: none: refused", "more: jobs added: 0"]
 
     asyncio.run(scenario())
 
