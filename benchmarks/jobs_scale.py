@@ -20,7 +20,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class SimulatedServer:
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         await asyncio.sleep(0.01)
 
-    async def send_results(self, output: str) -> None:
+    async def send_results(self, outputs: Sequence[str]) -> None:
         """No job is retried."""
 
     async def query_gpus(self) -> list[dict[str, Any]]:

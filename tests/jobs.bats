@@ -570,6 +570,43 @@ END
 }
 
 
+@test "a job that is added to a running list finds the output of the job it needs, which another server wrote" {
+  WORK="$APART/my added list"
+  enter_workdir
+  write_job_script
+  cat >>job.py <<'END'
+for output in filter(None, os.environ.get("MUSTER_AFTER", "").split("\n")):
+    record("found", name, node, *open(f"{output}/result").read().split())
+END
+  cluster "$N1:1" "$N2:1"
+  sed -i "s/{\"host\": \"$PREFIX\([12]\)\"/&, \"labels\": [\"server\1\"]/" cluster.json
+  job_list <<<"{\"name\": \"first\", \"until\": \"$PWD/go\", \"prefix\": \"[f]\", \"_labels\": [\"server1\"]}"
+  start_list --sync
+  wait_until_started first
+  mv jobs.json original.json
+  job_list <<END
+{"name": "second", "_after": "[f]", "_labels": ["server2"]}
+{"name": "third", "_after": ["[f]", "p"], "_labels": ["server1"]}
+{"name": "other", "prefix": "p", "_labels": ["server2"], "big": 1}
+END
+  mv jobs.json more.json
+  mv original.json jobs.json
+  run -0 list add more.json
+  [ "$output" = "added 3 new jobs" ]
+  eventually holds 'job["other"]["state"] == "done"'
+  run -0 list status
+  [ "$(grep -c 'waits for \[f\]/[0-9a-f]*: running' <<<"$output")" -eq 2 ]
+  kill -KILL "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
+  lab ssh "$N1" touch "$PWD/go"
+  run -0 list resume
+  [[ "$output" == *"finished: 4 of 4 done"* ]]
+  [ "$(grep '^found second' "$STARTED")" = "found second $N2 first on $N1" ]
+  [ "$(grep '^found third' "$STARTED")" = "$(printf '%s\n' "found third $N1 first on $N1" "found third $N1 other on $N2")" ]
+  holds 'sorted(began) == ["first", "other", "second", "third"]'
+}
+
+
 # ---------------------------------------------------------------- interactive use
 
 

@@ -212,6 +212,26 @@ start_slurmctld() {
 }
 
 
+@test "a job that is added starts after the jobs it needs, and may need more GPUs than the list has jobs" {
+  cluster '"gpus": 2'
+  job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go\", \"prefix\": \"a\"}"
+  start_list
+  wait_until_started a
+  mv jobs.json original.json
+  job_list <<<'{"name": "b", "_after": "a", "_gpus": 2}'
+  mv jobs.json more.json
+  mv original.json jobs.json
+  run -0 list add more.json
+  eventually holds 'len(job) == 2'
+  run -0 list why "$(values '[job["b"]["id"]]')"
+  [[ "$output" == *": waiting: waits for a/"*": running"* ]]
+  : >go
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  holds 'began == ["a", "b"] and r["totals"]["done"] == 2'
+}
+
+
 @test "failures are classified as over ssh, a failed job is retried, and no process remains" {
   cluster '"gpus": 0'
   job_list <<END

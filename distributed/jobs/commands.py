@@ -1,7 +1,7 @@
 """Run a list of training jobs on GPU servers, on this machine or on SLURM.
 
 usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [option...]
-       run_distributed_training.py status|logs|why|cancel|retry|resume [--log-file FILE] ...
+       run_distributed_training.py status|logs|why|cancel|retry|add|resume [--log-file FILE] ...
 
   --cluster-config FILE  servers (JSON); optional with --backend local
   --jobs-config FILE     jobs (JSON): a list of objects; keys are script arguments, or options (_NAME)
@@ -24,13 +24,14 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --help                 show this help
 
 To continue an interrupted list, run the same command or `resume`: jobs that are still running continue, finished jobs
-are not run again, and jobs added to the list are started.
+are not run again, and new jobs are started. A job with _after starts when the jobs that it names are done.
 
   status                 show the state of every job, and where it runs
   logs JOB [--follow]    print the output of a job's last attempt; --attempt N: of attempt N
   why JOB                explain the state of a job, and show its attempts
   cancel JOB...|all      stop jobs, and verify that none of their processes remain
   retry failed|JOB...    run failed or cancelled jobs again
+  add FILE               add the jobs of a file to the list, also while it runs; their _after may name jobs of the list
   resume                 continue the list
 
 JOB is an id or a name, or the start of an id or a part of a name that matches only one job.
@@ -69,6 +70,7 @@ from distributed.jobs.config import (
     BaseModels,
     ClusterConfig,
     ConfigError,
+    collisions,
     raise_faults,
     read_base_models,
     read_cluster,
@@ -87,6 +89,7 @@ from distributed.jobs.state import (
     ListState,
     find_job_id,
     job_records,
+    request_id,
     select_jobs,
     unhandled_requests,
 )
@@ -97,7 +100,7 @@ from distributed.training.base_model import BaseModelError, hash_of
 PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"
 PROGRAMS = (PROGRAM, TWO_PHASE, "distributed_train_helper.py")
-SUBCOMMANDS = ("status", "logs", "why", "cancel", "retry", "resume")
+SUBCOMMANDS = ("status", "logs", "why", "cancel", "retry", "add", "resume")
 BACKENDS = ("ssh", "local", "slurm")
 SHOWN = 10  # failed jobs listed at the end, and leaks in one message
 WRITE_INTERVAL = 0.5  # seconds between checks whether to write the results, and between updates of the table
@@ -169,6 +172,8 @@ def list_parser(command: str) -> CommandParser:
         parser.add_argument("job")
     if command in ("cancel", "retry"):
         parser.add_argument("jobs", nargs="+")
+    if command == "add":
+        parser.add_argument("file", type=Path)
     if command == "logs":
         parser.add_argument("--follow", action="store_true")
         parser.add_argument("--attempt", type=positive)
@@ -240,7 +245,9 @@ def execute_subcommand(arguments: list[str]) -> int | None:
             raise CallError(f"{options.log_file}: no job list ({path} is missing); give its results with --log-file")
         if not journal.has_list(path):
             raise CallError(f"{path}: contains no job list; rerun the command that starts the list")
-        subcommands = {"status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "resume": resume}
+        subcommands = {
+            "status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "add": add, "resume": resume,
+        }  # fmt: skip
         return subcommands[arguments[0]](options, path)
     if arguments and not arguments[0].startswith("-"):
         known = [*SUBCOMMANDS, *(["cache"] if program_name() == TWO_PHASE else [])]
@@ -282,17 +289,83 @@ def read_config(options: argparse.Namespace) -> ListConfig:
     script = options.script or (cluster.script_path if cluster else "train.py")
     if options.backend == "local" and not Path(script).is_file():
         raise ConfigError(f"script {script}: no such file in {Path.cwd()}; give its path with --script")
+    path = journal_of(options.log_file)
+    state = state_of(path) if path.exists() else ListState()
     jobs = read_jobs(options.jobs_config, default_participants(script), options.retries)
-    cache = Cache(Path.cwd())
+    config = ListConfig(options, cluster, script, jobs, Cache(Path.cwd()))
+    return with_bases(config, [*jobs, *added_before(config, state)])
+
+
+def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
+    """The list with these jobs, each with its base model; if it has two phases, the jobs that train them come first.
+
+    Raises ConfigError for a leak with --refuse-leaks, and as with_base_models().
+    """
+    options, cache = config.options, config.cache
     warnings: list[str] = []
     if options.two_phase:
-        rules = base_rules(options, cluster, script)
+        rules = base_rules(options, config.cluster, config.script)
         plan = bases.plan_of(jobs, rules)
         warnings = leak_warnings(plan, rules)
         if warnings and options.refuse_leaks:
             raise ConfigError("\n".join(warnings) + ", or run without --refuse-leaks")
         jobs = with_base_models(options, rules, plan, cache)
-    return ListConfig(options, cluster, script, [with_digest(job, cache) for job in jobs], cache, warnings)
+    return replace(config, jobs=[with_digest(job, cache) for job in jobs], warnings=warnings)
+
+
+def added_before(config: ListConfig, state: ListState) -> list[Job]:
+    """The jobs that `add` has added to a list, as they were then. The values of their _env are read from their files.
+
+    config: with the jobs of --jobs-config. Raises ConfigError for an unfinished job that has lost its _env, or a job
+    that it waits for, and for two jobs that would write the same directory.
+    """
+    own = {job.id for job in config.jobs}
+    added = {job: each for job, each in state.jobs.items() if each.job.file and job not in own}
+    rules = base_rules(config.options, config.cluster, config.script) if config.options.two_phase else None
+    listed = [*config.jobs, *(each.job for each in added.values())]
+    env: dict[str, Mapping[str, str]] = {}
+    errors: dict[str, str] = {}
+    for file in {each.job.file for each in added.values() if each.job.options.env}:
+        try:
+            jobs = read_jobs(Path(file), default_participants(config.script), listed=listed)
+            env |= {job.id: job.options.env for job in jobs}
+        except ConfigError as error:
+            errors[file] = f" ({str(error).splitlines()[0]})"
+    found, faults = [], []
+    for each in added.values():
+        job, remedy = each.job, f"restore it, or run {command_line(f'cancel {each.job.id}', config.options.log_file)}"
+        if job.options.env and job.id not in env:
+            if each.state not in FINAL:
+                faults.append(f"{job.name}: {job.file} no longer has its _env{errors.get(job.file, '')}; {remedy}")
+            if each.state != "done":
+                continue
+        for needed in job.options.after:
+            gone = needed not in own | added.keys() and (needed not in state.jobs or state.jobs[needed].state != "done")
+            if gone and each.state not in FINAL:
+                faults.append(f"{job.name}: waits for job {needed}, which is no longer in the list; {remedy}")
+        planned = rules is not None and rules.needs_base(job)  # with_bases() then finds the base model anew
+        name = None if planned else job.options.base_model_hash
+        options = replace(job.options, env=env.get(job.id, job.options.env), base_model_hash=name)
+        found.append(replace(job, options=options, base="", leak=""))
+    raise_faults([*faults, *collisions({job.id: job for job in [*config.jobs, *found]})])
+    return found
+
+
+def jobs_to_add(config: ListConfig, file: Path, made: Sequence[JobServer] = ()) -> list[Job]:
+    """The jobs of a file that are not in the list, and the jobs that train their base models. Raises ConfigError.
+
+    made: the running servers; they get slots for the new jobs if their number depends on the jobs, as on SLURM.
+    """
+    listed, known = [job for job in config.jobs if not job.trains], {job.id for job in config.jobs}
+    read = read_jobs(file, default_participants(config.script), config.options.retries, listed)
+    new = [replace(job, file=str(file)) for job in read if job.id not in known]
+    found = [job for job in with_bases(config, [*listed, *new]).jobs if job.id not in known] if new else []
+    larger = make_servers(replace(config, jobs=[*config.jobs, *found]), "new")
+    refuse_unplaceable_jobs(found, larger)
+    refuse_foreign_outputs(replace(config, jobs=found))
+    for server, other in zip(made, larger, strict=False):
+        server.pool.grow(other.pool.slots)
+    return found
 
 
 def base_rules(options: argparse.Namespace, cluster: ClusterConfig | None, script: str) -> bases.Rules:
@@ -401,6 +474,9 @@ def run(options: argparse.Namespace) -> int:
     with Journal.open(journal_of(options.log_file)) as book:
         state = ListState.of(book.records)
         refuse_other_list(state, config)
+        listed = {job.id for job in config.jobs}
+        if any(each.job.file and each.job.id not in listed for each in state.unfinished()):
+            raise CallError(f"{options.log_file}: jobs were added while the command started; run it again")
         list_id = state.id or secrets.token_hex(5)
         made = make_servers(config, list_id)
         about = {
@@ -413,7 +489,7 @@ def run(options: argparse.Namespace) -> int:
         )  # fmt: skip
         state.apply(record)
         book.commit()
-        return dispatch(book, state, config.jobs, made, policy_of(options), options.log_file, config.cache)
+        return dispatch(book, state, config.jobs, made, policy_of(options), options.log_file, config)
 
 
 def policy_of(options: argparse.Namespace, drain: bool = False) -> Policy:
@@ -459,7 +535,7 @@ def refuse_other_list(state: ListState, config: ListConfig) -> None:
         raise ConfigError(f"{log_file}: was started in {state.list_record['cwd']}; run the command there, or {remedy}")
     if state.list_record["script"] != config.script:
         raise ConfigError(f"{log_file}: was started with the script {state.list_record['script']}; {remedy}")
-    if not set(state.jobs) & {job.id for job in config.jobs}:
+    if not set(state.jobs) & {job.id for job in config.jobs if not job.file}:
         count = console.plural(len(state.jobs), "job")
         raise ConfigError(f"{log_file}: contains {count}, none of them in this list; {remedy}")
     raise_faults([fault for job in config.jobs if (fault := base_conflict(state.jobs.get(job.id), job))])
@@ -475,13 +551,18 @@ def base_conflict(known: JobState | None, job: Job) -> str:
 
 def dispatch(
     book: Journal, state: ListState, jobs: Sequence[Job], made: Sequence[JobServer], policy: Policy, log_file: Path,
-    cache: Cache | None = None,
+    config: ListConfig | None = None,
 ) -> int:  # fmt: skip
-    """Run a dispatcher until it returns. Returns the exit code. cache: see Dispatcher."""
+    """Run a dispatcher until it returns. Returns the exit code. config: required for base models, and to add jobs."""
     results: Results
+
+    def read_added(listed: list[Job], file: str) -> list[Job]:
+        return jobs_to_add(replace(config, jobs=listed), Path(file), made) if config else []
+
     dispatcher = Dispatcher(
         book, state, jobs, made, policy, log=lambda line: screen.log(line),
-        on_change=lambda: setattr(results, "changed", True), cache=cache,
+        on_change=lambda: setattr(results, "changed", True), cache=config.cache if config else None,
+        read_added=read_added,
     )  # fmt: skip
     results = Results(log_file, state, dispatcher.links)
     screen = console.ListConsole(state, dispatcher.links)
@@ -653,24 +734,20 @@ def status(options: argparse.Namespace, path: Path) -> int:
         took = "" if last is None else console.clock((last.end or time.time()) - last.start)
         location = last.location if last else ""
         table.append((job.job.id, job.job.name, shown_state(job, requested), location, took, *console.measured(job)))
-    reasons = [f"            {reason}" if (reason := reason_of(state, job)) else "" for job in state.jobs.values()]
+    reasons = [f"            {reason}" if (reason := state.reason_of(job)) else "" for job in state.jobs.values()]
     show(table, ["", *reasons])
     print(console.totals(state))
     if any(True for _ in state.unfinished()) or requested:
         resume = command_line("resume", options.log_file)
         stopped = f"no dispatcher is running; to continue: {resume}"
         print("a dispatcher is running this list" if is_running else stopped)
+    for file in (file for file, event in requested.items() if event == "add"):
+        print(f"add requested: {file}")
     if state.paused:
         print(f"paused: {state.paused}")
     for line in unusable_servers(options.log_file) if is_running else ():
         print(line)
     return 1 if state.counts["failed"] else 0
-
-
-def reason_of(state: ListState, job: JobState) -> str:
-    """Why a job is in its state; empty if there is nothing to explain."""
-    trainer = state.waits_for(job)
-    return job.reason or (f"waits for base {hash_of(job.job.base)}: {trainer.state}" if trainer else "")
 
 
 def unusable_servers(log_file: Path) -> list[str]:
@@ -708,7 +785,8 @@ def why(options: argparse.Namespace, path: Path) -> int:
     state = state_of(path)
     job = state.jobs[find_job_id(state, options.job)]
     repeated = any(job.reason.endswith(attempt.failure_text) for attempt in job.attempts if attempt.failure)
-    print(f"{job.job.id}  {job.job.name}: {job.state}" + (f": {job.reason}" if job.reason and not repeated else ""))
+    reason = "" if repeated else state.reason_of(job)
+    print(f"{job.job.id}  {job.job.name}: {job.state}" + (f": {reason}" if reason else ""))
     print(f"  output: {job.job.output}")
     for attempt in job.attempts:
         print("  " + attempt_line(attempt))
@@ -732,17 +810,17 @@ def explanation(state: ListState, job: JobState, log_file: Path) -> list[str]:
     if job.state == "done":
         return []
     if job.state in FINAL:
-        trainer = state.waits_for(job)
-        why_base = [f"its base model: {command_line(f'why {trainer.job.id}', log_file)}"] if trainer else []
-        return [*why_base, f"to retry: {command_line(f'retry {job.job.id}', log_file)}"]
+        needed = state.waits_for(job)
+        cause = [f"the cause: {command_line(f'why {needed.job.id}', log_file)}"] if needed else []
+        return [*cause, f"to retry: {command_line(f'retry {job.job.id}', log_file)}"]
     paused = [f"the list is paused: {state.paused}"] if state.paused and job.state == "waiting" else []
     if not journal.dispatcher_is_running(journal_of(log_file)):
         return [*paused, f"no dispatcher is running; to continue: {command_line('resume', log_file)}"]
     if paused or job.state != "waiting":
         return paused
-    if trainer := state.waits_for(job):
-        return [f"waits for base {hash_of(job.job.base)}, which {trainer.job.id} trains: {trainer.state}"]
-    waiting = [each for each in state.jobs.values() if each.state == "waiting"]
+    if needed := state.waits_for(job):
+        return [f"see also: {command_line(f'why {needed.job.id}', log_file)}"]
+    waiting = [each for each in state.jobs.values() if each.state == "waiting" and not state.waits_for(each)]
     usual = mean_seconds(each.job for each in state.jobs.values())
     mine = sort_key(job.job, usual, job.number)
     before = sum(sort_key(each.job, usual, each.number) < mine for each in waiting)
@@ -817,7 +895,7 @@ def cancel(options: argparse.Namespace, path: Path) -> int:
         config = stored_config(state)
         shown = relative(log_file) if Path.cwd() == here else log_file
         policy = policy_of(config.options, drain=True)
-        code = dispatch(book, state, config.jobs, make_servers(config, state.id), policy, shown, config.cache)
+        code = dispatch(book, state, config.jobs, make_servers(config, state.id), policy, shown, config)
     return code or cancel_exit_code(state, jobs)
 
 
@@ -869,6 +947,41 @@ def retry(options: argparse.Namespace, path: Path) -> int:
     start = "" if journal.dispatcher_is_running(path) else f"; to start: {command_line('resume', options.log_file)}"
     print(f"requeued {console.plural(len(jobs), 'job')}{start}")
     return 0
+
+
+def add(options: argparse.Namespace, path: Path) -> int:
+    """Add the jobs of a file. A running dispatcher reads the file; otherwise this process adds them to the journal."""
+    file, path = absolute(options.file), absolute(path)
+    if file.exists() and not file.is_file():
+        raise CallError(f"{file}: not a regular file, which the dispatcher could read again; write the jobs to a file")
+    jobs = jobs_to_add(listed_config(state_of(path)), file)
+    for job in [each for each in jobs if each.leak][:SHOWN]:
+        sys.stderr.write(f"{program_name()}: warning: {job.name}: {job.leak}\n")
+    if not jobs:
+        print(f"nothing to add: all jobs of {file} are in the list")
+        return 0
+    request = request_id(journal.request(path, "add", [str(file)]))
+    while not (found := [each for each in journal.read(path)[0] if each.get("request") == request]):
+        if journal.dispatcher_is_running(path):
+            time.sleep(0.2)
+            continue
+        with contextlib.suppress(JournalError), Journal.open(path) as book:
+            jobs = jobs_to_add(listed_config(ListState.of(book.records)), file)
+            book.add("added", request=request, jobs=job_records(jobs))
+            book.commit()
+    if refusal := found[0].get("refused"):
+        raise ConfigError(refusal)
+    trained = sum("trains" in each for each in found[0]["jobs"])
+    models = f" and {console.plural(trained, 'base model')} to train" if trained else ""
+    start = "" if journal.dispatcher_is_running(path) else f"; to start: {command_line('resume', options.log_file)}"
+    print(f"added {console.plural(len(found[0]['jobs']) - trained, 'new job')}{models}{start}")
+    return 0
+
+
+def listed_config(state: ListState) -> ListConfig:
+    """stored_config() without the jobs that were removed from the list."""
+    config = stored_config(state)
+    return replace(config, jobs=[job for job in config.jobs if not state.jobs[job.id].unlisted])
 
 
 def resume(options: argparse.Namespace, path: Path) -> int:

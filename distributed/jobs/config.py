@@ -10,16 +10,30 @@ contacted.
 from __future__ import annotations
 
 import difflib
+import graphlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from distributed.jobs.job import ALL_GPUS, Job, JobError, JsonFloat, Options, argument_groups, job_of
+from distributed.jobs.job import (
+    AFTER,
+    ALL_GPUS,
+    LONGEST,
+    Job,
+    JobError,
+    JsonFloat,
+    Options,
+    argument_groups,
+    job_of,
+    matching,
+    os_bytes,
+)
 from distributed.jobs.placement import GpuId
 from distributed.training.base_model import HASH
 
@@ -133,8 +147,9 @@ class BaseModels(StrictModel):
     def _check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
         if faults := [key for key in options if not key.startswith("_")]:
             raise ValueError(f"{faults[0]}: unknown key; did you mean _{faults[0]}?")
-        if "_base_model_hash" in options:
-            raise ValueError("_base_model_hash: not for jobs that train base models; remove it")
+        for name in ("_base_model_hash", "_after"):
+            if name in options:
+                raise ValueError(f"{name}: not for jobs that train base models; remove it")
         options_of({key[1:]: value for key, value in options.items()})
         return options
 
@@ -197,6 +212,7 @@ class OptionKeys(StrictModel):
     expected_seconds: float | None = Field(None, ge=0)
     base_model_hash: str | None = None  # of the base model that the job starts from
     nested: Literal["json", "dotted"] | None = None  # how objects and nested lists are passed
+    after: list[Text] = Field(default_factory=list)  # jobs that must be done first
 
     @field_validator("gpus", mode="before")
     @classmethod
@@ -204,6 +220,11 @@ class OptionKeys(StrictModel):
         if gpus != "all" and not (type(gpus) is int and gpus > 0):
             raise ValueError('expected a positive integer, or "all"')
         return ALL_GPUS if gpus == "all" else gpus
+
+    @field_validator("after", mode="before")
+    @classmethod
+    def _make_list(cls, after: Any) -> Any:
+        return [after] if isinstance(after, str) else after
 
     @field_validator("base_model_hash")
     @classmethod
@@ -251,18 +272,24 @@ def _read_model(path: Path, model: type[Model], keys: str, within: str = "") -> 
         raise ConfigError("\n".join(_explain(error, str(path), within=within))) from None
 
 
-def read_jobs(path: Path, participants: Sequence[str] | None = None, retries: int | None = None) -> list[Job]:
+def read_jobs(
+    path: Path, participants: Sequence[str] | None = None, retries: int | None = None, listed: Sequence[Job] = ()
+) -> list[Job]:
     """The jobs in the order of the file. participants, retries: defaults for jobs without them.
 
+    listed: jobs of the list to which the file is added. The file may contain them again; its _after may name them.
+
     Raises:
-        ConfigError: an invalid job, two jobs with equal arguments, or two jobs that would write the same directory.
+        ConfigError: an invalid job, two jobs with equal arguments, two jobs that would write the same directory, or an
+            _after that names no job, several, or a job that waits for this one.
     """
-    return read_entries(_parse(path), str(path), participants, retries)
+    return read_entries(_parse(path), str(path), participants, retries, listed)
 
 
 def read_entries(
-    tree: Any, path: str, participants: Sequence[str] | None = None, retries: int | None = None
-) -> list[Job]:
+    tree: Any, path: str, participants: Sequence[str] | None = None, retries: int | None = None,
+    listed: Sequence[Job] = (),
+) -> list[Job]:  # fmt: skip
     """See read_jobs(). tree: the parsed file. path: only for messages."""
     if not isinstance(tree, list) or not tree:
         found = "an empty list" if tree == [] else _kind(tree)
@@ -274,9 +301,51 @@ def read_entries(
             jobs[number] = _job(entry, participants, retries)
         except (JobError, ConfigError) as error:
             faults += [f"{path}: job {number}: {line}" for line in str(error).splitlines()]
-    faults += [f"{path}: {fault}" for fault in collisions(jobs)]
+    own = {job.id for job in jobs.values()}
+    others = {job.id: job for job in listed if job.id not in own}
+    faults += [f"{path}: {fault}" for fault in collisions({**others, **jobs})]
     raise_faults(faults, f"{path}: ")
+    jobs, unresolved = with_predecessors(jobs, [*others.values(), *jobs.values()])
+    raise_faults([f"{path}: {fault}" for fault in unresolved], f"{path}: ")
     return list(jobs.values())
+
+
+def with_predecessors(jobs: Mapping[int, Job], listed: Sequence[Job]) -> tuple[dict[int, Job], list[str]]:
+    """The jobs with the ids of the jobs that _after names, and a message for each fault. listed: all jobs of the list.
+
+    jobs: by position in the file.
+    """
+    exact = {name: job for job in listed for name in (job.output, job.name, job.id)}
+    found, faults = dict(jobs), []
+    for number, job in jobs.items():
+        after = []
+        for name in job.options.after:
+            matches = [exact[name]] if name in exact else matching(listed, name)
+            if len(matches) == 1:
+                after.append(matches[0].id)
+            elif matches:
+                several = ", ".join(each.name for each in matches[:5]) + (", ..." if matches[5:] else "")
+                faults.append(f"job {number}: _after={name}: matches {len(matches)} jobs ({several}); give one name")
+            else:
+                close = difflib.get_close_matches(name, [each.name for each in listed], n=1)
+                remedy = f"did you mean {close[0]}?" if close else "give a prefix, or a name that --plan shows"
+                faults.append(f"job {number}: _after={name}: no such job in this list; {remedy}")
+        found[number] = replace(job, options=replace(job.options, after=tuple(dict.fromkeys(after))))
+    by_id = {job.id: job for job in listed}
+    for number, job in found.items():
+        outputs = "\n".join(by_id[each].output for each in job.options.after)
+        if len(os_bytes(outputs)) + len(f"{AFTER}=") > LONGEST:
+            count = len(job.options.after)
+            faults.append(f"job {number}: _after: {AFTER} would be too long for Linux with {count} jobs; name fewer")
+    try:
+        graphlib.TopologicalSorter({job.id: job.options.after for job in found.values()}).prepare()
+    except graphlib.CycleError as error:
+        cycle = error.args[1][::-1]  # each job waits for the next one
+        number = next(number for number, job in found.items() if job.id == cycle[0])
+        names = [by_id[each].name for each in cycle]
+        waits = " waits for ".join(names) if cycle[2:] else f"{names[0]} waits for itself"
+        faults.append(f"job {number}: _after: {waits}; remove one of them")
+    return found, faults
 
 
 def raise_faults(faults: Sequence[str], prefix: str = "") -> None:
@@ -302,17 +371,17 @@ def options_of(keys: Mapping[str, Any]) -> Options:
         checked = OptionKeys.model_validate(keys)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error, "", "_"))) from None
-    return Options(**checked.model_dump() | {"labels": tuple(checked.labels)})
+    return Options(**checked.model_dump() | {"labels": tuple(checked.labels), "after": tuple(checked.after)})
 
 
-def collisions(jobs: dict[int, Job]) -> Iterator[str]:
+def collisions(jobs: Mapping[Any, Job]) -> Iterator[str]:
     """A message for each job whose arguments equal those of another, or whose output directory is equal or inside.
 
-    jobs: by position in the list.
+    jobs: by position in the file, or by id.
     """
-    seen: dict[str, int] = {}
-    ids: dict[str, int] = {}
-    lines: dict[tuple[str, ...], int] = {}
+    seen: dict[str, Any] = {}
+    ids: dict[str, Any] = {}
+    lines: dict[tuple[str, ...], Any] = {}
     for number, job in jobs.items():
         line = tuple(chain(*sorted(argument_groups(job.settings, job.options.nested))))
         if job.id in ids:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.job import Job, arguments
-from distributed.jobs.journal import Journal
+from distributed.jobs.journal import Journal, Record
 from distributed.jobs.placement import GpuId, JobQueue, SlotPool, mean_seconds
 from distributed.jobs.state import (
     FINAL,
@@ -28,9 +28,11 @@ from distributed.jobs.state import (
     JobState,
     ListState,
     classify_end,
+    job_records,
     request_id,
     select_jobs,
     unhandled_requests,
+    with_related,
 )
 from distributed.training.base_model import BaseModelError, hash_of
 
@@ -82,6 +84,7 @@ class StartRequest:
     arguments: Sequence[str]  # for the script
     title: str
     after: str = ""  # name of the attempt that must succeed first, because it trains the base model of this job
+    needs: Sequence[str] = ()  # output directories of the jobs that its _after names
 
 
 class JobServer(Protocol):
@@ -119,8 +122,8 @@ class JobServer(Protocol):
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         """Copy the results of an attempt to this machine. Raises OSError."""
 
-    async def send_results(self, output: str) -> None:
-        """Copy the output directory of an earlier attempt to the server. Raises OSError."""
+    async def send_results(self, outputs: Sequence[str]) -> None:
+        """Copy output directories of attempts on other servers to the server. Raises OSError."""
 
     async def query_gpus(self) -> list[dict[str, Any]]:
         """Return memory (MiB) and processes of each GPU and MIG instance; see host.Service.gpus()."""
@@ -179,9 +182,12 @@ class Dispatcher:
     def __init__(
         self, journal: Journal, state: ListState, jobs: Sequence[Job], servers: Sequence[JobServer], policy: Policy,
         *, log: Callable[[str], None] = lambda _: None, on_change: Callable[[], None] = lambda: None,
-        cache: Cache | None = None,
+        cache: Cache | None = None, read_added: Callable[[list[Job], str], list[Job]] = lambda *_: [],
     ) -> None:  # fmt: skip
-        """log: prints a line. on_change: called after each change of state. cache: required for base models."""
+        """log: prints a line. on_change: called after each change of state. cache: required for base models.
+
+        read_added: returns the jobs to add for a list and the path of a jobs file. Raises ValueError and OSError.
+        """
         self.journal, self.state, self.policy = journal, state, policy
         self.jobs = {job.id: job for job in jobs}
         self.links = {server.name: ServerLink(server) for server in servers}
@@ -189,7 +195,7 @@ class Dispatcher:
         self.queue = JobQueue()
         self.interrupted = ""
         self.journal_error = ""  # why the journal cannot be written
-        self._log, self._on_change = log, on_change
+        self._log, self._on_change, self._read_added = log, on_change, read_added
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._actions: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -208,8 +214,7 @@ class Dispatcher:
         self.cache = cache
         self._claiming: set[str] = set()  # digests of base models that are being claimed
         self._claimed: dict[str, str] = {}  # digest -> ready (in the cache) or train (this list trains it)
-        # Jobs that wait for a base model, by its digest, then by job id.
-        self._waiting_for_base: defaultdict[str, dict[str, JobState]] = defaultdict(dict)
+        self._held: defaultdict[str, dict[str, JobState]] = defaultdict(dict)  # by what they wait for, then by id
         self._busy_logged: set[str] = set()  # jobs logged as waiting for another attempt
 
     # ---------------------------------------------------------------- event loop
@@ -274,7 +279,7 @@ class Dispatcher:
         self._handle_requests()
         self._check_timeouts()
         self._cancel_waiting()
-        self._check_waiting_for_base()
+        self._check_held()
         if self._placement_due and not (self.state.paused or self.policy.drain or self.interrupted):
             self._place()
         self._commit()
@@ -493,15 +498,18 @@ class Dispatcher:
         server, job = self.links[attempt.server].server, self.jobs[attempt.job]
         device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
         retry = f", attempt {attempt.number}" if attempt.number > 1 else ""
+        needed = [each for each in self.state.predecessors(job) if not each.job.trains]
         request = StartRequest(
             attempt.name, job, attempt.slots, attempt.gpus, arguments(job, "cuda:0" if attempt.gpus else "cpu"),
-            f"{job.name} ({device}{retry})", attempt.after,
+            f"{job.name} ({device}{retry})", attempt.after, [each.job.output for each in needed],
         )  # fmt: skip
+        written = [*self.state.jobs[job.id].attempts, *(each.last for each in needed if each.last)]
+        outputs = {self.state.jobs[each.job].job.output for each in written if each.server != attempt.server}
         self._starting.add(attempt.name)
         try:
-            if any(earlier.server != attempt.server for earlier in self.state.jobs[job.id].attempts):
+            if outputs:
                 try:
-                    await server.send_results(job.output)
+                    await server.send_results(sorted(outputs))
                 except Unreachable as error:  # before the start request, so the attempt was not started
                     raise NotStarted(str(error)) from None
             if job.base and not attempt.after:
@@ -589,7 +597,7 @@ class Dispatcher:
         self._update_pool(link)
 
     def _enqueue(self, job: JobState) -> None:
-        """Queue a job, unless it must wait for a base model; cancel it if it was removed from the list."""
+        """Queue a job, or hold it until the jobs it needs are done; cancel it if it was removed from the list."""
         if job.job.id not in self.jobs:
             self._record("settle", job=job.job.id, state="cancelled", reason=UNLISTED)
             return
@@ -598,7 +606,11 @@ class Dispatcher:
         if job.attempts:
             self._avoided[job.job.id] = avoid
         listed = self.jobs[job.job.id]
-        if self._hold_for_base_model(listed):
+        if digest := listed.trains or listed.base:
+            self._claim(digest)
+        if awaited := self._awaited(listed):
+            if not listed.trains:  # else _on_claimed() queues it
+                self._held[awaited][listed.id] = job
             return
         self.queue.put(listed, job.number, self._mean_seconds, avoid)
         self._placement_due = True
@@ -797,6 +809,9 @@ class Dispatcher:
         new = [*self.journal.records, *self.journal.requests()]
         self.journal.records = []
         for request in unhandled_requests(self.state, new):
+            if request["event"] == "add":
+                self._add(request)
+                continue
             try:
                 jobs = select_jobs(self.state, request["event"], request["jobs"])
             except ValueError as error:
@@ -806,7 +821,7 @@ class Dispatcher:
 
     def _apply_request(self, request: str, what: str, jobs: list[str]) -> None:
         """Cancel unfinished jobs, or retry failed and cancelled ones."""
-        jobs = self._with_bases(jobs) if what == "retry" else jobs
+        jobs = with_related(self.state, jobs) if what == "retry" else jobs
         final = {job for job in jobs if self.state.jobs[job].state in FINAL}
         self._record("request_handled", request=request, what=what, jobs=jobs)
         for job in map(self.state.jobs.__getitem__, jobs):
@@ -816,6 +831,22 @@ class Dispatcher:
                 self._cancellation_due = True
                 for attempt in [each for each in job.attempts if each.state == "running"]:
                     self._stop(attempt)
+
+    def _add(self, request: Record) -> None:
+        """Add the jobs of a file to the list; refuse the file if one of them is invalid."""
+        (file,), jobs, refusal = request["jobs"], [], {}
+        try:
+            jobs = self._read_added(list(self.jobs.values()), file)
+        except (ValueError, OSError) as error:
+            refusal = {"refused": str(error)}
+        self._record("added", request=request_id(request), jobs=job_records(jobs), **refusal)
+        self._log(f"{file}: " + (f"not added: {refusal['refused']}" if refusal else f"jobs added: {len(jobs)}"))
+        self.jobs |= {job.id: job for job in jobs}
+        for job in jobs:
+            if self.state.jobs[job.id].state == "waiting":
+                self._enqueue(self.state.jobs[job.id])
+            if self._claimed.get(job.trains) == "ready":  # before the list had a job that trains it
+                self.post(Event("claimed", facts={"digest": job.trains, "outcome": "ready"}))
 
     def _cancel_waiting(self) -> None:
         if not self._cancellation_due:
@@ -837,25 +868,17 @@ class Dispatcher:
         except Unreachable:  # repeated after the reconnect
             self._stopping.discard(attempt.name)
 
-    # ---------------------------------------------------------------- base models
+    # ---------------------------------------------------------------- jobs that wait for others, and base models
 
-    def _hold_for_base_model(self, job: Job) -> bool:
-        """Claim the base model that a job uses or trains; return whether the job must wait for it.
-
-        _check_waiting_for_base() or _on_claimed() queues a job that waits.
-        """
+    def _awaited(self, job: Job) -> str:
+        """What a waiting job waits for: a job, by id, or a base model, by digest; empty if it can be queued."""
+        for needed in self.state.predecessors(job):
+            if needed.state != "done" and not needed.job.trains:
+                return needed.job.id
         digest = job.trains or job.base
-        if not digest:
-            return False
-        self._claim(digest)
-        if job.trains:
-            return self._claimed.get(digest) != "train"
-        if self._claimed.get(digest) == "ready" and not self._blocked_by_barrier():
-            return False
-        if self._running_training(job):
-            return False
-        self._waiting_for_base[digest][job.id] = self.state.jobs[job.id]
-        return True
+        ready = self._claimed.get(digest) == ("train" if job.trains else "ready")
+        blocked = not job.trains and self._blocked_by_barrier()
+        return "" if not digest or (ready and not blocked) or self._running_training(job) else digest
 
     def _running_training(self, job: Job) -> str:
         """The running attempt that trains a job's base model, if its server queues dependent jobs; else empty."""
@@ -916,46 +939,39 @@ class Dispatcher:
         elif outcome == "train" and trainer.state == "waiting":
             self._enqueue(trainer)
 
-    def _check_waiting_for_base(self) -> None:
-        """Queue experiments whose base model is ready, and fail those whose base model will not be trained."""
+    def _check_held(self) -> None:
+        """Queue held jobs that can start now, and fail those whose predecessors will not be done."""
         for digest, trainer in self.state.trainers.items():
             if trainer.state in ("failed", "cancelled") and self._claimed.pop(digest, ""):
                 assert self.cache
                 self.cache.release(digest)
-        for digest in [digest for digest, jobs in self._waiting_for_base.items() if jobs]:
-            claimed, trained_by = self._claimed.get(digest), self.state.trainers.get(digest)
-            first = next(iter(self._waiting_for_base[digest].values())).job
-            if (claimed == "ready" and not self._blocked_by_barrier()) or self._running_training(first):
-                for job in self._pop_waiting_for(digest):
+        awaited = [each for each, jobs in self._held.items() if jobs]
+        for each in awaited:  # extended by the jobs that fail
+            held, needed = self._held.get(each), self.state.jobs.get(each)
+            if not held or (needed and needed.state not in FINAL):
+                continue
+            needed = needed or self.state.trainers.get(each)
+            if self._awaited(next(iter(held.values())).job) != each:
+                for job in self._pop_held(each):
                     self._enqueue(job)
-            elif trained_by and trained_by.state in ("failed", "cancelled"):
-                self._fail_waiting_for(digest, f"base {hash_of(digest)} {trained_by.state}")
-            elif not trained_by and claimed == "train":
+            elif needed and needed.state in ("failed", "cancelled"):
+                awaited += self._fail_held(each, needed.reason_of_dependents)
+            elif not needed and self._claimed.get(each) == "train":
                 remedy = "run without --skip-phase1 to train it"
-                self._fail_waiting_for(digest, f"base {hash_of(digest)} is missing or damaged; {remedy}")
+                awaited += self._fail_held(each, f"base {hash_of(each)} is missing or damaged; {remedy}")
 
-    def _pop_waiting_for(self, digest: str) -> list[JobState]:
-        """Remove and return the jobs that wait for a base model and are not cancelled."""
-        return [job for job in self._waiting_for_base.pop(digest).values() if job.state == "waiting" and not job.cancel]
+    def _pop_held(self, awaited: str) -> list[JobState]:
+        """Remove and return the jobs that wait for a job or base model and are not cancelled."""
+        return [job for job in self._held.pop(awaited).values() if job.state == "waiting" and not job.cancel]
 
-    def _fail_waiting_for(self, digest: str, reason: str) -> None:
-        for job in self._pop_waiting_for(digest):
+    def _fail_held(self, awaited: str, reason: str) -> list[str]:
+        """Fail the jobs that wait for a job or base model. Returns their ids."""
+        jobs = self._pop_held(awaited)
+        for job in jobs:
             self._record("settle", job=job.job.id, state="failed", reason=reason)
             self._log(f"failed: {job.job.name}: {reason}")
         self._pause_at_max_failures()
-
-    def _with_bases(self, jobs: list[str]) -> list[str]:
-        """Add the failed or cancelled trainings of the jobs' base models, and the jobs that failed because of them."""
-        failed = {job for job in jobs if self.state.jobs[job].state in ("failed", "cancelled")}
-        digests = {self.state.jobs[job].job.trains or self.state.jobs[job].job.base for job in failed} - {""}
-        retried = set(jobs)
-        for digest in digests:
-            trainer = self.state.trainers.get(digest)
-            if trainer and trainer.state in ("failed", "cancelled"):
-                retried.add(trainer.job.id)
-                reason = f"base {hash_of(digest)} {trainer.state}"
-                retried |= {each.job.id for each in self.state.jobs.values() if each.reason == reason}
-        return [job for job in self.state.jobs if job in retried]
+        return [job.job.id for job in jobs]
 
     async def _publish(self, server: JobServer, job: JobState, attempt: Attempt) -> None:
         """Publish a job's trained base model to the cache. Raises BaseModelError, OSError and Unreachable."""

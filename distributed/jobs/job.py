@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ LONGEST = 131_071  # bytes of an argument or variable in Linux (MAX_ARG_STRLEN w
 DEVICE = "device"  # argument that the dispatcher sets
 MAX_LEVELS = 50  # of nested objects and lists; writers of JSON in Python have a limit too
 ALL_GPUS = 0  # value of Options.gpus
+AFTER = "MUSTER_AFTER"  # variable with the output directories of the jobs that _after names, one per line
 
 
 class JobError(ValueError):
@@ -50,6 +51,7 @@ class Options:
     expected_seconds: float | None = None
     base_model_hash: str | None = None  # of the base model that the job starts from
     nested: str | None = None  # how objects and nested lists are passed: json, dotted; None: they are refused
+    after: tuple[str, ...] = ()  # ids of jobs that must be done first; until with_predecessors(), as written
 
     def seconds(self, usual: float) -> float:
         """The expected duration. usual: the default for a job without _expected_seconds."""
@@ -60,7 +62,7 @@ class Options:
         found = {
             "priority": self.priority, "timeout": self.timeout, "retries": self.retries, "gpus": self.gpus or "all",
             "labels": list(self.labels), "env": sorted(self.env), "expected_seconds": self.expected_seconds,
-            "base_model_hash": self.base_model_hash, "nested": self.nested,
+            "base_model_hash": self.base_model_hash, "nested": self.nested, "after": list(self.after),
         }  # fmt: skip
         default = Options()
         return {name: value for name, value in found.items() if value != getattr(default, name) and value != []}
@@ -70,7 +72,8 @@ class Options:
         """The inverse of public(); values of environment variables are empty."""
         env = dict.fromkeys(public.get("env", ()), "")
         gpus = ALL_GPUS if public.get("gpus") == "all" else public.get("gpus", 1)
-        return cls(**{**public, "gpus": gpus, "labels": tuple(public.get("labels", ())), "env": env})
+        several = {name: tuple(public.get(name, ())) for name in ("labels", "after")}
+        return cls(**{**public, **several, "gpus": gpus, "env": env})
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Job:
     base: str = ""  # digest of the base model that it starts from
     trains: str = ""  # digest of the base model that it trains
     leak: str = ""  # why its result is too optimistic: its base model is trained on the participant that it holds out
+    file: str = ""  # the jobs file that `add` has read it from; empty for a job of --jobs-config
 
     @property
     def name(self) -> str:
@@ -133,6 +137,18 @@ def os_bytes(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         raise JobError(f"{text[:60]!r}: contains a lone surrogate; write complete characters") from None
+
+
+def matching(jobs: Iterable[Job], selector: str) -> list[Job]:
+    """The jobs with this id, name or output directory; else with this start of an id, prefix, or part of a name."""
+    jobs = list(jobs)
+    tests: tuple[Callable[[Job], bool], ...] = (
+        lambda job: selector in (job.id, job.name, job.output.rstrip("/")),
+        lambda job: job.id.startswith(selector),
+        lambda job: job.name.startswith(f"{selector}/"),
+        lambda job: selector in job.name,
+    )
+    return next(filter(None, ([job for job in jobs if test(job)] for test in tests)), [])
 
 
 def muster_job(job: Job) -> str:

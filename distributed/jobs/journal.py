@@ -4,9 +4,10 @@
         journal.add("start", attempt="3fa2b1c09d.1", server="gpu1")
         journal.commit()                           # written and synced; now execute the decision
 
-Other processes append requests (`cancel`, `retry`) with request(); the dispatcher reads them with Journal.requests(). A
-line without a newline was truncated by a crash or a full disk. It is ignored, as its decision was never executed, and
-the next writer terminates it with TRUNCATED. It is not removed, as another process may have appended lines after it.
+Other processes append requests (`cancel`, `retry`, `add`) with request(); the dispatcher reads them with
+Journal.requests(). A line without a newline was truncated by a crash or a full disk. It is ignored, as its decision was
+never executed, and the next writer terminates it with TRUNCATED. It is not removed, as another process may have
+appended lines after it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from distributed.files import is_locked
 
-REQUESTS = ("cancel", "retry")
+REQUESTS = ("cancel", "retry", "add")
 TRUNCATED = b"\x18"  # the last character of a truncated line; never part of JSON
 LOCK_TIMEOUT = 0.5  # seconds
 
@@ -169,19 +170,24 @@ def has_list(path: Path) -> bool:
         return any(text.startswith(b'{"event":"list"') and text.endswith(b"}\n") for text in file)
 
 
-def request(path: Path, event: str, jobs: Sequence[str]) -> None:
-    """Append a request for the dispatcher of this list; if none runs, the next one handles it. Raises OSError."""
+def request(path: Path, event: str, jobs: Sequence[str]) -> Record:
+    """Append a request for the dispatcher of this list; if none runs, the next one handles it. Raises OSError.
+
+    jobs: ids; for `add`, the path of the jobs file, as the journal must not contain values of _env.
+    """
+    record = {"event": event, "time": round(time.time(), 3), "jobs": list(jobs)}
     file = os.open(path, os.O_RDWR | os.O_APPEND)
     try:
         size = os.fstat(file).st_size
         complete = size == 0 or os.pread(file, 1, size - 1) == b"\n"
-        data = encode({"event": event, "time": round(time.time(), 3), "jobs": list(jobs)})
+        data = encode(record)
         data = data if complete else TRUNCATED + b"\n" + data
         if os.write(file, data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file)
     finally:
         os.close(file)
+    return record
 
 
 def dispatcher_is_running(path: Path) -> bool:

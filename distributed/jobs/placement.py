@@ -8,7 +8,7 @@ until that job fits.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distributed.jobs.job import ALL_GPUS, Job
@@ -42,6 +42,13 @@ class SlotPool:
         self.free = {slot.index for slot in self.slots}
         self.gpus: dict[GpuId | None, list[Slot]] = {}
         for slot in self.slots:
+            self.gpus.setdefault(slot.gpu, []).append(slot)
+
+    def grow(self, slots: Sequence[Slot]) -> None:
+        """Add the slots that are beyond those of the pool."""
+        for slot in slots[len(self.slots) :]:
+            self.slots += (slot,)
+            self.free.add(slot.index)
             self.gpus.setdefault(slot.gpu, []).append(slot)
 
     def capacity(self) -> int:
@@ -192,15 +199,18 @@ def plan(
 ) -> list[tuple[float, str, str, list[Slot]]]:
     """Simulate the list: (start in seconds, job, server, slots) of each job, if every job takes its expected time.
 
-    A job whose base model is trained by another of the jobs starts after that job.
+    A job starts after those of the jobs that its _after names, and after the one that trains its base model.
     """
     queue, listed = JobQueue(), {job.id: (number, job) for number, job in enumerate(jobs)}
     seconds = {name: expected(job) for name, (_, job) in listed.items()}
-    dependents: dict[str, list[str]] = {job.trains: [] for _, job in listed.values() if job.trains}
+    trainers = {job.trains: name for name, (_, job) in listed.items() if job.trains}
+    needed: dict[str, set[str]] = {}
+    dependents: dict[str, list[str]] = {name: [] for name in listed}
     for name, (_, job) in listed.items():
-        if job.base in dependents:
-            dependents[job.base].append(name)
-    ready = [name for name, (_, job) in listed.items() if job.base not in dependents]
+        needed[name] = {*job.options.after, trainers.get(job.base, "")} & listed.keys()
+        for each in needed[name]:
+            dependents[each].append(name)
+    ready = [name for name in listed if not needed[name]]
     running: list[tuple[float, int, str, str, list[Slot]]] = []
     found: list[tuple[float, str, str, list[Slot]]] = []
     now = 0.0
@@ -218,4 +228,6 @@ def plan(
             _, _, name, server, slots = heapq.heappop(running)
             pools[server].free |= {slot.index for slot in slots}
             pools[server].bases.add(listed[name][1].trains)
-            ready += dependents.pop(listed[name][1].trains, ())
+            for each in dependents[name]:
+                needed[each].remove(name)
+                ready += [] if needed[each] else [each]

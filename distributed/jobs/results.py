@@ -63,12 +63,12 @@ def server(link: ServerLink) -> dict[str, Any]:
     return {"slots": slots, "state": link.state, "reason": link.reason}
 
 
-def entry(job: JobState) -> dict[str, Any]:
+def entry(job: JobState, reason: str) -> dict[str, Any]:
     marks = {"trains_base_model": hash_of(job.job.trains)} if job.job.trains else {}
     marks |= {"leak": job.job.leak} if job.job.leak else {}
     return marks | {
         "id": job.job.id, "name": job.job.name, "settings": dict(job.job.settings), "options": job.job.options.public(),
-        "state": "running" if job.state == "ending" else job.state, "reason": job.reason, "output": job.job.output,
+        "state": "running" if job.state == "ending" else job.state, "reason": reason, "output": job.job.output,
         "metrics": job.metrics, "attempts": [attempt_entry(attempt) for attempt in job.attempts],
     }  # fmt: skip
 
@@ -86,7 +86,7 @@ def base_entry(digest: str, trainer: JobState | None, jobs: list[str]) -> dict[s
     """One base model. trainer: the job that trains it; None if it was in the cache. jobs: ids of its experiments."""
     name = hash_of(digest)
     found = {"hash": name, "digest": digest, "path": f"{CACHE}/{name}", "experiments": jobs}
-    return found | (entry(trainer) if trainer else {"state": "done", "reason": "in the cache"})
+    return found | (entry(trainer, trainer.reason) if trainer else {"state": "done", "reason": "in the cache"})
 
 
 def phase_files(results: Path) -> tuple[Path, Path]:
@@ -154,10 +154,11 @@ class Results:
 
     def _job(self, job: JobState) -> str:
         """The JSON text of one job. The text of a job that is not running is cached."""
-        key = (job.state, job.reason, len(job.attempts))
+        reason = self.state.reason_of(job)
+        key = (job.state, reason, len(job.attempts))
         cached_key, text = self._texts.get(job.job.id, (None, ""))
         if cached_key != key or job.state in ("running", "ending"):
-            text = textwrap.indent(encoded(entry(job)), "    ")
+            text = textwrap.indent(encoded(entry(job, reason)), "    ")
             self._texts[job.job.id] = key, text
         return text
 

@@ -36,7 +36,7 @@ from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
-from distributed.jobs.job import Job, muster_job
+from distributed.jobs.job import AFTER, Job, muster_job
 from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
@@ -351,6 +351,8 @@ class HostServer:
         env |= {**options.env, "CUDA_VISIBLE_DEVICES": self._cuda_devices(request.gpus)}
         if digest := request.job.base or request.job.trains:
             env["MUSTER_BASE_MODEL_DIGEST"] = digest
+        if request.needs:
+            env[AFTER] = "\n".join(request.needs)
         try:
             return await self._call(
                 "start", attempt=request.attempt, job=request.job.owner, output=request.job.output,
@@ -418,7 +420,7 @@ class HostServer:
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         """Do nothing: the files are on this machine."""
 
-    async def send_results(self, output: str) -> None:
+    async def send_results(self, outputs: Sequence[str]) -> None:
         """Do nothing: the files are on this machine."""
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
@@ -662,11 +664,12 @@ class SshServer(HostServer):
             found = await self._call("publish_base", digest=digest, staging=staging, failed=failed)
         return found
 
-    async def send_results(self, output: str) -> None:
+    async def send_results(self, outputs: Sequence[str]) -> None:
         """See dispatcher.JobServer."""
-        if not self.shared and (self.context.cwd / output).is_dir():
+        present = [output for output in outputs if (self.context.cwd / output).is_dir()]
+        if present and not self.shared:
             async with self._sending:
-                await self._copy([output], f"{self.context.cwd}/", f"server:{rsync_literal(self.workdir)}/")
+                await self._copy(present, f"{self.context.cwd}/", f"server:{rsync_literal(self.workdir)}/")
 
     async def _copy(self, directories: Sequence[str], source: str, target: str) -> None:
         """Copy directories recursively. rsync reads their names literally from standard input."""

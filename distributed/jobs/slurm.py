@@ -47,7 +47,7 @@ from distributed.jobs.element import (
     resources_of,
     unstarted_end,
 )
-from distributed.jobs.job import Job, arguments, muster_job
+from distributed.jobs.job import AFTER, Job, arguments, muster_job
 from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.sbatch import (
     IN_QUEUE,
@@ -332,6 +332,7 @@ class SlurmServer:
         base = {"MUSTER_BASE_MODEL": self.context.cache.path(job.base)} if job.base else {}
         if digest := job.base or job.trains:
             base["MUSTER_BASE_MODEL_DIGEST"] = digest
+        after = {AFTER: "\n".join(start.request.needs)} if start.request.needs else {}
         return {
             "command": [*host.program(self._python, self.context.script, cwd), *arguments(job, device)],
             "script": self.context.script, "owner": job.owner,
@@ -341,7 +342,7 @@ class SlurmServer:
             "needs": [resources.gpus, resources.minutes, list(resources.labels), resources.after],
             "trains": job.trains, "cache": self.context.cache.directory, "settings": dict(job.settings),
             "call": array_task.dispatcher_environment(dict(os.environ)),
-            "env": {**job.options.env, **base, "MUSTER_JOB": muster_job(job),
+            "env": {**job.options.env, **base, **after, "MUSTER_JOB": muster_job(job),
                     "MUSTER_OUTPUT_DIR": element.output,
                     "MUSTER_METRICS": os.path.join(element.output, "metrics.jsonl")},
         }  # fmt: skip
@@ -590,7 +591,7 @@ class SlurmServer:
             self._queue_requested = True
             await asyncio.sleep(POLL_INTERVAL / 2)
 
-    async def send_results(self, output: str) -> None:
+    async def send_results(self, outputs: Sequence[str]) -> None:
         """Do nothing: the compute nodes share the files."""
 
     async def query_gpus(self) -> list[Facts]:

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from distributed.jobs.job import Job, Options
+from distributed.jobs.job import Job, Options, matching
 from distributed.jobs.journal import REQUESTS, Record
 from distributed.jobs.placement import GpuId
+from distributed.training.base_model import hash_of
 
 FINAL = ("done", "failed", "cancelled")
 UNLISTED = "no longer in the list"  # reason of a cancelled job
@@ -88,6 +89,16 @@ class JobState:
         return self.attempts[-1] if self.attempts else None
 
     @property
+    def label(self) -> str:
+        """What other jobs wait for: its name, or the base model that it trains."""
+        return f"base {hash_of(self.job.trains)}" if self.job.trains else self.job.name
+
+    @property
+    def reason_of_dependents(self) -> str:
+        """Why the jobs that wait for it fail after it has failed or was cancelled."""
+        return f"{self.label} {self.state}"
+
+    @property
     def unlisted(self) -> bool:
         """Whether it was removed from the list before it was done."""
         return self.state == "cancelled" and self.reason == UNLISTED
@@ -139,10 +150,24 @@ class ListState:
         """The lost attempts, which may still run."""
         return [attempt for job in self.jobs.values() for attempt in job.attempts if attempt.state == "lost"]
 
+    def predecessors(self, job: Job) -> Iterator[JobState]:
+        """The jobs that must be done before `job` starts: those of its _after, then the one that trains its base model.
+
+        The base model must also be in the cache; see Dispatcher._awaited().
+        """
+        yield from (self.jobs[each] for each in job.options.after if each in self.jobs)
+        if trainer := self.trainers.get(job.base):
+            yield trainer
+
     def waits_for(self, job: JobState) -> JobState | None:
-        """The job that trains the base model of `job`; None if it is done, or if `job` runs or ends."""
-        trainer = self.trainers.get(job.job.base)
-        return trainer if trainer and trainer.state != "done" and job.state not in ("running", "ending") else None
+        """The first predecessor that is not done; None if all are, or if `job` runs or ends."""
+        waits = job.state not in ("running", "ending")
+        return next((each for each in self.predecessors(job.job) if waits and each.state != "done"), None)
+
+    def reason_of(self, job: JobState) -> str:
+        """Why a job is in its state; empty if there is nothing to explain."""
+        needed = self.waits_for(job) if job.state == "waiting" else None
+        return f"waits for {needed.label}: {needed.state}" if needed else job.reason
 
     # ---- records
 
@@ -161,10 +186,27 @@ class ListState:
         self.created = self.created or record["time"]
         self.paused = ""
         listed = {each["id"] for each in record["jobs"]}
-        for number, each in enumerate(record["jobs"]):
+        self._list_jobs(record, 0)
+        for removed in [each for each in self.jobs.values() if each.job.id not in listed]:
+            if removed.state == "waiting" and removed.next_number == 1:
+                self.counts["waiting"] -= 1
+                del self.jobs[removed.job.id]
+            elif removed.state in ("failed", "cancelled"):
+                self._move(removed, "cancelled", UNLISTED)
+        self.jobs = dict(sorted(self.jobs.items(), key=lambda item: item[1].number))
+        self.trainers = {each.job.trains: each for each in self.jobs.values() if each.job.trains}
+
+    def _apply_added(self, record: Record) -> None:
+        """Jobs were added to the list, behind the others."""
+        self.handled_requests.add(record["request"])
+        self._list_jobs(record, 1 + max((each.number for each in self.jobs.values()), default=-1))
+
+    def _list_jobs(self, record: Record, first: int) -> None:
+        """Add the jobs of a record, or update those that are known. first: position of the first one in the list."""
+        for number, each in enumerate(record["jobs"], first):
             job = Job(
                 each["id"], each["settings"], Options.of_public(each["options"]), each["output"],
-                each.get("base", ""), each.get("trains", ""), each.get("leak", ""),
+                each.get("base", ""), each.get("trains", ""), each.get("leak", ""), each.get("file", ""),
             )  # fmt: skip
             if known := self.jobs.get(job.id):
                 known.job, known.number = job, number
@@ -174,14 +216,8 @@ class ListState:
             else:
                 self.jobs[job.id] = JobState(job, number)
                 self.counts["waiting"] += 1
-        for removed in [each for each in self.jobs.values() if each.job.id not in listed]:
-            if removed.state == "waiting" and removed.next_number == 1:
-                self.counts["waiting"] -= 1
-                del self.jobs[removed.job.id]
-            elif removed.state in ("failed", "cancelled"):
-                self._move(removed, "cancelled", UNLISTED)
-        self.jobs = dict(sorted(self.jobs.items(), key=lambda item: item[1].number))
-        self.trainers = {each.job.trains: each for each in self.jobs.values() if each.job.trains}
+            if job.trains:
+                self.trainers[job.trains] = self.jobs[job.id]
 
     def _move(self, job: JobState, state: str, reason: str = "") -> None:
         self.counts[job.state] -= 1
@@ -280,10 +316,10 @@ class ListState:
 
 
 def job_records(jobs: Iterable[Job]) -> list[dict[str, Any]]:
-    """The jobs of a `list` record."""
+    """The jobs of a `list` or `added` record."""
     return [
         {"id": job.id, "settings": dict(job.settings), "options": job.options.public(), "output": job.output}
-        | {name: value for name, value in (("base", job.base), ("trains", job.trains), ("leak", job.leak)) if value}
+        | {name: text for name in ("base", "trains", "leak", "file") if (text := getattr(job, name))}
         for job in jobs
     ]
 
@@ -314,19 +350,34 @@ def select_jobs(state: ListState, what: str, selectors: Iterable[str]) -> list[s
     return list(dict.fromkeys(found))
 
 
+def with_related(state: ListState, jobs: Iterable[str]) -> list[str]:
+    """Add the failed or cancelled predecessors of these jobs, and the jobs that failed because of one of them."""
+    failed = {job: each for job, each in state.jobs.items() if each.state in ("failed", "cancelled")}
+    dependents: dict[str, list[str]] = {}
+    for job, each in failed.items():
+        dependents.setdefault(each.reason, []).append(job)
+    related = dict.fromkeys(jobs)
+    to_follow = [failed[job] for job in related if job in failed]
+    for each in to_follow:  # extended by the jobs found
+        linked = [needed.job.id for needed in state.predecessors(each.job)] + dependents.get(
+            each.reason_of_dependents, []
+        )
+        new = dict.fromkeys(job for job in linked if job in failed and job not in related)
+        related |= new
+        to_follow += [failed[job] for job in new]
+    return [job for job in state.jobs if job in related]
+
+
 def find_job_id(state: ListState, selector: str) -> str:
     """The one job with this id, name, output directory, start of an id or part of a name. Raises ValueError."""
     if not selector:
         raise ValueError("job: expected an id or a name, got an empty string")
-    jobs = state.jobs.items()
-    found = [job for job, each in jobs if selector in (job, each.job.name, each.job.output.rstrip("/"))]
-    found = found or [job for job in state.jobs if job.startswith(selector)]
-    found = found or [job for job, each in jobs if selector in each.job.name]
+    found = matching((each.job for each in state.jobs.values()), selector)
     if len(found) == 1:
-        return found[0]
+        return found[0].id
     if not found:
         raise ValueError(f"job {selector}: not in this list; `status` shows all jobs")
-    shown = ", ".join(f"{job} ({state.jobs[job].job.name})" for job in found[:5])
+    shown = ", ".join(f"{job.id} ({job.name})" for job in found[:5])
     raise ValueError(f"job {selector}: matches {len(found)} jobs; give one id: {shown}")
 
 

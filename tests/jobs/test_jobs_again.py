@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from distributed.jobs.host import NOTHING_WRITTEN
+from distributed.jobs.job import job_id
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts/jobs/run_distributed_training.py"
 SECONDS = 60  # timeout
@@ -33,7 +34,7 @@ while [ $# -gt 1 ]; do
   --until) until [ -e "$2" ]; do sleep 0.05; done ;;
   --write) echo "$2" >"$MUSTER_OUTPUT_DIR/written" ;;
   --exit) exit "$2" ;;
-  --run) "$2" ;;
+  --run) eval "$2" ;;
   esac
   shift
 done
@@ -264,3 +265,132 @@ def test_a_printed_command_can_be_pasted_if_the_installation_path_contains_a_spa
     pasted = ["bash", "-c", line.partition(":")[2].replace("python", shlex.quote(sys.executable), 1)]
     why = subprocess.run(pasted, cwd=directory, capture_output=True, text=True, timeout=SECONDS)
     assert (why.returncode, "exit code 1" in why.stdout) == (0, True), why
+
+
+# ---------------------------------------------------------------- jobs that need others, and jobs that are added
+
+NEEDS = {"prefix": "second", "fold": 0, "run": 'cat $MUSTER_AFTER/written >"$MUSTER_OUTPUT_DIR/found"'}
+
+
+def write_jobs(path: Path, *jobs: Mapping[str, Any]) -> Path:
+    path.write_text(json.dumps(jobs))
+    return path
+
+
+def states(job_list: JobList) -> list[str]:
+    return [each["state"] for each in job_list.results()["jobs"]]
+
+
+def test_a_job_is_added_to_a_running_list_and_finds_the_output_of_the_job_that_it_needs(job_list: JobList) -> None:
+    job_list.jobs({"prefix": "first", "until": "go", "write": "text", "fold": 0})
+    running = job_list.start_call(*RUN)
+    wait_until(lambda: job_list.starts() == 1)
+    (job_list.directory / "elsewhere").mkdir()
+    log_file = ("--log-file", str(job_list.directory / "results.json"))
+    more = write_jobs(job_list.directory / "elsewhere/more.json", {**NEEDS, "_after": "first"}, {"n": 3})
+    add = RunningCall(job_list.directory / "add", [str(PROGRAM), "add", more.name, *log_file], more.parent)
+    assert (add.process.wait(SECONDS), add.printed) == (0, "added 2 new jobs\n")
+    assert job_list.call("add", "elsewhere/more.json") == (0, f"nothing to add: all jobs of {more} are in the list\n")
+    wait_until(lambda: states(job_list) == ["running", "waiting", "done"])
+    code, printed = job_list.call("why", "second")
+    assert (code, "second/fold0: waiting: waits for first/fold0: running" in printed) == (0, True), printed
+    assert "waits for first/fold0: running" in job_list.call("status")[1]
+    (job_list.directory / "go").touch()
+    assert running.process.wait(SECONDS) == 0, running.printed
+    assert f"{more}: jobs added: 2" in running.printed
+    assert (job_list.directory / "experiments/second/fold0/found").read_text() == "text\n"
+
+
+def test_added_jobs_stay_in_a_list_that_is_run_again_and_get_their_variables(job_list: JobList) -> None:
+    """Also if the file has other jobs now, as long as no job needs its _env."""
+    job_list.jobs({"n": 1})
+    assert job_list.call(*RUN)[0] == 0
+    secret = {"n": 2, "run": "test ${#TOKEN} = 6 || touch wrong", "_env": {"TOKEN": "s3cr3t"}}
+    write_jobs(job_list.directory / "more.json", secret, {"n": 3, "_after": job_list.results()["jobs"][0]["id"]})
+    code, printed = job_list.call("add", "more.json")
+    assert (code, printed.startswith("added 2 new jobs; to start: ")) == (0, True), printed
+    assert "resume" in printed
+    assert job_list.call("status")[1].count("waiting") == 3, "two jobs and the total"
+    write_jobs(job_list.directory / "more.json", {"n": 4})
+    code, printed = job_list.call("resume")
+    assert (code, f"{job_list.directory}/more.json no longer has its _env; restore it, or run " in printed) == (2, True)
+    write_jobs(job_list.directory / "more.json", {"n": 4}, secret)
+    job_list.jobs({"n": 1}, {"n": 5})
+    assert job_list.call(*RUN, "--plan")[1].count("experiments/") == 3
+    assert job_list.call(*RUN)[0] == 0
+    (job_list.directory / "more.json").unlink()
+    assert job_list.call("resume")[0] == 0
+    assert (states(job_list), job_list.starts()) == (["done"] * 4, 4)
+    assert not (job_list.directory / "wrong").exists()
+    assert "s3cr3t" not in (job_list.directory / "results.journal").read_text()
+    assert "s3cr3t" not in (job_list.directory / "results.json").read_text()
+
+
+def test_an_added_job_that_cannot_run_any_more_is_cancelled_or_its_file_restored(job_list: JobList) -> None:
+    job_list.jobs({"n": 1}, {"n": 2, "prefix": "gone"})
+    assert job_list.call(*RUN, "--plan")[0] == 0
+    running = job_list.start_call(*RUN, "--max-failures", "1")
+    assert running.process.wait(SECONDS) == 0
+    write_jobs(job_list.directory / "more.json", {"n": 3, "_env": {"A": "b"}}, {"n": 4, "exit": 3, "_retries": 0})
+    assert job_list.call("add", "more.json")[0] == 0
+    (job_list.directory / "more.json").unlink()
+    job_list.jobs({"n": 1}, {"n": 2, "prefix": job_id({"n": 4, "exit": 3})})
+    code, printed = job_list.call("resume")
+    assert (code, "No such file" in printed, " would write into " in printed) == (2, True, True), printed
+    job_list.jobs({"n": 1}, {"n": 2, "prefix": "gone"})
+    remedy = printed.partition("or run ")[2].splitlines()[0].split()
+    assert job_list.call(*remedy[2:])[0] == 0, remedy
+    code, printed = job_list.call("resume")
+    assert (code, "finished: 2 of 4 done, 1 failed, 1 cancelled" in printed) == (1, True), printed
+
+
+@pytest.mark.parametrize(
+    ("jobs", "fault"),
+    [
+        ([{"n": 2, "_after": "nothing"}], "job 0: _after=nothing: no such job in this list; "),
+        ([{"n": 2, "_labels": ["x"]}], ": no server has the labels x"),
+        ([{"n": 2, "_gpus": 9}], ": _gpus=9: no matching server has more than 2"),
+        ([{"n": 9, "prefix": "p", "fold": 0}], "job 0 would write the same directory as job "),
+        ([{"prefix": "other", "fold": 0}], "experiments/other/fold0 holds the results of job "),
+        ([], "contains an empty list"),
+        ("{", "more.json, line 1, column 2: not valid JSON"),
+        (None, "cannot read it (No such file or directory)"),
+        ("a pipe", "more.json: not a regular file"),
+    ],
+)
+def test_an_added_file_with_a_fault_is_refused_and_changes_nothing(job_list: JobList, jobs: Any, fault: str) -> None:
+    other = job_list.directory / "experiments/other/fold0"
+    other.mkdir(parents=True)
+    (other / ".muster_job").write_text("0123456789 of job.sh\n")
+    (other / "result").touch()
+    job_list.jobs({"n": 1, "until": "go", "prefix": "p", "fold": 0})
+    one = job_list.start_call(*RUN)
+    wait_until(lambda: job_list.starts() == 1)
+    before = (job_list.directory / "results.journal").read_bytes()
+    if jobs == "a pipe":
+        os.mkfifo(job_list.directory / "more.json")
+    elif jobs is not None:
+        (job_list.directory / "more.json").write_text(jobs if isinstance(jobs, str) else json.dumps(jobs))
+    code, printed = job_list.call("add", "more.json")
+    assert (code, fault in printed) == (2, True), printed
+    assert (job_list.directory / "results.journal").read_bytes().startswith(before)
+    assert b'"event":"add' not in (job_list.directory / "results.journal").read_bytes()
+    (job_list.directory / "go").touch()
+    assert one.process.wait(SECONDS) == 0
+    assert job_list.starts() == 1
+
+
+def test_jobs_added_while_a_list_ends_are_not_lost(job_list: JobList) -> None:
+    """Each is run by the dispatcher, or `add` prints the command that starts it."""
+    job_list.jobs({"n": 0})
+    running = job_list.start_call(*RUN)
+    wait_until(lambda: job_list.starts() == 1)
+    printed = ""
+    for number in range(1, 6):
+        write_jobs(job_list.directory / "more.json", {"n": number})
+        code, printed = job_list.call("add", "more.json")
+        assert (code, printed[:15]) == (0, "added 1 new job"), printed
+    running.process.wait(SECONDS)
+    assert ("; to start: " in printed) == ("finished: 6 of 6" not in running.printed), running.printed
+    assert job_list.call("resume")[0] == 0
+    assert (states(job_list), job_list.starts()) == (["done"] * 6, 6)

@@ -6,6 +6,7 @@ a directory.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,7 @@ def test_a_host_with_two_ports_is_two_servers(tmp_path: Path) -> None:
         ([{"_prio": 1}], "job 0: _prio: unknown key; did you mean _priority?"),
         ([{"_x": 1}],
          "job 0: _x: unknown key; known keys: _priority, _timeout, _retries, _gpus, _labels, _env, _expected_seconds, "
-         "_base_model_hash, _nested"),
+         "_base_model_hash, _nested, _after"),
         ([{"_timeout": 0}], "job 0: _timeout=0: Input should be greater than 0"),
         ([{"_timeout": "1h"}], 'job 0: _timeout="1h": Input should be a valid number'),
         ([{"_gpus": 0}], 'job 0: _gpus=0: expected a positive integer, or "all"'),
@@ -369,6 +370,76 @@ def test_any_cluster_is_accepted_or_refused_in_lines(directory: Path, tree: Any)
     cluster = read_or_refused(write_json(directory, json.dumps(tree)), read_cluster)
     if cluster is not None:
         assert all(isinstance(server, Server) for server in cluster.servers)
+
+
+# ---------------------------------------------------------------- jobs that wait for others
+
+
+def named(name: str, *after: str) -> dict[str, Any]:
+    return {"prefix": name, "fold": 0, "_after": list(after)}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "faults"),
+    [
+        ([{"_after": 3}], ["job 0: _after=3: Input should be a valid list"]),
+        ([{"_after": [""]}], ["job 0: _after.0=\"\": String should have at least 1 character"]),
+        ([named("train"), named("x", "trian/fold0", "qqq")],
+         ["job 1: _after=trian/fold0: no such job in this list; did you mean train/fold0?",
+          "job 1: _after=qqq: no such job in this list; give a prefix, or a name that --plan shows"]),
+        ([named("a1"), named("a2"), named("x", "a")],
+         ["job 2: _after=a: matches 2 jobs (a1/fold0, a2/fold0); give one name"]),
+        ([named("a", "a")], ["job 0: _after: a/fold0 waits for itself; remove one of them"]),
+        ([named("x"), named("a", "b"), named("b", "c"), named("c", "a")],
+         ["job 1: _after: a/fold0 waits for b/fold0 waits for c/fold0 waits for a/fold0; remove one of them"]),
+        ([*({"prefix": f"{number:0190}", "fold": 0} for number in range(700)), {"n": 1, "_after": ["0" * 190]}], None),
+        ([*({"prefix": f"{number:0190}", "fold": 0} for number in range(700)),
+          {"n": 1, "_after": [f"{number:0190}" for number in range(700)]}],
+         ["job 700: _after: MUSTER_AFTER would be too long for Linux with 700 jobs; name fewer"]),
+    ],
+)  # fmt: skip
+def test_an_after_that_cannot_be_met_is_refused(tmp_path: Path, jobs: list[Any], faults: list[str] | None) -> None:
+    path = write_json(tmp_path, jobs)
+    if faults:
+        assert refusal(path, read_jobs) == faults
+    else:
+        read_jobs(path)
+
+
+def test_an_after_names_a_job_by_name_directory_id_prefix_or_unique_part(tmp_path: Path) -> None:
+    first, second = jobs_of(tmp_path, {"prefix": "prep", "n": 1}, {"prefix": "prep2", "n": 1})
+    ways = (first.name, first.output, first.id, first.id[:8], "prep", f"prep/{first.id[:3]}", "ep2/")
+    jobs = jobs_of(tmp_path, {"prefix": "prep", "n": 1}, {"prefix": "prep2", "n": 1},
+                   *({"m": number, "_after": name} for number, name in enumerate(ways)))  # fmt: skip
+    assert [job.options.after for job in jobs[2:]] == [(first.id,)] * 6 + [(second.id,)]
+    assert jobs_of(tmp_path, {"m": 0, "_after": "x"}, {"prefix": "x"})[0].id == jobs[2].id, "no part of the settings"
+
+
+def test_a_file_added_to_a_list_may_name_its_jobs_but_not_their_directories(tmp_path: Path) -> None:
+    listed = jobs_of(tmp_path, named("a"), {"n": 1})
+    again, new = jobs_of(tmp_path, named("a"), named("b", "a", listed[1].id), listed=listed)
+    assert (again.id, new.options.after) == (listed[0].id, (listed[0].id, listed[1].id))
+    assert refusal(write_json(tmp_path, [{**named("a"), "n": 1}]), read_jobs, listed=listed) == [
+        f"job 0 would write the same directory as job {listed[0].id}: experiments/a/fold0; "
+        "give one of them another prefix, or remove fold"
+    ]
+
+
+@given(st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=6))
+def test_jobs_are_accepted_if_an_order_exists_in_which_each_follows_those_it_needs(
+    directory: Path, after: list[set[int]]
+) -> None:
+    after = [{number % len(after) for number in each} for each in after]
+    tree = [named(f"j{number}", *(f"j{other}/fold0" for other in each)) for number, each in enumerate(after)]
+    jobs = read_or_refused(write_json(directory, tree), read_jobs)
+    possible = any(
+        all(set(after[number]) <= set(order[:position]) for position, number in enumerate(order))
+        for order in itertools.permutations(range(len(after)))
+    )
+    assert (jobs is not None) == possible
+    if jobs:
+        ids = [job.id for job in jobs]
+        assert [{ids.index(each) for each in job.options.after} for job in jobs] == after
 
 
 OUTPUTS = st.lists(st.sampled_from("ab"), min_size=1, max_size=3).map("/".join)

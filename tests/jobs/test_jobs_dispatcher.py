@@ -146,9 +146,9 @@ class SimulatedServer:
             raise self.fetch_errors.pop(0)
         self.fetched.append(attempt.name)
 
-    async def send_results(self, output: str) -> None:
+    async def send_results(self, outputs: Sequence[str]) -> None:
         self._call()
-        self.sent.append(output)
+        self.sent += outputs
 
     async def ensure_base(self, digest: str) -> int:
         self._call()
@@ -206,6 +206,7 @@ class ListRun:
         self.jobs = [job(number) for number in range(jobs)] if isinstance(jobs, int) else list(jobs)
         self.policy = Policy(**policy)
         self.log: list[str] = []
+        self.files: dict[str, list[Job]] = {}  # jobs that a request `add` adds, by file
         self._notified = asyncio.Event()
         for server in servers:
             server.run = self
@@ -216,6 +217,11 @@ class ListRun:
     def _log_line(self, line: str) -> None:
         self.log.append(line)
         self.notify()
+
+    def _read_added(self, listed: list[Job], file: str) -> list[Job]:
+        if file not in self.files:
+            raise ValueError(f"{file}: refused")
+        return [job for job in self.files[file] if job not in listed]
 
     async def __aenter__(self) -> ListRun:
         """Start or resume the list."""
@@ -228,7 +234,7 @@ class ListRun:
         self.journal.commit()
         self.dispatcher = Dispatcher(
             self.journal, self.state, self.jobs, self.servers, self.policy, log=self._log_line, on_change=self.notify,
-            cache=self.cache,
+            cache=self.cache, read_added=self._read_added,
         )  # fmt: skip
         self.task = asyncio.ensure_future(self.dispatcher.run())
         self.task.add_done_callback(lambda _: self.notify())
@@ -518,6 +524,127 @@ def test_a_job_fails_after_five_infrastructure_failures(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+# ---------------------------------------------------------------- jobs that need others, and jobs that are added
+
+
+def after(number: int, *needed: Job, **options: Any) -> Job:
+    return job(number, after=tuple(each.id for each in needed), **options)
+
+
+def test_a_job_starts_when_the_jobs_that_it_needs_are_done_and_finds_their_results(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one, two = SimulatedServer("one", 2, labels=["one"]), SimulatedServer("two", labels=["two"])
+        one.outcome_of = lambda _: UNTIL_ENDED
+        a, b = job(1, labels=("one",)), job(2, labels=("one",))
+        c, d = after(3, b, a, labels=("two",)), after(4, a, labels=("one",))
+        async with ListRun(tmp_path, one, two, jobs=[d, c, b, a]) as run:
+            await run.wait_until(lambda: len(one.running()) == 2)
+            assert [run.state.reason_of(run.job_state(number)) for number in (0, 1)] == [
+                f"waits for {a.name}: running", f"waits for {b.name}: running"
+            ]  # fmt: skip
+            one.end(f"{b.id}.1")
+            await run.wait_until(lambda: run.job_state(2).state == "done")
+            assert run.state.reason_of(run.job_state(1)) == f"waits for {a.name}: running"
+            assert not two.requests
+            one.end(f"{a.id}.1")
+            await run.wait_until(lambda: f"{d.id}.1" in one.running())
+            one.end(f"{d.id}.1")
+            await run.finished()
+        assert run.states() == ["done"] * 4
+        assert ([list(each.needs) for each in two.requests], two.sent) == (
+            [[b.output, a.output]],
+            sorted([a.output, b.output]),
+        )
+        assert ([list(each.needs) for each in one.requests[2:]], one.sent) == ([[a.output]], [])
+
+    asyncio.run(scenario())
+
+
+def test_jobs_that_need_a_failed_or_cancelled_one_fail_and_are_retried_with_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one = SimulatedServer("one", 2)
+        a, b, other = job(1, retries=0), job(2), job(9)
+        one.outcome_of = lambda request: {a.id: 1, b.id: UNTIL_ENDED}.get(request.job.id, 0)
+        c, d = after(3, a), after(5, b, other)
+        chain = [after(10, c)]
+        for number in range(11, 60):
+            chain.append(after(number, chain[-1]))
+        run = ListRun(tmp_path, one, jobs=[a, b, c, d, other, *chain])
+        async with run:
+            await run.wait_until(lambda: f"{b.id}.1" in one.running())
+            run.request("cancel", b.id)
+            await run.finished()
+        assert [run.job_state(number).state for number in range(5)] == [
+            "failed",
+            "cancelled",
+            "failed",
+            "failed",
+            "done",
+        ]
+        assert [run.job_state(number).reason for number in (2, 3, 5, -1)] == [
+            f"{a.name} failed", f"{b.name} cancelled", f"{c.name} failed", f"{chain[-2].name} failed"
+        ]  # fmt: skip
+        one.outcome_of = lambda _: 0
+        run.request("retry", chain[20].id)
+        async with run:
+            await run.finished()
+        assert [run.job_state(number).state for number in range(5)] == ["done", "cancelled", "done", "failed", "done"]
+        assert {each.state for each in run.state.jobs.values() if each.job in chain} == {"done"}
+        run.request("retry", b.id)
+        async with run:
+            await run.finished()
+        assert set(run.states()) == {"done"}
+
+    asyncio.run(scenario())
+
+
+def test_jobs_are_added_while_a_list_runs_and_wait_for_its_jobs(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one = SimulatedServer("one", 2)
+        a, b = job(1), job(2)
+        one.outcome_of = lambda request: UNTIL_ENDED if request.job.id == a.id else 0
+        run = ListRun(tmp_path, one, jobs=[a])
+        run.files = {"more": [a, after(3, a, b), b]}
+        async with run:
+            await run.wait_until(one.running)
+            for file in ("more", "none", "more"):
+                handled = len(run.state.handled_requests)
+                run.request("add", file)
+                await run.wait_until(lambda: len(run.state.handled_requests) > handled)  # noqa: B023
+            await run.wait_until(lambda: run.state.jobs[b.id].state == "done")
+            one.end(f"{a.id}.1")
+            await run.finished()
+        assert [each.job.id for each in one.requests] == [a.id, b.id, run.files["more"][1].id]
+        assert [each.number for each in run.state.jobs.values()] == [0, 1, 2]
+        added = [line for line in run.log if line.startswith(("more", "none"))]
+        assert added == ["more: jobs added: 2", "none: not added: none: refused", "more: jobs added: 0"]
+
+    asyncio.run(scenario())
+
+
+def test_a_paused_list_stays_paused_when_jobs_are_added_and_a_request_without_a_dispatcher_is_handled_by_the_next(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        one = SimulatedServer("one", 1)
+        one.outcome_of = lambda request: 1 if request.job.settings["n"] < 2 else UNTIL_ENDED
+        run = ListRun(tmp_path, one, jobs=[job(0, retries=0), job(1, retries=0), job(2)], max_failures=1)
+        run.files = {"more": [job(7)], "last": [job(8)]}
+        async with run:
+            await run.wait_until(lambda: run.state.paused)
+            run.request("add", "more")
+            await run.finished()
+        run.request("add", "last")
+        run.jobs += [job(7)]
+        one.outcome_of = lambda _: 0
+        run.policy = Policy()
+        async with run:
+            await run.finished()
+        assert [each.state for each in run.state.jobs.values()] == ["failed", *["done"] * 4]
+
+    asyncio.run(scenario())
+
+
 # ---------------------------------------------------------------- connections
 
 
@@ -579,8 +706,8 @@ def test_a_pending_start_is_not_repeated_after_a_reconnect(tmp_path: Path) -> No
     class Slow(SimulatedServer):
         go: asyncio.Event
 
-        async def send_results(self, output: str) -> None:
-            await super().send_results(output)
+        async def send_results(self, outputs: Sequence[str]) -> None:
+            await super().send_results(outputs)
             await self.go.wait()
 
     async def scenario() -> None:
@@ -752,8 +879,8 @@ def test_sending_files_of_an_earlier_attempt_is_retried(tmp_path: Path) -> None:
     class Full(SimulatedServer):
         failing = 2
 
-        async def send_results(self, output: str) -> None:
-            await super().send_results(output)
+        async def send_results(self, outputs: Sequence[str]) -> None:
+            await super().send_results(outputs)
             self.failing -= 1
             if self.failing >= 0:
                 raise Unreachable("rsync: connection unexpectedly closed (code 12)")

@@ -313,7 +313,7 @@ COMMANDS = st.lists(
     st.tuples(
         st.sampled_from(
             ["start", "running", "not_started", "ended", "lost", "lost_ended", "settle", "request_handled", "pause",
-             "list", "unknown", "cancel"]
+             "list", "added", "unknown", "cancel"]
         ),
         st.integers(0, 3), st.integers(0, 9), st.sampled_from(["", "exit code", "server lost", "cancelled"]),
     ),
@@ -325,6 +325,7 @@ def possible(state: ListState, which: int, number: int, failure: str) -> dict[st
     """The records that a dispatcher could write in this state: event -> facts."""
     found: dict[str, dict[str, Any]] = {
         "list": {"list": "abc", "jobs": job_records(JOBS[which:])},
+        "added": {"request": f"a{number}", "jobs": job_records(JOBS[: number % 4])},
         "pause": {"reason": f"because of {number}"},
         "unknown": {"of": "a newer version"},
         "cancel": {"jobs": [JOBS[which].id]},

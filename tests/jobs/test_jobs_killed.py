@@ -116,3 +116,38 @@ def test_a_list_finishes_after_repeated_kills_of_its_dispatcher(tmp_path: Path, 
     assert code == 0
     assert [len(job["starts"]) for job in outcome(directory)["jobs"]] == [1, 2]
     assert kills > 3
+
+
+def test_jobs_that_are_added_are_neither_lost_nor_run_twice_if_a_dispatcher_is_killed(
+    tmp_path: Path, forked: Dispatchers
+) -> None:
+    """The dispatcher that finds the request, and the command that adds jobs without a dispatcher."""
+    more = [{"kind": "new", "_env": {"TOKEN": "s3cr3t"}, "_after": "steady"}, {"kind": "other"}]
+    jobs = [{"kind": "steady", "prefix": "steady"}, {"kind": "patient"}]
+    add = ("add", "more.json")
+
+    def prepared_to_add(name: str) -> Path:
+        directory = prepared(tmp_path / name, jobs)
+        (directory / "more.json").write_text(json.dumps(more))
+        (directory / "go").touch()
+        assert forked.run(DispatcherCall(directory, RUN, ("after", 1))) == -9
+        return directory
+
+    chains = []
+    for number in range(1, 6):  # list, added, start of three jobs
+        for moment in MOMENTS:
+            path = prepared_to_add(f"{moment}-{number}")
+            journal.request(path / "results.journal", "add", [str(path / "more.json")])
+            chains.append([DispatcherCall(path, ("resume",), (moment, number)), DispatcherCall(path, ("resume",))])
+    for moment in MOMENTS:
+        path = prepared_to_add(f"add-{moment}")
+        chains.append(
+            [DispatcherCall(path, add, (moment, 1)), DispatcherCall(path, add), DispatcherCall(path, ("resume",))]
+        )
+    for first in range(0, len(chains), AT_ONCE):
+        codes = forked.run_all(chains[first : first + AT_ONCE])
+        for chain, found in zip(chains[first : first + AT_ONCE], codes, strict=True):
+            call = chain[0]
+            assert (call, found, call.printed) == (call, [-9, *[0] * (len(chain) - 1)], call.printed)
+            results = outcome(call.directory)["jobs"]
+            assert [(job["state"], len(job["starts"])) for job in results] == [("done", 1)] * 4, (call, call.printed)

@@ -260,3 +260,19 @@ def test_grahams_worst_case_is_reproduced() -> None:
     m = 4
     lengths = [length for length in range(2 * m - 1, m, -1) for _ in range(2)] + [m] * 3
     assert makespan(lengths, m) == 4 * m - 1
+
+
+def test_a_planned_job_starts_after_all_jobs_that_it_needs() -> None:
+    def after(name: str, *needed: str, base: str = "", trains: str = "") -> Job:
+        return Job(name, {}, Options(after=needed), name, base, trains)
+
+    jobs = [
+        after("c", "a", "b", "done", base="x"),
+        after("a"),
+        after("b", "a"),
+        after("t", trains="x"),
+        after("d", "c"),
+    ]
+    lengths = {"a": 1.0, "b": 2.0, "t": 5.0}
+    planned = plan(jobs, pools(pool("s", slots=9)), lambda each: lengths.get(each.id, 1.0))
+    assert {name: start for start, name, _, _ in planned} == {"a": 0.0, "t": 0.0, "b": 1.0, "c": 5.0, "d": 6.0}

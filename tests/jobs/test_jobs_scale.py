@@ -81,7 +81,8 @@ def test_incrementally_written_results_equal_a_new_document(state: ListState, tm
         results.write()
         text = path.read_text()
         found = json.loads(text)
-        assert found["jobs"] == json.loads(json.dumps([entry(job) for job in state.jobs.values()]))
+        entries = [entry(job, state.reason_of(job)) for job in state.jobs.values()]
+        assert found["jobs"] == json.loads(json.dumps(entries))
         assert text == json.dumps(found, indent=2, sort_keys=True) + "\n"
 
 

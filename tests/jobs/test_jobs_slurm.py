@@ -21,8 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.files import write_file, write_json
-from distributed.jobs import array_task, element, host
+from distributed.jobs import array_task, commands, element, host
 from distributed.jobs.array_task import spec_path, taken_path, write_spec
+from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import ClusterConfig, ConfigError
 from distributed.jobs.dispatcher import Event, NotStarted, StartRequest, Unreachable
 from distributed.jobs.element import Element, assign_specs, job_path
@@ -678,6 +679,19 @@ def test_the_number_of_slots_is_limited_by_jobs_and_max_queued(tmp_path: Path) -
     assert len(slurm_server(tmp_path, 10_000).pool.slots) == 256
     assert len(slurm_server(tmp_path, 10_000, max_queued=500).pool.slots) == 500
     assert all(slot.gpu is None for slot in slurm_server(tmp_path).pool.slots)
+
+
+def test_added_jobs_may_need_more_slots_than_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more.json").write_text(json.dumps([{"n": 1}, {"n": 2, "_gpus": 4}]))
+    server = slurm_server(tmp_path, 1)
+    server.pool.free -= {0}
+    options = commands.run_parser().parse_args(["--backend", "slurm"])
+    cluster = ClusterConfig.model_validate({"servers": [{"host": "slurm", "gpus": 2}]})
+    config = commands.ListConfig(options, cluster, "x.py", [job_of({"n": 1}, Options())], Cache(tmp_path))
+    (new,) = commands.jobs_to_add(config, tmp_path / "more.json", [server])
+    assert (new.settings, new.file) == ({"n": 2}, str(tmp_path / "more.json"))
+    assert (len(server.pool.slots), server.pool.free, server.pool.capacity()) == (5, {1, 2, 3, 4}, 5)
 
 
 def test_any_labels_are_accepted_as_features() -> None:

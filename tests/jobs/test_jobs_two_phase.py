@@ -543,6 +543,27 @@ def test_a_base_model_removed_between_two_dispatchers_is_trained_again(tmp_path:
     asyncio.run(scenario())
 
 
+def test_an_added_experiment_gets_a_base_model_that_the_list_uses_or_trains_or_that_is_new(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        publish(A)
+        one = Server("one", 1)
+        jobs = [experiment(1, A), trainer(B), experiment(2, B)]
+        one.outcome_of = lambda request: UNTIL_ENDED if request.job.trains == B else 0
+        run = ListRun(tmp_path, one, jobs=jobs)
+        run.files = {"more": [trainer(A), trainer("c" * 64), *(experiment(n, "abc"[n - 7] * 64) for n in (7, 8, 9))]}
+        async with run:
+            await run.wait_until(one.running)
+            run.request("add", "more")
+            await run.wait_until(lambda: run.state.handled_requests)
+            one.end(one.running()[0])
+            await run.finished()
+        assert run.states() == ["done"] * 8
+        assert sorted(started(one)) == ["1", "2", "7", "8", "9", "b", "c"]
+        assert run.state.trainers[A].reason == "its base model was in the cache"
+
+    asyncio.run(scenario())
+
+
 # ---------------------------------------------------------------- a dispatcher that is killed
 
 CONCURRENT = 13  # lists that run at the same time; they mostly sleep
@@ -602,6 +623,23 @@ def test_a_dispatcher_killed_at_any_record_trains_its_base_model_once(tmp_path: 
         for kill, codes, (call, _) in zip(killed, forked.run_all(chains), chains, strict=True):
             assert (kill, codes, call.printed) == (kill, [-9, 0], call.printed)
             assert (kill, outcome(call.directory)) == (kill, expected)
+
+
+def test_added_experiments_use_the_base_models_of_the_list_and_new_ones(tmp_path: Path, forked: Dispatchers) -> None:
+    directory = prepared(tmp_path / "list")
+    assert forked.run(DispatcherCall(directory, RUN, two_phase=True)) == 0
+    add = DispatcherCall(directory, ("add", "more.json"))
+    known = json.loads((directory / "jobs.json").read_text())[0]
+    leak = {**known, "prefix": "leak", "base_participants": ["a"]}
+    more = [{**known, "prefix": "p"}, {**known, "prefix": "q", "base_participants": ["d"], "_after": "p"}]
+    (directory / "more.json").write_text(json.dumps([*more, leak]))
+    assert (forked.run(add), ": holds out a, and its base model " in add.printed) == (2, True), add.printed
+    (directory / "more.json").write_text(json.dumps(more))
+    assert (forked.run(add), "added 2 new jobs and 1 base model to train; to start: " in add.printed) == (0, True)
+    (directory / "more.json").unlink()
+    for arguments in (("resume",), RUN):
+        assert forked.run(DispatcherCall(directory, arguments, two_phase=True)) == 0, add.printed
+        assert outcome(directory) == [["done"] * 6, [2, 2, 1, 1, 1, 1], 2, []]
 
 
 def test_a_job_with_a_base_model_hash_runs_without_run_two_phase_training(tmp_path: Path, forked: Dispatchers) -> None:
