@@ -250,20 +250,29 @@ END
 }
 
 
-@test "--sync copies to ~/ml-customization if it exists" {
+@test "--sync copies what git says, to ~/ml-customization if it exists, and follows symbolic links there" {
   local usual="$HOMES/$N1/ml-customization"
   WORK="$APART/usual"
   enter_workdir
   write_job_script
   cluster "$N1:1"
   job_list <<<'{"name": "a"}'
-  mkdir "$usual"
+  git init -q
+  printf '%s\n' '*.csv' '!keep.csv' >.gitignore
+  mkdir data "$usual" "$usual-disk"
+  touch a.csv keep.csv data/forced.csv
+  truncate -s 100M data/sparse
+  git add -f data/forced.csv
+  ln -s "$usual-disk" "$usual/data"
   run dispatch --sync
-  synced=$(ls "$usual")
+  synced=$(ls "$usual" "$usual/data/")
+  size=$(du -k "$usual/data/sparse" | cut -f 1)
+  [ -L "$usual/data" ]
   rm -r "$usual"
   echo "$output"
   [ "$status" -eq 0 ]
-  [[ "$synced" == *job.py* && "$synced" == *experiments* ]]
+  [[ "$synced" == *job.py* && "$synced" == *experiments* && "$synced" == *keep.csv*forced.csv* && "$synced" != *a.csv* ]]
+  [ "$size" -lt 1000 ]
   run ! lab ssh "$N1" test -e "$WORK/job.py"
   holds 'job["a"]["state"] == "done"'
   grep -q arguments experiments/*/result || grep -q arguments logs/jobs/*/*/node_*.log # copied back

@@ -11,7 +11,9 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --script PATH          script to run (default: script_path of the cluster config, or train.py)
   --slots N              local: concurrent jobs per GPU (default: 1); without GPUs, concurrent jobs (default: half the
                          number of cores)
-  --sync                 ssh: copy the working directory to the servers first
+  --sync                 ssh: first copy the working directory to the servers: the files that git tracks or does not
+                         ignore, but no untracked ones in logs, checkpoints and experiments; outside a checkout, all
+                         files but those there, in .git and in .venv
   --retries N            retries of a failed job, for jobs without _retries (default: 1)
   --max-failures N       pause the list after N failed jobs
   --fail-fast            cancel all jobs when one fails
@@ -62,7 +64,7 @@ from typing import Any, NoReturn
 from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
 from distributed.fold import DEFAULT_PARTICIPANTS
-from distributed.host import signals
+from distributed.host import signals, sync_list
 from distributed.jobs import bases, console, host, journal, servers
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import (
@@ -279,6 +281,11 @@ def read_config(options: argparse.Namespace) -> ListConfig:
         raise CallError("--slots: only for --backend local; set slots_per_gpu of the servers")
     if options.sync and options.backend != "ssh":
         raise CallError(f"--sync: only for --backend ssh; with --backend {options.backend} nothing is copied")
+    if options.sync:
+        try:
+            sync_list.names_of(str(Path.cwd()))
+        except sync_list.SyncError as error:
+            raise ConfigError(f"--sync: {error}") from None
     script = options.script or (cluster.script_path if cluster else "train.py")
     if options.backend == "local" and not Path(script).is_file():
         raise ConfigError(f"script {script}: no such file in {Path.cwd()}; give its path with --script")

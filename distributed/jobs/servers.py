@@ -31,6 +31,7 @@ from typing import Any
 
 from distributed.exit_codes import UNFIT
 from distributed.files import KIT, write_file
+from distributed.host import sync_list
 from distributed.host.gpus import query_gpus
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.jobs import config, host
@@ -56,6 +57,8 @@ SSH_CALL = "scripts/lib/ssh_call.py"
 STARTED = f"printf '\\nmuster-ready\\n'; TMOUT=0 read -r _ || exit {UNFIT}"  # see distributed/host/ssh_call.py
 NOT_INSTALLED = "muster-upload"  # printed by a server without the files of KIT_FILES
 NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or newer
+FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # copy what the standard input of rsync names, literally
+VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization exists; rsync is missing
 # The files that jobs/host.py and its supervisors need on a server. Modules that only usage sampling needs are omitted.
 KIT_FILES = (
@@ -69,14 +72,6 @@ KIT_FILES = (
     "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/environment.bash",
     "scripts/lib/common.bash", "scripts/lib/node_env.bash",
 )  # fmt: skip
-# --sync copies neither results nor files that .gitignore excludes.
-NOT_COPIED = (
-    "--exclude=/.git",
-    "--exclude=/logs",
-    "--exclude=/checkpoints",
-    "--exclude=/experiments",
-    "--filter=:- .gitignore",
-)
 # Errors of ssh after which a retry is useless, and their remedies.
 REMEDIES = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "if the server was reinstalled: `ssh-keygen -R HOST`",
@@ -515,7 +510,11 @@ class SshServer(HostServer):
             raise ssh_error(stderr, code, self.settings.host)
 
     async def _sync(self) -> None:
-        """Copy the working directory to the server; nothing is deleted."""
+        """Copy the files of the working directory to the server; nothing is deleted."""
+        try:
+            names = await asyncio.to_thread(sync_list.names_of, str(self.context.cwd))
+        except (sync_list.SyncError, OSError) as error:
+            raise ServerUnusable(f"--sync: {error}") from None
         target = self.settings.workdir or str(self.context.cwd)
         # As find_workdir() in host.py: without a setting, an existing ~/ml-customization is used.
         default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
@@ -528,7 +527,8 @@ class SshServer(HostServer):
         elif code:
             raise ssh_error(stderr, code, self.settings.host)
         target = target.removeprefix("~/")
-        await self._rsync([*NOT_COPIED, f"{self.context.cwd}/", f"server:{rsync_literal(target)}/"])
+        arguments = ["--ignore-missing-args", f"{self.context.cwd}/", f"server:{rsync_literal(target)}/"]
+        await self._rsync([*FILES_FROM, *arguments], sync_list.file_list(names))
         self._synced = True
 
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
@@ -629,18 +629,19 @@ class SshServer(HostServer):
                 await self._copy([output], f"{self.context.cwd}/", f"server:{rsync_literal(self.workdir)}/")
 
     async def _copy(self, directories: Sequence[str], source: str, target: str) -> None:
-        """Copy directories recursively. rsync reads their names literally from standard input."""
+        """Copy directories recursively."""
         names = b"".join(os.fsencode(f"{name}/") + b"\0" for name in directories)
-        await self._rsync(["--recursive", "--from0", "--files-from=-", source, target], names)
+        await self._rsync([*FILES_FROM, source, target], names)
 
     async def _rsync(self, arguments: Sequence[str], data: bytes = b"") -> None:
         remote_shell = [sys.executable, *PLAIN_PYTHON, f"{KIT}/{RSYNC_SHELL}", *self._ssh_to_server()]
         shell = " ".join("'" + each.replace("'", "''") + "'" for each in remote_shell)  # rsync's own quoting
-        call = ["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *arguments]
+        options = ["--archive", "--sparse", *write_through_links(), "--protect-args", "--timeout=60"]
+        call = ["rsync", *options, "-e", shell, *arguments]
         code, stderr = await self._run(call, data)
         if code in (12, 30, 35, 255):
             raise Unreachable(last_line(stderr) or f"rsync: exit code {code}")
-        if code:
+        if code not in (0, VANISHED):
             cause = next((line for line in stderr.splitlines() if line.startswith("rsync:")), last_line(stderr))
             raise OSError(cause or f"rsync: exit code {code}")
 
@@ -674,6 +675,13 @@ async def read_tail(stream: asyncio.StreamReader | None) -> str:
     while block := await stream.read(1 << 16):
         text = (text + block)[-8192:]
     return text.decode(errors="replace").strip()
+
+
+@functools.cache
+def write_through_links() -> tuple[str, ...]:
+    """The options with which rsync keeps a symbolic link to a directory; see scripts/lib/rsync_shell.py."""
+    known = subprocess.run(["rsync", "--insecure-links", "--version"], stdin=subprocess.DEVNULL, capture_output=True)
+    return ("--keep-dirlinks", *(["--insecure-links"] if known.returncode == 0 else []))
 
 
 def last_line(text: str) -> str:

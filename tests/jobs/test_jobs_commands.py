@@ -26,6 +26,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "one.json").write_text(json.dumps([{"a": 1}]))
     (tmp_path / "foreign.json").write_text(json.dumps([{"prefix": "p", "fold": 0, "participants": ["a"]}]))
     (tmp_path / "page.html").touch()
+    (tmp_path / ".git").mkdir()
     foreign = tmp_path / "experiments" / "p" / "fold0_a"
     foreign.mkdir(parents=True)
     (foreign / host.OWNER).write_text(host.owner_name("abc", "train.py"))
@@ -57,6 +58,8 @@ def arguments(**changes: Any) -> list[str]:
          "--log-file page.json: page.html exists, but not its journal (page.journal); move it away, or give another"),
         (arguments(log_file="lr0.1"), "--log-file: expected a file name that ends with .json, got 'lr0.1'"),
         ([*arguments(), "--sync"], "--sync: only for --backend ssh; with --backend local nothing is copied"),
+        ([*arguments(backend="ssh", cluster_config="servers.json", slots=None), "--sync"],
+         ".git: fatal: not a git repository (or any of the parent directories): .git; repair or remove it: git status must"),
         (arguments(jobs_config="foreign.json"), "experiments/p/fold0_a holds the results of job abc of train.py"),
         ([*arguments(jobs_config="foreign.json"), "--plan"], "experiments/p/fold0_a holds the results of job abc of"),
         (arguments(log_file="no/results.json"), "--log-file no/results.json: no such directory: no; create it"),
