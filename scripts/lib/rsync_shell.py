@@ -5,8 +5,8 @@ usage: rsync_shell.py SSH [ARGUMENT...] -- HOST NAME COMMAND...
 NAME, the host name that rsync passes, is ignored: HOST may be an address that rsync cannot parse. rsync sends nothing
 to a login shell that does not start it; see distributed/host/ssh_call.py.
 
-rsync 3.5 needs --insecure-links to write through a symbolic link, such as from `logs` to another disk. Older versions do
-so with --keep-dirlinks alone, and refuse this option.
+rsync 3.5 needs --insecure-links to write through a symbolic link, such as from `logs` to another disk. Older versions
+do so with --keep-dirlinks alone, and refuse this option.
 """
 
 import os

@@ -59,7 +59,7 @@ def arguments(**changes: Any) -> list[str]:
         (arguments(log_file="lr0.1"), "--log-file: expected a file name that ends with .json, got 'lr0.1'"),
         ([*arguments(), "--sync"], "--sync: only for --backend ssh; with --backend local nothing is copied"),
         ([*arguments(backend="ssh", cluster_config="servers.json", slots=None), "--sync"],
-         ".git: fatal: not a git repository (or any of the parent directories): .git; repair or remove it: git status must"),
+         "--sync: {directory}/.git: fatal: not a git repository (or any of the parent directories): .git; repair or "),
         (arguments(jobs_config="foreign.json"), "experiments/p/fold0_a holds the results of job abc of train.py"),
         ([*arguments(jobs_config="foreign.json"), "--plan"], "experiments/p/fold0_a holds the results of job abc of"),
         (arguments(log_file="no/results.json"), "--log-file no/results.json: no such directory: no; create it"),
@@ -82,7 +82,7 @@ def test_a_wrong_call_is_refused_and_has_no_effect(
     assert commands.main(call) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert message in printed.err
+    assert message.replace("{directory}", str(directory)) in printed.err
     assert all(line.startswith(("run_distributed_training.py: ", "Try: ")) for line in printed.err.splitlines())
     assert sorted(directory.rglob("*")) == before
 
