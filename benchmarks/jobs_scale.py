@@ -90,7 +90,7 @@ class SimulatedServer:
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         await asyncio.sleep(0.01)
 
-    async def send_results(self, output: str) -> None:
+    async def send_results(self, job: Job) -> None:
         """No job is retried."""
 
     async def query_gpus(self) -> list[dict[str, Any]]:

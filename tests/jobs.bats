@@ -250,6 +250,29 @@ END
 }
 
 
+@test "files that no job wrote are not overwritten on a server, and links to other disks stay" {
+  WORK="$APART/foreign"
+  enter_workdir
+  write_job_script
+  cluster "$N1:1"
+  job_list <<END
+{"name": "a", "prefix": "p", "fold": 0, "_priority": 1}
+{"name": "b", "prefix": "q", "fold": 0}
+END
+  mkdir disk
+  ln -s disk experiments
+  lab ssh "$N1" mkdir -p "$WORK/experiments/p/fold0" "$WORK/far"
+  lab ssh "$N1" touch "$WORK/experiments/p/fold0/result"
+  lab ssh "$N1" ln -s ../far "$WORK/experiments/q"
+  run -1 dispatch --sync
+  [[ "$output" == *"$WORK/experiments/p/fold0 exists, but not from a job; move it away, "* ]]
+  holds 'job["b"]["state"] == "done" and job["a"]["attempts"][0]["failure"] == "refused"'
+  run -0 lab ssh "$N1" ls -A -s "$WORK/experiments/p/fold0" "$WORK/far/fold0"
+  [[ "$output" == *"0 result"*.muster_job* ]]
+  [ -L experiments ] && [ ! -e experiments/p ] && [ "$(cat disk/q/fold0/result)" = "b on $N1" ]
+}
+
+
 @test "--sync copies what git says, to ~/ml-customization if it exists, and follows symbolic links there" {
   local usual="$HOMES/$N1/ml-customization"
   WORK="$APART/usual"

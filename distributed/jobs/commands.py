@@ -439,10 +439,18 @@ def refuse_existing_results(options: argparse.Namespace) -> None:
 
 
 def refuse_foreign_outputs(config: ListConfig) -> None:
-    """Raises ConfigError if an output directory on this machine contains the results of another job."""
-    faults = []
+    """Raises ConfigError if an output directory on this machine contains files that are not of its job.
+
+    Files without an owner are accepted for a job that this list has started: a user may have removed the owner file.
+    """
+    faults, path = [], journal_of(config.options.log_file)
+    foreign = {job.id for job in config.jobs if host.holds_foreign_files(job.output)}
+    if foreign and path.exists():
+        foreign -= {job.job.id for job in state_of(path).jobs.values() if job.attempts}
     for job in config.jobs:
         try:
+            if job.id in foreign:
+                host.refuse_foreign_files(job.output)
             host.refuse_other_owner(job.output, job.owner, config.script)
         except host.JobRefused as error:
             faults.append(str(error))

@@ -119,8 +119,8 @@ class JobServer(Protocol):
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         """Copy the results of an attempt to this machine. Raises OSError."""
 
-    async def send_results(self, output: str) -> None:
-        """Copy the output directory of an earlier attempt to the server. Raises OSError."""
+    async def send_results(self, job: Job) -> None:
+        """Copy the output directory of an earlier attempt to the server. Raises NotStarted and OSError."""
 
     async def query_gpus(self) -> list[dict[str, Any]]:
         """Return memory (MiB) and processes of each GPU."""
@@ -492,7 +492,7 @@ class Dispatcher:
         try:
             if any(earlier.server != attempt.server for earlier in self.state.jobs[job.id].attempts):
                 try:
-                    await server.send_results(job.output)
+                    await server.send_results(job)
                 except Unreachable as error:  # before the start request, so the attempt was not started
                     raise NotStarted(str(error)) from None
             if job.base and not attempt.after:

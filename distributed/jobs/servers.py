@@ -387,7 +387,7 @@ class HostServer:
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         """Do nothing: the files are on this machine."""
 
-    async def send_results(self, output: str) -> None:
+    async def send_results(self, job: Job) -> None:
         """Do nothing: the files are on this machine."""
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
@@ -579,7 +579,7 @@ class SshServer(HostServer):
         if self.shared:
             return
         try:
-            host.refuse_other_owner(str(self.context.cwd / job.output), job.owner, self.context.script)
+            os.close(host.claim_output(str(self.context.cwd / job.output), job.owner, self.context.script))
         except host.HostError as error:
             raise OSError(str(error)) from None
         log = f"logs/jobs/{self.context.list_id}/{attempt.name}"
@@ -622,11 +622,15 @@ class SshServer(HostServer):
             found = await self._call("publish_base", digest=digest, staging=staging, failed=failed)
         return found
 
-    async def send_results(self, output: str) -> None:
+    async def send_results(self, job: Job) -> None:
         """See dispatcher.JobServer."""
-        if not self.shared and (self.context.cwd / output).is_dir():
+        if not self.shared and (self.context.cwd / job.output).is_dir():
+            try:
+                await self._call("claim", output=job.output, job=job.owner, script=self.context.script)
+            except HostReplyError as error:
+                raise NotStarted(str(error), error.kind) from None
             async with self._sending:
-                await self._copy([output], f"{self.context.cwd}/", f"server:{rsync_literal(self.workdir)}/")
+                await self._copy([job.output], f"{self.context.cwd}/", f"server:{rsync_literal(self.workdir)}/")
 
     async def _copy(self, directories: Sequence[str], source: str, target: str) -> None:
         """Copy directories recursively."""

@@ -590,7 +590,7 @@ class SlurmServer:
             self._queue_requested = True
             await asyncio.sleep(POLL_INTERVAL / 2)
 
-    async def send_results(self, output: str) -> None:
+    async def send_results(self, job: Job) -> None:
         """Do nothing: the compute nodes share the files."""
 
     async def query_gpus(self) -> list[Facts]:

@@ -24,6 +24,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "jobs.json").write_text(json.dumps([{"a": 1}, {"a": 2, "_labels": ["x"]}, {"a": 3, "_gpus": 1000}]))
     (tmp_path / "train.py").touch()
     (tmp_path / "one.json").write_text(json.dumps([{"a": 1}]))
+    (tmp_path / "by_hand.json").write_text(json.dumps([{"prefix": "hand", "fold": 0, "participants": ["a"]}]))
+    (tmp_path / "experiments" / "hand" / "fold0_a" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "experiments" / "hand" / "fold0_a" / "checkpoints" / "1").touch()
     (tmp_path / "foreign.json").write_text(json.dumps([{"prefix": "p", "fold": 0, "participants": ["a"]}]))
     (tmp_path / "page.html").touch()
     (tmp_path / ".git").mkdir()
@@ -61,6 +64,10 @@ def arguments(**changes: Any) -> list[str]:
         ([*arguments(backend="ssh", cluster_config="servers.json", slots=None), "--sync"],
          "--sync: {directory}/.git: fatal: not a git repository (or any of the parent directories): .git; repair or "),
         (arguments(jobs_config="foreign.json"), "experiments/p/fold0_a holds the results of job abc of train.py"),
+        (arguments(jobs_config="by_hand.json"),
+         "experiments/hand/fold0_a exists, but not from a job; move it away, give this job another prefix, or let "
+         "the job continue from its files: touch experiments/hand/fold0_a/.muster_job"),
+        ([*arguments(jobs_config="by_hand.json"), "--plan"], "experiments/hand/fold0_a exists, but not from a job"),
         ([*arguments(jobs_config="foreign.json"), "--plan"], "experiments/p/fold0_a holds the results of job abc of"),
         (arguments(log_file="no/results.json"), "--log-file no/results.json: no such directory: no; create it"),
         (arguments(backend="ssh", cluster_config="servers.json"), "--slots: only for --backend local; set slots_per_"),

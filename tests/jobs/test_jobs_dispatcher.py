@@ -144,9 +144,9 @@ class SimulatedServer:
             raise self.fetch_errors.pop(0)
         self.fetched.append(attempt.name)
 
-    async def send_results(self, output: str) -> None:
+    async def send_results(self, job: Job) -> None:
         self._call()
-        self.sent.append(output)
+        self.sent.append(job.output)
 
     async def ensure_base(self, digest: str) -> int:
         self._call()
@@ -572,8 +572,8 @@ def test_a_pending_start_is_not_repeated_after_a_reconnect(tmp_path: Path) -> No
     class Slow(SimulatedServer):
         go: asyncio.Event
 
-        async def send_results(self, output: str) -> None:
-            await super().send_results(output)
+        async def send_results(self, job: Job) -> None:
+            await super().send_results(job)
             await self.go.wait()
 
     async def scenario() -> None:
@@ -745,8 +745,8 @@ def test_sending_files_of_an_earlier_attempt_is_retried(tmp_path: Path) -> None:
     class Full(SimulatedServer):
         failing = 2
 
-        async def send_results(self, output: str) -> None:
-            await super().send_results(output)
+        async def send_results(self, job: Job) -> None:
+            await super().send_results(job)
             self.failing -= 1
             if self.failing >= 0:
                 raise Unreachable("rsync: connection unexpectedly closed (code 12)")
