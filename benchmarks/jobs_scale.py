@@ -96,7 +96,7 @@ class SimulatedServer:
     async def query_gpus(self) -> list[dict[str, Any]]:
         return []
 
-    async def close(self, finished: bool) -> None:
+    async def close(self) -> None:
         """There is no connection."""
 
 

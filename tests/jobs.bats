@@ -330,7 +330,19 @@ END
   : >go
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
-  run ! panes "$N1" x # the session ends with the list
+  eventually pane_shows "$node" "$slot" "--- ended with exit code 0" # the session stays for a look
+  run -0 list status
+  [[ "$output" == *"12 done"* && "$output" != *running* ]]
+  run -0 list cancel all
+  [ "$output" = "nothing to cancel: no job is waiting or running" ]
+  lab cut "$N1"
+  run -1 list close
+  [[ "$output" == *"$N1: "* && "$output" == *"$N2: removed tmux session ml_training"* ]]
+  lab heal "$N1"
+  run -0 list close
+  [ "$(sort <<<"$output")" = "$N1: removed tmux session ml_training"$'\n'"$N2: no tmux session of this list" ]
+  run ! panes "$N1" x
+  run ! panes "$N2" x
 }
 
 
@@ -355,7 +367,17 @@ END
   holds 'len(began) == 3 and r["totals"]["done"] == 3'
   [ "$pids" = "$(awk '$1 == "begin" { print $4 }' "$STARTED")" ]
   [ "$existing" = "$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')" ]
+  lab ssh "$N1" tmux has-session -t =ml_training_2
+  job_list <<<"{\"name\": \"d\", \"until\": \"$PWD/go\"}"
+  run -0 dispatch --log-file other.json
+  [[ "$output" == *"; this one is ml_training_2"* ]] # the session of the next list replaces it
+  run -0 list close
+  [[ "$output" == *"$N1: no tmux session of this list"* ]]
+  lab ssh "$N1" tmux has-session -t =ml_training_2
+  run -0 list close --log-file other.json
+  [[ "$output" == *"$N1: removed tmux session ml_training_2"* ]]
   run ! lab ssh "$N1" tmux has-session -t =ml_training_2
+  [ "$existing" = "$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')" ]
 }
 
 
@@ -375,11 +397,12 @@ END
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   [ "$(panes "$N1" x | wc -l)" -eq 2 ] # the panes of list a
+  run -2 list close --log-file a.json
+  [[ "$output" == *"a.journal: a dispatcher already runs this list"* ]]
   : >go.a
   wait_for_exit "$first"
   [ "$status" -eq 0 ]
   grep -q "finished: 1 of 1 done" out.a
-  run ! lab ssh "$N1" tmux has-session
 }
 
 

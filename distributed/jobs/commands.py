@@ -1,7 +1,7 @@
 """Run a list of training jobs on GPU servers, on this machine or on SLURM.
 
 usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [option...]
-       run_distributed_training.py status|logs|why|cancel|retry|resume [--log-file FILE] ...
+       run_distributed_training.py status|logs|why|cancel|retry|resume|close [--log-file FILE] ...
 
   --cluster-config FILE  servers (JSON); optional with --backend local
   --jobs-config FILE     jobs (JSON): a list of objects; keys are script arguments, or options (_NAME)
@@ -34,6 +34,7 @@ are not run again, and jobs added to the list are started.
   cancel JOB...|all      stop jobs, and verify that none of their processes remain
   retry failed|JOB...    run failed or cancelled jobs again
   resume                 continue the list
+  close                  remove the list's tmux sessions, which stay until the next list on their server
 
 JOB is an id or a name, or the start of an id or a part of a name that matches only one job.
 
@@ -77,7 +78,7 @@ from distributed.jobs.config import (
     read_jobs,
     server_name,
 )
-from distributed.jobs.dispatcher import Dispatcher, JobServer, Policy
+from distributed.jobs.dispatcher import Dispatcher, JobServer, Policy, ServerUnusable, Unreachable
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal, JournalError
 from distributed.jobs.placement import SlotPool, mean_seconds, plan, sort_key
@@ -99,7 +100,7 @@ from distributed.training.base_model import BaseModelError, hash_of
 PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"
 PROGRAMS = (PROGRAM, TWO_PHASE, "distributed_train_helper.py")
-SUBCOMMANDS = ("status", "logs", "why", "cancel", "retry", "resume")
+SUBCOMMANDS = ("status", "logs", "why", "cancel", "retry", "resume", "close")
 BACKENDS = ("ssh", "local", "slurm")
 SHOWN = 10  # failed jobs listed at the end, and leaks in one message
 WRITE_INTERVAL = 0.5  # seconds between checks whether to write the results, and between updates of the table
@@ -243,7 +244,10 @@ def execute_subcommand(arguments: list[str]) -> int | None:
             raise CallError(f"{options.log_file}: no job list ({path} is missing); give its results with --log-file")
         if not journal.has_list(path):
             raise CallError(f"{path}: contains no job list; rerun the command that starts the list")
-        subcommands = {"status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "resume": resume}
+        subcommands = {
+            "status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "resume": resume,
+            "close": close,
+        }  # fmt: skip
         return subcommands[arguments[0]](options, path)
     if arguments and not arguments[0].startswith("-"):
         known = [*SUBCOMMANDS, *(["cache"] if program_name() == TWO_PHASE else [])]
@@ -883,3 +887,30 @@ def resume(options: argparse.Namespace, path: Path) -> int:
     stored = stored_config(state_of(path)).options
     stored.log_file = relative(log_file) if Path.cwd() == here else log_file
     return run(stored)
+
+
+def close(options: argparse.Namespace, path: Path) -> int:
+    """Remove the tmux sessions of a list that no dispatcher runs. Returns the exit code."""
+    with Journal.open(path) as book:
+        config = stored_config(state := ListState.of(book.records))
+        config.options.no_tmux, config.options.sync = True, False
+        made = [each for each in make_servers(config, state.id) if isinstance(each, servers.HostServer)]
+        try:
+            return max(asyncio.run(close_sessions(made)), default=0)
+        finally:
+            servers.remove_sockets(state.id)
+
+
+async def close_sessions(made: Sequence[servers.HostServer]) -> list[int]:
+    """Remove the session of each server, and print the outcome. Returns an exit code for each server."""
+
+    async def close_session(server: servers.HostServer) -> int:
+        try:
+            session = await server.remove_session()
+        except (ServerUnusable, Unreachable) as error:
+            print(f"{server.name}: {error}")
+            return 1
+        print(f"{server.name}: " + (f"removed tmux session {session}" if session else "no tmux session of this list"))
+        return 0
+
+    return await asyncio.gather(*map(close_session, made))

@@ -125,8 +125,8 @@ class JobServer(Protocol):
     async def query_gpus(self) -> list[dict[str, Any]]:
         """Return memory (MiB) and processes of each GPU."""
 
-    async def close(self, finished: bool) -> None:
-        """Disconnect. finished: no job of the list is left to run."""
+    async def close(self) -> None:
+        """Disconnect."""
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """Return the command that prints the log of an attempt until it ends. once: exit after its current content."""
@@ -318,8 +318,7 @@ class Dispatcher:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        finished = not any(self.state.unfinished())
-        closing = [link.server.close(finished) for link in self.links.values()]
+        closing = [link.server.close() for link in self.links.values()]
         await asyncio.gather(*closing, return_exceptions=True)
 
     def _finished(self) -> bool:

@@ -277,8 +277,8 @@ class Service:
         request = json.loads(line)
         handlers: dict[str, Callable[[Request], Reply | None]] = {
             "open": self.open, "query": self.query, "start": self.start, "stop": self.stop, "gpus": self.gpus,
-            "exists": self.exists, "close": self.close, "base": self.base, "publish_base": self.publish_base,
-            "remove_output": self.remove_output, "claim": self.claim,
+            "exists": self.exists, "claim": self.claim, "base": self.base, "publish_base": self.publish_base,
+            "remove_output": self.remove_output, "remove_session": self.remove_session,
         }  # fmt: skip
         try:
             reply = handlers[request["do"]](request)
@@ -500,10 +500,9 @@ class Service:
 
         self._in_child(remove, request)
 
-    def close(self, request: Request) -> Reply:
-        """Remove the tmux session of the finished list."""
-        panes.remove(self.server_directory)
-        return {}
+    def remove_session(self, request: Request) -> Reply:
+        """Remove the tmux session of the list."""
+        return {"session": panes.remove(self.server_directory)}
 
     # ---- attempts
 

@@ -298,12 +298,17 @@ class HostServer:
         if channel:
             await channel.close()
 
-    async def close(self, finished: bool) -> None:
+    async def close(self) -> None:
         """See dispatcher.JobServer."""
-        if finished and self._channel:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(self._call("close"), 5.0)
         await self.disconnect()
+
+    async def remove_session(self) -> str:
+        """Connect, remove the tmux session of the list, and disconnect. Returns its name; empty without one."""
+        try:
+            await self.connect(lambda _: None)
+            return str((await self._call("remove_session"))["session"])
+        finally:
+            await self.disconnect()
 
     async def _call(self, verb: str, **facts: Any) -> dict[str, Any]:
         if not self._channel:

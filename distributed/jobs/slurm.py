@@ -200,7 +200,7 @@ class SlurmServer:
             start.fail(Unreachable(reason))
         self._pending = []
 
-    async def close(self, finished: bool) -> None:
+    async def close(self) -> None:
         """See dispatcher.JobServer."""
         self._closing = True
         self._lose("closed")

@@ -49,7 +49,7 @@ def arguments(**changes: Any) -> list[str]:
     [
         ([], "--jobs-config: missing; give the JSON file with the jobs"),
         (["--no-such"], "unrecognized arguments: --no-such"),
-        (["run"], "run: unknown command; known commands: status, logs, why, cancel, retry, resume"),
+        (["run"], "run: unknown command; known commands: status, logs, why, cancel, retry, resume, close"),
         ([*arguments(), "--no-such"], "unrecognized arguments: --no-such"),
         (arguments(backend="ssh", slots=None), "--cluster-config: missing; give the JSON file with the servers, or"),
         (arguments(backend="pbs"), "argument --backend: invalid choice: 'pbs' (choose from "),

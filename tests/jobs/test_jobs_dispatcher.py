@@ -166,7 +166,7 @@ class SimulatedServer:
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         raise NotImplementedError
 
-    async def close(self, finished: bool) -> None:
+    async def close(self) -> None:
         if self._lost and not self._lost.done():
             self._lost.set_result("closed")
 
