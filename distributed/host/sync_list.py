@@ -3,8 +3,8 @@
 usage: module.py host.sync_list DIRECTORY
 
 In a git checkout these are the tracked files and the untracked ones that git does not ignore, also of submodules and
-nested checkouts, but no untracked file below RESULTS. Elsewhere these are all entries of the directory except those of
-RESULTS and NOT_COPIED; rsync copies directories with their contents.
+nested checkouts, but no untracked file below RESULTS. Elsewhere these are all entries of the directory except RESULTS
+and VENV; rsync copies directories with their contents, but must leave out `.git`.
 
 Standard library only.
 """
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 RESULTS = (b"logs", b"checkpoints", b"experiments")
-NOT_COPIED = (b".git", b".venv")
+VENV = b".venv"
 MARKER = b".muster-"  # the start of the name of a file that tests whether a directory is shared
 USER_SETTINGS = ("GIT_CONFIG_", "GIT_EXEC_PATH")  # beginnings of variables that are kept for git
 
@@ -32,7 +32,7 @@ def names_of(directory: str) -> list[bytes]:
     path = os.fsencode(directory)
     if git_directory(path):
         return list(dict.fromkeys(names_in_checkout(path)))
-    return [name for name in os.listdir(path) if name not in NOT_COPIED and not is_result(name)]
+    return [name for name in os.listdir(path) if name != VENV and not is_result(name)]
 
 
 def file_list(names: Sequence[bytes]) -> bytes:

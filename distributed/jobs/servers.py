@@ -532,7 +532,12 @@ class SshServer(HostServer):
         elif code:
             raise ssh_error(stderr, code, self.settings.host)
         target = target.removeprefix("~/")
-        arguments = ["--ignore-missing-args", f"{self.context.cwd}/", f"server:{rsync_literal(target)}/"]
+        arguments = [
+            "--ignore-missing-args",
+            "--exclude=.git",
+            f"{self.context.cwd}/",
+            f"server:{rsync_literal(target)}/",
+        ]
         await self._rsync([*FILES_FROM, *arguments], sync_list.file_list(names))
         self._synced = True
 

@@ -67,7 +67,7 @@ copy_files() { # <node> <directory> <output of sync_list.py>
   log "--sync: copying $2 to $1"
   printf -v shell "'%s' " "${PYTHON//"'"/"''"}" -I -S "${KIT//"'"/"''"}/scripts/lib/rsync_shell.py" # rsync's quoting
   rsync --archive --compress --sparse --keep-dirlinks --protect-args --recursive --from0 --files-from=- \
-    --ignore-missing-args -e "$shell ssh ${SSH_OPTIONS[*]} -- ${ADDRESS[$1]}" -- "$2/" "node:$2/" <"$3" ||
+    --ignore-missing-args --exclude=.git -e "$shell ssh ${SSH_OPTIONS[*]} -- ${ADDRESS[$1]}" -- "$2/" "node:$2/" <"$3" ||
     (($? == RSYNC_VANISHED))
 }
 

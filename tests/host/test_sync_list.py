@@ -54,10 +54,13 @@ def listed(directory: Path) -> set[str]:
     return set(names)
 
 
-def copied(directory: Path, target: Path) -> set[str]:
-    """Copy as --sync does; the names of all files in the target."""
+def copied(directory: Path, target: Path, vanishing: str = "") -> set[str]:
+    """Copy as --sync does; the names of all files in the target. vanishing: a file to remove when it is listed."""
     names = sync_list.file_list(sync_list.names_of(str(directory)))
-    call = ["rsync", "--archive", "--recursive", "--from0", "--files-from=-", f"{directory}/", f"{target}/"]
+    if vanishing:
+        (directory / vanishing).unlink()
+    options = ["--archive", "--recursive", "--from0", "--files-from=-", "--ignore-missing-args", "--exclude=.git"]
+    call = ["rsync", *options, f"{directory}/", f"{target}/"]
     subprocess.run(call, input=names, check=True)
     return {str(path.relative_to(target)) for path in target.rglob("*") if path.is_symlink() or not path.is_dir()}
 
@@ -91,9 +94,10 @@ def test_a_subdirectory_of_a_checkout_is_copied_without_what_the_checkout_ignore
 def test_outside_a_checkout_everything_but_results_is_copied(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     write(plain, "a/b/c", "logs/x", "checkpoints/x", "experiments/x", ".venv/x", "a/logs/y", ".gitignore", *ODD_NAMES)
+    write(checkout(plain / "nested"), "x")
     (plain / "empty").mkdir()
     (plain / ".gitignore").write_text("a\n")
-    assert copied(plain, tmp_path / "copy") == {"a/b/c", "a/logs/y", ".gitignore", *ODD_NAMES}
+    assert copied(plain, tmp_path / "copy") == {"a/b/c", "a/logs/y", "nested/x", ".gitignore", *ODD_NAMES}
     assert (tmp_path / "copy" / "empty").is_dir()
 
 
@@ -160,6 +164,11 @@ def test_a_linked_worktree_is_a_checkout_and_git_variables_do_not_matter(
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"):
         monkeypatch.setenv(name, str(tmp_path))
     assert listed(tmp_path / "linked") == {".gitignore", "a", "b"}
+
+
+def test_a_file_that_vanishes_after_it_was_listed_is_left_out(work: Path, tmp_path: Path) -> None:
+    write(work, "stays", "sub/vanishes")
+    assert copied(work, tmp_path / "copy", vanishing="sub/vanishes") == {"stays"}
 
 
 def test_a_checkout_in_which_git_ignores_everything_is_an_empty_list(work: Path, tmp_path: Path) -> None:

@@ -162,6 +162,22 @@ def test_results_are_not_sent_to_a_directory_that_the_job_cannot_claim(tmp_path:
     assert (refused.value.kind, server.copied) == ("job", [])
 
 
+@pytest.mark.parametrize(("code", "expected"), [(24, None), (23, "file has vanished: x"), (12, "file has vanished: x")])
+def test_only_files_that_vanish_while_rsync_copies_are_no_error(
+    code: int, expected: str | None, tmp_path: Path
+) -> None:
+    class Vanishing(SshServer):
+        async def _run(self, command: Sequence[str], data: bytes = b"") -> tuple[int, str]:
+            return code, "file has vanished: x"
+
+    server = Vanishing("gpu1", config.Server(host="gpu1"), ListContext("abc", tmp_path, "x.py", sockets=tmp_path))
+    try:
+        found = asyncio.run(server._rsync([]))
+    except (Unreachable, OSError) as error:
+        found = str(error)
+    assert found == expected
+
+
 # ---------------------------------------------------------------- the benchmarks
 
 
