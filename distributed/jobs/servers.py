@@ -532,13 +532,9 @@ class SshServer(HostServer):
         elif code:
             raise ssh_error(stderr, code, self.settings.host)
         target = target.removeprefix("~/")
-        arguments = [
-            "--ignore-missing-args",
-            "--exclude=.git",
-            f"{self.context.cwd}/",
-            f"server:{rsync_literal(target)}/",
-        ]
-        await self._rsync([*FILES_FROM, *arguments], sync_list.file_list(names))
+        options = [*FILES_FROM, "--ignore-missing-args", "--exclude=.git"]
+        arguments = [*options, f"{self.context.cwd}/", f"server:{rsync_literal(target)}/"]
+        await self._rsync(arguments, sync_list.file_list(names))
         self._synced = True
 
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
