@@ -231,7 +231,7 @@ END
 {"name": "b", "big": 3, "prefix": "[p]", "fold": 0, "until": "$PWD/go"}
 END
   run dispatch
-  [[ "$output" == *"$N1: not used: script job.py: not in $WORK; copy it there (--sync does), or set workdir"* ||
+  [[ "$output" == *"$N1: not used: script job.py: not in $WORK; copy it there (--sync does if git lists it), or set workdir"* ||
     "$output" == *"$N1: not used: workdir $WORK: no such directory on $N1; set workdir, or use --sync"* ]]
   [ "$status" -eq 75 ]
   start_list --sync

@@ -251,7 +251,7 @@ fill() { # <directory>: fill its file system
   done
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
-  grep -q "$N3: was lost" out
+  grep -q "$N3: lost" out
   lab heal "$N3"
   run -0 list cancel all
   eventually eval '! alive "$pid"'

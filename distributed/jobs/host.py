@@ -304,7 +304,8 @@ class Service:
         script = os.path.join(self.workdir, request["script"])
         if not os.path.isfile(script):
             raise HostError(
-                f"script {request['script']}: not in {self.workdir}; copy it there (--sync does), or set workdir"
+                f"script {request['script']}: not in {self.workdir}; copy it there (--sync does if git lists it), "
+                "or set workdir"
             )
         self.python = find_python(request["python"], self.workdir)
         self.directory = os.path.join(self.workdir, "logs", "jobs", request["list"])
