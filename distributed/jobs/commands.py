@@ -445,10 +445,12 @@ def refuse_existing_results(options: argparse.Namespace) -> None:
 def refuse_foreign_outputs(config: ListConfig) -> None:
     """Raises ConfigError if an output directory on this machine contains files that are not of its job.
 
-    Files without an owner are accepted for a job that this list has started: a user may have removed the owner file.
+    Files without an owner are accepted for a job that this list has started, as a user may have removed the owner file,
+    and for a base training that is not needed.
     """
     faults, path = [], journal_of(config.options.log_file)
-    foreign = {job.id for job in config.jobs if host.holds_foreign_files(job.output)}
+    found = (job for job in config.jobs if host.holds_foreign_files(job.output))
+    foreign = {job.id for job in found if not (job.trains and in_cache(config.cache, job.trains))}
     if foreign and path.exists():
         foreign -= {job.job.id for job in state_of(path).jobs.values() if job.attempts}
     for job in config.jobs:
