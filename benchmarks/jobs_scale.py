@@ -90,13 +90,13 @@ class SimulatedServer:
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         await asyncio.sleep(0.01)
 
-    async def send_results(self, outputs: Sequence[str]) -> None:
+    async def send_results(self, jobs: Sequence[Job]) -> None:
         """No job is retried."""
 
     async def query_gpus(self) -> list[dict[str, Any]]:
         return []
 
-    async def close(self, finished: bool) -> None:
+    async def close(self) -> None:
         """There is no connection."""
 
 

@@ -13,8 +13,12 @@ KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a temporary file and rename it to `path`: readers see the old or the new content. Raises OSError."""
-    temporary = f"{os.fspath(path)}.{os.urandom(4).hex()}"
+    """Write a temporary file and rename it to `path`: readers see the old or the new content. Raises OSError.
+
+    A symbolic link remains; the file that it names is written.
+    """
+    path = os.path.realpath(path)
+    temporary = f"{path}.{os.urandom(4).hex()}"
     try:
         with open(temporary, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -19,7 +19,8 @@
 #
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
 #   --exclude NODES      exclude these nodes
-#   --sync               first copy the working directory and Muster to nodes that do not share them
+#   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore)
+#                        to nodes that do not share them
 #   --python PATH        check this Python
 #                        (default: the active venv or conda environment, else ./.venv, Muster's .venv, python3)
 #   --master-port PORT   port to check (default: 29500)

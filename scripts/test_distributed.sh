@@ -16,7 +16,8 @@
 #
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
 #   --exclude NODES      exclude these nodes
-#   --sync               first copy the working directory and Muster to nodes that do not share them
+#   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore)
+#                        to nodes that do not share them
 #   --json               print one JSON object instead of the report; nothing if nodes cannot connect (69)
 #   --backend BACKEND    auto, nccl or gloo (default: nccl where there are GPUs, else gloo)
 #   --min-bytes SIZE     smallest message, such as 1024, 64K, 16M or 1G (default: 1K)

@@ -275,7 +275,7 @@ END
 {"name": "b", "big": 3, "prefix": "[p]", "fold": 0, "until": "$PWD/go"}
 END
   run dispatch
-  [[ "$output" == *"$N1: not used: script job.py: not in $WORK; copy it there (--sync does), or set workdir"* ||
+  [[ "$output" == *"$N1: not used: script job.py: not in $WORK; copy it there (--sync does if git lists it), or set workdir"* ||
     "$output" == *"$N1: not used: workdir $WORK: no such directory on $N1; set workdir, or use --sync"* ]]
   [ "$status" -eq 75 ]
   start_list --sync
@@ -294,20 +294,52 @@ END
 }
 
 
-@test "--sync copies to ~/ml-customization if it exists" {
+@test "files that no job wrote are not overwritten on a server, and links to other disks stay" {
+  WORK="$APART/foreign"
+  enter_workdir
+  write_job_script
+  cluster "$N1:1"
+  job_list <<END
+{"name": "a", "prefix": "p", "fold": 0, "_priority": 1}
+{"name": "b", "prefix": "q", "fold": 0}
+END
+  mkdir disk
+  ln -s disk experiments
+  lab ssh "$N1" mkdir -p "$WORK/experiments/p/fold0" "$WORK/far"
+  lab ssh "$N1" touch "$WORK/experiments/p/fold0/result"
+  lab ssh "$N1" ln -s ../far "$WORK/experiments/q"
+  run -1 dispatch --sync
+  [[ "$output" == *"$WORK/experiments/p/fold0 exists, but not from a job; move it away, "* ]]
+  holds 'job["b"]["state"] == "done" and job["a"]["attempts"][0]["failure"] == "refused"'
+  run -0 lab ssh "$N1" ls -A -s "$WORK/experiments/p/fold0" "$WORK/far/fold0"
+  [[ "$output" == *"0 result"*.muster_job* ]]
+  [ -L experiments ] && [ ! -e experiments/p ] && [ "$(cat disk/q/fold0/result)" = "b on $N1" ]
+}
+
+
+@test "--sync copies what git says, to ~/ml-customization if it exists, and follows symbolic links there" {
   local usual="$HOMES/$N1/ml-customization"
   WORK="$APART/usual"
   enter_workdir
   write_job_script
   cluster "$N1:1"
   job_list <<<'{"name": "a"}'
-  mkdir "$usual"
+  git init -q
+  printf '%s\n' '*.csv' '!keep.csv' >.gitignore
+  mkdir data "$usual" "$usual-disk"
+  touch a.csv keep.csv data/forced.csv
+  truncate -s 100M data/sparse
+  git add -f data/forced.csv
+  ln -s "$usual-disk" "$usual/data"
   run dispatch --sync
-  synced=$(ls "$usual")
+  synced=$(ls "$usual" "$usual/data/")
+  size=$(du -k "$usual/data/sparse" | cut -f 1)
+  [ -L "$usual/data" ]
   rm -r "$usual"
   echo "$output"
   [ "$status" -eq 0 ]
-  [[ "$synced" == *job.py* && "$synced" == *experiments* ]]
+  [[ "$synced" == *job.py* && "$synced" == *experiments* && "$synced" == *keep.csv*forced.csv* && "$synced" != *a.csv* ]]
+  [ "$size" -lt 1000 ]
   run ! lab ssh "$N1" test -e "$WORK/job.py"
   holds 'job["a"]["state"] == "done"'
   grep -q arguments experiments/*/result || grep -q arguments logs/jobs/*/*/node_*.log # copied back
@@ -342,7 +374,19 @@ END
   : >go
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
-  run ! panes "$N1" x # the session ends with the list
+  eventually pane_shows "$node" "$slot" "--- ended with exit code 0" # the session stays for a look
+  run -0 list status
+  [[ "$output" == *"12 done"* && "$output" != *running* ]]
+  run -0 list cancel all
+  [ "$output" = "nothing to cancel: no job is waiting or running" ]
+  lab cut "$N1"
+  run -1 list close
+  [[ "$output" == *"$N1: "* && "$output" == *"$N2: removed tmux session ml_training"* ]]
+  lab heal "$N1"
+  run -0 list close
+  [ "$(sort <<<"$output")" = "$N1: removed tmux session ml_training"$'\n'"$N2: no tmux session of this list" ]
+  run ! panes "$N1" x
+  run ! panes "$N2" x
 }
 
 
@@ -367,7 +411,17 @@ END
   holds 'len(began) == 3 and r["totals"]["done"] == 3'
   [ "$pids" = "$(awk '$1 == "begin" { print $4 }' "$STARTED")" ]
   [ "$existing" = "$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')" ]
+  lab ssh "$N1" tmux has-session -t =ml_training_2
+  job_list <<<"{\"name\": \"d\", \"until\": \"$PWD/go\"}"
+  run -0 dispatch --log-file other.json
+  [[ "$output" == *"; this one is ml_training_2"* ]] # the session of the next list replaces it
+  run -0 list close
+  [[ "$output" == *"$N1: no tmux session of this list"* ]]
+  lab ssh "$N1" tmux has-session -t =ml_training_2
+  run -0 list close --log-file other.json
+  [[ "$output" == *"$N1: removed tmux session ml_training_2"* ]]
   run ! lab ssh "$N1" tmux has-session -t =ml_training_2
+  [ "$existing" = "$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')" ]
 }
 
 
@@ -387,11 +441,12 @@ END
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   [ "$(panes "$N1" x | wc -l)" -eq 2 ] # the panes of list a
+  run -2 list close --log-file a.json
+  [[ "$output" == *"a.journal: a dispatcher already runs this list"* ]]
   : >go.a
   wait_for_exit "$first"
   [ "$status" -eq 0 ]
   grep -q "finished: 1 of 1 done" out.a
-  run ! lab ssh "$N1" tmux has-session
 }
 
 

@@ -34,15 +34,19 @@ teardown() {
 }
 
 
-@test "the working directory is copied without files that git ignores, and the run directory is copied back" {
+@test "the files that git would commit are copied, sparse ones as such, and the run directory is copied back" {
   write_script <<'END'
 dist.barrier()
 open(os.path.join(os.environ["MUSTER_RUN_DIR"], f"of rank {rank}"), "w").write(open("da ta/it").read())
 END
-  mkdir "da ta" .git
+  mkdir "da ta"
   echo sample >"da ta/it"
-  printf '%s\n' '*.secret' >.gitignore
-  touch a.secret .git/index
+  truncate -s 100M sparse
+  git init -q
+  printf '%s\n' '*.secret' '!not.secret' >.gitignore
+  touch a.secret not.secret forced.secret $'#\na'
+  git add -f forced.secret
+  export GIT_DIR=/nowhere
   run "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 69 ]
   [[ "$output" == *"working directory not found ("*"or launch with --sync"* ]]
@@ -52,7 +56,8 @@ END
   [ "$(cat "logs/latest/of rank 0" "logs/latest/of rank 1")" = $'sample\nsample' ]
   [ "$(cat logs/latest/node_*.exit)" = $'0\n0' ]
   run lab ssh "$N2" ls -A "$WORK"
-  [ "$(sort <<<"$output")" = "$(printf '%s\n' .gitignore 'da ta' logs 'my script.py' | sort)" ]
+  [ "$output" = "$(env -C "$WORK" ls -A --ignore=.git --ignore=a.secret)" ]
+  [ "$(lab ssh "$N2" du -k "$WORK/sparse" | cut -f 1)" -lt 1000 ]
   run ! compgen -G "$WORK/.muster-*"
 }
 
@@ -128,6 +133,21 @@ END
   run "$LAUNCH" --sync --script plain.py - 1 "$N1"
   [ "$status" -eq 0 ]
   [[ "$output" != *copying* ]]
+}
+
+
+@test "a checkout whose files git cannot list is not copied, unless the nodes share it" {
+  echo 'print("ran")' >plain.py
+  mkdir .git
+  run "$LAUNCH" --sync --script plain.py - 1 "$N1" "$N2"
+  [ "$status" -eq 69 ]
+  [[ "$output" == *"--sync: $WORK/.git: fatal: not a git repository "*"repair or remove it: "* ]]
+  [ ! -e logs ]
+  run ! lab ssh "$N1" test -e "$WORK/plain.py"
+  cd "$BATS_TEST_TMPDIR"
+  mkdir .git
+  echo 'print("ran")' >plain.py
+  run -0 "$LAUNCH" --sync --script plain.py - 1 "$N1"
 }
 
 

@@ -220,8 +220,10 @@ def test_nine_jobs_on_three_servers(servers: Project) -> None:
     results = project.results("results_servers.json")
     assert_all_done(results, project)
     assert {attempt["server"] for job in results["jobs"] for attempt in job["attempts"]} == {"node1", "node2", "node3"}
-    assert not any((project.directory / f"tmux/node{number}/tmux-0/default").is_socket() and sessions(project, number)
-                   for number in (1, 2, 3)), "sessions end with the list"  # fmt: skip
+    assert all(sessions(project, number).startswith("ml_training: ") for number in (1, 2, 3)), "they stay"
+    closed = project.call(command_with(SERVERS, "close"))
+    assert sorted(closed.splitlines()) == [f"node{number}: removed tmux session ml_training" for number in (1, 2, 3)]
+    assert not any(sessions(project, number) for number in (1, 2, 3))
 
 
 def sessions(project: Project, number: int) -> str:
@@ -253,4 +255,4 @@ def test_the_guide_has_commands_for_job_lists() -> None:
     """A change of every_command() must not silently omit them."""
     found = {argument for one in LOCAL for argument in one.words}
     assert found >= {"--backend", "--slots", "--plan", "status", "logs", "why", "cancel", "resume"}
-    assert len(SERVERS) == 2
+    assert len(SERVERS) == 3

@@ -168,7 +168,8 @@ def test_the_end_of_a_job_list_with_a_failed_job(project: Path) -> None:
     jobs = [job | {"prefix": f"small{number}", "fold": 0} for number in range(8)]
     (project / "jobs.json").write_text(json.dumps([*jobs, job | {"fold": 4, "data_path": "missing"}]))
     program = "scripts/jobs/run_distributed_training.py"
-    done = call(project, [sys.executable, program, "--backend", "local", "--slots", "2", "--jobs-config", "jobs.json"])
+    run = ["--backend", "local", "--slots", "2", "--no-tmux", "--jobs-config", "jobs.json"]
+    done = call(project, [sys.executable, program, *run])
     assert done.returncode == 1
     assert not not_printed(output_with("8 of 9 done, 1 failed"), done.stdout), done.stdout
 

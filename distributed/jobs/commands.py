@@ -1,7 +1,7 @@
 """Run a list of training jobs on GPU servers, on this machine or on SLURM.
 
 usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [option...]
-       run_distributed_training.py status|logs|why|cancel|retry|add|resume [--log-file FILE] ...
+       run_distributed_training.py status|logs|why|cancel|retry|add|resume|close [--log-file FILE] ...
 
   --cluster-config FILE  servers (JSON); optional with --backend local
   --jobs-config FILE     jobs (JSON): a list of objects; keys are script arguments, or options (_NAME)
@@ -11,7 +11,9 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --script PATH          script to run (default: script_path of the cluster config, or train.py)
   --slots N              local: concurrent jobs per GPU (default: 1); without GPUs, concurrent jobs (default: half the
                          number of cores)
-  --sync                 ssh: copy the working directory to the servers first
+  --sync                 ssh: first copy the working directory to the servers: the files that git tracks or does not
+                         ignore, but no untracked ones in logs, checkpoints and experiments; outside a checkout, all
+                         files but those there, in .git and in .venv
   --retries N            retries of a failed job, for jobs without _retries (default: 1)
   --max-failures N       pause the list after N failed jobs
   --fail-fast            cancel all jobs when one fails
@@ -33,6 +35,7 @@ are not run again, and new jobs are started. A job with _after starts when the j
   retry failed|JOB...    run failed or cancelled jobs again
   add FILE               add the jobs of a file to the list, also while it runs; their _after may name jobs of the list
   resume                 continue the list
+  close                  remove the list's tmux sessions, which stay until the next list on their server
 
 JOB is an id or a name, or the start of an id or a part of a name that matches only one job.
 
@@ -63,7 +66,7 @@ from typing import Any, NoReturn
 from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
 from distributed.fold import default_participants
-from distributed.host import signals
+from distributed.host import signals, sync_list
 from distributed.jobs import bases, console, host, journal, servers
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import (
@@ -77,7 +80,7 @@ from distributed.jobs.config import (
     read_jobs,
     server_name,
 )
-from distributed.jobs.dispatcher import Dispatcher, JobServer, Policy
+from distributed.jobs.dispatcher import Dispatcher, JobServer, Policy, ServerUnusable, Unreachable
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal, JournalError
 from distributed.jobs.placement import SlotPool, mean_seconds, plan, sort_key
@@ -100,7 +103,7 @@ from distributed.training.base_model import BaseModelError, hash_of
 PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"
 PROGRAMS = (PROGRAM, TWO_PHASE, "distributed_train_helper.py")
-SUBCOMMANDS = ("status", "logs", "why", "cancel", "retry", "add", "resume")
+SUBCOMMANDS = ("status", "logs", "why", "cancel", "retry", "add", "resume", "close")
 BACKENDS = ("ssh", "local", "slurm")
 SHOWN = 10  # failed jobs listed at the end, and leaks in one message
 WRITE_INTERVAL = 0.5  # seconds between checks whether to write the results, and between updates of the table
@@ -247,6 +250,7 @@ def execute_subcommand(arguments: list[str]) -> int | None:
             raise CallError(f"{path}: contains no job list; rerun the command that starts the list")
         subcommands = {
             "status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "add": add, "resume": resume,
+            "close": close,
         }  # fmt: skip
         return subcommands[arguments[0]](options, path)
     if arguments and not arguments[0].startswith("-"):
@@ -286,6 +290,11 @@ def read_config(options: argparse.Namespace) -> ListConfig:
         raise CallError("--slots: only for --backend local; set slots_per_gpu of the servers")
     if options.sync and options.backend != "ssh":
         raise CallError(f"--sync: only for --backend ssh; with --backend {options.backend} nothing is copied")
+    if options.sync:
+        try:
+            sync_list.names_of(str(Path.cwd()))
+        except sync_list.SyncError as error:
+            raise ConfigError(f"--sync: {error}") from None
     script = options.script or (cluster.script_path if cluster else "train.py")
     if options.backend == "local" and not Path(script).is_file():
         raise ConfigError(f"script {script}: no such file in {Path.cwd()}; give its path with --script")
@@ -514,10 +523,20 @@ def refuse_existing_results(options: argparse.Namespace) -> None:
 
 
 def refuse_foreign_outputs(config: ListConfig) -> None:
-    """Raises ConfigError if an output directory on this machine contains the results of another job."""
-    faults = []
+    """Raises ConfigError if an output directory on this machine contains files that are not of its job.
+
+    Files without an owner are accepted for a job that this list has started, as a user may have removed the owner file,
+    and for a base training that is not needed.
+    """
+    faults, path = [], journal_of(config.options.log_file)
+    found = (job for job in config.jobs if host.holds_foreign_files(job.output))
+    foreign = {job.id for job in found if not (job.trains and in_cache(config.cache, job.trains))}
+    if foreign and path.exists():
+        foreign -= {job.job.id for job in state_of(path).jobs.values() if job.attempts}
     for job in config.jobs:
         try:
+            if job.id in foreign:
+                host.refuse_foreign_files(job.output)
             host.refuse_other_owner(job.output, job.owner, config.script)
         except host.JobRefused as error:
             faults.append(str(error))
@@ -844,7 +863,7 @@ def logs(options: argparse.Namespace, path: Path) -> int:
         raise ValueError(f"{job.job.name}: no attempt {options.attempt}; known attempts: {known}")
     log = Path(state.list_record["cwd"], "logs", "jobs", state.id, attempt.name, f"node_{attempt.server}.log")
     if attempt.open or not log.exists():
-        config = stored_config(state)
+        config = stored_config(state, path)
         server = next((each for each in make_servers(config, state.id) if each.name == attempt.server), None)
         if server is None:
             raise ValueError(f"{attempt.server}: not in the cluster config; cannot read the log of the attempt")
@@ -861,13 +880,18 @@ def logs(options: argparse.Namespace, path: Path) -> int:
     return 0
 
 
-def stored_config(state: ListState) -> ListConfig:
-    """The options of the last call that ran the list, and its jobs. Changes to the working directory of the list."""
+def stored_config(state: ListState, path: Path) -> ListConfig:
+    """The options of the last call that ran the list, and its jobs. Changes to the working directory of the list.
+
+    path: of the journal.
+    """
+    here, log_file = Path.cwd(), absolute(path.with_suffix(".json"))
     os.chdir(state.list_record["cwd"])
+    log_file = relative(log_file) if Path.cwd() == here else log_file
     stored: dict[str, Any] = {"two_phase": False, **BASE_OPTIONS, **state.list_record["call"]}
     for name in ("cluster_config", "jobs_config", "base_models"):
         stored[name] = Path(stored[name]) if stored.get(name) else None
-    options = argparse.Namespace(**stored, plan=False)
+    options = argparse.Namespace(**stored, plan=False, log_file=log_file)
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
     jobs = [job.job for job in state.jobs.values()]
     return ListConfig(options, cluster, state.list_record["script"], jobs, Cache(Path.cwd()))
@@ -889,13 +913,11 @@ def cancel(options: argparse.Namespace, path: Path) -> int:
         journal.request(path, "cancel", jobs)
     if journal.dispatcher_is_running(path):
         return wait_until_final(path, jobs)
-    here, log_file = Path.cwd(), absolute(options.log_file)
-    with Journal.open(journal_of(log_file)) as book:
+    with Journal.open(absolute(path)) as book:
         state = ListState.of(book.records)
-        config = stored_config(state)
-        shown = relative(log_file) if Path.cwd() == here else log_file
-        policy = policy_of(config.options, drain=True)
-        code = dispatch(book, state, config.jobs, make_servers(config, state.id), policy, shown, config)
+        config = stored_config(state, path)
+        policy, log_file = policy_of(config.options, drain=True), config.options.log_file
+        code = dispatch(book, state, config.jobs, make_servers(config, state.id), policy, log_file, config)
     return code or cancel_exit_code(state, jobs)
 
 
@@ -954,7 +976,7 @@ def add(options: argparse.Namespace, path: Path) -> int:
     file, path = absolute(options.file), absolute(path)
     if file.exists() and not file.is_file():
         raise CallError(f"{file}: not a regular file, which the dispatcher could read again; write the jobs to a file")
-    jobs = jobs_to_add(listed_config(state_of(path)), file)
+    jobs = jobs_to_add(listed_config(state_of(path), path), file)
     for job in [each for each in jobs if each.leak][:SHOWN]:
         sys.stderr.write(f"{program_name()}: warning: {job.name}: {job.leak}\n")
     if not jobs:
@@ -966,7 +988,7 @@ def add(options: argparse.Namespace, path: Path) -> int:
             time.sleep(0.2)
             continue
         with contextlib.suppress(JournalError), Journal.open(path) as book:
-            jobs = jobs_to_add(listed_config(ListState.of(book.records)), file)
+            jobs = jobs_to_add(listed_config(ListState.of(book.records), path), file)
             book.add("added", request=request, jobs=job_records(jobs))
             book.commit()
     if refusal := found[0].get("refused"):
@@ -978,15 +1000,39 @@ def add(options: argparse.Namespace, path: Path) -> int:
     return 0
 
 
-def listed_config(state: ListState) -> ListConfig:
+def listed_config(state: ListState, path: Path) -> ListConfig:
     """stored_config() without the jobs that were removed from the list."""
-    config = stored_config(state)
+    config = stored_config(state, path)
     return replace(config, jobs=[job for job in config.jobs if not state.jobs[job.id].unlisted])
 
 
 def resume(options: argparse.Namespace, path: Path) -> int:
     """Continue the list with the options of the last call that ran it."""
-    here, log_file = Path.cwd(), absolute(options.log_file)
-    stored = stored_config(state_of(path)).options
-    stored.log_file = relative(log_file) if Path.cwd() == here else log_file
-    return run(stored)
+    return run(stored_config(state_of(path), path).options)
+
+
+def close(options: argparse.Namespace, path: Path) -> int:
+    """Remove the tmux sessions of a list that no dispatcher runs. Returns the exit code."""
+    with Journal.open(path) as book:
+        config = stored_config(state := ListState.of(book.records), path)
+        config.options.no_tmux, config.options.sync = True, False
+        made = [each for each in make_servers(config, state.id) if isinstance(each, servers.HostServer)]
+        try:
+            return max(asyncio.run(close_sessions(made)), default=0)
+        finally:
+            servers.remove_sockets(state.id)
+
+
+async def close_sessions(made: Sequence[servers.HostServer]) -> list[int]:
+    """Remove the session of each server, and print the outcome. Returns an exit code for each server."""
+
+    async def close_session(server: servers.HostServer) -> int:
+        try:
+            session = await server.remove_session()
+        except (ServerUnusable, Unreachable) as error:
+            print(f"{server.name}: {error}")
+            return 1
+        print(f"{server.name}: " + (f"removed tmux session {session}" if session else "no tmux session of this list"))
+        return 0
+
+    return await asyncio.gather(*map(close_session, made))

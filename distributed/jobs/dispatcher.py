@@ -122,14 +122,14 @@ class JobServer(Protocol):
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         """Copy the results of an attempt to this machine. Raises OSError."""
 
-    async def send_results(self, outputs: Sequence[str]) -> None:
-        """Copy output directories of attempts on other servers to the server. Raises OSError."""
+    async def send_results(self, jobs: Sequence[Job]) -> None:
+        """Copy the output directories of attempts on other servers to the server. Raises NotStarted and OSError."""
 
     async def query_gpus(self) -> list[dict[str, Any]]:
         """Return memory (MiB) and processes of each GPU and MIG instance; see host.Service.gpus()."""
 
-    async def close(self, finished: bool) -> None:
-        """Disconnect. finished: no job of the list is left to run."""
+    async def close(self) -> None:
+        """Disconnect."""
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """Return the command that prints the log of an attempt until it ends. once: exit after its current content."""
@@ -323,8 +323,7 @@ class Dispatcher:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        finished = not any(self.state.unfinished())
-        closing = [link.server.close(finished) for link in self.links.values()]
+        closing = [link.server.close() for link in self.links.values()]
         await asyncio.gather(*closing, return_exceptions=True)
 
     def _finished(self) -> bool:
@@ -504,12 +503,12 @@ class Dispatcher:
             f"{job.name} ({device}{retry})", attempt.after, [each.job.output for each in needed],
         )  # fmt: skip
         written = [*self.state.jobs[job.id].attempts, *(each.last for each in needed if each.last)]
-        outputs = {self.state.jobs[each.job].job.output for each in written if each.server != attempt.server}
+        elsewhere = sorted({each.job for each in written if each.server != attempt.server})
         self._starting.add(attempt.name)
         try:
-            if outputs:
+            if elsewhere:
                 try:
-                    await server.send_results(sorted(outputs))
+                    await server.send_results([self.state.jobs[each].job for each in elsewhere])
                 except Unreachable as error:  # before the start request, so the attempt was not started
                     raise NotStarted(str(error)) from None
             if job.base and not attempt.after:

@@ -27,6 +27,7 @@ import json
 import os
 import pwd
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -364,8 +365,8 @@ class Service:
         request = json.loads(line)
         handlers: dict[str, Callable[[Request], Reply | None]] = {
             "open": self.open, "query": self.query, "start": self.start, "stop": self.stop, "gpus": self.gpus,
-            "exists": self.exists, "close": self.close, "base": self.base, "publish_base": self.publish_base,
-            "remove_output": self.remove_output,
+            "exists": self.exists, "claim": self.claim, "base": self.base, "publish_base": self.publish_base,
+            "remove_output": self.remove_output, "remove_session": self.remove_session,
         }  # fmt: skip
         try:
             reply = handlers[request["do"]](request)
@@ -391,7 +392,8 @@ class Service:
         script = os.path.join(self.workdir, request["script"])
         if not os.path.isfile(script):
             raise HostError(
-                f"script {request['script']}: not in {self.workdir}; copy it there (--sync does), or set workdir"
+                f"script {request['script']}: not in {self.workdir}; copy it there (--sync does if git lists it), "
+                "or set workdir"
             )
         self.python = find_python(request["python"], self.workdir)
         self.directory = os.path.join(self.workdir, "logs", "jobs", request["list"])
@@ -582,6 +584,11 @@ class Service:
 
         self._in_child(publish, request, unlock)
 
+    def claim(self, request: Request) -> Reply:
+        """Claim the output directory of a job before results of an earlier attempt are copied to it."""
+        os.close(claim_output(os.path.join(self.workdir, request["output"]), request["job"], request["script"]))
+        return {}
+
     def remove_output(self, request: Request) -> None:
         """Remove the output directory of an ended job."""
 
@@ -591,10 +598,9 @@ class Service:
 
         self._in_child(remove, request)
 
-    def close(self, request: Request) -> Reply:
-        """Remove the tmux session of the finished list."""
-        panes.remove(self.server_directory)
-        return {}
+    def remove_session(self, request: Request) -> Reply:
+        """Remove the tmux session of the list."""
+        return {"session": panes.remove(self.server_directory)}
 
     # ---- attempts
 
@@ -788,6 +794,21 @@ def block_of(environment: dict[str, str]) -> bytes:
     return b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
 
 
+def holds_foreign_files(output: str) -> bool:
+    """Whether an output directory holds files, but not OWNER, which is written before all others."""
+    exists = os.path.lexists(output) and not os.path.isdir(output)
+    return (exists or any(files for _, _, files in os.walk(output))) and not os.path.lexists(f"{output}/{OWNER}")
+
+
+def refuse_foreign_files(output: str) -> None:
+    """Raise JobRefused if an output directory holds files that no job wrote."""
+    if holds_foreign_files(output):
+        raise JobRefused(
+            f"{output} exists, but not from a job; move it away, give this job another prefix, or let the job continue "
+            f"from its files: touch {shlex.quote(os.path.join(output, OWNER))}"
+        )
+
+
 def refuse_other_owner(output: str, job: str, script: str) -> None:
     """Raise JobRefused if a directory holds the results of another job."""
     owner = owner_of(output)
@@ -800,6 +821,7 @@ def claim_output(output: str, job: str, script: str) -> int:
 
     Returns a file that stays locked as long as any process has it open. Raises JobRefused and Busy.
     """
+    refuse_foreign_files(output)
     os.makedirs(output, exist_ok=True)
     file = os.open(os.path.join(output, OWNER), os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -2,7 +2,8 @@
 
 The session is named `ml_training`, or `ml_training_2` and so on if the name is in use. Its option @muster is the
 directory (server_directory()) of the job list and server to which it belongs. Each pane runs `view`, which reads the
-file that show() writes and prints the log of the attempt in its slot.
+file that show() writes and prints the log of the attempt in its slot. After the list has ended, the session stays for a
+look until remove() or the next list.
 
 Standard library only.
 """
@@ -134,12 +135,14 @@ def view_command(directory: str, slot: int) -> list[str]:
     return [sys.executable, *PLAIN_PYTHON, ENTRY, "view", directory, str(slot)]
 
 
-def remove(directory: str) -> None:
-    """Kill the session of this list and server."""
+def remove(directory: str) -> str:
+    """Kill the session of this list and server. Returns its name; empty without one."""
     with contextlib.suppress(TmuxError):
         for line in tmux("list-sessions", "-F", "#{session_name}").splitlines():
             if line.startswith(SESSION) and session_directory(line) == directory:
                 tmux("kill-session", "-t", f"={line}")
+                return line
+    return ""
 
 
 # ---------------------------------------------------------------- the program in a pane

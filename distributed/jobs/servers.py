@@ -31,6 +31,7 @@ from typing import Any
 
 from distributed.exit_codes import UNFIT
 from distributed.files import KIT, write_file
+from distributed.host import sync_list
 from distributed.host.gpus import query_gpus
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.jobs import config, host
@@ -58,7 +59,9 @@ NOT_INSTALLED = "muster-upload"  # printed by a server without the files of KIT_
 NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or newer
 # Exit codes: ~/ml-customization exists; rsync is missing; a command has failed on the server, see reporting_error().
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC, FAILED = 3, 4, 5
-RETRIED_RSYNC_ERRORS = (12, 24, 30, 35, 255)  # of the connection; 24: a file vanished while it was copied
+LOST_CONNECTION = (12, 30, 35, 255)  # exit codes of rsync
+FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # copy what the standard input of rsync names, literally
+VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
 # The files that jobs/host.py and its supervisors need on a server. Modules that only usage sampling needs are omitted.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
@@ -71,14 +74,6 @@ KIT_FILES = (
     "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/environment.bash",
     "scripts/lib/common.bash", "scripts/lib/node_env.bash",
 )  # fmt: skip
-# --sync copies neither results nor files that .gitignore excludes.
-NOT_COPIED = (
-    "--exclude=/.git",
-    "--exclude=/logs",
-    "--exclude=/checkpoints",
-    "--exclude=/experiments",
-    "--filter=:- .gitignore",
-)
 # Errors of ssh after which a retry is useless, and their remedies.
 REMEDIES = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "if the server was reinstalled: `ssh-keygen -R HOST`",
@@ -321,12 +316,17 @@ class HostServer:
         if channel:
             await channel.close()
 
-    async def close(self, finished: bool) -> None:
+    async def close(self) -> None:
         """See dispatcher.JobServer."""
-        if finished and self._channel:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(self._call("close"), 5.0)
         await self.disconnect()
+
+    async def remove_session(self) -> str:
+        """Connect, remove the tmux session of the list, and disconnect. Returns its name; empty without one."""
+        try:
+            await self.connect(lambda _: None)
+            return str((await self._call("remove_session"))["session"])
+        finally:
+            await self.disconnect()
 
     async def _call(self, verb: str, **facts: Any) -> dict[str, Any]:
         if not self._channel:
@@ -420,7 +420,7 @@ class HostServer:
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         """Do nothing: the files are on this machine."""
 
-    async def send_results(self, outputs: Sequence[str]) -> None:
+    async def send_results(self, jobs: Sequence[Job]) -> None:
         """Do nothing: the files are on this machine."""
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
@@ -549,7 +549,11 @@ class SshServer(HostServer):
             raise ssh_error(stderr, code, self.settings.host)
 
     async def _sync(self) -> None:
-        """Copy the working directory to the server; nothing is deleted."""
+        """Copy the files of the working directory to the server; nothing is deleted."""
+        try:
+            names = await asyncio.to_thread(sync_list.names_of, str(self.context.cwd))
+        except (sync_list.SyncError, OSError) as error:
+            raise ServerUnusable(f"--sync: {error}") from None
         target = self.settings.workdir or str(self.context.cwd)
         # As find_workdir() in host.py: without a setting, an existing ~/ml-customization is used.
         default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
@@ -566,8 +570,10 @@ class SshServer(HostServer):
         elif code:
             raise ssh_error(stderr, code, self.settings.host)
         target = target.removeprefix("~/")
+        options = [*FILES_FROM, "--ignore-missing-args", "--exclude=.git"]
+        arguments = [*options, f"{self.context.cwd}/", f"server:{rsync_literal(target)}/"]
         try:
-            await self._rsync([*NOT_COPIED, f"{self.context.cwd}/", f"server:{rsync_literal(target)}/"])
+            await self._rsync(arguments, sync_list.file_list(names))
         except OSError as error:
             reason = host.with_remedy(str(error), "another workdir")
             raise ServerUnusable(f"cannot copy the working directory to it: {reason}") from None
@@ -621,7 +627,7 @@ class SshServer(HostServer):
         if self.shared:
             return
         try:
-            host.refuse_other_owner(str(self.context.cwd / job.output), job.owner, self.context.script)
+            os.close(host.claim_output(str(self.context.cwd / job.output), job.owner, self.context.script))
         except host.HostError as error:
             raise OSError(str(error)) from None
         log = f"logs/jobs/{self.context.list_id}/{attempt.name}"
@@ -664,29 +670,38 @@ class SshServer(HostServer):
             found = await self._call("publish_base", digest=digest, staging=staging, failed=failed)
         return found
 
-    async def send_results(self, outputs: Sequence[str]) -> None:
+    async def send_results(self, jobs: Sequence[Job]) -> None:
         """See dispatcher.JobServer."""
-        present = [output for output in outputs if (self.context.cwd / output).is_dir()]
-        if present and not self.shared:
-            async with self._sending:
-                await self._copy(present, f"{self.context.cwd}/", f"server:{rsync_literal(self.workdir)}/")
+        present = [job for job in jobs if (self.context.cwd / job.output).is_dir()]
+        if self.shared or not present:
+            return
+        try:
+            for job in present:
+                await self._call("claim", output=job.output, job=job.owner, script=self.context.script)
+        except HostReplyError as error:
+            raise NotStarted(str(error), error.kind) from None
+        async with self._sending:
+            outputs = [job.output for job in present]
+            await self._copy(outputs, f"{self.context.cwd}/", f"server:{rsync_literal(self.workdir)}/")
 
     async def _copy(self, directories: Sequence[str], source: str, target: str) -> None:
-        """Copy directories recursively. rsync reads their names literally from standard input."""
+        """Copy directories recursively."""
         names = b"".join(os.fsencode(f"{name}/") + b"\0" for name in directories)
-        await self._rsync(["--recursive", "--from0", "--files-from=-", source, target], names)
+        await self._rsync([*FILES_FROM, source, target], names)
 
     async def _rsync(self, arguments: Sequence[str], data: bytes = b"") -> None:
         remote_shell = [sys.executable, *PLAIN_PYTHON, f"{KIT}/{RSYNC_SHELL}", *self._ssh_to_server()]
         shell = " ".join("'" + each.replace("'", "''") + "'" for each in remote_shell)  # rsync's own quoting
-        call = ["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *arguments]
+        options = ["--archive", "--sparse", *write_through_links(), "--protect-args", "--timeout=60"]
+        call = ["rsync", *options, "-e", shell, *arguments]
         code, stderr = await self._run(call, data)
+        if code in (0, VANISHED):
+            return
         cause = next((line for line in stderr.splitlines() if line.startswith("rsync:")), last_line(stderr))
-        lost = code in RETRIED_RSYNC_ERRORS or "connection unexpectedly closed" in cause
+        lost = code in LOST_CONNECTION or "connection unexpectedly closed" in cause
         if lost and "No space left on device" not in cause:
             raise Unreachable(last_line(stderr) or f"rsync: exit code {code}")
-        if code:
-            raise OSError(cause or f"rsync: exit code {code}")
+        raise OSError(cause or f"rsync: exit code {code}")
 
     async def _run(self, command: Sequence[str], data: bytes = b"") -> tuple[int, str]:
         """Run a command with this standard input; return (exit code, standard error)."""
@@ -718,6 +733,13 @@ async def read_tail(stream: asyncio.StreamReader | None) -> str:
     while block := await stream.read(1 << 16):
         text = (text + block)[-8192:]
     return text.decode(errors="replace").strip()
+
+
+@functools.cache
+def write_through_links() -> tuple[str, ...]:
+    """The options with which rsync keeps a symbolic link to a directory; see scripts/lib/rsync_shell.py."""
+    known = subprocess.run(["rsync", "--insecure-links", "--version"], stdin=subprocess.DEVNULL, capture_output=True)
+    return ("--keep-dirlinks", *(["--insecure-links"] if known.returncode == 0 else []))
 
 
 def last_line(text: str) -> str:

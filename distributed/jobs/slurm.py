@@ -200,7 +200,7 @@ class SlurmServer:
             start.fail(Unreachable(reason))
         self._pending = []
 
-    async def close(self, finished: bool) -> None:
+    async def close(self) -> None:
         """See dispatcher.JobServer."""
         self._closing = True
         self._lose("closed")
@@ -591,7 +591,7 @@ class SlurmServer:
             self._queue_requested = True
             await asyncio.sleep(POLL_INTERVAL / 2)
 
-    async def send_results(self, outputs: Sequence[str]) -> None:
+    async def send_results(self, jobs: Sequence[Job]) -> None:
         """Do nothing: the compute nodes share the files."""
 
     async def query_gpus(self) -> list[Facts]:

@@ -2,7 +2,7 @@
 
 usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [option...]
        run_two_phase_training.py cache list|verify|prune [option...]
-       run_two_phase_training.py status|logs|why|cancel|retry|add|resume ...
+       run_two_phase_training.py status|logs|why|cancel|retry|add|resume|close ...
 
   --cluster-config FILE    servers (JSON); its section base_models lists the settings that determine a base model
   --jobs-config FILE       jobs (JSON); those with mode full_fine_tuning start from a base model

@@ -4,6 +4,9 @@ usage: rsync_shell.py SSH [ARGUMENT...] -- HOST NAME COMMAND...
 
 NAME, the host name that rsync passes, is ignored: HOST may be an address that rsync cannot parse. rsync sends nothing
 to a login shell that does not start it; see distributed/host/ssh_call.py.
+
+rsync 3.5 needs --insecure-links to write through a symbolic link, such as from `logs` to another disk. Older versions
+do so with --keep-dirlinks alone, and refuse this option.
 """
 
 import os
@@ -13,13 +16,16 @@ sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
 
 from distributed.host.ssh_call import TIMEOUT, NotStarted, SshCall
 
+# For sh, in single quotes, which all login shells have. $0 is `rsync`.
+RUN = '"$0" --insecure-links --version >/dev/null 2>&1 && exec "$0" --insecure-links "$@"; exec "$0" "$@"'
+
 
 def main(*arguments: str) -> int:
     """Run rsync over ssh. Returns the exit code of ssh."""
     end = arguments.index("--") + 2
     ssh, (_, *command) = arguments[:end], arguments[end:]
     try:
-        return SshCall([*ssh, f"echo; echo muster-ready; exec {' '.join(command)}"], go=b"").run(TIMEOUT)
+        return SshCall([*ssh, f"echo; echo muster-ready; exec sh -c '{RUN}' {' '.join(command)}"], go=b"").run(TIMEOUT)
     except NotStarted as error:
         sys.stderr.write(f"{ssh[-1]}: {error.reason}\n" if error.reason else "")
         return error.code

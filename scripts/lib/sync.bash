@@ -5,16 +5,17 @@
 # Sourced, never run; it needs nodes.bash and ssh.bash. Functions named remote_* run on a node.
 
 # shellcheck disable=SC2034 # other files use these variables
-# Files that git ignores, logs and checkpoints are not copied.
-RSYNC_EXCLUDES=(--exclude=/.git --exclude=/logs --exclude=/checkpoints --filter=':- .gitignore')
+RSYNC_VANISHED=24 # exit code of rsync: files were removed while it copied their directory
 FOLLOW_INTERVAL=2 # seconds between two copies of new log lines
 FOLLOWER=''       # process that copies log lines while the nodes run
+FAILED=()         # nodes for which a call of call_for_nodes failed
 FETCHED=()        # nodes whose run directory was copied back
 
 
 # ---------------------------------------------------------------- to the nodes
 
-# Copy the working directory and Muster to every node that does not share them. Nothing is deleted on the nodes.
+# Copy the working directory and Muster to every node that does not share them; see distributed/host/sync_list.py for
+# the files. Nothing is deleted on the nodes.
 sync_nodes() {
   type -P rsync >/dev/null || die "--sync: rsync: not found on this machine; install it"
   sync_directory "$PWD"
@@ -23,29 +24,51 @@ sync_nodes() {
 
 
 sync_directory() { # <directory>
-  local node marker copying=() failed=()
+  local marker message apart files=$CONNECTIONS_DIR/files
+  : >"$CONNECTIONS_DIR/apart"
   marker=$(mktemp -- "$1/.muster-XXXXXX") || die "--sync: cannot write to $1"
-  for node in "${NODES[@]}"; do
-    copy_unless_shared "$node" "$1" "${marker##*/}" &
-    copying+=($!)
-  done
-  for node in "${!copying[@]}"; do
-    wait "${copying[node]}" || failed+=("${NODES[node]}")
-  done
+  call_for_nodes add_unless_shared "$1" "${marker##*/}" "${NODES[@]}"
   rm -f -- "$marker"
-  ((${#failed[@]} == 0)) ||
-    die_with "$EXIT_UNFIT" "--sync: $1 could not be copied to ${failed[*]}; see the messages above"
+  mapfile -t apart <"$CONNECTIONS_DIR/apart"
+  if ((${#FAILED[@]} == 0 && ${#apart[@]})); then
+    message=$(kit_python host.sync_list "$1" 2>&1 >"$files") || die_with "$EXIT_UNFIT" "--sync: $message"
+    call_for_nodes copy_files "$1" "$files" "${apart[@]}"
+  fi
+  ((${#FAILED[@]} == 0)) ||
+    die_with "$EXIT_UNFIT" "--sync: $1 could not be copied to ${FAILED[*]}; see the messages above"
 }
 
 
-copy_unless_shared() { # <node> <directory> <file in this machine's directory>
-  local reply shell
+# Call a function for all these nodes at once. Sets FAILED to the nodes for which it failed.
+call_for_nodes() { # <function> <directory> <file> <node...>
+  local node
+  local -A calls
+  FAILED=()
+  for node in "${@:4}"; do
+    "$1" "$node" "$2" "$3" &
+    calls[$node]=$!
+  done
+  for node in "${@:4}"; do
+    wait "${calls[$node]}" || FAILED+=("$node")
+  done
+}
+
+
+# Append the node to the file "apart" if it does not share the directory.
+add_unless_shared() { # <node> <directory> <file in this machine's directory>
+  local reply
   reply=$(ssh_call_function "$1" remote_is_shared "$2" "$3" </dev/null) || return
-  [[ $reply != *"shared $3"* ]] || return 0
+  [[ $reply == *"shared $3"* ]] || printf '%s\n' "$1" >>"$CONNECTIONS_DIR/apart"
+}
+
+
+copy_files() { # <node> <directory> <output of sync_list.py>
+  local shell
   log "--sync: copying $2 to $1"
   printf -v shell "'%s' " "${PYTHON//"'"/"''"}" -I -S "${KIT//"'"/"''"}/scripts/lib/rsync_shell.py" # rsync's quoting
-  rsync --archive --compress --protect-args --exclude="/$3" "${RSYNC_EXCLUDES[@]}" \
-    -e "$shell ssh ${SSH_OPTIONS[*]} -- ${ADDRESS[$1]}" -- "$2/" "node:$2/" </dev/null
+  rsync --archive --compress --sparse --keep-dirlinks --protect-args --recursive --from0 --files-from=- \
+    --ignore-missing-args --exclude=.git -e "$shell ssh ${SSH_OPTIONS[*]} -- ${ADDRESS[$1]}" -- "$2/" "node:$2/" <"$3" ||
+    (($? == RSYNC_VANISHED))
 }
 
 

@@ -25,7 +25,8 @@
 #   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
 #                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
 #   --log-dir DIR        directory for run directories (default: logs)
-#   --sync               first copy the working directory and Muster to nodes that do not share them
+#   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore)
+#                        to nodes that do not share them
 #   --no-preflight       skip the checks of the nodes
 #   --detach             run in the background, detached from this terminal
 #   --dry-run            print the command of each node, run nothing

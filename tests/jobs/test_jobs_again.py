@@ -168,6 +168,27 @@ def test_results_of_one_script_do_not_overwrite_those_of_another(job_list: JobLi
     assert job_list.starts() == 1
 
 
+def test_files_that_no_job_wrote_are_not_overwritten_until_the_user_adopts_them(job_list: JobList) -> None:
+    job_list.jobs({"write": "a", "prefix": "p", "fold": 0}, {"write": "b", "prefix": "p", "fold": 1})
+    written = job_list.directory / "experiments" / "p" / "fold0" / "written"
+    written.parent.mkdir(parents=True)
+    written.write_text("by hand\n")
+    code, printed = job_list.call(*RUN)
+    assert (code, "experiments/p/fold0 exists, but not from a job; move it away" in printed) == (2, True), printed
+    assert (written.read_text(), job_list.starts()) == ("by hand\n", 0)
+    (written.parent / ".muster_job").touch()
+    assert job_list.call(*RUN)[0] == 0
+    assert (written.read_text(), job_list.starts()) == ("a\n", 2)
+
+
+def test_a_list_continues_although_the_results_of_a_done_job_have_lost_their_owner(job_list: JobList) -> None:
+    job_list.jobs({"write": "a", "prefix": "p", "fold": 0}, {"exit": 3, "_retries": 0})
+    assert job_list.call(*RUN)[0] == 1
+    (job_list.directory / "experiments" / "p" / "fold0" / ".muster_job").unlink()
+    code, printed = job_list.call("resume")
+    assert (code, "finished: 1 of 2 done, 1 failed" in printed) == (1, True), printed
+
+
 def test_the_reason_of_a_job_whose_command_was_not_found_includes_its_output(job_list: JobList) -> None:
     (job_list.directory / "job.sh").write_text("#!/bin/sh\necho x >$MUSTER_OUTPUT_DIR/x\nno_such_command\n")
     job_list.jobs({"n": 1, "_retries": 0})

@@ -25,8 +25,12 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "jobs.json").write_text(json.dumps([{"a": 1}, {"a": 2, "_labels": ["x"]}, {"a": 3, "_gpus": 1000}]))
     (tmp_path / "train.py").touch()
     (tmp_path / "one.json").write_text(json.dumps([{"a": 1}]))
+    (tmp_path / "by_hand.json").write_text(json.dumps([{"prefix": "hand", "fold": 0, "participants": ["a"]}]))
+    (tmp_path / "experiments" / "hand" / "fold0_a" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "experiments" / "hand" / "fold0_a" / "checkpoints" / "1").touch()
     (tmp_path / "foreign.json").write_text(json.dumps([{"prefix": "p", "fold": 0, "participants": ["a"]}]))
     (tmp_path / "page.html").touch()
+    (tmp_path / ".git").mkdir()
     foreign = tmp_path / "experiments" / "p" / "fold0_a"
     foreign.mkdir(parents=True)
     (foreign / host.OWNER).write_text(host.owner_name("abc", "train.py"))
@@ -46,7 +50,7 @@ def arguments(**changes: Any) -> list[str]:
     [
         ([], "--jobs-config: missing; give the JSON file with the jobs"),
         (["--no-such"], "unrecognized arguments: --no-such"),
-        (["run"], "run: unknown command; known commands: status, logs, why, cancel, retry, add, resume"),
+        (["run"], "run: unknown command; known commands: status, logs, why, cancel, retry, add, resume, close"),
         ([*arguments(), "--no-such"], "unrecognized arguments: --no-such"),
         (arguments(backend="ssh", slots=None), "--cluster-config: missing; give the JSON file with the servers, or"),
         (arguments(backend="pbs"), "argument --backend: invalid choice: 'pbs' (choose from "),
@@ -58,7 +62,13 @@ def arguments(**changes: Any) -> list[str]:
          "--log-file page.json: page.html exists, but not its journal (page.journal); move it away, or give another"),
         (arguments(log_file="lr0.1"), "--log-file: expected a file name that ends with .json, got 'lr0.1'"),
         ([*arguments(), "--sync"], "--sync: only for --backend ssh; with --backend local nothing is copied"),
+        ([*arguments(backend="ssh", cluster_config="servers.json", slots=None), "--sync"],
+         "--sync: {directory}/.git: fatal: not a git repository (or any of the parent directories): .git; repair or "),
         (arguments(jobs_config="foreign.json"), "experiments/p/fold0_a holds the results of job abc of train.py"),
+        (arguments(jobs_config="by_hand.json"),
+         "experiments/hand/fold0_a exists, but not from a job; move it away, give this job another prefix, or let "
+         "the job continue from its files: touch experiments/hand/fold0_a/.muster_job"),
+        ([*arguments(jobs_config="by_hand.json"), "--plan"], "experiments/hand/fold0_a exists, but not from a job"),
         ([*arguments(jobs_config="foreign.json"), "--plan"], "experiments/p/fold0_a holds the results of job abc of"),
         (arguments(log_file="no/results.json"), "--log-file no/results.json: no such directory: no; create it"),
         (arguments(backend="ssh", cluster_config="servers.json"), "--slots: only for --backend local; set slots_per_"),
@@ -80,7 +90,7 @@ def test_a_wrong_call_is_refused_and_has_no_effect(
     assert commands.main(call) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert message in printed.err
+    assert message.replace("{directory}", str(directory)) in printed.err
     assert all(line.startswith(("run_distributed_training.py: ", "Try: ")) for line in printed.err.splitlines())
     assert sorted(directory.rglob("*")) == before
 

@@ -146,9 +146,9 @@ class SimulatedServer:
             raise self.fetch_errors.pop(0)
         self.fetched.append(attempt.name)
 
-    async def send_results(self, outputs: Sequence[str]) -> None:
+    async def send_results(self, jobs: Sequence[Job]) -> None:
         self._call()
-        self.sent += outputs
+        self.sent += [job.output for job in jobs]
 
     async def ensure_base(self, digest: str) -> int:
         self._call()
@@ -173,7 +173,7 @@ class SimulatedServer:
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         raise NotImplementedError
 
-    async def close(self, finished: bool) -> None:
+    async def close(self) -> None:
         if self._lost and not self._lost.done():
             self._lost.set_result("closed")
 
@@ -706,8 +706,8 @@ def test_a_pending_start_is_not_repeated_after_a_reconnect(tmp_path: Path) -> No
     class Slow(SimulatedServer):
         go: asyncio.Event
 
-        async def send_results(self, outputs: Sequence[str]) -> None:
-            await super().send_results(outputs)
+        async def send_results(self, jobs: Sequence[Job]) -> None:
+            await super().send_results(jobs)
             await self.go.wait()
 
     async def scenario() -> None:
@@ -879,8 +879,8 @@ def test_sending_files_of_an_earlier_attempt_is_retried(tmp_path: Path) -> None:
     class Full(SimulatedServer):
         failing = 2
 
-        async def send_results(self, outputs: Sequence[str]) -> None:
-            await super().send_results(outputs)
+        async def send_results(self, jobs: Sequence[Job]) -> None:
+            await super().send_results(jobs)
             self.failing -= 1
             if self.failing >= 0:
                 raise Unreachable("rsync: connection unexpectedly closed (code 12)")

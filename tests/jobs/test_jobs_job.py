@@ -322,7 +322,7 @@ def test_an_argument_is_not_changed_by_a_server_with_setup_lines(tmp_path: Path)
                 event = await asyncio.wait_for(ended.get(), SECONDS)
                 assert event.facts["code"] == 0, event.facts
         finally:
-            await server.close(finished=True)
+            await server.close()
 
     asyncio.run(run())
     for values in jobs:

@@ -1,4 +1,4 @@
-"""The tmux session of a server: its panes are in slot order."""
+"""The tmux session of a server: its panes are in slot order; only that of the list is removed."""
 
 from __future__ import annotations
 
@@ -22,3 +22,18 @@ def test_panes_are_in_slot_order_row_by_row(slots: int, tmp_path: Path, monkeypa
     by_position = sorted(found, key=lambda pane: (int(pane[0]), int(pane[1])))
     assert [int(pane[-1]) for pane in by_position] == list(range(slots))
     assert found == by_position, "the order of Ctrl-b o"
+
+
+def test_only_the_session_of_the_list_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    first, second = (str(tmp_path / name / "servers" / "gpu1") for name in ("first", "second"))
+    try:
+        panes.tmux("new-session", "-d", "-s", "ml_training")
+        assert panes.ensure(first, ["gpu1:0"])[0] == "ml_training_2"
+        assert panes.remove(second) == ""
+        assert panes.ensure(second, ["gpu1:0"])[0] == "ml_training_2", "replaces that of a list that has ended"
+        assert panes.remove(first) == ""
+        assert panes.remove(second) == "ml_training_2"
+        assert panes.tmux("list-sessions", "-F", "#{session_name}") == "ml_training\n"
+    finally:
+        panes.tmux("kill-server")

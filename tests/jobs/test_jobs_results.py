@@ -328,3 +328,25 @@ def test_a_failed_write_of_the_page_does_not_stop_the_list(
     monkeypatch.setattr(page, "write", full)
     Results(tmp_path / "results.json", state, {}).write(last=True)
     assert (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_results_page_and_journal_are_written_through_symbolic_links(
+    exists: bool, forked: Dispatchers, tmp_path: Path
+) -> None:
+    for name in ("list", "disk"):
+        (tmp_path / name).mkdir()
+    directory = prepared(tmp_path / "list", [{"kind": "good"}])
+    names = ("my.json", "my.html", "my.journal")
+    for name in names:
+        (directory / name).symlink_to(f"../disk/{name}")
+        if exists:
+            (tmp_path / "disk" / name).touch()
+    (directory / "go").touch()
+    assert forked.run(DispatcherCall(directory, (*RUN, "--log-file", "my.json"))) == 0
+    assert all((directory / name).readlink() == Path(f"../disk/{name}") for name in names)
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == sorted(names)
+    assert json.loads((tmp_path / "disk" / "my.json").read_text())["totals"]["done"] == 1
+    assert "</html>" in (tmp_path / "disk" / "my.html").read_text()
+    call = DispatcherCall(directory, ("status", "--log-file", "my.json"))
+    assert (forked.run(call), "1 done" in call.printed) == (0, True)

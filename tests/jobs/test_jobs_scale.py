@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from distributed.jobs import config
-from distributed.jobs.dispatcher import Unreachable
+from distributed.jobs.dispatcher import NotStarted, Unreachable
 from distributed.jobs.job import Job, Options, job_of
 from distributed.jobs.results import Results, entry
-from distributed.jobs.servers import MAX_ATTEMPTS_PER_RSYNC, MAX_RSYNCS, ListContext, SshServer
+from distributed.jobs.servers import MAX_ATTEMPTS_PER_RSYNC, MAX_RSYNCS, HostReplyError, ListContext, SshServer
 from distributed.jobs.state import Attempt, ListState, job_records
 
 KIT = Path(__file__).resolve().parents[2]
@@ -148,6 +148,35 @@ def test_a_lost_connection_fails_the_whole_batch(tmp_path: Path) -> None:
     found = fetched(server, 20)
     assert all(isinstance(each, Unreachable) for each in found[10:])
     assert len(server.copied) < 20
+
+
+def test_results_are_not_sent_to_a_directory_that_the_job_cannot_claim(tmp_path: Path) -> None:
+    class Refusing(RecordingServer):
+        async def _call(self, verb: str, **facts: Any) -> dict[str, Any]:
+            assert (verb, facts["output"], facts["job"]) == ("claim", "job0", "job0")
+            raise HostReplyError("job0 exists, but not from a job", "job")
+
+    (tmp_path / "job0").mkdir()
+    server = Refusing(tmp_path, {})
+    with pytest.raises(NotStarted, match="not from a job") as refused:
+        asyncio.run(server.send_results([Job("job0", {}, Options(), "job0")]))
+    assert (refused.value.kind, server.copied) == ("job", [])
+
+
+@pytest.mark.parametrize(("code", "expected"), [(24, None), (23, "file has vanished: x"), (12, "file has vanished: x")])
+def test_only_files_that_vanish_while_rsync_copies_are_no_error(
+    code: int, expected: str | None, tmp_path: Path
+) -> None:
+    class Vanishing(SshServer):
+        async def _run(self, command: Sequence[str], data: bytes = b"") -> tuple[int, str]:
+            return code, "file has vanished: x"
+
+    server = Vanishing("gpu1", config.Server(host="gpu1"), ListContext("abc", tmp_path, "x.py", sockets=tmp_path))
+    try:
+        found = asyncio.run(server._rsync([]))
+    except (Unreachable, OSError) as error:
+        found = str(error)
+    assert found == expected
 
 
 # ---------------------------------------------------------------- the benchmarks

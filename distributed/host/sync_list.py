@@ -1,0 +1,109 @@
+"""The files that --sync copies: print their names as input of `rsync --from0 --files-from=-`.
+
+usage: module.py host.sync_list DIRECTORY
+
+In a git checkout these are the tracked files and the untracked ones that git does not ignore, also of submodules and
+nested checkouts, but no untracked file below RESULTS. Elsewhere these are all entries of the directory except RESULTS
+and VENV; rsync copies directories with their contents, but must leave out `.git`.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+RESULTS = (b"logs", b"checkpoints", b"experiments")
+VENV = b".venv"
+MARKER = b".muster-"  # the start of the name of a file that tests whether a directory is shared
+USER_SETTINGS = ("GIT_CONFIG_", "GIT_EXEC_PATH")  # beginnings of variables that are kept for git
+
+
+class SyncError(Exception):
+    """git cannot list the files of a checkout. The message states problem and remedy."""
+
+
+def names_of(directory: str) -> list[bytes]:
+    """The names of the files to copy, relative to the directory. Raises SyncError and OSError."""
+    path = os.fsencode(directory)
+    if git_directory(path):
+        return list(dict.fromkeys(names_in_checkout(path)))
+    return [name for name in os.listdir(path) if name != VENV and not is_result(name)]
+
+
+def file_list(names: Sequence[bytes]) -> bytes:
+    """The input of `rsync --from0 --files-from=-`, which would take a name that starts with # or ; for a comment."""
+    return b"".join(b"./" + name + b"\0" for name in names)
+
+
+def is_result(name: bytes) -> bool:
+    return name.startswith(MARKER) or name.partition(b"/")[0] in RESULTS
+
+
+def git_directory(directory: bytes) -> bytes:
+    """The path of `.git` of the checkout with this directory; empty without one on the same file system."""
+    directory = os.path.realpath(directory)
+    device = os.stat(directory).st_dev
+    while os.stat(directory).st_dev == device:
+        if os.path.lexists(found := os.path.join(directory, b".git")):
+            return found
+        if directory == (directory := os.path.dirname(directory)):
+            break
+    return b""
+
+
+def names_in_checkout(root: bytes, prefix: bytes = b"") -> Iterator[bytes]:
+    """The names of the files to copy from root/prefix, which is in a checkout. Some occur twice."""
+    directory = os.path.join(root, prefix)
+
+    @functools.cache
+    def is_behind_link(parent: bytes) -> bool:  # for git, such a file is deleted
+        return os.path.realpath(os.path.join(directory, parent)) != os.path.join(os.path.realpath(directory), parent)
+
+    for option in ("--cached", "--others"):
+        for name in list_files(directory, option):
+            path = os.path.join(directory, name)
+            if (option == "--others" and not prefix and is_result(name)) or not os.path.lexists(path):
+                continue
+            if (parent := os.path.dirname(name.rstrip(b"/"))) and is_behind_link(parent):
+                continue
+            if os.path.islink(path) or not os.path.isdir(path):
+                yield prefix + name
+            elif os.path.lexists(os.path.join(path, b".git")):  # a submodule or a nested checkout
+                yield from names_in_checkout(root, prefix + name.rstrip(b"/") + b"/")
+
+
+def list_files(directory: bytes, option: str) -> list[bytes]:
+    """The output of `git ls-files`. Variables that a hook exports do not select another checkout. Raises SyncError."""
+    where, subject = os.fsdecode(directory), os.fsdecode(git_directory(directory))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    env |= {name: value for name, value in os.environ.items() if name.startswith(USER_SETTINGS)}
+    call = ["git", "-c", "submodule.recurse=false", "ls-files", "-z", option, "--exclude-standard"]
+    try:
+        done = subprocess.run(
+            call, cwd=directory, env={**env, "LC_ALL": "C"}, stdin=subprocess.DEVNULL, capture_output=True
+        )
+    except FileNotFoundError as error:
+        if error.filename != call[0]:
+            raise
+        raise SyncError(f"{subject}: this is a git checkout, but git is not installed; install it") from None
+    if done.returncode:
+        text = "; ".join(line.strip() for line in os.fsdecode(done.stderr).splitlines() if line.strip())
+        remedy = "" if "safe.directory" in text else f"; repair or remove it: git status must work in {where}"
+        raise SyncError(f"{subject}: {text}{remedy}")
+    return done.stdout.split(b"\0")[:-1]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the program."""
+    try:
+        names = names_of(arguments[0])
+    except SyncError as error:
+        sys.exit(str(error))
+    except OSError as error:
+        sys.exit(f"{os.fsdecode(error.filename)}: {error.strerror}")
+    sys.stdout.buffer.write(file_list(names))

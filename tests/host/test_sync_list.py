@@ -1,0 +1,219 @@
+"""The files that --sync copies: what git says in a checkout, all but results elsewhere; rsync copies each of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distributed.files import KIT
+from distributed.host import sync_list
+
+ODD_NAMES = ("-a", "a b", "a\nb", "é", os.fsdecode(b"\xff"), "#a", ";a", "[a]*", "\\a", '"a"')
+
+
+@pytest.fixture(autouse=True)
+def own_git_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings of the user or the system, and an author for commits."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    for name in list(os.environ):
+        if name.startswith("GIT_") and not name.startswith("GIT_CONFIG_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A checkout without files."""
+    return checkout(tmp_path / "work")
+
+
+def git(directory: Path, *arguments: str) -> None:
+    author = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
+    subprocess.run(["git", *author, *arguments], cwd=directory, check=True, capture_output=True)
+
+
+def checkout(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    git(directory, "init", "--quiet")
+    return directory
+
+
+def write(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(name.encode("utf-8", "replace").decode())
+
+
+def listed(directory: Path) -> set[str]:
+    names = list(map(os.fsdecode, sync_list.names_of(str(directory))))
+    assert len(names) == len(set(names))
+    return set(names)
+
+
+def copied(directory: Path, target: Path, vanishing: str = "") -> set[str]:
+    """Copy as --sync does; the names of all files in the target. vanishing: a file to remove when it is listed."""
+    names = sync_list.file_list(sync_list.names_of(str(directory)))
+    if vanishing:
+        (directory / vanishing).unlink()
+    options = ["--archive", "--recursive", "--from0", "--files-from=-", "--ignore-missing-args", "--exclude=.git"]
+    call = ["rsync", *options, f"{directory}/", f"{target}/"]
+    subprocess.run(call, input=names, check=True)
+    return {str(path.relative_to(target)) for path in target.rglob("*") if path.is_symlink() or not path.is_dir()}
+
+
+def test_a_checkout_is_copied_as_git_says_and_its_tracked_files_always(work: Path, tmp_path: Path) -> None:
+    write(work, "data/a.csv", "data/keep.csv", "forced.csv", "sub/b.log", "sub/keep.log", "x.py", "global~", "excluded")
+    write(work, "logs/a", "logs/.gitkeep", "checkpoints/c", "experiments/p/e", "sub/logs/mine", ".muster-abc")
+    (work / ".gitignore").write_text("*.csv\n!keep.csv\n*.log\n")
+    write(work, "sub/.gitignore")
+    (work / "sub" / ".gitignore").write_text("!keep.log\n")
+    (work / ".git" / "info" / "exclude").write_text("excluded\n")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".gitconfig").write_text(f"[core]\nexcludesFile = {tmp_path}/ignored\n")
+    (tmp_path / "ignored").write_text("*~\n")
+    (work / "empty").mkdir()
+    git(work, "add", "--force", "forced.csv", "logs/.gitkeep")
+    expected = {
+        ".gitignore", "data/keep.csv", "forced.csv", "logs/.gitkeep", "sub/.gitignore", "sub/keep.log",
+        "sub/logs/mine", "x.py",
+    }  # fmt: skip
+    assert listed(work) == expected
+    assert copied(work, tmp_path / "copy") == expected
+
+
+def test_a_subdirectory_of_a_checkout_is_copied_without_what_the_checkout_ignores(work: Path) -> None:
+    write(work, "outside", "sub/x", "sub/y.log", "sub/logs/z")
+    (work / ".gitignore").write_text("*.log\n")
+    assert listed(work / "sub") == {"x"}
+
+
+def test_outside_a_checkout_everything_but_results_is_copied(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    write(plain, "a/b/c", "logs/x", "checkpoints/x", "experiments/x", ".venv/x", "a/logs/y", ".gitignore", *ODD_NAMES)
+    write(checkout(plain / "nested"), "x")
+    (plain / "empty").mkdir()
+    (plain / ".gitignore").write_text("a\n")
+    assert copied(plain, tmp_path / "copy") == {"a/b/c", "a/logs/y", "nested/x", ".gitignore", *ODD_NAMES}
+    assert (tmp_path / "copy" / "empty").is_dir()
+
+
+def test_any_name_and_symbolic_links_are_copied(work: Path, tmp_path: Path) -> None:
+    write(work, "tracked/x", *(f"{where}/{name}" for name in ODD_NAMES for where in ("tracked", "other")), *ODD_NAMES)
+    for name, target in (("to_file", "tracked/x"), ("to_directory", "tracked"), ("dangling", "nowhere")):
+        (work / name).symlink_to(target)
+    git(work, "add", "tracked", "to_directory")
+    found = copied(work, tmp_path / "copy")
+    odd = {f"{start}{name}" for name in ODD_NAMES for start in ("", "tracked/", "other/")}
+    assert found == {"tracked/x", "to_file", "to_directory", "dangling", *odd}
+    assert (tmp_path / "copy" / "to_directory").readlink() == Path("tracked")
+
+
+def test_tracked_files_that_do_not_exist_any_more_are_left_out(work: Path, tmp_path: Path) -> None:
+    write(work, "deleted", "gone/a", "becomes_link/a", "becomes_directory", "becomes_file/a", "stays", "logs/.gitkeep")
+    git(work, "add", ".")
+    for name in ("deleted", "gone/a", "becomes_link/a", "becomes_directory", "becomes_file/a", "logs/.gitkeep"):
+        (work / name).unlink()
+    for name in ("gone", "becomes_link", "becomes_file", "logs"):
+        (work / name).rmdir()
+    write(tmp_path, "disk/a", "disk/.gitkeep")
+    write(work, "becomes_directory/b", "becomes_file")
+    (work / "becomes_link").symlink_to(tmp_path / "disk")
+    (work / "logs").symlink_to(tmp_path / "disk")
+    expected = {"becomes_directory/b", "becomes_file", "becomes_link", "stays"}
+    assert listed(work) == expected
+    assert copied(work, tmp_path / "copy") == expected
+
+
+def test_submodules_and_nested_checkouts_are_copied(work: Path, tmp_path: Path) -> None:
+    other = checkout(tmp_path / "other")
+    write(other, "f")
+    git(other, "add", ".")
+    git(other, "commit", "--quiet", "--message", "f")
+    git(work, "submodule", "add", "--quiet", str(other), "module/sub")
+    git(work, "submodule", "add", "--quiet", str(other), "unpopulated")
+    git(work, "submodule", "deinit", "--quiet", "--force", "unpopulated")
+    write(work / "module" / "sub", "new", "ignored.log", "logs/mine")
+    (work / "module" / "sub" / ".gitignore").write_text("*.log\n")
+    write(checkout(work / "nested" / "deep"), "g", "inner/h")
+    write(checkout(work / "nested" / "deep" / "inner" / "most"), "i")
+    write(checkout(work / "logs" / "clone"), "j")
+    write(checkout(work / "hidden"), "k")
+    (work / ".gitignore").write_text("hidden\n")
+    checkout(work / "without_files")
+    expected = {
+        ".gitignore", ".gitmodules", "module/sub/f", "module/sub/new", "module/sub/.gitignore", "module/sub/logs/mine",
+        "nested/deep/g", "nested/deep/inner/h", "nested/deep/inner/most/i",
+    }  # fmt: skip
+    assert listed(work) == expected
+    assert copied(work, tmp_path / "copy") == expected
+
+
+def test_a_linked_worktree_is_a_checkout_and_git_variables_do_not_matter(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(work, "a")
+    git(work, "add", ".")
+    git(work, "commit", "--quiet", "--message", "a")
+    git(work, "worktree", "add", "--quiet", str(tmp_path / "linked"))
+    write(tmp_path / "linked", "b", "c.log")
+    (tmp_path / "linked" / ".gitignore").write_text("*.log\n")
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"):
+        monkeypatch.setenv(name, str(tmp_path))
+    assert listed(tmp_path / "linked") == {".gitignore", "a", "b"}
+
+
+def test_a_file_that_vanishes_after_it_was_listed_is_left_out(work: Path, tmp_path: Path) -> None:
+    write(work, "stays", "sub/vanishes")
+    assert copied(work, tmp_path / "copy", vanishing="sub/vanishes") == {"stays"}
+
+
+def test_a_checkout_in_which_git_ignores_everything_is_an_empty_list(work: Path, tmp_path: Path) -> None:
+    write(work, "a")
+    (work / ".gitignore").write_text("*\n")
+    assert copied(work, tmp_path / "copy") == set()
+
+
+@pytest.mark.parametrize("nested", ["", "nested"])
+def test_a_checkout_of_another_user_is_refused(work: Path, nested: str) -> None:
+    if os.getuid():
+        pytest.skip("needs root")
+    if nested:
+        checkout(work / nested)
+    write(work / nested, "a")
+    for path in (work / nested, work / nested / ".git"):
+        os.chown(path, 12345, 12345)
+    with pytest.raises(sync_list.SyncError) as refused:
+        listed(work)
+    assert str(refused.value).startswith(f"{work / nested}/.git: fatal: detected dubious ownership")
+    assert str(refused.value).endswith(f"git config --global --add safe.directory {work / nested}")
+
+
+def test_a_checkout_is_refused_without_git(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(work, "sub/a")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(sync_list.SyncError, match=f"{work}/.git: this is a git checkout, but git is not installed"):
+        listed(work / "sub")
+
+
+@pytest.mark.parametrize("content", [None, "gitdir: /nowhere\n"])
+def test_a_damaged_checkout_is_refused(tmp_path: Path, content: str | None) -> None:
+    write(tmp_path, "work/a")
+    if content is None:
+        (tmp_path / "work" / ".git").mkdir()
+    else:
+        (tmp_path / "work" / ".git").write_text(content)
+    with pytest.raises(sync_list.SyncError, match=r"/work/.git: fatal: not a git .* git status must work in "):
+        listed(tmp_path / "work")
+
+
+def test_the_program_prints_names_or_the_fault(work: Path) -> None:
+    write(work, "a b", "c")
+    call = [sys.executable, "-I", f"{KIT}/scripts/lib/module.py", "host.sync_list", str(work)]
+    printed = subprocess.run(call, capture_output=True, check=True).stdout
+    assert sorted(printed.split(b"\0")) == [b"", b"./a b", b"./c"]
+    done = subprocess.run([*call[:-1], str(work / "none")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{work}/none: No such file or directory\n")
