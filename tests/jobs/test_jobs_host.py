@@ -374,6 +374,7 @@ def check_end(process: subprocess.Popen[bytes], disk: Path, damage: str, how: st
         assert failure == KILLED
         assert ("removed while the job ran" in reason) == (damage == "no directory")
 
+
 def nothing(_: Path) -> None:
     pass
 

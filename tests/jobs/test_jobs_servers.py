@@ -191,15 +191,6 @@ def test_a_server_on_which_the_working_directory_cannot_be_created_is_unusable(h
     assert reason.endswith("; correct this on the server")
 
 
-def test_a_server_is_unreachable_if_a_file_vanishes_while_it_is_copied(
-    home: Path, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stub(tmp_path / "bin", "rsync", "echo 'file has vanished: \"/x\"' >&2; exit 24")
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    with pytest.raises(Unreachable, match="vanished"):
-        asyncio.run(server(project, sync=True, workdir=f"{tmp_path}/work")._sync())
-
-
 # ---------------------------------------------------------------- GPUs
 
 
