@@ -506,13 +506,13 @@ class Dispatcher:
         elsewhere = sorted({each.job for each in written if each.server != attempt.server})
         self._starting.add(attempt.name)
         try:
-            if elsewhere:
-                try:
+            try:
+                if elsewhere:
                     await server.send_results([self.state.jobs[each].job for each in elsewhere])
-                except Unreachable as error:  # before the start request, so the attempt was not started
-                    raise NotStarted(str(error)) from None
-            if job.base and not attempt.after:
-                await self._ensure_base(server, job.base)
+                if job.base and not attempt.after:
+                    await self._ensure_base(server, job.base)
+            except Unreachable as error:  # before the start request, so the attempt was not started
+                raise NotStarted(str(error)) from None
             found = await server.start(request)
         except NotStarted as error:
             self.post(Event("not_started", attempt.server, error.facts(attempt.name)))

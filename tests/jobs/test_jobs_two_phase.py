@@ -25,7 +25,7 @@ from distributed.files import KIT
 from distributed.jobs import dispatcher, journal
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.commands import base_conflict
-from distributed.jobs.dispatcher import NotStarted, StartRequest
+from distributed.jobs.dispatcher import NotStarted, StartRequest, Unreachable
 from distributed.jobs.job import Job, Options, job_id
 from distributed.jobs.state import Attempt
 from distributed.training import base_model
@@ -57,7 +57,7 @@ class Server(SimulatedServer):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.leaves: tuple[str, ...] = FILES
-        self.refuses_base: list[NotStarted] = []  # one per call
+        self.refuses_base: list[Exception] = []  # one per call
 
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         await super().fetch_results(attempt, job)
@@ -437,6 +437,18 @@ def test_an_experiment_that_has_run_cannot_change_its_base_model(tmp_path: Path,
         assert bool(fault) == refused
         assert not refused or f"has run from base {hash_of(A)}, but would now run from base {hash_of(B)}" in fault
         assert not base_conflict(known, known.job)
+
+    asyncio.run(scenario())
+
+
+def test_a_copy_of_a_base_model_whose_connection_is_lost_is_repeated(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one = Server("one")
+        one.refuses_base = [Unreachable("rsync: connection unexpectedly closed")]
+        async with ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as run:
+            await run.finished()
+        assert run.states() == ["done"] * 2
+        assert any("was not started: rsync: connection unexpectedly closed" in line for line in run.log)
 
     asyncio.run(scenario())
 
