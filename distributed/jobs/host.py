@@ -497,6 +497,9 @@ class Service:
             found = query_gpus()
             devices: list[Reply] = []
             for gpu in found.devices:
+                if gpu.fault:
+                    devices.append({"index": gpu.index, "lost": gpu.fault})
+                    continue
                 used = None if gpu.memory_used is None else gpu.memory_used >> 20
                 users = [[process.pid, process.user, process.memory >> 20] for process in gpu.processes]
                 instances = [instance.uuid for instance in gpu.instances]

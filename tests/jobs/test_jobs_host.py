@@ -176,6 +176,24 @@ def test_a_killed_child_process_is_reported(serve: subprocess.Popen[bytes]) -> N
     assert call(serve, "gpus")["problem"] == host.CHILD_KILLED
 
 
+@pytest.fixture
+def undivided_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An nvidia-smi that reports one GPU, with MIG and without instances."""
+    program = tmp_path / "bin/nvidia-smi"
+    program.parent.mkdir()
+    row = "0, GPU-00, 550.0, 81920, 4, Enabled, Enabled, 0, A100"
+    program.write_text(f"#!/bin/sh\ncase $* in *query-gpu*) echo '{row}' ;; esac\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("undivided_gpu")
+def test_a_gpu_with_mig_and_without_instances_cannot_be_used(serve: subprocess.Popen[bytes]) -> None:
+    (gpu,) = call(serve, "gpus")["gpus"]
+    assert gpu["index"] == 0
+    assert gpu["lost"].startswith("MIG is on, but it has no instances; create one")
+
+
 def test_a_copied_base_model_is_published_unless_it_is_damaged(serve: subprocess.Popen[bytes], tmp_path: Path) -> None:
     source, digest = tmp_path / "source", "d" * 64
     source.mkdir()
