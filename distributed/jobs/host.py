@@ -798,9 +798,20 @@ def block_of(environment: dict[str, str]) -> bytes:
 
 
 def holds_foreign_files(output: str) -> bool:
-    """Whether an output directory holds files, but not OWNER, which is written before all others."""
+    """Whether an output directory holds files or links, but not OWNER, which is written before all others."""
     exists = os.path.lexists(output) and not os.path.isdir(output)
-    return (exists or any(files for _, _, files in os.walk(output))) and not os.path.lexists(f"{output}/{OWNER}")
+    found = (os.path.join(top, name) for top, directories, files in os.walk(output) for name in (*files, *directories))
+    holds = any(os.path.islink(path) or not os.path.isdir(path) for path in found)
+    return (exists or holds) and not os.path.lexists(f"{output}/{OWNER}")
+
+
+def refuse_obstacle(output: str) -> None:
+    """Raise JobRefused if an output directory cannot be created because a path above it is not a directory."""
+    parent = os.path.dirname(output)
+    while parent and not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if parent and not os.path.isdir(parent):
+        raise JobRefused(f"{parent}: not a directory; move it away, or give this job another prefix")
 
 
 def refuse_foreign_files(output: str) -> None:
@@ -824,6 +835,7 @@ def claim_output(output: str, job: str, script: str) -> int:
 
     Returns a file that stays locked as long as any process has it open. Raises JobRefused and Busy.
     """
+    refuse_obstacle(output)
     refuse_foreign_files(output)
     os.makedirs(output, exist_ok=True)
     file = os.open(os.path.join(output, OWNER), os.O_RDWR | os.O_CREAT, 0o666)

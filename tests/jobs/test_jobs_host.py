@@ -449,7 +449,14 @@ def dangling_link(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
-@pytest.mark.parametrize("create", [one_file, hidden_file_below, link_to_files, dangling_link, Path.touch])
+def link_to_a_directory_below(path: Path) -> None:
+    (path / "a").mkdir(parents=True)
+    (path / "a" / "checkpoints").symlink_to(path.parent)
+
+
+@pytest.mark.parametrize(
+    "create", [one_file, hidden_file_below, link_to_files, dangling_link, link_to_a_directory_below, Path.touch]
+)
 def test_an_output_directory_with_files_that_no_job_wrote_is_refused(
     create: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -459,3 +466,10 @@ def test_an_output_directory_with_files_that_no_job_wrote_is_refused(
     with pytest.raises(host.JobRefused, match="output exists, but not from a job; move it away, give this job another"):
         host.claim_output(str(output), "mine", "train.py")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("create", [dangling_link, Path.touch])
+def test_an_output_directory_below_a_file_is_refused(create: Callable[[Path], None], tmp_path: Path) -> None:
+    create(tmp_path / "p")
+    with pytest.raises(host.JobRefused, match="/p: not a directory; move it away, or give this job another prefix"):
+        host.claim_output(str(tmp_path / "p" / "a" / "fold0"), "mine", "train.py")
