@@ -389,13 +389,13 @@ class Service:
             raise HostError("systemd would kill the jobs at logout (KillUserProcesses); run loginctl enable-linger")
         self.server = request["server"]
         self.workdir = find_workdir(request["workdir"], request["default_workdir"])
-        script = os.path.join(self.workdir, request["script"])
-        if not os.path.isfile(script):
-            raise HostError(
-                f"script {request['script']}: not in {self.workdir}; copy it there (--sync does if git lists it), "
-                "or set workdir"
-            )
-        self.python = find_python(request["python"], self.workdir)
+        if request["script"]:  # empty: no job will be started
+            if not os.path.isfile(os.path.join(self.workdir, request["script"])):
+                raise HostError(
+                    f"script {request['script']}: not in {self.workdir}; copy it there (--sync does if git lists it), "
+                    "or set workdir"
+                )
+            self.python = find_python(request["python"], self.workdir)
         self.directory = os.path.join(self.workdir, "logs", "jobs", request["list"])
         self.server_directory = panes.server_directory(self.directory, self.server)
         self.list_lock = lock_list(self.server_directory)

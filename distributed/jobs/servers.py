@@ -25,7 +25,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -322,7 +322,11 @@ class HostServer:
         await self.disconnect()
 
     async def remove_session(self) -> str:
-        """Connect, remove the tmux session of the list, and disconnect. Returns its name; empty without one."""
+        """Connect, remove the tmux session of the list, and disconnect. Returns its name; empty without one.
+
+        Script, Python and GPUs are not checked: the server may no longer be able to run jobs.
+        """
+        self.context, self.watches_gpus = replace(self.context, script=""), False
         try:
             await self.connect(lambda _: None)
             return str((await self._call("remove_session"))["session"])

@@ -273,3 +273,18 @@ async def connection_note(one: servers.HostServer) -> str:
         return await one.connect(lambda _: None)
     finally:
         await one.close()
+
+
+# ---------------------------------------------------------------- the end of a list
+
+
+def test_a_session_is_removed_from_a_server_that_can_no_longer_run_jobs(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(home / "bin", "nvidia-smi", f"[[ $1 != --query-gpu=* ]] || echo '{WHOLE}'")
+    stub(home / "bin", "tmux", "exit 1")
+    monkeypatch.setenv("PATH", f"{home}/bin:{os.environ['PATH']}")
+    here = servers.local_server(servers.ListContext("abc", home, "removed.py", panes=False), 1)
+    stub(home / "bin", "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
+    assert fails(lambda: here.connect(lambda _: None)).startswith("script removed.py: not in ")
+    assert asyncio.run(here.remove_session()) == ""
