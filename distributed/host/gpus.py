@@ -25,6 +25,7 @@ GPU_FIELDS = (
 )
 APP_FIELDS = "gpu_uuid,pid,used_memory,process_name"
 LOST = ("[GPU is lost]", "[Unknown Error]")  # values of a GPU that no longer replies
+NO_INSTANCES = "MIG is on, but it has no instances; create one (nvidia-smi mig -cgi PROFILE -C), or turn MIG off"
 MIG_INSTANCE = re.compile(r"^(?:GPU .*UUID: (GPU-[^)]+)|\s+MIG .*UUID: (MIG-[^)]+))\)")  # lines of nvidia-smi -L
 
 
@@ -66,6 +67,11 @@ class Gpu:
     @property
     def busy(self) -> bool:
         return bool(self.processes) or (self.memory_used or 0) > GIB
+
+    @property
+    def fault(self) -> str:
+        """Why no process can use the GPU; empty if one can."""
+        return NO_INSTANCES if self.mig and not self.instances else ""
 
 
 @dataclass(frozen=True)

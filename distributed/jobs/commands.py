@@ -471,8 +471,10 @@ def refuse_unplaceable_jobs(jobs: Sequence[Job], made: Sequence[JobServer]) -> N
 def run(options: argparse.Namespace) -> int:
     """Run or continue a list. Returns the exit code."""
     config = read_config(options)
-    if not options.log_file.parent.is_dir():
-        raise CallError(f"--log-file {options.log_file}: no such directory: {options.log_file.parent}; create it")
+    directory = os.path.dirname(os.path.realpath(options.log_file))  # of the file itself, if this is a link to it
+    if not os.path.isdir(directory):
+        shown = directory if options.log_file.is_symlink() else options.log_file.parent
+        raise CallError(f"--log-file {options.log_file}: no such directory: {shown}; create it")
     refuse_existing_results(options)
     refuse_unplaceable_jobs(config.jobs, make_servers(config, "new"))
     refuse_foreign_outputs(config)
@@ -535,6 +537,7 @@ def refuse_foreign_outputs(config: ListConfig) -> None:
         foreign -= {job.job.id for job in state_of(path).jobs.values() if job.attempts}
     for job in config.jobs:
         try:
+            host.refuse_obstacle(job.output)
             if job.id in foreign:
                 host.refuse_foreign_files(job.output)
             host.refuse_other_owner(job.output, job.owner, config.script)

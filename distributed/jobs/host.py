@@ -389,13 +389,13 @@ class Service:
             raise HostError("systemd would kill the jobs at logout (KillUserProcesses); run loginctl enable-linger")
         self.server = request["server"]
         self.workdir = find_workdir(request["workdir"], request["default_workdir"])
-        script = os.path.join(self.workdir, request["script"])
-        if not os.path.isfile(script):
-            raise HostError(
-                f"script {request['script']}: not in {self.workdir}; copy it there (--sync does if git lists it), "
-                "or set workdir"
-            )
-        self.python = find_python(request["python"], self.workdir)
+        if request["script"]:  # empty: no job will be started
+            if not os.path.isfile(os.path.join(self.workdir, request["script"])):
+                raise HostError(
+                    f"script {request['script']}: not in {self.workdir}; copy it there (--sync does if git lists it), "
+                    "or set workdir"
+                )
+            self.python = find_python(request["python"], self.workdir)
         self.directory = os.path.join(self.workdir, "logs", "jobs", request["list"])
         self.server_directory = panes.server_directory(self.directory, self.server)
         self.list_lock = lock_list(self.server_directory)
@@ -497,6 +497,9 @@ class Service:
             found = query_gpus()
             devices: list[Reply] = []
             for gpu in found.devices:
+                if gpu.fault:
+                    devices.append({"index": gpu.index, "lost": gpu.fault})
+                    continue
                 used = None if gpu.memory_used is None else gpu.memory_used >> 20
                 users = [[process.pid, process.user, process.memory >> 20] for process in gpu.processes]
                 instances = [instance.uuid for instance in gpu.instances]
@@ -795,9 +798,20 @@ def block_of(environment: dict[str, str]) -> bytes:
 
 
 def holds_foreign_files(output: str) -> bool:
-    """Whether an output directory holds files, but not OWNER, which is written before all others."""
+    """Whether an output directory holds files or links, but not OWNER, which is written before all others."""
     exists = os.path.lexists(output) and not os.path.isdir(output)
-    return (exists or any(files for _, _, files in os.walk(output))) and not os.path.lexists(f"{output}/{OWNER}")
+    found = (os.path.join(top, name) for top, directories, files in os.walk(output) for name in (*files, *directories))
+    holds = any(os.path.islink(path) or not os.path.isdir(path) for path in found)
+    return (exists or holds) and not os.path.lexists(f"{output}/{OWNER}")
+
+
+def refuse_obstacle(output: str) -> None:
+    """Raise JobRefused if an output directory cannot be created because a path above it is not a directory."""
+    parent = os.path.dirname(output)
+    while parent and not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if parent and not os.path.isdir(parent):
+        raise JobRefused(f"{parent}: not a directory; move it away, or give this job another prefix")
 
 
 def refuse_foreign_files(output: str) -> None:
@@ -821,6 +835,7 @@ def claim_output(output: str, job: str, script: str) -> int:
 
     Returns a file that stays locked as long as any process has it open. Raises JobRefused and Busy.
     """
+    refuse_obstacle(output)
     refuse_foreign_files(output)
     os.makedirs(output, exist_ok=True)
     file = os.open(os.path.join(output, OWNER), os.O_RDWR | os.O_CREAT, 0o666)

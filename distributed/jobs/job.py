@@ -140,12 +140,12 @@ def os_bytes(text: str) -> bytes:
 
 
 def matching(jobs: Iterable[Job], selector: str) -> list[Job]:
-    """The jobs with this id, name or output directory; else with this start of an id, prefix, or part of a name."""
+    """The jobs with this id, name or output directory; else with this prefix, start of an id, or part of a name."""
     jobs = list(jobs)
     tests: tuple[Callable[[Job], bool], ...] = (
         lambda job: selector in (job.id, job.name, job.output.rstrip("/")),
-        lambda job: job.id.startswith(selector),
         lambda job: job.name.startswith(f"{selector}/"),
+        lambda job: job.id.startswith(selector),
         lambda job: selector in job.name,
     )
     return next(filter(None, ([job for job in jobs if test(job)] for test in tests)), [])

@@ -25,7 +25,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,7 @@ class HostServer:
         self.watches_gpus = any(slot.gpu is not None for slot in self.pool.slots)
         self.queues_dependents = False
         self.shared = True  # whether it shares the working directory with this machine
+        self.note = ""  # why GPUs of this machine are not used
         self.session = ""  # name of the tmux session; empty without one
         self.directory = self.workdir = ""  # paths on the server: files of the list, working directory of its jobs
         self._channel: Channel | None = None
@@ -251,7 +252,7 @@ class HostServer:
         self.pool.bases = set(opened["bases"])
         note = self._check_gpus(await self._channel.call("gpus")) if self.watches_gpus else ""
         await self._after_open(opened)
-        return "; ".join(filter(None, [self._attach_command(), opened["note"], note]))
+        return "; ".join(filter(None, [self._attach_command(), opened["note"], note, self.note]))
 
     def _requested_workdir(self) -> str:
         return self.settings.workdir or ""
@@ -321,7 +322,11 @@ class HostServer:
         await self.disconnect()
 
     async def remove_session(self) -> str:
-        """Connect, remove the tmux session of the list, and disconnect. Returns its name; empty without one."""
+        """Connect, remove the tmux session of the list, and disconnect. Returns its name; empty without one.
+
+        Script, Python and GPUs are not checked: the server may no longer be able to run jobs.
+        """
+        self.context, self.watches_gpus = replace(self.context, script=""), False
         try:
             await self.connect(lambda _: None)
             return str((await self._call("remove_session"))["session"])
@@ -453,13 +458,21 @@ class LocalServer(HostServer):
 def local_server(context: ListContext, slots: int | None) -> LocalServer:
     """This machine, with `slots` slots per GPU (default: 1) or, without GPUs, CPU slots (default: half the cores)."""
     devices: list[GpuId] = []
-    for gpu in query_gpus().devices:
-        devices += [instance.uuid for instance in gpu.instances] or [gpu.index]
+    found = query_gpus()
+    faults = {gpu.index: gpu.reason for gpu in found.lost}
+    faults |= {gpu.index: gpu.fault for gpu in found.devices if gpu.fault}
+    for gpu in found.devices:
+        if not gpu.fault:
+            devices += [instance.uuid for instance in gpu.instances] or [gpu.index]
     cpus = slots or max(1, len(os.sched_getaffinity(0)) // 2)
     resources: dict[str, Any] = (
         {"gpu_ids": devices, "slots_per_gpu": slots or 1} if devices else {"gpus": 0, "slots_per_gpu": cpus}
     )
-    return LocalServer("local", config.Server(host="localhost", **resources), context)
+    server = LocalServer("local", config.Server(host="localhost", **resources), context)
+    notes = [found.error, *(f"GPU {index}: not used: {fault}" for index, fault in sorted(faults.items()))]
+    notes.append("jobs run without GPUs" if any(notes) and not devices else "")
+    server.note = "; ".join(filter(None, notes))
+    return server
 
 
 # ---------------------------------------------------------------- over ssh

@@ -26,6 +26,7 @@ from distributed.launch.comparison import (
 )
 
 SLOW_LOOKUP = 1.0  # seconds
+SYNC = "--sync (which copies no untracked file that git ignores)"
 
 
 def judge(
@@ -85,9 +86,9 @@ def differing_files(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]
     for file in next(iter(nodes.values())).files:
         checksums = {name: node.files[file] or "" for name, node in nodes.items()}
         for name in (name for name, checksum in checksums.items() if not checksum):
-            yield name, f"cannot read file '{file}'; share its directory between the nodes, or launch with --sync"
+            yield name, f"cannot read file '{file}'; share its directory between the nodes, or launch with {SYNC}"
         for name, *_ in differences(checksums):
-            yield name, f"'{file}' differs from that on the other nodes; make them equal, or launch with --sync"
+            yield name, f"'{file}' differs from that on the other nodes; make them equal, or launch with {SYNC}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

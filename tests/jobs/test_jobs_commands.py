@@ -29,6 +29,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "experiments" / "hand" / "fold0_a" / "checkpoints").mkdir(parents=True)
     (tmp_path / "experiments" / "hand" / "fold0_a" / "checkpoints" / "1").touch()
     (tmp_path / "foreign.json").write_text(json.dumps([{"prefix": "p", "fold": 0, "participants": ["a"]}]))
+    (tmp_path / "below_file.json").write_text(json.dumps([{"prefix": "file", "fold": 0}]))
+    (tmp_path / "experiments" / "file").touch()
+    (tmp_path / "link.json").symlink_to("no/results.json")
     (tmp_path / "page.html").touch()
     (tmp_path / ".git").mkdir()
     foreign = tmp_path / "experiments" / "p" / "fold0_a"
@@ -70,6 +73,9 @@ def arguments(**changes: Any) -> list[str]:
          "the job continue from its files: touch experiments/hand/fold0_a/.muster_job"),
         ([*arguments(jobs_config="by_hand.json"), "--plan"], "experiments/hand/fold0_a exists, but not from a job"),
         ([*arguments(jobs_config="foreign.json"), "--plan"], "experiments/p/fold0_a holds the results of job abc of"),
+        (arguments(jobs_config="below_file.json"), "experiments/file: not a directory; move it away, or give this job"),
+        (arguments(jobs_config="one.json", log_file="link.json"),
+         "--log-file link.json: no such directory: {directory}/no; create it"),
         (arguments(log_file="no/results.json"), "--log-file no/results.json: no such directory: no; create it"),
         (arguments(backend="ssh", cluster_config="servers.json"), "--slots: only for --backend local; set slots_per_"),
         (arguments(backend="ssh", cluster_config="servers.json", slots=None, jobs_config="one.json"),

@@ -176,6 +176,24 @@ def test_a_killed_child_process_is_reported(serve: subprocess.Popen[bytes]) -> N
     assert call(serve, "gpus")["problem"] == host.CHILD_KILLED
 
 
+@pytest.fixture
+def undivided_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An nvidia-smi that reports one GPU, with MIG and without instances."""
+    program = tmp_path / "bin/nvidia-smi"
+    program.parent.mkdir()
+    row = "0, GPU-00, 550.0, 81920, 4, Enabled, Enabled, 0, A100"
+    program.write_text(f"#!/bin/sh\ncase $* in *query-gpu*) echo '{row}' ;; esac\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("undivided_gpu")
+def test_a_gpu_with_mig_and_without_instances_cannot_be_used(serve: subprocess.Popen[bytes]) -> None:
+    (gpu,) = call(serve, "gpus")["gpus"]
+    assert gpu["index"] == 0
+    assert gpu["lost"].startswith("MIG is on, but it has no instances; create one")
+
+
 def test_a_copied_base_model_is_published_unless_it_is_damaged(serve: subprocess.Popen[bytes], tmp_path: Path) -> None:
     source, digest = tmp_path / "source", "d" * 64
     source.mkdir()
@@ -431,7 +449,14 @@ def dangling_link(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
-@pytest.mark.parametrize("create", [one_file, hidden_file_below, link_to_files, dangling_link, Path.touch])
+def link_to_a_directory_below(path: Path) -> None:
+    (path / "a").mkdir(parents=True)
+    (path / "a" / "checkpoints").symlink_to(path.parent)
+
+
+@pytest.mark.parametrize(
+    "create", [one_file, hidden_file_below, link_to_files, dangling_link, link_to_a_directory_below, Path.touch]
+)
 def test_an_output_directory_with_files_that_no_job_wrote_is_refused(
     create: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -441,3 +466,10 @@ def test_an_output_directory_with_files_that_no_job_wrote_is_refused(
     with pytest.raises(host.JobRefused, match="output exists, but not from a job; move it away, give this job another"):
         host.claim_output(str(output), "mine", "train.py")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("create", [dangling_link, Path.touch])
+def test_an_output_directory_below_a_file_is_refused(create: Callable[[Path], None], tmp_path: Path) -> None:
+    create(tmp_path / "p")
+    with pytest.raises(host.JobRefused, match="/p: not a directory; move it away, or give this job another prefix"):
+        host.claim_output(str(tmp_path / "p" / "a" / "fold0"), "mine", "train.py")

@@ -38,6 +38,7 @@ from distributed.jobs.job import (
     arguments,
     job_id,
     job_of,
+    matching,
     muster_job,
 )  # fmt: skip
 from distributed.jobs.servers import ListContext, LocalServer, for_any_shell
@@ -104,6 +105,14 @@ def test_the_output_directory_is_derived_from_the_settings(values: dict[str, Any
 def test_the_output_directory_uses_the_default_participants_of_the_script() -> None:
     job = job_of({"fold": 1, "prefix": "e"}, Options(), DEFAULT_PARTICIPANTS)
     assert job.output == f"experiments/e/fold1_{DEFAULT_PARTICIPANTS[1]}"
+
+
+def test_a_prefix_names_its_jobs_even_if_the_id_of_another_job_starts_so() -> None:
+    other = made({"prefix": "other"})
+    start = other.id[:3]
+    named = [made({"prefix": start, "fold": fold, "participants": ["x", "y"]}) for fold in (0, 1)]
+    assert matching([other, *named], start) == named
+    assert matching([other, *named], other.id[:4]) == [other]
 
 
 def test_only_names_of_environment_variables_are_stored() -> None:

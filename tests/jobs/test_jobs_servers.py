@@ -231,3 +231,60 @@ def test_jobs_get_uuids_of_gpus_if_one_is_lost(home: Path) -> None:
     assert one._cuda_devices([0, 2, "MIG-a"]) == "0,2,MIG-a"
     one._check_gpus({"gpus": [WORKS, LOST, gpu(2), {"index": "MIG-a"}], "problem": ""})
     assert one._cuda_devices([0, 2, "MIG-a"]) == "GPU-00,GPU-22,MIG-a"
+
+
+NO_INSTANCES = "MIG is on, but it has no instances; create one (nvidia-smi mig -cgi PROFILE -C), or turn MIG off"
+WHOLE = "0, GPU-00, 550.0, 81920, 4, Enabled, Disabled, 0, A100"
+UNDIVIDED = "1, GPU-11, 550.0, 81920, 4, Enabled, Enabled, 0, A100"
+LOST_ROW = f"2{', [GPU is lost]' * 8}"
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "gpus", "note"),
+    [
+        (f"[[ $1 != --query-gpu=* ]] || echo '{WHOLE}'", [0], ""),
+        (
+            f"[[ $1 != --query-gpu=* ]] || printf '%s\n' '{WHOLE}' '{UNDIVIDED}' '{LOST_ROW}'",
+            [0],
+            f"GPU 1: not used: {NO_INSTANCES}; GPU 2: not used: GPU is lost; reboot the machine",
+        ),
+        (
+            f"[[ $1 != --query-gpu=* ]] || echo '{UNDIVIDED}'",
+            [None],
+            f"GPU 1: not used: {NO_INSTANCES}; jobs run without GPUs",
+        ),
+        ("echo 'NVIDIA-SMI has failed'; exit 9", [None], "nvidia-smi: NVIDIA-SMI has failed; jobs run without GPUs"),
+        ("echo 'No devices were found'; exit 6", [None], ""),
+    ],
+)
+def test_the_gpus_of_this_machine_that_jobs_cannot_use_are_reported(
+    nvidia_smi: str, gpus: list[int | None], note: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(home / "bin", "nvidia-smi", nvidia_smi)
+    monkeypatch.setenv("PATH", f"{home}/bin:{os.environ['PATH']}")
+    here = servers.local_server(servers.ListContext("abc", home, "train.py", panes=False), 1)
+    assert [slot.gpu for slot in here.pool.slots] == gpus
+    (home / "train.py").touch()
+    assert asyncio.run(connection_note(here)) == note
+
+
+async def connection_note(one: servers.HostServer) -> str:
+    try:
+        return await one.connect(lambda _: None)
+    finally:
+        await one.close()
+
+
+# ---------------------------------------------------------------- the end of a list
+
+
+def test_a_session_is_removed_from_a_server_that_can_no_longer_run_jobs(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(home / "bin", "nvidia-smi", f"[[ $1 != --query-gpu=* ]] || echo '{WHOLE}'")
+    stub(home / "bin", "tmux", "exit 1")
+    monkeypatch.setenv("PATH", f"{home}/bin:{os.environ['PATH']}")
+    here = servers.local_server(servers.ListContext("abc", home, "removed.py", panes=False), 1)
+    stub(home / "bin", "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
+    assert fails(lambda: here.connect(lambda _: None)).startswith("script removed.py: not in ")
+    assert asyncio.run(here.remove_session()) == ""

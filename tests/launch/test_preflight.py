@@ -68,7 +68,11 @@ def test_a_single_node_needs_no_address_for_others() -> None:
         ([node(1), node(2), node(3, python="3.12.1")], "node3: Python 3.12, but Python 3.11 elsewhere; use the same"),
         ([node(1), node(2, torch="2.12.0"), node(3)], "node2: PyTorch 2.12.0, but PyTorch 2.13.0 elsewhere; install"),
         ([node(1, torch=None), node(2), node(3)], "node1: PyTorch is not installed; install it for that Python"),
-        ([node(1), node(2, files={"a.py": None})], "node2: cannot read file 'a.py'; share its directory"),
+        (
+            [node(1), node(2, files={"a.py": None})],
+            "node2: cannot read file 'a.py'; share its directory between the nodes, or launch with --sync (which "
+            "copies no untracked file that git ignores)",
+        ),
         (
             [node(1), node(2), node(3, files={"a.py": "22"})],
             "node3: 'a.py' differs from that on the other nodes; make th",
