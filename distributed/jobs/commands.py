@@ -650,8 +650,9 @@ def print_summary(state: ListState, outcome: str, results: Results, log_file: Pa
     counts = state.counts
     parts = [f"{counts['done']} of {len(state.jobs)} done"]
     parts += [f"{counts[name]} {name}" for name in ("failed", "cancelled", "waiting") if counts[name]]
-    running = counts["running"] + counts["ending"]
-    put(f"{outcome}: {', '.join(parts)}" + (f"; {running} still running" if running else ""))
+    running = f"; {counts['running']} still running" if counts["running"] else ""
+    running += f"; results not copied yet: {console.plural(counts['ending'], 'job')}" if counts["ending"] else ""
+    put(f"{outcome}: {', '.join(parts)}{running}")
     failed = [each for each in state.jobs.values() if each.state == "failed"]
     for job in failed[:SHOWN]:
         put(f"  failed: {job.job.id}  {job.job.name}: {job.reason}")
