@@ -540,7 +540,7 @@ def refuse_foreign_outputs(config: ListConfig) -> None:
             host.refuse_obstacle(job.output)
             if job.id in foreign:
                 host.refuse_foreign_files(job.output)
-            host.refuse_other_owner(job.output, job.owner, config.script)
+            host.refuse_other_owner(job.output, job.owner, bases.script_name(config.script))
         except host.JobRefused as error:
             faults.append(str(error))
     raise_faults(faults)
@@ -555,7 +555,7 @@ def refuse_other_list(state: ListState, config: ListConfig) -> None:
         raise ConfigError(f"{log_file}: was started with --backend {state.list_record['backend']}; {remedy}")
     if state.list_record["cwd"] != str(Path.cwd()):
         raise ConfigError(f"{log_file}: was started in {state.list_record['cwd']}; run the command there, or {remedy}")
-    if state.list_record["script"] != config.script:
+    if bases.script_name(state.list_record["script"]) != bases.script_name(config.script):
         raise ConfigError(f"{log_file}: was started with the script {state.list_record['script']}; {remedy}")
     if not set(state.jobs) & {job.id for job in config.jobs if not job.file}:
         count = console.plural(len(state.jobs), "job")

@@ -331,9 +331,9 @@ def with_predecessors(jobs: Mapping[int, Job], listed: Sequence[Job]) -> tuple[d
                 remedy = f"did you mean {close[0]}?" if close else "give a prefix, or a name that --plan shows"
                 faults.append(f"job {number}: _after={name}: no such job in this list; {remedy}")
         found[number] = replace(job, options=replace(job.options, after=tuple(dict.fromkeys(after))))
-    by_id = {job.id: job for job in listed}
+    by_id, workdir = {job.id: job for job in listed}, Path.cwd()
     for number, job in found.items():
-        outputs = "\n".join(by_id[each].output for each in job.options.after)
+        outputs = "\n".join(f"{workdir}/{by_id[each].output}" for each in job.options.after)
         if len(os_bytes(outputs)) + len(f"{AFTER}=") > LONGEST:
             count = len(job.options.after)
             faults.append(f"job {number}: _after: {AFTER} would be too long for Linux with {count} jobs; name fewer")

@@ -436,7 +436,7 @@ class Service:
         except FileExistsError:
             return self.query({"attempts": {attempt.name: request["output"]}})["attempts"][attempt.name]
         try:
-            output_lock = claim_output(attempt.output, request["job"], request["script"])
+            output_lock = claim_output(attempt.output, request["job"], request["script_name"])
         except (HostError, OSError):
             os.rmdir(attempt.directory)
             raise
@@ -457,6 +457,8 @@ class Service:
             "MUSTER_OUTPUT_DIR": attempt.output,
             "MUSTER_METRICS": os.path.join(attempt.output, "metrics.jsonl"),
         }
+        if needs := request.get("needs"):
+            env["MUSTER_AFTER"] = "\n".join(os.path.join(self.workdir, output) for output in needs)
         if base := request.get("base"):
             env["MUSTER_BASE_MODEL"] = self._base_path(base)
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, len(self.slots)))

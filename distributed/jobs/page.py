@@ -414,11 +414,14 @@ def job_table(jobs: Sequence[JobEntry], curves: Mapping[str, History], anchors: 
     metrics = [final(job, curves) for job in jobs]
     bases: list[Column] = [("base model", [(escape(cut(job.base, 20)), None) for job in jobs])]
     leaks: list[Column] = [("leak", [(escape(cut(job.leak, 200)), None) for job in jobs])]
+    reasons = [job.reason if job.state == "done" else "" for job in jobs]  # such as: it wrote no results
+    notes: list[Column] = [("note", [(escape(cut(reason, 300)), None) for reason in reasons])]
     columns: list[Column] = [
         ("job", [(link(job, anchors), None) for job in jobs]),
         ("state", [(f'<span class="{job.state}">{job.state}</span>', None) for job in jobs]),
         *(bases if any(job.base for job in jobs) else []),
         *(leaks if any(job.leak for job in jobs) else []),
+        *(notes if any(reasons) else []),
         *((key, [setting_cell(job.settings, key) for job in jobs]) for key in differing[:MAX_COLUMNS]),
         ("server:GPU", [(escape(cut(job.last.location, 60)) if job.last else "", None) for job in jobs]),
         ("attempts", [(f"{len(job.attempts):,}", len(job.attempts)) for job in jobs]),

@@ -36,8 +36,9 @@ from distributed.host.gpus import query_gpus
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
+from distributed.jobs.bases import script_name
 from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
-from distributed.jobs.job import AFTER, Job, muster_job
+from distributed.jobs.job import Job, muster_job
 from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
@@ -99,6 +100,11 @@ class ListContext:
     forwarded: Mapping[str, str] = field(default_factory=dict)  # variables of the dispatcher for jobs over ssh
     machines: dict[tuple[str, str], str] = field(default_factory=dict)  # (host name, boot id) -> server
     cache: Cache = field(default_factory=lambda: Cache(Path()))
+
+    @property
+    def script_name(self) -> str:
+        """The path of the script, in the one spelling that is part of the owner of an output directory."""
+        return script_name(self.script)
 
 
 def slots_of(server: config.ServerOptions) -> tuple[Slot, ...]:
@@ -356,15 +362,14 @@ class HostServer:
         env |= {**options.env, "CUDA_VISIBLE_DEVICES": self._cuda_devices(request.gpus)}
         if digest := request.job.base or request.job.trains:
             env["MUSTER_BASE_MODEL_DIGEST"] = digest
-        if request.needs:
-            env[AFTER] = "\n".join(request.needs)
         try:
             return await self._call(
                 "start", attempt=request.attempt, job=request.job.owner, output=request.job.output,
                 slots=list(request.slots), title=request.title, script=self.context.script,
-                arguments=list(request.arguments), setup=self.settings.setup,
+                script_name=self.context.script_name, arguments=list(request.arguments), setup=self.settings.setup,
                 env={**env, "MUSTER_JOB": muster_job(request.job)}, timeout=options.timeout, grace=self.context.grace,
-                base=request.job.base, inherited=dict(self.context.forwarded) if isinstance(self, SshServer) else {},
+                needs=list(request.needs), base=request.job.base,
+                inherited=dict(self.context.forwarded) if isinstance(self, SshServer) else {},
             )  # fmt: skip
         except HostReplyError as error:
             raise NotStarted(str(error), error.kind) from None
@@ -640,7 +645,7 @@ class SshServer(HostServer):
         if self.shared:
             return
         try:
-            os.close(host.claim_output(str(self.context.cwd / job.output), job.owner, self.context.script))
+            os.close(host.claim_output(str(self.context.cwd / job.output), job.owner, self.context.script_name))
         except host.HostError as error:
             raise OSError(str(error)) from None
         log = f"logs/jobs/{self.context.list_id}/{attempt.name}"
@@ -690,7 +695,7 @@ class SshServer(HostServer):
             return
         try:
             for job in present:
-                await self._call("claim", output=job.output, job=job.owner, script=self.context.script)
+                await self._call("claim", output=job.output, job=job.owner, script=self.context.script_name)
         except HostReplyError as error:
             raise NotStarted(str(error), error.kind) from None
         async with self._sending:

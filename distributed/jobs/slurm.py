@@ -332,10 +332,11 @@ class SlurmServer:
         base = {"MUSTER_BASE_MODEL": self.context.cache.path(job.base)} if job.base else {}
         if digest := job.base or job.trains:
             base["MUSTER_BASE_MODEL_DIGEST"] = digest
-        after = {AFTER: "\n".join(start.request.needs)} if start.request.needs else {}
+        needs = [os.path.join(cwd, output) for output in start.request.needs]
+        after = {AFTER: "\n".join(needs)} if needs else {}
         return {
             "command": [*host.program(self._python, self.context.script, cwd), *arguments(job, device)],
-            "script": self.context.script, "owner": job.owner,
+            "script": self.context.script_name, "owner": job.owner,
             "workdir": cwd, "setup": bool(self.settings.setup), "gpus": resources.gpus,
             "timeout": None if job.options.timeout is None else max(1, round(job.options.timeout)),
             "grace": float(self.context.grace), "kill_wait": self._kill_wait,
@@ -361,7 +362,7 @@ class SlurmServer:
         assert request
         try:
             os.mkdir(element.directory, 0o777)
-            os.close(host.claim_output(element.output, request.job.owner, self.context.script))
+            os.close(host.claim_output(element.output, request.job.owner, self.context.script_name))
             if self.settings.setup:
                 write_file(os.path.join(element.directory, SETUP), "\n".join(["set +e", *self.settings.setup, ""]))
             array_task.write_spec(element.directory, self._spec_of(start))

@@ -6,12 +6,13 @@ a restarted dispatcher reads the journal.
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from distributed.jobs.job import Job, Options, matching
+from distributed.jobs.job import Job, JsonFloat, Options, json_text, matching
 from distributed.jobs.journal import REQUESTS, Record
 from distributed.jobs.placement import GpuId
 from distributed.training.base_model import hash_of
@@ -204,8 +205,10 @@ class ListState:
     def _list_jobs(self, record: Record, first: int) -> None:
         """Add the jobs of a record, or update those that are known. first: position of the first one in the list."""
         for number, each in enumerate(record["jobs"], first):
+            written = each.get("written")
+            settings = json.loads(written, parse_float=JsonFloat) if written else each["settings"]
             job = Job(
-                each["id"], each["settings"], Options.of_public(each["options"]), each["output"],
+                each["id"], settings, Options.of_public(each["options"]), each["output"],
                 each.get("base", ""), each.get("trains", ""), each.get("leak", ""), each.get("file", ""),
             )  # fmt: skip
             if known := self.jobs.get(job.id):
@@ -316,10 +319,14 @@ class ListState:
 
 
 def job_records(jobs: Iterable[Job]) -> list[dict[str, Any]]:
-    """The jobs of a `list` or `added` record."""
+    """The jobs of a `list` or `added` record.
+
+    `written` has the settings of added jobs with numbers as they were written, which `settings` does not keep.
+    """
     return [
         {"id": job.id, "settings": dict(job.settings), "options": job.options.public(), "output": job.output}
         | {name: text for name in ("base", "trains", "leak", "file") if (text := getattr(job, name))}
+        | ({"written": json_text(dict(job.settings))} if job.file else {})
         for job in jobs
     ]
 

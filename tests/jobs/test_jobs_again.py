@@ -290,7 +290,8 @@ def test_a_printed_command_can_be_pasted_if_the_installation_path_contains_a_spa
 
 # ---------------------------------------------------------------- jobs that need others, and jobs that are added
 
-NEEDS = {"prefix": "second", "fold": 0, "run": 'cat $MUSTER_AFTER/written >"$MUSTER_OUTPUT_DIR/found"'}
+# Another working directory: the paths in MUSTER_AFTER are absolute.
+NEEDS = {"prefix": "second", "fold": 0, "run": 'cd /; cat "$MUSTER_AFTER/written" >"$MUSTER_OUTPUT_DIR/found"'}
 
 
 def write_jobs(path: Path, *jobs: Mapping[str, Any]) -> Path:
@@ -363,6 +364,30 @@ def test_an_added_job_that_cannot_run_any_more_is_cancelled_or_its_file_restored
     assert job_list.call(*remedy[2:])[0] == 0, remedy
     code, printed = job_list.call("resume")
     assert (code, "finished: 2 of 4 done, 1 failed, 1 cancelled" in printed) == (1, True), printed
+
+
+def test_added_jobs_get_numbers_as_written_also_after_resume(job_list: JobList) -> None:
+    job_list.jobs({"n": 1})
+    assert job_list.call(*RUN)[0] == 0
+    (job_list.directory / "more.json").write_text(
+        '[{"run": "echo $* >arguments", "a": {"b": 1.50e-5}, "c": [0.000010, 1e3, 2], "_nested": "json"}]'
+    )
+    assert job_list.call("add", "more.json")[0] == 0
+    (job_list.directory / "more.json").unlink()
+    code, printed = job_list.call("resume")
+    assert code == 0, printed
+    passed = (job_list.directory / "arguments").read_text()
+    assert '--a {"b": 1.50e-5} --c 0.000010 1e3 2 ' in passed
+
+
+@pytest.mark.parametrize("script", ["./job.sh", "{}/job.sh"])
+def test_a_list_is_continued_with_another_spelling_of_the_path_of_its_script(job_list: JobList, script: str) -> None:
+    job_list.jobs({"n": 1, "write": "text"}, {"n": 2, "exit": 1, "_retries": 0})
+    assert job_list.call(*RUN)[0] == 1
+    job_list.jobs({"n": 1, "write": "text"}, {"n": 3, "write": "text"})
+    code, printed = job_list.call(*RUN, "--script", script.format(job_list.directory))
+    assert (code, job_list.starts()) == (0, 3), printed
+    assert job_list.call(*RUN, "--log-file", "second.json")[0] == 0, "output directories belong to the same jobs"
 
 
 @pytest.mark.parametrize(

@@ -249,8 +249,8 @@ def files_of(disk: Path) -> supervisor.Files:
 
 
 ATTEMPT: dict[str, Any] = {
-    "attempt": "j.1", "output": "out", "grace": 1.0, "job": "j", "script": "job.sh", "env": {}, "arguments": [],
-    "slots": [0], "title": "j",
+    "attempt": "j.1", "output": "out", "grace": 1.0, "job": "j", "script": "job.sh", "script_name": "job.sh",
+    "env": {}, "arguments": [], "slots": [0], "title": "j",
 }  # fmt: skip
 
 

@@ -465,6 +465,13 @@ def test_the_table_of_one_job_shows_everything() -> None:
                       "held_out_loss"]  # fmt: skip
 
 
+def test_a_job_that_is_done_without_results_has_a_note() -> None:
+    reason = "wrote nothing to its output directory"
+    made = results([job(1, attempts=[attempt()], reason=reason), job(2, attempts=[attempt()])])
+    titles, *others = rows(page.page(made, {}))
+    assert [row[titles.index("note")] for row in others] == [reason, ""]
+
+
 def test_a_page_has_the_name_of_its_results_file() -> None:
     text = page.page(results([job(1)]), {}, path=Path("/a/lr sweep.json"))
     assert "<title>lr sweep: 1 job</title>" in text and "<h1>lr sweep</h1>" in text
