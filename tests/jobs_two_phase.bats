@@ -250,7 +250,7 @@ example() { # <program> [argument...]
   done
   example "${one_phase[@]}" --log-file second.json
   [ "$status" -eq 0 ]
-  [[ "$output" == *"done without results: 3 jobs; exp2/fold"*" on $PREFIX"*", not copied: experiments/of the user"* ]]
+  [[ "$output" == *"done without results: 3 jobs; exp2/fold"*" on $PREFIX"*": experiments/of the user"* ]]
 }
 
 

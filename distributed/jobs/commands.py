@@ -654,6 +654,7 @@ def print_summary(state: ListState, outcome: str, results: Results, log_file: Pa
     running += f"; results not copied yet: {console.plural(counts['ending'], 'job')}" if counts["ending"] else ""
     put(f"{outcome}: {', '.join(parts)}{running}")
     failed = [each for each in state.jobs.values() if each.state == "failed"]
+    failed.sort(key=lambda each: not each.attempts)  # the causes first, then the jobs that waited for them
     for job in failed[:SHOWN]:
         put(f"  failed: {job.job.id}  {job.job.name}: {job.reason}")
     if failed[SHOWN:]:

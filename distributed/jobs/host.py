@@ -178,7 +178,7 @@ class HostAttempt:
         workdir = os.path.abspath(os.path.join(self.directory, *[os.pardir] * 4))  # see the docstring of this module
         found = new_files(workdir, started)
         more = ", ..." if found[3:] else ""
-        new = f"; new files on {self.files.name}, not copied: {', '.join(found[:3])}{more}" if found else ""
+        new = f"; new files elsewhere on {self.files.name}: {', '.join(found[:3])}{more}" if found else ""
         return NOTHING_WRITTEN + new
 
 

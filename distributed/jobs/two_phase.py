@@ -26,7 +26,7 @@ reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_D
   cache list               list the base models in experiments/base_models
   cache verify             compare all files of the base models with their checksums
   cache prune --keep-used --jobs-config FILE [--cluster-config FILE]
-                           remove base models that no job of the list needs; without --keep-used, only damaged ones and
+                           remove base models that no job of this file needs; without --keep-used, only damaged ones and
                            incomplete copies
 
 Also writes phase1_base_models.json and phase2_experiments.json next to the results. With another --log-file than

@@ -145,7 +145,7 @@ def test_a_done_job_without_results_is_reported_with_what_it_wrote_elsewhere(job
     job_list.jobs(*({"prefix": "p", "fold": fold} for fold in range(3)))
     run = ("--backend", "local", "--slots", "1", "--no-tmux", "--script", "train.py", "--jobs-config", "jobs.json")
     code, printed = job_list.call(*run)
-    note = f"{NOTHING_WRITTEN}; new files on local, not copied: experiments/p/fold"
+    note = f"{NOTHING_WRITTEN}; new files elsewhere on local: experiments/p/fold"
     assert (code, "finished: 3 of 3 done\n" in printed) == (0, True), printed
     assert re.search(rf"\ndone without results: 3 jobs; p/fold\d {re.escape(note)}\d_ada", printed), printed
     for fold, job in enumerate(job_list.results()["jobs"]):

@@ -130,10 +130,10 @@ def write(directory: Path, *names: str) -> None:
         (["experiments/mine/sub/model.pt", "model.pt"], ""),
         ([], host.NOTHING_WRITTEN),
         (["experiments/x/model.pt", "experiments/x/log.txt"],
-         f"{host.NOTHING_WRITTEN}; new files on gpu1, not copied: experiments/x"),
-        (["results_mine.csv"], f"{host.NOTHING_WRITTEN}; new files on gpu1, not copied: results_mine.csv"),
+         f"{host.NOTHING_WRITTEN}; new files elsewhere on gpu1: experiments/x"),
+        (["results_mine.csv"], f"{host.NOTHING_WRITTEN}; new files elsewhere on gpu1: results_mine.csv"),
         (["experiments/earlier/model.pt"],
-         f"{host.NOTHING_WRITTEN}; new files on gpu1, not copied: experiments/earlier"),
+         f"{host.NOTHING_WRITTEN}; new files elsewhere on gpu1: experiments/earlier"),
     ],
 )  # fmt: skip
 def test_an_attempt_without_results_has_a_note_with_what_it_wrote_elsewhere(

@@ -752,7 +752,7 @@ def test_a_base_training_that_writes_elsewhere_fails_and_names_the_new_files(
     script.write_text(script.read_text().replace('os.environ["MUSTER_OUTPUT_DIR"]', '"models"'))
     done = worked_example(*CALL, "--retries", "0")
     assert done.returncode == 1
-    assert "; wrote nothing to its output directory ($MUSTER_OUTPUT_DIR); new files on local, not copied: models" in (
+    assert "; wrote nothing to its output directory ($MUSTER_OUTPUT_DIR); new files elsewhere on local: models" in (
         done.stdout
     )
 
