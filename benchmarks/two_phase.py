@@ -3,7 +3,7 @@
 Experiments run on three servers with two slots each that share no files. Each list runs three times:
 
   two phases   each base model is trained once; an experiment starts when its base model is copied
-  barrier      the same, but no experiment starts before all base models are trained (--barrier)
+  barrier      the same, but no experiment starts before all base models are trained, by an earlier list
   alone        each experiment trains its base model itself
 
 The lists are 15 experiments on 1 base model, and 12 experiments on 4 base models of different training times. Training
@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +87,18 @@ def traffic(names: list[str]) -> int:
     return found
 
 
-def run(names: list[str], directory: Path, jobs: list[dict[str, Any]], *options: str) -> Measurement:
+def run(names: list[str], directory: Path, jobs: list[dict[str, Any]], results_file: str) -> Measurement:
     servers = [{"host": name, "gpus": 0, "slots_per_gpu": SLOTS, "workdir": str(directory)} for name in names]
     base_models = {"base": ["base_seconds", "mb"], "experiment": ["n", "seconds"]}
     cluster = {"servers": servers, "script_path": "job.sh", "base_models": base_models}
     (directory / "cluster.json").write_text(json.dumps(cluster))
     (directory / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, str(JOBS / "run_two_phase_training.py"), "--cluster-config", "cluster.json"]
-    command += ["--jobs-config", "jobs.json", "--no-tmux", *options]
+    command += ["--jobs-config", "jobs.json", "--no-tmux", "--log-file", results_file]
     before, start = traffic(names), time.monotonic()
     subprocess.run(command, cwd=directory, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     seconds = time.monotonic() - start
-    results = json.loads((directory / "results.json").read_text())
+    results = json.loads((directory / results_file).read_text())
     if results["totals"]["done"] != results["totals"]["jobs"]:
         sys.exit(f"{results['totals']['done']} of {results['totals']['jobs']} jobs are done")
     return Measurement(seconds, results, traffic(names) - before)
@@ -133,13 +133,16 @@ def servers() -> Iterator[tuple[list[str], Path]]:
 def measure(title: str, lengths: list[float], count: int, arguments: argparse.Namespace) -> None:
     """Print the figures of one list. Each run has new servers without base models."""
     runs: dict[str, Measurement] = {}
-    for name, mode, options in (
-        ("two phases", "full_fine_tuning", []), ("barrier", "full_fine_tuning", ["--barrier"]), ("alone", "alone", []),
-    ):  # fmt: skip
+    for name, mode in (("two phases", "full_fine_tuning"), ("barrier", "full_fine_tuning"), ("alone", "alone")):
         with servers() as (names, directory):
-            runs[name] = run(
-                names, directory, jobs_of(lengths, count, arguments.experiment, arguments.mb, mode), *options
-            )
+            earlier = 0.0
+            if name == "barrier":
+                first = jobs_of(lengths, len(lengths), 0, arguments.mb, mode)
+                first = [job | {"prefix": f"first{job['n']}"} for job in first]
+                earlier = run(names, directory, first, "first.json").seconds
+            jobs = jobs_of(lengths, count, arguments.experiment, arguments.mb, mode)
+            found = run(names, directory, jobs, "results.json")
+            runs[name] = replace(found, seconds=earlier + found.seconds)
             assert (directory / CACHE).is_dir() == (mode != "alone")
     two, barrier, alone = runs.values()
     predicted = sum(lengths[number % len(lengths)] for number in range(count)) - sum(lengths)

@@ -22,7 +22,7 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --lost-after SECONDS   ssh: time without connection after which the jobs of a server run elsewhere (default: 600)
   --grace SECONDS        time between SIGTERM and SIGKILL (default: 30)
   --no-tmux              start no tmux sessions on the servers
-  --plan                 print where and when each job would run; start nothing
+  --plan                 print where each job would run, in the order of the starts; start nothing
   --help                 show this help
 
 To continue an interrupted list, run the same command or `resume`: jobs that are still running continue, finished jobs
@@ -108,7 +108,7 @@ BACKENDS = ("ssh", "local", "slurm")
 SHOWN = 10  # failed jobs listed at the end, and leaks in one message
 WRITE_INTERVAL = 0.5  # seconds between checks whether to write the results, and between updates of the table
 BASE_OPTIONS = {  # options of run_two_phase_training.py, with their defaults
-    "base_models": None, "skip_phase1": False, "barrier": False, "refuse_leaks": False, "evict_after_copy": False,
+    "base_models": None, "skip_phase1": False, "refuse_leaks": False, "evict_after_copy": False,
 }  # fmt: skip
 NOT_STORED = ("plan", "log_file")  # all other options of the last call are restored by `resume`
 
@@ -147,7 +147,7 @@ def run_parser(two_phase: bool = False) -> CommandParser:
     parser.set_defaults(two_phase=two_phase, **BASE_OPTIONS)
     if two_phase:
         parser.add_argument("--base-models", type=Path)
-        for name in ("--skip-phase1", "--barrier", "--refuse-leaks", "--evict-after-copy"):
+        for name in ("--skip-phase1", "--refuse-leaks", "--evict-after-copy"):
             parser.add_argument(name, action="store_true")
     parser.add_argument("--cluster-config", type=Path)
     parser.add_argument("--jobs-config", type=Path)
@@ -507,7 +507,7 @@ def policy_of(options: argparse.Namespace, drain: bool = False) -> Policy:
     # Jobs of a lost SLURM cluster cannot run elsewhere.
     lost_after = float("inf") if options.backend == "slurm" else float(options.lost_after)
     return Policy(
-        options.max_failures, options.fail_fast, lost_after, options.gpu_free_mib, drain, options.barrier,
+        options.max_failures, options.fail_fast, lost_after, options.gpu_free_mib, drain,
         options.evict_after_copy,
     )  # fmt: skip
 
@@ -680,7 +680,7 @@ def print_summary(state: ListState, outcome: str, results: Results, log_file: Pa
 
 
 def show_plan(config: ListConfig) -> int:
-    """Print where and when each unfinished job would run."""
+    """Print where each unfinished job would run, in the order of the starts."""
     pools: dict[str, SlotPool] = {server.pool.name: server.pool for server in make_servers(config, "plan")}
     for pool in pools.values():
         pool.open = True
@@ -691,27 +691,16 @@ def show_plan(config: ListConfig) -> int:
     jobs = {job.id: job for job in left if not (job.trains and in_cache(config.cache, job.trains))}
     usual = mean_seconds(config.jobs)
     steps = plan(jobs.values(), pools, lambda job: job.options.seconds(usual))
-    table = [("start", "expected", "where", "id", "output")]
-    for start, job_id, server, slots in steps:
+    table = [("where", "id", "output")]
+    for _, job_id, server, slots in steps:
         where = ",".join(str(slot.index if slot.gpu is None else slot.gpu) for slot in slots)
-        expected = jobs[job_id].options.expected_seconds
-        table.append((
-            console.clock(start), "?" if expected is None else console.clock(expected), f"{server}:{where}",
-            job_id, jobs[job_id].output,
-        ))  # fmt: skip
-    unknown = sum(job.options.expected_seconds is None for job in jobs.values())
-    show(table if unknown < len(jobs) else [row[2:] for row in table])
+        table.append((f"{server}:{where}", job_id, jobs[job_id].output))
+    show(table)
     slots_in_all = sum(len(pool.slots) for pool in pools.values())
     print(
         f"{console.plural(len(jobs), 'job')} on {console.plural(slots_in_all, 'slot')} of "
         f"{console.plural(len(pools), 'server')}; no two jobs write the same directory"
     )
-    end = max((start + jobs[job_id].options.seconds(usual) for start, job_id, _, _ in steps), default=0.0)
-    if unknown == len(jobs):
-        print("expected duration: unknown; set _expected_seconds of the jobs")
-    else:
-        note = f" ({console.plural(unknown, 'job')} without _expected_seconds: assuming the mean)" if unknown else ""
-        print(f"expected duration: {duration(end)}{note}")
     if ended := len(config.jobs) - len(jobs):
         print(f"not planned: {console.plural(ended, 'job')}, already done, failed or cancelled")
     existing = [job.output for job in jobs.values() if host.owner_of(job.output)]

@@ -153,7 +153,6 @@ class Policy:
     lost_after: float = 600.0  # seconds without a connection after which the jobs of a server restart elsewhere
     gpu_free_mib: int | None = None
     drain: bool = False  # start no jobs; return when all requests to cancel are done
-    barrier: bool = False  # start no experiment before all base models are trained
     evict: bool = False  # remove the output directory of a training once its base model is in the cache
 
 
@@ -876,13 +875,12 @@ class Dispatcher:
                 return needed.job.id
         digest = job.trains or job.base
         ready = self._claimed.get(digest) == ("train" if job.trains else "ready")
-        blocked = not job.trains and self._blocked_by_barrier()
-        return "" if not digest or (ready and not blocked) or self._running_training(job) else digest
+        return "" if not digest or ready or self._running_training(job) else digest
 
     def _running_training(self, job: Job) -> str:
         """The running attempt that trains a job's base model, if its server queues dependent jobs; else empty."""
         trainer = self.state.trainers.get(job.base)
-        if not trainer or not trainer.last or self._claimed.get(job.base) == "ready" or self.policy.barrier:
+        if not trainer or not trainer.last or self._claimed.get(job.base) == "ready":
             return ""
         last, link = trainer.last, self.links.get(trainer.last.server)
         queues = last.state == "running" and link is not None and link.server.queues_dependents
@@ -893,9 +891,6 @@ class Dispatcher:
         training = self.state.attempt(attempt.after) if attempt.after else None
         never_ran = end.get("code") is None and not attempt.process
         return training is not None and never_ran and (training.open or bool(training.failure))
-
-    def _blocked_by_barrier(self) -> bool:
-        return self.policy.barrier and any(each.state not in FINAL for each in self.state.trainers.values())
 
     def _claim(self, digest: str) -> None:
         """Claim a base model, to use or train it; the event `claimed` follows."""

@@ -23,7 +23,7 @@ from distributed.files import KIT, is_locked, read_json, write_file
 from distributed.launch import supervisor
 
 SESSION = "ml_training"
-MAX_NAMES = 100  # names to try: ml_training to ml_training_100
+MAX_NAMES = 2  # names to try: ml_training and ml_training_2
 TMUX_TIMEOUT = 10.0  # seconds
 POLL_INTERVAL = 0.3  # seconds between reads of a log
 BACKLOG = 64 * 1024  # bytes; a view of an existing log starts so far before its end
@@ -78,7 +78,7 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
                     raise
                 note = "" if number == 1 else f"tmux session {SESSION} is in use; this one is {name}"
                 return name, note
-        return "", f"session names {SESSION} to {SESSION}_{MAX_NAMES} are in use; no live view of its slots"
+        return "", f"session names {SESSION} and {SESSION}_{MAX_NAMES} are in use; no live view of its slots"
     except TmuxError as error:
         return "", f"tmux: {error}; no live view of its slots"
 

@@ -8,13 +8,12 @@ usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [optio
   --jobs-config FILE       jobs (JSON); those with mode full_fine_tuning start from a base model
   --script-path PATH       script to run (default: script_path of the cluster config, or train.py)
   --skip-phase1            train no base models; all of them must be in the cache
-  --barrier                start no experiment before all base models are trained
   --refuse-leaks           refuse a list if a base model is, or may be, trained on a participant that one of its
                            experiments holds out (default: print a warning, and mark the experiment in the results)
   --evict-after-copy       remove the output directory of a base training from its server when the base model is in the
                            cache and on that server
   --base-models FILE       a file with the section base_models, used instead of that of the cluster config
-  --plan                   print the base models, and where and when each job would run; start nothing
+  --plan                   print the base models, and where each job would run; start nothing
   --help                   show this help
 
 All options of run_distributed_training.py are accepted; see its --help.
@@ -38,7 +37,6 @@ damaged.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,8 +48,7 @@ from distributed.jobs import base_cache, bases, commands, console
 from distributed.jobs.base_cache import Cached
 from distributed.jobs.commands import CallError, CommandParser
 from distributed.jobs.config import read_cluster, read_jobs
-from distributed.jobs.job import Job, JsonFloat
-from distributed.jobs.job_lists import write
+from distributed.jobs.job import Job
 from distributed.runs.page import ranges
 from distributed.training.base_model import CACHE
 
@@ -72,7 +69,6 @@ usage: distributed_train_helper.py JOBS [option...]
                          exists)
   --base-models FILE     a file with the section base_models, used instead of that of the cluster config
   --script-path PATH     the script of the jobs (default: script_path of the cluster config, or train.py)
-  --write FILE           write the jobs with their _base_model_hash, which depends on the path of the script
   --help                 show this help
 
 Exit codes: 0; 2 wrong call or configuration.
@@ -198,7 +194,7 @@ def helper(arguments: Sequence[str]) -> int:
 def execute_helper(arguments: list[str]) -> int:
     parser = CommandParser(prog=HELPER, add_help=False, allow_abbrev=False)
     parser.add_argument("operands", nargs="*")
-    for name in ("--cluster-config", "--base-models", "--write"):
+    for name in ("--cluster-config", "--base-models"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--script-path")
     options = parser.parse_intermixed_args(arguments)
@@ -215,9 +211,6 @@ def execute_helper(arguments: list[str]) -> int:
     plan = bases.plan_of(jobs, rules)
     servers = len(read_cluster(options.cluster_config).servers) if options.cluster_config else None
     print("\n".join(report(plan, rules, cached_by_name(), servers)))
-    if options.write:
-        write_with_hashes(plan, rules, options.jobs_config, options.write)
-        print(f"\nwritten: {options.write}")
     return 0
 
 
@@ -348,11 +341,3 @@ def text_of(settings: Mapping[str, Any]) -> str:
 
 def megabytes(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
-
-
-def write_with_hashes(plan: bases.BasePlan, rules: bases.Rules, source: Path, target: Path) -> None:
-    """Write the jobs of `source` with their _base_model_hash."""
-    entries = json.loads(source.read_text(encoding="utf-8-sig"), parse_float=JsonFloat)
-    hashes = [job.options.base_model_hash for job in plan.jobs]
-    jobs = [entry | ({"_base_model_hash": name} if name else {}) for entry, name in zip(entries, hashes, strict=True)]
-    write(jobs, target, rules.script)

@@ -318,39 +318,6 @@ def test_explain_reports_a_job_without_a_base_model(helper: Call) -> None:
     )
 
 
-# ---------------------------------------------------------------- --write
-
-
-def test_write_adds_the_hashes_of_base_models(helper: Call) -> None:
-    cluster({"base": ["fold"]})
-    listed = [{"prefix": "x", "mode": "from_scratch", "_priority": 3}, *fifteen()]
-    write(listed, "jobs.json")
-    code, out, _ = helper("jobs.json", "--write", "with hashes.json")
-    assert code == 0
-    assert out.endswith("\n\nwritten: with hashes.json\n")
-    written = json.loads(Path("with hashes.json").read_text())
-    names = [digest[:12] for digest in digests(base=["fold"])]
-    assert [entry.pop("_base_model_hash", None) for entry in written] == [
-        None, *[names[0]] * 5, *[names[1]] * 5, *[names[2]] * 5,
-    ]  # fmt: skip
-    assert written == listed
-    jobs = read_jobs(Path("with hashes.json"), DEFAULT_PARTICIPANTS)
-    assert [job.id for job in jobs] == [job.id for job in read_jobs(Path("jobs.json"), DEFAULT_PARTICIPANTS)]
-    assert helper("with hashes.json", "--write", "with hashes.json")[0] == 0
-    assert "_base_model_hash=" in helper("with hashes.json", "--base-models", own_rules())[2]
-
-
-def own_rules() -> str:
-    Path("own.json").write_text(json.dumps({"base": ["fold"], "version": 2}))
-    return "own.json"
-
-
-def test_write_supports_another_script(helper: Call) -> None:
-    write(grid(fold=[99], prefix="x", mode="full_fine_tuning"), "jobs.json", script="mine.py")
-    assert helper("jobs.json", "--script-path", "mine.py", "--write", "out.json")[0] == 0
-    assert json.loads(Path("out.json").read_text())[0]["_base_model_hash"]
-
-
 # ---------------------------------------------------------------- the programs themselves
 
 
@@ -367,10 +334,9 @@ def test_the_helper_works_from_another_directory_with_spaces_in_paths(directory:
     (elsewhere / "distributed.py").write_text("raise AssertionError")
     Path("jobs.json").rename(lists / "my jobs.json")
     cluster(PER_FOLD, name="my lists/cluster_config.json")
-    code, out, err = run_program(HELPER, "../my lists/my jobs.json", "--write", "with hashes.json", cwd=elsewhere)
+    code, out, err = run_program(HELPER, "../my lists/my jobs.json", cwd=elsewhere)
     assert (code, err) == (0, "")
     assert "\nbase models        3; 0 in the cache, 3 to train\n" in out
-    assert len(read_jobs(elsewhere / "with hashes.json", DEFAULT_PARTICIPANTS)) == 15
 
 
 def test_the_cache_is_listed_verified_and_pruned(directory: Path) -> None:

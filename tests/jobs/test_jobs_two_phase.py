@@ -118,17 +118,14 @@ def test_a_base_model_is_trained_once_for_all_its_experiments(tmp_path: Path) ->
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("barrier", [False, True])
-def test_an_experiment_waits_for_its_base_model_or_with_a_barrier_for_all(tmp_path: Path, barrier: bool) -> None:
+def test_an_experiment_waits_for_its_base_model_only(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one", 3)
         one.outcome_of = lambda request: UNTIL_ENDED if request.job.trains == B else 0
         jobs = [trainer(A), trainer(B), experiment(1, A), experiment(2, B)]
-        async with ListRun(tmp_path, one, jobs=jobs, barrier=barrier) as run:
-            await run.wait_until(
-                lambda: run.job_state(0).state == "done" and (barrier or run.job_state(2).state == "done")
-            )
-            assert (run.job_state(2).state, run.job_state(3).state) == ("waiting" if barrier else "done", "waiting")
+        async with ListRun(tmp_path, one, jobs=jobs) as run:
+            await run.wait_until(lambda: run.job_state(2).state == "done")
+            assert run.job_state(3).state == "waiting"
             one.end(f"{jobs[1].id}.1")
             await run.finished()
         assert run.states() == ["done"] * 4
