@@ -68,7 +68,8 @@ def test_a_list_whose_dispatcher_is_killed_at_any_record_has_the_same_results(
     assert [len(job["starts"]) for job in wanted["jobs"]] == [1, 2]
     assert [job["state"] for job in wanted["jobs"]] == ["done", "done"]
     records = len(journal.read(undisturbed / "results.journal")[0])
-    assert records == 13  # list; start, running, ended, settle of three attempts
+    fewest = 1 + 3 * 3  # list; start, ended, settle of three attempts
+    assert fewest <= records <= fewest + 3  # an attempt that ends before its start is reported has no record `running`
     kills = [(moment, number) for number in range(1, records + 1) for moment in MOMENTS]
     for first in range(0, len(kills), AT_ONCE):
         killed = {kill: prepared(tmp_path / f"{kill[0]}-{kill[1]}") for kill in kills[first : first + AT_ONCE]}
@@ -76,7 +77,8 @@ def test_a_list_whose_dispatcher_is_killed_at_any_record_has_the_same_results(
             [DispatcherCall(path, RUN, kill), DispatcherCall(path, next_call(kill))] for kill, path in killed.items()
         ]
         for kill, codes, (call, _) in zip(killed, forked.run_all(chains), chains, strict=True):
-            assert (kill, codes, call.printed) == (kill, [-9, 0], call.printed)
+            killed_code = 0 if codes[0] == 0 and kill[1] > fewest else -9
+            assert (kill, codes, call.printed) == (kill, [killed_code, 0], call.printed)
             assert (kill, outcome(call.directory)) == (kill, wanted)
 
 

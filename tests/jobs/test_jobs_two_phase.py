@@ -623,14 +623,16 @@ def test_a_dispatcher_killed_at_any_record_trains_its_base_model_once(tmp_path: 
     expected = [["done"] * 3, [2, 1, 1], 1, []]
     assert outcome(undisturbed) == expected
     records = len(journal.read(undisturbed / "results.journal")[0])
-    assert records == 17  # list; start, running, ended, settle of four attempts
+    fewest = 1 + 3 * 4  # list; start, ended, settle of four attempts
+    assert fewest <= records <= fewest + 4  # an attempt that ends before its start is reported has no record `running`
     kills = [(moment, number) for number in range(1, records + 1) for moment in MOMENTS]
     for first in range(0, len(kills), CONCURRENT):
         killed = {kill: prepared(tmp_path / f"{kill[0]}-{kill[1]}") for kill in kills[first : first + CONCURRENT]}
         chains = [[DispatcherCall(path, RUN, kill, two_phase=True), DispatcherCall(path, RUN, two_phase=True)]
                   for kill, path in killed.items()]  # fmt: skip
         for kill, codes, (call, _) in zip(killed, forked.run_all(chains), chains, strict=True):
-            assert (kill, codes, call.printed) == (kill, [-9, 0], call.printed)
+            killed_code = 0 if codes[0] == 0 and kill[1] > fewest else -9
+            assert (kill, codes, call.printed) == (kill, [killed_code, 0], call.printed)
             assert (kill, outcome(call.directory)) == (kill, expected)
 
 
