@@ -99,6 +99,7 @@ class ForkedRanks(SubprocessContext):
             records = [failure_records.RankRecord(rank.environment) for rank in ranks]
             handlers = map(Handler, processes, records)
             self.subprocess_handlers = dict(enumerate(handlers))  # type: ignore[arg-type]
+            Agent.latest._pcontext = self  # torchrun sets it later, unless a signal raises first
 
 
 class Agent(LocalElasticAgent):

@@ -533,7 +533,7 @@ def first(self, *arguments, **options):
 
 if __name__ == "__main__":
     sys.path.insert(0, KIT)
-    from distributed.agent.agent import Agent, LocalElasticAgent
+    from distributed.agent.agent import Agent, Handler, LocalElasticAgent
     method = OWNER.METHOD
     OWNER.METHOD = functools.wraps(method)(first)
     del sys.argv[0], sys.path[0]
@@ -846,6 +846,13 @@ def test_a_rank_that_succeeded_and_does_not_exit_is_no_failure() -> None:
         assert agent.wait(TIMEOUT) == 128 + signal.SIGTERM
     assert failures() == [(0, 143, True)]
     assert not Path("errors/rank_0.json").exists()
+
+
+def test_a_rank_is_recorded_if_the_stop_request_arrives_while_it_starts() -> None:
+    agent = patched_agent("Handler.__init__", "import os; os.kill(os.getpid(), 15)")
+    done = launch(1, "signal.pause()", agent)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert failures() == [(0, 143, True)]
 
 
 def test_an_exit_code_in_a_failure_record_does_not_hide_an_exception_in_the_log() -> None:

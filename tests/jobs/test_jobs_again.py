@@ -360,7 +360,7 @@ def test_an_added_job_that_cannot_run_any_more_is_cancelled_or_its_file_restored
     code, printed = job_list.call("resume")
     assert (code, "No such file" in printed, " would write into " in printed) == (2, True, True), printed
     job_list.jobs({"n": 1}, {"n": 2, "prefix": "gone"})
-    remedy = printed.partition("or run ")[2].splitlines()[0].split()
+    remedy = shlex.split(printed.partition("or run ")[2].splitlines()[0])
     assert job_list.call(*remedy[2:])[0] == 0, remedy
     code, printed = job_list.call("resume")
     assert (code, "finished: 2 of 4 done, 1 failed, 1 cancelled" in printed) == (1, True), printed
