@@ -184,7 +184,7 @@ def test_a_finding_of_the_doctor() -> None:
 def test_every_output_of_the_guides_is_compared() -> None:
     """An output added to the guides needs a test, and here some words of it."""
     compared = {
-        "bad sample", "verdict: failed: hung", "resuming from", "good", "start  expected", "8 of 9 done",
+        "bad sample", "verdict: failed: hung", "resuming from", "good", "where    id", "8 of 9 done",
         "2.12.0, but", "nod2: cannot be reached", "looks hung: rank 2 on node2", "leaks", "two base models",
         "unknown key; did you mean", "scripts/lib/agent.py",
         "it is not stopped automatically",  # tests/launch_singlenode.bats
