@@ -412,9 +412,11 @@ END
   [ "$pids" = "$(awk '$1 == "begin" { print $4 }' "$STARTED")" ]
   [ "$existing" = "$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')" ]
   lab ssh "$N1" tmux has-session -t =ml_training_2
-  job_list <<<"{\"name\": \"d\", \"until\": \"$PWD/go\"}"
-  run -0 dispatch --log-file other.json
-  [[ "$output" == *"; this one is ml_training_2"* ]] # the session of the next list replaces it
+  job_list <<<"{\"name\": \"d\", \"until\": \"$PWD/end\"}"
+  start_list --log-file other.json
+  wait_for_line out "; this one is ml_training_2" # the session of the next list replaces it
+  : >end
+  wait_for_exit "$LAUNCHER"
   run -0 list close
   [[ "$output" == *"$N1: no tmux session of this list"* ]]
   lab ssh "$N1" tmux has-session -t =ml_training_2
