@@ -8,8 +8,9 @@ has the mark in its source.
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,24 @@ def tracked(*patterns: str, root: Path = TESTS.parent) -> list[Path]:
     command = ["git", "-C", str(root), "ls-files", "-z", "--", *(f":(glob){pattern}" for pattern in patterns)]
     names = subprocess.check_output(command, text=True).split("\0")[:-1]
     return sorted(path for name in names if (path := root / name).is_file())
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[[Path, str], None]]:
+    """A function that makes a directory with a separate disk of this size (of tmpfs), until the test has ended."""
+    mounted: list[Path] = []
+
+    def mount_here(directory: Path, size: str) -> None:
+        directory.mkdir()
+        call = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
+        if (done := subprocess.run(call, capture_output=True)).returncode and "CI" not in os.environ:
+            pytest.skip("a disk cannot be mounted here")
+        assert done.returncode == 0, done.stderr
+        mounted.append(directory)
+
+    yield mount_here
+    for directory in mounted:
+        subprocess.run(["umount", "--lazy", directory], check=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -801,10 +801,11 @@ def block_of(environment: dict[str, str]) -> bytes:
 
 def holds_foreign_files(output: str) -> bool:
     """Whether an output directory holds files or links, but not OWNER, which is written before all others."""
-    exists = os.path.lexists(output) and not os.path.isdir(output)
+    if os.path.lexists(f"{output}/{OWNER}"):
+        return False
     found = (os.path.join(top, name) for top, directories, files in os.walk(output) for name in (*files, *directories))
     holds = any(os.path.islink(path) or not os.path.isdir(path) for path in found)
-    return (exists or holds) and not os.path.lexists(f"{output}/{OWNER}")
+    return holds or (os.path.lexists(output) and not os.path.isdir(output))
 
 
 def refuse_obstacle(output: str) -> None:

@@ -48,7 +48,7 @@ from distributed.jobs import base_cache, bases, commands, console
 from distributed.jobs.base_cache import Cached
 from distributed.jobs.commands import CallError, CommandParser
 from distributed.jobs.config import read_cluster, read_jobs
-from distributed.jobs.job import Job
+from distributed.jobs.job import Job, matching
 from distributed.runs.page import ranges
 from distributed.training.base_model import CACHE
 
@@ -217,11 +217,11 @@ def execute_helper(arguments: list[str]) -> int:
 def planned_job(jobs: Sequence[Job], selector: str) -> Job:
     """The only job with this position, id, name or part of a name. Raises CallError."""
     numbers = f"a number from 0 to {len(jobs) - 1}"
-    found = [job for job in jobs if selector in (job.id, job.name)]
     if selector.isdecimal():  # a position, never a part of a name
-        found = found or list(jobs[int(selector) : int(selector) + 1])
+        named = [job for job in jobs if selector in (job.id, job.name)]
+        found = named or list(jobs[int(selector) : int(selector) + 1])
     else:
-        found = found or [job for job in jobs if selector in job.name]
+        found = matching(jobs, selector)
     if len(found) == 1:
         return found[0]
     if not found:

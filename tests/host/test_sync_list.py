@@ -201,13 +201,13 @@ def test_a_checkout_is_refused_without_git(work: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("content", [None, "gitdir: /nowhere\n"])
 def test_a_damaged_checkout_is_refused(tmp_path: Path, content: str | None) -> None:
-    write(tmp_path, "work/a")
+    write(tmp_path, "project/a")
     if content is None:
-        (tmp_path / "work" / ".git").mkdir()
+        (tmp_path / "project" / ".git").mkdir()
     else:
-        (tmp_path / "work" / ".git").write_text(content)
-    with pytest.raises(sync_list.SyncError, match=r"/work/.git: fatal: not a git .* git status must work in "):
-        listed(tmp_path / "work")
+        (tmp_path / "project" / ".git").write_text(content)
+    with pytest.raises(sync_list.SyncError, match=r"/project/.git: fatal: not a git .* git status must work in "):
+        listed(tmp_path / "project")
 
 
 def test_the_program_prints_names_or_the_fault(work: Path) -> None:

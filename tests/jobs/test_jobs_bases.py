@@ -169,11 +169,11 @@ def test_version_and_script_are_part_of_the_digest() -> None:
 def test_a_base_model_does_not_depend_on_the_spelling_of_the_path_of_its_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "work/sub").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "work")
-    (tmp_path / "work/outside").symlink_to(tmp_path)
-    monkeypatch.chdir(tmp_path / "work")
-    inside = ["mine.py", "./mine.py", "sub/../mine.py", "../work/mine.py", str(tmp_path / "work/mine.py"),
+    (tmp_path / "project/sub").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "project")
+    (tmp_path / "project/outside").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path / "project")
+    inside = ["mine.py", "./mine.py", "sub/../mine.py", "../project/mine.py", str(tmp_path / "project/mine.py"),
               str(tmp_path / "link/mine.py"), "../link/mine.py"]  # fmt: skip
     assert {digest for script in inside for digest in digests({}, script=script)} == {*digests({}, script="mine.py")}
     outside = ["../mine.py", str(tmp_path / "mine.py"), "sub/../../mine.py"]

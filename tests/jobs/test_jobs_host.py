@@ -221,17 +221,14 @@ PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes; the smallest part of a tmpfs that a 
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path, mount: Callable[[Path, str], None]) -> Iterator[Path]:
     """A small disk with a job that runs until tmp_path / "go" exists."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True).returncode:
-        pytest.skip("a disk cannot be mounted here")
-    (mount / "job.sh").write_text(f"#!/bin/sh\nuntil [ -e '{tmp_path}/go' ]; do sleep 0.05; done\n")
-    (mount / "job.sh").chmod(0o755)
-    yield mount
-    supervisor.sweep(files_of(mount), 0)
-    subprocess.run(["umount", "--lazy", mount], check=True)
+    directory = tmp_path / "disk"
+    mount(directory, "1m")
+    (directory / "job.sh").write_text(f"#!/bin/sh\nuntil [ -e '{tmp_path}/go' ]; do sleep 0.05; done\n")
+    (directory / "job.sh").chmod(0o755)
+    yield directory
+    supervisor.sweep(files_of(directory), 0)
 
 
 def fill(disk: Path, pages: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path: Path, mount: Callable[[Path, str], None]) -> Path:
     """A disk that is smaller than Muster."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", mount], capture_output=True).returncode:
-        pytest.skip("a disk cannot be mounted here")
-    yield mount
-    subprocess.run(["umount", "--lazy", mount], check=True)
+    mount(tmp_path / "small", "64k")
+    return tmp_path / "small"
 
 
 def server(cwd: Path, sync: bool = False, **settings: Any) -> ServerHere:

@@ -429,20 +429,6 @@ def test_a_full_disk_ends_the_run_and_keeps_the_old_checkpoint(
     assert kept.fault() is None
 
 
-@pytest.fixture
-def mount() -> Iterator[Callable[[Path, str], None]]:
-    mounted: list[Path] = []
-
-    def mount_here(directory: Path, size: str) -> None:
-        directory.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)], check=True)
-        mounted.append(directory)
-
-    yield mount_here
-    for directory in mounted:
-        subprocess.run(["umount", str(directory)], check=True)
-
-
 # ---------------------------------------------------------------- wrong settings
 
 
