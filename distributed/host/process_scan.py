@@ -114,8 +114,13 @@ def live_processes(
 ) -> list[int]:
     """Processes that have these environment entries, are in one of these sessions, or descend from process `root`.
 
-    Zombies, this process, its ancestors and the processes in `exclude` are left out.
+    Zombies, this process, its ancestors and the processes in `exclude` are left out. If none is found, the processes
+    are scanned again: one that is forked during a scan, or that is calling execve(2), may be missing in it.
     """
+    return _scan(entries, sessions, root, exclude) or _scan(entries, sessions, root, exclude)
+
+
+def _scan(entries: Set[bytes], sessions: Collection[int], root: int, exclude: Collection[int]) -> list[int]:
     processes = table()
     excluded = {*exclude, *ancestors(os.getpid(), processes)}
     below_root = descendants(root, processes) if root else set()

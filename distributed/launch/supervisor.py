@@ -148,9 +148,10 @@ def write_record(files: Files, cause: str, message: str) -> None:
 
 def write_signal(files: Files, number: int, sender: str) -> None:
     """Record a signal that Muster has not sent, for the verdict. sender: such as "from SLURM"."""
-    facts = {"signal": signals.name(number), "sender": sender, "time": time.time()}
+    name = signals.name(number)
+    path = os.path.join(os.path.dirname(files.record), f"signal_{files.name}_{name}.json")
     with contextlib.suppress(OSError):
-        write_json(os.path.join(os.path.dirname(files.record), f"signal_{files.name}.json"), facts)
+        write_json(path, {"signal": name, "sender": sender, "time": time.time()})
 
 
 def boot_id() -> str:

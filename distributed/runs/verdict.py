@@ -364,8 +364,9 @@ def _remarks(cause: Failure, evidence: Evidence) -> str:
 
 
 def _signal_before(cause: Failure, evidence: Evidence) -> str:
-    """Mention a signal that was sent shortly before the failure."""
-    sent = evidence.signal
+    """Mention a signal that was sent shortly before the failure: the one that killed the rank, or the latest."""
+    name = signal_name(cause.exit_code or 0)
+    sent = next((one for one in evidence.signals if one.name == name), evidence.signal)
     if sent and sent.time and cause.time and -CLOCK_TOLERANCE <= cause.time - sent.time <= SIGNAL_TOLERANCE:
         return f"; {sent} was received {max(0.0, cause.time - sent.time):.0f} s before"
     return ""

@@ -316,7 +316,7 @@ pass_signal_on() { # <name> <number>
 # Record a signal for the verdict.
 record_signal() { # <its name>
   printf '{"signal": "%s", "sender": "to the launcher", "time": %(%s)T}\n' "$1" -1 \
-    >"$RUN/errors/signal_launcher.json" || true
+    >"$RUN/errors/signal_launcher_$1.json" || true
 }
 
 

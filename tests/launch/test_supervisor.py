@@ -274,7 +274,7 @@ def test_a_signal_without_a_handler_stops_the_command(run: SupervisedRun, name: 
     process = run.start("trap 'exit 75' TERM; echo ready; while true; do sleep 0.1; done")
     os.kill(run.pid("supervisor"), number_of(name))
     assert process.wait(TIMEOUT) == 75
-    record = read_json(Path(run.files.record).with_name("signal_n1.json"))
+    record = read_json(Path(run.files.record).with_name(f"signal_n1_SIG{name}.json"))
     assert (record["signal"], record["sender"]) == (f"SIG{name}", "to the supervisor on n1")
     assert not run.remaining()
 

@@ -439,9 +439,9 @@ def run(tmp_path: Path) -> RunDirectory:
 def test_the_verdict_names_the_signal_that_stopped_the_ranks(run: RunDirectory) -> None:
     run.start("n1")
     # As recorded with pdsh, whose supervisors receive what the launcher passes on.
-    run.file("errors/signal_n1.json", {"signal": "SIGUSR1", "sender": "to the supervisor on n1", "time": 8.2})
-    run.file("errors/signal_launcher.json", {"signal": "SIGUSR1", "sender": "to the launcher", "time": 8})
-    run.file("errors/signal_n2.json", {"signal": "SIGHUP", "sender": "from SLURM", "time": 2})
+    run.file("errors/signal_n1_SIGUSR1.json", {"signal": "SIGUSR1", "sender": "to the supervisor on n1", "time": 8.2})
+    run.file("errors/signal_launcher_SIGUSR1.json", {"signal": "SIGUSR1", "sender": "to the launcher", "time": 8})
+    run.file("errors/signal_n2_SIGHUP.json", {"signal": "SIGHUP", "sender": "from SLURM", "time": 2})
     run.ranks_ended("n1", r0=(143, True), r1=(143, True))
     assert run.decide(143).cause == "interrupted by SIGUSR1 to the launcher; no rank had failed"
     run.ranks_ended("n1", r0=(75, False), r1=(75, False))
@@ -451,9 +451,18 @@ def test_the_verdict_names_the_signal_that_stopped_the_ranks(run: RunDirectory) 
 @pytest.mark.parametrize(("seconds", "remark"), [(3, "; SIGUSR1 to the launcher was received 3 s before"), (90, "")])
 def test_a_signal_shortly_before_a_failure_is_mentioned(run: RunDirectory, seconds: int, remark: str) -> None:
     run.start("n1")
-    run.file("errors/signal_launcher.json", {"signal": "SIGUSR1", "sender": "to the launcher", "time": 10})
+    run.file("errors/signal_launcher_SIGUSR1.json", {"signal": "SIGUSR1", "sender": "to the launcher", "time": 10})
     run.rank(0, "ValueError", "boom", time=10 + seconds)
     assert run.decide(1).cause == f"rank 0 on n1 raised ValueError: boom{remark}"
+
+
+def test_the_signal_that_killed_a_rank_is_mentioned_if_another_was_received_at_the_same_time(run: RunDirectory) -> None:
+    run.start("n1")
+    # A process handles pending signals in the order of their numbers, or in the opposite one.
+    run.file("errors/signal_n1_SIGALRM.json", {"signal": "SIGALRM", "sender": "from SLURM", "time": TIME - 3.001})
+    run.file("errors/signal_n1_SIGUSR2.json", {"signal": "SIGUSR2", "sender": "from SLURM", "time": TIME - 3})
+    run.ranks_ended("n1", r0=(142, False))
+    assert run.decide().cause == "rank 0 on n1 died of SIGALRM; SIGALRM from SLURM was received 3 s before"
 
 
 def test_a_killed_rank_wins_over_recorded_consequences(run: RunDirectory) -> None:
