@@ -40,7 +40,6 @@ source "$KIT/scripts/lib/options.bash"
 source "$KIT/scripts/lib/node_env.bash"
 source "$KIT/scripts/lib/nodes.bash"
 source "$KIT/scripts/lib/launch.bash"
-source "$KIT/scripts/lib/watch.bash"
 source "$KIT/scripts/lib/slurm.bash"
 
 
@@ -74,21 +73,7 @@ main() {
   ! is_processor_kind "$NPROC" || die_usage "-n $NPROC: only for one machine; in an allocation give the number of ranks"
   enter_node_env "$@"
   slurm_check_call "$NPROC"
-  if [[ $DRY_RUN == 1 ]]; then
-    slurm_print_step
-    return
-  fi
-  slurm_choose_port
-  open_run
-  begin_run
-  while true; do
-    slurm_start_step
-    wait_for_nodes
-    report_verdict
-    should_restart || break
-    prepare_restart
-  done
-  exit "$CODE"
+  slurm_run_nodes
 }
 
 main "$@"

@@ -30,13 +30,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 READY = b"\nmuster-ready\n"
+STARTED = f"printf '\\nmuster-ready\\n'; TMOUT=0 read -r _ || exit {UNFIT}"  # the first command on a node
 GO = b"\n"  # the line that the command waits for
 TIMEOUT = 60.0  # seconds
 UNREACHABLE = 255  # exit code of ssh without a connection
+# Characters that for_any_shell() does not encode.
+PLAIN = frozenset(b'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./:,+@{}()[];$&|<>"*?~#^ -')
 BLOCK = 1 << 16  # bytes per read
 KEPT = 1 << 12  # bytes kept of the output before READY
 LOGIN_SHELL = "the login shell "  # prefix of messages
 START_UP_FILES = "bash: ~/.bashrc, zsh: ~/.zshenv, fish: ~/.config/fish/config.fish, tcsh: ~/.tcshrc, ~/.cshrc"
+
+
+def for_any_shell(line: str) -> str:
+    """A command that runs this line in bash, for any login shell: special characters are encoded as =XX.
+
+    The same as quote_for_any_shell in scripts/lib/ssh.bash.
+    """
+    encoded = "".join(chr(byte) if byte in PLAIN else f"={byte:02X}" for byte in os.fsencode(line))
+    return f"exec bash -pc 'eval \"$(printf %b \"${{1//=/$2}}\")\"' bash '{encoded}' '\\x'"
 
 
 class NotStarted(Exception):

@@ -29,11 +29,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distributed.exit_codes import UNFIT
 from distributed.files import KIT, write_file
 from distributed.host import sync_list
 from distributed.host.gpus import query_gpus
-from distributed.host.ssh_call import LOGIN_SHELL
+from distributed.host.ssh_call import LOGIN_SHELL, STARTED, for_any_shell
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.bases import script_name
@@ -55,7 +54,6 @@ MAX_ATTEMPTS_PER_RSYNC = 100
 ENTRY = "scripts/lib/jobs_host.py"
 RSYNC_SHELL = "scripts/lib/rsync_shell.py"
 SSH_CALL = "scripts/lib/ssh_call.py"
-STARTED = f"printf '\\nmuster-ready\\n'; TMOUT=0 read -r _ || exit {UNFIT}"  # see distributed/host/ssh_call.py
 NOT_INSTALLED = "muster-upload"  # printed by a server without the files of KIT_FILES
 NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or newer
 # Exit codes: ~/ml-customization exists; rsync is missing; a command has failed on the server, see reporting_error().
@@ -798,19 +796,6 @@ def quoted_path(path: str) -> str:
 def rsync_literal(path: str) -> str:
     """Escape a remote path for rsync, which expands wildcards and unescapes only paths that contain them."""
     return re.sub(r"([*?\[\\])", r"\\\1", path) if set("*?[") & set(path) else path
-
-
-# Characters that for_any_shell() does not encode.
-PLAIN = frozenset(b'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./:,+@{}()[];$&|<>"*?~#^ -')
-
-
-def for_any_shell(line: str) -> str:
-    """A command that runs this line in bash, for any login shell: special characters are encoded as =XX.
-
-    The same as quote_for_any_shell in scripts/lib/ssh.bash.
-    """
-    encoded = "".join(chr(byte) if byte in PLAIN else f"={byte:02X}" for byte in os.fsencode(line))
-    return f"exec bash -pc 'eval \"$(printf %b \"${{1//=/$2}}\")\"' bash '{encoded}' '\\x'"
 
 
 def write_ssh_config(path: Path, server: config.Server) -> None:

@@ -9,12 +9,9 @@ compares the replies, reports each fault with its remedy, and chooses the rendez
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from distributed.exit_codes import UNFIT
 from distributed.host.replies import NodeFacts, Reply, read
 from distributed.launch.comparison import (
     MUST_BE_SAME,
@@ -91,23 +88,6 @@ def differing_files(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]
             yield name, f"'{file}' differs from that on the other nodes; make them equal, or launch with {SYNC}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the faults, or the rendezvous address and port. Returns 0 or UNFIT."""
-    parser = argparse.ArgumentParser(prog="preflight", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--port", type=int, default=0, help="port of the rendezvous; 0: any free port")
-    parser.add_argument("directory", type=Path, help="contains the replies: NODE.out, NODE.err and NODE.code")
-    parser.add_argument("nodes", nargs="+", help="NAME:PROCESSES, by node rank")
-    options = parser.parse_args(arguments)
-    processes = {name: int(count) for name, _, count in (node.rpartition(":") for node in options.nodes)}
-    replies = {name: read(options.directory, name) for name in processes}
-    faults, warnings, rendezvous = judge(replies, processes, options.port or None)
-    sys.stderr.write("".join(f"preflight: warning: {line}\n" for line in warnings))
-    sys.stderr.write("".join(f"preflight: {line}\n" for line in faults))
-    if faults:
-        return UNFIT
-    print(rendezvous)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def compare(directory: Path, processes: Mapping[str, int], port: str) -> tuple[list[str], list[str], str]:
+    """judge() for the replies in a directory: NODE.out, NODE.err and NODE.code. port: empty for any free port."""
+    return judge({name: read(directory, name) for name in processes}, processes, int(port) if port else None)

@@ -19,6 +19,7 @@ run starts COMMAND in a new session and waits until it exits:
   --heartbeat-timeout SECONDS  stop COMMAND after this time without input from the launcher (default: never)
   --terminals LIST   streams on which a progress bar stays on one line: 1, 2, or 12 if both are the same terminal
   --timeout SECONDS  stop COMMAND after this time (default: never)
+  --report           when no process remains, report the exit code on standard output; see distributed/launch/reports.py
   --sample-usage     record the resource usage of each rank in node_NAME.samples.jsonl; see distributed/launch/usage.py
   --detach           return when COMMAND has started; do not read standard input. Touch node_NAME.heartbeat every
                      3 seconds; write the times and peak memory of COMMAND to node_NAME.usage (JSON)
@@ -53,6 +54,7 @@ from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import KIT, read_json, to_json, write_file, write_json
 from distributed.host import process_scan, signals
 from distributed.launch import usage
+from distributed.launch.reports import format_report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -776,6 +778,8 @@ class Supervisor:
         if self._sampler:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._sampler, 0)
+        if self.options.report:
+            self._streams[0].put(format_report(node=self.files.name, exit_code=self.code))
         os.close(self._log)
 
     def _write_usage(self) -> None:
@@ -938,7 +942,7 @@ def status(files: Files) -> dict[str, object]:
 # ---------------------------------------------------------------- command line
 
 # Each is a field of SupervisorOptions.
-FLAGS = ("--detach", "--sample-usage")
+FLAGS = ("--detach", "--report", "--sample-usage")
 TEXTS = ("--dir", "--name", "--source", "--environment", "--terminals")
 DURATIONS = ("--grace", "--heartbeat-timeout", "--timeout")
 
@@ -950,7 +954,7 @@ class SupervisorOptions:
         """grace: the default of --grace."""
         self.dir = self.name = self.source = self.environment = self.terminals = ""
         self.grace, self.heartbeat_timeout, self.timeout = grace, float("inf"), float("inf")
-        self.detach = self.sample_usage = False
+        self.detach = self.report = self.sample_usage = False
         self.command: list[str] = []
         rest = list(arguments)
         while rest:

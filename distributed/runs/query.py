@@ -1,6 +1,6 @@
 """Read the replies of a run's nodes, and report which processes of the run remain.
 
-scripts/lib/query.bash queries all nodes at once and writes their replies to files.
+scripts/lib/query.bash queries all nodes at once and writes their replies to files; a launcher queries them itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def read_replies(run: Run, directory: Path) -> list[NodeReply]:
 
 
 def read_reply(node: RunNode, directory: Path) -> NodeReply:
-    reply = replies.read(directory, node.node)
+    return node_reply(node, replies.read(directory, node.node))
+
+
+def node_reply(node: RunNode, reply: replies.Reply) -> NodeReply:
     if (value := reply.value()) is not None:
         return NodeReply(node, node_status.from_json(value))
     return NodeReply(node, None, "did not reply in time" if reply.code == KILLED else reply.failure_message())

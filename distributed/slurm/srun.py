@@ -8,29 +8,27 @@ and, for a lost node, node_<name>.lost. The first failed task stops the others. 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import selectors
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from distributed.exit_codes import STOPPED, UNFIT
+from distributed.exit_codes import STOPPED, TERMINATED, UNFIT
 from distributed.files import write_file, write_json
 from distributed.launch.console import Console, Lines
+from distributed.launch.reports import ReportParser
 from distributed.nodelist import expand
-from distributed.slurm.task import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, REPORT
+from distributed.slurm.task import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 
-TERMINATED = 128 + signal.SIGTERM
 STOP_GRACE = 5.0  # seconds between stop request and kill request after a failed task
 CHECKPOINT_GRACE = 30.0  # seconds between a task's exit with a checkpoint and the stop request
 SRUN_GRACE = 5.0  # seconds for srun to exit after its tasks; with a lost node srun would wait for SLURM's timeout
@@ -61,36 +59,6 @@ class StepNode:
         """The exit code of the node's first failed task; 0 if none failed. A failed task may be the last to exit."""
         failed = [end for end in self.ends if end["exit_code"]]
         return min(failed, key=lambda end: end["time"])["exit_code"] if failed else 0
-
-
-class ReportParser:
-    """Splits srun's output into reports and other output of the tasks. A report may be in the middle of a line."""
-
-    def __init__(self) -> None:
-        self._partial = b""
-
-    def feed(self, received: bytes) -> Iterator[bytes | Json]:
-        self._partial += received
-        while self._partial:
-            output, separator, rest = self._partial.partition(REPORT)
-            if output:
-                yield output
-            line, newline, rest = rest.partition(b"\n")
-            if separator and not newline:
-                self._partial = separator + line
-                return
-            self._partial = rest
-            if separator:
-                yield parse_report(line) or separator + line + newline
-
-
-def parse_report(line: bytes) -> Json:
-    """Return the report; {} if the line is not a report: a rank may print the REPORT character."""
-    with suppress(ValueError):
-        report = json.loads(line)
-        if isinstance(report, dict) and "node" in report:
-            return report
-    return {}
 
 
 class JobStep:

@@ -8,8 +8,8 @@ RUN is the run directory, GRACE the seconds between SIGTERM and SIGKILL, COUNTS 
 
 The task communicates with distributed/slurm/srun.py, on the launcher's side, through srun:
 
-    standard output   lines for the console, those of standard error after the character ERROR, and reports: REPORT, one
-                      JSON object, a line break
+    standard output   lines for the console, those of standard error after the character ERROR, and reports; see
+                      distributed/launch/reports.py
     standard input    the supervisor's control channel: stop, kill, or an empty line as a heartbeat
 
 The first report of a task means that it has started, the last one has its exit code. The first task of each node also
@@ -30,6 +30,7 @@ from distributed.exit_codes import KILLED, UNFIT
 from distributed.files import KIT, read_json
 from distributed.host import process_scan, signals
 from distributed.launch import supervisor
+from distributed.launch.reports import format_report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
     from distributed.launch.console import RankLines
 
-REPORT = b"\x1e"  # ASCII record separator, which programs do not print
 ERROR = b"\x1f"  # ASCII unit separator, before the prefix of a line
 HEARTBEAT_INTERVAL = 3.0  # seconds, in both directions
 HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
@@ -171,9 +171,7 @@ class Task(supervisor.Supervisor):
     # ---- reports
 
     def _report(self, **facts: object) -> bytes:
-        import json
-
-        return REPORT + json.dumps(self._facts | facts).encode() + b"\n"
+        return format_report(**self._facts, **facts)
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats. Runs in a thread, because a disk may block the main thread."""

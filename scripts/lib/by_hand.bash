@@ -29,9 +29,6 @@ parse_node_arguments() {
   is_port "$MASTER_PORT" || die_usage "MASTER_PORT: expected a port from 1 to 65535, got '$MASTER_PORT'"
   count_processes_here
   add_node "$(uname -n)" "$NPROC"
-  FIRST_RANK=$((NODE_RANK * NPROC)) # assumes the same NPROC on all nodes
-  # Ranks of this node may wait for ranks of other nodes, which this launcher cannot inspect.
-  ((NNODES == 1)) || ALL_RANKS_HERE=0
 }
 
 
@@ -46,22 +43,25 @@ check_manual_call() {
 }
 
 
-# Set COMMAND.
-build_manual_agent_command() { # <run directory>
+# Run the agent of this node.
+run_this_node() {
+  local options=(--first-rank $((NODE_RANK * NPROC))) # assumes the same NPROC on all nodes
   build_agent_command --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
-    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$1/ranks/${NODES[0]}"
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
+  # Ranks of this node may wait for ranks of other nodes, which this launcher cannot inspect.
+  ((NNODES == 1)) || options+=(--part "--announce=$(announcement)")
+  run_nodes local "${options[@]}"
 }
 
 
 # Print which nodes this one waits for, and where its output is.
-announce_node() {
+announcement() {
   local others="node rank 1"
-  ((NNODES > 1)) || return 0
   ((NNODES == 2)) || others="node ranks 1 to $((NNODES - 1))"
   if ((NODE_RANK == 0)); then
-    log "waiting at $MASTER_ADDR:$MASTER_PORT for $others: run the same command there, with that NODE_RANK"
+    echo "waiting at $MASTER_ADDR:$MASTER_PORT for $others: run the same command there, with that NODE_RANK"
   else
-    log "joining the first node at $MASTER_ADDR:$MASTER_PORT; rank 0 prints there," \
-      "for the output of this node: tail -f $RUN/node_${NODES[0]}.log"
+    echo "joining the first node at $MASTER_ADDR:$MASTER_PORT; rank 0 prints there," \
+      "for the output of this node: tail -f {log}"
   fi
 }

@@ -1,10 +1,8 @@
 # shellcheck shell=bash
 #
-# Steps before the nodes start, shared by all launchers: check the call, make the run directory, build the command line
-# of the agent.
+# Steps shared by all launchers: check the call, build the command line of the agent, run the nodes.
 #
-# Sourced, never run; it needs options.bash and nodes.bash. watch.bash, with ssh.bash, pdsh.bash or slurm.bash, starts
-# the nodes.
+# Sourced, never run; it needs options.bash and nodes.bash.
 
 # shellcheck disable=SC2034 # other files use these variables
 WORK=()                  # command of each rank: a script, or -m and a module
@@ -13,12 +11,11 @@ PROGRAM_IS_LOCAL=1       # 0: the Python of the ranks and its modules are in a c
 PACKAGES=()              # that the ranks need besides PyTorch; checked on the nodes
 CONFIG_ARGS=()           # --config CONFIG, or empty
 MASTER_ADDR=''           # address of the first node, with MASTER_PORT
-FIRST_RANK=0             # lowest rank of the first of NODES
 PLAIN_AGENT=torch.distributed.run # module for --agent torchrun
 FAST_OPTIONS=()          # options of Muster's own agent
+BEFORE=() AFTER=()       # command line of the agent or of srun, around the options that differ
+RUN_OPTIONS=()           # of distributed/launch/run.py
 REPLIES=''               # directory with the replies of the nodes to the preflight
-EARLIER_RUN=''           # run directory of this job before it was requeued
-SLURM_JOB=()             # SLURM job id; in an array also ARRAY_INDEX, such as 123_4
 
 
 # ---------------------------------------------------------------- check the call
@@ -173,160 +170,72 @@ set_forwarded() { # <name...>
 }
 
 
-# ---------------------------------------------------------------- the run directory
+# ---------------------------------------------------------------- the run
 
-# Set COMPARE, the arguments with which launch.open_run compares the replies of the nodes; empty without a preflight.
-set_compare_arguments() {
-  local node
-  COMPARE=()
-  [[ $REPLIES ]] || return 0
-  COMPARE=(compare --port "${MASTER_PORT:-0}" "$REPLIES")
-  for node in "${NODES[@]}"; do
-    COMPARE+=("$node:${NPROC_OF[$node]}")
-  done
+# Set BEFORE and AFTER, the command line of the agent before and after the options that depend on the node.
+build_agent_command() { # [torchrun's options that are the same for all nodes...]
+  BEFORE=("$PYTHON" "$KIT/scripts/lib/agent.py")
+  if [[ $AGENT == fast ]]; then
+    BEFORE+=("${FAST_OPTIONS[@]}")
+  else
+    BEFORE+=(--plain "$PLAIN_AGENT")
+  fi
+  BEFORE+=(${RENDEZVOUS_TIMEOUT:+--rdzv-conf "timeout=$RENDEZVOUS_TIMEOUT"} "$@")
+  # Without the --, torchrun would parse the script's arguments as abbreviated options.
+  AFTER=(--tee 3 ${MODULE:+-m} -- "${MODULE:-${WORK[0]}}" "${CONFIG_ARGS[@]}" "${SCRIPT_ARGS[@]}")
 }
 
 
-# Compare the replies, choose the master address, and make the run directory. Sets RUN, MASTER_ADDR and MASTER_PORT.
-open_run() {
-  local node opened addresses=() name=${MODULE:-${WORK[0]}}
+# Replace this process by the program that makes the run directory, runs the command on all nodes until they have ended,
+# restarts it, and exits with the code of the run. With --dry-run it only prints the command of each node.
+run_nodes() { # <local, ssh, pdsh or srun> [option of distributed/launch/run.py...]
+  set_run_options "$@"
+  exec_in_environment 0 "$PYTHON" -I "$KIT/scripts/lib/module.py" launch.run "${RUN_OPTIONS[@]}" < <(print_lists)
+}
+
+
+# Without effect on variables that the user exports, which run_nodes would not restore if they were local there.
+set_run_options() { # <argument of run_nodes...>
+  local node name=${MODULE:-${WORK[0]}}
   [[ ! -d $name ]] || name=$(cd -- "$name" && pwd)
   name=${name##*/}
+  RUN_OPTIONS=("$@" "--program=$PROGRAM" "--cwd=$PWD" "--log-dir=$LOG_DIR" "--name=${name%.py}"
+    "--script=${MODULE:-${WORK[0]}}" ${CONFIG_ARGS:+"--config=$CONFIG"} "--python=$PYTHON" "--node-env=$(node_env)"
+    --grace "$GRACE" --max-restarts "$MAX_RESTARTS" ${HANG_TIMEOUT:+--hang-timeout "$HANG_TIMEOUT"}
+    --master "$MASTER_ADDR" "$MASTER_PORT" ${REPLIES:+--replies "$REPLIES"})
   for node in "${NODES[@]}"; do
-    [[ ! ${ADDRESS[$node]-} ]] || addresses+=("${ADDRESS[$node]}:${NPROC_OF[$node]}")
+    RUN_OPTIONS+=(--node "$node" "${NPROC_OF[$node]}" "${ADDRESS[$node]-}")
   done
-  mask_call
-  set_compare_arguments
-  opened=$(kit_python launch.open_run "${COMPARE[@]}" \
-    create --logs "$(absolute "$LOG_DIR")" --name "${name%.py}" --nproc "$RANKS" \
-    --nodes "${NODES[@]}" ${addresses:+--addresses "${addresses[@]}"} --first-rank "$FIRST_RANK" \
-    --launcher $$ --grace "$GRACE" ${EARLIER_RUN:+--again "$EARLIER_RUN"} ${SLURM_JOB:+--slurm-job "${SLURM_JOB[@]}"} \
-    --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" --python "$PYTHON" \
-    -- "${MASKED_CALL[@]}") || exit
-  if [[ $REPLIES ]]; then
-    read -r MASTER_ADDR MASTER_PORT <<<"${opened%%$'\n'*}"
-    opened=${opened#*$'\n'}
-  fi
-  RUN=$opened
-  record "run ${RUN##*/}: $(counted "$RANKS" process processes) on ${NODES[*]}"
-  # Write the path of the run directory to the file that the caller of this launcher named.
-  [[ ! ${MUSTER_RUN_FILE-} ]] || printf '%s\n' "$RUN" >"$MUSTER_RUN_FILE"
-  unset MUSTER_RUN_FILE
+  ((!DETACH)) || RUN_OPTIONS+=(--detach)
+  [[ $DRY_RUN != 1 ]] || RUN_OPTIONS+=(--dry-run)
+  [[ $QUIET != 1 ]] || RUN_OPTIONS+=(--quiet)
 }
 
 
-# Set MASKED_CALL to the launcher's command line without the values of --env.
-mask_call() {
-  local argument before=''
-  MASKED_CALL=()
-  for argument in "${CALL[@]}"; do
-    if [[ $before != -- && $argument == --env=*=* ]]; then
-      argument=${argument%%=*}=$(mask_value "${argument#*=}")
-    elif [[ $before == --env ]]; then
-      argument=$(mask_value "$argument")
-    fi
-    MASKED_CALL+=("$argument")
-    [[ $before == -- ]] || before=$argument
-  done
+# For the standard input of distributed/launch/run.py: all users can read arguments.
+print_lists() {
+  print_list inherited "${FORWARDED[@]}"
+  print_list environment "${ENVIRONMENT[@]}"
+  print_list call "${CALL[@]}"
+  print_list before "${BEFORE[@]}"
+  print_list after "${AFTER[@]}"
 }
 
 
-mask_value() { # <NAME=VALUE>
-  printf '%s\n' "${1%%=*}=..."
+print_list() { # <name> <entry...>
+  printf '%s\0' "$1" $(($# - 1)) "${@:2}"
 }
 
 
-# Print a command line with the names of FORWARDED and ENVIRONMENT, without their values.
-masked_command() { # <command...>
-  local entry masked=()
-  for entry in "${FORWARDED[@]}" "${ENVIRONMENT[@]}"; do
-    masked+=("$(mask_value "$entry")")
-  done
-  quote ${masked:+env "${masked[@]}"} "$@"
+# Print FORWARDED and ENVIRONMENT for in_node_env.sh. They are sent through a pipe, as all users can read arguments.
+environment_block() {
+  ((${#FORWARDED[@]} == 0)) || printf '%s\0' "${FORWARDED[@]}"
+  printf '\0'
+  ((${#ENVIRONMENT[@]} == 0)) || printf '%s\0' "${ENVIRONMENT[@]}"
+  printf '\0'
 }
 
 
 absolute() { # <path>
   [[ $1 == /* ]] && printf '%s\n' "$1" || printf '%s\n' "$PWD/$1"
-}
-
-
-# Print a message and append it to launcher.log.
-record() { # <message...>
-  log "$@"
-  printf '%(%F %T)T %s\n' -1 "$*" >>"$RUN/launcher.log" || true
-}
-
-
-# ---------------------------------------------------------------- the agent's command line
-
-# Set AGENT_PREFIX and AGENT_SUFFIX, the command line of the agent before and after torchrun's options.
-build_agent_parts() {
-  AGENT_PREFIX=("$PYTHON" "$KIT/scripts/lib/agent.py")
-  if [[ $AGENT == fast ]]; then
-    AGENT_PREFIX+=("${FAST_OPTIONS[@]}")
-  else
-    AGENT_PREFIX+=(--plain "$PLAIN_AGENT")
-  fi
-  [[ ! $RENDEZVOUS_TIMEOUT ]] || AGENT_PREFIX+=(--rdzv-conf "timeout=$RENDEZVOUS_TIMEOUT")
-  # Without the --, torchrun would parse the script's arguments as abbreviated options.
-  AGENT_SUFFIX=(--tee 3 ${MODULE:+-m} -- "${MODULE:-${WORK[0]}}" "${CONFIG_ARGS[@]}" "${SCRIPT_ARGS[@]}")
-}
-
-
-# Set COMMAND to the agent's command line.
-build_agent_command() { # <torchrun's options...>
-  build_agent_parts
-  COMMAND=("${AGENT_PREFIX[@]}" "$@" "${AGENT_SUFFIX[@]}")
-}
-
-
-# Set COMMAND for the node with this node rank.
-build_agent_command_on() { # <node rank> <run directory>
-  local node=${NODES[$1]}
-  build_agent_command --rdzv-id "${2##*/}" --nnodes "${#NODES[@]}" --node-rank "$1" \
-    --nproc-per-node "${NPROC_OF[$node]}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
-    --log-dir "$2/ranks/$node"
-}
-
-
-# For --dry-run.
-print_command() {
-  printf '%s: %s\n' "${NODES[0]}" "$(masked_command "${COMMAND[@]}")"
-}
-
-
-# For --dry-run.
-print_agent_commands() {
-  local rank
-  MASTER_ADDR=${NODES[0]} MASTER_PORT=${MASTER_PORT:-<a free port of ${NODES[0]}>}
-  for rank in "${!NODES[@]}"; do
-    build_agent_command_on "$rank" "$LOG_DIR/<run>"
-    printf '%s: %s\n' "${NODES[rank]}" "$(masked_command "${COMMAND[@]}")"
-  done
-}
-
-
-# Start this launcher again without --detach and without a terminal, and return when it has made its run directory.
-detach() {
-  local command=() argument out child directory
-  set_compare_arguments
-  [[ ! $REPLIES ]] || kit_python launch.open_run "${COMPARE[@]}" >/dev/null || exit # refuse unfit nodes here
-  for argument in "${CALL[@]:0:${#CALL[@]}-${#SCRIPT_ARGS[@]}}"; do
-    [[ $argument == --detach ]] || command+=("$argument")
-  done
-  { mkdir -p -- "$LOG_DIR" && out=$(mktemp -- "$LOG_DIR/detached-XXXXXX.log"); } 2>/dev/null ||
-    die "--log-dir '$LOG_DIR': cannot be written (in $PWD); choose another directory"
-  make_temporary_directory directory
-  (exec_in_environment 1 MUSTER_RUN_FILE="$directory/run" setsid "${command[@]}" "${SCRIPT_ARGS[@]}" \
-    </dev/null >"$out" 2>&1) &
-  child=$!
-  until [[ -s $directory/run ]] || ! kill -0 "$child" 2>/dev/null; do
-    sleep 0.05
-  done
-  RUN=$(cat -- "$directory/run" 2>/dev/null || true)
-  rm -rf -- "$directory"
-  [[ $RUN ]] || { cat -- "$out" >&2 && wait "$child"; }
-  log "run ${RUN##*/} started in the background, process $child: output in $(absolute "$out");" \
-    "to see its state: $(quote "$KIT/scripts/status.sh" "$RUN"); to stop it: $(quote "$KIT/scripts/stop.sh" "$RUN")"
 }

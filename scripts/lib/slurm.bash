@@ -2,7 +2,7 @@
 #
 # A launch with srun on all nodes of the SLURM allocation of this shell.
 #
-# Sourced, never run; it needs options.bash, nodes.bash, node_env.bash, launch.bash and watch.bash.
+# Sourced, never run; it needs options.bash, nodes.bash, node_env.bash and launch.bash.
 #
 # Environment variables: LAUNCHER: srun (one task per rank) or torchrun (one agent per node); CONTAINER: a command
 # prefix for Python on the nodes, or options of srun; SRUN_ARGS: more options of srun.
@@ -197,26 +197,26 @@ slurm_choose_port() {
 
 # ---------------------------------------------------------------- the job step
 
-# Set COMMAND to srun and its arguments.
-build_srun_command() { # <run directory>
+# Set BEFORE and AFTER: srun and its arguments, before and after the run directory.
+build_srun_command() {
+  local resources srun=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
   local task=("$KIT/scripts/lib/in_node_env.sh" --task "$(node_env)" "${CONTAINER_COMMAND[@]}" "$RANK_PYTHON" -I -S
     "$KIT/scripts/lib/srun_task.py")
-  local resources srun=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
   local node counts=()
   for node in "${NODES[@]}"; do
     counts+=("${NPROC_OF[$node]}")
   done
   mapfile -t resources < <(rank_resources)
   if [[ $LAUNCHER == torchrun ]]; then
-    PYTHON=$RANK_PYTHON build_agent_parts
-    COMMAND=(env MASTER_ADDR="${NODES[0]}" MASTER_PORT="$MASTER_PORT"
+    PYTHON=$RANK_PYTHON build_agent_command
+    AFTER=("$GRACE" "$(IFS=, && printf '%s' "${counts[*]}")" "${BEFORE[@]}" -- "${AFTER[@]}")
+    BEFORE=(env MASTER_ADDR="${NODES[0]}" MASTER_PORT="$MASTER_PORT"
       "${srun[@]}" --ntasks "${#NODES[@]}" --ntasks-per-node 1 --cpus-per-task "$CORES_PER_NODE"
-      "${SRUN_OPTIONS[@]}" "${task[@]}" agent "$1" "$GRACE" "$(IFS=, && printf '%s' "${counts[*]}")"
-      "${AGENT_PREFIX[@]}" -- "${AGENT_SUFFIX[@]}")
+      "${SRUN_OPTIONS[@]}" "${task[@]}" agent)
   else
-    COMMAND=(env MASTER_PORT="$MASTER_PORT"
-      "${srun[@]}" --ntasks "$RANKS" --distribution block "${resources[@]}"
-      "${SRUN_OPTIONS[@]}" "${task[@]}" rank "$1" "$GRACE" "${WORK[@]}" "${CONFIG_ARGS[@]}" "${SCRIPT_ARGS[@]}")
+    BEFORE=(env MASTER_PORT="$MASTER_PORT" "${srun[@]}" --ntasks "$RANKS" --distribution block "${resources[@]}"
+      "${SRUN_OPTIONS[@]}" "${task[@]}" rank)
+    AFTER=("$GRACE" "${WORK[@]}" "${CONFIG_ARGS[@]}" "${SCRIPT_ARGS[@]}")
   fi
 }
 
@@ -238,33 +238,18 @@ rank_resources() {
 }
 
 
-# For --dry-run.
-slurm_print_step() {
-  MASTER_PORT=${MASTER_PORT:-<a free port of ${NODES[0]}>}
-  build_srun_command "$LOG_DIR/<run>"
-  masked_command "${COMMAND[@]}"
-}
-
-
-slurm_start_step() {
-  local node tasks=()
-  for node in "${NODES[@]}"; do
-    [[ $LAUNCHER == srun ]] && tasks+=("$node:${NPROC_OF[$node]}") || tasks+=("$node:1")
-  done
-  build_srun_command "$RUN"
-  start_client slurm run_step "$(IFS=, && printf '%s' "${tasks[*]}")" "${COMMAND[@]}"
-}
-
-
-# Run srun until all tasks have ended. Standard input is the control channel.
-run_step() { # <node:tasks,...> <command...>
-  local status=0
-  ignore_signals # must survive signals to the launcher, to receive the reports of the tasks
+# Run srun on all nodes.
+slurm_run_nodes() { # [option of distributed/launch/run.py...]
+  set -- --slurm-job "${SLURM_JOB[@]}" "$@"
+  [[ $LAUNCHER == srun ]] || set -- "$@" --task-per-node
+  if [[ $DRY_RUN == 1 ]]; then
+    MASTER_PORT=${MASTER_PORT:-<a free port of ${NODES[0]}>}
+  else
+    slurm_choose_port
+  fi
+  build_srun_command
   clear_launch_environment
   unset_srun_variables
   unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # arguments of srun replace them
-  # srun passes the environment to the tasks.
-  (exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \
-    "$PYTHON" -I -S "$KIT/scripts/lib/step.py" "$RUN" "$TERMINALS" "$@") || status=$?
-  return $((status == 255 ? EXIT_UNFIT : status)) # 255 means a lost connection in watch.bash
+  run_nodes srun "$@"
 }

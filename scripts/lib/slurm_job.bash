@@ -6,12 +6,13 @@
 # Sourced by the scripts of scripts/slurm, never run; it needs slurm.bash and the files that slurm.bash needs.
 
 # shellcheck disable=SC2034 # other files use these variables
-REQUEUES=0 # including requeues by SLURM
+REQUEUES=0     # including requeues by SLURM
+RUN_AGAIN=()   # option of distributed/launch/run.py for a requeued job
 
 
 # Set CONFIG and the options of the job, from the arguments or the environment of sbatch.
 parse_job_arguments() {
-  BATCH_JOB=1 REQUEUES=${SLURM_RESTART_COUNT:-0}
+  REQUEUES=${SLURM_RESTART_COUNT:-0}
   CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${CALL[@]:1}")
   GRACE=${MUSTER_GRACE:-120} # SLURM's KillWait, usually shorter, ends the remaining processes
   [[ $SCRIPT$MODULE ]] || SCRIPT=$SCRIPT_FROM_ENVIRONMENT
@@ -74,9 +75,7 @@ sbatch_default() { # <option of sbatch>
 }
 
 
-# ---------------------------------------------------------------- requeue
-
-# Set EARLIER_RUN to the run directory of a requeued job. Exits if that run has succeeded.
+# Set RUN_AGAIN for the run directory of a requeued job. Exits if that run has succeeded.
 find_earlier_run() {
   local before
   ((REQUEUES)) && before=$(readlink -e -- "$LOG_DIR/slurm-$SLURM_JOB_ID") || return 0
@@ -85,61 +84,5 @@ find_earlier_run() {
     log "the run has already succeeded; nothing to do"
     exit
   fi
-  EARLIER_RUN=$before
-}
-
-
-# Requeue the job if SLURM stopped it or a node was lost, but not if the user stopped it or a rank failed.
-requeue_if_stopped() {
-  if ! is_batch_script || ! { stopped_by_slurm || lost_a_node; }; then
-    ((CODE != EXIT_STOPPED)) || record "submit the same job to resume"
-    return 0
-  fi
-  if ((REQUEUES >= MAX_REQUEUES)); then
-    record "requeued $(counted "$REQUEUES" time), and --max-requeues is $MAX_REQUEUES;" \
-      "not requeueing: submit the same job to resume"
-  elif requeued_without_progress; then
-    record "no progress${LAST_STEP:+ past step $LAST_STEP} in $MAX_STALLED attempts;" \
-      "not requeueing: submit the same job to resume"
-  else
-    record "requeueing job $SLURM_JOB_ID${LAST_STEP:+ at step $LAST_STEP}, to resume from the newest checkpoint"
-    scontrol requeue "${SLURM_JOB[-1]}" || record "scontrol requeue failed: submit the same job to resume"
-  fi
-}
-
-
-# Whether SLURM announced the time limit with a signal to the ranks or (B:) to this script, or preempted the job.
-# Preemption signals both: ranks without a handler are killed by SIGTERM, and ranks that exit with 0 may not have
-# finished. A job that scancel ends is not running any more, and stop.sh sends SIGINT.
-stopped_by_slurm() {
-  local job
-  if [[ ! $SIGNAL ]] && ((CODE == EXIT_STOPPED)); then
-    return
-  fi
-  ((CODE == EXIT_STOPPED || CODE == EXIT_TERMINATED)) || [[ $SIGNAL && $CODE == 0 ]] || return 1
-  job=$(scontrol show job --oneliner "${SLURM_JOB[-1]}")
-  [[ $job == *" PreemptTime="[0-9]* ]] ||
-    [[ $job == *" JobState=RUNNING "* && $SIGNAL != INT && $CODE == "$EXIT_STOPPED" ]]
-}
-
-
-lost_a_node() {
-  [[ ! $SIGNAL ]] && ((CODE == EXIT_UNFIT)) && compgen -G "$RUN/node_*.lost" >/dev/null
-}
-
-
-# In the shell of salloc, SLURM_TASK_PID is another process.
-is_batch_script() {
-  [[ ${SLURM_TASK_PID-} == "$$" ]]
-}
-
-
-# Whether the last MAX_STALLED attempts made no progress. The file stalled_attempts counts them.
-requeued_without_progress() {
-  local stalled=0
-  if ! made_progress; then
-    stalled=$(($(cat -- "$RUN/stalled_attempts" 2>/dev/null || echo 0) + 1))
-  fi
-  echo "$stalled" >"$RUN/stalled_attempts"
-  ((stalled >= MAX_STALLED))
+  RUN_AGAIN=(--again "$before")
 }

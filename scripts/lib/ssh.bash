@@ -5,14 +5,13 @@
 #   open_connections
 #   ssh_run NODE COMMAND [ARGUMENT...]
 #
-# Sourced, never run; it needs nodes.bash, and for launches also launch.bash and watch.bash.
+# Sourced, never run; it needs nodes.bash, and for launches also launch.bash.
 
 # shellcheck disable=SC2034 # other files use these variables
 CONNECTIONS_DIR=''  # control sockets of ssh and other temporary files; removed when this script exits
 SSH_OPTIONS=()
 REPLY_TIMEOUT=''    # seconds after which a command on a node is killed; empty: never
 LOGIN_TIMEOUT=${MUSTER_LOGIN_TIMEOUT:-60} # seconds within which the login shell must start a command
-START_LOG=''        # file to which a message is appended when a command has not started; empty: none
 
 
 # ssh_config is passed as a link in this directory, whose path has no blanks. ControlPersist closes unused connections.
@@ -51,7 +50,7 @@ ssh_client() { # <address> <output of quote_for_any_shell>
   local within=$LOGIN_TIMEOUT
   [[ ! $REPLY_TIMEOUT ]] || within=$((REPLY_TIMEOUT <= LOGIN_TIMEOUT ? REPLY_TIMEOUT - 1 : LOGIN_TIMEOUT))
   run_unreported run_with_removed setsid --wait ${REPLY_TIMEOUT:+timeout -s KILL "$REPLY_TIMEOUT"} \
-    "$PYTHON" -I -S "$KIT/scripts/lib/ssh_call.py" --within "$within" ${START_LOG:+--log "$START_LOG"} \
+    "$PYTHON" -I -S "$KIT/scripts/lib/ssh_call.py" --within "$within" \
     "${1#*@}" ssh "${SSH_OPTIONS[@]}" -- "$1" "$2"
 }
 
@@ -130,12 +129,10 @@ ssh_probe_nodes() {
 }
 
 
-ssh_start_nodes() {
-  local rank
-  for rank in "${!NODES[@]}"; do
-    build_agent_command_on "$rank" "$RUN"
-    START_LOG=$RUN/node_${NODES[rank]}.log
-    start_node ssh_run "${NODES[rank]}" "${COMMAND[@]}"
-  done
-  START_LOG=''
+# Run the agents on all nodes over ssh. REPLIES gives the master address.
+ssh_run_nodes() { # <ssh or pdsh>
+  build_agent_command
+  set -- "$1" --connections "$CONNECTIONS_DIR" --login-timeout "$LOGIN_TIMEOUT"
+  ((!SYNC)) || set -- "$@" --sync
+  run_nodes "$@"
 }

@@ -70,7 +70,6 @@ source "$KIT/scripts/lib/options.bash"
 source "$KIT/scripts/lib/node_env.bash"
 source "$KIT/scripts/lib/nodes.bash"
 source "$KIT/scripts/lib/launch.bash"
-source "$KIT/scripts/lib/watch.bash"
 source "$KIT/scripts/lib/slurm.bash"
 source "$KIT/scripts/lib/slurm_job.bash"
 
@@ -87,26 +86,10 @@ main() {
     in_allocation || die_usage "not in a SLURM job; use: $(quote "${CALL[@]}") (--dry-run shows what it would do)"
     enter_node_env "$@"
     find_earlier_run
-    trap '' "${PASSED_ON[@]}" # until begin_run
+    trap '' "${PASSED_ON[@]}" # until distributed/launch/run.py handles them
   fi
   slurm_check_call 0
-  if [[ $DRY_RUN == 1 ]]; then
-    slurm_print_step
-    return
-  fi
-  slurm_choose_port
-  [[ ! $EARLIER_RUN ]] || archive_attempt "$EARLIER_RUN"
-  open_run
-  begin_run
-  while true; do
-    slurm_start_step
-    wait_for_nodes
-    report_verdict
-    should_restart || break
-    prepare_restart
-  done
-  requeue_if_stopped
-  exit "$CODE"
+  slurm_run_nodes --max-requeues "$MAX_REQUEUES" "${RUN_AGAIN[@]}"
 }
 
 main "$@"

@@ -51,7 +51,6 @@ source "$KIT/scripts/lib/options.bash"
 source "$KIT/scripts/lib/node_env.bash"
 source "$KIT/scripts/lib/nodes.bash"
 source "$KIT/scripts/lib/launch.bash"
-source "$KIT/scripts/lib/watch.bash"
 source "$KIT/scripts/lib/by_hand.bash"
 
 
@@ -61,27 +60,7 @@ main() {
   PLAIN_AGENT=torch.distributed.launch FAST_OPTIONS=(--pass-local-rank)
   parse_node_arguments
   check_manual_call
-  if [[ $DRY_RUN == 1 ]]; then
-    build_manual_agent_command "$LOG_DIR/<run>"
-    print_command
-    return
-  fi
-  if ((DETACH)); then
-    detach
-    return
-  fi
-  open_run
-  announce_node
-  begin_run
-  while true; do
-    build_manual_agent_command "$RUN"
-    start_node run_here "${NODES[0]}" "${COMMAND[@]}"
-    wait_for_nodes
-    report_verdict
-    should_restart || break
-    prepare_restart
-  done
-  exit "$CODE"
+  run_this_node
 }
 
 main "$@"

@@ -39,7 +39,6 @@ source "$KIT/scripts/lib/options.bash"
 source "$KIT/scripts/lib/node_env.bash"
 source "$KIT/scripts/lib/nodes.bash"
 source "$KIT/scripts/lib/launch.bash"
-source "$KIT/scripts/lib/watch.bash"
 
 
 parse_arguments() {
@@ -52,41 +51,17 @@ parse_arguments() {
 }
 
 
-# Set COMMAND to the agent's command line. Without --master-port, torchrun itself binds a free port: a port chosen here
-# could be in use by then.
-build_local_agent_command() { # <run directory>
-  local rendezvous=(--standalone --local-addr 127.0.0.1)
-  [[ ! $MASTER_PORT ]] || rendezvous=(--rdzv-id "${1##*/}" --master-addr 127.0.0.1 --master-port "$MASTER_PORT")
-  build_agent_command "${rendezvous[@]}" --nproc-per-node "$NPROC" --log-dir "$1/ranks/${NODES[0]}"
-}
-
-
+# Without --master-port, torchrun itself binds a free port: a port chosen here could be in use by then.
 main() {
+  local checks=(--torch) rendezvous=(--standalone --local-addr 127.0.0.1)
   parse_options "$@"
   parse_arguments
-  local checks=(--torch --ranks "$NPROC")
+  checks+=(--ranks "$NPROC")
   ((!PREFLIGHT)) || checks+=(--gpus "$NPROC" ${MASTER_PORT:+--port "$MASTER_PORT"})
   check_call "${checks[@]}"
-  if [[ $DRY_RUN == 1 ]]; then
-    build_local_agent_command "$LOG_DIR/<run>"
-    print_command
-    return
-  fi
-  if ((DETACH)); then
-    detach
-    return
-  fi
-  open_run
-  begin_run
-  while true; do
-    build_local_agent_command "$RUN"
-    start_node run_here "${NODES[0]}" "${COMMAND[@]}"
-    wait_for_nodes
-    report_verdict
-    should_restart || break
-    prepare_restart
-  done
-  exit "$CODE"
+  [[ ! $MASTER_PORT ]] || rendezvous=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
+  build_agent_command "${rendezvous[@]}" --nproc-per-node "$NPROC"
+  run_nodes local ${MASTER_PORT:+--run-id}
 }
 
 main "$@"

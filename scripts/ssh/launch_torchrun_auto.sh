@@ -50,7 +50,6 @@ source "$KIT/scripts/lib/options.bash"
 source "$KIT/scripts/lib/node_env.bash"
 source "$KIT/scripts/lib/nodes.bash"
 source "$KIT/scripts/lib/launch.bash"
-source "$KIT/scripts/lib/watch.bash"
 source "$KIT/scripts/lib/ssh.bash"
 source "$KIT/scripts/lib/sync.bash"
 
@@ -59,32 +58,13 @@ main() {
   parse_options "$@"
   parse_config_nproc_nodes
   check_call_on_nodes "${POSITIONAL[@]:2}"
-  if [[ $DRY_RUN == 1 ]]; then
-    print_agent_commands
-    return
+  if [[ $DRY_RUN != 1 ]]; then
+    require_ssh
+    open_connections
+    ((!SYNC)) || sync_nodes
+    ssh_probe_nodes
   fi
-  require_ssh
-  open_connections
-  ((!SYNC)) || sync_nodes
-  ssh_probe_nodes
-  if ((DETACH)); then
-    detach
-    return
-  fi
-  open_run
-  begin_run
-  HEARTBEAT_TIMEOUT=20 # seconds
-  while true; do
-    ssh_start_nodes
-    follow_logs
-    wait_for_nodes
-    collect_logs
-    report_verdict
-    should_restart || break
-    prepare_restart
-    archive_attempt_on_nodes
-  done
-  exit "$CODE"
+  ssh_run_nodes ssh
 }
 
 main "$@"

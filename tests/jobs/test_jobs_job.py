@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from distributed.fold import DEFAULT_PARTICIPANTS
+from distributed.host.ssh_call import for_any_shell
 from distributed.jobs import config
 from distributed.jobs.dispatcher import Event, StartRequest
 from distributed.jobs.job import (
@@ -41,7 +42,7 @@ from distributed.jobs.job import (
     matching,
     muster_job,
 )  # fmt: skip
-from distributed.jobs.servers import ListContext, LocalServer, for_any_shell
+from distributed.jobs.servers import ListContext, LocalServer
 
 KIT = Path(__file__).resolve().parents[2]
 PROGRAM = KIT / "scripts/jobs/run_distributed_training.py"

@@ -44,14 +44,14 @@ def decision_on(
 @pytest.mark.parametrize(
     ("activities", "silent", "sampled", "decision"),
     [
-        ([WORKS, WORKS], 0.0, False, "wait 60"),
-        ([WORKS, WORKS], 59.5, False, "wait 1"),
-        ([WORKS, WORKS], 60.0, False, "query --seconds 1"),
-        ([WORKS, WORKS], 60.0, True, "wait 60"),  # without stacks: to read them disturbs the ranks
-        ([SLEEPS, SLEEPS], 60.0, True, "query --seconds 1 --stacks"),
-        ([WORKS, SLEEPS], 120.0, True, "query --seconds 1 --stacks"),
-        ([WORKS, WORKS], 300.0, False, "query --seconds 1 --stacks"),
-        ([], 1e6, False, "wait 60"),
+        ([WORKS, WORKS], 0.0, False, Wait(60)),
+        ([WORKS, WORKS], 59.5, False, Wait(1)),
+        ([WORKS, WORKS], 60.0, False, Query(1)),
+        ([WORKS, WORKS], 60.0, True, Wait(60)),  # without stacks: to read them disturbs the ranks
+        ([SLEEPS, SLEEPS], 60.0, True, Query(1, stacks=True)),
+        ([WORKS, SLEEPS], 120.0, True, Query(1, stacks=True)),
+        ([WORKS, WORKS], 300.0, False, Query(1, stacks=True)),
+        ([], 1e6, False, Wait(60)),
     ],
 )
 def test_nodes_are_queried_for_cpu_use_and_for_stacks_only_after_a_time_without_output(
@@ -62,7 +62,7 @@ def test_nodes_are_queried_for_cpu_use_and_for_stacks_only_after_a_time_without_
 
 @pytest.mark.parametrize(
     ("silent", "timeout", "decision"),
-    [(60.0, 1e9, "wait 60"), (130.0, 1e9, "wait 130"), (1e6, 1e9, "wait 600"), (130.0, 200.0, "wait 70")],
+    [(60.0, 1e9, Wait(60)), (130.0, 1e9, Wait(130)), (1e6, 1e9, Wait(600)), (130.0, 200.0, Wait(70))],
 )
 def test_a_run_that_stays_without_output_is_queried_less_and_less_often(
     silent: float, timeout: float, decision: str
@@ -73,14 +73,14 @@ def test_a_run_that_stays_without_output_is_queried_less_and_less_often(
 @pytest.mark.parametrize(
     ("activities", "with_timeout", "by_default"),
     [
-        ([WAITS, LOOPS], "hung", "wait 60"),  # it may evaluate
-        ([WAITS, IDLES], "hung", "hung"),
-        ([WAITS, WAITS], "hung", "hung"),
-        ([WORKS, WORKS], "hung", "wait 60"),
-        ([WORKS, SLEEPS], "hung", "wait 60"),
-        ([SLEEPS, SLEEPS], "hung", "hung"),
-        ([WAITS, STOPPED], "hung", "wait 60"),  # a user stopped it on purpose
-        ([LOOPS], "hung", "wait 60"),
+        ([WAITS, LOOPS], HUNG, Wait(60)),  # it may evaluate
+        ([WAITS, IDLES], HUNG, HUNG),
+        ([WAITS, WAITS], HUNG, HUNG),
+        ([WORKS, WORKS], HUNG, Wait(60)),
+        ([WORKS, SLEEPS], HUNG, Wait(60)),
+        ([SLEEPS, SLEEPS], HUNG, HUNG),
+        ([WAITS, STOPPED], HUNG, Wait(60)),  # a user stopped it on purpose
+        ([LOOPS], HUNG, Wait(60)),
     ],
 )
 def test_by_default_only_a_run_that_cannot_continue_hangs(
@@ -91,7 +91,7 @@ def test_by_default_only_a_run_that_cannot_continue_hangs(
 
 
 def test_a_run_hangs_only_when_all_its_ranks_have_started() -> None:
-    assert decision_on([SLEEPS], 200.0, not_started=1) == "wait 60"
+    assert decision_on([SLEEPS], 200.0, not_started=1) == Wait(60)
 
 
 def test_the_record_has_the_suspect_with_its_stack_and_the_lines_of_the_others() -> None:
@@ -134,12 +134,12 @@ def write_reply(directory: Path, code: int, **facts: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "facts", "decision"),
     [
-        (["--watched", "700"], 0, {}, "hung"),
-        (["--watched", "599"], 0, {}, "wait 1"),  # the time before the watch started is ignored
-        (["--watched", "700"], 255, {}, "wait 60"),  # the node does not reply
-        (["--watched", "700", "--certain"], 0, {}, "wait 600"),  # it logs no steps
-        (["--watched", "700", "--certain"], 0, {"metrics": 650.0}, "hung"),
-        (["--watched", "700", "--certain"], 0, {"metrics": 100.0}, "wait 100"),
+        (["--watched", "700"], 0, {}, HUNG),
+        (["--watched", "599"], 0, {}, Wait(1)),  # the time before the watch started is ignored
+        (["--watched", "700"], 255, {}, Wait(60)),  # the node does not reply
+        (["--watched", "700", "--certain"], 0, {}, Wait(600)),  # it logs no steps
+        (["--watched", "700", "--certain"], 0, {"metrics": 650.0}, HUNG),
+        (["--watched", "700", "--certain"], 0, {"metrics": 100.0}, Wait(100)),
     ],
 )
 def test_the_decision_is_printed_and_a_hang_is_recorded(
@@ -155,8 +155,8 @@ def test_the_decision_is_printed_and_a_hang_is_recorded(
     stacks = ["--timeout", "600", "--seconds", "1", "--stacks"]
     assert hang_decision.main([str(run), str(tmp_path), *stacks, *options]) == 0
     assert capsys.readouterr().out == f"{decision}\n"
-    assert (run / hang_decision.HANG_FILE).exists() == (decision == "hung")
-    if decision == "hung":
+    assert (run / hang_decision.HANG_FILE).exists() == (decision == HUNG)
+    if decision == HUNG:
         option = "" if "--certain" in options else " (--hang-timeout 600)"
         assert json.loads((run / hang_decision.HANG_FILE).read_text())["cause"] == (
             f"hung: no output for {facts.get('metrics', 700.0):.0f} s{option}; no rank used CPU in 1.0 s"
@@ -175,11 +175,11 @@ def test_old_metrics_of_an_earlier_attempt_are_ignored(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("files", "watched", "decision"),
     [
-        ({}, 60, "query --seconds 0"),  # this machine does not see the output
-        ({"node_n1.log": 900.0, "node_n2.log": 20.0}, 700, "wait 40"),
-        ({"node_n1.log": 900.0, "metrics.jsonl": 20.0}, 700, "wait 40"),
-        ({"node_n1.log": 61.0}, 700, "query --seconds 0"),
-        ({"node_n1.log": 900.0}, 20, "wait 40"),  # for instance after the machine was suspended
+        ({}, 60, Query(0)),  # this machine does not see the output
+        ({"node_n1.log": 900.0, "node_n2.log": 20.0}, 700, Wait(40)),
+        ({"node_n1.log": 900.0, "metrics.jsonl": 20.0}, 700, Wait(40)),
+        ({"node_n1.log": 61.0}, 700, Query(0)),
+        ({"node_n1.log": 900.0}, 20, Wait(40)),  # for instance after the machine was suspended
     ],
 )
 def test_nodes_are_not_queried_while_files_on_this_machine_have_recent_output(
@@ -262,4 +262,4 @@ def test_a_long_computation_and_a_run_that_starts_or_ends_are_not_reported(
 
 def test_a_rank_that_uses_its_gpu_is_not_idle() -> None:
     on_gpu = [replace(SLEEPS, gpu=100), SLEEPS]
-    assert decision_on(on_gpu, 100.0, certain=True) == "wait 60"
+    assert decision_on(on_gpu, 100.0, certain=True) == Wait(60)

@@ -1,0 +1,232 @@
+"""The event loop of the launching side: files, timers, signals, and the clients of nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import count
+
+from distributed.host import signals
+
+BLOCK = 1 << 16  # bytes per read
+NULL = subprocess.DEVNULL
+INHERITED = None  # as standard output or standard error of a client: that of the launcher
+IGNORED_BY_CLIENTS = {  # until they set handlers: the launcher handles these, and sends requests
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, *signals.PASSED_ON,
+}  # fmt: skip
+
+
+def inherited_environment() -> dict[bytes, bytes]:
+    """The environment with which this process was started. Python may have changed what os.environ shows."""
+    with open("/proc/self/environ", "rb") as file:
+        entries = (entry.partition(b"=") for entry in file.read().split(b"\0") if entry)
+        return {name: value for name, _, value in entries}
+
+
+class Loop:
+    """Calls functions when a file is ready, at a time, or when a signal or the exit of a client arrives."""
+
+    def __init__(self, handle_signal: Callable[[int], None], numbers: Iterable[int]) -> None:
+        """numbers: the signals for which handle_signal is called."""
+        self._files: dict[int, tuple[int, Callable[[], object]]] = {}
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._handle_signal = handle_signal
+        self.clients: list[Client] = []  # those that have not ended
+        source, target = os.pipe()
+        os.set_blocking(source, False)
+        os.set_blocking(target, False)
+        signal.set_wakeup_fd(target, warn_on_full_buffer=False)
+        for number in (*numbers, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        self._signals = source
+        self.on_readable(source, self._read_signals)
+
+    def on_readable(self, file: int, function: Callable[[], object]) -> None:
+        self._files[file] = (select.POLLIN, function)
+
+    def on_writable(self, file: int, function: Callable[[], None]) -> None:
+        self._files[file] = (select.POLLOUT, function)
+
+    def forget(self, file: int) -> None:
+        self._files.pop(file, None)
+
+    def call_later(self, seconds: float, function: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), function))
+
+    def wait(self) -> None:
+        """Wait for the next events, and call their functions."""
+        poll = select.poll()
+        for file, (event, _) in self._files.items():
+            poll.register(file, event)
+        seconds = self._timers[0][0] - time.monotonic() if self._timers else None
+        for file, _ in poll.poll(None if seconds is None else max(0.0, 1000 * seconds)):
+            if file in self._files:  # not forgotten since
+                self._files[file][1]()
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            heapq.heappop(self._timers)[2]()
+
+    def _read_signals(self) -> None:
+        numbers = os.read(self._signals, 4096)
+        for number in numbers:
+            if number != signal.SIGCHLD:
+                self._handle_signal(number)
+        if signal.SIGCHLD in numbers:
+            for client in list(self.clients):
+                client.check()
+
+
+class Client:
+    """A local process that runs a command on a node, in a session of its own: Ctrl-C does not reach it."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        command: list[str],
+        environment: dict[bytes, bytes],
+        *,
+        on_exit: Callable[[Client], None],
+        on_output: Callable[[bytes], None] | None = None,
+        on_errors: Callable[[bytes], None] | None = None,
+        sent: bytes | None = None,
+        source: int | None = NULL,
+        output: int | None = NULL,
+        errors: int | None = NULL,
+        timeout: float = 0.0,
+    ) -> None:
+        """Start the command.
+
+        sent: what is written to its standard input, which then stays open; None: `source` is its standard input.
+        on_output, on_errors: called with blocks of standard output and standard error, which otherwise go to the files
+        `output` and `errors`. timeout: seconds after which it is killed; 0: never.
+        """
+        self.loop, self._on_exit = loop, on_exit
+        self._lock = threading.Lock()  # heartbeats are sent by a thread
+        self._pending = bytearray(sent or b"")
+        self._ends_input = False
+        self.input = -1
+        opened = []  # here, for the process
+        if sent is not None:
+            source, self.input = os.pipe()
+            os.set_blocking(self.input, False)
+            opened.append(source)
+        self._readers: dict[int, Callable[[bytes], None]] = {}
+        if on_output:
+            opened.append(output := self._pipe(on_output))
+        if on_errors:
+            opened.append(errors := self._pipe(on_errors))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_BY_CLIENTS)
+        try:
+            self.process = subprocess.Popen(
+                command, stdin=source, stdout=output, stderr=errors, env=environment, start_new_session=True
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            for file in opened:
+                os.close(file)
+        loop.clients.append(self)
+        self._flush()
+        if timeout:
+            loop.call_later(timeout, self.kill)
+
+    def _pipe(self, function: Callable[[bytes], None]) -> int:
+        source, target = os.pipe()
+        os.set_blocking(source, False)
+        self._readers[source] = function
+        self.loop.on_readable(source, partial(self._read, source))
+        return target
+
+    def _read(self, file: int) -> bool:
+        """Read a block. Returns whether there may be more."""
+        try:
+            block = os.read(file, BLOCK)
+        except BlockingIOError:
+            return False
+        self._readers[file](block)
+        if not block:
+            self._close_reader(file)
+        return bool(block)
+
+    def _close_reader(self, file: int) -> None:
+        self.loop.forget(file)
+        del self._readers[file]
+        os.close(file)
+
+    def pause_output(self, paused: bool) -> None:
+        """Stop or continue to read the output, so that a slow console makes the command wait."""
+        for file in self._readers:
+            if paused:
+                self.loop.forget(file)
+            else:
+                self.loop.on_readable(file, partial(self._read, file))
+
+    @property
+    def code(self) -> int:
+        """The exit code of the process; 128 + n for signal n."""
+        code = self.process.returncode
+        return 128 - code if code < 0 else code
+
+    def send(self, data: bytes) -> None:
+        """Write to the standard input of the command, without waiting."""
+        with self._lock:
+            self._pending += data
+        self._flush()
+
+    def send_heartbeat(self) -> None:
+        """Send an empty line, unless something else still has to be sent. Called by another thread."""
+        with self._lock, contextlib.suppress(OSError):
+            if not self._pending and self.input >= 0:
+                os.write(self.input, b"\n")
+
+    def _flush(self) -> None:
+        with self._lock:
+            try:
+                while self._pending and self.input >= 0:
+                    del self._pending[: os.write(self.input, self._pending)]
+            except BlockingIOError:
+                self.loop.on_writable(self.input, self._flush)
+                return
+            except OSError:  # the process has exited
+                self._pending.clear()
+            self.loop.forget(self.input)
+            if self._ends_input:
+                self._close_input()
+
+    def end_input(self) -> None:
+        """Close the standard input of the command when everything is sent."""
+        self._ends_input = True
+        self._flush()
+
+    def _close_input(self) -> None:
+        if self.input >= 0:
+            file, self.input = self.input, -1
+            self.loop.forget(file)
+            os.close(file)
+
+    def kill(self) -> None:
+        """Kill the process and those that it has started."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def check(self) -> None:
+        """Call on_exit if the process has exited, after its output was read. A descendant may keep its pipes open."""
+        if self not in self.loop.clients or self.process.poll() is None:
+            return
+        self.loop.clients.remove(self)
+        for file in list(self._readers):
+            while self._read(file):
+                pass
+            if file in self._readers:
+                self._close_reader(file)
+        with self._lock:
+            self._close_input()
+        self._on_exit(self)

@@ -1,0 +1,115 @@
+"""Copy logs and run directories of nodes that do not share the run directory back to this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import partial
+
+from distributed.launch.loop import INHERITED
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from distributed.host.replies import Reply
+    from distributed.launch.watch import Watch
+    from distributed.runs.lookup import RunNode
+
+FOLLOW_INTERVAL = 2.0  # seconds between two copies of new log lines
+FOLLOW_TIMEOUT = 3.0  # seconds
+# Programs for sh on a node. $1: the run directory. A node with run.json shares it and writes the log itself.
+PRINT_LOG = 'cd -- "$1" && { [ -e run.json ] || tail -c +"$3" -- "$2"; }'  # $2: log, $3: first byte
+PACK = 'cd -- "$1" && TAR_OPTIONS= tar -cf - --exclude=./checkpoints .'
+ARCHIVE = 'cd -- "$1" && mkdir -p -- "$2" && mv errors ranks node_* "$2/"'  # $2: directory for an earlier attempt
+
+
+class NodeLogs:
+    """The files of the nodes. sync: follow the logs while the nodes run."""
+
+    def __init__(self, watch: Watch, sync: bool) -> None:
+        self._watch, self._sync = watch, sync
+        self._fetched: list[RunNode] = []  # nodes whose run directory was copied back
+        self._following = 0  # number of the attempt whose logs are copied
+
+    def _on_node(self, node: RunNode, script: str, *arguments: str) -> list[str]:
+        line = ["sh", "-c", script, "sh", str(self._watch.directory), *arguments]
+        return self._watch.transport.command(node, line, self._watch.options.cwd)
+
+    # ---- while the nodes run
+
+    def follow(self) -> None:
+        """Copy new lines of the logs again and again, until the attempt has ended."""
+        if self._sync:
+            self._watch.loop.call_later(FOLLOW_INTERVAL, partial(self._append, self._watch.attempts + 1))
+
+    def _append(self, attempt: int) -> None:
+        if attempt != self._watch.attempts:
+            return
+        missing = set(self._watch.run.nodes)
+
+        def appended(node: RunNode, _: Reply) -> None:
+            missing.discard(node)
+            if not missing:
+                self._watch.loop.call_later(FOLLOW_INTERVAL, partial(self._append, attempt))
+
+        for node in self._watch.run.nodes:
+            self._append_log(node, partial(appended, node), FOLLOW_TIMEOUT)
+
+    def _append_log(self, node: RunNode, then: partial[None], timeout: float = 0.0) -> None:
+        """Append the bytes that the log on the node has and the local copy lacks."""
+        log = self._watch.directory / f"node_{node.node}.log"
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        command = self._on_node(node, PRINT_LOG, log.name, str(os.fstat(file).st_size + 1))
+        self._watch.call(node.node, command, then, timeout=timeout, output=file)
+        os.close(file)
+
+    # ---- after an attempt
+
+    def collect(self) -> None:
+        """Copy the run directory of each node back, without checkpoints.
+
+        Nodes with an exit code here share it, or did not start; nodes marked as lost are unreachable.
+        """
+        run = self._watch.directory
+        self._fetched = [
+            node
+            for node in self._watch.run.nodes
+            if not (run / f"node_{node.node}.exit").exists() and not self._watch.is_lost(node.node)
+        ]
+        for node in self._fetched:
+            if self._sync:
+                self._append_log(node, partial(self._fetch_after, node))
+            else:
+                self._fetch(node)
+        self._watch.wait_for_calls()
+
+    def _fetch_after(self, node: RunNode, reply: Reply) -> None:
+        if reply.code:
+            with contextlib.suppress(OSError):  # tar then copies the whole log
+                (self._watch.directory / f"node_{node.node}.log").unlink()
+        self._fetch(node)
+
+    def _fetch(self, node: RunNode) -> None:
+        codes: list[int] = []
+
+        def ended(reply: Reply) -> None:
+            codes.append(reply.code)
+            if len(codes) == 2 and any(codes):
+                self._warn(node, f"{self._watch.directory} could not be copied back; look for it on the node")
+
+        source, target = os.pipe()
+        unpack = ["env", "--unset=TAR_OPTIONS", "tar", "-xf", "-", "--keep-newer-files", "--no-same-owner"]
+        self._watch.call(node.node, [*unpack, "-C", str(self._watch.directory)], ended, source=source)
+        self._watch.call(node.node, self._on_node(node, PACK), ended, output=target, errors=INHERITED)
+        os.close(source)
+        os.close(target)
+
+    def archive(self, directory: str) -> None:
+        """Archive the last attempt on the nodes too, so that its files are not copied back as those of the next."""
+        commands = {node: self._on_node(node, ARCHIVE, directory) for node in self._fetched}
+        for reply in self._watch.call_all(commands):
+            if reply.code:
+                node = next(node for node in self._fetched if node.node == reply.node)
+                self._warn(node, f"files of the last attempt in {self._watch.directory} could not be moved")
+
+    def _warn(self, node: RunNode, problem: str) -> None:
+        self._watch.console.print(f"warning: {node.node}: {problem}", always=True)

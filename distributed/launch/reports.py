@@ -1,0 +1,54 @@
+"""Reports of a program on a node, among the lines that it prints for the console.
+
+A report is one line: REPORT, a JSON object, a line break. A supervisor reports the exit code of its command, as the
+exit code of ssh or pdsh may be that of a lost connection; a task of srun also reports its start and heartbeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+REPORT = b"\x1e"  # ASCII record separator, which programs do not print
+
+
+def format_report(**facts: object) -> bytes:
+    import json  # not at the top: a supervisor starts before every command
+
+    return REPORT + json.dumps(facts).encode() + b"\n"
+
+
+def parse_report(line: bytes) -> dict[str, Any]:
+    """Return the report; {} if the line is not a report: a rank may print the REPORT character."""
+    import json
+
+    with contextlib.suppress(ValueError):
+        report = json.loads(line)
+        if isinstance(report, dict) and "node" in report:
+            return report
+    return {}
+
+
+class ReportParser:
+    """Splits what nodes print into reports and other output. A report may be in the middle of a line."""
+
+    def __init__(self) -> None:
+        self._partial = b""
+
+    def feed(self, received: bytes) -> Iterator[bytes | dict[str, Any]]:
+        self._partial += received
+        while self._partial:
+            output, separator, rest = self._partial.partition(REPORT)
+            if output:
+                yield output
+            line, newline, rest = rest.partition(b"\n")
+            if separator and not newline:
+                self._partial = separator + line
+                return
+            self._partial = rest
+            if separator:
+                yield parse_report(line) or separator + line + newline

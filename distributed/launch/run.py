@@ -1,0 +1,382 @@
+"""Run a launch: open the run directory, run the attempts, print the verdict, exit with the code of the run.
+
+A launcher replaces itself by this program after its checks. Standard input has lists of arbitrary strings, which are
+not arguments because all users can read arguments: for each list its name, the number of its entries, and the entries,
+all terminated by NUL bytes. The lists:
+
+    inherited    NAME=VALUE of variables of the caller for the nodes
+    environment  NAME=VALUE of --env and --env-file
+    call         the command line of the launcher
+    before       the command line of the agent or of srun, before the options that are added here
+    after        the rest of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
+from distributed.files import KIT
+from distributed.launch.transport import AgentCommand, Local, Pdsh, Srun, Ssh
+from distributed.launch.watch import Console, Options, Watch
+from distributed.runs import run_directory
+
+if TYPE_CHECKING:
+    from distributed.launch.node_logs import NodeLogs
+
+MAX_STALLED = 3  # consecutive restarts without progress before giving up
+PROGRESS_SECONDS = 300.0  # an attempt that logs no steps has made progress when it ran this long
+ATTEMPT_FILES = ("errors", "ranks", "verdict.json", "hang.json", "node_*")  # others are of the whole run
+
+
+def read_lists() -> dict[str, list[bytes]]:
+    """Read the lists from standard input, which is then empty."""
+    fields = sys.stdin.buffer.read().split(b"\0")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    lists = {}
+    while len(fields) > 1:
+        name, number = fields[0].decode(), int(fields[1])
+        lists[name], fields = fields[2 : 2 + number], fields[2 + number :]
+    return lists
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="run", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("transport", choices=["local", "ssh", "pdsh", "srun"])
+    add("--program", required=True, help="name of the launcher in messages")
+    add("--node", required=True, nargs=3, action="append", metavar=("NAME", "PROCESSES", "ADDRESS"), dest="nodes")
+    add("--first-rank", type=int, default=0, metavar="N", help="of the first node")
+    add("--log-dir", required=True, metavar="DIR", help="the directory of all runs, relative to --cwd")
+    add("--cwd", required=True, metavar="DIR", help="working directory of the ranks")
+    add("--name", required=True, help="name of the script; date, time and a number are appended")
+    add("--script", required=True)
+    add("--config", default=None, help="default: none")
+    add("--python", required=True, metavar="PATH", help="interpreter of the nodes")
+    add("--node-env", required=True, metavar="FILE")
+    add("--master", nargs=2, default=("", ""), metavar=("ADDRESS", "PORT"))
+    add("--replies", type=Path, metavar="DIR", help="of the nodes to the preflight; they set address and port")
+    add("--run-id", action="store_true", help="give torchrun the name of the run")
+    add("--connections", default="", metavar="DIR", help="of ssh")
+    add("--login-timeout", type=int, default=60, metavar="SECONDS")
+    add("--sync", action="store_true", help="follow the logs of nodes with their own run directory")
+    add("--grace", type=int, required=True, metavar="SECONDS")
+    add("--max-restarts", type=int, default=0, metavar="N")
+    add("--hang-timeout", type=float, metavar="SECONDS")
+    add("--part", action="store_true", help="other launchers start the other nodes")
+    add("--announce", default="", metavar="TEXT", help="print this at the start; {log} is this node's log")
+    add("--again", metavar="RUN", help="use the existing directory of this requeued run")
+    add("--slurm-job", nargs="+", default=(), metavar="NAME", help="job number and other names")
+    add("--task-per-node", action="store_true", help="with srun: one task for all ranks of a node")
+    add("--max-requeues", type=int, metavar="N", help="this is a batch job, which may be requeued")
+    add("--detach", action="store_true")
+    add("--dry-run", action="store_true")
+    add("--quiet", action="store_true")
+    return parser.parse_args(arguments)
+
+
+class Launch:
+    """One launch, from the comparison of the nodes to the verdict."""
+
+    def __init__(self, options: argparse.Namespace, lists: dict[str, list[bytes]]) -> None:
+        self.options = options
+        self.console = Console(options.program, options.quiet)
+        self.inherited, self.environment = tuple(lists["inherited"]), tuple(lists["environment"])
+        self.call = [os.fsdecode(argument) for argument in lists["call"]]
+        self.before = tuple(os.fsdecode(argument) for argument in lists["before"])
+        self.after = tuple(os.fsdecode(argument) for argument in lists["after"])
+        self.names = [name for name, *_ in options.nodes]
+        self.logs = os.path.join(options.cwd, options.log_dir)
+        self.code = 0
+        self.seconds = 0.0  # duration of the last attempt
+        self.last_step: int | None = None  # that the run has logged
+        self.stalled = 0  # consecutive restarts without progress
+
+    # ---- before the nodes start
+
+    def print_commands(self) -> None:
+        """For --dry-run: the command of each node, with the names of its variables, without their values."""
+        directory = f"{self.options.log_dir}/<run>"
+        entries = [f"{os.fsdecode(entry).partition('=')[0]}=..." for entry in (*self.inherited, *self.environment)]
+        env = ["env", *entries] if entries else []
+        if self.options.transport == "srun":
+            print(shlex.join([*env, *self.before, directory, *self.after]))
+            return
+        address, port = self.options.master
+        first = self.names[0]
+        agent = self._agent(address or first, port or f"<a free port of {first}>")
+        for rank, (name, processes, _) in enumerate(self.options.nodes):
+            print(f"{name}: {shlex.join([*env, *agent.on(directory, name, str(rank), processes)])}")
+
+    def compare_nodes(self) -> tuple[str, str]:
+        """Compare the replies of the nodes. Returns the master address and port. Exits if they are unfit."""
+        if not self.options.replies:
+            address, port = self.options.master
+            return address, port
+        from distributed.launch import preflight
+
+        processes = {name: int(count) for name, count, _ in self.options.nodes}
+        faults, warnings, rendezvous = preflight.compare(self.options.replies, processes, self.options.master[1])
+        for line in (*(f"warning: {warning}" for warning in warnings), *faults):
+            sys.stderr.write(f"preflight: {line}\n")
+        if faults:
+            sys.exit(UNFIT)
+        address, port = rendezvous.split()
+        return address, port
+
+    def _agent(self, address: str, port: str) -> AgentCommand:
+        nodes = len(self.options.nodes) if self.options.transport in ("ssh", "pdsh") else 0
+        return AgentCommand(self.before, self.after, self.options.run_id or bool(nodes), nodes, address, port)
+
+    def create_run(self) -> Path:
+        """Make the run directory and the links to it. Exits with WRONG_CALL if it cannot be written."""
+        options = self.options
+        addresses = [f"{address}:{count}" for _, count, address in options.nodes if address]
+        try:
+            directory = run_directory.create(
+                self.logs, options.name, nodes=self.names, nproc=sum(int(count) for _, count, _ in options.nodes),
+                script=options.script, config=options.config, cwd=options.cwd, python=options.python,
+                command=masked(self.call), addresses=addresses, first_rank=options.first_rank, launcher=os.getpid(),
+                grace=options.grace, slurm_job=options.slurm_job, again=options.again,
+            )  # fmt: skip
+        except OSError as error:
+            path = error.filename or self.logs
+            reason = f"{path}: {error.strerror}; choose another directory with --log-dir"
+            sys.stderr.write(f"run_directory: cannot create a run directory: {reason}\n")
+            sys.exit(WRONG_CALL)
+        for message in run_directory.link_to(directory, self.names, options.slurm_job):
+            sys.stderr.write(f"run_directory: {message}\n")
+        return Path(directory)
+
+    def detach(self) -> int:
+        """Continue in a child process without a terminal, while this process exits.
+
+        Returns, in the child, a file to which the path of the run directory is written.
+        """
+        log, path = self._create_log()
+        source, target = os.pipe()
+        child = os.fork()
+        if child:
+            os.close(target)
+            with open(source) as pipe:
+                run = pipe.read()
+            if not run:
+                sys.stderr.write(Path(path).read_text(errors="replace"))
+                os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            status, stop = (shlex.join([f"{KIT}/scripts/{name}.sh", run]) for name in ("status", "stop"))
+            self.console.print(
+                f"run {os.path.basename(run)} started in the background, process {child}: output in {path}; "
+                f"to see its state: {status}; to stop it: {stop}"
+            )
+            self.flush()
+            os._exit(0)
+        os.setsid()
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
+        return target
+
+    def _create_log(self) -> tuple[int, str]:
+        """Create a file detached-XXXXXX.log. Returns it open for writing, and its path."""
+        import tempfile
+
+        try:
+            os.makedirs(self.logs, exist_ok=True)
+            return tempfile.mkstemp(".log", "detached-", self.logs)
+        except OSError:
+            problem = f"cannot be written (in {self.options.cwd}); choose another directory"
+            sys.stderr.write(f"{self.options.program}: --log-dir '{self.options.log_dir}': {problem}\n")
+            sys.exit(1)
+
+    # ---- attempts
+
+    def run(self) -> int:
+        """Run attempts until one succeeds or no restart may help. Returns the exit code."""
+        options = self.options
+        address, port = self.compare_nodes()
+        opened = self.detach() if options.detach else -1
+        attempt = archive_attempt(Path(options.again)) if options.again else 0
+        transport = self._transport()
+        watch_options = Options(
+            program=options.program, agent=self._agent(address, port), python=options.python, node_env=options.node_env,
+            cwd=options.cwd, grace=options.grace, inherited=self.inherited, environment=self.environment,
+            hang_timeout=options.hang_timeout, all_ranks_here=not options.part,
+        )  # fmt: skip
+        watch = Watch(transport, watch_options, self.console, terminals())
+        watch.restart_count, watch.max_restarts = attempt, options.max_restarts
+        directory = self.create_run()
+        if path := os.environ.get("MUSTER_RUN_FILE"):  # of the caller of this launcher
+            Path(path).write_text(f"{directory}\n")
+        if opened >= 0:
+            os.write(opened, os.fsencode(directory))
+            os.close(opened)
+        from distributed.runs.lookup import read
+
+        watch.open(read(directory))
+        ranks = sum(node.processes for node in watch.run.nodes)
+        what = f"{ranks} process{'es' * (ranks != 1)}"
+        self.console.record(f"run {directory.name}: {what} on {' '.join(self.names)}")
+        if options.announce:
+            self.console.print(options.announce.replace("{log}", f"{directory}/node_{self.names[0]}.log"))
+        self.watch, self.directory = watch, directory
+        self.last_step = self._furthest_step()
+        self._run_attempts()
+        if options.max_requeues is not None:
+            from distributed.slurm.requeue import requeue_if_stopped
+
+            requeue_if_stopped(self, MAX_STALLED)
+        self.flush()
+        return self.code
+
+    def _run_attempts(self) -> None:
+        logs = self._node_logs()
+        restarts = 0
+        while True:
+            started = time.monotonic()
+            if logs:
+                logs.follow()
+            self.watch.attempt()
+            if logs:
+                logs.collect()
+            self.seconds = time.monotonic() - started
+            self.code = self.report_verdict()
+            if not self._should_restart(restarts):
+                return
+            restarts += 1
+            number = archive_attempt(self.directory)
+            self.watch.restart_count = number
+            count = f"restart {restarts} of {self.options.max_restarts}"
+            self.console.record(f"exit code {self.code}: {count}, from the newest valid checkpoint")
+            if logs:
+                logs.archive(f"attempt_{number}")
+
+    def _transport(self) -> Local:
+        options = self.options
+        if options.transport == "srun":
+            return Srun(self.before, self.after, options.slurm_job[0], not options.task_per_node)
+        if options.transport == "local":
+            return Local()
+        return (Ssh if options.transport == "ssh" else Pdsh)(options.connections, options.login_timeout)
+
+    def _node_logs(self) -> NodeLogs | None:
+        if self.options.transport not in ("ssh", "pdsh"):
+            return None
+        from distributed.launch.node_logs import NodeLogs
+
+        return NodeLogs(self.watch, self.options.sync)
+
+    def report_verdict(self) -> int:
+        """Find the first failure, write the report, and print the verdict. Returns the exit code of the run."""
+        from distributed.runs import verdict
+
+        stopped, code = self.watch.signal, self.watch.status
+        if stopped:
+            code = INTERRUPTED if stopped == signal.SIGINT else TERMINATED
+        arguments = [str(self.directory), "--report", "--exit-code", str(code)]
+        arguments += ["--no-signal"] * (not stopped)
+        if self.options.max_requeues is not None:
+            arguments += ["--resume", ""]  # requeue.py prints whether the job is requeued
+        # Not to standard error at once, as a closed console must not change the exit code.
+        with contextlib.redirect_stderr(io.StringIO()) as text:
+            code = verdict.main(arguments)
+        self.console.show(os.fsencode(text.getvalue()), 2)
+        return code
+
+    def _should_restart(self, restarts: int) -> bool:
+        """Whether a restart may help: the call was valid, no stop was requested (a signal that was passed on may be
+        one), the limit of restarts is not reached, and fewer than MAX_STALLED restarts in a row were without progress.
+        """
+        if self.watch.signal or self.code in (0, WRONG_CALL, STOPPED):
+            return False
+        if (self.watch.passed_signal and self.code == TERMINATED) or restarts >= self.options.max_restarts:
+            return False
+        progress = self.made_progress()
+        self.stalled = 0 if progress or not restarts else self.stalled + 1
+        if self.stalled < MAX_STALLED:
+            return True
+        past = "" if self.last_step is None else f" past step {self.last_step}"
+        self.console.record(f"exit code {self.code}: no progress{past} in {self.stalled} restarts; giving up")
+        return False
+
+    def made_progress(self) -> bool:
+        """Whether the attempt logged a new step or, if the run logs no steps, ran for PROGRESS_SECONDS."""
+        before, self.last_step = self.last_step, self._furthest_step()
+        if self.last_step is None:
+            return self.seconds >= PROGRESS_SECONDS
+        return before is None or self.last_step > before
+
+    def _furthest_step(self) -> int | None:
+        path = self.directory / "metrics.jsonl"
+        if not path.exists():
+            return None
+        from distributed.metrics import furthest
+
+        return furthest(path)
+
+    def flush(self) -> None:
+        """Wait until the console has received everything, or was closed."""
+        while self.console.pending:
+            for stream in self.console.pending:
+                stream.flush()
+            time.sleep(0.01 if self.console.pending else 0.0)
+
+
+def terminals() -> str:
+    """The streams that are terminals: "1", "2" or, if both are the same, "12"; "" if they are different terminals."""
+    found = [stream for stream in (1, 2) if os.isatty(stream)]
+    if len(found) == 2 and not os.path.sameopenfile(1, 2):
+        return ""
+    return "".join(map(str, found))
+
+
+def masked(call: Sequence[str]) -> list[str]:
+    """The launcher's command line without the values of --env."""
+    shown: list[str] = []
+    for argument in call:
+        if "--" in shown:
+            shown.append(argument)
+        elif argument.startswith("--env="):
+            shown.append(f"--env={argument[6:].partition('=')[0]}=...")
+        elif shown and shown[-1] == "--env":
+            shown.append(f"{argument.partition('=')[0]}=...")
+        else:
+            shown.append(argument)
+    return shown
+
+
+def archive_attempt(directory: Path) -> int:
+    """Move the files of an attempt into the next attempt_<n>. Files of the whole run stay. Returns n."""
+    number = 1
+    while (directory / f"attempt_{number}").exists():
+        number += 1
+    target = directory / f"attempt_{number}"
+    target.mkdir()
+    shutil.copy2(directory / "run.json", target)
+    for pattern in ATTEMPT_FILES:
+        for path in directory.glob(pattern):
+            path.rename(target / path.name)
+    for name in ("errors", "ranks"):
+        (directory / name).mkdir()
+    return number
+
+
+def main(arguments: Sequence[str]) -> int:
+    lists = read_lists()
+    launch = Launch(parse(arguments), lists)
+    if launch.options.dry_run:
+        launch.print_commands()
+        return 0
+    return launch.run()

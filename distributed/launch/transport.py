@@ -1,0 +1,206 @@
+"""How a launcher reaches the nodes of a run: on this machine, over ssh, with pdsh, or with srun in a SLURM job.
+
+A transport gives the local command that runs a command on a node, and starts all nodes of a run. With every transport a
+supervisor owns the command of a node, and reports its exit code; the watch knows nothing else about them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+
+from distributed.exit_codes import UNFIT
+from distributed.files import KIT, write_file
+from distributed.host.ssh_call import STARTED, UNREACHABLE, for_any_shell
+from distributed.launch.console import Lines
+from distributed.launch.loop import INHERITED
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distributed.launch.watch import Watch
+    from distributed.runs.lookup import RunNode
+
+LIB = os.path.join(KIT, "scripts", "lib")
+PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
+REQUEST_TIMEOUT, SIGNAL_TIMEOUT = 5.0, 30.0  # seconds; a stop request is repeated, a signal is not
+PDSH, STEP = "pdsh", "slurm"  # names of the clients that start all nodes
+_PDSH_CODE = re.compile(r"^pdsh@[^:]*: ([^:]+): ssh exited with exit code (\d+)$")
+_PDSH_INTERRUPT = re.compile(r"^pdsh@.*(interrupt|\^Z|command in progress)")  # of Ctrl-C, which the launcher handles
+
+
+@dataclass(frozen=True)
+class AgentCommand:
+    """The command line of the agent on each node."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    run_id: bool = False  # --rdzv-id names the run
+    nodes: int = 0  # if this launcher starts all of them: their number; 0: the other options are in `before`
+    address: str = ""  # of the first node
+    port: str = ""
+
+    def on(self, run: str, node: str, rank: str, processes: str) -> list[str]:
+        """The command of a node. run: the run directory."""
+        options = ["--rdzv-id", os.path.basename(run)] * self.run_id
+        if self.nodes:
+            options += ["--nnodes", str(self.nodes), "--node-rank", rank, "--nproc-per-node", processes]
+            options += ["--master-addr", self.address, "--master-port", self.port]
+        return [*self.before, *options, "--log-dir", f"{run}/ranks/{node}", *self.after]
+
+
+class Local:
+    """This machine is the only node, or other launchers start the others."""
+
+    heartbeat_timeout = 0  # seconds without a heartbeat after which a node stops its command; 0: no heartbeats
+    reports = False  # whether the exit code of a client may not be that of the supervisor, which therefore reports it
+    clients_are_nodes = True  # each node has a client of its own
+
+    def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
+        """The local command that runs a command on a node. log: file for the reason if it is not started."""
+        return list(arguments)
+
+    def environment(self, inherited: dict[bytes, bytes]) -> dict[bytes, bytes]:
+        """The environment of clients, from that of the launcher."""
+        return inherited
+
+    def start(self, watch: Watch) -> None:
+        """Start the nodes of an attempt."""
+        run = str(watch.directory)
+        for rank, node in enumerate(watch.run.nodes):
+            agent = watch.options.agent.on(run, node.node, str(rank), str(node.processes))
+            arguments = [*watch.supervise(), "--name", node.node, "--environment", "-", "--", *agent]
+            command = self.command(node, arguments, watch.options.cwd, f"{run}/node_{node.node}.log")
+            watch.start_client(node.node, command, sent=watch.block())
+
+    def request(self, watch: Watch, request: str) -> None:
+        """Send a request to the supervisors of all nodes: stop, kill or signal N."""
+        for client in watch.running.values():
+            client.send(f"{request}\n".encode())
+
+
+class Ssh(Local):
+    """Every node over ssh, with the connections that the launcher has opened."""
+
+    heartbeat_timeout = 20
+    reports = True
+
+    def __init__(self, connections: str, login_timeout: int) -> None:
+        """connections: directory of ssh's control sockets. login_timeout: seconds for the login shell of a node."""
+        self.options = ["-F", f"{connections}/config", "-o", f"ControlPath={connections}/%C"]
+        self._within = str(login_timeout)
+
+    def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
+        line = f"{STARTED}; cd -- {shlex.quote(cwd)} || exit {UNFIT}; exec {shlex.join(arguments)}"
+        call = [sys.executable, *PLAIN_PYTHON, f"{LIB}/ssh_call.py", "--within", self._within]
+        call += ["--log", log] if log else []
+        return [*call, node.address.rpartition("@")[2], "ssh", *self.options, "--", node.address, for_any_shell(line)]
+
+
+class Pdsh(Ssh):
+    """All nodes with one pdsh. Requests and the environment are sent over ssh.
+
+    pdsh runs the same command on all nodes, and replaces %n by the position of a node, from which bash on the node
+    chooses what differs. It keeps the standard input of the nodes open without writing to it; when pdsh exits, their
+    control channels close.
+    """
+
+    heartbeat_timeout = 0
+    clients_are_nodes = False
+
+    def start(self, watch: Watch) -> None:
+        """Write the environment to a file of mode 0600 on each node, which the supervisor removes; then start pdsh."""
+        run, script = str(watch.directory), 'mkdir -p -- "$1" && umask 077 && cat >"$2"'
+        commands = {}
+        for node in watch.run.nodes:
+            store = ["sh", "-c", script, "sh", run, f"{run}/node_{node.node}.environment"]
+            commands[node] = self.command(node, store, watch.options.cwd, f"{run}/node_{node.node}.log")
+        codes = {reply.node: reply.code for reply in watch.call_all(commands, sent=watch.block(), errors=INHERITED)}
+        # The login shell did not start this command, and would not start the supervisor either.
+        unfit = [name for name, code in codes.items() if code == UNFIT]
+        if not unfit and not watch.signal:
+            watch.start_client(PDSH, self._command(watch), on_errors=_PdshErrors(watch).feed)
+            return
+        for name in unfit:
+            write_file(f"{run}/node_{name}.exit", f"{UNFIT}\n")
+        rest = [node for node in watch.run.nodes if node.node not in unfit]
+        watch.call_all({
+            node: self.command(node, ["rm", "-f", "--", f"{run}/node_{node.node}.environment"], "/") for node in rest
+        })  # fmt: skip
+        watch.node_failed(UNFIT)
+
+    def _command(self, watch: Watch) -> list[str]:
+        run, nodes = str(watch.directory), watch.run.nodes
+        name, rank, processes = (f"<{os.urandom(8).hex()}>" for _ in range(3))  # marks, which shlex quotes
+        agent = watch.options.agent.on(run, name, rank, processes)
+        environment = ["--environment", f"{run}/node_{name}.environment"]
+        line = shlex.join([*watch.supervise(), "--name", name, *environment, "--", *agent])
+        for mark, expansion in ((name, '"${names[$3]}"'), (processes, '"${processes[$3]}"'), (rank, '"$3"')):
+            line = line.replace(mark, f"'{expansion}'")
+        names, counts = shlex.join(node.node for node in nodes), " ".join(str(node.processes) for node in nodes)
+        first = f"names=({names}) processes=({counts}); cd -- {shlex.quote(watch.options.cwd)} || exit {UNFIT}"
+        addresses = ",".join(node.address for node in nodes)
+        call = [PDSH, "-S", "-N", "-f", str(len(nodes)), "-w", addresses]
+        return [*call, f"{for_any_shell(f'{first}; exec {line}')} %n"]
+
+    def environment(self, inherited: dict[bytes, bytes]) -> dict[bytes, bytes]:
+        options = os.fsencode(" ".join(self.options))
+        return {b"PDSH_RCMD_TYPE": b"ssh", **inherited, b"PDSH_SSH_ARGS_APPEND": options}
+
+    def request(self, watch: Watch, request: str) -> None:
+        seconds = SIGNAL_TIMEOUT if request.startswith("signal") else REQUEST_TIMEOUT
+        for node in watch.run.nodes:
+            if node.node in watch.unended and not os.path.exists(f"{watch.directory}/node_{node.node}.lost"):
+                asked = [*watch.supervisor, *request.split(), "--dir", str(watch.directory), "--name", node.node]
+                watch.call(node.node, self.command(node, asked, watch.options.cwd), timeout=seconds)
+
+
+class _PdshErrors:
+    """The standard error of pdsh, which also carries that of the nodes. Lines of pdsh about Ctrl-C are dropped."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._lines = watch, Lines()
+
+    def feed(self, received: bytes) -> None:
+        shown = []
+        for line in self._lines.feed(received, last=not received).splitlines(keepends=True):
+            if line.startswith(b"pdsh@"):
+                text = os.fsdecode(line.strip())
+                if _PDSH_INTERRUPT.match(text):
+                    continue
+                found = _PDSH_CODE.match(text)
+                if found and int(found[2]) == UNREACHABLE:
+                    self._watch.node_lost(found[1])
+            shown.append(line)
+        self._watch.console.show(b"".join(shown), 2)
+
+
+class Srun(Local):
+    """All tasks with one srun, which distributed/slurm/srun.py watches."""
+
+    clients_are_nodes = False
+
+    def __init__(self, before: Sequence[str], after: Sequence[str], job: str, task_per_rank: bool) -> None:
+        """before, after: arguments of srun, before and after the run directory. job: number of the SLURM job."""
+        self.before, self.after = before, after
+        self._job, self._task_per_rank = job, task_per_rank
+
+    def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
+        """Run it as a job step that shares the resources of the running tasks."""
+        names = [name for name in os.environ if name.startswith(("SLURM_", "SRUN_")) and name != "SLURM_CONF"]
+        clean = ["env", *(f"--unset={name}" for name in names)]
+        srun = ["srun", "--overlap", "--jobid", self._job, "--nodes", "1", "--ntasks", "1", "--nodelist", node.node]
+        return [*clean, *srun, "--input", "none", "--quiet", *arguments]
+
+    def start(self, watch: Watch) -> None:
+        tasks = ",".join(f"{node.node}:{node.processes if self._task_per_rank else 1}" for node in watch.run.nodes)
+        step = [sys.executable, *PLAIN_PYTHON, f"{LIB}/step.py", str(watch.directory), watch.terminals, tasks]
+        # srun passes its environment to the tasks.
+        entries = (entry.partition(b"=") for entry in watch.entries())
+        environment = {name: value for name, _, value in entries}
+        command = [*step, *self.before, str(watch.directory), *self.after]
+        watch.start_client(STEP, command, sent=b"", environment=environment)

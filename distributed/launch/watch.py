@@ -1,0 +1,524 @@
+"""Watch the nodes of a run: start them, stop the others at the first failure, pass signals on, detect a hang.
+
+One event loop (loop.py) serves all nodes. A client is a local process that runs the supervisor of a node, over ssh if
+the node is another machine; pdsh and srun have one client for all nodes. Its standard input is the control channel of
+the supervisor: stop, kill, signal N, an empty line as a heartbeat; end of file means that the launcher has exited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
+from distributed.files import write_json
+from distributed.host import signals
+from distributed.host.replies import Reply
+from distributed.host.ssh_call import LOGIN_SHELL, UNREACHABLE
+from distributed.launch.loop import INHERITED, NULL, Client, Loop, inherited_environment
+from distributed.launch.reports import ReportParser
+from distributed.launch.supervisor import BACKLOG, ConsoleStream
+from distributed.launch.transport import LIB, PLAIN_PYTHON, AgentCommand, Local
+
+if TYPE_CHECKING:
+    from distributed.runs.hang_decision import Decision, HangWatch, Query
+    from distributed.runs.lookup import Run, RunNode
+
+STOP_TIMEOUT = 10.0  # seconds between stop request and SIGKILL when a node has failed
+CHECKPOINT_GRACE = 30.0  # seconds for the checkpoints of the other nodes when a node has stopped with a checkpoint
+REPEATED = 1.0  # seconds within which a terminal and a script may send the same signal
+DEFAULT_HANG_TIMEOUT = 600.0  # of a run that logs steps, without --hang-timeout
+FIRST_HANG_CHECK = 60.0  # seconds; IDLE_TIMEOUT of distributed/runs/hang_analysis.py
+MAX_DELAY = 5.0  # seconds; when a timer is later, the machine or this program was suspended
+QUERY_TIMEOUT, STACKS_TIMEOUT = 15.0, 60.0  # seconds
+NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpreter
+STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a launch that do not change between attempts."""
+
+    program: str  # name in messages
+    agent: AgentCommand
+    python: str  # the interpreter of the nodes
+    node_env: str  # config/node_env.sh
+    cwd: str
+    grace: int
+    inherited: tuple[bytes, ...]  # NAME=VALUE of variables for the nodes, which config/node_env.sh may change
+    environment: tuple[bytes, ...]  # of --env, which override them
+    hang_timeout: float | None  # seconds; 0: never; None: the default
+    all_ranks_here: bool  # otherwise other launchers start the other nodes of the run
+
+
+class Console:
+    """Standard output and standard error of the launcher, and launcher.log. A slow console must not block the watch."""
+
+    def __init__(self, program: str, quiet: bool) -> None:
+        self._program, self._quiet = program, quiet
+        self.streams = {1: ConsoleStream(1), 2: ConsoleStream(2)}
+        self.log: Path | None = None
+
+    def show(self, data: bytes, stream: int) -> None:
+        self.streams[stream].put(data)
+
+    def print(self, message: str, always: bool = False) -> None:
+        """Print a message, unless --quiet was given."""
+        if always or not self._quiet:
+            self.show(os.fsencode(f"{self._program}: {message}\n"), 2)
+
+    def record(self, message: str, always: bool = False) -> None:
+        """Print a message and append it to launcher.log."""
+        self.print(message, always)
+        if self.log:
+            with contextlib.suppress(OSError), self.log.open("ab") as log:
+                log.write(os.fsencode(f"{time.strftime('%F %T')} {message}\n"))
+
+    def leave_terminal(self) -> None:
+        """The terminal was closed: write to launcher.log, unless standard error is a file."""
+        if self.log and not os.path.isfile("/dev/fd/2"):
+            with contextlib.suppress(OSError):
+                log = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                os.close(log)
+
+    @property
+    def is_slow(self) -> bool:
+        return any(len(stream.pending) > BACKLOG for stream in self.streams.values())
+
+    @property
+    def pending(self) -> list[ConsoleStream]:
+        return [stream for stream in self.streams.values() if stream.pending]
+
+
+class Watch:
+    """Runs the attempts of a run, one at a time."""
+
+    def __init__(self, transport: Local, options: Options, console: Console, terminals: str) -> None:
+        """terminals: the streams that are terminals: "", "1", "2" or, if both are the same, "12"."""
+        self.transport, self.options, self.console, self.terminals = transport, options, console, terminals
+        self.loop = Loop(self._handle_signal, (*STOPPING_SIGNALS, *signals.PASSED_ON))
+        self._inherited = inherited_environment()
+        self._inherited.pop(b"MUSTER_RUN_FILE", None)  # for this launcher
+        self.restart_count, self.max_restarts = 0, 0
+        self.signal = 0  # that requested a stop
+        self._signal_time = 0.0
+        self.passed_signal = ""  # that was passed on to the ranks
+        self.running: dict[str, Client] = {}  # by node, or by the name of the client of all nodes
+        self.unended: set[str] = set()  # nodes whose end is not known
+        self._unstarted: dict[str, int] = {}  # nodes on which the supervisor could not be started -> exit code
+        self._calls: set[Client] = set()  # short commands
+        self._escalation = 0  # number of the scheduled request
+        self.attempts = 0
+        self._reset()
+
+    def open(self, run: Run) -> None:
+        """Set the run that is watched."""
+        self.run, self.directory = run, run.directory
+        self.console.log = run.directory / "launcher.log"
+
+    def _reset(self) -> None:
+        self.attempts += 1
+        self._escalation += 1
+        self.status = 0  # exit code of the first node that failed
+        self._requested = False  # a stop is in progress
+
+    # ---- commands and environment
+
+    @property
+    def supervisor(self) -> list[str]:
+        return [self.options.python, *PLAIN_PYTHON, f"{LIB}/supervisor.py"]
+
+    def supervise(self) -> list[str]:
+        """The supervisor's command line for an attempt, except the name of the node and the agent."""
+        command = [*self.supervisor, "run", "--dir", str(self.directory), "--grace", str(self.options.grace)]
+        if self.terminals:
+            command += ["--terminals", self.terminals]
+        if self.transport.heartbeat_timeout:
+            command += ["--heartbeat-timeout", str(self.transport.heartbeat_timeout)]
+        if self.transport.reports:
+            command.append("--report")
+        return [*command, "--source", self.options.node_env, "--sample-usage"]
+
+    def entries(self) -> list[bytes]:
+        """NAME=VALUE of --env and of the launcher for the ranks."""
+        # distributed/agent/attempt.py passes these to the ranks.
+        counts = [f"TORCHELASTIC_MAX_RESTARTS={self.max_restarts}", f"TORCHELASTIC_RESTART_COUNT={self.restart_count}"]
+        return [*self.options.environment, *map(str.encode, counts)]
+
+    def block(self) -> bytes:
+        """Both environment blocks for the supervisor. They are sent through a pipe, as all users can read arguments."""
+        blocks = (self.options.inherited, self.entries())
+        return b"".join(b"".join(entry + b"\0" for entry in block) + b"\0" for block in blocks)
+
+    # ---- clients
+
+    def start_client(
+        self,
+        name: str,
+        command: list[str],
+        sent: bytes | None = None,
+        on_errors: Callable[[bytes], None] | None = None,
+        environment: Mapping[bytes, bytes] | None = None,
+    ) -> None:
+        """Start the client of a node, or of all nodes. Its output is shown, and reports in it are handled."""
+        parser, on_output = ReportParser(), None
+        reported: dict[str, int] = {}
+
+        def handle_output(received: bytes) -> None:
+            for item in parser.feed(received):
+                if isinstance(item, bytes):
+                    self.console.show(item, 1)
+                else:
+                    reported[item["node"]] = item["exit_code"]
+                    if not self.transport.clients_are_nodes:
+                        self.node_ended(item["node"], item["exit_code"])
+
+        if self.transport.reports:
+            on_output = handle_output
+        self.running[name] = Client(
+            self.loop,
+            command,
+            {**self.transport.environment(self._inherited), **(environment or {})},
+            on_exit=partial(self._client_ended, name, reported),
+            on_output=on_output,
+            on_errors=on_errors,
+            sent=sent,
+            output=INHERITED,
+            errors=INHERITED,
+        )
+
+    def _client_ended(self, name: str, reported: Mapping[str, int], client: Client) -> None:
+        del self.running[name]
+        if name in reported:
+            self.node_ended(name, reported[name])
+        elif name in self.unended:
+            self._unreported(name, client)
+        else:  # of all nodes
+            self.node_failed(UNFIT if client.code == UNREACHABLE else client.code)
+            if self.transport.reports and (not client.code or len(self.unended) < len(self.run.nodes)):
+                for node in sorted(self.unended):
+                    self.node_lost(node)
+            self.unended.clear()
+
+    def _unreported(self, node: str, client: Client) -> None:
+        """Handle the end of a client that has not reported the exit code of its supervisor."""
+        code = client.code
+        exited = (self.directory / f"node_{node}.exit").exists()
+        if not exited and (code == UNREACHABLE or (code > 128 and not self._requested)):
+            if self.transport.reports and client.process.returncode < 0:
+                self.console.record(f"{node}: the launcher's client (process {client.process.pid}) was killed")
+            self.node_lost(node, UNFIT if code == UNREACHABLE else code)
+            return
+        if code in NOT_STARTED or (code == UNFIT and self._login_shell_failed(node)):
+            self._unstarted[node] = code
+        self.node_ended(node, code)
+
+    def _login_shell_failed(self, node: str) -> bool:
+        with contextlib.suppress(OSError):
+            return f"{node}: {LOGIN_SHELL}" in (self.directory / f"node_{node}.log").read_text(errors="replace")
+        return False
+
+    def node_ended(self, node: str, code: int) -> None:
+        self.unended.discard(node)
+        self.node_failed(code)
+
+    def node_failed(self, code: int) -> None:
+        """The first failure of a node stops the other nodes."""
+        if code and not self.status:
+            self.status = code
+            if not self._requested:
+                self._schedule(CHECKPOINT_GRACE if code == STOPPED else 0.0, "stop")
+
+    def node_lost(self, node: str, code: int = UNFIT) -> None:
+        """A node that has lost its connection stops its command itself; wait for that. code: see node_ended()."""
+        known = next((one for one in self.run.nodes if node in (one.node, one.address)), None)
+        if not known or known.node not in self.unended:
+            return
+        self.node_ended(known.node, code)
+        if self.is_lost(known.node):
+            return
+        self.console.record(f"{known.node}: connection to its supervisor lost; stopping the run")
+        sweep = [*self.supervisor, "sweep", "--dir", str(self.directory), "--name", known.node]
+        command = self.transport.command(known, [*sweep, "--grace", str(self.options.grace)], self.options.cwd)
+
+        def swept(reply: Reply) -> None:
+            if reply.code:
+                self._mark_lost(known.node)
+
+        self.call(known.node, command, swept, timeout=self.options.grace + STOP_TIMEOUT)
+
+    def is_lost(self, node: str) -> bool:
+        return (self.directory / f"node_{node}.lost").exists()
+
+    def _mark_lost(self, node: str) -> None:
+        """Record for the verdict that a node does not reply."""
+        with contextlib.suppress(OSError):
+            (self.directory / f"node_{node}.lost").touch()
+
+    def call(
+        self,
+        name: str,
+        command: list[str],
+        then: Callable[[Reply], None] = lambda reply: None,
+        timeout: float = 0.0,
+        sent: bytes | None = None,
+        source: int | None = NULL,
+        output: int | None = NULL,
+        errors: int | None = NULL,
+    ) -> Client:
+        """Run a short command; then call then() with its exit code and what it has written.
+
+        sent, source: its standard input, as bytes or a file. output, errors: files for its standard output and standard
+        error; NULL: they are in the reply.
+        """
+        files = [os.memfd_create(stream) for stream in ("output", "errors")]
+
+        def ended(client: Client) -> None:
+            self._calls.discard(client)
+            texts = []
+            for file in files:
+                os.lseek(file, 0, os.SEEK_SET)
+                with open(file, "rb") as opened:
+                    texts.append(opened.read().decode(errors="replace"))
+            then(Reply(name, client.code, texts[0], texts[1], time.time()))
+
+        client = Client(
+            self.loop,
+            command,
+            self._inherited,
+            on_exit=ended,
+            sent=sent,
+            source=source,
+            output=files[0] if output == NULL else output,
+            errors=files[1] if errors == NULL else errors,
+            timeout=timeout,
+        )
+        self._calls.add(client)
+        if sent is not None:
+            client.end_input()
+        return client
+
+    def call_all(self, commands: Mapping[RunNode, list[str]], **options: Any) -> list[Reply]:
+        """Run short commands at the same time, and wait until all have ended. options: of call()."""
+        replies: list[Reply] = []
+        calls = {self.call(node.node, command, replies.append, **options) for node, command in commands.items()}
+        while calls & self._calls:
+            self.loop.wait()
+        return replies
+
+    def wait_for_calls(self) -> None:
+        """Wait until all short commands have ended."""
+        while self._calls:
+            self.loop.wait()
+
+    # ---- one attempt
+
+    def attempt(self) -> int:
+        """Start the nodes, and wait until all have ended. Returns the exit code of the first node that failed."""
+        self._reset()
+        self.unended = {node.node for node in self.run.nodes}
+        self.transport.start(self)
+        if self.signal:  # received before a node was started
+            self._request("stop")
+        self._start_hang_watch()
+        ended = threading.Event()
+        if self.transport.heartbeat_timeout:
+            threading.Thread(target=self._send_heartbeats, args=(ended,), daemon=True).start()
+        paused = False
+        while self.running or self._calls or self.console.pending:
+            for stream in self.console.pending:
+                self.loop.on_writable(stream.number, partial(self._flush, stream))
+            if self.console.is_slow != paused:
+                paused = not paused
+                for client in self.running.values():
+                    client.pause_output(paused)
+            self.loop.wait()
+        ended.set()
+        self.attempts += 1  # ends the checks for a hang
+        self._escalation += 1
+        self._record_unstarted()
+        return self.status
+
+    def _flush(self, stream: ConsoleStream) -> None:
+        stream.flush()
+        if not stream.pending:
+            self.loop.forget(stream.number)
+
+    def _send_heartbeats(self, ended: threading.Event) -> None:
+        """A node that misses heartbeats stops its command. In a thread, because a disk may block the main thread."""
+        while not ended.wait(self.transport.heartbeat_timeout / 4):
+            for client in list(self.running.values()):
+                client.send_heartbeat()
+
+    def _record_unstarted(self) -> None:
+        """Write the supervisor's files, for the verdict: its interpreter could not be started, or the login shell did
+        not start the supervisor; then ssh_call.py has written the reason to the log.
+        """
+        for node, code in self._unstarted.items():
+            with contextlib.suppress(OSError):
+                if code != UNFIT:
+                    remedy = f"cannot be started on {node}; name an interpreter of that node with --python"
+                    with (self.directory / f"node_{node}.log").open("a") as log:
+                        print(f"{self.options.python}: {remedy}", file=log)
+                (self.directory / f"node_{node}.exit").write_text(f"{code}\n")
+        self._unstarted.clear()
+
+    # ---- requests
+
+    def _request(self, request: str) -> None:
+        self.transport.request(self, request)
+
+    def _schedule(self, seconds: float, request: str) -> None:
+        """Send a request later: stop, kill or abandon. It replaces one that was scheduled before."""
+        self._escalation += 1
+        self._requested = True
+        self.loop.call_later(seconds, partial(self._escalate, self._escalation, request))
+
+    def _escalate(self, number: int, request: str) -> None:
+        if number != self._escalation:
+            return
+        if request == "abandon":
+            self._abandon()
+            return
+        self._request(request)
+        self._schedule(STOP_TIMEOUT, "kill" if request == "stop" else "abandon")
+
+    def _abandon(self) -> None:
+        note = ""
+        if self.transport.heartbeat_timeout:
+            note = f" (its processes exit after {self.transport.heartbeat_timeout} s without heartbeats)"
+        for name in sorted(self.unended if self.transport.reports else self.running):
+            self.console.record(f"{name}: still running after the stop request; giving up{note}")
+            self._mark_lost(name)
+        for client in [*self.running.values(), *self._calls]:
+            client.kill()
+        for stream in self.console.pending:
+            stream.close()
+
+    # ---- signals
+
+    def _handle_signal(self, number: int) -> None:
+        name = signals.name(number)
+        if number not in STOPPING_SIGNALS:
+            self.passed_signal = name
+            message = f"{name}: sending it to the ranks, or stopping them if they have no handler for it"
+            self.console.record(message)
+            self._record_signal(name)
+            self._request(f"signal {number}")
+            return
+        hangup = number in (signal.SIGHUP, signal.SIGQUIT)
+        if self.signal:
+            # A terminal sends these to its whole process group, and a script in that group forwards them as well.
+            if not hangup or time.monotonic() > self._signal_time + REPEATED:
+                self._request("kill")
+                self._schedule(STOP_TIMEOUT, "abandon")
+            return
+        self.signal, self._signal_time = number, time.monotonic()
+        if number == signal.SIGHUP:
+            self.console.leave_terminal()
+        if hangup:
+            self._record_signal(name)
+        short, grace = name.removeprefix("SIG"), self.options.grace
+        self.console.record(f"{short}: stopping; up to {grace} s to write a checkpoint, {short} again to kill at once")
+        self._request("stop")
+        self._schedule(grace + STOP_TIMEOUT, "abandon")  # supervisors send SIGKILL after the grace period
+
+    def _record_signal(self, name: str) -> None:
+        """Record a signal for the verdict."""
+        facts = {"signal": name, "sender": "to the launcher", "time": time.time()}
+        with contextlib.suppress(OSError):
+            write_json(self.directory / "errors" / f"signal_launcher_{name}.json", facts)
+
+    # ---- hangs
+
+    def _start_hang_watch(self) -> None:
+        """Without --hang-timeout, a run is stopped only if it logs steps and no rank can make progress; any other run
+        that looks hung is only reported.
+        """
+        timeout = self.options.hang_timeout
+        if timeout == 0:
+            return
+        certain = timeout is None and self.options.all_ranks_here
+        if timeout is None:
+            timeout = DEFAULT_HANG_TIMEOUT if certain else math.inf
+        started, attempt = time.monotonic(), self.attempts
+
+        def start() -> None:
+            if attempt == self.attempts:
+                from distributed.runs.hang_decision import HangWatch  # most runs have ended, or show output
+
+                HangCheck(self, HangWatch(self.run, timeout, certain), started).check()
+
+        self.loop.call_later(min(timeout, FIRST_HANG_CHECK), start)
+
+    @property
+    def is_ending(self) -> bool:
+        return bool(self.status or self._requested)
+
+    def hangs(self, record: dict[str, Any]) -> None:
+        """Stop a run that hangs. record: the content of hang.json."""
+        with contextlib.suppress(OSError):
+            write_json(self.directory / "hang.json", record)
+        self.status = TIMED_OUT
+        self.console.record("the run hangs; stopping it")
+        self._schedule(0.0, "stop")
+
+
+class HangCheck:
+    """Checks an attempt for a hang until it ends: by its files on this machine, then by querying its nodes."""
+
+    def __init__(self, watch: Watch, hang_watch: HangWatch, since: float) -> None:
+        """since: start of the attempt, as time.monotonic(). Earlier time, and suspensions, are not counted."""
+        self._watch, self._hang_watch, self._since = watch, hang_watch, since
+        self._attempt = watch.attempts
+
+    def check(self, due: float = math.inf) -> None:
+        now = time.monotonic()
+        if now > due + MAX_DELAY:  # the machine or this program was suspended
+            self._since = now
+        if self._attempt == self._watch.attempts:
+            self._handle(*self._hang_watch.check_files(now - self._since))
+
+    def _handle(self, decision: Decision, notice: str) -> None:
+        from distributed.runs.hang_decision import Hung, Wait
+
+        if self._watch.is_ending or self._attempt != self._watch.attempts:
+            return
+        if notice:
+            self._watch.console.record(notice, always=True)
+        if isinstance(decision, Hung):
+            self._watch.hangs(decision.record)
+        elif isinstance(decision, Wait):
+            due = time.monotonic() + decision.seconds
+            self._watch.loop.call_later(decision.seconds, partial(self.check, due))
+        else:
+            self._query(decision)
+
+    def _query(self, asked: Query) -> None:
+        from distributed.runs.query import node_reply
+
+        run, replies = self._watch.run, {}
+
+        def replied(node: RunNode, reply: Reply) -> None:
+            replies[node] = node_reply(node, reply)
+            if len(replies) == len(run.nodes):
+                watched = time.monotonic() - self._since
+                self._handle(*self._hang_watch.check_replies([replies[one] for one in run.nodes], watched, asked))
+
+        timeout = STACKS_TIMEOUT if asked.stacks else QUERY_TIMEOUT
+        for node in run.nodes:
+            status = [run.python, "-I", f"{LIB}/module.py", "runs.node_status", "--run", run.directory_at_launch]
+            status += ["--node", node.node, "--count", str(node.processes), "--first-rank", str(node.first_rank)]
+            command = self._watch.transport.command(node, [*status, *asked.arguments], "/")
+            self._watch.call(node.node, command, partial(replied, node), timeout=timeout)
