@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 
 from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
 from distributed.files import KIT
-from distributed.launch.transport import AgentCommand, Local, Pdsh, Srun, Ssh
-from distributed.launch.watch import Console, Options, Watch
+from distributed.launch.transport import Local, Pdsh, Srun, Ssh
+from distributed.launch.watch import AgentCommand, Console, Options, Watch
 from distributed.runs import run_directory
 
 if TYPE_CHECKING:
@@ -235,9 +235,10 @@ class Launch:
         self.last_step = self._furthest_step()
         self._run_attempts()
         if options.max_requeues is not None:
-            from distributed.slurm.requeue import requeue_if_stopped
+            from distributed.launch.requeue import EndedRun, requeue_if_stopped
 
-            requeue_if_stopped(self, MAX_STALLED)
+            ended = EndedRun(directory, self.code, watch.signal, self.made_progress(), self.last_step)
+            requeue_if_stopped(ended, options.slurm_job[-1], options.max_requeues, self.console.record)
         self.flush()
         return self.code
 

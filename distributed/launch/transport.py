@@ -10,66 +10,40 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass
 
 from distributed.exit_codes import UNFIT
-from distributed.files import KIT, write_file
+from distributed.files import write_file
 from distributed.host.ssh_call import STARTED, UNREACHABLE, for_any_shell
 from distributed.launch.console import Lines
 from distributed.launch.loop import INHERITED
+from distributed.launch.watch import LIB, PLAIN_PYTHON, Watch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distributed.launch.watch import Watch
     from distributed.runs.lookup import RunNode
 
-LIB = os.path.join(KIT, "scripts", "lib")
-PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
 REQUEST_TIMEOUT, SIGNAL_TIMEOUT = 5.0, 30.0  # seconds; a stop request is repeated, a signal is not
 PDSH, STEP = "pdsh", "slurm"  # names of the clients that start all nodes
 _PDSH_CODE = re.compile(r"^pdsh@[^:]*: ([^:]+): ssh exited with exit code (\d+)$")
 _PDSH_INTERRUPT = re.compile(r"^pdsh@.*(interrupt|\^Z|command in progress)")  # of Ctrl-C, which the launcher handles
 
 
-@dataclass(frozen=True)
-class AgentCommand:
-    """The command line of the agent on each node."""
-
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    run_id: bool = False  # --rdzv-id names the run
-    nodes: int = 0  # if this launcher starts all of them: their number; 0: the other options are in `before`
-    address: str = ""  # of the first node
-    port: str = ""
-
-    def on(self, run: str, node: str, rank: str, processes: str) -> list[str]:
-        """The command of a node. run: the run directory."""
-        options = ["--rdzv-id", os.path.basename(run)] * self.run_id
-        if self.nodes:
-            options += ["--nnodes", str(self.nodes), "--node-rank", rank, "--nproc-per-node", processes]
-            options += ["--master-addr", self.address, "--master-port", self.port]
-        return [*self.before, *options, "--log-dir", f"{run}/ranks/{node}", *self.after]
-
-
 class Local:
     """This machine is the only node, or other launchers start the others."""
 
-    heartbeat_timeout = 0  # seconds without a heartbeat after which a node stops its command; 0: no heartbeats
-    reports = False  # whether the exit code of a client may not be that of the supervisor, which therefore reports it
-    clients_are_nodes = True  # each node has a client of its own
+    heartbeat_timeout = 0
+    reports = False
+    clients_are_nodes = True
 
     def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
-        """The local command that runs a command on a node. log: file for the reason if it is not started."""
         return list(arguments)
 
     def environment(self, inherited: dict[bytes, bytes]) -> dict[bytes, bytes]:
-        """The environment of clients, from that of the launcher."""
         return inherited
 
     def start(self, watch: Watch) -> None:
-        """Start the nodes of an attempt."""
         run = str(watch.directory)
         for rank, node in enumerate(watch.run.nodes):
             agent = watch.options.agent.on(run, node.node, str(rank), str(node.processes))
@@ -78,7 +52,6 @@ class Local:
             watch.start_client(node.node, command, sent=watch.block())
 
     def request(self, watch: Watch, request: str) -> None:
-        """Send a request to the supervisors of all nodes: stop, kill or signal N."""
         for client in watch.running.values():
             client.send(f"{request}\n".encode())
 

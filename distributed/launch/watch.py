@@ -17,22 +17,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
-from distributed.files import write_json
+from distributed.files import KIT, write_json
 from distributed.host import signals
 from distributed.host.replies import Reply
 from distributed.host.ssh_call import LOGIN_SHELL, UNREACHABLE
 from distributed.launch.loop import INHERITED, NULL, Client, Loop, inherited_environment
 from distributed.launch.reports import ReportParser
 from distributed.launch.supervisor import BACKLOG, ConsoleStream
-from distributed.launch.transport import LIB, PLAIN_PYTHON, AgentCommand, Local
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from distributed.runs.hang_decision import Decision, HangWatch, Query
     from distributed.runs.lookup import Run, RunNode
 
+LIB = os.path.join(KIT, "scripts", "lib")
+PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
 STOP_TIMEOUT = 10.0  # seconds between stop request and SIGKILL when a node has failed
 CHECKPOINT_GRACE = 30.0  # seconds for the checkpoints of the other nodes when a node has stopped with a checkpoint
 REPEATED = 1.0  # seconds within which a terminal and a script may send the same signal
@@ -42,6 +45,26 @@ MAX_DELAY = 5.0  # seconds; when a timer is later, the machine or this program w
 QUERY_TIMEOUT, STACKS_TIMEOUT = 15.0, 60.0  # seconds
 NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpreter
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True)
+class AgentCommand:
+    """The command line of the agent on each node."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    run_id: bool = False  # --rdzv-id names the run
+    nodes: int = 0  # if this launcher starts all of them: their number; 0: the other options are in `before`
+    address: str = ""  # of the first node
+    port: str = ""
+
+    def on(self, run: str, node: str, rank: str, processes: str) -> list[str]:
+        """The command of a node. run: the run directory."""
+        options = ["--rdzv-id", os.path.basename(run)] * self.run_id
+        if self.nodes:
+            options += ["--nnodes", str(self.nodes), "--node-rank", rank, "--nproc-per-node", processes]
+            options += ["--master-addr", self.address, "--master-port", self.port]
+        return [*self.before, *options, "--log-dir", f"{run}/ranks/{node}", *self.after]
 
 
 @dataclass(frozen=True)
@@ -58,6 +81,26 @@ class Options:
     environment: tuple[bytes, ...]  # of --env, which override them
     hang_timeout: float | None  # seconds; 0: never; None: the default
     all_ranks_here: bool  # otherwise other launchers start the other nodes of the run
+
+
+class Transport(Protocol):
+    """How commands reach the nodes of a run; see transport.py."""
+
+    heartbeat_timeout: int  # seconds without a heartbeat after which a node stops its command; 0: no heartbeats
+    reports: bool  # whether the exit code of a client may not be that of the supervisor, which therefore reports it
+    clients_are_nodes: bool  # each node has a client of its own
+
+    def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
+        """The local command that runs a command on a node. log: file for the reason if it is not started."""
+
+    def environment(self, inherited: dict[bytes, bytes]) -> dict[bytes, bytes]:
+        """The environment of clients, from that of the launcher."""
+
+    def start(self, watch: Watch) -> None:
+        """Start the nodes of an attempt."""
+
+    def request(self, watch: Watch, request: str) -> None:
+        """Send a request to the supervisors of all nodes: stop, kill or signal N."""
 
 
 class Console:
@@ -104,7 +147,7 @@ class Console:
 class Watch:
     """Runs the attempts of a run, one at a time."""
 
-    def __init__(self, transport: Local, options: Options, console: Console, terminals: str) -> None:
+    def __init__(self, transport: Transport, options: Options, console: Console, terminals: str) -> None:
         """terminals: the streams that are terminals: "", "1", "2" or, if both are the same, "12"."""
         self.transport, self.options, self.console, self.terminals = transport, options, console, terminals
         self.loop = Loop(self._handle_signal, (*STOPPING_SIGNALS, *signals.PASSED_ON))
@@ -488,9 +531,9 @@ class HangCheck:
         if now > due + MAX_DELAY:  # the machine or this program was suspended
             self._since = now
         if self._attempt == self._watch.attempts:
-            self._handle(*self._hang_watch.check_files(now - self._since))
+            self.handle(*self._hang_watch.check_files(now - self._since))
 
-    def _handle(self, decision: Decision, notice: str) -> None:
+    def handle(self, decision: Decision, notice: str) -> None:
         from distributed.runs.hang_decision import Hung, Wait
 
         if self._watch.is_ending or self._attempt != self._watch.attempts:
@@ -514,7 +557,7 @@ class HangCheck:
             replies[node] = node_reply(node, reply)
             if len(replies) == len(run.nodes):
                 watched = time.monotonic() - self._since
-                self._handle(*self._hang_watch.check_replies([replies[one] for one in run.nodes], watched, asked))
+                self.handle(*self._hang_watch.check_replies([replies[one] for one in run.nodes], watched, asked))
 
         timeout = STACKS_TIMEOUT if asked.stacks else QUERY_TIMEOUT
         for node in run.nodes:

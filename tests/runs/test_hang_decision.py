@@ -6,22 +6,34 @@ a node that does not reply, does not hang; status.bats and faults.bats test real
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_hang_analysis import IDLES, LOOPS, SLEEPS, STOPPED, WAITS, WORKS, ranks
 
-from distributed.files import write_json
-from distributed.host.replies import format_reply
+from distributed.host.replies import Reply, format_reply
 from distributed.runs import hang_decision
 from distributed.runs.hang_analysis import Activity, find_stall
-from distributed.runs.hang_decision import Notified, decide, hang_record, notice_on
+from distributed.runs.hang_decision import (
+    HUNG,
+    Decision,
+    HangWatch,
+    Hung,
+    Notified,
+    Query,
+    Wait,
+    decide,
+    hang_record,
+    notice_on,
+)
+from distributed.runs.lookup import read
+from distributed.runs.query import node_reply
 from distributed.runs.run_directory import create
 from distributed.runs.status import Observation
 
@@ -35,7 +47,7 @@ def decision_on(
     stacks: bool = True,
     certain: bool = False,
     not_started: int = 0,
-) -> str:
+) -> Decision:
     observed = Observation(tuple(ranks(*activities)), (), not_started, 1.0, silent)
     stall = find_stall(observed.ranks, 1.0) if stacks and observed.ranks else None
     return decide(observed, timeout, silent, stall, certain, sampled)
@@ -55,7 +67,7 @@ def decision_on(
     ],
 )
 def test_nodes_are_queried_for_cpu_use_and_for_stacks_only_after_a_time_without_output(
-    activities: list[Activity], silent: float, sampled: bool, decision: str
+    activities: list[Activity], silent: float, sampled: bool, decision: Decision
 ) -> None:
     assert decision_on(activities, silent, timeout=300.0, sampled=sampled, stacks=False) == decision
 
@@ -65,7 +77,7 @@ def test_nodes_are_queried_for_cpu_use_and_for_stacks_only_after_a_time_without_
     [(60.0, 1e9, Wait(60)), (130.0, 1e9, Wait(130)), (1e6, 1e9, Wait(600)), (130.0, 200.0, Wait(70))],
 )
 def test_a_run_that_stays_without_output_is_queried_less_and_less_often(
-    silent: float, timeout: float, decision: str
+    silent: float, timeout: float, decision: Decision
 ) -> None:
     assert decision_on([SLEEPS, SLEEPS], silent, timeout=timeout) == decision
 
@@ -84,7 +96,7 @@ def test_a_run_that_stays_without_output_is_queried_less_and_less_often(
     ],
 )
 def test_by_default_only_a_run_that_cannot_continue_hangs(
-    activities: list[Activity], with_timeout: str, by_default: str
+    activities: list[Activity], with_timeout: Decision, by_default: Decision
 ) -> None:
     assert decision_on(activities, 100.0) == with_timeout
     assert decision_on(activities, 100.0, certain=True) == by_default
@@ -106,13 +118,13 @@ def test_the_record_has_the_suspect_with_its_stack_and_the_lines_of_the_others()
     ]
 
 
-def run_directory(logs: Path) -> Path:
-    return Path(
-        create(
-            str(logs), "train", nodes=["n1"], nproc=1, script="train.py", config=None, cwd="/", python="python3",
-            command=["x"], launcher=os.getpid(),
-        )
+def hang_watch(logs: Path, timeout: float = math.inf, certain: bool = False) -> HangWatch:
+    """The watch of a run with one rank on the node n1."""
+    directory = create(
+        str(logs), "train", nodes=["n1"], nproc=1, script="train.py", config=None, cwd="/", python="python3",
+        command=["x"], launcher=os.getpid(),
     )  # fmt: skip
+    return HangWatch(read(Path(directory)), timeout, certain)
 
 
 RANK_STATUS = {
@@ -125,51 +137,42 @@ NODE_STATUS = {
 }  # fmt: skip
 
 
-def write_reply(directory: Path, code: int, **facts: Any) -> None:
-    (directory / "n1.out").write_text(format_reply(NODE_STATUS | facts) if code == 0 else "")
-    (directory / "n1.err").write_text("")
-    (directory / "n1.code").write_text(f"{code}\n")
+def check(watch: HangWatch, watched: float, asked: Query, code: int = 0, **facts: Any) -> tuple[Decision, str]:
+    """The decision and the notice after n1 has replied. facts: of its status."""
+    output = format_reply(NODE_STATUS | facts) if code == 0 else ""
+    return watch.check_replies([node_reply(watch.run.nodes[0], Reply("n1", code, output, ""))], watched, asked)
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "facts", "decision"),
+    ("watched", "certain", "code", "facts", "decision"),
     [
-        (["--watched", "700"], 0, {}, HUNG),
-        (["--watched", "599"], 0, {}, Wait(1)),  # the time before the watch started is ignored
-        (["--watched", "700"], 255, {}, Wait(60)),  # the node does not reply
-        (["--watched", "700", "--certain"], 0, {}, Wait(600)),  # it logs no steps
-        (["--watched", "700", "--certain"], 0, {"metrics": 650.0}, HUNG),
-        (["--watched", "700", "--certain"], 0, {"metrics": 100.0}, Wait(100)),
+        (700, False, 0, {}, HUNG),
+        (599, False, 0, {}, Wait(1)),  # the time before the watch started is ignored
+        (700, False, 255, {}, Wait(60)),  # the node does not reply
+        (700, True, 0, {}, Wait(600)),  # it logs no steps
+        (700, True, 0, {"metrics": 650.0}, HUNG),
+        (700, True, 0, {"metrics": 100.0}, Wait(100)),
     ],
 )
-def test_the_decision_is_printed_and_a_hang_is_recorded(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    code: int,
-    facts: dict[str, Any],
-    decision: str,
+def test_a_run_hangs_after_its_timeout_and_the_cause_is_recorded(
+    tmp_path: Path, watched: float, certain: bool, code: int, facts: dict[str, Any], decision: Decision
 ) -> None:
-    run = run_directory(tmp_path)
-    write_reply(tmp_path, code, **facts)
-    stacks = ["--timeout", "600", "--seconds", "1", "--stacks"]
-    assert hang_decision.main([str(run), str(tmp_path), *stacks, *options]) == 0
-    assert capsys.readouterr().out == f"{decision}\n"
-    assert (run / hang_decision.HANG_FILE).exists() == (decision == HUNG)
-    if decision == HUNG:
-        option = "" if "--certain" in options else " (--hang-timeout 600)"
-        assert json.loads((run / hang_decision.HANG_FILE).read_text())["cause"] == (
-            f"hung: no output for {facts.get('metrics', 700.0):.0f} s{option}; no rank used CPU in 1.0 s"
-        )
+    found, _ = check(hang_watch(tmp_path, 600, certain), watched, Query(1, stacks=True), code, **facts)
+    if decision != HUNG:
+        assert found == decision
+        return
+    assert isinstance(found, Hung)
+    option = "" if certain else " (--hang-timeout 600)"
+    assert found.record["cause"] == (
+        f"hung: no output for {facts.get('metrics', 700.0):.0f} s{option}; no rank used CPU in 1.0 s"
+    )
 
 
-def test_old_metrics_of_an_earlier_attempt_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_directory(tmp_path)
-    write_reply(tmp_path, 0, ranks=[RANK_STATUS | {"silent": 3.0}])
-    (run / "metrics.jsonl").touch()
-    os.utime(run / "metrics.jsonl", (time.time() - 5000,) * 2)
-    assert hang_decision.main([str(run), str(tmp_path), "--timeout", "600", "--watched", "700", "--seconds", "0"]) == 0
-    assert capsys.readouterr().out == "wait 57\n"
+def test_old_metrics_of_an_earlier_attempt_are_ignored(tmp_path: Path) -> None:
+    watch = hang_watch(tmp_path, 600)
+    (watch.run.directory / "metrics.jsonl").touch()
+    os.utime(watch.run.directory / "metrics.jsonl", (time.time() - 5000,) * 2)
+    assert check(watch, 700, Query(0), ranks=[RANK_STATUS | {"silent": 3.0}]) == (Wait(57), "")
 
 
 @pytest.mark.parametrize(
@@ -183,30 +186,23 @@ def test_old_metrics_of_an_earlier_attempt_are_ignored(tmp_path: Path, capsys: p
     ],
 )
 def test_nodes_are_not_queried_while_files_on_this_machine_have_recent_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, float], watched: int, decision: str
+    tmp_path: Path, files: dict[str, float], watched: int, decision: Decision
 ) -> None:
-    run = run_directory(tmp_path)
+    watch = hang_watch(tmp_path)
     for name, age in files.items():
-        (run / name).touch()
-        os.utime(run / name, (time.time() - age - 0.5,) * 2)
-    assert hang_decision.main([str(run), str(tmp_path), "--watched", str(watched)]) == 0
-    assert capsys.readouterr().out == f"{decision}\n"
+        (watch.run.directory / name).touch()
+        os.utime(watch.run.directory / name, (time.time() - age - 0.5,) * 2)
+    assert watch.check_files(watched) == (decision, "")
 
 
 def test_a_run_that_looks_hung_is_reported_once_and_again_when_that_changes(tmp_path: Path) -> None:
     """A run without metrics, of which rank 1 sleeps although rank 0 has exited."""
-    run = run_directory(tmp_path)
+    watch = hang_watch(tmp_path, 600, certain=True)
 
     def notice_after(silent: float, **facts: Any) -> str:
         exited = RANK_STATUS | {"pid": None, "silent": 5000.0}
         rank = RANK_STATUS | {"rank": 1, "local_rank": 1, "silent": silent}
-        write_reply(tmp_path, 0, ranks=[exited, rank | facts])
-        options = ["--timeout", "600", "--certain", "--watched", "700", "--seconds", "1", "--stacks"]
-        assert hang_decision.main([str(run), str(tmp_path), *options]) == 0
-        file = run / hang_decision.NOTICE_FILE
-        text = file.read_text() if file.exists() else ""
-        file.unlink(missing_ok=True)
-        return text
+        return check(watch, 700, Query(1, stacks=True), ranks=[exited, rank | facts])[1]
 
     assert notice_after(59.0) == ""
     assert notice_after(61.0) == (
@@ -223,23 +219,22 @@ def test_a_run_that_looks_hung_is_reported_once_and_again_when_that_changes(tmp_
 
 
 def test_a_run_with_long_pauses_is_reported_again_only_after_a_longer_pause() -> None:
-    def check(time: float, silent: float, before: Notified) -> tuple[str, Notified]:
+    def notice_at(time: float, silent: float, before: Notified) -> tuple[str, Notified]:
         return notice_on(Observation(tuple(ranks(SLEEPS)), (), 0, 1.0, silent), silent, before, time)
 
-    notice, known = check(1000.0, 60.0, Notified())
+    notice, known = notice_at(1000.0, 60.0, Notified())
     assert notice.startswith("the run looks hung: no output for 60 s")
-    notice, known = check(1100.0, 90.0, known)  # the output came after 70 s
+    notice, known = notice_at(1100.0, 90.0, known)  # the output came after 70 s
     assert (notice, known) == (hang_decision.RECOVERED, Notified(longest_pause=70.0))
-    assert check(1140.0, 130.0, known) == ("", known)
-    assert check(1150.0, 140.0, known)[0].startswith("the run looks hung: no output for 140 s")
+    assert notice_at(1140.0, 130.0, known) == ("", known)
+    assert notice_at(1150.0, 140.0, known)[0].startswith("the run looks hung: no output for 140 s")
 
 
 def test_recent_output_in_files_on_this_machine_ends_a_notice(tmp_path: Path) -> None:
-    run = run_directory(tmp_path)
-    (run / "node_n1.log").touch()
-    write_json(tmp_path / hang_decision.KNOWN_FILE, asdict(Notified("it hangs", time.time() - 100, 0.0)))
-    assert hang_decision.main([str(run), str(tmp_path), "--watched", "700"]) == 0
-    assert (run / hang_decision.NOTICE_FILE).read_text() == hang_decision.RECOVERED
+    watch = hang_watch(tmp_path)
+    assert check(watch, 700, Query(1, stacks=True))[1].startswith("the run looks hung: no output for 700 s")
+    (watch.run.directory / "node_n1.log").touch()
+    assert watch.check_files(700)[1] == hang_decision.RECOVERED
 
 
 @pytest.mark.parametrize(
@@ -254,10 +249,8 @@ def test_recent_output_in_files_on_this_machine_ends_a_notice(tmp_path: Path) ->
 def test_a_long_computation_and_a_run_that_starts_or_ends_are_not_reported(
     tmp_path: Path, facts: list[dict[str, Any]]
 ) -> None:
-    run = run_directory(tmp_path)
-    write_reply(tmp_path, 0, ranks=[RANK_STATUS | {"rank": number} | one for number, one in enumerate(facts)])
-    assert hang_decision.main([str(run), str(tmp_path), "--watched", "9000", "--seconds", "1", "--stacks"]) == 0
-    assert not (run / hang_decision.NOTICE_FILE).exists()
+    ranks = [RANK_STATUS | {"rank": number} | one for number, one in enumerate(facts)]
+    assert check(hang_watch(tmp_path), 9000, Query(1, stacks=True), ranks=ranks)[1] == ""
 
 
 def test_a_rank_that_uses_its_gpu_is_not_idle() -> None:

@@ -1,7 +1,7 @@
 """Creating a run directory, at the start of every launch.
 
 Two launches never share a directory, run.json has the exact command, logs/latest is replaced atomically and never
-replaces a file of the user, and a directory that cannot be created is an error in one line with exit code 2.
+replaces a file of the user, and a directory that cannot be created leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -49,21 +49,11 @@ def run_json(directory: Path) -> dict[str, Any]:
     return found
 
 
-def call(logs: Path, *command: str, cwd: str = "/", prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run the program. command: the command line of the user. prefix: a command that executes the program."""
-    program = [*prefix, sys.executable, "-m", "distributed.runs.run_directory", "create", "--logs", str(logs)]
-    options = ["--name", "train", "--nodes", "n1", "n2", "--nproc", "2", "--script", "train.py"]
-    rest = ["--config", "-", "--cwd", cwd, "--python", sys.executable, "--", *command]
-    return subprocess.run([*program, *options, *rest], cwd=KIT, capture_output=True, text=True, check=False)
-
-
 # ---------------------------------------------------------------- the directory and run.json
 
 
-def test_the_program_prints_the_directory_and_records_the_exact_command(tmp_path: Path) -> None:
-    done = call(tmp_path / "my logs", *STUBBORN)
-    assert (done.returncode, done.stderr) == (0, "")
-    directory = Path(done.stdout.removesuffix("\n"))
+def test_the_directory_has_the_exact_command(tmp_path: Path) -> None:
+    directory = create(tmp_path / "my logs", command=STUBBORN)
     assert directory.is_absolute() and directory.parent == tmp_path / "my logs"
     assert re.fullmatch(r"train-\d{8}-\d{6}-[0-9a-f]{4}", directory.name)
     assert sorted(os.listdir(directory)) == ["errors", "ranks", "run.json"]
@@ -79,10 +69,6 @@ def test_run_json_describes_the_launch(tmp_path: Path) -> None:
     assert found["git"] is None and found["cwd"] == "/"
     started = datetime.datetime.fromisoformat(found["started"])
     assert abs(started - datetime.datetime.now(datetime.timezone.utc)) < datetime.timedelta(hours=1)
-
-
-def test_no_config_is_null(tmp_path: Path) -> None:
-    assert run_json(Path(call(tmp_path).stdout.strip()))["config"] is None
 
 
 def test_an_argument_that_is_not_utf8_is_kept(tmp_path: Path) -> None:
@@ -134,7 +120,8 @@ def test_concurrent_launches_get_different_directories(tmp_path: Path) -> None:
 
 def test_links_point_to_the_newest_run(tmp_path: Path) -> None:
     for _ in range(2):
-        directory = Path(call(tmp_path).stdout.strip())
+        directory = create(tmp_path)
+        assert run_directory.link_to(str(directory), ["n1", "n2"]) == []
         (directory / "node_n2.log").write_text(directory.name)
         assert os.readlink(tmp_path / "latest") == directory.name
         assert (tmp_path / "node_n2.log").read_text() == directory.name
@@ -149,9 +136,8 @@ def test_a_file_or_directory_is_not_replaced_by_a_link(tmp_path: Path, name: str
         (tmp_path / name).write_text("mine")
     else:
         (tmp_path / name / "mine").mkdir(parents=True)
-    done = call(tmp_path)
-    assert done.returncode == 0 and Path(done.stdout.strip()).is_dir()
-    assert f"{tmp_path / name}: not a symbolic link" in done.stderr
+    (message,) = run_directory.link_to(str(create(tmp_path)), ["n1", "n2"])
+    assert message.startswith(f"{tmp_path / name}: not a symbolic link")
     assert (tmp_path / name).read_text() == "mine" if kind == "file" else (tmp_path / name / "mine").is_dir()
     others = {"latest", "node_n1.log", "node_n2.log"} - {name}
     assert all((tmp_path / other).is_symlink() for other in others)
@@ -160,31 +146,15 @@ def test_a_file_or_directory_is_not_replaced_by_a_link(tmp_path: Path, name: str
 # ---------------------------------------------------------------- errors
 
 
-def test_a_directory_that_cannot_be_created_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    done = call(tmp_path / "file" / "logs")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"run_directory: cannot create a run directory: {tmp_path}/file/logs: Not a directory; "
-        "choose another directory with --log-dir\n"
+def test_a_full_disk_leaves_no_incomplete_directory(tmp_path: Path) -> None:
+    program = (
+        f"from distributed.runs import run_directory; run_directory.create({str(tmp_path / 'logs')!r}, **{facts()!r})"
     )
-
-
-def test_a_full_disk_is_one_line_and_leaves_no_incomplete_directory(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
     # A file size limit of 0 makes writing run.json fail, like a full disk.
-    done = call(tmp_path / "logs", prefix=("bash", "-c", 'ulimit -f 0 && exec "$@"', "bash"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1 and "File too large" in done.stderr
+    call = ["bash", "-c", 'ulimit -f 0 && exec "$@"', "bash", sys.executable, "-c", program]
+    done = subprocess.run(call, cwd=KIT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "File too large" in done.stderr
     assert os.listdir(tmp_path / "logs") == []
-
-
-@pytest.mark.parametrize("node", ["", "a/b"])
-def test_a_node_name_that_cannot_be_part_of_a_file_name_is_refused(tmp_path: Path, node: str) -> None:
-    arguments = ["create", "--logs", str(tmp_path), "--name", "x", "--nodes", node, "--nproc", "1", "--script", "x"]
-    with pytest.raises(SystemExit) as refused:
-        run_directory.main([*arguments, "--config", "-", "--cwd", "/", "--python", "x", "--"])
-    assert refused.value.code == 2 and os.listdir(tmp_path) == []
 
 
 # ---------------------------------------------------------------- versions

@@ -25,10 +25,11 @@ from hypothesis import strategies as st
 from distributed.exit_codes import UNFIT
 from distributed.files import read_json
 from distributed.host import process_scan, signals
+from distributed.launch.reports import REPORT, ReportParser
 from distributed.runs import verdict
 from distributed.slurm import srun
-from distributed.slurm.srun import ReportParser, StepNode
-from distributed.slurm.task import DUPLICATE_TIME, ERROR, REPORT, TaskFiles, agent_options
+from distributed.slurm.srun import StepNode
+from distributed.slurm.task import DUPLICATE_TIME, ERROR, TaskFiles, agent_options
 
 KIT = Path(__file__).resolve().parents[2]
 
@@ -453,7 +454,9 @@ def test_without_a_handler_slurms_other_signals_stop_a_rank_or_end_it(
     task.read_until(lambda: b"ready" in task.output)
     signal_task(run, number)
     assert (task.end()["exit_code"], task.close()) == (code, code)
-    assert read_json(run / "errors/signal_n2.json")["sender"] == "from SLURM (--signal or scancel)"
+    assert (
+        read_json(run / f"errors/signal_n2_{signals.name(number)}.json")["sender"] == "from SLURM (--signal or scancel)"
+    )
 
 
 def test_without_a_handler_the_launchers_signal_stops_a_rank(start: Start) -> None:

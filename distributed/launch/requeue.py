@@ -1,0 +1,90 @@
+"""Requeue a SLURM batch job: at the time limit, after preemption, or when a node was lost.
+
+All attempts share one run directory. The job is not requeued if the user stopped it or a rank failed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from distributed.exit_codes import STOPPED, TERMINATED, UNFIT
+from distributed.files import write_file
+
+MAX_STALLED = 3  # consecutive attempts without progress before giving up
+STALLED_FILE = "stalled_attempts"  # in the run directory: how many attempts in a row made no progress
+SUBMIT = "submit the same job to resume"
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """A run whose last attempt has ended."""
+
+    directory: Path
+    code: int  # exit code
+    signal: int  # that requested a stop; 0: none
+    progress: bool  # whether the last attempt made progress
+    last_step: int | None  # that the run has logged
+
+
+def requeue_if_stopped(run: EndedRun, job: str, limit: int, record: Callable[[str], None]) -> None:
+    """Requeue the job if SLURM stopped its run, or if a node was lost. limit: of requeues. record: prints a line."""
+    if not is_batch_script() or not (stopped_by_slurm(run, job) or lost_a_node(run)):
+        if run.code == STOPPED:
+            record(SUBMIT)
+        return
+    count = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    if count >= limit:
+        times = f"{count} time{'s' * (count != 1)}"
+        record(f"requeued {times}, and --max-requeues is {limit}; not requeueing: {SUBMIT}")
+    elif count_stalled_attempts(run) >= MAX_STALLED:
+        past = "" if run.last_step is None else f" past step {run.last_step}"
+        record(f"no progress{past} in {MAX_STALLED} attempts; not requeueing: {SUBMIT}")
+    else:
+        at = "" if run.last_step is None else f" at step {run.last_step}"
+        record(f"requeueing job {os.environ['SLURM_JOB_ID']}{at}, to resume from the newest checkpoint")
+        if subprocess.run(["scontrol", "requeue", job], stdin=subprocess.DEVNULL).returncode:
+            record(f"scontrol requeue failed: {SUBMIT}")
+
+
+def is_batch_script() -> bool:
+    """In the shell of salloc, SLURM_TASK_PID is another process."""
+    return os.environ.get("SLURM_TASK_PID") == str(os.getpid())
+
+
+def stopped_by_slurm(run: EndedRun, job: str) -> bool:
+    """Whether SLURM announced the time limit with a signal to the ranks or (B:) to this process, or preempted the job.
+
+    Preemption signals both: ranks without a handler are killed by SIGTERM, and ranks that exit with 0 may not have
+    finished. A job that scancel ends is not running any more, and stop.sh sends SIGINT.
+    """
+    if not run.signal and run.code == STOPPED:
+        return True
+    if run.code not in (STOPPED, TERMINATED) and not (run.signal and run.code == 0):
+        return False
+    shown = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True).stdout
+    if re.search(r" PreemptTime=\d", shown):
+        return True
+    return " JobState=RUNNING " in shown and run.signal != signal.SIGINT and run.code == STOPPED
+
+
+def lost_a_node(run: EndedRun) -> bool:
+    return not run.signal and run.code == UNFIT and any(run.directory.glob("node_*.lost"))
+
+
+def count_stalled_attempts(run: EndedRun) -> int:
+    """How many attempts in a row made no progress, including the last one."""
+    file, stalled = run.directory / STALLED_FILE, 0
+    if not run.progress:
+        with suppress(OSError, ValueError):
+            stalled = int(file.read_text())
+        stalled += 1
+    with suppress(OSError):
+        write_file(file, f"{stalled}\n")
+    return stalled

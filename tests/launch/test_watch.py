@@ -1,0 +1,178 @@
+"""Nodes of an attempt end, fail, lose their connection or hang. The clients are local shell scripts.
+
+faults.bats and across_nodes.bats test the same with real nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distributed.exit_codes import TIMED_OUT, UNFIT
+from distributed.files import read_json
+from distributed.host import process_scan
+from distributed.launch.transport import Local
+from distributed.launch.watch import AgentCommand, Console, HangCheck, Options, Watch
+from distributed.runs.hang_decision import Hung, Wait
+from distributed.runs.lookup import read
+from distributed.runs.run_directory import create
+
+STOPPED_ON_REQUEST = 'while read -r request; do [ "$request" != stop ] || exit 143; done'
+
+
+class Scripts(Local):
+    """Starts a shell script for each node, as if it were the supervisor over ssh."""
+
+    reports = True
+
+    def __init__(self, scripts: dict[str, str], sent: bytes) -> None:
+        self.scripts, self.sent = scripts, sent
+
+    def start(self, watch: Watch) -> None:
+        for node, script in self.scripts.items():
+            watch.start_client(node, ["sh", "-c", script], sent=self.sent)
+
+
+class OneClient(Scripts):
+    """Starts one script for all nodes, as pdsh does."""
+
+    clients_are_nodes = False
+
+    def start(self, watch: Watch) -> None:
+        watch.start_client("all", ["sh", "-c", self.scripts["all"]])
+
+    def request(self, watch: Watch, request: str) -> None:
+        Path(request).touch()
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restore the signal handlers that a watch replaces."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run directory of a run on n1 and n2; the working directory is above it."""
+    monkeypatch.chdir(tmp_path)
+    return Path(
+        create(
+            str(tmp_path / "logs"), "train", nodes=["n1", "n2"], nproc=1, script="train.py", config=None, cwd="/",
+            python="python3", command=["x"], launcher=os.getpid(),
+        )
+    )  # fmt: skip
+
+
+def watch_of(directory: Path, transport: Local, quiet: bool = False) -> Watch:
+    options = Options(
+        program="launch.sh", agent=AgentCommand((), ()), python="python3", node_env="/dev/null", cwd="/", grace=1,
+        inherited=(), environment=(), hang_timeout=0.0, all_ranks_here=True,
+    )  # fmt: skip
+    watch = Watch(transport, options, Console("launch.sh", quiet), "")
+    watch.open(read(directory))
+    return watch
+
+
+def attempt(directory: Path, sent: bytes = b"", **scripts: str) -> int:
+    """Run the scripts of n1 and n2, or the one of `all`. Returns the exit code of the first node that failed."""
+    kind = OneClient if "all" in scripts else Scripts
+    return watch_of(directory, kind(scripts, sent)).attempt()
+
+
+def report(node: str, code: int) -> str:
+    """A command that prints the report of a supervisor."""
+    return f'printf "\\036{{\\"node\\": \\"{node}\\", \\"exit_code\\": {code}}}\\n"'
+
+
+def log_of(directory: Path) -> str:
+    log = directory / "launcher.log"
+    return log.read_text() if log.exists() else ""
+
+
+def test_the_first_node_that_fails_stops_the_others(directory: Path) -> None:
+    assert attempt(directory, n1=f"{report('n1', 3)}; exit 3", n2=STOPPED_ON_REQUEST) == 3
+
+
+@pytest.mark.parametrize("code", [255, 139])
+def test_an_exit_code_of_a_script_is_not_taken_for_a_lost_connection(directory: Path, code: int) -> None:
+    """255 is that of ssh without a connection; above 128, a signal may have ended the client."""
+    script = f"{report('n1', code)}; exit {code}"
+    assert attempt(directory, n1=script, n2=f"{STOPPED_ON_REQUEST}; exit 0") == code
+    assert "connection" not in log_of(directory)
+    assert not list(directory.glob("*.lost"))
+
+
+def test_a_client_that_is_killed_is_named_and_its_node_is_lost(directory: Path) -> None:
+    assert attempt(directory, n1="kill -KILL $$", n2=STOPPED_ON_REQUEST) == 137
+    first, second = [line.split(" ", 2)[2] for line in log_of(directory).splitlines()]
+    assert first.startswith("n1: the launcher's client (process ") and first.endswith(") was killed")
+    assert second == "n1: connection to its supervisor lost; stopping the run"
+
+
+def test_a_connection_that_is_lost_ends_the_run(directory: Path) -> None:
+    assert attempt(directory, n1="exit 255", n2=STOPPED_ON_REQUEST) == UNFIT
+
+
+def test_a_node_that_does_not_read_its_environment_does_not_delay_the_others(directory: Path) -> None:
+    """The environment is larger than a pipe."""
+    waiting = "until [ -e started ]; do sleep 0.02; done; cat >/dev/null &"
+    environment = bytes(1 << 20)
+    assert (
+        attempt(directory, environment, n1=f"{waiting} {report('n1', 0)}", n2=f"touch started; {report('n2', 0)}") == 0
+    )
+
+
+def test_with_one_client_the_first_report_of_a_failure_stops_the_others(directory: Path) -> None:
+    """The client prints no exit codes on standard error, as pdsh does with ssh alone."""
+    waiting = f"{report('n1', 5)}; until [ -e stop ]; do sleep 0.02; done; {report('n2', 143)}; exit 143"
+    assert attempt(directory, all=waiting) == 5
+    assert "connection" not in log_of(directory)
+
+
+def test_with_one_client_a_node_without_a_report_is_lost(directory: Path) -> None:
+    assert attempt(directory, all=f"{report('n1', 0)}; exit 0") == UNFIT
+    assert "n2: connection to its supervisor lost" in log_of(directory)
+    assert "n1" not in log_of(directory)
+
+
+def test_a_run_that_looks_hung_is_reported_also_with_quiet_but_not_when_it_is_ending(
+    directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watch = watch_of(directory, Local(), quiet=True)
+    check = HangCheck(watch, None, time.monotonic())  # type: ignore[arg-type]
+    check.handle(Wait(1000), "the run looks hung")
+    watch.status = 1
+    check.handle(Wait(1000), "the run looks hung")
+    assert capfd.readouterr().err == "launch.sh: the run looks hung\n"
+
+
+def test_a_hang_ends_the_run_with_124_unless_it_is_ending_or_the_attempt_has_ended(directory: Path) -> None:
+    watch = watch_of(directory, Local())
+    hung = Hung({"cause": "hung"})
+    check = HangCheck(watch, None, time.monotonic())  # type: ignore[arg-type]
+    watch.status = 1
+    check.handle(hung, "")
+    assert watch.status == 1
+    watch.status = 0
+    watch.attempts += 1
+    check.handle(hung, "")
+    assert (watch.status, (directory / "hang.json").exists()) == (0, False)
+    HangCheck(watch, None, time.monotonic()).handle(hung, "")  # type: ignore[arg-type]
+    assert (watch.status, read_json(directory / "hang.json")) == (TIMED_OUT, {"cause": "hung"})
+
+
+def test_a_command_that_does_not_reply_in_time_is_killed_with_its_children(directory: Path) -> None:
+    watch = watch_of(directory, Local())
+    (reply,) = watch.call_all({watch.run.nodes[0]: ["sh", "-c", "echo $$; sleep 1000; echo"]}, timeout=0.5)
+    assert (reply.code, reply.out.strip().isdecimal()) == (137, True)
+    assert not [stat for stat in process_scan.table().values() if stat.session == int(reply.out) and stat.alive]
