@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from distributed.launch.watch import AgentCommand, Console, Options, Transport, Watch
+from distributed.runs.lookup import read
 
 TESTS = Path(__file__).resolve().parent
 RANKS = "forked"  # the module that forks ranks
@@ -51,6 +55,27 @@ def mount() -> Iterator[Callable[[Path, str], None]]:
     yield mount_here
     for directory in mounted:
         subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+@pytest.fixture
+def new_watch() -> Iterator[Callable[..., Watch]]:
+    """A function that returns the watch of a launch. The signal handlers that it replaces are restored at the end."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+    def new_watch(run: Path, transport: Transport, quiet: bool = False) -> Watch:
+        options = Options(
+            program="launch.sh", agent=AgentCommand((), ()), python="python3", node_env="/dev/null", cwd="/", grace=1,
+            inherited=(), environment=(), hang_timeout=0.0, all_ranks_here=True,
+        )  # fmt: skip
+        watch = Watch(transport, options, Console("launch.sh", quiet), "")
+        watch.open(read(run))
+        return watch
+
+    yield new_watch
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 
-from distributed.host import signals
+from distributed.host import process_scan, signals
 
 BLOCK = 1 << 16  # bytes per read
 NULL = subprocess.DEVNULL
@@ -101,12 +101,14 @@ class Client:
         output: int | None = NULL,
         errors: int | None = NULL,
         timeout: float = 0.0,
+        dies_with_launcher: bool = False,
     ) -> None:
         """Start the command.
 
         sent: what is written to its standard input, which then stays open; None: `source` is its standard input.
         on_output, on_errors: called with blocks of standard output and standard error, which otherwise go to the files
-        `output` and `errors`. timeout: seconds after which it is killed; 0: never.
+        `output` and `errors`. timeout: seconds after which it is killed; 0: never. dies_with_launcher: it
+        does not read its standard input, and so would not notice that the launcher was killed.
         """
         self.loop, self._on_exit = loop, on_exit
         self._lock = threading.Lock()  # heartbeats are sent by a thread
@@ -126,8 +128,9 @@ class Client:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_BY_CLIENTS)
         try:
             self.process = subprocess.Popen(
-                command, stdin=source, stdout=output, stderr=errors, env=environment, start_new_session=True
-            )
+                command, stdin=source, stdout=output, stderr=errors, env=environment, start_new_session=True,
+                preexec_fn=partial(process_scan.die_with_parent, os.getpid()) if dies_with_launcher else None,
+            )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for file in opened:
@@ -167,6 +170,10 @@ class Client:
                 self.loop.forget(file)
             else:
                 self.loop.on_readable(file, partial(self._read, file))
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
 
     @property
     def code(self) -> int:
@@ -213,13 +220,13 @@ class Client:
 
     def kill(self) -> None:
         """Kill the process and those that it has started."""
-        if self.process.poll() is None:
+        if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def check(self) -> None:
         """Call on_exit if the process has exited, after its output was read. A descendant may keep its pipes open."""
-        if self not in self.loop.clients or self.process.poll() is None:
+        if self not in self.loop.clients or self.is_running:
             return
         self.loop.clients.remove(self)
         for file in list(self._readers):

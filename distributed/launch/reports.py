@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 REPORT = b"\x1e"  # ASCII record separator, which programs do not print
+ERROR = b"\x1f"  # ASCII unit separator: a task of srun prints it before a line of standard error
+HEARTBEAT_INTERVAL = 3.0  # seconds between heartbeats of a task of srun, in both directions
+HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
 
 
 def format_report(**facts: object) -> bytes:

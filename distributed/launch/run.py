@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
 from distributed.files import KIT
-from distributed.launch.transport import Local, Pdsh, Srun, Ssh
+from distributed.launch.transport import Local, Pdsh, Ssh
 from distributed.launch.watch import AgentCommand, Console, Options, Watch
 from distributed.runs import run_directory
 
@@ -267,6 +267,8 @@ class Launch:
     def _transport(self) -> Local:
         options = self.options
         if options.transport == "srun":
+            from distributed.launch.srun import Srun
+
             return Srun(self.before, self.after, options.slurm_job[0], not options.task_per_node)
         if options.transport == "local":
             return Local()

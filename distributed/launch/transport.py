@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from distributed.runs.lookup import RunNode
 
 REQUEST_TIMEOUT, SIGNAL_TIMEOUT = 5.0, 30.0  # seconds; a stop request is repeated, a signal is not
-PDSH, STEP = "pdsh", "slurm"  # names of the clients that start all nodes
+PDSH = "pdsh"
 _PDSH_CODE = re.compile(r"^pdsh@[^:]*: ([^:]+): ssh exited with exit code (\d+)$")
 _PDSH_INTERRUPT = re.compile(r"^pdsh@.*(interrupt|\^Z|command in progress)")  # of Ctrl-C, which the launcher handles
 
@@ -54,6 +54,15 @@ class Local:
     def request(self, watch: Watch, request: str) -> None:
         for client in watch.running.values():
             client.send(f"{request}\n".encode())
+
+    def abandon(self, watch: Watch) -> None:
+        note = ""
+        if self.heartbeat_timeout:
+            note = f" (its processes exit after {self.heartbeat_timeout} s without heartbeats)"
+        for node in sorted(watch.unended):
+            watch.console.record(f"{node}: still running after the stop request; giving up{note}")
+            watch.mark_lost(node)
+        watch.kill_clients()
 
 
 class Ssh(Local):
@@ -150,30 +159,3 @@ class _PdshErrors:
                     self._watch.node_lost(found[1])
             shown.append(line)
         self._watch.console.show(b"".join(shown), 2)
-
-
-class Srun(Local):
-    """All tasks with one srun, which distributed/slurm/srun.py watches."""
-
-    clients_are_nodes = False
-
-    def __init__(self, before: Sequence[str], after: Sequence[str], job: str, task_per_rank: bool) -> None:
-        """before, after: arguments of srun, before and after the run directory. job: number of the SLURM job."""
-        self.before, self.after = before, after
-        self._job, self._task_per_rank = job, task_per_rank
-
-    def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
-        """Run it as a job step that shares the resources of the running tasks."""
-        names = [name for name in os.environ if name.startswith(("SLURM_", "SRUN_")) and name != "SLURM_CONF"]
-        clean = ["env", *(f"--unset={name}" for name in names)]
-        srun = ["srun", "--overlap", "--jobid", self._job, "--nodes", "1", "--ntasks", "1", "--nodelist", node.node]
-        return [*clean, *srun, "--input", "none", "--quiet", *arguments]
-
-    def start(self, watch: Watch) -> None:
-        tasks = ",".join(f"{node.node}:{node.processes if self._task_per_rank else 1}" for node in watch.run.nodes)
-        step = [sys.executable, *PLAIN_PYTHON, f"{LIB}/step.py", str(watch.directory), watch.terminals, tasks]
-        # srun passes its environment to the tasks.
-        entries = (entry.partition(b"=") for entry in watch.entries())
-        environment = {name: value for name, _, value in entries}
-        command = [*step, *self.before, str(watch.directory), *self.after]
-        watch.start_client(STEP, command, sent=b"", environment=environment)

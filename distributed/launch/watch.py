@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
+from distributed.exit_codes import STOPPED, TERMINATED, TIMED_OUT, UNFIT
 from distributed.files import KIT, write_json
 from distributed.host import signals
 from distributed.host.replies import Reply
@@ -102,6 +102,9 @@ class Transport(Protocol):
     def request(self, watch: Watch, request: str) -> None:
         """Send a request to the supervisors of all nodes: stop, kill or signal N."""
 
+    def abandon(self, watch: Watch) -> None:
+        """Give up the nodes that have not ended after all requests."""
+
 
 class Console:
     """Standard output and standard error of the launcher, and launcher.log. A slow console must not block the watch."""
@@ -175,6 +178,7 @@ class Watch:
         self._escalation += 1
         self.status = 0  # exit code of the first node that failed
         self._requested = False  # a stop is in progress
+        self._reported: dict[str, int] = {}  # nodes whose supervisor has reported its exit code
 
     # ---- commands and environment
 
@@ -210,46 +214,57 @@ class Watch:
         self,
         name: str,
         command: list[str],
+        *,
         sent: bytes | None = None,
+        on_text: Callable[[bytes], None] | None = None,
+        on_report: Callable[[dict[str, Any]], None] | None = None,
         on_errors: Callable[[bytes], None] | None = None,
+        on_exit: Callable[[Client], None] | None = None,
         environment: Mapping[bytes, bytes] | None = None,
-    ) -> None:
-        """Start the client of a node, or of all nodes. Its output is shown, and reports in it are handled."""
-        parser, on_output = ReportParser(), None
-        reported: dict[str, int] = {}
+    ) -> Client:
+        """Start the client of a node, or of all nodes. By default its output is shown, and reports are handled."""
+        parser, show = ReportParser(), on_text or partial(self.console.show, stream=1)
+        handle_report = on_report or self._handle_report
 
         def handle_output(received: bytes) -> None:
             for item in parser.feed(received):
                 if isinstance(item, bytes):
-                    self.console.show(item, 1)
+                    show(item)
                 else:
-                    reported[item["node"]] = item["exit_code"]
-                    if not self.transport.clients_are_nodes:
-                        self.node_ended(item["node"], item["exit_code"])
+                    handle_report(item)
 
-        if self.transport.reports:
-            on_output = handle_output
-        self.running[name] = Client(
+        def handle_exit(client: Client) -> None:
+            del self.running[name]
+            (on_exit or partial(self._client_ended, name))(client)
+
+        self.running[name] = client = Client(
             self.loop,
             command,
             {**self.transport.environment(self._inherited), **(environment or {})},
-            on_exit=partial(self._client_ended, name, reported),
-            on_output=on_output,
+            on_exit=handle_exit,
+            on_output=handle_output if self.transport.reports or on_report else None,
             on_errors=on_errors,
             sent=sent,
             output=INHERITED,
             errors=INHERITED,
+            dies_with_launcher=sent is None,
         )
+        return client
 
-    def _client_ended(self, name: str, reported: Mapping[str, int], client: Client) -> None:
-        del self.running[name]
-        if name in reported:
-            self.node_ended(name, reported[name])
+    def _handle_report(self, report: dict[str, Any]) -> None:
+        """Handle the end of a supervisor, whose client may not have exited."""
+        self._reported[report["node"]] = report["exit_code"]
+        if not self.transport.clients_are_nodes:
+            self.node_ended(report["node"], report["exit_code"])
+
+    def _client_ended(self, name: str, client: Client) -> None:
+        if name in self._reported:
+            self.node_ended(name, self._reported[name])
         elif name in self.unended:
             self._unreported(name, client)
         else:  # of all nodes
             self.node_failed(UNFIT if client.code == UNREACHABLE else client.code)
-            if self.transport.reports and (not client.code or len(self.unended) < len(self.run.nodes)):
+            if not client.code or len(self.unended) < len(self.run.nodes):
                 for node in sorted(self.unended):
                     self.node_lost(node)
             self.unended.clear()
@@ -277,8 +292,8 @@ class Watch:
         self.node_failed(code)
 
     def node_failed(self, code: int) -> None:
-        """The first failure of a node stops the other nodes."""
-        if code and not self.status:
+        """The first failure of a node stops the others. TERMINATED is a consequence: a later code replaces it."""
+        if code and self.status in (0, TERMINATED):
             self.status = code
             if not self._requested:
                 self._schedule(CHECKPOINT_GRACE if code == STOPPED else 0.0, "stop")
@@ -297,14 +312,14 @@ class Watch:
 
         def swept(reply: Reply) -> None:
             if reply.code:
-                self._mark_lost(known.node)
+                self.mark_lost(known.node)
 
         self.call(known.node, command, swept, timeout=self.options.grace + STOP_TIMEOUT)
 
     def is_lost(self, node: str) -> bool:
         return (self.directory / f"node_{node}.lost").exists()
 
-    def _mark_lost(self, node: str) -> None:
+    def mark_lost(self, node: str) -> None:
         """Record for the verdict that a node does not reply."""
         with contextlib.suppress(OSError):
             (self.directory / f"node_{node}.lost").touch()
@@ -432,18 +447,13 @@ class Watch:
         if number != self._escalation:
             return
         if request == "abandon":
-            self._abandon()
+            self.transport.abandon(self)
             return
         self._request(request)
         self._schedule(STOP_TIMEOUT, "kill" if request == "stop" else "abandon")
 
-    def _abandon(self) -> None:
-        note = ""
-        if self.transport.heartbeat_timeout:
-            note = f" (its processes exit after {self.transport.heartbeat_timeout} s without heartbeats)"
-        for name in sorted(self.unended if self.transport.reports else self.running):
-            self.console.record(f"{name}: still running after the stop request; giving up{note}")
-            self._mark_lost(name)
+    def kill_clients(self) -> None:
+        """Kill the clients of all nodes, and do not wait for a blocked console."""
         for client in [*self.running.values(), *self._calls]:
             client.kill()
         for stream in self.console.pending:
@@ -486,15 +496,9 @@ class Watch:
     # ---- hangs
 
     def _start_hang_watch(self) -> None:
-        """Without --hang-timeout, a run is stopped only if it logs steps and no rank can make progress; any other run
-        that looks hung is only reported.
-        """
-        timeout = self.options.hang_timeout
+        timeout, certain = hang_limits(self.options.hang_timeout, self.options.all_ranks_here)
         if timeout == 0:
             return
-        certain = timeout is None and self.options.all_ranks_here
-        if timeout is None:
-            timeout = DEFAULT_HANG_TIMEOUT if certain else math.inf
         started, attempt = time.monotonic(), self.attempts
 
         def start() -> None:
@@ -516,6 +520,17 @@ class Watch:
         self.status = TIMED_OUT
         self.console.record("the run hangs; stopping it")
         self._schedule(0.0, "stop")
+
+
+def hang_limits(option: float | None, all_ranks_here: bool) -> tuple[float, bool]:
+    """The timeout of HangWatch, 0 for no watch, and whether it has to be certain. option: --hang-timeout.
+
+    Without the option, a run is stopped only if it logs steps and no rank can make progress; any other run that looks
+    hung is only reported. Ranks may wait for ranks that other launchers have started.
+    """
+    if option is not None:
+        return option, False
+    return (DEFAULT_HANG_TIMEOUT, True) if all_ranks_here else (math.inf, False)
 
 
 class HangCheck:

@@ -6,7 +6,7 @@ usage: srun_task.py rank RUN GRACE SCRIPT|-m MODULE [ARGUMENT...]
 RUN is the run directory, GRACE the seconds between SIGTERM and SIGKILL, COUNTS the number of ranks on each node, as in
 2,2,1. The -- is replaced with the options of this node's agent. SLURM's variables identify the task.
 
-The task communicates with distributed/slurm/srun.py, on the launcher's side, through srun:
+The task communicates with distributed/launch/srun.py, on the launcher's side, through srun:
 
     standard output   lines for the console, those of standard error after the character ERROR, and reports; see
                       distributed/launch/reports.py
@@ -30,7 +30,7 @@ from distributed.exit_codes import KILLED, UNFIT
 from distributed.files import KIT, read_json
 from distributed.host import process_scan, signals
 from distributed.launch import supervisor
-from distributed.launch.reports import format_report
+from distributed.launch.reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, format_report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 
     from distributed.launch.console import RankLines
 
-ERROR = b"\x1f"  # ASCII unit separator, before the prefix of a line
-HEARTBEAT_INTERVAL = 3.0  # seconds, in both directions
-HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
 COPY_INTERVAL = 0.05  # seconds between reads of a rank's output files
 REPEAT_INTERVAL = 0.5  # seconds between attempts to repeat a signal
 DUPLICATE_TIME = 2.0  # seconds in which SLURM (scancel --full) and the launcher may send the same signal

@@ -202,7 +202,7 @@ set_run_options() { # <argument of run_nodes...>
   RUN_OPTIONS=("$@" "--program=$PROGRAM" "--cwd=$PWD" "--log-dir=$LOG_DIR" "--name=${name%.py}"
     "--script=${MODULE:-${WORK[0]}}" ${CONFIG_ARGS:+"--config=$CONFIG"} "--python=$PYTHON" "--node-env=$(node_env)"
     --grace "$GRACE" --max-restarts "$MAX_RESTARTS" ${HANG_TIMEOUT:+--hang-timeout "$HANG_TIMEOUT"}
-    --master "$MASTER_ADDR" "$MASTER_PORT" ${REPLIES:+--replies "$REPLIES"})
+    --master "${MASTER_ADDR-}" "${MASTER_PORT-}" ${REPLIES:+--replies "$REPLIES"})
   for node in "${NODES[@]}"; do
     RUN_OPTIONS+=(--node "$node" "${NPROC_OF[$node]}" "${ADDRESS[$node]-}")
   done

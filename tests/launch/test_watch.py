@@ -5,10 +5,10 @@ faults.bats and across_nodes.bats test the same with real nodes.
 
 from __future__ import annotations
 
+import math
 import os
-import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,8 @@ from distributed.exit_codes import TIMED_OUT, UNFIT
 from distributed.files import read_json
 from distributed.host import process_scan
 from distributed.launch.transport import Local
-from distributed.launch.watch import AgentCommand, Console, HangCheck, Options, Watch
+from distributed.launch.watch import HangCheck, Watch, hang_limits
 from distributed.runs.hang_decision import Hung, Wait
-from distributed.runs.lookup import read
 from distributed.runs.run_directory import create
 
 STOPPED_ON_REQUEST = 'while read -r request; do [ "$request" != stop ] || exit 143; done'
@@ -51,18 +50,7 @@ class OneClient(Scripts):
 
 
 @pytest.fixture
-def handlers() -> Iterator[None]:
-    """Restore the signal handlers that a watch replaces."""
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    yield
-    signal.set_wakeup_fd(-1)
-    for number, handler in before.items():
-        if handler is not None and signal.getsignal(number) != handler:
-            signal.signal(number, handler)
-
-
-@pytest.fixture
-def directory(tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run directory of a run on n1 and n2; the working directory is above it."""
     monkeypatch.chdir(tmp_path)
     return Path(
@@ -73,20 +61,19 @@ def directory(tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch) -
     )  # fmt: skip
 
 
-def watch_of(directory: Path, transport: Local, quiet: bool = False) -> Watch:
-    options = Options(
-        program="launch.sh", agent=AgentCommand((), ()), python="python3", node_env="/dev/null", cwd="/", grace=1,
-        inherited=(), environment=(), hang_timeout=0.0, all_ranks_here=True,
-    )  # fmt: skip
-    watch = Watch(transport, options, Console("launch.sh", quiet), "")
-    watch.open(read(directory))
-    return watch
+Attempt = Callable[..., int]
+NewWatch = Callable[..., Watch]
 
 
-def attempt(directory: Path, sent: bytes = b"", **scripts: str) -> int:
+@pytest.fixture
+def attempt(directory: Path, new_watch: NewWatch) -> Attempt:
     """Run the scripts of n1 and n2, or the one of `all`. Returns the exit code of the first node that failed."""
-    kind = OneClient if "all" in scripts else Scripts
-    return watch_of(directory, kind(scripts, sent)).attempt()
+
+    def attempt(sent: bytes = b"", **scripts: str) -> int:
+        kind = OneClient if "all" in scripts else Scripts
+        return new_watch(directory, kind(scripts, sent)).attempt()
+
+    return attempt
 
 
 def report(node: str, code: int) -> str:
@@ -99,56 +86,56 @@ def log_of(directory: Path) -> str:
     return log.read_text() if log.exists() else ""
 
 
-def test_the_first_node_that_fails_stops_the_others(directory: Path) -> None:
-    assert attempt(directory, n1=f"{report('n1', 3)}; exit 3", n2=STOPPED_ON_REQUEST) == 3
+def test_the_first_node_that_fails_stops_the_others(directory: Path, attempt: Attempt) -> None:
+    assert attempt(n1=f"{report('n1', 3)}; exit 3", n2=STOPPED_ON_REQUEST) == 3
 
 
 @pytest.mark.parametrize("code", [255, 139])
-def test_an_exit_code_of_a_script_is_not_taken_for_a_lost_connection(directory: Path, code: int) -> None:
+def test_an_exit_code_of_a_script_is_not_taken_for_a_lost_connection(
+    directory: Path, attempt: Attempt, code: int
+) -> None:
     """255 is that of ssh without a connection; above 128, a signal may have ended the client."""
     script = f"{report('n1', code)}; exit {code}"
-    assert attempt(directory, n1=script, n2=f"{STOPPED_ON_REQUEST}; exit 0") == code
+    assert attempt(n1=script, n2=f"{STOPPED_ON_REQUEST}; exit 0") == code
     assert "connection" not in log_of(directory)
     assert not list(directory.glob("*.lost"))
 
 
-def test_a_client_that_is_killed_is_named_and_its_node_is_lost(directory: Path) -> None:
-    assert attempt(directory, n1="kill -KILL $$", n2=STOPPED_ON_REQUEST) == 137
+def test_a_client_that_is_killed_is_named_and_its_node_is_lost(directory: Path, attempt: Attempt) -> None:
+    assert attempt(n1="kill -KILL $$", n2=STOPPED_ON_REQUEST) == 137
     first, second = [line.split(" ", 2)[2] for line in log_of(directory).splitlines()]
     assert first.startswith("n1: the launcher's client (process ") and first.endswith(") was killed")
     assert second == "n1: connection to its supervisor lost; stopping the run"
 
 
-def test_a_connection_that_is_lost_ends_the_run(directory: Path) -> None:
-    assert attempt(directory, n1="exit 255", n2=STOPPED_ON_REQUEST) == UNFIT
+def test_a_connection_that_is_lost_ends_the_run(directory: Path, attempt: Attempt) -> None:
+    assert attempt(n1="exit 255", n2=STOPPED_ON_REQUEST) == UNFIT
 
 
-def test_a_node_that_does_not_read_its_environment_does_not_delay_the_others(directory: Path) -> None:
+def test_a_node_that_does_not_read_its_environment_does_not_delay_the_others(directory: Path, attempt: Attempt) -> None:
     """The environment is larger than a pipe."""
     waiting = "until [ -e started ]; do sleep 0.02; done; cat >/dev/null &"
     environment = bytes(1 << 20)
-    assert (
-        attempt(directory, environment, n1=f"{waiting} {report('n1', 0)}", n2=f"touch started; {report('n2', 0)}") == 0
-    )
+    assert attempt(environment, n1=f"{waiting} {report('n1', 0)}", n2=f"touch started; {report('n2', 0)}") == 0
 
 
-def test_with_one_client_the_first_report_of_a_failure_stops_the_others(directory: Path) -> None:
+def test_with_one_client_the_first_report_of_a_failure_stops_the_others(directory: Path, attempt: Attempt) -> None:
     """The client prints no exit codes on standard error, as pdsh does with ssh alone."""
     waiting = f"{report('n1', 5)}; until [ -e stop ]; do sleep 0.02; done; {report('n2', 143)}; exit 143"
-    assert attempt(directory, all=waiting) == 5
+    assert attempt(all=waiting) == 5
     assert "connection" not in log_of(directory)
 
 
-def test_with_one_client_a_node_without_a_report_is_lost(directory: Path) -> None:
-    assert attempt(directory, all=f"{report('n1', 0)}; exit 0") == UNFIT
+def test_with_one_client_a_node_without_a_report_is_lost(directory: Path, attempt: Attempt) -> None:
+    assert attempt(all=f"{report('n1', 0)}; exit 0") == UNFIT
     assert "n2: connection to its supervisor lost" in log_of(directory)
     assert "n1" not in log_of(directory)
 
 
 def test_a_run_that_looks_hung_is_reported_also_with_quiet_but_not_when_it_is_ending(
-    directory: Path, capfd: pytest.CaptureFixture[str]
+    directory: Path, new_watch: NewWatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    watch = watch_of(directory, Local(), quiet=True)
+    watch = new_watch(directory, Local(), quiet=True)
     check = HangCheck(watch, None, time.monotonic())  # type: ignore[arg-type]
     check.handle(Wait(1000), "the run looks hung")
     watch.status = 1
@@ -156,8 +143,10 @@ def test_a_run_that_looks_hung_is_reported_also_with_quiet_but_not_when_it_is_en
     assert capfd.readouterr().err == "launch.sh: the run looks hung\n"
 
 
-def test_a_hang_ends_the_run_with_124_unless_it_is_ending_or_the_attempt_has_ended(directory: Path) -> None:
-    watch = watch_of(directory, Local())
+def test_a_hang_ends_the_run_with_124_unless_it_is_ending_or_the_attempt_has_ended(
+    directory: Path, new_watch: NewWatch
+) -> None:
+    watch = new_watch(directory, Local())
     hung = Hung({"cause": "hung"})
     check = HangCheck(watch, None, time.monotonic())  # type: ignore[arg-type]
     watch.status = 1
@@ -171,8 +160,25 @@ def test_a_hang_ends_the_run_with_124_unless_it_is_ending_or_the_attempt_has_end
     assert (watch.status, read_json(directory / "hang.json")) == (TIMED_OUT, {"cause": "hung"})
 
 
-def test_a_command_that_does_not_reply_in_time_is_killed_with_its_children(directory: Path) -> None:
-    watch = watch_of(directory, Local())
+@pytest.mark.parametrize(
+    ("option", "all_ranks_here", "limits"),
+    [
+        (None, True, (600.0, True)),
+        (None, False, (math.inf, False)),  # started by hand: only reported
+        (30.0, False, (30.0, False)),
+        (0.0, True, (0.0, False)),  # not watched
+    ],
+)
+def test_ranks_that_may_wait_for_another_launcher_are_stopped_only_with_hang_timeout(
+    option: float | None, all_ranks_here: bool, limits: tuple[float, bool]
+) -> None:
+    assert hang_limits(option, all_ranks_here) == limits
+
+
+def test_a_command_that_does_not_reply_in_time_is_killed_with_its_children(
+    directory: Path, new_watch: NewWatch
+) -> None:
+    watch = new_watch(directory, Local())
     (reply,) = watch.call_all({watch.run.nodes[0]: ["sh", "-c", "echo $$; sleep 1000; echo"]}, timeout=0.5)
     assert (reply.code, reply.out.strip().isdecimal()) == (137, True)
     assert not [stat for stat in process_scan.table().values() if stat.session == int(reply.out) and stat.alive]

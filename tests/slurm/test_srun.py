@@ -25,11 +25,12 @@ from hypothesis import strategies as st
 from distributed.exit_codes import UNFIT
 from distributed.files import read_json
 from distributed.host import process_scan, signals
-from distributed.launch.reports import REPORT, ReportParser
+from distributed.launch.reports import ERROR, REPORT, ReportParser
+from distributed.launch.srun import JobStep, Srun, StepNode
+from distributed.launch.watch import Watch
 from distributed.runs import verdict
-from distributed.slurm import srun
-from distributed.slurm.srun import StepNode
-from distributed.slurm.task import DUPLICATE_TIME, ERROR, TaskFiles, agent_options
+from distributed.runs.run_directory import create
+from distributed.slurm.task import DUPLICATE_TIME, TaskFiles, agent_options
 
 KIT = Path(__file__).resolve().parents[2]
 
@@ -58,50 +59,59 @@ def test_the_exit_code_of_a_node_is_that_of_its_first_failed_task() -> None:
     assert node.exit_code == 1
 
 
+RunStep = Callable[..., int]
+
+
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (tmp_path / "errors").mkdir()
-    layout = [{"node": "n1", "address": "n1", "processes": 1, "first_rank": 0}]
-    (tmp_path / "run.json").write_text(json.dumps({"layout": layout}))
-    reader, writer = os.pipe()  # without requests
-    monkeypatch.setattr("distributed.slurm.srun.CONTROL", reader)
-    yield tmp_path
-    os.close(reader)
-    os.close(writer)
+def run(tmp_path: Path) -> Path:
+    """The run directory of a run on n1."""
+    directory = create(
+        str(tmp_path), "train", nodes=["n1"], nproc=1, script="train.py", config=None, cwd="/", python="python3",
+        command=["x"], addresses=["n1:1"],
+    )  # fmt: skip
+    return Path(directory)
 
 
-def fake_srun(*command: str) -> subprocess.Popen[bytes]:
-    """Start a command in place of srun."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
+@pytest.fixture
+def run_step(run: Path, new_watch: Callable[..., Watch]) -> RunStep:
+    """Follow a step with a command in place of srun. Returns the exit code of the step."""
+
+    def run_step(*command: str, nodes: int = 1) -> int:
+        class Step(Srun):
+            def start(self, watch: Watch) -> None:
+                self._step = JobStep(watch, [StepNode(f"n{number + 1}", 1) for number in range(nodes)])
+                self._step.start(list(command), {})
+
+        return new_watch(run, Step((), (), "17", task_per_rank=True)).attempt()
+
+    return run_step
 
 
-def run_step(run: Path, *command: str) -> int:
-    """Watch a step of one task with this command in place of srun. Returns the exit code of the step."""
-    return srun.watch(str(run), "", "n1:1", fake_srun(*command))
-
-
-def test_the_message_of_an_srun_that_starts_no_task_is_reported(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_step(run, "sh", "-c", "echo srun: error: no such node >&2; exit 3") == 3
+def test_the_message_of_an_srun_that_starts_no_task_is_reported(
+    run: Path, run_step: RunStep, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_step("sh", "-c", "echo srun: error: no such node >&2; exit 3") == 3
     assert "srun: error: no such node" in capfd.readouterr().err
     judged = verdict.decide(run, 3)
     assert (judged.outcome, judged.exit_code) == ("failed", 3)
     assert "srun ended with: srun: error: no such node" in judged.cause
 
 
-def test_an_srun_that_exits_with_0_before_its_tasks_is_a_failure(run: Path) -> None:
+def test_an_srun_that_exits_with_0_before_its_tasks_is_a_failure(run: Path, run_step: RunStep) -> None:
     """For example when the allocation is revoked."""
-    assert run_step(run, "true") == UNFIT
+    assert run_step("true") == UNFIT
     assert verdict.decide(run, UNFIT).outcome == "failed"
 
 
-def test_the_node_of_a_task_that_has_not_reported_its_end_is_lost(run: Path) -> None:
+def test_the_node_of_a_task_that_has_not_reported_its_end_is_lost(run: Path, run_step: RunStep) -> None:
     report = (REPORT + b'{"node": "n1", "tasks": 1}\n').decode()
-    assert run_step(run, "printf", "%s", report) == UNFIT
+    assert run_step("printf", "%s", report) == UNFIT
     assert (run / "node_n1.lost").read_text() == "srun exited before its tasks\n"
 
 
-def test_a_task_that_exited_with_0_during_a_collective_is_the_cause_in_the_verdict(run: Path) -> None:
+def test_a_task_that_exited_with_0_during_a_collective_is_the_cause_in_the_verdict(
+    run: Path, run_step: RunStep
+) -> None:
     (run / "errors/rank_0.json").write_text(
         json.dumps(
             {"node": "n1", "rank": 0, "pid": 1, "exception": "RuntimeError", "message": "Connection reset by peer"}
@@ -112,7 +122,7 @@ def test_a_task_that_exited_with_0_during_a_collective_is_the_cause_in_the_verdi
         {"node": f"n{2 - k}", "tasks": 1, "end": {"pid": 1, "time": 1.0 + k, **end}} for k, end in enumerate(ends)
     ]
     output = "".join(f"{REPORT.decode()}{json.dumps(report)}\n" for report in reports)
-    assert srun.watch(str(run), "", "n1:1,n2:1", fake_srun("printf", "%s", output)) == 1
+    assert run_step("printf", "%s", output, nodes=2) == 1
     assert verdict.decide(run, 1).cause == "rank 1 on n2 ended with exit code 0 while rank 0 on n1 was in a collective"
 
 
@@ -127,13 +137,13 @@ END = (REPORT + b'{"node": "n1", "tasks": 1, "end": {"rank": 0, "exit_code": 0}}
     ],
 )
 def test_a_step_ends_with_srun_and_not_with_the_end_of_its_output(
-    run: Path, tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+    run: Path, run_step: RunStep, tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An srun that does not exit after its tasks is killed."""
-    monkeypatch.setattr("distributed.slurm.srun.SRUN_GRACE", 0.2)
+    monkeypatch.setattr("distributed.launch.srun.SRUN_GRACE", 0.2)
     begin = time.monotonic()
     try:
-        assert run_step(run, "sh", "-c", script, "sh", END, str(tmp_path / "pid")) == 0
+        assert run_step("sh", "-c", script, "sh", END, str(tmp_path / "pid")) == 0
     finally:
         with suppress(ProcessLookupError):
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
@@ -141,20 +151,24 @@ def test_a_step_ends_with_srun_and_not_with_the_end_of_its_output(
     assert (run / "node_n1.exit").read_text() == "0\n"
 
 
-def test_a_node_failure_message_may_arrive_in_parts(run: Path) -> None:
+def test_a_node_failure_message_may_arrive_in_parts(run: Path, run_step: RunStep) -> None:
     script = "printf 'srun: error: Node fail' >&2; sleep 0.2; echo 'ure on n1' >&2"
-    assert run_step(run, "sh", "-c", script) == UNFIT
+    assert run_step("sh", "-c", script) == UNFIT
     assert (run / "node_n1.lost").read_text() == "node failure reported by SLURM\n"
 
 
 @pytest.mark.parametrize(("blocked", "lost"), [(60.0, False), (0.0, True)])
-def test_a_node_is_not_lost_while_a_disk_blocks_the_launcher(run: Path, blocked: float, lost: bool) -> None:
+def test_a_node_is_not_lost_while_a_disk_blocks_the_launcher(
+    run: Path, new_watch: Callable[..., Watch], blocked: float, lost: bool
+) -> None:
     """The launcher may not have read the node's reports."""
     node = StepNode("n1", tasks=1, last_report=time.monotonic() - 60)
-    watched = srun.JobStep(run, [node], fake_srun("true"))
-    with watched._srun, watched._srun_log:
-        watched._checked = time.monotonic() - blocked
-        watched.check_clock()
+    watch = new_watch(run, Srun((), (), "17", task_per_rank=True))
+    step = JobStep(watch, [node])
+    step._client = watch.call("n1", ["true"])
+    step._checked = time.monotonic() - blocked
+    step.check_clock()
+    watch.wait_for_calls()
     assert node.lost == lost
 
 
@@ -283,11 +297,11 @@ def test_lines_of_standard_error_are_marked_and_updates_of_a_progress_bar_are_se
 
 
 def test_the_launcher_shows_marked_lines_on_standard_error(
-    run: Path, capfdbinary: pytest.CaptureFixture[bytes]
+    run_step: RunStep, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     error = ERROR.decode()
     output = f"[n1:0] a\n{error}[n1:0] b\n[n1:0] {error}c{END}\n{error}[n1:1] d\nagent\n{error}[n1:0] 1%\r\n[n1:0] e"
-    assert run_step(run, "printf", "%s", output) == 0
+    assert run_step("printf", "%s", output) == 0
     captured = capfdbinary.readouterr()
     assert captured.out.decode() == f"a\n{error}c\ne\n"
     assert captured.err.decode() == "b\nagent\n1%\n"
@@ -362,7 +376,7 @@ def test_a_failed_rank_has_time_for_its_exit_handlers(run: Path, start: Start) -
     assert (run / "end").exists()
 
 
-def test_a_task_that_has_failed_and_not_exited_stops_the_others(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_has_failed_and_not_exited_stops_the_others(run: Path, run_step: RunStep) -> None:
     """The other task ends when it is requested to."""
     other, failed = {"node": "n1"}, {"node": "n1", "failed": 5, "tasks": 2}
     end = {"rank": 1, "local_rank": 1, "pid": 7, "time": 2.0, "exit_code": 143, "ended_by_agent": True}
@@ -372,7 +386,7 @@ def test_a_task_that_has_failed_and_not_exited_stops_the_others(run: Path, monke
     ]
     script = f"printf '{reports[0]}{reports[1]}'; until read line && [ \"$line\" = stop ]; do :; done; "
     script += f"printf '{reports[2]}{reports[3]}'; exit 9"
-    assert run_step(run, "sh", "-c", script) == 5
+    assert run_step("sh", "-c", script) == 5
     assert (run / "node_n1.exit").read_text() == "5\n"
 
 

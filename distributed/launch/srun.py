@@ -1,0 +1,256 @@
+"""The launcher's side of a job step: start srun, follow its tasks and record how they end.
+
+srun's standard input is the control channel of all tasks, and its standard output carries their lines and reports
+(distributed/slurm/task.py). This module writes the files that agents and supervisors write in launches without srun:
+errors/node_<name>.json, node_<name>.exit and, for a lost node, node_<name>.lost.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from distributed.exit_codes import UNFIT
+from distributed.files import write_file, write_json
+from distributed.launch.console import Console, Lines
+from distributed.launch.loop import Client
+from distributed.launch.reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
+from distributed.launch.transport import Local
+from distributed.launch.watch import Watch
+from distributed.nodelist import expand
+from distributed.runs.lookup import RunNode
+
+SRUN_GRACE = 5.0  # seconds for srun to exit after its tasks; with a lost node srun would wait for SLURM's timeout
+FIRST_WARNING = 10.0  # seconds until the first warning about missing nodes; repeated whenever the time has doubled
+NODE_FAILURE = re.compile(r"Node failure on (\S+)")  # printed by srun
+SRUN = "srun"  # name in node_srun.log and node_srun.exit
+
+Json = dict[str, Any]
+
+
+@dataclass
+class StepNode:
+    """The state of a node while the step runs."""
+
+    name: str
+    tasks: int
+    last_report: float | None = None  # time.monotonic(); None: the node has not joined
+    ends: list[Json] = field(default_factory=list)  # final reports of its tasks, in order of arrival
+    lost: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.lost or len(self.ends) == self.tasks
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the node's first failed task; 0 if none failed. A failed task may be the last to exit."""
+        failed = [end for end in self.ends if end["exit_code"]]
+        return min(failed, key=lambda end: end["time"])["exit_code"] if failed else 0
+
+
+class Srun(Local):
+    """All tasks with one srun."""
+
+    heartbeat_timeout = int(HEARTBEAT_TIMEOUT)
+    clients_are_nodes = False
+
+    def __init__(self, before: Sequence[str], after: Sequence[str], job: str, task_per_rank: bool) -> None:
+        """before, after: srun and its arguments, before and after the run directory. job: number of the SLURM job."""
+        self.before, self.after = before, after
+        self._job, self._task_per_rank = job, task_per_rank
+
+    def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
+        """Run it as a job step that shares the resources of the running tasks."""
+        names = [name for name in os.environ if name.startswith(("SLURM_", "SRUN_")) and name != "SLURM_CONF"]
+        clean = ["env", *(f"--unset={name}" for name in names)]
+        srun = ["srun", "--overlap", "--jobid", self._job, "--nodes", "1", "--ntasks", "1", "--nodelist", node.node]
+        return [*clean, *srun, "--input", "none", "--quiet", *arguments]
+
+    def start(self, watch: Watch) -> None:
+        run = os.fsencode(watch.directory)
+        # srun passes its environment to the tasks.
+        environment = {b"MUSTER_RUN_DIR": run, b"MUSTER_METRICS": run + b"/metrics.jsonl"}
+        environment |= {name: value for name, _, value in (entry.partition(b"=") for entry in watch.entries())}
+        nodes = [StepNode(node.node, node.processes if self._task_per_rank else 1) for node in watch.run.nodes]
+        self._step = JobStep(watch, nodes)
+        self._step.start([*self.before, str(watch.directory), *self.after], environment)
+
+    def abandon(self, watch: Watch) -> None:
+        self._step.close_channel()
+
+
+class JobStep:
+    """Follows srun and its tasks until srun has exited."""
+
+    def __init__(self, watch: Watch, nodes: Sequence[StepNode]) -> None:
+        self.run = watch.directory
+        self.nodes = {node.name: node for node in nodes}
+        self._watch = watch
+        self._step = ""  # step id, as reported by tasks
+        self._closed = False  # the control channel
+        self._started = self._checked = time.monotonic()  # _checked: last call of check_clock()
+        self._warn_at = self._started + FIRST_WARNING
+        self._lines, self._messages = Lines(), Lines()  # of the tasks, and of srun itself
+        self._console = Console(watch.terminals)
+
+    @property
+    def code(self) -> int:
+        """The exit code of the first failed task; 0 if none has failed."""
+        return self._watch.status
+
+    # ---- events
+
+    def start(self, command: list[str], environment: dict[bytes, bytes]) -> None:
+        self._client = self._watch.start_client(
+            SRUN, command, sent=b"", on_text=self.show, on_report=self.handle_report, on_errors=self.handle_errors,
+            on_exit=self.handle_exit, environment=environment,
+        )  # fmt: skip
+        self.check_clock()
+
+    def show(self, output: bytes, last: bool = False) -> None:
+        lines = self._lines.feed(output, last).split(b"\n")[:-1]
+        for of_errors, group in groupby(lines, lambda line: line.startswith(ERROR)):
+            text = b"".join([line.removeprefix(ERROR) + b"\n" for line in group])
+            self._write(self._console.feed(text, 2 if of_errors else 1))
+
+    def _write(self, texts: tuple[bytes, bytes]) -> None:
+        for stream, text in zip((1, 2), texts, strict=True):
+            self._watch.console.show(text, stream)
+
+    def handle_errors(self, received: bytes) -> None:
+        """Log srun's messages. Show them until all tasks have reported their end."""
+        messages = self._messages.feed(received, last=not received)
+        if messages and not all(len(node.ends) == node.tasks for node in self.nodes.values()):
+            self._watch.console.show(self._console.message(messages), 2)
+        with suppress(OSError), (self.run / f"node_{SRUN}.log").open("ab") as log:
+            log.write(received)
+        for failed in NODE_FAILURE.findall(messages.decode(errors="replace")):
+            for name in expand(failed):
+                if name in self.nodes and not self.nodes[name].ended:
+                    self.mark_lost(self.nodes[name], "node failure reported by SLURM")
+
+    def handle_exit(self, client: Client) -> None:
+        self._closed = True
+        self.show(b"", last=True)
+        self._write(self._console.end())
+        self.record_missing_ends(client.code)
+
+    def handle_report(self, report: Json) -> None:
+        if not (node := self.nodes.get(report["node"])):
+            return
+        node.last_report = time.monotonic()
+        self._step = report.get("step") or self._step
+        node.tasks = report.get("tasks") or node.tasks  # SLURM may have distributed them differently
+        self._watch.node_failed(report.get("failed", 0))
+        if end := report.get("end"):
+            node.ends.append(end)
+            self._watch.node_failed(end["exit_code"])
+            if node.ended:
+                self.record_node(node)
+        self.close_channel_if_all_ended()
+
+    # ---- reactions
+
+    def check_clock(self) -> None:
+        """Look for nodes that are late, again and again until srun exits."""
+        if self._closed:
+            return
+        self._watch.loop.call_later(HEARTBEAT_INTERVAL / 4, self.check_clock)
+        now = time.monotonic()
+        # While a disk or a terminal blocks this process, it reads no heartbeats: extend the timeout.
+        blocked, self._checked = max(0.0, now - self._checked - HEARTBEAT_INTERVAL), now
+        for node in self.nodes.values():
+            if node.last_report is not None and not node.ended:
+                node.last_report += blocked
+                if now - node.last_report > HEARTBEAT_TIMEOUT:
+                    self.mark_lost(node)
+        if now > self._warn_at:
+            self._warn_at = now + (now - self._started)
+            self.warn_of_missing(now - self._started)
+
+    def warn_of_missing(self, seconds: float) -> None:
+        missing = [node.name for node in self.nodes.values() if node.last_report is None]
+        if missing:
+            joined = f"{len(self.nodes) - len(missing)} of {len(self.nodes)} nodes joined"
+            self.print(f"{joined}, waiting for {', '.join(missing)}, {seconds:.0f} s")
+
+    def mark_lost(self, node: StepNode, reason: str = "") -> None:
+        """reason: "" for a heartbeat timeout."""
+        node.lost = True
+        self._write_file(f"node_{node.name}.lost", f"{reason}\n")
+        self.print(f"{node.name}: {reason or f'no heartbeat for {HEARTBEAT_TIMEOUT:.0f} s'}; stopping the other nodes")
+        self._watch.node_failed(UNFIT)
+        self.close_channel_if_all_ended()
+
+    # ---- control channel of the tasks
+
+    def close_channel_if_all_ended(self) -> None:
+        if all(node.ended for node in self.nodes.values()):
+            self.close_channel()
+
+    def close_channel(self) -> None:
+        """Close the control channel, so that all tasks exit. Cancels and kills srun if srun does not exit."""
+        if self._closed:
+            return
+        self._closed = True
+        self._client.end_input()
+        if any(node.lost for node in self.nodes.values()):
+            self._cancel()
+            self._watch.loop.call_later(1.0, self._client.kill)
+        else:
+            self._watch.loop.call_later(SRUN_GRACE, self._cancel)
+            self._watch.loop.call_later(2 * SRUN_GRACE, self._client.kill)
+
+    def _cancel(self) -> None:
+        if self._step and self._client.is_running:
+            subprocess.Popen(["scancel", "--quiet", self._step], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    # ---- records
+
+    def record_node(self, node: StepNode) -> None:
+        """Write the exit code of a node and, if the step failed, how its ranks ended, in the format that agents use."""
+        ranks = [end for end in node.ends if end["rank"] is not None]
+        failures = [end for end in ranks if end["exit_code"]]
+        succeeded = [end["rank"] for end in ranks if not end["exit_code"] and not end.get("ended_by_agent")]
+        if self.code and (failures or succeeded):
+            record = {"node": node.name, "failures": failures, "succeeded": succeeded}
+            self._write_file(f"errors/node_{node.name}.json", record)
+        self._write_file(f"node_{node.name}.exit", f"{node.exit_code}\n")
+
+    def record_missing_ends(self, code: int) -> None:
+        """Complete the records after srun's exit: some tasks may not have reported their end. code: of srun."""
+        for node in self.nodes.values():
+            if self.code and node.ended and not node.lost:  # a node that ended before the failure has no failure record
+                self.record_node(node)
+        missing = [node for node in self.nodes.values() if not node.ended]
+        if missing and all(node.last_report is None for node in self.nodes.values()):
+            code = code or UNFIT
+            self._write_file(f"node_{SRUN}.exit", f"{code}\n")
+            self._watch.node_failed(code)
+            return
+        for node in missing:
+            if node.ends:
+                self.record_node(node)
+            if not self.code or not node.ends:
+                self.mark_lost(node, "srun exited before its tasks")
+
+    def print(self, message: str) -> None:
+        self._watch.console.show(self._console.message(f"step: {message}".encode()), 2)
+
+    def _write_file(self, name: str, content: str | Json) -> None:
+        """Write text or JSON. Prints errors, such as a full disk, instead of raising them."""
+        try:
+            if isinstance(content, str):
+                write_file(self.run / name, content)
+            else:
+                write_json(self.run / name, content)
+        except OSError as error:
+            self.print(f"cannot write {self.run / name}: {error.strerror}")
