@@ -6,20 +6,8 @@
 #        ask_nodes.sh preflight NODE...   ask them whether they are fit, and judge
 #
 set -euo pipefail
-# shellcheck source=scripts/lib/common.bash
-source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../scripts/lib/common.bash"
-# shellcheck source=scripts/lib/options.bash
-source "$KIT/scripts/lib/options.bash"
-# shellcheck source=scripts/lib/node_env.bash
-source "$KIT/scripts/lib/node_env.bash"
-# shellcheck source=scripts/lib/nodes.bash
-source "$KIT/scripts/lib/nodes.bash"
-# shellcheck source=scripts/lib/launch.bash
-source "$KIT/scripts/lib/launch.bash"
-# shellcheck source=scripts/lib/watch.bash
-source "$KIT/scripts/lib/watch.bash"
-# shellcheck source=scripts/lib/ssh.bash
-source "$KIT/scripts/lib/ssh.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../scripts/lib/launcher.bash"
 
 
 main() { # <true or preflight> <node...>
@@ -34,8 +22,10 @@ main() { # <true or preflight> <node...>
     preflight)
       check_script
       ssh_probe_nodes
-      set_compare_arguments
-      kit_python launch.open_run "${COMPARE[@]}"
+      "$PYTHON" -I -c 'import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path
+from distributed.launch.preflight import compare
+faults, _, _ = compare(Path(sys.argv[2]), dict.fromkeys(sys.argv[3:], 1), "")
+sys.exit(bool(faults))' "$KIT" "$REPLIES" "${NODES[@]}"
       ;;
   esac
 }

@@ -36,15 +36,8 @@
 #   doctor.sh 'node[1-4]'
 #
 set -euo pipefail
-# shellcheck source=scripts/lib/common.bash
-source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
-source "$KIT/scripts/lib/options.bash"
-source "$KIT/scripts/lib/node_env.bash"
-source "$KIT/scripts/lib/nodes.bash"
-source "$KIT/scripts/lib/launch.bash"
-source "$KIT/scripts/lib/ssh.bash"
-source "$KIT/scripts/lib/sync.bash"
-source "$KIT/scripts/lib/connectivity.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/launcher.bash"
 
 OUTPUT_OPTIONS=()  # options of the program that prints the findings
 

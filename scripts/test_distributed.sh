@@ -43,17 +43,11 @@
 #   test_distributed.sh 8 'node[1-4]'
 #   test_distributed.sh --json --max-bytes 1M 8 | jq .verdict
 #
+
+# shellcheck disable=SC2034,SC2153 # the files that launcher.bash sources use these variables
 set -euo pipefail
-# shellcheck source=scripts/lib/common.bash
-source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
-source "$KIT/scripts/lib/options.bash"
-source "$KIT/scripts/lib/node_env.bash"
-source "$KIT/scripts/lib/nodes.bash"
-source "$KIT/scripts/lib/launch.bash"
-source "$KIT/scripts/lib/ssh.bash"
-source "$KIT/scripts/lib/sync.bash"
-source "$KIT/scripts/lib/connectivity.bash"
-source "$KIT/scripts/lib/slurm.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/launcher.bash"
 
 LAUNCHER_ARGUMENTS=()
 SMOKE_OPTIONS=()     # options of the test itself

@@ -579,8 +579,7 @@ hide_py_spy() {
   [[ "$output" == *"the run hangs; stopping it"*"exit code 124: restart 1 of 1"*"the run hangs; stopping it"* ]]
   [[ "$output" == *"verdict: failed: hung: no output for "*" s (--hang-timeout 3); rank 1 on "*" is not in a collective"*", in main"* ]]
   grep -q '"exit_code": 124' logs/latest/attempt_1/verdict.json
-  [ -e logs/latest/attempt_1/hang.json ] && [ -e logs/latest/hang.json ] && [ ! -e logs/latest/.hang.json ]
-  run ! pgrep -f "hang_watch.sh .*$(basename -- "$(readlink logs/latest)")"
+  [ -e logs/latest/attempt_1/hang.json ] && [ -e logs/latest/hang.json ]
 }
 
 

@@ -118,7 +118,7 @@ END
   salloc -Q -N2 -n3 "$KIT/scripts/run_ddp.sh" -n 3 -c tiny.yaml >out 2>&1 3>&- &
   salloc=$!
   wait_for_line out "step      3/100000"
-  kill -TERM "$(pgrep -f -o "^bash $KIT/scripts/run_ddp.sh -n 3 -c tiny.yaml")"
+  kill -TERM "$(sed -n 's/^ *"pid": \([0-9]*\),/\1/p' logs/latest/run.json)"
   wait_for_exit "$salloc"
   [ "$status" -eq 75 ] || { tail -n 20 out && return 1; }
   ls -d checkpoints/step_*
@@ -170,7 +170,7 @@ END
 @test "--dry-run prints the srun line and runs nothing" {
   in_allocation -n 3 -c - --script "$KIT/train.py" --dry-run --env 'A=1 2' -- 'x y'
   [ "$status" -eq 0 ]
-  [[ "$output" == *"--ntasks 3 --distribution block --cpus-per-task"*"train.py x\\ y"* && "$output" == "env A=... "* && "$output" != *"1\\ 2"* ]]
+  [[ "$output" == *"--ntasks 3 --distribution block --cpus-per-task"*"train.py 'x y'"* && "$output" == "env A=... "* && "$output" != *"1 2"* ]]
   [ ! -e logs ]
 }
 

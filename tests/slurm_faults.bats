@@ -270,18 +270,18 @@ END
 }
 
 
-@test "a killed supervisor, or a killed step.py, kills its ranks" {
+@test "a killed supervisor, or a killed srun, kills its ranks" {
   local program
   printf 'import time\nprint("at work", flush=True)\ntime.sleep(1000)\n' >"my script.py"
-  for program in "srun_task.py rank" step.py; do
+  for program in "$VIRTUAL_ENV/bin/python -I -S $KIT/scripts/lib/srun_task.py rank" "srun --export ALL "; do
     SCRIPT="my script.py" submit --no-requeue --nodes=2 --ntasks-per-node=1 slurm_train.sh -
     wait_for_line "logs/slurm-$JOB.out" "at work"
-    kill -KILL "$(pgrep -f "^$VIRTUAL_ENV/bin/python -I -S $KIT/scripts/lib/$program $WORK/logs/" | while read -r pid; do
+    kill -KILL "$(pgrep -f "^$program.* $WORK/logs/" | while read -r pid; do
       [[ ! /proc/$pid/ns/net -ef $MUSTER_LAB/$N1/net ]] || echo "$pid"
     done | head -n 1)" # the oldest: a guard has the same arguments
     wait_for_job_exit "$JOB"
     [ "$status" -ne 0 ]
-    shows err "verdict: failed: $([[ $program == step.py ]] || echo "the supervisor on $N1 died of SIGKILL")"
+    shows err "verdict: failed: $([[ $program == srun* ]] || echo "the supervisor on $N1 died of SIGKILL")"
     no_processes_within 10
   done
 }

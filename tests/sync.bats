@@ -82,7 +82,7 @@ END
   for node in "$N1" "$N2"; do
     cmp "logs/latest/node_$node.log" <(lab ssh "$node" cat "$(readlink -f logs/latest)/node_$node.log")
   done
-  run ! pgrep -f "append_logs|$WORK.*tail -c"
+  run ! pgrep -f "$WORK.*tail -c"
 }
 
 

@@ -70,13 +70,6 @@ def test_arguments_through_ssh(node: str, tmp_path: Path, sent: list[bytes]) -> 
     assert received(tmp_path, "ssh", node, sent) == sent
 
 
-@few_examples
-@given(sent=argument_lists)
-@example(sent=SPECIAL)
-def test_arguments_through_pdsh(node: str, tmp_path: Path, sent: list[bytes]) -> None:
-    assert received(tmp_path, "pdsh", node, sent) == sent
-
-
 @pytest.mark.parametrize("shell", SHELLS)
 @settings(few_examples, max_examples=4)
 @given(sent=argument_lists)
@@ -85,15 +78,15 @@ def test_arguments_through_a_login_shell(tmp_path: Path, shell: str, sent: list[
     assert received(tmp_path, "login", shell, sent) == sent
 
 
-def test_arguments_and_environment_of_a_launched_script(node: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["launch_torchrun_auto.sh", "launch_pdsh_multinode.sh"])
+def test_arguments_and_environment_of_a_launched_script(node: str, tmp_path: Path, launcher: str) -> None:
     some = random.Random(0)
     sent = [*SPECIAL, *(bytes(some.choices(range(1, 256), k=some.randrange(9))) for _ in range(400))]
     script = tmp_path / "record.py"
     script.write_text(RECORDER.replace("sys.argv", 'sys.argv + [os.environ["VALUE"]]'), encoding="utf-8")
-    launcher = str(TESTS.parent / "scripts" / "ssh" / "launch_pdsh_multinode.sh")
     value = b"".join(sent)
     options: list[str | bytes] = ["--no-preflight", "--python", sys.executable, "--env", b"VALUE=" + value]
-    command = [launcher, *options, "--script", str(script), "-", "1", node, "--", *sent]
+    command = [f"{TESTS.parent}/scripts/ssh/{launcher}", *options, "--script", str(script), "-", "1", node, "--", *sent]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert Path(f"{script}.received").read_bytes().split(b"\0")[1:-1] == [*sent, value]

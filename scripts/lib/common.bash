@@ -84,14 +84,20 @@ need_value() { # <option> [value] [rest...]
 }
 
 
-# Print the opening comment of the script.
+# Print the opening comment of the script. A line `(as NAME)` stands for arguments and options of that script.
 usage() {
   local line number=0
   while IFS= read -r line && [[ $line == '#' || $line == '# '* || $line == '#!'* ]]; do
     number=$((number + 1))
     ((number > 2)) || [[ $line == '# '* ]] || continue # skip the shebang and the line below it
-    line=${line#'#'}
-    printf '%s\n' "${line# }"
+    if [[ $line == '#   (as '*')' ]]; then
+      line=${line#*'(as '}
+      # shellcheck disable=SC2016 # of sed
+      sed -n '/^#   /,${s/^# \{0,1\}//;p;/^  --help/q}' -- "$KIT"/scripts/*/"${line%)}"
+    else
+      line=${line#'#'}
+      printf '%s\n' "${line# }"
+    fi
   done <"$PROGRAM_FILE"
 }
 

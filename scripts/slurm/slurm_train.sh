@@ -64,13 +64,8 @@ if [[ ! -e $kit/scripts/lib/slurm_job.bash ]]; then
   echo "$name: cannot find Muster; submit the script in its directory, or export MUSTER_KIT=<its directory>" >&2
   exit 2
 fi
-# shellcheck source=scripts/lib/common.bash
-source "$kit/scripts/lib/common.bash"
-source "$KIT/scripts/lib/options.bash"
-source "$KIT/scripts/lib/node_env.bash"
-source "$KIT/scripts/lib/nodes.bash"
-source "$KIT/scripts/lib/launch.bash"
-source "$KIT/scripts/lib/slurm.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$kit/scripts/lib/launcher.bash"
 source "$KIT/scripts/lib/slurm_job.bash"
 
 

@@ -3,55 +3,18 @@
 # Start this node's part of a run on several nodes, for scripts that require --local-rank=N.
 #
 # Like launch_torchrun_multinode.sh, but the first argument of each rank is --local-rank=N, as with
-# torch.distributed.launch, which torchrun has replaced.
+# torch.distributed.launch, which torchrun has replaced and which --agent torchrun uses here.
 #
 # Usage: launch_multinode.sh [options] CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT] [-- ARGUMENT...]
 #
-#   CONFIG               settings file, passed to the script as --config CONFIG; -: none
-#   NPROC                number of processes on this node: at most one per GPU; any number without GPUs;
-#                        gpu: one per GPU; cpu: one per core; auto: gpu if there are GPUs, else cpu
-#   NNODES               number of nodes
-#   NODE_RANK            rank of this node, from 0
-#   MASTER_ADDR          name or address of the node with NODE_RANK 0
-#   MASTER_PORT          default: --master-port, else $MASTER_PORT, else 29500
-#
-#   --script PATH        script to run (default: Muster's train.py)
-#   -m MODULE            run a module instead of a script
-#   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
-#   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun:
-#                        torch.distributed.launch, which does not notice failures of other nodes
-#   --master-port PORT   sets MASTER_PORT
-#   --rendezvous-timeout SECONDS  how long to wait for all nodes to join (default: 600)
-#   --env NAME=VALUE     set an environment variable for the ranks; repeatable
-#   --env-file FILE      the same from a file, one NAME=VALUE per line
-#   --max-restarts N     restart up to N times after a failure (default: 0); give it on all nodes: a
-#                        failure on one node stops all of them
-#   --hang-timeout S     stop the run when the ranks of this node wrote no output or metrics for S seconds,
-#                        with exit code 124; 0: never; default with several nodes: only report that it looks hung
-#   --log-dir DIR        directory for run directories (default: logs)
-#   --no-preflight       skip the checks of GPUs, MASTER_ADDR and port
-#   --detach             run in the background, detached from this terminal
-#   --dry-run            print the command, run nothing
-#   --quiet              print no progress lines of the launcher
-#   --help               show this help
-#
-# ARGUMENTs are passed to the script unchanged. The first node prints which nodes are missing.
-#
-# Exit codes are those of launch_singlenode.sh; 69 also means: the connection to a node was lost, or this node
-# was refused (its PyTorch, script, CONFIG or NNODES differ from those of the first node, its NODE_RANK is
-# taken, or the port is used by another run); 124 also: not all nodes joined in time.
+#   (as launch_torchrun_multinode.sh)
 #
 #   node1$ launch_multinode.sh --script old_train.py - 8 2 0 node1
 #   node2$ launch_multinode.sh --script old_train.py - 8 2 1 node1
 #
 set -euo pipefail
-# shellcheck source=scripts/lib/common.bash
-source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
-source "$KIT/scripts/lib/options.bash"
-source "$KIT/scripts/lib/node_env.bash"
-source "$KIT/scripts/lib/nodes.bash"
-source "$KIT/scripts/lib/launch.bash"
-source "$KIT/scripts/lib/by_hand.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/launcher.bash"
 
 
 main() {

@@ -8,48 +8,15 @@
 # ssh, or the transport in PDSH_RCMD_TYPE. Probes before the start (unless --no-preflight) and stop requests
 # always use ssh.
 #
-#   CONFIG               settings file, passed to the script as --config CONFIG; -: none
-#   NPROC                number of processes per node: at most one per GPU; any number without GPUs;
-#                        auto: one per GPU of the node, else per core; gpu, cpu: one per GPU, per core
-#   NODE...              node1 user@node2 node[3-8,10] node9:4 (:4 overrides NPROC); node ranks follow this
-#                        order; the first node is the master
-#
-#   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
-#   --exclude NODES      exclude these nodes
-#   --script PATH        script to run (default: Muster's train.py)
-#   -m MODULE            run a module instead of a script
-#   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3;
-#                        the same path on all nodes
-#   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun: PyTorch's own
-#   --master-port PORT   default: a free port of the first node
-#   --rendezvous-timeout SECONDS  how long to wait for all nodes to join (default: 600)
-#   --env NAME=VALUE     set an environment variable for the ranks; repeatable
-#   --env-file FILE      the same from a file, one NAME=VALUE per line
-#   --max-restarts N     restart up to N times after a failure (default: 0)
-#   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
-#                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
-#   --log-dir DIR        directory for run directories (default: logs)
-#   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore)
-#                        to nodes that do not share them
-#   --no-preflight       skip the checks of the nodes
-#   --detach             run in the background, detached from this terminal
-#   --dry-run            print the command of each node, run nothing
-#   --quiet              print no progress lines of the launcher
-#   --help               show this help
+#   (as launch_torchrun_auto.sh)
 #
 # ARGUMENTs are passed to the script unchanged. Exit codes are those of launch_torchrun_auto.sh.
 #
 #   launch_pdsh_multinode.sh config/large_multinode.yaml 8 'node[1-40]'
 #
 set -euo pipefail
-# shellcheck source=scripts/lib/common.bash
-source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
-source "$KIT/scripts/lib/options.bash"
-source "$KIT/scripts/lib/node_env.bash"
-source "$KIT/scripts/lib/nodes.bash"
-source "$KIT/scripts/lib/launch.bash"
-source "$KIT/scripts/lib/ssh.bash"
-source "$KIT/scripts/lib/sync.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/launcher.bash"
 
 
 require_pdsh() {

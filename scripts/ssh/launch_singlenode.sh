@@ -32,13 +32,11 @@
 #   launch_singlenode.sh config/quickstart.yaml 2
 #   launch_singlenode.sh --script my_train.py - 8 -- --lr 3e-4
 #
+
+# shellcheck disable=SC2034,SC2153 # the files that launcher.bash sources use these variables
 set -euo pipefail
-# shellcheck source=scripts/lib/common.bash
-source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
-source "$KIT/scripts/lib/options.bash"
-source "$KIT/scripts/lib/node_env.bash"
-source "$KIT/scripts/lib/nodes.bash"
-source "$KIT/scripts/lib/launch.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/launcher.bash"
 
 
 parse_arguments() {

@@ -44,14 +44,8 @@
 #   launch_torchrun_auto.sh --script my_train.py - 2 node1 node2 -- --lr 3e-4
 #
 set -euo pipefail
-# shellcheck source=scripts/lib/common.bash
-source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
-source "$KIT/scripts/lib/options.bash"
-source "$KIT/scripts/lib/node_env.bash"
-source "$KIT/scripts/lib/nodes.bash"
-source "$KIT/scripts/lib/launch.bash"
-source "$KIT/scripts/lib/ssh.bash"
-source "$KIT/scripts/lib/sync.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/launcher.bash"
 
 
 main() {

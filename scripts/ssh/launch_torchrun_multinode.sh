@@ -42,13 +42,8 @@
 #   node2$ launch_torchrun_multinode.sh config/large_multinode.yaml 8 2 1 node1
 #
 set -euo pipefail
-# shellcheck source=scripts/lib/common.bash
-source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
-source "$KIT/scripts/lib/options.bash"
-source "$KIT/scripts/lib/node_env.bash"
-source "$KIT/scripts/lib/nodes.bash"
-source "$KIT/scripts/lib/launch.bash"
-source "$KIT/scripts/lib/by_hand.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/launcher.bash"
 
 
 main() {
