@@ -146,6 +146,7 @@ class _PdshErrors:
 
     def __init__(self, watch: Watch) -> None:
         self._watch, self._lines = watch, Lines()
+        self._names = {node.address: node.node for node in watch.run.nodes}
 
     def feed(self, received: bytes) -> None:
         shown = []
@@ -157,5 +158,7 @@ class _PdshErrors:
                 found = _PDSH_CODE.match(text)
                 if found and int(found[2]) == UNREACHABLE:
                     self._watch.node_lost(found[1])
+                elif found:  # what its login shell has printed may have damaged its report
+                    self._watch.node_ended(self._names[found[1]], int(found[2]))
             shown.append(line)
         self._watch.console.show(b"".join(shown), 2)

@@ -264,7 +264,7 @@ class Watch:
             self._unreported(name, client)
         else:  # of all nodes
             self.node_failed(UNFIT if client.code == UNREACHABLE else client.code)
-            if not client.code or len(self.unended) < len(self.run.nodes):
+            if client.code and len(self.unended) < len(self.run.nodes):
                 for node in sorted(self.unended):
                     self.node_lost(node)
             self.unended.clear()

@@ -127,7 +127,7 @@ def test_with_one_client_the_first_report_of_a_failure_stops_the_others(director
 
 
 def test_with_one_client_a_node_without_a_report_is_lost(directory: Path, attempt: Attempt) -> None:
-    assert attempt(all=f"{report('n1', 0)}; exit 0") == UNFIT
+    assert attempt(all=f"{report('n1', 0)}; exit 255") == UNFIT
     assert "n2: connection to its supervisor lost" in log_of(directory)
     assert "n1" not in log_of(directory)
 
