@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from distributed.jobs.base_cache import Cache
-from distributed.jobs.job import Job, arguments
+from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal, Record
-from distributed.jobs.placement import GpuId, JobQueue, SlotPool, mean_seconds
+from distributed.jobs.placement import JobQueue, SlotPool, mean_seconds
 from distributed.jobs.state import (
     FINAL,
     FINAL_FAILURES,
@@ -73,20 +73,6 @@ class NotStarted(Exception):
         return {"attempt": attempt, "reason": str(self), "kind": self.kind}
 
 
-@dataclass(frozen=True)
-class StartRequest:
-    """Everything that a server needs to start an attempt."""
-
-    attempt: str
-    job: Job
-    slots: Sequence[int]
-    gpus: Sequence[GpuId]
-    arguments: Sequence[str]  # for the script
-    title: str
-    after: str = ""  # name of the attempt that must succeed first, because it trains the base model of this job
-    needs: Sequence[str] = ()  # output directories of the jobs that its _after names
-
-
 class JobServer(Protocol):
     """A server that runs jobs. Requests raise Unreachable when the connection is lost."""
 
@@ -104,8 +90,8 @@ class JobServer(Protocol):
     async def query(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """Return the state of each attempt, and monitor those that run. attempts: name -> output directory."""
 
-    async def start(self, request: StartRequest) -> dict[str, Any]:
-        """Start an attempt; return its state. Raises NotStarted."""
+    async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
+        """Start an attempt; return its state. needs: output directories of the jobs in _after. Raises NotStarted."""
 
     async def stop(self, attempt: str, kill: bool) -> None:
         """Ask an attempt to stop; the event `ended` follows. kill: without a grace period."""
@@ -494,13 +480,7 @@ class Dispatcher:
         if attempt.name not in self.state.open:  # lost or requeued while the journal could not be written
             return
         server, job = self.links[attempt.server].server, self.jobs[attempt.job]
-        device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
-        retry = f", attempt {attempt.number}" if attempt.number > 1 else ""
         needed = [each for each in self.state.predecessors(job) if not each.job.trains]
-        request = StartRequest(
-            attempt.name, job, attempt.slots, attempt.gpus, arguments(job, "cuda:0" if attempt.gpus else "cpu"),
-            f"{job.name} ({device}{retry})", attempt.after, [each.job.output for each in needed],
-        )  # fmt: skip
         written = [*self.state.jobs[job.id].attempts, *(each.last for each in needed if each.last)]
         elsewhere = sorted({each.job for each in written if each.server != attempt.server})
         self._starting.add(attempt.name)
@@ -512,7 +492,7 @@ class Dispatcher:
                     await self._ensure_base(server, job.base)
             except Unreachable as error:  # before the start request, so the attempt was not started
                 raise NotStarted(str(error)) from None
-            found = await server.start(request)
+            found = await server.start(attempt, job, [each.job.output for each in needed])
         except NotStarted as error:
             self.post(Event("not_started", attempt.server, error.facts(attempt.name)))
         except OSError as error:

@@ -37,8 +37,8 @@ from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.bases import script_name
-from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
-from distributed.jobs.job import Job, muster_job
+from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, Unreachable
+from distributed.jobs.job import Job, arguments, muster_job
 from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
@@ -355,20 +355,21 @@ class HostServer:
         found: dict[str, dict[str, Any]] = reply["attempts"]
         return found
 
-    async def start(self, request: StartRequest) -> dict[str, Any]:
+    async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
         """See dispatcher.JobServer."""
-        options = request.job.options
+        device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
+        retry = f", attempt {attempt.number}" if attempt.number > 1 else ""
         env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi, also for GPUs of different types
-        env |= {**options.env, "CUDA_VISIBLE_DEVICES": self._cuda_devices(request.gpus)}
-        if digest := request.job.base or request.job.trains:
+        env |= {**job.options.env, "CUDA_VISIBLE_DEVICES": self._cuda_devices(attempt.gpus)}
+        if digest := job.base or job.trains:
             env["MUSTER_BASE_MODEL_DIGEST"] = digest
         try:
             return await self._call(
-                "start", attempt=request.attempt, job=request.job.owner, output=request.job.output,
-                slots=list(request.slots), title=request.title, script=self.context.script,
-                script_name=self.context.script_name, arguments=list(request.arguments), setup=self.settings.setup,
-                env={**env, "MUSTER_JOB": muster_job(request.job)}, timeout=options.timeout, grace=self.context.grace,
-                needs=list(request.needs), base=request.job.base,
+                "start", attempt=attempt.name, job=job.owner, output=job.output, slots=attempt.slots,
+                title=f"{job.name} ({device}{retry})", script=self.context.script, setup=self.settings.setup,
+                script_name=self.context.script_name, arguments=arguments(job, "cuda:0" if attempt.gpus else "cpu"),
+                env={**env, "MUSTER_JOB": muster_job(job)}, timeout=job.options.timeout, grace=self.context.grace,
+                needs=list(needs), base=job.base,
                 inherited=dict(self.context.forwarded) if isinstance(self, SshServer) else {},
             )  # fmt: skip
         except HostReplyError as error:

@@ -37,7 +37,7 @@ from distributed.files import KIT, write_file
 from distributed.jobs import array_task, host
 from distributed.jobs.array_task import SERVER, SETUP
 from distributed.jobs.config import ClusterConfig, ConfigError
-from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
+from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.element import (
     Element,
     assign_specs,
@@ -47,7 +47,7 @@ from distributed.jobs.element import (
     resources_of,
     unstarted_end,
 )
-from distributed.jobs.job import AFTER, Job, arguments, muster_job
+from distributed.jobs.job import AFTER, Job, Options, arguments, muster_job
 from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.sbatch import (
     IN_QUEUE,
@@ -98,7 +98,8 @@ class PendingStart:
 
     element: Element
     resources: ResourceRequest
-    request: StartRequest | None = None  # None: the job specification is already written
+    job: Job | None = None  # None: the job specification is already written
+    needs: Sequence[str] = ()  # output directories of the jobs in _after
     reply: asyncio.Future[Facts] | None = None  # None: start() no longer waits for it
 
     def answer(self, found: Facts) -> None:
@@ -297,14 +298,12 @@ class SlurmServer:
 
     # ---- starting
 
-    async def start(self, request: StartRequest) -> Facts:
+    async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> Facts:
         """See dispatcher.JobServer."""
         reply: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
-        element = self._element_of(request.attempt, request.job.output)
-        resources = self._resources_for(
-            request, await asyncio.to_thread(self._slurm_id, request.after) if request.after else ""
-        )
-        self._pending.append(PendingStart(element, resources, request, reply))
+        after = await asyncio.to_thread(self._slurm_id, attempt.after) if attempt.after else ""
+        element, resources = self._element_of(attempt.name, job.output), self._resources_for(job.options, after)
+        self._pending.append(PendingStart(element, resources, job, needs, reply))
         self._submit_soon()
         return await reply
 
@@ -315,8 +314,7 @@ class SlurmServer:
                 return f"{file.read().strip()}_{element.index}"
         raise NotStarted("the training of its base model is not in SLURM's queue", "busy")
 
-    def _resources_for(self, request: StartRequest, after: str) -> ResourceRequest:
-        options = request.job.options
+    def _resources_for(self, options: Options, after: str = "") -> ResourceRequest:
         seconds = None if options.timeout is None else options.timeout + self.context.grace + TIME_MARGIN
         return ResourceRequest(
             (options.gpus or len(self.settings.devices)) if self.settings.devices else 0,
@@ -325,14 +323,14 @@ class SlurmServer:
 
     def _spec_of(self, start: PendingStart) -> Facts:
         """The job specification: everything that a compute node needs to run an attempt."""
-        assert start.request
-        job, element, resources = start.request.job, start.element, start.resources
+        job, element, resources = start.job, start.element, start.resources
+        assert job
         device = "cuda:0" if resources.gpus else "cpu"
         cwd = str(self.context.cwd)
         base = {"MUSTER_BASE_MODEL": self.context.cache.path(job.base)} if job.base else {}
         if digest := job.base or job.trains:
             base["MUSTER_BASE_MODEL_DIGEST"] = digest
-        needs = [os.path.join(cwd, output) for output in start.request.needs]
+        needs = [os.path.join(cwd, output) for output in start.needs]
         after = {AFTER: "\n".join(needs)} if needs else {}
         return {
             "command": [*host.program(self._python, self.context.script, cwd), *arguments(job, device)],
@@ -358,11 +356,11 @@ class SlurmServer:
 
     def _prepare(self, start: PendingStart) -> Exception | None:
         """Write the job specification of an attempt. Returns the error that prevents its start, or None."""
-        element, request = start.element, start.request
-        assert request
+        element, job = start.element, start.job
+        assert job
         try:
             os.mkdir(element.directory, 0o777)
-            os.close(host.claim_output(element.output, request.job.owner, self.context.script_name))
+            os.close(host.claim_output(element.output, job.owner, self.context.script_name))
             if self.settings.setup:
                 write_file(os.path.join(element.directory, SETUP), "\n".join(["set +e", *self.settings.setup, ""]))
             array_task.write_spec(element.directory, self._spec_of(start))
@@ -383,7 +381,7 @@ class SlurmServer:
         try:
             while self._pending:
                 starts, self._pending = self._pending, []
-                new = [start for start in starts if start.request and start.reply]
+                new = [start for start in starts if start.job and start.reply]
                 errors = await asyncio.to_thread(lambda new=new: [self._prepare(start) for start in new])  # type: ignore[misc]
                 refused = {id(start): error for start, error in zip(new, errors, strict=True) if error}
                 groups: dict[ResourceRequest, list[PendingStart]] = {}

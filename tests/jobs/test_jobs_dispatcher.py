@@ -18,7 +18,7 @@ import pytest
 
 from distributed.jobs import dispatcher, journal
 from distributed.jobs.base_cache import Cache
-from distributed.jobs.dispatcher import Dispatcher, Event, NotStarted, Policy, ServerUnusable, StartRequest, Unreachable
+from distributed.jobs.dispatcher import Dispatcher, Event, NotStarted, Policy, ServerUnusable, Unreachable
 from distributed.jobs.job import ALL_GPUS, Job, Options, job_of
 from distributed.jobs.journal import Journal
 from distributed.jobs.placement import Slot, SlotPool, plan
@@ -37,6 +37,18 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------- servers without processes
+
+
+@dataclasses.dataclass(frozen=True)
+class StartRequest:
+    """A call of SimulatedServer.start()."""
+
+    attempt: str
+    job: Job
+    slots: list[int]
+    gpus: list[int | str]
+    after: str
+    needs: Sequence[str]
 
 
 class SimulatedServer:
@@ -123,9 +135,10 @@ class SimulatedServer:
         self._call()
         return {name: dict(self.attempts.get(name, {"state": "absent"})) for name in attempts}
 
-    async def start(self, request: StartRequest) -> dict[str, Any]:
+    async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
         self._call()
         assert self.run
+        request = StartRequest(attempt.name, job, attempt.slots, attempt.gpus, attempt.after, needs)
         self.run.check_start(self, request)
         self.requests.append(request)
         outcome = self.outcome_of(request)
@@ -313,14 +326,13 @@ def test_a_list_of_jobs_is_done_and_their_results_are_copied(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
-def test_a_job_gets_its_device_and_its_arguments(tmp_path: Path) -> None:
+def test_a_job_of_two_gpus_gets_two_of_a_server(tmp_path: Path) -> None:
     async def scenario() -> None:
         server = SimulatedServer("one", 3, gpus=True)
         async with ListRun(tmp_path, server, jobs=[job(1, gpus=2)]) as run:
             await run.finished()
         (request,) = server.requests
-        assert (request.arguments, request.gpus) == (["--n", "1", "--device", "cuda:0"], [0, 1])
-        assert request.title == f"{run.jobs[0].id} (GPU 0,1)"
+        assert (request.job, request.gpus) == (run.jobs[0], [0, 1])
 
     asyncio.run(scenario())
 
@@ -676,15 +688,15 @@ def test_after_a_reconnect_the_server_is_queried_before_a_start_is_repeated(tmp_
 
         before = True
 
-        async def start(self, request: StartRequest) -> dict[str, Any]:
+        async def start(self, *request: Any) -> dict[str, Any]:
             if len(self.requests) < 1 and not self.before:
-                await super().start(request)
+                await super().start(*request)
             if self.reachable and not self.run.lost:  # type: ignore[union-attr]
                 self.run.lost = True  # type: ignore[union-attr]
                 self.disconnect()
                 self.reconnect()
                 raise Unreachable("cable")
-            return await super().start(request)
+            return await super().start(*request)
 
     async def scenario(before: bool) -> tuple[list[str], int]:
         one = LostDuringStart("one")
@@ -1162,8 +1174,8 @@ def test_a_job_is_cancelled_once_its_pending_start_completes(tmp_path: Path) -> 
     class Slow(SimulatedServer):
         go: asyncio.Event
 
-        async def start(self, request: StartRequest) -> dict[str, Any]:
-            found = await super().start(request)
+        async def start(self, *request: Any) -> dict[str, Any]:
+            found = await super().start(*request)
             await self.go.wait()
             return found
 
@@ -1202,7 +1214,7 @@ def test_a_job_on_an_unreachable_server_is_cancelled_after_the_reconnect(tmp_pat
 
 def test_a_job_that_was_cancelled_while_its_start_was_lost_is_not_started(tmp_path: Path) -> None:
     class Lost(SimulatedServer):
-        async def start(self, request: StartRequest) -> dict[str, Any]:
+        async def start(self, *request: Any) -> dict[str, Any]:
             self.disconnect()
             raise Unreachable("cable")
 
@@ -1513,7 +1525,7 @@ def test_a_draining_dispatcher_cancels_jobs_and_starts_none(tmp_path: Path) -> N
 
 def test_an_unexpected_exception_ends_the_dispatcher(tmp_path: Path) -> None:
     class Broken(SimulatedServer):
-        async def start(self, request: StartRequest) -> dict[str, Any]:
+        async def start(self, *request: Any) -> dict[str, Any]:
             raise ZeroDivisionError
 
     async def scenario() -> None:
