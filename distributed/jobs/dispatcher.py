@@ -365,6 +365,7 @@ class Dispatcher:
     async def _watch_gpus(self, link: ServerLink) -> None:
         with contextlib.suppress(Unreachable):
             while True:
+                link.server.pool.freed.clear()
                 self.post(Event("gpus", link.server.name, {"gpus": await link.server.query_gpus()}))
                 await asyncio.sleep(GPU_INTERVAL)
 
@@ -433,7 +434,8 @@ class Dispatcher:
 
     def _on_gpus(self, event: Event) -> None:
         link, pool = self.links[event.server], self.links[event.server].server.pool
-        used = {slot.gpu for slot in pool.slots if slot.index not in pool.free}
+        # The query may have seen the processes of jobs that have ended since it began.
+        used = {slot.gpu for slot in pool.slots if slot.index not in pool.free} | pool.freed
         lost = {gpu["index"]: gpu["lost"] for gpu in event.facts["gpus"] if "lost" in gpu}
         known = [gpu for gpu in event.facts["gpus"] if "lost" not in gpu]
         blocked = {gpu["index"] for gpu in known if gpu["index"] not in used and self._in_use(gpu)}
@@ -771,15 +773,11 @@ class Dispatcher:
 
     def _log_outcome(self, job: JobState, attempt: Attempt, state: str, reason: str) -> None:
         took = f" after {attempt.seconds:.1f} s" if attempt.seconds is not None else ""
-        if state == "done":
-            self._log(f"done: {job.job.name} on {attempt.location}{took}")
-        elif state == "waiting":
-            where = f"attempt {attempt.number} on {attempt.server}"
-            self._log(f"retry: {job.job.name}: {where}{took}: {attempt.failure_text}")
-        elif state == "cancelled":
-            self._log(f"cancelled: {job.job.name} on {attempt.location}{took}: {reason}")
+        cause = {"done": "", "cancelled": f": {reason}"}.get(state, f": {attempt.failure_text}")
+        if state == "waiting":
+            self._log(f"retry: {job.job.name}: attempt {attempt.number} on {attempt.server}{took}{cause}")
         else:
-            self._log(f"failed: {job.job.name} on {attempt.location}{took}: {attempt.failure_text}")
+            self._log(f"{state}: {job.job.name} on {attempt.location}{took}{cause}")
 
     # ---------------------------------------------------------------- cancelling
 
@@ -1019,6 +1017,7 @@ class Dispatcher:
         if holders.pop(attempt.name, None) and (pool := self.pools.get(attempt.server)):
             others = [pool.slots_of(each.slots, each.gpus) for each in holders.values()]
             pool.free |= pool.slots_of(attempt.slots, attempt.gpus).difference(*others)
+            pool.freed.update(attempt.gpus)
         self._placement_due = True
 
     # ---------------------------------------------------------------- names

@@ -176,10 +176,7 @@ class ListState:
         """Apply a record. A request takes effect only when the dispatcher records `request_handled` for it."""
         event = record["event"]
         if event not in REQUESTS:
-            getattr(self, f"_apply_{event}", self._apply_unknown)(record)
-
-    def _apply_unknown(self, record: Record) -> None:
-        """Ignore a record of a newer version."""
+            getattr(self, f"_apply_{event}", lambda _: None)(record)  # records of newer versions are ignored
 
     def _apply_list(self, record: Record) -> None:
         self.list_record = {key: value for key, value in record.items() if key not in ("event", "time", "jobs")}

@@ -968,6 +968,43 @@ def test_memory_used_by_a_job_of_the_list_does_not_block_its_gpu(tmp_path: Path)
     asyncio.run(scenario())
 
 
+def test_a_job_that_ends_while_the_gpus_are_queried_does_not_block_its_gpu(tmp_path: Path) -> None:
+    class Slow(SimulatedServer):
+        """The reply to one query shows the processes of jobs that have ended since it began."""
+
+        query_ended: asyncio.Event | None = None
+
+        async def query_gpus(self) -> list[dict[str, Any]]:
+            found = await super().query_gpus()
+            if self.query_ended and not self.query_ended.is_set():
+                await self.query_ended.wait()
+                found = [gpu | {"used": 70000} for gpu in found]
+            return found
+
+    async def scenario() -> None:
+        one = Slow("one", 3, gpus=True)
+        one.outcome_of = lambda request: UNTIL_ENDED
+        async with ListRun(tmp_path, one, jobs=2) as run:
+            await run.wait_until(lambda: len(one.running()) == 2)
+            one.query_ended, before = asyncio.Event(), one.gpu_queries
+            await run.wait_until(lambda: one.gpu_queries > before)
+            run.files = {"more": [job(2)]}
+            run.request("add", "more")  # this job also starts during the query
+            await run.wait_until(lambda: len(one.running()) == 3)
+            last = one.running()[1]
+            for name in [name for name in one.running() if name != last]:
+                one.end(name)
+            await run.wait_until(lambda: run.states().count("done") == 2)
+            one.query_ended.set()
+            await run.wait_until(lambda: one.gpu_queries > before + 1)
+            assert not one.pool.blocked
+            one.end(last)
+            await run.finished()
+        assert not [line for line in run.log if "another process" in line]
+
+    asyncio.run(scenario())
+
+
 def test_no_job_starts_before_the_gpus_are_queried(tmp_path: Path) -> None:
     class Slow(SimulatedServer):
         go: asyncio.Event
