@@ -37,7 +37,7 @@ from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.bases import script_name
-from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, Unreachable
+from distributed.jobs.dispatcher import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.job import Job, arguments, muster_job
 from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import GpuId, Slot, SlotPool
@@ -215,7 +215,7 @@ class HostReplyError(Exception):
         self.kind = kind
 
 
-class HostServer:
+class HostServer(JobServer):
     """A server that runs host.py: the base class for remote servers and this machine."""
 
     def __init__(self, name: str, server: config.Server, context: ListContext) -> None:
@@ -427,12 +427,6 @@ class HostServer:
         """See dispatcher.JobServer."""
         if not self.shared:
             await self._call("remove_output", output=output)
-
-    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
-        """Do nothing: the files are on this machine."""
-
-    async def send_results(self, jobs: Sequence[Job]) -> None:
-        """Do nothing: the files are on this machine."""
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """See dispatcher.JobServer."""
@@ -648,7 +642,7 @@ class SshServer(HostServer):
         try:
             os.close(host.claim_output(str(self.context.cwd / job.output), job.owner, self.context.script_name))
         except host.HostError as error:
-            raise OSError(str(error)) from None
+            raise (Unreachable if error.kind == "busy" else OSError)(str(error)) from None
         log = f"logs/jobs/{self.context.list_id}/{attempt.name}"
         fetched: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._to_fetch.append(([job.output, log], fetched))
@@ -716,7 +710,8 @@ class SshServer(HostServer):
         code, stderr = await self._run(call, data)
         if code in (0, VANISHED):
             return
-        cause = next((line for line in stderr.splitlines() if line.startswith("rsync:")), last_line(stderr))
+        errors = [line for line in stderr.splitlines() if not line.startswith("rsync error:")]  # which sums them up
+        cause = next((line for line in errors if line.startswith("rsync:")), "".join(errors[-1:]))
         lost = code in LOST_CONNECTION or "connection unexpectedly closed" in cause
         if lost and "No space left on device" not in cause:
             raise Unreachable(last_line(stderr) or f"rsync: exit code {code}")

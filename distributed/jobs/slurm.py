@@ -37,7 +37,7 @@ from distributed.files import KIT, write_file
 from distributed.jobs import array_task, host
 from distributed.jobs.array_task import SERVER, SETUP
 from distributed.jobs.config import ClusterConfig, ConfigError
-from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, Unreachable
+from distributed.jobs.dispatcher import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.element import (
     Element,
     assign_specs,
@@ -117,8 +117,8 @@ class PendingStart:
         return reply is not None
 
 
-class SlurmServer:
-    """A SLURM cluster as a server; see dispatcher.JobServer."""
+class SlurmServer(JobServer):
+    """A SLURM cluster as a server, which allocates the GPUs itself."""
 
     def __init__(self, cluster: ClusterConfig, context: ListContext, slots_needed: int) -> None:
         """slots_needed: by all jobs of the list together. Raises ConfigError."""
@@ -350,9 +350,6 @@ class SlurmServer:
         """See dispatcher.JobServer. Copies nothing: the compute nodes share the cache."""
         await cached_manifest(self.context.cache, digest)
         return 0
-
-    async def remove_output(self, output: str) -> None:
-        """Do nothing: the compute nodes share the files."""
 
     def _prepare(self, start: PendingStart) -> Exception | None:
         """Write the job specification of an attempt. Returns the error that prevents its start, or None."""
@@ -589,13 +586,6 @@ class SlurmServer:
                 return
             self._queue_requested = True
             await asyncio.sleep(POLL_INTERVAL / 2)
-
-    async def send_results(self, jobs: Sequence[Job]) -> None:
-        """Do nothing: the compute nodes share the files."""
-
-    async def query_gpus(self) -> list[Facts]:
-        """Return nothing: SLURM allocates the GPUs."""
-        return []
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """See dispatcher.JobServer."""

@@ -23,7 +23,8 @@ UNLISTED = "no longer in the list"  # reason of a cancelled job
 INFRASTRUCTURE_FAILURES = ("server lost", "server restarted", "supervisor killed")
 MAX_INFRASTRUCTURE_FAILURES = 5
 UNLIMITED_FAILURES = ("preempted",)  # use up no retries either, and never fail the job
-FINAL_FAILURES = ("cancelled outside", "refused")  # never retried
+NOT_COPIED = "results not copied"  # failure of an attempt that exited with 0
+FINAL_FAILURES = ("cancelled outside", "refused", NOT_COPIED)  # never retried
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError")
 
 
@@ -257,31 +258,26 @@ class ListState:
             self._move(job, "waiting", record["reason"])
 
     def _apply_ended(self, record: Record) -> None:
+        """The attempt has ended, or is lost: it may still run."""
         if attempt := self.attempt(record["attempt"]):
-            self._end(attempt, record)
-            job = self.jobs[attempt.job]
-            job.metrics |= record.get("metrics", {})
-            self._move(job, "ending")
-
-    def _apply_lost(self, record: Record) -> None:
-        if attempt := self.attempt(record["attempt"]):
-            self._end(attempt, record)
-            attempt.state = "lost"
+            self.open.pop(attempt.name, None)
+            attempt.state = record["event"]
+            attempt.start = record.get("started") or attempt.start
+            attempt.end = record.get("ended") or record["time"]
+            attempt.code, attempt.peak_memory = record.get("code"), record.get("peak_memory")
+            attempt.failure, attempt.reason = record["failure"], record["reason"]
+            attempt.lines = record.get("lines", [])
+            self.jobs[attempt.job].metrics |= record.get("metrics", {})
             self._move(self.jobs[attempt.job], "ending")
 
-    def _end(self, attempt: Attempt, record: Record) -> None:
-        self.open.pop(attempt.name, None)
-        attempt.state = "ended"
-        attempt.start = record.get("started") or attempt.start
-        attempt.end = record.get("ended") or record["time"]
-        attempt.code, attempt.peak_memory = record.get("code"), record.get("peak_memory")
-        attempt.failure, attempt.reason = record["failure"], record["reason"]
-        attempt.lines = record.get("lines", [])
+    _apply_lost = _apply_ended
 
-    def _apply_base_rejected(self, record: Record) -> None:
-        """An attempt exited with 0 but did not write a valid base model."""
+    def _apply_rejected(self, record: Record) -> None:
+        """An attempt exited with 0, but wrote no valid base model, or its results could not be copied."""
         if attempt := self.attempt(record["attempt"]):
             attempt.failure, attempt.reason = record["failure"], record["reason"]
+
+    _apply_base_rejected = _apply_rejected  # in journals of earlier versions
 
     def _apply_requeued(self, record: Record) -> None:
         """The base model that a finished job trained is missing or damaged: run the job again."""

@@ -887,6 +887,51 @@ def test_copying_results_is_retried(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+NEVER = [OSError("rsync: big: Permission denied")] * 1000
+
+
+@pytest.mark.parametrize(
+    ("errors", "code", "failures"),
+    [
+        (NEVER, 0, ["results not copied"]),  # not retried, as the next attempt would have the same fault
+        (NEVER[: dispatcher.MAX_FAILED_COPIES], 3, ["exit code", ""]),
+        ([Unreachable("rsync: not found")] * 1000, 0, ["results not copied"]),  # although the server is connected
+        ([Unreachable("timeout")] * 20, 0, [""]),
+        ([OSError("write failed: No space left on device (28)")] * 20, 0, [""]),
+        ([OSError("[Errno 122] Disk quota exceeded: '/x'")] * 20, 0, [""]),
+    ],
+)
+def test_a_list_ends_if_results_can_never_be_copied_and_waits_for_disk_space_and_connections(
+    tmp_path: Path, errors: list[Exception], code: int, failures: list[str]
+) -> None:
+    async def scenario() -> None:
+        one = SimulatedServer("one")
+        one.outcome_of, one.fetch_errors = exits(code), list(errors)
+        async with ListRun(tmp_path, one) as run:
+            await run.finished()
+        assert run.failures() == failures
+        assert run.states() == ["done" if failures[-1] == "" else "failed"]
+        if failures[-1]:
+            assert run.job_state().reason == f"attempt 1 on one: results not copied: {errors[0]}"
+            assert run.log[-1].endswith(f"on one:0 after 60.0 s: results not copied: {errors[0]}")
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_job_whose_results_can_never_be_copied_is_cancelled(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one = SimulatedServer("one")
+        one.outcome_of, one.fetch_errors = lambda request: UNTIL_ENDED, list(NEVER)
+        async with ListRun(tmp_path, one) as run:
+            await run.wait_until(one.running)
+            run.request("cancel", "all")
+            await run.finished()
+        assert run.states() == ["cancelled"]
+        assert run.job_state().reason == f"cancelled on request; no process remains; results not copied: {NEVER[0]}"
+
+    asyncio.run(scenario())
+
+
 def test_sending_files_of_an_earlier_attempt_is_retried(tmp_path: Path) -> None:
     class Full(SimulatedServer):
         failing = 2
@@ -1158,7 +1203,7 @@ def test_fail_fast_cancels_all_jobs_and_records_it(tmp_path: Path) -> None:
 def test_fail_fast_also_cancels_a_job_whose_retry_is_pending(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one", 2)
-        one.fetch_errors = [OSError("full")] * 1000
+        one.fetch_errors = [OSError("No space left on device")] * 1000
         run = ListRun(tmp_path, one, jobs=[job(0, retries=0), job(1)], fail_fast=True)
         one.outcome_of = lambda request: UNTIL_ENDED
         async with run:
@@ -1275,7 +1320,7 @@ def test_a_job_that_was_cancelled_while_its_start_was_lost_is_not_started(tmp_pa
 def test_a_cancelled_job_whose_results_are_being_copied_is_not_retried(tmp_path: Path, code: int, state: str) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one")
-        one.outcome_of, one.fetch_errors = exits(code), [OSError("full")] * 3
+        one.outcome_of, one.fetch_errors = exits(code), [OSError("No space left on device")] * 3
         async with ListRun(tmp_path, one) as run:
             await run.wait_until(lambda: run.job_state().state == "ending")
             run.request("cancel", run.jobs[0].id)
