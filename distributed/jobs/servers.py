@@ -75,15 +75,6 @@ KIT_FILES = (
     "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/environment.bash",
     "scripts/lib/common.bash", "scripts/lib/node_env.bash",
 )  # fmt: skip
-# Errors of ssh after which a retry is useless, and their remedies.
-REMEDIES = {
-    "REMOTE HOST IDENTIFICATION HAS CHANGED": "if the server was reinstalled: `ssh-keygen -R HOST`",
-    "Host key verification failed": "connect once by hand (`ssh HOST`) and check the fingerprint",
-    "Permission denied (": "check user and ssh_key; `ssh HOST true` must work without a question",
-    "Too many authentication failures": "name the key: ssh_key",
-    "Could not resolve hostname": "check host, or add it to ~/.ssh/config",
-    "not accessible": "check ssh_key",
-}
 
 
 @dataclass(frozen=True)
@@ -588,7 +579,7 @@ class SshServer(HostServer):
         try:
             await self._rsync(arguments, sync_list.file_list(names))
         except OSError as error:
-            reason = host.with_remedy(str(error), "another workdir")
+            reason = host.with_remedy("server", str(error), "another workdir")
             raise ServerUnusable(f"cannot copy the working directory to it: {reason}") from None
         self._synced = True
 
@@ -766,10 +757,8 @@ def ssh_error(stderr: str, code: int, name: str) -> Exception:
         return Unreachable(last_line(stderr))
     if LOGIN_SHELL in stderr:
         return ServerUnusable(LOGIN_SHELL + stderr.rpartition(LOGIN_SHELL)[2].splitlines()[0])
-    for sign, remedy in REMEDIES.items():
-        if sign in stderr:
-            line = next(line for line in stderr.splitlines() if sign in line)
-            return ServerUnusable(f"{line.strip().strip('@ ')}; {remedy.replace('HOST', name)}")
+    if error := host.with_remedy("ssh", stderr, name):
+        return ServerUnusable(error)
     return Unreachable(last_line(stderr) or f"ssh: exit code {code}")
 
 
@@ -780,10 +769,8 @@ def reporting_error(line: str) -> str:
 
 
 def reported_error(stderr: str, setting: str) -> str:
-    """An error that reporting_error() has printed, and its remedy. setting: see host.with_remedy()."""
-    errors = last_line(stderr).split("\t")
-    known = (each for each in errors if any(sign in each for sign in host.REMEDIES))
-    return host.with_remedy(next(known, errors[0]), setting)
+    """An error that reporting_error() has printed, and its remedy. setting: see host.REMEDIES."""
+    return host.with_remedy("server", last_line(stderr).replace("\t", "\n"), setting)
 
 
 def quoted_path(path: str) -> str:
