@@ -68,8 +68,27 @@ class Attempt:
         return self.reason if self.reason.startswith(self.failure) else f"{self.failure}: {self.reason}"
 
     @property
+    def failure_name(self) -> str:
+        """The failure in one or two words, such as `exit code 1`, `SIGKILL` or `timeout`; empty without a failure."""
+        return {"exit code": f"exit code {self.code}", "signal": signal_name(self.code)}.get(self.failure, self.failure)
+
+    @property
     def seconds(self) -> float | None:
         return None if self.end is None else max(0.0, self.end - self.start)
+
+    def public(self) -> dict[str, Any]:
+        """The attempt in results.json."""
+        return {
+            "number": self.number, "server": self.server, "slots": self.slots, "gpus": self.gpus, "start": self.start,
+            "end": self.end, "seconds": self.seconds, "exit_code": self.code, "signal": signal_name(self.code) or None,
+            "peak_memory": self.peak_memory, "failure": self.failure, "reason": self.reason, "last_lines": self.lines,
+        }  # fmt: skip
+
+    @classmethod
+    def of_public(cls, job: str, public: Mapping[str, Any]) -> Attempt:
+        """The inverse of public(), except for state and process."""
+        same = ("number", "server", "slots", "gpus", "start", "end", "peak_memory", "failure", "reason")
+        return cls(job, **{name: public[name] for name in same}, code=public["exit_code"], lines=public["last_lines"])
 
 
 @dataclass
