@@ -38,7 +38,7 @@ from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.bases import script_name
 from distributed.jobs.dispatcher import Event, JobServer, NotStarted, ServerUnusable, Unreachable
-from distributed.jobs.job import Job, arguments, muster_job
+from distributed.jobs.job import Job, arguments, environment
 from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
@@ -209,6 +209,8 @@ class HostReplyError(Exception):
 class HostServer(JobServer):
     """A server that runs host.py: the base class for remote servers and this machine."""
 
+    python = ""  # used without a setting; empty: found by the server
+
     def __init__(self, name: str, server: config.Server, context: ListContext) -> None:
         self.name, self.settings, self.context = name, server, context
         self.pool = SlotPool(name, slots_of(server), frozenset(server.labels))
@@ -225,12 +227,12 @@ class HostServer(JobServer):
 
     async def connect(self, post: Callable[[Event], None]) -> str:
         """See dispatcher.JobServer."""
-        await self.disconnect()
+        await self.close()
         await self._prepare()
         try:
             return await asyncio.wait_for(self._connect(post), CONNECT_TIMEOUT)
         except BaseException as error:
-            await self.disconnect()
+            await self.close()
             if isinstance(error, asyncio.TimeoutError):
                 raise Unreachable(f"not connected within {CONNECT_TIMEOUT:.0f} s") from None
             if isinstance(error, HostReplyError):
@@ -242,7 +244,7 @@ class HostServer(JobServer):
         opened = await self._channel.call(
             "open", server=self.name, list=self.context.list_id, workdir=self._requested_workdir(),
             default_workdir=str(self.context.cwd), script=self.context.script,
-            python=self.settings.python or self._python(), remote=isinstance(self, SshServer),
+            python=self.settings.python or self.python, remote=isinstance(self, SshServer),
             slots=[f"{self.name}:{slot.index}" for slot in self.pool.slots], panes=self.context.panes,
         )  # fmt: skip
         self.workdir, self.directory, self.session = opened["workdir"], opened["directory"], opened["session"]
@@ -253,9 +255,6 @@ class HostServer(JobServer):
 
     def _requested_workdir(self) -> str:
         return self.settings.workdir or ""
-
-    def _python(self) -> str:
-        return ""
 
     async def _prepare(self) -> None:
         """Preparations that may take longer than CONNECT_TIMEOUT."""
@@ -308,15 +307,11 @@ class HostServer(JobServer):
         assert self._channel
         return await asyncio.shield(self._channel.closed)
 
-    async def disconnect(self) -> None:
-        """Close the channel."""
+    async def close(self) -> None:
+        """See dispatcher.JobServer."""
         channel, self._channel = self._channel, None
         if channel:
             await channel.close()
-
-    async def close(self) -> None:
-        """See dispatcher.JobServer."""
-        await self.disconnect()
 
     async def remove_session(self) -> str:
         """Connect, remove the tmux session of the list, and disconnect. Returns its name; empty without one.
@@ -328,7 +323,7 @@ class HostServer(JobServer):
             await self.connect(lambda _: None)
             return str((await self._call("remove_session"))["session"])
         finally:
-            await self.disconnect()
+            await self.close()
 
     async def _call(self, verb: str, **facts: Any) -> dict[str, Any]:
         if not self._channel:
@@ -351,16 +346,13 @@ class HostServer(JobServer):
         device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
         retry = f", attempt {attempt.number}" if attempt.number > 1 else ""
         env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi, also for GPUs of different types
-        env |= {**job.options.env, "CUDA_VISIBLE_DEVICES": self._cuda_devices(attempt.gpus)}
-        if digest := job.base or job.trains:
-            env["MUSTER_BASE_MODEL_DIGEST"] = digest
+        env |= {**environment(job), "CUDA_VISIBLE_DEVICES": self._cuda_devices(attempt.gpus)}
         try:
             return await self._call(
                 "start", attempt=attempt.name, job=job.owner, output=job.output, slots=attempt.slots,
                 title=f"{job.name} ({device}{retry})", script=self.context.script, setup=self.settings.setup,
                 script_name=self.context.script_name, arguments=arguments(job, "cuda:0" if attempt.gpus else "cpu"),
-                env={**env, "MUSTER_JOB": muster_job(job)}, timeout=job.options.timeout, grace=self.context.grace,
-                needs=list(needs), base=job.base,
+                env=env, timeout=job.options.timeout, grace=self.context.grace, needs=list(needs), base=job.base,
                 inherited=dict(self.context.forwarded) if isinstance(self, SshServer) else {},
             )  # fmt: skip
         except HostReplyError as error:
@@ -430,8 +422,7 @@ class HostServer(JobServer):
 class LocalServer(HostServer):
     """This machine."""
 
-    def _python(self) -> str:
-        return sys.executable
+    python = sys.executable
 
     def _requested_workdir(self) -> str:
         return self.settings.workdir or str(self.context.cwd)
@@ -710,17 +701,31 @@ class SshServer(HostServer):
 
     async def _run(self, command: Sequence[str], data: bytes = b"") -> tuple[int, str]:
         """Run a command with this standard input; return (exit code, standard error)."""
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            _, stderr = await process.communicate(data)
-        except asyncio.CancelledError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        code, _, stderr = await run_program(command, data)
+        return code, stderr.strip()
+
+
+async def run_program(
+    command: Sequence[str], data: bytes = b"", env: Mapping[str, str] | None = None, seconds: float | None = None
+) -> tuple[int, str, str]:
+    """Run a command with this standard input; return (exit code, standard output, standard error).
+
+    Raises Unreachable if it does not exit within `seconds`.
+    """
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
+    )
+    try:
+        printed = await asyncio.wait_for(process.communicate(data), seconds)
+    except (asyncio.TimeoutError, asyncio.CancelledError) as error:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        if isinstance(error, asyncio.CancelledError):
             raise
-        return process.returncode or 0, stderr.decode(errors="replace").strip()
+        raise Unreachable(f"{command[0]}: no reply within {seconds:.0f} s") from None
+    out, err = (text.decode(errors="replace") for text in printed)
+    return process.returncode or 0, out, err
 
 
 async def cached_manifest(cache: Cache, digest: str) -> dict[str, Any]:

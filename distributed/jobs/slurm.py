@@ -47,7 +47,7 @@ from distributed.jobs.element import (
     resources_of,
     unstarted_end,
 )
-from distributed.jobs.job import AFTER, Job, Options, arguments, muster_job
+from distributed.jobs.job import AFTER, Job, Options, arguments, environment
 from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.sbatch import (
     IN_QUEUE,
@@ -66,7 +66,7 @@ from distributed.jobs.sbatch import (
     setting,
     slurm_environment,
 )
-from distributed.jobs.servers import ENTRY, ListContext, cached_manifest
+from distributed.jobs.servers import ENTRY, ListContext, cached_manifest, run_program
 from distributed.jobs.state import Attempt
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol")
@@ -230,25 +230,9 @@ class SlurmServer(JobServer):
 
     # ---- SLURM's programs
 
-    async def _run(self, command: Sequence[str], limit: float) -> tuple[int, str, str]:
-        """Run a command for at most `limit` seconds. Returns (exit code, stdout, stderr). Raises Unreachable."""
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            env=self._environment, start_new_session=True,
-        )  # fmt: skip
-        try:
-            out, err = await asyncio.wait_for(process.communicate(), limit)
-        except (asyncio.TimeoutError, asyncio.CancelledError) as error:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            raise Unreachable(f"{command[0]}: no reply within {limit:.0f} s") from None
-        return process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace")
-
     async def _call(self, command: Sequence[str]) -> str:
         """Run a command; return its standard output. Raises Unreachable if it fails."""
-        code, out, err = await self._run(command, COMMAND_TIMEOUT)
+        code, out, err = await run_program(command, env=self._environment, seconds=COMMAND_TIMEOUT)
         if code:
             raise Unreachable(f"{command[0]}: {error_message(err) or f'exit code {code}'}")
         return out
@@ -328,8 +312,6 @@ class SlurmServer(JobServer):
         device = "cuda:0" if resources.gpus else "cpu"
         cwd = str(self.context.cwd)
         base = {"MUSTER_BASE_MODEL": self.context.cache.path(job.base)} if job.base else {}
-        if digest := job.base or job.trains:
-            base["MUSTER_BASE_MODEL_DIGEST"] = digest
         needs = [os.path.join(cwd, output) for output in start.needs]
         after = {AFTER: "\n".join(needs)} if needs else {}
         return {
@@ -341,7 +323,7 @@ class SlurmServer(JobServer):
             "needs": [resources.gpus, resources.minutes, list(resources.labels), resources.after],
             "trains": job.trains, "cache": self.context.cache.directory, "settings": dict(job.settings),
             "call": array_task.dispatcher_environment(dict(os.environ)),
-            "env": {**job.options.env, **base, **after, "MUSTER_JOB": muster_job(job),
+            "env": {**environment(job), **base, **after,
                     "MUSTER_OUTPUT_DIR": element.output,
                     "MUSTER_METRICS": os.path.join(element.output, "metrics.jsonl")},
         }  # fmt: skip
@@ -416,7 +398,8 @@ class SlurmServer(JobServer):
             await self._refuse_all(starts, array, NotStarted(f"{error.filename or path}: {error.strerror}"))
             return
         try:
-            reply = await self._run(self._sbatch(resources, array, len(starts)), SUBMIT_TIMEOUT)
+            command = self._sbatch(resources, array, len(starts))
+            reply = await run_program(command, env=self._environment, seconds=SUBMIT_TIMEOUT)
         except Unreachable as error:
             self._submission_unknown(starts, str(error))
         else:
