@@ -870,15 +870,7 @@ def follow(log: str, end: str) -> int:
     position = 0
     while True:
         ended = os.path.exists(end)
-        try:
-            with open(log, "rb") as file:
-                file.seek(position)
-                while block := file.read(1 << 16):
-                    position += len(block)
-                    sys.stdout.buffer.write(block)
-            sys.stdout.buffer.flush()
-        except FileNotFoundError:
-            pass
+        position = panes.print_new(log, position)
         if ended:
             return 0
         time.sleep(POLL_INTERVAL)

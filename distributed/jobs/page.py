@@ -337,9 +337,14 @@ def timeline(results: Mapping[str, Any], jobs: Sequence[JobEntry], now: float) -
     outcomes = {span.style for track in found for span in track.spans}
     more = f", the first {MAX_TRACKS} of {len(found):,}" if len(found) > MAX_TRACKS else ""
     title = f"one row per slot{more}; time since the first start"
-    keys = "".join(f'<span><i class="{name}"></i>{text}</span>' for name, text in LEGEND.items() if name in outcomes)
-    legend = f'<p class="legend">{keys}</p>' if keys else ""
-    return card("Slots", title, draw_tracks(found[:MAX_TRACKS]) + legend)
+    keys = {style: text for style, text in LEGEND.items() if style in outcomes}
+    return card("Slots", title, draw_tracks(found[:MAX_TRACKS]) + legend(keys))
+
+
+def legend(keys: Mapping[str, str]) -> str:
+    """The meaning of colours. keys: style -> text."""
+    shown = "".join(f'<span><i class="{style}"></i>{text}</span>' for style, text in keys.items())
+    return f'<p class="legend">{shown}</p>' if keys else ""
 
 
 def tracks(results: Mapping[str, Any], jobs: Iterable[JobEntry], now: float) -> list[Track]:
@@ -503,13 +508,10 @@ def duration_cell(job: JobEntry, now: float) -> Cell:
 
 
 def memory_cell(attempt: Attempt | None) -> Cell:
-    size = attempt.peak_memory if attempt else None
-    return (memory(size), size) if size else NOTHING
-
-
-def memory(size: float) -> str:
-    """Bytes as MiB or GiB."""
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.3g} MiB"
+    if not attempt or not attempt.peak_memory:
+        return NOTHING
+    size = attempt.peak_memory
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.3g} MiB", size
 
 
 def metric_keys(metrics: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -570,12 +572,8 @@ def loss_curves(jobs: Sequence[JobEntry], curves: Mapping[str, History], charted
     if len(having) > len(charted):
         rest = (f'<p class="sentence">Of {len(having):,} jobs with metrics, the {len(charted)} with the lowest last '
                 "losses have their own chart.</p>\n")  # fmt: skip
-    keys = "".join(
-        f'<span><i class="{style}"></i>{text}</span>'
-        for style, text in (("train", "training"), ("held-out", "held-out"))
-    )
-    together = comparison(having, curves)
-    return f'{together}{rest}<div class="three">\n{chr(10).join(shown)}\n</div>\n<p class="legend">{keys}</p>'
+    keys, together = legend({"train": "training", "held-out": "held-out"}), comparison(having, curves)
+    return f'{together}{rest}<div class="three">\n{chr(10).join(shown)}\n</div>\n{keys}'
 
 
 def comparison(jobs: Sequence[JobEntry], curves: Mapping[str, History]) -> str:
