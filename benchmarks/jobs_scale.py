@@ -27,7 +27,7 @@ from typing import Any
 
 from distributed.jobs import commands
 from distributed.jobs.config import read_jobs
-from distributed.jobs.dispatcher import Dispatcher, Event, Policy, StartRequest
+from distributed.jobs.dispatcher import Dispatcher, Event, Policy
 from distributed.jobs.host import PROGRESS_INTERVAL
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal
@@ -57,9 +57,9 @@ class SimulatedServer:
     async def query(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         return {name: {"state": "absent"} for name in attempts}
 
-    async def start(self, request: StartRequest) -> dict[str, Any]:
+    async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
         await asyncio.sleep(0.01)  # a fork and a round trip
-        self._continue(request.attempt, time.time(), float(request.job.settings["seconds"]))
+        self._continue(attempt.name, time.time(), float(job.settings["seconds"]))
         return {"state": "running", "pid": 4711, "start_time": 815, "boot_id": "2f6e4d4e-4c2f-4c3e-9a51-2b1c6d7e8f90"}
 
     def _continue(self, attempt: str, started: float, left: float) -> None:

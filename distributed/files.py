@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 
 KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -57,21 +58,26 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def try_lock(file: int, exclusive: bool = True) -> bool:
-    """Lock a file without waiting. Returns False if another process has the lock.
+def try_lock(file: int, exclusive: bool = True, seconds: float = 0.0) -> bool:
+    """Lock a file. Returns False if another process still has the lock after `seconds`.
 
     The lock lasts until all copies of this descriptor are closed. On a file system without locks, nothing is locked.
     """
     import fcntl
 
-    try:
-        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
-            raise
-    return True
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.02)
+            continue
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
+                raise
+        return True
 
 
 def is_locked(path: str | os.PathLike[str]) -> bool:

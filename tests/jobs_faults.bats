@@ -428,6 +428,31 @@ END
 }
 
 
+@test "a job whose results can never be copied fails without a retry, and the list ends" {
+  WORK="$APART/never"
+  enter_workdir
+  write_job_script
+  printf '%s\n' 'import shutil' 'if "removes" in job:' '    shutil.rmtree(out)' >>job.py
+  cluster "$N1:3"
+  job_list <<END
+{"name": "a", "prefix": "p", "fold": 0, "removes": true}
+{"name": "b", "prefix": "p", "fold": 1, "big": 1, "until": "$PWD/go"}
+{"name": "c", "prefix": "p", "fold": 2, "big": 1}
+END
+  start_list --sync
+  wait_until_started b
+  mkdir -p experiments/p/fold1/big/mine # in the way of the file
+  touch experiments/p/fold1/.muster_job
+  lab ssh "$N1" touch "$PWD/go"
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 1 ]
+  holds 'job["c"]["state"] == "done" and len(began) == 3'
+  holds 'all(job[name]["state"] == "failed" and last[name]["failure"] == "results not copied" for name in "ab")'
+  holds '"No such file or directory" in last["a"]["reason"] and "fold1/big" in last["b"]["reason"]'
+  [ -s experiments/p/fold2/big ]
+}
+
+
 @test "a finished job whose server is lost before its results were copied runs elsewhere" {
   WORK="$APART/remote work"
   enter_workdir

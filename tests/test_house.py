@@ -48,9 +48,9 @@ MAY_IMPORT_PYTORCH = {"agent", "checkpoint", "smoke", "torch", "training"}
 STANDARD_LIBRARY_ALONE = {
     "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.directory", "exit_codes", "files",
     "fold",
-    "health", "host", "jobs.array_task", "jobs.host", "jobs.page", "jobs.panes", "jobs.timeline", "launch", "metrics",
-    "nodelist", "runs", "slurm", "smoke.bandwidth", "smoke.report", "terminal", "topics",
-    "training.base_model", "world",
+    "health", "host", "jobs.array_task", "jobs.host", "jobs.job", "jobs.journal", "jobs.page", "jobs.panes",
+    "jobs.placement", "jobs.state", "jobs.timeline", "launch", "metrics", "nodelist", "runs", "slurm",
+    "smoke.bandwidth", "smoke.report", "terminal", "topics", "training.base_model", "world",
 }  # fmt: skip
 
 SCRIPTS = [

@@ -125,11 +125,7 @@ def environment_blocks(spec: Facts, here: dict[str, str]) -> tuple[bytes, bytes]
     else:
         defaults["CUDA_VISIBLE_DEVICES"] = ""
     inherited = {name: value for name, value in {**defaults, **spec["call"]}.items() if name not in here}
-    return block(inherited), block(spec["env"])
-
-
-def block(environment: dict[str, str]) -> bytes:
-    return b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    return host.block_of(inherited), host.block_of(spec["env"])
 
 
 # ---------------------------------------------------------------- the supervisor
@@ -242,12 +238,7 @@ def attempt_of(array: str, index: int) -> str:
 def take_lock(attempt: str) -> bool:
     """Lock the attempt until this process exits. False: another process holds the lock."""
     file = os.open(host.HostAttempt(attempt, SERVER, "", 0.0).lock, os.O_RDWR | os.O_CREAT, 0o600)
-    end = time.monotonic() + LOCK_TIMEOUT
-    while not try_lock(file):  # succeeds if locks are not supported; claiming still ensures a single run
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
+    return try_lock(file, seconds=LOCK_TIMEOUT)  # True if locks are not supported; claiming still ensures a single run
 
 
 def work(array: str) -> int:

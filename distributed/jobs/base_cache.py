@@ -22,7 +22,9 @@ from distributed.files import try_lock
 from distributed.training import base_model
 from distributed.training.base_model import CACHE, BaseModelError, Manifest
 
-LOCK_TIMEOUT = 0.5  # seconds
+# Seconds. Other processes hold the lock briefly while they verify a base model, and a forked child of this process
+# holds the locks that it inherits until it calls exec.
+LOCK_TIMEOUT = 0.5
 
 
 class Cache:
@@ -67,7 +69,7 @@ class Cache:
             return "train"
         for exclusive in (False, True):
             self.release(digest)
-            file = lock_with_timeout(self.directory, digest, exclusive)
+            file = base_model.lock(self.directory, digest, exclusive, LOCK_TIMEOUT)
             if file is None:
                 return "busy"
             self._locks[digest] = file
@@ -101,18 +103,6 @@ class Cache:
         self._training.discard(digest)
         if (file := self._locks.pop(digest, None)) is not None:
             os.close(file)
-
-
-def lock_with_timeout(directory: str, digest: str, exclusive: bool) -> int | None:
-    """base_model.lock(), retried for LOCK_TIMEOUT.
-
-    Other processes hold the lock briefly while they verify a base model, and a forked child of this process holds the
-    locks that it inherits until it calls exec.
-    """
-    end = time.monotonic() + LOCK_TIMEOUT
-    while (file := base_model.lock(directory, digest, exclusive)) is None and time.monotonic() < end:
-        time.sleep(0.02)
-    return file
 
 
 # ---------------------------------------------------------------- list and prune

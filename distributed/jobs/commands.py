@@ -67,7 +67,7 @@ from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
 from distributed.fold import default_participants
 from distributed.host import signals, sync_list
-from distributed.jobs import bases, console, host, journal, servers
+from distributed.jobs import bases, console, host, journal, panes, servers
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import (
     BaseModels,
@@ -867,10 +867,7 @@ def logs(options: argparse.Namespace, path: Path) -> int:
         finally:
             if not journal.dispatcher_is_running(path):  # a dispatcher uses the same sockets
                 servers.remove_sockets(state.id)
-    with log.open("rb") as file:
-        while block := file.read(1 << 16):
-            sys.stdout.buffer.write(block)
-    sys.stdout.buffer.flush()
+    panes.print_new(str(log), 0)
     return 0
 
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from distributed.jobs.base_cache import Cache
-from distributed.jobs.job import Job, arguments
+from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal, Record
-from distributed.jobs.placement import GpuId, JobQueue, SlotPool, mean_seconds
+from distributed.jobs.placement import JobQueue, SlotPool, mean_seconds
 from distributed.jobs.state import (
     FINAL,
     FINAL_FAILURES,
     MAX_INFRASTRUCTURE_FAILURES,
+    NOT_COPIED,
     UNLISTED,
     Attempt,
     JobState,
@@ -40,6 +41,9 @@ POLL_INTERVAL = 0.5  # seconds between checks of timeouts and of the journal
 EARLY_FAILURE_SECONDS = 30.0  # a failure so soon after the start suggests a fault of all jobs: a missing package, ...
 MAX_EARLY_FAILURES = 5  # consecutive early failures that pause the list
 RETRY_DELAYS = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before connecting, or copying results, is retried
+MAX_FAILED_COPIES = 6  # consecutive failures to copy results after which they are not copied
+MAX_LOST_COPIES = 50  # the same for connections that are lost while copying, although the server is connected
+NO_SPACE = ("No space left on device", "Disk quota exceeded")  # errors after which copying is retried without a limit
 MAX_FAILED_STARTS = 3  # consecutive failed starts after which a server gets no new jobs until it reconnects
 COOLDOWN = 10.0  # seconds without new jobs after a failed start, multiplied by the number of failed starts
 LOCK_INTERVAL = 1.0  # seconds between attempts to lock a base model
@@ -73,22 +77,11 @@ class NotStarted(Exception):
         return {"attempt": attempt, "reason": str(self), "kind": self.kind}
 
 
-@dataclass(frozen=True)
-class StartRequest:
-    """Everything that a server needs to start an attempt."""
-
-    attempt: str
-    job: Job
-    slots: Sequence[int]
-    gpus: Sequence[GpuId]
-    arguments: Sequence[str]  # for the script
-    title: str
-    after: str = ""  # name of the attempt that must succeed first, because it trains the base model of this job
-    needs: Sequence[str] = ()  # output directories of the jobs that its _after names
-
-
 class JobServer(Protocol):
-    """A server that runs jobs. Requests raise Unreachable when the connection is lost."""
+    """A server that runs jobs. Requests raise Unreachable when the connection is lost.
+
+    The methods that do nothing here are those of a server that shares the files of this machine.
+    """
 
     name: str
     pool: SlotPool
@@ -104,8 +97,8 @@ class JobServer(Protocol):
     async def query(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """Return the state of each attempt, and monitor those that run. attempts: name -> output directory."""
 
-    async def start(self, request: StartRequest) -> dict[str, Any]:
-        """Start an attempt; return its state. Raises NotStarted."""
+    async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
+        """Start an attempt; return its state. needs: output directories of the jobs in _after. Raises NotStarted."""
 
     async def stop(self, attempt: str, kill: bool) -> None:
         """Ask an attempt to stop; the event `ended` follows. kill: without a grace period."""
@@ -118,15 +111,19 @@ class JobServer(Protocol):
 
     async def remove_output(self, output: str) -> None:
         """Remove the server's copy of an output directory."""
+        return
 
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         """Copy the results of an attempt to this machine. Raises OSError."""
+        return
 
     async def send_results(self, jobs: Sequence[Job]) -> None:
         """Copy the output directories of attempts on other servers to the server. Raises NotStarted and OSError."""
+        return
 
     async def query_gpus(self) -> list[dict[str, Any]]:
         """Return memory (MiB) and processes of each GPU and MIG instance; see host.Service.gpus()."""
+        return []
 
     async def close(self) -> None:
         """Disconnect."""
@@ -376,9 +373,13 @@ class Dispatcher:
         """The attempts that may still run on their servers, including lost ones."""
         return [*self.state.open.values(), *self.state.lost_attempts()]
 
+    def _job_name(self, attempt: Attempt) -> str:
+        return self.state.jobs[attempt.job].job.name
+
     async def _watch_gpus(self, link: ServerLink) -> None:
         with contextlib.suppress(Unreachable):
             while True:
+                link.server.pool.freed.clear()
                 self.post(Event("gpus", link.server.name, {"gpus": await link.server.query_gpus()}))
                 await asyncio.sleep(GPU_INTERVAL)
 
@@ -447,7 +448,8 @@ class Dispatcher:
 
     def _on_gpus(self, event: Event) -> None:
         link, pool = self.links[event.server], self.links[event.server].server.pool
-        used = {slot.gpu for slot in pool.slots if slot.index not in pool.free}
+        # The query may have seen the processes of jobs that have ended since it began.
+        used = {slot.gpu for slot in pool.slots if slot.index not in pool.free} | pool.freed
         lost = {gpu["index"]: gpu["lost"] for gpu in event.facts["gpus"] if "lost" in gpu}
         known = [gpu for gpu in event.facts["gpus"] if "lost" not in gpu]
         blocked = {gpu["index"] for gpu in known if gpu["index"] not in used and self._in_use(gpu)}
@@ -494,13 +496,7 @@ class Dispatcher:
         if attempt.name not in self.state.open:  # lost or requeued while the journal could not be written
             return
         server, job = self.links[attempt.server].server, self.jobs[attempt.job]
-        device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
-        retry = f", attempt {attempt.number}" if attempt.number > 1 else ""
         needed = [each for each in self.state.predecessors(job) if not each.job.trains]
-        request = StartRequest(
-            attempt.name, job, attempt.slots, attempt.gpus, arguments(job, "cuda:0" if attempt.gpus else "cpu"),
-            f"{job.name} ({device}{retry})", attempt.after, [each.job.output for each in needed],
-        )  # fmt: skip
         written = [*self.state.jobs[job.id].attempts, *(each.last for each in needed if each.last)]
         elsewhere = sorted({each.job for each in written if each.server != attempt.server})
         self._starting.add(attempt.name)
@@ -512,11 +508,10 @@ class Dispatcher:
                     await self._ensure_base(server, job.base)
             except Unreachable as error:  # before the start request, so the attempt was not started
                 raise NotStarted(str(error)) from None
-            found = await server.start(request)
-        except NotStarted as error:
-            self.post(Event("not_started", attempt.server, error.facts(attempt.name)))
-        except OSError as error:
-            self.post(Event("not_started", attempt.server, NotStarted(str(error)).facts(attempt.name)))
+            found = await server.start(attempt, job, [each.job.output for each in needed])
+        except (NotStarted, OSError) as error:
+            refusal = error if isinstance(error, NotStarted) else NotStarted(str(error))
+            self.post(Event("not_started", attempt.server, refusal.facts(attempt.name)))
         except Unreachable:
             pass  # the query after the reconnect shows whether it was started
         else:
@@ -676,56 +671,60 @@ class Dispatcher:
 
     async def _fetch_results(self, job: JobState, attempt: Attempt) -> None:
         link, publishes = self.links.get(attempt.server), bool(job.job.trains and not attempt.failure)
-        logged = remains = fault = ""
+        logged = remains = failure = reason = ""
         failures = 0
         while job.state == "ending" and job.last is attempt:
             if not link or link.state != "ready":
+                failures = 0
                 await asyncio.sleep(1.0)
                 continue
             if publishes and job.job.trains not in self._claimed:  # another list may be training it
                 await asyncio.sleep(POLL_INTERVAL)
                 continue
             try:
+                if attempt.failure == "cancelled":
+                    remains = await self._cancellation_result(link.server, attempt)
                 await link.server.fetch_results(attempt, job.job)
                 if publishes:
                     await self._publish(link.server, job, attempt)
-                if attempt.failure == "cancelled":
-                    remains = await self._cancellation_result(link.server, attempt)
                 break
             except BaseModelError as error:
-                fault = str(error)
+                failure, reason = "no base model", str(error)
                 break
             except (Unreachable, OSError) as error:
+                failures += 1
+                if gives_up_copying(error, failures):
+                    failure, reason = NOT_COPIED, str(error)
+                    break
                 if str(error) != logged:
                     logged = str(error)
                     self._log(f"{self._job_name(attempt)}: cannot copy results: {logged}; retrying")
-            await asyncio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
-            failures += 1
-        facts = {"job": job.job.id, "attempt": attempt.name, "remains": remains, "fault": fault}
+            await asyncio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS)) - 1])
+        facts = {"job": job.job.id, "attempt": attempt.name, "remains": remains, "failure": failure, "reason": reason}
         self.post(Event("results_fetched", attempt.server, facts))
 
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
         """State that no process of a cancelled attempt remains (its supervisor has exited), and GPU memory in use."""
-        if not (attempt.gpus and server.watches_gpus):
-            return "no process remains"
-        used = {gpu["index"]: gpu.get("used") for gpu in await server.query_gpus()}
+        found = await server.query_gpus() if attempt.gpus else []
+        used = {gpu["index"]: gpu.get("used") for gpu in found}
         shown = [f"GPU {gpu}: {used[gpu]} MiB in use" for gpu in attempt.gpus if used.get(gpu) is not None]
-        return "; ".join(["no process remains", *filter(None, [", ".join(shown)])])
+        return "; ".join(filter(None, ["no process remains", ", ".join(shown)]))
 
     def _on_results_fetched(self, event: Event) -> None:
         job = self.state.jobs[event.facts["job"]]
         if job.state == "ending" and job.last and job.last.name == event.facts["attempt"]:
-            if event.facts["fault"]:
-                reason = "; ".join(filter(None, [event.facts["fault"], job.last.reason]))
-                facts = {"failure": "no base model", "reason": reason}
-                self._record("base_rejected", attempt=job.last.name, **facts)
+            failure, reason, remains = (event.facts[name] for name in ("failure", "reason", "remains"))
+            if failure and job.last.failure:  # which remains the failure of the attempt
+                remains = "; ".join(filter(None, [remains, f"{failure}: {reason}"]))
+            elif failure:
+                reason = "; ".join(filter(None, [reason, job.last.reason]))
+                self._record("rejected", attempt=job.last.name, failure=failure, reason=reason)
                 self._count_failure(job, job.last)
-            self._settle(job, job.last, event.facts["remains"])
+            self._settle(job, job.last, remains)
 
     def _settle(self, job: JobState, attempt: Attempt, remains: str = "") -> None:
         state, reason = self._state_after(job, attempt)
-        if remains:
-            reason = f"{reason}; {remains}"
+        reason = "; ".join(filter(None, [reason, remains]))
         self._record("settle", job=job.job.id, state=state, reason=reason)
         self._log_outcome(job, attempt, state, reason)
         if state == "waiting":
@@ -791,15 +790,11 @@ class Dispatcher:
 
     def _log_outcome(self, job: JobState, attempt: Attempt, state: str, reason: str) -> None:
         took = f" after {attempt.seconds:.1f} s" if attempt.seconds is not None else ""
-        if state == "done":
-            self._log(f"done: {job.job.name} on {attempt.location}{took}")
-        elif state == "waiting":
-            where = f"attempt {attempt.number} on {attempt.server}"
-            self._log(f"retry: {job.job.name}: {where}{took}: {attempt.failure_text}")
-        elif state == "cancelled":
-            self._log(f"cancelled: {job.job.name} on {attempt.location}{took}: {reason}")
+        cause = {"done": "", "cancelled": f": {reason}"}.get(state, f": {attempt.failure_text}")
+        if state == "waiting":
+            self._log(f"retry: {job.job.name}: attempt {attempt.number} on {attempt.server}{took}{cause}")
         else:
-            self._log(f"failed: {job.job.name} on {attempt.location}{took}: {attempt.failure_text}")
+            self._log(f"{state}: {job.job.name} on {attempt.location}{took}{cause}")
 
     # ---------------------------------------------------------------- cancelling
 
@@ -1039,9 +1034,11 @@ class Dispatcher:
         if holders.pop(attempt.name, None) and (pool := self.pools.get(attempt.server)):
             others = [pool.slots_of(each.slots, each.gpus) for each in holders.values()]
             pool.free |= pool.slots_of(attempt.slots, attempt.gpus).difference(*others)
+            pool.freed.update(attempt.gpus)
         self._placement_due = True
 
-    # ---------------------------------------------------------------- names
 
-    def _job_name(self, attempt: Attempt) -> str:
-        return self.state.jobs[attempt.job].job.name
+def gives_up_copying(error: Exception, failures: int) -> bool:
+    """Whether results are not copied because of this error. failures: consecutive ones, including this one."""
+    limit = MAX_LOST_COPIES if isinstance(error, Unreachable) else MAX_FAILED_COPIES
+    return failures >= limit and not any(sign in str(error) for sign in NO_SPACE)

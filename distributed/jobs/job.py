@@ -157,6 +157,13 @@ def muster_job(job: Job) -> str:
     return json.dumps({"id": job.id, **job.settings, **base}, sort_keys=True, ensure_ascii=False)
 
 
+def environment(job: Job) -> dict[str, str]:
+    """The variables of a job that do not depend on its server."""
+    digest = job.base or job.trains
+    own = {"MUSTER_JOB": muster_job(job)} | ({"MUSTER_BASE_MODEL_DIGEST": digest} if digest else {})
+    return {**job.options.env, **own}
+
+
 def arguments(job: Job, device: str) -> list[str]:
     """The arguments for each setting, and the device; see argument_groups().
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import KIT, write_file
+from distributed.jobs.state import Attempt
 from distributed.jobs.timeline import Span, Track, draw_tracks
 from distributed.runs import charts
 from distributed.runs.charts import Line, figure
@@ -56,24 +57,6 @@ STATE_STYLES = {"finished": "finished", "running": "open", "paused": "stopped", 
 
 
 @dataclass(frozen=True)
-class AttemptEntry:
-    """An attempt in results.json. Times are Unix seconds; unknown numbers are NaN."""
-
-    number: int
-    server: str
-    slots: tuple[int, ...]
-    location: str  # server and GPUs: gpu1:0-3
-    start: float
-    end: float
-    seconds: float
-    peak_memory: float  # bytes
-    failure: str  # "exit code 1", "SIGKILL", "timeout"; empty if it did not fail
-    reason: str
-    last_lines: tuple[str, ...]
-    outcome: str  # a key of LEGEND
-
-
-@dataclass(frozen=True)
 class JobEntry:
     """A job in results.json; `position` counts from 1."""
 
@@ -85,13 +68,13 @@ class JobEntry:
     output: str
     settings: Mapping[str, Any]
     metrics: Mapping[str, Any]
-    attempts: tuple[AttemptEntry, ...]
+    attempts: tuple[Attempt, ...]
     base: str  # the base model that it starts from; empty for none
     trains: str  # the base model that it trains; empty for none
     leak: str  # how its base model has seen its held-out data; empty if it has not
 
     @property
-    def last(self) -> AttemptEntry | None:
+    def last(self) -> Attempt | None:
         return self.attempts[-1] if self.attempts else None
 
 
@@ -100,7 +83,7 @@ def jobs_of(results: Mapping[str, Any]) -> list[JobEntry]:
     return [
         JobEntry(
             position, job["id"], job["name"], job["state"], job["reason"], job["output"], job["settings"],
-            job["metrics"], tuple(_attempt(attempt, job["state"]) for attempt in job["attempts"]),
+            job["metrics"], tuple(Attempt.of_public(job["id"], each) for each in job["attempts"]),
             job["options"].get("base_model_hash", ""), job.get("trains_base_model", ""),
             job.get("leak", ""),
         )
@@ -108,32 +91,22 @@ def jobs_of(results: Mapping[str, Any]) -> list[JobEntry]:
     ]  # fmt: skip
 
 
-def _attempt(facts: Mapping[str, Any], state: str) -> AttemptEntry:
-    failure = facts["failure"]
-    if failure == "signal":
-        failure = facts["signal"]
-    elif failure == "exit code":
-        failure = f"exit code {facts['exit_code']}"
-    if facts["failure"] in ("cancelled", "server lost"):
-        outcome = "lost" if failure == "server lost" else "cancelled"
-    elif failure:
-        outcome = "failed"
-    elif facts["end"] is None:
-        outcome = "running" if state == "running" else "cancelled"
-    else:
-        outcome = "done"
-    return AttemptEntry(
-        facts["number"], facts["server"], tuple(facts["slots"]),
-        ":".join(filter(None, [facts["server"], gpu_text(facts["gpus"])])),
-        facts["start"], number(facts["end"]), number(facts["seconds"]), number(facts["peak_memory"]),
-        failure, facts["reason"], tuple(facts["last_lines"][-LAST_LINES:]), outcome,
-    )  # fmt: skip
+def outcome_of(attempt: Attempt, job: JobEntry) -> str:
+    """The key of LEGEND for an attempt of a job."""
+    if attempt.failure in ("cancelled", "server lost"):
+        return attempt.failure.removeprefix("server ")
+    if attempt.failure:
+        return "failed"
+    if attempt.end is not None:
+        return "done"
+    return "running" if job.state == "running" else "cancelled"
 
 
-def gpu_text(gpus: Sequence[int | str]) -> str:
-    """Indices as ranges, then the UUIDs of MIG instances."""
-    indices = ranges(sorted(gpu for gpu in gpus if isinstance(gpu, int)))
-    return ", ".join(filter(None, [indices, *(gpu for gpu in gpus if isinstance(gpu, str))]))
+def location_of(attempt: Attempt) -> str:
+    """Server, GPUs as ranges, and UUIDs of MIG instances: gpu1:0-3."""
+    indices = ranges(sorted(gpu for gpu in attempt.gpus if isinstance(gpu, int)))
+    gpus = ", ".join(filter(None, [indices, *(gpu for gpu in attempt.gpus if isinstance(gpu, str))]))
+    return ":".join(filter(None, [attempt.server, gpus]))
 
 
 def write(results: Path) -> Path:
@@ -294,7 +267,7 @@ def failures(jobs: Sequence[JobEntry], anchors: Container[int]) -> str:
     others = [job for job in jobs if job.state != "failed"]
     repeated = [
         *((job, attempt) for job in failed for attempt in job.attempts[:-1] if attempt.failure),
-        *((job, attempt) for job in others for attempt in job.attempts if attempt.outcome in ("failed", "lost")),
+        *((job, attempt) for job in others for attempt in job.attempts if attempt.failure not in ("", "cancelled")),
     ]
     parts = [f'<p class="sentence">{escape(summary(failed))}</p>'] if len(failed) > 1 else []
     parts += [failure(job, anchors) for job in failed[:MAX_FAILURES]]
@@ -311,7 +284,7 @@ def failures(jobs: Sequence[JobEntry], anchors: Container[int]) -> str:
 def summary(failed: Sequence[JobEntry]) -> str:
     """How many jobs failed, how, and on which servers."""
     last = [job.last for job in failed if job.last]
-    causes = Counter(cut(attempt.failure, 60) for attempt in last)
+    causes = Counter(cut(attempt.failure_name, 60) for attempt in last)
     servers = Counter(cut(attempt.server, 60) for attempt in last)
     parts = [f"{len(failed):,} jobs failed"]
     for counted in (causes, servers):
@@ -324,27 +297,27 @@ def failure(job: JobEntry, anchors: Container[int]) -> str:
     """A failed job with its location, reason and last lines."""
     attempt = job.last
     reason = (attempt.reason if attempt else "") or job.reason
-    facts = [attempt_of(job, attempt), attempt.location, attempt.failure] if attempt else ["never started"]
-    ended = f"after {duration(attempt.seconds)}" if attempt and attempt.seconds >= 0 else ""
+    facts = [attempt_of(job, attempt), location_of(attempt), attempt.failure_name] if attempt else ["never started"]
+    ended = f"after {duration(attempt.seconds)}" if attempt and attempt.seconds is not None else ""
     spans = "".join(f"<span>{escape(cut(fact, 200))}</span>" for fact in [*facts, ended] if fact)
     parts = [
         f'<p class="cause">{link(job, anchors)}</p>',
         f'<p class="facts">{spans}</p>',
         f'<p class="reason">{escape(cut(reason, 1000))}</p>' if reason else "",
-        folded("Last lines", "\n".join(cut(line, 400) for line in attempt.last_lines)) if attempt else "",
+        folded("Last lines", "\n".join(cut(line, 400) for line in attempt.lines[-LAST_LINES:])) if attempt else "",
     ]
     return f'<aside class="failure">\n{"".join(filter(None, parts))}\n</aside>'
 
 
-def attempt_of(job: JobEntry, attempt: AttemptEntry) -> str:
+def attempt_of(job: JobEntry, attempt: Attempt) -> str:
     """The number of an attempt, such as `attempt 2 of 3`."""
     return f"attempt {attempt.number}" + (f" of {len(job.attempts)}" if len(job.attempts) > 1 else "")
 
 
-def attempt_line(job: JobEntry, attempt: AttemptEntry) -> str:
+def attempt_line(job: JobEntry, attempt: Attempt) -> str:
     """A line for a failed attempt, such as `exp1/fold0, attempt 1 of 2 on gpu1:0: SIGKILL: reason`."""
-    subject = f"{cut(job.name, 100)}, {attempt_of(job, attempt)} on {cut(attempt.location, 60)}"
-    return ": ".join(filter(None, [subject, cut(attempt.failure, 60), cut(attempt.reason, 200)]))
+    subject = f"{cut(job.name, 100)}, {attempt_of(job, attempt)} on {cut(location_of(attempt), 60)}"
+    return ": ".join(filter(None, [subject, cut(attempt.failure_name, 60), cut(attempt.reason, 200)]))
 
 
 def link(job: JobEntry, anchors: Container[int]) -> str:
@@ -364,9 +337,14 @@ def timeline(results: Mapping[str, Any], jobs: Sequence[JobEntry], now: float) -
     outcomes = {span.style for track in found for span in track.spans}
     more = f", the first {MAX_TRACKS} of {len(found):,}" if len(found) > MAX_TRACKS else ""
     title = f"one row per slot{more}; time since the first start"
-    keys = "".join(f'<span><i class="{name}"></i>{text}</span>' for name, text in LEGEND.items() if name in outcomes)
-    legend = f'<p class="legend">{keys}</p>' if keys else ""
-    return card("Slots", title, draw_tracks(found[:MAX_TRACKS]) + legend)
+    keys = {style: text for style, text in LEGEND.items() if style in outcomes}
+    return card("Slots", title, draw_tracks(found[:MAX_TRACKS]) + legend(keys))
+
+
+def legend(keys: Mapping[str, str]) -> str:
+    """The meaning of colours. keys: style -> text."""
+    shown = "".join(f'<span><i class="{style}"></i>{text}</span>' for style, text in keys.items())
+    return f'<p class="legend">{shown}</p>' if keys else ""
 
 
 def tracks(results: Mapping[str, Any], jobs: Iterable[JobEntry], now: float) -> list[Track]:
@@ -387,14 +365,14 @@ def natural_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,9})", name)]
 
 
-def span(job: JobEntry, attempt: AttemptEntry, now: float) -> Span:
-    ended = math.isfinite(attempt.end)
-    end = max(attempt.start, attempt.end if ended else now)
+def span(job: JobEntry, attempt: Attempt, now: float) -> Span:
+    end = max(attempt.start, now if attempt.end is None else attempt.end)
     name = cut(job.name, 120)
-    known = {"done": "done", "running": "running", "failed": f"failed: {cut(attempt.failure, 60)}"}
-    outcome = known.get(attempt.outcome) or cut(attempt.failure, 60) or "no end recorded"
-    facts = [f"{name}, {attempt_of(job, attempt)}", cut(attempt.location, 60), duration(end - attempt.start), outcome]
-    return Span(attempt.start, end, attempt.outcome, ", ".join(filter(None, facts)), name, ended)
+    style, failure = outcome_of(attempt, job), cut(attempt.failure_name, 60)
+    known = {"done": "done", "running": "running", "failed": f"failed: {failure}"}
+    outcome, where = known.get(style) or failure or "no end recorded", cut(location_of(attempt), 60)
+    facts = [f"{name}, {attempt_of(job, attempt)}", where, duration(end - attempt.start), outcome]
+    return Span(attempt.start, end, style, ", ".join(filter(None, facts)), name, attempt.end is not None)
 
 
 # ---------------------------------------------------------------- the table of jobs
@@ -423,9 +401,9 @@ def job_table(jobs: Sequence[JobEntry], curves: Mapping[str, History], anchors: 
         *(leaks if any(job.leak for job in jobs) else []),
         *(notes if any(reasons) else []),
         *((key, [setting_cell(job.settings, key) for job in jobs]) for key in differing[:MAX_COLUMNS]),
-        ("server:GPU", [(escape(cut(job.last.location, 60)) if job.last else "", None) for job in jobs]),
+        ("server:GPU", [(escape(cut(location_of(job.last), 60)) if job.last else "", None) for job in jobs]),
         ("attempts", [(f"{len(job.attempts):,}", len(job.attempts)) for job in jobs]),
-        ("duration", [duration_cell(job.last, now) for job in jobs]),
+        ("duration", [duration_cell(job, now) for job in jobs]),
         ("peak memory", [memory_cell(job.last) for job in jobs]),
         *(
             (f"last {key}" if key in settings else key, [metric_cell(found, key) for found in metrics])
@@ -521,22 +499,19 @@ def setting_cell(settings: Mapping[str, Any], key: str) -> Cell:
     return escape(cut(plain(settings[key]), 60)), value if math.isfinite(value) else None
 
 
-def duration_cell(attempt: AttemptEntry | None, now: float) -> Cell:
-    """The duration of an attempt, until now if it is running."""
-    if not attempt:
+def duration_cell(job: JobEntry, now: float) -> Cell:
+    """The duration of the last attempt, until now if it is running."""
+    if not job.last:
         return NOTHING
-    seconds = now - attempt.start if attempt.outcome == "running" else attempt.seconds
-    return (escape(duration(seconds)), seconds) if seconds >= 0 else NOTHING
+    seconds = now - job.last.start if outcome_of(job.last, job) == "running" else job.last.seconds
+    return NOTHING if seconds is None or seconds < 0 else (escape(duration(seconds)), seconds)
 
 
-def memory_cell(attempt: AttemptEntry | None) -> Cell:
-    size = attempt.peak_memory if attempt else math.nan
-    return (memory(size), size) if size > 0 else NOTHING
-
-
-def memory(size: float) -> str:
-    """Bytes as MiB or GiB."""
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.3g} MiB"
+def memory_cell(attempt: Attempt | None) -> Cell:
+    if not attempt or not attempt.peak_memory:
+        return NOTHING
+    size = attempt.peak_memory
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.3g} MiB", size
 
 
 def metric_keys(metrics: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -597,12 +572,8 @@ def loss_curves(jobs: Sequence[JobEntry], curves: Mapping[str, History], charted
     if len(having) > len(charted):
         rest = (f'<p class="sentence">Of {len(having):,} jobs with metrics, the {len(charted)} with the lowest last '
                 "losses have their own chart.</p>\n")  # fmt: skip
-    keys = "".join(
-        f'<span><i class="{style}"></i>{text}</span>'
-        for style, text in (("train", "training"), ("held-out", "held-out"))
-    )
-    together = comparison(having, curves)
-    return f'{together}{rest}<div class="three">\n{chr(10).join(shown)}\n</div>\n<p class="legend">{keys}</p>'
+    keys, together = legend({"train": "training", "held-out": "held-out"}), comparison(having, curves)
+    return f'{together}{rest}<div class="three">\n{chr(10).join(shown)}\n</div>\n{keys}'
 
 
 def comparison(jobs: Sequence[JobEntry], curves: Mapping[str, History]) -> str:

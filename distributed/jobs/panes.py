@@ -64,7 +64,7 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
         for number in range(1, MAX_NAMES + 1):
             name = SESSION if number == 1 else f"{SESSION}_{number}"
             owner = session_directory(name)
-            if owner == directory and panes_of(name) == len(slots):
+            if owner == directory and tmux("list-panes", "-s", "-t", f"={name}").count("\n") == len(slots):
                 return name, ""
             if owner == directory or (owner and abandoned(owner)):
                 tmux("kill-session", "-t", f"={name}")
@@ -94,10 +94,6 @@ def session_directory(name: str) -> str | None:
     return ""
 
 
-def panes_of(name: str) -> int:
-    return len(tmux("list-panes", "-s", "-t", f"={name}").splitlines())
-
-
 def abandoned(directory: str) -> bool:
     """Whether neither a serve process nor a job of this list runs on this server."""
     if not os.path.isabs(directory):
@@ -115,7 +111,8 @@ def abandoned(directory: str) -> bool:
 
 def create(name: str, directory: str, slots: list[str]) -> None:
     """Create a session with a pane for each slot, of equal size, with titles."""
-    commands = [view_command(directory, number) for number in range(len(slots))]
+    program = [sys.executable, *PLAIN_PYTHON, ENTRY, "view", directory]
+    commands = [[*program, str(number)] for number in range(len(slots))]
     tmux("new-session", "-d", "-s", name, "-x", "240", "-y", "67", "-n", "slots", *commands[0])
     try:
         tmux("set-option", "-t", f"={name}:", "@muster", directory)
@@ -129,10 +126,6 @@ def create(name: str, directory: str, slots: list[str]) -> None:
         with contextlib.suppress(TmuxError):
             tmux("kill-session", "-t", f"={name}")
         raise
-
-
-def view_command(directory: str, slot: int) -> list[str]:
-    return [sys.executable, *PLAIN_PYTHON, ENTRY, "view", directory, str(slot)]
 
 
 def remove(directory: str) -> str:
@@ -173,7 +166,8 @@ def view(directory: str, slot: int) -> int:
             position = start_position(str(found["log"]))
             write(f"\n--- {found['title']}\n".encode())
         ended = bool(shown) and os.path.exists(str(shown["end"]))
-        position = print_new(str(shown["log"]), position) if shown else 0
+        with contextlib.suppress(OSError):
+            position = print_new(str(shown["log"]), position) if shown else 0
         if ended and not end_shown:
             end_shown = True
             set_title(f"slot {slot}: idle")
@@ -190,8 +184,8 @@ def start_position(log: str) -> int:
 
 
 def print_new(log: str, position: int) -> int:
-    """Print a log from a position, in bytes. Returns the new position."""
-    with contextlib.suppress(OSError), open(log, "rb") as file:
+    """Print a log, if it exists, from a position, in bytes. Returns the new position. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), open(log, "rb") as file:
         file.seek(position)
         while block := file.read(1 << 16):
             position += len(block)

@@ -33,6 +33,7 @@ class SlotPool:
     labels: frozenset[str] = frozenset()
     free: set[int] = field(default_factory=set)  # indices of slots without a job of this list
     blocked: frozenset[GpuId] = frozenset()  # GPUs in use by other processes
+    freed: set[GpuId] = field(default_factory=set)  # GPUs of jobs that ended after the last query of GPUs began
     lost: frozenset[GpuId] = frozenset()  # GPUs that no longer reply
     all_gpus: int = 0  # GPUs of a job with `_gpus` "all"; 0: capacity()
     open: bool = False  # whether jobs may be placed here now

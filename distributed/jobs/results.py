@@ -19,7 +19,7 @@ from typing import Any
 from distributed.files import KIT, write_file
 from distributed.jobs import page
 from distributed.jobs.dispatcher import ServerLink
-from distributed.jobs.state import Attempt, JobState, ListState, signal_name
+from distributed.jobs.state import JobState, ListState
 from distributed.training.base_model import CACHE, hash_of
 
 WRITE_INTERVAL = 1.0  # minimum seconds between two writes of results.json; at least 20 times the time of a write
@@ -69,16 +69,7 @@ def entry(job: JobState, reason: str) -> dict[str, Any]:
     return marks | {
         "id": job.job.id, "name": job.job.name, "settings": dict(job.job.settings), "options": job.job.options.public(),
         "state": "running" if job.state == "ending" else job.state, "reason": reason, "output": job.job.output,
-        "metrics": job.metrics, "attempts": [attempt_entry(attempt) for attempt in job.attempts],
-    }  # fmt: skip
-
-
-def attempt_entry(attempt: Attempt) -> dict[str, Any]:
-    return {
-        "number": attempt.number, "server": attempt.server, "slots": attempt.slots, "gpus": attempt.gpus,
-        "start": attempt.start, "end": attempt.end, "seconds": attempt.seconds, "exit_code": attempt.code,
-        "signal": signal_name(attempt.code) or None, "peak_memory": attempt.peak_memory, "failure": attempt.failure,
-        "reason": attempt.reason, "last_lines": attempt.lines,
+        "metrics": job.metrics, "attempts": [attempt.public() for attempt in job.attempts],
     }  # fmt: skip
 
 

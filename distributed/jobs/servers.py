@@ -36,8 +36,8 @@ from distributed.host.ssh_call import LOGIN_SHELL, STARTED, for_any_shell
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.bases import script_name
-from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
-from distributed.jobs.job import Job, muster_job
+from distributed.jobs.dispatcher import Event, JobServer, NotStarted, ServerUnusable, Unreachable
+from distributed.jobs.job import Job, arguments, environment
 from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
@@ -74,15 +74,6 @@ KIT_FILES = (
     "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/environment.bash",
     "scripts/lib/common.bash", "scripts/lib/node_env.bash",
 )  # fmt: skip
-# Errors of ssh after which a retry is useless, and their remedies.
-REMEDIES = {
-    "REMOTE HOST IDENTIFICATION HAS CHANGED": "if the server was reinstalled: `ssh-keygen -R HOST`",
-    "Host key verification failed": "connect once by hand (`ssh HOST`) and check the fingerprint",
-    "Permission denied (": "check user and ssh_key; `ssh HOST true` must work without a question",
-    "Too many authentication failures": "name the key: ssh_key",
-    "Could not resolve hostname": "check host, or add it to ~/.ssh/config",
-    "not accessible": "check ssh_key",
-}
 
 
 @dataclass(frozen=True)
@@ -214,8 +205,10 @@ class HostReplyError(Exception):
         self.kind = kind
 
 
-class HostServer:
+class HostServer(JobServer):
     """A server that runs host.py: the base class for remote servers and this machine."""
+
+    python = ""  # used without a setting; empty: found by the server
 
     def __init__(self, name: str, server: config.Server, context: ListContext) -> None:
         self.name, self.settings, self.context = name, server, context
@@ -233,12 +226,12 @@ class HostServer:
 
     async def connect(self, post: Callable[[Event], None]) -> str:
         """See dispatcher.JobServer."""
-        await self.disconnect()
+        await self.close()
         await self._prepare()
         try:
             return await asyncio.wait_for(self._connect(post), CONNECT_TIMEOUT)
         except BaseException as error:
-            await self.disconnect()
+            await self.close()
             if isinstance(error, asyncio.TimeoutError):
                 raise Unreachable(f"not connected within {CONNECT_TIMEOUT:.0f} s") from None
             if isinstance(error, HostReplyError):
@@ -250,7 +243,7 @@ class HostServer:
         opened = await self._channel.call(
             "open", server=self.name, list=self.context.list_id, workdir=self._requested_workdir(),
             default_workdir=str(self.context.cwd), script=self.context.script,
-            python=self.settings.python or self._python(), remote=isinstance(self, SshServer),
+            python=self.settings.python or self.python, remote=isinstance(self, SshServer),
             slots=[f"{self.name}:{slot.index}" for slot in self.pool.slots], panes=self.context.panes,
         )  # fmt: skip
         self.workdir, self.directory, self.session = opened["workdir"], opened["directory"], opened["session"]
@@ -261,9 +254,6 @@ class HostServer:
 
     def _requested_workdir(self) -> str:
         return self.settings.workdir or ""
-
-    def _python(self) -> str:
-        return ""
 
     async def _prepare(self) -> None:
         """Preparations that may take longer than CONNECT_TIMEOUT."""
@@ -316,15 +306,11 @@ class HostServer:
         assert self._channel
         return await asyncio.shield(self._channel.closed)
 
-    async def disconnect(self) -> None:
-        """Close the channel."""
+    async def close(self) -> None:
+        """See dispatcher.JobServer."""
         channel, self._channel = self._channel, None
         if channel:
             await channel.close()
-
-    async def close(self) -> None:
-        """See dispatcher.JobServer."""
-        await self.disconnect()
 
     async def remove_session(self) -> str:
         """Connect, remove the tmux session of the list, and disconnect. Returns its name; empty without one.
@@ -336,7 +322,7 @@ class HostServer:
             await self.connect(lambda _: None)
             return str((await self._call("remove_session"))["session"])
         finally:
-            await self.disconnect()
+            await self.close()
 
     async def _call(self, verb: str, **facts: Any) -> dict[str, Any]:
         if not self._channel:
@@ -354,20 +340,18 @@ class HostServer:
         found: dict[str, dict[str, Any]] = reply["attempts"]
         return found
 
-    async def start(self, request: StartRequest) -> dict[str, Any]:
+    async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
         """See dispatcher.JobServer."""
-        options = request.job.options
+        device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
+        retry = f", attempt {attempt.number}" if attempt.number > 1 else ""
         env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi, also for GPUs of different types
-        env |= {**options.env, "CUDA_VISIBLE_DEVICES": self._cuda_devices(request.gpus)}
-        if digest := request.job.base or request.job.trains:
-            env["MUSTER_BASE_MODEL_DIGEST"] = digest
+        env |= {**environment(job), "CUDA_VISIBLE_DEVICES": self._cuda_devices(attempt.gpus)}
         try:
             return await self._call(
-                "start", attempt=request.attempt, job=request.job.owner, output=request.job.output,
-                slots=list(request.slots), title=request.title, script=self.context.script,
-                script_name=self.context.script_name, arguments=list(request.arguments), setup=self.settings.setup,
-                env={**env, "MUSTER_JOB": muster_job(request.job)}, timeout=options.timeout, grace=self.context.grace,
-                needs=list(request.needs), base=request.job.base,
+                "start", attempt=attempt.name, job=job.owner, output=job.output, slots=attempt.slots,
+                title=f"{job.name} ({device}{retry})", script=self.context.script, setup=self.settings.setup,
+                script_name=self.context.script_name, arguments=arguments(job, "cuda:0" if attempt.gpus else "cpu"),
+                env=env, timeout=job.options.timeout, grace=self.context.grace, needs=list(needs), base=job.base,
                 inherited=dict(self.context.forwarded) if isinstance(self, SshServer) else {},
             )  # fmt: skip
         except HostReplyError as error:
@@ -426,12 +410,6 @@ class HostServer:
         if not self.shared:
             await self._call("remove_output", output=output)
 
-    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
-        """Do nothing: the files are on this machine."""
-
-    async def send_results(self, jobs: Sequence[Job]) -> None:
-        """Do nothing: the files are on this machine."""
-
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """See dispatcher.JobServer."""
         directory = self.directory or os.path.join(self.context.cwd, "logs", "jobs", self.context.list_id)
@@ -443,8 +421,7 @@ class HostServer:
 class LocalServer(HostServer):
     """This machine."""
 
-    def _python(self) -> str:
-        return sys.executable
+    python = sys.executable
 
     def _requested_workdir(self) -> str:
         return self.settings.workdir or str(self.context.cwd)
@@ -592,7 +569,7 @@ class SshServer(HostServer):
         try:
             await self._rsync(arguments, sync_list.file_list(names))
         except OSError as error:
-            reason = host.with_remedy(str(error), "another workdir")
+            reason = host.with_remedy("server", str(error), "another workdir")
             raise ServerUnusable(f"cannot copy the working directory to it: {reason}") from None
         self._synced = True
 
@@ -646,7 +623,7 @@ class SshServer(HostServer):
         try:
             os.close(host.claim_output(str(self.context.cwd / job.output), job.owner, self.context.script_name))
         except host.HostError as error:
-            raise OSError(str(error)) from None
+            raise (Unreachable if error.kind == "busy" else OSError)(str(error)) from None
         log = f"logs/jobs/{self.context.list_id}/{attempt.name}"
         fetched: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._to_fetch.append(([job.output, log], fetched))
@@ -714,7 +691,8 @@ class SshServer(HostServer):
         code, stderr = await self._run(call, data)
         if code in (0, VANISHED):
             return
-        cause = next((line for line in stderr.splitlines() if line.startswith("rsync:")), last_line(stderr))
+        errors = [line for line in stderr.splitlines() if not line.startswith("rsync error:")]  # which sums them up
+        cause = next((line for line in errors if line.startswith("rsync:")), "".join(errors[-1:]))
         lost = code in LOST_CONNECTION or "connection unexpectedly closed" in cause
         if lost and "No space left on device" not in cause:
             raise Unreachable(last_line(stderr) or f"rsync: exit code {code}")
@@ -722,17 +700,31 @@ class SshServer(HostServer):
 
     async def _run(self, command: Sequence[str], data: bytes = b"") -> tuple[int, str]:
         """Run a command with this standard input; return (exit code, standard error)."""
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            _, stderr = await process.communicate(data)
-        except asyncio.CancelledError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        code, _, stderr = await run_program(command, data)
+        return code, stderr.strip()
+
+
+async def run_program(
+    command: Sequence[str], data: bytes = b"", env: Mapping[str, str] | None = None, seconds: float | None = None
+) -> tuple[int, str, str]:
+    """Run a command with this standard input; return (exit code, standard output, standard error).
+
+    Raises Unreachable if it does not exit within `seconds`.
+    """
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
+    )
+    try:
+        printed = await asyncio.wait_for(process.communicate(data), seconds)
+    except (asyncio.TimeoutError, asyncio.CancelledError) as error:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        if isinstance(error, asyncio.CancelledError):
             raise
-        return process.returncode or 0, stderr.decode(errors="replace").strip()
+        raise Unreachable(f"{command[0]}: no reply within {seconds:.0f} s") from None
+    out, err = (text.decode(errors="replace") for text in printed)
+    return process.returncode or 0, out, err
 
 
 async def cached_manifest(cache: Cache, digest: str) -> dict[str, Any]:
@@ -769,10 +761,8 @@ def ssh_error(stderr: str, code: int, name: str) -> Exception:
         return Unreachable(last_line(stderr))
     if LOGIN_SHELL in stderr:
         return ServerUnusable(LOGIN_SHELL + stderr.rpartition(LOGIN_SHELL)[2].splitlines()[0])
-    for sign, remedy in REMEDIES.items():
-        if sign in stderr:
-            line = next(line for line in stderr.splitlines() if sign in line)
-            return ServerUnusable(f"{line.strip().strip('@ ')}; {remedy.replace('HOST', name)}")
+    if error := host.with_remedy("ssh", stderr, name):
+        return ServerUnusable(error)
     return Unreachable(last_line(stderr) or f"ssh: exit code {code}")
 
 
@@ -783,10 +773,8 @@ def reporting_error(line: str) -> str:
 
 
 def reported_error(stderr: str, setting: str) -> str:
-    """An error that reporting_error() has printed, and its remedy. setting: see host.with_remedy()."""
-    errors = last_line(stderr).split("\t")
-    known = (each for each in errors if any(sign in each for sign in host.REMEDIES))
-    return host.with_remedy(next(known, errors[0]), setting)
+    """An error that reporting_error() has printed, and its remedy. setting: see host.REMEDIES."""
+    return host.with_remedy("server", last_line(stderr).replace("\t", "\n"), setting)
 
 
 def quoted_path(path: str) -> str:

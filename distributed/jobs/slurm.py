@@ -37,7 +37,7 @@ from distributed.files import KIT, write_file
 from distributed.jobs import array_task, host
 from distributed.jobs.array_task import SERVER, SETUP
 from distributed.jobs.config import ClusterConfig, ConfigError
-from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
+from distributed.jobs.dispatcher import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.element import (
     Element,
     assign_specs,
@@ -47,7 +47,7 @@ from distributed.jobs.element import (
     resources_of,
     unstarted_end,
 )
-from distributed.jobs.job import AFTER, Job, arguments, muster_job
+from distributed.jobs.job import AFTER, Job, Options, arguments, environment
 from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.sbatch import (
     IN_QUEUE,
@@ -66,7 +66,7 @@ from distributed.jobs.sbatch import (
     setting,
     slurm_environment,
 )
-from distributed.jobs.servers import ENTRY, ListContext, cached_manifest
+from distributed.jobs.servers import ENTRY, ListContext, cached_manifest, run_program
 from distributed.jobs.state import Attempt
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol")
@@ -98,7 +98,8 @@ class PendingStart:
 
     element: Element
     resources: ResourceRequest
-    request: StartRequest | None = None  # None: the job specification is already written
+    job: Job | None = None  # None: the job specification is already written
+    needs: Sequence[str] = ()  # output directories of the jobs in _after
     reply: asyncio.Future[Facts] | None = None  # None: start() no longer waits for it
 
     def answer(self, found: Facts) -> None:
@@ -116,8 +117,8 @@ class PendingStart:
         return reply is not None
 
 
-class SlurmServer:
-    """A SLURM cluster as a server; see dispatcher.JobServer."""
+class SlurmServer(JobServer):
+    """A SLURM cluster as a server, which allocates the GPUs itself."""
 
     def __init__(self, cluster: ClusterConfig, context: ListContext, slots_needed: int) -> None:
         """slots_needed: by all jobs of the list together. Raises ConfigError."""
@@ -229,25 +230,9 @@ class SlurmServer:
 
     # ---- SLURM's programs
 
-    async def _run(self, command: Sequence[str], limit: float) -> tuple[int, str, str]:
-        """Run a command for at most `limit` seconds. Returns (exit code, stdout, stderr). Raises Unreachable."""
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            env=self._environment, start_new_session=True,
-        )  # fmt: skip
-        try:
-            out, err = await asyncio.wait_for(process.communicate(), limit)
-        except (asyncio.TimeoutError, asyncio.CancelledError) as error:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            raise Unreachable(f"{command[0]}: no reply within {limit:.0f} s") from None
-        return process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace")
-
     async def _call(self, command: Sequence[str]) -> str:
         """Run a command; return its standard output. Raises Unreachable if it fails."""
-        code, out, err = await self._run(command, COMMAND_TIMEOUT)
+        code, out, err = await run_program(command, env=self._environment, seconds=COMMAND_TIMEOUT)
         if code:
             raise Unreachable(f"{command[0]}: {error_message(err) or f'exit code {code}'}")
         return out
@@ -297,14 +282,12 @@ class SlurmServer:
 
     # ---- starting
 
-    async def start(self, request: StartRequest) -> Facts:
+    async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> Facts:
         """See dispatcher.JobServer."""
         reply: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
-        element = self._element_of(request.attempt, request.job.output)
-        resources = self._resources_for(
-            request, await asyncio.to_thread(self._slurm_id, request.after) if request.after else ""
-        )
-        self._pending.append(PendingStart(element, resources, request, reply))
+        after = await asyncio.to_thread(self._slurm_id, attempt.after) if attempt.after else ""
+        element, resources = self._element_of(attempt.name, job.output), self._resources_for(job.options, after)
+        self._pending.append(PendingStart(element, resources, job, needs, reply))
         self._submit_soon()
         return await reply
 
@@ -315,8 +298,7 @@ class SlurmServer:
                 return f"{file.read().strip()}_{element.index}"
         raise NotStarted("the training of its base model is not in SLURM's queue", "busy")
 
-    def _resources_for(self, request: StartRequest, after: str) -> ResourceRequest:
-        options = request.job.options
+    def _resources_for(self, options: Options, after: str = "") -> ResourceRequest:
         seconds = None if options.timeout is None else options.timeout + self.context.grace + TIME_MARGIN
         return ResourceRequest(
             (options.gpus or len(self.settings.devices)) if self.settings.devices else 0,
@@ -325,14 +307,12 @@ class SlurmServer:
 
     def _spec_of(self, start: PendingStart) -> Facts:
         """The job specification: everything that a compute node needs to run an attempt."""
-        assert start.request
-        job, element, resources = start.request.job, start.element, start.resources
+        job, element, resources = start.job, start.element, start.resources
+        assert job
         device = "cuda:0" if resources.gpus else "cpu"
         cwd = str(self.context.cwd)
         base = {"MUSTER_BASE_MODEL": self.context.cache.path(job.base)} if job.base else {}
-        if digest := job.base or job.trains:
-            base["MUSTER_BASE_MODEL_DIGEST"] = digest
-        needs = [os.path.join(cwd, output) for output in start.request.needs]
+        needs = [os.path.join(cwd, output) for output in start.needs]
         after = {AFTER: "\n".join(needs)} if needs else {}
         return {
             "command": [*host.program(self._python, self.context.script, cwd), *arguments(job, device)],
@@ -343,7 +323,7 @@ class SlurmServer:
             "needs": [resources.gpus, resources.minutes, list(resources.labels), resources.after],
             "trains": job.trains, "cache": self.context.cache.directory, "settings": dict(job.settings),
             "call": array_task.dispatcher_environment(dict(os.environ)),
-            "env": {**job.options.env, **base, **after, "MUSTER_JOB": muster_job(job),
+            "env": {**environment(job), **base, **after,
                     "MUSTER_OUTPUT_DIR": element.output,
                     "MUSTER_METRICS": os.path.join(element.output, "metrics.jsonl")},
         }  # fmt: skip
@@ -353,16 +333,13 @@ class SlurmServer:
         await cached_manifest(self.context.cache, digest)
         return 0
 
-    async def remove_output(self, output: str) -> None:
-        """Do nothing: the compute nodes share the files."""
-
     def _prepare(self, start: PendingStart) -> Exception | None:
         """Write the job specification of an attempt. Returns the error that prevents its start, or None."""
-        element, request = start.element, start.request
-        assert request
+        element, job = start.element, start.job
+        assert job
         try:
             os.mkdir(element.directory, 0o777)
-            os.close(host.claim_output(element.output, request.job.owner, self.context.script_name))
+            os.close(host.claim_output(element.output, job.owner, self.context.script_name))
             if self.settings.setup:
                 write_file(os.path.join(element.directory, SETUP), "\n".join(["set +e", *self.settings.setup, ""]))
             array_task.write_spec(element.directory, self._spec_of(start))
@@ -383,7 +360,7 @@ class SlurmServer:
         try:
             while self._pending:
                 starts, self._pending = self._pending, []
-                new = [start for start in starts if start.request and start.reply]
+                new = [start for start in starts if start.job and start.reply]
                 errors = await asyncio.to_thread(lambda new=new: [self._prepare(start) for start in new])  # type: ignore[misc]
                 refused = {id(start): error for start, error in zip(new, errors, strict=True) if error}
                 groups: dict[ResourceRequest, list[PendingStart]] = {}
@@ -421,7 +398,8 @@ class SlurmServer:
             await self._refuse_all(starts, array, NotStarted(f"{error.filename or path}: {error.strerror}"))
             return
         try:
-            reply = await self._run(self._sbatch(resources, array, len(starts)), SUBMIT_TIMEOUT)
+            command = self._sbatch(resources, array, len(starts))
+            reply = await run_program(command, env=self._environment, seconds=SUBMIT_TIMEOUT)
         except Unreachable as error:
             self._submission_unknown(starts, str(error))
         else:
@@ -591,13 +569,6 @@ class SlurmServer:
                 return
             self._queue_requested = True
             await asyncio.sleep(POLL_INTERVAL / 2)
-
-    async def send_results(self, jobs: Sequence[Job]) -> None:
-        """Do nothing: the compute nodes share the files."""
-
-    async def query_gpus(self) -> list[Facts]:
-        """Return nothing: SLURM allocates the GPUs."""
-        return []
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """See dispatcher.JobServer."""

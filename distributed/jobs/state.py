@@ -23,7 +23,8 @@ UNLISTED = "no longer in the list"  # reason of a cancelled job
 INFRASTRUCTURE_FAILURES = ("server lost", "server restarted", "supervisor killed")
 MAX_INFRASTRUCTURE_FAILURES = 5
 UNLIMITED_FAILURES = ("preempted",)  # use up no retries either, and never fail the job
-FINAL_FAILURES = ("cancelled outside", "refused")  # never retried
+NOT_COPIED = "results not copied"  # failure of an attempt that exited with 0
+FINAL_FAILURES = ("cancelled outside", "refused", NOT_COPIED)  # never retried
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError")
 
 
@@ -67,8 +68,27 @@ class Attempt:
         return self.reason if self.reason.startswith(self.failure) else f"{self.failure}: {self.reason}"
 
     @property
+    def failure_name(self) -> str:
+        """The failure in one or two words, such as `exit code 1`, `SIGKILL` or `timeout`; empty without a failure."""
+        return {"exit code": f"exit code {self.code}", "signal": signal_name(self.code)}.get(self.failure, self.failure)
+
+    @property
     def seconds(self) -> float | None:
         return None if self.end is None else max(0.0, self.end - self.start)
+
+    def public(self) -> dict[str, Any]:
+        """The attempt in results.json."""
+        return {
+            "number": self.number, "server": self.server, "slots": self.slots, "gpus": self.gpus, "start": self.start,
+            "end": self.end, "seconds": self.seconds, "exit_code": self.code, "signal": signal_name(self.code) or None,
+            "peak_memory": self.peak_memory, "failure": self.failure, "reason": self.reason, "last_lines": self.lines,
+        }  # fmt: skip
+
+    @classmethod
+    def of_public(cls, job: str, public: Mapping[str, Any]) -> Attempt:
+        """The inverse of public(), except for state and process."""
+        same = ("number", "server", "slots", "gpus", "start", "end", "peak_memory", "failure", "reason")
+        return cls(job, **{name: public[name] for name in same}, code=public["exit_code"], lines=public["last_lines"])
 
 
 @dataclass
@@ -176,10 +196,7 @@ class ListState:
         """Apply a record. A request takes effect only when the dispatcher records `request_handled` for it."""
         event = record["event"]
         if event not in REQUESTS:
-            getattr(self, f"_apply_{event}", self._apply_unknown)(record)
-
-    def _apply_unknown(self, record: Record) -> None:
-        """Ignore a record of a newer version."""
+            getattr(self, f"_apply_{event}", lambda _: None)(record)  # records of newer versions are ignored
 
     def _apply_list(self, record: Record) -> None:
         self.list_record = {key: value for key, value in record.items() if key not in ("event", "time", "jobs")}
@@ -260,31 +277,26 @@ class ListState:
             self._move(job, "waiting", record["reason"])
 
     def _apply_ended(self, record: Record) -> None:
+        """The attempt has ended, or is lost: it may still run."""
         if attempt := self.attempt(record["attempt"]):
-            self._end(attempt, record)
-            job = self.jobs[attempt.job]
-            job.metrics |= record.get("metrics", {})
-            self._move(job, "ending")
-
-    def _apply_lost(self, record: Record) -> None:
-        if attempt := self.attempt(record["attempt"]):
-            self._end(attempt, record)
-            attempt.state = "lost"
+            self.open.pop(attempt.name, None)
+            attempt.state = record["event"]
+            attempt.start = record.get("started") or attempt.start
+            attempt.end = record.get("ended") or record["time"]
+            attempt.code, attempt.peak_memory = record.get("code"), record.get("peak_memory")
+            attempt.failure, attempt.reason = record["failure"], record["reason"]
+            attempt.lines = record.get("lines", [])
+            self.jobs[attempt.job].metrics |= record.get("metrics", {})
             self._move(self.jobs[attempt.job], "ending")
 
-    def _end(self, attempt: Attempt, record: Record) -> None:
-        self.open.pop(attempt.name, None)
-        attempt.state = "ended"
-        attempt.start = record.get("started") or attempt.start
-        attempt.end = record.get("ended") or record["time"]
-        attempt.code, attempt.peak_memory = record.get("code"), record.get("peak_memory")
-        attempt.failure, attempt.reason = record["failure"], record["reason"]
-        attempt.lines = record.get("lines", [])
+    _apply_lost = _apply_ended
 
-    def _apply_base_rejected(self, record: Record) -> None:
-        """An attempt exited with 0 but did not write a valid base model."""
+    def _apply_rejected(self, record: Record) -> None:
+        """An attempt exited with 0, but wrote no valid base model, or its results could not be copied."""
         if attempt := self.attempt(record["attempt"]):
             attempt.failure, attempt.reason = record["failure"], record["reason"]
+
+    _apply_base_rejected = _apply_rejected  # in journals of earlier versions
 
     def _apply_requeued(self, record: Record) -> None:
         """The base model that a finished job trained is missing or damaged: run the job again."""

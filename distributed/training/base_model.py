@@ -206,10 +206,11 @@ def remove(cache: str, name: str) -> None:
         shutil.rmtree(away, ignore_errors=True)
 
 
-def lock(cache: str, digest: str, exclusive: bool) -> int | None:
+def lock(cache: str, digest: str, exclusive: bool, seconds: float = 0.0) -> int | None:
     """Lock a base model: exclusively to train, copy or remove it, otherwise to use it.
 
-    Returns a file descriptor that holds the lock until all its copies are closed; None: another process has the lock.
+    Returns a file descriptor that holds the lock until all its copies are closed; None: another process still has the
+    lock after `seconds`.
     """
     os.makedirs(cache, exist_ok=True)
     path = os.path.join(cache, f".{hash_of(digest)}.lock")
@@ -217,7 +218,7 @@ def lock(cache: str, digest: str, exclusive: bool) -> int | None:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:  # another user's file: a read-only descriptor is enough for a lock
         file = os.open(path, os.O_RDONLY)
-    if try_lock(file, exclusive):
+    if try_lock(file, exclusive, seconds):
         return file
     os.close(file)
     return None

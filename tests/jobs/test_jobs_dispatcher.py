@@ -18,7 +18,7 @@ import pytest
 
 from distributed.jobs import dispatcher, journal
 from distributed.jobs.base_cache import Cache
-from distributed.jobs.dispatcher import Dispatcher, Event, NotStarted, Policy, ServerUnusable, StartRequest, Unreachable
+from distributed.jobs.dispatcher import Dispatcher, Event, NotStarted, Policy, ServerUnusable, Unreachable
 from distributed.jobs.job import ALL_GPUS, Job, Options, job_of
 from distributed.jobs.journal import Journal
 from distributed.jobs.placement import Slot, SlotPool, plan
@@ -37,6 +37,18 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------- servers without processes
+
+
+@dataclasses.dataclass(frozen=True)
+class StartRequest:
+    """A call of SimulatedServer.start()."""
+
+    attempt: str
+    job: Job
+    slots: list[int]
+    gpus: list[int | str]
+    after: str
+    needs: Sequence[str]
 
 
 class SimulatedServer:
@@ -123,9 +135,10 @@ class SimulatedServer:
         self._call()
         return {name: dict(self.attempts.get(name, {"state": "absent"})) for name in attempts}
 
-    async def start(self, request: StartRequest) -> dict[str, Any]:
+    async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
         self._call()
         assert self.run
+        request = StartRequest(attempt.name, job, attempt.slots, attempt.gpus, attempt.after, needs)
         self.run.check_start(self, request)
         self.requests.append(request)
         outcome = self.outcome_of(request)
@@ -313,14 +326,13 @@ def test_a_list_of_jobs_is_done_and_their_results_are_copied(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
-def test_a_job_gets_its_device_and_its_arguments(tmp_path: Path) -> None:
+def test_a_job_of_two_gpus_gets_two_of_a_server(tmp_path: Path) -> None:
     async def scenario() -> None:
         server = SimulatedServer("one", 3, gpus=True)
         async with ListRun(tmp_path, server, jobs=[job(1, gpus=2)]) as run:
             await run.finished()
         (request,) = server.requests
-        assert (request.arguments, request.gpus) == (["--n", "1", "--device", "cuda:0"], [0, 1])
-        assert request.title == f"{run.jobs[0].id} (GPU 0,1)"
+        assert (request.job, request.gpus) == (run.jobs[0], [0, 1])
 
     asyncio.run(scenario())
 
@@ -676,15 +688,15 @@ def test_after_a_reconnect_the_server_is_queried_before_a_start_is_repeated(tmp_
 
         before = True
 
-        async def start(self, request: StartRequest) -> dict[str, Any]:
+        async def start(self, *request: Any) -> dict[str, Any]:
             if len(self.requests) < 1 and not self.before:
-                await super().start(request)
+                await super().start(*request)
             if self.reachable and not self.run.lost:  # type: ignore[union-attr]
                 self.run.lost = True  # type: ignore[union-attr]
                 self.disconnect()
                 self.reconnect()
                 raise Unreachable("cable")
-            return await super().start(request)
+            return await super().start(*request)
 
     async def scenario(before: bool) -> tuple[list[str], int]:
         one = LostDuringStart("one")
@@ -875,6 +887,51 @@ def test_copying_results_is_retried(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+NEVER = [OSError("rsync: big: Permission denied")] * 1000
+
+
+@pytest.mark.parametrize(
+    ("errors", "code", "failures"),
+    [
+        (NEVER, 0, ["results not copied"]),  # not retried, as the next attempt would have the same fault
+        (NEVER[: dispatcher.MAX_FAILED_COPIES], 3, ["exit code", ""]),
+        ([Unreachable("rsync: not found")] * 1000, 0, ["results not copied"]),  # although the server is connected
+        ([Unreachable("timeout")] * 20, 0, [""]),
+        ([OSError("write failed: No space left on device (28)")] * 20, 0, [""]),
+        ([OSError("[Errno 122] Disk quota exceeded: '/x'")] * 20, 0, [""]),
+    ],
+)
+def test_a_list_ends_if_results_can_never_be_copied_and_waits_for_disk_space_and_connections(
+    tmp_path: Path, errors: list[Exception], code: int, failures: list[str]
+) -> None:
+    async def scenario() -> None:
+        one = SimulatedServer("one")
+        one.outcome_of, one.fetch_errors = exits(code), list(errors)
+        async with ListRun(tmp_path, one) as run:
+            await run.finished()
+        assert run.failures() == failures
+        assert run.states() == ["done" if failures[-1] == "" else "failed"]
+        if failures[-1]:
+            assert run.job_state().reason == f"attempt 1 on one: results not copied: {errors[0]}"
+            assert run.log[-1].endswith(f"on one:0 after 60.0 s: results not copied: {errors[0]}")
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_job_whose_results_can_never_be_copied_is_cancelled(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one = SimulatedServer("one")
+        one.outcome_of, one.fetch_errors = lambda request: UNTIL_ENDED, list(NEVER)
+        async with ListRun(tmp_path, one) as run:
+            await run.wait_until(one.running)
+            run.request("cancel", "all")
+            await run.finished()
+        assert run.states() == ["cancelled"]
+        assert run.job_state().reason == f"cancelled on request; no process remains; results not copied: {NEVER[0]}"
+
+    asyncio.run(scenario())
+
+
 def test_sending_files_of_an_earlier_attempt_is_retried(tmp_path: Path) -> None:
     class Full(SimulatedServer):
         failing = 2
@@ -951,6 +1008,43 @@ def test_memory_used_by_a_job_of_the_list_does_not_block_its_gpu(tmp_path: Path)
             one.end(one.running()[0])
             await run.finished()
         assert run.states() == ["done", "done"]
+        assert not [line for line in run.log if "another process" in line]
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_ends_while_the_gpus_are_queried_does_not_block_its_gpu(tmp_path: Path) -> None:
+    class Slow(SimulatedServer):
+        """The reply to one query shows the processes of jobs that have ended since it began."""
+
+        query_ended: asyncio.Event | None = None
+
+        async def query_gpus(self) -> list[dict[str, Any]]:
+            found = await super().query_gpus()
+            if self.query_ended and not self.query_ended.is_set():
+                await self.query_ended.wait()
+                found = [gpu | {"used": 70000} for gpu in found]
+            return found
+
+    async def scenario() -> None:
+        one = Slow("one", 3, gpus=True)
+        one.outcome_of = lambda request: UNTIL_ENDED
+        async with ListRun(tmp_path, one, jobs=2) as run:
+            await run.wait_until(lambda: len(one.running()) == 2)
+            one.query_ended, before = asyncio.Event(), one.gpu_queries
+            await run.wait_until(lambda: one.gpu_queries > before)
+            run.files = {"more": [job(2)]}
+            run.request("add", "more")  # this job also starts during the query
+            await run.wait_until(lambda: len(one.running()) == 3)
+            last = one.running()[1]
+            for name in [name for name in one.running() if name != last]:
+                one.end(name)
+            await run.wait_until(lambda: run.states().count("done") == 2)
+            one.query_ended.set()
+            await run.wait_until(lambda: one.gpu_queries > before + 1)
+            assert not one.pool.blocked
+            one.end(last)
+            await run.finished()
         assert not [line for line in run.log if "another process" in line]
 
     asyncio.run(scenario())
@@ -1109,7 +1203,7 @@ def test_fail_fast_cancels_all_jobs_and_records_it(tmp_path: Path) -> None:
 def test_fail_fast_also_cancels_a_job_whose_retry_is_pending(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one", 2)
-        one.fetch_errors = [OSError("full")] * 1000
+        one.fetch_errors = [OSError("No space left on device")] * 1000
         run = ListRun(tmp_path, one, jobs=[job(0, retries=0), job(1)], fail_fast=True)
         one.outcome_of = lambda request: UNTIL_ENDED
         async with run:
@@ -1162,8 +1256,8 @@ def test_a_job_is_cancelled_once_its_pending_start_completes(tmp_path: Path) -> 
     class Slow(SimulatedServer):
         go: asyncio.Event
 
-        async def start(self, request: StartRequest) -> dict[str, Any]:
-            found = await super().start(request)
+        async def start(self, *request: Any) -> dict[str, Any]:
+            found = await super().start(*request)
             await self.go.wait()
             return found
 
@@ -1202,7 +1296,7 @@ def test_a_job_on_an_unreachable_server_is_cancelled_after_the_reconnect(tmp_pat
 
 def test_a_job_that_was_cancelled_while_its_start_was_lost_is_not_started(tmp_path: Path) -> None:
     class Lost(SimulatedServer):
-        async def start(self, request: StartRequest) -> dict[str, Any]:
+        async def start(self, *request: Any) -> dict[str, Any]:
             self.disconnect()
             raise Unreachable("cable")
 
@@ -1226,7 +1320,7 @@ def test_a_job_that_was_cancelled_while_its_start_was_lost_is_not_started(tmp_pa
 def test_a_cancelled_job_whose_results_are_being_copied_is_not_retried(tmp_path: Path, code: int, state: str) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one")
-        one.outcome_of, one.fetch_errors = exits(code), [OSError("full")] * 3
+        one.outcome_of, one.fetch_errors = exits(code), [OSError("No space left on device")] * 3
         async with ListRun(tmp_path, one) as run:
             await run.wait_until(lambda: run.job_state().state == "ending")
             run.request("cancel", run.jobs[0].id)
@@ -1513,7 +1607,7 @@ def test_a_draining_dispatcher_cancels_jobs_and_starts_none(tmp_path: Path) -> N
 
 def test_an_unexpected_exception_ends_the_dispatcher(tmp_path: Path) -> None:
     class Broken(SimulatedServer):
-        async def start(self, request: StartRequest) -> dict[str, Any]:
+        async def start(self, *request: Any) -> dict[str, Any]:
             raise ZeroDivisionError
 
     async def scenario() -> None:

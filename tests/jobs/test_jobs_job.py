@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.host.ssh_call import for_any_shell
 from distributed.jobs import config
-from distributed.jobs.dispatcher import Event, StartRequest
+from distributed.jobs.dispatcher import Event
 from distributed.jobs.job import (
     LONGEST,
     Job,
@@ -43,6 +43,7 @@ from distributed.jobs.job import (
     muster_job,
 )  # fmt: skip
 from distributed.jobs.servers import ListContext, LocalServer
+from distributed.jobs.state import Attempt
 
 KIT = Path(__file__).resolve().parents[2]
 PROGRAM = KIT / "scripts/jobs/run_distributed_training.py"
@@ -326,8 +327,7 @@ def test_an_argument_is_not_changed_by_a_server_with_setup_lines(tmp_path: Path)
             for values in jobs:
                 job = made(values, env={"SECRET": secret})
                 assert (await server.query({f"{job.id}.1": job.output}))[f"{job.id}.1"] == {"state": "absent"}
-                request = StartRequest(f"{job.id}.1", job, [0], [], arguments(job, "cpu"), "title")
-                await server.start(request)
+                await server.start(Attempt(job.id, 1, "local", [0], [], 0.0), job, [])
             for _ in jobs:
                 event = await asyncio.wait_for(ended.get(), SECONDS)
                 assert event.facts["code"] == 0, event.facts

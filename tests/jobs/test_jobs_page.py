@@ -253,7 +253,7 @@ def test_a_server_without_jobs_is_shown_with_its_reason(state: str, reason: str,
 
 
 def test_failures_show_location_reason_and_last_lines() -> None:
-    killed = failed(1, failure="signal", signal="SIGKILL", exit_code=None, server="gpu2", gpus=[0, 1, 2], reason="oom")
+    killed = failed(1, failure="signal", signal="SIGKILL", exit_code=137, server="gpu2", gpus=[0, 1, 2], reason="oom")
     made = results(
         [
             job(1, "failed", [failed(), failed(2, 30)]),

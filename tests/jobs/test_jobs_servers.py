@@ -17,6 +17,9 @@ import pytest
 
 from distributed.jobs import config, servers
 from distributed.jobs.dispatcher import ServerUnusable, Unreachable
+from distributed.jobs.job import Options, job_of
+from distributed.jobs.placement import GpuId
+from distributed.jobs.state import Attempt
 
 NO_SPACE = "No space left on device; free space there, or set "
 
@@ -63,6 +66,27 @@ def fails(prepare: Callable[[], Any]) -> str:
     with pytest.raises(ServerUnusable) as caught:
         asyncio.run(prepare())
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "number", "device", "shown"),
+    [([], 1, "cpu", "slot 4"), ([0, 1], 1, "cuda:0", "GPU 0,1"), ([2], 3, "cuda:0", "GPU 2, attempt 3")],
+)
+def test_a_job_gets_its_device_and_its_arguments(
+    home: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[GpuId], number: int, device: str, shown: str
+) -> None:
+    sent: dict[str, Any] = {}
+    one = server(home)
+
+    async def call(verb: str, **facts: Any) -> dict[str, Any]:
+        return sent.update(facts, verb=verb) or {"state": "running"}
+
+    monkeypatch.setattr(one, "_call", call)
+    job = job_of({"n": 1}, Options())
+    asyncio.run(one.start(Attempt(job.id, number, "gpu1", [4], gpus, 0.0), job, ["needed"]))
+    assert (sent["verb"], sent["attempt"], sent["slots"]) == ("start", f"{job.id}.{number}", [4])
+    assert (sent["arguments"], sent["title"]) == (["--n", "1", "--device", device], f"{job.name} ({shown})")
+    assert (sent["env"]["CUDA_VISIBLE_DEVICES"], sent["needs"]) == (",".join(map(str, gpus)), ["needed"])
 
 
 def test_muster_is_copied_once(home: Path) -> None:

@@ -25,7 +25,7 @@ from distributed.jobs import array_task, commands, element, host
 from distributed.jobs.array_task import spec_path, taken_path, write_spec
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import ClusterConfig, ConfigError
-from distributed.jobs.dispatcher import Event, NotStarted, StartRequest, Unreachable
+from distributed.jobs.dispatcher import Event, NotStarted, Unreachable
 from distributed.jobs.element import Element, assign_specs, job_path
 from distributed.jobs.job import ALL_GPUS, Options, job_of
 from distributed.jobs.sbatch import (
@@ -714,7 +714,7 @@ def submit(server: SlurmServer, count: int, reply: tuple[int, str, str]) -> tupl
         server._lost = asyncio.get_running_loop().create_future()
         replies = [asyncio.get_running_loop().create_future() for _ in range(count)]
         elements = [make_spec(Path(server.directory), f"j{number}.1") for number in range(count)]
-        starts = [PendingStart(each, CPU, None, reply) for each, reply in zip(elements, replies, strict=True)]
+        starts = [PendingStart(each, CPU, reply=reply) for each, reply in zip(elements, replies, strict=True)]
         assign_specs(server._array_path(ARRAY), ARRAY, elements)
         await server._handle_sbatch_reply(CPU, starts, ARRAY, *reply)
         return await asyncio.gather(*replies, return_exceptions=True)
@@ -772,10 +772,9 @@ def test_only_the_job_specification_contains_the_secrets_of_a_job(
     monkeypatch.setenv("MODULEPATH", "/modules")
     server = slurm_server(tmp_path)
     job = job_of({"name": "it's"}, Options(env={"KEY": "k3pt"}, timeout=100.0, gpus=2, labels=("b", "a")))
-    request = StartRequest("j.1", job, [0, 1], [], [], "title")
-    resources = server._resources_for(request, "")
+    resources = server._resources_for(job.options)
     assert resources == ResourceRequest(2, 4, ("a", "b"))  # minutes: 100 s, 30 s of grace, one minute
-    start = PendingStart(server._element_of("j.1", job.output), resources, request)
+    start = PendingStart(server._element_of("j.1", job.output), resources, job)
     written = server._spec_of(start)
     assert written["command"][-4:] == ["--name", "it's", "--device", "cuda:0"]
     assert (written["env"]["KEY"], written["timeout"]) == ("k3pt", 100)
@@ -789,9 +788,8 @@ def test_only_the_job_specification_contains_the_secrets_of_a_job(
 def test_jobs_on_a_cpu_node_get_no_gpu(tmp_path: Path) -> None:
     server = slurm_server(tmp_path, servers=[{"host": "slurm", "gpus": 0}])
     job = job_of({"name": "a"}, Options())
-    request = StartRequest("j.1", job, [0], [], [], "title")
-    assert server._resources_for(request, "") == CPU
-    spec = server._spec_of(PendingStart(server._element_of("j.1", job.output), CPU, request))
+    assert server._resources_for(job.options) == CPU
+    spec = server._spec_of(PendingStart(server._element_of("j.1", job.output), CPU, job))
     assert spec["command"][-2:] == ["--device", "cpu"]
 
 
@@ -805,6 +803,5 @@ def test_an_output_directory_of_another_job_is_refused(tmp_path: Path) -> None:
 
 def test_a_job_of_all_gpus_gets_those_of_a_node_and_takes_one_place_in_the_queue(tmp_path: Path) -> None:
     server = slurm_server(tmp_path)
-    request = StartRequest("j.1", job_of({"name": "a"}, Options(gpus=ALL_GPUS)), [0], [], [], "title")
-    assert server._resources_for(request, "") == ResourceRequest(2, None, ())
+    assert server._resources_for(Options(gpus=ALL_GPUS)) == ResourceRequest(2, None, ())
     assert server.pool.count(ALL_GPUS) == 1

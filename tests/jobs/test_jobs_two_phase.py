@@ -12,20 +12,20 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dispatchers import MOMENTS, DispatcherCall, Dispatchers, dispatchers
-from test_jobs_dispatcher import UNTIL_ENDED, ListRun, Outcome, SimulatedServer, exits, job
+from test_jobs_dispatcher import UNTIL_ENDED, ListRun, Outcome, SimulatedServer, StartRequest, exits, job
 
 from distributed.files import KIT
 from distributed.jobs import dispatcher, journal
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.commands import base_conflict
-from distributed.jobs.dispatcher import NotStarted, StartRequest, Unreachable
+from distributed.jobs.dispatcher import NotStarted, Unreachable
 from distributed.jobs.job import Job, Options, job_id
 from distributed.jobs.state import Attempt
 from distributed.training import base_model
@@ -64,9 +64,9 @@ class Server(SimulatedServer):
         if job.trains:
             leave(Path(job.output), self.leaves)
 
-    async def start(self, request: StartRequest) -> dict[str, Any]:
-        found = await super().start(request)
-        return {"state": "running"} if request.after else found  # it waits in the queue of its server
+    async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
+        found = await super().start(attempt, job, needs)
+        return {"state": "running"} if attempt.after else found  # it waits in the queue of its server
 
     async def ensure_base(self, digest: str) -> int:
         if self.refuses_base:
