@@ -29,11 +29,11 @@ from conftest import tracked
 from pydantic import BaseModel
 from test_house import ALLOWED_IMPORTS, modules, name_of, package_of
 
-from distributed import config
-from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import bases
 from distributed.jobs import config as jobs_config
 from distributed.launch.forwarding import FORWARDED
+from distributed.training import settings as train_settings
+from distributed.training.fold import DEFAULT_PARTICIPANTS
 
 KIT = Path(__file__).resolve().parents[1]
 GUIDES = ("README.md", "LAUNCH_GUIDE.md", "TROUBLESHOOTING.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -347,7 +347,7 @@ def test_a_command_that_calls_train_py_directly_has_valid_settings(
         ranks = int(parsed.nproc_per_node) * int(parsed.nnodes.split(":")[-1])
         arguments = [parsed.training_script, *parsed.training_script_args]
     arguments = arguments[arguments.index("train.py") + 1 :]
-    config.for_ranks(config.parser("").parse_intermixed_args(arguments), ranks)
+    train_settings.for_ranks(train_settings.parser("").parse_intermixed_args(arguments), ranks)
 
 
 # ---------------------------------------------------------------- the example script
@@ -387,9 +387,9 @@ def test_the_example_with_wandb_tracks_rank_0_and_reuses_the_id(tmp_path: Path) 
 # ---------------------------------------------------------------- tables
 
 
-@pytest.mark.parametrize("section", list(config.Settings.model_fields))
+@pytest.mark.parametrize("section", list(train_settings.Settings.model_fields))
 def test_the_table_of_settings_agrees_with_the_trainer(section: str) -> None:
-    kind = config.Settings.model_fields[section].annotation
+    kind = train_settings.Settings.model_fields[section].annotation
     assert kind is not None
     fields = kind.model_fields
     rows = table("LAUNCH_GUIDE.md", section)
@@ -402,7 +402,7 @@ def test_the_table_of_settings_agrees_with_the_trainer(section: str) -> None:
 
 
 def test_the_table_of_arguments_of_a_job_agrees_with_the_trainer() -> None:
-    _, found, own = config.parser("").format_help().partition("arguments of a job:")
+    _, found, own = train_settings.parser("").format_help().partition("arguments of a job:")
     assert found
     listed = [unquoted(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "Arguments of a job")]
     assert listed == re.findall(r"^  (--[a-z_]+) [A-Z]", own, re.MULTILINE)
@@ -726,8 +726,8 @@ def test_a_config_shows_its_command_arithmetic_and_expected_result(
     assert launch, "its opening comment has no launch command"
     command = launch[1].split()
     ranks = int(command[command.index("-n") + 1] if "-n" in command else command[-1])
-    settings = config.read(Path("config") / name)
-    batch = config.batch(settings, ranks)
+    settings = train_settings.read(Path("config") / name)
+    batch = train_settings.batch(settings, ranks)
     assert f"\n{batch}\n" in comment
     totals = r"^([\d,]+) steps x ([\d,]+) tokens = ([\d,]+) tokens"
     for steps, tokens, total in re.findall(totals, comment, re.MULTILINE):

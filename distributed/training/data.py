@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from distributed.config import BASE_ONLY, TWO_PHASES
-from distributed.fold import participants_in
-from distributed.topics import DOMAINS, by_domain, without_repetitions
+from distributed.training.fold import participants_in
 from distributed.training.preemption import STOP_SIGNALS
+from distributed.training.settings import BASE_ONLY, TWO_PHASES
+from distributed.training.topics import DOMAINS, by_domain, without_repetitions
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,6 @@ from dispatchers import DispatcherCall, Dispatchers, dispatchers
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import config
 from distributed.jobs.dispatcher import Event, StartRequest
 from distributed.jobs.job import (
@@ -42,6 +41,7 @@ from distributed.jobs.job import (
     muster_job,
 )  # fmt: skip
 from distributed.jobs.servers import ListContext, LocalServer, for_any_shell
+from distributed.training.fold import DEFAULT_PARTICIPANTS
 
 KIT = Path(__file__).resolve().parents[2]
 PROGRAM = KIT / "scripts/jobs/run_distributed_training.py"

@@ -27,7 +27,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed.topics import DOMAINS, OTHER, TOPICS, by_domain, without_repetitions
 from distributed.training.data import (
     Corpus,
     DataError,
@@ -45,6 +44,7 @@ from distributed.training.data import (
     split,
 )
 from distributed.training.preemption import STOP_SIGNALS
+from distributed.training.topics import DOMAINS, OTHER, TOPICS, by_domain, without_repetitions
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 
