@@ -594,7 +594,7 @@ def byte_size(text: str) -> int:
     return int(number) * 1024 ** (unit + 1)
 
 
-def duration(text: str) -> float:
+def seconds_above_zero(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -612,8 +612,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="default: nccl on GPUs, else gloo")
     option("--min-bytes", type=byte_size, default=1024, metavar="SIZE", help="smallest message; default: 1K")
     option("--max-bytes", type=byte_size, metavar="SIZE", help="largest message; default: 64M, on GPUs 1G")
-    option("--seconds", type=duration, default=10.0, help="time for the bandwidth table; default: 10")
-    option("--timeout", type=duration, default=60.0, help="seconds a rank waits for another; default: 60")
+    option("--seconds", type=seconds_above_zero, default=10.0, help="time for the bandwidth table; default: 10")
+    option("--timeout", type=seconds_above_zero, default=60.0, help="seconds a rank waits for another; default: 60")
     options = parser.parse_args(arguments)
     if options.max_bytes is not None and options.max_bytes < options.min_bytes:
         parser.error(f"--max-bytes {options.max_bytes} is less than --min-bytes {options.min_bytes}")
