@@ -17,11 +17,6 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_lab
-}
-
-
 setup() {
   unset CUDA_VISIBLE_DEVICES
   enter_workdir

@@ -19,16 +19,7 @@ stub() { # <name> <text on standard input>
 }
 
 
-@test "the opening comment is the help" {
-  run -0 "$DOCTOR" --help
-  [[ ${lines[1]} == "Usage: doctor.sh [options] [NODE...]" ]]
-  [[ $output != *"#!"* ]]
-}
-
-
 @test "a wrong argument is named, and the exit code is 2" {
-  run -2 "$DOCTOR" --jsom
-  [[ $output == *"--jsom: unknown option"*"Try: doctor.sh --help" ]]
   run -2 "$DOCTOR" 'node[1-'
   [[ $output == *"its brackets do not match"* ]]
   run -2 "$DOCTOR" --exclude node1

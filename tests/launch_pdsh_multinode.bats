@@ -17,16 +17,6 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_lab
-}
-
-
-setup() {
-  enter_workdir
-}
-
-
 teardown() {
   lab heal "$N3" >/dev/null 2>&1 || true
   sweep_runs
