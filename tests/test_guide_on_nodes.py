@@ -18,8 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_docs import RUN, Command, every_command, example
-from test_transcripts import not_printed, output_with
+from test_docs import RUN, Command, every_command, example, not_printed, output_with
 
 KIT = Path(__file__).resolve().parents[1]
 LAB = KIT / "tests/lab/lab.sh"
