@@ -22,12 +22,6 @@ setup_file() {
 }
 
 
-teardown() {
-  lab heal "$N3" >/dev/null 2>&1 || true
-  sweep_runs
-}
-
-
 # bats test_tags=quick
 @test "a user's script runs on three nodes with unchanged arguments, and secrets do not leak" {
   write_script <<'END'

@@ -21,12 +21,6 @@ setup() {
 }
 
 
-teardown() {
-  lab heal "$N3" >/dev/null 2>&1 || true
-  sweep_runs
-}
-
-
 # Start a launcher on a node, with output to out.<node rank>. NODE_RANK in arguments is replaced by the node rank.
 by_hand() { # <node> <launcher> <node rank> <argument...>
   local arguments=("${@:4}")

@@ -336,7 +336,6 @@ def error_message(env: Mapping[str, str]) -> str:
 
 NOT_SET = "is not set, though other variables of its launcher are: start from a clean shell"
 DROPPED = "is not set, though other variables of its launcher are: let the wrapper or container pass on all of SLURM's"
-NOT_KNOWN = "the node of rank 3 of 4 with local rank 1 is not known"
 STALE = "RANK=0 and WORLD_SIZE=4 are set, but SLURM reports"
 NO_INTEGER = "is not a non-negative integer: unset it, or start this process with torchrun or srun"
 

@@ -2,9 +2,9 @@
 #
 # A laboratory (tests/lab/lab.sh) for a bats file, and helpers for launches on its nodes.
 #
-# Sourced by a bats file that calls start_lab N [option...] in setup_file and sweep_runs in teardown. Each test then has
-# nodes N1, N2, N3 and a separate working directory WORK; with --slurm, SLURM_CONF is set. A file that needs more defines
-# its own setup, which calls enter_workdir, or its own teardown_file, which calls stop_lab.
+# Sourced by a bats file that calls start_lab N [option...] in setup_file. Each test then has nodes N1, N2, N3 and a
+# separate working directory WORK; with --slurm, SLURM_CONF is set. A file that needs another setup, teardown or
+# teardown_file defines it, and calls enter_workdir, sweep_runs or stop_lab there.
 # shellcheck disable=SC2016,SC2034,SC2153,SC2154 # inner shells expand $1; variables are shared with tests and bats
 
 # shellcheck source=tests/lab/hanging_script.bash
@@ -39,6 +39,12 @@ teardown_file() {
 
 setup() {
   enter_workdir
+}
+
+
+teardown() {
+  lab heal "$N3" >/dev/null 2>&1 || true
+  sweep_runs
 }
 
 
