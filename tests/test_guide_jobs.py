@@ -110,7 +110,8 @@ class Project:
         self.directory = make_project(directory)
         (directory / "make_jobs.py").write_text(example("Write my_jobs.json"))
         (directory / "tmux").mkdir()
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MUSTER_"))}
+        own = ("SLURM_", "SBATCH_", "MUSTER_")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         activated = {"VIRTUAL_ENV": f"{directory}/.venv", "PATH": f"{directory}/.venv/bin:{inherited['PATH']}"}
         # Separate tmux sockets: an existing session would change the name of the session under test.
         self.env = inherited | activated | {"TMUX_TMPDIR": f"{directory}/tmux", "MUSTER_LAB": f"{directory}/lab"}
@@ -118,10 +119,10 @@ class Project:
     def terminal(self, line: str) -> contextlib.closing[Terminal]:
         return contextlib.closing(Terminal(line, self.directory, self.env))
 
-    def call(self, line: str) -> str:
-        """Return the output of a command; fail if its exit code is not 0."""
+    def call(self, line: str, typed: str = "") -> str:
+        """Return the output of a command with this standard input; fail if its exit code is not 0."""
         done = subprocess.run(
-            ["bash", "-c", line], cwd=self.directory, env=self.env, timeout=SECONDS, stdin=subprocess.DEVNULL,
+            ["bash", "-c", line], cwd=self.directory, env=self.env, timeout=SECONDS, input=typed,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{line}\n{done.stdout}"
