@@ -39,7 +39,6 @@ from torch.distributed.tensor import DTensor
 from distributed.checkpoint import compatibility
 from distributed.checkpoint.checkpointer import Checkpointer
 from distributed.checkpoint.checkpoints import CheckpointError, CheckpointInfo
-from distributed.config import BASE_ONLY, Batch, ConfigError, Settings, for_ranks, job_of, parser
 from distributed.exit_codes import STOPPED
 from distributed.torch import device, gradient_sync, leave, process_group, resolve, seed, wrap
 from distributed.training import base_training, trackers, tracking
@@ -49,6 +48,7 @@ from distributed.training.dataset import TrainingData
 from distributed.training.model import GPT, sample
 from distributed.training.preemption import NonFiniteLoss, stop_signals
 from distributed.training.progress import Progress
+from distributed.training.settings import BASE_ONLY, Batch, ConfigError, Settings, for_ranks, job_of, parser
 from distributed.world import World, WorldError
 
 log = logging.getLogger("muster")

@@ -27,8 +27,8 @@ sys.path[0] = str(KIT)  # benchmarks/ comes first otherwise
 import torch  # noqa: E402
 
 import train  # noqa: E402
-from distributed.config import batch, read  # noqa: E402
 from distributed.torch import device, process_group  # noqa: E402
+from distributed.training.settings import batch, read  # noqa: E402
 
 QUIET = (
     *("data.path=null", "train.evaluate_every=0", "train.evaluate_windows=1", "logging.sample=0"),

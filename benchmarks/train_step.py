@@ -29,11 +29,11 @@ import torch  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import train  # noqa: E402
-from distributed.config import Settings, batch, read  # noqa: E402
 from distributed.torch import device, process_group  # noqa: E402
 from distributed.training import data  # noqa: E402
 from distributed.training.dataset import TrainingData  # noqa: E402
 from distributed.training.model import GPT  # noqa: E402
+from distributed.training.settings import Settings, batch, read  # noqa: E402
 from distributed.world import World  # noqa: E402
 
 QUIET = ("train.evaluate_every=0", "checkpoint.every=0", "logging.level=warning", "train.steps=1000000")

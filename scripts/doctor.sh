@@ -7,8 +7,8 @@
 #   NODE...              check these nodes over SSH instead of this machine: node1 user@node2 node[3-8,10]
 #
 # Run it in the directory from which you launch. It checks Python and PyTorch, GPUs and the processes that
-# use them, memory, disk, /dev/shm, cores and limits, the master port, name resolution, variables left in
-# the environment by other launches, and runs that are still active. It changes nothing without --sync.
+# use them, memory, disk, /dev/shm, the master port, name resolution, variables left in the environment by
+# other launches, and runs that are still active. It changes nothing without --sync.
 #
 # Each line is ok, a warning (training works, with limits) or a fault (training will fail), with the fix: a
 # sentence, or a command after a $. The most severe finding is printed last.

@@ -17,11 +17,6 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_lab
-}
-
-
 setup() {
   unset CUDA_VISIBLE_DEVICES
   enter_workdir
@@ -125,12 +120,10 @@ for node, found in json.load(open(sys.argv[1])).items(): print(found.get("error"
   run -0 "$VIRTUAL_ENV/bin/python" -c 'import json
 report = json.load(open("report.json"))
 print(report["world"]["size"], report["world"]["nodes"], *(rank["host"] for rank in report["ranks"]))
-print(*(link["one"] + "-" + link["other"] for link in report["links"]))
 print(*(check["summary"] for check in report["checks"] if check["status"] == "fault"), sep="\n")'
   [[ ${lines[0]} == "3 3 $N1 $N2 $N3" ]]
-  [[ ${lines[1]} == "$N1-$N2 $N1-$N3 $N2-$N3" ]]
-  [[ ${lines[2]} =~ ^"$N3: "[0-9.]+" MB/s to ${PREFIX}"[12]", "[0-9.]+" MB/s to ${PREFIX}"[12]"; the others have "[0-9.]+" "[GM]"B/s among themselves"$ ]]
-  [[ ${#lines[@]} -eq 3 ]]
+  [[ ${lines[1]} =~ ^"$N3: "[0-9.]+" MB/s to ${PREFIX}"[12]", "[0-9.]+" MB/s to ${PREFIX}"[12]"; the others have "[0-9.]+" "[GM]"B/s among themselves"$ ]]
+  [[ ${#lines[@]} -eq 2 ]]
 }
 
 
@@ -139,6 +132,6 @@ print(*(check["summary"] for check in report["checks"] if check["status"] == "fa
   run --separate-stderr smoke_test 1 "$N1" "$N2:2"
   [ "$status" -eq 0 ]
   [[ ${lines[0]} == "smoke test: 3 ranks on 2 nodes, gloo, torch "* ]]
-  [[ $output == *"  ok      links           "*"  links between nodes, slowest 1 of 1"$'\n'*" $N1 - $N2"$'\n'* ]]
+  [[ $output == *"  ok      links           no slow node and no slow link between nodes"* ]]
   [[ ${lines[-1]} == "verdict: ok, 3 ranks passed all checks" ]]
 }

@@ -53,18 +53,6 @@ python() { # <path> <reply to --version>
 }
 
 
-@test "usage prints the opening comment of the script, and nothing else" {
-  script <<<'cd /; usage'
-  cd "$KIT/scripts"
-  run --separate-stderr ./do_it.sh
-  [ "$output" = "\
-Do it.
-
-Usage: do_it.sh [options] WHAT
-  --fast   in a hurry" ]
-}
-
-
 @test "KIT is the root of the repository, also through a chain of symbolic links" {
   script <<<'printf "%s\n" "$KIT"; usage'
   ln -s "$SCRIPT" "$BATS_TEST_TMPDIR/elsewhere/first"

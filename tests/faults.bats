@@ -25,11 +25,6 @@ teardown_file() {
 }
 
 
-setup() {
-  enter_workdir
-}
-
-
 # Kill the processes that a failed test left. Processes of other test files, which run concurrently, must survive.
 teardown() {
   local file

@@ -18,11 +18,6 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_servers
-}
-
-
 setup() {
   enter_list
 }
@@ -48,12 +43,12 @@ index=0
 while read -r used; do
   case $used in
     lost) echo "$index$(printf ', [GPU is lost]%.0s' {1..8})" ;;
-    unknown) echo "$index, GPU-$index, 550.0, [N/A], [N/A], Enabled, [N/A], [N/A], Stub" ;;
-    mig) echo "$index, GPU-$index, 550.0, 80000, [N/A], Enabled, Enabled, 0, Stub" ;;
+    unknown) echo "$index, GPU-$index, 550.0, [N/A], [N/A], [N/A], Stub" ;;
+    mig) echo "$index, GPU-$index, 550.0, 80000, [N/A], Enabled, Stub" ;;
   esac
   [[ $used == [0-9]* ]] || { index=$((index + 1)) && continue; }
   [[ ! -e ~/gpu_$index || ! -e /proc/$(<~/gpu_$index) ]] || used=$((used + 9000))
-  echo "$index, GPU-$index, 550.0, 80000, $used, Enabled, Disabled, 0, Default, Stub"
+  echo "$index, GPU-$index, 550.0, 80000, $used, Disabled, Stub"
   index=$((index + 1))
 done <~/gpus
 END

@@ -16,11 +16,6 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_servers
-}
-
-
 setup() {
   enter_list
 }

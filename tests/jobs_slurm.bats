@@ -15,11 +15,6 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_lab
-}
-
-
 setup() {
   enter_workdir
   DISPATCH=("$VIRTUAL_ENV/bin/python" "$KIT/scripts/jobs/run_distributed_training.py")

@@ -17,22 +17,6 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_lab
-}
-
-
-setup() {
-  enter_workdir
-}
-
-
-teardown() {
-  lab heal "$N3" >/dev/null 2>&1 || true
-  sweep_runs
-}
-
-
 # bats test_tags=quick
 @test "pdsh starts all nodes at once, each with its own number of processes and unchanged arguments" {
   write_script <<'END'

@@ -22,22 +22,6 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_lab
-}
-
-
-setup() {
-  enter_workdir
-}
-
-
-teardown() {
-  lab heal "$N3" >/dev/null 2>&1 || true
-  sweep_runs
-}
-
-
 # bats test_tags=quick
 @test "a user's script runs on three nodes with unchanged arguments, and secrets do not leak" {
   write_script <<'END'
@@ -383,7 +367,7 @@ with socket.create_server(("", 29123)):
   cat >stub/nvidia-smi <<'END'
 #!/bin/sh
 case $* in *query-gpu*) for gpu in 0 1; do
-  echo "$gpu, GPU-a$gpu, 580.65.06, 81920, 4, Enabled, Disabled, 0, Default, STUB"
+  echo "$gpu, GPU-a$gpu, 580.65.06, 81920, 4, Disabled, STUB"
 done ;; esac
 END
   chmod +x stub/nvidia-smi

@@ -15,20 +15,9 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_lab
-}
-
-
 setup() {
   enter_workdir
   PORT=$((20000 + RANDOM % 9000))
-}
-
-
-teardown() {
-  lab heal "$N3" >/dev/null 2>&1 || true
-  sweep_runs
 }
 
 

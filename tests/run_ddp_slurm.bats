@@ -18,16 +18,6 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_lab
-}
-
-
-setup() {
-  enter_workdir
-}
-
-
 teardown() {
   sweep_runs
 }

@@ -15,11 +15,6 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_lab
-}
-
-
 setup() {
   enter_workdir
   JOBS=()

@@ -15,11 +15,6 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_lab
-}
-
-
 setup() {
   WORK=$BATS_TEST_TMPDIR
   enter_workdir

@@ -18,11 +18,6 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_lab
-}
-
-
 setup() {
   enter_workdir
   cat >"my script.py" <<'END'

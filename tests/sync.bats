@@ -18,11 +18,6 @@ setup_file() {
 }
 
 
-teardown_file() {
-  stop_lab
-}
-
-
 setup() {
   WORK="$APART/my 'work' $BATS_TEST_NUMBER"
   enter_workdir

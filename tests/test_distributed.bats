@@ -76,7 +76,6 @@ abc|N: expected a number of processes from 1 to 1024, got 'abc'
 |N: missing; give the number of processes
 9999|N: expected a number of processes from 1 to 1024, got '9999'
 2 --exclude node1|--exclude 'node1': requires NODE... or --hostfile
---no-such-option 2|--no-such-option: unknown option
 --nproc 2|--nproc: unknown option; give N without an option: test_distributed.sh [options] N [NODE...]
 --max-bytes 3Q 2|--max-bytes: expected a size in bytes such as 1024, 64K, 16M or 1G, got '3Q'
 --max-bytes 512 2|--max-bytes: '512' is less than --min-bytes 1K
@@ -95,7 +94,7 @@ END
   cat >stub/nvidia-smi <<'END'
 #!/usr/bin/env bash
 # Stub: prints what nvidia-smi prints with --format=csv,noheader,nounits.
-case $* in *query-gpu*) echo "0, GPU-aa, 580.65.06, 81920, 4, Enabled, Disabled, 0, Default, STUB" ;; esac
+case $* in *query-gpu*) echo "0, GPU-aa, 580.65.06, 81920, 4, Disabled, STUB" ;; esac
 END
   chmod +x stub/nvidia-smi
   PATH=$PWD/stub:$PATH run --separate-stderr "$TEST_DISTRIBUTED" 2

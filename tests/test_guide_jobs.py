@@ -1,7 +1,8 @@
 """The examples of LAUNCH_GUIDE.md for job lists run as printed, in a terminal of 100 x 30.
 
 Nine jobs of train.py run on this machine, interrupted and resumed; on three servers of the laboratory, watched in tmux;
-and on SLURM. The commands are read from the guide; tests/test_docs.py runs each of them with --plan.
+and on SLURM. Fifteen experiments start from three base models, each trained once; experiments and a base model trained
+by hand give bit-identical results. tests/test_docs.py runs the same commands with --plan.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import pty
 import re
-import shutil
+import shlex
 import struct
 import subprocess
 import sys
@@ -24,14 +25,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_docs import Command, every_command, example, jobs_program
-from test_guide_on_nodes import KIT, LAB
+import torch
+from test_docs import TWO_PHASE, Command, every_command, example, jobs_program
+from test_guide_on_nodes import KIT, LAB, make_project
+
+from distributed.training.base_model import CACHE, HASH_LENGTH, TRAINING, verify
 
 GUIDE = "LAUNCH_GUIDE.md"
 SECONDS = 800  # timeout; the machine may be busy with other tests
 COMMANDS = [one for one in every_command(GUIDE) if jobs_program(one) or "make_jobs.py" in one.text]
 LOCAL = [one for one in COMMANDS if not one.needs]
 SERVERS = [one for one in COMMANDS if one.needs.startswith("# Needs three servers")]
+TWO_PHASE_COMMANDS = [one for one in every_command(GUIDE) if one.script == TWO_PHASE and "cache" not in one.words]
+[BY_HAND] = [one for one in every_command(GUIDE) if one.needs.startswith("# Needs the base models")]
 [ATTACH] = [one for one in every_command(GUIDE) if "tmux attach" in one.text and one.needs]
 pytestmark = pytest.mark.timeout(SECONDS + 100)
 CTRL_B, CTRL_C, DOWN = b"\x02", b"\x03", b"\x1b[B"
@@ -101,14 +107,11 @@ class Project:
     """A working directory with Muster installed and its virtual environment active."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        for name in ("scripts", "distributed", "tests", "train.py"):
-            (directory / name).symlink_to(KIT / name)
-        shutil.copytree(KIT / "config", directory / "config")
-        (directory / ".venv").symlink_to(sys.prefix)
+        self.directory = make_project(directory)
         (directory / "make_jobs.py").write_text(example("Write my_jobs.json"))
         (directory / "tmux").mkdir()
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MUSTER_"))}
+        own = ("SLURM_", "SBATCH_", "MUSTER_")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         activated = {"VIRTUAL_ENV": f"{directory}/.venv", "PATH": f"{directory}/.venv/bin:{inherited['PATH']}"}
         # Separate tmux sockets: an existing session would change the name of the session under test.
         self.env = inherited | activated | {"TMUX_TMPDIR": f"{directory}/tmux", "MUSTER_LAB": f"{directory}/lab"}
@@ -116,10 +119,10 @@ class Project:
     def terminal(self, line: str) -> contextlib.closing[Terminal]:
         return contextlib.closing(Terminal(line, self.directory, self.env))
 
-    def call(self, line: str) -> str:
-        """Return the output of a command; fail if its exit code is not 0."""
+    def call(self, line: str, typed: str = "") -> str:
+        """Return the output of a command with this standard input; fail if its exit code is not 0."""
         done = subprocess.run(
-            ["bash", "-c", line], cwd=self.directory, env=self.env, timeout=SECONDS, stdin=subprocess.DEVNULL,
+            ["bash", "-c", line], cwd=self.directory, env=self.env, timeout=SECONDS, input=typed,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{line}\n{done.stdout}"
@@ -249,6 +252,57 @@ def test_nine_jobs_on_slurm(slurm: Project) -> None:
         assert running.wait() == 0, running.text
         assert "finished: 9 of 9 done" in running.text
     assert_all_done(project.results("results_slurm.json"), project)
+
+
+def held_out_loss(run: Path) -> float:
+    """The last held-out loss of a run."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return float([line["held_out_loss"] for line in lines if "held_out_loss" in line][-1])
+
+
+@pytest.mark.slow
+def test_fifteen_experiments_train_three_base_models_and_equal_those_by_hand(project: Project) -> None:
+    """23 trainings: one minute on an idle machine."""
+    directory = project.directory
+    [command] = [one.text for one in TWO_PHASE_COMMANDS if not one.needs]
+    planned = project.call(f"{command} --plan")
+    assert "base models        3; 0 in the cache, 3 to train" in planned
+    assert "finished: 18 of 18 done" in project.call(f"{command} --no-tmux")
+    results = project.results("results_two_phase.json")
+    assert (results["totals"]["done"], results["totals"]["attempts"]) == (18, 18)
+    phase1 = project.results("results_two_phase.phase1_base_models.json")
+    models = {each["hash"]: each for each in phase1["base_models"]}
+    assert [len(each["experiments"]) for each in models.values()] == [5] * 3
+    assert all(f"{name}  no" in planned for name in models), "the plan must list them"
+    for name, each in models.items():
+        verify(str(directory / CACHE / name), each["digest"])
+        assert each["digest"][:HASH_LENGTH] == name
+    experiments = project.results("results_two_phase.phase2_experiments.json")["jobs"]
+    assert len({job["metrics"]["held_out_loss"] for job in experiments}) == 15
+
+    project.env["OMP_NUM_THREADS"] = "1"  # as in a slot; the number of threads changes the rounding of sums
+    for fold, share in ((0, 0.25), (1, 0.75), (2, 1.0)):
+        [job] = [
+            each
+            for each in experiments
+            if (each["settings"]["fold"], each["settings"]["target_batch_pct"]) == (fold, share)
+        ]
+        line = BY_HAND.text.replace("--fold 0", f"--fold {fold}").replace("_pct 0.25", f"_pct {share}")
+        project.call(re.sub(r"base_models/\w+", f"base_models/{job['options']['base_model_hash']}", line))
+        [run] = directory.glob(f"experiments/by-hand/fold{fold}_*")
+        assert held_out_loss(run) == job["metrics"]["held_out_loss"]
+    # Train a base model by hand, with the arguments of the job that trained it.
+    [name] = re.findall(r"base_models/(\w+)", BY_HAND.text)
+    settings = json.loads((directory / CACHE / name / "manifest.json").read_text())["settings"]
+    arguments = [
+        argument for key, value in settings.items()
+        for argument in (f"--{key}", *(map(str, value) if isinstance(value, list) else [str(value)]))
+    ]  # fmt: skip
+    project.call(f"MUSTER_OUTPUT_DIR={directory}/alone python train.py {shlex.join(arguments)}")
+    by_hand, by_list = (torch.load(path / "best_base_model.pt", weights_only=True)["model"]
+                    for path in (directory / "alone", directory / TRAINING / name))  # fmt: skip
+    assert by_hand.keys() == by_list.keys()
+    assert all(torch.equal(by_hand[key], by_list[key]) for key in by_hand)
 
 
 def test_the_guide_has_commands_for_job_lists() -> None:

@@ -11,12 +11,11 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from test_docs import JOB, RUN, Command, every_command, unexplained
-from test_guide_on_nodes import KIT, LAB, SECONDS, make_project
+from test_guide_jobs import Project
+from test_guide_on_nodes import KIT, LAB, SECONDS
 
 WATCHED = (
     "sbatch scripts/slurm/slurm_train.sh config/quickstart.yaml"  # the job that the following commands watch and stop
@@ -48,25 +47,12 @@ GROUPS = groups([one for one in COMMANDS if one.needs.startswith("# Needs a SLUR
 UP = [one.text for one in COMMANDS if one.needs == "# Needs root, and the programs of SLURM."]
 
 
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(Project):
     """The laboratory, and the project directory of its user."""
-
-    project: Path
-    env: dict[str, str]
-
-    def call(self, text: str, typed: str = "") -> str:
-        """Run a command line, with `typed` as its standard input. Return the output; fail when it fails."""
-        done = subprocess.run(
-            ["bash", "-c", text], cwd=self.project, env=self.env, input=typed, timeout=SECONDS,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{text}\n{done.stdout}"
-        return done.stdout
 
     def output_of(self, job: str, ending: str) -> str:
         """Return the output so far of a job, or of all elements of an array; ending is out or err."""
-        return "".join(path.read_text() for path in sorted(self.project.glob(f"logs/slurm-{job}[._]*{ending}")))
+        return "".join(path.read_text() for path in sorted(self.directory.glob(f"logs/slurm-{job}[._]*{ending}")))
 
     def is_training(self, job: str, attempt: int) -> bool:
         """The trainer has printed what it is about to do."""
@@ -82,22 +68,17 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Started with the commands of the guide."""
-    project = make_project(tmp_path_factory.mktemp("project"))
-    (project / "logs").mkdir()
-    (project / "my_job.sh").write_bytes((KIT / "scripts/slurm/slurm_train.sh").read_bytes())
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "MUSTER_"))
-    }
-    activated = {"VIRTUAL_ENV": f"{project}/.venv", "PATH": f"{project}/.venv/bin:{inherited['PATH']}"}
+    cluster = Cluster(tmp_path_factory.mktemp("project"))
+    (cluster.directory / "logs").mkdir()
+    (cluster.directory / "my_job.sh").write_bytes((KIT / "scripts/slurm/slurm_train.sh").read_bytes())
     # Like a login shell: SHELL is set, which salloc starts, and OMP_NUM_THREADS is not.
-    inherited.pop("OMP_NUM_THREADS", None)
-    login = {"SHELL": "/bin/bash", "MUSTER_LAB": f"{project}/lab"}
-    env = inherited | activated | login
+    cluster.env["SHELL"] = "/bin/bash"
+    cluster.env.pop("OMP_NUM_THREADS", None)
     try:
-        conf = Cluster(project, env).call("\n".join(["set -e", *UP, "printenv SLURM_CONF"])).splitlines()[-1]
-        yield Cluster(project, env | {"SLURM_CONF": conf})
+        cluster.env["SLURM_CONF"] = cluster.call("\n".join(["set -e", *UP, "printenv SLURM_CONF"])).splitlines()[-1]
+        yield cluster
     finally:
-        subprocess.run([LAB, "down"], env=env, check=True)
+        subprocess.run([LAB, "down"], env=cluster.env, check=True)
 
 
 def wait_until(condition: Callable[..., object], cluster: Cluster, job: str, *arguments: object) -> None:
@@ -137,7 +118,7 @@ def follow_job(submission: Command, others: list[Command], cluster: Cluster) -> 
     assert f"verdict: {'stopped' if stopped else 'ok'}" in errors
     assert errors.count(f"requeueing job {job}") == attempts - 1
     assert cluster.output_of(job, "out").count("resuming from") == attempts - 1
-    assert not unexplained(cluster.project / f"logs/slurm-{job}"), "files of a run that the guide does not explain"
+    assert not unexplained(cluster.directory / f"logs/slurm-{job}"), "files of a run that the guide does not explain"
 
 
 def test_the_guide_has_commands_for_slurm() -> None:

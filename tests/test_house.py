@@ -29,28 +29,25 @@ KIT = Path(__file__).resolve().parent.parent
 # The packages and top-level modules that each may import; one that is not a key may import none.
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "agent": {"exit_codes", "files", "host", "launch"},
-    "checkpoint": {"config", "exit_codes", "torch", "training"},
-    "config": {"fold"},
-    "fold": {"files", "topics"},
+    "checkpoint": {"exit_codes", "torch", "training"},
     "health": {"exit_codes", "host", "launch", "nodelist", "terminal"},
     "host": {"exit_codes"},
-    "jobs": {"config", "exit_codes", "files", "fold", "host", "launch", "metrics", "runs", "terminal", "training"},
+    "jobs": {"exit_codes", "files", "host", "launch", "metrics", "runs", "terminal", "training"},
     "launch": {"exit_codes", "files", "host", "metrics", "nodelist", "runs", "world"},
     "runs": {"exit_codes", "files", "host", "metrics", "terminal"},
     "slurm": {"exit_codes", "files", "host", "launch", "nodelist"},
     "smoke": {"files", "terminal", "torch", "world"},
     "torch": {"agent", "exit_codes", "world"},
-    "training": {"config", "files", "fold", "host", "metrics", "runs", "topics", "world"},
+    "training": {"files", "host", "metrics", "runs", "world"},
     "world": {"nodelist"},
 }
 MAY_IMPORT_PYTORCH = {"agent", "checkpoint", "smoke", "torch", "training"}
 # They run where nothing is installed yet, and so may import only modules of this set and the standard library.
 STANDARD_LIBRARY_ALONE = {
     "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.directory", "exit_codes", "files",
-    "fold",
     "health", "host", "jobs.array_task", "jobs.host", "jobs.job", "jobs.journal", "jobs.page", "jobs.panes",
     "jobs.placement", "jobs.state", "jobs.timeline", "launch", "metrics", "nodelist", "runs", "slurm",
-    "smoke.bandwidth", "smoke.report", "terminal", "topics", "training.base_model", "world",
+    "smoke.bandwidth", "smoke.report", "terminal", "training.base_model", "training.fold", "training.topics", "world",
 }  # fmt: skip
 
 SCRIPTS = [

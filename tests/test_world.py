@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lab.slurm_steps import positions
 
 from distributed.world import LAYOUT_VARIABLES, TORCHRUN_VARIABLES, World, WorldError, as_env, slurm_port
 
@@ -334,7 +336,6 @@ def error_message(env: Mapping[str, str]) -> str:
 
 NOT_SET = "is not set, though other variables of its launcher are: start from a clean shell"
 DROPPED = "is not set, though other variables of its launcher are: let the wrapper or container pass on all of SLURM's"
-NOT_KNOWN = "the node of rank 3 of 4 with local rank 1 is not known"
 STALE = "RANK=0 and WORLD_SIZE=4 are set, but SLURM reports"
 NO_INTEGER = "is not a non-negative integer: unset it, or start this process with torchrun or srun"
 
@@ -673,9 +674,9 @@ def test_recorded_slurm_environments_give_the_recorded_ranks(record: dict[str, A
     environments = [{**record["common"], **process["environment"]} for process in record["processes"]]
     assert environments
     if record["expected"] == "positions":
-        for env, process in zip(environments, record["processes"], strict=True):
+        for env, position in zip(environments, positions_of(record), strict=True):
             world = World.from_env(env)
-            assert {name: getattr(world, name) for name in process["position"]} == process["position"]
+            assert {name: getattr(world, name) for name in position} == position
         assert len({World.from_env(env).master_port for env in environments}) == 1
     elif record["expected"] == "single process":
         (world,) = map(World.from_env, environments)
@@ -684,11 +685,15 @@ def test_recorded_slurm_environments_give_the_recorded_ranks(record: dict[str, A
         assert all(record["expected"] in error_message(env) for env in environments)
 
 
+def positions_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [asdict(position) for position in positions([process["host"] for process in record["processes"]])]
+
+
 TASKS = [
-    ({**record["common"], **process["environment"]}, process["position"])
+    ({**record["common"], **process["environment"]}, position)
     for record in RECORDS
-    for process in record["processes"]
     if record["expected"] == "positions" and "TORCHELASTIC_RUN_ID" not in record["common"]
+    for process, position in zip(record["processes"], positions_of(record), strict=True)
 ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distributed.checkpoint.directory import CheckpointInfo
-from distributed.config import BASE_ONLY, FROM_SCRATCH, FULL_FINE_TUNING, TWO_PHASES, ConfigError, Settings
+from distributed.training.settings import BASE_ONLY, FROM_SCRATCH, FULL_FINE_TUNING, TWO_PHASES, ConfigError, Settings
 
 # What may differ between a checkpoint and the run that resumes from it, and the consequence.
 SCHEDULE = "the learning rate follows the new value from here on"

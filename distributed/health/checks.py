@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,12 +44,6 @@ def check_python(facts: Facts) -> Iterator[Finding]:
         yield fault(
             f"{python.version} is older than 3.10: {python.path}",
             "install Python 3.10 or newer, or choose another with --python PATH",
-        )
-    elif python.unused_conda:
-        yield warning(
-            f"{python.version} ({python.path}), but the conda environment {python.unused_conda} is active",
-            "to use its Python:",
-            shlex.join([f"{facts.kit}/scripts/doctor.sh", "--python", f"{python.unused_conda}/bin/python"]),
         )
     else:
         yield ok(f"{python.version}: {python.path}")
@@ -140,11 +133,6 @@ def check_architecture(torch: Torch) -> Iterator[Finding]:
         yield fault(
             f"torch {torch.version} has no code for {', '.join(missing)}, only for {', '.join(torch.archs)}",
             "install a build for these GPUs: https://pytorch.org/get-started/locally",
-        )
-    elif not torch.nccl and not torch.hip:
-        yield warning(
-            f"torch {torch.version} is built without NCCL: GPUs communicate through gloo, slowly",
-            "install a build with NCCL: https://pytorch.org/get-started/locally",
         )
 
 
@@ -248,37 +236,16 @@ def check_gpu_health(facts: Facts) -> Iterator[Finding]:
     for lost in facts.gpus.lost:
         yield fault(lost.reason, "restart the machine; if it recurs, have the card replaced", topic=f"GPU {lost.index}")
     for gpu in visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), facts.gpus.devices):
-        topic = f"GPU {gpu.index}"
-        if gpu.ecc_errors:
-            yield fault(
-                f"{terminal.plural(gpu.ecc_errors, 'uncorrected memory error')} since the driver was loaded",
-                "stop its processes and reset it; if errors recur, have the card replaced",
-                f"sudo nvidia-smi --gpu-reset --id={gpu.index}",
-                topic,
-            )
         if gpu.mig:
             yield warning(
                 "MIG is enabled: a process sees one instance, and NCCL cannot connect instances",
                 "to use the whole GPU, stop its processes, then:",
                 f"sudo nvidia-smi --id={gpu.index} --multi-instance-gpu=0",
-                topic,
+                f"GPU {gpu.index}",
             )
 
 
-def check_gpu_host(facts: Facts) -> Iterator[Finding]:
-    gpus = facts.gpus.devices
-    if gpus and not all(gpu.persistence for gpu in gpus):
-        yield warning(
-            "persistence mode is off: every start initialises the driver again, which takes seconds per GPU",
-            command="sudo nvidia-smi --persistence-mode=1",
-        )
-    if len({gpu.name for gpu in gpus}) > 1:
-        yield warning(
-            "different models: every step waits for the slowest", "hide the slower ones with CUDA_VISIBLE_DEVICES"
-        )
-
-
-# ---------------------------------------------------------------- memory, disk, cores, limits
+# ---------------------------------------------------------------- memory and disk
 
 
 def check_memory(facts: Facts) -> Iterator[Finding]:
@@ -332,63 +299,19 @@ def check_shm(facts: Facts) -> Iterator[Finding]:
         yield ok(f"{size(shm.free)} of {size(shm.total)} free")
 
 
-def check_cores(facts: Facts) -> Iterator[Finding]:
-    """A container or job may use fewer cores than the machine has."""
-    cores = facts.cores
-    usable = cores.usable
-    fact = f"{usable:g} of {cores.present} usable, load {cores.load:.1f}"
-    if usable < cores.affinity:
-        yield warning(
-            f"{fact}: CPU quota of this container or job; OpenMP would start {cores.affinity} threads per rank",
-            "divide this number by the number of ranks:",
-            f"export OMP_NUM_THREADS={max(1, int(usable))}",
-        )
-    elif cores.load > 1.5 * usable:
-        yield warning(f"{fact}: other processes use them", "", "ps aux --sort=-%cpu | head")
-    else:
-        yield ok(fact)
-
-
-def check_limits(facts: Facts) -> Iterator[Finding]:
-    limits = facts.limits
-    if limits.open_files is not None and limits.open_files < 1024:
-        yield warning(
-            f"{limits.open_files} open files: too few for ranks and data loader workers",
-            "raise the limit; if this fails, raise nofile in /etc/security/limits.conf and log in again:",
-            "ulimit -n 65536",
-        )
-    if limits.processes is not None and limits.processes < 2048:
-        yield warning(
-            f"{limits.processes} processes and threads: a rank needs a thread per core and some more",
-            "raise nproc in /etc/security/limits.conf; in a container, --pids-limit",
-        )
-    if limits.infiniband and limits.locked_memory is not None and limits.locked_memory < GIB:
-        yield warning(
-            f"{size(limits.locked_memory)} of locked memory: too little for InfiniBand",
-            "set memlock to unlimited in /etc/security/limits.conf; in a container, --ulimit memlock=-1",
-        )
-    yield ok(f"{limits.open_files or 'unlimited'} open files, {limits.processes or 'unlimited'} processes")
-
-
 # ---------------------------------------------------------------- network and shell
 
 
 def check_port(facts: Facts) -> Iterator[Finding]:
-    port, (low, high) = facts.port, facts.port.ephemeral
+    port = facts.port
     if not port.free:
         yield fault(
             f"{port.number} is in use" + (port.holder and f" by {port.holder}"),
             "choose another with --master-port",
             "" if port.holder else f"sudo ss -ltnp 'sport = :{port.number}'",
         )
-    elif low <= port.number <= high:
-        yield warning(
-            f"{port.number} is free, but in the ephemeral range {low}-{high}: any connection may use it",
-            "choose a port outside it with --master-port, or reserve this port:",
-            f"sudo sysctl net.ipv4.ip_local_reserved_ports={port.number}",
-        )
     else:
-        yield ok(f"{port.number} is free and outside the ephemeral range {low}-{high}")
+        yield ok(f"{port.number} is free")
 
 
 def check_names(facts: Facts) -> Iterator[Finding]:
@@ -426,26 +349,16 @@ def check_resolver(facts: Facts) -> Iterator[Finding]:
 
 def check_environment(facts: Facts) -> Iterator[Finding]:
     """Variables that an earlier launch or a shell profile set."""
-    env, cores = facts.environment, facts.cores.affinity
+    env = facts.environment
     of_rank = r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)"
     left_over = [name for name in env if re.fullmatch(of_rank, name)]
     if left_over == ["MASTER_PORT"]:  # MASTER_PORT alone is an option of the launchers
         left_over = []
     left_over += [name for name in env if name.startswith(("TORCHELASTIC_", "PET_"))]
-    unset = f"unset {' '.join(left_over)}"
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        fact = "TORCHELASTIC_USE_AGENT_STORE=True: a process started by hand waits for a store that no agent runs"
-        yield fault(fact, command=unset)
-    elif left_over:
-        yield warning(f"left over from a launch: {', '.join(f'{name}={env[name]}' for name in left_over)}", "", unset)
+    if left_over:
+        fact = f"left over from a launch: {', '.join(f'{name}={env[name]}' for name in left_over)}"
+        yield warning(fact, command=f"unset {' '.join(left_over)}")
     yield from check_interfaces(facts)
-    threads = env.get("OMP_NUM_THREADS", "1").split(",")[0].strip()
-    if not threads.isdigit() or not 1 <= int(threads) <= cores:
-        fact = f"OMP_NUM_THREADS={env['OMP_NUM_THREADS']} with {cores} cores"
-        yield warning(fact, command="unset OMP_NUM_THREADS")
-    for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
-        if facts.gpus.devices and env.get(name) == "1":
-            yield warning(f"{name}=1 slows communication between GPUs", command=f"unset {name}")
     yield ok("no variables of another launch in the environment")
 
 
@@ -471,16 +384,6 @@ def check_shadows(facts: Facts) -> Iterator[Finding]:
             muster if name == "distributed" else f"{path} shadows the library {name!r}",
             "rename it" if Path(path).parent == Path(facts.directory) else "remove its directory from PYTHONPATH",
         )
-
-
-def check_clock(facts: Facts) -> Iterator[Finding]:
-    """Logs and failures of several nodes are ordered by their clocks."""
-    clock = facts.clock
-    now = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(clock.now))
-    if clock.synchronised is False and not facts.container:
-        fact = f"{now}, not synchronised: times in logs of several nodes will differ"
-        yield warning(fact, command="sudo timedatectl set-ntp true")
-    yield ok(now + (", synchronised" if clock.synchronised else ""))
 
 
 def check_programs(facts: Facts) -> Iterator[Finding]:
@@ -519,18 +422,14 @@ CHECKS: tuple[tuple[str, Callable[[Facts], Iterator[Finding]]], ...] = (
     ("cuda", check_cuda),
     ("GPU use", check_gpu_use),
     ("GPU", check_gpu_health),
-    ("GPUs", check_gpu_host),
     ("memory", check_memory),
     ("disk", check_disks),
     ("/dev/shm", check_shm),
-    ("cores", check_cores),
-    ("limits", check_limits),
     ("port", check_port),
     ("names", check_names),
     ("resolver", check_resolver),
     ("shell", check_environment),
     ("imports", check_shadows),
-    ("clock", check_clock),
     ("programs", check_programs),
     ("runs", check_runs),
 )

@@ -50,7 +50,7 @@ def cores(node: FullNodeFacts) -> str:
 
 
 def infiniband(node: FullNodeFacts) -> str:
-    return "InfiniBand" if node.facts.limits.infiniband else "no InfiniBand"
+    return "InfiniBand" if node.facts.infiniband else "no InfiniBand"
 
 
 def mtu(node: FullNodeFacts) -> str:

@@ -13,7 +13,6 @@ import re
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,15 +29,15 @@ from distributed.host.interpreter import (
     required_packages,
     which_python,
 )
-from distributed.host.network import ephemeral_range, interface_to, listener, mtu_of_interface, port_is_free
+from distributed.host.network import interface_to, listener, mtu_of_interface, port_is_free
 from distributed.host.replies import NodeFacts
-from distributed.host.resources import Cores, Limits, Memory, Space, read_cores, read_limits, read_memory, read_space
-from distributed.host.system import KIT, PROC, SYS, read, run_program
+from distributed.host.resources import Cores, Memory, Space, read_cores, read_memory, read_space
+from distributed.host.system import KIT, PROC, SYS, read
 
 PROGRAMS = ("ssh", "rsync", "tmux", "pdsh", "srun")
-# Variables read by torch, NCCL, gloo, OpenMP and Python's import system. None of them contains a secret.
+# Variables read by torch, NCCL, gloo and Python's import system. None of them contains a secret.
 REPORTED_VARIABLES = re.compile(
-    r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|PYTHONPATH"
+    r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)|PYTHONPATH"
     r"|(TORCHELASTIC|PET|CUDA|NCCL|TORCH_NCCL|GLOO)_\w+"
 )
 
@@ -48,13 +47,6 @@ class Port:
     number: int
     free: bool = True
     holder: str = ""  # "pid 12 (python train.py)" if visible
-    ephemeral: tuple[int, int] = (32768, 60999)
-
-
-@dataclass(frozen=True)
-class Clock:
-    now: float  # Unix seconds
-    synchronised: bool | None = None  # None: unknown
 
 
 @dataclass(frozen=True)
@@ -80,13 +72,12 @@ class Facts:
     disks: tuple[Space, ...]
     shm: Space
     cores: Cores
-    limits: Limits
+    infiniband: bool  # it has an InfiniBand card
     port: Port
     names: NameLookups
     interfaces: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)  # REPORTED_VARIABLES that are set
     shadows: tuple[str, ...] = ()  # see find_shadows()
-    clock: Clock = Clock(0)
     programs: Mapping[str, str] = field(default_factory=dict)  # name -> path; "": not found
     runs: tuple[RunProcesses, ...] = ()
     user: str = ""  # of this process
@@ -117,7 +108,7 @@ def gather(directory: Path, logs: Path, port: int, env: Mapping[str, str] = os.e
         kit=str(KIT),
         directory=str(directory),
         container=in_container(),
-        interpreter=which_python(sys.executable, env),
+        interpreter=which_python(sys.executable),
         torch=probe_torch(sys.executable),
         packages=required_packages(KIT / "requirements.txt"),
         gpus=query_gpus(),
@@ -129,13 +120,12 @@ def gather(directory: Path, logs: Path, port: int, env: Mapping[str, str] = os.e
         ),
         shm=read_space("/dev/shm", Path("/dev/shm")),
         cores=read_cores(),
-        limits=read_limits(),
-        port=Port(port, port_is_free(port), listener(port), ephemeral_range()),
+        infiniband=any(SYS.glob("class/infiniband/*")),
+        port=Port(port, port_is_free(port), listener(port)),
         names=look_up_names(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         environment={name: value for name, value in sorted(env.items()) if REPORTED_VARIABLES.fullmatch(name)},
         shadows=find_shadows(directory, env.get("PYTHONPATH", "")),
-        clock=Clock(time.time(), clock_is_synchronised()),
         programs={name: shutil.which(name) or "" for name in PROGRAMS},
         runs=find_runs(),
         user=user(),
@@ -153,11 +143,6 @@ def route_to(nodes: Sequence[str]) -> Route:
 def in_container() -> bool:
     files = Path("/.dockerenv"), Path("/run/.containerenv"), Path("/var/run/secrets/kubernetes.io")
     return "container" in os.environ or any(file.exists() for file in files)
-
-
-def clock_is_synchronised() -> bool | None:
-    output = run_program(["timedatectl", "show", "--property=NTPSynchronized", "--value"], 3).out.strip()
-    return {"yes": True, "no": False}.get(output)
 
 
 def find_runs(proc: Path = PROC) -> tuple[RunProcesses, ...]:

@@ -19,10 +19,7 @@ from pathlib import Path
 from distributed.host.system import GIB, MIB, PROC, SYS, ProgramOutput, read, run_program
 
 NVIDIA_LIMIT = 20.0  # seconds; a driver without persistence mode takes seconds per GPU
-GPU_FIELDS = (
-    "index,uuid,driver_version,memory.total,memory.used,persistence_mode,mig.mode.current,"
-    "ecc.errors.uncorrected.volatile.total,name"
-)
+GPU_FIELDS = "index,uuid,driver_version,memory.total,memory.used,mig.mode.current,name"
 APP_FIELDS = "gpu_uuid,pid,used_memory,process_name"
 LOST = ("[GPU is lost]", "[Unknown Error]")  # values of a GPU that no longer replies
 NO_INSTANCES = "MIG is on, but it has no instances; create one (nvidia-smi mig -cgi PROFILE -C), or turn MIG off"
@@ -58,9 +55,7 @@ class Gpu:
     name: str
     memory: int  # bytes; 0: unknown
     memory_used: int | None  # bytes; None: unknown, for example because GPU and CPU share it
-    persistence: bool = True
     mig: bool = False
-    ecc_errors: int = 0  # uncorrected errors since the driver was loaded
     processes: tuple[GpuProcess, ...] = ()
     instances: tuple[MigInstance, ...] = ()
 
@@ -160,9 +155,7 @@ def gpu_from(row: Mapping[str, str], processes: tuple[GpuProcess, ...], instance
         name=row["name"],
         memory=mebibytes(row["memory.total"]),
         memory_used=mebibytes(row["memory.used"]) if row["memory.used"].isdigit() else None,
-        persistence=row["persistence_mode"] != "Disabled",
         mig=row["mig.mode.current"] == "Enabled",
-        ecc_errors=count(row["ecc.errors.uncorrected.volatile.total"]),
         processes=processes,
         instances=instances,
     )

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +22,6 @@ class Interpreter:
     path: str
     version: str
     isolated: bool = True  # in a virtual or conda environment, so that pip can install packages
-    unused_conda: str = ""  # active conda environment that this Python does not belong to
 
 
 @dataclass(frozen=True)
@@ -48,15 +46,12 @@ class Package:
     installed: str  # "": not installed
 
 
-def which_python(executable: str, env: Mapping[str, str]) -> Interpreter:
-    conda = env.get("CONDA_PREFIX", "")
-    base = env.get("CONDA_DEFAULT_ENV") == "base"  # active in every shell, so it was not chosen on purpose
+def which_python(executable: str) -> Interpreter:
     in_conda = Path(sys.prefix, "conda-meta").is_dir()
     return Interpreter(
         path=executable,
         version=".".join(map(str, sys.version_info[:3])),
         isolated=in_conda or sys.prefix != sys.base_prefix,
-        unused_conda="" if base or executable.startswith(conda + "/") else conda,
     )
 
 

@@ -113,6 +113,12 @@ def interface_to(host: str) -> str:
     return next((name for _, name in socket.if_nameindex() if own and address_of_interface(name) == own), "")
 
 
+def use_interface_to(node: str) -> None:
+    """Set gloo's interface to that of the route to another node; its default, the host name, is often 127.0.1.1."""
+    if node and (interface := interface_to(node)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
 def address_of_interface(name: str) -> str:
     """The IPv4 address of an interface; "" if it has none."""
     ifreq = interface_ioctl(name, SIOCGIFADDR)

@@ -1,10 +1,9 @@
-"""Memory, disk space, CPU cores and resource limits of this process and machine."""
+"""Memory, disk space and CPU cores of this machine, and the part of them that this process may use."""
 
 from __future__ import annotations
 
 import os
 import re
-import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,22 +33,11 @@ class Cores:
     present: int
     affinity: int  # number of cores on which this process may run
     quota: float | None = None  # of the container or job, in cores
-    load: float = 0.0  # mean number of running processes in the last minute
 
     @property
     def usable(self) -> float:
         """Number of cores; with a quota, it may be less than 1."""
         return min(self.affinity, self.quota or self.affinity)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of this process; None: no limit."""
-
-    open_files: int | None
-    locked_memory: int | None  # bytes
-    processes: int | None
-    infiniband: bool = False
 
 
 def read_memory(proc: Path = PROC, sys_directory: Path = SYS) -> Memory:
@@ -112,20 +100,4 @@ def read_cores(proc: Path = PROC, sys_directory: Path = SYS) -> Cores:
         present=os.cpu_count() or 1,
         affinity=len(os.sched_getaffinity(0)),
         quota=cpu_quota(proc, sys_directory),
-        load=os.getloadavg()[0],
     )
-
-
-def read_limits(proc: Path = PROC, sys_directory: Path = SYS) -> Limits:
-    of_user = bounded(resource.getrlimit(resource.RLIMIT_NPROC)[0])
-    of_group = cgroup_limit("pids", ("pids.max",), proc, sys_directory)
-    return Limits(
-        open_files=bounded(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
-        locked_memory=bounded(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
-        processes=min((limit for limit in (of_user, of_group) if limit is not None), default=None),
-        infiniband=any(sys_directory.glob("class/infiniband/*")),
-    )
-
-
-def bounded(limit: int) -> int | None:
-    return None if limit == resource.RLIM_INFINITY else limit

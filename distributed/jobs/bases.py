@@ -21,11 +21,17 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from distributed.config import JOB_DEFAULTS, Train
-from distributed.fold import DEFAULT_PARTICIPANTS, default_participants, fold_of, participant_of, participants_in
 from distributed.jobs.config import BaseModels, options_of, raise_faults
 from distributed.jobs.job import DEVICE, Job, Options, arguments, job_id
 from distributed.training.base_model import CACHE, TRAINING, hash_of
+from distributed.training.fold import (
+    DEFAULT_PARTICIPANTS,
+    default_participants,
+    fold_of,
+    participant_of,
+    participants_in,
+)
+from distributed.training.settings import JOB_DEFAULTS, Train
 
 FORM = 1  # version of the canonical form; every digest depends on it
 BASE_ONLY = {"mode": "base_only"}

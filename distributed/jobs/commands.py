@@ -65,7 +65,6 @@ from typing import Any, NoReturn
 
 from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
-from distributed.fold import default_participants
 from distributed.host import signals, sync_list
 from distributed.jobs import bases, console, host, journal, panes, servers
 from distributed.jobs.base_cache import Cache
@@ -99,6 +98,7 @@ from distributed.jobs.state import (
 from distributed.launch import forwarding, supervisor
 from distributed.runs.page import duration
 from distributed.training.base_model import BaseModelError, hash_of
+from distributed.training.fold import default_participants
 
 PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distributed.fold import output_directory
 from distributed.training.base_model import hash_of
+from distributed.training.fold import output_directory
 
 ID_LENGTH = 10  # hexadecimal digits: 2^40 ids; a list with two equal ids is refused
 LONGEST = 131_071  # bytes of an argument or variable in Linux (MAX_ARG_STRLEN without the final NUL)

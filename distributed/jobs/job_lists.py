@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import write_file
-from distributed.fold import default_participants
 from distributed.jobs.config import read_entries
 from distributed.jobs.job import json_text
+from distributed.training.fold import default_participants
 
 Settings = dict[str, Any]
 

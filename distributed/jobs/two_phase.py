@@ -43,7 +43,6 @@ from pathlib import Path
 from typing import Any
 
 from distributed import terminal
-from distributed.fold import default_participants
 from distributed.jobs import base_cache, bases, commands, console
 from distributed.jobs.base_cache import Cached
 from distributed.jobs.commands import CallError, CommandParser
@@ -51,6 +50,7 @@ from distributed.jobs.config import read_cluster, read_jobs
 from distributed.jobs.job import Job, matching
 from distributed.runs.page import ranges
 from distributed.training.base_model import CACHE
+from distributed.training.fold import default_participants
 
 PROGRAM = "run_two_phase_training.py"
 HELPER = "distributed_train_helper.py"

@@ -77,8 +77,8 @@ def loss_text(loss: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """81 ms, 4.2 s, 3 min 20 s, 5 h 2 min, 3 d 4 h."""
-    if seconds < 1:
+    """0 s, 81 ms, 4.2 s, 3 min 20 s, 5 h 2 min, 3 d 4 h."""
+    if 0 < seconds < 1:
         return f"{figure(float(f'{seconds * 1000:.3g}'))} ms"
     whole = round(seconds)
     for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):

@@ -31,6 +31,7 @@ from distributed.files import KIT
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, RunLookupError, read
 from distributed.runs.node_status import GpuUsage, RankStatus
+from distributed.runs.page import duration
 from distributed.runs.query import NodeReply, read_replies, remaining_processes
 from distributed.runs.records import read_object
 from distributed.runs.verdict import decide
@@ -231,7 +232,7 @@ def headline(status: Status) -> str:
     state = status.state
     healthy = state.name in ("running", "ended") and not status.diagnosis.hung
     how = paint(HEADLINES[state.name], RED if state.wrong else GREEN if healthy else YELLOW)
-    text = f"{paint(status.run.directory.name, BOLD)}: {how} {duration(status.seconds)}"
+    text = f"{paint(status.run.directory.name, BOLD)}: {how} {duration(round(status.seconds))}"
     text += " ago" if state.name == "waiting" else ""
     progress = status.progress
     if progress.step is not None:
@@ -270,7 +271,7 @@ def rows_of(reply: NodeReply, state: RunState) -> Iterator[dict[str, str]]:
         else:
             row["state"] = paint("exited", RED) if rank.silent is not None else paint("not started", YELLOW)
         if rank.silent is not None and state.name != "ended":
-            row["quiet"] = duration(rank.silent)
+            row["quiet"] = duration(round(rank.silent))
         yield row
         name = ""
 
@@ -304,16 +305,6 @@ def stacks(status: Status) -> Iterator[str]:
             yield ""
             yield paint(f"rank {rank.rank} on {node}, process {rank.pid}", BOLD)
             yield from (f"  {line}".rstrip() for line in rank.stack_text.splitlines())
-
-
-def duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 100:
-        return f"{minutes} min"
-    hours = round(seconds / 3600)
-    return f"{hours} h" if hours < 72 else f"{round(seconds / 86400)} days"
 
 
 def size(amount: int) -> str:

@@ -31,8 +31,8 @@ class Bottleneck:
     """A slow node, or a node with a slow link."""
 
     node: str
-    expected: float  # GB/s
-    got: float  # GB/s
+    expected: str  # "9.8 GB/s"
+    got: str
     text: str
 
 
@@ -67,7 +67,7 @@ def slow_node(node: str, nodes: Sequence[str], links: Sequence[NodeLink]) -> Bot
     own = sorted((link for link in links if node in (link.one, link.other)), key=lambda link: link.gb_per_second)
     slowest = ", ".join(f"{bandwidth_label(link.gb_per_second)} to {link.peer_of(node)}" for link in own[:SHOWN])
     text = f"{node}: {slowest}; the others have {bandwidth_label(usual)} among themselves"
-    return Bottleneck(node, usual, best[node], text)
+    return Bottleneck(node, bandwidth_label(usual), bandwidth_label(best[node]), text)
 
 
 def slow_link(link: NodeLink, links: Sequence[NodeLink]) -> Bottleneck | None:
@@ -78,7 +78,7 @@ def slow_link(link: NodeLink, links: Sequence[NodeLink]) -> Bottleneck | None:
         return None
     own, least = bandwidth_label(link.gb_per_second), bandwidth_label(usual)
     text = f"{link.one} and {link.other}: {own}; both have a median of {least} or more to other nodes"
-    return Bottleneck(link.one, usual, link.gb_per_second, text)
+    return Bottleneck(link.one, least, own, text)
 
 
 def bandwidths_of(node: str, links: Iterable[NodeLink]) -> list[float]:

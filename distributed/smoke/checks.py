@@ -364,8 +364,11 @@ def reduce_seconds(seconds: float, op: Any, context: RankContext) -> float:
 # ---------------------------------------------------------------- bandwidth between nodes
 
 
-def measure_links(context: RankContext, largest: int) -> list[NodeLink]:
-    """Measure the links between the first ranks of all nodes. Repeats the measurement while a link seems slow."""
+def check_links(context: RankContext, largest: int) -> list[Fault]:
+    """Measure the links between the first ranks of all nodes. Repeats the measurement while a link seems slow.
+
+    Returns the faults of this node on its first rank, none on other ranks.
+    """
     is_leader = torch.tensor([float(context.world.local_rank == 0)], device=context.device)
     leaders = all_gather_rows(is_leader, context).flatten().nonzero().flatten().tolist()
     hosts = [context.store.get(f"host/{rank}").decode() for rank in leaders]
@@ -383,9 +386,14 @@ def measure_links(context: RankContext, largest: int) -> list[NodeLink]:
         links = [
             NodeLink(hosts[one], hosts[other], speeds[one, other].item()) for one, other in speeds.nonzero().tolist()
         ]
-        if not find_bottlenecks(links):
+        bottlenecks = find_bottlenecks(links)
+        if not bottlenecks:
             break
-    return links
+    return [
+        Fault("links", context.world.rank, context.host, one.expected, one.got, text=one.text)
+        for one in bottlenecks
+        if one.node == context.host and context.world.rank in leaders
+    ]
 
 
 def measure_link(partner: int, largest: int, context: RankContext) -> float:
@@ -478,7 +486,7 @@ def run_checks(context: RankContext, sizes: Sequence[int], seconds: float) -> tu
                 findings.faults.append(fault)
         if all_correct(context, findings):
             if begin_check("links", context, findings):
-                measured.links = measure_links(context, sizes[-1])
+                findings.faults += check_links(context, sizes[-1])
             if begin_check("bandwidth", context, findings):
                 measured.bandwidth = measure_bandwidth(context, sizes, seconds)
             if begin_check("pace", context, findings):
@@ -586,7 +594,7 @@ def byte_size(text: str) -> int:
     return int(number) * 1024 ** (unit + 1)
 
 
-def duration(text: str) -> float:
+def seconds_above_zero(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -604,8 +612,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="default: nccl on GPUs, else gloo")
     option("--min-bytes", type=byte_size, default=1024, metavar="SIZE", help="smallest message; default: 1K")
     option("--max-bytes", type=byte_size, metavar="SIZE", help="largest message; default: 64M, on GPUs 1G")
-    option("--seconds", type=duration, default=10.0, help="time for the bandwidth table; default: 10")
-    option("--timeout", type=duration, default=60.0, help="seconds a rank waits for another; default: 60")
+    option("--seconds", type=seconds_above_zero, default=10.0, help="time for the bandwidth table; default: 10")
+    option("--timeout", type=seconds_above_zero, default=60.0, help="seconds a rank waits for another; default: 60")
     options = parser.parse_args(arguments)
     if options.max_bytes is not None and options.max_bytes < options.min_bytes:
         parser.error(f"--max-bytes {options.max_bytes} is less than --min-bytes {options.min_bytes}")

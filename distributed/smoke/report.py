@@ -18,7 +18,6 @@ from statistics import median, quantiles
 from typing import Any
 
 from distributed import terminal
-from distributed.smoke.bandwidth import NodeLink, bandwidth_label, find_bottlenecks
 
 REMEDIES = {
     "join": "check that every rank was started and can reach the master address and port",
@@ -32,7 +31,7 @@ WRONG_RESULT_REMEDY = (
     "and NCCL_DEBUG=INFO, one at a time"
 )
 FAULTS_SHOWN = 3  # of each check
-ROWS_SHOWN = 8  # of a table of links or ranks
+RANKS_SHOWN = 8  # in the table of compute times
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,6 @@ class Measurements:
 
     bandwidth: list[Speed] = field(default_factory=list)
     pace: list[Pace] = field(default_factory=list)
-    links: list[NodeLink] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------- measurements
@@ -159,7 +157,7 @@ def summarise(
     """
     findings = [replies[rank] for rank in sorted(replies)]
     faults = [*missing, *(fault for one in findings for fault in one.faults)]
-    faults += [*slow_links(measured, replies), *slow_ranks(measured, replies)]
+    faults += slow_ranks(measured, replies)
     paces = {one.rank: asdict(one) for one in measured.pace}
     return {
         "verdict": "fault" if faults else "ok",
@@ -169,27 +167,10 @@ def summarise(
             for name, summary in checks.items()
         ],
         "bandwidth": [asdict(one) for one in measured.bandwidth],
-        "links": [asdict(one) for one in measured.links],
         "ranks": [
             {"rank": one.rank, "host": one.host, "device": one.device, **paces.get(one.rank, {})} for one in findings
         ],
     }
-
-
-def slow_links(measured: Measurements, replies: Mapping[int, Findings]) -> list[Fault]:
-    first_rank = {one.host: rank for rank, one in sorted(replies.items(), reverse=True)}
-    return [
-        Fault(
-            check="links",
-            rank=first_rank[one.node],
-            host=one.node,
-            expected=bandwidth_label(one.expected),
-            got=bandwidth_label(one.got),
-            text=one.text,
-        )
-        for one in find_bottlenecks(measured.links)
-        if one.node in first_rank
-    ]
 
 
 def slow_ranks(measured: Measurements, replies: Mapping[int, Findings]) -> list[Fault]:
@@ -233,7 +214,6 @@ def render(report: Mapping[str, Any]) -> str:
         [f"smoke test: {where}, {world['backend']}, torch {world['torch']}"],
         [line for check in report["checks"] for line in check_lines(check)],
         bandwidth_lines(report["bandwidth"]),
-        link_lines(report["links"]),
         pace_lines([one for one in report["ranks"] if "factor" in one]),
         [verdict_line(report)],
     ]
@@ -269,14 +249,8 @@ def bandwidth_lines(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
     return titled(title, [["message", "ms", *names], *rows], right=range(2 + len(names)))
 
 
-def link_lines(links: Sequence[Mapping[str, Any]]) -> list[str]:
-    slowest = sorted(links, key=lambda one: one["gb_per_second"])[:ROWS_SHOWN]
-    rows = [[f"{one['gb_per_second']:.3f}", f"{one['one']} - {one['other']}"] for one in slowest]
-    return titled(f"links between nodes, slowest {len(slowest)} of {len(links)}", [["GB/s", "nodes"], *rows], right=[0])
-
-
 def pace_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    slowest = sorted(ranks, key=lambda one: -one["factor"])[:ROWS_SHOWN]
+    slowest = sorted(ranks, key=lambda one: -one["factor"])[:RANKS_SHOWN]
     rows = [
         [
             str(one["rank"]),

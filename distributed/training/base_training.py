@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from distributed import metrics
-from distributed.config import FULL_FINE_TUNING, ConfigError, Settings
 from distributed.files import read_json, write_json
 from distributed.runs import history
 from distributed.training import base_model
 from distributed.training.base_model import BaseModelError
 from distributed.training.collectives import Ranks
+from distributed.training.settings import FULL_FINE_TUNING, ConfigError, Settings
 
 DIRECTORY, DIGEST = "MUSTER_BASE_MODEL", "MUSTER_BASE_MODEL_DIGEST"  # environment variables
 REMEDY = "give --base_model DIR, or run the list with scripts/jobs/run_two_phase_training.py"

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from distributed.config import BASE_ONLY, TWO_PHASES
-from distributed.fold import participants_in
-from distributed.topics import DOMAINS, by_domain, without_repetitions
+from distributed.training.fold import participants_in
 from distributed.training.preemption import STOP_SIGNALS
+from distributed.training.settings import BASE_ONLY, TWO_PHASES
+from distributed.training.topics import DOMAINS, by_domain, without_repetitions
 
 log = logging.getLogger(__name__)
 
@@ -253,12 +253,8 @@ def _tensor(texts: Iterable[bytes]) -> Tensor:
 # ---------------------------------------------------------------- Python's language reference
 
 
-def domain_text(domain: str) -> str:
-    """Return all text of one domain, including the held-out part."""
-    return GAP.decode().join(_reference()[domain])
-
-
-def _reference() -> dict[str, list[str]]:
+def read_reference() -> dict[str, list[str]]:
+    """Return the texts of each domain, including the held-out part."""
     try:
         from pydoc_data.topics import topics
     except ImportError as missing:
@@ -289,7 +285,7 @@ def _texts_of(
 ) -> tuple[dict[str, list[bytes]], int]:
     """Return the texts of each domain, and the number of skipped entries. key: the setting that names the domains."""
     if path is None:
-        reference = _reference()
+        reference = read_reference()
         chosen = DOMAINS if domains is None else _chosen(domains, DOMAINS, key)
         return {domain: [text.encode() for text in reference[domain]] for domain in chosen}, 0
     try:

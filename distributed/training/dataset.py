@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from distributed import config
-from distributed.config import Batch, Settings
 from distributed.training import data
 from distributed.training.collectives import Ranks
 from distributed.training.data import Corpus, DataError, Mixture, Windows
+from distributed.training.settings import Batch, Settings, Train, target_windows
 
 log = logging.getLogger("muster")
 
@@ -38,11 +37,11 @@ class TrainingData:
         Raises:
             DataError: there is no training data, or ranks read different data.
         """
-        chosen, target_windows = settings.data, config.target_windows(settings, batch.size)
+        chosen, of_target = settings.data, target_windows(settings, batch.size)
         corpus = data.load(
             chosen.path, mode=chosen.mode, domains=chosen.domains, participant=chosen.participant,
             base_participants=chosen.base_participants, target_share=chosen.target_data_pct,
-            mixed=target_windows < batch.size, held_out=chosen.held_out, vocab_size=settings.model.vocab_size,
+            mixed=of_target < batch.size, held_out=chosen.held_out, vocab_size=settings.model.vocab_size,
         )  # fmt: skip
         corpora = ranks.all_gather(str(corpus))
         for rank, other in enumerate(corpora):
@@ -54,9 +53,9 @@ class TrainingData:
         block = settings.model.block_size
         train, held_out = Windows(corpus.train, block), Windows(corpus.held_out, block)
         mixture = Mixture(train, Windows(corpus.base, block)) if corpus.base is not None else None
-        return cls(corpus, train, held_out, mixture, batch, target_windows)
+        return cls(corpus, train, held_out, mixture, batch, of_target)
 
-    def steps(self, train: config.Train) -> int:
+    def steps(self, train: Train) -> int:
         """Return the total number of steps."""
         return train.steps or math.ceil((train.epochs or 0) * len(self.train) / self.target_windows)
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distributed.config import Model
 from distributed.training.data import Corpus, decode
+from distributed.training.settings import Model
 
 log = logging.getLogger("muster")
 SAMPLE_SECONDS = 10.0  # time limit of the sample at the end

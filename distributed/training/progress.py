@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from distributed.config import Settings
 from distributed.runs import report
 from distributed.training.collectives import Ranks
+from distributed.training.settings import Settings
 from distributed.training.tracking import Tracker
 
 log = logging.getLogger("muster")

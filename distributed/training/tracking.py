@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from distributed import metrics
-from distributed.config import ConfigError
 from distributed.files import write_json
-from distributed.fold import DEFAULT_PARTICIPANTS, output_directory
 from distributed.runs.run_directory import create
 from distributed.training.collectives import Ranks
+from distributed.training.fold import DEFAULT_PARTICIPANTS, output_directory
+from distributed.training.settings import ConfigError
 from distributed.world import World
 
 Scalars = Mapping[str, float]

@@ -33,20 +33,13 @@ def choose_threads(options: dict[str, str]) -> None:
         sys.stderr.write(line)
 
 
-def choose_interface(options: dict[str, str]) -> None:
-    """Set gloo's interface on several nodes: by default gloo uses the address of the host name, often 127.0.1.1."""
-    from distributed.host.network import interface_to
-
-    master = options.get("--master-addr")
-    if master and options.get("--nnodes", "1") != "1" and (interface := interface_to(master)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
 def main() -> int:
     """Run Muster's agent. Returns its exit code."""
-    from distributed.host import signals
+    from distributed.host import network, signals
 
-    choose_interface(options_of(sys.argv[1:]))
+    given = options_of(sys.argv[1:])
+    if given.get("--nnodes", "1") != "1":
+        network.use_interface_to(given.get("--master-addr", ""))
     # By default Python buffers output to a pipe in large blocks.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signals.ignore()  # for the ranks only

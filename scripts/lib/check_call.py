@@ -212,7 +212,7 @@ def print_master(master: str, node_rank: int) -> None:
 
 def check_writable(directory: str) -> None:
     """Check that the checkpoint directory exists or can be made, without making it. Raises ConfigError."""
-    from distributed.config import ConfigError
+    from distributed.training.settings import ConfigError
 
     existing = os.path.abspath(directory)
     while not os.path.lexists(existing):
@@ -229,8 +229,8 @@ def check_settings(config: str, arguments: list[str], ranks: int, here: bool) ->
     """
     from distributed.checkpoint.compatibility import check_resumable
     from distributed.checkpoint.directory import CheckpointError, list_checkpoints
-    from distributed.config import ConfigError, for_ranks, holds_settings, parser
     from distributed.training import trackers
+    from distributed.training.settings import ConfigError, for_ranks, holds_settings, parser
 
     if {"--help", "-h"} & set(arguments):  # train.py prints its help
         return

@@ -23,7 +23,9 @@ def become_rank(output: str, command: Sequence[str]) -> NoReturn:
     name, *arguments = command[1:] if is_module else command
 
     from distributed.agent.attempt import Attempt
+    from distributed.host.network import use_interface_to
     from distributed.launch.threads import share_cores
+    from distributed.nodelist import expand
     from distributed.world import World, WorldError, as_env
 
     try:
@@ -34,7 +36,9 @@ def become_rank(output: str, command: Sequence[str]) -> NoReturn:
     variables = as_env(world, os.path.basename(os.environ["MUSTER_RUN_DIR"]))
     os.environ.update(variables | Attempt.from_env().variables(variables))
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
-    choose_interface(world.nodes, world.master_addr)
+    if world.nodes > 1:
+        own, nodes = os.environ["SLURMD_NODENAME"], expand(os.environ["SLURM_STEP_NODELIST"])
+        use_interface_to(next((node for node in (world.master_addr, *nodes) if node and node != own), ""))
     line = share_cores(world.local_size, tasks=world.local_size)
     if world.rank == 0:
         sys.stderr.write(line)
@@ -43,17 +47,6 @@ def become_rank(output: str, command: Sequence[str]) -> NoReturn:
     from distributed.agent.worker import Script, run_script
 
     run_script(Script(name, tuple(arguments), is_module, tuple(sys.path[1:])), Preload(FRESH), output)
-
-
-def choose_interface(nodes: int, master: str | None) -> None:
-    """Set gloo's interface on several nodes: by default gloo uses the address of the host name, often 127.0.1.1."""
-    from distributed.host.network import interface_to
-    from distributed.nodelist import expand
-
-    hosts = expand(os.environ["SLURM_STEP_NODELIST"])
-    other = next((host for host in (master, *hosts) if host and host != os.environ["SLURMD_NODENAME"]), None)
-    if nodes > 1 and other and (interface := interface_to(other)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 if __name__ == "__main__":

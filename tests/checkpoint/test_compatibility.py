@@ -16,7 +16,7 @@ from distributed.checkpoint.compatibility import (
     complete,
 )
 from distributed.checkpoint.directory import CheckpointError, CheckpointInfo
-from distributed.config import ConfigError, Settings
+from distributed.training.settings import ConfigError, Settings
 
 MODEL = {"n_layer": 2, "n_head": 1, "n_embd": 8, "block_size": 16}
 FOLD: dict[str, Any] = {"participant": "a", "mode": "heldout"}

@@ -77,7 +77,7 @@ DIFFERENCES = [
     (three(memory=Memory(256 * GIB, 250 * GIB)), "warning memory", "256.0 GiB, but 512.0 GiB (median) on the", "fit"),
     (three(route=Route("eth0", 1500, 100_000)), "warning MTU", "1500 bytes, but 9000 bytes on node[1-2]", "dropped"),
     (three(route=Route("eth1", 9000, 1000)), "warning network", "1000 Mbit/s (eth1), but 100000 Mbit/s", "cable"),
-    (three(limits__infiniband=True), "warning network", "InfiniBand, but no InfiniBand on node[1-2]", "ibstat"),
+    (three(infiniband=True), "warning network", "InfiniBand, but no InfiniBand on node[1-2]", "ibstat"),
     (three(environment={"NCCL_IB_DISABLE": "1"}), "warning NCCL", "NCCL_IB_DISABLE=1 is set, but nothing", "same on"),
     (with_third(kit={"train.py": "11"}), "fault Muster", "differs from the other nodes: distributed/torch.py in /",
      "use the same files"),
@@ -150,10 +150,10 @@ def test_shared_findings_are_printed_once_and_the_worst_last() -> None:
 
 
 def test_findings_that_differ_only_in_numbers_are_printed_once_with_the_values_of_one_node() -> None:
-    nodes = {name: node(number, cores__load=100.0 + number) for number, name in enumerate(NODES, 1)}
+    nodes = {name: node(number, memory__available=2 * GIB + number * GIB // 10) for number, name in enumerate(NODES, 1)}
     text = text_of(cluster(nodes))
-    assert text.count("other processes use them") == 1
-    assert "all nodes (values of node1)\nwarning  cores  64 of 64 usable, load 101.0" in text
+    assert text.count("each rank needs about 0.5 GiB") == 1
+    assert "all nodes (values of node1)\nwarning  memory  2.1 GiB of 512.0 GiB free" in text
 
 
 def test_findings_that_differ_only_in_the_name_of_the_node_are_printed_once() -> None:

@@ -19,7 +19,7 @@ from distributed.health import checks
 from distributed.health.checks import Finding, judge, numbers
 from distributed.health.doctor import render
 from distributed.host.dns import Lookup, NameLookups
-from distributed.host.facts import Clock, Facts, Port, RunProcesses, find_runs
+from distributed.host.facts import Facts, Port, RunProcesses, find_runs
 from distributed.host.gpus import GpuProcess, Gpus, LostGpu
 from distributed.host.identity import user
 from distributed.host.interpreter import (
@@ -29,15 +29,12 @@ from distributed.host.interpreter import (
     find_shadows,
     probe_torch,
     required_packages,
-    which_python,
 )
 from distributed.host.resources import (
     Cores,
-    Limits,
     Memory,
     Space,
     read_cores,
-    read_limits,
     read_memory,
 )
 from distributed.host.system import GIB, KIT, MIB, run_program
@@ -67,11 +64,10 @@ HEALTHY = Facts(
     ),
     shm=Space("/dev/shm", "/dev/shm", 256 * GIB, 250 * GIB),
     cores=Cores(64, 64),
-    limits=Limits(65536, None, None),
+    infiniband=False,
     port=Port(29500),
     names=NameLookups("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", ("node1",)),)),
     interfaces=("lo", "eth0", "ib0"),
-    clock=Clock(2e9, True),
     programs={"ssh": "/usr/bin/ssh", "pdsh": ""},
     user="ada",
 )
@@ -95,7 +91,7 @@ def problems(broken: Facts) -> list[Finding]:
 
 def test_a_healthy_machine_gets_no_warning() -> None:
     assert problems(HEALTHY) == []
-    assert len(judge(HEALTHY)) >= 14
+    assert len(judge(HEALTHY)) == 12
 
 
 def test_a_healthy_machine_without_gpus_gets_no_warning() -> None:
@@ -114,8 +110,6 @@ ROOT = Space("logs", "/data/log s", 900 * GIB, 500 * GIB)
 BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("old python", {"interpreter__version": "3.8.10"},
      "fault python", "3.8.10 is older than 3.10", "--python PATH"),
-    ("other conda", {"interpreter__unused_conda": "/conda"},
-     "warning python", "/conda", "/opt/muster/scripts/doctor.sh --python /conda/bin/python"),
     ("no torch", {"torch": Torch()},
      "fault torch", "not installed", "-m pip install -r /opt/muster/requirements.txt"),
     ("no torch, and a Python that refuses to install", {"torch": Torch(), "interpreter__isolated": False},
@@ -135,7 +129,6 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "fault cuda", "torch sees none of 4 GPUs: CUDA unknown error", "--gpus all"),
     ("GPU too old for this torch", {"torch__capabilities": ("sm_70",)},
      "fault cuda", "no code for sm_70", "install a build"),
-    ("no NCCL", {"torch__nccl": ""}, "warning cuda", "without NCCL", "install a build with NCCL"),
     ("driver mismatch", {"gpus": Gpus(error="nvidia-smi: Driver/library version mismatch", hardware=4)},
      "fault GPUs", "version mismatch", "restart the machine"),
     ("no driver", {"gpus": Gpus(hardware=2)}, "warning GPUs", "2 NVIDIA cards", "install NVIDIA's driver"),
@@ -154,14 +147,8 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("GPU of unknown memory",
      {"gpus__devices": (replace(BUSY, memory=0, memory_used=None),)},
      "warning GPU use", "GPU 0: used by python of bob (pid 4711)", "wait"),
-    ("GPU memory errors", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], ecc_errors=2))},
-     "fault GPU 3", "2 uncorrected memory errors", "nvidia-smi --gpu-reset --id=3"),
     ("MIG", {"gpus__devices": (replace(GPUS[0], mig=True), *GPUS[1:])},
      "warning GPU 0", "MIG is enabled", "--multi-instance-gpu=0"),
-    ("no persistence mode", {"gpus__devices": tuple(replace(gpu, persistence=False) for gpu in GPUS)},
-     "warning GPUs", "persistence mode is off", "--persistence-mode=1"),
-    ("mixed GPUs", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], name="NVIDIA T4"))},
-     "warning GPUs", "different models", "CUDA_VISIBLE_DEVICES"),
     ("no memory", {"memory__available": 400 * MIB}, "fault memory", "400 MiB of 512.0 GiB", "ps aux"),
     ("job's memory limit", {"memory__limit": 2 * GIB},
      "warning memory", "2.0 GiB of 2.0 GiB (limit of this container or job) free", "ps aux"),
@@ -178,19 +165,10 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("small shm without a container", {"shm": Space("/dev/shm", "/dev/shm", 512 * MIB, 512 * MIB)},
      "warning /dev/shm", "only 512 MiB", "mount -o remount,size=50% /dev/shm"),
     ("full shm", {"shm__free": MIB}, "fault /dev/shm", "1 MiB of 256.0 GiB free", "ls -lt /dev/shm"),
-    ("CPU quota", {"cores": Cores(64, 64, quota=3.5)},
-     "warning cores", "3.5 of 64 usable", "export OMP_NUM_THREADS=3"),
-    ("busy cores", {"cores": Cores(64, 64, load=120.0)},
-     "warning cores", "load 120.0", "ps aux --sort=-%cpu"),
-    ("few open files", {"limits__open_files": 256}, "warning limits", "256 open files", "ulimit -n 65536"),
-    ("few processes", {"limits__processes": 512}, "warning limits", "512 processes", "--pids-limit"),
-    ("little locked memory", {"limits": Limits(65536, 64 * 1024, None, infiniband=True)},
-     "warning limits", "too little for InfiniBand", "memlock"),
     ("port in use", {"port": Port(29500, free=False, holder="pid 12 (python train.py)")},
      "fault port", "29500 is in use by pid 12 (python train.py)", "--master-port"),
     ("port in use by an unknown process", {"port": Port(29500, free=False)},
      "fault port", "29500 is in use", "ss -ltnp"),
-    ("ephemeral port", {"port": Port(40000)}, "warning port", "32768-60999", "ip_local_reserved_ports=40000"),
     ("name unknown", {"names": NAMELESS},
      "warning names", "node1 does not resolve", "echo '10.0.0.5 node1' | sudo tee"),
     ("name on loopback", {"names": LOOPBACK},
@@ -198,22 +176,15 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("slow resolver", {"names": SLOW}, "fault resolver", "looking up 10.0.0.5 takes 5.0 s", "/etc/hosts"),
     ("stale rank", {"environment": {"RANK": "3", "MASTER_ADDR": "n1", "PET_NNODES": "2"}},
      "warning shell", "RANK=3, MASTER_ADDR=n1, PET_NNODES=2", "unset RANK MASTER_ADDR PET_NNODES"),
-    ("stale agent store", {"environment": {"TORCHELASTIC_USE_AGENT_STORE": "True"}},
-     "fault shell", "waits for a store that no agent runs", "unset TORCHELASTIC_USE_AGENT_STORE"),
     ("unknown interface", {"environment": {"NCCL_SOCKET_IFNAME": "ens5"}},
      "fault shell", "NCCL_SOCKET_IFNAME=ens5: no such network interface; this machine has lo, eth0, ib0",
      "unset NCCL_SOCKET_IFNAME"),
     ("prefix for gloo", {"environment": {"GLOO_SOCKET_IFNAME": "eth"}},
      "fault shell", "=eth: no such", "unset GLOO"),
-    ("too many threads", {"environment": {"OMP_NUM_THREADS": "128"}},
-     "warning shell", "128 with 64 cores", "unset OMP"),
-    ("slow NCCL", {"environment": {"NCCL_P2P_DISABLE": "1"}},
-     "warning shell", "slows communication", "unset NCCL_P2P_DISABLE"),
     ("own torch.py", {"shadows": ("/home/ada/project/torch.py",)},
      "fault imports", "project/torch.py shadows the library 'torch'", "rename it"),
     ("Dask on the path", {"shadows": ("/opt/dask/distributed",)},
      "warning imports", "/opt/dask/distributed shadows Muster's package 'distributed'", "PYTHONPATH"),
-    ("clock not synchronised", {"clock": Clock(2e9, False)}, "warning clock", "not synchronised", "timedatectl"),
     ("own run", {"runs": (RunProcesses("/my logs/train-1", (7, 8), "ada"),)},
      "warning runs", "/my logs/train-1 has 2 processes of ada here",
      "to stop it: /opt/muster/scripts/stop.sh '/my logs/train-1'; to see whether it is training: "
@@ -247,7 +218,6 @@ def test_valid_settings_get_no_finding() -> None:
             "environment": {
                 "NCCL_SOCKET_IFNAME": "eth,ib",
                 "GLOO_SOCKET_IFNAME": "eth0",
-                "OMP_NUM_THREADS": "8",
             }
         },
         {"environment": {"NCCL_SOCKET_IFNAME": "^docker,lo"}},
@@ -255,7 +225,6 @@ def test_valid_settings_get_no_finding() -> None:
         {"environment": {"CUDA_VISIBLE_DEVICES": "2,3"}},
         {"torch__capabilities": ("sm_89", "sm_120", "sm_130")},  # by sm_80, and by translating compute_120
         {"names": replace(LOOPBACK, outward="")},  # a machine without a network
-        {"clock": Clock(2e9, None)},
         {"gpus__devices": (BUSY, *GPUS[1:]), "environment": {"CUDA_VISIBLE_DEVICES": "1"}},  # GPU 0 is hidden
     ):
         assert problems(change(**fine)) == [], fine
@@ -342,12 +311,10 @@ def test_limits_of_all_parent_control_groups_version_2_are_read(tmp_path: Path) 
             "fs/cgroup/slurm/job_7/memory.max": f"{8 * GIB}\n",
             "fs/cgroup/slurm/job_7/cpu.max": "250000 100000\n",
             "fs/cgroup/slurm/cpu.max": "max 100000\n",
-            "fs/cgroup/slurm/pids.max": "300\n",
         },
     )
     assert read_memory(tmp_path, tmp_path) == Memory(64 * GIB, 32 * GIB, 8 * GIB)
     assert read_cores(tmp_path, tmp_path).quota == 2.5
-    assert read_limits(tmp_path, tmp_path).processes == 300
 
 
 def test_limits_of_control_groups_version_1_are_read(tmp_path: Path) -> None:
@@ -387,13 +354,6 @@ def test_files_that_shadow_a_library_are_found(tmp_path: Path) -> None:
     path = f"{tmp_path}/site::{KIT}"
     found = [Path(name).relative_to(tmp_path).as_posix() for name in find_shadows(tmp_path / "project", path)]
     assert found == ["project/random.py", "project/torch.py", "site/distributed"]
-
-
-def test_an_active_conda_environment_that_is_not_used_is_reported() -> None:
-    assert which_python("/v/bin/python", {"CONDA_PREFIX": "/conda"}).unused_conda == "/conda"
-    assert which_python("/conda/bin/python", {"CONDA_PREFIX": "/conda"}).unused_conda == ""
-    base = {"CONDA_PREFIX": "/conda", "CONDA_DEFAULT_ENV": "base"}
-    assert which_python("/v/bin/python", base).unused_conda == ""
 
 
 @pytest.mark.parametrize(

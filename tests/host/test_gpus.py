@@ -48,8 +48,8 @@ STUB_NVIDIA_SMI = """#!/bin/sh
 # Stub: prints what nvidia-smi does with --format=csv,noheader,nounits.
 case $* in
   *--query-gpu=index,uuid,driver_version,*,name\\ --format=csv,noheader,nounits)
-    echo "0, GPU-aa, 550.54.14, 81920, 71680, Enabled, Disabled, 0, NVIDIA A100-SXM4-80GB"
-    echo "1, GPU-bb, 550.54.14, 24576, 4, Disabled, [N/A], [N/A], NVIDIA T4" ;;
+    echo "0, GPU-aa, 550.54.14, 81920, 71680, Disabled, NVIDIA A100-SXM4-80GB"
+    echo "1, GPU-bb, 550.54.14, 24576, 4, [N/A], NVIDIA T4" ;;
   *--query-compute-apps=gpu_uuid,pid,used_memory,process_name\\ --format=csv,noheader,nounits)
     echo "GPU-aa, {pid}, 71000, /usr/bin/python3"
     echo "GPU-aa, 4194305, [N/A], a, b" ;;
@@ -80,12 +80,12 @@ def test_gpus_and_their_processes_are_read_from_nvidia_smi(path_directory: Path)
     users = GpuProcess(os.getpid(), me, "python3", 71000 * MIB), GpuProcess(4194305, "", "a, b", 0)
     assert found.devices == (
         Gpu(0, "GPU-aa", A100, 80 * GIB, 70 * GIB, processes=users),
-        Gpu(1, "GPU-bb", "NVIDIA T4", 24 * GIB, 4 * MIB, False),
+        Gpu(1, "GPU-bb", "NVIDIA T4", 24 * GIB, 4 * MIB),
     )
 
 
 def test_memory_that_gpu_and_cpu_share_is_unknown(path_directory: Path) -> None:
-    row = "0, GPU-aa, 580.95, [N/A], [N/A], Enabled, [N/A], [N/A], NVIDIA GB10"
+    row = "0, GPU-aa, 580.95, [N/A], [N/A], [N/A], NVIDIA GB10"
     stub(
         path_directory,
         "nvidia-smi",
@@ -102,7 +102,7 @@ case $* in
   *--query-compute-apps*) echo "GPU-22, 4194305, 500, python" ;;
   *--id=1 | *nounits) echo "{LOST}"; exit 15 ;;
   *--id=3) echo "No devices were found"; exit 6 ;;
-  *--id=*) n=${{*##*=}}; echo "$n, GPU-$n$n, 550.0, 81920, 4, Enabled, Disabled, 0, {A100}" ;;
+  *--id=*) n=${{*##*=}}; echo "$n, GPU-$n$n, 550.0, 81920, 4, Disabled, {A100}" ;;
 esac
 """
 
@@ -119,7 +119,7 @@ def test_a_lost_gpu_does_not_hide_the_others(path_directory: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("value", ["[GPU is lost]", "[Unknown Error]"])
 def test_the_row_of_a_lost_gpu_is_no_gpu(path_directory: Path, value: str) -> None:
-    rows = f"0, GPU-00, 550.0, 81920, 4, Enabled, Disabled, 0, {A100}\n1{f', {value}' * 8}\n"
+    rows = f"0, GPU-00, 550.0, 81920, 4, Disabled, {A100}\n1{f', {value}' * 6}\n"
     stub(path_directory, "nvidia-smi", f"#!/bin/sh\ncase $* in *query-gpu*) printf '{rows}' ;; esac\n")
     found = query_gpus()
     assert [gpu.index for gpu in found.devices] == [0]
@@ -135,8 +135,8 @@ def test_an_error_for_every_gpu_is_one_error(path_directory: Path, tmp_path: Pat
 
 STUB_MIG = f"""#!/bin/sh
 case $* in
-  *--query-gpu*) echo "0, GPU-aa, 550.0, 81920, [N/A], Enabled, Enabled, 0, {A100}"
-    echo "1, GPU-bb, 550.0, 81920, 4, Enabled, Disabled, 0, {A100}" ;;
+  *--query-gpu*) echo "0, GPU-aa, 550.0, 81920, [N/A], Enabled, {A100}"
+    echo "1, GPU-bb, 550.0, 81920, 4, Disabled, {A100}" ;;
   -L) echo "GPU 0: {A100} (UUID: GPU-aa)"
     echo "  MIG 3g.40gb     Device  0: (UUID: MIG-c6d4)"
     echo "  MIG 1g.10gb     Device  1: (UUID: MIG-GPU-aa/5/0)"

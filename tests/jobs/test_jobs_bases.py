@@ -14,7 +14,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import bases
 from distributed.jobs.bases import (
     BASE,
@@ -29,6 +28,7 @@ from distributed.jobs.bases import (
 )
 from distributed.jobs.config import BaseModels, ConfigError, read_base_models, read_cluster, read_entries
 from distributed.jobs.job import Job, JobError, Options, arguments
+from distributed.training.fold import DEFAULT_PARTICIPANTS
 
 FULL = {"mode": "full_fine_tuning"}
 ABC = ["a", "b", "c"]

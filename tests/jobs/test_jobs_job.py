@@ -26,7 +26,6 @@ from dispatchers import DispatcherCall, Dispatchers, dispatchers
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.host.ssh_call import for_any_shell
 from distributed.jobs import config
 from distributed.jobs.dispatcher import Event
@@ -44,6 +43,7 @@ from distributed.jobs.job import (
 )  # fmt: skip
 from distributed.jobs.servers import ListContext, LocalServer
 from distributed.jobs.state import Attempt
+from distributed.training.fold import DEFAULT_PARTICIPANTS
 
 KIT = Path(__file__).resolve().parents[2]
 PROGRAM = KIT / "scripts/jobs/run_distributed_training.py"

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import bases, two_phase
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.bases import Rules, plan_of
@@ -23,6 +22,7 @@ from distributed.jobs.config import BaseModels, read_jobs
 from distributed.jobs.job_lists import Settings, grid, named, write
 from distributed.training import base_model
 from distributed.training.base_model import CACHE, FILES, WEIGHTS
+from distributed.training.fold import DEFAULT_PARTICIPANTS
 
 KIT = Path(__file__).resolve().parents[2]
 HELPER = KIT / "scripts/jobs/distributed_train_helper.py"

@@ -2,9 +2,9 @@
 #
 # Job lists on the laboratory, for bats files. Sourced after nodes.bash, never run.
 #
-# A bats file calls start_servers N in setup_file, stop_servers in teardown_file, enter_list in setup and leave_list in
-# teardown. A test writes a list with `cluster` and `job_list`, runs it with `dispatch` and checks results with `holds`.
-# The jobs run job.py, whose settings are:
+# A bats file calls start_servers N in setup_file, enter_list in setup and leave_list in teardown. A test
+# writes a list with `cluster` and `job_list`, runs it with `dispatch` and checks results with `holds`. The jobs run
+# job.py, whose settings are:
 #
 #   name      its name in `holds`, and in the file STARTED: "begin NAME NODE PID CUDA_VISIBLE_DEVICES", and "end NAME"
 #   seconds   run time
@@ -44,11 +44,6 @@ start_servers() { # <number of servers>
 
 
 TMUX_SOCKETS=/tmp/tmux-$(id -u)
-
-
-stop_servers() {
-  stop_lab
-}
 
 
 all_nodes() {

@@ -2,9 +2,9 @@
 #
 # A laboratory (tests/lab/lab.sh) for a bats file, and helpers for launches on its nodes.
 #
-# Sourced by a bats file that calls start_lab N [option...] in setup_file, stop_lab in teardown_file, enter_workdir in
-# setup and sweep_runs in teardown. Each test then has nodes N1, N2, N3 and a separate working directory WORK; with
-# --slurm, SLURM_CONF is set.
+# Sourced by a bats file that calls start_lab N [option...] in setup_file. Each test then has nodes N1, N2, N3 and a
+# separate working directory WORK; with --slurm, SLURM_CONF is set. A file that needs another setup, teardown or
+# teardown_file defines it, and calls enter_workdir, sweep_runs or stop_lab there.
 # shellcheck disable=SC2016,SC2034,SC2153,SC2154 # inner shells expand $1; variables are shared with tests and bats
 
 # shellcheck source=tests/lab/hanging_script.bash
@@ -29,6 +29,22 @@ start_lab() { # <number of nodes> [option of lab.sh up...]
 stop_lab() {
   [ "$(id -u)" -eq 0 ] || return 0
   lab down
+}
+
+
+teardown_file() {
+  stop_lab
+}
+
+
+setup() {
+  enter_workdir
+}
+
+
+teardown() {
+  lab heal "$N3" >/dev/null 2>&1 || true
+  sweep_runs
 }
 
 

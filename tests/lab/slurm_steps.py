@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 TORCHRUN = """PORT=$((10000 + RANDOM % 10000)) srun -w $N1,$N2 --ntasks-per-node=1 sh -c '
@@ -168,9 +168,8 @@ def _observed(written: str) -> Observed:
     return Observed(host, dict(entry.split("=", 1) for entry in environment.split("\0") if entry))
 
 
-def positions(observed: list[Observed]) -> list[RankPosition]:
-    """The positions of the processes of a step, which are given by rank."""
-    hosts = [process.host for process in observed]
+def positions(hosts: list[str]) -> list[RankPosition]:
+    """The positions of the processes of a step. hosts: of each rank."""
     numbered = list(dict.fromkeys(hosts))
     return [
         RankPosition(
@@ -203,8 +202,8 @@ def recorded(step: StepCase) -> dict[str, object]:
     common = dict(set.intersection(*(set(environment.items()) for environment in environments)))
     processes = [
         {"environment": {name: value for name, value in environment.items() if name not in common}}
-        | ({"position": asdict(position)} if step.expected == POSITIONS else {})
-        for environment, position in zip(environments, positions(observed), strict=True)
+        | ({"host": process.host} if step.expected == POSITIONS else {})
+        for environment, process in zip(environments, observed, strict=True)
     ]
     described = {"name": step.name, "command": step.command, "expected": step.expected}
     return {**described, "common": common, "processes": processes}

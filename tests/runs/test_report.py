@@ -196,7 +196,7 @@ def test_figures(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0812, "81.2 ms"), (4.21, "4.21 s"), (59.99, "60 s"), (200, "3 min 20 s"), (18120, "5 h 2 min"),
+    [(0, "0 s"), (0.0812, "81.2 ms"), (4.21, "4.21 s"), (59.99, "60 s"), (200, "3 min 20 s"), (18120, "5 h 2 min"),
      (273600, "3 d 4 h")],
 )  # fmt: skip
 def test_durations(seconds: float, text: str) -> None:

@@ -59,7 +59,7 @@ def steps(expected: str | None = None) -> pytest.MarkDecorator:
 def test_every_process_determines_its_position(step: StepCase, observations: dict[str, Future[list[Observed]]]) -> None:
     observed = observations[step.name].result()
     worlds = [asdict(World.from_env(process.environment)) for process in observed]
-    expected = [asdict(position) for position in positions(observed)]
+    expected = [asdict(position) for position in positions([process.host for process in observed])]
     assert [{key: world[key] for key in expected[0]} for world in worlds] == expected
 
 

@@ -22,10 +22,10 @@ import pytest
 import torch
 from test_train import KIT, RunResult, Workdir, content, events, found, lines_of, result_of, weights
 
-from distributed.config import Settings
 from distributed.files import write_json
 from distributed.training import base_model, base_training
 from distributed.training.base_model import CACHE, FILES, MANIFEST, hash_of, manifest_of, publish, stage
+from distributed.training.settings import Settings
 
 DIGEST = "3fa2b1c09d12" + "0" * 52
 SMALL = (

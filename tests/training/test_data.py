@@ -27,7 +27,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed.topics import DOMAINS, OTHER, TOPICS, by_domain, without_repetitions
 from distributed.training.data import (
     Corpus,
     DataError,
@@ -37,19 +36,21 @@ from distributed.training.data import (
     Tokens,
     Windows,
     decode,
-    domain_text,
     held_out_batches,
     load,
     loader,
     permutation,
+    read_reference,
     split,
 )
 from distributed.training.preemption import STOP_SIGNALS
+from distributed.training.topics import DOMAINS, OTHER, TOPICS, by_domain, without_repetitions
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 
 
 ROOT = Path(__file__).parents[2]
+REFERENCE = {domain: "\n\n\n".join(texts) for domain, texts in read_reference().items()}
 
 
 def counted(count: int) -> Tokens:
@@ -76,7 +77,7 @@ def text_of(tokens: Tokens) -> bytes:
 
 def test_the_embedded_text_is_the_language_reference_in_domains_of_like_size() -> None:
     corpus = load()
-    sizes = {domain: len(domain_text(domain).encode()) for domain in DOMAINS}
+    sizes = {domain: len(REFERENCE[domain].encode()) for domain in DOMAINS}
     assert corpus.kind == "bytes"
     assert corpus.vocab_size == 256
     assert corpus.domains == DOMAINS
@@ -90,7 +91,7 @@ def test_no_paragraph_of_the_embedded_text_is_duplicated() -> None:
     paragraphs = Counter(
         " ".join(paragraph.split())
         for domain in DOMAINS
-        for paragraph in domain_text(domain).split("\n\n")
+        for paragraph in REFERENCE[domain].split("\n\n")
         if paragraph.strip()
     )
     assert [paragraph for paragraph, times in paragraphs.items() if times > 1] == []
@@ -214,7 +215,7 @@ def test_the_base_of_a_fold_trains_on_what_is_mixed_into_its_fine_tuning(mode: s
     assert tuned.base is not None
     assert text_of(base.train) == text_of(tuned.base)
     there = {" ".join(part.decode().split()) for part in text_of(base.train).split(b"\n\n")} - {""}
-    assert not there & {" ".join(part.split()) for part in domain_text("types").split("\n\n")}
+    assert not there & {" ".join(part.split()) for part in REFERENCE["types"].split("\n\n")}
     assert text_of(tuned.held_out) == text_of(load(participant="types", mode="single").held_out)
     assert str(base).endswith("participant types, mode base_only")
     assert f"held out, {len(base.train):,} of the base's participants; domains special-methods" in str(tuned)
@@ -255,8 +256,8 @@ def test_a_target_share_too_small_for_a_window_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("participant", DOMAINS)
 def test_a_held_out_domain_is_not_in_the_training_text(participant: str) -> None:
-    corpus, paragraphs = load(participant=participant), domain_text(participant).encode().split(b"\n\n")
-    assert text_of(corpus.held_out) == domain_text(participant).encode()
+    corpus, paragraphs = load(participant=participant), REFERENCE[participant].encode().split(b"\n\n")
+    assert text_of(corpus.held_out) == REFERENCE[participant].encode()
     assert len(corpus.train) > 0.7 * len(load().train)
     there = {" ".join(paragraph.decode().split()) for paragraph in text_of(corpus.train).split(b"\n\n")} - {""}
     assert not [paragraph for paragraph in paragraphs if " ".join(paragraph.decode().split()) in there]

@@ -5,7 +5,7 @@
 An unknown key, a wrong type or a contradiction raises `ConfigError`; each line names source, key, value and problem.
 Paths in the settings are relative to the working directory, not to the file.
 
-Try it: python -m distributed.config --nproc 2 --config config/quickstart.yaml train.learning_rate=3e-4
+Try it: python -m distributed.training.settings --nproc 2 --config config/quickstart.yaml train.learning_rate=3e-4
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import copy
 import difflib
 import math
 import re
-import reprlib
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from distributed.fold import DEFAULT_PARTICIPANTS, output_directory, participant_of, participants_in
+from distributed.training.fold import DEFAULT_PARTICIPANTS, output_directory, participant_of, participants_in, short
 
 DIGITS = 100  # limit for an integer; Python refuses to convert more than 4,300
 # Raised by PyYAML for `!!int x`, `!!bool x`, `!!timestamp x`.
@@ -362,7 +361,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(value, int) and abs(value) >= 10**DIGITS:
                 raise ValueError
         except CONVERSION_ERRORS:
-            problem = f"{_short(node.value)} is not a value of type {node.tag.rpartition(':')[2]}"
+            problem = f"{short(node.value)} is not a value of type {node.tag.rpartition(':')[2]}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
         return value
 
@@ -374,11 +373,6 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
-
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
-_short = _REPR.repr  # the repr of a value, at most a few hundred characters
 
 
 def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any] = NOTHING) -> Settings:
@@ -394,7 +388,7 @@ def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any
         key, equals, text = argument.partition("=")
         if not equals or not re.fullmatch(r"[^.]+\.[^.]+", key):
             example = "section.key=value, for example train.steps=100"
-            raise ConfigError(f"{_short(argument)}: not understood; write {example}")
+            raise ConfigError(f"{short(argument)}: not understood; write {example}")
         _put(tree, key, _value(text), repr(argument))
         given[key] = "command line"
     try:
@@ -459,7 +453,7 @@ def _put(tree: dict[str, Any], key: str, value: Any, subject: str) -> None:
     section, _, name = key.partition(".")
     inner = tree.setdefault(section, {})
     if not isinstance(inner, dict):
-        raise ConfigError(f"{subject}: section {section!r} of the file holds {_short(inner)}, not keys")
+        raise ConfigError(f"{subject}: section {section!r} of the file holds {short(inner)}, not keys")
     inner[name] = value
 
 
@@ -477,7 +471,7 @@ def _explain(error: ValidationError, source: str, given: Mapping[str, str]) -> I
             remedy = "give --config FILE" if origin == NO_FILE else "add it"
             yield f"{origin}: {key}: missing; {remedy} (see config/quickstart.yaml)"
         else:
-            value = "" if isinstance(fault["input"], (Mapping, BaseModel)) else f"={_short(fault['input'])}"
+            value = "" if isinstance(fault["input"], (Mapping, BaseModel)) else f"={short(fault['input'])}"
             yield f"{origin}: {key}{value}: {fault['msg'].removeprefix('Value error, ')}"
 
 

@@ -13,16 +13,20 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distributed.files import KIT
-from distributed.topics import DOMAINS
+from distributed.training.topics import DOMAINS
 
 DEFAULT_PARTICIPANTS = DOMAINS  # of train.py: the domains of Python's language reference
 LONGEST = 200  # bytes of a path component: file systems take 255, and fold<N>_ comes before it
 SHOWN = 20  # names in a message
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
+short = _REPR.repr  # the repr of a value, at most a few hundred characters
 
 
 def default_participants(script: str) -> Sequence[str] | None:
@@ -92,7 +96,7 @@ def fold_of(settings: Mapping[str, Any]) -> int | None:
     if fold is None:
         return None
     if isinstance(fold, bool) or not isinstance(fold, int | str) or not re.fullmatch(r"[0-9]{1,9}", str(fold)):
-        raise ValueError(f"fold: expected a non-negative integer, got {_short(fold)}; the first participant is 0")
+        raise ValueError(f"fold: expected a non-negative integer, got {short(fold)}; the first participant is 0")
     return int(fold)
 
 
@@ -131,7 +135,7 @@ def _name(settings: Mapping[str, Any], name: str) -> str | None:
 def _text(subject: str, value: Any) -> str:
     """Convert a name to text: numbers are names too."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{subject}: expected a name, got {_short(value)}; write a string")
+        raise ValueError(f"{subject}: expected a name, got {short(value)}; write a string")
     return str(value)
 
 
@@ -149,7 +153,7 @@ def _component(subject: str, part: str, whole: str | None = None) -> str:
     """Return `part` unchanged. Raises ValueError when it cannot be the name of a directory."""
     if part in ("", ".", "..") or "/" in part or not part.isprintable() or len(part.encode()) > LONGEST:
         raise ValueError(
-            f"{subject}: cannot be part of a path: got {_short(part if whole is None else whole)}; use printable "
+            f"{subject}: cannot be part of a path: got {short(part if whole is None else whole)}; use printable "
             f'characters, at most {LONGEST} bytes, without "." and ".."' + (' and without "/"' if whole is None else "")
         )
     return part
@@ -159,8 +163,3 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, 1, 0.4)
     listed = ", ".join(known[:SHOWN]) + (f" and {len(known) - SHOWN} more" if len(known) > SHOWN else "")
     return (f"did you mean {near[0]!r}? There are " if near else "there are ") + listed
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."

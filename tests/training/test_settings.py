@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from distributed.config import (
+from distributed.training.settings import (
     ALIASES,
     MODELS,
     Batch,
@@ -39,7 +39,7 @@ from distributed.config import (
     target_windows,
 )
 
-KIT = Path(__file__).resolve().parents[1]
+KIT = Path(__file__).resolve().parents[2]
 no_deadline = hypothesis_settings(deadline=None)
 TRAIN = "train: {steps: 1, batch_size: 4}\n"
 
@@ -666,7 +666,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_module_exits_with_2_and_one_line() -> None:
-    result = run_python("-m", "distributed.config", "train.steps=1", "train.batch=4")
+    result = run_python("-m", "distributed.training.settings", "train.steps=1", "train.batch=4")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "command line: train.batch: unknown key; did you mean train.batch_size?\n"
 
