@@ -122,6 +122,29 @@ END
 }
 
 
+@test "a rank that dies of a signal, or exits with 255 as ssh does, is not taken for a lost node" {
+  local end code
+  for end in "os.kill(os.getpid(), 11) 139" "os._exit(255) 255"; do
+    code=${end##* }
+    write_script <<<"dist.barrier()"$'\n'"${end% *} if rank else time.sleep(300)"
+    run "$LAUNCH" --sync --script "my script.py" - 1 "$N1" "$N2"
+    [ "$status" -eq "$code" ] || { echo "$output" && false; }
+    [[ "$output" == *"verdict: failed: rank 1 on $N2 "* ]]
+    run ! grep "connection to its supervisor lost" logs/latest/launcher.log
+  done
+}
+
+
+@test "--detach copies the directories only once" {
+  write_endless_script
+  run -0 "$LAUNCH" --sync --detach --script "my script.py" - 1 "$N1" "$N2"
+  [[ "$output" == *"--sync: copying $PWD to $N2"* ]]
+  wait_for_line "$(echo logs/detached-*.log)" "at work"
+  run ! grep copying logs/detached-*.log
+  run -0 "$KIT/scripts/stop.sh" latest
+}
+
+
 @test "a shared directory is not copied" {
   cd "$BATS_TEST_TMPDIR"
   echo 'print("ran")' >plain.py

@@ -62,13 +62,15 @@ class Loop:
     def call_later(self, seconds: float, function: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), function))
 
-    def wait(self) -> None:
-        """Wait for the next events, and call their functions."""
+    def wait(self, limit: float | None = None) -> None:
+        """Wait for the next events, at most `limit` seconds, and call their functions."""
         poll = select.poll()
         for file, (event, _) in self._files.items():
             poll.register(file, event)
-        seconds = self._timers[0][0] - time.monotonic() if self._timers else None
-        for file, _ in poll.poll(None if seconds is None else max(0.0, 1000 * seconds)):
+        if self._timers:
+            due = self._timers[0][0] - time.monotonic()
+            limit = due if limit is None else min(limit, due)
+        for file, _ in poll.poll(None if limit is None else max(0.0, 1000 * limit)):
             if file in self._files:  # not forgotten since
                 self._files[file][1]()
         while self._timers and self._timers[0][0] <= time.monotonic():

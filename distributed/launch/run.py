@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
 from distributed.files import KIT
 from distributed.launch.transport import Local, Pdsh, Ssh
-from distributed.launch.watch import AgentCommand, Console, Options, Watch
+from distributed.launch.watch import STOPPING_SIGNALS, AgentCommand, Console, Options, Watch
 from distributed.runs import run_directory
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ ATTEMPT_FILES = ("errors", "ranks", "verdict.json", "hang.json", "node_*")  # ot
 def read_lists() -> dict[str, list[bytes]]:
     """Read the lists from standard input, which is then empty."""
     fields = sys.stdin.buffer.read().split(b"\0")
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(-1, 0)  # the part of the launcher that has written them
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -113,13 +115,16 @@ class Launch:
         entries = [f"{os.fsdecode(entry).partition('=')[0]}=..." for entry in (*self.inherited, *self.environment)]
         env = ["env", *entries] if entries else []
         if self.options.transport == "srun":
-            print(shlex.join([*env, *self.before, directory, *self.after]))
+            self._print_command([*env, *self.before, directory, *self.after])
             return
         address, port = self.options.master
         first = self.names[0]
         agent = self._agent(address or first, port or f"<a free port of {first}>")
         for rank, (name, processes, _) in enumerate(self.options.nodes):
-            print(f"{name}: {shlex.join([*env, *agent.on(directory, name, str(rank), processes)])}")
+            self._print_command([*env, *agent.on(directory, name, str(rank), processes)], f"{name}: ")
+
+    def _print_command(self, command: Sequence[str], node: str = "") -> None:
+        self.console.show(os.fsencode(f"{node}{shlex.join(command)}\n"), 1)
 
     def compare_nodes(self) -> tuple[str, str]:
         """Compare the replies of the nodes. Returns the master address and port. Exits if they are unfit."""
@@ -254,6 +259,7 @@ class Launch:
                 logs.collect()
             self.seconds = time.monotonic() - started
             self.code = self.report_verdict()
+            self.watch.loop.wait(limit=0)  # a stop request may have arrived meanwhile
             if not self._should_restart(restarts):
                 return
             restarts += 1
@@ -330,7 +336,9 @@ class Launch:
         return furthest(path)
 
     def flush(self) -> None:
-        """Wait until the console has received everything, or was closed."""
+        """Wait until the console has received everything, or was closed. A signal ends this process."""
+        for number in STOPPING_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
         while self.console.pending:
             for stream in self.console.pending:
                 stream.flush()
@@ -377,9 +385,11 @@ def archive_attempt(directory: Path) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    lists = read_lists()
-    launch = Launch(parse(arguments), lists)
+    """Run the launch. Returns the exit code of the run, UNFIT for unfit nodes, WRONG_CALL without a run directory."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    launch = Launch(parse(arguments), read_lists())
     if launch.options.dry_run:
         launch.print_commands()
+        launch.flush()
         return 0
     return launch.run()
