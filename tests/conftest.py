@@ -64,8 +64,8 @@ def new_watch() -> Iterator[Callable[..., Watch]]:
 
     def new_watch(run: Path, transport: Transport, quiet: bool = False) -> Watch:
         options = Options(
-            program="launch.sh", agent=AgentCommand((), ()), python="python3", node_env="/dev/null", cwd="/", grace=1,
-            inherited=(), environment=(), hang_timeout=0.0, all_ranks_here=True,
+            agent=AgentCommand((), ()), python="python3", node_env="/dev/null", cwd="/", grace=1, inherited=(),
+            environment=(), hang_timeout=0.0, all_ranks_here=True,
         )  # fmt: skip
         watch = Watch(transport, options, Console("launch.sh", quiet), "")
         watch.open(read(run))

@@ -6,11 +6,11 @@ import contextlib
 import os
 from functools import partial
 
+from distributed.host.replies import Reply
 from distributed.launch.loop import INHERITED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from distributed.host.replies import Reply
     from distributed.launch.watch import Watch
     from distributed.runs.lookup import RunNode
 
@@ -57,7 +57,11 @@ class NodeLogs:
     def _append_log(self, node: RunNode, then: partial[None], timeout: float = 0.0) -> None:
         """Append the bytes that the log on the node has and the local copy lacks."""
         log = self._watch.directory / f"node_{node.node}.log"
-        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        except OSError:  # such as a full disk
+            then(Reply(node.node, 1, "", ""))
+            return
         command = self._on_node(node, PRINT_LOG, log.name, str(os.fstat(file).st_size + 1))
         self._watch.call(node.node, command, then, timeout=timeout, output=file)
         os.close(file)

@@ -31,7 +31,7 @@ def parse_report(line: bytes) -> dict[str, Any]:
 
     with contextlib.suppress(ValueError):
         report = json.loads(line)
-        if isinstance(report, dict) and "node" in report:
+        if isinstance(report, dict) and isinstance(report.get("node"), str):
             return report
     return {}
 

@@ -216,8 +216,8 @@ class Launch:
         attempt = archive_attempt(Path(options.again)) if options.again else 0
         transport = self._transport()
         watch_options = Options(
-            program=options.program, agent=self._agent(address, port), python=options.python, node_env=options.node_env,
-            cwd=options.cwd, grace=options.grace, inherited=self.inherited, environment=self.environment,
+            agent=self._agent(address, port), python=options.python, node_env=options.node_env, cwd=options.cwd,
+            grace=options.grace, inherited=self.inherited, environment=self.environment,
             hang_timeout=options.hang_timeout, all_ranks_here=not options.part,
         )  # fmt: skip
         watch = Watch(transport, watch_options, self.console, terminals())
@@ -392,4 +392,9 @@ def main(arguments: Sequence[str]) -> int:
         launch.print_commands()
         launch.flush()
         return 0
-    return launch.run()
+    try:
+        return launch.run()
+    except OSError as error:  # such as a full disk; nodes that run stop when this process has exited
+        launch.console.print(f"{error.filename or launch.logs}: {error.strerror}", always=True)
+        launch.flush()
+        return 1

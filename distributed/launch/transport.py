@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shlex
 import sys
 
@@ -75,6 +76,8 @@ class Ssh(Local):
         """connections: directory of ssh's control sockets. login_timeout: seconds for the login shell of a node."""
         self.options = ["-F", f"{connections}/config", "-o", f"ControlPath={connections}/%C"]
         self._within = str(login_timeout)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each node needs several files
 
     def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
         line = f"{STARTED}; cd -- {shlex.quote(cwd)} || exit {UNFIT}; exec {shlex.join(arguments)}"

@@ -71,7 +71,6 @@ class AgentCommand:
 class Options:
     """The options of a launch that do not change between attempts."""
 
-    program: str  # name in messages
     agent: AgentCommand
     python: str  # the interpreter of the nodes
     node_env: str  # config/node_env.sh
@@ -252,10 +251,13 @@ class Watch:
         return client
 
     def _handle_report(self, report: dict[str, Any]) -> None:
-        """Handle the end of a supervisor, whose client may not have exited."""
-        self._reported[report["node"]] = report["exit_code"]
+        """Handle the end of a supervisor, whose client may not have exited. A rank may print something similar."""
+        node, code = report["node"], report.get("exit_code")
+        if node not in self.unended or not isinstance(code, int):
+            return
+        self._reported[node] = code
         if not self.transport.clients_are_nodes:
-            self.node_ended(report["node"], report["exit_code"])
+            self.node_ended(node, code)
 
     def _client_ended(self, name: str, client: Client) -> None:
         if name in self._reported:
