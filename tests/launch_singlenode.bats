@@ -785,14 +785,14 @@ END
 
 # bats test_tags=slow
 @test "the launcher starts Python twice before the ranks and never after them, and passes its environment on unchanged" {
-  write_script <<<'import os; assert os.environ["LOG_DIR"] == "mine" and os.environ["AGENT"] == "ppo"'
+  write_script <<<'import os; assert [os.environ[name] for name in "LOG_DIR AGENT node checks".split()] == list("abcd")'
   cat >python <<END
 #!/bin/sh
 { printf '%s|' "\$@"; echo; } >>"$PWD/calls"
 exec "$VIRTUAL_ENV/bin/python" "\$@"
 END
   chmod +x python
-  LOG_DIR=mine AGENT=ppo run -0 "$LAUNCH" --python ./python --script "my script.py" - 1
+  LOG_DIR=a AGENT=b node=c checks=d run -0 "$LAUNCH" --python ./python --script "my script.py" - 1
   # Without the question for the versions of another interpreter, such as this stub.
   [ "$(sed -E '/host\.identity/d; s/^(-[^|]*\|)*[^|]*\/([a-z_]+)\.py\|([^|]*)\|.*/\2 \3/' calls)" = "check_call --script=my script.py
 module launch.run

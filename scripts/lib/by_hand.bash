@@ -45,12 +45,12 @@ check_manual_call() {
 
 # Run the agent of this node.
 run_this_node() {
-  local options=(--first-rank $((NODE_RANK * NPROC))) # assumes the same NPROC on all nodes
+  set -- --first-rank $((NODE_RANK * NPROC)) # assumes the same NPROC on all nodes
   build_agent_command --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
   # Ranks of this node may wait for ranks of other nodes, which this launcher cannot inspect.
-  ((NNODES == 1)) || options+=(--part "--announce=$(announcement)")
-  run_nodes local "${options[@]}"
+  ((NNODES == 1)) || set -- "$@" --part "--announce=$(announcement)"
+  run_nodes local "$@"
 }
 
 

@@ -187,14 +187,15 @@ build_agent_command() { # [torchrun's options that are the same for all nodes...
 
 
 # Replace this process by the program that makes the run directory, runs the command on all nodes until they have ended,
-# restarts it, and exits with the code of the run. With --dry-run it only prints the command of each node.
+# restarts it, and exits with the code of the run. With --dry-run it only prints the command of each node. Functions that
+# call this one have no local variables: they would hide variables of the user from the ranks.
 run_nodes() { # <local, ssh, pdsh or srun> [option of distributed/launch/run.py...]
   set_run_options "$@"
   exec_in_environment 0 "$PYTHON" -I "$KIT/scripts/lib/module.py" launch.run "${RUN_OPTIONS[@]}" < <(print_lists)
 }
 
 
-# Without effect on variables that the user exports, which run_nodes would not restore if they were local there.
+# Set RUN_OPTIONS. Its local variables would hide variables of the user in run_nodes.
 set_run_options() { # <argument of run_nodes...>
   local node name=${MODULE:-${WORK[0]}}
   [[ ! -d $name ]] || name=$(cd -- "$name" && pwd)

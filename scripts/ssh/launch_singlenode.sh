@@ -49,16 +49,26 @@ parse_arguments() {
 }
 
 
-# Without --master-port, torchrun itself binds a free port: a port chosen here could be in use by then.
-main() {
-  local checks=(--torch) rendezvous=(--standalone --local-addr 127.0.0.1)
-  parse_options "$@"
-  parse_arguments
-  checks+=(--ranks "$NPROC")
+check_local_call() {
+  local checks=(--torch --ranks "$NPROC")
   ((!PREFLIGHT)) || checks+=(--gpus "$NPROC" ${MASTER_PORT:+--port "$MASTER_PORT"})
   check_call "${checks[@]}"
+}
+
+
+# Without --master-port, torchrun itself binds a free port: a port chosen here could be in use by then.
+build_local_agent_command() {
+  local rendezvous=(--standalone --local-addr 127.0.0.1)
   [[ ! $MASTER_PORT ]] || rendezvous=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
   build_agent_command "${rendezvous[@]}" --nproc-per-node "$NPROC"
+}
+
+
+main() {
+  parse_options "$@"
+  parse_arguments
+  check_local_call
+  build_local_agent_command
   run_nodes local ${MASTER_PORT:+--run-id}
 }
 
