@@ -92,13 +92,24 @@ usage() {
     ((number > 2)) || [[ $line == '# '* ]] || continue # skip the shebang and the line below it
     if [[ $line == '#   (as '*')' ]]; then
       line=${line#*'(as '}
-      # shellcheck disable=SC2016 # of sed
-      sed -n '/^#   /,${s/^# \{0,1\}//;p;/^  --help/q}' -- "$KIT"/scripts/*/"${line%)}"
+      print_arguments_of "${PROGRAM_FILE%/*}/${line%)}"
     else
       line=${line#'#'}
       printf '%s\n' "${line# }"
     fi
   done <"$PROGRAM_FILE"
+}
+
+
+# Print the part of an opening comment from the first indented line to --help.
+print_arguments_of() { # <file>
+  local line shown=0
+  while IFS= read -r line; do
+    [[ $line != '#   '* ]] || shown=1
+    line=${line#'#'}
+    ((!shown)) || printf '%s\n' "${line# }"
+    [[ $line != '   --help'* ]] || return 0
+  done <"$1"
 }
 
 
