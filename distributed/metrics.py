@@ -17,7 +17,7 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 RESERVED = ("time", "event", "rank_seconds", "wait_share")  # keys that train.py and append() write
@@ -138,9 +138,3 @@ def furthest(path: str | os.PathLike[str]) -> int | None:
             with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
                 steps.append(int(json.loads(line)["step"]))
     return max(steps, default=None)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Print the last step in a file: the launcher compares it before and after a restart."""
-    found = furthest(arguments[0])
-    print("" if found is None else found)

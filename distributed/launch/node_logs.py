@@ -28,7 +28,6 @@ class NodeLogs:
     def __init__(self, watch: Watch, sync: bool) -> None:
         self._watch, self._sync = watch, sync
         self._fetched: list[RunNode] = []  # nodes whose run directory was copied back
-        self._following = 0  # number of the attempt whose logs are copied
 
     def _on_node(self, node: RunNode, script: str, *arguments: str) -> list[str]:
         line = ["sh", "-c", script, "sh", str(self._watch.directory), *arguments]
