@@ -148,7 +148,7 @@ END
   [ "$output" = "$("$LAUNCH" --dry-run tiny.yaml 2 -- train.steps=3 --log-level warning)" ]
   run "$KIT/scripts/run_ddp.sh" -n 2 --dry-run --script "$KIT/train.py" -c - -- 'a b'
   [ "$status" -eq 0 ]
-  [[ "$output" == *"train.py 'a b'" ]]
+  [[ "$output" == *"train.py a\\ b"* ]]
   run -2 "$KIT/scripts/run_ddp.sh" -n 2 --dry-run --script tiny.yaml -c - -l info
   [[ "${lines[0]}" == "run_ddp.sh: -l 'info': only for Muster's train.py; pass arguments of your own script after --, such as -- --log-level info" ]]
 }
@@ -634,7 +634,7 @@ END
   write_script <<<''
   run --separate-stderr "$LAUNCH" --dry-run --env 'A=1 2' --script "my script.py" - 4 -- 'a b'
   [ "$status" -eq 0 ]
-  [[ "$output" == *"--nproc-per-node 4"*"'my script.py' 'a b'" ]]
+  [[ "$output" == *"--nproc-per-node 4"*'my\ script.py a\ b' ]]
   [[ "$output" == *": env A=... "* && "$output" != *"1\ 2"* ]]
   [ ! -e logs ]
 }

@@ -387,7 +387,7 @@ END
   run "$LAUNCH" --dry-run --hostfile hosts --exclude c3 --script "my script.py" - 2 -- 'x y'
   [ "$status" -eq 0 ]
   [ "${#lines[@]}" -eq 2 ]
-  [[ "${lines[0]}" == "a1: "*"--nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr a1 "*"'my script.py' 'x y'" ]]
+  [[ "${lines[0]}" == "a1: "*"--nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr a1 "*"my\\ script.py x\\ y" ]]
   [[ "${lines[1]}" == "b2: "*"--node-rank 1 --nproc-per-node 2 "* ]]
   [ ! -e logs ]
 }

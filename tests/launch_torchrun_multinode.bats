@@ -238,7 +238,7 @@ END
   run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --dry-run --script "my script.py" - 4 2 1 a1 -- 'x y'
   [ "$status" -eq 0 ]
   [[ "$output" == "$(uname -n): "*"--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr a1 --master-port 29500 "* ]]
-  [[ "$output" == *" -- 'my script.py' 'x y'" ]]
+  [[ "$output" == *" -- my\\ script.py x\\ y" ]]
   MASTER_PORT=31000 run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --dry-run --script "my script.py" - 4 2 1 a1
   [[ "$output" == *" --master-port 31000 "* ]]
   MASTER_PORT=31000 run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --dry-run --script "my script.py" - 4 2 1 a1 32000

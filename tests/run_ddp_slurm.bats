@@ -160,7 +160,7 @@ END
 @test "--dry-run prints the srun line and runs nothing" {
   in_allocation -n 3 -c - --script "$KIT/train.py" --dry-run --env 'A=1 2' -- 'x y'
   [ "$status" -eq 0 ]
-  [[ "$output" == *"--ntasks 3 --distribution block --cpus-per-task"*"train.py 'x y'"* && "$output" == "env A=... "* && "$output" != *"1 2"* ]]
+  [[ "$output" == *"--ntasks 3 --distribution block --cpus-per-task"*"train.py x\\ y"* && "$output" == "env A=... "* && "$output" != *"1\\ 2"* ]]
   [ ! -e logs ]
 }
 

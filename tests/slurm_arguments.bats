@@ -31,7 +31,7 @@ refuses() { # <expected text>
 @test "CONTAINER precedes Python, also with LAUNCHER=torchrun" {
   in_job CONTAINER="apptainer exec 'my image.sif'" LAUNCHER=torchrun "$TRAIN" --dry-run --python /opt/python -
   [ "$status" -eq 0 ]
-  [[ "$output" == *" apptainer exec 'my image.sif' /opt/python "*" agent "*" /opt/python "*"$KIT/scripts/lib/agent.py"* ]]
+  [[ "$output" == *" apptainer exec my\\ image.sif /opt/python "*" agent "*" /opt/python $(printf %q "$KIT")/scripts/lib/agent.py "* ]]
 }
 
 
@@ -110,7 +110,7 @@ refuses() { # <expected text>
   in_job MASTER_PORT=29999 "$TRAIN" --dry-run --master-port 28888 -
   [[ "$output" == "env MASTER_PORT=28888 srun "* ]]
   in_job RANK=0 MASTER_PORT=1 "$TRAIN" --dry-run -
-  [[ "$output" == "env 'MASTER_PORT=<a free port of "* ]]
+  [[ "$output" == "env MASTER_PORT="*"free"* ]]
   in_job SLURM_JOB_NUM_NODES=2 MASTER_PORT=29999 "$KIT/scripts/test_distributed.sh" --dry-run 1
   [[ "$output" == "env MASTER_PORT=29999 srun "* ]]
   in_job MASTER_PORT=abc "$TRAIN" --dry-run -

@@ -265,7 +265,7 @@ END
 @test "--dry-run prints the #SBATCH lines and the srun command, on a login node and in a job" {
   touch "my script.py"
   run -0 "$KIT/scripts/slurm/slurm_train.sh" --dry-run --script "my script.py" - -- 'x y'
-  [[ "$output" == *"#SBATCH --ntasks-per-node=2 "*"srun "*"--nodes 2 --ntasks 4 "*"--cpus-per-task 2 "*"'my script.py' 'x y'" ]]
+  [[ "$output" == *"#SBATCH --ntasks-per-node=2 "*"srun "*"--nodes 2 --ntasks 4 "*"--cpus-per-task 2 "*"my\\ script.py x\\ y" ]]
   [ ! -e logs ]
   CONTAINER="--container-image=nvcr.io#nvidia/pytorch --container-mounts=/data" SRUN_ARGS="--cpu-bind=cores" \
     run -0 salloc -Q -N2 -n3 "$KIT/scripts/slurm/slurm_train.sh" --dry-run --script "my script.py" -

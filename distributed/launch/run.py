@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -124,7 +125,7 @@ class Launch:
             self._print_command([*env, *agent.on(directory, name, str(rank), processes)], f"{name}: ")
 
     def _print_command(self, command: Sequence[str], node: str = "") -> None:
-        self.console.show(os.fsencode(f"{node}{shlex.join(command)}\n"), 1)
+        self.console.show(os.fsencode(f"{node}{quote(command)}\n"), 1)
 
     def compare_nodes(self) -> tuple[str, str]:
         """Compare the replies of the nodes. Returns the master address and port. Exits if they are unfit."""
@@ -181,7 +182,7 @@ class Launch:
             if not run:
                 sys.stderr.write(Path(path).read_text(errors="replace"))
                 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-            status, stop = (shlex.join([f"{KIT}/scripts/{name}.sh", run]) for name in ("status", "stop"))
+            status, stop = (quote([f"{KIT}/scripts/{name}.sh", run]) for name in ("status", "stop"))
             self.console.print(
                 f"run {os.path.basename(run)} started in the background, process {child}: output in {path}; "
                 f"to see its state: {status}; to stop it: {stop}"
@@ -351,6 +352,17 @@ def terminals() -> str:
     if len(found) == 2 and not os.path.sameopenfile(1, 2):
         return ""
     return "".join(map(str, found))
+
+
+def quote(command: Sequence[str]) -> str:
+    """A command line for bash, quoted with backslashes as the scripts do."""
+
+    def quoted(argument: str) -> str:
+        if not argument or not argument.isprintable():
+            return shlex.quote(argument)
+        return re.sub(r"(^#|[^\w@%+=:,./#-])", r"\\\1", argument)
+
+    return " ".join(map(quoted, command))
 
 
 def masked(call: Sequence[str]) -> list[str]:
