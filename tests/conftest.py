@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from distributed.launch.watch import AgentCommand, Console, Options, Transport, Watch
+from distributed.launch.watch import AgentCommand, Console, Local, Options, Watch
 from distributed.runs.lookup import read
 
 TESTS = Path(__file__).resolve().parent
@@ -62,7 +62,7 @@ def new_watch() -> Iterator[Callable[..., Watch]]:
     """A function that returns the watch of a launch. The signal handlers that it replaces are restored at the end."""
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
 
-    def new_watch(run: Path, transport: Transport, quiet: bool = False) -> Watch:
+    def new_watch(run: Path, transport: Local, quiet: bool = False) -> Watch:
         options = Options(
             agent=AgentCommand((), ()), python="python3", node_env="/dev/null", cwd="/", grace=1, inherited=(),
             environment=(), hang_timeout=0.0, all_ranks_here=True,

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 
 from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
 from distributed.files import KIT
-from distributed.launch.transport import Local, Pdsh, Ssh
-from distributed.launch.watch import STOPPING_SIGNALS, AgentCommand, Console, Options, Watch
+from distributed.launch.transport import Pdsh, Ssh
+from distributed.launch.watch import STOPPING_SIGNALS, AgentCommand, Console, Local, Options, Watch
 from distributed.runs import run_directory
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from distributed.files import write_file, write_json
 from distributed.launch.console import Console, Lines
 from distributed.launch.loop import Client
 from distributed.launch.reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
-from distributed.launch.transport import Local
-from distributed.launch.watch import Watch
+from distributed.launch.watch import Local, Watch
 from distributed.nodelist import expand
 from distributed.runs.lookup import RunNode
 

@@ -1,4 +1,4 @@
-"""How a launcher reaches the nodes of a run: on this machine, over ssh, with pdsh, or with srun in a SLURM job.
+"""How a launcher reaches the nodes of a run over ssh or with pdsh; see Local in watch.py, and Srun in srun.py.
 
 A transport gives the local command that runs a command on a node, and starts all nodes of a run. With every transport a
 supervisor owns the command of a node, and reports its exit code; the watch knows nothing else about them.
@@ -17,7 +17,7 @@ from distributed.files import write_file
 from distributed.host.ssh_call import STARTED, UNREACHABLE, for_any_shell
 from distributed.launch.console import Lines
 from distributed.launch.loop import INHERITED
-from distributed.launch.watch import LIB, PLAIN_PYTHON, Watch
+from distributed.launch.watch import LIB, PLAIN_PYTHON, Local, Watch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,41 +29,6 @@ REQUEST_TIMEOUT, SIGNAL_TIMEOUT = 5.0, 30.0  # seconds; a stop request is repeat
 PDSH = "pdsh"
 _PDSH_CODE = re.compile(r"^pdsh@[^:]*: ([^:]+): ssh exited with exit code (\d+)$")
 _PDSH_INTERRUPT = re.compile(r"^pdsh@.*(interrupt|\^Z|command in progress)")  # of Ctrl-C, which the launcher handles
-
-
-class Local:
-    """This machine is the only node, or other launchers start the others."""
-
-    heartbeat_timeout = 0
-    reports = False
-    clients_are_nodes = True
-
-    def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
-        return list(arguments)
-
-    def environment(self, inherited: dict[bytes, bytes]) -> dict[bytes, bytes]:
-        return inherited
-
-    def start(self, watch: Watch) -> None:
-        run = str(watch.directory)
-        for rank, node in enumerate(watch.run.nodes):
-            agent = watch.options.agent.on(run, node.node, str(rank), str(node.processes))
-            arguments = [*watch.supervise(), "--name", node.node, "--environment", "-", "--", *agent]
-            command = self.command(node, arguments, watch.options.cwd, f"{run}/node_{node.node}.log")
-            watch.start_client(node.node, command, sent=watch.block())
-
-    def request(self, watch: Watch, request: str) -> None:
-        for client in watch.running.values():
-            client.send(f"{request}\n".encode())
-
-    def abandon(self, watch: Watch) -> None:
-        note = ""
-        if self.heartbeat_timeout:
-            note = f" (its processes exit after {self.heartbeat_timeout} s without heartbeats)"
-        for node in sorted(watch.unended):
-            watch.console.record(f"{node}: still running after the stop request; giving up{note}")
-            watch.mark_lost(node)
-        watch.kill_clients()
 
 
 class Ssh(Local):

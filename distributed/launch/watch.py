@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from distributed.exit_codes import STOPPED, TERMINATED, TIMED_OUT, UNFIT
 from distributed.files import KIT, write_json
@@ -82,27 +82,44 @@ class Options:
     all_ranks_here: bool  # otherwise other launchers start the other nodes of the run
 
 
-class Transport(Protocol):
-    """How commands reach the nodes of a run; see transport.py."""
+class Local:
+    """How commands reach the nodes of a run; here on this machine. Other transports are in transport.py and srun.py."""
 
-    heartbeat_timeout: int  # seconds without a heartbeat after which a node stops its command; 0: no heartbeats
-    reports: bool  # whether the exit code of a client may not be that of the supervisor, which therefore reports it
-    clients_are_nodes: bool  # each node has a client of its own
+    heartbeat_timeout = 0  # seconds without a heartbeat after which a node stops its command; 0: no heartbeats
+    reports = False  # whether the exit code of a client may not be that of the supervisor, which therefore reports it
+    clients_are_nodes = True  # each node has a client of its own
 
     def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
         """The local command that runs a command on a node. log: file for the reason if it is not started."""
+        return list(arguments)
 
     def environment(self, inherited: dict[bytes, bytes]) -> dict[bytes, bytes]:
         """The environment of clients, from that of the launcher."""
+        return inherited
 
     def start(self, watch: Watch) -> None:
         """Start the nodes of an attempt."""
+        run = str(watch.directory)
+        for rank, node in enumerate(watch.run.nodes):
+            agent = watch.options.agent.on(run, node.node, str(rank), str(node.processes))
+            arguments = [*watch.supervise(), "--name", node.node, "--environment", "-", "--", *agent]
+            command = self.command(node, arguments, watch.options.cwd, f"{run}/node_{node.node}.log")
+            watch.start_client(node.node, command, sent=watch.block())
 
     def request(self, watch: Watch, request: str) -> None:
         """Send a request to the supervisors of all nodes: stop, kill or signal N."""
+        for client in watch.running.values():
+            client.send(f"{request}\n".encode())
 
     def abandon(self, watch: Watch) -> None:
         """Give up the nodes that have not ended after all requests."""
+        note = ""
+        if self.heartbeat_timeout:
+            note = f" (its processes exit after {self.heartbeat_timeout} s without heartbeats)"
+        for node in sorted(watch.unended):
+            watch.console.record(f"{node}: still running after the stop request; giving up{note}")
+            watch.mark_lost(node)
+        watch.kill_clients()
 
 
 class Console:
@@ -149,7 +166,7 @@ class Console:
 class Watch:
     """Runs the attempts of a run, one at a time."""
 
-    def __init__(self, transport: Transport, options: Options, console: Console, terminals: str) -> None:
+    def __init__(self, transport: Local, options: Options, console: Console, terminals: str) -> None:
         """terminals: the streams that are terminals: "", "1", "2" or, if both are the same, "12"."""
         self.transport, self.options, self.console, self.terminals = transport, options, console, terminals
         self.loop = Loop(self._handle_signal, (*STOPPING_SIGNALS, *signals.PASSED_ON))

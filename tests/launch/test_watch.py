@@ -16,8 +16,7 @@ import pytest
 from distributed.exit_codes import TIMED_OUT, UNFIT
 from distributed.files import read_json
 from distributed.host import process_scan
-from distributed.launch.transport import Local
-from distributed.launch.watch import HangCheck, Watch, hang_limits
+from distributed.launch.watch import HangCheck, Local, Watch, hang_limits
 from distributed.runs.hang_decision import Hung, Wait
 from distributed.runs.run_directory import create
 
