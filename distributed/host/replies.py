@@ -6,6 +6,7 @@ the output and exit code in files: NODE.out, NODE.err and NODE.code.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,9 +75,11 @@ class Reply:
     arrived: float = 0.0  # Unix seconds at which its last line arrived, by the clock of the launcher's host
 
     def value(self) -> Any:
-        """The JSON value, or None."""
+        """The JSON value, or None. The reply may be incomplete."""
         marked = [line for line in self.out.splitlines() if line.startswith(MARKER)]
-        return json.loads(marked[-1].removeprefix(MARKER)) if marked else None
+        with contextlib.suppress(ValueError):
+            return json.loads(marked[-1].removeprefix(MARKER)) if marked else None
+        return None
 
     def failure_message(self) -> str:
         """Why there is no value, and the remedy."""

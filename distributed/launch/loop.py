@@ -46,7 +46,8 @@ class Loop:
         os.set_blocking(target, False)
         signal.set_wakeup_fd(target, warn_on_full_buffer=False)
         for number in (*numbers, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, lambda *_: None)
         self._signals = source
         self.on_readable(source, self._read_signals)
 
@@ -109,8 +110,8 @@ class Client:
 
         sent: what is written to its standard input, which then stays open; None: `source` is its standard input.
         on_output, on_errors: called with blocks of standard output and standard error, which otherwise go to the files
-        `output` and `errors`. timeout: seconds after which it is killed; 0: never. dies_with_launcher: it
-        does not read its standard input, and so would not notice that the launcher was killed.
+        `output` and `errors`. timeout: seconds after which it is killed; 0: never. dies_with_launcher: let the
+        kernel kill it when the launcher dies, for a command that does not read standard input until its end.
         """
         self.loop, self._on_exit = loop, on_exit
         self._lock = threading.Lock()  # heartbeats are sent by a thread

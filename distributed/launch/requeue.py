@@ -49,7 +49,7 @@ def requeue_if_stopped(run: EndedRun, job: str, limit: int, record: Callable[[st
     else:
         at = "" if run.last_step is None else f" at step {run.last_step}"
         record(f"requeueing job {os.environ['SLURM_JOB_ID']}{at}, to resume from the newest checkpoint")
-        if subprocess.run(["scontrol", "requeue", job], stdin=subprocess.DEVNULL).returncode:
+        if scontrol("requeue", job).returncode:
             record(f"scontrol requeue failed: {SUBMIT}")
 
 
@@ -68,10 +68,17 @@ def stopped_by_slurm(run: EndedRun, job: str) -> bool:
         return True
     if run.code not in (STOPPED, TERMINATED) and not (run.signal and run.code == 0):
         return False
-    shown = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True).stdout
+    shown = scontrol("show", "job", "--oneliner", job).stdout.decode(errors="replace")
     if re.search(r" PreemptTime=\d", shown):
         return True
     return " JobState=RUNNING " in shown and run.signal != signal.SIGINT and run.code == STOPPED
+
+
+def scontrol(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    try:
+        return subprocess.run(["scontrol", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    except OSError:
+        return subprocess.CompletedProcess(arguments, 127, b"")
 
 
 def lost_a_node(run: EndedRun) -> bool:

@@ -44,8 +44,6 @@ ATTEMPT_FILES = ("errors", "ranks", "verdict.json", "hang.json", "node_*")  # ot
 def read_lists() -> dict[str, list[bytes]]:
     """Read the lists from standard input, which is then empty."""
     fields = sys.stdin.buffer.read().split(b"\0")
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(-1, 0)  # the part of the launcher that has written them
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -137,7 +135,7 @@ class Launch:
         processes = {name: int(count) for name, count, _ in self.options.nodes}
         faults, warnings, rendezvous = preflight.compare(self.options.replies, processes, self.options.master[1])
         for line in (*(f"warning: {warning}" for warning in warnings), *faults):
-            sys.stderr.write(f"preflight: {line}\n")
+            self._print(f"preflight: {line}")
         if faults:
             sys.exit(UNFIT)
         address, port = rendezvous.split()
@@ -161,11 +159,14 @@ class Launch:
         except OSError as error:
             path = error.filename or self.logs
             reason = f"{path}: {error.strerror}; choose another directory with --log-dir"
-            sys.stderr.write(f"run_directory: cannot create a run directory: {reason}\n")
+            self._print(f"run_directory: cannot create a run directory: {reason}")
             sys.exit(WRONG_CALL)
         for message in run_directory.link_to(directory, self.names, options.slurm_job):
-            sys.stderr.write(f"run_directory: {message}\n")
+            self._print(f"run_directory: {message}")
         return Path(directory)
+
+    def _print(self, line: str) -> None:
+        self.console.show(os.fsencode(f"{line}\n"), 2)
 
     def detach(self) -> int:
         """Continue in a child process without a terminal, while this process exits.
@@ -180,8 +181,9 @@ class Launch:
             with open(source) as pipe:
                 run = pipe.read()
             if not run:
-                sys.stderr.write(Path(path).read_text(errors="replace"))
-                os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                self.console.show(Path(path).read_bytes(), 2)
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                os._exit(128 - code if code < 0 else code)
             status, stop = (quote([f"{KIT}/scripts/{name}.sh", run]) for name in ("status", "stop"))
             self.console.print(
                 f"run {os.path.basename(run)} started in the background, process {child}: output in {path}; "
@@ -204,7 +206,7 @@ class Launch:
             return tempfile.mkstemp(".log", "detached-", self.logs)
         except OSError:
             problem = f"cannot be written (in {self.options.cwd}); choose another directory"
-            sys.stderr.write(f"{self.options.program}: --log-dir '{self.options.log_dir}': {problem}\n")
+            self.console.print(f"--log-dir '{self.options.log_dir}': {problem}", always=True)
             sys.exit(1)
 
     # ---- attempts
@@ -213,6 +215,8 @@ class Launch:
         """Run attempts until one succeeds or no restart may help. Returns the exit code."""
         options = self.options
         address, port = self.compare_nodes()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)  # the part of the launcher that has written the lists
         opened = self.detach() if options.detach else -1
         attempt = archive_attempt(Path(options.again)) if options.again else 0
         transport = self._transport()
@@ -306,8 +310,8 @@ class Launch:
         return code
 
     def _should_restart(self, restarts: int) -> bool:
-        """Whether a restart may help: the call was valid, no stop was requested (a signal that was passed on may be
-        one), the limit of restarts is not reached, and fewer than MAX_STALLED restarts in a row were without progress.
+        """Whether a restart may help: the call was valid, no stop was requested, and the limits of restarts, and of
+        restarts without progress, are not reached. Exit code 143 after a signal that was passed on counts as a request.
         """
         if self.watch.signal or self.code in (0, WRONG_CALL, STOPPED):
             return False
@@ -339,7 +343,8 @@ class Launch:
     def flush(self) -> None:
         """Wait until the console has received everything, or was closed. A signal ends this process."""
         for number in STOPPING_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
         while self.console.pending:
             for stream in self.console.pending:
                 stream.flush()
@@ -398,6 +403,9 @@ def archive_attempt(directory: Path) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the launch. Returns the exit code of the run, UNFIT for unfit nodes, WRONG_CALL without a run directory."""
+    while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed standard stream: a pipe would get its number
+        pass
+    os.close(file)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     launch = Launch(parse(arguments), read_lists())
     if launch.options.dry_run:

@@ -83,7 +83,14 @@ class Srun(Local):
         self._step.start([*self.before, str(watch.directory), *self.after], environment)
 
     def abandon(self, watch: Watch) -> None:
+        attempt = watch.attempts
+
+        def give_up() -> None:
+            if attempt == watch.attempts:  # the console may be blocked
+                watch.kill_clients()
+
         self._step.close_channel()
+        watch.loop.call_later(3 * SRUN_GRACE, give_up)
 
 
 class JobStep:
@@ -164,8 +171,9 @@ class JobStep:
             return
         self._watch.loop.call_later(HEARTBEAT_INTERVAL / 4, self.check_clock)
         now = time.monotonic()
-        # While a disk or a terminal blocks this process, it reads no heartbeats: extend the timeout.
-        blocked, self._checked = max(0.0, now - self._checked - HEARTBEAT_INTERVAL), now
+        # While a disk blocks this process, or a slow console srun's output, no heartbeats are read: extend the timeout.
+        passed, self._checked = now - self._checked, now
+        blocked = passed if self._watch.console.is_slow else max(0.0, passed - HEARTBEAT_INTERVAL)
         for node in self.nodes.values():
             if node.last_report is not None and not node.ended:
                 node.last_report += blocked
@@ -210,7 +218,9 @@ class JobStep:
 
     def _cancel(self) -> None:
         if self._step and self._client.is_running:
-            subprocess.Popen(["scancel", "--quiet", self._step], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            scancel = ["scancel", "--quiet", self._step]
+            with suppress(OSError):
+                subprocess.Popen(scancel, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     # ---- records
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT, SIGNAL_TIMEOUT = 5.0, 30.0  # seconds; a stop request is repeated, a signal is not
 PDSH = "pdsh"
+MAX_FILES = 1 << 16  # open files of the launcher, which needs several for each node; pdsh tries to close each number
 _PDSH_CODE = re.compile(r"^pdsh@[^:]*: ([^:]+): ssh exited with exit code (\d+)$")
 _PDSH_INTERRUPT = re.compile(r"^pdsh@.*(interrupt|\^Z|command in progress)")  # of Ctrl-C, which the launcher handles
 
@@ -41,8 +42,8 @@ class Ssh(Local):
         """connections: directory of ssh's control sockets. login_timeout: seconds for the login shell of a node."""
         self.options = ["-F", f"{connections}/config", "-o", f"ControlPath={connections}/%C"]
         self._within = str(login_timeout)
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each node needs several files
+        least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(least, min(most, MAX_FILES)), most))
 
     def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
         line = f"{STARTED}; cd -- {shlex.quote(cwd)} || exit {UNFIT}; exec {shlex.join(arguments)}"
@@ -114,7 +115,10 @@ class _PdshErrors:
 
     def __init__(self, watch: Watch) -> None:
         self._watch, self._lines = watch, Lines()
-        self._names = {node.address: node.node for node in watch.run.nodes}
+        self._names: dict[str, str] = {}
+        for node in watch.run.nodes:  # pdsh prints a host without its domain
+            host = node.address.rpartition("@")[2]
+            self._names |= dict.fromkeys((node.address, host, host.partition(".")[0]), node.node)
 
     def feed(self, received: bytes) -> None:
         shown = []
@@ -124,9 +128,10 @@ class _PdshErrors:
                 if _PDSH_INTERRUPT.match(text):
                     continue
                 found = _PDSH_CODE.match(text)
-                if found and int(found[2]) == UNREACHABLE:
-                    self._watch.node_lost(found[1])
-                elif found:  # what its login shell has printed may have damaged its report
-                    self._watch.node_ended(self._names[found[1]], int(found[2]))
+                if found and (name := self._names.get(found[1])):
+                    if int(found[2]) == UNREACHABLE:
+                        self._watch.node_lost(name)
+                    else:  # what its login shell has printed may have damaged its report
+                        self._watch.node_ended(name, int(found[2]))
             shown.append(line)
         self._watch.console.show(b"".join(shown), 2)

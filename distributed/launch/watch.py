@@ -86,7 +86,7 @@ class Local:
     """How commands reach the nodes of a run; here on this machine. Other transports are in transport.py and srun.py."""
 
     heartbeat_timeout = 0  # seconds without a heartbeat after which a node stops its command; 0: no heartbeats
-    reports = False  # whether the exit code of a client may not be that of the supervisor, which therefore reports it
+    reports = False  # the client may exit with a code of its own (ssh, pdsh): the supervisor also prints a report
     clients_are_nodes = True  # each node has a client of its own
 
     def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
@@ -180,6 +180,7 @@ class Watch:
         self.unended: set[str] = set()  # nodes whose end is not known
         self._unstarted: dict[str, int] = {}  # nodes on which the supervisor could not be started -> exit code
         self._calls: set[Client] = set()  # short commands
+        self.queries: set[Client] = set()  # those of a check for a hang
         self._escalation = 0  # number of the scheduled request
         self.attempts = 0
         self._reset()
@@ -297,7 +298,7 @@ class Watch:
                 self.console.record(f"{node}: the launcher's client (process {client.process.pid}) was killed")
             self.node_lost(node, UNFIT if code == UNREACHABLE else code)
             return
-        if code in NOT_STARTED or (code == UNFIT and self._login_shell_failed(node)):
+        if not exited and (code in NOT_STARTED or (code == UNFIT and self._login_shell_failed(node))):
             self._unstarted[node] = code
         self.node_ended(node, code)
 
@@ -318,22 +319,25 @@ class Watch:
                 self._schedule(CHECKPOINT_GRACE if code == STOPPED else 0.0, "stop")
 
     def node_lost(self, node: str, code: int = UNFIT) -> None:
-        """A node that has lost its connection stops its command itself; wait for that. code: see node_ended()."""
-        known = next((one for one in self.run.nodes if node in (one.node, one.address)), None)
-        if not known or known.node not in self.unended:
+        """Count the node as failed with this code, and run `sweep` there, which waits until its command has stopped.
+
+        If that fails, mark the node as lost.
+        """
+        if node not in self.unended:
             return
-        self.node_ended(known.node, code)
-        if self.is_lost(known.node):
+        self.node_ended(node, code)
+        if self.is_lost(node):
             return
-        self.console.record(f"{known.node}: connection to its supervisor lost; stopping the run")
-        sweep = [*self.supervisor, "sweep", "--dir", str(self.directory), "--name", known.node]
+        self.console.record(f"{node}: connection to its supervisor lost; stopping the run")
+        known = next(one for one in self.run.nodes if one.node == node)
+        sweep = [*self.supervisor, "sweep", "--dir", str(self.directory), "--name", node]
         command = self.transport.command(known, [*sweep, "--grace", str(self.options.grace)], self.options.cwd)
 
         def swept(reply: Reply) -> None:
             if reply.code:
-                self.mark_lost(known.node)
+                self.mark_lost(node)
 
-        self.call(known.node, command, swept, timeout=self.options.grace + STOP_TIMEOUT)
+        self.call(node, command, swept, timeout=self.options.grace + STOP_TIMEOUT)
 
     def is_lost(self, node: str) -> bool:
         return (self.directory / f"node_{node}.lost").exists()
@@ -421,6 +425,9 @@ class Watch:
                 for client in self.running.values():
                     client.pause_output(paused)
             self.loop.wait()
+            if not self.running:  # nobody needs the replies to a query any more
+                for client in self.queries & self._calls:
+                    client.kill()
         ended.set()
         self.attempts += 1  # ends the checks for a hang
         self._escalation += 1
@@ -439,8 +446,8 @@ class Watch:
                 client.send_heartbeat()
 
     def _record_unstarted(self) -> None:
-        """Write the supervisor's files, for the verdict: its interpreter could not be started, or the login shell did
-        not start the supervisor; then ssh_call.py has written the reason to the log.
+        """Where no supervisor started, write its exit code for the verdict. If its interpreter was the cause, write
+        that to the log; for a login shell, ssh_call.py has done so.
         """
         for node, code in self._unstarted.items():
             with contextlib.suppress(OSError):
@@ -565,7 +572,16 @@ class HangCheck:
         if now > due + MAX_DELAY:  # the machine or this program was suspended
             self._since = now
         if self._attempt == self._watch.attempts:
-            self.handle(*self._hang_watch.check_files(now - self._since))
+            self._decide(lambda: self._hang_watch.check_files(now - self._since))
+
+    def _decide(self, check: Callable[[], tuple[Decision, str]]) -> None:
+        """Handle the result of a check. A failure of the check must not end the run."""
+        try:
+            decision = check()
+        except Exception as error:  # noqa: BLE001
+            self._watch.console.record(f"the check for a hang failed, and no other follows: {error!r}")
+        else:
+            self.handle(*decision)
 
     def handle(self, decision: Decision, notice: str) -> None:
         from distributed.runs.hang_decision import Hung, Wait
@@ -585,17 +601,22 @@ class HangCheck:
     def _query(self, asked: Query) -> None:
         from distributed.runs.query import node_reply
 
-        run, replies = self._watch.run, {}
+        run = self._watch.run
+        replies: dict[RunNode, Reply] = {}
+        self._watch.queries.clear()
+
+        def check() -> tuple[Decision, str]:
+            found = [node_reply(node, replies[node]) for node in run.nodes]
+            return self._hang_watch.check_replies(found, time.monotonic() - self._since, asked)
 
         def replied(node: RunNode, reply: Reply) -> None:
-            replies[node] = node_reply(node, reply)
+            replies[node] = reply
             if len(replies) == len(run.nodes):
-                watched = time.monotonic() - self._since
-                self.handle(*self._hang_watch.check_replies([replies[one] for one in run.nodes], watched, asked))
+                self._decide(check)
 
         timeout = STACKS_TIMEOUT if asked.stacks else QUERY_TIMEOUT
         for node in run.nodes:
             status = [run.python, "-I", f"{LIB}/module.py", "runs.node_status", "--run", run.directory_at_launch]
             status += ["--node", node.node, "--count", str(node.processes), "--first-rank", str(node.first_rank)]
             command = self._watch.transport.command(node, [*status, *asked.arguments], "/")
-            self._watch.call(node.node, command, partial(replied, node), timeout=timeout)
+            self._watch.queries.add(self._watch.call(node.node, command, partial(replied, node), timeout=timeout))

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from distributed.exit_codes import TIMED_OUT, UNFIT
 from distributed.files import read_json
 from distributed.host import process_scan
+from distributed.launch.transport import _PdshErrors
 from distributed.launch.watch import HangCheck, Local, Watch, hang_limits
 from distributed.runs.hang_decision import Hung, Wait
 from distributed.runs.run_directory import create
@@ -129,6 +131,27 @@ def test_with_one_client_a_node_without_a_report_is_lost(directory: Path, attemp
     assert attempt(all=f"{report('n1', 0)}; exit 255") == UNFIT
     assert "n2: connection to its supervisor lost" in log_of(directory)
     assert "n1" not in log_of(directory)
+
+
+def test_exit_codes_in_pdshs_messages_are_those_of_the_named_nodes(directory: Path, new_watch: NewWatch) -> None:
+    """pdsh prints a host without its domain."""
+    watch = new_watch(directory, Local())
+    watch.run = replace(
+        watch.run, nodes=tuple(replace(node, address=f"ada@{node.node}.lan") for node in watch.run.nodes)
+    )
+    watch.unended = {"n1", "n2"}
+    errors = _PdshErrors(watch)
+    errors.feed(b"pdsh@here: other: ssh exited with exit code 9\npdsh@here: n2: ssh exited with ")
+    assert (watch.status, watch.unended) == (0, {"n1", "n2"})
+    errors.feed(b"exit code 3\n")
+    assert (watch.status, watch.unended) == (3, {"n1"})
+
+
+def test_a_check_for_a_hang_that_fails_does_not_end_the_run(directory: Path, new_watch: NewWatch) -> None:
+    watch = new_watch(directory, Local())
+    HangCheck(watch, None, time.monotonic()).check()  # type: ignore[arg-type]
+    assert "the check for a hang failed" in log_of(directory)
+    assert not watch.is_ending
 
 
 def test_a_run_that_looks_hung_is_reported_also_with_quiet_but_not_when_it_is_ending(
