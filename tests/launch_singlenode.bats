@@ -293,9 +293,11 @@ END
   start --script "my script.py" - 2
   wait_for_line "at work"
   SECONDS=0
+  kill -HUP "$LAUNCHER"
   kill -TERM "$LAUNCHER"
   wait_for_exit
   [ "$status" -eq 143 ]
+  run ! ls logs/latest/errors/signal_launcher_SIGHUP.json # nohup has made the launcher ignore it
   ((SECONDS < 60)) # the script would run for 300 s
   [ "$(processes_left)" -eq 0 ]
 }

@@ -92,7 +92,7 @@ usage() {
     ((number > 2)) || [[ $line == '# '* ]] || continue # skip the shebang and the line below it
     if [[ $line == '#   (as '*')' ]]; then
       line=${line#*'(as '}
-      print_arguments_of "${PROGRAM_FILE%/*}/${line%)}"
+      print_arguments_of "$KIT"/scripts/*/"${line%)}" # SLURM runs a copy of the program elsewhere
     else
       line=${line#'#'}
       printf '%s\n' "${line# }"

@@ -4,27 +4,7 @@
 #
 # Usage: sbatch [sbatch's options] scripts/slurm/slurm_train_single_node.sh [options] [CONFIG...] [-- ARGUMENT...]
 #
-#   CONFIG               settings file, passed to the script as --config CONFIG; -: none (default: $CONFIG, else
-#                        Muster's config/quickstart.yaml). For an array: one per element, or one with %a, which is
-#                        replaced by the element's index
-#   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value. %a: see above
-#
-#   --script PATH        script to run (default: $SCRIPT, else Muster's train.py)
-#   -m MODULE            run a module instead of a script
-#   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
-#   --agent fast|torchrun  with LAUNCHER=torchrun; fast (default): Muster's agent; torchrun: PyTorch's own
-#   --master-port PORT   default: $MASTER_PORT, else a free port of the first node
-#   --env NAME=VALUE     set an environment variable for the ranks; repeatable
-#   --env-file FILE      the same from a file, one NAME=VALUE per line
-#   --max-restarts N     restart up to N times within the job after a failure (default: 0)
-#   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
-#                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
-#   --log-dir DIR        directory for run directories (default: logs)
-#   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait for the agent (default: 600)
-#   --max-requeues N     how often the job may requeue itself (default: 100)
-#   --dry-run            print what would be submitted and run, submit nothing; works on a login node
-#   --quiet              print no progress lines of the launcher
-#   --help               show this help
+#   (as slurm_train.sh)
 #
 # Environment variables:
 #
