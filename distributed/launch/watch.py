@@ -425,7 +425,7 @@ class Watch:
                 for client in self.running.values():
                     client.pause_output(paused)
             self.loop.wait()
-            if not self.running:  # nobody needs the replies to a query any more
+            if not self.running:  # the replies to a query are not needed any more
                 for client in self.queries & self._calls:
                     client.kill()
         ended.set()
@@ -464,7 +464,7 @@ class Watch:
         self.transport.request(self, request)
 
     def _schedule(self, seconds: float, request: str) -> None:
-        """Send a request later: stop, kill or abandon. It replaces one that was scheduled before."""
+        """Send a request later: stop, kill or abandon. It replaces the request that was scheduled before."""
         self._escalation += 1
         self._requested = True
         self.loop.call_later(seconds, partial(self._escalate, self._escalation, request))

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 #
-# A SLURM batch job and its requeues: it requeues itself at the time limit, and SLURM requeues it after a node failure
-# or preemption. All attempts share one run directory; logs/slurm-<job> is a link to it.
+# A SLURM batch job: its arguments, its array element, and the run directory of a job that was requeued, to which
+# logs/slurm-<job> is a link. distributed/launch/requeue.py requeues the job.
 #
 # Sourced by the scripts of scripts/slurm, never run; it needs slurm.bash and the files that slurm.bash needs.
 
