@@ -75,35 +75,19 @@ find_python() {
 # ---------------------------------------------------------------- nodes
 
 check_nodes() {
-  local replies
   pick_python "$PYTHON_OPTION"
   set_node_checks 1 "${POSITIONAL[@]}"
   run_checks --forward "${CHECKS[@]}"
-  build_module_command host.probe --directory "$PWD" --log-dir "$LOG_DIR" \
-    --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
-  if [[ $DRY_RUN == 1 ]]; then
-    printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"
-    return
-  fi
-  open_connections
-  ((!SYNC)) || sync_nodes
-  replies=$CONNECTIONS_DIR/replies
-  mkdir -p -- "$replies/facts"
-  run_on_nodes "$replies/facts" ssh_probe "$(remote_command_line "${COMMAND[@]}")"
-  check_connections "$replies"
-  kit_python health.cluster "${OUTPUT_OPTIONS[@]}" "$replies" "${NODES[@]}"
-}
-
-
-check_connections() { # <directory of the replies>
-  local node reachable=()
-  for node in "${NODES[@]}"; do
-    (($(<"$1/facts/$node.code") != 0)) || reachable+=("$node")
+  set -- "${OUTPUT_OPTIONS[@]}" "--program=$PROGRAM" "--cwd=$PWD" "--log-dir=$LOG_DIR" "--python=$PYTHON" \
+    "--node-env=$(node_env)" "--master-port=${MASTER_PORT:-29500}"
+  ((!SYNC)) || set -- "$@" --sync
+  [[ $DRY_RUN != 1 ]] || set -- "$@" --dry-run
+  [[ $QUIET != 1 ]] || set -- "$@" --quiet
+  # shellcheck disable=SC2153 # launch.bash sets it
+  for NODE in "${NODES[@]}"; do
+    set -- "$@" --node "$NODE" "${ADDRESS[$NODE]}"
   done
-  if ((${#reachable[@]} > 1)); then
-    local NODES=("${reachable[@]}")
-    connect_all_pairs "$1"
-  fi
+  exec_module health.cluster "$@" < <(print_environment)
 }
 
 

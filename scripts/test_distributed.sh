@@ -133,25 +133,15 @@ bytes() { # <size>
 }
 
 
-# Check the connections first: ranks that cannot connect to each other would wait without a message.
-test_connections() {
-  set_node_checks "$NPROC" "${POSITIONAL[@]:1}"
-  run_checks "${CHECKS[@]}"
-  open_connections
-  ((!SYNC)) || sync_nodes
-  connect_all_pairs "$CONNECTIONS_DIR/replies"
-  kit_python launch.connectivity judge "$CONNECTIONS_DIR/replies" "${NODES[@]}" || exit
-  log "each of $(counted ${#NODES[@]} node) can connect to every other"
-}
-
-
-# Run the launcher with its output on standard error, and print the report.
+# Run the launcher with its output on standard error, and print the report. It tests the connections between nodes first:
+# ranks that cannot connect to each other would wait without a message.
 test_ranks() {
-  local code=0 run
-  run_forwarding_signals exec_in_environment 1 MUSTER_RUN_FILE="$SCRATCH/run" \
+  local code=0 run pipe
+  exec {pipe}<> <(:) # an anonymous pipe
+  run_forwarding_signals exec_in_environment 2 MUSTER_RUN_FILE="/proc/$$/fd/$pipe" MUSTER_TEST_CONNECTIONS=1 \
     "$LAUNCHER_FILE" "${LAUNCHER_ARGUMENTS[@]}" >&2 || code=$?
-  [[ -s $SCRATCH/run ]] || exit "$code" # the launcher has made no run directory
-  run=$(<"$SCRATCH/run")
+  read -r -t 0 -u "$pipe" || exit "$code" # the launcher has made no run directory
+  read -r -u "$pipe" run
   if [[ -e $run/smoke.json ]]; then
     kit_python smoke.report "${OUTPUT_OPTIONS[@]}" "$run/smoke.json" || ((code)) || code=$?
   elif ((!code)); then
@@ -187,11 +177,6 @@ main() {
   LAUNCHER_ARGUMENTS+=(-- "${SMOKE_OPTIONS[@]}" --json-file smoke.json)
   if [[ $DRY_RUN == 1 ]]; then
     exec_in_environment 0 "$LAUNCHER_FILE" --dry-run "${LAUNCHER_ARGUMENTS[@]}"
-  fi
-  make_temporary_directory SCRATCH
-  trap 'rm -rf -- "$SCRATCH"' EXIT
-  if uses_nodes; then
-    test_connections
   fi
   test_ranks
 }

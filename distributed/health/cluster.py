@@ -1,8 +1,8 @@
 """Check whether several nodes are fit to train together, and print how they differ.
 
-scripts/doctor.sh NODE... runs the node probe (host.probe) on each node and tests the connections between all nodes.
-This module reads the replies, checks each node as doctor checks a single machine, and compares the nodes. A finding
-that several nodes share is printed once.
+scripts/doctor.sh NODE... becomes this program. It runs the node probe (host.probe) on each node, tests the connections
+between all nodes, checks each node as doctor checks a single machine, and compares the nodes. A finding that several
+nodes share is printed once.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from distributed import terminal
 from distributed.exit_codes import UNFIT
@@ -23,9 +23,27 @@ from distributed.health.checks import LEVELS, Finding, fault, judge, size
 from distributed.health.differences import compare
 from distributed.health.doctor import render, render_findings
 from distributed.host.facts import Facts, FullNodeFacts, Route
-from distributed.host.replies import Reply, read
-from distributed.launch.connectivity import REMEDY, FailedConnection, read_failed_connections
+from distributed.host.replies import Reply
+from distributed.launch.connectivity import REMEDY, ConnectionTest, FailedConnection, test_connections
 from distributed.nodelist import compact
+from distributed.transport.commands import (
+    Calls,
+    Messages,
+    SshCommands,
+    TransportError,
+    environment_block,
+    in_node_env,
+    quote,
+    read_lists,
+)
+from distributed.transport.sync import sync_nodes
+
+
+class Node(NamedTuple):
+    """A node to check. address: [user@]host for ssh."""
+
+    node: str
+    address: str
 
 
 @dataclass(frozen=True)
@@ -42,22 +60,17 @@ class ClusterFacts:
 # ---------------------------------------------------------------- the replies
 
 
-def read_cluster(replies_dir: Path, nodes: Sequence[str]) -> ClusterFacts:
-    """Read facts/ and, if connections were tested, listening/ and connecting/ in the replies directory."""
-    replies = {node: read(replies_dir / "facts", node) for node in nodes}
+def cluster_facts(replies: Mapping[str, Reply], test: ConnectionTest | None) -> ClusterFacts:
+    """replies: of all nodes to the probe. test: of the connections between those that replied; None: not tested."""
     found = {node: facts_of(reply) for node, reply in replies.items()}
     facts = {node: value for node, value in found.items() if isinstance(value, FullNodeFacts)}
     failed = {node: value for node, value in found.items() if isinstance(value, str)}
-    tested = (replies_dir / "connecting").exists()
-    for reply in [read(replies_dir / kind, node) for kind in ("connecting", "listening") for node in facts if tested]:
-        if reply.value() is None:
-            failed[reply.node] = reply.failure_message()
     return ClusterFacts(
-        nodes=tuple(nodes),
+        nodes=tuple(replies),
         facts=facts,
         ahead={node: value.now - replies[node].arrived for node, value in facts.items()},
-        failed=failed,
-        failed_connections=tuple(read_failed_connections(replies_dir, tuple(facts))) if tested else (),
+        failed=failed | ({node: why for node, why in test.missing().items() if node in facts} if test else {}),
+        failed_connections=tuple(test.failed()) if test else (),
     )
 
 
@@ -218,15 +231,66 @@ def as_json(cluster: ClusterFacts) -> str:
 # ---------------------------------------------------------------- the program
 
 
+def query_nodes(
+    options: argparse.Namespace, lists: Mapping[str, Sequence[bytes]], log: Callable[[str], None]
+) -> ClusterFacts:
+    """Probe all nodes, and test the connections between those that replied. Raises TransportError."""
+    commands = SshCommands(log, options.cwd if options.sync else "")
+    calls, nodes = Calls(), [Node(*pair) for pair in options.nodes]
+    block = environment_block(lists["inherited"], lists["environment"])
+    if options.sync:
+        sync_nodes(calls, commands, nodes, log)
+
+    def on_node(node: Node, module: str, arguments: Sequence[str]) -> list[str]:
+        command = in_node_env(options.node_env, options.python, module, *arguments)
+        return commands.command(node, command, options.cwd)
+
+    probes = {node: on_node(node, "host.probe", probe_arguments(options)) for node in nodes}
+    replies = calls.call_all(probes, log, sent=block)
+    reachable = [node for node in nodes if not replies[node.node].code]
+    test = test_connections(calls, on_node, reachable, block) if len(reachable) > 1 else None
+    return cluster_facts(replies, test)
+
+
+def probe_arguments(options: argparse.Namespace) -> list[str]:
+    names = [name for name, _ in options.nodes]
+    where = ["--directory", options.cwd, "--log-dir", options.log_dir]
+    return [*where, "--port", options.master_port, "--", *names]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if there is no fault (or with --json), 1 if there is one, UNFIT if a node has no usable reply."""
     parser = argparse.ArgumentParser(prog="cluster", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON, without findings")
-    parser.add_argument("replies", type=Path, help="directory with facts/, listening/ and connecting/")
-    parser.add_argument("nodes", nargs="+", help="names, by node rank")
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the facts as JSON, without findings")
+    add("--node", required=True, nargs=2, action="append", metavar=("NAME", "ADDRESS"), dest="nodes")
+    add("--program", required=True, help="name of the script in messages")
+    add("--cwd", required=True, metavar="DIR", help="working directory on the nodes")
+    add("--log-dir", required=True, metavar="DIR", help="the directory of all runs")
+    add("--python", required=True, metavar="PATH", help="interpreter of the nodes")
+    add("--node-env", required=True, metavar="FILE")
+    add("--master-port", required=True, metavar="PORT")
+    add("--sync", action="store_true", help="copy the working directory to the nodes")
+    add("--dry-run", action="store_true", help="print the command of the nodes, run nothing")
+    add("--quiet", action="store_true")
     options = parser.parse_args(arguments)
-    cluster = read_cluster(options.replies, options.nodes)
-    if options.json:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    messages = Messages(options.program, options.quiet)
+    lists = read_lists()
+    if options.dry_run:
+        command = in_node_env(options.node_env, options.python, "host.probe", *probe_arguments(options))
+        print(f"{' '.join(name for name, _ in options.nodes)}: {quote(command)}")
+        return 0
+    try:
+        cluster = query_nodes(options, lists, messages.log)
+    except TransportError as error:
+        return messages.print_error(error)
+    return show(cluster, options.json)
+
+
+def show(cluster: ClusterFacts, in_json: bool) -> int:
+    """Print the findings. Returns the exit code of the program."""
+    if in_json:
         sys.stdout.write(as_json(cluster))
     elif len(cluster.nodes) == 1 and cluster.facts:
         [(name, only)] = cluster.facts.items()
@@ -236,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if cluster.failed:
         return UNFIT
     faults = any(finding.level == "fault" for found in judge_cluster(cluster).values() for finding in found)
-    return 1 if faults and not options.json else 0
+    return 1 if faults and not in_json else 0
 
 
 if __name__ == "__main__":

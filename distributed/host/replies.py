@@ -1,7 +1,6 @@
 """Replies of nodes to a query over ssh, or why a reply is missing, with the remedy.
 
-A node prints one line of JSON after a marker, because a login shell may print other lines. The launcher's host stores
-the output and exit code in files: NODE.out, NODE.err and NODE.code.
+A node prints one line of JSON after a marker, because a login shell may print other lines.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from distributed.exit_codes import UNFIT
 from distributed.host.ssh_call import LOGIN_SHELL
@@ -96,14 +94,3 @@ class Reply:
 def format_reply(value: Any) -> str:
     """A reply as a node prints it."""
     return MARKER + json.dumps(value) + "\n"
-
-
-def read(directory: Path, node: str) -> Reply:
-    """Read the stored reply of a node. NODE.code is written last; while it is missing, the exit code is read as 0."""
-
-    def text(kind: str) -> str:
-        path = directory / f"{node}.{kind}"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    arrived = (directory / f"{node}.out").stat().st_mtime
-    return Reply(node, int(text("code") or 0), text("out"), text("err"), arrived)

@@ -4,8 +4,6 @@ Without a connection, ranks would wait and print nothing. Each node listens at t
 connects to all other nodes at the same time. The launcher reads the replies and reports failed connections:
 
     node2 cannot connect to node3 (10.0.0.3): no reply within 3 s: a firewall between them?
-
-scripts/lib/connectivity.bash runs these steps.
 """
 
 from __future__ import annotations
@@ -15,16 +13,19 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from distributed.exit_codes import UNFIT
 from distributed.host.network import address_of_interface, address_towards
-from distributed.host.replies import format_reply, read
+from distributed.host.replies import Reply, format_reply
 from distributed.nodelist import compact
 
+if TYPE_CHECKING:
+    from distributed.transport.commands import AnyTarget, Calls
+
 CONNECT_TIMEOUT = 3.0  # seconds; allows for one lost packet
+END_TIMEOUT = 5.0  # seconds for a listener to exit
 REMEDY = "open TCP between the nodes, on all ports above 1023 (firewall, security group, network policy)"
 
 
@@ -104,43 +105,89 @@ def failed_connections(
     return [FailedConnection(nodes, to, addresses[to][0], error) for (to, error), nodes in found.items()]
 
 
-def read_addresses(directory: Path, nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Return the address and port of each node that replied."""
-    values = {node: read(directory, node).value() for node in nodes}
+@dataclass(frozen=True)
+class ConnectionTest:
+    """The replies of all nodes to `listen` and `try`."""
+
+    listening: Mapping[str, Reply]
+    connecting: Mapping[str, Reply]
+
+    def missing(self) -> dict[str, str]:
+        """Node -> why it has no reply."""
+        replies = [*self.connecting.values(), *self.listening.values()]
+        return {reply.node: reply.failure_message() for reply in replies if reply.value() is None}
+
+    def failed(self) -> list[FailedConnection]:
+        """Failed connections between nodes that replied."""
+        results = {node: reply.value() or {} for node, reply in self.connecting.items()}
+        return failed_connections(results, addresses_of(self.listening))
+
+    def faults(self) -> list[str]:
+        """Messages about nodes without a reply or, if all nodes replied, about failed connections."""
+        if missing := self.missing():
+            return [f"{node}: {missing[node]}" for node in self.listening if node in missing]
+        return [f"{failure}; {REMEDY}" for failure in self.failed()]
+
+
+def addresses_of(listening: Mapping[str, Reply]) -> dict[str, tuple[str, int]]:
+    """The address and port of each node that replied."""
+    values = {node: reply.value() for node, reply in listening.items()}
     return {node: (value[0], value[1]) for node, value in values.items() if value}
 
 
-def read_failed_connections(directory: Path, nodes: Sequence[str]) -> list[FailedConnection]:
-    """Return failed connections between nodes that replied. directory: contains listening/ and connecting/."""
-    results = {node: read(directory / "connecting", node).value() or {} for node in nodes}
-    return failed_connections(results, read_addresses(directory / "listening", nodes))
+def test_connections(
+    calls: Calls,
+    on_node: Callable[[AnyTarget, str, Sequence[str]], list[str]],
+    nodes: Sequence[AnyTarget],
+    block: bytes,
+) -> ConnectionTest:
+    """Let every node connect to every other.
 
+    Args:
+        on_node: the local command that runs a module of the package with arguments in the environment of a node.
+        block: see environment_block().
+    """
+    names = [node.node for node in nodes]
+    printed = {name: bytearray() for name in names}
+    ended: dict[str, Reply] = {}
 
-def judge(directory: Path, nodes: Sequence[str]) -> list[str]:
-    """Return messages about nodes without a reply or, if all nodes replied, about failed connections."""
-    replies = [read(directory / kind, node) for node in nodes for kind in ("listening", "connecting")]
-    if missing := {reply.node: reply.failure_message() for reply in reversed(replies) if reply.value() is None}:
-        return [f"{node}: {missing[node]}" for node in nodes if node in missing]
-    return [f"{failure}; {REMEDY}" for failure in read_failed_connections(directory, nodes)]
+    def handle_end(reply: Reply) -> None:
+        ended[reply.node] = reply
+
+    listeners = [
+        calls.call(
+            node.node, on_node(node, "launch.connectivity", ["listen", *names]), handle_end, sent=block,
+            keep_input=True, on_output=printed[node.node].extend,
+        )
+        for node in nodes
+    ]  # fmt: skip
+
+    def replies() -> dict[str, Reply]:
+        known = {name: ended.get(name, Reply(name, 0, "", "")) for name in names}
+        return {name: replace(reply, out=printed[name].decode(errors="replace")) for name, reply in known.items()}
+
+    while any(name not in ended and reply.value() is None for name, reply in replies().items()):
+        calls.loop.wait()
+    listening = replies()
+    tries = ["try", *(f"{node}={host}:{port}" for node, (host, port) in addresses_of(listening).items())]
+    commands = {node: on_node(node, "launch.connectivity", tries) for node in nodes}
+    connecting = calls.call_all(commands, sent=block)
+    for listener in listeners:
+        listener.end_input()
+        calls.loop.call_later(END_TIMEOUT, listener.kill)
+    calls.wait(listeners)
+    return ConnectionTest(listening, connecting)
 
 
 # ---------------------------------------------------------------- command line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`listen` and `try` run on a node, `addresses` and `judge` in the launcher. Returns 0 or UNFIT."""
+    """`listen` and `try` run on a node. Returns 0."""
     options = _parse(arguments)
     if options.verb == "listen":
         return listen(options.nodes)
-    if options.verb == "try":
-        sys.stdout.write(format_reply(asyncio.run(connect_to_all(dict(options.addresses)))))
-    elif options.verb == "judge":
-        faults = judge(options.directory, options.nodes)
-        sys.stderr.write("".join(f"connectivity: {fault}\n" for fault in faults))
-        return UNFIT if faults else 0
-    else:
-        for node, (address, port) in read_addresses(options.directory, options.nodes).items():
-            print(f"{node}={address}:{port}")
+    sys.stdout.write(format_reply(asyncio.run(connect_to_all(dict(options.addresses)))))
     return 0
 
 
@@ -158,12 +205,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     listening.add_argument("nodes", nargs="+", help="names of all nodes")
     connecting = verbs.add_parser("try", help="try to connect")
     connecting.add_argument("addresses", nargs="*", type=_node_address, help="NAME=ADDRESS:PORT")
-    addresses = verbs.add_parser("addresses", help="print the addresses of the nodes, as arguments for try")
-    addresses.add_argument("directory", type=Path, help="contains NODE.out, NODE.err and NODE.code")
-    addresses.add_argument("nodes", nargs="+")
-    judging = verbs.add_parser("judge", help="print failed connections, and nodes without a reply")
-    judging.add_argument("directory", type=Path, help="contains the replies: listening/ and connecting/")
-    judging.add_argument("nodes", nargs="+")
     return parser.parse_args(arguments)
 
 

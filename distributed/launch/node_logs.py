@@ -7,7 +7,7 @@ import os
 from functools import partial
 
 from distributed.host.replies import Reply
-from distributed.launch.loop import INHERITED
+from distributed.transport.loop import INHERITED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class NodeLogs:
 
     def _on_node(self, node: RunNode, script: str, *arguments: str) -> list[str]:
         line = ["sh", "-c", script, "sh", str(self._watch.directory), *arguments]
-        return self._watch.transport.command(node, line, self._watch.options.cwd)
+        return self._watch.transport.commands.command(node, line, self._watch.options.cwd)
 
     # ---- while the nodes run
 
@@ -62,7 +62,7 @@ class NodeLogs:
             then(Reply(node.node, 1, "", ""))
             return
         command = self._on_node(node, PRINT_LOG, log.name, str(os.fstat(file).st_size + 1))
-        self._watch.call(node.node, command, then, timeout=timeout, output=file)
+        self._watch.calls.call(node.node, command, then, timeout=timeout, output=file)
         os.close(file)
 
     # ---- after an attempt
@@ -83,7 +83,7 @@ class NodeLogs:
                 self._append_log(node, partial(self._fetch_after, node))
             else:
                 self._fetch(node)
-        self._watch.wait_for_calls()
+        self._watch.calls.wait()
 
     def _fetch_after(self, node: RunNode, reply: Reply) -> None:
         if reply.code:
@@ -101,17 +101,16 @@ class NodeLogs:
 
         source, target = os.pipe()
         unpack = ["env", "--unset=TAR_OPTIONS", "tar", "-xf", "-", "--keep-newer-files", "--no-same-owner"]
-        self._watch.call(node.node, [*unpack, "-C", str(self._watch.directory)], ended, source=source)
-        self._watch.call(node.node, self._on_node(node, PACK), ended, output=target, errors=INHERITED)
+        self._watch.calls.call(node.node, [*unpack, "-C", str(self._watch.directory)], ended, source=source)
+        self._watch.calls.call(node.node, self._on_node(node, PACK), ended, output=target, errors=INHERITED)
         os.close(source)
         os.close(target)
 
     def archive(self, directory: str) -> None:
         """Archive the last attempt on the nodes too, so that its files are not copied back as those of the next."""
         commands = {node: self._on_node(node, ARCHIVE, directory) for node in self._fetched}
-        for reply in self._watch.call_all(commands):
+        for node, reply in zip(self._fetched, self._watch.calls.call_all(commands).values(), strict=True):
             if reply.code:
-                node = next(node for node in self._fetched if node.node == reply.node)
                 self._warn(node, f"files of the last attempt in {self._watch.directory} could not be moved")
 
     def _warn(self, node: RunNode, problem: str) -> None:

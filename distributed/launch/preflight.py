@@ -10,9 +10,9 @@ compares the replies, reports each fault with its remedy, and chooses the rendez
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-from distributed.host.replies import NodeFacts, Reply, read
+from distributed.host.processes import count
+from distributed.host.replies import NodeFacts, Reply
 from distributed.launch.comparison import (
     MUST_BE_SAME,
     differences,
@@ -88,6 +88,8 @@ def differing_files(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]
             yield name, f"'{file}' differs from that on the other nodes; make them equal, or launch with {SYNC}"
 
 
-def compare(directory: Path, processes: Mapping[str, int], port: str) -> tuple[list[str], list[str], str]:
-    """judge() for the replies in a directory: NODE.out, NODE.err and NODE.code. port: empty for any free port."""
-    return judge({name: read(directory, name) for name in processes}, processes, int(port) if port else None)
+def count_processes(kind: str, reply: Reply) -> int:
+    """The number of processes for NPROC auto, gpu or cpu. 0: no GPU is visible; 1: judge() reports a fault."""
+    value = reply.value()
+    facts = None if value is None else NodeFacts(**value)
+    return 1 if facts is None or facts.gpu_error else count(kind, facts.gpus, facts.cores)

@@ -1,8 +1,6 @@
 """Run a launch: open the run directory, run the attempts, print the verdict, exit with the code of the run.
 
-A launcher replaces itself by this program after its checks. Standard input has lists of arbitrary strings, which are
-not arguments because all users can read arguments: for each list its name, the number of its entries, and the entries,
-all terminated by NUL bytes. The lists:
+A launcher replaces itself by this program after its checks. Standard input has lists (transport.commands.read_lists):
 
     inherited    NAME=VALUE of variables of the caller for the nodes
     environment  NAME=VALUE of --env and --env-file
@@ -17,13 +15,13 @@ import argparse
 import contextlib
 import io
 import os
-import re
-import shlex
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,26 +30,26 @@ from distributed.files import KIT
 from distributed.launch.transport import Pdsh, Ssh
 from distributed.launch.watch import STOPPING_SIGNALS, AgentCommand, Console, Local, Options, Watch
 from distributed.runs import run_directory
+from distributed.runs.lookup import RunNode, read
+from distributed.transport.commands import (
+    Calls,
+    LocalCommands,
+    SshCommands,
+    TransportError,
+    environment_block,
+    in_node_env,
+    message_of,
+    quote,
+    read_lists,
+)
 
 if TYPE_CHECKING:
+    from distributed.host.replies import Reply
     from distributed.launch.node_logs import NodeLogs
 
 MAX_STALLED = 3  # consecutive restarts without progress before giving up
 PROGRESS_SECONDS = 300.0  # an attempt that logs no steps has made progress when it ran this long
 ATTEMPT_FILES = ("errors", "ranks", "verdict.json", "hang.json", "node_*")  # others are of the whole run
-
-
-def read_lists() -> dict[str, list[bytes]]:
-    """Read the lists from standard input, which is then empty."""
-    fields = sys.stdin.buffer.read().split(b"\0")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    lists = {}
-    while len(fields) > 1:
-        name, number = fields[0].decode(), int(fields[1])
-        lists[name], fields = fields[2 : 2 + number], fields[2 + number :]
-    return lists
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -69,11 +67,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--python", required=True, metavar="PATH", help="interpreter of the nodes")
     add("--node-env", required=True, metavar="FILE")
     add("--master", nargs=2, default=("", ""), metavar=("ADDRESS", "PORT"))
-    add("--replies", type=Path, metavar="DIR", help="of the nodes to the preflight; they set address and port")
+    add("--preflight", action="store_true", help="probe the nodes, and compare them; they set address and port")
+    add("--file", action="append", default=[], metavar="PATH", help="that ranks read; compared by the preflight")
+    add("--package", action="append", default=[], metavar="NAME", help="that ranks need; checked by the preflight")
     add("--run-id", action="store_true", help="give torchrun the name of the run")
-    add("--connections", default="", metavar="DIR", help="of ssh")
-    add("--login-timeout", type=int, default=60, metavar="SECONDS")
-    add("--sync", action="store_true", help="follow the logs of nodes with their own run directory")
+    add("--sync", action="store_true", help="copy the working directory to the nodes, and follow their logs")
     add("--grace", type=int, required=True, metavar="SECONDS")
     add("--max-restarts", type=int, default=0, metavar="N")
     add("--hang-timeout", type=float, metavar="SECONDS")
@@ -90,7 +88,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class Launch:
-    """One launch, from the comparison of the nodes to the verdict."""
+    """One launch, from the check of the nodes to the verdict."""
 
     def __init__(self, options: argparse.Namespace, lists: dict[str, list[bytes]]) -> None:
         self.options = options
@@ -100,6 +98,8 @@ class Launch:
         self.before = tuple(os.fsdecode(argument) for argument in lists["before"])
         self.after = tuple(os.fsdecode(argument) for argument in lists["after"])
         self.names = [name for name, *_ in options.nodes]
+        self.processes = {name: count for name, count, _ in options.nodes}
+        self.targets = [RunNode(name, address, 0, 0) for name, _, address in options.nodes]
         self.logs = os.path.join(options.cwd, options.log_dir)
         self.code = 0
         self.seconds = 0.0  # duration of the last attempt
@@ -125,21 +125,80 @@ class Launch:
     def _print_command(self, command: Sequence[str], node: str = "") -> None:
         self.console.show(os.fsencode(f"{node}{quote(command)}\n"), 1)
 
-    def compare_nodes(self) -> tuple[str, str]:
-        """Compare the replies of the nodes. Returns the master address and port. Exits if they are unfit."""
-        if not self.options.replies:
-            address, port = self.options.master
-            return address, port
+    def connect(self) -> LocalCommands:
+        """Open connections to the nodes, and copy files to them. Raises TransportError."""
+        options = self.options
+        if options.transport not in ("ssh", "pdsh"):
+            return LocalCommands()
+        commands = SshCommands(self.console.print, options.cwd if options.sync else "")
+        self.calls = Calls()
+        if options.sync:
+            from distributed.transport.sync import sync_nodes
+
+            sync_nodes(self.calls, commands, self.targets, self.console.print)
+        return commands
+
+    def check_nodes(self, commands: LocalCommands) -> tuple[str, str]:
+        """Check the nodes. Returns the master address and port. Raises TransportError."""
+        if os.environ.get("MUSTER_TEST_CONNECTIONS"):  # by the caller of this launcher
+            self._test_connections(commands)
+        if self.options.preflight:
+            return self._compare(self._probe(commands))
+        address, port = self.options.master
+        return address, port
+
+    def _in_node_env(self, commands: LocalCommands, node: RunNode, module: str, arguments: Sequence[str]) -> list[str]:
+        """The local command that runs a module of the package in the environment of the ranks on a node."""
+        command = in_node_env(self.options.node_env, self.options.python, module, *arguments)
+        return commands.command(node, command, self.options.cwd)
+
+    def _block(self) -> bytes:
+        return environment_block(self.inherited, self.environment)
+
+    def _test_connections(self, commands: LocalCommands) -> None:
+        from distributed.launch.connectivity import test_connections
+
+        on_node = partial(self._in_node_env, commands)
+        if faults := test_connections(self.calls, on_node, self.targets, self._block()).faults():
+            self._refuse_nodes([f"connectivity: {fault}" for fault in faults])
+        count = len(self.names)
+        self.console.print(f"each of {count} node{'s' * (count != 1)} can connect to every other")
+
+    def _probe(self, commands: LocalCommands) -> dict[str, Reply]:
+        """The replies of all nodes to the probe. Counts their processes if that was requested."""
+        options = self.options
+        arguments = ["--port", options.master[1] or "0", *(f"--file={path}" for path in options.file)]
+        arguments += [*(f"--package={name}" for name in options.package), "--", *self.names]
+        calls = {node: self._in_node_env(commands, node, "host.probe", arguments) for node in self.targets}
+        replies = self.calls.call_all(calls, self.console.print, sent=self._block())
+        for name, kind in self.processes.items():
+            if not kind.isdigit():
+                from distributed.launch.preflight import count_processes
+
+                self.processes[name] = str(count := count_processes(kind, replies[name]))
+                if not count:
+                    problem = f"NPROC {kind}: no GPU is visible there; give a number, cpu or auto"
+                    raise TransportError(UNFIT, f"{name}: {problem}")
+        return replies
+
+    def _compare(self, replies: dict[str, Reply]) -> tuple[str, str]:
         from distributed.launch import preflight
 
-        processes = {name: int(count) for name, count, _ in self.options.nodes}
-        faults, warnings, rendezvous = preflight.compare(self.options.replies, processes, self.options.master[1])
-        for line in (*(f"warning: {warning}" for warning in warnings), *faults):
-            self._print(f"preflight: {line}")
+        processes = {name: int(count) for name, count in self.processes.items()}
+        port = self.options.master[1]
+        faults, warnings, rendezvous = preflight.judge(replies, processes, int(port) if port else None)
+        for warning in warnings:
+            self._print(f"preflight: warning: {warning}")
         if faults:
-            sys.exit(UNFIT)
+            self._refuse_nodes([f"preflight: {fault}" for fault in faults])
         address, port = rendezvous.split()
         return address, port
+
+    def _refuse_nodes(self, faults: Sequence[str]) -> None:
+        for fault in faults:
+            self._print(fault)
+        self.flush()
+        sys.exit(UNFIT)
 
     def _agent(self, address: str, port: str) -> AgentCommand:
         nodes = len(self.options.nodes) if self.options.transport in ("ssh", "pdsh") else 0
@@ -147,14 +206,15 @@ class Launch:
 
     def create_run(self) -> Path:
         """Make the run directory and the links to it. Exits with WRONG_CALL if it cannot be written."""
-        options = self.options
-        addresses = [f"{address}:{count}" for _, count, address in options.nodes if address]
+        options, nodes, rank = self.options, [], self.options.first_rank
+        for target in self.targets:
+            nodes.append(replace(target, processes=int(self.processes[target.node]), first_rank=rank))
+            rank += nodes[-1].processes
         try:
             directory = run_directory.create(
-                self.logs, options.name, nodes=self.names, nproc=sum(int(count) for _, count, _ in options.nodes),
-                script=options.script, config=options.config, cwd=options.cwd, python=options.python,
-                command=masked(self.call), addresses=addresses, first_rank=options.first_rank, launcher=os.getpid(),
-                grace=options.grace, slurm_job=options.slurm_job, again=options.again,
+                self.logs, options.name, nodes=nodes, script=options.script, config=options.config, cwd=options.cwd,
+                python=options.python, command=masked(self.call), launcher=os.getpid(), grace=options.grace,
+                slurm_job=options.slurm_job, again=options.again,
             )  # fmt: skip
         except OSError as error:
             path = error.filename or self.logs
@@ -214,12 +274,13 @@ class Launch:
     def run(self) -> int:
         """Run attempts until one succeeds or no restart may help. Returns the exit code."""
         options = self.options
-        address, port = self.compare_nodes()
+        commands = self.connect()
+        address, port = self.check_nodes(commands)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)  # the part of the launcher that has written the lists
         opened = self.detach() if options.detach else -1
         attempt = archive_attempt(Path(options.again)) if options.again else 0
-        transport = self._transport()
+        transport = self._transport(commands)
         watch_options = Options(
             agent=self._agent(address, port), python=options.python, node_env=options.node_env, cwd=options.cwd,
             grace=options.grace, inherited=self.inherited, environment=self.environment,
@@ -233,8 +294,6 @@ class Launch:
         if opened >= 0:
             os.write(opened, os.fsencode(directory))
             os.close(opened)
-        from distributed.runs.lookup import read
-
         watch.open(read(directory))
         ranks = sum(node.processes for node in watch.run.nodes)
         what = f"{ranks} process{'es' * (ranks != 1)}"
@@ -275,15 +334,16 @@ class Launch:
             if logs:
                 logs.archive(f"attempt_{number}")
 
-    def _transport(self) -> Local:
+    def _transport(self, commands: LocalCommands) -> Local:
         options = self.options
         if options.transport == "srun":
             from distributed.launch.srun import Srun
 
             return Srun(self.before, self.after, options.slurm_job[0], not options.task_per_node)
         if options.transport == "local":
-            return Local()
-        return (Ssh if options.transport == "ssh" else Pdsh)(options.connections, options.login_timeout)
+            return Local(commands)
+        assert isinstance(commands, SshCommands)
+        return (Ssh if options.transport == "ssh" else Pdsh)(commands)
 
     def _node_logs(self) -> NodeLogs | None:
         if self.options.transport not in ("ssh", "pdsh"):
@@ -359,17 +419,6 @@ def terminals() -> str:
     return "".join(map(str, found))
 
 
-def quote(command: Sequence[str]) -> str:
-    """A command line for bash, quoted with backslashes as the scripts do."""
-
-    def quoted(argument: str) -> str:
-        if not argument or not argument.isprintable():
-            return shlex.quote(argument)
-        return re.sub(r"(^#|[^\w@%+=:,./#-])", r"\\\1", argument)
-
-    return " ".join(map(quoted, command))
-
-
 def masked(call: Sequence[str]) -> list[str]:
     """The launcher's command line without the values of --env."""
     shown: list[str] = []
@@ -414,6 +463,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         return launch.run()
+    except TransportError as error:
+        launch.console.print(message_of(error, launch.options.program), always=True)
+        launch.flush()
+        return error.code
     except OSError as error:  # such as a full disk; nodes that run stop when this process has exited
         launch.console.print(f"{error.filename or launch.logs}: {error.strerror}", always=True)
         launch.flush()

@@ -20,11 +20,11 @@ from typing import Any
 from distributed.exit_codes import UNFIT
 from distributed.files import write_file, write_json
 from distributed.launch.console import Console, Lines
-from distributed.launch.loop import Client
 from distributed.launch.reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from distributed.launch.watch import Local, Watch
 from distributed.nodelist import expand
-from distributed.runs.lookup import RunNode
+from distributed.transport.commands import JobCommands
+from distributed.transport.loop import Client
 
 SRUN_GRACE = 5.0  # seconds for srun to exit after its tasks; with a lost node srun would wait for SLURM's timeout
 FIRST_WARNING = 10.0  # seconds until the first warning about missing nodes; repeated whenever the time has doubled
@@ -63,15 +63,9 @@ class Srun(Local):
 
     def __init__(self, before: Sequence[str], after: Sequence[str], job: str, task_per_rank: bool) -> None:
         """before, after: srun and its arguments, before and after the run directory. job: number of the SLURM job."""
+        super().__init__(JobCommands(job))
         self.before, self.after = before, after
-        self._job, self._task_per_rank = job, task_per_rank
-
-    def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
-        """Run it as a job step that shares the resources of the running tasks."""
-        names = [name for name in os.environ if name.startswith(("SLURM_", "SRUN_")) and name != "SLURM_CONF"]
-        clean = ["env", *(f"--unset={name}" for name in names)]
-        srun = ["srun", "--overlap", "--jobid", self._job, "--nodes", "1", "--ntasks", "1", "--nodelist", node.node]
-        return [*clean, *srun, "--input", "none", "--quiet", *arguments]
+        self._task_per_rank = task_per_rank
 
     def start(self, watch: Watch) -> None:
         run = os.fsencode(watch.directory)

@@ -1,33 +1,28 @@
 """How a launcher reaches the nodes of a run over ssh or with pdsh; see Local in watch.py, and Srun in srun.py.
 
-A transport gives the local command that runs a command on a node, and starts all nodes of a run. With every transport a
-supervisor owns the command of a node, and reports its exit code; the watch knows nothing else about them.
+A transport starts all nodes of a run; other commands reach them through its `commands` (distributed/transport). With
+every transport a supervisor owns the command of a node, and reports its exit code; the watch knows nothing else.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import resource
 import shlex
-import sys
 
 from distributed.exit_codes import UNFIT
 from distributed.files import write_file
-from distributed.host.ssh_call import STARTED, UNREACHABLE, for_any_shell
+from distributed.host.ssh_call import UNREACHABLE, for_any_shell
 from distributed.launch.console import Lines
-from distributed.launch.loop import INHERITED
-from distributed.launch.watch import LIB, PLAIN_PYTHON, Local, Watch
+from distributed.launch.watch import Local, Watch
+from distributed.transport.loop import INHERITED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from distributed.runs.lookup import RunNode
+    from distributed.transport.commands import SshCommands
 
 REQUEST_TIMEOUT, SIGNAL_TIMEOUT = 5.0, 30.0  # seconds; a stop request is repeated, a signal is not
 PDSH = "pdsh"
-MAX_FILES = 1 << 16  # open files of the launcher, which needs several for each node; pdsh tries to close each number
 _PDSH_CODE = re.compile(r"^pdsh@[^:]*: ([^:]+): ssh exited with exit code (\d+)$")
 _PDSH_INTERRUPT = re.compile(r"^pdsh@.*(interrupt|\^Z|command in progress)")  # of Ctrl-C, which the launcher handles
 
@@ -38,18 +33,9 @@ class Ssh(Local):
     heartbeat_timeout = 20
     reports = True
 
-    def __init__(self, connections: str, login_timeout: int) -> None:
-        """connections: directory of ssh's control sockets. login_timeout: seconds for the login shell of a node."""
-        self.options = ["-F", f"{connections}/config", "-o", f"ControlPath={connections}/%C"]
-        self._within = str(login_timeout)
-        least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(least, min(most, MAX_FILES)), most))
-
-    def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
-        line = f"{STARTED}; cd -- {shlex.quote(cwd)} || exit {UNFIT}; exec {shlex.join(arguments)}"
-        call = [sys.executable, *PLAIN_PYTHON, f"{LIB}/ssh_call.py", "--within", self._within]
-        call += ["--log", log] if log else []
-        return [*call, node.address.rpartition("@")[2], "ssh", *self.options, "--", node.address, for_any_shell(line)]
+    def __init__(self, commands: SshCommands) -> None:
+        super().__init__(commands)
+        self.ssh_options = commands.options
 
 
 class Pdsh(Ssh):
@@ -69,8 +55,9 @@ class Pdsh(Ssh):
         commands = {}
         for node in watch.run.nodes:
             store = ["sh", "-c", script, "sh", run, f"{run}/node_{node.node}.environment"]
-            commands[node] = self.command(node, store, watch.options.cwd, f"{run}/node_{node.node}.log")
-        codes = {reply.node: reply.code for reply in watch.call_all(commands, sent=watch.block(), errors=INHERITED)}
+            commands[node] = self.commands.command(node, store, watch.options.cwd, f"{run}/node_{node.node}.log")
+        replies = watch.calls.call_all(commands, sent=watch.block(), errors=INHERITED)
+        codes = {name: reply.code for name, reply in replies.items()}
         # The login shell did not start this command, and would not start the supervisor either.
         unfit = [name for name, code in codes.items() if code == UNFIT]
         if not unfit and not watch.signal:
@@ -79,9 +66,8 @@ class Pdsh(Ssh):
         for name in unfit:
             write_file(f"{run}/node_{name}.exit", f"{UNFIT}\n")
         rest = [node for node in watch.run.nodes if node.node not in unfit]
-        watch.call_all({
-            node: self.command(node, ["rm", "-f", "--", f"{run}/node_{node.node}.environment"], "/") for node in rest
-        })  # fmt: skip
+        remove = {node: ["rm", "-f", "--", f"{run}/node_{node.node}.environment"] for node in rest}
+        watch.calls.call_all({node: self.commands.command(node, command, "/") for node, command in remove.items()})
         watch.node_failed(UNFIT)
 
     def _command(self, watch: Watch) -> list[str]:
@@ -99,7 +85,7 @@ class Pdsh(Ssh):
         return [*call, f"{for_any_shell(f'{first}; exec {line}')} %n"]
 
     def environment(self, inherited: dict[bytes, bytes]) -> dict[bytes, bytes]:
-        options = os.fsencode(" ".join(self.options))
+        options = os.fsencode(" ".join(self.ssh_options))
         return {b"PDSH_RCMD_TYPE": b"ssh", **inherited, b"PDSH_SSH_ARGS_APPEND": options}
 
     def request(self, watch: Watch, request: str) -> None:
@@ -107,7 +93,7 @@ class Pdsh(Ssh):
         for node in watch.run.nodes:
             if node.node in watch.unended and not os.path.exists(f"{watch.directory}/node_{node.node}.lost"):
                 asked = [*watch.supervisor, *request.split(), "--dir", str(watch.directory), "--name", node.node]
-                watch.call(node.node, self.command(node, asked, watch.options.cwd), timeout=seconds)
+                watch.calls.call(node.node, self.commands.command(node, asked, watch.options.cwd), timeout=seconds)
 
 
 class _PdshErrors:

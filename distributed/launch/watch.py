@@ -20,22 +20,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.exit_codes import STOPPED, TERMINATED, TIMED_OUT, UNFIT
-from distributed.files import KIT, write_json
+from distributed.files import write_json
 from distributed.host import signals
 from distributed.host.replies import Reply
 from distributed.host.ssh_call import LOGIN_SHELL, UNREACHABLE
-from distributed.launch.loop import INHERITED, NULL, Client, Loop, inherited_environment
 from distributed.launch.reports import ReportParser
 from distributed.launch.supervisor import BACKLOG, ConsoleStream
+from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, LocalCommands, environment_block
+from distributed.transport.loop import INHERITED, Client, Loop
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from distributed.runs.hang_decision import Decision, HangWatch, Query
     from distributed.runs.lookup import Run, RunNode
 
-LIB = os.path.join(KIT, "scripts", "lib")
-PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
 STOP_TIMEOUT = 10.0  # seconds between stop request and SIGKILL when a node has failed
 CHECKPOINT_GRACE = 30.0  # seconds for the checkpoints of the other nodes when a node has stopped with a checkpoint
 REPEATED = 1.0  # seconds within which a terminal and a script may send the same signal
@@ -83,15 +80,15 @@ class Options:
 
 
 class Local:
-    """How commands reach the nodes of a run; here on this machine. Other transports are in transport.py and srun.py."""
+    """How the nodes of a run are started; here on this machine. Other transports are in transport.py and srun.py."""
 
     heartbeat_timeout = 0  # seconds without a heartbeat after which a node stops its command; 0: no heartbeats
     reports = False  # the client may exit with a code of its own (ssh, pdsh): the supervisor also prints a report
     clients_are_nodes = True  # each node has a client of its own
 
-    def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
-        """The local command that runs a command on a node. log: file for the reason if it is not started."""
-        return list(arguments)
+    def __init__(self, commands: LocalCommands) -> None:
+        """commands: how other commands reach the nodes."""
+        self.commands = commands
 
     def environment(self, inherited: dict[bytes, bytes]) -> dict[bytes, bytes]:
         """The environment of clients, from that of the launcher."""
@@ -103,7 +100,7 @@ class Local:
         for rank, node in enumerate(watch.run.nodes):
             agent = watch.options.agent.on(run, node.node, str(rank), str(node.processes))
             arguments = [*watch.supervise(), "--name", node.node, "--environment", "-", "--", *agent]
-            command = self.command(node, arguments, watch.options.cwd, f"{run}/node_{node.node}.log")
+            command = self.commands.command(node, arguments, watch.options.cwd, f"{run}/node_{node.node}.log")
             watch.start_client(node.node, command, sent=watch.block())
 
     def request(self, watch: Watch, request: str) -> None:
@@ -170,8 +167,7 @@ class Watch:
         """terminals: the streams that are terminals: "", "1", "2" or, if both are the same, "12"."""
         self.transport, self.options, self.console, self.terminals = transport, options, console, terminals
         self.loop = Loop(self._handle_signal, (*STOPPING_SIGNALS, *signals.PASSED_ON))
-        self._inherited = inherited_environment()
-        self._inherited.pop(b"MUSTER_RUN_FILE", None)  # for this launcher
+        self.calls = Calls(self.loop)
         self.restart_count, self.max_restarts = 0, 0
         self.signal = 0  # that requested a stop
         self._signal_time = 0.0
@@ -179,7 +175,6 @@ class Watch:
         self.running: dict[str, Client] = {}  # by node, or by the name of the client of all nodes
         self.unended: set[str] = set()  # nodes whose end is not known
         self._unstarted: dict[str, int] = {}  # nodes on which the supervisor could not be started -> exit code
-        self._calls: set[Client] = set()  # short commands
         self.queries: set[Client] = set()  # those of a check for a hang
         self._escalation = 0  # number of the scheduled request
         self.attempts = 0
@@ -221,9 +216,8 @@ class Watch:
         return [*self.options.environment, *map(str.encode, counts)]
 
     def block(self) -> bytes:
-        """Both environment blocks for the supervisor. They are sent through a pipe, as all users can read arguments."""
-        blocks = (self.options.inherited, self.entries())
-        return b"".join(b"".join(entry + b"\0" for entry in block) + b"\0" for block in blocks)
+        """Both environment blocks for the supervisor."""
+        return environment_block(self.options.inherited, self.entries())
 
     # ---- clients
 
@@ -257,7 +251,7 @@ class Watch:
         self.running[name] = client = Client(
             self.loop,
             command,
-            {**self.transport.environment(self._inherited), **(environment or {})},
+            {**self.transport.environment(self.calls.environment), **(environment or {})},
             on_exit=handle_exit,
             on_output=handle_output if self.transport.reports or on_report else None,
             on_errors=on_errors,
@@ -331,13 +325,13 @@ class Watch:
         self.console.record(f"{node}: connection to its supervisor lost; stopping the run")
         known = next(one for one in self.run.nodes if one.node == node)
         sweep = [*self.supervisor, "sweep", "--dir", str(self.directory), "--name", node]
-        command = self.transport.command(known, [*sweep, "--grace", str(self.options.grace)], self.options.cwd)
+        command = self.transport.commands.command(known, [*sweep, "--grace", str(self.options.grace)], self.options.cwd)
 
         def swept(reply: Reply) -> None:
             if reply.code:
                 self.mark_lost(node)
 
-        self.call(node, command, swept, timeout=self.options.grace + STOP_TIMEOUT)
+        self.calls.call(node, command, swept, timeout=self.options.grace + STOP_TIMEOUT)
 
     def is_lost(self, node: str) -> bool:
         return (self.directory / f"node_{node}.lost").exists()
@@ -346,62 +340,6 @@ class Watch:
         """Record for the verdict that a node does not reply."""
         with contextlib.suppress(OSError):
             (self.directory / f"node_{node}.lost").touch()
-
-    def call(
-        self,
-        name: str,
-        command: list[str],
-        then: Callable[[Reply], None] = lambda reply: None,
-        timeout: float = 0.0,
-        sent: bytes | None = None,
-        source: int | None = NULL,
-        output: int | None = NULL,
-        errors: int | None = NULL,
-    ) -> Client:
-        """Run a short command; then call then() with its exit code and what it has written.
-
-        sent, source: its standard input, as bytes or a file. output, errors: files for its standard output and standard
-        error; NULL: they are in the reply.
-        """
-        files = [os.memfd_create(stream) for stream in ("output", "errors")]
-
-        def ended(client: Client) -> None:
-            self._calls.discard(client)
-            texts = []
-            for file in files:
-                os.lseek(file, 0, os.SEEK_SET)
-                with open(file, "rb") as opened:
-                    texts.append(opened.read().decode(errors="replace"))
-            then(Reply(name, client.code, texts[0], texts[1], time.time()))
-
-        client = Client(
-            self.loop,
-            command,
-            self._inherited,
-            on_exit=ended,
-            sent=sent,
-            source=source,
-            output=files[0] if output == NULL else output,
-            errors=files[1] if errors == NULL else errors,
-            timeout=timeout,
-        )
-        self._calls.add(client)
-        if sent is not None:
-            client.end_input()
-        return client
-
-    def call_all(self, commands: Mapping[RunNode, list[str]], **options: Any) -> list[Reply]:
-        """Run short commands at the same time, and wait until all have ended. options: of call()."""
-        replies: list[Reply] = []
-        calls = {self.call(node.node, command, replies.append, **options) for node, command in commands.items()}
-        while calls & self._calls:
-            self.loop.wait()
-        return replies
-
-    def wait_for_calls(self) -> None:
-        """Wait until all short commands have ended."""
-        while self._calls:
-            self.loop.wait()
 
     # ---- one attempt
 
@@ -417,7 +355,7 @@ class Watch:
         if self.transport.heartbeat_timeout:
             threading.Thread(target=self._send_heartbeats, args=(ended,), daemon=True).start()
         paused = False
-        while self.running or self._calls or self.console.pending:
+        while self.running or self.calls.running or self.console.pending:
             for stream in self.console.pending:
                 self.loop.on_writable(stream.number, partial(self._flush, stream))
             if self.console.is_slow != paused:
@@ -426,7 +364,7 @@ class Watch:
                     client.pause_output(paused)
             self.loop.wait()
             if not self.running:  # the replies to a query are not needed any more
-                for client in self.queries & self._calls:
+                for client in self.queries & self.calls.running:
                     client.kill()
         ended.set()
         self.attempts += 1  # ends the checks for a hang
@@ -480,7 +418,7 @@ class Watch:
 
     def kill_clients(self) -> None:
         """Kill the clients of all nodes, and do not wait for a blocked console."""
-        for client in [*self.running.values(), *self._calls]:
+        for client in [*self.running.values(), *self.calls.running]:
             client.kill()
         for stream in self.console.pending:
             stream.close()
@@ -618,5 +556,5 @@ class HangCheck:
         for node in run.nodes:
             status = [run.python, "-I", f"{LIB}/module.py", "runs.node_status", "--run", run.directory_at_launch]
             status += ["--node", node.node, "--count", str(node.processes), "--first-rank", str(node.first_rank)]
-            command = self._watch.transport.command(node, [*status, *asked.arguments], "/")
-            self._watch.queries.add(self._watch.call(node.node, command, partial(replied, node), timeout=timeout))
+            command = self._watch.transport.commands.command(node, [*status, *asked.arguments], "/")
+            self._watch.queries.add(self._watch.calls.call(node.node, command, partial(replied, node), timeout=timeout))

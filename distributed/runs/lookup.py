@@ -2,23 +2,17 @@
 
 RUN is a run directory, its name in logs, or the number of its SLURM job. All other facts are in run.json, so any
 machine that shares the directory can find the run.
-
-Try it: python -m distributed.runs.lookup --from "$PWD" logs/latest | tr '\\0' '\\n'
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
-import sys
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.host.identity import machine, user
+from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
 from distributed.runs.user_code import launched_package
 
@@ -117,37 +111,8 @@ def state_of_launcher(host: str, launcher_machine: str, pid: int, started: int |
     return EXITED if rebooted else REMOTE
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print NUL-terminated fields: directory, directory at launch and Python of the run; state, host, pid, start and
-    grace of its launcher; the job; then name, address, number of ranks and first rank of each node.
-
-    Returns 2 if there is no such run, its run.json cannot be used, or another user started it.
-    """
-    parser = argparse.ArgumentParser(prog="lookup", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--from", type=Path, required=True, dest="cwd", metavar="DIR", help="base of relative paths")
-    parser.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help="the directory of all runs")
-    parser.add_argument("run", metavar="RUN")
-    options = parser.parse_args(arguments)
-    try:
-        run = read(find(options.run, options.cwd, options.cwd / options.log_dir))
-        refuse_other_users(run, user(), os.geteuid())
-    except RunLookupError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    launcher = run.launcher
-    fields = [run.directory, run.directory_at_launch, run.python]
-    fields += [launcher.state, launcher.host, launcher.pid, launcher.since]
-    fields += [launcher.grace, run.job, *chain.from_iterable(map(astuple, run.nodes))]
-    sys.stdout.buffer.write(b"".join(os.fsencode(str(field)) + b"\0" for field in fields))
-    return 0
-
-
 def refuse_other_users(run: Run, caller: str, uid: int) -> None:
     if uid != 0 and run.user != caller:
         raise RunLookupError(
             f"{run.directory}: started by {run.user}; you are {caller} and cannot inspect processes of other users"
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,22 +1,43 @@
-"""Read the replies of a run's nodes, and report which processes of the run remain.
-
-scripts/lib/query.bash queries all nodes at once and writes their replies to files; a launcher queries them itself.
-"""
+"""Find a run, perhaps started on another machine, and run commands on its nodes."""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distributed.exit_codes import KILLED, UNFIT
-from distributed.host import replies
+from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
+from distributed.host.identity import user
+from distributed.host.replies import Reply
 from distributed.runs import node_status
-from distributed.runs.lookup import RUNNING, Run, RunLookupError, RunNode, read
+from distributed.runs.lookup import (
+    EXITED,
+    IN_JOB,
+    JOB,
+    REMOTE,
+    RUNNING,
+    Run,
+    RunLookupError,
+    RunNode,
+    find,
+    read,
+    refuse_other_users,
+)
 from distributed.terminal import cut
+from distributed.transport.commands import (
+    LIB,
+    PLAIN_PYTHON,
+    Calls,
+    JobCommands,
+    LocalCommands,
+    SshCommands,
+    TransportError,
+)
 
 SHOWN = 3  # processes of a node
 SHOWN_CHARACTERS = 40  # of a command
@@ -35,15 +56,7 @@ class NodeReply:
         return self.node.node
 
 
-def read_replies(run: Run, directory: Path) -> list[NodeReply]:
-    return [read_reply(node, directory) for node in run.nodes]
-
-
-def read_reply(node: RunNode, directory: Path) -> NodeReply:
-    return node_reply(node, replies.read(directory, node.node))
-
-
-def node_reply(node: RunNode, reply: replies.Reply) -> NodeReply:
+def node_reply(node: RunNode, reply: Reply) -> NodeReply:
     if (value := reply.value()) is not None:
         return NodeReply(node, node_status.from_json(value))
     return NodeReply(node, None, "did not reply in time" if reply.code == KILLED else reply.failure_message())
@@ -77,20 +90,144 @@ def report_remaining(run: Run, node_replies: Sequence[NodeReply]) -> tuple[list[
     return lines, UNFIT if any(reply.status is None for reply in node_replies) else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the lines of report_remaining(). Returns its exit code."""
-    parser = argparse.ArgumentParser(prog="query", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
-    parser.add_argument("replies", type=Path, metavar="DIRECTORY", help="has NODE.out, NODE.err and NODE.code")
-    options = parser.parse_args(arguments)
+# ---------------------------------------------------------------- find a run
+
+
+def find_run(argument: str, logs: Path, program: str) -> Run:
+    """Find a run by its directory, its name in `logs`, or the number of its SLURM job.
+
+    Raises TransportError if there is no such run, its run.json cannot be used, or another user started it. Raises
+    JobWithoutRun for a job that has not started its run.
+    """
     try:
-        run = read(options.run)
+        return _look_up(argument, Path.cwd(), logs)
     except RunLookupError as error:
-        parser.error(str(error))
-    lines, code = report_remaining(run, read_replies(run, options.replies))
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return code
+        if not JOB.fullmatch(argument):
+            raise TransportError(WRONG_CALL, str(error)) from None
+    if submitted := re.search(r" WorkDir=(.*) StdErr=", slurm_job(argument)):  # in another directory
+        with contextlib.suppress(RunLookupError):
+            return _look_up(argument, Path(submitted[1]), logs)
+    raise _missing_run(argument, logs, program)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _look_up(argument: str, base: Path, logs: Path) -> Run:
+    run = read(find(argument, base, base / logs))
+    refuse_other_users(run, user(), os.geteuid())
+    return run
+
+
+class JobWithoutRun(Exception):
+    """A SLURM job has not started its run. state: state and reason from squeue, such as PENDING Resources."""
+
+    def __init__(self, job: str, state: str) -> None:
+        super().__init__(job)
+        self.job, self.state = job, state
+
+
+def _missing_run(job: str, logs: Path, program: str) -> Exception:
+    """A pending job has no run directory yet; a job whose call was refused never had one."""
+    subject = f"RUN '{job}': no run of job {job} in {logs}"
+    if not shutil.which("scontrol"):
+        remedy = f"run {program} where the job was submitted, or name its run directory"
+        return TransportError(WRONG_CALL, f"{subject}, and scontrol is not on this machine; {remedy}")
+    if state := job_state(job):
+        return JobWithoutRun(job, state)
+    shown = slurm_job(job)
+    if found := re.search(r"JobState=([A-Z_]+).* ExitCode=([0-9]+).* StdErr=(.*) StdIn=", shown):
+        ended = f"ended before its run started ({found[1]}, exit code {found[2]})"
+        missing = "if that file is missing, its directory did not exist"
+        return TransportError(1, f"job {job}: {ended}; see {found[3]}; {missing}")
+    reason = f"SLURM has no such job ({(shown.splitlines() or [''])[-1]})"
+    return TransportError(WRONG_CALL, f"{subject}, and {reason}; for older jobs: sacct -j {job}")
+
+
+# ---------------------------------------------------------------- SLURM
+
+
+def slurm_job(job: str) -> str:
+    """What scontrol prints about a job: a line, or for an array one line per element, or an error."""
+    return _printed(["scontrol", "show", "job", "--oneliner", job], errors=subprocess.STDOUT)
+
+
+def job_state(job: str) -> str:
+    """State and reason of a SLURM job, such as PENDING Resources; empty: it has ended."""
+    printed = _printed(["squeue", "--noheader", "--jobs", job, "--format", "%T %r"])
+    return (printed.splitlines() or [""])[0]
+
+
+def job_runs(state: str) -> bool:
+    return state.startswith(("RUNNING", "SUSPENDED"))
+
+
+def _printed(command: Sequence[str], errors: int = subprocess.DEVNULL) -> str:
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+# ---------------------------------------------------------------- a run and its nodes
+
+
+class RunQuery:
+    """A run, its SLURM job, and connections to its nodes."""
+
+    def __init__(self, run: Run, log: Callable[[str], None]) -> None:
+        """log: prints a message. Raises TransportError."""
+        self.run, self._log = run, log
+        self.job_state = ""  # see job_state()
+        self.calls = Calls()
+        self.ssh = SshCommands(log)
+        self.update()
+
+    def update(self) -> None:
+        """Find out again whether the launcher, and the job, run. Without its job, no process of a run exists.
+
+        The state of the launcher must be known before the nodes are queried: if it exited in between, running
+        processes would be shown as remaining ones.
+        """
+        run = self.run
+        launcher = run.launcher
+        with contextlib.suppress(RunLookupError):  # the directory was removed
+            launcher = read(run.directory).launcher
+        if run.job:
+            self.job_state = job_state(run.job)
+            if not job_runs(self.job_state):
+                launcher = replace(launcher, state=EXITED)
+            elif launcher.state == REMOTE and launcher.host in {node.node for node in run.nodes}:
+                launcher = replace(launcher, state=IN_JOB)
+        self.run = replace(run, launcher=launcher)
+
+    @property
+    def _commands(self) -> LocalCommands:
+        """Files of an ended job are read here, as its run directory is shared."""
+        if self.run.job:
+            return JobCommands(self.run.job) if job_runs(self.job_state) else LocalCommands()
+        return self.ssh
+
+    def call_nodes(self, command: Callable[[RunNode], list[str]], timeout: float) -> dict[RunNode, Reply]:
+        """Run a command on each node. timeout: seconds."""
+        calls = {node: self._commands.command(node, command(node), "/", timeout=timeout) for node in self.run.nodes}
+        replies = self.calls.call_all(calls, self._log, timeout=timeout)
+        return {node: replies[node.node] for node in self.run.nodes}
+
+    def query(self, options: Sequence[str], timeout: float) -> list[NodeReply]:
+        """The state of each node. options: of node_status.py."""
+
+        def status(node: RunNode) -> list[str]:
+            where = ["--run", self.run.directory_at_launch, "--node", node.node, "--count", str(node.processes)]
+            module = [self.run.python, "-I", f"{LIB}/module.py", "runs.node_status"]
+            return [*module, *where, "--first-rank", str(node.first_rank), *options]
+
+        return [node_reply(node, reply) for node, reply in self.call_nodes(status, timeout).items()]
+
+    def sweep(self, grace: float, timeout: float) -> None:
+        """Stop the processes of the run on all nodes. grace: seconds from the stop request to SIGKILL."""
+
+        def sweep(node: RunNode) -> list[str]:
+            supervisor = [self.run.python, *PLAIN_PYTHON, f"{LIB}/supervisor.py", "sweep"]
+            where = ["--dir", self.run.directory_at_launch, "--name", node.node]
+            return [*supervisor, *where, "--grace", f"{grace:g}"]
+
+        self.call_nodes(sweep, timeout)

@@ -26,6 +26,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing costs milliseconds
     from collections.abc import Sequence
 
+    from distributed.runs.lookup import RunNode
+
 GIT_TIMEOUT = 2.0  # seconds; a repository on a slow disk must not delay a launch
 PYTHON_TIMEOUT = 10.0  # seconds
 MAX_NAME = 100  # bytes of the script's name in the name of a run
@@ -35,15 +37,12 @@ def create(
     logs: str,
     name: str,
     *,
-    nodes: Sequence[str],
-    nproc: int,
+    nodes: Sequence[RunNode],
     script: str,
     config: str | None,
     cwd: str,
     python: str,
     command: Sequence[str],
-    addresses: Sequence[str] = (),
-    first_rank: int = 0,
     launcher: int = 0,
     grace: int = 8,
     slurm_job: Sequence[str] = (),
@@ -51,12 +50,10 @@ def create(
 ) -> str:
     """Create a run directory in `logs`, write its run.json, and return its absolute path.
 
-    nproc: number of processes on all nodes. config: None if the script gets no settings file. python: interpreter of
-    the ranks. addresses: [user@]host:processes of each node, reached over ssh; empty if all are on this machine.
-    first_rank: the lowest rank of the first node; not 0 if other nodes have their own run directories. launcher: its
-    pid; default: the parent process. grace: seconds from a stop request to SIGKILL. slurm_job: the job number and, for
-    an element of an array, also ARRAY_INDEX, such as 17_3. again: an existing directory to use instead of a new one,
-    for a run that SLURM requeued or a job that resumes.
+    config: None if the script gets no settings file. python: interpreter of the ranks. launcher: its pid; default: the
+    parent process. grace: seconds from a stop request to SIGKILL. slurm_job: the job number and, for an element of an
+    array, also ARRAY_INDEX, such as 17_3. again: an existing directory to use instead of a new one, for a run that
+    SLURM requeued or a job that resumes.
 
     Raises OSError if the directory cannot be written; an incomplete new directory is removed.
     """
@@ -67,14 +64,15 @@ def create(
         "directory": directory,  # MUSTER_RUN_DIR of its processes
         "command": list(command),
         "started": f"{time.strftime('%Y-%m-%dT%H:%M:%S')}{zone[:3]}:{zone[3:]}",
-        "nodes": list(nodes),
-        "layout": _layout(nodes, addresses or [f":{nproc}"] * len(nodes), first_rank),
+        "nodes": [node.node for node in nodes],
+        "layout": [vars(node) | {"address": node.address or None} for node in nodes],
         # Start time and machine distinguish this launcher from a later process with the same pid.
         "launcher": {
             "host": os.uname().nodename, "pid": pid, "since": start_time(pid), "machine": machine(), "grace": grace,
         },
         "slurm_job": slurm_job[0] if slurm_job else None,
-        "nproc": nproc, "script": script, "config": config, "cwd": cwd, "python": python,
+        "nproc": sum(node.processes for node in nodes),
+        "script": script, "config": config, "cwd": cwd, "python": python,
         "user": user(), "versions": _versions(python), "git": _git(cwd),
     }  # fmt: skip
     try:
@@ -88,16 +86,6 @@ def create(
             shutil.rmtree(directory, ignore_errors=True)
         raise
     return directory
-
-
-def _layout(nodes: Sequence[str], addresses: Sequence[str], first_rank: int) -> list[dict[str, object]]:
-    """The address and ranks of each node. address: None for this machine."""
-    found: list[dict[str, object]] = []
-    for node, address in zip(nodes, addresses, strict=True):
-        host, _, count = address.rpartition(":")
-        found.append({"node": node, "address": host or None, "processes": int(count), "first_rank": first_rank})
-        first_rank += int(count)
-    return found
 
 
 def _create_directory(logs: str, name: str) -> str:

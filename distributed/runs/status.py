@@ -8,7 +8,7 @@
     node1     0  sleeping   1%    1.2G   40 s  step  120/1200  loss 2.3125 ...
     node2     1  STOPPED    0%    1.2G   41 s
 
-scripts/status.sh queries the nodes; this module judges and renders their replies.
+scripts/status.sh becomes this program, which queries the nodes, judges their replies and renders them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import json
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,23 +27,26 @@ from pathlib import Path
 from typing import Any
 
 from distributed import metrics, terminal
-from distributed.exit_codes import UNFIT
+from distributed.exit_codes import INTERRUPTED, UNFIT
 from distributed.files import KIT
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
-from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, RunLookupError, read
+from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run
 from distributed.runs.node_status import GpuUsage, RankStatus
 from distributed.runs.page import duration
-from distributed.runs.query import NodeReply, read_replies, remaining_processes
+from distributed.runs.query import JobWithoutRun, NodeReply, RunQuery, find_run, remaining_processes
 from distributed.runs.records import read_object
 from distributed.runs.verdict import decide
 from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint
+from distributed.transport.commands import Messages, TransportError
 
 FALLBACK = (120, 40)  # columns and lines without a terminal
 STATES = {"R": "running", "D": "disk", "T": "STOPPED", "t": "STOPPED"} | dict.fromkeys("SIW", "sleeping")
 COLUMNS = ("node", "rank", "pid", "state", "cpu", "memory", "gpu", "quiet", "last line")
 RIGHT_ALIGNED = ("rank", "pid", "cpu", "memory", "quiet")
 WIDE = 100  # columns; on narrower terminals the pid is left out, to make room for the last line
-NEEDS_STACKS = "needs-stacks"  # written instead of the name of a state
+REFRESH_INTERVAL = 2.0  # seconds
+SAMPLE_SECONDS = 1  # of CPU use
+TIMEOUT, WATCH_TIMEOUT, STACKS_TIMEOUT = 20.0, 5.0, 60.0  # seconds for a reply
 
 
 @dataclass(frozen=True)
@@ -312,53 +316,92 @@ def size(amount: int) -> str:
     return f"{gib:.0f}G" if gib >= 10 else f"{gib:.1f}G" if gib >= 1 else f"{amount >> 20}M"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the status. Returns Status.exit_code, or 2 if there is no such run.
+class Viewer:
+    """Queries a run and shows its status."""
 
-    With --first, if stacks are needed: print nothing, write NEEDS_STACKS as the state and return 0.
-    """
+    def __init__(self, options: argparse.Namespace, query: RunQuery) -> None:
+        self._options, self._query = options, query
+        self._timeout = STACKS_TIMEOUT if options.stacks else WATCH_TIMEOUT if options.watch else TIMEOUT
+
+    def status(self) -> Status:
+        """Without recent output, the run is queried again with stacks: they show the rank that others wait for."""
+        status = self._status(["--stacks"] * self._options.stacks)
+        return self._status(["--stacks"]) if status.needs_stacks and not self._options.stacks else status
+
+    def _status(self, options: Sequence[str]) -> Status:
+        self._query.update()
+        replies = self._query.query(["--seconds", str(SAMPLE_SECONDS), *options], self._timeout)
+        run, now = self._query.run, time.time()
+        path = run.directory / "verdict.json"
+        if verdict := read_object(path, []):
+            verdict["written"] = path.stat().st_mtime
+        elif run.launcher.state == EXITED:
+            decided = decide(run.directory)  # the launcher was killed before it wrote verdict.json
+            verdict = asdict(decided) | {"written": decided.time or now}
+        return judge(run, replies, verdict, read_progress(run.directory, now), now, self._query.job_state)
+
+    def show(self, status: Status, in_place: bool = False) -> None:
+        """in_place: overwrite the screen of the terminal."""
+        if self._options.json:
+            sys.stdout.write(as_json(status))
+            return
+        width, height = shutil.get_terminal_size(FALLBACK)
+        text = render(status, width, self._options.stacks)
+        if in_place:
+            lines = text.splitlines()[: height - 1]
+            text = "\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J"
+        terminal.show(text)
+
+    def watch(self) -> int:
+        """Refresh the table until the run has ended or Ctrl-C. A terminal shows it on its alternate screen."""
+        status, on_screen = None, sys.stdout.isatty()
+        if on_screen:
+            sys.stdout.write("\x1b[?1049h\x1b[2J")
+        try:
+            while True:
+                status = self.status()
+                self.show(status, on_screen)
+                if status.state.name == "ended":
+                    return status.exit_code
+                time.sleep(REFRESH_INTERVAL - SAMPLE_SECONDS)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        finally:
+            if on_screen:  # print the last table again on the normal screen
+                sys.stdout.write("\x1b[?1049l")
+                sys.stdout.flush()
+                if status:
+                    self.show(status)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the status. Returns Status.exit_code, or 2 if there is no such run."""
     parser = argparse.ArgumentParser(prog="status", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
-    parser.add_argument("replies", type=Path, metavar="DIRECTORY", help="has NODE.out, NODE.err and NODE.code")
-    states = (RUNNING, EXITED, REMOTE, IN_JOB)
-    parser.add_argument("--launcher", choices=states, required=True, help="its state before the nodes were queried")
-    parser.add_argument("--job-state", default="", help="state and reason of its SLURM job in squeue")
-    parser.add_argument("--first", action="store_true", help="print nothing if stacks are needed")
+    parser.add_argument("--program", required=True, help="name of the script in messages")
+    parser.add_argument("--log-dir", type=Path, required=True, metavar="DIR", help="the directory of all runs")
+    parser.add_argument("--watch", action="store_true", help="refresh until the run has ended")
     parser.add_argument("--stacks", action="store_true", help="also print the stacks")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--in-place", action="store_true", help="overwrite the screen of the terminal")
-    parser.add_argument("--state", type=Path, metavar="FILE", help="write the name of the state to this file")
+    parser.add_argument("run", metavar="RUN")
     options = parser.parse_args(arguments)
-    now = time.time()
+    messages = Messages(options.program, quiet=options.watch)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C, leave the alternate screen
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
-        run = read(options.run)
-    except RunLookupError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    run = replace(run, launcher=replace(run.launcher, state=options.launcher))
-    replies = read_replies(run, options.replies)
-    path = run.directory / "verdict.json"
-    if verdict := read_object(path, []):
-        verdict["written"] = path.stat().st_mtime
-    elif run.launcher.state == EXITED:
-        decided = decide(run.directory)  # the launcher was killed before it wrote verdict.json
-        verdict = asdict(decided) | {"written": decided.time or now}
-    status = judge(run, replies, verdict, read_progress(run.directory, now), now, options.job_state)
-    query_again = options.first and status.needs_stacks
-    if options.state:
-        options.state.write_text(f"{NEEDS_STACKS if query_again else status.state.name}\n")
-    if query_again:
-        return 0
-    if options.json:
-        sys.stdout.write(as_json(status))
+        viewer = Viewer(options, RunQuery(find_run(options.run, options.log_dir, options.program), messages.log))
+        if options.watch:
+            return viewer.watch()
+        status = viewer.status()
+        viewer.show(status)
         return status.exit_code
-    width, height = shutil.get_terminal_size(FALLBACK)
-    text = render(status, width, options.stacks)
-    if options.in_place:
-        lines = text.splitlines()[: height - 1]
-        text = "\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J"
-    terminal.show(text)
-    return status.exit_code
+    except JobWithoutRun as job:
+        state, _, reason = job.state.partition(" ")
+        messages.print(f"job {job.job} has not started a run; its state is {state} ({reason})")
+        return 0
+    except TransportError as error:
+        return messages.print_error(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def as_json(status: Status) -> str:

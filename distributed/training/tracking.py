@@ -17,6 +17,7 @@ import torch
 
 from distributed import metrics
 from distributed.files import write_json
+from distributed.runs.lookup import RunNode
 from distributed.runs.run_directory import create
 from distributed.training.collectives import Ranks
 from distributed.training.fold import DEFAULT_PARTICIPANTS, output_directory
@@ -107,9 +108,9 @@ def _own_run_directory(job: Mapping[str, Any], world: World, script: str) -> str
     """
     output = os.path.abspath(output_directory(job, "job", DEFAULT_PARTICIPANTS))
     return create(
-        os.path.dirname(output) if "prefix" in job else "logs", "train", nodes=[socket.gethostname()],
-        nproc=world.local_size, script=script, config=None, cwd=os.getcwd(), python=sys.executable,
-        command=sys.argv, again=output if {"prefix", "fold"} <= job.keys() else None,
+        os.path.dirname(output) if "prefix" in job else "logs", "train",
+        nodes=[RunNode(socket.gethostname(), "", world.local_size, 0)], script=script, config=None, cwd=os.getcwd(),
+        python=sys.executable, command=sys.argv, again=output if {"prefix", "fold"} <= job.keys() else None,
     )  # fmt: skip
 
 

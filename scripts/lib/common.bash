@@ -35,7 +35,6 @@ KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
 KIT=${KIT%/scripts/lib/*}              # root of the repository: absolute, symbolic links resolved
 
 DRY_RUN=0 QUIET=0                     # --dry-run, --quiet
-TEMPORARY_BASE=''                     # parent of temporary directories, once it has been found
 
 trap 'exit "$EXIT_INTERRUPTED"' INT
 
@@ -176,12 +175,6 @@ forward_signal() { # <its name>
 }
 
 
-# Run a command, and suppress the message that bash prints when a signal kills it.
-run_unreported() { # <command> [argument...]
-  { "$@" 2>&9 9>&-; } 9>&2 2>/dev/null
-}
-
-
 # Wait until a child has exited and return its status. `wait` alone returns early when a trap runs; traps that can run
 # meanwhile must set SIGNALLED=1.
 join() { # <process id>
@@ -265,48 +258,7 @@ kit_python() { # <module> [argument...]
 }
 
 
-# Start a command in the background with a pipe as its standard input. Only this shell holds the writing end, so the
-# command reads end of file when this shell exits, even by SIGKILL. $! is its process id.
-start_with_pipe() { # <variable for the file descriptor> <command...>
-  local pipe
-  exec {pipe}<> <(:) # an anonymous pipe
-  {
-    exec <"/dev/fd/$pipe" {pipe}>&-
-    "${@:2}"
-  } &
-  exec {PIPE_END}>"/dev/fd/$pipe" {pipe}>&-
-  printf -v "$1" '%s' "$PIPE_END"
-}
-
-
-# Create a private directory for temporary files and set the variable to its path, which is short and has no blanks: ssh
-# allows 90 bytes for a control socket and uses 41 of them; ssh (for ProxyJump), rsync and pdsh split paths at blanks.
-# /tmp precedes TMPDIR, which may be on a file system without sockets.
-make_temporary_directory() { # <variable>
-  local name base reply fault=''
-  for name in "${TEMPORARY_BASE:-XDG_RUNTIME_DIR}" /tmp TMPDIR; do
-    [[ $name == /* ]] && base=$name || base=${!name-}
-    [[ $base == /* && $base != *[[:space:]]* && ${#base} -le 31 ]] || continue
-    if reply=$(try_temporary_directory "$base" 2>&1); then
-      [[ ! $fault ]] || warn "$fault; using $base; unset the variable, or create a directory that you can write"
-      TEMPORARY_BASE=$base # warn only once
-      printf -v "$1" '%s' "$reply"
-      return
-    fi
-    [[ $name == /* ]] || name+="='$base'"
-    fault+="${fault:+; }$name: cannot create files there (${reply##*: })"
-  done
-  die_with "$EXIT_UNFIT" "$fault; export TMPDIR=DIRECTORY, with a directory that you can write"
-}
-
-
-# Print the path of a new directory. Fails if a file in it cannot be written, as on a full disk, or removed.
-try_temporary_directory() { # <parent>
-  local made
-  made=$(mktemp -d -- "$1/muster-XXXXXX") || return
-  if ! { printf '%8192s' '' >"$made/file" && rm -- "$made/file"; }; then
-    rm -rf -- "$made"
-    return 1
-  fi
-  printf '%s\n' "$made"
+# Replace this process by a module of distributed/, in the environment with which this script was started.
+exec_module() { # <module> [argument...]
+  exec_in_environment 0 "$PYTHON" -I "$KIT/scripts/lib/module.py" "$@"
 }

@@ -2,7 +2,7 @@
 #
 # Steps shared by all launchers: check the call, build the command line of the agent, run the nodes.
 #
-# Sourced, never run; it needs options.bash and nodes.bash.
+# Sourced, never run; it needs options.bash.
 
 # shellcheck disable=SC2034 # other files use these variables
 WORK=()                  # command of each rank: a script, or -m and a module
@@ -15,7 +15,10 @@ PLAIN_AGENT=torch.distributed.run # module for --agent torchrun
 FAST_OPTIONS=()          # options of Muster's own agent
 BEFORE=() AFTER=()       # command line of the agent or of srun, around the options that differ
 RUN_OPTIONS=()           # of distributed/launch/run.py
-REPLIES=''               # directory with the replies of the nodes to the preflight
+NODES=()                 # names, in the order of node ranks
+declare -A ADDRESS=()    # node -> [user@]name for ssh
+declare -A NPROC_OF=()   # node -> number of ranks; auto, gpu or cpu: the preflight counts them
+RANKS=0                  # world size
 
 
 # ---------------------------------------------------------------- check the call
@@ -84,18 +87,6 @@ count_processes_here() {
 }
 
 
-# Set NPROC_OF the nodes for which it is auto, gpu or cpu, from REPLIES.
-count_processes_of_nodes() {
-  local node processes
-  is_processor_kind "$NPROC" || return 0
-  while read -r node processes; do
-    is_processor_kind "${NPROC_OF[$node]}" || continue
-    ((processes)) || die_with "$EXIT_UNFIT" "$node: NPROC $NPROC: no GPU is visible there; give a number, cpu or auto"
-    NPROC_OF["$node"]=$processes RANKS=$((RANKS + processes))
-  done < <(kit_python host.processes "$NPROC" "$REPLIES" "${NODES[@]}")
-}
-
-
 # Check the call before anything is started.
 check_call() { # <option of check_call.py...>
   is_count "$GRACE" || die_usage "MUSTER_GRACE: expected a whole number of seconds, got '$GRACE'"
@@ -126,6 +117,14 @@ check_call_on_nodes() { # <node...>
 set_node_checks() { # <processes on a node without its own number> <node...>
   local names=("${@:2}")
   CHECKS=(--nodes "$1" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"} "${names[@]/#/--node=}")
+}
+
+
+add_node() { # <name> <processes> [address for ssh: [user@]name]
+  NODES+=("$1")
+  NPROC_OF[$1]=$2
+  is_processor_kind "$2" || RANKS=$((RANKS + $2))
+  [[ ! ${3-} ]] || ADDRESS[$1]=$3
 }
 
 
@@ -186,12 +185,27 @@ build_agent_command() { # [torchrun's options that are the same for all nodes...
 }
 
 
-# Replace this process by the program that makes the run directory, runs the command on all nodes until they have ended,
-# restarts it, and exits with the code of the run. With --dry-run it only prints the command of each node. Functions that
-# call this one have no local variables: they would hide variables of the user from the ranks.
+# Run the agents on all nodes over ssh.
+ssh_run_nodes() { # <ssh or pdsh>
+  build_agent_command
+  set -- "$1"
+  ((!SYNC)) || set -- "$@" --sync
+  if ((PREFLIGHT)); then
+    [[ $MODULE ]] || set -- "$@" "--file=$SCRIPT_FILE"
+    set -- "$@" --preflight ${CONFIG_ARGS:+"--file=$CONFIG"} "${PACKAGES[@]/#/--package=}"
+  elif [[ $DRY_RUN != 1 ]]; then
+    MASTER_ADDR=${NODES[0]} MASTER_PORT=${MASTER_PORT:-29500}
+  fi
+  run_nodes "$@"
+}
+
+
+# Replace this process by the program that connects to the nodes, makes the run directory, runs the command on all nodes
+# until they have ended, restarts it, and exits with the code of the run. With --dry-run it only prints the command of
+# each node. Functions that call this one have no local variables: they would hide variables of the user from the ranks.
 run_nodes() { # <local, ssh, pdsh or srun> [option of distributed/launch/run.py...]
   set_run_options "$@"
-  exec_in_environment 0 "$PYTHON" -I "$KIT/scripts/lib/module.py" launch.run "${RUN_OPTIONS[@]}" < <(print_lists)
+  exec_module launch.run "${RUN_OPTIONS[@]}" < <(print_lists)
 }
 
 
@@ -203,7 +217,7 @@ set_run_options() { # <argument of run_nodes...>
   RUN_OPTIONS=("$@" "--program=$PROGRAM" "--cwd=$PWD" "--log-dir=$LOG_DIR" "--name=${name%.py}"
     "--script=${MODULE:-${WORK[0]}}" ${CONFIG_ARGS:+"--config=$CONFIG"} "--python=$PYTHON" "--node-env=$(node_env)"
     --grace "$GRACE" --max-restarts "$MAX_RESTARTS" ${HANG_TIMEOUT:+--hang-timeout "$HANG_TIMEOUT"}
-    --master "${MASTER_ADDR-}" "${MASTER_PORT-}" ${REPLIES:+--replies "$REPLIES"})
+    --master "${MASTER_ADDR-}" "${MASTER_PORT-}")
   for node in "${NODES[@]}"; do
     RUN_OPTIONS+=(--node "$node" "${NPROC_OF[$node]}" "${ADDRESS[$node]-}")
   done
@@ -215,25 +229,21 @@ set_run_options() { # <argument of run_nodes...>
 
 # For the standard input of distributed/launch/run.py: all users can read arguments.
 print_lists() {
-  print_list inherited "${FORWARDED[@]}"
-  print_list environment "${ENVIRONMENT[@]}"
+  print_environment
   print_list call "${CALL[@]}"
   print_list before "${BEFORE[@]}"
   print_list after "${AFTER[@]}"
 }
 
 
-print_list() { # <name> <entry...>
-  printf '%s\0' "$1" $(($# - 1)) "${@:2}"
+print_environment() {
+  print_list inherited "${FORWARDED[@]}"
+  print_list environment "${ENVIRONMENT[@]}"
 }
 
 
-# Print FORWARDED and ENVIRONMENT for in_node_env.sh. They are sent through a pipe, as all users can read arguments.
-environment_block() {
-  ((${#FORWARDED[@]} == 0)) || printf '%s\0' "${FORWARDED[@]}"
-  printf '\0'
-  ((${#ENVIRONMENT[@]} == 0)) || printf '%s\0' "${ENVIRONMENT[@]}"
-  printf '\0'
+print_list() { # <name> <entry...>
+  printf '%s\0' "$1" $(($# - 1)) "${@:2}"
 }
 
 

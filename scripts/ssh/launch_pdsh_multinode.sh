@@ -28,12 +28,7 @@ main() {
   parse_options "$@"
   parse_config_nproc_nodes
   check_call_on_nodes "${POSITIONAL[@]:2}"
-  if [[ $DRY_RUN != 1 ]]; then
-    require_pdsh
-    open_connections
-    ((!SYNC)) || sync_nodes
-    ssh_probe_nodes
-  fi
+  [[ $DRY_RUN == 1 ]] || require_pdsh
   ssh_run_nodes pdsh
 }
 

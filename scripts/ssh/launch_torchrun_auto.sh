@@ -48,16 +48,16 @@ set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/launcher.bash"
 
 
+require_ssh() {
+  type -P ssh >/dev/null || die "ssh: not found on this machine; install the OpenSSH client"
+}
+
+
 main() {
   parse_options "$@"
   parse_config_nproc_nodes
   check_call_on_nodes "${POSITIONAL[@]:2}"
-  if [[ $DRY_RUN != 1 ]]; then
-    require_ssh
-    open_connections
-    ((!SYNC)) || sync_nodes
-    ssh_probe_nodes
-  fi
+  [[ $DRY_RUN == 1 ]] || require_ssh
   ssh_run_nodes ssh
 }
 

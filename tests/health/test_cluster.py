@@ -6,25 +6,25 @@ Facts of nodes are made by hand; across_nodes.bats probes real nodes.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from test_doctor import HEALTHY
 from test_gpus import GPUS
 
-from distributed.health.cluster import ClusterFacts, from_json, main, read_cluster, render_cluster
+from distributed.health.cluster import ClusterFacts, cluster_facts, from_json, render_cluster, show
 from distributed.health.differences import compare
 from distributed.host.dns import Lookup
 from distributed.host.facts import Facts, FullNodeFacts, Route, RunProcesses
 from distributed.host.gpus import Gpus
 from distributed.host.interpreter import Torch
-from distributed.host.replies import format_reply
+from distributed.host.replies import Reply, format_reply
 from distributed.host.resources import Memory
 from distributed.host.system import GIB
-from distributed.launch.connectivity import FailedConnection
+from distributed.launch.connectivity import ConnectionTest, FailedConnection
 from distributed.terminal import plain
 
 ROUTE = Route("eth0", 9000, 100_000)
@@ -213,45 +213,54 @@ def test_facts_survive_json_and_those_of_another_version_raise() -> None:
         from_json(without)
 
 
-def write_replies(directory: Path, kind: str = "facts", **replies: Any) -> None:
-    (directory / kind).mkdir(exist_ok=True)
-    for node, value in replies.items():
-        (directory / kind / f"{node}.out").write_text(format_reply(value) if value else "")
-        (directory / kind / f"{node}.err").write_text("" if value else "ssh: no route")
-        (directory / kind / f"{node}.code").write_text("0" if value else "255")
+def replies(**values: Any) -> dict[str, Reply]:
+    """The replies of nodes; None: no reply."""
+    return {
+        name: Reply(name, 255, "", "ssh: no route") if value is None else Reply(name, 0, format_reply(value), "")
+        for name, value in values.items()
+    }
 
 
-def test_nodes_without_a_usable_reply_have_a_reason(tmp_path: Path) -> None:
-    write_replies(tmp_path, node1=asdict(node(1)), node2=None, node3={"python": "3.11"})
-    found = read_cluster(tmp_path, NODES)
+def test_nodes_without_a_usable_reply_have_a_reason() -> None:
+    found = cluster_facts(replies(node1=asdict(node(1)), node2=None, node3={"python": "3.11"}), None)
     assert list(found.facts) == ["node1"]
     assert found.failed["node2"] == "cannot be reached (ssh: no route); try: ssh node2 true"
     assert found.failed["node3"].startswith("runs another version of Muster (")
 
 
 @pytest.mark.parametrize("kind", ["listening", "connecting"])
-def test_a_node_without_a_reply_to_the_connection_test_is_a_fault(tmp_path: Path, kind: str) -> None:
-    write_replies(tmp_path, node1=asdict(node(1)), node2=asdict(node(2)))
-    write_replies(tmp_path, "listening", node1=["10.0.0.1", 4711], node2=["10.0.0.2", 4711])
-    write_replies(tmp_path, "connecting", node1={"node1": "", "node2": ""}, node2={"node1": "", "node2": ""})
-    assert read_cluster(tmp_path, NODES[:2]).failed == {}
-    write_replies(tmp_path, kind, node2=None)
-    text = text_of(read_cluster(tmp_path, NODES[:2]))
+def test_a_node_without_a_reply_to_the_connection_test_is_a_fault(kind: str) -> None:
+    facts = replies(node1=asdict(node(1)), node2=asdict(node(2)))
+    reached = {"node1": "", "node2": ""}
+    test = ConnectionTest(
+        replies(node1=["10.0.0.1", 4711], node2=["10.0.0.2", 4711]), replies(node1=reached, node2=reached)
+    )
+    assert cluster_facts(facts, test).failed == {}
+    missing = {kind: {**getattr(test, kind), **replies(node2=None)}}
+    text = text_of(cluster_facts(facts, replace(test, **missing)))
     assert "node2\nfault    ssh  cannot be reached (ssh: no route); try: ssh node2 true" in text
     assert text.splitlines()[-1].startswith("2 nodes: 1 fit for training")
 
 
-def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_replies(tmp_path, node1=asdict(node(1)), node2=asdict(node(2, torch__version="2.12.0")), node3=None)
-    now = (tmp_path / "facts").stat().st_mtime
-    write_replies(tmp_path, "facts", **{f"node{number}": asdict(replace(node(number), now=now)) for number in (1, 4)})
-    assert main([str(tmp_path), "node1", "node4"]) == 0
-    assert main([str(tmp_path), "node1", "node2"]) == 1
-    assert main([str(tmp_path), "node1", "node3"]) == 69
+def test_exit_codes_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    now = time.time()
+    given = replies(
+        node1=asdict(replace(node(1), now=now)), node2=asdict(node(2, torch__version="2.12.0")), node3=None,
+        node4=asdict(replace(node(4), now=now)),
+    )  # fmt: skip
+    given = {name: replace(reply, arrived=now) for name, reply in given.items()}
+
+    def shown(*names: str, in_json: bool = False) -> int:
+        return show(cluster_facts({name: given[name] for name in names}, None), in_json)
+
+    assert shown("node1", "node4") == 0
+    assert shown("node1", "node2") == 1
+    assert shown("node1", "node3") == 69
     capsys.readouterr()
-    assert main([str(tmp_path), "node1"]) == 0
+    assert shown("node1") == 0
     assert "ok       torch     2.13.0" in capsys.readouterr().out, "one node is printed like this machine"
-    assert main(["--json", str(tmp_path), *NODES]) == 69
+    assert shown(*NODES, in_json=True) == 69
     facts = json.loads(capsys.readouterr().out)
     assert facts["node2"]["facts"]["torch"]["version"] == "2.12.0"
     assert facts["node3"] == {"error": "cannot be reached (ssh: no route); try: ssh node3 true"}
+

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from pathlib import Path
 
 import pytest
 
-from distributed.host.replies import format_reply
-from distributed.launch.connectivity import connect_to_all, failed_connections, listening_address, main
+from distributed.host.replies import Reply, format_reply
+from distributed.launch.connectivity import ConnectionTest, connect_to_all, failed_connections, listening_address
 
 ADDRESSES = {f"node{number}": (f"10.0.0.{number}", 4000) for number in (1, 2, 3)}
 TIMED_OUT = "no reply within 3 s"
@@ -65,31 +64,16 @@ def test_the_listening_address_is_that_of_gloos_interface_or_of_the_ssh_connecti
     assert listening_address(["no-such-name.invalid", "localhost"], ssh) == "10.0.0.1", "not loopback"
 
 
-def test_the_program_prints_the_addresses_of_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for node, address in {"node1": ["10.0.0.1", 4000], "node2": ["10.0.0.2", 4000]}.items():
-        (tmp_path / f"{node}.out").write_text(f"Welcome!\n{format_reply(address)}")
-    assert main(["addresses", str(tmp_path), "node1", "node2"]) == 0
-    assert capsys.readouterr().out == "node1=10.0.0.1:4000\nnode2=10.0.0.2:4000\n"
+def test_failed_connections_are_reported_if_all_nodes_have_replied() -> None:
+    listening = {node: Reply(node, 0, f"Welcome!\n{format_reply(ADDRESSES[node])}", "") for node in ("node1", "node2")}
+    reached = {"node1": "", "node2": ""}
 
+    def faults(second: Reply, **first: str) -> list[str]:
+        connecting = {"node1": Reply("node1", 0, format_reply(reached | first), ""), "node2": second}
+        return ConnectionTest(listening, connecting).faults()
 
-def test_failed_connections_and_missing_replies_exit_with_unfit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stored: dict[str, dict[str, object]] = {
-        "listening": {"node1": ["10.0.0.1", 4000], "node2": ["10.0.0.2", 4000]},
-        "connecting": {"node1": {"node1": "", "node2": TIMED_OUT}, "node2": {"node1": "", "node2": ""}},
-    }
-    for kind, replies in stored.items():
-        (tmp_path / kind).mkdir()
-        for node, reply in replies.items():
-            (tmp_path / kind / f"{node}.out").write_text(f"Welcome!\n{format_reply(reply)}")
-    arguments = ["judge", str(tmp_path), "node1", "node2"]
-    assert main(arguments) == 69
-    assert capsys.readouterr().err.startswith(f"connectivity: node1 cannot connect to node2 (10.0.0.2): {TIMED_OUT}")
-    (tmp_path / "connecting/node1.out").write_text(format_reply({"node1": "", "node2": ""}))
-    assert main(arguments) == 0
-    (tmp_path / "connecting/node2.out").write_text("Welcome!\n")
-    (tmp_path / "connecting/node2.code").write_text("255\n")
-    (tmp_path / "connecting/node2.err").write_text("Host key verification failed.\n")
-    assert main(arguments) == 69
-    assert capsys.readouterr().err.startswith("connectivity: node2: host key unknown; log in once")
+    good = Reply("node2", 0, format_reply(reached), "")
+    assert faults(good) == []
+    assert faults(good, node2=TIMED_OUT)[0].startswith(f"node1 cannot connect to node2 (10.0.0.2): {TIMED_OUT}")
+    [fault] = faults(Reply("node2", 255, "Welcome!\n", "Host key verification failed.\n"), node2=TIMED_OUT)
+    assert fault.startswith("node2: host key unknown; log in once")

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
 from distributed.host.replies import MARKER, NodeFacts, Reply
 from distributed.launch import preflight
-from distributed.launch.preflight import compare
 
 GOOD = NodeFacts(
     python="3.11.7", torch="2.13.0", files={"a.py": "11"}, gpus=0, gpu_error="", machine="", addresses=("10.0.0.1",),
@@ -151,13 +149,3 @@ def test_a_slow_resolver_is_a_warning() -> None:
     found, [warning], rendezvous = judge([node(1), node(2, seconds=5.04)])
     assert found == [] and rendezvous
     assert warning.startswith("node2: looking up 'node1' took 5.0 s")
-
-
-def test_stored_replies_give_the_rendezvous_or_the_faults(tmp_path: Path) -> None:
-    for reply in (node(1), node(2)):
-        for kind, text in {"out": reply.out, "err": reply.err, "code": str(reply.code)}.items():
-            (tmp_path / f"{reply.node}.{kind}").write_text(text)
-    processes = {"node1": 2, "node2": 2}
-    assert compare(tmp_path, processes, "") == ([], [], "10.0.0.1 23456")
-    (tmp_path / "node2.out").write_text("")
-    assert compare(tmp_path, processes, "") == (["node2: exit code 0"], [], "")

@@ -20,7 +20,9 @@ from distributed.host import process_scan
 from distributed.launch.transport import _PdshErrors
 from distributed.launch.watch import HangCheck, Local, Watch, hang_limits
 from distributed.runs.hang_decision import Hung, Wait
+from distributed.runs.lookup import RunNode
 from distributed.runs.run_directory import create
+from distributed.transport.commands import LocalCommands
 
 STOPPED_ON_REQUEST = 'while read -r request; do [ "$request" != stop ] || exit 143; done'
 
@@ -31,6 +33,7 @@ class Scripts(Local):
     reports = True
 
     def __init__(self, scripts: dict[str, str], sent: bytes) -> None:
+        super().__init__(LocalCommands())
         self.scripts, self.sent = scripts, sent
 
     def start(self, watch: Watch) -> None:
@@ -56,8 +59,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return Path(
         create(
-            str(tmp_path / "logs"), "train", nodes=["n1", "n2"], nproc=1, script="train.py", config=None, cwd="/",
-            python="python3", command=["x"], launcher=os.getpid(),
+            str(tmp_path / "logs"), "train", nodes=[RunNode("n1", "", 1, 0), RunNode("n2", "", 1, 1)],
+            script="train.py", config=None, cwd="/", python="python3", command=["x"], launcher=os.getpid(),
         )
     )  # fmt: skip
 
@@ -135,7 +138,7 @@ def test_with_one_client_a_node_without_a_report_is_lost(directory: Path, attemp
 
 def test_exit_codes_in_pdshs_messages_are_those_of_the_named_nodes(directory: Path, new_watch: NewWatch) -> None:
     """pdsh prints a host without its domain."""
-    watch = new_watch(directory, Local())
+    watch = new_watch(directory, Local(LocalCommands()))
     watch.run = replace(
         watch.run, nodes=tuple(replace(node, address=f"ada@{node.node}.lan") for node in watch.run.nodes)
     )
@@ -148,7 +151,7 @@ def test_exit_codes_in_pdshs_messages_are_those_of_the_named_nodes(directory: Pa
 
 
 def test_a_check_for_a_hang_that_fails_does_not_end_the_run(directory: Path, new_watch: NewWatch) -> None:
-    watch = new_watch(directory, Local())
+    watch = new_watch(directory, Local(LocalCommands()))
     HangCheck(watch, None, time.monotonic()).check()  # type: ignore[arg-type]
     assert "the check for a hang failed" in log_of(directory)
     assert not watch.is_ending
@@ -157,7 +160,7 @@ def test_a_check_for_a_hang_that_fails_does_not_end_the_run(directory: Path, new
 def test_a_run_that_looks_hung_is_reported_also_with_quiet_but_not_when_it_is_ending(
     directory: Path, new_watch: NewWatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    watch = new_watch(directory, Local(), quiet=True)
+    watch = new_watch(directory, Local(LocalCommands()), quiet=True)
     check = HangCheck(watch, None, time.monotonic())  # type: ignore[arg-type]
     check.handle(Wait(1000), "the run looks hung")
     watch.status = 1
@@ -168,7 +171,7 @@ def test_a_run_that_looks_hung_is_reported_also_with_quiet_but_not_when_it_is_en
 def test_a_hang_ends_the_run_with_124_unless_it_is_ending_or_the_attempt_has_ended(
     directory: Path, new_watch: NewWatch
 ) -> None:
-    watch = new_watch(directory, Local())
+    watch = new_watch(directory, Local(LocalCommands()))
     hung = Hung({"cause": "hung"})
     check = HangCheck(watch, None, time.monotonic())  # type: ignore[arg-type]
     watch.status = 1
@@ -200,8 +203,9 @@ def test_ranks_that_may_wait_for_another_launcher_are_stopped_only_with_hang_tim
 def test_a_command_that_does_not_reply_in_time_is_killed_with_its_children(
     directory: Path, new_watch: NewWatch
 ) -> None:
-    watch = new_watch(directory, Local())
-    (reply,) = watch.call_all({watch.run.nodes[0]: ["sh", "-c", "echo $$; sleep 1000; echo"]}, timeout=0.5)
+    watch = new_watch(directory, Local(LocalCommands()))
+    [node, *_] = watch.run.nodes
+    reply = watch.calls.call_all({node: ["sh", "-c", "echo $$; sleep 1000; echo"]}, timeout=0.5)[node.node]
     assert (reply.code, reply.out.strip().isdecimal()) == (137, True)
     end = time.monotonic() + 20
     while [stat for stat in process_scan.table().values() if stat.session == int(reply.out) and stat.alive]:

@@ -32,7 +32,7 @@ from distributed.runs.hang_decision import (
     hang_record,
     notice_on,
 )
-from distributed.runs.lookup import read
+from distributed.runs.lookup import RunNode, read
 from distributed.runs.query import node_reply
 from distributed.runs.run_directory import create
 from distributed.runs.status import Observation
@@ -121,7 +121,7 @@ def test_the_record_has_the_suspect_with_its_stack_and_the_lines_of_the_others()
 def hang_watch(logs: Path, timeout: float = math.inf, certain: bool = False) -> HangWatch:
     """The watch of a run with one rank on the node n1."""
     directory = create(
-        str(logs), "train", nodes=["n1"], nproc=1, script="train.py", config=None, cwd="/", python="python3",
+        str(logs), "train", nodes=[RunNode("n1", "", 1, 0)], script="train.py", config=None, cwd="/", python="python3",
         command=["x"], launcher=os.getpid(),
     )  # fmt: skip
     return HangWatch(read(Path(directory)), timeout, certain)

@@ -21,6 +21,7 @@ import pytest
 
 from distributed.host.identity import versions
 from distributed.runs import run_directory
+from distributed.runs.lookup import RunNode
 
 KIT = Path(__file__).resolve().parents[2]
 STUBBORN = ["a b", "it's", 'say "x"', "two\nlines", "$HOME `id`", "grün 火", "", "--", "-n", "*", "\\"]
@@ -30,8 +31,7 @@ def facts(**changes: Any) -> dict[str, Any]:
     """Default arguments of create()."""
     return {
         "name": "train",
-        "nodes": ["n1"],
-        "nproc": 2,
+        "nodes": [RunNode("n1", "", 2, 0)],
         "script": "train.py",
         "config": None,
         "cwd": "/",
@@ -148,7 +148,8 @@ def test_a_file_or_directory_is_not_replaced_by_a_link(tmp_path: Path, name: str
 
 def test_a_full_disk_leaves_no_incomplete_directory(tmp_path: Path) -> None:
     program = (
-        f"from distributed.runs import run_directory; run_directory.create({str(tmp_path / 'logs')!r}, **{facts()!r})"
+        "from distributed.runs import run_directory; from distributed.runs.lookup import RunNode;"
+            f"run_directory.create({str(tmp_path / 'logs')!r}, **{facts()!r})"
     )
     # A file size limit of 0 makes writing run.json fail, like a full disk.
     call = ["bash", "-c", 'ulimit -f 0 && exec "$@"', "bash", sys.executable, "-c", program]

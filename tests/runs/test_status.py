@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from distributed.host import identity, process_scan
+from distributed.host.replies import Reply
 from distributed.runs import lookup, query, run_directory, status
 from distributed.runs.hang_analysis import Diagnosis
 from distributed.runs.lookup import (
@@ -203,17 +204,14 @@ def test_remaining_processes_are_reported_for_each_node() -> None:
 @pytest.mark.parametrize(
     ("code", "err", "why"),
     [
-        ("255", "ssh: connect to host n1 port 22: timed out", "cannot be reached (ssh: connect to host n1 port 22:"),
-        ("137", "", "did not reply in time"),
-        ("127", "bash: line 1: exec: /x/python: not found", "Python not found"),
-        ("2", "python: can't open file '/k/scripts/lib/module.py'", "Muster not found"),
+        (255, "ssh: connect to host n1 port 22: timed out", "cannot be reached (ssh: connect to host n1 port 22:"),
+        (137, "", "did not reply in time"),
+        (127, "bash: line 1: exec: /x/python: not found", "Python not found"),
+        (2, "python: can't open file '/k/scripts/lib/module.py'", "Muster not found"),
     ],
 )
-def test_a_node_without_a_reply_has_a_reason(tmp_path: Path, code: str, err: str, why: str) -> None:
-    (tmp_path / "n1.out").write_text("Welcome!\n")
-    (tmp_path / "n1.err").write_text(err)
-    (tmp_path / "n1.code").write_text(f"{code}\n")
-    found = query.read_reply(RunNode("n1", "n1", 1, 0), tmp_path)
+def test_a_node_without_a_reply_has_a_reason(code: int, err: str, why: str) -> None:
+    found = query.node_reply(RunNode("n1", "n1", 1, 0), Reply("n1", code, "Welcome!\n", err))
     assert found.status is None and why in found.error
 
 
@@ -221,7 +219,7 @@ def test_a_node_without_a_reply_has_a_reason(tmp_path: Path, code: str, err: str
 
 
 def create_run(logs: Path, **changes: Any) -> Path:
-    facts: dict[str, Any] = {"nodes": ["n1", "n2"], "nproc": 3, "addresses": ["ada@n1:1", "n2:2"]}
+    facts: dict[str, Any] = {"nodes": [RunNode("n1", "ada@n1", 1, 0), RunNode("n2", "n2", 2, 1)]}
     facts["launcher"] = os.getpid()
     fixed: dict[str, Any] = {"script": "t.py", "config": None, "cwd": "/", "python": "/p/python", "command": ["t"]}
     return Path(run_directory.create(str(logs), "train", **fixed, **facts | changes))
@@ -245,7 +243,7 @@ def test_a_run_directory_that_was_moved_keeps_the_mark_of_its_processes(tmp_path
 
 
 def test_on_another_machine_a_node_without_an_address_is_the_host_of_the_launcher(tmp_path: Path) -> None:
-    directory = create_run(tmp_path, nodes=["n1"], addresses=[])
+    directory = create_run(tmp_path, nodes=[RunNode("n1", "", 3, 0)])
     assert lookup.read(directory).nodes == (RunNode("n1", "", 3, 0),)
     facts = json.loads((directory / "run.json").read_text())
     facts["launcher"] |= {"machine": "another", "host": "far"}

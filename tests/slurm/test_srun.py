@@ -29,6 +29,7 @@ from distributed.launch.reports import ERROR, REPORT, ReportParser
 from distributed.launch.srun import JobStep, Srun, StepNode
 from distributed.launch.watch import Watch
 from distributed.runs import verdict
+from distributed.runs.lookup import RunNode
 from distributed.runs.run_directory import create
 from distributed.slurm.task import DUPLICATE_TIME, TaskFiles, agent_options
 
@@ -66,8 +67,8 @@ RunStep = Callable[..., int]
 def run(tmp_path: Path) -> Path:
     """The run directory of a run on n1."""
     directory = create(
-        str(tmp_path), "train", nodes=["n1"], nproc=1, script="train.py", config=None, cwd="/", python="python3",
-        command=["x"], addresses=["n1:1"],
+        str(tmp_path), "train", nodes=[RunNode("n1", "n1", 1, 0)], script="train.py", config=None, cwd="/",
+        python="python3", command=["x"],
     )  # fmt: skip
     return Path(directory)
 
@@ -165,10 +166,10 @@ def test_a_node_is_not_lost_while_a_disk_blocks_the_launcher(
     node = StepNode("n1", tasks=1, last_report=time.monotonic() - 60)
     watch = new_watch(run, Srun((), (), "17", task_per_rank=True))
     step = JobStep(watch, [node])
-    step._client = watch.call("n1", ["true"])
+    step._client = watch.calls.call("n1", ["true"])
     step._checked = time.monotonic() - blocked
     step.check_clock()
-    watch.wait_for_calls()
+    watch.calls.wait()
     assert node.lost == lost
 
 

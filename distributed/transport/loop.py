@@ -19,16 +19,21 @@ from distributed.host import process_scan, signals
 BLOCK = 1 << 16  # bytes per read
 NULL = subprocess.DEVNULL
 INHERITED = None  # as standard output or standard error of a client: that of the launcher
+# The file for the path of the run directory, and whether to test connections: requests of the caller to this launcher.
+FOR_LAUNCHER = (b"MUSTER_RUN_FILE", b"MUSTER_TEST_CONNECTIONS")
 IGNORED_BY_CLIENTS = {  # until they set handlers: the launcher handles these, and sends requests
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, *signals.PASSED_ON,
 }  # fmt: skip
 
 
 def inherited_environment() -> dict[bytes, bytes]:
-    """The environment with which this process was started. Python may have changed what os.environ shows."""
+    """The environment for clients: that with which this process was started, except FOR_LAUNCHER.
+
+    Python may have changed what os.environ shows.
+    """
     with open("/proc/self/environ", "rb") as file:
         entries = (entry.partition(b"=") for entry in file.read().split(b"\0") if entry)
-        return {name: value for name, _, value in entries}
+        return {name: value for name, _, value in entries if name not in FOR_LAUNCHER}
 
 
 class Loop:

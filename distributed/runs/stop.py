@@ -1,0 +1,201 @@
+"""Stop a run, and check that none of its processes remains on any node. scripts/stop.sh becomes this program."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from distributed.exit_codes import UNFIT
+from distributed.files import KIT
+from distributed.host.process_scan import start_time
+from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, RunNode
+from distributed.runs.query import JobWithoutRun, RunQuery, find_run, job_runs, job_state, report_remaining
+from distributed.transport.commands import Messages, TransportError
+
+CHECK_TIMEOUT = 15.0  # seconds for a node to report the remaining processes
+END_TIMEOUT = 15.0  # seconds after the grace period for the launcher to stop its nodes and write the report
+KILL_TIMEOUT = 5.0  # seconds for the launcher to exit when its nodes have been stopped
+CANCEL_TIMEOUT = 120.0  # seconds for a job to end after scancel
+PROGRESS_INTERVAL = 5.0  # seconds between two messages while waiting
+GRACE = 30  # seconds; of a job without a run, whose own value is unknown
+
+
+class Stop:
+    """Stops one run."""
+
+    def __init__(self, query: RunQuery, now: bool, messages: Messages) -> None:
+        """now: without time to write a checkpoint."""
+        self._query, self._now, self._messages = query, now, messages
+        self._log = messages.log
+        run = query.run
+        self._launcher, self._name = run.launcher, str(run.directory)
+        self._grace = 0 if now else run.launcher.grace
+
+    def run(self, quiet: bool) -> int:
+        """Returns the exit code of the program."""
+        run, state = self._query.run, self._launcher.state
+        if run.job and (state == IN_JOB or not job_runs(self._query.job_state)):
+            stop_job(run.job, self._query.job_state, self._launcher.grace, self._now, self._messages)
+            return 0
+        if state == REMOTE and (code := self._stop_from_launcher_host(quiet)) is not None:
+            return code
+        with self._lock():
+            if state == EXITED:
+                self._log(f"{self._name}: its launcher has already exited")
+            self._stop_launcher()
+            code = self._stop_nodes()
+        if state == REMOTE:
+            where = f"{self._launcher.host}: the launcher (process {self._launcher.pid})"
+            raise TransportError(
+                UNFIT, f"{where} could not be stopped; if it still runs there, it may restart the run (--max-restarts)"
+            )
+        return code
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """A second SIGTERM makes the launcher kill its ranks, so only one program may send it."""
+        with open(self._query.run.directory / "run.json") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._log(f"another stop.sh is stopping {self._name}: waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    # ---- the launcher
+
+    def _stop_from_launcher_host(self, quiet: bool) -> int | None:
+        """Run stop.sh on the launcher's host, which shares the run directory. Returns its code; None: it failed."""
+        run, host = self._query.run, self._launcher.host
+        options = ["--now"] * self._now + ["--quiet"] * quiet
+        command = [f"{KIT}/scripts/stop.sh", "--python", run.python, *options, run.directory_at_launch]
+        self._log(f"{self._name}: its launcher is on {host}; running stop.sh there")
+        call = self._query.ssh.command(RunNode(host, host, 0, 0), command)
+        code = subprocess.Popen(call, stdin=subprocess.DEVNULL, start_new_session=True).wait()
+        if code in (0, 1, UNFIT):
+            return code
+        why = f"stop.sh cannot be run there (exit code {code})"
+        self._messages.print(f"warning: {host}: {why}; stopping the nodes without the launcher")
+        return None
+
+    def _stop_launcher(self) -> None:
+        pid = self._launcher.pid
+        if not self._launcher_runs():
+            return
+        self._log(f"{self._name}: stopping its launcher, process {pid}; {describe_grace(self._now, self._grace)}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGCONT)  # a suspended process handles no signal
+        if self._now:
+            self._sweep(0)
+        awaited = f"the launcher (process {pid}) to exit"
+        if self._wait(self._launcher.grace + END_TIMEOUT, 0.1, awaited, self._launcher_runs):
+            return
+        self._messages.print(f"warning: the launcher (process {pid}) does not exit; stopping its nodes without it")
+        self._sweep(0)
+        if not self._wait(KILL_TIMEOUT, 0.1, awaited, self._launcher_runs):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _launcher_runs(self) -> bool:
+        """The start time is compared too, because the process id may have been reused."""
+        return self._launcher.state == RUNNING and start_time(self._launcher.pid) == self._launcher.since
+
+    def _wait(self, seconds: float, interval: float, awaited: str, goes_on: Callable[[], bool]) -> bool:
+        return wait(seconds, interval, lambda: awaited, goes_on, self._log)
+
+    # ---- the nodes
+
+    def _stop_nodes(self) -> int:
+        """Stop the remaining processes, and check again. Returns the exit code of report_remaining()."""
+        lines, code = self._check()
+        if code == 1:
+            self._log(f"{self._name}: processes remain on its nodes; {describe_grace(self._now, self._grace)}")
+            self._sweep(self._grace)
+            lines, code = self._check()
+        print("\n".join(lines), flush=True)
+        return code
+
+    def _check(self) -> tuple[list[str], int]:
+        self._query.update()
+        return report_remaining(self._query.run, self._query.query([], CHECK_TIMEOUT))
+
+    def _sweep(self, grace: float) -> None:
+        self._query.sweep(grace, grace + CHECK_TIMEOUT)
+
+
+def describe_grace(now: bool, grace: float) -> str:
+    return "killing its processes immediately" if now else f"up to {grace} s to write a checkpoint"
+
+
+def stop_job(job: str, state: str, grace: float, now: bool, messages: Messages) -> None:
+    """Signal the batch script; cancel the job if it does not end in time. Raises TransportError if it does not end."""
+
+    def runs() -> bool:
+        nonlocal state
+        state = job_state(job)
+        return bool(state)
+
+    def awaited() -> str:
+        return f"job {job} ({state.partition(' ')[0]}) to end"
+
+    if job_runs(state) and not now:
+        messages.log(f"stopping job {job}; {describe_grace(now, grace)}")
+        subprocess.run(["scancel", "--batch", "--signal=INT", job], check=False)
+        if not wait(grace + END_TIMEOUT, 0.5, awaited, runs, messages.log):
+            messages.log(f"job {job} does not end; cancelling it")
+    if state:
+        subprocess.run(["scancel", job], check=False)
+    if not wait(CANCEL_TIMEOUT, 0.5, awaited, runs, messages.log):
+        problem = f"still {state.partition(' ')[0]} after scancel"
+        raise TransportError(1, f"job {job}: {problem}; see scontrol show job {job}")
+    print(f"job {job} has ended; SLURM has ended its processes on all nodes", flush=True)
+
+
+def wait(
+    seconds: float, interval: float, awaited: Callable[[], str], goes_on: Callable[[], bool], log: Callable[[str], None]
+) -> bool:
+    """Wait until goes_on() returns False. Returns False on timeout. awaited: returns what is waited for, as text."""
+    start = reported = time.monotonic()
+    while goes_on():
+        now = time.monotonic()
+        if now - start >= seconds:
+            return False
+        if now - reported >= PROGRESS_INTERVAL:
+            reported = now
+            log(f"waiting for {awaited()}: {now - start:.0f} s, at most {seconds:.0f} s")
+        time.sleep(interval)
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0 if no process remains, 1 if one does, 2 if there is no such run, UNFIT if a node was not checked."""
+    parser = argparse.ArgumentParser(prog="stop", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--program", required=True, help="name of the script in messages")
+    parser.add_argument("--log-dir", type=Path, required=True, metavar="DIR", help="the directory of all runs")
+    parser.add_argument("--now", action="store_true", help="without time to write a checkpoint")
+    parser.add_argument("--quiet", action="store_true", help="print only the result")
+    parser.add_argument("run", metavar="RUN")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    messages = Messages(options.program, options.quiet)
+    try:
+        query = RunQuery(find_run(options.run, options.log_dir, options.program), messages.log)
+        return Stop(query, options.now, messages).run(options.quiet)
+    except JobWithoutRun as job:
+        stop_job(job.job, job.state, GRACE, options.now, messages)
+        return 0
+    except TransportError as error:
+        return messages.print_error(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Run commands on other nodes: over ssh, or in a SLURM job."""

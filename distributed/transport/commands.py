@@ -1,0 +1,366 @@
+"""Run commands on nodes: on this machine, over ssh, or as a step of a SLURM job.
+
+`LocalCommands`, `SshCommands` and `JobCommands` give the local command that runs a command on a node. `Calls` runs
+short commands on many nodes at the same time, and collects their replies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import shlex
+import sys
+import time
+
+from distributed.exit_codes import UNFIT, WRONG_CALL
+from distributed.files import KIT
+from distributed.host.replies import Reply
+from distributed.host.ssh_call import STARTED, for_any_shell
+from distributed.transport.loop import NULL, Client, Loop, inherited_environment
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from typing import Any, Protocol, TypeVar
+
+    class Target(Protocol):
+        """A node on which commands run. address: [user@]host for ssh; empty: this machine."""
+
+        @property
+        def node(self) -> str: ...
+        @property
+        def address(self) -> str: ...
+
+    AnyTarget = TypeVar("AnyTarget", bound=Target)
+
+LIB = os.path.join(KIT, "scripts", "lib")
+PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
+PROGRESS_INTERVAL = 5.0  # seconds between two messages about nodes that have not replied
+MAX_FILES = 1 << 16  # open files of the launcher, which needs several for each node; pdsh tries to close each number
+MAX_PATH = 31  # bytes of the directory for temporary files: ssh allows 90 for a control socket, and uses 41 of them
+
+
+class TransportError(Exception):
+    """Nodes cannot be used. code: the exit code of the program."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+# ---------------------------------------------------------------- one command on one node
+
+
+class LocalCommands:
+    """On this machine."""
+
+    def command(
+        self, node: Target, arguments: Sequence[str], cwd: str = "", log: str = "", timeout: float = 0.0
+    ) -> list[str]:
+        """The local command that runs a command on a node.
+
+        cwd: its working directory; empty: any. log: file for the reason if it is not started. timeout: seconds after
+        which the caller kills it; 0: never.
+        """
+        return list(arguments)
+
+
+class JobCommands(LocalCommands):
+    """On a node of a running SLURM job, as a step that shares the resources of the running tasks."""
+
+    def __init__(self, job: str) -> None:
+        """job: its number."""
+        # Variables of another job, if this process is in one, and those that act like options of srun.
+        names = [name for name in os.environ if name.startswith(("SLURM_", "SRUN_")) and name != "SLURM_CONF"]
+        srun = ["srun", "--overlap", "--jobid", job, "--nodes", "1", "--ntasks", "1", "--input", "none", "--quiet"]
+        self._srun = ["env", *(f"--unset={name}" for name in names), *srun]
+
+    def command(
+        self, node: Target, arguments: Sequence[str], cwd: str = "", log: str = "", timeout: float = 0.0
+    ) -> list[str]:
+        return [*self._srun, "--nodelist", node.node, *arguments]
+
+
+class SshCommands(LocalCommands):
+    """Over ssh, with the user's configuration, and one connection per node that all calls share."""
+
+    def __init__(self, log: Callable[[str], None], cwd: str = "") -> None:
+        """log: prints a message. cwd: the working directory, if it is to be copied to the nodes; see sync.py.
+
+        The control sockets are in a directory that is removed when this process has ended, however it ends. Raises
+        TransportError.
+        """
+        value = os.environ.get("MUSTER_LOGIN_TIMEOUT") or "60"
+        if not re.fullmatch(r"[0-9]{1,8}", value) or int(value) < 1:
+            what = "expected a whole number of seconds, 1 or more"
+            raise TransportError(WRONG_CALL, f"MUSTER_LOGIN_TIMEOUT: {what}, got '{value}'")
+        self._login_timeout = int(value)
+        directory = temporary_directory(log)
+        self.synced = list(dict.fromkeys((cwd, KIT))) if cwd else []
+        self.marker = f".{os.path.basename(directory)}"  # name of a file in each of them, while it is compared
+        remove_at_exit([directory, *(os.path.join(one, self.marker) for one in self.synced)])
+        os.symlink(f"{LIB}/ssh_config", f"{directory}/config")  # the path of Muster may have blanks
+        self.options = ["-F", f"{directory}/config", "-o", f"ControlPath={directory}/%C"]
+        least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(least, min(most, MAX_FILES)), most))
+
+    def ssh(self, node: Target) -> list[str]:
+        return ["ssh", *self.options, "--", node.address]
+
+    def command(
+        self, node: Target, arguments: Sequence[str], cwd: str = "", log: str = "", timeout: float = 0.0
+    ) -> list[str]:
+        if not node.address:
+            return list(arguments)
+        within = self._login_timeout
+        if timeout:
+            within = min(within, max(1, int(timeout) - 1))
+        change = f"cd -- {shlex.quote(cwd)} || exit {UNFIT}; " if cwd else ""
+        line = f"{change}exec {shlex.join(arguments)}"
+        return over_ssh(self.ssh(node), node.address.rpartition("@")[2], line, within, log)
+
+
+def over_ssh(ssh: Sequence[str], name: str, line: str, within: float, log: str = "") -> list[str]:
+    """The local command that runs a line of bash on a node, and sends it nothing before; see host/ssh_call.py.
+
+    ssh: the command line of ssh up to the address. name: of the node in messages. within: seconds for the login shell
+    to start the line. log: file for the reason if it is not started.
+    """
+    call = [sys.executable, *PLAIN_PYTHON, f"{LIB}/ssh_call.py", "--within", f"{within:g}"]
+    return [*call, *(["--log", log] if log else []), name, *ssh, for_any_shell(f"{STARTED}; {line}")]
+
+
+def rsync_shell(ssh: Sequence[str]) -> str:
+    """The value of rsync's option -e. ssh: the command line of ssh up to the address."""
+    shell = [sys.executable, *PLAIN_PYTHON, f"{LIB}/rsync_shell.py", *ssh]
+    return " ".join("'" + each.replace("'", "''") + "'" for each in shell)  # rsync's own quoting
+
+
+def in_node_env(node_env: str, python: str, module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of the package on a node in the environment of the ranks.
+
+    It first reads environment_block() from its standard input.
+    """
+    return [f"{LIB}/in_node_env.sh", node_env, python, f"{LIB}/module.py", module, *arguments]
+
+
+def environment_block(inherited: Sequence[bytes], environment: Sequence[bytes]) -> bytes:
+    """NAME=VALUE entries for in_node_env.sh: variables that config/node_env.sh may change, and those that override it.
+
+    They are sent through a pipe, as all users can read arguments.
+    """
+    return b"".join(b"".join(entry + b"\0" for entry in block) + b"\0" for block in (inherited, environment))
+
+
+# ---------------------------------------------------------------- short commands on many nodes
+
+
+class Calls:
+    """Runs short commands at the same time, on one event loop."""
+
+    def __init__(self, loop: Loop | None = None) -> None:
+        """loop: default: one that handles no signals."""
+        self.loop = loop or Loop(lambda number: None, ())
+        self.environment = inherited_environment()  # of the commands
+        self.running: set[Client] = set()
+
+    def call(
+        self,
+        name: str,
+        command: list[str],
+        then: Callable[[Reply], None] = lambda reply: None,
+        *,
+        timeout: float = 0.0,
+        sent: bytes | None = None,
+        keep_input: bool = False,
+        source: int | None = NULL,
+        output: int | None = NULL,
+        errors: int | None = NULL,
+        on_output: Callable[[bytes], None] | None = None,
+    ) -> Client:
+        """Run a command; then call then() with its exit code and what it has written.
+
+        timeout: seconds after which it is killed; 0: never. sent, source: its standard input, as bytes, after which
+        keep_input leaves it open, or a file. output, errors: files for its standard output and standard error; NULL:
+        they are in the reply. on_output: called with blocks of its standard output.
+        """
+        files = [os.memfd_create(stream) for stream in ("output", "errors")]
+
+        def ended(client: Client) -> None:
+            self.running.discard(client)
+            texts = []
+            for file in files:
+                os.lseek(file, 0, os.SEEK_SET)
+                with open(file, "rb") as opened:
+                    texts.append(opened.read().decode(errors="replace"))
+            then(Reply(name, client.code, texts[0], texts[1], time.time()))
+
+        client = Client(
+            self.loop,
+            command,
+            self.environment,
+            on_exit=ended,
+            on_output=on_output,
+            sent=sent,
+            source=source,
+            output=files[0] if output == NULL else output,
+            errors=files[1] if errors == NULL else errors,
+            timeout=timeout,
+        )
+        self.running.add(client)
+        if sent is not None and not keep_input:
+            client.end_input()
+        return client
+
+    def call_all(
+        self, commands: Mapping[AnyTarget, list[str]], log: Callable[[str], None] | None = None, **options: Any
+    ) -> dict[str, Reply]:
+        """Run commands at the same time, and wait until all have ended. Returns the reply of each node, by name.
+
+        log: prints, every 5 seconds, which nodes have not replied yet. options: of call().
+        """
+        replies: dict[str, Reply] = {}
+        names = [node.node for node in commands]
+        started = time.monotonic()
+
+        def report() -> None:
+            missing = [name for name in names if name not in replies]
+            if log and missing:
+                seconds = int(time.monotonic() - started)
+                ratio = f"{len(names) - len(missing)} of {len(names)} nodes replied"
+                log(f"{ratio}, waiting for {' '.join(missing)}, {seconds} s")
+                self.loop.call_later(PROGRESS_INTERVAL, report)
+
+        def ended(reply: Reply) -> None:
+            replies[reply.node] = reply
+
+        calls = {self.call(node.node, command, ended, **options) for node, command in commands.items()}
+        if log:
+            self.loop.call_later(PROGRESS_INTERVAL, report)
+        self.wait(calls)
+        return {name: replies[name] for name in names}
+
+    def wait(self, calls: Collection[Client] | None = None) -> None:
+        """Wait until these commands have ended; default: all."""
+        while self.running & set(calls) if calls is not None else self.running:
+            self.loop.wait()
+
+
+# ---------------------------------------------------------------- this process
+
+
+def read_lists() -> dict[str, list[bytes]]:
+    """Read lists of arbitrary strings from standard input, which is then empty. A script of Muster sends them.
+
+    They are not arguments, because all users can read arguments. For each list: its name, the number of its entries,
+    and the entries, all terminated by NUL bytes.
+    """
+    fields = sys.stdin.buffer.read().split(b"\0")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    lists = {}
+    while len(fields) > 1:
+        name, number = fields[0].decode(), int(fields[1])
+        lists[name], fields = fields[2 : 2 + number], fields[2 + number :]
+    return lists
+
+
+def quote(command: Sequence[str]) -> str:
+    """A command line for bash, quoted with backslashes as the scripts do."""
+
+    def quoted(argument: str) -> str:
+        if not argument or not argument.isprintable():
+            return shlex.quote(argument)
+        return re.sub(r"(^#|[^\w@%+=:,./#-])", r"\\\1", argument)
+
+    return " ".join(map(quoted, command))
+
+
+class Messages:
+    """Prints messages of a program on standard error, which may be closed."""
+
+    def __init__(self, program: str, quiet: bool = False) -> None:
+        self._program, self._quiet = program, quiet
+
+    def log(self, message: str) -> None:
+        """Print a message, unless --quiet was given."""
+        if not self._quiet:
+            self.print(message)
+
+    def print(self, message: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, os.fsencode(f"{self._program}: {message}\n"))
+
+    def print_error(self, error: TransportError) -> int:
+        """Returns the exit code of the program."""
+        self.print(message_of(error, self._program))
+        return error.code
+
+
+def message_of(error: TransportError, program: str) -> str:
+    return f"{error}\nTry: {program} --help" if error.code == WRONG_CALL else str(error)
+
+
+def temporary_directory(log: Callable[[str], None]) -> str:
+    """Create a private directory whose path is short and has no blanks, where ssh (ProxyJump), rsync and pdsh split it.
+
+    /tmp precedes TMPDIR, which may be on a file system without sockets. log: prints a warning if a directory that was
+    tried before cannot be written. Raises TransportError if none can be written.
+    """
+    candidates = {"XDG_RUNTIME_DIR": os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp": "/tmp"}
+    candidates["TMPDIR"] = os.environ.get("TMPDIR", "")
+    faults = []
+    for name, base in candidates.items():
+        if not base.startswith("/") or re.search(r"\s", base) or len(os.fsencode(base)) > MAX_PATH:
+            continue
+        try:
+            made = try_temporary_directory(base)
+        except OSError as error:
+            subject = name if name == base else f"{name}='{base}'"
+            faults.append(f"{subject}: cannot create files there ({error.strerror})")
+            continue
+        if faults:
+            remedy = "unset the variable, or create a directory that you can write"
+            log(f"warning: {'; '.join(faults)}; using {base}; {remedy}")
+        return made
+    remedy = "export TMPDIR=DIRECTORY, with a directory that you can write"
+    raise TransportError(UNFIT, f"{'; '.join(faults)}; {remedy}")
+
+
+def try_temporary_directory(base: str) -> str:
+    """Create a directory. Raises OSError if a file in it cannot be written, as on a full disk, or removed."""
+    while True:
+        made = os.path.join(base, f"muster-{os.urandom(4).hex()}")
+        try:
+            os.mkdir(made, 0o700)
+            break
+        except FileExistsError:
+            continue
+    path = os.path.join(made, "file")
+    try:
+        with open(path, "wb") as file:
+            file.write(bytes(8192))
+        os.unlink(path)
+    except OSError:
+        import shutil
+
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    return made
+
+
+def remove_at_exit(paths: Sequence[str]) -> None:
+    """Remove files and directories when this process has ended, also by SIGKILL."""
+    source, target = os.pipe()  # only this process, and its forks, hold the writing end: it is not inheritable
+    null = os.devnull
+    files = [(os.POSIX_SPAWN_DUP2, source, 0), *((os.POSIX_SPAWN_OPEN, one, null, os.O_WRONLY, 0) for one in (1, 2))]
+    script = 'cd / && read -r _; rm -rf -- "$@"'
+    os.posix_spawn("/bin/sh", ["sh", "-c", script, "sh", *paths], os.environ, file_actions=files, setsid=True)
+    os.close(source)
+    _KEPT.append(target)
+
+
+_KEPT: list[int] = []  # open until this process ends

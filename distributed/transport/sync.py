@@ -1,0 +1,78 @@
+"""--sync, for nodes that do not share the working directory: copy it, and Muster, to the nodes.
+
+See distributed/host/sync_list.py for the files. Nothing is deleted on the nodes. distributed/launch/node_logs.py copies
+the run directory back.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from distributed.exit_codes import UNFIT
+from distributed.host import sync_list
+from distributed.transport.commands import TransportError, rsync_shell
+from distributed.transport.loop import INHERITED
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from distributed.transport.commands import AnyTarget, Calls, SshCommands
+
+VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
+# For sh on a node. $1: the directory. $2: a file that exists in this machine's directory.
+PRINT_IF_SHARED = 'mkdir -p -- "$1" && cd -- "$1" || exit; [ ! -e "$2" ] || echo "shared $2"'
+
+
+def sync_nodes(
+    calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], log: Callable[[str], None]
+) -> None:
+    """Copy the directories to every node that does not share them. Raises TransportError."""
+    if not shutil.which("rsync"):
+        raise TransportError(1, "--sync: rsync: not found on this machine; install it")
+    for directory in commands.synced:
+        apart, failed = _nodes_without(calls, commands, nodes, directory)
+        if apart and not failed:
+            failed = _copy(calls, commands, apart, directory, log)
+        if failed:
+            names = " ".join(failed)
+            raise TransportError(UNFIT, f"--sync: {directory} could not be copied to {names}; see the messages above")
+
+
+def _nodes_without(
+    calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], directory: str
+) -> tuple[list[AnyTarget], list[str]]:
+    """The nodes that do not share the directory, and the names of those for which that is not known."""
+    marker = os.path.join(directory, commands.marker)
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_WRONLY, 0o600))
+    except OSError as error:
+        raise TransportError(1, f"--sync: cannot write to {directory}: {error.strerror}") from None
+    check = ["sh", "-c", PRINT_IF_SHARED, "sh", directory, commands.marker]
+    replies = calls.call_all({node: commands.command(node, check) for node in nodes}, errors=INHERITED)
+    os.unlink(marker)
+    shared = f"shared {commands.marker}"
+    apart = [node for node in nodes if shared not in replies[node.node].out.splitlines()]
+    return apart, [name for name, reply in replies.items() if reply.code]
+
+
+def _copy(
+    calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], directory: str, log: Callable[[str], None]
+) -> list[str]:
+    """Copy the files of a directory. Returns the names of the nodes for which that failed."""
+    try:
+        names = sync_list.names_of(directory)
+    except sync_list.SyncError as error:
+        raise TransportError(UNFIT, f"--sync: {error}") from None
+    except OSError as error:
+        raise TransportError(UNFIT, f"--sync: {error.filename}: {error.strerror}") from None
+    options = ["--archive", "--compress", "--sparse", "--keep-dirlinks", "--protect-args", "--recursive", "--from0"]
+    options += ["--files-from=-", "--ignore-missing-args", "--exclude=.git"]
+    calls_of = {}
+    for node in nodes:
+        log(f"--sync: copying {directory} to {node.node}")
+        shell = rsync_shell(commands.ssh(node))
+        calls_of[node] = ["rsync", *options, "-e", shell, "--", f"{directory}/", f"node:{directory}/"]
+    replies = calls.call_all(calls_of, sent=sync_list.file_list(names), output=INHERITED, errors=INHERITED)
+    return [name for name, reply in replies.items() if reply.code not in (0, VANISHED)]
