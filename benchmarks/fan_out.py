@@ -19,14 +19,14 @@ from functools import partial
 
 from benchmarks.laboratory import KIT, nodes
 
-ASK_NODES = KIT / "benchmarks/ask_nodes.sh"
+ASK_NODES = (sys.executable, "-S", "-m", "benchmarks.ask_nodes")
 
 
 def run(*command: str) -> float:
     """Run a command. Returns its duration in seconds."""
     env = os.environ | {"PDSH_RCMD_TYPE": "ssh", "VIRTUAL_ENV": sys.prefix}
     started_at = time.monotonic()
-    subprocess.run(command, env=env, check=True, stdin=subprocess.DEVNULL, capture_output=True)
+    subprocess.run(command, env=env, cwd=KIT, check=True, stdin=subprocess.DEVNULL, capture_output=True)
     return time.monotonic() - started_at
 
 
@@ -50,13 +50,13 @@ def main() -> int:
     options.add_argument("--turns", type=int, default=7)
     turns = options.parse_args().turns
     with nodes(16) as (names, _):
-        muster = partial(run, str(ASK_NODES), "true", *names)
+        muster = partial(run, *ASK_NODES, "true", *names)
         pdsh = partial(run, "pdsh", "-S", "-f", "16", "-w", ",".join(names), "true")
         pairs = alternate(turns, muster, pdsh)
         ratio = statistics.median(own / peer for own, peer in pairs)
         own, peer = (statistics.median(side) for side in zip(*pairs, strict=True))
         print(f"true on 16 nodes: Muster {own:.2f} s, pdsh {peer:.2f} s, ratio {ratio:.2f} (target: at most 1.0)")
-        preflight = partial(run, str(ASK_NODES), "preflight", *names[:3])
+        preflight = partial(run, *ASK_NODES, "preflight", *names[:3])
         pairs = alternate(turns, preflight, partial(slowest_ssh, names[:3]))
         excess = statistics.median(own - peer for own, peer in pairs)
         own, peer = (statistics.median(side) for side in zip(*pairs, strict=True))

@@ -4,7 +4,7 @@ A file depends on the files that it names, and on their dependencies. A Python f
 modules in its strings. Any other file names the files outside its comments. Prints one line per test file, with the
 changed files that it depends on:
 
-  tests/ssh.bats: scripts/lib/ssh.bash
+  tests/ssh.bats: scripts/lib/ssh_config
 
 If all tests depend on a changed file, prints one line: "everything: " and the names of such files.
 """

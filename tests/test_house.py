@@ -30,14 +30,15 @@ KIT = Path(__file__).resolve().parent.parent
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "agent": {"exit_codes", "files", "host", "launch"},
     "checkpoint": {"exit_codes", "torch", "training"},
-    "health": {"exit_codes", "host", "launch", "nodelist", "terminal"},
+    "health": {"exit_codes", "host", "launch", "nodelist", "terminal", "transport"},
     "host": {"exit_codes"},
-    "jobs": {"exit_codes", "files", "host", "launch", "metrics", "runs", "terminal", "training"},
-    "launch": {"exit_codes", "files", "host", "metrics", "nodelist", "runs", "world"},
-    "runs": {"exit_codes", "files", "host", "metrics", "terminal"},
+    "jobs": {"exit_codes", "files", "host", "launch", "metrics", "runs", "terminal", "training", "transport"},
+    "launch": {"exit_codes", "files", "host", "metrics", "nodelist", "runs", "transport", "world"},
+    "runs": {"exit_codes", "files", "host", "metrics", "terminal", "transport"},
     "slurm": {"exit_codes", "files", "host", "launch", "nodelist"},
     "smoke": {"files", "terminal", "torch", "world"},
     "torch": {"agent", "exit_codes", "world"},
+    "transport": {"exit_codes", "files", "host"},
     "training": {"files", "host", "metrics", "runs", "world"},
     "world": {"nodelist"},
 }
@@ -47,7 +48,8 @@ STANDARD_LIBRARY_ALONE = {
     "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.directory", "exit_codes", "files",
     "health", "host", "jobs.array_task", "jobs.host", "jobs.job", "jobs.journal", "jobs.page", "jobs.panes",
     "jobs.placement", "jobs.state", "jobs.timeline", "launch", "metrics", "nodelist", "runs", "slurm",
-    "smoke.bandwidth", "smoke.report", "terminal", "training.base_model", "training.fold", "training.topics", "world",
+    "smoke.bandwidth", "smoke.report", "terminal", "training.base_model", "training.fold", "training.topics",
+    "transport", "world",
 }  # fmt: skip
 
 SCRIPTS = [

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+
+from distributed.host.ssh_call import for_any_shell
+from distributed.runs.lookup import RunNode
+from distributed.transport.commands import SshCommands
 
 TESTS = Path(__file__).resolve().parent
 SHELLS = [shell for shell in ("sh", "bash", "dash", "zsh", "fish", "tcsh", "ksh", "mksh") if shutil.which(shell)]
@@ -53,12 +58,12 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     subprocess.run([lab, "down"], env=env, check=True)
 
 
-def received(directory: Path, transport: str, target: str, sent: list[bytes]) -> list[bytes]:
-    """Return the arguments that arrive. transport and target are the first two arguments of run_remote.sh."""
+def received(directory: Path, on_target: Callable[[list[str]], list[str]], sent: list[bytes]) -> list[bytes]:
+    """Return the arguments that arrive. on_target: the local command for a command on a node or in a login shell."""
     program = directory / "record it's.py"
     program.write_text(RECORDER, encoding="utf-8")
-    command: list[str | bytes] = [f"{TESTS}/run_remote.sh", transport, target, sys.executable, str(program), "--"]
-    subprocess.run([*command, *sent], cwd=directory, check=True, timeout=60)
+    command = on_target([sys.executable, str(program), "--", *map(os.fsdecode, sent)])
+    subprocess.run(command, stdin=subprocess.DEVNULL, cwd=directory, check=True, timeout=60)
     _, *arrived = Path(f"{program}.received").read_bytes().split(b"\0")[:-1]
     return arrived[arrived.index(b"--") + 1 :]
 
@@ -67,7 +72,8 @@ def received(directory: Path, transport: str, target: str, sent: list[bytes]) ->
 @given(sent=argument_lists)
 @example(sent=SPECIAL)
 def test_arguments_through_ssh(node: str, tmp_path: Path, sent: list[bytes]) -> None:
-    assert received(tmp_path, "ssh", node, sent) == sent
+    ssh, target = SshCommands(print), RunNode(node, node, 1, 0)
+    assert received(tmp_path, lambda command: ssh.command(target, command, str(tmp_path)), sent) == sent
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -75,7 +81,11 @@ def test_arguments_through_ssh(node: str, tmp_path: Path, sent: list[bytes]) -> 
 @given(sent=argument_lists)
 @example(sent=SPECIAL)
 def test_arguments_through_a_login_shell(tmp_path: Path, shell: str, sent: list[bytes]) -> None:
-    assert received(tmp_path, "login", shell, sent) == sent
+
+    def in_shell(command: list[str]) -> list[str]:
+        return [shell, "-c", for_any_shell(f"exec {shlex.join(command)}")]
+
+    assert received(tmp_path, in_shell, sent) == sent
 
 
 @pytest.mark.parametrize("launcher", ["launch_torchrun_auto.sh", "launch_pdsh_multinode.sh"])

@@ -45,7 +45,7 @@ START_UP_FILES = "bash: ~/.bashrc, zsh: ~/.zshenv, fish: ~/.config/fish/config.f
 def for_any_shell(line: str) -> str:
     """A command that runs this line in bash, for any login shell: special characters are encoded as =XX.
 
-    The same as quote_for_any_shell in scripts/lib/ssh.bash.
+    ssh joins its arguments with blanks, and the login shell of the user parses them again.
     """
     encoded = "".join(chr(byte) if byte in PLAIN else f"={byte:02X}" for byte in os.fsencode(line))
     return f"exec bash -pc 'eval \"$(printf %b \"${{1//=/$2}}\")\"' bash '{encoded}' '\\x'"

@@ -32,7 +32,7 @@ from typing import Any
 from distributed.files import KIT, write_file
 from distributed.host import sync_list
 from distributed.host.gpus import query_gpus
-from distributed.host.ssh_call import LOGIN_SHELL, STARTED, for_any_shell
+from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.bases import script_name
@@ -42,6 +42,7 @@ from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
+from distributed.transport.commands import VANISHED, over_ssh, rsync_shell
 
 HEARTBEAT_INTERVAL = 4.0  # seconds
 HEARTBEAT_TIMEOUT = 15.0  # seconds without a heartbeat after which a connection is lost
@@ -52,15 +53,12 @@ COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has u
 MAX_RSYNCS = 2  # concurrent rsyncs with a server, in each direction
 MAX_ATTEMPTS_PER_RSYNC = 100
 ENTRY = "scripts/lib/jobs_host.py"
-RSYNC_SHELL = "scripts/lib/rsync_shell.py"
-SSH_CALL = "scripts/lib/ssh_call.py"
 NOT_INSTALLED = "muster-upload"  # printed by a server without the files of KIT_FILES
 NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or newer
 # Exit codes: ~/ml-customization exists; rsync is missing; a command has failed on the server, see reporting_error().
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC, FAILED = 3, 4, 5
 LOST_CONNECTION = (12, 30, 35, 255)  # exit codes of rsync
 FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # copy what the standard input of rsync names, literally
-VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
 # The files that jobs/host.py and its supervisors need on a server. Modules that only usage sampling needs are omitted.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
@@ -473,8 +471,7 @@ class SshServer(HostServer):
 
     def _ssh(self, line: str) -> list[str]:
         """The command that runs a line of bash on the server, and sends it nothing before."""
-        call = [sys.executable, *PLAIN_PYTHON, f"{KIT}/{SSH_CALL}", "--within", f"{LOGIN_TIMEOUT:g}"]
-        return [*call, self.settings.host, *self._ssh_to_server(), for_any_shell(f"{STARTED}; {line}")]
+        return over_ssh(self._ssh_to_server(), self.settings.host, line, LOGIN_TIMEOUT)
 
     def _ssh_to_server(self) -> list[str]:
         return ["ssh", "-F", str(self._config), "--", self.settings.host]
@@ -684,10 +681,8 @@ class SshServer(HostServer):
         await self._rsync([*FILES_FROM, source, target], names)
 
     async def _rsync(self, arguments: Sequence[str], data: bytes = b"") -> None:
-        remote_shell = [sys.executable, *PLAIN_PYTHON, f"{KIT}/{RSYNC_SHELL}", *self._ssh_to_server()]
-        shell = " ".join("'" + each.replace("'", "''") + "'" for each in remote_shell)  # rsync's own quoting
         options = ["--archive", "--sparse", *write_through_links(), "--protect-args", "--timeout=60"]
-        call = ["rsync", *options, "-e", shell, *arguments]
+        call = ["rsync", *options, "-e", rsync_shell(self._ssh_to_server()), *arguments]
         code, stderr = await self._run(call, data)
         if code in (0, VANISHED):
             return

@@ -140,7 +140,7 @@ class Launch:
 
     def check_nodes(self, commands: LocalCommands) -> tuple[str, str]:
         """Check the nodes. Returns the master address and port. Raises TransportError."""
-        if os.environ.get("MUSTER_TEST_CONNECTIONS"):  # by the caller of this launcher
+        if os.environ.get("MUSTER_TEST_CONNECTIONS") and isinstance(commands, SshCommands):
             self._test_connections(commands)
         if self.options.preflight:
             return self._compare(self._probe(commands))

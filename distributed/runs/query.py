@@ -134,9 +134,12 @@ def _missing_run(job: str, logs: Path, program: str) -> Exception:
         return JobWithoutRun(job, state)
     shown = slurm_job(job)
     if found := re.search(r"JobState=([A-Z_]+).* ExitCode=([0-9]+).* StdErr=(.*) StdIn=", shown):
-        ended = f"ended before its run started ({found[1]}, exit code {found[2]})"
-        missing = "if that file is missing, its directory did not exist"
-        return TransportError(1, f"job {job}: {ended}; see {found[3]}; {missing}")
+        state, code, errors = found.groups()
+        return TransportError(
+            1,
+            f"job {job}: ended before its run started ({state}, exit code {code}); see {errors}; "
+            "if that file is missing, its directory did not exist",
+        )
     reason = f"SLURM has no such job ({(shown.splitlines() or [''])[-1]})"
     return TransportError(WRONG_CALL, f"{subject}, and {reason}; for older jobs: sacct -j {job}")
 

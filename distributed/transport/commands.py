@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 LIB = os.path.join(KIT, "scripts", "lib")
 PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
 PROGRESS_INTERVAL = 5.0  # seconds between two messages about nodes that have not replied
+VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
 MAX_FILES = 1 << 16  # open files of the launcher, which needs several for each node; pdsh tries to close each number
 MAX_PATH = 31  # bytes of the directory for temporary files: ssh allows 90 for a control socket, and uses 41 of them
 

@@ -11,7 +11,7 @@ import shutil
 
 from distributed.exit_codes import UNFIT
 from distributed.host import sync_list
-from distributed.transport.commands import TransportError, rsync_shell
+from distributed.transport.commands import VANISHED, TransportError, rsync_shell
 from distributed.transport.loop import INHERITED
 
 TYPE_CHECKING = False
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from distributed.transport.commands import AnyTarget, Calls, SshCommands
 
-VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
 # For sh on a node. $1: the directory. $2: a file that exists in this machine's directory.
 PRINT_IF_SHARED = 'mkdir -p -- "$1" && cd -- "$1" || exit; [ ! -e "$2" ] || echo "shared $2"'
 

@@ -3,7 +3,7 @@
 # One node of a launch that is started by hand on each node, with the same arguments except NODE_RANK. The agents
 # connect to each other at MASTER_ADDR and exchange their exit codes.
 #
-# Sourced, never run; it needs options.bash, nodes.bash and launch.bash.
+# Sourced, never run; it needs options.bash and launch.bash.
 
 # shellcheck disable=SC2034,SC2153 # other files use these variables
 NNODES='' NODE_RANK=''

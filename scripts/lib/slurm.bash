@@ -2,7 +2,7 @@
 #
 # A launch with srun on all nodes of the SLURM allocation of this shell.
 #
-# Sourced, never run; it needs options.bash, nodes.bash, node_env.bash and launch.bash.
+# Sourced, never run; it needs options.bash, node_env.bash and launch.bash.
 #
 # Environment variables: LAUNCHER: srun (one task per rank) or torchrun (one agent per node); CONTAINER: a command
 # prefix for Python on the nodes, or options of srun; SRUN_ARGS: more options of srun.

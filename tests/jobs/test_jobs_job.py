@@ -387,13 +387,3 @@ def test_hostile_arguments_reach_a_program_through_any_login_shell(shell: str) -
     words = [word for word in HOSTILE if len(word) < 20_000]
     done = subprocess.run([shell, "-c", for_any_shell("printf '%s\\0' " + shlex.join(words))], capture_output=True)
     assert done.stdout == b"".join(word.encode() + b"\0" for word in words)
-
-
-@given(WORDS)
-@settings(max_examples=15, deadline=None)
-def test_the_quoting_in_bash_equals_that_in_python(words: list[str]) -> None:
-    script = 'source "$1/common.bash"; source "$1/ssh.bash"; for line in "${@:2}"; do quote_for_any_shell "$line"; done'
-    done = subprocess.run(
-        ["bash", "-c", script, "bash", KIT / "scripts/lib", *words], capture_output=True, check=True, text=True
-    )
-    assert done.stdout == "".join(for_any_shell(word) + "\n" for word in words)

@@ -61,7 +61,8 @@ def test_the_directory_has_the_exact_command(tmp_path: Path) -> None:
 
 
 def test_run_json_describes_the_launch(tmp_path: Path) -> None:
-    directory = create(tmp_path, nodes=["n2", "n1"], config="a.yaml", cwd="/")
+    nodes = [RunNode("n2", "", 1, 0), RunNode("n1", "ada@n1", 1, 1)]
+    directory = create(tmp_path, nodes=nodes, config="a.yaml", cwd="/")
     found = run_json(directory)
     assert found["run"] == directory.name
     assert (found["nodes"], found["nproc"]) == (["n2", "n1"], 2)
@@ -149,7 +150,7 @@ def test_a_file_or_directory_is_not_replaced_by_a_link(tmp_path: Path, name: str
 def test_a_full_disk_leaves_no_incomplete_directory(tmp_path: Path) -> None:
     program = (
         "from distributed.runs import run_directory; from distributed.runs.lookup import RunNode;"
-            f"run_directory.create({str(tmp_path / 'logs')!r}, **{facts()!r})"
+        f"run_directory.create({str(tmp_path / 'logs')!r}, **{facts()!r})"
     )
     # A file size limit of 0 makes writing run.json fail, like a full disk.
     call = ["bash", "-c", 'ulimit -f 0 && exec "$@"', "bash", sys.executable, "-c", program]

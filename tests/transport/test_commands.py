@@ -1,0 +1,147 @@
+"""Commands for nodes: temporary directories, their removal, replies. Over a real ssh, bats files test them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distributed.host.replies import Reply
+from distributed.runs.lookup import RunNode
+from distributed.transport.commands import Calls, SshCommands, TransportError, quote, temporary_directory
+
+KIT = Path(__file__).resolve().parents[2]
+NODES = [RunNode("n1", "", 1, 0), RunNode("n2", "", 1, 1)]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", "1 "])
+def test_a_wrong_login_timeout_is_a_wrong_call(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUSTER_LOGIN_TIMEOUT", value)
+    with pytest.raises(TransportError, match=f"expected a whole number of seconds, 1 or more, got '{value}'") as raised:
+        SshCommands(print)
+    assert raised.value.code == 2
+
+
+def test_the_login_shell_gets_less_time_than_the_reply() -> None:
+    """Otherwise the message would be that the node did not reply in time."""
+    command = SshCommands(print).command(RunNode("n1", "ada@n1", 1, 0), ["true"], timeout=20)
+    assert command[command.index("--within") + 1] == "19"
+
+
+def test_replies_are_in_the_order_of_the_nodes_and_missing_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distributed.transport.commands.PROGRESS_INTERVAL", 0.05)
+    messages: list[str] = []
+    commands = dict(zip(NODES, (["sh", "-c", "sleep 0.5; echo one"], ["sh", "-c", "cat; exit 3"]), strict=True))
+    first, second = Calls().call_all(commands, messages.append, sent=b"sent").values()
+    assert (first.node, first.out, second.node, second.out, second.code) == ("n1", "one\n", "n2", "sent", 3)
+    assert messages[0] == "1 of 2 nodes replied, waiting for n1, 0 s"
+
+
+def test_a_command_that_reads_gets_its_input_only_when_it_is_ended() -> None:
+    calls, printed = Calls(), bytearray()
+    replies: list[Reply] = []
+    client = calls.call("n1", ["cat"], replies.append, sent=b"a", keep_input=True, on_output=printed.extend)
+    while not printed:
+        calls.loop.wait()
+    assert (bytes(printed), replies) == (b"a", [])
+    client.end_input()
+    calls.wait()
+    assert [reply.code for reply in replies] == [0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["a b", "it's", "$x", "#a", "a#b"], r"a\ b it\'s \$x \#a a#b"),
+        (["", "two\nlines", "grün"], "'' 'two\nlines' grün"),
+    ],
+)
+def test_a_command_line_can_be_pasted_into_bash(arguments: list[str], line: str) -> None:
+    assert quote(arguments) == line
+    shown = subprocess.check_output(["bash", "-c", f"printf '%s\\0' {line}"])
+    assert shown == b"".join(argument.encode() + b"\0" for argument in arguments)
+
+
+# ---------------------------------------------------------------- temporary directories
+
+
+@pytest.mark.parametrize("unusable", ["", "relative", "/tmp/blank here", f"/tmp/{'long' * 8}"])
+def test_a_temporary_directory_is_in_tmp_without_a_usable_variable(
+    unusable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
+    messages: list[str] = []
+    made = temporary_directory(messages.append)
+    os.rmdir(made)
+    assert made.startswith("/tmp/muster-") and messages == []
+
+
+@pytest.mark.parametrize("unusable", ["/nowhere", "/etc/passwd", "/proc/self"])
+def test_a_variable_with_an_unusable_directory_is_reported(unusable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
+    messages: list[str] = []
+    os.rmdir(temporary_directory(messages.append))
+    [message] = messages
+    assert message.startswith(f"warning: XDG_RUNTIME_DIR='{unusable}': cannot create files there (")
+    assert "; using /tmp; unset the variable" in message
+
+
+def test_the_directory_of_xdg_runtime_dir_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/dev/shm")
+    os.rmdir(made := temporary_directory(print))
+    assert made.startswith("/dev/shm/muster-")
+
+
+PROGRAM = f"""
+import sys
+sys.path.insert(0, {str(KIT)!r})
+from distributed.transport.commands import TransportError, temporary_directory
+try:
+    print(temporary_directory(lambda message: print(message, file=sys.stderr)))
+except TransportError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting needs root")
+def test_without_any_directory_all_are_named_and_a_full_disk_counts_as_unusable() -> None:
+    def made(mount: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        call = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-I", "-c", PROGRAM]
+        return subprocess.run(call, env=os.environ | variables, capture_output=True, text=True, check=False)
+
+    full = made("mount -t tmpfs -o size=4k none /mnt", XDG_RUNTIME_DIR="/mnt")
+    assert full.stdout.startswith("/tmp/muster-")
+    assert "XDG_RUNTIME_DIR='/mnt': cannot create files there (No space left on device); using /tmp" in full.stderr
+    os.rmdir(full.stdout.strip())
+    if str(KIT).startswith("/tmp/"):
+        return
+    none = made("mount -t tmpfs -o ro none /tmp", XDG_RUNTIME_DIR="/nowhere", TMPDIR="/nope")
+    assert none.returncode == 1
+    first = "XDG_RUNTIME_DIR='/nowhere': cannot create files there (No such file or directory); /tmp: cannot"
+    assert none.stderr.startswith(first)
+    assert "; TMPDIR='/nope': cannot create files" in none.stderr
+    assert none.stderr.strip().endswith("; export TMPDIR=DIRECTORY, with a directory that you can write")
+
+
+def test_files_are_removed_when_their_process_was_killed(tmp_path: Path) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(KIT)!r})\n"
+        "from distributed.transport.commands import SshCommands\n"
+        "ssh = SshCommands(print, sys.argv[1]); open(ssh.synced[0] + '/' + ssh.marker, 'w').close()\n"
+        "print(ssh.options[1], flush=True); sys.stdin.read()"
+    )
+    call = [sys.executable, "-I", "-c", program, str(tmp_path)]
+    with subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        directory = Path(process.stdout.readline().strip()).parent
+        assert directory.is_dir() and len(list(tmp_path.iterdir())) == 1
+        process.send_signal(signal.SIGKILL)
+        end = time.monotonic() + 20
+        while directory.exists() or list(tmp_path.iterdir()):
+            assert time.monotonic() < end
+            time.sleep(0.02)
