@@ -161,8 +161,8 @@ sweep_nodes() { # <seconds between stop request and SIGKILL>
 
 
 sweep_node() { # <node> <seconds>
-  command_on_node "$1" "$RUN_PYTHON" -I -S "$KIT/scripts/lib/supervisor.py" sweep --dir "$RUN_DIR_ON_NODES" \
-    --name "$1" --grace "$2"
+  command_on_node "$1" "$RUN_PYTHON" -I -S "$KIT/scripts/lib/module.py" launch.supervisor sweep \
+    --dir "$RUN_DIR_ON_NODES" --name "$1" --grace "$2"
 }
 
 

@@ -218,7 +218,7 @@ def as_json(cluster: ClusterFacts) -> str:
 # ---------------------------------------------------------------- the program
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Return 0 if there is no fault (or with --json), 1 if there is one, UNFIT if a node has no usable reply."""
     parser = argparse.ArgumentParser(prog="cluster", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the facts as JSON, without findings")
@@ -237,7 +237,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return UNFIT
     faults = any(finding.level == "fault" for found in judge_cluster(cluster).values() for finding in found)
     return 1 if faults and not options.json else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -38,7 +38,7 @@ from distributed.jobs.base_cache import Cache
 from distributed.jobs.bases import script_name
 from distributed.jobs.dispatcher import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.job import Job, arguments, environment
-from distributed.jobs.panes import PLAIN_PYTHON
+from distributed.jobs.panes import ENTRY, HOST, PLAIN_PYTHON
 from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
@@ -51,9 +51,7 @@ MAX_COPIES = 3  # attempts to copy a base model, if copies are damaged
 COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has unlocked a base model
 MAX_RSYNCS = 2  # concurrent rsyncs with a server, in each direction
 MAX_ATTEMPTS_PER_RSYNC = 100
-ENTRY = "scripts/lib/jobs_host.py"
 RSYNC_SHELL = "scripts/lib/rsync_shell.py"
-SSH_CALL = "scripts/lib/ssh_call.py"
 NOT_INSTALLED = "muster-upload"  # printed by a server without the files of KIT_FILES
 NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or newer
 # Exit codes: ~/ml-customization exists; rsync is missing; a command has failed on the server, see reporting_error().
@@ -71,7 +69,7 @@ KIT_FILES = (
     "distributed/launch/reports.py", "distributed/launch/supervisor.py",
     "distributed/launch/usage.py",
     "distributed/training/__init__.py", "distributed/training/base_model.py",
-    "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/environment.bash",
+    "scripts/lib/module.py", "scripts/lib/in_node_env.sh", "scripts/lib/environment.bash",
     "scripts/lib/common.bash", "scripts/lib/node_env.bash",
 )  # fmt: skip
 
@@ -415,7 +413,7 @@ class HostServer(JobServer):
         directory = self.directory or os.path.join(self.context.cwd, "logs", "jobs", self.context.list_id)
         stem = os.path.join(directory, attempt.name, f"node_{self.name}")
         end = "/" if once else f"{stem}.exit"
-        return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "follow", f"{stem}.log", end]
+        return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", HOST, "follow", f"{stem}.log", end]
 
 
 class LocalServer(HostServer):
@@ -428,7 +426,7 @@ class LocalServer(HostServer):
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "serve", cwd=self.context.cwd,
+            sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", HOST, "serve", cwd=self.context.cwd,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
         )  # fmt: skip
         channel = Channel(process, self.name, post)
@@ -473,7 +471,7 @@ class SshServer(HostServer):
 
     def _ssh(self, line: str) -> list[str]:
         """The command that runs a line of bash on the server, and sends it nothing before."""
-        call = [sys.executable, *PLAIN_PYTHON, f"{KIT}/{SSH_CALL}", "--within", f"{LOGIN_TIMEOUT:g}"]
+        call = [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "host.ssh_call", "--within", f"{LOGIN_TIMEOUT:g}"]
         return [*call, self.settings.host, *self._ssh_to_server(), for_any_shell(f"{STARTED}; {line}")]
 
     def _ssh_to_server(self) -> list[str]:
@@ -524,7 +522,8 @@ class SshServer(HostServer):
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._archive_name}"; '
             f'[ -e "$d/complete" ] || {{ echo {NOT_INSTALLED}; exit 0; }}; '
             f"for p in {pythons}; do "
-            f'if "$p" {plain} -c {newer} 2>/dev/null; then exec "$p" {plain} "$d/{ENTRY}" {arguments}; fi; done; '
+            f'if "$p" {plain} -c {newer} 2>/dev/null; then '
+            f'exec "$p" {plain} "$d/{ENTRY}" {HOST} {arguments}; fi; done; '
             f"echo {NO_PYTHON}"
         )
 

@@ -127,7 +127,7 @@ def judge(directory: Path, nodes: Sequence[str]) -> list[str]:
 # ---------------------------------------------------------------- command line
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """`listen` and `try` run on a node, `addresses` and `judge` in the launcher. Returns 0 or UNFIT."""
     options = _parse(arguments)
     if options.verb == "listen":
@@ -165,7 +165,3 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     judging.add_argument("directory", type=Path, help="contains the replies: listening/ and connecting/")
     judging.add_argument("nodes", nargs="+")
     return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

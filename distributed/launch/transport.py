@@ -47,7 +47,7 @@ class Ssh(Local):
 
     def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
         line = f"{STARTED}; cd -- {shlex.quote(cwd)} || exit {UNFIT}; exec {shlex.join(arguments)}"
-        call = [sys.executable, *PLAIN_PYTHON, f"{LIB}/ssh_call.py", "--within", self._within]
+        call = [sys.executable, *PLAIN_PYTHON, f"{LIB}/module.py", "host.ssh_call", "--within", self._within]
         call += ["--log", log] if log else []
         return [*call, node.address.rpartition("@")[2], "ssh", *self.options, "--", node.address, for_any_shell(line)]
 

@@ -117,7 +117,7 @@ def state_of_launcher(host: str, launcher_machine: str, pid: int, started: int |
     return EXITED if rebooted else REMOTE
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print NUL-terminated fields: directory, directory at launch and Python of the run; state, host, pid, start and
     grace of its launcher; the job; then name, address, number of ranks and first rank of each node.
 
@@ -150,4 +150,4 @@ def refuse_other_users(run: Run, caller: str, uid: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

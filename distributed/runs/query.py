@@ -77,7 +77,7 @@ def report_remaining(run: Run, node_replies: Sequence[NodeReply]) -> tuple[list[
     return lines, UNFIT if any(reply.status is None for reply in node_replies) else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the lines of report_remaining(). Returns its exit code."""
     parser = argparse.ArgumentParser(prog="query", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
@@ -90,7 +90,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines, code = report_remaining(run, read_replies(run, options.replies))
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

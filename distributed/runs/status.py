@@ -312,7 +312,7 @@ def size(amount: int) -> str:
     return f"{gib:.0f}G" if gib >= 10 else f"{gib:.1f}G" if gib >= 1 else f"{amount >> 20}M"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the status. Returns Status.exit_code, or 2 if there is no such run.
 
     With --first, if stacks are needed: print nothing, write NEEDS_STACKS as the state and return 0.
@@ -367,7 +367,3 @@ def as_json(status: Status) -> str:
     replies = facts.pop("replies")
     facts["nodes"] = [reply["node"] | {"status": reply["status"], "error": reply["error"]} for reply in replies]
     return json.dumps(facts, indent=2, sort_keys=True, default=str) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

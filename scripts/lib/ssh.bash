@@ -44,13 +44,13 @@ remove_at_end_of_input() { # <directory>
 STARTED="printf '\\nmuster-ready\\n'; TMOUT=0 read -r _ || exit $EXIT_UNFIT"
 
 
-# Run ssh in its own session, so that Ctrl-C on the terminal does not reach it. ssh_call.py sends standard input only
+# Run ssh in its own session, so that Ctrl-C on the terminal does not reach it. ssh_call sends standard input only
 # after the command has started on the node.
 ssh_client() { # <address> <output of quote_for_any_shell>
   local within=$LOGIN_TIMEOUT
   [[ ! $REPLY_TIMEOUT ]] || within=$((REPLY_TIMEOUT <= LOGIN_TIMEOUT ? REPLY_TIMEOUT - 1 : LOGIN_TIMEOUT))
   run_unreported run_with_removed setsid --wait ${REPLY_TIMEOUT:+timeout -s KILL "$REPLY_TIMEOUT"} \
-    "$PYTHON" -I -S "$KIT/scripts/lib/ssh_call.py" --within "$within" \
+    "$PYTHON" -I -S "$KIT/scripts/lib/module.py" host.ssh_call --within "$within" \
     "${1#*@}" ssh "${SSH_OPTIONS[@]}" -- "$1" "$2"
 }
 
