@@ -14,7 +14,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
@@ -357,7 +357,7 @@ def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main(_: Sequence[str]) -> int:
     """Print this rank and the variables that determine it. Returns the exit code."""
     try:
         sys.stdout.write(explain(World.from_env()))
@@ -368,4 +368,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -241,7 +241,7 @@ with socket.create_server(("", 29500)):
 @test "the ssh client of a node is killed: the connection is lost, and the run is restarted" {
   faulty_script
   launch --max-restarts 1 - 1 "$N1" "$N2"
-  kill -KILL "$(pgrep -f "^ssh .*supervisor.py.* run .*--name $N2 ")"
+  kill -KILL "$(pgrep -f "^ssh .*launch.supervisor.* run .*--name $N2 ")"
   wait_for_line out "restart 1 of 1"
   : >logs/latest/go
   wait_for_exit "$LAUNCHER"

@@ -32,7 +32,7 @@ teardown() {
   local log
   for log in "$WORK"/logs/*/; do
     [ -d "$log" ] || continue
-    "$VIRTUAL_ENV/bin/python" -I -S "$KIT/scripts/lib/supervisor.py" sweep --dir "${log%/}" --name "$(uname -n)"
+    "$VIRTUAL_ENV/bin/python" -I -S "$KIT/scripts/lib/module.py" launch.supervisor sweep --dir "${log%/}" --name "$(uname -n)"
   done
 }
 

@@ -273,7 +273,7 @@ END
 @test "a killed supervisor, or a killed srun, kills its ranks" {
   local program
   printf 'import time\nprint("at work", flush=True)\ntime.sleep(1000)\n' >"my script.py"
-  for program in "$VIRTUAL_ENV/bin/python -I -S $KIT/scripts/lib/srun_task.py rank" "srun --export ALL "; do
+  for program in "$VIRTUAL_ENV/bin/python -I -S $KIT/scripts/lib/module.py slurm.task rank" "srun --export ALL "; do
     SCRIPT="my script.py" submit --no-requeue --nodes=2 --ntasks-per-node=1 slurm_train.sh -
     wait_for_line "logs/slurm-$JOB.out" "at work"
     kill -KILL "$(pgrep -f "^$program.* $WORK/logs/" | while read -r pid; do

@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 #
-# scripts/lib/supervisor.py runs one command, records its exit code and leaves no process, whatever happens to the
+# launch.supervisor runs one command, records its exit code and leaves no process, whatever happens to the
 # command, the supervisor or the launcher, which holds the control channel open. test_supervisor.py tests all orders of
 # killed processes.
 
@@ -8,7 +8,7 @@ bats_require_minimum_version 1.5.0
 
 
 setup() {
-  SUPERVISOR=("${VIRTUAL_ENV:-$BATS_TEST_DIRNAME/../.venv}/bin/python" -I -S "$BATS_TEST_DIRNAME/../scripts/lib/supervisor.py")
+  SUPERVISOR=("${VIRTUAL_ENV:-$BATS_TEST_DIRNAME/../.venv}/bin/python" -I -S "$BATS_TEST_DIRNAME/../scripts/lib/module.py" launch.supervisor)
   RUN="$BATS_TEST_TMPDIR/a 'run'"
   mkdir -p "$RUN"
   mkfifo "$BATS_TEST_TMPDIR/control"
@@ -194,6 +194,6 @@ remaining() {
   run -2 "${SUPERVISOR[@]}" wait --dir "$RUN" --name n1
   run -2 "${SUPERVISOR[@]}" run --dir "$RUN" --name n1
   run -2 "${SUPERVISOR[@]}" run --dir "$RUN" --name n1 --grace soon -- true
-  [[ "$output" == "supervisor.py: --grace: expected a whole number of seconds, got 'soon'"* ]]
+  [[ "$output" == "supervisor: --grace: expected a whole number of seconds, got 'soon'"* ]]
   [ -z "$(ls "$RUN")" ]
 }

@@ -43,7 +43,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str]) -> int:
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    return muster_torch.main()
+    return muster_torch.main([])
 
 
 def test_the_rank_and_its_source_are_printed(

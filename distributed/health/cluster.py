@@ -258,7 +258,7 @@ def probe_arguments(options: argparse.Namespace) -> list[str]:
     return [*where, "--port", options.master_port, "--", *names]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Return 0 if there is no fault (or with --json), 1 if there is one, UNFIT if a node has no usable reply."""
     parser = argparse.ArgumentParser(prog="cluster", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
@@ -301,7 +301,3 @@ def show(cluster: ClusterFacts, in_json: bool) -> int:
         return UNFIT
     faults = any(finding.level == "fault" for found in judge_cluster(cluster).values() for finding in found)
     return 1 if faults and not in_json else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -58,7 +58,7 @@ def render_findings(findings: Sequence[Finding], width: int | None, column: int 
 # ---------------------------------------------------------------- the program
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Return 0 if there is no fault (or with --json), 1 if there is one; a wrong call exits with 2."""
     parser = argparse.ArgumentParser(prog="doctor", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the facts as JSON, without findings")
@@ -76,4 +76,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

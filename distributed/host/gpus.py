@@ -257,7 +257,7 @@ def find_gpu(device: str, gpus: Sequence[Gpu]) -> Gpu | None:
     return found[0] if found else None
 
 
-def main(_: Sequence[str] = ()) -> int:
+def main(_: Sequence[str]) -> int:
     """Print the number of GPUs visible to this shell."""
     gpus = query_gpus()
     if gpus.error:
@@ -267,4 +267,4 @@ def main(_: Sequence[str] = ()) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -99,7 +99,7 @@ def checksum(file: Path) -> str | None:
         return None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the facts of this node as a reply."""
     parser = argparse.ArgumentParser(prog="probe", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--port", type=int, default=0, help="rendezvous port; 0: any free port")
@@ -116,7 +116,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     sys.stdout.write(format_reply(asdict(found)))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

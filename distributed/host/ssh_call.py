@@ -1,6 +1,6 @@
 """Run ssh, and send standard input to the node only after Muster's command has started there.
 
-usage: ssh_call.py [--within SECONDS] [--log FILE] NODE SSH [ARGUMENT...]
+usage: module.py host.ssh_call [--within SECONDS] [--log FILE] NODE SSH [ARGUMENT...]
 
 The login shell on a node runs its start-up file before the command, and that may read standard input, or start another
 shell, which would read and print the values of --env-file. Therefore the command prints READY, and waits for a line:

@@ -1,6 +1,6 @@
 """One element of a job array: run one attempt under its supervisor, on the node that SLURM chose.
 
-usage: array_task.py ARRAY
+usage: module.py jobs.array_task ARRAY
 
 ARRAY is the directory LIST/array-ID of an array that jobs/slurm.py submitted. Line SLURM_ARRAY_TASK_ID (from 0) of its
 file `attempts` names the attempt. The job specification of an attempt states what to run. It is a file with mode 0600,
@@ -261,7 +261,7 @@ def work(array: str) -> int:
 
 
 def nothing_to_do(message: str) -> int:
-    sys.stderr.write(f"array_task.py: {message}; nothing to do\n")
+    sys.stderr.write(f"array_task: {message}; nothing to do\n")
     return 0
 
 
@@ -271,7 +271,7 @@ def main(arguments: list[str]) -> int:
         sys.stdout.write(__doc__ or "")
         return 0
     if len(arguments) != 1:
-        sys.stderr.write("array_task.py: expected one argument, the directory of an array\n")
+        sys.stderr.write("array_task: expected one argument, the directory of an array\n")
         return WRONG_CALL
     try:
         return work(arguments[0])
@@ -284,5 +284,5 @@ def main(arguments: list[str]) -> int:
     except (KeyError, IndexError, ValueError) as error:
         message = f"{type(error).__name__}: {error}: not started as an element of a Muster job array?"
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"array_task.py: {message}\n")
+        sys.stderr.write(f"array_task: {message}\n")
     return UNFIT

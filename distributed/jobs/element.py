@@ -1,6 +1,6 @@
 """One attempt on SLURM, from the dispatcher's side: an element of a job array, observed through its files.
 
-array_task.py and the supervisor write the files on a compute node, in the shared working directory. The exit code file
+array_task and the supervisor write the files on a compute node, in the shared working directory. The exit code file
 decides how an attempt ended. SLURM's state only shows that an element waits or has ended; as long as the supervisor
 writes heartbeats, the attempt is treated as running even if SLURM reports its end.
 """

@@ -1,8 +1,8 @@
 """The server's side of a job list: start jobs, monitor them, and reply to the dispatcher.
 
-usage: jobs_host.py serve
-       jobs_host.py view DIR SLOT       show the output of a slot; see panes.py
-       jobs_host.py follow LOG EXIT     print LOG, and lines added to it, until the file EXIT exists
+usage: module.py jobs.host serve
+       module.py jobs.host view DIR SLOT       show the output of a slot; see panes.py
+       module.py jobs.host follow LOG EXIT     print LOG, and lines added to it, until the file EXIT exists
 
 serve reads requests from standard input and writes replies and events to standard output, one JSON object per line.
 The first event, `hello`, has the protocol HELLO. serve exits at the end of standard input, when the dispatcher exits or
@@ -86,7 +86,7 @@ REMEDIES = {
         "not accessible": "check ssh_key",
     },
 }
-CHILD_KILLED = "a child process of jobs_host.py was killed; check the memory of the server"
+CHILD_KILLED = "a child process of jobs.host was killed; check the memory of the server"
 
 Request = dict[str, Any]
 Reply = dict[str, Any]

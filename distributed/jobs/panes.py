@@ -29,7 +29,8 @@ POLL_INTERVAL = 0.3  # seconds between reads of a log
 BACKLOG = 64 * 1024  # bytes; a view of an existing log starts so far before its end
 # Ignore the user's Python settings, and use UTF-8 in any locale: arguments must reach jobs unchanged.
 PLAIN_PYTHON = ("-I", "-S", "-X", "utf8")
-ENTRY = os.path.join(KIT, "scripts", "lib", "jobs_host.py")
+ENTRY = "scripts/lib/module.py"
+HOST = "jobs.host"
 
 
 class TmuxError(Exception):
@@ -111,7 +112,7 @@ def abandoned(directory: str) -> bool:
 
 def create(name: str, directory: str, slots: list[str]) -> None:
     """Create a session with a pane for each slot, of equal size, with titles."""
-    program = [sys.executable, *PLAIN_PYTHON, ENTRY, "view", directory]
+    program = [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", HOST, "view", directory]
     commands = [[*program, str(number)] for number in range(len(slots))]
     tmux("new-session", "-d", "-s", name, "-x", "240", "-y", "67", "-n", "slots", *commands[0])
     try:

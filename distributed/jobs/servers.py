@@ -38,7 +38,7 @@ from distributed.jobs.base_cache import Cache
 from distributed.jobs.bases import script_name
 from distributed.jobs.dispatcher import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.job import Job, arguments, environment
-from distributed.jobs.panes import PLAIN_PYTHON
+from distributed.jobs.panes import ENTRY, HOST, PLAIN_PYTHON
 from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
@@ -52,7 +52,6 @@ MAX_COPIES = 3  # attempts to copy a base model, if copies are damaged
 COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has unlocked a base model
 MAX_RSYNCS = 2  # concurrent rsyncs with a server, in each direction
 MAX_ATTEMPTS_PER_RSYNC = 100
-ENTRY = "scripts/lib/jobs_host.py"
 NOT_INSTALLED = "muster-upload"  # printed by a server without the files of KIT_FILES
 NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or newer
 # Exit codes: ~/ml-customization exists; rsync is missing; a command has failed on the server, see reporting_error().
@@ -69,7 +68,7 @@ KIT_FILES = (
     "distributed/launch/reports.py", "distributed/launch/supervisor.py",
     "distributed/launch/usage.py",
     "distributed/training/__init__.py", "distributed/training/base_model.py",
-    "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/environment.bash",
+    "scripts/lib/module.py", "scripts/lib/in_node_env.sh", "scripts/lib/environment.bash",
     "scripts/lib/common.bash", "scripts/lib/node_env.bash",
 )  # fmt: skip
 
@@ -413,7 +412,7 @@ class HostServer(JobServer):
         directory = self.directory or os.path.join(self.context.cwd, "logs", "jobs", self.context.list_id)
         stem = os.path.join(directory, attempt.name, f"node_{self.name}")
         end = "/" if once else f"{stem}.exit"
-        return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "follow", f"{stem}.log", end]
+        return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", HOST, "follow", f"{stem}.log", end]
 
 
 class LocalServer(HostServer):
@@ -426,7 +425,7 @@ class LocalServer(HostServer):
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "serve", cwd=self.context.cwd,
+            sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", HOST, "serve", cwd=self.context.cwd,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
         )  # fmt: skip
         channel = Channel(process, self.name, post)
@@ -521,7 +520,8 @@ class SshServer(HostServer):
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._archive_name}"; '
             f'[ -e "$d/complete" ] || {{ echo {NOT_INSTALLED}; exit 0; }}; '
             f"for p in {pythons}; do "
-            f'if "$p" {plain} -c {newer} 2>/dev/null; then exec "$p" {plain} "$d/{ENTRY}" {arguments}; fi; done; '
+            f'if "$p" {plain} -c {newer} 2>/dev/null; then '
+            f'exec "$p" {plain} "$d/{ENTRY}" {HOST} {arguments}; fi; done; '
             f"echo {NO_PYTHON}"
         )
 
@@ -741,7 +741,7 @@ async def read_tail(stream: asyncio.StreamReader | None) -> str:
 
 @functools.cache
 def write_through_links() -> tuple[str, ...]:
-    """The options with which rsync keeps a symbolic link to a directory; see scripts/lib/rsync_shell.py."""
+    """The options with which rsync keeps a symbolic link to a directory; see transport/rsync_shell.py."""
     known = subprocess.run(["rsync", "--insecure-links", "--version"], stdin=subprocess.DEVNULL, capture_output=True)
     return ("--keep-dirlinks", *(["--insecure-links"] if known.returncode == 0 else []))
 

@@ -13,7 +13,7 @@ directory, Muster, and the Python interpreter. In cluster_config.json:
 In jobs_config.json, `_timeout` also sets --time, and `_labels` set --constraint.
 
 Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. The job specification
-of an attempt is a file that only one process can claim; see array_task.py. The exit code that the supervisor writes
+of an attempt is a file that only one process can claim; see array_task. The exit code that the supervisor writes
 shows that an attempt has ended. SLURM's queue, which one squeue reads for all elements, only shows that an element
 waits, or that it can no longer write an exit code. Elements are submitted with --no-requeue: after the loss of a node,
 the dispatcher starts a new attempt.
@@ -48,6 +48,7 @@ from distributed.jobs.element import (
     unstarted_end,
 )
 from distributed.jobs.job import AFTER, Job, Options, arguments, environment
+from distributed.jobs.panes import ENTRY, HOST
 from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.sbatch import (
     IN_QUEUE,
@@ -66,7 +67,7 @@ from distributed.jobs.sbatch import (
     setting,
     slurm_environment,
 )
-from distributed.jobs.servers import ENTRY, ListContext, cached_manifest, run_program
+from distributed.jobs.servers import ListContext, cached_manifest, run_program
 from distributed.jobs.state import Attempt
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol")
@@ -573,4 +574,5 @@ class SlurmServer(JobServer):
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """See dispatcher.JobServer."""
         stem = os.path.join(self.directory, attempt.name, f"node_{SERVER}")
-        return [sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", "follow", f"{stem}.log", "/" if once else f"{stem}.exit"]
+        end = "/" if once else f"{stem}.exit"
+        return [sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", HOST, "follow", f"{stem}.log", end]

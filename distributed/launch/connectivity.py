@@ -182,7 +182,7 @@ def test_connections(
 # ---------------------------------------------------------------- command line
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """`listen` and `try` run on a node. Returns 0."""
     options = _parse(arguments)
     if options.verb == "listen":
@@ -198,7 +198,7 @@ def _node_address(argument: str) -> tuple[str, tuple[str, int]]:
     return node, (address, int(port))
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="connectivity", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True)
     listening = verbs.add_parser("listen", help="listen, and print the address, until end of standard input")
@@ -206,7 +206,3 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     connecting = verbs.add_parser("try", help="try to connect")
     connecting.add_argument("addresses", nargs="*", type=_node_address, help="NAME=ADDRESS:PORT")
     return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
 """Run one command on this node and leave no process behind.
 
-usage: supervisor.py run --dir DIR --name NAME [option...] -- COMMAND [ARGUMENT...]
-       supervisor.py stop|kill|signal N --dir DIR --name NAME
-       supervisor.py sweep --dir DIR --name NAME [--grace SECONDS]
-       supervisor.py status --dir DIR --name NAME
+usage: module.py launch.supervisor run --dir DIR --name NAME [option...] -- COMMAND [ARGUMENT...]
+       module.py launch.supervisor stop|kill|signal N --dir DIR --name NAME
+       module.py launch.supervisor sweep --dir DIR --name NAME [--grace SECONDS]
+       module.py launch.supervisor status --dir DIR --name NAME
 
 run starts COMMAND in a new session and waits until it exits:
 
@@ -1003,7 +1003,7 @@ def main(arguments: Sequence[str]) -> int:
         return _main(arguments)
     except SupervisorError as error:
         code, message = error.args
-        text = f"supervisor.py: {message}\n" + "Try: supervisor.py --help\n" * (code == WRONG_CALL)
+        text = f"supervisor: {message}\n" + "Try: module.py launch.supervisor --help\n" * (code == WRONG_CALL)
         with contextlib.suppress(OSError):
             os.write(2, os.fsencode(text))
         return int(code)

@@ -196,7 +196,7 @@ class Watch:
 
     @property
     def supervisor(self) -> list[str]:
-        return [self.options.python, *PLAIN_PYTHON, f"{LIB}/supervisor.py"]
+        return [self.options.python, *PLAIN_PYTHON, f"{LIB}/module.py", "launch.supervisor"]
 
     def supervise(self) -> list[str]:
         """The supervisor's command line for an attempt, except the name of the node and the agent."""
@@ -385,7 +385,7 @@ class Watch:
 
     def _record_unstarted(self) -> None:
         """Where no supervisor started, write its exit code for the verdict. If its interpreter was the cause, write
-        that to the log; for a login shell, ssh_call.py has done so.
+        that to the log; for a login shell, ssh_call has done so.
         """
         for node, code in self._unstarted.items():
             with contextlib.suppress(OSError):

@@ -320,7 +320,7 @@ def from_json(facts: dict[str, Any]) -> NodeStatus:
     return NodeStatus(**facts | {"ranks": tuple(ranks), "processes": tuple(processes), "gpus": tuple(gpus)})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="node_status", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--run", required=True, help="MUSTER_RUN_DIR of its processes")
     parser.add_argument("--node", required=True, help="MUSTER_NODE of its processes")
@@ -330,7 +330,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stacks", action="store_true", help="also read the stacks of each rank")
     sys.stdout.write(format_reply(asdict(observe(**vars(parser.parse_args(arguments))))))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -229,7 +229,7 @@ class RunQuery:
         """Stop the processes of the run on all nodes. grace: seconds from the stop request to SIGKILL."""
 
         def sweep(node: RunNode) -> list[str]:
-            supervisor = [self.run.python, *PLAIN_PYTHON, f"{LIB}/supervisor.py", "sweep"]
+            supervisor = [self.run.python, *PLAIN_PYTHON, f"{LIB}/module.py", "launch.supervisor", "sweep"]
             where = ["--dir", self.run.directory_at_launch, "--name", node.node]
             return [*supervisor, *where, "--grace", f"{grace:g}"]
 

@@ -374,7 +374,7 @@ class Viewer:
                     self.show(status)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the status. Returns Status.exit_code, or 2 if there is no such run."""
     parser = argparse.ArgumentParser(prog="status", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--program", required=True, help="name of the script in messages")
@@ -410,7 +410,3 @@ def as_json(status: Status) -> str:
     replies = facts.pop("replies")
     facts["nodes"] = [reply["node"] | {"status": reply["status"], "error": reply["error"]} for reply in replies]
     return json.dumps(facts, indent=2, sort_keys=True, default=str) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -176,7 +175,7 @@ def wait(
     return True
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Return 0 if no process remains, 1 if one does, 2 if there is no such run, UNFIT if a node was not checked."""
     parser = argparse.ArgumentParser(prog="stop", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--program", required=True, help="name of the script in messages")
@@ -195,7 +194,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except TransportError as error:
         return messages.print_error(error)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

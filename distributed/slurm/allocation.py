@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -141,7 +140,3 @@ def main(arguments: Sequence[str]) -> int:
     """Print a free port of this machine for the job with the given id."""
     print(free_port(int(arguments[0])))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
 """Supervise one task of a job step on its node: a rank, or the agent that starts all ranks of the node.
 
-usage: srun_task.py rank RUN GRACE SCRIPT|-m MODULE [ARGUMENT...]
-       srun_task.py agent RUN GRACE COUNTS COMMAND [ARGUMENT...] -- [ARGUMENT...]
+usage: module.py slurm.task rank RUN GRACE SCRIPT|-m MODULE [ARGUMENT...]
+       module.py slurm.task agent RUN GRACE COUNTS COMMAND [ARGUMENT...] -- [ARGUMENT...]
 
 RUN is the run directory, GRACE the seconds between SIGTERM and SIGKILL, COUNTS the number of ranks on each node, as in
 2,2,1. The -- is replaced with the options of this node's agent. SLURM's variables identify the task.
@@ -267,8 +267,9 @@ def agent_options(run: str, counts: Sequence[int], env: Mapping[str, str]) -> li
     ]
 
 
-def main(kind: str, run: str, grace: str, *arguments: str) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the task. Returns the exit code of its command, or UNFIT if the command was not started."""
+    kind, run, grace, *arguments = arguments
     env = os.environ
     with open("/proc/self/environ", "rb") as file:  # os.environ has Python's changes
         own = file.read()
@@ -285,6 +286,6 @@ def main(kind: str, run: str, grace: str, *arguments: str) -> int:
         task.start(command, environment, b"")
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}"
-        os.write(2, os.fsencode(f"srun_task.py: {env['SLURMD_NODENAME']}: {kind} not started: {reason}\n"))
+        os.write(2, os.fsencode(f"slurm.task: {env['SLURMD_NODENAME']}: {kind} not started: {reason}\n"))
         return UNFIT
     return task.watch()

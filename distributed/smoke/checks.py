@@ -683,7 +683,7 @@ def run_in_group(context: RankContext, reporter: Reporter) -> int:
     return 0 if report["verdict"] == "ok" else 1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run one rank of the smoke test. Returns the exit code."""
     options = parse(arguments)
     try:

@@ -291,7 +291,7 @@ def show(report: Mapping[str, Any], as_json: bool = False) -> None:
     terminal.show(json.dumps(report, indent=2, sort_keys=True) + "\n" if as_json else render(report))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print a report from a file. Returns 0 when all checks passed, 1 when one failed."""
     summary = str(__doc__).splitlines()[0]
     parser = argparse.ArgumentParser("distributed.smoke.report", description=summary, allow_abbrev=False)
@@ -307,4 +307,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -687,7 +687,7 @@ def for_ranks(options: argparse.Namespace, world: int) -> tuple[Settings, Batch]
     return settings, global_batch
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Validate settings without starting anything, and print them with all defaults."""
     options = parser("Validate settings and print them with all defaults.")
     options.add_argument(
@@ -707,4 +707,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

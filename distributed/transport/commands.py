@@ -129,13 +129,13 @@ def over_ssh(ssh: Sequence[str], name: str, line: str, within: float, log: str =
     ssh: the command line of ssh up to the address. name: of the node in messages. within: seconds for the login shell
     to start the line. log: file for the reason if it is not started.
     """
-    call = [sys.executable, *PLAIN_PYTHON, f"{LIB}/ssh_call.py", "--within", f"{within:g}"]
+    call = [sys.executable, *PLAIN_PYTHON, f"{LIB}/module.py", "host.ssh_call", "--within", f"{within:g}"]
     return [*call, *(["--log", log] if log else []), name, *ssh, for_any_shell(f"{STARTED}; {line}")]
 
 
 def rsync_shell(ssh: Sequence[str]) -> str:
     """The value of rsync's option -e. ssh: the command line of ssh up to the address."""
-    shell = [sys.executable, *PLAIN_PYTHON, f"{LIB}/rsync_shell.py", *ssh]
+    shell = [sys.executable, *PLAIN_PYTHON, f"{LIB}/module.py", "transport.rsync_shell", *ssh]
     return " ".join("'" + each.replace("'", "''") + "'" for each in shell)  # rsync's own quoting
 
 

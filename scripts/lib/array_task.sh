@@ -5,4 +5,4 @@
 # Usage: array_task.sh KIT PYTHON ARRAY
 #
 # SLURM runs a copy of this file in another directory, so all paths are arguments.
-exec "$2" -I -S "$1/scripts/lib/array_task.py" "$3"
+exec "$2" -I -S "$1/scripts/lib/module.py" jobs.array_task "$3"

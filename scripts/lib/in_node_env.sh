@@ -58,7 +58,7 @@ main() {
   builtin shift
   { builtin set +xv; } 2>/dev/null
   if [[ $NODE_ENV_MODE != --task ]]; then
-    read_entries 2>/dev/null # only now: an unread block shows supervisor.py that NODE_ENV has replaced this shell
+    read_entries 2>/dev/null # only now: an unread block shows the supervisor that NODE_ENV has replaced this shell
     [[ ! $NODE_ENV_MODE ]] || command exec </dev/null
     export_entries
   fi

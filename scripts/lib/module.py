@@ -1,14 +1,28 @@
 """Run a module of the package from any directory; `python -m distributed.MODULE` works only in Muster's directory.
 
-Usage: python [-I] module.py MODULE [ARGUMENT...]
+Usage: python [-I [-S]] module.py MODULE [ARGUMENT...]
+
+With -I -S, neither site packages nor the environment slow down or change the start.
 """
 
-import importlib
+import os
 import sys
-from pathlib import Path
 
 if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
     del sys.path[0]  # this directory
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
 
-sys.exit(importlib.import_module(f"distributed.{sys.argv[1]}").main(sys.argv[2:]))
+try:
+    code = __import__(f"distributed.{sys.argv[1]}", fromlist=["main"]).main(sys.argv[2:]) or 0
+except SystemExit as ended:
+    if not isinstance(ended.code, int):
+        raise
+    code = ended.code
+for stream in (sys.stderr, sys.stdout):
+    try:
+        if stream:
+            stream.flush()
+    except OSError as error:  # a closed stream does not change the exit code
+        if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+            code = code or 1
+os._exit(code)  # not sys.exit(): a thread may still read standard input

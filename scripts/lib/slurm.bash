@@ -201,7 +201,7 @@ slurm_choose_port() {
 build_srun_command() {
   local resources srun=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
   local task=("$KIT/scripts/lib/in_node_env.sh" --task "$(node_env)" "${CONTAINER_COMMAND[@]}" "$RANK_PYTHON" -I -S
-    "$KIT/scripts/lib/srun_task.py")
+    "$KIT/scripts/lib/module.py" slurm.task)
   local node counts=()
   for node in "${NODES[@]}"; do
     counts+=("${NPROC_OF[$node]}")

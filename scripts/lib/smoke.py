@@ -9,4 +9,4 @@ from distributed.smoke.checks import main
 from distributed.torch import leave
 
 if __name__ == "__main__":
-    leave(main())
+    leave(main(sys.argv[1:]))

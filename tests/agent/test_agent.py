@@ -479,7 +479,8 @@ def test_a_task_of_srun_gets_the_environment_that_torchrun_sets(tmp_path: Path) 
     Path("script.py").write_text(
         f"import os\nassert {expected}.items() <= os.environ.items()\nraise ValueError('boom')\n"
     )
-    task = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/srun_task.py"), "rank", str(tmp_path), "8", "script.py"]
+    task = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "slurm.task"]
+    task += ["rank", str(tmp_path), "8", "script.py"]
     env = {**os.environ, "MUSTER_RUN_DIR": str(tmp_path), "MUSTER_NODE": "n10", **step}
     with subprocess.Popen(task, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as process:
         assert process.stdin and process.stdout
@@ -1033,7 +1034,7 @@ while True:
 
 def test_no_rank_remains_when_the_agent_is_killed() -> None:
     """Under the supervisor, with ranks that ignore SIGTERM and SIGINT."""
-    node = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/supervisor.py")]
+    node = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "launch.supervisor"]
     node += ["run", "--dir", os.getcwd(), "--name", "n7", "--"]
     with started(2, IGNORES_SIGNALS, [*node, *AGENT]) as launcher:
         pids = [int(Path(f"pid_{rank}").read_text()) for rank in range(2)]

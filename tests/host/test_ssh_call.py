@@ -11,7 +11,8 @@ import pytest
 from distributed.exit_codes import UNFIT
 from distributed.host.ssh_call import BLOCK, LOGIN_SHELL
 
-PROGRAM = [sys.executable, "-I", "-S", str(Path(__file__).resolve().parents[2] / "scripts" / "lib" / "ssh_call.py")]
+MODULE = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "module.py"
+PROGRAM = [sys.executable, "-I", "-S", str(MODULE), "host.ssh_call"]
 STARTED = r"printf '\nmuster-ready\n'; read -r _ || exit 69; "
 SECRET = b"k3pt\0secret\n"
 

@@ -27,7 +27,7 @@ from distributed.training import base_model
 @contextmanager
 def serving(workdir: Path, error: str = "") -> Iterator[subprocess.Popen[bytes]]:
     """A serve process that has locked the list `abc` on the server `one`. error: that it replies instead."""
-    command = [sys.executable, *panes.PLAIN_PYTHON, f"{KIT}/scripts/lib/jobs_host.py", "serve"]
+    command = [sys.executable, *panes.PLAIN_PYTHON, f"{KIT}/scripts/lib/module.py", "jobs.host", "serve"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     request = {
         "id": 1, "do": "open", "server": "one", "list": "abc", "workdir": str(workdir), "default_workdir": "",

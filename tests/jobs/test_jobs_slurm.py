@@ -1,6 +1,6 @@
 """Job lists on SLURM: the commands for SLURM, the meaning of its output, and the execution of job specifications.
 
-jobs_slurm.bats tests a real SLURM. Here array_task.py runs on this machine, with the variables that SLURM would set.
+jobs_slurm.bats tests a real SLURM. Here jobs.array_task runs on this machine, with the variables that SLURM would set.
 """
 
 from __future__ import annotations
@@ -490,9 +490,9 @@ def test_a_job_that_exceeds_its_timeout_ends_with_timeout(list_directory: Path) 
 
 
 def test_a_missing_array_or_index_is_reported(list_directory: Path) -> None:
-    program: list[str | Path] = [sys.executable, "-I", "-S", KIT / "scripts/lib/array_task.py"]
+    program: list[str | Path] = [sys.executable, "-I", "-S", KIT / "scripts/lib/module.py", "jobs.array_task"]
     wrong = subprocess.run(program, capture_output=True, text=True, check=False)
-    assert (wrong.returncode, wrong.stderr) == (2, "array_task.py: expected one argument, the directory of an array\n")
+    assert (wrong.returncode, wrong.stderr) == (2, "array_task: expected one argument, the directory of an array\n")
     none = subprocess.run([*program, list_directory], capture_output=True, text=True, check=False, env={})
     assert none.returncode == 69
     assert "SLURM_ARRAY_TASK_ID" in none.stderr

@@ -68,7 +68,7 @@ sweep_runs() {
 
 
 supervisor() { # <command> <argument...>
-  "$VIRTUAL_ENV/bin/python" -I -S "$KIT/scripts/lib/supervisor.py" "$@"
+  "$VIRTUAL_ENV/bin/python" -I -S "$KIT/scripts/lib/module.py" launch.supervisor "$@"
 }
 
 

@@ -30,7 +30,7 @@ from distributed.launch import supervisor
 from distributed.launch.supervisor import Files, SupervisorError, SupervisorOptions, read_block
 
 KIT = Path(__file__).resolve().parents[2]
-SUPERVISOR = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/supervisor.py")]
+SUPERVISOR = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "launch.supervisor"]
 TIMEOUT = 60.0  # seconds for events that take milliseconds on an idle machine
 WITH_CHILDREN = "setsid sleep 300 & sleep 300 & echo ready; wait"  # one child in a separate session
 IGNORES_TERM = "trap '' TERM; echo ready; while true; do sleep 0.1; done"

@@ -198,7 +198,8 @@ class StartedTask:
         """script: in Python; with `agent`, in bash."""
         (run / f"script_{rank}.py").write_text(f"import os, signal, sys, time\n{script}")
         env = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "MUSTER_RUN_DIR": str(run)}
-        task = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/srun_task.py"), "agent" if agent else "rank"]
+        task = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "slurm.task"]
+        task.append("agent" if agent else "rank")
         command = ["2,4", "bash", "-c", script, "bash", "--"] if agent else [str(run / f"script_{rank}.py")]
         self.process: Any = subprocess.Popen(
             [*task, str(run), str(grace), *command],

@@ -1,6 +1,6 @@
 """The remote shell of rsync: ssh, without the output of a login shell before rsync starts there.
 
-usage: rsync_shell.py SSH [ARGUMENT...] -- HOST NAME COMMAND...
+usage: module.py transport.rsync_shell SSH [ARGUMENT...] -- HOST NAME COMMAND...
 
 NAME, the host name that rsync passes, is ignored: HOST may be an address that rsync cannot parse. rsync sends nothing
 to a login shell that does not start it; see distributed/host/ssh_call.py.
@@ -9,10 +9,9 @@ rsync 3.5 needs --insecure-links to write through a symbolic link, such as from 
 do so with --keep-dirlinks alone, and refuse this option.
 """
 
-import os
-import sys
+from __future__ import annotations
 
-sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
+import sys
 
 from distributed.host.ssh_call import TIMEOUT, NotStarted, SshCall
 
@@ -20,7 +19,12 @@ from distributed.host.ssh_call import TIMEOUT, NotStarted, SshCall
 RUN = '"$0" --insecure-links --version >/dev/null 2>&1 && exec "$0" --insecure-links "$@"; exec "$0" "$@"'
 
 
-def main(*arguments: str) -> int:
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str]) -> int:
     """Run rsync over ssh. Returns the exit code of ssh."""
     end = arguments.index("--") + 2
     ssh, (_, *command) = arguments[:end], arguments[end:]
@@ -29,7 +33,3 @@ def main(*arguments: str) -> int:
     except NotStarted as error:
         sys.stderr.write(f"{ssh[-1]}: {error.reason}\n" if error.reason else "")
         return error.code
-
-
-if __name__ == "__main__":
-    os._exit(main(*sys.argv[1:]))  # a thread may still read standard input
