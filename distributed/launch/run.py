@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
 from distributed.files import KIT
+from distributed.launch.hang_check import schedule_hang_check
 from distributed.launch.transport import Pdsh, Ssh
 from distributed.launch.watch import STOPPING_SIGNALS, AgentCommand, Console, Local, Options, Watch
 from distributed.runs import run_directory
@@ -259,6 +260,7 @@ class Launch:
             started = time.monotonic()
             if logs:
                 logs.follow()
+            schedule_hang_check(self.watch)
             self.watch.attempt()
             if logs:
                 logs.collect()
