@@ -153,7 +153,7 @@ test_ranks() {
   [[ -s $SCRATCH/run ]] || exit "$code" # the launcher has made no run directory
   run=$(<"$SCRATCH/run")
   if [[ -e $run/smoke.json ]]; then
-    kit_python smoke.report "${OUTPUT_OPTIONS[@]}" "$run/smoke.json" || ((code)) || code=$?
+    kit_python smoke.summary "${OUTPUT_OPTIONS[@]}" "$run/smoke.json" || ((code)) || code=$?
   elif ((!code)); then
     die "no rank wrote a report; see node_*.log in $run"
   fi

@@ -48,7 +48,7 @@ from distributed.jobs.base_cache import Cached
 from distributed.jobs.commands import CallError, CommandParser
 from distributed.jobs.config import read_cluster, read_jobs
 from distributed.jobs.job import Job, matching
-from distributed.runs.page import ranges
+from distributed.runs.page_parts import ranges
 from distributed.training.base_model import CACHE
 from distributed.training.fold import default_participants
 

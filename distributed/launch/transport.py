@@ -15,8 +15,8 @@ import sys
 from distributed.exit_codes import UNFIT
 from distributed.files import write_file
 from distributed.host.ssh_call import STARTED, UNREACHABLE, for_any_shell
-from distributed.launch.console import Lines
 from distributed.launch.loop import INHERITED
+from distributed.launch.output_lines import Lines
 from distributed.launch.watch import LIB, PLAIN_PYTHON, Local, Watch
 
 TYPE_CHECKING = False

@@ -24,7 +24,7 @@ from distributed.host import signals
 from distributed.host.replies import Reply
 from distributed.host.ssh_call import LOGIN_SHELL, UNREACHABLE
 from distributed.launch.loop import INHERITED, NULL, Client, Loop, inherited_environment
-from distributed.launch.reports import ReportParser
+from distributed.launch.node_reports import ReportParser
 from distributed.launch.supervisor import BACKLOG, ConsoleStream
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """torchrun --nproc-per-node 2 -m distributed.smoke"""
 
-from distributed.smoke.checks import main
+from distributed.smoke.collective_checks import main
 from distributed.torch import leave
 
 leave(main())
