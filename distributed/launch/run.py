@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import os
 import re
 import shlex
@@ -296,19 +295,14 @@ class Launch:
 
     def report_verdict(self) -> int:
         """Find the first failure, write the report, and print the verdict. Returns the exit code of the run."""
-        from distributed.runs import verdict
+        from distributed.runs.verdict import RESUME, conclude, write_report
 
         stopped, code = self.watch.signal, self.watch.status
         if stopped:
             code = INTERRUPTED if stopped == signal.SIGINT else TERMINATED
-        arguments = [str(self.directory), "--report", "--exit-code", str(code)]
-        arguments += ["--no-signal"] * (not stopped)
-        if self.options.max_requeues is not None:
-            arguments += ["--resume", ""]  # requeue.py prints whether the job is requeued
-        # Not to standard error at once, as a closed console must not change the exit code.
-        with contextlib.redirect_stderr(io.StringIO()) as text:
-            code = verdict.main(arguments)
-        self.console.show(os.fsencode(text.getvalue()), 2)
+        resume = RESUME if self.options.max_requeues is None else ""  # requeue.py prints whether the job is requeued
+        code, text = conclude(self.directory, code, bool(stopped), resume)
+        self.console.show(os.fsencode(text + write_report(self.directory)), 2)
         return code
 
     def _should_restart(self, restarts: int) -> bool:
