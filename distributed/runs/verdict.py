@@ -34,6 +34,7 @@ from pathlib import Path
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
 from distributed.files import write_json
 from distributed.host.replies import NODE_ENV
+from distributed.host.signals import signal_name
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.runs.failures import SRUN, Evidence, Failure, Json, gather
 from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
@@ -345,14 +346,6 @@ def _location(failure: Failure, launched: str) -> str:
     return f" at {os.path.basename(file)}:{line}" + ("" if function.startswith("<") else f" in {function}()")
 
 
-def signal_name(code: int) -> str | None:
-    """SIGKILL for 137; None if the exit code is not 128 + a signal."""
-    try:
-        return signal.Signals(code - 128).name
-    except ValueError:
-        return None
-
-
 def _short(text: str) -> str:
     """The text as one line of at most SHOWN characters, without the file names and advice of gloo."""
     line = " ".join(_NOISE.sub("", text).split())
@@ -375,7 +368,7 @@ def _remarks(cause: Failure, evidence: Evidence) -> str:
 
 def _signal_before(cause: Failure, evidence: Evidence) -> str:
     """Mention a signal that was sent shortly before the failure: the one that killed the rank, or the latest."""
-    name = signal_name(cause.exit_code or 0)
+    name = signal_name(cause.exit_code)
     sent = next((one for one in evidence.signals if one.name == name), evidence.signal)
     if sent and sent.time and cause.time and -CLOCK_TOLERANCE <= cause.time - sent.time <= SIGNAL_TOLERANCE:
         return f"; {sent} was received {max(0.0, cause.time - sent.time):.0f} s before"
