@@ -143,7 +143,7 @@ test_ranks() {
   read -r -t 0 -u "$pipe" || exit "$code" # the launcher has made no run directory
   read -r -u "$pipe" run
   if [[ -e $run/smoke.json ]]; then
-    kit_python smoke.report "${OUTPUT_OPTIONS[@]}" "$run/smoke.json" || ((code)) || code=$?
+    kit_python smoke.summary "${OUTPUT_OPTIONS[@]}" "$run/smoke.json" || ((code)) || code=$?
   elif ((!code)); then
     die "no rank wrote a report; see node_*.log in $run"
   fi

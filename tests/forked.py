@@ -27,7 +27,8 @@ NOTHING: Mapping[str, str] = {}
 
 _context = multiprocessing.get_context("forkserver")
 # The first fully_shard() imports torch._dynamo.
-_context.set_forkserver_preload(["pytest", "hypothesis", "torch", "torch._dynamo", "train", "distributed.smoke.checks"])
+PRELOADED = ["pytest", "hypothesis", "torch", "torch._dynamo", "train", "distributed.smoke.collective_checks"]
+_context.set_forkserver_preload(PRELOADED)
 
 
 def ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

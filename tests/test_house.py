@@ -48,7 +48,7 @@ STANDARD_LIBRARY_ALONE = {
     "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.directory", "exit_codes", "files",
     "health", "host", "jobs.array_task", "jobs.host", "jobs.job", "jobs.journal", "jobs.page", "jobs.panes",
     "jobs.placement", "jobs.state", "jobs.timeline", "launch", "metrics", "nodelist", "runs", "slurm",
-    "smoke.bandwidth", "smoke.report", "terminal", "training.base_model", "training.fold", "training.topics",
+    "smoke.bandwidth", "smoke.summary", "terminal", "training.base_model", "training.fold", "training.topics",
     "transport", "world",
 }  # fmt: skip
 
@@ -173,7 +173,7 @@ def test_servers_of_a_job_list_get_exactly_the_files_that_they_import() -> None:
     while unvisited:
         found.add(file := unvisited.pop())
         for one in imports(KIT / file):
-            # launch.usage imports `runs` only for samples, which servers of a job list do not take.
+            # launch.usage_sampler imports `runs` only for samples, which servers of a job list do not take.
             if one.module and package_of(one.module) != "runs":
                 module = Path("distributed", *one.module.split(".")).with_suffix(".py")
                 unvisited |= {str(module), *(f"{package}/__init__.py" for package in module.parents[:-1])} - found

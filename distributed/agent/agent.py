@@ -45,7 +45,7 @@ from distributed.agent.membership import Membership, RendezvousFailed, RunEnd
 from distributed.agent.rendezvous import Rendezvous, log
 from distributed.agent.worker import RankSpec, Script
 from distributed.exit_codes import STOPPED
-from distributed.launch.console import RankLines, with_prefix
+from distributed.launch.output_lines import RankLines, with_prefix
 
 POLL_INTERVAL = 0.1  # seconds between two checks of the ranks; a rank that exits is checked at once
 REPORT_GRACE = 1.0  # seconds between the first failure and SIGTERM: time for other ranks to write failure records
@@ -445,7 +445,7 @@ def follow(
 ) -> None:
     """Copy complete lines of a rank's output to `dst`, each after the header, until finished.
 
-    An update of a progress bar is written with CR LF, see `distributed.launch.console`.
+    An update of a progress bar is written with CR LF, see `distributed.launch.output_lines`.
 
     torchrun's tail_logfile(), which this replaces, also copies incomplete lines: a line of another rank may then follow
     on the same line.

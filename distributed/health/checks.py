@@ -386,13 +386,6 @@ def check_shadows(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def check_programs(facts: Facts) -> Iterator[Finding]:
-    """Only some launchers need these programs, so a missing one is no fault."""
-    found = [name for name, path in facts.programs.items() if path]
-    missing = [name for name, path in facts.programs.items() if not path]
-    yield ok(", ".join(found) + ("; not installed: " + ", ".join(missing) if missing else ""))
-
-
 def check_runs(facts: Facts) -> Iterator[Finding]:
     """Runs that have processes on this machine, whether or not their launcher still runs."""
     for run in facts.runs:
@@ -430,7 +423,6 @@ CHECKS: tuple[tuple[str, Callable[[Facts], Iterator[Finding]]], ...] = (
     ("resolver", check_resolver),
     ("shell", check_environment),
     ("imports", check_shadows),
-    ("programs", check_programs),
     ("runs", check_runs),
 )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,6 @@ from distributed.host.replies import NodeFacts
 from distributed.host.resources import Cores, Memory, Space, read_cores, read_memory, read_space
 from distributed.host.system import KIT, PROC, SYS, read
 
-PROGRAMS = ("ssh", "rsync", "tmux", "pdsh", "srun")
 # Variables read by torch, NCCL, gloo and Python's import system. None of them contains a secret.
 REPORTED_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)|PYTHONPATH"
@@ -78,7 +76,6 @@ class Facts:
     interfaces: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)  # REPORTED_VARIABLES that are set
     shadows: tuple[str, ...] = ()  # see find_shadows()
-    programs: Mapping[str, str] = field(default_factory=dict)  # name -> path; "": not found
     runs: tuple[RunProcesses, ...] = ()
     user: str = ""  # of this process
 
@@ -126,7 +123,6 @@ def gather(directory: Path, logs: Path, port: int, env: Mapping[str, str] = os.e
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         environment={name: value for name, value in sorted(env.items()) if REPORTED_VARIABLES.fullmatch(name)},
         shadows=find_shadows(directory, env.get("PYTHONPATH", "")),
-        programs={name: shutil.which(name) or "" for name in PROGRAMS},
         runs=find_runs(),
         user=user(),
     )

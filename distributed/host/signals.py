@@ -31,6 +31,14 @@ def name(number: int) -> str:
     return "SIGSTKFLT" if number == 16 else signal.Signals(number).name  # Python 3.10 does not name this one
 
 
+def signal_name(code: int | None) -> str:
+    """SIGKILL for exit code 137; "" if the exit code is not 128 + a signal that has a name."""
+    try:
+        return signal.Signals(code - 128).name if code else ""
+    except ValueError:
+        return ""
+
+
 def in_job() -> bool:
     """Whether SLURM may signal this process."""
     return "SLURM_JOB_ID" in os.environ

@@ -2,9 +2,9 @@
 
 usage: module.py jobs.array_task ARRAY
 
-ARRAY is the directory LIST/array-ID of an array that jobs/slurm.py submitted. Line SLURM_ARRAY_TASK_ID (from 0) of its
-file `attempts` names the attempt. The job specification of an attempt states what to run. It is a file with mode 0600,
-as it contains the environment of the job:
+ARRAY is the directory LIST/array-ID of an array that slurm_backend.py submitted. Line SLURM_ARRAY_TASK_ID (from 0) of
+its file `attempts` names the attempt. The job specification of an attempt states what to run. It is a file with mode
+0600, as it contains the environment of the job:
 
   LIST/ATTEMPT/order         not assigned to an array
   LIST/ATTEMPT/order.ID      assigned to this array

@@ -96,7 +96,7 @@ from distributed.jobs.state import (
     unhandled_requests,
 )
 from distributed.launch import forwarding, supervisor
-from distributed.runs.page import duration
+from distributed.runs.page_parts import duration
 from distributed.training.base_model import BaseModelError, hash_of
 from distributed.training.fold import default_participants
 
@@ -445,7 +445,7 @@ def make_servers(config: ListConfig, list_id: str) -> list[JobServer]:
         return [servers.local_server(context, options.slots)]
     assert config.cluster
     if options.backend == "slurm":
-        from distributed.jobs.slurm import SlurmServer
+        from distributed.jobs.slurm_backend import SlurmServer
 
         return [SlurmServer(config.cluster, context, sum(max(1, job.options.gpus) for job in config.jobs))]
     for server in config.cluster.servers:

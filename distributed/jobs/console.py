@@ -18,8 +18,9 @@ from rich.text import Text
 
 from distributed.jobs.dispatcher import ServerLink
 from distributed.jobs.state import Attempt, JobState, ListState
-from distributed.runs.page import duration
+from distributed.runs.page_parts import duration
 from distributed.terminal import GAP, columns, cut, pad
+from distributed.terminal import plural as plural  # for commands.py
 
 MAX_BUFFERED = 1 << 20  # bytes
 CHUNK = 4096  # bytes per write
@@ -295,8 +296,3 @@ def list_remaining(state: ListState, slots: int) -> float | None:
             return None
         total, longest = total + known, max(longest, known)
     return max(longest, total / max(1, slots))
-
-
-def plural(number: int, noun: str) -> str:
-    """1 job, 2 jobs."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -31,7 +31,18 @@ from distributed.jobs.timeline import Span, Track, draw_tracks
 from distributed.runs import charts
 from distributed.runs.charts import Line, figure
 from distributed.runs.history import History, read_metrics
-from distributed.runs.page import Tile, card, document, duration, folded, loss_text, plain, ranges, section, tile_list
+from distributed.runs.page_parts import (
+    Tile,
+    card,
+    document,
+    duration,
+    folded,
+    loss_text,
+    plain,
+    ranges,
+    section,
+    tile_list,
+)
 from distributed.runs.records import number
 from distributed.terminal import cut
 
@@ -274,7 +285,7 @@ def failures(jobs: Sequence[JobEntry], anchors: Container[int]) -> str:
     if len(failed) > MAX_FAILURES:
         parts.append(f'<p class="sentence">{len(failed) - MAX_FAILURES:,} more failed jobs: see the table of jobs, '
                      "sorted by state.</p>")  # fmt: skip
-    lines = [attempt_line(job, attempt) for job, attempt in repeated[:FOLD]]
+    lines = [failed_attempt_line(job, attempt) for job, attempt in repeated[:FOLD]]
     if len(repeated) > FOLD:
         lines.append(f"and {len(repeated) - FOLD:,} more")
     title = f"{len(repeated):,} other attempt{'s' * (len(repeated) != 1)} that failed"
@@ -314,7 +325,7 @@ def attempt_of(job: JobEntry, attempt: Attempt) -> str:
     return f"attempt {attempt.number}" + (f" of {len(job.attempts)}" if len(job.attempts) > 1 else "")
 
 
-def attempt_line(job: JobEntry, attempt: Attempt) -> str:
+def failed_attempt_line(job: JobEntry, attempt: Attempt) -> str:
     """A line for a failed attempt, such as `exp1/fold0, attempt 1 of 2 on gpu1:0: SIGKILL: reason`."""
     subject = f"{cut(job.name, 100)}, {attempt_of(job, attempt)} on {cut(location_of(attempt), 60)}"
     return ": ".join(filter(None, [subject, cut(attempt.failure_name, 60), cut(attempt.reason, 200)]))

@@ -7,11 +7,11 @@ a restarted dispatcher reads the journal.
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from distributed.host.signals import signal_name
 from distributed.jobs.job import Job, JsonFloat, Options, json_text, matching
 from distributed.jobs.journal import REQUESTS, Record
 from distributed.jobs.placement import GpuId
@@ -435,11 +435,3 @@ def _failure(code: int | None, lines: list[str]) -> tuple[str, str]:
         hint = ", possibly by the kernel's OOM killer (see dmesg)" if name == "SIGKILL" else ""
         return "signal", f"killed by {name}{hint}"
     return "exit code", f"exit code {code}" + (f": {last}" if last else "")
-
-
-def signal_name(code: int | None) -> str:
-    """The name of the signal in an exit code: SIGKILL for 137; empty for other exit codes."""
-    try:
-        return signal.Signals(code - 128).name if code and code > 128 else ""
-    except ValueError:
-        return ""

@@ -48,7 +48,7 @@ from distributed.jobs.base_cache import Cached
 from distributed.jobs.commands import CallError, CommandParser
 from distributed.jobs.config import read_cluster, read_jobs
 from distributed.jobs.job import Job, matching
-from distributed.runs.page import ranges
+from distributed.runs.page_parts import ranges
 from distributed.training.base_model import CACHE
 from distributed.training.fold import default_participants
 
@@ -125,7 +125,7 @@ def execute_cache_command(arguments: list[str]) -> int:
     if table:
         commands.show([("base", "size", "trained", "held-out loss", "state", "settings"), *table])
     size = sum(each.size for each in found)
-    print(f"{console.plural(len(found), 'base model')}, {megabytes(size)}, in {CACHE}")
+    print(f"{terminal.plural(len(found), 'base model')}, {megabytes(size)}, in {CACHE}")
     for each in found:
         if each.fault:
             print(f"damaged: {each.fault}")
@@ -169,7 +169,7 @@ def prune(options: argparse.Namespace) -> int:
     for name in used:
         print(f"kept, in use: {name}")
     left = base_cache.cached(Path.cwd(), verify=False)
-    print(f"{console.plural(len(removed), 'base model')} removed, {len(left)} left")
+    print(f"{terminal.plural(len(removed), 'base model')} removed, {len(left)} left")
     return 0
 
 
@@ -256,7 +256,7 @@ def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached
     found, leaks, unknown = list(plan.bases.values()), bases.leaks(plan), bases.not_checked(plan, rules)
     starting = sum(len(base.jobs) for base in found)
     if not found:
-        return [f"{console.plural(len(plan.jobs), 'job')}; none starts from a base model: {no_base_reason(rules)}"]
+        return [f"{terminal.plural(len(plan.jobs), 'job')}; none starts from a base model: {no_base_reason(rules)}"]
     in_cache = sum(base.name in cached for base in found)
     start = "all start" if starting == len(plan.jobs) else f"{starting} of them start"
     lines = terminal.table([
@@ -266,16 +266,16 @@ def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached
         ("trainings avoided", f"{bases.avoided(plan)} by sharing ({saved(plan, rules)}), {in_cache} by the cache"),
         ("disk", disk(found, rules, cached)),
         ("copies", "unknown; give --cluster-config" if servers is None else
-         f"at most {bases.copies(found, servers)}, to {console.plural(servers, 'server')}"),
+         f"at most {bases.copies(found, servers)}, to {terminal.plural(servers, 'server')}"),
         ("output collisions", "none"),  # read_jobs() refuses lists with collisions
-        ("leaks", console.plural(len(leaks), "job") if leaks else "unknown, see below" if unknown else "none"),
+        ("leaks", terminal.plural(len(leaks), "job") if leaks else "unknown, see below" if unknown else "none"),
     ])  # fmt: skip
     lines += ["", *base_table(plan, cached)]
     if unknown:
         names = ", ".join(base.name for base in unknown[:SHOWN]) + (", ..." if unknown[SHOWN:] else "")
         lines += ["", f"not checked for leaks, participants unknown on this machine: {names}"]
     if leaks:
-        lines += ["", f"{console.plural(len(leaks), 'job')} would be evaluated on training data of the base model:"]
+        lines += ["", f"{terminal.plural(len(leaks), 'job')} would be evaluated on training data of the base model:"]
         lines += [f"  {leak}" for leak in leaks[:SHOWN]]
         lines += [f"  and {len(leaks) - SHOWN} more"] if leaks[SHOWN:] else []
         lines.append(bases.LEAK_REMEDY)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import os
 import shutil
 import signal
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
 from distributed.files import KIT
+from distributed.launch.hang_check import schedule_hang_check
 from distributed.launch.transport import Pdsh, Ssh
 from distributed.launch.watch import STOPPING_SIGNALS, AgentCommand, Console, Local, Options, Watch
 from distributed.runs import run_directory
@@ -318,6 +318,7 @@ class Launch:
             started = time.monotonic()
             if logs:
                 logs.follow()
+            schedule_hang_check(self.watch)
             self.watch.attempt()
             if logs:
                 logs.collect()
@@ -354,19 +355,14 @@ class Launch:
 
     def report_verdict(self) -> int:
         """Find the first failure, write the report, and print the verdict. Returns the exit code of the run."""
-        from distributed.runs import verdict
+        from distributed.runs.verdict import RESUME, conclude, write_report
 
         stopped, code = self.watch.signal, self.watch.status
         if stopped:
             code = INTERRUPTED if stopped == signal.SIGINT else TERMINATED
-        arguments = [str(self.directory), "--report", "--exit-code", str(code)]
-        arguments += ["--no-signal"] * (not stopped)
-        if self.options.max_requeues is not None:
-            arguments += ["--resume", ""]  # requeue.py prints whether the job is requeued
-        # Not to standard error at once, as a closed console must not change the exit code.
-        with contextlib.redirect_stderr(io.StringIO()) as text:
-            code = verdict.main(arguments)
-        self.console.show(os.fsencode(text.getvalue()), 2)
+        resume = RESUME if self.options.max_requeues is None else ""  # requeue.py prints whether the job is requeued
+        code, text = conclude(self.directory, code, bool(stopped), resume)
+        self.console.show(os.fsencode(text + write_report(self.directory)), 2)
         return code
 
     def _should_restart(self, restarts: int) -> bool:

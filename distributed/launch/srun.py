@@ -19,8 +19,8 @@ from typing import Any
 
 from distributed.exit_codes import UNFIT
 from distributed.files import write_file, write_json
-from distributed.launch.console import Console, Lines
-from distributed.launch.reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
+from distributed.launch.node_reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
+from distributed.launch.output_lines import Console, Lines
 from distributed.launch.watch import Local, Watch
 from distributed.nodelist import expand
 from distributed.transport.commands import JobCommands

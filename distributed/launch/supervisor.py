@@ -19,8 +19,8 @@ run starts COMMAND in a new session and waits until it exits:
   --heartbeat-timeout SECONDS  stop COMMAND after this time without input from the launcher (default: never)
   --terminals LIST   streams on which a progress bar stays on one line: 1, 2, or 12 if both are the same terminal
   --timeout SECONDS  stop COMMAND after this time (default: never)
-  --report           when no process remains, report the exit code on standard output; see distributed/launch/reports.py
-  --sample-usage     record the resource usage of each rank in node_NAME.samples.jsonl; see distributed/launch/usage.py
+  --report           when no process remains, report the exit code on standard output; see launch/node_reports.py
+  --sample-usage     record the resource usage of each rank in node_NAME.samples.jsonl; see launch/usage_sampler.py
   --detach           return when COMMAND has started; do not read standard input. Touch node_NAME.heartbeat every
                      3 seconds; write the times and peak memory of COMMAND to node_NAME.usage (JSON)
 
@@ -53,15 +53,15 @@ from functools import partial
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import KIT, read_json, to_json, write_file, write_json
 from distributed.host import process_scan, signals
-from distributed.launch import usage
-from distributed.launch.reports import format_report
+from distributed.launch import usage_sampler
+from distributed.launch.node_reports import format_report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import NoReturn
 
-    from distributed.launch.console import Console, Lines
+    from distributed.launch.output_lines import Console, Lines
 
 BLOCK = 1 << 20  # bytes per read
 CHUNK = 4096  # bytes that a writable pipe accepts without blocking
@@ -442,7 +442,7 @@ class Supervisor:
                 isolate()
                 process_scan.die_with_parent(parent)
                 os.nice(10)
-                usage.record(self.files.directory, self.files.name)
+                usage_sampler.record(self.files.directory, self.files.name)
             finally:
                 os._exit(0)
         return pid
@@ -546,7 +546,7 @@ class Supervisor:
 
     def _complete_lines(self, block: bytes, stream: int) -> bytes:
         if stream not in self._lines:
-            from distributed.launch.console import Lines
+            from distributed.launch.output_lines import Lines
 
             self._lines[stream] = Lines()
         return self._lines[stream].feed(block, last=not block)
@@ -554,7 +554,7 @@ class Supervisor:
     def _log_and_show(self, lines: bytes, stream: int) -> None:
         logged = lines
         if b"\r\n" in lines:
-            from distributed.launch.console import without_updates
+            from distributed.launch.output_lines import without_updates
 
             logged = without_updates(lines)
         self._write_log(logged)
@@ -573,7 +573,7 @@ class Supervisor:
         if not self._streams:
             return
         if not self._console:
-            from distributed.launch.console import Console
+            from distributed.launch.output_lines import Console
 
             self._console = Console(self.options.terminals)
         self._put(self._console.feed(lines, stream))
@@ -623,7 +623,7 @@ class Supervisor:
                 if ended[0] == self.pid:
                     self.code, self.ended = _exit_code(ended[1]) or self._start_failure(), time.time()
                     if self._sampler:
-                        usage.stop(self._sampler)
+                        usage_sampler.stop(self._sampler)
                 elif ended[0] == self._sampler:
                     self._sampler = 0
                 elif ended[0] == self._guard.pid:

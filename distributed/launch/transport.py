@@ -13,7 +13,7 @@ import shlex
 from distributed.exit_codes import UNFIT
 from distributed.files import write_file
 from distributed.host.ssh_call import UNREACHABLE, for_any_shell
-from distributed.launch.console import Lines
+from distributed.launch.output_lines import Lines
 from distributed.launch.watch import Local, Watch
 from distributed.transport.loop import INHERITED
 

@@ -1,4 +1,4 @@
-"""Watch the nodes of a run: start them, stop the others at the first failure, pass signals on, detect a hang.
+"""Watch the nodes of a run: start them, stop the others at the first failure, pass signals on.
 
 One event loop (loop.py) serves all nodes. A client is a local process that runs the supervisor of a node, over ssh if
 the node is another machine; pdsh and srun have one client for all nodes. Its standard input is the control channel of
@@ -8,7 +8,6 @@ the supervisor: stop, kill, signal N, an empty line as a heartbeat; end of file 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import threading
@@ -24,22 +23,17 @@ from distributed.files import write_json
 from distributed.host import signals
 from distributed.host.replies import Reply
 from distributed.host.ssh_call import LOGIN_SHELL, UNREACHABLE
-from distributed.launch.reports import ReportParser
+from distributed.launch.node_reports import ReportParser
 from distributed.launch.supervisor import BACKLOG, ConsoleStream
 from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, LocalCommands, environment_block
 from distributed.transport.loop import INHERITED, Client, Loop
 
 if TYPE_CHECKING:
-    from distributed.runs.hang_decision import Decision, HangWatch, Query
-    from distributed.runs.lookup import Run, RunNode
+    from distributed.runs.lookup import Run
 
 STOP_TIMEOUT = 10.0  # seconds between stop request and SIGKILL when a node has failed
 CHECKPOINT_GRACE = 30.0  # seconds for the checkpoints of the other nodes when a node has stopped with a checkpoint
 REPEATED = 1.0  # seconds within which a terminal and a script may send the same signal
-DEFAULT_HANG_TIMEOUT = 600.0  # of a run that logs steps, without --hang-timeout
-FIRST_HANG_CHECK = 60.0  # seconds; IDLE_TIMEOUT of distributed/runs/hang_analysis.py
-MAX_DELAY = 5.0  # seconds; when a timer is later, the machine or this program was suspended
-QUERY_TIMEOUT, STACKS_TIMEOUT = 15.0, 60.0  # seconds
 NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpreter
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -177,7 +171,7 @@ class Watch:
         self._unstarted: dict[str, int] = {}  # nodes on which the supervisor could not be started -> exit code
         self.queries: set[Client] = set()  # those of a check for a hang
         self._escalation = 0  # number of the scheduled request
-        self.attempts = 0
+        self.attempts = 0  # that have ended
         self._reset()
 
     def open(self, run: Run) -> None:
@@ -186,7 +180,6 @@ class Watch:
         self.console.log = run.directory / "launcher.log"
 
     def _reset(self) -> None:
-        self.attempts += 1
         self._escalation += 1
         self.status = 0  # exit code of the first node that failed
         self._requested = False  # a stop is in progress
@@ -350,7 +343,6 @@ class Watch:
         self.transport.start(self)
         if self.signal:  # received before a node was started
             self._request("stop")
-        self._start_hang_watch()
         ended = threading.Event()
         if self.transport.heartbeat_timeout:
             threading.Thread(target=self._send_heartbeats, args=(ended,), daemon=True).start()
@@ -367,7 +359,7 @@ class Watch:
                 for client in self.queries & self.calls.running:
                     client.kill()
         ended.set()
-        self.attempts += 1  # ends the checks for a hang
+        self.attempts += 1
         self._escalation += 1
         self._record_unstarted()
         return self.status
@@ -457,22 +449,6 @@ class Watch:
         with contextlib.suppress(OSError):
             write_json(self.directory / "errors" / f"signal_launcher_{name}.json", facts)
 
-    # ---- hangs
-
-    def _start_hang_watch(self) -> None:
-        timeout, certain = hang_limits(self.options.hang_timeout, self.options.all_ranks_here)
-        if timeout == 0:
-            return
-        started, attempt = time.monotonic(), self.attempts
-
-        def start() -> None:
-            if attempt == self.attempts:
-                from distributed.runs.hang_decision import HangWatch  # most runs have ended, or show output
-
-                HangCheck(self, HangWatch(self.run, timeout, certain), started).check()
-
-        self.loop.call_later(min(timeout, FIRST_HANG_CHECK), start)
-
     @property
     def is_ending(self) -> bool:
         return bool(self.status or self._requested)
@@ -484,77 +460,3 @@ class Watch:
         self.status = TIMED_OUT
         self.console.record("the run hangs; stopping it")
         self._schedule(0.0, "stop")
-
-
-def hang_limits(option: float | None, all_ranks_here: bool) -> tuple[float, bool]:
-    """The timeout of HangWatch, 0 for no watch, and whether it has to be certain. option: --hang-timeout.
-
-    Without the option, a run is stopped only if it logs steps and no rank can make progress; any other run that looks
-    hung is only reported. Ranks may wait for ranks that other launchers have started.
-    """
-    if option is not None:
-        return option, False
-    return (DEFAULT_HANG_TIMEOUT, True) if all_ranks_here else (math.inf, False)
-
-
-class HangCheck:
-    """Checks an attempt for a hang until it ends: by its files on this machine, then by querying its nodes."""
-
-    def __init__(self, watch: Watch, hang_watch: HangWatch, since: float) -> None:
-        """since: start of the attempt, as time.monotonic(). Earlier time, and suspensions, are not counted."""
-        self._watch, self._hang_watch, self._since = watch, hang_watch, since
-        self._attempt = watch.attempts
-
-    def check(self, due: float = math.inf) -> None:
-        now = time.monotonic()
-        if now > due + MAX_DELAY:  # the machine or this program was suspended
-            self._since = now
-        if self._attempt == self._watch.attempts:
-            self._decide(lambda: self._hang_watch.check_files(now - self._since))
-
-    def _decide(self, check: Callable[[], tuple[Decision, str]]) -> None:
-        """Handle the result of a check. A failure of the check must not end the run."""
-        try:
-            decision = check()
-        except Exception as error:  # noqa: BLE001
-            self._watch.console.record(f"the check for a hang failed, and no other follows: {error!r}")
-        else:
-            self.handle(*decision)
-
-    def handle(self, decision: Decision, notice: str) -> None:
-        from distributed.runs.hang_decision import Hung, Wait
-
-        if self._watch.is_ending or self._attempt != self._watch.attempts:
-            return
-        if notice:
-            self._watch.console.record(notice, always=True)
-        if isinstance(decision, Hung):
-            self._watch.hangs(decision.record)
-        elif isinstance(decision, Wait):
-            due = time.monotonic() + decision.seconds
-            self._watch.loop.call_later(decision.seconds, partial(self.check, due))
-        else:
-            self._query(decision)
-
-    def _query(self, asked: Query) -> None:
-        from distributed.runs.query import node_reply
-
-        run = self._watch.run
-        replies: dict[RunNode, Reply] = {}
-        self._watch.queries.clear()
-
-        def check() -> tuple[Decision, str]:
-            found = [node_reply(node, replies[node]) for node in run.nodes]
-            return self._hang_watch.check_replies(found, time.monotonic() - self._since, asked)
-
-        def replied(node: RunNode, reply: Reply) -> None:
-            replies[node] = reply
-            if len(replies) == len(run.nodes):
-                self._decide(check)
-
-        timeout = STACKS_TIMEOUT if asked.stacks else QUERY_TIMEOUT
-        for node in run.nodes:
-            status = [run.python, "-I", f"{LIB}/module.py", "runs.node_status", "--run", run.directory_at_launch]
-            status += ["--node", node.node, "--count", str(node.processes), "--first-rank", str(node.first_rank)]
-            command = self._watch.transport.commands.command(node, [*status, *asked.arguments], "/")
-            self._watch.queries.add(self._watch.calls.call(node.node, command, partial(replied, node), timeout=timeout))

@@ -107,11 +107,9 @@ def gather(run: Path) -> Evidence:
     logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
     ended = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("failures"))]
     of_workers = [_from_record(read_object(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
-    # The right operand of each | has the more reliable record of a rank. A rank that called sys.exit() has recorded no
-    # exception; it may have printed one.
-    ends = _by_rank(_torchrun_summaries(logs)) | _by_rank(one for one in of_workers if not one.exception)
-    ends |= _by_rank(ended)
-    causes = _by_rank(_exceptions_in_logs(logs, ends)) | _by_rank(one for one in of_workers if one.exception)
+    # A rank that called sys.exit() has recorded no exception; it may have printed one.
+    ends = prefer(ended, (one for one in of_workers if not one.exception), _torchrun_summaries(logs))
+    causes = prefer((one for one in of_workers if one.exception), _exceptions_in_logs(logs, ends))
     failures = [_merge(causes[key], ends[key]) for key in sorted(causes.keys() & ends.keys())]
     failures += [(causes | ends)[key] for key in sorted(causes.keys() ^ ends.keys())]
     failures += _supervisor_records(run, facts, warnings)
@@ -120,8 +118,10 @@ def gather(run: Path) -> Evidence:
     return replace(known, failures=tuple(failures), warnings=tuple(warnings))
 
 
-def _by_rank(failures: Iterable[Failure]) -> Failures:
-    return {(failure.node, failure.rank): failure for failure in failures if failure.rank is not None}
+def prefer(*sources: Iterable[Failure]) -> Failures:
+    """The failures of ranks, from several sources. For each rank, the first source that has a record of it counts."""
+    records = (failure for source in reversed(sources) for failure in source)
+    return {(failure.node, failure.rank): failure for failure in records if failure.rank is not None}
 
 
 def _merge(cause: Failure, end: Failure) -> Failure:

@@ -56,6 +56,13 @@ class NodeReply:
         return self.node.node
 
 
+def status_command(run: Run, node: RunNode, options: Sequence[str]) -> list[str]:
+    """The command that prints the status of a node there. options: of node_status.py."""
+    module = [run.python, "-I", f"{LIB}/module.py", "runs.node_status", "--run", run.directory_at_launch]
+    rank = ["--count", str(node.processes), "--first-rank", str(node.first_rank)]
+    return [*module, "--node", node.node, *rank, *options]
+
+
 def node_reply(node: RunNode, reply: Reply) -> NodeReply:
     if (value := reply.value()) is not None:
         return NodeReply(node, node_status.from_json(value))
@@ -217,13 +224,8 @@ class RunQuery:
 
     def query(self, options: Sequence[str], timeout: float) -> list[NodeReply]:
         """The state of each node. options: of node_status.py."""
-
-        def status(node: RunNode) -> list[str]:
-            where = ["--run", self.run.directory_at_launch, "--node", node.node, "--count", str(node.processes)]
-            module = [self.run.python, "-I", f"{LIB}/module.py", "runs.node_status"]
-            return [*module, *where, "--first-rank", str(node.first_rank), *options]
-
-        return [node_reply(node, reply) for node, reply in self.call_nodes(status, timeout).items()]
+        replies = self.call_nodes(lambda node: status_command(self.run, node, options), timeout)
+        return [node_reply(node, reply) for node, reply in replies.items()]
 
     def sweep(self, grace: float, timeout: float) -> None:
         """Stop the processes of the run on all nodes. grace: seconds from the stop request to SIGKILL."""

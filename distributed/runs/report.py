@@ -28,7 +28,18 @@ from distributed.runs.history import History, Point, read_metrics
 from distributed.runs.lookup import RunLookupError, find
 from distributed.runs.node_log import read_log
 from distributed.runs.node_status import printable
-from distributed.runs.page import Tile, card, document, duration, folded, loss_text, plain, section, spans, tile_list
+from distributed.runs.page_parts import (
+    Tile,
+    card,
+    document,
+    duration,
+    folded,
+    loss_text,
+    plain,
+    section,
+    spans,
+    tile_list,
+)
 from distributed.runs.records import integer, is_time, listed, mapping, number, read_object, text
 from distributed.runs.usage import Usage, read_usage
 

@@ -1,6 +1,6 @@
 """Read the resource usage of ranks over time, in all attempts of a run, from node_<name>.samples.jsonl.
 
-distributed/launch/usage.py writes the samples. Samples that cannot be read are ignored.
+distributed/launch/usage_sampler.py writes the samples. Samples that cannot be read are ignored.
 """
 
 from __future__ import annotations

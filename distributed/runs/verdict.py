@@ -34,6 +34,7 @@ from pathlib import Path
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
 from distributed.files import write_json
 from distributed.host.replies import NODE_ENV
+from distributed.host.signals import signal_name
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.runs.failures import SRUN, Evidence, Failure, Json, gather
 from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
@@ -208,18 +209,8 @@ def judge(evidence: Evidence, launcher_code: int | None = None, signaled: bool =
 
     launcher_code: the launcher's own exit code. signaled: whether a signal to the launcher may be the reason for it.
     """
-    if hang := evidence.hang:  # failures of ranks are ignored: the launcher stopped them
-        others = [{key: one.get(key) for key in ("node", "rank", "message")} for one in hang.get("others", [])]
-        return Verdict(
-            outcome="failed",
-            exit_code=TIMED_OUT,
-            cause=hang.get("cause", "hung"),
-            node=hang.get("node"),
-            rank=hang.get("rank"),
-            time=hang.get("time"),
-            traceback=hang.get("traceback", ""),
-            collateral=tuple(others),
-        )
+    if evidence.hang:  # failures of ranks are ignored: the launcher stopped them
+        return _hung(evidence.hang)
     failures = sorted([*evidence.failures, *missing_ranks(evidence)], key=_order)
     if not failures or (_all_succeeded(evidence) and (not launcher_code or launcher_code in INTERRUPTED)):
         return _nothing_failed(evidence, launcher_code)
@@ -231,6 +222,26 @@ def judge(evidence: Evidence, launcher_code: int | None = None, signaled: bool =
     interrupted = interrupted and (signaled or cause.exception != "KeyboardInterrupt")  # otherwise the rank's own
     if kind is Kind.STOPPED or interrupted:  # the launcher stopped the ranks, and no failure is the reason
         return replace(_nothing_failed(evidence, launcher_code), collateral=_collateral(failures))
+    return _failed(failures, evidence, launcher_code)
+
+
+def _hung(hang: Json) -> Verdict:
+    others = [{key: one.get(key) for key in ("node", "rank", "message")} for one in hang.get("others", [])]
+    return Verdict(
+        outcome="failed",
+        exit_code=TIMED_OUT,
+        cause=hang.get("cause", "hung"),
+        node=hang.get("node"),
+        rank=hang.get("rank"),
+        time=hang.get("time"),
+        traceback=hang.get("traceback", ""),
+        collateral=tuple(others),
+    )
+
+
+def _failed(failures: Sequence[Failure], evidence: Evidence, launcher_code: int | None) -> Verdict:
+    """The verdict if the first of these failures is the cause."""
+    cause, kind = failures[0], kind_of(failures[0])
     codes = [failure.exit_code for failure in failures if failure.exit_code and kind_of(failure) < Kind.STOPPED]
     raised = decisive_exception(cause)
     return Verdict(
@@ -335,14 +346,6 @@ def _location(failure: Failure, launched: str) -> str:
     return f" at {os.path.basename(file)}:{line}" + ("" if function.startswith("<") else f" in {function}()")
 
 
-def signal_name(code: int) -> str | None:
-    """SIGKILL for 137; None if the exit code is not 128 + a signal."""
-    try:
-        return signal.Signals(code - 128).name
-    except ValueError:
-        return None
-
-
 def _short(text: str) -> str:
     """The text as one line of at most SHOWN characters, without the file names and advice of gloo."""
     line = " ".join(_NOISE.sub("", text).split())
@@ -365,7 +368,7 @@ def _remarks(cause: Failure, evidence: Evidence) -> str:
 
 def _signal_before(cause: Failure, evidence: Evidence) -> str:
     """Mention a signal that was sent shortly before the failure: the one that killed the rank, or the latest."""
-    name = signal_name(cause.exit_code or 0)
+    name = signal_name(cause.exit_code)
     sent = next((one for one in evidence.signals if one.name == name), evidence.signal)
     if sent and sent.time and cause.time and -CLOCK_TOLERANCE <= cause.time - sent.time <= SIGNAL_TOLERANCE:
         return f"; {sent} was received {max(0.0, cause.time - sent.time):.0f} s before"
@@ -449,33 +452,44 @@ def _last_frames(verdict: Verdict, launched: str) -> Iterator[str]:
         yield from f"{verdict.exception}: {verdict.message}".splitlines()[:SHOWN_LINES]
 
 
+def conclude(
+    run: Path, launcher_code: int | None = None, signaled: bool = True, resume: str = RESUME
+) -> tuple[int, str]:
+    """Write verdict.json. Returns the exit code for the launcher, and the text to print.
+
+    launcher_code, signaled: see judge(). resume: see render().
+    """
+    evidence = gather(run)
+    verdict = judge(evidence, launcher_code, signaled)
+    warnings = list(evidence.warnings)
+    try:
+        write_json(run / "verdict.json", asdict(verdict))
+    except OSError as error:
+        warnings.insert(0, f"cannot write {run}/verdict.json: {error.strerror}")
+    text = "".join(f"verdict: warning: {warning}\n" for warning in warnings)
+    return verdict.exit_code, text + render(verdict, run, resume)
+
+
+def write_report(run: Path) -> str:
+    """Write report.html. Returns the line to print."""
+    from distributed.runs import report  # not at the top: status imports this module, but needs no report
+
+    try:
+        return f"report {report.write(run)}\n"
+    except Exception as error:  # noqa: BLE001 - the exit code of a run must not depend on its report
+        return f"verdict: warning: cannot write {run}/report.html: {error}\n"
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Write verdict.json and print the verdict to stderr. Returns the exit code for the launcher."""
+    """Write verdict.json and print the verdict to stderr. Returns the exit code of the cause."""
     parser = argparse.ArgumentParser(prog="verdict", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
-    parser.add_argument("--report", action="store_true", help="also write report.html")
-    parser.add_argument("--exit-code", type=int, metavar="N", help="the launcher's own exit code")
-    parser.add_argument("--no-signal", action="store_true", help="the launcher received no signal")
-    parser.add_argument("--resume", metavar="TEXT", default=RESUME, help="how to resume a stopped run")
-    options = parser.parse_args(arguments)
-    if not options.run.is_dir():
-        parser.error(f"'{options.run}' is not a run directory; choose one in logs/")
-    evidence = gather(options.run)
-    verdict = judge(evidence, options.exit_code, signaled=not options.no_signal)
-    try:
-        write_json(options.run / "verdict.json", asdict(verdict))
-    except OSError as error:
-        sys.stderr.write(f"verdict: warning: cannot write {options.run}/verdict.json: {error.strerror}\n")
-    sys.stderr.write("".join(f"verdict: warning: {warning}\n" for warning in evidence.warnings))
-    sys.stderr.write(render(verdict, options.run, options.resume))
-    if options.report:
-        from distributed.runs import report  # not at the top: status imports this module, but needs no report
-
-        try:
-            sys.stderr.write(f"report {report.write(options.run)}\n")
-        except Exception as error:  # noqa: BLE001 - the exit code of a run must not depend on its report
-            sys.stderr.write(f"verdict: warning: cannot write {options.run}/report.html: {error}\n")
-    return verdict.exit_code
+    run = parser.parse_args(arguments).run
+    if not run.is_dir():
+        parser.error(f"'{run}' is not a run directory; choose one in logs/")
+    code, text = conclude(run)
+    sys.stderr.write(text)
+    return code
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ RUN is the run directory, GRACE the seconds between SIGTERM and SIGKILL, COUNTS 
 The task communicates with distributed/launch/srun.py, on the launcher's side, through srun:
 
     standard output   lines for the console, those of standard error after the character ERROR, and reports; see
-                      distributed/launch/reports.py
+                      distributed/launch/node_reports.py
     standard input    the supervisor's control channel: stop, kill, or an empty line as a heartbeat
 
 The first report of a task means that it has started, the last one has its exit code. The first task of each node also
@@ -30,14 +30,14 @@ from distributed.exit_codes import KILLED, UNFIT
 from distributed.files import KIT, read_json
 from distributed.host import process_scan, signals
 from distributed.launch import supervisor
-from distributed.launch.reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, format_report
+from distributed.launch.node_reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, format_report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from distributed.launch.console import RankLines
+    from distributed.launch.output_lines import RankLines
 
 COPY_INTERVAL = 0.05  # seconds between reads of a rank's output files
 REPEAT_INTERVAL = 0.5  # seconds between attempts to repeat a signal
@@ -105,7 +105,7 @@ class Task(supervisor.Supervisor):
         """A rank writes to files, so that a slow console cannot block the rank. An agent opens files for its ranks."""
         if self.rank is None:
             return super().open_outputs()
-        from distributed.launch.console import RankLines
+        from distributed.launch.output_lines import RankLines
 
         self._interval = COPY_INTERVAL
         os.makedirs(self.files.output, exist_ok=True)
@@ -119,7 +119,7 @@ class Task(supervisor.Supervisor):
 
     def _copy_output(self) -> None:
         """Copy new output of the rank to the log of its node and to the console."""
-        from distributed.launch.console import with_prefix
+        from distributed.launch.output_lines import with_prefix
 
         self._output_ended = self._no_process_left
         prefix = f"[{self.files.name}:{self.rank}] ".encode()
@@ -129,7 +129,7 @@ class Task(supervisor.Supervisor):
 
     def _show(self, lines: bytes, stream: int) -> None:
         """Send the lines of rank 0 and of no rank to the launcher."""
-        from distributed.launch.console import rank_of
+        from distributed.launch.output_lines import rank_of
 
         mark = ERROR if stream == 2 else b""
         shown = [mark + line + b"\n" for line in lines.split(b"\n")[:-1] if not rank_of(line)]

@@ -2,7 +2,7 @@
 
 import sys
 
-from distributed.smoke.checks import main
+from distributed.smoke.collective_checks import main
 from distributed.torch import leave
 
 leave(main(sys.argv[1:]))

@@ -68,7 +68,6 @@ HEALTHY = Facts(
     port=Port(29500),
     names=NameLookups("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", ("node1",)),)),
     interfaces=("lo", "eth0", "ib0"),
-    programs={"ssh": "/usr/bin/ssh", "pdsh": ""},
     user="ada",
 )
 
@@ -91,7 +90,7 @@ def problems(broken: Facts) -> list[Finding]:
 
 def test_a_healthy_machine_gets_no_warning() -> None:
     assert problems(HEALTHY) == []
-    assert len(judge(HEALTHY)) == 12
+    assert len(judge(HEALTHY)) == 11
 
 
 def test_a_healthy_machine_without_gpus_gets_no_warning() -> None:

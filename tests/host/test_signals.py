@@ -53,3 +53,8 @@ def test_a_rank_in_a_job_ignores_the_signal_until_it_has_a_handler(number: int, 
 @pytest.mark.parametrize(("number", "name"), [(10, "SIGUSR1"), (34, "SIGRTMIN"), (36, "SIGRTMIN+2"), (16, "SIGSTKFLT")])
 def test_every_signal_has_a_name(number: int, name: str) -> None:
     assert signals.name(number) == name
+
+
+def test_an_exit_code_names_a_signal_only_if_it_is_128_and_the_number_of_one() -> None:
+    codes = (137, 138, None, 0, 1, 128, 255, -9)
+    assert [signals.signal_name(code) for code in codes] == ["SIGKILL", "SIGUSR1", *[""] * 6]

@@ -1,11 +1,10 @@
-"""Nodes of an attempt end, fail, lose their connection or hang. The clients are local shell scripts.
+"""Nodes of an attempt end, fail or lose their connection. The clients are local shell scripts.
 
 faults.bats and across_nodes.bats test the same with real nodes.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -14,12 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from distributed.exit_codes import TIMED_OUT, UNFIT
-from distributed.files import read_json
+from distributed.exit_codes import UNFIT
 from distributed.host import process_scan
 from distributed.launch.transport import _PdshErrors
-from distributed.launch.watch import HangCheck, Local, Watch, hang_limits
-from distributed.runs.hang_decision import Hung, Wait
+from distributed.launch.watch import Local, Watch
 from distributed.runs.lookup import RunNode
 from distributed.runs.run_directory import create
 from distributed.transport.commands import LocalCommands
@@ -148,56 +145,6 @@ def test_exit_codes_in_pdshs_messages_are_those_of_the_named_nodes(directory: Pa
     assert (watch.status, watch.unended) == (0, {"n1", "n2"})
     errors.feed(b"exit code 3\n")
     assert (watch.status, watch.unended) == (3, {"n1"})
-
-
-def test_a_check_for_a_hang_that_fails_does_not_end_the_run(directory: Path, new_watch: NewWatch) -> None:
-    watch = new_watch(directory, Local(LocalCommands()))
-    HangCheck(watch, None, time.monotonic()).check()  # type: ignore[arg-type]
-    assert "the check for a hang failed" in log_of(directory)
-    assert not watch.is_ending
-
-
-def test_a_run_that_looks_hung_is_reported_also_with_quiet_but_not_when_it_is_ending(
-    directory: Path, new_watch: NewWatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    watch = new_watch(directory, Local(LocalCommands()), quiet=True)
-    check = HangCheck(watch, None, time.monotonic())  # type: ignore[arg-type]
-    check.handle(Wait(1000), "the run looks hung")
-    watch.status = 1
-    check.handle(Wait(1000), "the run looks hung")
-    assert capfd.readouterr().err == "launch.sh: the run looks hung\n"
-
-
-def test_a_hang_ends_the_run_with_124_unless_it_is_ending_or_the_attempt_has_ended(
-    directory: Path, new_watch: NewWatch
-) -> None:
-    watch = new_watch(directory, Local(LocalCommands()))
-    hung = Hung({"cause": "hung"})
-    check = HangCheck(watch, None, time.monotonic())  # type: ignore[arg-type]
-    watch.status = 1
-    check.handle(hung, "")
-    assert watch.status == 1
-    watch.status = 0
-    watch.attempts += 1
-    check.handle(hung, "")
-    assert (watch.status, (directory / "hang.json").exists()) == (0, False)
-    HangCheck(watch, None, time.monotonic()).handle(hung, "")  # type: ignore[arg-type]
-    assert (watch.status, read_json(directory / "hang.json")) == (TIMED_OUT, {"cause": "hung"})
-
-
-@pytest.mark.parametrize(
-    ("option", "all_ranks_here", "limits"),
-    [
-        (None, True, (600.0, True)),
-        (None, False, (math.inf, False)),  # started by hand: only reported
-        (30.0, False, (30.0, False)),
-        (0.0, True, (0.0, False)),  # not watched
-    ],
-)
-def test_ranks_that_may_wait_for_another_launcher_are_stopped_only_with_hang_timeout(
-    option: float | None, all_ranks_here: bool, limits: tuple[float, bool]
-) -> None:
-    assert hang_limits(option, all_ranks_here) == limits
 
 
 def test_a_command_that_does_not_reply_in_time_is_killed_with_its_children(

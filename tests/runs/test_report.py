@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed.runs import charts, ranks, report
-from distributed.runs.page import duration
+from distributed.runs.page_parts import duration
 
 KIT = Path(__file__).resolve().parents[2]
 HOSTILE = '<script>alert("x")</script>&\'</title><!--'

@@ -956,42 +956,36 @@ def test_the_program_writes_verdict_json_and_exits_with_the_code_of_the_cause(ru
     }
 
 
-def test_an_interrupted_launcher_determines_the_exit_code(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_launcher_determines_the_exit_code(run: RunDirectory) -> None:
     run.ranks_ended("n1", r0=(143, True))
     for code, how in ((130, "Ctrl-C"), (143, "SIGTERM")):
-        assert verdict.main([str(run.path), "--exit-code", f"{code}"]) == code
-        assert capsys.readouterr().err == f"verdict: stopped: interrupted ({how}); no rank had failed\n"
+        found = f"verdict: stopped: interrupted ({how}); no rank had failed\n"
+        assert verdict.conclude(run.path, code) == (code, found)
 
 
 def test_if_the_launcher_received_no_signal_the_verdict_names_the_rank_that_raised_keyboard_interrupt(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory,
 ) -> None:
     run.start("n1")
     run.rank(1, "KeyboardInterrupt", "", exit_code=130)
     run.ranks_ended("n1", r0=(143, True), r1=(130, False))
     named = "rank 1 on n1 raised KeyboardInterrupt; no rank had failed before"
-    for options, cause in (([], "interrupted (Ctrl-C); no rank had failed"), (["--no-signal"], named)):
-        assert verdict.main([str(run.path), "--exit-code", "130", *options]) == 130
-        assert capsys.readouterr().err == f"verdict: stopped: {cause}\n"
+    for signaled, cause in ((True, "interrupted (Ctrl-C); no rank had failed"), (False, named)):
+        assert verdict.conclude(run.path, 130, signaled) == (130, f"verdict: stopped: {cause}\n")
 
 
-def test_the_verdict_of_a_stopped_run_says_how_to_resume(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_of_a_stopped_run_says_how_to_resume(run: RunDirectory) -> None:
     run.ranks_ended("n1", r0=(75, False), r1=(75, True))
-    assert verdict.main([str(run.path)]) == 75
-    assert "checkpoint written; run the same command again to resume\n" in capsys.readouterr().err
-    assert verdict.main([str(run.path), "--resume", ""]) == 75
-    assert capsys.readouterr().err == "verdict: stopped: stopped on request, checkpoint written\n"
+    stopped = "verdict: stopped: stopped on request, checkpoint written"
+    assert verdict.conclude(run.path) == (75, f"{stopped}; run the same command again to resume\n")
+    assert verdict.conclude(run.path, resume="") == (75, f"{stopped}\n")
 
 
-def test_a_full_disk_does_not_prevent_the_printed_verdict(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_does_not_prevent_the_printed_verdict(run: RunDirectory) -> None:
     run.ranks_ended("n1", r0=(139, False))
     (run.path / "verdict.json").mkdir()  # cannot be written, as on a full disk
-    assert verdict.main([str(run.path)]) == 139
-    found = capsys.readouterr().err
+    code, found = verdict.conclude(run.path)
+    assert code == 139
     assert "warning: cannot write" in found and "died of SIGSEGV" in found
     assert list(run.path.glob(".verdict*")) == []
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from distributed.exit_codes import UNFIT
 from distributed.files import read_json
 from distributed.host import process_scan, signals
-from distributed.launch.reports import ERROR, REPORT, ReportParser
+from distributed.launch.node_reports import ERROR, REPORT, ReportParser
 from distributed.launch.srun import JobStep, Srun, StepNode
 from distributed.launch.watch import Watch
 from distributed.runs import verdict

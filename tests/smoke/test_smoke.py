@@ -29,9 +29,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distributed.files import write_json
-from distributed.smoke import checks
-from distributed.smoke import report as smoke_report
-from distributed.smoke.report import Fault, Findings, Measurements, Pace
+from distributed.smoke import collective_checks, summary
+from distributed.smoke.summary import Fault, Findings, Measurements, Pace
 from distributed.terminal import plain
 from distributed.torch import check_no_shared_devices
 from distributed.world import World
@@ -39,7 +38,7 @@ from distributed.world import World
 CPU = torch.device("cpu")
 
 QUICK = ("--max-bytes", "4K", "--seconds", "0.1", "--timeout", "120")
-NAMES = ["reply", *checks.CHECKS, "links", "bandwidth", "pace"]
+NAMES = ["reply", *collective_checks.CHECKS, "links", "bandwidth", "pace"]
 
 
 # ---------------------------------------------------------------- ranks
@@ -50,7 +49,7 @@ Trouble = Callable[[int], None]  # prepares a fault on a rank before the smoke t
 
 def run_rank(rank: int, arguments: tuple[str, ...], trouble: Trouble) -> None:
     trouble(rank)
-    sys.exit(checks.main(arguments))
+    sys.exit(collective_checks.main(arguments))
 
 
 def no_trouble(rank: int) -> None:
@@ -79,19 +78,19 @@ def check_of(results: RankResult, name: str) -> dict[str, Any]:
 
 def at(step: str, act: Callable[[], None]) -> None:
     """Call act() when this rank begins a step."""
-    begin = checks.RankContext.begin
+    begin = collective_checks.RankContext.begin
 
-    def begin_and_act(context: checks.RankContext, current: str, lasting: float = 0.0) -> None:
+    def begin_and_act(context: collective_checks.RankContext, current: str, lasting: float = 0.0) -> None:
         begin(context, current, lasting)
         if current == step:
             act()
 
-    checks.RankContext.begin = begin_and_act  # type: ignore[method-assign, assignment]
+    collective_checks.RankContext.begin = begin_and_act  # type: ignore[method-assign, assignment]
 
 
 def no_pace(rank: int = 0) -> None:
     """Make the pace check short and always successful, for tests of other checks."""
-    checks.PACE_ROUNDS, checks.SLOW_FACTOR = 2, {"cpu": 1e9}
+    collective_checks.PACE_ROUNDS, collective_checks.SLOW_FACTOR = 2, {"cpu": 1e9}
 
 
 # ---------------------------------------------------------------- no faults
@@ -118,11 +117,11 @@ def test_two_ranks_pass(start: Callable[..., ForkedRun]) -> None:
 def test_bandwidths_follow_from_the_times(start: Callable[..., ForkedRun]) -> None:
     results = start(3, "--json", *QUICK, trouble=no_pace).results()
     speeds = report_of(results[0])["bandwidth"]
-    assert {one["collective"] for one in speeds} == set(checks.COLLECTIVES)
+    assert {one["collective"] for one in speeds} == set(collective_checks.COLLECTIVES)
     assert {one["bytes"] for one in speeds} == {1020, 4092}, "float32, divisible by three ranks"
     for one in speeds:
         assert one["algorithm_gb_per_second"] == pytest.approx(one["bytes"] / one["seconds"] / 1e9)
-        factor = smoke_report.BUS_FACTOR[one["collective"]](3)
+        factor = summary.BUS_FACTOR[one["collective"]](3)
         assert one["bus_gb_per_second"] == pytest.approx(factor * one["algorithm_gb_per_second"])
 
 
@@ -150,24 +149,24 @@ def leaves_one_out(rank: int) -> None:
 
 
 def narrows(rank: int) -> None:
-    right = checks.reduce_scatter_single
+    right = collective_checks.reduce_scatter_single
 
     def narrow(out: torch.Tensor, mine: torch.Tensor) -> None:
         short = out.bfloat16()
         right(short, mine.bfloat16())
         out.copy_(short)
 
-    checks.reduce_scatter_single = narrow
+    collective_checks.reduce_scatter_single = narrow
 
 
 def swaps(rank: int) -> None:
-    right = checks.all_gather_single
+    right = collective_checks.all_gather_single
 
     def swapped(out: torch.Tensor, mine: torch.Tensor) -> None:
         right(out, mine)
         out.copy_(out.view(-1, len(mine)).flip(0).flatten())
 
-    checks.all_gather_single = swapped
+    collective_checks.all_gather_single = swapped
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,7 @@ def test_a_barrier_that_does_not_wait_is_reported(start: Callable[..., ForkedRun
 
 def is_slowed(rank: int) -> None:
     """Rank 1 is stopped four fifths of the time, as on an overloaded machine."""
-    checks.PACE_ROUNDS = 8
+    collective_checks.PACE_ROUNDS = 8
     if rank == 1:
         at("pace", lambda: slow_down(os.getpid()))
 
@@ -244,7 +243,7 @@ SHORT_TIMEOUT = ("--json", "--max-bytes", "4K", "--seconds", "0.1", "--timeout",
 
 def freezes(rank: int) -> None:
     no_pace()
-    checks.REPLY_GRACE = 3.0
+    collective_checks.REPLY_GRACE = 3.0
     if rank == 1:
         at("broadcast", lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
@@ -252,14 +251,14 @@ def freezes(rank: int) -> None:
 def host_freezes(rank: int) -> None:
     """Rank 0 hosts the store, whose timeouts do not work while its host is frozen."""
     no_pace()
-    checks.REPLY_GRACE, checks.EXIT_TIMEOUT = 3.0, 4.0
+    collective_checks.REPLY_GRACE, collective_checks.EXIT_TIMEOUT = 3.0, 4.0
     if rank == 0:
         at("broadcast", lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def dies(rank: int) -> None:
     no_pace()
-    checks.REPLY_GRACE = 3.0
+    collective_checks.REPLY_GRACE = 3.0
     if rank == 1:
         at("all_gather", lambda: os.kill(os.getpid(), signal.SIGKILL))
 
@@ -325,7 +324,7 @@ def shares_its_gpu(rank: int) -> None:
         check_no_shared_devices({0: ("host0", "GPU-5f1c"), 1: ("host0", "GPU-5f1c")})
         raise AssertionError("not refused")
 
-    checks.process_group = process_group  # type: ignore[attr-defined, assignment]
+    collective_checks.process_group = process_group  # type: ignore[attr-defined, assignment]
 
 
 def test_two_ranks_on_one_gpu_are_refused(start: Callable[..., ForkedRun], tmp_path: Path) -> None:
@@ -355,7 +354,7 @@ def on_a_slow_node(rank: int) -> None:
         right = dist.batch_isend_irecv
 
         def late(both: list[dist.P2POp]) -> list[dist.Work]:
-            time.sleep(0.1 if both[0].tensor.numel() >= checks.SMALLEST_LINK // 4 else 0)
+            time.sleep(0.1 if both[0].tensor.numel() >= collective_checks.SMALLEST_LINK // 4 else 0)
             return right(both)
 
         dist.batch_isend_irecv = late  # type: ignore[assignment]
@@ -371,9 +370,9 @@ def test_links_between_nodes_are_measured_and_a_slow_node_is_reported(start: Cal
 
 
 def test_the_json_file_is_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reporter = checks.Reporter(World(), CPU, "host0", checks.parse(["--json-file", "smoke.json"]))
+    reporter = collective_checks.Reporter(World(), CPU, "host0", collective_checks.parse(["--json-file", "smoke.json"]))
     monkeypatch.setenv("MUSTER_RUN_DIR", str(tmp_path))
-    reporter.report(smoke_report.summarise(LAUNCH, SUMMARIES, {0: finding(0)}, Measurements()))
+    reporter.report(summary.summarise(LAUNCH, SUMMARIES, {0: finding(0)}, Measurements()))
     assert [path.name for path in tmp_path.iterdir()] == ["smoke.json"]
 
 
@@ -397,7 +396,7 @@ def test_the_json_file_is_in_the_run_directory(tmp_path: Path, monkeypatch: pyte
 )
 def test_a_wrong_call_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        checks.main(arguments)
+        collective_checks.main(arguments)
     printed = capsys.readouterr()
     assert (refused.value.code, printed.out) == (2, "")
     assert message in printed.err
@@ -406,7 +405,7 @@ def test_a_wrong_call_is_refused(arguments: list[str], message: str, capsys: pyt
 def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):
-        checks.main(["--backend", "nccl"])
+        collective_checks.main(["--backend", "nccl"])
     assert "this machine has no GPU; use gloo" in capsys.readouterr().err
 
 
@@ -416,7 +415,7 @@ def test_an_incomplete_environment_is_a_wrong_call(
     for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "1")
-    assert checks.main([]) == 2
+    assert collective_checks.main([]) == 2
     assert "RANK" in capsys.readouterr().err
 
 
@@ -429,14 +428,14 @@ SIZES = st.integers(min_value=1, max_value=600)
 @given(size=SIZES, data=st.data())
 def test_values_of_two_ranks_differ(size: int, data: st.DataObject) -> None:
     one, other = (data.draw(st.integers(0, size - 1)) for _ in range(2))
-    same = torch.equal(checks.signature(one, 1009), checks.signature(other, 1009))
+    same = torch.equal(collective_checks.signature(one, 1009), collective_checks.signature(other, 1009))
     assert same == (one == other)
 
 
 @settings(deadline=None)
 @given(rank=SIZES, offset=st.integers(1, 22))
 def test_shifted_values_differ(rank: int, offset: int) -> None:
-    values = checks.signature(rank, 1009)
+    values = collective_checks.signature(rank, 1009)
     assert not torch.equal(values[offset:], values[:-offset])
 
 
@@ -445,11 +444,11 @@ def test_shifted_values_differ(rank: int, offset: int) -> None:
 @example(size=600, seed=0)
 def test_sums_are_exact_in_every_type_and_order(size: int, seed: int) -> None:
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
-    for dtype in checks.FACTOR:
-        case = checks.Case(0, size, 11, dtype, CPU, dist.HashStore())
+    for dtype in collective_checks.FACTOR:
+        case = collective_checks.Case(0, size, 11, dtype, CPU, dist.HashStore())
         total = case.zeros(11)
         for rank in order:
-            total += case.to_tensor(checks.summand(rank, size, 11))
+            total += case.to_tensor(collective_checks.summand(rank, size, 11))
         assert torch.equal(total, case.total(11))
 
 
@@ -457,7 +456,7 @@ def test_sums_are_exact_in_every_type_and_order(size: int, seed: int) -> None:
 @given(size=SIZES, data=st.data())
 def test_a_sum_without_a_rank_differs(size: int, data: st.DataObject) -> None:
     missing = data.draw(st.integers(0, size - 1))
-    assert checks.summand(missing, size, 1009).any()
+    assert collective_checks.summand(missing, size, 1009).any()
 
 
 @pytest.mark.parametrize(
@@ -470,7 +469,7 @@ def test_a_sum_without_a_rank_differs(size: int, data: st.DataObject) -> None:
     ],
 )
 def test_values_change_in_a_narrower_type(dtype: torch.dtype, narrower: torch.dtype) -> None:
-    values = checks.Case(0, 2, 1, dtype, CPU, dist.HashStore()).own()
+    values = collective_checks.Case(0, 2, 1, dtype, CPU, dist.HashStore()).own()
     assert not torch.equal(values.to(narrower).to(dtype), values)
 
 
@@ -483,7 +482,7 @@ def test_values_change_in_a_narrower_type(dtype: torch.dtype, narrower: torch.dt
     ],
 )
 def test_the_first_difference(got: list[float], expected: list[float], difference: tuple[int, str, str] | None) -> None:
-    assert checks.difference(torch.tensor(got), torch.tensor(expected)) == difference
+    assert collective_checks.difference(torch.tensor(got), torch.tensor(expected)) == difference
 
 
 # ---------------------------------------------------------------- measurements
@@ -502,13 +501,13 @@ def test_the_first_difference(got: list[float], expected: list[float], differenc
 )
 def test_bus_bandwidth_is_defined_as_in_nccl_tests(collective: str, ranks: int, bus: float) -> None:
     """A message of 2 * 10^9 bytes in two seconds; doc/PERFORMANCE.md of nccl-tests."""
-    speed = smoke_report.speed_of(collective, ranks, 2_000_000_000, 5, 2.0)
+    speed = summary.speed_of(collective, ranks, 2_000_000_000, 5, 2.0)
     assert speed.algorithm_gb_per_second == pytest.approx(1.0)
     assert speed.bus_gb_per_second == pytest.approx(bus)
 
 
 def test_every_collective_has_a_bus_factor() -> None:
-    assert set(checks.COLLECTIVES) == set(smoke_report.BUS_FACTOR)
+    assert set(collective_checks.COLLECTIVES) == set(summary.BUS_FACTOR)
 
 
 @pytest.mark.parametrize(
@@ -516,19 +515,19 @@ def test_every_collective_has_a_bus_factor() -> None:
     [(1024, 1024, [1024]), (1024, 16384, [1024, 4096, 16384]), (5, 79, [5, 20]), (5, 80, [5, 20, 80])],
 )
 def test_message_sizes(smallest: int, largest: int, sizes: list[int]) -> None:
-    assert checks.message_sizes(smallest, largest) == sizes
+    assert collective_checks.message_sizes(smallest, largest) == sizes
 
 
 @pytest.mark.parametrize(("text", "size"), [("8", 8), ("1K", 1024), ("64k", 65536), ("16M", 2**24), ("1G", 2**30)])
 def test_sizes_are_parsed_as_in_nccl_tests(text: str, size: int) -> None:
-    assert checks.byte_size(text) == size
+    assert collective_checks.byte_size(text) == size
 
 
 @pytest.mark.parametrize(
     ("size", "label"), [(8, "8"), (1020, "1020"), (1024, "1K"), (65532, "64K"), (2**26, "64M"), (2**31, "2G")]
 )
 def test_sizes_are_printed_as_in_nccl_tests(size: int, label: str) -> None:
-    assert smoke_report.size_label(size) == label
+    assert summary.size_label(size) == label
 
 
 @pytest.mark.parametrize(
@@ -541,12 +540,12 @@ def test_sizes_are_printed_as_in_nccl_tests(size: int, label: str) -> None:
     ],
 )
 def test_a_slow_factor_compares_a_rank_with_the_others(seconds: list[float], factors: list[float]) -> None:
-    assert smoke_report.slow_factors(seconds) == pytest.approx(factors)
+    assert summary.slow_factors(seconds) == pytest.approx(factors)
 
 
 def test_a_rank_that_shares_its_core_half_of_the_time_is_not_slow() -> None:
-    assert smoke_report.lower_quartile([0.1, 0.9] * 10) == pytest.approx(0.1)
-    assert smoke_report.lower_quartile([0.9] * 20) == pytest.approx(0.9)
+    assert summary.lower_quartile([0.1, 0.9] * 10) == pytest.approx(0.1)
+    assert summary.lower_quartile([0.9] * 20) == pytest.approx(0.9)
 
 
 # ---------------------------------------------------------------- the report
@@ -570,8 +569,8 @@ def test_findings_survive_json() -> None:
 
 
 def test_a_wrong_result_is_printed_in_one_line_with_a_remedy() -> None:
-    report = smoke_report.summarise(LAUNCH, SUMMARIES, {0: finding(0), 1: finding(1, WRONG)}, Measurements())
-    lines = plain(smoke_report.render(report)).splitlines()
+    report = summary.summarise(LAUNCH, SUMMARIES, {0: finding(0), 1: finding(1, WRONG)}, Measurements())
+    lines = plain(summary.render(report)).splitlines()
     assert (
         "  FAULT   all_reduce      rank 1 on node2 (float32, 7 elements, element 3): "
         "expected 5.0, got 4.0 (1 of 7 elements are wrong)"
@@ -583,8 +582,8 @@ def test_a_wrong_result_is_printed_in_one_line_with_a_remedy() -> None:
 
 def test_a_slow_rank_is_printed_with_its_factor() -> None:
     measured = Measurements(pace=[pace(0, False), pace(1, True)])
-    report = smoke_report.summarise(LAUNCH, SUMMARIES, {0: finding(0), 1: finding(1)}, measured)
-    text = plain(smoke_report.render(report))
+    report = summary.summarise(LAUNCH, SUMMARIES, {0: finding(0), 1: finding(1)}, measured)
+    text = plain(summary.render(report))
     assert (
         "rank 1 on node2: expected 25.0 ms per round of computing, as on the others, got 100.0 ms (4.0 times as long)"
     ) in text
@@ -594,26 +593,26 @@ def test_a_slow_rank_is_printed_with_its_factor() -> None:
 
 def test_three_of_many_faults_are_printed_and_all_are_in_the_json() -> None:
     replies = {rank: finding(rank, replace(WRONG, rank=rank)) for rank in range(9)}
-    (check, _) = smoke_report.summarise(LAUNCH, SUMMARIES, replies, Measurements())["checks"]
+    (check, _) = summary.summarise(LAUNCH, SUMMARIES, replies, Measurements())["checks"]
     assert check["summary"].endswith("; and 6 more")
     assert len(check["faults"]) == 9
 
 
 def test_a_check_that_did_not_run_is_skipped() -> None:
     replies = {0: finding(0, done=("all_reduce",)), 1: finding(1, done=("all_reduce",))}
-    (_, check) = smoke_report.summarise(LAUNCH, SUMMARIES, replies, Measurements())["checks"]
+    (_, check) = summary.summarise(LAUNCH, SUMMARIES, replies, Measurements())["checks"]
     assert (check["status"], check["summary"]) == ("skipped", "an earlier check failed")
 
 
 def test_a_size_that_was_not_measured_is_a_dash() -> None:
     speeds = [
-        smoke_report.speed_of(name, 2, size, 1, 0.001)
+        summary.speed_of(name, 2, size, 1, 0.001)
         for name, size in (("all_reduce", 1024), ("broadcast", 1024), ("broadcast", 4096))
     ]
-    report = smoke_report.summarise(LAUNCH, SUMMARIES, {0: finding(0), 1: finding(1)}, Measurements(bandwidth=speeds))
+    report = summary.summarise(LAUNCH, SUMMARIES, {0: finding(0), 1: finding(1)}, Measurements(bandwidth=speeds))
     rows = [
         line.split()
-        for line in plain(smoke_report.render(report)).splitlines()
+        for line in plain(summary.render(report)).splitlines()
         if line.strip().startswith(("1K", "4K"))
     ]
     assert rows == [["1K", "1.000", "0.001", "0.001"], ["4K", "-", "-", "0.004"]]
@@ -623,12 +622,12 @@ def test_a_size_that_was_not_measured_is_a_dash() -> None:
 def test_a_report_is_printed_from_its_file(
     faults: tuple[Fault, ...], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = smoke_report.summarise(LAUNCH, SUMMARIES, {0: finding(0), 1: finding(1, *faults)}, Measurements())
+    report = summary.summarise(LAUNCH, SUMMARIES, {0: finding(0), 1: finding(1, *faults)}, Measurements())
     file = tmp_path / "it's a report.json"
     write_json(file, report)
-    assert smoke_report.main([str(file)]) == code
-    assert capsys.readouterr().out == plain(smoke_report.render(report))
-    assert smoke_report.main(["--json", str(file)]) == code
+    assert summary.main([str(file)]) == code
+    assert capsys.readouterr().out == plain(summary.render(report))
+    assert summary.main(["--json", str(file)]) == code
     assert json.loads(capsys.readouterr().out) == report
 
 
@@ -638,5 +637,5 @@ def test_an_unreadable_report_is_refused(text: str | None, tmp_path: Path, capsy
     if text is not None:
         file.write_text(text)
     with pytest.raises(SystemExit, match="2"):
-        smoke_report.main([str(file)])
+        summary.main([str(file)])
     assert f"'{file}': cannot read the report" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 `summarise` merges the Findings of all ranks into one JSON object, and `render` formats that object as text. This module
 does not use PyTorch, so that a launcher can print the report of ranks on other machines:
 
-    python -m distributed.smoke.report [--json] REPORT.json
+    python -m distributed.smoke.summary [--json] REPORT.json
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def show(report: Mapping[str, Any], as_json: bool = False) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Print a report from a file. Returns 0 when all checks passed, 1 when one failed."""
     summary = str(__doc__).splitlines()[0]
-    parser = argparse.ArgumentParser("distributed.smoke.report", description=summary, allow_abbrev=False)
+    parser = argparse.ArgumentParser("distributed.smoke.summary", description=summary, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("report", type=Path, metavar="REPORT.json", help="written by distributed.smoke --json-file")
     options = parser.parse_args(arguments)

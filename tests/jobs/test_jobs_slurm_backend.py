@@ -45,7 +45,7 @@ from distributed.jobs.sbatch import (
     with_gpus,
 )
 from distributed.jobs.servers import ListContext
-from distributed.jobs.slurm import AnyLabels, PendingStart, SlurmServer
+from distributed.jobs.slurm_backend import AnyLabels, PendingStart, SlurmServer
 from distributed.jobs.state import ListState, classify_end
 from distributed.launch import supervisor
 

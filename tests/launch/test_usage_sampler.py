@@ -17,7 +17,7 @@ from test_node_status import STUB_NVIDIA_SMI, output_of, process
 from test_supervisor import TIMEOUT, SupervisedRun, kill, run, wait_until
 
 from distributed.host import process_scan
-from distributed.launch import usage
+from distributed.launch import usage_sampler
 from distributed.runs import node_status
 
 __all__ = ["run"]
@@ -37,7 +37,7 @@ def test_a_sample_includes_the_children_of_each_rank(tmp_path: Path, monkeypatch
     (proc / "20/stat").write_text(" ".join(fields))
     monkeypatch.setattr(node_status, "output_files", lambda run, node: {0: [directory, directory / "none"]})
     directory.mkdir()
-    found = usage.take_sample("/x/my logs/train-1", "n1", gpus=False, proc=proc)["ranks"]
+    found = usage_sampler.take_sample("/x/my logs/train-1", "n1", gpus=False, proc=proc)["ranks"]
     page = os.sysconf("SC_PAGE_SIZE")
     assert found == {
         "0": {"cpu": 127 / node_status.TICK, "memory": 512 * page, "output": directory.stat().st_size},
@@ -52,7 +52,7 @@ def test_a_gpu_lists_the_ranks_that_use_it(tmp_path: Path, monkeypatch: pytest.M
     smi.write_text(STUB_NVIDIA_SMI)
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    found = usage.take_sample("/x/my logs/train-1", "n1", gpus=True, proc=tmp_path / "proc")["gpus"]
+    found = usage_sampler.take_sample("/x/my logs/train-1", "n1", gpus=True, proc=tmp_path / "proc")["gpus"]
     assert found["0"] == {"use": 97, "memory": 71000 * 2**20, "ranks": [0]}
     assert found["1"] == {"use": 0, "memory": 10 * 2**20, "ranks": []}
 
@@ -60,7 +60,7 @@ def test_a_gpu_lists_the_ranks_that_use_it(tmp_path: Path, monkeypatch: pytest.M
 def test_merged_pairs_of_samples_keep_the_gpus() -> None:
     gpus = {"0": {"use": 97}}
     samples = [{"time": n, "gpus": gpus} if n in (2, 5) else {"time": n} for n in range(8)]
-    assert usage.merge_pairs(samples) == [
+    assert usage_sampler.merge_pairs(samples) == [
         {"time": 1},
         {"time": 3, "gpus": gpus},
         {"time": 5, "gpus": gpus},
@@ -78,12 +78,12 @@ def test_the_number_of_samples_in_a_file_is_limited(tmp_path: Path, monkeypatch:
         if clock[0] > 100:
             raise TimeoutError
 
-    monkeypatch.setattr(usage, "MAX_SAMPLES", 10)
+    monkeypatch.setattr(usage_sampler, "MAX_SAMPLES", 10)
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(usage, "take_sample", lambda run, node, gpus: {"time": clock[0], "ranks": {"0": {}}})
+    monkeypatch.setattr(usage_sampler, "take_sample", lambda run, node, gpus: {"time": clock[0], "ranks": {"0": {}}})
     with pytest.raises(TimeoutError):
-        usage.record(str(tmp_path), "n1")
+        usage_sampler.record(str(tmp_path), "n1")
     times = [json.loads(line)["time"] for line in (tmp_path / "node_n1.samples.jsonl").read_text().splitlines()]
     assert max(counts) == 9 and len(times) >= 4
     assert times[0] < 20 and times[-1] > 80 and times == sorted(times)

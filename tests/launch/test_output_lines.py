@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed.launch.console import (
+from distributed.launch.output_lines import (
     ERRORS,
     OUTPUT,
     Console,

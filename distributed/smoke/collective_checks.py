@@ -38,7 +38,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from distributed import terminal
 from distributed.files import write_json
 from distributed.smoke.bandwidth import NodeLink, find_bottlenecks, round_robin
-from distributed.smoke.report import (
+from distributed.smoke.summary import (
     Fault,
     Findings,
     Measurements,

@@ -1,0 +1,108 @@
+"""Check the attempt of a run for a hang until it ends: by its files on this machine, then by querying its nodes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from distributed.host.replies import Reply
+from distributed.launch.watch import Watch
+
+if TYPE_CHECKING:
+    from distributed.runs.hang_decision import Decision, HangWatch, Query
+    from distributed.runs.lookup import RunNode
+
+FIRST_CHECK = 60.0  # seconds; IDLE_TIMEOUT of distributed/runs/hang_analysis.py
+DEFAULT_HANG_TIMEOUT = 600.0  # of a run that logs steps, without --hang-timeout
+MAX_DELAY = 5.0  # seconds; when a timer is later, the machine or this program was suspended
+QUERY_TIMEOUT, STACKS_TIMEOUT = 15.0, 60.0  # seconds
+
+
+def schedule_hang_check(watch: Watch) -> None:
+    """Check the next attempt of a run for a hang, unless --hang-timeout is 0."""
+    timeout, certain = hang_limits(watch.options.hang_timeout, watch.options.all_ranks_here)
+    started, attempt = time.monotonic(), watch.attempts
+
+    def start() -> None:
+        if attempt == watch.attempts:
+            from distributed.runs.hang_decision import HangWatch  # only now: most runs have ended before
+
+            HangCheck(watch, HangWatch(watch.run, timeout, certain), started).check()
+
+    if timeout:
+        watch.loop.call_later(min(timeout, FIRST_CHECK), start)
+
+
+def hang_limits(option: float | None, all_ranks_here: bool) -> tuple[float, bool]:
+    """The timeout of HangWatch, 0 for no check, and whether it has to be certain. option: --hang-timeout.
+
+    Without the option, a run is stopped only if it logs steps and no rank can make progress; any other run that looks
+    hung is only reported. Ranks may wait for ranks that other launchers have started.
+    """
+    if option is not None:
+        return option, False
+    return (DEFAULT_HANG_TIMEOUT, True) if all_ranks_here else (math.inf, False)
+
+
+class HangCheck:
+    """Checks an attempt until it ends."""
+
+    def __init__(self, watch: Watch, hang_watch: HangWatch, since: float) -> None:
+        """since: start of the attempt, as time.monotonic(). Earlier time, and suspensions, are not counted."""
+        self._watch, self._hang_watch, self._since = watch, hang_watch, since
+        self._attempt = watch.attempts
+
+    def check(self, due: float = math.inf) -> None:
+        now = time.monotonic()
+        if now > due + MAX_DELAY:  # the machine or this program was suspended
+            self._since = now
+        if self._attempt == self._watch.attempts:
+            self._decide(lambda: self._hang_watch.check_files(now - self._since))
+
+    def _decide(self, check: Callable[[], tuple[Decision, str]]) -> None:
+        """Handle the result of a check. A failure of the check must not end the run."""
+        try:
+            decision = check()
+        except Exception as error:  # noqa: BLE001
+            self._watch.console.record(f"the check for a hang failed, and no other follows: {error!r}")
+        else:
+            self.handle(*decision)
+
+    def handle(self, decision: Decision, notice: str) -> None:
+        from distributed.runs.hang_decision import Hung, Wait
+
+        if self._watch.is_ending or self._attempt != self._watch.attempts:
+            return
+        if notice:
+            self._watch.console.record(notice, always=True)
+        if isinstance(decision, Hung):
+            self._watch.hangs(decision.record)
+        elif isinstance(decision, Wait):
+            due = time.monotonic() + decision.seconds
+            self._watch.loop.call_later(decision.seconds, partial(self.check, due))
+        else:
+            self._query(decision)
+
+    def _query(self, asked: Query) -> None:
+        from distributed.runs.query import node_reply, status_command
+
+        run = self._watch.run
+        replies: dict[RunNode, Reply] = {}
+        self._watch.queries.clear()
+
+        def check() -> tuple[Decision, str]:
+            found = [node_reply(node, replies[node]) for node in run.nodes]
+            return self._hang_watch.check_replies(found, time.monotonic() - self._since, asked)
+
+        def replied(node: RunNode, reply: Reply) -> None:
+            replies[node] = reply
+            if len(replies) == len(run.nodes):
+                self._decide(check)
+
+        timeout = STACKS_TIMEOUT if asked.stacks else QUERY_TIMEOUT
+        for node in run.nodes:
+            command = self._watch.transport.commands.command(node, status_command(run, node, asked.arguments), "/")
+            self._watch.queries.add(self._watch.calls.call(node.node, command, partial(replied, node), timeout=timeout))

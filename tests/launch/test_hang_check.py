@@ -1,0 +1,75 @@
+"""What a launcher does when its run hangs or looks hung; runs/test_hang_decision.py decides whether it does."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distributed.exit_codes import TIMED_OUT
+from distributed.files import read_json
+from distributed.launch.hang_check import HangCheck, hang_limits
+from distributed.launch.watch import Local, Watch
+from distributed.runs.hang_decision import Hung, Wait
+from distributed.runs.lookup import RunNode
+from distributed.runs.run_directory import create
+from distributed.transport.commands import LocalCommands
+
+
+@pytest.fixture
+def watch(tmp_path: Path, new_watch: Callable[..., Watch]) -> Watch:
+    """The watch of a run with --quiet."""
+    run = create(
+        str(tmp_path), "train", nodes=[RunNode("n1", "", 1, 0)], script="train.py", config=None, cwd="/",
+        python="python3", command=["x"], launcher=os.getpid(),
+    )  # fmt: skip
+    return new_watch(Path(run), Local(LocalCommands()), quiet=True)
+
+
+def test_a_check_that_fails_does_not_end_the_run(watch: Watch) -> None:
+    HangCheck(watch, None, time.monotonic()).check()  # type: ignore[arg-type]
+    assert "the check for a hang failed" in (watch.directory / "launcher.log").read_text()
+    assert not watch.is_ending
+
+
+def test_a_run_that_looks_hung_is_reported_also_with_quiet_but_not_when_it_is_ending(
+    watch: Watch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    check = HangCheck(watch, None, time.monotonic())  # type: ignore[arg-type]
+    check.handle(Wait(1000), "the run looks hung")
+    watch.status = 1
+    check.handle(Wait(1000), "the run looks hung")
+    assert capfd.readouterr().err == "launch.sh: the run looks hung\n"
+
+
+def test_a_hang_ends_the_run_with_124_unless_it_is_ending_or_the_attempt_has_ended(watch: Watch) -> None:
+    hung = Hung({"cause": "hung"})
+    check = HangCheck(watch, None, time.monotonic())  # type: ignore[arg-type]
+    watch.status = 1
+    check.handle(hung, "")
+    assert watch.status == 1
+    watch.status = 0
+    watch.attempts += 1
+    check.handle(hung, "")
+    assert (watch.status, (watch.directory / "hang.json").exists()) == (0, False)
+    HangCheck(watch, None, time.monotonic()).handle(hung, "")  # type: ignore[arg-type]
+    assert (watch.status, read_json(watch.directory / "hang.json")) == (TIMED_OUT, {"cause": "hung"})
+
+
+@pytest.mark.parametrize(
+    ("option", "all_ranks_here", "limits"),
+    [
+        (None, True, (600.0, True)),
+        (None, False, (math.inf, False)),  # started by hand: only reported
+        (30.0, False, (30.0, False)),
+        (0.0, True, (0.0, False)),  # not checked
+    ],
+)
+def test_ranks_that_may_wait_for_another_launcher_are_stopped_only_with_hang_timeout(
+    option: float | None, all_ranks_here: bool, limits: tuple[float, bool]
+) -> None:
+    assert hang_limits(option, all_ranks_here) == limits
