@@ -6,6 +6,7 @@ jobs_slurm.bats tests a real SLURM. Here array_task.py runs on this machine, wit
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -499,6 +500,42 @@ def test_a_missing_array_or_index_is_reported(list_directory: Path) -> None:
 
 
 # ---------------------------------------------------------------- elements, on the dispatcher's side
+
+
+@pytest.mark.parametrize(
+    ("claim", "code", "slurm", "expected"),
+    [
+        ("unclaimed", "missing", "waits", "waits"),
+        ("unclaimed", "missing", "runs", "running"),  # SLURM starts it, or has not listed it yet
+        ("unclaimed", "missing", "left", "not started"),
+        ("unclaimed", "missing", "unsubmitted", "held"),
+        ("withdrawn", "missing", "waits", "nothing"),
+        ("withdrawn", "missing", "runs", "nothing"),
+        ("withdrawn", "missing", "left", "withdrawn"),
+        ("claimed", "missing", "runs", "running"),
+        ("claimed", "missing", "waits", "running"),  # requeued by an administrator
+        ("claimed", "missing", "left", "running"),
+        ("alive", "missing", "left", "overdue"),
+        ("silent", "missing", "left", "lost"),
+        ("claimed", "explained", "runs", "ended"),
+        ("claimed", "explained", "waits", "ended"),
+        ("silent", "explained", "left", "ended"),
+        ("claimed", "unexplained", "runs", "nothing"),
+        ("claimed", "unexplained", "waits", "nothing"),
+        ("alive", "unexplained", "left", "ended"),
+    ],
+)
+def test_claim_exit_code_and_slurm_s_state_determine_the_event(
+    claim: str, code: str, slurm: str, expected: str
+) -> None:
+    assert element.event_of(claim, code, slurm) == expected
+
+
+def test_every_observation_has_an_event() -> None:
+    claims = ("withdrawn", "unclaimed", "claimed", "alive", "silent")
+    codes, states = ("missing", "unexplained", "explained"), ("waits", "runs", "left", "unsubmitted")
+    for observed in itertools.product(claims, codes, states):
+        assert element.event_of(*observed)
 
 
 def events_of(
