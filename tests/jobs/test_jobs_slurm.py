@@ -726,7 +726,7 @@ def test_added_jobs_may_need_more_slots_than_the_list(tmp_path: Path, monkeypatc
     options = commands.run_parser().parse_args(["--backend", "slurm"])
     cluster = ClusterConfig.model_validate({"servers": [{"host": "slurm", "gpus": 2}]})
     config = commands.ListConfig(options, cluster, "x.py", [job_of({"n": 1}, Options())], Cache(tmp_path))
-    (new,) = commands.jobs_to_add(config, tmp_path / "more.json", [server])
+    (new,) = commands.jobs_to_add(config, [server], config.jobs, str(tmp_path / "more.json"))
     assert (new.settings, new.file) == ({"n": 2}, str(tmp_path / "more.json"))
     assert (len(server.pool.slots), server.pool.free, server.pool.capacity()) == (5, {1, 2, 3, 4}, 5)
 
