@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from distributed.jobs import commands
+from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import read_jobs
-from distributed.jobs.dispatcher import Dispatcher, Event, Policy
+from distributed.jobs.dispatcher import Dispatcher, Event
 from distributed.jobs.host import PROGRESS_INTERVAL
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal
@@ -159,9 +160,11 @@ def dispatch(jobs: list[Job], servers: list[SimulatedServer], monitor: LoopMonit
         fields = {"list": "0123456789", "cwd": str(Path.cwd()), "script": "train.py", "backend": "ssh"}
         state.apply(journal.add("list", **fields, jobs=job_records(jobs)))
         journal.commit()
+        options = commands.run_parser().parse_args([])
+        config = commands.ListConfig(options, None, "train.py", jobs, Cache(Path.cwd()))
         start = cpu_seconds()
         with monitored(monitor):
-            code = commands.dispatch(journal, state, jobs, servers, Policy(), Path("results.json"))
+            code = commands.dispatch(journal, state, config, servers)
         spent = cpu_seconds() - start
     if code or state.counts["done"] != len(jobs):
         sys.exit(f"exit code {code}: {state.counts}")

@@ -49,6 +49,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -79,7 +80,7 @@ from distributed.jobs.config import (
     read_jobs,
     server_name,
 )
-from distributed.jobs.dispatcher import Dispatcher, JobServer, Policy, ServerUnusable, Unreachable
+from distributed.jobs.dispatcher import Dispatcher, JobServer, Policy, ServerLink, ServerUnusable, Unreachable
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal, JournalError
 from distributed.jobs.placement import SlotPool, mean_seconds, plan, sort_key
@@ -360,16 +361,17 @@ def added_before(config: ListConfig, state: ListState) -> list[Job]:
     return found
 
 
-def jobs_to_add(config: ListConfig, file: Path, made: Sequence[JobServer] = ()) -> list[Job]:
+def jobs_to_add(config: ListConfig, made: Sequence[JobServer], jobs: Sequence[Job], file: str) -> list[Job]:
     """The jobs of a file that are not in the list, and the jobs that train their base models. Raises ConfigError.
 
     made: the running servers; they get slots for the new jobs if their number depends on the jobs, as on SLURM.
+    jobs: those of the list.
     """
-    listed, known = [job for job in config.jobs if not job.trains], {job.id for job in config.jobs}
-    read = read_jobs(file, default_participants(config.script), config.options.retries, listed)
-    new = [replace(job, file=str(file)) for job in read if job.id not in known]
+    listed, known = [job for job in jobs if not job.trains], {job.id for job in jobs}
+    read = read_jobs(Path(file), default_participants(config.script), config.options.retries, listed)
+    new = [replace(job, file=file) for job in read if job.id not in known]
     found = [job for job in with_bases(config, [*listed, *new]).jobs if job.id not in known] if new else []
-    larger = make_servers(replace(config, jobs=[*config.jobs, *found]), "new")
+    larger = make_servers(replace(config, jobs=[*jobs, *found]), "new")
     refuse_unplaceable_jobs(found, larger)
     refuse_foreign_outputs(replace(config, jobs=found))
     for server, other in zip(made, larger, strict=False):
@@ -488,22 +490,21 @@ def run(options: argparse.Namespace) -> int:
         listed = {job.id for job in config.jobs}
         if any(each.job.file and each.job.id not in listed for each in state.unfinished()):
             raise CallError(f"{options.log_file}: jobs were added while the command started; run it again")
-        list_id = state.id or secrets.token_hex(5)
-        made = make_servers(config, list_id)
         about = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(options).items() if name not in NOT_STORED
         }  # fmt: skip
         record = book.add(
-            "list", list=list_id, cwd=str(Path.cwd()), pid=os.getpid(), host=os.uname().nodename, call=about,
-            backend=options.backend, script=config.script, jobs=job_records(config.jobs),
+            "list", list=state.id or secrets.token_hex(5), cwd=str(Path.cwd()), pid=os.getpid(),
+            host=os.uname().nodename, call=about, backend=options.backend, script=config.script,
+            jobs=job_records(config.jobs),
         )  # fmt: skip
         state.apply(record)
         book.commit()
-        return dispatch(book, state, config.jobs, made, policy_of(options), options.log_file, config)
+        return dispatch(book, state, config, make_servers(config, state.id))
 
 
-def policy_of(options: argparse.Namespace, drain: bool = False) -> Policy:
+def policy_of(options: argparse.Namespace, drain: bool) -> Policy:
     # Jobs of a lost SLURM cluster cannot run elsewhere.
     lost_after = float("inf") if options.backend == "slurm" else float(options.lost_after)
     return Policy(
@@ -572,64 +573,60 @@ def base_conflict(known: JobState | None, job: Job) -> str:
 
 
 def dispatch(
-    book: Journal, state: ListState, jobs: Sequence[Job], made: Sequence[JobServer], policy: Policy, log_file: Path,
-    config: ListConfig | None = None,
+    book: Journal, state: ListState, config: ListConfig, made: Sequence[JobServer], drain: bool = False
 ) -> int:  # fmt: skip
-    """Run a dispatcher until it returns. Returns the exit code. config: required for base models, and to add jobs."""
-    results: Results
-
-    def read_added(listed: list[Job], file: str) -> list[Job]:
-        return jobs_to_add(replace(config, jobs=listed), Path(file), made) if config else []
-
+    """Run a dispatcher until it returns. Returns the exit code. made: its servers. drain: see Policy."""
+    policy, log_file = policy_of(config.options, drain), config.options.log_file
+    links = {server.name: ServerLink(server) for server in made}
+    screen, results = console.ListConsole(state, links), Results(log_file, state, links)
     dispatcher = Dispatcher(
-        book, state, jobs, made, policy, log=lambda line: screen.log(line),
-        on_change=lambda: setattr(results, "changed", True), cache=config.cache if config else None,
-        read_added=read_added,
+        book, state, config.jobs, links, policy, log=screen.log, on_change=results.note_change, cache=config.cache,
+        read_added=functools.partial(jobs_to_add, config, made),
     )  # fmt: skip
-    results = Results(log_file, state, dispatcher.links)
-    screen = console.ListConsole(state, dispatcher.links)
-    done_before = state.counts["done"]
     if names := next((server.context.forwarded for server in made if isinstance(server, servers.SshServer)), None):
         screen.log(f"forwarded to the jobs: {' '.join(names)}; {forwarding.SETTING} changes the list")
-    received: list[int] = []
-    # asyncio warns of processes that exit and pipes that close; the dispatcher reports these events itself.
-    logging.getLogger("asyncio").setLevel(logging.ERROR)
-
-    async def work() -> None:
-        loop = asyncio.get_running_loop()
-        for number in supervisor.Supervisor.SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                loop.add_signal_handler(number, stop, number)
-        writing = asyncio.ensure_future(write_periodically())
-        try:
-            await dispatcher.run()
-        finally:
-            writing.cancel()
-
-    def stop(number: int) -> None:
-        received.append(number)
-        dispatcher.interrupt(f"received {signals.name(number)}")
-
-    async def write_periodically() -> None:
-        while True:
-            before = results.error
-            results.write()
-            if results.error and results.error != before:
-                screen.log(f"{results.error}; retrying")
-            screen.refresh()
-            await asyncio.sleep(WRITE_INTERVAL)
-
     with screen:
-        total = len(state.jobs)
-        done = f", {done_before} of them done" if done_before else ""
-        screen.log(f"{console.plural(total, 'job')}{done}; results: {log_file}, {log_file.with_suffix('.html')}")
-        asyncio.run(work())
+        done = f", {state.counts['done']} of them done" if state.counts["done"] else ""
+        total = console.plural(len(state.jobs), "job")
+        screen.log(f"{total}{done}; results: {log_file}, {log_file.with_suffix('.html')}")
+        received = asyncio.run(run_until_stopped(dispatcher, results, screen))
     outcome, code = outcome_of(state, received, policy)
     results.write(outcome, dispatcher.interrupted, last=True)
     print_summary(state, outcome, results, log_file, screen.write_line)
     screen.flush()
     servers.remove_sockets(state.id)
     return code
+
+
+async def run_until_stopped(dispatcher: Dispatcher, results: Results, screen: console.ListConsole) -> list[int]:
+    """Run a dispatcher until it returns, also on a signal. Returns the received signals."""
+    # asyncio warns of processes that exit and pipes that close; the dispatcher reports these events itself.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        received.append(number)
+        dispatcher.interrupt(f"received {signals.name(number)}")
+
+    for number in supervisor.Supervisor.SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    writing = asyncio.ensure_future(write_periodically(results, screen))
+    try:
+        await dispatcher.run()
+    finally:
+        writing.cancel()
+    return received
+
+
+async def write_periodically(results: Results, screen: console.ListConsole) -> None:
+    while True:
+        before = results.error
+        results.write()
+        if results.error and results.error != before:
+            screen.log(f"{results.error}; retrying")
+        screen.refresh()
+        await asyncio.sleep(WRITE_INTERVAL)
 
 
 def outcome_of(state: ListState, received: Sequence[int], policy: Policy) -> tuple[str, int]:
@@ -907,8 +904,7 @@ def cancel(options: argparse.Namespace, path: Path) -> int:
     with Journal.open(absolute(path)) as book:
         state = ListState.of(book.records)
         config = stored_config(state, path)
-        policy, log_file = policy_of(config.options, drain=True), config.options.log_file
-        code = dispatch(book, state, config.jobs, make_servers(config, state.id), policy, log_file, config)
+        code = dispatch(book, state, config, make_servers(config, state.id), drain=True)
     return code or cancel_exit_code(state, jobs)
 
 
@@ -967,7 +963,7 @@ def add(options: argparse.Namespace, path: Path) -> int:
     file, path = absolute(options.file), absolute(path)
     if file.exists() and not file.is_file():
         raise CallError(f"{file}: not a regular file, which the dispatcher could read again; write the jobs to a file")
-    jobs = jobs_to_add(listed_config(state_of(path), path), file)
+    jobs = new_jobs(state_of(path), path, file)
     for job in [each for each in jobs if each.leak][:SHOWN]:
         sys.stderr.write(f"{program_name()}: warning: {job.name}: {job.leak}\n")
     if not jobs:
@@ -979,7 +975,7 @@ def add(options: argparse.Namespace, path: Path) -> int:
             time.sleep(0.2)
             continue
         with contextlib.suppress(JournalError), Journal.open(path) as book:
-            jobs = jobs_to_add(listed_config(ListState.of(book.records), path), file)
+            jobs = new_jobs(ListState.of(book.records), path, file)
             book.add("added", request=request, jobs=job_records(jobs))
             book.commit()
     if refusal := found[0].get("refused"):
@@ -991,10 +987,10 @@ def add(options: argparse.Namespace, path: Path) -> int:
     return 0
 
 
-def listed_config(state: ListState, path: Path) -> ListConfig:
-    """stored_config() without the jobs that were removed from the list."""
+def new_jobs(state: ListState, path: Path, file: Path) -> list[Job]:
+    """See jobs_to_add(). path: of the journal."""
     config = stored_config(state, path)
-    return replace(config, jobs=[job for job in config.jobs if not state.jobs[job.id].unlisted])
+    return jobs_to_add(config, [], [job for job in config.jobs if not state.jobs[job.id].unlisted], str(file))
 
 
 def resume(options: argparse.Namespace, path: Path) -> int:

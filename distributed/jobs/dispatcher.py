@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from distributed.jobs.base_cache import Cache
@@ -176,7 +177,7 @@ class Dispatcher:
     """The dispatcher of one job list."""
 
     def __init__(
-        self, journal: Journal, state: ListState, jobs: Sequence[Job], servers: Sequence[JobServer], policy: Policy,
+        self, journal: Journal, state: ListState, jobs: Sequence[Job], links: Mapping[str, ServerLink], policy: Policy,
         *, log: Callable[[str], None] = lambda _: None, on_change: Callable[[], None] = lambda: None,
         cache: Cache | None = None, read_added: Callable[[list[Job], str], list[Job]] = lambda *_: [],
     ) -> None:  # fmt: skip
@@ -186,8 +187,8 @@ class Dispatcher:
         """
         self.journal, self.state, self.policy = journal, state, policy
         self.jobs = {job.id: job for job in jobs}
-        self.links = {server.name: ServerLink(server) for server in servers}
-        self.pools = {server.name: server.pool for server in servers}
+        self.links = links
+        self.pools = {name: link.server.pool for name, link in links.items()}
         self.queue = JobQueue()
         self.interrupted = ""
         self.journal_error = ""  # why the journal cannot be written
@@ -490,7 +491,7 @@ class Dispatcher:
             self._record("start", attempt=name, server=server, slots=[slot.index for slot in slots], gpus=gpus, **more)
             attempt = job.attempts[-1]
             self._occupy_slots(attempt)
-            self._actions.append(lambda attempt=attempt: self._start(attempt))  # type: ignore[misc]
+            self._actions.append(partial(self._start, attempt))
 
     async def _start(self, attempt: Attempt) -> None:
         if attempt.name not in self.state.open:  # lost or requeued while the journal could not be written
@@ -667,7 +668,7 @@ class Dispatcher:
         if attempt.state == "lost" or attempt.failure == "refused":
             self._settle(job, attempt)
         else:
-            self._actions.append(lambda: self._fetch_results(job, attempt))
+            self._actions.append(partial(self._fetch_results, job, attempt))
 
     async def _fetch_results(self, job: JobState, attempt: Attempt) -> None:
         link, publishes = self.links.get(attempt.server), bool(job.job.trains and not attempt.failure)
@@ -853,7 +854,7 @@ class Dispatcher:
     def _stop(self, attempt: Attempt, kill: bool = False) -> None:
         if attempt.name not in self._stopping:
             self._stopping.add(attempt.name)
-            self._actions.append(lambda: self._send_stop(attempt, kill))
+            self._actions.append(partial(self._send_stop, attempt, kill))
 
     async def _send_stop(self, attempt: Attempt, kill: bool) -> None:
         try:

@@ -32,6 +32,32 @@ SLURM_EXIT_CODES = (128 + signal.SIGTERM, KILLED)  # exit codes of a command tha
 SLURM_CAUSES = ("CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 
 Facts = dict[str, Any]
+ANY = ""
+# What has happened to an attempt: the first row that matches decides.
+#   claim: withdrawn (the dispatcher removed the job specification), unclaimed, or claimed; when SLURM reports the end,
+#     also alive (a heartbeat was written since the last poll) or silent (heartbeat timeout)
+#   code: the exit code file is missing, unexplained (SLURM may report the cause soon), or explained
+#   slurm: the element waits, runs, or left (ended, or not listed); unsubmitted: left, and SLURM never accepted it
+EVENTS = (
+    # claim        code           slurm          event
+    ("withdrawn",  ANY,           "left",        "withdrawn"),
+    ("withdrawn",  ANY,           ANY,           "nothing"),
+    ("unclaimed",  ANY,           "waits",       "waits"),
+    (ANY,          "explained",   ANY,           "ended"),
+    (ANY,          "unexplained", "left",        "ended"),
+    (ANY,          "unexplained", ANY,           "nothing"),
+    ("unclaimed",  "missing",     "unsubmitted", "held"),
+    ("unclaimed",  "missing",     "left",        "not started"),
+    ("silent",     "missing",     "left",        "lost"),
+    ("alive",      "missing",     "left",        "overdue"),
+    (ANY,          "missing",     ANY,           "running"),
+)  # fmt: skip
+
+
+def event_of(claim: str, code: str, slurm: str) -> str:
+    """The event in the first row of EVENTS that matches."""
+    rows = (row for row in EVENTS if row[0] in (ANY, claim) and row[1] in (ANY, code) and row[2] in (ANY, slurm))
+    return next(rows)[-1]
 
 
 class Element(host.HostAttempt):
@@ -42,13 +68,13 @@ class Element(host.HostAttempt):
         self.array, self.index = "", -1
         self.entry: QueueEntry | None = None
         self.changed_at = math.inf  # when it was submitted or withdrawn: an earlier output of squeue is outdated
-        self.started = False  # whether an element has claimed the job specification
+        self.claimed = False  # whether an element has claimed the job specification
         self.cancelled = False  # whether the job specification was withdrawn
         self.reported_reason = ""  # the last reported reason why it waits
         self.cancel_at = math.inf  # when scancel is called; monotonic clock
-        self._left_queue_at: float | None = None
-        self._end_seen_at: float | None = None
-        self._heartbeat = self._heartbeat_at = 0.0
+        self._end_seen_at: float | None = None  # when SLURM or the exit code file first showed the end
+        self._heartbeat = 0.0  # the modification time of the newest heartbeat, by the clock of the file system
+        self._heartbeat_at: float | None = None  # when it was first seen
         self._start_reported = False
 
     # ---- files
@@ -101,8 +127,11 @@ class Element(host.HostAttempt):
             if name == NEW or name.startswith((SPEC, TAKEN)):
                 remove(os.path.join(self.directory, name))
 
+    def array_path(self) -> str:
+        return os.path.join(os.path.dirname(self.directory), f"array-{self.array}")
+
     def output_of_element(self) -> str:
-        return os.path.join(os.path.dirname(self.directory), f"array-{self.array}", f"{self.index}.out")
+        return os.path.join(self.array_path(), f"{self.index}.out")
 
     # ---- polling
 
@@ -123,86 +152,81 @@ class Element(host.HostAttempt):
         """Find its array and index. False: it belongs to no array."""
         known = [name.partition(".")[2] for name in self.file_names() if name.startswith((f"{SPEC}.", f"{TAKEN}."))]
         self.array = known[0] if known else str(self.element().get("array", ""))
-        self.index = index_in(os.path.dirname(self.output_of_element()), self.name)
+        self.index = index_in(self.array_path(), self.name)
         return bool(self.array)
 
     def poll(self, queue: SlurmQueue, now: float, progress: bool) -> Iterator[tuple[str, Facts]]:
         """Yield events and their facts: waits, started, progress, ended, or held (SLURM never accepted its array)."""
+        event = event_of(*self._observe(queue, now, progress))
+        if self.claimed and event in ("running", "overdue", "ended", "lost"):
+            yield from self._poll_running(progress and event == "running")
+        if event == "waits" and self.entry and self.entry.waiting_reason != self.reported_reason:
+            self.reported_reason = self.entry.waiting_reason
+            yield "waits", {"reason": self.reported_reason}
+        elif event == "withdrawn":
+            yield "ended", unstarted_end()
+        elif event == "ended":
+            yield "ended", self._end_facts()
+        elif event == "overdue":
+            self._request_stop("kill")
+        elif event == "lost":
+            self.delete_spec()
+            yield "ended", self._without_code(taken=True)
+        elif event == "not started" and self.withdraw():
+            yield "ended", self._without_code(taken=False)
+        elif event == "held" and move(spec_path(self.directory, self.array), spec_path(self.directory)):
+            self.array, self.index, self.changed_at = "", -1, math.inf
+            yield "held", {}
+
+    def _observe(self, queue: SlurmQueue, now: float, progress: bool) -> tuple[str, str, str]:
+        """The arguments of event_of()."""
         current = queue.began > self.changed_at
         self.entry = queue.entries.get((self.array, self.index)) if current else self.entry
-        if self.cancelled:
-            if current and not (self.entry and not self.entry.ended):
-                yield "ended", unstarted_end()
-        elif self.entry and self.entry.waits and not self.started:
-            if self.entry.waiting_reason != self.reported_reason:
-                self.reported_reason = self.entry.waiting_reason
-                yield "waits", {"reason": self.reported_reason}
-        elif self.has_ended():
-            if self._cause_known_or_late(queue, now):
-                yield from self._poll_running(now, progress=False)
-                yield "ended", self._end_facts()
-        else:
-            yield from self._poll_running(now, progress)
-            if current and (self.entry is None or self.entry.ended):
-                yield from self._poll_left_queue(now)
-            else:
-                self._left_queue_at = None
+        left = current and (self.entry is None or self.entry.ended)
+        slurm = "left" if left else "waits" if self.entry and self.entry.waits else "runs"
+        if self.cancelled or (slurm == "waits" and not self.claimed):  # read no files of hundreds of waiting elements
+            return "withdrawn" if self.cancelled else "unclaimed", "missing", slurm
+        claim = "claimed" if self.claimed else self._find_claim()
+        if claim == "unclaimed" and left and not self.entry and not os.path.exists(job_path(self.array_path())):
+            slurm = "unsubmitted"
+        if claim == "claimed" and (left or progress):
+            claim = self._find_heartbeat(now, left)
+        code = "missing"
+        if self.has_ended():
+            code = "explained" if self._cause_known() else "unexplained"
+        if code == "missing" and not left:
+            self._end_seen_at = None
+        elif self._end_seen_at is None:
+            self._end_seen_at = now
+        elif code == "unexplained" and now - self._end_seen_at > CAUSE_TIMEOUT:
+            code = "explained"
+        return claim, code, slurm
 
-    def _poll_running(self, now: float, progress: bool) -> Iterator[tuple[str, Facts]]:
-        self.started = self.started or os.path.exists(os.path.join(self.directory, ELEMENT))
-        if not self.started:
-            return
+    def _find_claim(self) -> str:
+        """Whether an element has claimed the job specification; see event_of()."""
+        names = self.file_names()
+        self.claimed = ELEMENT in names
+        return "unclaimed" if not self.claimed and any(name.startswith(f"{SPEC}.") for name in names) else "claimed"
+
+    def _find_heartbeat(self, now: float, left: bool) -> str:
+        """How a claimed attempt runs; see event_of(). left: whether SLURM reports that its element has ended."""
+        heartbeat = host.modification_time(self.files.heartbeat) or 0.0
+        written, self._heartbeat = heartbeat != self._heartbeat, heartbeat
+        if written or (left and self._heartbeat_at is None):
+            self._heartbeat_at = now
+        if not left or self._end_seen_at is None or self._heartbeat_at is None:
+            return "claimed"
+        timeout = LOCKED_TIMEOUT if self.locked() else HEARTBEAT_TIMEOUT
+        silent = now - self._heartbeat_at > timeout and now - self._end_seen_at > EXIT_CODE_DELAY
+        return "silent" if silent else "alive" if written and self.entry else "claimed"
+
+    def _poll_running(self, progress: bool) -> Iterator[tuple[str, Facts]]:
         if not self._start_reported and (process := self.process()):
             self._start_reported = True
             yield "started", {"state": "running", **process}
-        if progress:
-            self._check_heartbeat(now)
         if progress and (metrics := host.read_metrics(self.output)) != self.metrics:
             self.metrics = metrics
             yield "progress", {"metrics": metrics}
-
-    def _poll_left_queue(self, now: float) -> Iterator[tuple[str, Facts]]:
-        """Handle an element that SLURM has ended or does not list, and that has written no exit code."""
-        names = self.file_names()
-        if self.has_ended():  # handled by the next poll
-            return
-        taken = not any(name.startswith(f"{SPEC}.") for name in names)
-        if not taken and not self.entry and not os.path.exists(job_path(os.path.dirname(self.output_of_element()))):
-            if move(spec_path(self.directory, self.array), spec_path(self.directory)):
-                self.array, self.index, self.changed_at = "", -1, math.inf
-                yield "held", {}
-            return
-        if not taken and self.withdraw():
-            yield "ended", self._without_code(taken=False)
-            return
-        if self._heartbeat_timed_out(now):
-            self.delete_spec()
-            yield "ended", self._without_code(taken=True)
-
-    def _heartbeat_timed_out(self, now: float) -> bool:
-        """Whether heartbeats have stopped. Kills an attempt that still runs although SLURM has ended its element."""
-        if self._left_queue_at is None:
-            self._left_queue_at = now
-            self._heartbeat_at = self._heartbeat_at or now
-        if self._check_heartbeat(now) and now > self._left_queue_at and self.entry:
-            self._request_stop("kill")
-        timeout = LOCKED_TIMEOUT if self.locked() else HEARTBEAT_TIMEOUT
-        return now - self._heartbeat_at > timeout and now - self._left_queue_at > EXIT_CODE_DELAY
-
-    def _check_heartbeat(self, now: float) -> bool:
-        """Whether a heartbeat was written since the last call."""
-        heartbeat = host.modification_time(self.files.heartbeat) or 0.0
-        changed, self._heartbeat = heartbeat != self._heartbeat, heartbeat
-        if changed:
-            self._heartbeat_at = now
-        return changed
-
-    def _cause_known_or_late(self, queue: SlurmQueue, now: float) -> bool:
-        """Whether the cause of the end is known, or SLURM has not shown it within CAUSE_TIMEOUT."""
-        if self._end_seen_at is None:
-            self._end_seen_at = now
-        known = queue.began > self.changed_at and (self.entry is None or self.entry.ended)
-        return self._cause_known() or known or now - self._end_seen_at > CAUSE_TIMEOUT
 
     def _cause_known(self) -> bool:
         """Whether the files of the attempt suffice to explain its end."""

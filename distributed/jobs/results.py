@@ -104,6 +104,10 @@ class Results:
         self._page: subprocess.Popen[bytes] | None = None  # writes results.html
         self._page_start = 0.0
 
+    def note_change(self) -> None:
+        """The next call of write() writes the results."""
+        self.changed = True
+
     def write(self, outcome: str = "running", reason: str = "", last: bool = False) -> None:
         """Write the results if they changed and WRITE_INTERVAL has passed. last: write always; wait for the page."""
         start = time.monotonic()

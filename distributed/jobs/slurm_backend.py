@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import secrets
@@ -252,7 +253,7 @@ class SlurmServer(JobServer):
         found: dict[str, Facts] = {}
         async with self._files:
             self._elements, self._held, self._queue = {}, [], queue
-            results = await asyncio.to_thread(lambda: [self._find(*each) for each in attempts.items()])
+            results = await asyncio.to_thread(list, itertools.starmap(self._find, attempts.items()))
         for element, state, facts in results:
             found[element.name] = facts
             if state in ("held", "submitted"):
@@ -362,7 +363,7 @@ class SlurmServer(JobServer):
             while self._pending:
                 starts, self._pending = self._pending, []
                 new = [start for start in starts if start.job and start.reply]
-                errors = await asyncio.to_thread(lambda new=new: [self._prepare(start) for start in new])  # type: ignore[misc]
+                errors = await asyncio.to_thread(list, map(self._prepare, new))
                 refused = {id(start): error for start, error in zip(new, errors, strict=True) if error}
                 groups: dict[ResourceRequest, list[PendingStart]] = {}
                 for start in starts:

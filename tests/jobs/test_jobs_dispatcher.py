@@ -18,7 +18,7 @@ import pytest
 
 from distributed.jobs import dispatcher, journal
 from distributed.jobs.base_cache import Cache
-from distributed.jobs.dispatcher import Dispatcher, Event, NotStarted, Policy, ServerUnusable, Unreachable
+from distributed.jobs.dispatcher import Dispatcher, Event, NotStarted, Policy, ServerLink, ServerUnusable, Unreachable
 from distributed.jobs.job import ALL_GPUS, Job, Options, job_of
 from distributed.jobs.journal import Journal
 from distributed.jobs.placement import Slot, SlotPool, plan
@@ -245,8 +245,9 @@ class ListRun:
         record = self.journal.add("list", list=self.state.id or "abc", jobs=job_records(self.jobs))
         self.state.apply(record)
         self.journal.commit()
+        links = {server.name: ServerLink(server) for server in self.servers}
         self.dispatcher = Dispatcher(
-            self.journal, self.state, self.jobs, self.servers, self.policy, log=self._log_line, on_change=self.notify,
+            self.journal, self.state, self.jobs, links, self.policy, log=self._log_line, on_change=self.notify,
             cache=self.cache, read_added=self._read_added,
         )  # fmt: skip
         self.task = asyncio.ensure_future(self.dispatcher.run())

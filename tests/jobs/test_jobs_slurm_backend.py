@@ -6,6 +6,7 @@ jobs_slurm.bats tests a real SLURM. Here jobs.array_task runs on this machine, w
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -501,6 +502,42 @@ def test_a_missing_array_or_index_is_reported(list_directory: Path) -> None:
 # ---------------------------------------------------------------- elements, on the dispatcher's side
 
 
+@pytest.mark.parametrize(
+    ("claim", "code", "slurm", "expected"),
+    [
+        ("unclaimed", "missing", "waits", "waits"),
+        ("unclaimed", "missing", "runs", "running"),  # SLURM starts it, or has not listed it yet
+        ("unclaimed", "missing", "left", "not started"),
+        ("unclaimed", "missing", "unsubmitted", "held"),
+        ("withdrawn", "missing", "waits", "nothing"),
+        ("withdrawn", "missing", "runs", "nothing"),
+        ("withdrawn", "missing", "left", "withdrawn"),
+        ("claimed", "missing", "runs", "running"),
+        ("claimed", "missing", "waits", "running"),  # requeued by an administrator
+        ("claimed", "missing", "left", "running"),
+        ("alive", "missing", "left", "overdue"),
+        ("silent", "missing", "left", "lost"),
+        ("claimed", "explained", "runs", "ended"),
+        ("claimed", "explained", "waits", "ended"),
+        ("silent", "explained", "left", "ended"),
+        ("claimed", "unexplained", "runs", "nothing"),
+        ("claimed", "unexplained", "waits", "nothing"),
+        ("alive", "unexplained", "left", "ended"),
+    ],
+)
+def test_claim_exit_code_and_slurm_s_state_determine_the_event(
+    claim: str, code: str, slurm: str, expected: str
+) -> None:
+    assert element.event_of(claim, code, slurm) == expected
+
+
+def test_every_observation_has_an_event() -> None:
+    claims = ("withdrawn", "unclaimed", "claimed", "alive", "silent")
+    codes, states = ("missing", "unexplained", "explained"), ("waits", "runs", "left", "unsubmitted")
+    for observed in itertools.product(claims, codes, states):
+        assert element.event_of(*observed)
+
+
 def events_of(
     attempt: Element, state: str = "", *, now: float = 0.0, began: float | None = None
 ) -> list[tuple[str, Any]]:
@@ -689,7 +726,7 @@ def test_added_jobs_may_need_more_slots_than_the_list(tmp_path: Path, monkeypatc
     options = commands.run_parser().parse_args(["--backend", "slurm"])
     cluster = ClusterConfig.model_validate({"servers": [{"host": "slurm", "gpus": 2}]})
     config = commands.ListConfig(options, cluster, "x.py", [job_of({"n": 1}, Options())], Cache(tmp_path))
-    (new,) = commands.jobs_to_add(config, tmp_path / "more.json", [server])
+    (new,) = commands.jobs_to_add(config, [server], config.jobs, str(tmp_path / "more.json"))
     assert (new.settings, new.file) == ({"n": 2}, str(tmp_path / "more.json"))
     assert (len(server.pool.slots), server.pool.free, server.pool.capacity()) == (5, {1, 2, 3, 4}, 5)
 
