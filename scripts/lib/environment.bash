@@ -5,9 +5,9 @@
 # TMOUT ends every `read`, SHELLOPTS and POSIXLY_CORRECT change options, LC_ALL changes number formats and ranges such
 # as [a-z], an exported function replaces the command of its name, PYTHONINSPECT keeps Python from exiting. This file
 # removes them from the shell, also functions, aliases and options that BASH_ENV has set; only the encoding of
-# characters stays that of the user. exec_in_environment and exec_with_removed give everything back, to programs of the
-# user, and to ssh, which may be configured to send variables. Functions never return to the shell, except while it
-# sources config/node_env.sh, which may need those of the cluster, such as `module`.
+# characters stays that of the user. exec_in_environment gives everything back, to programs of the user, and to ours that
+# start ssh, which may be configured to send variables. Functions never return to the shell, except while it sources
+# config/node_env.sh, which may need those of the cluster, such as `module`.
 #
 # Sourced by common.bash before anything else, never run.
 
@@ -160,13 +160,6 @@ exec_in_environment() { # <number of entries> <NAME=VALUE...> <command...>
 }
 
 
-# Replace this process by a command, in the environment of this script and what this file has removed.
-exec_with_removed() { # <command> [argument...]
-  restore_removed
-  exec_by_env "$@"
-}
-
-
 # Replace this process by a command, with the entries in BY_ENV.
 exec_by_env() { # <command> [argument...]
   if ((${#BY_ENV[@]})); then
@@ -175,8 +168,3 @@ exec_by_env() { # <command> [argument...]
   fi
   builtin exec "$@"
 }
-
-
-run_with_removed() ( # <command> [argument...]
-  exec_with_removed "$@"
-)
