@@ -665,12 +665,6 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_module_exits_with_2_and_one_line() -> None:
-    result = run_python("-m", "distributed.training.settings", "train.steps=1", "train.batch=4")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "command line: train.batch: unknown key; did you mean train.batch_size?\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
