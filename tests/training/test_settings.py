@@ -166,6 +166,7 @@ def test_settings_are_the_same_after_a_round_trip_through_yaml() -> None:
         ("distributed.timeout=.inf", "command line: distributed.timeout=inf: Input should be a finite number"),
         ("train.compile=maybe", "command line: train.compile='maybe': Input should be a valid boolean"),
         ("logging.level=loud", "command line: logging.level='loud': Input should be 'debug', 'info', 'warning' "),
+        ("distributed.strategy=dpp", "command line: distributed.strategy='dpp': Input should be 'auto', 'single', "),
         ("logging.project={a: b}", "command line: logging.project: Input should be a valid string"),
         ("train.epochs=2", "f.yaml: train: both steps and epochs given; set one"),
         ("train.steps=null", "f.yaml: train: neither steps nor epochs given; set one"),
@@ -544,11 +545,23 @@ def test_a_batch_without_a_window_of_the_participant_is_refused_and_the_remedy_i
     for_ranks(options(*arguments, "34", "--target_batch_pct", "0.03"), world)
 
 
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        ("distributed.strategy=single", 2, "distributed.strategy=single is for one process, but there are 2"),
+        ("train.precision=fp16 distributed.strategy=fsdp", 1, "train.precision=fp16 with distributed.strategy=fsdp"),
+    ],
+)
+def test_a_strategy_that_does_not_fit_is_refused(words: str, world: int, message: str) -> None:
+    Path("f.yaml").write_text(TRAIN)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        for_ranks(options("--config", "f.yaml", *words.split()), world)
+
+
 def test_a_base_model_in_a_mode_that_starts_from_random_weights_is_refused() -> None:
     for mode in ("base_only", "from_scratch", "heldout"):
-        with pytest.raises(
-            ConfigError, match=f"^train.base_model=.*/there: mode {mode} starts from random weights; rem"
-        ):
+        problem = f"/there: mode {mode} starts from random weights; remove --base_model, or set --mode full_fine_tuning"
+        with pytest.raises(ConfigError, match=f"^train.base_model=.*{problem}"):
             for_ranks(options("--fold", "0", "--mode", mode, "--base_model", "there"), 1)
 
 
