@@ -874,18 +874,13 @@ def test_the_printed_verdict(run: RunDirectory) -> None:
         (raised("RuntimeError", "CUDA error: out of memory"), "`nvidia-smi` on n1"),
         (raised("MemoryError"), "`free -h`"),
         (raised("_ArrayMemoryError", "Unable to allocate 512. TiB for an array with shape (1,)"), "`free -h`"),
-        (
-            raised(
-                "RuntimeError",
-                "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to "
-                "allocate 281474976710656 bytes. Error code 12 (Cannot allocate memory)",
-            ),
-            "`free -h`",
-        ),
+        (raised("RuntimeError",
+          "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to "
+          "allocate 281474976710656 bytes. Error code 12 (Cannot allocate memory)"), "`free -h`"),
         (raised("OSError", "[Errno 28] No space left on device: 'x.pt'"), "`df -h` on n1"),
         (raised(*CAUSES[4], rank=None), "--master-port"),
     ],
-)
+)  # fmt: skip
 def test_the_likely_cause_and_a_remedy_are_printed(tmp_path: Path, failure: Failure, hint: str) -> None:
     found = verdict.render(verdict.judge(Evidence((failure,))), tmp_path)
     assert hint in found

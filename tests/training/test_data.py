@@ -168,16 +168,11 @@ def letters(tokens: Tokens | None) -> dict[str, int]:
         ("full_fine_tuning", {"participant": "b", "target_share": 0.5}, {"B": 15}, {"B": 10}, {}),
         ("full_fine_tuning", {"participant": "b", "base_participants": ["not here"]}, {"B": 30}, {"B": 10}, {}),
         ("full_fine_tuning", {"participant": "b", "mixed": True}, {"B": 30}, {"B": 10}, {"A": 30, "C": 30}),
-        (
-            "full_fine_tuning",
-            {"participant": "b", "base_participants": ["a", "b"], "mixed": True},
-            {"B": 30}, {"B": 10}, {"A": 30},
-        ),
-        (
-            "from_scratch",
-            {"participant": "b", "domains": ["b", "c"], "base_participants": ["a"], "mixed": True, "target_share": 0.1},
-            {"B": 3}, {"B": 10}, {"A": 30},
-        ),
+        ("full_fine_tuning", {"participant": "b", "base_participants": ["a", "b"], "mixed": True}, {"B": 30},
+         {"B": 10}, {"A": 30}),
+        ("from_scratch",
+         {"participant": "b", "domains": ["b", "c"], "base_participants": ["a"], "mixed": True, "target_share": 0.1},
+         {"B": 3}, {"B": 10}, {"A": 30}),
     ],
 )  # fmt: skip
 def test_the_mode_selects_the_text_of_target_and_base_and_what_is_held_out(
@@ -215,20 +210,16 @@ def test_the_base_of_a_fold_trains_on_what_is_mixed_into_its_fine_tuning(mode: s
     ("arguments", "message"),
     [
         ({"mode": "base_only", "domains": ["b"], "participant": "b"}, "there is no domain but b to train the base on"),
-        (
-            {"mode": "from_scratch", "domains": ["b"], "participant": "b", "mixed": True},
-            "there is no domain but b to t",
-        ),
-        (
-            {"mode": "from_scratch", "participant": "b", "base_participants": ["b"], "mixed": True},
-            "there is no domain but b to train the base on",
-        ),
+        ({"mode": "from_scratch", "domains": ["b"], "participant": "b", "mixed": True},
+         "there is no domain but b to t"),
+        ({"mode": "from_scratch", "participant": "b", "base_participants": ["b"], "mixed": True},
+         "there is no domain but b to train the base on"),
         ({"mode": "base_only", "participant": "b", "base_participants": ["b"]}, "there is no domain but b to train"),
         ({"mode": "base_only", "base_participants": ["x"]}, "data.base_participants: no domain 'x'"),
         ({"mode": "base_only", "participant": "x"}, "data.participant: no domain 'x'"),
         ({"mode": "from_scratch", "participant": "x", "base_participants": ["a"]}, "data.participant: no domain 'x'"),
     ],
-)
+)  # fmt: skip
 def test_invalid_base_or_target_participants_are_refused(
     arguments: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
