@@ -77,164 +77,90 @@ def values_of(env: Mapping[str, str]) -> tuple[object, ...]:
 # ---------------------------------------------------------------- ranks
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        pytest.param({}, (0, 1, 0, 1, 0, 1, None, "single"), id="no launcher"),
-        pytest.param(TORCHRUN, (3, 4, 1, 2, 1, 2, "n1:29500", "torchrun"), id="torchrun"),
-        pytest.param({**STEP, **TORCHRUN}, (3, 4, 1, 2, 1, 2, "n1:29500", "torchrun"), id="torchrun under srun"),
-        pytest.param(ONE_NODE, (3, 4, 3, 4, 0, 1, "127.0.0.1:29500", "environment"), id="complete"),
-        pytest.param(
-            {**COMPLETE, "LOCAL_WORLD_SIZE": "2"}, (3, 4, 1, 2, 1, 2, "n1:29500", "environment"), id="two nodes"
-        ),
-        pytest.param(
-            {**COMPLETE, "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0", "NNODES": "2"},
-            (3, 4, 1, 2, 0, 2, "n1:29500", "environment"),
-            id="two nodes, node rank not in the order of the ranks",
-        ),
-        pytest.param(
-            {**COMPLETE, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "NODE_RANK": "1", "NNODES": "2"},
-            (3, 4, 0, 1, 1, 2, "n1:29500", "environment"),
-            id="uneven nodes",
-        ),
-        pytest.param(
-            {**COMPLETE, "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"},
-            (3, 4, 1, 2, 1, 2, "n1:29500", "environment"),
-            id="DeepSpeed",
-        ),
-        pytest.param(
-            {**COMPLETE, "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"},
-            (3, 4, 1, 2, 1, 2, "n1:29500", "environment"),
-            id="Ray Train",
-        ),
-        pytest.param(
-            {**COMPLETE, "GROUP_RANK": "1", "NNODES": "2"},
-            (3, 4, 1, 2, 1, 2, "n1:29500", "environment"),
-            id="the node rank and the number of nodes",
-        ),
-        pytest.param(
-            {**COMPLETE, "RANK": "2", "GROUP_WORLD_SIZE": "2"},
-            (2, 4, 1, 2, 0, 2, "n1:29500", "environment"),
-            id="cyclic on two nodes",
-        ),
-        pytest.param(
-            {**COMPLETE, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            (3, 4, 1, 2, 1, 2, "n1:29500", "environment"),
-            id="a wrapper under mpirun",
-        ),
-        pytest.param({**OPEN_MPI, **MASTER}, (3, 4, 1, 2, 1, 2, "n1:29500", "mpi"), id="Open MPI"),
-        pytest.param({**HYDRA, **MASTER}, (3, 4, 1, 2, 1, 2, "n1:29500", "mpi"), id="MPICH, Intel MPI"),
-        pytest.param({**CRAY, **MASTER}, (3, 4, 1, 2, 1, 2, "n1:29500", "mpi"), id="Cray PALS"),
-        pytest.param({**HOROVOD, **MASTER}, (9, 32, 1, 8, 1, 4, "n1:29500", "mpi"), id="horovodrun"),
-        pytest.param(
-            {**FLUX, **MASTER, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-            (3, 4, 1, 2, 1, 2, "n1:29500", "environment"),
-            id="Flux, with the variables that the message names",
-        ),
-        pytest.param(
-            {**FLUX, "PMI_RANK": "0", "PMI_SIZE": "1"}, (0, 1, 0, 1, 0, 1, None, "single"), id="a single task of Flux"
-        ),
-        pytest.param(
-            {**OPEN_MPI, **MASTER, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
-            (3, 4, 3, 4, 0, 1, "n1:29500", "mpi"),
-            id="Open MPI on one node",
-        ),
-        pytest.param(
-            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
-            (0, 1, 0, 1, 0, 1, None, "single"),
-            id="mpirun -n 1",
-        ),
-        pytest.param(
-            {**STEP, "PMI_RANK": "5", "PMI_SIZE": "7"}, (5, 7, 1, 2, 2, 4, "n08:24711", "slurm"), id="srun --mpi=pmi2"
-        ),
-        pytest.param(
-            {**DAEMON, **HYDRA, **MASTER}, (3, 4, 1, 2, 1, 2, "n1:29500", "mpi"), id="mpirun, whose daemons are tasks"
-        ),
-        pytest.param(
-            {**DAEMON, **COMPLETE}, (3, 4, 1, 2, 1, 2, "n1:29500", "environment"), id="ranks started by a task per node"
-        ),
-        pytest.param(
-            {**JOB, **FIRST, **ONE_NODE, "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-            (3, 4, 3, 4, 0, 1, "127.0.0.1:29500", "environment"),
-            id="ranks started by a single task",
-        ),
-        pytest.param(STEP, (5, 7, 1, 2, 2, 4, "n08:24711", "slurm"), id="step"),
-        pytest.param(
-            {**STEP, "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"},
-            (6, 7, 0, 1, 3, 4, "n08:24711", "slurm"),
-            id="step, the last node has fewer tasks",
-        ),
-        pytest.param(
-            {**STEP, "SLURM_NODEID": "1", "SLURM_DISTRIBUTION": "cyclic"},
-            (5, 7, 1, 2, 1, 4, "n08:24711", "slurm"),
-            id="cyclic: the node is not rank // local size",
-        ),
-        pytest.param(
-            {**STEP, "SLURM_DISTRIBUTION": "arbitrary", "MASTER_ADDR": "x1"},
-            (5, 7, 1, 2, 2, 4, "x1:24711", "slurm"),
-            id="arbitrary: the host of task 0 is MASTER_ADDR",
-        ),
-        pytest.param(
-            {**STEP, "SLURM_GTIDS": "1,3,5"},
-            (5, 7, 1, 3, 2, 4, "n08:24711", "slurm"),
-            id="SLURM_GTIDS lists the tasks of this node",
-        ),
-        pytest.param({**STEP, "MASTER_ADDR": "n10"}, (5, 7, 1, 2, 2, 4, "n10:24711", "slurm"), id="MASTER_ADDR alone"),
-        pytest.param({**STEP, "MASTER_PORT": "1234"}, (5, 7, 1, 2, 2, 4, "n08:1234", "slurm"), id="MASTER_PORT alone"),
-        pytest.param(
-            {**STEP, "RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "2"},
-            (5, 7, 1, 2, 2, 4, "n1:2", "slurm"),
-            id="step whose wrapper or container also sets the rank variables",
-        ),
-        pytest.param(
-            {
-                **STEP,
-                "SLURM_NODEID": "1",
-                "LOCAL_WORLD_SIZE": "2",
-                "RANK": "5",
-                "WORLD_SIZE": "7",
-                "LOCAL_RANK": "0",
-                "MASTER_ADDR": "n1",
-                "MASTER_PORT": "2",
-            },
-            (5, 7, 1, 2, 1, 4, "n1:2", "slurm"),
-            id="cyclic step whose wrapper sets the ranks, each with a GPU of its own",
-        ),
-        pytest.param(
-            {**STEP, "RANK": "5", "WORLD_SIZE": "7", "MASTER_ADDR": "n1"},
-            (5, 7, 1, 2, 2, 4, "n1:24711", "slurm"),
-            id="step whose wrapper sets some of the rank variables",
-        ),
-        pytest.param(FOUR, (3, 4, 1, 2, 1, 2, "n1:29500", "slurm"), id="four variables, block"),
-        pytest.param(
-            {**FOUR, "SLURM_PROCID": "2"}, (2, 4, 1, 2, 0, 2, "n1:29500", "slurm"), id="four variables, cyclic"
-        ),
-        pytest.param(FIRST_OF_FOUR, (0, 4, 0, 2, 0, 2, "n1:29500", "slurm"), id="four variables, task 0"),
-        pytest.param(
-            {**FOUR, "SLURM_NODELIST": "n1", "SLURM_LOCALID": "3"},
-            (3, 4, 3, 4, 0, 1, "n1:29500", "slurm"),
-            id="four variables, one node",
-        ),
-        pytest.param(
-            {**FOUR, "SLURM_NODELIST": "n[1-4]", "SLURM_LOCALID": "0"},
-            (3, 4, 0, 1, 3, 4, "n1:29500", "slurm"),
-            id="four variables, one task per node",
-        ),
-        pytest.param(
-            {**FOUR, "SLURM_NTASKS": "6", "SLURM_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n2"},
-            (3, 6, 1, 2, 1, 3, "n1:29500", "slurm"),
-            id="four variables and the name of the node",
-        ),
-        pytest.param(without(STEP, "SLURM_JOB_ID"), (5, 7, 1, 2, 2, 4, "n08:29500", "slurm"), id="step without job ID"),
-        pytest.param(
-            without(STEP, "SLURM_STEP_ID"), (5, 7, 1, 2, 2, 4, "n08:24711", "slurm"), id="step without step ID"
-        ),
-        pytest.param({**FIRST_OF_FOUR, "SLURM_NTASKS": "1"}, (0, 1, 0, 1, 0, 1, None, "single"), id="only task"),
-        pytest.param(dict.fromkeys(TORCHRUN_VARIABLES, ""), (0, 1, 0, 1, 0, 1, None, "single"), id="empty variables"),
-    ],
-)
-def test_the_rank_comes_from_one_launcher(env: Mapping[str, str], expected: tuple[object, ...]) -> None:
-    assert values_of(env) == expected
+RANKS: dict[str, tuple[Mapping[str, str], str]] = {
+    "no launcher": ({}, "0 1 0 1 0 1 None single"),
+    "torchrun": (TORCHRUN, "3 4 1 2 1 2 n1:29500 torchrun"),
+    "torchrun under srun": ({**STEP, **TORCHRUN}, "3 4 1 2 1 2 n1:29500 torchrun"),
+    "complete": (ONE_NODE, "3 4 3 4 0 1 127.0.0.1:29500 environment"),
+    "two nodes": ({**COMPLETE, "LOCAL_WORLD_SIZE": "2"}, "3 4 1 2 1 2 n1:29500 environment"),
+    "two nodes, node rank not in the order of the ranks": (
+        {**COMPLETE, "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0", "NNODES": "2"}, "3 4 1 2 0 2 n1:29500 environment",
+    ),
+    "uneven nodes": ({**COMPLETE, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "NODE_RANK": "1", "NNODES": "2"},
+     "3 4 0 1 1 2 n1:29500 environment"),
+    "DeepSpeed": ({**COMPLETE, "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"},
+     "3 4 1 2 1 2 n1:29500 environment"),
+    "Ray Train": ({**COMPLETE, "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}, "3 4 1 2 1 2 n1:29500 environment"),
+    "the node rank and the number of nodes": ({**COMPLETE, "GROUP_RANK": "1", "NNODES": "2"},
+     "3 4 1 2 1 2 n1:29500 environment"),
+    "cyclic on two nodes": ({**COMPLETE, "RANK": "2", "GROUP_WORLD_SIZE": "2"}, "2 4 1 2 0 2 n1:29500 environment"),
+    "a wrapper under mpirun": (
+        {**COMPLETE, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        "3 4 1 2 1 2 n1:29500 environment",
+    ),
+    "Open MPI": ({**OPEN_MPI, **MASTER}, "3 4 1 2 1 2 n1:29500 mpi"),
+    "MPICH, Intel MPI": ({**HYDRA, **MASTER}, "3 4 1 2 1 2 n1:29500 mpi"),
+    "Cray PALS": ({**CRAY, **MASTER}, "3 4 1 2 1 2 n1:29500 mpi"),
+    "horovodrun": ({**HOROVOD, **MASTER}, "9 32 1 8 1 4 n1:29500 mpi"),
+    "Flux, with the variables that the message names": (
+        {**FLUX, **MASTER, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        "3 4 1 2 1 2 n1:29500 environment",
+    ),
+    "a single task of Flux": ({**FLUX, "PMI_RANK": "0", "PMI_SIZE": "1"}, "0 1 0 1 0 1 None single"),
+    "Open MPI on one node": (
+        {**OPEN_MPI, **MASTER, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+        "3 4 3 4 0 1 n1:29500 mpi",
+    ),
+    "mpirun -n 1": ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "0 1 0 1 0 1 None single"),
+    "srun --mpi=pmi2": ({**STEP, "PMI_RANK": "5", "PMI_SIZE": "7"}, "5 7 1 2 2 4 n08:24711 slurm"),
+    "mpirun, whose daemons are tasks": ({**DAEMON, **HYDRA, **MASTER}, "3 4 1 2 1 2 n1:29500 mpi"),
+    "ranks started by a task per node": ({**DAEMON, **COMPLETE}, "3 4 1 2 1 2 n1:29500 environment"),
+    "ranks started by a single task": (
+        {**JOB, **FIRST, **ONE_NODE, "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        "3 4 3 4 0 1 127.0.0.1:29500 environment",
+    ),
+    "step": (STEP, "5 7 1 2 2 4 n08:24711 slurm"),
+    "step, the last node has fewer tasks": ({**STEP, "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"},
+     "6 7 0 1 3 4 n08:24711 slurm"),
+    "cyclic: the node is not rank // local size": ({**STEP, "SLURM_NODEID": "1", "SLURM_DISTRIBUTION": "cyclic"},
+     "5 7 1 2 1 4 n08:24711 slurm"),
+    "arbitrary: the host of task 0 is MASTER_ADDR": ({**STEP, "SLURM_DISTRIBUTION": "arbitrary", "MASTER_ADDR": "x1"},
+     "5 7 1 2 2 4 x1:24711 slurm"),
+    "SLURM_GTIDS lists the tasks of this node": ({**STEP, "SLURM_GTIDS": "1,3,5"}, "5 7 1 3 2 4 n08:24711 slurm"),
+    "MASTER_ADDR alone": ({**STEP, "MASTER_ADDR": "n10"}, "5 7 1 2 2 4 n10:24711 slurm"),
+    "MASTER_PORT alone": ({**STEP, "MASTER_PORT": "1234"}, "5 7 1 2 2 4 n08:1234 slurm"),
+    "step whose wrapper or container also sets the rank variables": (
+        {**STEP, "RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "2"},
+        "5 7 1 2 2 4 n1:2 slurm",
+    ),
+    "cyclic step whose wrapper sets the ranks, each with a GPU of its own": (
+        {**STEP, "SLURM_NODEID": "1", "LOCAL_WORLD_SIZE": "2", "RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "0",
+         "MASTER_ADDR": "n1", "MASTER_PORT": "2"},
+        "5 7 1 2 1 4 n1:2 slurm",
+    ),
+    "step whose wrapper sets some of the rank variables": (
+        {**STEP, "RANK": "5", "WORLD_SIZE": "7", "MASTER_ADDR": "n1"}, "5 7 1 2 2 4 n1:24711 slurm",
+    ),
+    "four variables, block": (FOUR, "3 4 1 2 1 2 n1:29500 slurm"),
+    "four variables, cyclic": ({**FOUR, "SLURM_PROCID": "2"}, "2 4 1 2 0 2 n1:29500 slurm"),
+    "four variables, task 0": (FIRST_OF_FOUR, "0 4 0 2 0 2 n1:29500 slurm"),
+    "four variables, one node": ({**FOUR, "SLURM_NODELIST": "n1", "SLURM_LOCALID": "3"}, "3 4 3 4 0 1 n1:29500 slurm"),
+    "four variables, one task per node": ({**FOUR, "SLURM_NODELIST": "n[1-4]", "SLURM_LOCALID": "0"},
+     "3 4 0 1 3 4 n1:29500 slurm"),
+    "four variables and the name of the node": (
+        {**FOUR, "SLURM_NTASKS": "6", "SLURM_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n2"},
+        "3 6 1 2 1 3 n1:29500 slurm",
+    ),
+    "step without job ID": (without(STEP, "SLURM_JOB_ID"), "5 7 1 2 2 4 n08:29500 slurm"),
+    "step without step ID": (without(STEP, "SLURM_STEP_ID"), "5 7 1 2 2 4 n08:24711 slurm"),
+    "only task": ({**FIRST_OF_FOUR, "SLURM_NTASKS": "1"}, "0 1 0 1 0 1 None single"),
+    "empty variables": (dict.fromkeys(TORCHRUN_VARIABLES, ""), "0 1 0 1 0 1 None single"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("env", "expected"), RANKS.values(), ids=RANKS)
+def test_the_rank_comes_from_one_launcher(env: Mapping[str, str], expected: str) -> None:
+    assert " ".join(map(str, values_of(env))) == expected
 
 
 NO_SRUN = "inside SLURM job 4711, but not started by srun: running as one process; use `srun python ...` for all tasks"
@@ -249,16 +175,12 @@ IF_BY_SRUN = " (if srun did start it: let the wrapper or container pass SLURM_ST
         pytest.param(FIRST, NO_SRUN + IF_BY_SRUN, id="batch script with -n"),
         pytest.param({**FIRST, "SLURM_STEP_ID": "4294967290"}, NO_SRUN, id="interactive step"),
         pytest.param({**FIRST, "SLURM_STEP_ID": "4294967291"}, NO_SRUN, id="batch step"),
-        pytest.param(
-            {**FIRST, "SLURM_STEP_NUM_TASKS": "1"}, NO_SRUN + IF_BY_SRUN, id="interactive step without step ID"
-        ),
-        pytest.param(
-            {**FIRST, "SLURM_GTIDS": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
-            NO_SRUN,
-            id="batch script of a job that was submitted inside a step",
-        ),
+        pytest.param({**FIRST, "SLURM_STEP_NUM_TASKS": "1"}, NO_SRUN + IF_BY_SRUN,
+         id="interactive step without step ID"),
+        pytest.param({**FIRST, "SLURM_GTIDS": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, NO_SRUN,
+         id="batch script of a job that was submitted inside a step"),
     ],
-)
+)  # fmt: skip
 def test_a_process_not_started_by_srun_is_rank_0_of_1_with_a_note(extra: Mapping[str, str], note: str) -> None:
     assert values_of({**JOB, **extra}) == (0, 1, 0, 1, 0, 1, None, "single")
     assert World.from_env({**JOB, **extra}).notes == (note,)
@@ -353,15 +275,11 @@ NO_INTEGER = "is not a non-negative integer: unset it, or start this process wit
         ({**FOUR, "SLURM_PROCID": "0"}, f"SLURM_NODEID {DROPPED}"),
         (without(STEP, "SLURM_STEP_TASKS_PER_NODE"), f"SLURM_TASKS_PER_NODE {DROPPED}"),
         (without(STEP, "SLURM_NODEID"), f"SLURM_NODEID {DROPPED}"),
-        (
-            without({**STEP, "SLURM_NODELIST": "n[08-12]", "SLURM_JOB_NODELIST": "n[08-12]"}, "SLURM_STEP_NODELIST"),
-            "the host of task 0 is not known (SLURM_STEP_NODELIST is not set, and the step has 4 of the job's 5 nodes):"
-            " let the wrapper or container pass it on, or export MASTER_ADDR=<host of task 0>",
-        ),
-        (
-            {**STEP, "SLURM_STEP_NUM_TASKS": "8"},
-            "SLURM reports 8 tasks, but 2,2,2,1 on its nodes: the environment mixes two job steps; start from a clean",
-        ),
+        (without({**STEP, "SLURM_NODELIST": "n[08-12]", "SLURM_JOB_NODELIST": "n[08-12]"}, "SLURM_STEP_NODELIST"),
+         "the host of task 0 is not known (SLURM_STEP_NODELIST is not set, and the step has 4 of the job's 5 nodes):"
+         " let the wrapper or container pass it on, or export MASTER_ADDR=<host of task 0>"),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "8"},
+         "SLURM reports 8 tasks, but 2,2,2,1 on its nodes: the environment mixes two job steps; start from a clean"),
         *(
             ({**TORCHRUN, name: "x"}, f"{name}='x' {NO_INTEGER}")
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -386,11 +304,9 @@ NO_INTEGER = "is not a non-negative integer: unset it, or start this process wit
         ({**STEP, "SLURM_PROCID": "7"}, "rank 7 is not one of 0 to 6 (source: slurm)"),
         ({**STEP, "SLURM_NODEID": "3"}, "local rank 1 is not one of 0 to 0"),
         ({**STEP, "SLURM_NODEID": "4"}, "SLURM_NODEID=4, but the step has 4 nodes with 2,2,2,1 tasks: the environ"),
-        (
-            {**STEP, **COMPLETE},
-            "RANK=3 and WORLD_SIZE=4 are set, but SLURM reports task 5 of 7: they are left over from another launch; "
-            "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT before srun",
-        ),
+        ({**STEP, **COMPLETE},
+         "RANK=3 and WORLD_SIZE=4 are set, but SLURM reports task 5 of 7: they are left over from another launch; "
+         "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT before srun"),
         *(
             (
                 {**COMPLETE, **extra},
@@ -403,15 +319,11 @@ NO_INTEGER = "is not a non-negative integer: unset it, or start this process wit
                 ({"LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0"}, " from local size 2, node rank 0", "GROUP_WORLD_SIZE"),
             )
         ),
-        (
-            {**ONE_NODE, "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "NNODES": "2"},
-            "rank 3 of 4 with local rank 3 does not fit local size 4, node rank 1, number of nodes 2: the environment",
-        ),
+        ({**ONE_NODE, "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "NNODES": "2"},
+         "rank 3 of 4 with local rank 3 does not fit local size 4, node rank 1, number of nodes 2: the environment"),
         ({**COMPLETE, "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "4"}, "LOCAL_WORLD_SIZE=2 and LOCAL_SIZE=4 differ: the"),
-        (
-            {**STEP, "RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "3", **MASTER},
-            "LOCAL_RANK=3, but SLURM_LOCALID=1: the environment mixes two launches; start from a clean shell",
-        ),
+        ({**STEP, "RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "3", **MASTER},
+         "LOCAL_RANK=3, but SLURM_LOCALID=1: the environment mixes two launches; start from a clean shell"),
         *(
             (
                 {**without(env, "SLURM_STEP_ID"), **COMPLETE, "RANK": "0", "LOCAL_RANK": "0"},
@@ -419,10 +331,8 @@ NO_INTEGER = "is not a non-negative integer: unset it, or start this process wit
             )
             for env, task in ((STEP, "5 of 7"), (DAEMON, "1 of 2"), (FOUR | {"SLURM_NTASKS": "3"}, "3 of 3"))
         ),
-        (
-            OPEN_MPI,
-            "OMPI_COMM_WORLD_RANK=3 and OMPI_COMM_WORLD_SIZE=4 are set, but not MASTER_ADDR, MASTER_PORT: export",
-        ),
+        (OPEN_MPI,
+         "OMPI_COMM_WORLD_RANK=3 and OMPI_COMM_WORLD_SIZE=4 are set, but not MASTER_ADDR, MASTER_PORT: export"),
         ({**HYDRA, "MASTER_ADDR": "n1"}, "PMI_RANK=3 and PMI_SIZE=4 are set, but not MASTER_PORT: export MASTER_ADDR="),
         ({**MASTER, **HYDRA, "PMI_RANK": "4"}, "rank 4 is not one of 0 to 3 (source: mpi)"),
         *(
@@ -438,42 +348,27 @@ NO_INTEGER = "is not a non-negative integer: unset it, or start this process wit
                 (FLUX, "MPI_LOCALRANKID, MPI_LOCALNRANKS"),
             )
         ),
-        (
-            {
-                **OPEN_MPI,
-                **MASTER,
-                "OMPI_COMM_WORLD_RANK": "9",
-                "OMPI_COMM_WORLD_SIZE": "32",
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
-            },
-            "the node of rank 9 of 32 with local rank 1 is not known from local size 8: export GROUP_RANK, as torchrun",
-        ),
-        (
-            {**COMPLETE, "RANK": "9", "WORLD_SIZE": "32", "NNODES": "4"},
-            "the node of rank 9 of 32 with local rank 1 is not known from number of nodes 4: export GROUP_RANK, as",
-        ),
-        (
-            {**HOROVOD, **MASTER, "HOROVOD_SIZE": "31"},
-            "HOROVOD_SIZE=31 is not HOROVOD_LOCAL_SIZE=8 times HOROVOD_CROSS_SIZE=4, as with nodes of different "
-            "numbers of ranks: export GROUP_RANK and GROUP_WORLD_SIZE",
-        ),
+        ({**OPEN_MPI, **MASTER, "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "32",
+          "OMPI_COMM_WORLD_LOCAL_SIZE": "8"},
+         "the node of rank 9 of 32 with local rank 1 is not known from local size 8: export GROUP_RANK, as torchrun"),
+        ({**COMPLETE, "RANK": "9", "WORLD_SIZE": "32", "NNODES": "4"},
+         "the node of rank 9 of 32 with local rank 1 is not known from number of nodes 4: export GROUP_RANK, as"),
+        ({**HOROVOD, **MASTER, "HOROVOD_SIZE": "31"},
+         "HOROVOD_SIZE=31 is not HOROVOD_LOCAL_SIZE=8 times HOROVOD_CROSS_SIZE=4, as with nodes of different "
+         "numbers of ranks: export GROUP_RANK and GROUP_WORLD_SIZE"),
         (without({**HYDRA, **MASTER}, "PMI_SIZE"), f"PMI_SIZE {NOT_SET}"),
-        (
-            {**HYDRA, **MASTER, "MPI_LOCALNRANKS": "3"},
-            "the node of rank 3 of 4 with local rank 1 is not known from local",
-        ),
+        ({**HYDRA, **MASTER, "MPI_LOCALNRANKS": "3"},
+         "the node of rank 3 of 4 with local rank 1 is not known from local"),
         *(
             ({name: "0"}, f"{name}=0 is set, but not {', '.join(TORCHRUN_VARIABLES)}: start this process with")
             for name in ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
         ),
         ({**STEP, "RANK": "5"}, "RANK=5 is set, but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
-        (
-            {**STEP, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_ARBITRARY_NODELIST": "x1,n08"},
-            "the host of task 0 is not known (distribution arbitrary, and SLURM_ARBITRARY_NODELIST is sorted): "
-            "export MASTER_ADDR=<host of task 0> before srun",
-        ),
+        ({**STEP, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_ARBITRARY_NODELIST": "x1,n08"},
+         "the host of task 0 is not known (distribution arbitrary, and SLURM_ARBITRARY_NODELIST is sorted): "
+         "export MASTER_ADDR=<host of task 0> before srun"),
     ],
-)
+)  # fmt: skip
 def test_contradictory_or_invalid_values_are_refused(env: Mapping[str, str], message: str) -> None:
     assert error_message(env).startswith(message)
 

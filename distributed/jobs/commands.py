@@ -97,7 +97,7 @@ from distributed.jobs.state import (
     unhandled_requests,
 )
 from distributed.launch import forwarding, supervisor
-from distributed.runs.page_parts import duration
+from distributed.runs.charts import duration
 from distributed.training.base_model import BaseModelError, hash_of
 from distributed.training.fold import default_participants
 

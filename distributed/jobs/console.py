@@ -18,7 +18,7 @@ from rich.text import Text
 
 from distributed.jobs.dispatcher import ServerLink
 from distributed.jobs.state import Attempt, JobState, ListState
-from distributed.runs.page_parts import duration
+from distributed.runs.charts import duration
 from distributed.terminal import GAP, columns, cut, pad
 from distributed.terminal import plural as plural  # for commands.py
 

@@ -29,20 +29,9 @@ from distributed.files import KIT, write_file
 from distributed.jobs.state import Attempt
 from distributed.jobs.timeline import Span, Track, draw_tracks
 from distributed.runs import charts
-from distributed.runs.charts import Line, figure
+from distributed.runs.charts import Line, duration, figure
 from distributed.runs.history import History, read_metrics
-from distributed.runs.page_parts import (
-    Tile,
-    card,
-    document,
-    duration,
-    folded,
-    loss_text,
-    plain,
-    ranges,
-    section,
-    tile_list,
-)
+from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, ranges, section, tile_list
 from distributed.runs.records import number
 from distributed.terminal import cut
 

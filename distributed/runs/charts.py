@@ -46,6 +46,17 @@ def compact(value: float) -> str:
     return figure(value)
 
 
+def duration(seconds: float) -> str:
+    """0 s, 81 ms, 4.2 s, 3 min 20 s, 5 h 2 min, 3 d 4 h."""
+    if 0 < seconds < 1:
+        return f"{figure(float(f'{seconds * 1000:.3g}'))} ms"
+    whole = round(seconds)
+    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size and seconds >= 60:
+            return f"{whole // size:,} {unit} {whole % size // part} {smaller}"
+    return f"{seconds:.3g} s"
+
+
 def _short_exponent(text: str) -> str:
     """3e-5 for 3e-05."""
     mantissa, mark, exponent = text.partition("e")

@@ -76,17 +76,6 @@ def loss_text(loss: float) -> str:
     return f"{loss:.3f}" if 0.01 <= abs(loss) < 1000 else figure(loss)
 
 
-def duration(seconds: float) -> str:
-    """0 s, 81 ms, 4.2 s, 3 min 20 s, 5 h 2 min, 3 d 4 h."""
-    if 0 < seconds < 1:
-        return f"{figure(float(f'{seconds * 1000:.3g}'))} ms"
-    whole = round(seconds)
-    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size and seconds >= 60:
-            return f"{whole // size:,} {unit} {whole % size // part} {smaller}"
-    return f"{seconds:.3g} s"
-
-
 def ranges(numbers: Iterable[int]) -> str:
     """Rising numbers as text: 0-3, 7."""
     parts: list[list[int]] = []

@@ -23,23 +23,12 @@ from typing import Any, NamedTuple
 
 from distributed.files import KIT, write_file
 from distributed.runs import charts, ranks
-from distributed.runs.charts import Line, Mark, compact, figure
+from distributed.runs.charts import Line, Mark, compact, duration, figure
 from distributed.runs.history import History, Point, read_metrics
 from distributed.runs.lookup import RunLookupError, find
 from distributed.runs.node_log import read_log
 from distributed.runs.node_status import printable
-from distributed.runs.page_parts import (
-    Tile,
-    card,
-    document,
-    duration,
-    folded,
-    loss_text,
-    plain,
-    section,
-    spans,
-    tile_list,
-)
+from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, section, spans, tile_list
 from distributed.runs.records import integer, is_time, listed, mapping, number, read_object, text
 from distributed.runs.usage import Usage, read_usage
 

@@ -29,10 +29,10 @@ from typing import Any
 from distributed import metrics, terminal
 from distributed.exit_codes import INTERRUPTED, UNFIT
 from distributed.files import KIT
+from distributed.runs.charts import duration
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run
 from distributed.runs.node_status import GpuUsage, RankStatus
-from distributed.runs.page_parts import duration
 from distributed.runs.query import JobWithoutRun, NodeReply, RunQuery, find_run, remaining_processes
 from distributed.runs.records import read_object
 from distributed.runs.verdict import decide

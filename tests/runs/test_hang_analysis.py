@@ -42,28 +42,18 @@ def ranks(*activities: Activity) -> list[Activity]:
         ([WORKS, STOPPED], 0.0, "looks hung: rank 1 on n2 is stopped (state T)"),
         ([STOPPED, STOPPED], 0.0, "looks hung: rank 0 on n1, rank 1 on n2 are stopped"),
         ([WORKS, WORKS, SLEEPS], 119.0, ""),
-        (
-            [WORKS, WORKS, SLEEPS],
-            120.0,
-            "looks hung: no output for 120 s; rank 2 on n3 uses no CPU, and the 2 others are busy: either it waits "
-            "for the others in a collective, or for something else",
-        ),
-        (
-            [WORKS, SLEEPS],
-            130.0,
-            "rank 1 on n2 uses no CPU, and rank 0 on n1 is busy: either it waits for the other",
-        ),
-        (
-            [SLEEPS, WORKS, SLEEPS],
-            130.0,
-            "the 2 others use no CPU, and rank 1 on n2 is busy: either they wait for that rank",
-        ),
+        ([WORKS, WORKS, SLEEPS], 120.0,
+         "looks hung: no output for 120 s; rank 2 on n3 uses no CPU, and the 2 others are busy: either it waits "
+         "for the others in a collective, or for something else"),
+        ([WORKS, SLEEPS], 130.0, "rank 1 on n2 uses no CPU, and rank 0 on n1 is busy: either it waits for the other"),
+        ([SLEEPS, WORKS, SLEEPS], 130.0,
+         "the 2 others use no CPU, and rank 1 on n2 is busy: either they wait for that rank"),
         ([WORKS, WORKS, SLEEPS, SLEEPS], 130.0, ""),  # no single rank differs
         ([WORKS], 130.0, ""),
         ([SLEEPS], 130.0, "looks hung: no output for 130 s"),
         ([replace(WORKS, cpu=0.1), SLEEPS, SLEEPS], 130.0, ""),  # neither idle nor busy
     ],
-)
+)  # fmt: skip
 def test_the_diagnosis_without_stacks(activities: list[Activity], silent: float, text: str) -> None:
     diagnosis = diagnose(ranks(*activities), 1.0, silent)
     assert text in diagnosis.text and bool(text) == bool(diagnosis.text)
@@ -114,30 +104,21 @@ LOST_CPU = (
         ([WAITS, SAVES], [1], True, "rank 1 on n2 is not in a collective, the other waits for it; it is at hang.py:50"),
         ([WAITS, DISK], [1], True, "rank 1 on n2 is not known to be in a collective (no stack), the other waits for i"),
         ([WAITS, DISK], [1], True, "rank 1 on n2 is waiting for a disk"),
-        (
-            [WAITS, ON_GPU_AT_A],
-            [1],
-            False,
-            "is using the GPU, in a computation or in a collective, the other waits",
-        ),
+        ([WAITS, ON_GPU_AT_A], [1], False, "is using the GPU, in a computation or in a collective, the other waits"),
         ([WAITS, WAITS], [], True, "both ranks wait in the same collective, at hang.py:9: a connection is lost, or"),
         ([WAITS, AT_BARRIER], [], True, "not at the same line; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
         ([WAITS, IN_BACKWARD], [], True, "not at the same line; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
         ([WAITS], [], True, "rank 0 on n1 waits in a collective, at hang.py:9: a connection is lost"),
         ([IDLES, LOOPS], [], False, LOST_CPU),
-        (
-            [LOOPS, LOOPS],
-            [],
-            False,
-            "no rank is in a collective; rank 0 on n1 at hang.py:12 in main(), rank 1 on n2 at",
-        ),
+        ([LOOPS, LOOPS], [], False,
+         "no rank is in a collective; rank 0 on n1 at hang.py:12 in main(), rank 1 on n2 at"),
         ([SLOW, SLEEPS], [], False, "which rank waits for which: rank 0 on n1 used 30% CPU, rank 1 on n2 used 0% CPU"),
         ([LOOPS], [0], False, "rank 0 on n1, the only rank, is busy; it is at hang.py:12 in main()"),
         ([IDLES], [0], True, "no rank used CPU in 1.0 s; rank 0 on n1 is at hang.py:12 in main()"),
         ([SLEEPS, SLEEPS], [], True, "no rank used CPU in 1.0 s"),
         ([WAITS, replace(STOPPED, frames=LOOP)], [1], False, "rank 1 on n2 is stopped (state T)"),
     ],
-)
+)  # fmt: skip
 def test_which_rank_the_others_wait_for(
     activities: list[Activity], suspects: list[int], permanent: bool, text: str
 ) -> None:
@@ -198,46 +179,20 @@ def test_a_function_of_torch_that_synchronizes_is_known_without_its_source() -> 
 @pytest.mark.parametrize(
     ("activities", "suspects", "permanent", "hung", "text"),
     [
-        (
-            [GPU_WAITS, GPU_LOADS, GPU_WAITS],
-            [1],
-            False,
-            True,
-            "rank 1 on n2 is not in a collective and uses no GPU, others wait for their GPUs, which may be in a "
-            "computation or in a collective with it; it is at train.py:5 in load()",
-        ),
-        (
-            [GPU_LOADS, replace(ON_GPU, frames=SYNC), GPU_LOADS],
-            [0, 2],
-            False,
-            True,
-            "rank 0 on n1, rank 2 on n3 are not in a collective and use no GPU, others wait",
-        ),
+        ([GPU_WAITS, GPU_LOADS, GPU_WAITS], [1], False, True,
+         "rank 1 on n2 is not in a collective and uses no GPU, others wait for their GPUs, which may be in a "
+         "computation or in a collective with it; it is at train.py:5 in load()"),
+        ([GPU_LOADS, replace(ON_GPU, frames=SYNC), GPU_LOADS], [0, 2], False, True,
+         "rank 0 on n1, rank 2 on n3 are not in a collective and use no GPU, others wait"),
         # A healthy waiter is not blamed, and a long computation looks the same.
-        (
-            [GPU_WAITS, GPU_WAITS],
-            [],
-            False,
-            False,
-            "all ranks use their GPUs or wait for them, which may be in a",
-        ),
+        ([GPU_WAITS, GPU_WAITS], [], False, False, "all ranks use their GPUs or wait for them, which may be in a"),
         ([GPU_WAITS, ON_GPU_AT_A], [], False, False, "all ranks use their GPUs or wait for them, which may be"),
-        (
-            [replace(WAITS, gpu=100), GPU_WAITS, GPU_LOADS],
-            [2],
-            True,
-            True,
-            "rank 2 on n3 is not in a collective, the others wait for it; it is at train.py:5 in load()",
-        ),
-        (
-            [replace(WAITS, gpu=100), GPU_WAITS],
-            [],
-            False,
-            True,
-            "all ranks wait, some in a collective, others for their",
-        ),
+        ([replace(WAITS, gpu=100), GPU_WAITS, GPU_LOADS], [2], True, True,
+         "rank 2 on n3 is not in a collective, the others wait for it; it is at train.py:5 in load()"),
+        ([replace(WAITS, gpu=100), GPU_WAITS], [], False, True,
+         "all ranks wait, some in a collective, others for their"),
     ],
-)
+)  # fmt: skip
 def test_under_nccl_a_rank_that_waits_for_its_gpu_is_not_suspected(
     activities: list[Activity], suspects: list[int], permanent: bool, hung: bool, text: str
 ) -> None:

@@ -24,7 +24,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed.runs import charts, ranks, report
-from distributed.runs.page_parts import duration
 
 KIT = Path(__file__).resolve().parents[2]
 HOSTILE = '<script>alert("x")</script>&\'</title><!--'
@@ -200,7 +199,7 @@ def test_figures(value: float, text: str) -> None:
      (273600, "3 d 4 h")],
 )  # fmt: skip
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert charts.duration(seconds) == text
 
 
 # ---------------------------------------------------------------- outcome

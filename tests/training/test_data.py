@@ -143,25 +143,6 @@ def test_the_order_in_which_domains_are_named_changes_nothing() -> None:
 TEXTS = {"a": b"A" * 40, "b": b"B" * 40, "c": b"C" * 40}
 
 
-@pytest.mark.parametrize(
-    ("mode", "trained", "kept"),
-    [
-        ("heldout", {"A": 40, "C": 40}, {"B": 40}),
-        ("single", {"B": 30}, {"B": 10}),
-        ("pooled", {"A": 30, "B": 30, "C": 30}, {"B": 10}),
-    ],
-)
-def test_the_mode_selects_training_and_held_out_text(
-    mode: str, trained: dict[str, int], kept: dict[str, int], tmp_path: Path
-) -> None:
-    for name, text in TEXTS.items():
-        (tmp_path / f"{name}.txt").write_bytes(text)
-    corpus = load(tmp_path, participant="b", mode=mode, held_out=0.25)
-    assert Counter(text_of(corpus.train).decode().replace("\n", "")) == trained
-    assert Counter(text_of(corpus.held_out).decode().replace("\n", "")) == kept
-    assert str(corpus).endswith(f"; domains {'b' if mode == 'single' else 'a, b, c'}; participant b, mode {mode}")
-
-
 def write_texts(directory: Path) -> Path:
     for name, text in TEXTS.items():
         (directory / f"{name}.txt").write_bytes(text)
@@ -175,6 +156,9 @@ def letters(tokens: Tokens | None) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("mode", "arguments", "trained", "kept", "of_base"),
     [
+        ("heldout", {"participant": "b"}, {"A": 40, "C": 40}, {"B": 40}, {}),
+        ("single", {"participant": "b"}, {"B": 30}, {"B": 10}, {}),
+        ("pooled", {"participant": "b"}, {"A": 30, "B": 30, "C": 30}, {"B": 10}, {}),
         ("base_only", {}, {"A": 30, "B": 30, "C": 30}, {"A": 10, "B": 10, "C": 10}, {}),
         ("base_only", {"participant": "b"}, {"A": 30, "C": 30}, {"A": 10, "C": 10}, {}),
         ("base_only", {"domains": ["b", "c"], "participant": "b"}, {"C": 30}, {"C": 10}, {}),
@@ -184,19 +168,14 @@ def letters(tokens: Tokens | None) -> dict[str, int]:
         ("full_fine_tuning", {"participant": "b", "target_share": 0.5}, {"B": 15}, {"B": 10}, {}),
         ("full_fine_tuning", {"participant": "b", "base_participants": ["not here"]}, {"B": 30}, {"B": 10}, {}),
         ("full_fine_tuning", {"participant": "b", "mixed": True}, {"B": 30}, {"B": 10}, {"A": 30, "C": 30}),
-        (
-            "full_fine_tuning",
-            {"participant": "b", "base_participants": ["a", "b"], "mixed": True},
-            {"B": 30}, {"B": 10}, {"A": 30},
-        ),
-        (
-            "from_scratch",
-            {"participant": "b", "domains": ["b", "c"], "base_participants": ["a"], "mixed": True, "target_share": 0.1},
-            {"B": 3}, {"B": 10}, {"A": 30},
-        ),
+        ("full_fine_tuning", {"participant": "b", "base_participants": ["a", "b"], "mixed": True}, {"B": 30},
+         {"B": 10}, {"A": 30}),
+        ("from_scratch",
+         {"participant": "b", "domains": ["b", "c"], "base_participants": ["a"], "mixed": True, "target_share": 0.1},
+         {"B": 3}, {"B": 10}, {"A": 30}),
     ],
 )  # fmt: skip
-def test_base_and_target_train_neither_on_held_out_text_nor_on_each_others_text(
+def test_the_mode_selects_the_text_of_target_and_base_and_what_is_held_out(
     mode: str,
     arguments: dict[str, Any],
     trained: dict[str, int],
@@ -206,6 +185,12 @@ def test_base_and_target_train_neither_on_held_out_text_nor_on_each_others_text(
 ) -> None:
     corpus = load(write_texts(tmp_path), mode=mode, held_out=0.25, **arguments)
     assert (letters(corpus.train), letters(corpus.held_out), letters(corpus.base)) == (trained, kept, of_base)
+
+
+@pytest.mark.parametrize(("mode", "domains"), [("heldout", "a, b, c"), ("single", "b"), ("pooled", "a, b, c")])
+def test_a_corpus_is_printed_with_its_domains(mode: str, domains: str, tmp_path: Path) -> None:
+    corpus = load(write_texts(tmp_path), participant="b", mode=mode)
+    assert str(corpus).endswith(f"; domains {domains}; participant b, mode {mode}")
 
 
 @pytest.mark.parametrize("mode", ["full_fine_tuning", "from_scratch"])
@@ -225,20 +210,16 @@ def test_the_base_of_a_fold_trains_on_what_is_mixed_into_its_fine_tuning(mode: s
     ("arguments", "message"),
     [
         ({"mode": "base_only", "domains": ["b"], "participant": "b"}, "there is no domain but b to train the base on"),
-        (
-            {"mode": "from_scratch", "domains": ["b"], "participant": "b", "mixed": True},
-            "there is no domain but b to t",
-        ),
-        (
-            {"mode": "from_scratch", "participant": "b", "base_participants": ["b"], "mixed": True},
-            "there is no domain but b to train the base on",
-        ),
+        ({"mode": "from_scratch", "domains": ["b"], "participant": "b", "mixed": True},
+         "there is no domain but b to t"),
+        ({"mode": "from_scratch", "participant": "b", "base_participants": ["b"], "mixed": True},
+         "there is no domain but b to train the base on"),
         ({"mode": "base_only", "participant": "b", "base_participants": ["b"]}, "there is no domain but b to train"),
         ({"mode": "base_only", "base_participants": ["x"]}, "data.base_participants: no domain 'x'"),
         ({"mode": "base_only", "participant": "x"}, "data.participant: no domain 'x'"),
         ({"mode": "from_scratch", "participant": "x", "base_participants": ["a"]}, "data.participant: no domain 'x'"),
     ],
-)
+)  # fmt: skip
 def test_invalid_base_or_target_participants_are_refused(
     arguments: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -366,13 +347,6 @@ def test_a_mapped_file_is_pickled_as_its_path(tmp_path: Path) -> None:
     parcel = pickle.dumps(windows)
     assert len(parcel) < 1000
     assert torch.equal(pickle.loads(parcel)[[3]][0], windows[[3]][0])
-
-
-@pytest.mark.parametrize(("size", "what"), [(0, "is empty"), (7, "has 7 bytes, an odd number")])
-def test_a_file_that_cannot_hold_tokens_is_refused(tmp_path: Path, size: int, what: str) -> None:
-    (tmp_path / "train.bin").write_bytes(b"x" * size)
-    with pytest.raises(DataError, match=f"{what}: a .bin file is uint16 tokens, two bytes each"):
-        load(tmp_path / "train.bin", vocab_size=256)
 
 
 def test_a_token_outside_the_vocabulary_is_named_with_file_value_and_position(tmp_path: Path) -> None:
@@ -515,18 +489,9 @@ def test_each_epoch_and_seed_has_a_different_order() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"windows": 0},
-        {"batch": 0},
-        {"micro": 0},
-        {"start": -1},
-        {"rank": 2},
-        {"rank": -1},
-        {"size": 0},
-        {"batch": 7},
-        {"micro": 3},
-    ],
-)
+    [{"windows": 0}, {"batch": 0}, {"micro": 0}, {"start": -1}, {"rank": 2}, {"rank": -1}, {"size": 0}, {"batch": 7},
+     {"micro": 3}],
+)  # fmt: skip
 def test_a_stream_that_does_not_divide_is_refused(wrong: dict[str, int]) -> None:
     fits = {"windows": 10, "batch": 8, "rank": 1, "size": 2, "micro": 2, "start": 0}
     Stream(**fits)
@@ -630,66 +595,39 @@ def test_workers_exit_with_the_trainer(parent: str) -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def empty(directory: Path) -> Path:
-    (directory / "empty.txt").touch()
-    return directory / "empty.txt"
+def write_zip(file: Path) -> None:
+    file.write_bytes(b"PK\0\0")
 
 
-def binary(directory: Path) -> Path:
-    (directory / "a.zip").write_bytes(b"PK\0\0")
-    return directory / "a.zip"
-
-
-def pipe(directory: Path) -> Path:
-    os.mkfifo(directory / "pipe")
-    return directory / "pipe"
-
-
-def directory_without_text(directory: Path) -> Path:
-    binary(directory)
-    return directory
-
-
-def directory_with_a_dangling_link(directory: Path) -> Path:
-    (directory / "gone.txt").symlink_to(directory / "nowhere")
-    return directory
-
-
-def empty_bin(directory: Path) -> Path:
-    (directory / "t.bin").touch()
-    return directory / "t.bin"
-
-
-def odd_bin(directory: Path) -> Path:
-    (directory / "t.bin").write_bytes(b"123")
-    return directory / "t.bin"
-
-
-def good_bin(directory: Path) -> Path:
-    return write_bin(directory / "t.bin", [1, 2, 3])
+def write_tokens(file: Path) -> None:
+    write_bin(file, [1, 2, 3])
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments", "message"),
+    ("name", "make", "loaded", "arguments", "message"),
     [
-        (empty, {}, r"empty\.txt: no text in this file"),
-        (binary, {}, r"a\.zip: no text in this file.*\.bin"),
-        (pipe, {}, "pipe: neither a file nor a directory"),
-        (directory_without_text, {}, r"no text among 1 entries.*train\.bin"),
-        (directory_with_a_dangling_link, {}, r"cannot read .*gone\.txt: No such file"),
-        (lambda directory: directory / "nowhere", {}, "nowhere: it does not exist"),
-        (empty_bin, {"vocab_size": 9}, r"t\.bin is empty"),
-        (odd_bin, {"vocab_size": 9}, r"t\.bin has 3 bytes, an odd number"),
-        (good_bin, {}, r"t\.bin holds token ids.*set model\.vocab_size"),
-        (good_bin, {"vocab_size": 9, "domains": ["types"]}, "t.bin: cannot list participants: Not a directory; give "),
-        (empty, {"participant": "a"}, "cannot list participants: Not a directory; give a directory"),
+        ("empty.txt", Path.touch, "empty.txt", {}, r"empty\.txt: no text in this file"),
+        ("a.zip", write_zip, "a.zip", {}, r"a\.zip: no text in this file.*\.bin"),
+        ("pipe", os.mkfifo, "pipe", {}, "pipe: neither a file nor a directory"),
+        ("a.zip", write_zip, ".", {}, r"no text among 1 entries.*train\.bin"),
+        ("gone.txt", lambda path: path.symlink_to("gone"), ".", {}, r"cannot read .*gone\.txt: No such file"),
+        ("a.zip", write_zip, "nowhere", {}, "nowhere: it does not exist"),
+        ("t.bin", Path.touch, "t.bin", {"vocab_size": 9}, r"t\.bin is empty: a .bin file is uint16 tokens, two bytes"),
+        ("t.bin", lambda path: path.write_bytes(b"123"), "t.bin", {"vocab_size": 9},
+         r"t\.bin has 3 bytes, an odd number: a .bin file is uint16 tokens, two bytes each"),
+        ("t.bin", write_tokens, "t.bin", {}, r"t\.bin holds token ids.*set model\.vocab_size"),
+        ("t.bin", write_tokens, "t.bin", {"vocab_size": 9, "domains": ["types"]},
+         "t.bin: cannot list participants: Not a directory; give "),
+        ("empty.txt", Path.touch, "empty.txt", {"participant": "a"},
+         "cannot list participants: Not a directory; give a directory"),
     ],
-)
+)  # fmt: skip
 def test_a_path_without_usable_text_is_refused(
-    make: Callable[[Path], Path], arguments: dict[str, Any], message: str, tmp_path: Path
+    name: str, make: Callable[[Path], object], loaded: str, arguments: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
+    make(tmp_path / name)
     with pytest.raises(DataError, match=message):
-        load(make(tmp_path), **arguments)
+        load(tmp_path / loaded, **arguments)
 
 
 @pytest.mark.parametrize(

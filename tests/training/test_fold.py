@@ -85,19 +85,13 @@ def test_the_output_directory_is_named_after_the_fold_or_the_job(
             ({"fold": fold}, f"fold: expected a non-negative integer, got {fold!r}; the first participant is 0")
             for fold in (-1, "-1", 1.0, True, "x", "", "٣", "1e3", [0], "1" * 10)
         ),
-        (
-            {"participant": "bb", "participants": list(ABC)},
-            "participant: expected one of the participants, got 'bb'; did you mean 'b'? There are a, b, c",
-        ),
-        (
-            {"participant": "zz", "participants": [f"n{i:02}" for i in range(30)]},
-            "participant: expected one of the participants, got 'zz'; there are n00, n01, n02, n03, n04, n05, n06, "
-            "n07, n08, n09, n10, n11, n12, n13, n14, n15, n16, n17, n18, n19 and 10 more",
-        ),
-        (
-            {"fold": 0, "participant": "b", "participants": list(ABC)},
-            "participant: contradicts fold 0, which is 'a': got 'b'; set only one of them",
-        ),
+        ({"participant": "bb", "participants": list(ABC)},
+         "participant: expected one of the participants, got 'bb'; did you mean 'b'? There are a, b, c"),
+        ({"participant": "zz", "participants": [f"n{i:02}" for i in range(30)]},
+         "participant: expected one of the participants, got 'zz'; there are n00, n01, n02, n03, n04, n05, n06, "
+         "n07, n08, n09, n10, n11, n12, n13, n14, n15, n16, n17, n18, n19 and 10 more"),
+        ({"fold": 0, "participant": "b", "participants": list(ABC)},
+         "participant: contradicts fold 0, which is 'a': got 'b'; set only one of them"),
         ({"fold": 0, "participants": []}, "participants: expected at least one name, got []; leave it out for the "),
         ({"fold": 0, "participants": [None]}, "participants: expected a name, got None; write a string"),
         ({"fold": 0, "participants": {"a": 1}}, "participants: expected a name, got {'a': 1}; write a string"),
@@ -105,7 +99,7 @@ def test_the_output_directory_is_named_after_the_fold_or_the_job(
         ({"prefix": True}, "prefix: expected a name, got True; write a string"),
         ({"prefix": {"x" * 500: 1}}, "prefix: expected a name, got {'xxxx"),
     ],
-)
+)  # fmt: skip
 def test_the_error_of_an_invalid_value_is_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         output_directory(settings, "3fa2b1c09d", ABC)

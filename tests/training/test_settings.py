@@ -145,14 +145,9 @@ def test_settings_are_the_same_after_a_round_trip_through_yaml() -> None:
         ("train.lr=3", "command line: train.lr: unknown key; did you mean train.learning_rate?"),
         ("train.timeout=3", "command line: train.timeout: unknown key; did you mean distributed.timeout?"),
         ("data.every=3", "command line: data.every: unknown key; did you mean checkpoint.every or logging.every?"),
-        (
-            "data.batch_size=3",
-            "command line: data.batch_size: unknown key; did you mean train.batch_size_per_device (on",
-        ),
-        (
-            "distributed.world_size=2",
-            "command line: distributed.world_size: unknown key; remove it; the launcher sets",
-        ),
+        ("data.batch_size=3",
+         "command line: data.batch_size: unknown key; did you mean train.batch_size_per_device (on"),
+        ("distributed.world_size=2", "command line: distributed.world_size: unknown key; remove it; the launcher sets"),
         ("zzz.x=3", "command line: zzz: unknown key; known are model, data, train"),
         ("checkpoint.zzzz=3", "command line: checkpoint.zzzz: unknown key; known are dir, every, keep, resume"),
         ("train.steps=abc", "command line: train.steps='abc': Input should be a valid integer"),
@@ -166,6 +161,7 @@ def test_settings_are_the_same_after_a_round_trip_through_yaml() -> None:
         ("distributed.timeout=.inf", "command line: distributed.timeout=inf: Input should be a finite number"),
         ("train.compile=maybe", "command line: train.compile='maybe': Input should be a valid boolean"),
         ("logging.level=loud", "command line: logging.level='loud': Input should be 'debug', 'info', 'warning' "),
+        ("distributed.strategy=dpp", "command line: distributed.strategy='dpp': Input should be 'auto', 'single', "),
         ("logging.project={a: b}", "command line: logging.project: Input should be a valid string"),
         ("train.epochs=2", "f.yaml: train: both steps and epochs given; set one"),
         ("train.steps=null", "f.yaml: train: neither steps nor epochs given; set one"),
@@ -193,7 +189,7 @@ def test_settings_are_the_same_after_a_round_trip_through_yaml() -> None:
             for override in ("train.steps", "steps=3", "=3", "train.=3", ".steps=3", "train.steps.x=3", "", "=")
         ),
     ],
-)
+)  # fmt: skip
 def test_the_error_of_an_invalid_override_is_one_line(override: str, line: str) -> None:
     message = error_message(override)
     assert message.startswith(line)
@@ -245,11 +241,9 @@ def test_the_error_of_an_invalid_file_is_one_line(text: str | bytes, line: str) 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (
-            "batch_size: 32",
-            "batch_size: unknown key; did you mean train.batch_size_per_device (on each GPU) or train.batch_size "
-            "(over all GPUs)?",
-        ),
+        ("batch_size: 32",
+         "batch_size: unknown key; did you mean train.batch_size_per_device (on each GPU) or train.batch_size "
+         "(over all GPUs)?"),
         ("learning_rate: 1e-3", "learning_rate: unknown key; did you mean train.learning_rate?"),
         ("lr: 1e-3", "lr: unknown key; did you mean train.learning_rate?"),
         ("epochs: 3", "epochs: unknown key; did you mean train.epochs?"),
@@ -263,7 +257,7 @@ def test_the_error_of_an_invalid_file_is_one_line(text: str | bytes, line: str) 
         ("training: {lr: 1e-3}", "training: unknown key; did you mean train?"),
         ("optimizer: {zzz: 1}", "optimizer: unknown key; known are model, data, train"),
     ],
-)
+)  # fmt: skip
 def test_the_error_of_a_key_of_another_training_script_names_the_setting(text: str, line: str) -> None:
     message = error_message(file=TRAIN + text)
     assert message.startswith(f"f.yaml: {line}")
@@ -544,11 +538,23 @@ def test_a_batch_without_a_window_of_the_participant_is_refused_and_the_remedy_i
     for_ranks(options(*arguments, "34", "--target_batch_pct", "0.03"), world)
 
 
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        ("distributed.strategy=single", 2, "distributed.strategy=single is for one process, but there are 2"),
+        ("train.precision=fp16 distributed.strategy=fsdp", 1, "train.precision=fp16 with distributed.strategy=fsdp"),
+    ],
+)
+def test_a_strategy_that_does_not_fit_is_refused(words: str, world: int, message: str) -> None:
+    Path("f.yaml").write_text(TRAIN)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        for_ranks(options("--config", "f.yaml", *words.split()), world)
+
+
 def test_a_base_model_in_a_mode_that_starts_from_random_weights_is_refused() -> None:
     for mode in ("base_only", "from_scratch", "heldout"):
-        with pytest.raises(
-            ConfigError, match=f"^train.base_model=.*/there: mode {mode} starts from random weights; rem"
-        ):
+        problem = f"/there: mode {mode} starts from random weights; remove --base_model, or set --mode full_fine_tuning"
+        with pytest.raises(ConfigError, match=f"^train.base_model=.*{problem}"):
             for_ranks(options("--fold", "0", "--mode", mode, "--base_model", "there"), 1)
 
 
@@ -575,62 +581,34 @@ def test_arguments_take_precedence_over_the_file_and_overrides_over_both() -> No
         ("--fold 8", "fold: out of range for 8 participants: got 8; give 0 to 7"),
         ("--fold -1", "fold: expected a non-negative integer, got '-1'"),
         ("--fold 2 --participants a b", "fold: out of range for 2 participants: got 2; give 0 to 1"),
-        (
-            "--participant strngs",
-            "participant: expected one of the participants, got 'strngs'; did you mean 'strings'? ",
-        ),
-        (
-            "--participant c --participants a b",
-            "participant: expected one of the participants, got 'c'; there are a, b",
-        ),
+        ("--participant strngs",
+         "participant: expected one of the participants, got 'strngs'; did you mean 'strings'? "),
+        ("--participant c --participants a b",
+         "participant: expected one of the participants, got 'c'; there are a, b"),
         ("--fold 0 --participant types", "participant: contradicts fold 0, which is 'special-methods': got 'types'; "),
         ("--fold 0 data.participant=types", "data.participant=types: contradicts --fold or --participant (special-m"),
         ("--mode single", "settings: data: mode=single: no target; set data.participant, or give "),
         ("--mode heldout", "--mode heldout: no target; add --fold N or --participant NAME"),
-        (
-            "--fold 0 --mode each",
-            "--mode: data.mode='each': Input should be 'heldout', 'single', 'pooled', 'base_only'",
-        ),
-        (
-            "--mode full_fine_tuning",
-            "settings: data: mode=full_fine_tuning: no target; set data.parti",
-        ),
-        (
-            "--mode from_scratch",
-            "settings: data: mode=from_scratch: no target; set data.participant, ",
-        ),
-        (
-            "--fold 0 --mode base_only --base_participants types special-methods",
-            "settings: data: base_participants: special-methods is the target; remove it",
-        ),
-        (
-            "--fold 0 --mode from_scratch --target_data_pct 25",
-            "--target_data_pct: data.target_data_pct=25: expected a share, above 0 and at most 1 (a quarter",
-        ),
-        (
-            "--fold 0 --target_data_pct 0",
-            "--target_data_pct: data.target_data_pct=0: expected a share, above 0 and at most 1",
-        ),
-        (
-            "--fold 0 --target_batch_pct 1e9",
-            "--target_batch_pct: data.target_batch_pct=1000000000.0: expected a share, ab",
-        ),
-        (
-            "--fold 0 --target_batch_pct 25%",
-            "--target_batch_pct: data.target_batch_pct='25%': Input should be a valid nu",
-        ),
-        (
-            "--fold 0 --mode single --target_batch_pct 0.5",
-            "settings: data: target_batch_pct=0.5: no effect in mode single; remove it, or set mode=full_fine_",
-        ),
-        (
-            "--mode base_only --target_data_pct 0.5",
-            "settings: data: target_data_pct=0.5: no effect in mode base_only; r",
-        ),
-        (
-            "--mode base_only --base_steps 0",
-            "--base_steps: train.base_steps=0: Input should be greater than or equal to",
-        ),
+        ("--fold 0 --mode each",
+         "--mode: data.mode='each': Input should be 'heldout', 'single', 'pooled', 'base_only'"),
+        ("--mode full_fine_tuning", "settings: data: mode=full_fine_tuning: no target; set data.parti"),
+        ("--mode from_scratch", "settings: data: mode=from_scratch: no target; set data.participant, "),
+        ("--fold 0 --mode base_only --base_participants types special-methods",
+         "settings: data: base_participants: special-methods is the target; remove it"),
+        ("--fold 0 --mode from_scratch --target_data_pct 25",
+         "--target_data_pct: data.target_data_pct=25: expected a share, above 0 and at most 1 (a quarter"),
+        ("--fold 0 --target_data_pct 0",
+         "--target_data_pct: data.target_data_pct=0: expected a share, above 0 and at most 1"),
+        ("--fold 0 --target_batch_pct 1e9",
+         "--target_batch_pct: data.target_batch_pct=1000000000.0: expected a share, ab"),
+        ("--fold 0 --target_batch_pct 25%",
+         "--target_batch_pct: data.target_batch_pct='25%': Input should be a valid nu"),
+        ("--fold 0 --mode single --target_batch_pct 0.5",
+         "settings: data: target_batch_pct=0.5: no effect in mode single; remove it, or set mode=full_fine_"),
+        ("--mode base_only --target_data_pct 0.5",
+         "settings: data: target_data_pct=0.5: no effect in mode base_only; r"),
+        ("--mode base_only --base_steps 0",
+         "--base_steps: train.base_steps=0: Input should be greater than or equal to"),
         ("--model huge", "--model: unknown size 'huge'; give small, medium, large"),
         ("--batch_size 0", "--batch_size: train.batch_size=0: Input should be greater than or equal to 1"),
         ("--lr fast", "--lr: train.learning_rate='fast': Input should be a valid number"),
@@ -645,7 +623,7 @@ def test_arguments_take_precedence_over_the_file_and_overrides_over_both() -> No
         ("--prefix ../x", "prefix: cannot be part of a path: got '../x'; use printable characters, at most 200 bytes"),
         ("--fold 0 train.stepz=3", "command line: train.stepz: unknown key; did you mean train.steps?"),
     ],
-)
+)  # fmt: skip
 def test_the_error_of_a_wrong_argument_of_a_job_is_one_line(arguments: str, line: str) -> None:
     with pytest.raises(ConfigError) as error:
         job(*arguments.split())
@@ -663,12 +641,6 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": str(KIT)}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-
-
-def test_the_module_exits_with_2_and_one_line() -> None:
-    result = run_python("-m", "distributed.training.settings", "train.steps=1", "train.batch=4")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "command line: train.batch: unknown key; did you mean train.batch_size?\n"
 
 
 @pytest.mark.parametrize(

@@ -175,12 +175,6 @@ def test_other_precisions_and_compiled_models_learn_too(workdir: Workdir, word: 
     assert losses[12] < losses[1] - 0.3
 
 
-def test_fp16_is_refused_where_one_rank_alone_would_see_an_overflow(workdir: Workdir) -> None:
-    result = workdir.run(1, "train.precision=fp16", "distributed.strategy=fsdp")
-    assert result.returncode == 2
-    assert "train.precision=fp16 with distributed.strategy=fsdp" in result.stderr
-
-
 # ---------------------------------------------------------------- stop and resume
 
 
@@ -434,11 +428,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_old_checkpoint(
 
 WRONG = {
     "train.batch_szie=4": "did you mean train.batch_size?",
-    "train.steps=many": "train.steps='many'",
-    "data.path=nowhere.txt": "nowhere.txt",
-    "distributed.strategy=dpp": "distributed.strategy='dpp'",
     "model.block_size=100000": "text.txt",
-    "data.held_out=2": "data.held_out=2",
 }
 
 
@@ -451,20 +441,11 @@ def test_a_wrong_setting_is_refused_in_one_line(workdir: Workdir, word: str) -> 
     assert not (workdir.path / "other").exists()
 
 
-@pytest.mark.parametrize(
-    ("word", "fault"),
-    [
-        ("train.batch_size=7", "train.batch_size=7 does not divide by 2 ranks x"),
-        ("distributed.strategy=single", "distributed.strategy=single is for one process, but there are 2"),
-    ],
-)
-def test_a_setting_that_does_not_fit_the_world_size_is_refused_by_each_rank(
-    workdir: Workdir, word: str, fault: str
-) -> None:
-    result = workdir.run(2, word)
+def test_a_setting_that_does_not_fit_the_world_size_is_refused_by_each_rank(workdir: Workdir) -> None:
+    result = workdir.run(2, "train.batch_size=7")
     assert result.returncode == 2
-    assert f"train.py: {fault}" in result.stderr
-    assert f"train.py, rank 1: {fault}" in result.stderr
+    for name in ("train.py", "train.py, rank 1"):
+        assert f"{name}: train.batch_size=7 does not divide by 2 ranks x" in result.stderr
     assert not (workdir.path / "logs").exists()
 
 
@@ -476,14 +457,6 @@ def test_non_finite_weights_are_not_saved(workdir: Workdir) -> None:
     assert found(workdir.path / "checkpoints").step == 2
     assert workdir.run(1).returncode == 0
     assert found(workdir.path / "checkpoints").step == 12
-
-
-def test_a_backend_without_its_device_is_refused(workdir: Workdir) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    result = workdir.run(1, "distributed.backend=nccl")
-    assert result.returncode == 2
-    assert "backend nccl needs a GPU" in result.stderr
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(workdir: Workdir) -> None:
@@ -513,13 +486,6 @@ def test_unusable_checkpoints_are_refused_and_not_changed(workdir: Workdir, npro
     anew = workdir.run(nproc, "train.steps=2")
     assert anew.returncode == 0
     assert "resuming from" not in anew.stdout
-
-
-def test_existing_checkpoints_are_refused_with_resume_never(workdir: Workdir) -> None:
-    assert workdir.run(1, "train.steps=2").returncode == 0
-    result = workdir.run(1, "checkpoint.resume=never")
-    assert result.returncode == 2
-    assert "checkpoint.resume=never" in result.stderr
 
 
 def test_a_second_run_with_the_same_checkpoint_directory_is_refused(workdir: Workdir) -> None:
@@ -639,9 +605,6 @@ def test_a_job_does_not_resume_from_a_checkpoint_with_other_data_settings(workdi
     ("arguments", "fault"),
     [
         ("--fold 8", "fold: out of range for 8 participants: got 8; give 0 to 7"),
-        ("--participants strngs types --fold 1", "data.domains: no domain 'strngs', did you mean 'strings'?"),
-        ("--fold 0 --participants types", "there is no domain but types; name more, or use mode single"),
-        ("--lr fast", "--lr: train.learning_rate='fast': Input should be a valid number"),
         ("--fold 0 --prefix text.txt/x", "/text.txt/x: cannot make the run directory: Not a directory; give another"),
     ],
 )
@@ -655,10 +618,19 @@ def test_a_wrong_argument_of_a_job_is_refused_in_one_line(workdir: Workdir, argu
     assert not (workdir.path / "experiments/exp1").exists()
 
 
-def test_a_missing_device_is_refused_in_one_line(workdir: Workdir) -> None:
-    result = workdir.run(1, "--device", "cuda:99")
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--device", "cuda:99"], "device cuda:99: not available: PyTorch sees "),
+        (["distributed.backend=nccl"], "backend nccl needs a GPU"),
+    ],
+)
+def test_a_missing_device_is_refused_in_one_line(workdir: Workdir, arguments: list[str], fault: str) -> None:
+    if torch.cuda.is_available() and "nccl" in fault:
+        pytest.skip("there is a GPU")
+    result = workdir.run(1, *arguments)
     assert result.returncode == 2
-    assert result.stderr.startswith("train.py: device cuda:99: not available: PyTorch sees ")
+    assert result.stderr.startswith(f"train.py: {fault}")
     assert len(result.stderr.splitlines()) == 1
     assert not (workdir.path / "logs").exists()
 
