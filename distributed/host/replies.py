@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from distributed.exit_codes import UNFIT
 from distributed.host.ssh_call import LOGIN_SHELL
+from distributed.host.ssh_call import UNREACHABLE as SSH_FAILED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
@@ -21,13 +22,15 @@ MARKER = "muster-reply "  # before the JSON
 NODE_ENV = "config/node_env.sh: "  # prefix of messages about this file
 
 UNREACHABLE = "cannot be reached ({printed}); try: ssh {name} true"
-# Output of ssh -> message; the first match is used.
+# Output of ssh -> message, for failures that last; the first match is used.
 SSH_FAILURES = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": (
         "host key has changed, possibly an attack; if the change is expected, remove the old key: ssh-keygen -R {name}"
     ),
     "Host key verification failed": "host key unknown; log in once and check its fingerprint: ssh {name}",
-    "Permission denied": "login without a password refused ({printed}); install your key: ssh-copy-id {name}",
+    "Permission denied (": "login without a password refused ({printed}); install your key: ssh-copy-id {name}",
+    "Too many authentication failures": "no key accepted ({printed}); set IdentityFile in ~/.ssh/config",
+    "Could not resolve hostname": UNREACHABLE,
 }
 NO_PYTHON = "Python not found ({printed}); use --python to choose one that exists on all nodes"
 NO_MUSTER = "Muster not found ({printed}); share its directory between the nodes, or launch with --sync"
@@ -86,9 +89,16 @@ class Reply:
         if self.code == UNFIT and LOGIN_SHELL in self.err:  # so has ssh_call, after the name of the node
             return LOGIN_SHELL + self.err.rpartition(LOGIN_SHELL)[2].splitlines()[0]
         printed = " ".join(self.err.split()) or f"exit code {self.code}"
-        messages, default = (SSH_FAILURES, UNREACHABLE) if self.code == 255 else (START_FAILURES, "{printed}")
-        message = next((message for pattern, message in messages.items() if pattern in printed), default)
-        return message.format(name=self.node, printed=printed)
+        if self.code == SSH_FAILED:
+            return ssh_failure(printed, self.node) or UNREACHABLE.format(name=self.node, printed=printed)
+        message = next((message for pattern, message in START_FAILURES.items() if pattern in printed), "{printed}")
+        return message.format(printed=printed)
+
+
+def ssh_failure(printed: str, name: str) -> str:
+    """The message for output of ssh which shows that a retry is useless; otherwise empty. name: [user@]host."""
+    message = next((message for pattern, message in SSH_FAILURES.items() if pattern in printed), "")
+    return message.format(name=name, printed=printed)
 
 
 def format_reply(value: Any) -> str:

@@ -65,26 +65,16 @@ MAX_ENTRIES, SEARCH_SECONDS = 5000, 0.5  # limits of one search
 NOT_SEARCHED = ("logs", base_model.CACHE)  # directories
 LIST_FILES = (".log", ".out", "phase1_base_models.json", "phase2_experiments.json")  # written by dispatcher and user
 MIN_PYTHON = (3, 10)
-REMEDIES = {
-    "server": {  # errors of files and programs on a server; {} is a setting that avoids the error
-        "No space left on device": "free space there, or set {}",
-        "Disk quota exceeded": "free space there, or set {}",
-        "Read-only file system": "make it writable, or set {}",
-        "Permission denied": "change its permissions, or set {}",
-        "Not a directory": "remove the file there, or set {}",
-        "File exists": "remove the file there, or set {}",
-        "cd: ": "create the home directory, or set {}",
-        "command not found": "install it there",
-        "": "correct this on the server",
-    },
-    "ssh": {  # errors after which a retry is useless; {} is the name of the server
-        "REMOTE HOST IDENTIFICATION HAS CHANGED": "if the server was reinstalled: `ssh-keygen -R {}`",
-        "Host key verification failed": "connect once by hand (`ssh {}`) and check the fingerprint",
-        "Permission denied (": "check user and ssh_key; `ssh {} true` must work without a question",
-        "Too many authentication failures": "name the key: ssh_key",
-        "Could not resolve hostname": "check host, or add it to ~/.ssh/config",
-        "not accessible": "check ssh_key",
-    },
+REMEDIES = {  # errors of files and programs on a server; {} is a setting that avoids the error
+    "No space left on device": "free space there, or set {}",
+    "Disk quota exceeded": "free space there, or set {}",
+    "Read-only file system": "make it writable, or set {}",
+    "Permission denied": "change its permissions, or set {}",
+    "Not a directory": "remove the file there, or set {}",
+    "File exists": "remove the file there, or set {}",
+    "cd: ": "create the home directory, or set {}",
+    "command not found": "install it there",
+    "": "correct this on the server",
 }
 CHILD_KILLED = "a child process of jobs.host was killed; check the memory of the server"
 
@@ -234,11 +224,11 @@ def new_files(workdir: str, since: float) -> list[str]:
     return sorted(found, key=found.__getitem__)
 
 
-def with_remedy(kind: str, errors: str, value: str) -> str:
-    """The line of `errors` that has a remedy in REMEDIES[kind], and the remedy; empty if none has. value: for {}."""
+def with_remedy(errors: str, setting: str) -> str:
+    """The line of `errors` that has a remedy in REMEDIES, and the remedy. setting: for {}."""
     lines = errors.splitlines()
-    found = ((line, remedy) for sign, remedy in REMEDIES[kind].items() for line in lines if sign in line)
-    return next((f"{line.strip(' @')}; {remedy.format(value)}" for line, remedy in found), "")
+    found = ((line, remedy) for sign, remedy in REMEDIES.items() for line in lines if sign in line)
+    return next((f"{line.strip()}; {remedy.format(setting)}" for line, remedy in found), "")
 
 
 def modification_time(path: str) -> float | None:
@@ -386,7 +376,7 @@ class Service:
             self.send(reply=request["id"], error=str(error), kind=error.kind)
         except OSError as error:
             reason = f"{error.filename or self.server_directory or self.workdir}: {error.strerror}"
-            self.send(reply=request["id"], error=with_remedy("server", reason, "another workdir"))
+            self.send(reply=request["id"], error=with_remedy(reason, "another workdir"))
         else:
             if reply is not None:
                 self.send(reply=request["id"], **reply)

@@ -32,6 +32,7 @@ from typing import Any
 from distributed.files import KIT, write_file
 from distributed.host import sync_list
 from distributed.host.gpus import query_gpus
+from distributed.host.replies import ssh_failure
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
@@ -565,7 +566,7 @@ class SshServer(HostServer):
         try:
             await self._rsync(arguments, sync_list.file_list(names))
         except OSError as error:
-            reason = host.with_remedy("server", str(error), "another workdir")
+            reason = host.with_remedy(str(error), "another workdir")
             raise ServerUnusable(f"cannot copy the working directory to it: {reason}") from None
         self._synced = True
 
@@ -755,7 +756,7 @@ def ssh_error(stderr: str, code: int, name: str) -> Exception:
         return Unreachable(last_line(stderr))
     if LOGIN_SHELL in stderr:
         return ServerUnusable(LOGIN_SHELL + stderr.rpartition(LOGIN_SHELL)[2].splitlines()[0])
-    if error := host.with_remedy("ssh", stderr, name):
+    if error := ssh_failure(" ".join(stderr.split()), name):
         return ServerUnusable(error)
     return Unreachable(last_line(stderr) or f"ssh: exit code {code}")
 
@@ -768,7 +769,7 @@ def reporting_error(line: str) -> str:
 
 def reported_error(stderr: str, setting: str) -> str:
     """An error that reporting_error() has printed, and its remedy. setting: see host.REMEDIES."""
-    return host.with_remedy("server", last_line(stderr).replace("\t", "\n"), setting)
+    return host.with_remedy(last_line(stderr).replace("\t", "\n"), setting)
 
 
 def quoted_path(path: str) -> str:
