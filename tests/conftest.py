@@ -58,9 +58,19 @@ def mount() -> Iterator[Callable[[Path, str], None]]:
 
 
 @pytest.fixture
-def new_watch() -> Iterator[Callable[..., Watch]]:
-    """A function that returns the watch of a launch. The signal handlers that it replaces are restored at the end."""
+def signal_handlers() -> Iterator[None]:
+    """Signal handlers that a test replaces are restored at its end."""
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+@pytest.fixture
+def new_watch(signal_handlers: None) -> Callable[..., Watch]:
+    """A function that returns the watch of a launch."""
 
     def new_watch(run: Path, transport: Local, quiet: bool = False) -> Watch:
         options = Options(
@@ -71,11 +81,7 @@ def new_watch() -> Iterator[Callable[..., Watch]]:
         watch.open(read(run))
         return watch
 
-    yield new_watch
-    signal.set_wakeup_fd(-1)
-    for number, handler in before.items():
-        if handler is not None and signal.getsignal(number) != handler:
-            signal.signal(number, handler)
+    return new_watch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from distributed.transport.commands import (
     SshCommands,
     TransportError,
     environment_block,
+    exit_on_signals,
     in_node_env,
     quote,
     read_lists,
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--dry-run", action="store_true", help="print the command of the nodes, run nothing")
     add("--quiet", action="store_true")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    exit_on_signals()
     messages = Messages(options.program, options.quiet)
     lists = read_lists()
     if options.dry_run:

@@ -37,6 +37,7 @@ from distributed.transport.commands import (
     SshCommands,
     TransportError,
     environment_block,
+    exit_on_signals,
     in_node_env,
     message_of,
     quote,
@@ -451,7 +452,7 @@ def main(arguments: Sequence[str]) -> int:
     while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed standard stream: a pipe would get its number
         pass
     os.close(file)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    exit_on_signals()
     launch = Launch(parse(arguments), read_lists())
     if launch.options.dry_run:
         launch.print_commands()

@@ -17,7 +17,6 @@ import argparse
 import json
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed import metrics, terminal
-from distributed.exit_codes import INTERRUPTED, UNFIT
+from distributed.exit_codes import UNFIT
 from distributed.files import KIT
 from distributed.runs.charts import duration
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
@@ -37,7 +36,7 @@ from distributed.runs.query import JobWithoutRun, NodeReply, RunQuery, find_run,
 from distributed.runs.records import read_object
 from distributed.runs.verdict import decide
 from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint
-from distributed.transport.commands import Messages, TransportError
+from distributed.transport.commands import Messages, TransportError, exit_on_signals
 
 FALLBACK = (120, 40)  # columns and lines without a terminal
 STATES = {"R": "running", "D": "disk", "T": "STOPPED", "t": "STOPPED"} | dict.fromkeys("SIW", "sleeping")
@@ -364,8 +363,6 @@ class Viewer:
                 if status.state.name == "ended":
                     return status.exit_code
                 time.sleep(REFRESH_INTERVAL - SAMPLE_SECONDS)
-        except KeyboardInterrupt:
-            return INTERRUPTED
         finally:
             if on_screen:  # print the last table again on the normal screen
                 sys.stdout.write("\x1b[?1049l")
@@ -385,8 +382,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN")
     options = parser.parse_args(arguments)
     messages = Messages(options.program, quiet=options.watch)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C, leave the alternate screen
-        signal.signal(number, lambda received, _: sys.exit(128 + received))
+    exit_on_signals()
     try:
         viewer = Viewer(options, RunQuery(find_run(options.run, options.log_dir, options.program), messages.log))
         if options.watch:
@@ -400,8 +396,6 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     except TransportError as error:
         return messages.print_error(error)
-    except KeyboardInterrupt:
-        return INTERRUPTED
 
 
 def as_json(status: Status) -> str:

@@ -17,7 +17,7 @@ from distributed.files import KIT
 from distributed.host.process_scan import start_time
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, RunNode
 from distributed.runs.query import JobWithoutRun, RunQuery, find_run, job_runs, job_state, report_remaining
-from distributed.transport.commands import Messages, TransportError
+from distributed.transport.commands import Messages, TransportError, exit_on_signals
 
 CHECK_TIMEOUT = 15.0  # seconds for a node to report the remaining processes
 END_TIMEOUT = 15.0  # seconds after the grace period for the launcher to stop its nodes and write the report
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quiet", action="store_true", help="print only the result")
     parser.add_argument("run", metavar="RUN")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    exit_on_signals()
     messages = Messages(options.program, options.quiet)
     try:
         query = RunQuery(find_run(options.run, options.log_dir, options.program), messages.log)

@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import shlex
+import signal
 import sys
 import time
 
@@ -162,8 +163,10 @@ class Calls:
     """Runs short commands at the same time, on one event loop."""
 
     def __init__(self, loop: Loop | None = None) -> None:
-        """loop: default: one that handles no signals."""
+        """loop: default: one with exit_on_signals()."""
         self.loop = loop or Loop(lambda number: None, ())
+        if not loop:
+            exit_on_signals(self.loop.clients)
         self.environment = inherited_environment()  # of the commands
         self.running: set[Client] = set()
 
@@ -250,6 +253,19 @@ class Calls:
 
 
 # ---------------------------------------------------------------- this process
+
+
+def exit_on_signals(clients: Collection[Client] = ()) -> None:
+    """Let SIGINT, SIGTERM and SIGHUP kill these clients and end this program with 128+n, by SystemExit."""
+
+    def end(number: int, frame: object) -> None:
+        for client in clients:
+            client.kill()
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, end)
 
 
 def read_lists() -> dict[str, list[bytes]]:

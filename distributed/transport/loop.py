@@ -139,11 +139,11 @@ class Client:
                 command, stdin=source, stdout=output, stderr=errors, env=environment, start_new_session=True,
                 preexec_fn=partial(process_scan.die_with_parent, os.getpid()) if dies_with_launcher else None,
             )  # fmt: skip
+            loop.clients.append(self)  # before a signal handler can run
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for file in opened:
                 os.close(file)
-        loop.clients.append(self)
         self._flush()
         if timeout:
             loop.call_later(timeout, self.kill)

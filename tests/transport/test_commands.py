@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed.host import process_scan
 from distributed.host.replies import Reply
 from distributed.runs.lookup import RunNode
 from distributed.transport.commands import Calls, SshCommands, TransportError, quote, temporary_directory
@@ -33,6 +34,7 @@ def test_the_login_shell_gets_less_time_than_the_reply() -> None:
     assert command[command.index("--within") + 1] == "19"
 
 
+@pytest.mark.usefixtures("signal_handlers")
 def test_replies_are_in_the_order_of_the_nodes_and_missing_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distributed.transport.commands.PROGRESS_INTERVAL", 0.05)
     messages: list[str] = []
@@ -42,6 +44,7 @@ def test_replies_are_in_the_order_of_the_nodes_and_missing_ones_are_named(monkey
     assert messages[0] == "1 of 2 nodes replied, waiting for n1, 0 s"
 
 
+@pytest.mark.usefixtures("signal_handlers")
 def test_a_command_that_reads_gets_its_input_only_when_it_is_ended() -> None:
     calls, printed = Calls(), bytearray()
     replies: list[Reply] = []
@@ -52,6 +55,25 @@ def test_a_command_that_reads_gets_its_input_only_when_it_is_ended() -> None:
     client.end_input()
     calls.wait()
     assert [reply.code for reply in replies] == [0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_program_and_its_commands(number: int) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(KIT)!r})\n"
+        "from distributed.transport.commands import Calls\n"
+        "calls = Calls()\n"
+        "calls.call('n1', ['sh', '-c', 'echo $$ >&2; sleep 1000; true'], errors=None); calls.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-I", "-c", program], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        group = int(process.stderr.readline())
+        process.send_signal(number)
+        assert process.wait(20) == 128 + number
+    end = time.monotonic() + 20
+    while [stat for stat in process_scan.table().values() if stat.session == group and stat.alive]:
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
