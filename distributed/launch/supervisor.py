@@ -54,7 +54,7 @@ from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import KIT, read_json, to_json, write_file, write_json
 from distributed.host import process_scan, signals
 from distributed.launch import usage
-from distributed.launch.reports import format_report
+from distributed.launch.reports import HEARTBEAT_INTERVAL, format_report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ KILL_INTERVAL = 0.01  # seconds between checks of killed processes
 SCAN_INTERVAL = 0.1  # maximum seconds between scans for leftover processes; the exit of a child starts a scan at once
 LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for leftover processes
 UNKILLABLE_TIMEOUT = 5.0  # seconds to wait for a process after SIGKILL
-HEARTBEAT_INTERVAL = 3.0  # seconds, of a detached supervisor
 START_TIMEOUT = 30.0  # seconds within which a detached supervisor reports that it cannot start its command
 UNRESPONSIVE_TIMEOUT = 4.0  # seconds after the grace time until an unresponsive supervisor is killed
 RESERVED = 1024  # bytes of each reserved file
