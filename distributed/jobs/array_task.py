@@ -28,11 +28,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
-from distributed.files import try_lock, write_json
-from distributed.host import process_scan, signals
+from distributed.files import write_json
+from distributed.host import signals
 from distributed.jobs import host
 from distributed.launch import supervisor
 from distributed.training import base_model
@@ -41,8 +42,6 @@ SERVER = "slurm"  # the name of the server, also in the names of the supervisor'
 SPEC, TAKEN, NEW = "order", "taken", ".order"
 ATTEMPTS = "attempts"  # in an array's directory: the names of its attempts, one per line
 ELEMENT = "element.json"
-SETUP = "setup.sh"
-LOCK_TIMEOUT = 2.0  # seconds; the dispatcher takes the lock briefly to check whether the attempt is running
 SCONTROL_TIMEOUT = 3.0  # seconds
 # Variables that SLURM sets on the compute node. Their values on the submitting machine are not passed on.
 NODE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "HOSTNAME")
@@ -119,7 +118,7 @@ def environment_blocks(spec: Facts, here: dict[str, str]) -> tuple[bytes, bytes]
     applied after `setup`, which therefore cannot change them. here: the environment of this process.
     """
     cores = here.get("SLURM_CPUS_PER_TASK") or here.get("SLURM_CPUS_ON_NODE") or "1"
-    defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cores}
+    defaults = host.default_variables(cores)
     if spec["gpus"]:
         defaults["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # SLURM's numbering
     else:
@@ -134,9 +133,9 @@ def environment_blocks(spec: Facts, here: dict[str, str]) -> tuple[bytes, bytes]
 class SlurmSupervisor(supervisor.Supervisor):
     """A supervisor that handles SLURM's SIGTERM."""
 
-    def __init__(self, options: supervisor.SupervisorOptions, kill_wait: float) -> None:
+    def __init__(self, *args: Any, kill_wait: float) -> None:
         """kill_wait: SLURM's seconds between SIGTERM and SIGKILL."""
-        super().__init__(options.files, options)
+        super().__init__(*args)
         self._grace_in_slurm = max(1.0, kill_wait - max(2.0, kill_wait / 5))  # leaves time to write the exit code
         self._signalled = False
 
@@ -191,22 +190,15 @@ def reason_in(shown: str) -> tuple[str, str]:
     return "", ""
 
 
-def run(attempt: str, spec: Facts) -> int:
+def run(attempt: host.HostAttempt, spec: Facts) -> int:
     """Run the command of a job specification. Returns its exit code. Raises HostError."""
+    attempt.output, attempt.grace = spec["env"]["MUSTER_OUTPUT_DIR"], spec["grace"]
     # The output directory stays locked until this process exits.
-    owner = spec.get("owner") or os.path.basename(attempt).rpartition(".")[0]
-    host.claim_output(spec["env"]["MUSTER_OUTPUT_DIR"], owner, spec["script"])
-    arguments = ["--dir", attempt, "--name", SERVER, "--detach"]
-    options = supervisor.SupervisorOptions([*arguments, "--", *spec["command"]], spec["grace"])
-    os.makedirs(os.path.dirname(options.files.record), exist_ok=True)
+    host.claim_output(attempt.output, spec.get("owner") or attempt.name.rpartition(".")[0], spec["script"])
     os.chdir(spec["workdir"])
-    inherited, own = environment_blocks(spec, dict(os.environ))
-    process_scan.adopt_orphans()
-    options.timeout = float("inf") if spec["timeout"] is None else float(spec["timeout"])
-    job = SlurmSupervisor(options, spec["kill_wait"])
-    setup = os.path.join(attempt, SETUP) if spec["setup"] else ""
-    job.start(options.command, supervisor.environment(inherited + own, options.files), own, setup)
-    code = job.watch()
+    options = attempt.options(spec["command"], spec["timeout"], spec["setup"])
+    create = partial(SlurmSupervisor, kill_wait=spec["kill_wait"])
+    code = supervisor.supervise(options, *environment_blocks(spec, dict(os.environ)), create=create)
     if code == 0 and spec.get("trains"):
         publish(spec)
     return code
@@ -228,34 +220,30 @@ def publish(spec: Facts) -> None:
 # ---------------------------------------------------------------- the program
 
 
-def attempt_of(array: str, index: int) -> str:
-    """The directory of the attempt at this index of an array."""
+def names_in(array: str) -> list[str]:
+    """The names of the attempts of an array, by index. Raises OSError."""
     with open(os.path.join(array, ATTEMPTS)) as file:
-        names = file.read().split()
-    return os.path.join(os.path.dirname(array), names[index])
-
-
-def take_lock(attempt: str) -> bool:
-    """Lock the attempt until this process exits. False: another process holds the lock."""
-    file = os.open(host.HostAttempt(attempt, SERVER, "", 0.0).lock, os.O_RDWR | os.O_CREAT, 0o600)
-    return try_lock(file, seconds=LOCK_TIMEOUT)  # True if locks are not supported; claiming still ensures a single run
+        return file.read().split()
 
 
 def work(array: str) -> int:
     """Run the attempt of this element. Returns the exit code of its command; 0 if there is nothing to do."""
     array = os.path.abspath(array)
-    attempt = attempt_of(array, int(os.environ["SLURM_ARRAY_TASK_ID"]))
-    name, identifier = os.path.basename(attempt), os.path.basename(array).removeprefix("array-")
-    if not os.path.isdir(attempt):
+    index, identifier = int(os.environ["SLURM_ARRAY_TASK_ID"]), os.path.basename(array).removeprefix("array-")
+    name = names_in(array)[index]
+    attempt = host.HostAttempt(os.path.join(os.path.dirname(array), name), SERVER, "", 0.0)
+    if not os.path.isdir(attempt.directory):
         return nothing_to_do(f"{name}: its directory was removed")
-    if not take_lock(attempt):
-        return nothing_to_do(f"{name}: already running")
-    spec = claim_spec(attempt, identifier)
+    try:
+        attempt.take_lock()  # until this process exits; without support of locks, claiming still ensures a single run
+    except host.Busy as error:
+        return nothing_to_do(str(error))
+    spec = claim_spec(attempt.directory, identifier)
     if spec is None:
         return nothing_to_do(f"{name}: its job specification was already claimed or withdrawn")
     facts = {"host": os.uname().nodename, "time": time.time(), "array": identifier, "job": slurm_job_id()}
-    write_json(os.path.join(attempt, ELEMENT), facts)
-    if not remove(taken_path(attempt, identifier)):
+    write_json(os.path.join(attempt.directory, ELEMENT), facts)
+    if not remove(taken_path(attempt.directory, identifier)):
         return nothing_to_do(f"{name}: withdrawn by the dispatcher")
     return run(attempt, spec)
 

@@ -21,8 +21,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
+from distributed.jobs.host import AFTER
 from distributed.jobs.job import (
-    AFTER,
     ALL_GPUS,
     LONGEST,
     Job,

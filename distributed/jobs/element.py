@@ -20,7 +20,7 @@ from typing import Any
 from distributed.exit_codes import KILLED
 from distributed.files import read_json, write_file
 from distributed.jobs import host
-from distributed.jobs.array_task import ATTEMPTS, ELEMENT, NEW, SERVER, SPEC, TAKEN, move, remove, spec_path
+from distributed.jobs.array_task import ATTEMPTS, ELEMENT, NEW, SERVER, SPEC, TAKEN, move, names_in, remove, spec_path
 from distributed.jobs.sbatch import QueueEntry, ResourceRequest, SlurmQueue, end_without_code
 from distributed.launch import supervisor
 
@@ -90,13 +90,6 @@ class Element(host.HostAttempt):
         """See HostAttempt. The boot id, which is that of another machine, does not determine the cause."""
         record = read_json(self.files.record)
         return super().end() | {"cause": record.get("cause", ""), "message": record.get("message", "")}
-
-    def locked(self) -> bool:
-        """Whether a supervisor holds the lock; False if the file system does not support locks."""
-        try:
-            return super().locked()
-        except OSError:
-            return False
 
     def has_ended(self) -> bool:
         return supervisor.read_code(self.files.exit) is not None and not self.locked()
@@ -281,8 +274,7 @@ def unstarted_end() -> Facts:
 def index_in(array: str, name: str) -> int:
     """The index of an attempt in an array; -1 if unknown."""
     try:
-        with open(os.path.join(array, ATTEMPTS)) as file:
-            return file.read().split().index(name)
+        return names_in(array).index(name)
     except (OSError, ValueError):
         return -1
 

@@ -33,7 +33,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -55,9 +55,11 @@ HELLO = "muster-jobs-host"
 POLL_INTERVAL = 0.2  # seconds between checks of running attempts
 PROGRESS_INTERVAL = 2.0  # seconds between reads of the metrics of running jobs
 CONNECTION_TIMEOUT = 10.0  # seconds without a heartbeat after which an older serve process is killed
-START_TIMEOUT = 30.0  # maximum seconds to wait for an error of a supervisor that starts its command
 LAST_LINES = 20  # of the output of a failed attempt
 TAIL = 16 * 1024  # bytes read from the end of a file
+SETUP = "setup.sh"  # in the directory of an attempt: the setup lines of its server
+LOCK_TIMEOUT = 2.0  # seconds; others take the lock of an attempt briefly to check whether it is running
+AFTER = "MUSTER_AFTER"  # variable with the output directories of the jobs that _after names, one per line
 OWNER = ".muster_job"  # file in an output directory with the name of its job; locked while an attempt writes there
 NOTHING_WRITTEN = "wrote nothing to its output directory ($MUSTER_OUTPUT_DIR)"
 MAX_SEARCHES = 3  # attempts without results whose files are searched for in the working directory
@@ -119,8 +121,41 @@ class HostAttempt:
         return os.path.join(self.directory, "lock")
 
     def locked(self) -> bool:
-        """Whether a supervisor runs, or is being started."""
-        return is_locked(self.lock)
+        """Whether a supervisor runs, or is being started; False if the file system does not support locks."""
+        try:
+            return is_locked(self.lock)
+        except OSError:
+            return False
+
+    def take_lock(self) -> int:
+        """Lock it until all copies of the returned file are closed. Raises Busy if another process has the lock."""
+        file = os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o600)
+        if not try_lock(file, seconds=LOCK_TIMEOUT):
+            os.close(file)
+            raise Busy(f"{self.name}: already running")
+        return file
+
+    def create(self, job: str, script: str) -> int:
+        """Make its directory and claim its output directory. Returns the locked file; see claim_output()."""
+        os.mkdir(self.directory, 0o777)
+        try:
+            return claim_output(self.output, job, script)
+        except (HostError, OSError):
+            os.rmdir(self.directory)
+            raise
+
+    def write_setup(self, lines: Sequence[str]) -> None:
+        """Write the setup lines of the server, if it has any. Raises OSError."""
+        if lines:
+            write_file(os.path.join(self.directory, SETUP), "\n".join(["set +e", *lines, ""]))  # +e: a line may fail
+
+    def options(self, command: list[str], timeout: float | None, setup: bool) -> supervisor.SupervisorOptions:
+        """The options of its supervisor. setup: whether the server has setup lines."""
+        arguments = ["--dir", self.directory, "--name", self.files.name, "--detach"]
+        arguments += ["--source", os.path.join(self.directory, SETUP)] if setup else []
+        options = supervisor.SupervisorOptions([*arguments, "--", *command], self.grace)
+        options.timeout = float("inf") if timeout is None else float(max(1, round(timeout)))
+        return options
 
     def state(self) -> str:
         """absent (never started, or removed), running, ended, or killed (no supervisor, and no exit code)."""
@@ -433,15 +468,9 @@ class Service:
     def start(self, request: Request) -> Reply:
         """Start an attempt once; if its directory exists already, reply with its state."""
         attempt = self._attempt(request["attempt"], request["output"], request["grace"])
-        try:
-            os.mkdir(attempt.directory, 0o777)
-        except FileExistsError:
+        if os.path.exists(attempt.directory):
             return self.query({"attempts": {attempt.name: request["output"]}})["attempts"][attempt.name]
-        try:
-            output_lock = claim_output(attempt.output, request["job"], request["script_name"])
-        except (HostError, OSError):
-            os.rmdir(attempt.directory)
-            raise
+        output_lock = attempt.create(request["job"], request["script_name"])
         try:
             return self._start(attempt, request)
         except (HostError, OSError):
@@ -451,32 +480,21 @@ class Service:
             os.close(output_lock)  # the supervisor has inherited it
 
     def _start(self, attempt: HostAttempt, request: Request) -> Reply:
-        grace = f"{request['grace']:.0f}"
-        arguments = ["--dir", attempt.directory, "--name", self.server, "--grace", grace, "--detach"]
-        if request.get("timeout"):
-            arguments += ["--timeout", f"{max(1, round(request['timeout']))}"]
-        env = request["env"] | {
-            "MUSTER_OUTPUT_DIR": attempt.output,
-            "MUSTER_METRICS": os.path.join(attempt.output, "metrics.jsonl"),
-        }
-        if needs := request.get("needs"):
-            env["MUSTER_AFTER"] = "\n".join(os.path.join(self.workdir, output) for output in needs)
-        if base := request.get("base"):
-            env["MUSTER_BASE_MODEL"] = self._base_path(base)
+        base = self._base_path(request["base"]) if request.get("base") else ""
+        own = job_variables(attempt.output, self.workdir, request.get("needs", ()), base)
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, len(self.slots)))
-        inherited = request.get("inherited", {})
-        defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
-        defaults = {name: value for name, value in defaults.items() if name not in os.environ | inherited}
-        if request.get("setup"):
-            setup = os.path.join(attempt.directory, "setup.sh")
-            first = [f"export {name}={value}" for name, value in defaults.items()]  # setup lines may change these
-            write_file(setup, "\n".join(["set +e", *first, *request["setup"], ""]))  # +e: a line may fail
-            arguments += ["--source", setup]
-        else:
-            env = defaults | env
+        defaults = default_variables(str(threads))
+        inherited = {name: value for name, value in defaults.items() if name not in os.environ}
+        inherited |= request.get("inherited", {})
+        attempt.write_setup(request.get("setup", ()))
         command = [*program(self.python, request["script"], self.workdir), *request["arguments"]]
-        options = supervisor.SupervisorOptions([*arguments, "--", *command])
-        self._fork_supervisor(attempt, options, block_of(inherited), block_of(env))
+        options = attempt.options(command, request.get("timeout"), bool(request.get("setup")))
+        lock = attempt.take_lock()
+        blocks = block_of(inherited), block_of(request["env"] | own)
+        reason = supervisor.supervise_detached(options, *blocks, self._enter_supervisor)
+        os.close(lock)  # the supervisor has inherited it
+        if reason:
+            raise HostError(reason)
         self.attempts[attempt.name] = attempt
         for slot in request["slots"]:
             panes.show(self.server_directory, slot, request["title"], attempt.files.log, attempt.files.exit)
@@ -615,26 +633,9 @@ class Service:
         directory = os.path.join(self.directory, name)
         return HostAttempt(directory, self.server, os.path.join(self.workdir, output), grace)
 
-    def _fork_supervisor(
-        self, attempt: HostAttempt, options: supervisor.SupervisorOptions, inherited: bytes, block: bytes
-    ) -> None:
-        lock = os.open(attempt.lock, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        source, target = os.pipe()
-        if os.fork() == 0:
-            try:
-                self._close_inherited(source)
-                os.chdir(self.workdir)
-                supervisor.supervise(options, inherited, block, started=lambda: os.close(target))
-            except OSError as error:
-                with contextlib.suppress(OSError):
-                    os.write(target, os.fsencode(f"{error.filename or attempt.directory}: {error.strerror}"))
-            finally:
-                os._exit(0)
-        os.close(lock)
-        os.close(target)
-        if failed := read_until_closed(source, START_TIMEOUT):
-            raise HostError(os.fsdecode(failed))
+    def _enter_supervisor(self) -> None:
+        self._close_inherited()
+        os.chdir(self.workdir)
 
     def _close_inherited(self, *files: int) -> None:
         """Close the files of serve in a child process, so that the connection and locks of serve end when it exits."""
@@ -714,20 +715,6 @@ class Service:
         self._in_child(lambda: supervisor.sweep(attempt.files, 0) or {}, handle_result=handle_result)
 
 
-def read_until_closed(file: int, seconds: float) -> bytes:
-    """Read a pipe until its writers have closed it, or for `seconds`; then close it."""
-    text, end = b"", time.monotonic() + seconds
-    poll = select.poll()
-    poll.register(file, select.POLLIN)
-    while poll.poll(1000 * max(0.0, end - time.monotonic())):
-        block = os.read(file, 4096)
-        if not block:
-            break
-        text += block
-    os.close(file)
-    return text
-
-
 def ends_at_logout(etc: str = "/etc/systemd", linger: str = "/var/lib/systemd/linger") -> bool:
     """Whether systemd-logind kills a user's processes at logout; see logind.conf(5)."""
     paths = sorted(glob.glob(os.path.join(etc, "logind.conf.d", "*.conf")), key=os.path.basename)
@@ -794,6 +781,18 @@ def owner_of(output: str) -> str:
 
 def owner_name(job: str, script: str) -> str:
     return f"{job} of {os.path.normpath(script)}"
+
+
+def default_variables(threads: str) -> dict[str, str]:
+    """The variables that a job gets if they are not set otherwise."""
+    return {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads}
+
+
+def job_variables(output: str, workdir: str, needs: Iterable[str], base: str) -> dict[str, str]:
+    """The variables of a job that depend on its server. needs: see JobServer.start(). base: path of its base model."""
+    after = "\n".join(os.path.join(workdir, each) for each in needs)
+    found = {"MUSTER_OUTPUT_DIR": output, "MUSTER_METRICS": os.path.join(output, "metrics.jsonl")}
+    return found | ({AFTER: after} if after else {}) | ({"MUSTER_BASE_MODEL": base} if base else {})
 
 
 def block_of(environment: dict[str, str]) -> bytes:

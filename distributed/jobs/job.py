@@ -17,7 +17,6 @@ LONGEST = 131_071  # bytes of an argument or variable in Linux (MAX_ARG_STRLEN w
 DEVICE = "device"  # argument that the dispatcher sets
 MAX_LEVELS = 50  # of nested objects and lists; writers of JSON in Python have a limit too
 ALL_GPUS = 0  # value of Options.gpus
-AFTER = "MUSTER_AFTER"  # variable with the output directories of the jobs that _after names, one per line
 
 
 class JobError(ValueError):

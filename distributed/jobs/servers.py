@@ -42,11 +42,10 @@ from distributed.jobs.job import Job, arguments, environment
 from distributed.jobs.panes import ENTRY, HOST, PLAIN_PYTHON
 from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
+from distributed.launch.node_reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 from distributed.transport.commands import VANISHED, over_ssh, rsync_shell
 
-HEARTBEAT_INTERVAL = 4.0  # seconds
-HEARTBEAT_TIMEOUT = 15.0  # seconds without a heartbeat after which a connection is lost
 CONNECT_TIMEOUT = 60.0  # seconds
 LOGIN_TIMEOUT = 50.0  # seconds within which the login shell must start a command
 MAX_COPIES = 3  # attempts to copy a base model, if copies are damaged

@@ -36,7 +36,7 @@ from typing import Any
 
 from distributed.files import KIT, write_file
 from distributed.jobs import array_task, host
-from distributed.jobs.array_task import SERVER, SETUP
+from distributed.jobs.array_task import SERVER
 from distributed.jobs.config import ClusterConfig, ConfigError
 from distributed.jobs.dispatcher import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.element import (
@@ -48,7 +48,7 @@ from distributed.jobs.element import (
     resources_of,
     unstarted_end,
 )
-from distributed.jobs.job import AFTER, Job, Options, arguments, environment
+from distributed.jobs.job import Job, Options, arguments, environment
 from distributed.jobs.panes import ENTRY, HOST
 from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.sbatch import (
@@ -313,9 +313,7 @@ class SlurmServer(JobServer):
         assert job
         device = "cuda:0" if resources.gpus else "cpu"
         cwd = str(self.context.cwd)
-        base = {"MUSTER_BASE_MODEL": self.context.cache.path(job.base)} if job.base else {}
-        needs = [os.path.join(cwd, output) for output in start.needs]
-        after = {AFTER: "\n".join(needs)} if needs else {}
+        base = self.context.cache.path(job.base) if job.base else ""
         return {
             "command": [*host.program(self._python, self.context.script, cwd), *arguments(job, device)],
             "script": self.context.script_name, "owner": job.owner,
@@ -325,9 +323,7 @@ class SlurmServer(JobServer):
             "needs": [resources.gpus, resources.minutes, list(resources.labels), resources.after],
             "trains": job.trains, "cache": self.context.cache.directory, "settings": dict(job.settings),
             "call": array_task.dispatcher_environment(dict(os.environ)),
-            "env": {**environment(job), **base, **after,
-                    "MUSTER_OUTPUT_DIR": element.output,
-                    "MUSTER_METRICS": os.path.join(element.output, "metrics.jsonl")},
+            "env": environment(job) | host.job_variables(element.output, cwd, start.needs, base),
         }  # fmt: skip
 
     async def ensure_base(self, digest: str) -> int:
@@ -340,13 +336,10 @@ class SlurmServer(JobServer):
         element, job = start.element, start.job
         assert job
         try:
-            os.mkdir(element.directory, 0o777)
-            os.close(host.claim_output(element.output, job.owner, self.context.script_name))
-            if self.settings.setup:
-                write_file(os.path.join(element.directory, SETUP), "\n".join(["set +e", *self.settings.setup, ""]))
+            os.close(element.create(job.owner, self.context.script_name))
+            element.write_setup(self.settings.setup)
             array_task.write_spec(element.directory, self._spec_of(start))
         except host.HostError as error:
-            os.rmdir(element.directory)
             return NotStarted(str(error), error.kind)
         except OSError as error:
             element.delete_spec()

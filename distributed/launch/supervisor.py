@@ -54,7 +54,7 @@ from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import KIT, read_json, to_json, write_file, write_json
 from distributed.host import process_scan, signals
 from distributed.launch import usage_sampler
-from distributed.launch.node_reports import format_report
+from distributed.launch.node_reports import HEARTBEAT_INTERVAL, format_report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ KILL_INTERVAL = 0.01  # seconds between checks of killed processes
 SCAN_INTERVAL = 0.1  # maximum seconds between scans for leftover processes; the exit of a child starts a scan at once
 LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for leftover processes
 UNKILLABLE_TIMEOUT = 5.0  # seconds to wait for a process after SIGKILL
-HEARTBEAT_INTERVAL = 3.0  # seconds, of a detached supervisor
+START_TIMEOUT = 30.0  # seconds within which a detached supervisor reports that it cannot start its command
 UNRESPONSIVE_TIMEOUT = 4.0  # seconds after the grace time until an unresponsive supervisor is killed
 RESERVED = 1024  # bytes of each reserved file
 GUARD_TIMEOUT = 2.0  # seconds for the guard to write the exit code after the supervisor was killed
@@ -829,12 +829,14 @@ def run(options: SupervisorOptions) -> int:
     elif options.environment:
         inherited, block = read_block_file(options.environment)
     try:
-        if options.detach:
-            return supervise_detached(options, inherited, block)
-        return supervise(options, inherited, block, received)
+        if not options.detach:
+            return supervise(options, inherited, block, received)
+        reason = supervise_detached(options, inherited, block)
     except OSError as error:
         reason = f"{error.filename or files.directory}: {error.strerror}"
-        raise SupervisorError(UNFIT, f"the command was not started: {reason}") from None
+    if reason:
+        raise SupervisorError(UNFIT, f"the command was not started: {reason}")
+    return 0
 
 
 def supervise(
@@ -843,10 +845,12 @@ def supervise(
     block: bytes,
     received: bytes = b"",
     started: Callable[[], None] = lambda: None,
+    create: Callable[[Files, SupervisorOptions, bytes], Supervisor] = Supervisor,
 ) -> int:
     """Run the command until it exits; call started() when it has started. Returns the exit code. Raises OSError.
 
     inherited: environment block that the sourced script may change. block: environment block that overrides it.
+    create: makes the supervisor.
     """
     files = options.files
     os.makedirs(os.path.dirname(files.record), exist_ok=True)
@@ -854,30 +858,39 @@ def supervise(
         os.setsid()
     if options.detach:
         reserve(files)
-    supervisor = Supervisor(files, options, received)
+    supervisor = create(files, options, received)
     source = os.path.abspath(options.source) if options.source else ""
     supervisor.start(options.command, environment(inherited + block, files), block, source)
     started()
     return supervisor.watch()
 
 
-def supervise_detached(options: SupervisorOptions, inherited: bytes, block: bytes) -> int:
-    """Call supervise() in a child detached from terminal and connection. Returns 0 when the command has started."""
+def supervise_detached(
+    options: SupervisorOptions, inherited: bytes, block: bytes, prepare: Callable[[], None] = lambda: None
+) -> str:
+    """Call supervise() in a child detached from terminal and connection. Returns why the command was not started.
+
+    Returns an empty text when it has started, or after START_TIMEOUT. prepare: called first in the child.
+    """
     source, target = os.pipe()
     if os.fork():
         os.close(target)
-        if error := os.read(source, CHUNK):
-            raise SupervisorError(UNFIT, os.fsdecode(error))
-        return 0
-    null = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
-        os.dup2(null, number)
+        poll = select.poll()
+        poll.register(source, select.POLLIN)
+        reason = os.read(source, CHUNK) if poll.poll(1000 * START_TIMEOUT) else b""
+        os.close(source)
+        return os.fsdecode(reason)
     try:
-        code = supervise(options, inherited, block, started=lambda: os.close(target))
+        os.close(source)
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(null, number)
+        prepare()
+        os._exit(supervise(options, inherited, block, started=lambda: os.close(target)))
     except OSError as error:
-        os.write(target, os.fsencode(f"the command was not started: {error.filename}: {error.strerror}"))
-        code = UNFIT
-    os._exit(code)
+        os.write(target, os.fsencode(f"{error.filename or options.dir}: {error.strerror}"))
+    finally:
+        os._exit(UNFIT)
 
 
 def request(files: Files, what: str) -> int:
