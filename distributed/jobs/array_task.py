@@ -196,7 +196,7 @@ def run(attempt: str, spec: Facts) -> int:
     # The output directory stays locked until this process exits.
     owner = spec.get("owner") or os.path.basename(attempt).rpartition(".")[0]
     host.claim_output(spec["env"]["MUSTER_OUTPUT_DIR"], owner, spec["script"])
-    arguments = ["--dir", attempt, "--name", SERVER, "--detach"]
+    arguments = ["--dir", attempt, "--name", SERVER, "--lease", "0"]
     options = supervisor.SupervisorOptions([*arguments, "--", *spec["command"]], spec["grace"])
     os.makedirs(os.path.dirname(options.files.record), exist_ok=True)
     os.chdir(spec["workdir"])

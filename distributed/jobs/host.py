@@ -462,7 +462,7 @@ class Service:
 
     def _start(self, attempt: HostAttempt, request: Request) -> Reply:
         grace = f"{request['grace']:.0f}"
-        arguments = ["--dir", attempt.directory, "--name", self.server, "--grace", grace, "--detach"]
+        arguments = ["--dir", attempt.directory, "--name", self.server, "--grace", grace, "--lease", "0"]
         if request.get("timeout"):
             arguments += ["--timeout", f"{max(1, round(request['timeout']))}"]
         env = request["env"] | {
@@ -498,10 +498,7 @@ class Service:
         if attempt:
             grace = 0.0 if request["kill"] else attempt.grace
             attempt.kill_at = min(attempt.kill_at, time.monotonic() + grace + supervisor.UNRESPONSIVE_TIMEOUT)
-            try:
-                supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
-            except OSError:  # probably a full disk; SIGTERM also requests a stop, and after kill_at it is killed
-                supervisor.send_signal(signal.SIGTERM, list(filter(None, [supervisor.supervisor_of(attempt.files)])))
+            supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
         return {"known": attempt is not None}
 
     def gpus(self, request: Request) -> None:

@@ -63,6 +63,8 @@ class Run:
     nodes: tuple[RunNode, ...]
     job: str = ""  # number of its SLURM job
     launched: str = ""  # see user_code.launched_package()
+    lease: int | None = None  # 0: its nodes run on without the launcher
+    cwd: str = ""
 
 
 def find(argument: str, cwd: Path, logs: Path) -> Path:
@@ -105,6 +107,8 @@ def read(directory: Path) -> Run:
         nodes=tuple(RunNode(**one | {"address": one["address"] or local}) for one in facts["layout"]),
         job=facts.get("slurm_job") or "",
         launched=launched_package(facts),
+        lease=facts.get("lease"),
+        cwd=facts["cwd"],
     )
 
 
@@ -140,6 +144,20 @@ def main(arguments: Sequence[str]) -> int:
     fields += [launcher.grace, run.job, *chain.from_iterable(map(astuple, run.nodes))]
     sys.stdout.buffer.write(b"".join(os.fsencode(str(field)) + b"\0" for field in fields))
     return 0
+
+
+def constant_arguments(command: Sequence[str]) -> list[str]:
+    """The arguments of a launcher that have to be the same with --attach: not --attach, --detach and --quiet."""
+    end = command.index("--") if "--" in command else len(command)
+    options = iter(command[1:end])
+    kept = [
+        argument
+        for argument in options
+        if argument not in ("--detach", "--quiet")
+        and not argument.startswith("--attach=")
+        and not (argument == "--attach" and next(options))
+    ]
+    return [*kept, *command[end:]]
 
 
 def refuse_other_users(run: Run, caller: str, uid: int) -> None:
