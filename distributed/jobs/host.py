@@ -151,7 +151,7 @@ class HostAttempt:
 
     def options(self, command: list[str], timeout: float | None, setup: bool) -> supervisor.SupervisorOptions:
         """The options of its supervisor. setup: whether the server has setup lines."""
-        arguments = ["--dir", self.directory, "--name", self.files.name, "--detach"]
+        arguments = ["--dir", self.directory, "--name", self.files.name, "--lease", "0"]
         arguments += ["--source", os.path.join(self.directory, SETUP)] if setup else []
         options = supervisor.SupervisorOptions([*arguments, "--", *command], self.grace)
         options.timeout = float("inf") if timeout is None else float(max(1, round(timeout)))
@@ -506,10 +506,7 @@ class Service:
         if attempt:
             grace = 0.0 if request["kill"] else attempt.grace
             attempt.kill_at = min(attempt.kill_at, time.monotonic() + grace + supervisor.UNRESPONSIVE_TIMEOUT)
-            try:
-                supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
-            except OSError:  # probably a full disk; SIGTERM also requests a stop, and after kill_at it is killed
-                supervisor.send_signal(signal.SIGTERM, list(filter(None, [supervisor.supervisor_of(attempt.files)])))
+            supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
         return {"known": attempt is not None}
 
     def gpus(self, request: Request) -> None:

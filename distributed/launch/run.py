@@ -18,14 +18,16 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
-from distributed.files import KIT
+from distributed.files import KIT, read_json, write_json
+from distributed.host.identity import machine
+from distributed.host.process_scan import start_time
 from distributed.launch.hang_check import schedule_hang_check
 from distributed.launch.transport import Pdsh, Ssh
 from distributed.launch.watch import STOPPING_SIGNALS, AgentCommand, Console, Local, Options, Watch
@@ -82,6 +84,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--slurm-job", nargs="+", default=(), metavar="NAME", help="job number and other names")
     add("--task-per-node", action="store_true", help="with srun: one task for all ranks of a node")
     add("--max-requeues", type=int, metavar="N", help="this is a batch job, which may be requeued")
+    add("--lease", type=int, metavar="SECONDS", help="of the nodes; 0: they run on without this launcher")
+    add("--attach", metavar="RUN", help="follow the nodes of this run, whose launcher has exited")
     add("--detach", action="store_true")
     add("--dry-run", action="store_true")
     add("--quiet", action="store_true")
@@ -127,20 +131,20 @@ class Launch:
         self.console.show(os.fsencode(f"{node}{quote(command)}\n"), 1)
 
     def connect(self) -> LocalCommands:
-        """Open connections to the nodes, and copy files to them. Raises TransportError."""
+        """Open connections to the nodes. Raises TransportError."""
         options = self.options
         if options.transport not in ("ssh", "pdsh"):
             return LocalCommands()
         commands = SshCommands(self.console.print, options.cwd if options.sync else "")
         self.calls = Calls()
-        if options.sync:
-            from distributed.transport.sync import sync_nodes
-
-            sync_nodes(self.calls, commands, self.targets, self.console.print)
         return commands
 
     def check_nodes(self, commands: LocalCommands) -> tuple[str, str]:
-        """Check the nodes. Returns the master address and port. Raises TransportError."""
+        """Copy files to the nodes, and check them. Returns the master address and port. Raises TransportError."""
+        if self.options.sync and isinstance(commands, SshCommands):
+            from distributed.transport.sync import sync_nodes
+
+            sync_nodes(self.calls, commands, self.targets, self.console.print)
         if os.environ.get("MUSTER_TEST_CONNECTIONS") and isinstance(commands, SshCommands):
             self._test_connections(commands)
         if self.options.preflight:
@@ -285,11 +289,13 @@ class Launch:
         watch_options = Options(
             agent=self._agent(address, port), python=options.python, node_env=options.node_env, cwd=options.cwd,
             grace=options.grace, inherited=self.inherited, environment=self.environment,
-            hang_timeout=options.hang_timeout, all_ranks_here=not options.part,
+            hang_timeout=options.hang_timeout, all_ranks_here=not options.part, lease=options.lease,
         )  # fmt: skip
         watch = Watch(transport, watch_options, self.console, terminals())
         watch.restart_count, watch.max_restarts = attempt, options.max_restarts
         directory = self.create_run()
+        if watch.lease == 0:
+            record_launcher(directory, address, port)
         if path := os.environ.get("MUSTER_RUN_FILE"):  # of the caller of this launcher
             Path(path).write_text(f"{directory}\n")
         if opened >= 0:
@@ -303,7 +309,7 @@ class Launch:
             self.console.print(options.announce.replace("{log}", f"{directory}/node_{self.names[0]}.log"))
         self.watch, self.directory = watch, directory
         self.last_step = self._furthest_step()
-        self._run_attempts()
+        self.run_attempts()
         if options.max_requeues is not None:
             from distributed.launch.requeue import EndedRun, requeue_if_stopped
 
@@ -312,15 +318,16 @@ class Launch:
         self.flush()
         return self.code
 
-    def _run_attempts(self) -> None:
+    def run_attempts(self, restarts: int = 0, start: Callable[[Watch], None] | None = None) -> None:
+        """restarts: number of earlier ones. start: of the first attempt; see Watch.attempt()."""
         logs = self._node_logs()
-        restarts = 0
         while True:
             started = time.monotonic()
             if logs:
                 logs.follow()
             schedule_hang_check(self.watch)
-            self.watch.attempt()
+            self.watch.attempt(start)
+            start = None
             if logs:
                 logs.collect()
             self.seconds = time.monotonic() - started
@@ -447,13 +454,25 @@ def archive_attempt(directory: Path) -> int:
     return number
 
 
+def record_launcher(directory: Path, address: str, port: str) -> None:
+    """Write into run.json that this process is the launcher, and what --attach needs. Raises OSError."""
+    facts, pid = read_json(directory / "run.json"), os.getpid()
+    launcher = {"host": os.uname().nodename, "pid": pid, "since": start_time(pid), "machine": machine()}
+    facts["launcher"] = {**facts["launcher"], **launcher}  # type: ignore[dict-item]
+    write_json(directory / "run.json", facts | {"lease": 0, "address": address, "port": port})
+
+
 def main(arguments: Sequence[str]) -> int:
+    return execute(Launch, arguments)
+
+
+def execute(kind: type[Launch], arguments: Sequence[str]) -> int:
     """Run the launch. Returns the exit code of the run, UNFIT for unfit nodes, WRONG_CALL without a run directory."""
     while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed standard stream: a pipe would get its number
         pass
     os.close(file)
     exit_on_signals()
-    launch = Launch(parse(arguments), read_lists())
+    launch = kind(parse(arguments), read_lists())
     if launch.options.dry_run:
         launch.print_commands()
         launch.flush()

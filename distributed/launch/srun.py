@@ -58,7 +58,7 @@ class StepNode:
 class Srun(Local):
     """All tasks with one srun."""
 
-    heartbeat_timeout = int(HEARTBEAT_TIMEOUT)
+    lease = int(HEARTBEAT_TIMEOUT)
     clients_are_nodes = False
 
     def __init__(self, before: Sequence[str], after: Sequence[str], job: str, task_per_rank: bool) -> None:

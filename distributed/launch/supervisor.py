@@ -16,21 +16,23 @@ run starts COMMAND in a new session and waits until it exits:
                      terminated by a NUL byte, then an empty entry. FROM is - for standard input, or a file, which is
                      removed after reading
   --grace SECONDS    time between SIGTERM and SIGKILL (default: 8)
-  --heartbeat-timeout SECONDS  stop COMMAND after this time without input from the launcher (default: never)
+  --lease SECONDS    stop COMMAND after this time without input from the launcher (default: only at the end of input);
+                     0: return when COMMAND has started, which runs on without a launcher; see launch/follow.py
   --terminals LIST   streams on which a progress bar stays on one line: 1, 2, or 12 if both are the same terminal
   --timeout SECONDS  stop COMMAND after this time (default: never)
   --report           when no process remains, report the exit code on standard output; see launch/node_reports.py
   --sample-usage     record the resource usage of each rank in node_NAME.samples.jsonl; see launch/usage_sampler.py
-  --detach           return when COMMAND has started; do not read standard input. Touch node_NAME.heartbeat every
-                     3 seconds; write the times and peak memory of COMMAND to node_NAME.usage (JSON)
 
-Standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time; `kill` sends SIGKILL; an
-empty line is a heartbeat; `signal N` passes signal N on; end of file means that the launcher is lost, and stops
-COMMAND. SIGTERM, SIGINT, SIGHUP or SIGQUIT stops COMMAND; a second one kills it. Other signals are passed on to the
-ranks that handle them, or to the processes of a COMMAND that starts no ranks; without any, they stop COMMAND. The
-commands `stop` and `kill` do the same through the file node_NAME.stop, `signal N` through a signal. Lines of rank 0 are
-copied to standard output or standard error, where COMMAND has written them, lines of no rank to standard error; errors
-of a closed or full console are ignored. The exit code is that of COMMAND, 128+n for signal n.
+Without a lease the supervisor has no control channel and no console. It touches node_NAME.heartbeat every 3 seconds,
+and writes the times and peak memory of COMMAND to node_NAME.usage (JSON).
+
+With a lease, standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time; `kill`
+sends SIGKILL; an empty line is a heartbeat; `signal N` passes signal N on; end of file means that the launcher is lost,
+and stops COMMAND. SIGTERM, SIGINT, SIGHUP or SIGQUIT stops COMMAND; a second one kills it. Other signals are passed on
+to the ranks that handle them, or to the processes of a COMMAND that starts no ranks; without any, they stop COMMAND.
+The commands `stop` and `kill` do the same through the file node_NAME.stop, `signal N` through a signal. Lines of rank 0
+are copied to standard output or standard error, where COMMAND has written them, lines of no rank to standard error;
+errors of a closed or full console are ignored. The exit code is that of COMMAND, 128+n for signal n.
 
 A second process, the guard, kills COMMAND if the supervisor is killed. When run exits, no process started by COMMAND
 remains, in any session. sweep stops COMMAND, ends processes that remain because supervisor and guard were killed, and
@@ -190,6 +192,13 @@ def read_blocks(source: int) -> tuple[bytes, bytes, bytes]:
     """Read both environment blocks from a file descriptor. Returns them and the bytes read after them."""
     inherited, received = read_block(source)
     return inherited, *read_block(source, received)
+
+
+def read_environment(options: SupervisorOptions) -> tuple[bytes, bytes, bytes]:
+    """Read both environment blocks of --environment. Returns them and the bytes of standard input read after them."""
+    if options.environment == "-":
+        return read_blocks(0)
+    return (*(read_block_file(options.environment) if options.environment else (b"", b"")), b"")
 
 
 def read_block_file(path: str) -> tuple[bytes, bytes]:
@@ -383,7 +392,7 @@ class Supervisor:
     def __init__(self, files: Files, options: SupervisorOptions, received: bytes = b"") -> None:
         """received: bytes of the control channel that were read after the environment block."""
         self.files, self.options = files, options
-        self._attached = not options.detach  # the control channel is open
+        self._attached = options.lease > 0  # the control channel is open
         self.code: int | None = None  # exit code of the command
         self.ended = 0.0  # Unix seconds at which the command exited
         self._sampler = 0  # process id; 0: none
@@ -400,7 +409,7 @@ class Supervisor:
         self._poll_at = self._heartbeat_at = self._scan_at = 0.0
         self._interval = POLL_INTERVAL  # maximum seconds between checks of the clock
         self._console: Console | None = None
-        self._streams = [] if options.detach else [ConsoleStream(1), ConsoleStream(2)]
+        self._streams = [ConsoleStream(1), ConsoleStream(2)] if options.lease else []
         self._log = os.open(files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._signals = self._catch_signals()
         self._adopts = process_scan.adopt_orphans()
@@ -538,7 +547,7 @@ class Supervisor:
         if not block:
             del self._outputs[pipe]
             self._output_ended = not self._outputs
-        if self._streams:
+        if self._streams or self.options.sample_usage:  # lines of ranks, some of which are only for a console
             block = self._complete_lines(block, stream)
         self._log_and_show(block, stream)
         if self._output_ended:
@@ -720,7 +729,7 @@ class Supervisor:
         if now >= self._poll_at:
             self._poll_at = now + POLL_INTERVAL
             self._handle_request(_requested(self.files))
-        limit = self.options.heartbeat_timeout
+        limit = self.options.lease
         if self._attached and now - self._received_at > limit and not select.select([0], [], [], 0)[0]:
             self._received_at = float("inf")
             self._launcher_lost(f"no heartbeat from the launcher for {limit:g} s")
@@ -729,7 +738,7 @@ class Supervisor:
             write_record(self.files, "timeout", message)
             self._print_message(f"{message}; stopping")
             self.stop()
-        if self.options.detach and now >= self._heartbeat_at:
+        if not self.options.lease and now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_INTERVAL
             _touch(self.files.heartbeat)
         if not self._no_process_left and (self.code is not None or now >= self._kill_at) and now >= self._scan_at:
@@ -767,7 +776,7 @@ class Supervisor:
         """Write the remaining files, the exit code last, and stop the helper processes."""
         with contextlib.suppress(OSError):
             os.unlink(self.files.reserved_record)  # on a full disk, this is the space for the next file
-        if self.options.detach:
+        if not self.options.lease:
             self._write_usage()
         try:
             assert self.code is not None
@@ -778,7 +787,7 @@ class Supervisor:
         if self._sampler:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._sampler, 0)
-        if self.options.report:
+        if self.options.report and self._streams:
             self._streams[0].put(format_report(node=self.files.name, exit_code=self.code))
         os.close(self._log)
 
@@ -821,19 +830,14 @@ def _touch(path: str) -> None:
 
 
 def run(options: SupervisorOptions) -> int:
-    """Run the command. Returns its exit code; with --detach 0 when it has started. Raises SupervisorError."""
-    files = options.files
-    inherited = block = received = b""
-    if options.environment == "-":
-        inherited, block, received = read_blocks(0)
-    elif options.environment:
-        inherited, block = read_block_file(options.environment)
+    """Run the command. Returns its exit code; without a lease 0 when it has started. Raises SupervisorError."""
+    inherited, block, received = read_environment(options)
     try:
-        if not options.detach:
+        if options.lease:
             return supervise(options, inherited, block, received)
         reason = supervise_detached(options, inherited, block)
     except OSError as error:
-        reason = f"{error.filename or files.directory}: {error.strerror}"
+        reason = f"{error.filename or options.files.directory}: {error.strerror}"
     if reason:
         raise SupervisorError(UNFIT, f"the command was not started: {reason}")
     return 0
@@ -856,7 +860,7 @@ def supervise(
     os.makedirs(os.path.dirname(files.record), exist_ok=True)
     with contextlib.suppress(PermissionError):  # already a session leader
         os.setsid()
-    if options.detach:
+    if not options.lease:
         reserve(files)
     supervisor = create(files, options, received)
     source = os.path.abspath(options.source) if options.source else ""
@@ -895,8 +899,11 @@ def supervise_detached(
 
 def request(files: Files, what: str) -> int:
     """Ask the supervisor, if it runs on this machine, to stop or kill its command. what: stop or kill."""
-    if supervisor_of(files):
-        write_file(files.request, what + "\n")
+    if pid := supervisor_of(files):
+        try:
+            write_file(files.request, what + "\n")
+        except OSError:  # probably a full disk
+            send_signal(signal.SIGTERM, [pid])
     return 0
 
 
@@ -910,8 +917,7 @@ def signal_supervisor(files: Files, number: int) -> int:
 def sweep(files: Files, grace: float) -> int:
     """End all processes of a command on this machine. grace: seconds between SIGTERM and SIGKILL; 0: only SIGKILL."""
     if pid := supervisor_of(files):
-        with contextlib.suppress(OSError):  # probably a full disk; it is killed if it does not exit
-            request(files, "stop" if grace else "kill")
+        request(files, "stop" if grace else "kill")
         send_signal(signal.SIGCONT, [pid])
         if not wait_until(lambda: not supervisor_of(files), grace + UNRESPONSIVE_TIMEOUT):
             send_signal(signal.SIGKILL, [pid])
@@ -948,6 +954,7 @@ def status(files: Files) -> dict[str, object]:
     elif pids:
         facts["state"] = "running" if supervisor_of(files) else "killed"
     with contextlib.suppress(OSError):
+        facts["log_bytes"] = os.stat(files.log).st_size
         facts["heartbeat"] = os.stat(files.heartbeat).st_mtime
     return facts | pids
 
@@ -955,9 +962,9 @@ def status(files: Files) -> dict[str, object]:
 # ---------------------------------------------------------------- command line
 
 # Each is a field of SupervisorOptions.
-FLAGS = ("--detach", "--report", "--sample-usage")
-TEXTS = ("--dir", "--name", "--source", "--environment", "--terminals")
-DURATIONS = ("--grace", "--heartbeat-timeout", "--timeout")
+FLAGS = ("--report", "--sample-usage")
+TEXTS = ("--dir", "--name", "--source", "--environment", "--terminals", "--offset")  # --offset: of follow.py
+DURATIONS = ("--grace", "--lease", "--timeout")
 
 
 class SupervisorOptions:
@@ -966,8 +973,9 @@ class SupervisorOptions:
     def __init__(self, arguments: Sequence[str], grace: float = 8.0) -> None:
         """grace: the default of --grace."""
         self.dir = self.name = self.source = self.environment = self.terminals = ""
-        self.grace, self.heartbeat_timeout, self.timeout = grace, float("inf"), float("inf")
-        self.detach = self.report = self.sample_usage = False
+        self.grace, self.lease, self.timeout = grace, float("inf"), float("inf")
+        self.report = self.sample_usage = False
+        self.offset = ""
         self.command: list[str] = []
         rest = list(arguments)
         while rest:
@@ -989,6 +997,8 @@ class SupervisorOptions:
             raise SupervisorError(WRONG_CALL, "--dir and --name are required")
         if "/" in self.name:
             raise SupervisorError(WRONG_CALL, f"--name: expected a name without a slash, got '{self.name}'")
+        if self.offset and not self.offset.isdecimal():
+            raise SupervisorError(WRONG_CALL, f"--offset: expected a number of bytes, got '{self.offset}'")
         if self.source and not os.access(self.source, os.R_OK):
             raise SupervisorError(WRONG_CALL, f"--source '{self.source}': cannot read file")
 
@@ -1011,9 +1021,13 @@ def open_standard_files() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
+    return report_errors(_main, arguments)
+
+
+def report_errors(program: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     open_standard_files()
     try:
-        return _main(arguments)
+        return program(arguments)
     except SupervisorError as error:
         code, message = error.args
         text = f"supervisor: {message}\n" + "Try: module.py launch.supervisor --help\n" * (code == WRONG_CALL)

@@ -30,7 +30,7 @@ _PDSH_INTERRUPT = re.compile(r"^pdsh@.*(interrupt|\^Z|command in progress)")  # 
 class Ssh(Local):
     """Every node over ssh, with the connections that the launcher has opened."""
 
-    heartbeat_timeout = 20
+    lease: int | None = 20
     reports = True
 
     def __init__(self, commands: SshCommands) -> None:
@@ -46,7 +46,7 @@ class Pdsh(Ssh):
     control channels close.
     """
 
-    heartbeat_timeout = 0
+    lease = None
     clients_are_nodes = False
 
     def start(self, watch: Watch) -> None:

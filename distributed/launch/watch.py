@@ -29,12 +29,13 @@ from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, LocalComman
 from distributed.transport.loop import INHERITED, Client, Loop
 
 if TYPE_CHECKING:
-    from distributed.runs.lookup import Run
+    from distributed.runs.lookup import Run, RunNode
 
 STOP_TIMEOUT = 10.0  # seconds between stop request and SIGKILL when a node has failed
 CHECKPOINT_GRACE = 30.0  # seconds for the checkpoints of the other nodes when a node has stopped with a checkpoint
 REPEATED = 1.0  # seconds within which a terminal and a script may send the same signal
 NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpreter
+RECONNECT_INTERVAL = 5.0  # seconds between attempts to follow a node again
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -71,12 +72,13 @@ class Options:
     environment: tuple[bytes, ...]  # of --env, which override them
     hang_timeout: float | None  # seconds; 0: never; None: the default
     all_ranks_here: bool  # otherwise other launchers start the other nodes of the run
+    lease: int | None = None  # see Watch.lease; None: that of the transport
 
 
 class Local:
     """How the nodes of a run are started; here on this machine. Other transports are in transport.py and srun.py."""
 
-    heartbeat_timeout = 0  # seconds without a heartbeat after which a node stops its command; 0: no heartbeats
+    lease: int | None = None  # see Watch.lease
     reports = False  # the client may exit with a code of its own (ssh, pdsh): the supervisor also prints a report
     clients_are_nodes = True  # each node has a client of its own
 
@@ -105,8 +107,10 @@ class Local:
     def abandon(self, watch: Watch) -> None:
         """Give up the nodes that have not ended after all requests."""
         note = ""
-        if self.heartbeat_timeout:
-            note = f" (its processes exit after {self.heartbeat_timeout} s without heartbeats)"
+        if watch.lease:
+            note = f" (its processes exit after {watch.lease} s without heartbeats)"
+        elif watch.lease == 0:
+            note = f" (its processes may run on; scripts/stop.sh {watch.directory.name} stops them)"
         for node in sorted(watch.unended):
             watch.console.record(f"{node}: still running after the stop request; giving up{note}")
             watch.mark_lost(node)
@@ -169,6 +173,7 @@ class Watch:
         self.running: dict[str, Client] = {}  # by node, or by the name of the client of all nodes
         self.unended: set[str] = set()  # nodes whose end is not known
         self._unstarted: dict[str, int] = {}  # nodes on which the supervisor could not be started -> exit code
+        self._disconnected: set[str] = set()  # nodes without a lease that are to be followed again
         self.queries: set[Client] = set()  # those of a check for a hang
         self._escalation = 0  # number of the scheduled request
         self.attempts = 0  # that have ended
@@ -191,15 +196,23 @@ class Watch:
     def supervisor(self) -> list[str]:
         return [self.options.python, *PLAIN_PYTHON, f"{LIB}/module.py", "launch.supervisor"]
 
+    @property
+    def lease(self) -> int | None:
+        """Seconds without a heartbeat after which a node stops its command; 0: never, also not without this launcher;
+        None: no heartbeats, but at the end of input.
+        """
+        return self.transport.lease if self.options.lease is None else self.options.lease
+
     def supervise(self) -> list[str]:
         """The supervisor's command line for an attempt, except the name of the node and the agent."""
-        command = [*self.supervisor, "run", "--dir", str(self.directory), "--grace", str(self.options.grace)]
+        program = [*self.supervisor[:-1], "launch.follow"] if self.lease == 0 else [*self.supervisor, "run"]
+        command = [*program, "--dir", str(self.directory), "--grace", str(self.options.grace)]
         if self.terminals:
             command += ["--terminals", self.terminals]
-        if self.transport.heartbeat_timeout:
-            command += ["--heartbeat-timeout", str(self.transport.heartbeat_timeout)]
         if self.transport.reports:
             command.append("--report")
+        if self.lease:
+            command += ["--lease", str(self.lease)]
         return [*command, "--source", self.options.node_env, "--sample-usage"]
 
     def entries(self) -> list[bytes]:
@@ -283,11 +296,36 @@ class Watch:
         if not exited and (code == UNREACHABLE or (code > 128 and not self._requested)):
             if self.transport.reports and client.process.returncode < 0:
                 self.console.record(f"{node}: the launcher's client (process {client.process.pid}) was killed")
-            self.node_lost(node, UNFIT if code == UNREACHABLE else code)
+            if self.lease == 0 and not self.signal and not self.is_ending:
+                self._reconnect(node)
+            else:
+                self.node_lost(node, UNFIT if code == UNREACHABLE else code)
             return
         if not exited and (code in NOT_STARTED or (code == UNFIT and self._login_shell_failed(node))):
             self._unstarted[node] = code
         self.node_ended(node, code)
+
+    def _reconnect(self, node: str) -> None:
+        """Follow a node again that runs on without a connection. When the run ends meanwhile, the node is lost."""
+        if node not in self._disconnected:
+            self.console.record(f"{node}: connection to its supervisor lost; it runs on, connecting again")
+        self._disconnected.add(node)
+        attempt = self.attempts
+
+        def connect() -> None:
+            if attempt != self.attempts or node not in self._disconnected:
+                return
+            if self.signal or self.is_ending:
+                self.node_lost(node)
+            else:
+                self.follow(next(one for one in self.run.nodes if one.node == node))
+
+        self.loop.call_later(RECONNECT_INTERVAL, connect)
+
+    def follow(self, node: RunNode, *options: str) -> None:
+        """Start the client of a node that runs already. options: of the supervisor."""
+        command = [*self.supervise(), "--name", node.node, *options]
+        self.start_client(node.node, self.transport.commands.command(node, command, self.options.cwd), sent=b"")
 
     def _login_shell_failed(self, node: str) -> bool:
         with contextlib.suppress(OSError):
@@ -296,6 +334,7 @@ class Watch:
 
     def node_ended(self, node: str, code: int) -> None:
         self.unended.discard(node)
+        self._disconnected.discard(node)
         self.node_failed(code)
 
     def node_failed(self, code: int) -> None:
@@ -336,18 +375,21 @@ class Watch:
 
     # ---- one attempt
 
-    def attempt(self) -> int:
-        """Start the nodes, and wait until all have ended. Returns the exit code of the first node that failed."""
+    def attempt(self, start: Callable[[Watch], None] | None = None) -> int:
+        """Start the nodes, and wait until all have ended. Returns the exit code of the first node that failed.
+
+        start: called instead of transport.start(), for nodes that run already.
+        """
         self._reset()
         self.unended = {node.node for node in self.run.nodes}
-        self.transport.start(self)
+        (start or self.transport.start)(self)
         if self.signal:  # received before a node was started
             self._request("stop")
         ended = threading.Event()
-        if self.transport.heartbeat_timeout:
-            threading.Thread(target=self._send_heartbeats, args=(ended,), daemon=True).start()
+        if self.lease:
+            threading.Thread(target=self._send_heartbeats, args=(self.lease / 4, ended), daemon=True).start()
         paused = False
-        while self.running or self.calls.running or self.console.pending:
+        while self.running or self.calls.running or self._disconnected or self.console.pending:
             for stream in self.console.pending:
                 self.loop.on_writable(stream.number, partial(self._flush, stream))
             if self.console.is_slow != paused:
@@ -369,9 +411,9 @@ class Watch:
         if not stream.pending:
             self.loop.forget(stream.number)
 
-    def _send_heartbeats(self, ended: threading.Event) -> None:
+    def _send_heartbeats(self, interval: float, ended: threading.Event) -> None:
         """A node that misses heartbeats stops its command. In a thread, because a disk may block the main thread."""
-        while not ended.wait(self.transport.heartbeat_timeout / 4):
+        while not ended.wait(interval):
             for client in list(self.running.values()):
                 client.send_heartbeat()
 
@@ -410,6 +452,7 @@ class Watch:
 
     def kill_clients(self) -> None:
         """Kill the clients of all nodes, and do not wait for a blocked console."""
+        self._disconnected.clear()
         for client in [*self.running.values(), *self.calls.running]:
             client.kill()
         for stream in self.console.pending:
@@ -419,6 +462,10 @@ class Watch:
 
     def _handle_signal(self, number: int) -> None:
         name = signals.name(number)
+        if number == signal.SIGHUP and self.lease == 0:
+            self.console.record("HUP: exiting; the run continues without a launcher")
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         if number not in STOPPING_SIGNALS:
             self.passed_signal = name
             message = f"{name}: sending it to the ranks, or stopping them if they have no handler for it"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +58,8 @@ class Run:
     nodes: tuple[RunNode, ...]
     job: str = ""  # number of its SLURM job
     launched: str = ""  # see user_code.launched_package()
+    lease: int | None = None  # 0: its nodes run on without the launcher
+    cwd: str = ""
 
 
 def find(argument: str, cwd: Path, logs: Path) -> Path:
@@ -99,6 +102,8 @@ def read(directory: Path) -> Run:
         nodes=tuple(RunNode(**one | {"address": one["address"] or local}) for one in facts["layout"]),
         job=facts.get("slurm_job") or "",
         launched=launched_package(facts),
+        lease=facts.get("lease"),
+        cwd=facts["cwd"],
     )
 
 
@@ -109,6 +114,20 @@ def state_of_launcher(host: str, launcher_machine: str, pid: int, started: int |
     boot_id, earlier_boot_id = (identifier.partition("net:")[0] for identifier in (machine(), launcher_machine))
     rebooted = host == os.uname().nodename and boot_id != earlier_boot_id
     return EXITED if rebooted else REMOTE
+
+
+def constant_arguments(command: Sequence[str]) -> list[str]:
+    """The arguments of a launcher that have to be the same with --attach: not --attach, --detach and --quiet."""
+    end = command.index("--") if "--" in command else len(command)
+    options = iter(command[1:end])
+    kept = [
+        argument
+        for argument in options
+        if argument not in ("--detach", "--quiet")
+        and not argument.startswith("--attach=")
+        and not (argument == "--attach" and next(options))
+    ]
+    return [*kept, *command[end:]]
 
 
 def refuse_other_users(run: Run, caller: str, uid: int) -> None:

@@ -30,7 +30,7 @@ from distributed.exit_codes import UNFIT
 from distributed.files import KIT
 from distributed.runs.charts import duration
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
-from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run
+from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, constant_arguments
 from distributed.runs.node_status import GpuUsage, RankStatus
 from distributed.runs.query import JobWithoutRun, NodeReply, RunQuery, find_run, remaining_processes
 from distributed.runs.records import read_object
@@ -127,6 +127,10 @@ def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any])
             return RunState("ending", "all ranks have exited") if started else RunState("starting")
         names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         return RunState("running", f"not running: {names}" if missing else "")
+    if active and run.lease == 0 and not (run.directory / "verdict.json").exists():
+        attach = shlex.join([run.command[0], "--attach", str(run.directory), *constant_arguments(run.command)])
+        text = f"the launcher has exited, and the run continues on {', '.join(active)}; to follow it again:"
+        return RunState("left", text, remedy=f"cd {shlex.quote(run.cwd)} && {attach}")
     if active:
         stop = f"{KIT}/scripts/stop.sh {shlex.quote(str(run.directory))}"
         return RunState("left", f"the launcher has exited, but processes remain on {', '.join(active)}", True, stop)

@@ -86,7 +86,7 @@ class Task(supervisor.Supervisor):
         self.IGNORED = signals.PROTECTED if is_rank else (*signals.PROTECTED, *signals.PASSED_ON)
         os.makedirs(os.path.dirname(self.files.pids), exist_ok=True)
         options = supervisor.SupervisorOptions(["--dir", run, "--name", self.files.name], grace)
-        options.heartbeat_timeout, options.sample_usage = HEARTBEAT_TIMEOUT, self.local_rank == 0
+        options.lease, options.sample_usage = HEARTBEAT_TIMEOUT, self.local_rank == 0
         super().__init__(self.files, options)
         os.set_blocking(1, False)
         self._streams = self._streams[:1]  # the launcher expects only srun's own messages on standard error

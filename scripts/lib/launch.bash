@@ -14,7 +14,7 @@ MASTER_ADDR=''           # address of the first node, with MASTER_PORT
 PLAIN_AGENT=torch.distributed.run # module for --agent torchrun
 FAST_OPTIONS=()          # options of Muster's own agent
 BEFORE=() AFTER=()       # command line of the agent or of srun, around the options that differ
-RUN_OPTIONS=()           # of distributed/launch/run.py
+RUN_OPTIONS=()           # distributed/launch/run.py or attach.py, and its options
 NODES=()                 # names, in the order of node ranks
 declare -A ADDRESS=()    # node -> [user@]name for ssh
 declare -A NPROC_OF=()   # node -> number of ranks; auto, gpu or cpu: the preflight counts them
@@ -67,7 +67,7 @@ parse_config_nproc_nodes() {
     die_usage "expected CONFIG, NPROC and NODE..., got: $(quote "${POSITIONAL[@]:-nothing}")"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
   check_nproc NPROC "$NPROC" or_kind
-  ((PREFLIGHT)) || ! is_processor_kind "$NPROC" ||
+  ((PREFLIGHT)) || [[ $ATTACH ]] || ! is_processor_kind "$NPROC" ||
     die_usage "NPROC $NPROC: only the preflight counts the processors of a node;" \
       "leave out --no-preflight, or give a number"
 }
@@ -205,19 +205,20 @@ ssh_run_nodes() { # <ssh or pdsh>
 # each node. Functions that call this one have no local variables: they would hide variables of the user from the ranks.
 run_nodes() { # <local, ssh, pdsh or srun> [option of distributed/launch/run.py...]
   set_run_options "$@"
-  exec_module launch.run "${RUN_OPTIONS[@]}" < <(print_lists)
+  exec_module "${RUN_OPTIONS[@]}" < <(print_lists)
 }
 
 
 # Set RUN_OPTIONS. Its local variables would hide variables of the user in run_nodes.
 set_run_options() { # <argument of run_nodes...>
-  local node name=${MODULE:-${WORK[0]}}
+  local node program=run name=${MODULE:-${WORK[0]}}
+  [[ ! $ATTACH ]] || program=attach
   [[ ! -d $name ]] || name=$(cd -- "$name" && pwd)
   name=${name##*/}
-  RUN_OPTIONS=("$@" "--program=$PROGRAM" "--cwd=$PWD" "--log-dir=$LOG_DIR" "--name=${name%.py}"
+  RUN_OPTIONS=("launch.$program" "$@" "--program=$PROGRAM" "--cwd=$PWD" "--log-dir=$LOG_DIR" "--name=${name%.py}"
     "--script=${MODULE:-${WORK[0]}}" ${CONFIG_ARGS:+"--config=$CONFIG"} "--python=$PYTHON" "--node-env=$(node_env)"
     --grace "$GRACE" --max-restarts "$MAX_RESTARTS" ${HANG_TIMEOUT:+--hang-timeout "$HANG_TIMEOUT"}
-    --master "${MASTER_ADDR-}" "${MASTER_PORT-}")
+    ${LEASE:+--lease "$LEASE"} ${ATTACH:+"--attach=$ATTACH"} --master "${MASTER_ADDR-}" "${MASTER_PORT-}")
   for node in "${NODES[@]}"; do
     RUN_OPTIONS+=(--node "$node" "${NPROC_OF[$node]}" "${ADDRESS[$node]-}")
   done

@@ -24,7 +24,7 @@ declare -A VARIABLE_OF=(
   [--max-restarts]=MAX_RESTARTS [--max-requeues]=MAX_REQUEUES [--hostfile]=HOSTFILE [--exclude]=EXCLUDE
   [-n]=NPROC [-c]=CONFIG [-l]=LEVEL
   [--backend]=BACKEND [--min-bytes]=MIN_BYTES [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
-  [--sync]=SYNC [--detach]=DETACH [--dry-run]=DRY_RUN [--quiet]=QUIET
+  [--sync]=SYNC [--lease]=LEASE [--attach]=ATTACH [--detach]=DETACH [--dry-run]=DRY_RUN [--quiet]=QUIET
   [--json]=JSON [--watch]=WATCH [--stacks]=STACKS [--now]=NOW [--certain]=CERTAIN [--fresh]=FRESH
 )
 # Option of torchrun, srun, mpirun, accelerate, deepspeed or train.py -> the variables above, or names in usage lines,
@@ -44,6 +44,8 @@ PYTHON_OPTION='' AGENT=fast LOG_DIR=logs MASTER_PORT='' HOSTFILE='' EXCLUDE=''
 RENDEZVOUS_TIMEOUT='' # seconds; empty: torchrun's default, 600
 HANG_TIMEOUT=''       # seconds; 0: never; empty: the default
 MAX_RESTARTS=0 MAX_REQUEUES=100
+LEASE=''              # seconds; 0: none; empty: the default
+ATTACH=''             # a run that continues without its launcher
 NPROC='' CONFIG='' LEVEL=''
 BACKEND=auto MIN_BYTES=1K MAX_BYTES='' TABLE_SECONDS='' TIMEOUT=''
 SYNC=0 DETACH=0 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 PREFLIGHT=1
@@ -175,12 +177,15 @@ check_options() {
   is_count "$MAX_REQUEUES" || die_usage "--max-requeues: expected a non-negative integer, got '$MAX_REQUEUES'"
   [[ ! $HANG_TIMEOUT ]] || is_count "$HANG_TIMEOUT" ||
     die_usage "--hang-timeout: expected a whole number of seconds (0 = off), got '$HANG_TIMEOUT'"
+  [[ ! $LEASE ]] || is_count "$LEASE" ||
+    die_usage "--lease: expected a whole number of seconds (0 = none), got '$LEASE'"
+  [[ ! $ATTACH || $DRY_RUN != 1 ]] || die_usage "--attach and --dry-run cannot be combined"
   [[ ! $MASTER_PORT ]] || is_port "$MASTER_PORT" ||
     die_usage "--master-port: expected a port from 1 to 65535, got '$MASTER_PORT'"
   [[ ! $RENDEZVOUS_TIMEOUT ]] || { is_count "$RENDEZVOUS_TIMEOUT" && ((RENDEZVOUS_TIMEOUT >= 1)); } ||
     die_usage "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '$RENDEZVOUS_TIMEOUT'"
   # --dry-run shows, on any machine, what would run on another: no check of GPUs, ports and addresses.
-  [[ $DRY_RUN != 1 ]] || PREFLIGHT=0
+  [[ $DRY_RUN != 1 && ! $ATTACH ]] || PREFLIGHT=0 # a run that is attached to uses its GPUs and port itself
   # Python buffers output to a pipe; Muster's own agent disables that itself.
   [[ $AGENT == fast ]] || ENVIRONMENT=(PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}")
 }

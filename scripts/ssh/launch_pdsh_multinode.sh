@@ -26,6 +26,7 @@ require_pdsh() {
 
 main() {
   parse_options "$@"
+  [[ ! $LEASE$ATTACH ]] || die_usage "--lease and --attach: not possible with pdsh; use launch_torchrun_auto.sh"
   parse_config_nproc_nodes
   check_call_on_nodes "${POSITIONAL[@]:2}"
   [[ $DRY_RUN == 1 ]] || require_pdsh

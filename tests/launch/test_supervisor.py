@@ -181,7 +181,7 @@ def test_a_lost_launcher_is_recorded_and_logged_as_the_cause(run: SupervisedRun)
 
 
 def test_the_launcher_is_lost_when_heartbeats_time_out(run: SupervisedRun) -> None:
-    process = run.start(WITH_CHILDREN, "--heartbeat-timeout", "1")
+    process = run.start(WITH_CHILDREN, "--lease", "1")
     assert process.wait(TIMEOUT) == 143
     assert "no heartbeat from the launcher for 1 s" in str(read_json(run.files.record)["message"])
 
@@ -192,7 +192,7 @@ def test_unread_heartbeats_prevent_a_timeout(run: SupervisedRun) -> None:
     os.mkfifo(run.files.log)
     log = os.open(run.files.log, os.O_RDONLY | os.O_NONBLOCK)
     script = "yes | head -c 300000; exec sleep 300"
-    command = run.command("run", "--heartbeat-timeout", "1", "--", "bash", "-c", script)
+    command = run.command("run", "--lease", "1", "--", "bash", "-c", script)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
     wait_until(lambda: struct.unpack("i", fcntl.ioctl(log, termios.FIONREAD, bytes(4)))[0] >= 1 << 16)
     assert process.stdin
@@ -401,7 +401,7 @@ def test_a_blocked_standard_output_delays_no_message_on_standard_error(run: Supe
 
 def test_without_a_console_the_log_has_the_bytes_of_both_streams_in_their_order_at_once(run: SupervisedRun) -> None:
     script = "for i in $(seq 200); do echo out $i; echo err $i >&2; done; echo ready; printf '\\r10%%'; sleep 300"
-    run.start(script, "--detach")
+    run.start(script, "--lease", "0")
     lines = [f"{stream} {i}\n" for i in range(1, 201) for stream in ("out", "err")]
     wait_until(lambda: "10%" in run.log)
     assert Path(run.files.log).read_bytes().decode() == "".join(lines) + "ready\n\r10%"
@@ -485,7 +485,7 @@ def test_an_environment_block_ends_with_an_empty_entry(received: bytes, block: b
 def test_a_detached_command_outlives_its_caller_and_can_be_stopped(run: SupervisedRun) -> None:
     assert run.state["state"] == "absent"
     script = "echo $A; trap 'exit 7' TERM; echo ready; while true; do sleep 0.1; done"
-    command = run.command("run", "--detach", "--environment", "-", "--", "bash", "-c", script)
+    command = run.command("run", "--lease", "0", "--environment", "-", "--", "bash", "-c", script)
     # If the command inherited the pipes, this would wait until it exits.
     done = subprocess.run(command, input=b"A=1\0\0\0", capture_output=True, timeout=TIMEOUT, check=True)
     assert (done.stdout, done.stderr) == (b"", b"")
@@ -503,14 +503,15 @@ def test_a_detached_command_outlives_its_caller_and_can_be_stopped(run: Supervis
 def test_a_detached_command_that_cannot_be_started_is_reported(run: SupervisedRun, tmp_path: Path) -> None:
     Path(run.files.directory).mkdir()
     Path(run.files.log).mkdir()  # cannot be written, as on a full disk
-    done = subprocess.run(run.command("run", "--detach", "--", "true"), capture_output=True, text=True, check=False)
+    done = subprocess.run(run.command("run", "--lease", "0", "--", "true"), capture_output=True, text=True, check=False)
     assert done.returncode == 69
     assert "the command was not started: " in done.stderr
     assert "Is a directory" in done.stderr
 
 
 def test_a_killed_detached_supervisor_leaves_an_exit_code_and_no_process(run: SupervisedRun) -> None:
-    subprocess.run(run.command("run", "--detach", "--", "bash", "-c", WITH_CHILDREN), timeout=TIMEOUT, check=True)
+    command = run.command("run", "--lease", "0", "--", "bash", "-c", WITH_CHILDREN)
+    subprocess.run(command, stdin=subprocess.DEVNULL, timeout=TIMEOUT, check=True)
     wait_until(lambda: "ready" in run.log)
     kill(run.pid("supervisor"))
     wait_until(lambda: run.code == 137)
@@ -519,7 +520,8 @@ def test_a_killed_detached_supervisor_leaves_an_exit_code_and_no_process(run: Su
 
 def detach(run: SupervisedRun, *command: str, options: tuple[str, ...] = ()) -> None:
     """Run a detached command and wait until it has exited."""
-    subprocess.run(run.command("run", "--detach", *options, "--", *command), timeout=TIMEOUT, check=True)
+    call = run.command("run", "--lease", "0", *options, "--", *command)
+    subprocess.run(call, stdin=subprocess.DEVNULL, timeout=TIMEOUT, check=True)
     wait_until(lambda: run.code is not None)
 
 
@@ -597,7 +599,7 @@ def test_a_timeout_after_a_stop_request_is_not_recorded(run: SupervisedRun) -> N
 
 def test_the_cause_is_recorded_although_directory_errors_does_not_exist(run: SupervisedRun) -> None:
     os.makedirs(run.files.directory)
-    arguments = ["--dir", run.files.directory, "--name", "n1", "--grace", "8", "--timeout", "1", "--detach"]
+    arguments = ["--dir", run.files.directory, "--name", "n1", "--grace", "8", "--timeout", "1", "--lease", "0"]
     options = SupervisorOptions([*arguments, "--", "sleep", "300"])
     if (pid := os.fork()) == 0:  # as the server of a job list does
         os._exit(supervisor.supervise(options, b"", b"") != 128 + signal.SIGTERM)

@@ -1,0 +1,96 @@
+"""Follow a run that continues without its launcher (--lease 0), as if this launcher had started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from distributed.exit_codes import UNFIT, WRONG_CALL
+from distributed.files import read_json, try_lock
+from distributed.host.identity import user
+from distributed.launch.run import Launch, execute, masked
+from distributed.runs import lookup
+from distributed.transport.commands import quote
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from distributed.launch.watch import Watch
+    from distributed.transport.commands import LocalCommands
+
+
+class AttachedLaunch(Launch):
+    """Takes over a run instead of creating one, and follows its nodes instead of starting them."""
+
+    def check_nodes(self, commands: LocalCommands) -> tuple[str, str]:
+        """Check that this call may take over the run. Returns the master address and port. Exits if it may not."""
+        try:
+            found = lookup.find(self.options.attach, Path(self.options.cwd), Path(self.logs))
+            lookup.refuse_other_users(lookup.read(found), user(), os.geteuid())
+            self._lock = os.open(found / "launcher.log", os.O_RDWR | os.O_CREAT, 0o666)  # until this process exits
+            is_first = try_lock(self._lock)
+            run, facts = lookup.read(found), read_json(found / "run.json")
+        except lookup.RunLookupError as error:
+            self._refuse(str(error))
+        if facts.get("lease") != 0:
+            self._refuse("the run has a lease, so its processes end with its launcher; start it again")
+        if (found / "verdict.json").exists():
+            self._refuse(f"the run has ended with a verdict; see {found}/verdict.json")
+        if run.launcher.state == lookup.REMOTE:
+            self._refuse(f"its launcher is process {run.launcher.pid} on {run.launcher.host}; attach there")
+        if run.launcher.state == lookup.RUNNING or not is_first:
+            self._refuse(f"its launcher, process {run.launcher.pid}, still runs")
+        arguments = lookup.constant_arguments(masked(self.call))
+        self._require_same("the arguments", quote(lookup.constant_arguments(run.command)), quote(arguments))
+        self._require_same("the working directory", run.cwd, self.options.cwd)
+        self._require_same("the Python", run.python, self.options.python)
+        if self.options.max_restarts and any(argument.startswith("--env") for argument in arguments):
+            self._refuse("values of --env are not recorded, so a restart could get others; watch it with status.sh")
+        self._found = found
+        return str(facts["address"]), str(facts["port"])
+
+    def _require_same(self, what: str, before: str, now: str) -> None:
+        if before != now:
+            self._refuse(f"the run was started with {what} {before}; got {now}")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self.console.print(f"--attach '{self.options.attach}': {reason}", always=True)
+        sys.exit(WRONG_CALL)
+
+    def create_run(self) -> Path:
+        return self._found
+
+    def run_attempts(self, restarts: int = 0, start: Callable[[Watch], None] | None = None) -> None:
+        """Follow the attempt that runs, then continue as for any run."""
+        restarts = len(list(self.directory.glob("attempt_*")))
+        self.watch.restart_count = restarts
+        sizes = self._read_sizes()
+
+        def follow(watch: Watch) -> None:
+            for node in watch.run.nodes:
+                watch.follow(node, "--offset", str(sizes[node.node]))
+
+        self.console.record("attached to the run")
+        super().run_attempts(restarts, start or follow)
+
+    def _read_sizes(self) -> dict[str, int]:
+        """The size of each node's log, in bytes. Exits if a node is unreachable, which must not stop the run."""
+        watch, commands = self.watch, {}
+        for node in watch.run.nodes:
+            status = [*watch.supervisor, "status", "--dir", str(self.directory), "--name", node.node]
+            commands[node] = watch.transport.commands.command(node, status, self.options.cwd)
+        sizes = {}
+        for reply in watch.calls.call_all(commands).values():
+            if reply.code:
+                self.console.record(f"{reply.node}: cannot attach: {reply.err.strip() or reply.code}", always=True)
+                sys.exit(UNFIT)
+            sizes[reply.node] = json.loads(reply.out.splitlines()[-1]).get("log_bytes", 0)
+        return sizes
+
+
+def main(arguments: Sequence[str]) -> int:
+    """See run.main()."""
+    return execute(AttachedLaunch, arguments)

@@ -1,0 +1,97 @@
+"""Follow a command without a lease on this node: show its output, pass requests on, report its exit code.
+
+usage: module.py launch.follow --dir DIR --name NAME [option of the supervisor...] [--offset BYTES] [-- COMMAND...]
+
+COMMAND is started first, by a supervisor that needs no launcher; without it, an earlier one is followed. The output is
+read from node_NAME.log: that after BYTES, by default only new output. Standard input is the control channel: `stop`,
+`kill` and `signal N` are passed on to the supervisor. At its end the launcher is lost; this program exits with 0, and
+COMMAND runs on. If the supervisor was killed, its processes are ended. Then, as those of a supervisor with a lease, are
+the report and the exit code. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+
+from distributed.exit_codes import UNFIT
+from distributed.launch import supervisor
+from distributed.launch.node_reports import format_report
+from distributed.launch.output_lines import OUTPUT, Console, Lines
+from distributed.launch.supervisor import BACKLOG, BLOCK, ConsoleStream, SupervisorError, SupervisorOptions
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import BinaryIO
+
+INTERVAL = 0.2  # seconds between reads of the log
+
+
+class Follower:
+    """Follows one command until its supervisor has ended, or the launcher is lost."""
+
+    def __init__(self, options: SupervisorOptions, received: bytes = b"") -> None:
+        """received: bytes of standard input that were read before."""
+        self._options, self._files, self._received = options, options.files, received
+        self._streams = [ConsoleStream(1), ConsoleStream(2)]
+        self._console, self._lines = Console(options.terminals), Lines()
+
+    def run(self) -> int:
+        """Returns the exit code of the command, or 0 at the end of standard input. Raises SupervisorError."""
+        files = self._files
+        try:
+            log = open(files.log, "rb", buffering=0)  # noqa: SIM115
+        except FileNotFoundError:  # the command was not started
+            log = open(os.devnull, "rb", buffering=0)  # noqa: SIM115
+        log.seek(int(self._options.offset or 0), os.SEEK_SET if self._options.offset else os.SEEK_END)
+        while self._show_more(log):
+            if not self._pass_requests():
+                return 0
+        if not os.path.exists(files.exit):  # the supervisor was killed, or this machine restarted
+            supervisor.sweep(files, self._options.grace)
+        code = supervisor.read_code(files.exit)
+        if code is None:
+            raise SupervisorError(UNFIT, f"{files.name}: {files.directory}: no command was started")
+        if self._options.report:
+            self._streams[0].put(format_report(node=files.name, exit_code=code))
+            while self._streams[0].pending and self._pass_requests():
+                pass
+        return code
+
+    def _show_more(self, log: BinaryIO) -> bool:
+        """Show new output. Returns whether there may be more: the supervisor lives, or the console is slow."""
+        lives = supervisor.supervisor_of(self._files)  # before the output is read
+        slow = any(len(stream.pending) > BACKLOG for stream in self._streams)
+        block = b"" if slow else log.read(BLOCK)
+        texts = self._console.feed(self._lines.feed(block, last=not lives and not block), OUTPUT)
+        for stream, text in zip(self._streams, texts, strict=True):
+            stream.put(text)
+        return bool(lives or block or any(stream.pending for stream in self._streams))
+
+    def _pass_requests(self) -> bool:
+        """Wait for a moment for requests, and pass them on. Returns False at the end of standard input."""
+        if select.select([0], [], [], INTERVAL)[0]:
+            if not (received := os.read(0, BLOCK)):
+                return False
+            self._received += received
+        *requests, self._received = self._received.split(b"\n")
+        for asked in map(os.fsdecode, requests):
+            if asked in ("stop", "kill"):
+                supervisor.request(self._files, asked)
+            elif asked.startswith("signal "):
+                supervisor.signal_supervisor(self._files, int(asked.split()[1]))
+        return True
+
+
+def main(arguments: Sequence[str]) -> int:
+    return supervisor.report_errors(_main, arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    options, received = SupervisorOptions(arguments), b""
+    if options.command:
+        options.lease, options.offset = 0.0, "0"
+        inherited, block, received = supervisor.read_environment(options)
+        supervisor.supervise_detached(options, inherited, block)
+    return Follower(options, received).run()

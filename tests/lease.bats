@@ -1,0 +1,268 @@
+#!/usr/bin/env bats
+#
+# --lease 0: a run outlives its launcher, and --attach follows it again, with restarts, verdict and exit code as if the
+# launcher had never ended. With a lease, nothing of the run remains.
+
+# bats file_tags=laboratory
+bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
+
+
+setup_file() {
+  export SCRIPTS=$BATS_TEST_DIRNAME/../scripts
+  export SINGLE=$SCRIPTS/ssh/launch_singlenode.sh AUTO=$SCRIPTS/ssh/launch_torchrun_auto.sh
+  start_lab 3
+}
+
+
+setup() {
+  enter_workdir
+  export MUSTER_GRACE=8
+  # Runs until a file `finish` or, in the first attempt, `fail` exists.
+  cat >"my script.py" <<'END'
+import os, signal, sys, time
+rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+def save(*_):
+    open(f"saved{rank}", "w").close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGUSR1, lambda *_: print("got USR1", flush=True))
+print("at work, restart", restarts, flush=True)
+while not os.path.exists("finish"):
+    if os.path.exists("fail") and restarts == "0" and rank == "1":
+        sys.exit(3)
+    time.sleep(0.1)
+print("finished after", sys.argv[1:], flush=True)
+END
+}
+
+
+# Also end the runs that a failed test leaves: without a lease, nothing else ends them.
+teardown() {
+  lab heal "$N3" >/dev/null 2>&1 || true
+  [ "${BATS_TEST_COMPLETED-}" ] || tail -n 30 out* logs/*/*.log
+  local run
+  for run in logs/*/; do
+    [ ! -d "$run" ] || supervisor sweep --dir "$run" --name "$(uname -n)"
+  done
+  sweep_runs
+}
+
+
+# Start a run without a lease, wait until it is at work, kill its launcher, and set RUN. It has the arguments in CALL.
+start_and_kill_launcher() {
+  start out "${CALL[@]}"
+  wait_for_line out "at work"
+  kill -KILL -- "-$LAUNCHER"
+  wait "$LAUNCHER" || true
+  RUN=$(readlink -f logs/latest)
+  sleep 1
+  [ "$(processes_left)" -gt 2 ]
+}
+
+
+# Attach again in the background, with the output in `again`, and wait until the launcher follows the nodes.
+attach() { # <argument...>
+  start again "${CALL[0]}" --attach "$RUN" "${CALL[@]:1}"
+  wait_for_line again "attached"
+}
+
+
+# Check that attaching with these arguments is refused with the text, and that the run continues.
+refused() { # <text> <argument of the launcher...>
+  run -2 "${@:2}"
+  [[ "$output" == *"$1"* ]] || { echo "$output" && return 1; }
+  [ "$(processes_left)" -gt 2 ]
+}
+
+
+# bats test_tags=quick
+@test "one machine: a run without a lease outlives its launcher, and is followed again to its verdict" {
+  CALL=("$SINGLE" --lease 0 --script "my script.py" - 2 -- "a b" c)
+  start_and_kill_launcher
+  run -0 "$SCRIPTS/status.sh"
+  [[ "$output" == *"the launcher has exited, and the run continues on $(uname -n)"* ]]
+  command=$(sed -n 's/^  \$ //p' <<<"$output" | head -n 1)
+  [[ "$command" == *"--attach "* ]]
+  start again bash -c "$command"
+  wait_for_line again attached
+  kill -USR1 "$LAUNCHER"
+  wait_for_line again "got USR1"
+  run -0 "$SCRIPTS/status.sh"
+  [[ "${lines[0]}" == *": running for "* ]]
+  touch finish
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat again && false; }
+  grep -qxF "finished after ['a b', 'c']" again
+  run ! grep "at work" again
+  grep -q "verdict: ok" again
+  [ -s "$RUN/verdict.json" ]
+  no_processes_within 5
+  # A run with a verdict is not followed.
+  run -2 "${CALL[0]}" --attach "$RUN" "${CALL[@]:1}"
+  [[ "$output" == *"has ended with a verdict"* ]]
+}
+
+
+@test "three nodes: a run without a lease outlives its launcher, twice, and is followed again to its verdict" {
+  CALL=("$AUTO" --lease 0 --script "my script.py" - 1 "$N1" "$N2" "$N3" --)
+  start_and_kill_launcher
+  attach
+  kill -KILL -- "-$LAUNCHER"
+  wait "$LAUNCHER" || true
+  attach
+  touch finish
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat again && false; }
+  grep -qxF "finished after []" again
+  grep -q "verdict: ok" again
+  [ "$(cat "$RUN"/node_*.exit)" = $'0\n0\n0' ]
+  no_processes_within 5
+}
+
+
+@test "with a lease, nothing remains on any node after SIGKILL of the launcher" {
+  CALL=("$AUTO" --lease 5 --script "my script.py" - 1 "$N1" "$N2" --)
+  start out "${CALL[@]}"
+  wait_for_line out "at work"
+  kill -STOP -- "-$LAUNCHER" # its nodes get no heartbeats, as from an unreachable launcher
+  pkill --signal STOP --parent "$LAUNCHER" ssh || true
+  no_processes_within 20
+  kill -KILL -- "-$LAUNCHER"
+}
+
+
+@test "an attached launcher is alone, and only with the arguments of the start" {
+  CALL=("$SINGLE" --lease 0 --max-restarts 2 --script "my script.py" - 2 -- x)
+  start out "${CALL[@]}"
+  wait_for_line out "at work"
+  refused "its launcher, process $LAUNCHER, still runs" "${CALL[0]}" --attach latest "${CALL[@]:1}"
+  kill -KILL -- "-$LAUNCHER"
+  wait "$LAUNCHER" || true
+  refused "was started with the arguments --lease 0 --max-restarts 2 " \
+    "$SINGLE" --attach latest --lease 0 --max-restarts 3 --script "my script.py" - 2 -- x
+  refused "was started with the arguments" \
+    "$SINGLE" --attach latest --lease 0 --max-restarts 2 --script "my script.py" - 2 -- y
+  refused "--attach and --dry-run cannot be combined" "${CALL[0]}" --dry-run --attach latest "${CALL[@]:1}"
+  refused "no such run" "${CALL[0]}" --attach nothing "${CALL[@]:1}"
+  RUN=$(readlink -f logs/latest)
+  attach
+  refused "its launcher, process $LAUNCHER, still runs" "${CALL[0]}" --attach latest "${CALL[@]:1}"
+  # Ctrl-C stops the run.
+  kill -INT "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 75 ] || { cat again && false; }
+  [ -e saved0 ] && [ -e saved1 ]
+  no_processes_within 5
+}
+
+
+@test "values of --env are not recorded: a run that may restart with others is not followed" {
+  CALL=("$SINGLE" --lease 0 --max-restarts 1 --env A=1 --script "my script.py" - 2 --)
+  start_and_kill_launcher
+  refused "--env" "${CALL[0]}" --attach latest "${CALL[@]:1}"
+  run -0 "$SCRIPTS/stop.sh" latest
+  no_processes_within 5
+  CALL=("$SINGLE" --lease 0 --env A=1 --script "my script.py" - 2 --)
+  start_and_kill_launcher
+  attach
+  touch finish
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat again && false; }
+}
+
+
+@test "a failure while no launcher followed is found at once, and restarts the run if that is allowed" {
+  CALL=("$AUTO" --lease 0 --script "my script.py" - 1 "$N1" "$N2" --)
+  start_and_kill_launcher
+  touch fail
+  no_processes_within 20
+  attach
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 3 ] || { cat again && false; }
+  grep -q "verdict: failed: rank 1 on $N2 exited with code 3" again
+  rm fail
+  CALL=("$AUTO" --lease 0 --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2" --)
+  start_and_kill_launcher
+  touch fail
+  no_processes_within 20
+  attach
+  wait_for_line again "at work, restart 1"
+  grep -q "restart 1 of 1" again
+  kill -KILL -- "-$LAUNCHER" # the restarted attempt has no lease either
+  wait "$LAUNCHER" || true
+  attach
+  touch finish
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat again && false; }
+}
+
+
+@test "the processes of a supervisor that was killed while no launcher followed are ended, and the loss is reported" {
+  CALL=("$AUTO" --lease 0 --script "my script.py" - 1 "$N1" "$N2" --)
+  start_and_kill_launcher
+  kill -KILL "$(pid_of supervisor "$N2")" "$(pid_of guard "$N2")"
+  attach
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 137 ] || { cat again && false; }
+  grep -q "verdict: failed: the supervisor on $N2 died of SIGKILL" again
+  no_processes_within 5
+}
+
+
+@test "stop.sh stops a run without a lease, with and without a launcher" {
+  CALL=("$AUTO" --lease 0 --script "my script.py" - 1 "$N1" "$N2" --)
+  start_and_kill_launcher
+  run -0 "$SCRIPTS/stop.sh" latest
+  [ -e saved0 ] && [ -e saved1 ]
+  [[ "$output" == *"$N2: no process of this run remains"* ]]
+  rm saved*
+  start_and_kill_launcher
+  attach
+  run -0 "$SCRIPTS/stop.sh" latest
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 75 ] || { cat again && false; }
+  [ -e saved0 ] && [ -e saved1 ]
+  no_processes_within 5
+}
+
+
+@test "a run without a lease survives the end of its terminal" {
+  CALL=("$SINGLE" --lease 0 --script "my script.py" - 2 --)
+  start out "${CALL[@]}"
+  wait_for_line out "at work"
+  kill -HUP "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 129 ]
+  [ "$(processes_left)" -gt 2 ]
+  RUN=$(readlink -f logs/latest)
+  attach
+  touch finish
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat again && false; }
+}
+
+
+@test "a node without a lease runs on without a connection, and is followed again by the same launcher" {
+  CALL=("$AUTO" --lease 0 --script "my script.py" - 1 "$N3" --)
+  start out "${CALL[@]}"
+  wait_for_line out "at work"
+  lab cut "$N3"
+  wait_for_line out "$N3: connection to its supervisor lost; it runs on, connecting again"
+  lab heal "$N3"
+  touch finish
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat out && false; }
+  grep -q "verdict: ok" out
+}
+
+
+@test "--lease and --attach are refused where no launcher can follow a run again" {
+  run -2 "$SCRIPTS/ssh/launch_pdsh_multinode.sh" --lease 0 --script "my script.py" - 1 "$N1"
+  [[ "$output" == *"--lease and --attach: not possible with pdsh; use launch_torchrun_auto.sh"* ]]
+  run -2 "$SCRIPTS/ssh/launch_torchrun_auto.sh" --lease x --script "my script.py" - 1 "$N1"
+  [[ "$output" == *"--lease: expected a whole number of seconds (0 = none), got 'x'"* ]]
+  run -2 "$SINGLE" --attach latest --script "my script.py" - 1
+  [[ "$output" == *"no such run"* ]]
+}
