@@ -498,24 +498,14 @@ class MixedStream:
         batch 8, of_target 2, 2 ranks, micro 2:   rank 0 [T T] [B B]   rank 1 [B B] [B B]
 
     start: the number of windows that all ranks together have trained on, as for Stream; both streams resume.
+    share: rank, size and micro, as for Stream.
     """
 
-    def __init__(
-        self,
-        windows: Mixture,
-        batch: int,
-        of_target: int,
-        *,
-        rank: int = 0,
-        size: int = 1,
-        micro: int | None = None,
-        seed: int = 0,
-        start: int = 0,
-    ) -> None:
+    def __init__(self, windows: Mixture, batch: int, of_target: int, seed: int, start: int, **share: int) -> None:
         taken = start * of_target // batch  # of the target; exact unless the batch size has changed
         self.target = Stream(len(windows.target), of_target, seed=seed, start=taken)
         self.base = Stream(len(windows.base), batch - of_target, seed=seed, start=start - taken)
-        self.cut = Stream(batch, batch, rank=rank, size=size, micro=micro)  # checks divisibility
+        self.cut = Stream(batch, batch, **share)  # checks divisibility
         self.first = len(windows.target)  # the first window of the base
 
     def __iter__(self) -> Iterator[list[int]]:

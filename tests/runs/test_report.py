@@ -264,16 +264,6 @@ def test_without_a_verdict_the_event_of_a_loss_that_is_not_finite_is_the_cause(t
 # ---------------------------------------------------------------- replaced lines
 
 
-def test_a_resumed_run_replaces_the_lines_after_its_checkpoint(tmp_path: Path) -> None:
-    lines = [
-        *(step_line(step, loss=9.0) for step in (10, 20, 30, 40)), held_out(40, 9.0),
-        event(20, "resume"), step_line(30, loss=1.0),
-    ]  # fmt: skip
-    run = report.read(write_run(tmp_path, lines))
-    assert run.history.series("loss") == [(10, 9.0), (20, 9.0), (30, 1.0)]
-    assert run.history.held_out_losses() == []
-
-
 def test_a_lower_step_replaces_lines_without_an_event(tmp_path: Path) -> None:
     lines = [step_line(10, loss=9.0), step_line(20, loss=9.0), held_out(20, 9.0), step_line(10, loss=1.0)]
     run = report.read(write_run(tmp_path, lines))
@@ -288,9 +278,13 @@ def test_a_held_out_loss_may_share_a_line_and_a_checkpoint_may_be_logged_later(t
     assert run.history.held_out_losses() == [(20, 2.0)]
 
 
-def test_replaced_lines_are_shown_as_an_earlier_attempt(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_lines_after_its_checkpoint_and_shows_them_as_an_earlier_attempt(
+    tmp_path: Path,
+) -> None:
     lines = [*(step_line(step, loss=9.0) for step in (10, 20, 30)), held_out(30, 8.0), event(20, "resume")]
-    run = report.read(write_run(tmp_path, [*lines, step_line(30, loss=1.0), held_out(30, 2.0)]))
+    run = report.read(write_run(tmp_path, [*lines, step_line(30, loss=1.0)]))
+    assert run.history.series("loss") == [(10, 9.0), (20, 9.0), (30, 1.0)]
+    assert run.history.held_out_losses() == []
     [earlier] = run.history.earlier
     assert earlier.series("loss") == [(20, 9.0), (30, 9.0)], "from the last common step"
     assert earlier.held_out_losses() == [(30, 8.0)]

@@ -122,12 +122,6 @@ def test_a_run_that_has_ended_lasted_until_its_verdict_and_does_not_hang() -> No
     assert (found.seconds, found.diagnosis) == (720.0, Diagnosis(False))
 
 
-def test_new_metrics_are_output() -> None:
-    idle = reply("n1", replace(RANK, cpu=0.0, gpus=(), silent=500.0))
-    assert judge(RUN, [idle], {}, RunProgress(), START + 600).diagnosis.hung
-    assert not judge(RUN, [idle], {}, RunProgress(silent=3.0), START + 600).diagnosis.hung
-
-
 def test_running_exited_and_unstarted_ranks_are_distinguished() -> None:
     found = status.observe_ranks(
         [reply("n1", RANK, replace(ENDED, rank=1)), reply("n2", replace(NOT_STARTED, rank=2))], RunProgress(), 60.0
@@ -135,10 +129,11 @@ def test_running_exited_and_unstarted_ranks_are_distinguished() -> None:
     assert ([rank.rank for rank in found.ranks], found.exited, found.not_started) == ([0], ("rank 1 on n1",), 1)
 
 
-def test_stacks_are_needed_only_after_a_time_without_output() -> None:
+def test_a_run_without_output_looks_hung_and_needs_stacks_unless_it_logs_metrics_or_has_ended() -> None:
     idle = reply("n1", replace(RANK, cpu=0.0, gpus=(), silent=500.0))
-    assert judge(RUN, [idle], {}, RunProgress(), START + 600).needs_stacks
-    assert not judge(RUN, [idle], {}, RunProgress(silent=3.0), START + 600).needs_stacks
+    for silent, hung in ((None, True), (3.0, False)):
+        found = judge(RUN, [idle], {}, RunProgress(silent=silent), START + 600)
+        assert (found.diagnosis.hung, found.needs_stacks) == (hung, hung)
     assert not judge(run_with_launcher(EXITED), [reply("n1", ENDED)], OK, RunProgress(), START + 600).needs_stacks
 
 

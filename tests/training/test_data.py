@@ -439,12 +439,13 @@ def test_each_micro_batch_has_its_size_and_each_rank_its_own_windows() -> None:
 
 
 def mixed_windows_of_steps(
-    target: int, base: int, of_target: int, batch: int, steps: int, ranks: int = 1, micro: int = 1, **more: int
+    target: int, base: int, of_target: int, batch: int, steps: int, ranks: int = 1, micro: int = 1, start: int = 0
 ) -> list[list[int]]:
     """Return the windows of each of `steps` global batches."""
     windows = Mixture(Windows(counted(target + 1), 1), Windows(counted(base + 1), 1))
     streams = [
-        iter(MixedStream(windows, batch, of_target, rank=r, size=ranks, micro=micro, **more)) for r in range(ranks)
+        iter(MixedStream(windows, batch, of_target, seed=7, start=start, rank=rank, size=ranks, micro=micro))
+        for rank in range(ranks)
     ]
     micro_batches = batch // ranks // micro
     return [[w for stream in streams for piece in islice(stream, micro_batches) for w in piece] for _ in range(steps)]
@@ -460,14 +461,14 @@ def test_each_global_batch_mixes_the_same_windows_on_any_number_of_ranks_and_res
     ranks, micro, micro_batches = layout
     batch = ranks * micro * micro_batches
     of_target = data.draw(st.integers(1, batch - 1))
-    unbroken = mixed_windows_of_steps(target, base, of_target, batch, start + 3, seed=7)
+    unbroken = mixed_windows_of_steps(target, base, of_target, batch, start + 3)
     for step, windows in enumerate(unbroken):
         of_base = [window - target for window in windows if window >= target]
         assert [window for window in windows if window < target] == windows_of_steps(
             target, of_target, 1, seed=7, start=step * of_target
         )
         assert of_base == windows_of_steps(base, batch - of_target, 1, seed=7, start=step * (batch - of_target))
-    resumed = mixed_windows_of_steps(target, base, of_target, batch, 3, ranks, micro, seed=7, start=start * batch)
+    resumed = mixed_windows_of_steps(target, base, of_target, batch, 3, ranks, micro, start=start * batch)
     assert resumed == unbroken[start:]
 
 
