@@ -41,7 +41,7 @@ END
 # Also end the runs that a failed test leaves: without a lease, nothing else ends them.
 teardown() {
   lab heal "$N3" >/dev/null 2>&1 || true
-  [ "${BATS_TEST_COMPLETED-}" ] || tail -n 30 out* logs/*/*.log
+  [ "${BATS_TEST_COMPLETED-}" ] || tail -n 30 out* again* logs/*/*.log
   local run
   for run in logs/*/; do
     [ ! -d "$run" ] || supervisor sweep --dir "$run" --name "$(uname -n)"

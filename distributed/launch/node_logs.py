@@ -38,7 +38,7 @@ class NodeLogs:
     def follow(self) -> None:
         """Copy new lines of the logs again and again, until the attempt has ended."""
         if self._sync:
-            self._watch.loop.call_later(FOLLOW_INTERVAL, partial(self._append, self._watch.attempts + 1))
+            self._watch.loop.call_later(FOLLOW_INTERVAL, partial(self._append, self._watch.attempts))
 
     def _append(self, attempt: int) -> None:
         if attempt != self._watch.attempts:
