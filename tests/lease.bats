@@ -263,6 +263,8 @@ refused() { # <text> <argument of the launcher...>
   [[ "$output" == *"--lease and --attach: not possible with pdsh; use launch_torchrun_auto.sh"* ]]
   run -2 "$SCRIPTS/ssh/launch_torchrun_auto.sh" --lease x --script "my script.py" - 1 "$N1"
   [[ "$output" == *"--lease: expected a whole number of seconds (0 = none), got 'x'"* ]]
+  touch finish
+  run -0 "$SINGLE" --script "my script.py" - 1
   run -2 "$SINGLE" --attach latest --script "my script.py" - 1
-  [[ "$output" == *"no such run"* ]]
+  [[ "$output" == *"--attach 'latest': the run has a lease, so its processes end with its launcher"* ]]
 }
