@@ -798,7 +798,7 @@ END
   # Without the question for the versions of another interpreter, such as this stub.
   [ "$(sed -E '/host\.identity/d; s/^(-[^|]*\|)*[^|]*\/([a-z_]+)\.py\|([^|]*)\|.*/\2 \3/' calls)" = "check_call --script=my script.py
 module launch.run
-supervisor run
+module launch.supervisor
 agent --standalone" ] || { cat calls && false; }
 }
 

@@ -122,14 +122,21 @@ refused() { # <text> <argument of the launcher...>
 }
 
 
-@test "with a lease, nothing remains on any node after SIGKILL of the launcher" {
+@test "with a lease, nothing remains on any node when the launcher is silent, or killed" {
   CALL=("$AUTO" --lease 5 --script "my script.py" - 1 "$N1" "$N2" --)
   start out "${CALL[@]}"
   wait_for_line out "at work"
-  kill -STOP -- "-$LAUNCHER" # its nodes get no heartbeats, as from an unreachable launcher
-  pkill --signal STOP --parent "$LAUNCHER" ssh || true
+  kill -STOP -- "-$LAUNCHER"
   no_processes_within 20
+  grep -q "no heartbeat from the launcher for 5 s; stopping" logs/latest/node_*.log
   kill -KILL -- "-$LAUNCHER"
+  wait "$LAUNCHER" || true
+  rm saved*
+  start out "${CALL[@]}"
+  wait_for_line out "at work"
+  kill -KILL -- "-$LAUNCHER"
+  no_processes_within 10
+  [ -e saved0 ] && [ -e saved1 ]
 }
 
 
