@@ -122,14 +122,21 @@ refused() { # <text> <argument of the launcher...>
 }
 
 
-@test "with a lease, nothing remains on any node after SIGKILL of the launcher" {
+@test "with a lease, nothing remains on any node when the launcher is silent, or killed" {
   CALL=("$AUTO" --lease 5 --script "my script.py" - 1 "$N1" "$N2" --)
   start out "${CALL[@]}"
   wait_for_line out "at work"
-  kill -STOP -- "-$LAUNCHER" # its nodes get no heartbeats, as from an unreachable launcher
-  pkill --signal STOP --parent "$LAUNCHER" ssh || true
+  kill -STOP -- "-$LAUNCHER"
   no_processes_within 20
+  grep -q "no heartbeat from the launcher for 5 s; stopping" logs/latest/node_*.log
   kill -KILL -- "-$LAUNCHER"
+  wait "$LAUNCHER" || true
+  rm saved*
+  start out "${CALL[@]}"
+  wait_for_line out "at work"
+  kill -KILL -- "-$LAUNCHER"
+  no_processes_within 10
+  [ -e saved0 ] && [ -e saved1 ]
 }
 
 
@@ -263,6 +270,8 @@ refused() { # <text> <argument of the launcher...>
   [[ "$output" == *"--lease and --attach: not possible with pdsh; use launch_torchrun_auto.sh"* ]]
   run -2 "$SCRIPTS/ssh/launch_torchrun_auto.sh" --lease x --script "my script.py" - 1 "$N1"
   [[ "$output" == *"--lease: expected a whole number of seconds (0 = none), got 'x'"* ]]
+  touch finish
+  run -0 "$SINGLE" --script "my script.py" - 1
   run -2 "$SINGLE" --attach latest --script "my script.py" - 1
-  [[ "$output" == *"no such run"* ]]
+  [[ "$output" == *"--attach 'latest': the run has a lease, so its processes end with its launcher"* ]]
 }

@@ -135,6 +135,31 @@ END
 }
 
 
+@test "a run without a lease fails while its launcher is dead, and is restarted by the next one" {
+  local node call=("$LAUNCH" --sync --lease 0 --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2")
+  write_script <<'END'
+dist.barrier()
+print("at work", flush=True)
+while not os.path.exists("go on"):
+    time.sleep(0.1)
+sys.exit(3 if rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+END
+  start out "${call[@]}"
+  wait_for_line out "at work"
+  kill -KILL -- "-$LAUNCHER"
+  wait "$LAUNCHER" || true
+  for node in "$N1" "$N2"; do
+    lab ssh "$node" touch "$PWD/go on"
+  done
+  no_processes_within 20
+  [ ! -e "logs/latest/node_$N2.exit" ]
+  run -0 "${call[0]}" --attach latest "${call[@]:1}"
+  [[ "$output" == *"verdict: failed: rank 1 on $N2 exited with code 3"*"restart 1 of 1"*"verdict: ok"* ]]
+  [[ "$output" != *copying* ]]
+  [ "$(cat "logs/latest/attempt_1/node_$N2.exit" "logs/latest/node_$N2.exit")" = $'3\n0' ]
+}
+
+
 @test "--detach copies the directories only once" {
   write_endless_script
   run -0 "$LAUNCH" --sync --detach --script "my script.py" - 1 "$N1" "$N2"

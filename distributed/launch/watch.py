@@ -387,7 +387,7 @@ class Watch:
             self._request("stop")
         ended = threading.Event()
         if self.lease:
-            threading.Thread(target=self._send_heartbeats, args=(self.lease / 4, ended), daemon=True).start()
+            threading.Thread(target=self._send_heartbeats, args=(ended, self.lease / 4), daemon=True).start()
         paused = False
         while self.running or self.calls.running or self._disconnected or self.console.pending:
             for stream in self.console.pending:
@@ -411,7 +411,7 @@ class Watch:
         if not stream.pending:
             self.loop.forget(stream.number)
 
-    def _send_heartbeats(self, interval: float, ended: threading.Event) -> None:
+    def _send_heartbeats(self, ended: threading.Event, interval: float) -> None:
         """A node that misses heartbeats stops its command. In a thread, because a disk may block the main thread."""
         while not ended.wait(interval):
             for client in list(self.running.values()):
@@ -462,7 +462,7 @@ class Watch:
 
     def _handle_signal(self, number: int) -> None:
         name = signals.name(number)
-        if number == signal.SIGHUP and self.lease == 0:
+        if number == signal.SIGHUP and self.lease == 0 and not self.signal:
             self.console.record("HUP: exiting; the run continues without a launcher")
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

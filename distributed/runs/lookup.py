@@ -103,7 +103,7 @@ def read(directory: Path) -> Run:
         job=facts.get("slurm_job") or "",
         launched=launched_package(facts),
         lease=facts.get("lease"),
-        cwd=facts["cwd"],
+        cwd=facts.get("cwd", ""),
     )
 
 

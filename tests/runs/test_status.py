@@ -57,6 +57,17 @@ def run_with_launcher(state: str) -> Run:
     return replace(RUN, launcher=replace(LAUNCHER, state=state))
 
 
+def test_a_run_without_a_lease_is_shown_with_the_command_that_follows_it(tmp_path: Path) -> None:
+    command = ("/k/launch.sh", "--quiet", "--attach", "x", "--lease", "0", "a b", "2", "--attach=y", "--", "--quiet")
+    run = replace(run_with_launcher(EXITED), directory=tmp_path, lease=0, cwd="/my work", command=command)
+    state = judge(run, [reply("n1", RANK)], FAILED, RunProgress(), START).state
+    assert (state.name, state.wrong) == ("left", False)
+    assert state.more == "the launcher has exited, and the run continues on n1; to follow it again:"
+    assert state.remedy == f"cd '/my work' && /k/launch.sh --attach {tmp_path} --lease 0 'a b' 2 -- --quiet"
+    (tmp_path / "verdict.json").touch()
+    assert "processes remain on n1" in judge(run, [reply("n1", RANK)], FAILED, RunProgress(), START).state.more
+
+
 ENDED = replace(RANK, pid=None, state="", gpus=())
 NOT_STARTED = replace(ENDED, silent=None, line="")
 OK, STOPPED = {"outcome": "ok", "cause": "all"}, {"outcome": "stopped", "cause": "asked"}
