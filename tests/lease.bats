@@ -64,6 +64,7 @@ start_and_kill_launcher() {
 
 # Attach again in the background, with the output in `again`, and wait until the launcher follows the nodes.
 attach() { # <argument...>
+  rm -f again # clients of a killed launcher may still write to it
   start again "${CALL[0]}" --attach "$RUN" "${CALL[@]:1}"
   wait_for_line again "attached"
 }
