@@ -18,7 +18,7 @@ from distributed.exit_codes import UNFIT
 from distributed.launch import supervisor
 from distributed.launch.node_reports import format_report
 from distributed.launch.output_lines import OUTPUT, Console, Lines
-from distributed.launch.supervisor import BACKLOG, BLOCK, ConsoleStream, SupervisorError, SupervisorOptions
+from distributed.launch.supervisor import BACKLOG, BLOCK, ConsoleStream, SupervisorOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Follower:
         self._console, self._lines = Console(options.terminals), Lines()
 
     def run(self) -> int:
-        """Returns the exit code of the command, or 0 at the end of standard input. Raises SupervisorError."""
+        """Returns the exit code of the command, UNFIT if none was started, or 0 at the end of standard input."""
         files = self._files
         try:
             log = open(files.log, "rb", buffering=0)  # noqa: SIM115
@@ -52,7 +52,8 @@ class Follower:
             supervisor.sweep(files, self._options.grace)
         code = supervisor.read_code(files.exit)
         if code is None:
-            raise SupervisorError(UNFIT, f"{files.name}: {files.directory}: no command was started")
+            code = UNFIT
+            self._streams[1].put(os.fsencode(f"{files.name}: {files.directory}: no command was started\n"))
         if self._options.report:
             self._streams[0].put(format_report(node=files.name, exit_code=code))
             while self._streams[0].pending and self._pass_requests():

@@ -173,7 +173,8 @@ class Watch:
         self.running: dict[str, Client] = {}  # by node, or by the name of the client of all nodes
         self.unended: set[str] = set()  # nodes whose end is not known
         self._unstarted: dict[str, int] = {}  # nodes on which the supervisor could not be started -> exit code
-        self._disconnected: set[str] = set()  # nodes without a lease that are to be followed again
+        self._followed: set[str] = set()  # nodes whose command ran already when their client was started
+        self._disconnected: set[str] = set()  # nodes that are to be followed again
         self.queries: set[Client] = set()  # those of a check for a hang
         self._escalation = 0  # number of the scheduled request
         self.attempts = 0  # that have ended
@@ -188,6 +189,7 @@ class Watch:
         self._escalation += 1
         self.status = 0  # exit code of the first node that failed
         self._requested = False  # a stop is in progress
+        self._followed.clear()
         self._reported: dict[str, int] = {}  # nodes whose supervisor has reported its exit code
 
     # ---- commands and environment
@@ -293,7 +295,8 @@ class Watch:
         """Handle the end of a client that has not reported the exit code of its supervisor."""
         code = client.code
         exited = (self.directory / f"node_{node}.exit").exists()
-        if not exited and (code == UNREACHABLE or (code > 128 and not self._requested)):
+        lost = code == UNREACHABLE or (code > 128 and not self._requested)
+        if not exited and (lost or (self.transport.reports and node in self._followed)):
             if self.transport.reports and client.process.returncode < 0:
                 self.console.record(f"{node}: the launcher's client (process {client.process.pid}) was killed")
             if self.lease == 0 and not self.signal and not self.is_ending:
@@ -323,7 +326,8 @@ class Watch:
         self.loop.call_later(RECONNECT_INTERVAL, connect)
 
     def follow(self, node: RunNode, *options: str) -> None:
-        """Start the client of a node that runs already. options: of the supervisor."""
+        """Start the client of a node that runs already. options: of follow.py."""
+        self._followed.add(node.node)
         command = [*self.supervise(), "--name", node.node, *options]
         self.start_client(node.node, self.transport.commands.command(node, command, self.options.cwd), sent=b"")
 

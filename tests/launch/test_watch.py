@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,6 +111,41 @@ def test_a_client_that_is_killed_is_named_and_its_node_is_lost(directory: Path, 
 
 def test_a_connection_that_is_lost_ends_the_run(directory: Path, attempt: Attempt) -> None:
     assert attempt(n1="exit 255", n2=STOPPED_ON_REQUEST) == UNFIT
+
+
+class Followed(Scripts):
+    """n1 runs without a lease, and each script of `again` follows it once."""
+
+    lease = 0
+
+    def __init__(self, *again: str) -> None:
+        super().__init__({"n1": "exit 255", "n2": report("n2", 0)}, b"")
+        self.again = list(again)
+
+    def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
+        return ["sh", "-c", self.again.pop(0)]
+
+
+@pytest.mark.parametrize("code", [0, 5, 255])
+def test_a_node_without_a_lease_is_followed_again_until_it_reports(
+    directory: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The connection fails, then the login shell."""
+    monkeypatch.setattr("distributed.launch.watch.RECONNECT_INTERVAL", 0.1)
+    transport = Followed("exit 255", "exit 69", "kill -KILL $$", report("n1", code))
+    assert new_watch(directory, transport).attempt() == code
+    assert not transport.again
+    assert log_of(directory).count("n1: connection to its supervisor lost; it runs on, connecting again\n") == 1
+
+
+def test_a_node_without_a_lease_is_swept_if_the_run_ends_while_it_is_unreachable(
+    directory: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.launch.watch.RECONNECT_INTERVAL", 0.1)
+    transport = Followed("touch swept")
+    transport.scripts["n2"] = report("n2", 3)
+    assert new_watch(directory, transport).attempt() == 3
+    assert Path("swept").exists()
 
 
 def test_a_node_that_does_not_read_its_environment_does_not_delay_the_others(directory: Path, attempt: Attempt) -> None:
