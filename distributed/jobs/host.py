@@ -43,7 +43,7 @@ with contextlib.suppress(ImportError):  # imported once here for all forked supe
 from distributed import metrics
 from distributed.exit_codes import WRONG_CALL
 from distributed.files import is_locked, read_json, try_lock, write_file
-from distributed.host import process_scan
+from distributed.host import process_scan, signals
 from distributed.host.gpus import query_gpus
 from distributed.jobs import panes
 from distributed.launch import supervisor
@@ -348,12 +348,7 @@ class Service:
         self._child_output: dict[int, bytes] = {}
         self._received = b""
         self._progress_at = 0.0
-        source, target = os.pipe()
-        os.set_blocking(source, False)
-        os.set_blocking(target, False)
-        signal.set_wakeup_fd(target, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._signals = (source, target)
+        self._signals = signals.catch({signal.SIGCHLD})
 
     def run(self) -> int:
         """Serve until the end of standard input. Returns the exit code."""

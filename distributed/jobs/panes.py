@@ -29,7 +29,7 @@ POLL_INTERVAL = 0.3  # seconds between reads of a log
 BACKLOG = 64 * 1024  # bytes; a view of an existing log starts so far before its end
 # Ignore the user's Python settings, and use UTF-8 in any locale: arguments must reach jobs unchanged.
 PLAIN_PYTHON = ("-I", "-S", "-X", "utf8")
-ENTRY = os.path.join(KIT, "scripts", "lib", "jobs_host.py")
+ENTRY = "scripts/lib/jobs_host.py"
 
 
 class TmuxError(Exception):
@@ -49,6 +49,11 @@ def tmux(*arguments: str) -> str:
     if done.returncode:
         raise TmuxError(done.stderr.strip() or f"tmux {arguments[0]}: exit code {done.returncode}")
     return done.stdout
+
+
+def host_command(*arguments: str) -> list[str]:
+    """A command of host.py on this machine."""
+    return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", *arguments]
 
 
 def server_directory(directory: str, server: str) -> str:
@@ -111,7 +116,7 @@ def abandoned(directory: str) -> bool:
 
 def create(name: str, directory: str, slots: list[str]) -> None:
     """Create a session with a pane for each slot, of equal size, with titles."""
-    program = [sys.executable, *PLAIN_PYTHON, ENTRY, "view", directory]
+    program = host_command("view", directory)
     commands = [[*program, str(number)] for number in range(len(slots))]
     tmux("new-session", "-d", "-s", name, "-x", "240", "-y", "67", "-n", "slots", *commands[0])
     try:

@@ -38,7 +38,7 @@ from distributed.jobs.base_cache import Cache
 from distributed.jobs.bases import script_name
 from distributed.jobs.dispatcher import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.job import Job, arguments, environment
-from distributed.jobs.panes import PLAIN_PYTHON
+from distributed.jobs.panes import ENTRY, PLAIN_PYTHON, host_command
 from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
 from distributed.launch.reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
@@ -50,7 +50,6 @@ MAX_COPIES = 3  # attempts to copy a base model, if copies are damaged
 COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has unlocked a base model
 MAX_RSYNCS = 2  # concurrent rsyncs with a server, in each direction
 MAX_ATTEMPTS_PER_RSYNC = 100
-ENTRY = "scripts/lib/jobs_host.py"
 RSYNC_SHELL = "scripts/lib/rsync_shell.py"
 SSH_CALL = "scripts/lib/ssh_call.py"
 NOT_INSTALLED = "muster-upload"  # printed by a server without the files of KIT_FILES
@@ -413,8 +412,7 @@ class HostServer(JobServer):
         """See dispatcher.JobServer."""
         directory = self.directory or os.path.join(self.context.cwd, "logs", "jobs", self.context.list_id)
         stem = os.path.join(directory, attempt.name, f"node_{self.name}")
-        end = "/" if once else f"{stem}.exit"
-        return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "follow", f"{stem}.log", end]
+        return host_command("follow", f"{stem}.log", "/" if once else f"{stem}.exit")
 
 
 class LocalServer(HostServer):
@@ -427,8 +425,8 @@ class LocalServer(HostServer):
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "serve", cwd=self.context.cwd,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
+            *host_command("serve"), cwd=self.context.cwd, stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
         )  # fmt: skip
         channel = Channel(process, self.name, post)
         await channel.hello()
