@@ -58,10 +58,11 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def try_lock(file: int, exclusive: bool = True, seconds: float = 0.0) -> bool:
+def try_lock(file: int, exclusive: bool = True, seconds: float = 0.0, required: bool = False) -> bool:
     """Lock a file. Returns False if another process still has the lock after `seconds`.
 
-    The lock lasts until all copies of this descriptor are closed. On a file system without locks, nothing is locked.
+    The lock lasts until all copies of this descriptor are closed. On a file system without locks, nothing is locked,
+    or, if the lock is required, OSError is raised.
     """
     import fcntl
 
@@ -75,7 +76,7 @@ def try_lock(file: int, exclusive: bool = True, seconds: float = 0.0) -> bool:
             time.sleep(0.02)
             continue
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
+            if required or error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
                 raise
         return True
 

@@ -44,6 +44,17 @@ def in_job() -> bool:
     return "SLURM_JOB_ID" in os.environ
 
 
+def catch(numbers: set[int]) -> tuple[int, int]:
+    """Handle these signals by writing their numbers to a pipe. Returns its ends, which do not block."""
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(ends[1], warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+    return ends
+
+
 def ignore(numbers: tuple[int, ...] = PASSED_ON) -> None:
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)

@@ -6,8 +6,8 @@ usage: module.py jobs.host serve
 
 serve reads requests from standard input and writes replies and events to standard output, one JSON object per line.
 The first event, `hello`, has the protocol HELLO. serve exits at the end of standard input, when the dispatcher exits or
-the connection is lost; jobs continue under their own supervisors. A server runs one serve process per job list: a new
-process kills an older one that receives no heartbeats, otherwise the new one replies to `open` with an error.
+the connection is lost, also if it only receives no heartbeats; jobs continue under their own supervisors. A server
+runs one serve process per job list: while an older one runs, a new process replies to `open` with an error.
 
 WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`. This file is locked from before
 the supervisor is forked until it exits, so a later serve process knows whether the attempt was started. Servers may
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import glob
 import heapq
 import json
@@ -44,17 +43,17 @@ with contextlib.suppress(ImportError):  # imported once here for all forked supe
 from distributed import metrics
 from distributed.exit_codes import WRONG_CALL
 from distributed.files import is_locked, read_json, try_lock, write_file
-from distributed.host import process_scan
+from distributed.host import process_scan, signals
 from distributed.host.gpus import query_gpus
 from distributed.jobs import panes
 from distributed.launch import supervisor
+from distributed.launch.node_reports import HEARTBEAT_TIMEOUT
 from distributed.training import base_model
 from distributed.training.base_model import BaseModelError
 
 HELLO = "muster-jobs-host"
 POLL_INTERVAL = 0.2  # seconds between checks of running attempts
 PROGRESS_INTERVAL = 2.0  # seconds between reads of the metrics of running jobs
-CONNECTION_TIMEOUT = 10.0  # seconds without a heartbeat after which an older serve process is killed
 LAST_LINES = 20  # of the output of a failed attempt
 TAIL = 16 * 1024  # bytes read from the end of a file
 SETUP = "setup.sh"  # in the directory of an attempt: the setup lines of its server
@@ -303,28 +302,22 @@ def read_metrics(output: str) -> dict[str, Any]:
 def lock_list(directory: str) -> int:
     """Become the only serve process of this list on this server. Returns the locked file.
 
-    An older process is killed if it has received no heartbeat for CONNECTION_TIMEOUT. Raises HostError if the older
-    process receives heartbeats or runs on another machine.
+    Waits until an older process without heartbeats has exited. Raises HostError if the older process receives them.
     """
     os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, "serve")
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    end = time.monotonic() + CONNECTION_TIMEOUT + 2.0
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            pass
-        if time.monotonic() > end:
-            os.close(file)
-            raise HostError(f"{path}: locked by another process; is another machine running this list?")
-        holder = process_scan.live_pid(read_json(path))
-        if holder and time.time() - os.fstat(file).st_mtime > CONNECTION_TIMEOUT:
-            supervisor.send_signal(signal.SIGKILL, [holder])
-        time.sleep(0.05)
-    os.ftruncate(file, os.write(file, json.dumps(process_scan.identity(os.getpid())).encode()))  # as in claim_output()
+    if not try_lock(file, seconds=HEARTBEAT_TIMEOUT + 2.0, required=True):
+        os.close(file)
+        raise HostError(f"{path}: locked by another process; is another machine running this list?")
+    os.ftruncate(file, os.write(file, f"{os.uname().nodename} {os.getpid()}\n".encode()))  # raises if the disk is full
     return file
+
+
+def expect_heartbeat() -> None:
+    """End this process, also if it is blocked, unless this is called again within HEARTBEAT_TIMEOUT."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, HEARTBEAT_TIMEOUT)
 
 
 # ---------------------------------------------------------------- the program
@@ -345,12 +338,7 @@ class Service:
         self._child_output: dict[int, bytes] = {}
         self._received = b""
         self._progress_at = 0.0
-        source, target = os.pipe()
-        os.set_blocking(source, False)
-        os.set_blocking(target, False)
-        signal.set_wakeup_fd(target, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._signals = (source, target)
+        self._signals = signals.catch({signal.SIGCHLD})
 
     def run(self) -> int:
         """Serve until the end of standard input. Returns the exit code."""
@@ -395,8 +383,7 @@ class Service:
     def _handle_line(self, line: bytes) -> None:
         if not line.strip():
             if self.list_lock >= 0:
-                now = time.time()
-                os.utime(self.list_lock, (now, now))  # read by lock_list() of another process on this machine
+                expect_heartbeat()
             self.send(event="heartbeat")
             return
         request = json.loads(line)
@@ -436,6 +423,7 @@ class Service:
         self.directory = os.path.join(self.workdir, "logs", "jobs", request["list"])
         self.server_directory = panes.server_directory(self.directory, self.server)
         self.list_lock = lock_list(self.server_directory)
+        expect_heartbeat()
         self.slots = request["slots"]
         self.session, note = panes.ensure(self.server_directory, self.slots) if request["panes"] else ("", "")
         return {

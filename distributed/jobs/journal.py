@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import time
@@ -22,11 +21,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.files import is_locked
+from distributed.files import is_locked, try_lock
 
 REQUESTS = ("cancel", "retry", "add")
 TRUNCATED = b"\x18"  # the last character of a truncated line; never part of JSON
-LOCK_TIMEOUT = 0.5  # seconds
+LOCK_TIMEOUT = 0.5  # seconds; dispatcher_is_running() holds the lock briefly
 
 Record = dict[str, Any]
 
@@ -50,7 +49,7 @@ class Journal:
     def open(cls, path: Path) -> Journal:
         """Lock and read the journal. Raises JournalError and OSError."""
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not lock_exclusively(file):
+        if not try_lock(file, seconds=LOCK_TIMEOUT, required=True):
             os.close(file)
             raise JournalError(f"{path}: a dispatcher already runs this list; check it with `status`, or stop it first")
         try:
@@ -116,19 +115,6 @@ class Journal:
         self._size += len(complete + end)
         self._requests += requests_in(complete)
         return TRUNCATED + b"\n" if rest else b""
-
-
-def lock_exclusively(file: int) -> bool:
-    """Lock a file; return whether that succeeded. Retries, as dispatcher_is_running() holds the lock briefly."""
-    end = time.monotonic() + LOCK_TIMEOUT
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > end:
-                return False
-        time.sleep(0.02)
 
 
 def encode(record: Record) -> bytes:

@@ -52,6 +52,11 @@ def tmux(*arguments: str) -> str:
     return done.stdout
 
 
+def host_command(*arguments: str) -> list[str]:
+    """A command of host.py on this machine."""
+    return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", HOST, *arguments]
+
+
 def server_directory(directory: str, server: str) -> str:
     """The directory of one server's files, below that of its job list, which several servers may share."""
     return os.path.join(directory, "servers", server)
@@ -112,7 +117,7 @@ def abandoned(directory: str) -> bool:
 
 def create(name: str, directory: str, slots: list[str]) -> None:
     """Create a session with a pane for each slot, of equal size, with titles."""
-    program = [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", HOST, "view", directory]
+    program = host_command("view", directory)
     commands = [[*program, str(number)] for number in range(len(slots))]
     tmux("new-session", "-d", "-s", name, "-x", "240", "-y", "67", "-n", "slots", *commands[0])
     try:

@@ -39,7 +39,7 @@ from distributed.jobs.base_cache import Cache
 from distributed.jobs.bases import script_name
 from distributed.jobs.dispatcher import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.job import Job, arguments, environment
-from distributed.jobs.panes import ENTRY, HOST, PLAIN_PYTHON
+from distributed.jobs.panes import ENTRY, HOST, PLAIN_PYTHON, host_command
 from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
 from distributed.launch.node_reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
@@ -410,8 +410,7 @@ class HostServer(JobServer):
         """See dispatcher.JobServer."""
         directory = self.directory or os.path.join(self.context.cwd, "logs", "jobs", self.context.list_id)
         stem = os.path.join(directory, attempt.name, f"node_{self.name}")
-        end = "/" if once else f"{stem}.exit"
-        return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", HOST, "follow", f"{stem}.log", end]
+        return host_command("follow", f"{stem}.log", "/" if once else f"{stem}.exit")
 
 
 class LocalServer(HostServer):
@@ -424,8 +423,8 @@ class LocalServer(HostServer):
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", HOST, "serve", cwd=self.context.cwd,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
+            *host_command("serve"), cwd=self.context.cwd, stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
         )  # fmt: skip
         channel = Channel(process, self.name, post)
         await channel.hello()

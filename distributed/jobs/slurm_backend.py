@@ -49,7 +49,7 @@ from distributed.jobs.element import (
     unstarted_end,
 )
 from distributed.jobs.job import Job, Options, arguments, environment
-from distributed.jobs.panes import ENTRY, HOST
+from distributed.jobs.panes import host_command
 from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.sbatch import (
     IN_QUEUE,
@@ -74,7 +74,6 @@ from distributed.jobs.state import Attempt
 PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol")
 POLL_INTERVAL = 0.5  # seconds between reads of the files of elements
 QUEUE_INTERVAL = 2.0  # seconds between calls of squeue
-PROGRESS_INTERVAL = 2.0  # seconds between reads of the metrics of running jobs
 BATCH_DELAY = 0.05  # seconds in which starts are collected into one array
 COMMAND_TIMEOUT = 60.0  # seconds for squeue, scancel and scontrol
 SUBMIT_TIMEOUT = 180.0  # seconds for sbatch, which has its own retries
@@ -495,7 +494,7 @@ class SlurmServer(JobServer):
                     self._lose(str(error))
                     return
             await self._poll_elements(now, progress=now >= progress_at)
-            progress_at = now + PROGRESS_INTERVAL if now >= progress_at else progress_at
+            progress_at = now + host.PROGRESS_INTERVAL if now >= progress_at else progress_at
 
     def _submit_held(self, now: float) -> None:
         if self._held and now >= self._held_until and not self._submitting and not self._closing:
@@ -568,5 +567,4 @@ class SlurmServer(JobServer):
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """See dispatcher.JobServer."""
         stem = os.path.join(self.directory, attempt.name, f"node_{SERVER}")
-        end = "/" if once else f"{stem}.exit"
-        return [sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", HOST, "follow", f"{stem}.log", end]
+        return host_command("follow", f"{stem}.log", "/" if once else f"{stem}.exit")

@@ -472,12 +472,7 @@ class Supervisor:
 
     def _catch_signals(self) -> int:
         """Returns a file descriptor from which signal numbers can be read."""
-        source, target = os.pipe()
-        os.set_blocking(source, False)
-        os.set_blocking(target, False)
-        signal.set_wakeup_fd(target, warn_on_full_buffer=False)
-        for number in (*self.SIGNALS, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
+        source, _ = signals.catch({*self.SIGNALS, signal.SIGCHLD})
         signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the parent may have blocked them
         return source
 

@@ -46,15 +46,9 @@ class Loop:
         self._order = count()
         self._handle_signal = handle_signal
         self.clients: list[Client] = []  # those that have not ended
-        source, target = os.pipe()
-        os.set_blocking(source, False)
-        os.set_blocking(target, False)
-        signal.set_wakeup_fd(target, warn_on_full_buffer=False)
-        for number in (*numbers, signal.SIGCHLD):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                signal.signal(number, lambda *_: None)
-        self._signals = source
-        self.on_readable(source, self._read_signals)
+        nohup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+        self._signals, _ = signals.catch({*numbers, signal.SIGCHLD} - nohup)
+        self.on_readable(self._signals, self._read_signals)
 
     def on_readable(self, file: int, function: Callable[[], object]) -> None:
         self._files[file] = (select.POLLIN, function)

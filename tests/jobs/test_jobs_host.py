@@ -23,12 +23,23 @@ from distributed.jobs.state import classify_end
 from distributed.launch import supervisor
 from distributed.training import base_model
 
+# The program with a shorter heartbeat timeout.
+SERVE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from distributed.jobs import host
+host.HEARTBEAT_TIMEOUT = float(sys.argv[2])
+host.main(["serve"])
+"""
+
 
 @contextmanager
-def serving(workdir: Path, error: str = "") -> Iterator[subprocess.Popen[bytes]]:
+def serving(workdir: Path, error: str = "", heartbeat_timeout: float = 0.0) -> Iterator[subprocess.Popen[bytes]]:
     """A serve process that has locked the list `abc` on the server `one`. error: that it replies instead."""
-    command = [sys.executable, *panes.PLAIN_PYTHON, f"{KIT}/scripts/lib/module.py", "jobs.host", "serve"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    command = [*panes.PLAIN_PYTHON, f"{KIT}/scripts/lib/module.py", "jobs.host", "serve"]
+    if heartbeat_timeout:
+        command = ["-c", SERVE, KIT, str(heartbeat_timeout)]
+    process = subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     request = {
         "id": 1, "do": "open", "server": "one", "list": "abc", "workdir": str(workdir), "default_workdir": "",
         "script": "job.sh", "python": sys.executable, "remote": False, "slots": ["one:0"], "panes": False,
@@ -66,10 +77,10 @@ def call(process: subprocess.Popen[bytes], verb: str, **facts: Any) -> dict[str,
     return reply
 
 
-def test_a_serve_process_that_receives_heartbeats_is_not_killed(
+def test_a_serve_process_that_receives_heartbeats_keeps_its_lock(
     serve: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "CONNECTION_TIMEOUT", 1.0)
+    monkeypatch.setattr(host, "HEARTBEAT_TIMEOUT", 1.0)
     refused = threading.Event()
 
     def send_heartbeats() -> None:
@@ -88,12 +99,26 @@ def test_a_serve_process_that_receives_heartbeats_is_not_killed(
     assert serve.poll() is None
 
 
-def test_a_serve_process_that_receives_no_heartbeats_is_killed(
-    serve: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_serve_process_that_receives_no_heartbeats_exits(tmp_path: Path) -> None:
+    (tmp_path / "job.sh").touch()
+    with serving(tmp_path, heartbeat_timeout=0.5) as process:
+        assert process.wait(10) == -signal.SIGALRM
+
+
+def test_a_blocked_serve_process_without_heartbeats_exits(tmp_path: Path) -> None:
+    (tmp_path / "job.sh").touch()
+    with serving(tmp_path, heartbeat_timeout=1.0) as process:
+        send(process, b"\n" * 10_000)  # more replies than fit into the pipe, which nobody reads
+        assert process.wait(10) == -signal.SIGALRM
+
+
+def test_a_later_serve_process_waits_until_one_without_heartbeats_has_exited(
+    serve: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(host, "CONNECTION_TIMEOUT", 0.2)
+    thread = threading.Timer(1.0, serve.kill)
+    thread.start()
     assert host.lock_list(str(tmp_path / "logs/jobs/abc/servers/one")) > 2
-    assert serve.wait(10) == -9
+    thread.join()
 
 
 # ---------------------------------------------------------------- an attempt that writes nothing where it must

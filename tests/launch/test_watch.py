@@ -120,10 +120,11 @@ class Followed(Scripts):
 
     def __init__(self, *again: str) -> None:
         super().__init__({"n1": "exit 255", "n2": report("n2", 0)}, b"")
-        self.again = list(again)
+        self.commands, self.again = self, list(again)  # type: ignore[assignment]
 
     def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
         return ["sh", "-c", self.again.pop(0)]
+
 
 
 @pytest.mark.parametrize("code", [0, 5, 255])
