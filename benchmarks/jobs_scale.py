@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from distributed.jobs import commands
+from distributed.jobs.backend import Event
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import read_jobs
-from distributed.jobs.dispatcher import Dispatcher, Event
+from distributed.jobs.dispatcher import Dispatcher
 from distributed.jobs.host import PROGRESS_INTERVAL
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal

@@ -68,6 +68,7 @@ from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
 from distributed.host import signals, sync_list
 from distributed.jobs import bases, console, host, journal, panes, servers
+from distributed.jobs.backend import JobServer, ServerLink, ServerUnusable, Unreachable
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import (
     BaseModels,
@@ -80,7 +81,7 @@ from distributed.jobs.config import (
     read_jobs,
     server_name,
 )
-from distributed.jobs.dispatcher import Dispatcher, JobServer, Policy, ServerLink, ServerUnusable, Unreachable
+from distributed.jobs.dispatcher import Dispatcher, Policy
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal, JournalError
 from distributed.jobs.placement import SlotPool, mean_seconds, plan, sort_key

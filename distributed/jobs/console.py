@@ -16,7 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from distributed.jobs.dispatcher import ServerLink
+from distributed.jobs.backend import ServerLink
 from distributed.jobs.state import Attempt, JobState, ListState
 from distributed.runs.charts import duration
 from distributed.terminal import GAP, columns, cut, pad

@@ -12,14 +12,23 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from distributed.jobs.backend import (
+    MAX_FAILED_STARTS,
+    Event,
+    JobServer,
+    NotStarted,
+    ServerLink,
+    ServerUnusable,
+    Unreachable,
+)
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal, Record
-from distributed.jobs.placement import JobQueue, SlotPool, mean_seconds
+from distributed.jobs.placement import JobQueue, mean_seconds
 from distributed.jobs.state import (
     FINAL,
     FINAL_FAILURES,
@@ -36,6 +45,7 @@ from distributed.jobs.state import (
     unhandled_requests,
     with_related,
 )
+from distributed.jobs.waiting import WaitingJobs
 from distributed.training.base_model import BaseModelError, hash_of
 
 POLL_INTERVAL = 0.5  # seconds between checks of timeouts and of the journal
@@ -45,101 +55,9 @@ RETRY_DELAYS = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before connecting, or copy
 MAX_FAILED_COPIES = 6  # consecutive failures to copy results after which they are not copied
 MAX_LOST_COPIES = 50  # the same for connections that are lost while copying, although the server is connected
 NO_SPACE = ("No space left on device", "Disk quota exceeded")  # errors after which copying is retried without a limit
-MAX_FAILED_STARTS = 3  # consecutive failed starts after which a server gets no new jobs until it reconnects
 COOLDOWN = 10.0  # seconds without new jobs after a failed start, multiplied by the number of failed starts
-LOCK_INTERVAL = 1.0  # seconds between attempts to lock a base model
 GPU_INTERVAL = 10.0  # seconds between queries of GPU memory
 GPU_IN_USE_MIB = 1000  # more memory in use on a GPU without a job of this list: another process uses it
-
-
-class Unreachable(Exception):
-    """The connection to a server failed or was lost; the state of its jobs is unknown."""
-
-
-class ServerUnusable(Exception):
-    """A server failed a check and needs manual repair. The message states problem and remedy."""
-
-
-class NotStarted(Exception):
-    """A server did not start an attempt.
-
-    kind: server (a fault of this server, possibly temporary), unusable (this server cannot start any job), job (no
-    server can start this job), busy (retry later: another attempt writes to the output directory, or the training of
-    the base model is not in the server's queue yet), or base (the base model of the job is missing or damaged in the
-    dispatcher's cache).
-    """
-
-    def __init__(self, reason: str, kind: str = "server") -> None:
-        super().__init__(reason)
-        self.kind = kind
-
-    def facts(self, attempt: str) -> dict[str, Any]:
-        """The facts of the event `not_started`."""
-        return {"attempt": attempt, "reason": str(self), "kind": self.kind}
-
-
-class JobServer(Protocol):
-    """A server that runs jobs. Requests raise Unreachable when the connection is lost.
-
-    The methods that do nothing here are those of a server that shares the files of this machine.
-    """
-
-    name: str
-    pool: SlotPool
-    watches_gpus: bool
-    queues_dependents: bool  # whether it accepts an attempt whose base model is still being trained
-
-    async def connect(self, post: Callable[[Event], None]) -> str:
-        """Connect; call post() for each later event. Returns a note for the log. Raises ServerUnusable."""
-
-    async def wait_until_lost(self) -> str:
-        """Wait until the connection is lost, and return the reason."""
-
-    async def query(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """Return the state of each attempt, and monitor those that run. attempts: name -> output directory."""
-
-    async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
-        """Start an attempt; return its state. needs: output directories of the jobs in _after. Raises NotStarted."""
-
-    async def stop(self, attempt: str, kill: bool) -> None:
-        """Ask an attempt to stop; the event `ended` follows. kill: without a grace period."""
-
-    async def ensure_base(self, digest: str) -> int:
-        """Copy a base model to the server's cache, unless a valid one is there. Returns the number of bytes copied.
-
-        Raises NotStarted and OSError.
-        """
-
-    async def remove_output(self, output: str) -> None:
-        """Remove the server's copy of an output directory."""
-        return
-
-    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
-        """Copy the results of an attempt to this machine. Raises OSError."""
-        return
-
-    async def send_results(self, jobs: Sequence[Job]) -> None:
-        """Copy the output directories of attempts on other servers to the server. Raises NotStarted and OSError."""
-        return
-
-    async def query_gpus(self) -> list[dict[str, Any]]:
-        """Return memory (MiB) and processes of each GPU and MIG instance; see host.Service.gpus()."""
-        return []
-
-    async def close(self) -> None:
-        """Disconnect."""
-
-    def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
-        """Return the command that prints the log of an attempt until it ends. once: exit after its current content."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """An event; `Dispatcher._on_<kind>` handles it."""
-
-    kind: str
-    server: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -152,25 +70,6 @@ class Policy:
     gpu_free_mib: int | None = None
     drain: bool = False  # start no jobs; return when all requests to cancel are done
     evict: bool = False  # remove the output directory of a training once its base model is in the cache
-
-
-@dataclass
-class ServerLink:
-    """The connection to a server, and its state in the dispatcher."""
-
-    server: JobServer
-    state: str = "connecting"  # connecting, ready, unreachable, or unusable (it failed a check)
-    reason: str = ""
-    disconnected_at: float = field(default_factory=time.monotonic)  # end of the last connection, else time of creation
-    failed_starts: int = 0  # consecutive ones
-    paused_until: float = 0.0  # monotonic; no new jobs before
-    gpus_known: bool = False
-    note: str = ""
-
-    @property
-    def usable(self) -> bool:
-        """Whether it may get jobs, now or after it connects."""
-        return self.state != "unusable" and self.failed_starts < MAX_FAILED_STARTS
 
 
 class Dispatcher:
@@ -209,9 +108,9 @@ class Dispatcher:
         self._slot_holders: defaultdict[str, dict[str, Attempt]] = defaultdict(dict)  # by server, then by name
         self._cancellation_due = True  # whether _cancel_waiting() may find a job to cancel
         self.cache = cache
-        self._claiming: set[str] = set()  # digests of base models that are being claimed
-        self._claimed: dict[str, str] = {}  # digest -> ready (in the cache) or train (this list trains it)
-        self._held: defaultdict[str, dict[str, JobState]] = defaultdict(dict)  # by what they wait for, then by id
+        self._waiting = WaitingJobs(
+            state, links, cache, log=log, record=self._record, enqueue=self._enqueue, spawn=self._spawn, post=self.post
+        )
         self._busy_logged: set[str] = set()  # jobs logged as waiting for another attempt
 
     # ---------------------------------------------------------------- event loop
@@ -224,8 +123,8 @@ class Dispatcher:
         for attempt in self._unended_attempts():
             self._occupy_slots(attempt)
         for job in list(self.state.unfinished()):
-            if job.job.trains:
-                self._claim(job.job.trains)
+            if job.job.trains and not self.policy.drain:
+                self._waiting.claim(job.job.trains)
             if job.state == "waiting":
                 self._enqueue(job)
             elif job.state == "ending" and job.last:
@@ -276,7 +175,8 @@ class Dispatcher:
         self._handle_requests()
         self._check_timeouts()
         self._cancel_waiting()
-        self._check_held()
+        if self._waiting.check():
+            self._pause_at_max_failures()
         if self._placement_due and not (self.state.paused or self.policy.drain or self.interrupted):
             self._place()
         self._commit()
@@ -487,7 +387,7 @@ class Dispatcher:
             self._avoided.pop(job_id, None)
             gpus = [slot.gpu for slot in slots if slot.gpu is not None]
             name = f"{job_id}.{job.next_number}"
-            more = {"after": after} if (after := self._running_training(self.jobs[job_id])) else {}
+            more = {"after": after} if (after := self._waiting.running_training(self.jobs[job_id])) else {}
             self._record("start", attempt=name, server=server, slots=[slot.index for slot in slots], gpus=gpus, **more)
             attempt = job.attempts[-1]
             self._occupy_slots(attempt)
@@ -519,6 +419,9 @@ class Dispatcher:
             self.post(Event("started", attempt.server, {"attempt": attempt.name, **found}))
         finally:
             self._starting.discard(attempt.name)
+
+    def _on_claimed(self, event: Event) -> None:
+        self._waiting.handle_claim(event.facts["digest"], event.facts["outcome"])
 
     def _on_started(self, event: Event) -> None:
         attempt = self.state.open.get(event.facts["attempt"])
@@ -561,8 +464,8 @@ class Dispatcher:
             self._busy_logged.add(job.job.id)
             self._spawn(self._enqueue_later(job))
         elif kind == "base":
-            if self._claimed.get(job.job.base) == "ready":
-                del self._claimed[job.job.base]
+            if self._waiting.claimed.get(job.job.base) == "ready":
+                del self._waiting.claimed[job.job.base]
             self._enqueue(job)
         else:
             self._enqueue(job)
@@ -600,11 +503,9 @@ class Dispatcher:
         if job.attempts:
             self._avoided[job.job.id] = avoid
         listed = self.jobs[job.job.id]
-        if digest := listed.trains or listed.base:
-            self._claim(digest)
-        if awaited := self._awaited(listed):
-            if not listed.trains:  # else _on_claimed() queues it
-                self._held[awaited][listed.id] = job
+        if (digest := listed.trains or listed.base) and not self.policy.drain:
+            self._waiting.claim(digest)
+        if self._waiting.hold(job, listed):
             return
         self.queue.put(listed, job.number, self._mean_seconds, avoid)
         self._placement_due = True
@@ -645,7 +546,7 @@ class Dispatcher:
 
     def _end(self, attempt: Attempt, end: Mapping[str, Any]) -> None:
         job = self.state.jobs[attempt.job]
-        if self._base_training_failed(attempt, end) and not job.cancel:
+        if self._waiting.training_failed(attempt, end) and not job.cancel:
             self._free_slots(attempt)
             self._record("not_started", attempt=attempt.name, reason="its base model was not trained")
             self._enqueue(job)
@@ -679,7 +580,7 @@ class Dispatcher:
                 failures = 0
                 await asyncio.sleep(1.0)
                 continue
-            if publishes and job.job.trains not in self._claimed:  # another list may be training it
+            if publishes and job.job.trains not in self._waiting.claimed:  # another list may be training it
                 await asyncio.sleep(POLL_INTERVAL)
                 continue
             try:
@@ -839,7 +740,7 @@ class Dispatcher:
         for job in jobs:
             if self.state.jobs[job.id].state == "waiting":
                 self._enqueue(self.state.jobs[job.id])
-            if self._claimed.get(job.trains) == "ready":  # before the list had a job that trains it
+            if self._waiting.claimed.get(job.trains) == "ready":  # before the list had a job that trains it
                 self.post(Event("claimed", facts={"digest": job.trains, "outcome": "ready"}))
 
     def _cancel_waiting(self) -> None:
@@ -862,106 +763,7 @@ class Dispatcher:
         except Unreachable:  # repeated after the reconnect
             self._stopping.discard(attempt.name)
 
-    # ---------------------------------------------------------------- jobs that wait for others, and base models
-
-    def _awaited(self, job: Job) -> str:
-        """What a waiting job waits for: a job, by id, or a base model, by digest; empty if it can be queued."""
-        for needed in self.state.predecessors(job):
-            if needed.state != "done" and not needed.job.trains:
-                return needed.job.id
-        digest = job.trains or job.base
-        ready = self._claimed.get(digest) == ("train" if job.trains else "ready")
-        return "" if not digest or ready or self._running_training(job) else digest
-
-    def _running_training(self, job: Job) -> str:
-        """The running attempt that trains a job's base model, if its server queues dependent jobs; else empty."""
-        trainer = self.state.trainers.get(job.base)
-        if not trainer or not trainer.last or self._claimed.get(job.base) == "ready":
-            return ""
-        last, link = trainer.last, self.links.get(trainer.last.server)
-        queues = last.state == "running" and link is not None and link.server.queues_dependents
-        return last.name if queues and not trainer.cancel else ""
-
-    def _base_training_failed(self, attempt: Attempt, end: Mapping[str, Any]) -> bool:
-        """Whether an attempt never ran because the training of its base model failed (perhaps not yet recorded)."""
-        training = self.state.attempt(attempt.after) if attempt.after else None
-        never_ran = end.get("code") is None and not attempt.process
-        return training is not None and never_ran and (training.open or bool(training.failure))
-
-    def _claim(self, digest: str) -> None:
-        """Claim a base model, to use or train it; the event `claimed` follows."""
-        if digest not in self._claiming and digest not in self._claimed and not self.policy.drain:
-            self._claiming.add(digest)
-            self._spawn(self._wait_for_claim(digest))
-
-    async def _wait_for_claim(self, digest: str) -> None:
-        assert self.cache
-        reported = ""
-        while True:
-            try:
-                outcome = await asyncio.to_thread(self.cache.claim, digest)
-            except OSError as error:
-                outcome, reason = "busy", f"{error.filename}: {error.strerror}"
-            else:
-                reason = "locked by another list, which trains or copies it"
-            if outcome != "busy":
-                break
-            if reason != reported:
-                reported = reason
-                self._log(f"base {hash_of(digest)}: {reason}; waiting")
-            await asyncio.sleep(LOCK_INTERVAL)
-        self.post(Event("claimed", facts={"digest": digest, "outcome": outcome}))
-
-    def _on_claimed(self, event: Event) -> None:
-        digest, outcome = event.facts["digest"], event.facts["outcome"]
-        self._claiming.discard(digest)
-        self._claimed[digest] = outcome
-        trainer = self.state.trainers.get(digest)
-        if trainer is None:
-            return
-        if outcome == "ready" and trainer.state == "waiting":
-            self._record("settle", job=trainer.job.id, state="done", reason="its base model was in the cache")
-            self._log(f"done: {trainer.job.name}: its base model was in the cache")
-        elif outcome == "train" and trainer.state == "done":
-            self._record("requeued", job=trainer.job.id, reason="its base model is missing or damaged")
-            self._log(f"base {hash_of(digest)}: missing or damaged; retraining it")
-            self._enqueue(trainer)
-        elif outcome == "train" and trainer.state == "waiting":
-            self._enqueue(trainer)
-
-    def _check_held(self) -> None:
-        """Queue held jobs that can start now, and fail those whose predecessors will not be done."""
-        for digest, trainer in self.state.trainers.items():
-            if trainer.state in ("failed", "cancelled") and self._claimed.pop(digest, ""):
-                assert self.cache
-                self.cache.release(digest)
-        awaited = [each for each, jobs in self._held.items() if jobs]
-        for each in awaited:  # extended by the jobs that fail
-            held, needed = self._held.get(each), self.state.jobs.get(each)
-            if not held or (needed and needed.state not in FINAL):
-                continue
-            needed = needed or self.state.trainers.get(each)
-            if self._awaited(next(iter(held.values())).job) != each:
-                for job in self._pop_held(each):
-                    self._enqueue(job)
-            elif needed and needed.state in ("failed", "cancelled"):
-                awaited += self._fail_held(each, needed.reason_of_dependents)
-            elif not needed and self._claimed.get(each) == "train":
-                remedy = "run without --skip-phase1 to train it"
-                awaited += self._fail_held(each, f"base {hash_of(each)} is missing or damaged; {remedy}")
-
-    def _pop_held(self, awaited: str) -> list[JobState]:
-        """Remove and return the jobs that wait for a job or base model and are not cancelled."""
-        return [job for job in self._held.pop(awaited).values() if job.state == "waiting" and not job.cancel]
-
-    def _fail_held(self, awaited: str, reason: str) -> list[str]:
-        """Fail the jobs that wait for a job or base model. Returns their ids."""
-        jobs = self._pop_held(awaited)
-        for job in jobs:
-            self._record("settle", job=job.job.id, state="failed", reason=reason)
-            self._log(f"failed: {job.job.name}: {reason}")
-        self._pause_at_max_failures()
-        return [job.job.id for job in jobs]
+    # ---------------------------------------------------------------- base models
 
     async def _publish(self, server: JobServer, job: JobState, attempt: Attempt) -> None:
         """Publish a job's trained base model to the cache. Raises BaseModelError, OSError and Unreachable."""
@@ -970,7 +772,7 @@ class Dispatcher:
         facts = {"settings": dict(job.job.settings), "server": attempt.server, "seconds": attempt.seconds,
                  "created": attempt.end}  # fmt: skip
         await asyncio.to_thread(self.cache.publish, digest, job.job.output, **facts)
-        self._claimed[digest] = "ready"
+        self._waiting.claimed[digest] = "ready"
         server.pool.bases.add(digest)
         if self.policy.evict:
             try:

@@ -87,7 +87,7 @@ ResultHandler = Callable[[Reply], None]
 class HostError(Exception):
     """A request failed. The message states problem and remedy."""
 
-    kind = "server"  # see dispatcher.NotStarted
+    kind = "server"  # see backend.NotStarted
 
 
 class JobRefused(HostError):

@@ -18,7 +18,7 @@ from typing import Any
 
 from distributed.files import KIT, write_file
 from distributed.jobs import page
-from distributed.jobs.dispatcher import ServerLink
+from distributed.jobs.backend import ServerLink
 from distributed.jobs.state import JobState, ListState
 from distributed.training.base_model import CACHE, hash_of
 

@@ -35,9 +35,9 @@ from distributed.host.gpus import query_gpus
 from distributed.host.replies import ssh_failure
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.jobs import config, host
+from distributed.jobs.backend import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.bases import script_name
-from distributed.jobs.dispatcher import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.job import Job, arguments, environment
 from distributed.jobs.panes import ENTRY, HOST, PLAIN_PYTHON, host_command
 from distributed.jobs.placement import GpuId, Slot, SlotPool
@@ -221,7 +221,7 @@ class HostServer(JobServer):
     # ---- connecting
 
     async def connect(self, post: Callable[[Event], None]) -> str:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         await self.close()
         await self._prepare()
         try:
@@ -298,12 +298,12 @@ class HostServer(JobServer):
             raise ServerUnusable(f"is the same machine as {other}; list it once")
 
     async def wait_until_lost(self) -> str:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         assert self._channel
         return await asyncio.shield(self._channel.closed)
 
     async def close(self) -> None:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         channel, self._channel = self._channel, None
         if channel:
             await channel.close()
@@ -328,7 +328,7 @@ class HostServer(JobServer):
     # ---- jobs
 
     async def query(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         try:
             reply = await self._call("query", attempts=dict(attempts), grace=self.context.grace)
         except HostReplyError as error:
@@ -337,7 +337,7 @@ class HostServer(JobServer):
         return found
 
     async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
         retry = f", attempt {attempt.number}" if attempt.number > 1 else ""
         env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi, also for GPUs of different types
@@ -360,18 +360,18 @@ class HostServer(JobServer):
         return ",".join(str(uuids.get(gpu, gpu)) for gpu in gpus)
 
     async def stop(self, attempt: str, kill: bool) -> None:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         await self._call("stop", attempt=attempt, kill=kill)
 
     async def query_gpus(self) -> list[dict[str, Any]]:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         found = await self._call("gpus")
         if not found["problem"]:
             self._gpus = found["gpus"]
         return self._gpus
 
     async def ensure_base(self, digest: str) -> int:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         copied = 0
         for _ in range(MAX_COPIES):
             found = await self._request_base(digest)
@@ -402,12 +402,12 @@ class HostServer(JobServer):
         raise NotImplementedError
 
     async def remove_output(self, output: str) -> None:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         if not self.shared:
             await self._call("remove_output", output=output)
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         directory = self.directory or os.path.join(self.context.cwd, "logs", "jobs", self.context.list_id)
         stem = os.path.join(directory, attempt.name, f"node_{self.name}")
         return host_command("follow", f"{stem}.log", "/" if once else f"{stem}.exit")
@@ -600,7 +600,7 @@ class SshServer(HostServer):
         return f"watch: ssh -t{port}{key} {user}{self.settings.host} tmux attach -t {self.session}"
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         write_ssh_config(self._config, self.settings)
         default = f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.context.cwd))}'
         workdir = f"w={quoted_path(self.settings.workdir)}" if self.settings.workdir else default
@@ -612,7 +612,7 @@ class SshServer(HostServer):
     # ---- results
 
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         if self.shared:
             return
         try:
@@ -660,7 +660,7 @@ class SshServer(HostServer):
         return found
 
     async def send_results(self, jobs: Sequence[Job]) -> None:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         present = [job for job in jobs if (self.context.cwd / job.output).is_dir()]
         if self.shared or not present:
             return

@@ -37,8 +37,8 @@ from typing import Any
 from distributed.files import KIT, write_file
 from distributed.jobs import array_task, host
 from distributed.jobs.array_task import SERVER
+from distributed.jobs.backend import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.config import ClusterConfig, ConfigError
-from distributed.jobs.dispatcher import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.element import (
     Element,
     assign_specs,
@@ -159,7 +159,7 @@ class SlurmServer(JobServer):
     # ---- connecting
 
     async def connect(self, post: Callable[[Event], None]) -> str:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         self._ready = False
         await self._end_tasks()
         self._post = post
@@ -190,7 +190,7 @@ class SlurmServer(JobServer):
         return host.find_python(requested, str(self.context.cwd))
 
     async def wait_until_lost(self) -> str:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         assert self._lost
         return await asyncio.shield(self._lost)
 
@@ -203,7 +203,7 @@ class SlurmServer(JobServer):
         self._pending = []
 
     async def close(self) -> None:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         self._closing = True
         self._lose("closed")
         await self._end_tasks()
@@ -247,7 +247,7 @@ class SlurmServer(JobServer):
     # ---- reconnecting
 
     async def query(self, attempts: Mapping[str, str]) -> dict[str, Facts]:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         queue = await self._query_queue()
         found: dict[str, Facts] = {}
         async with self._files:
@@ -284,7 +284,7 @@ class SlurmServer(JobServer):
     # ---- starting
 
     async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> Facts:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         reply: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
         after = await asyncio.to_thread(self._slurm_id, attempt.after) if attempt.after else ""
         element, resources = self._element_of(attempt.name, job.output), self._resources_for(job.options, after)
@@ -326,7 +326,7 @@ class SlurmServer(JobServer):
         }  # fmt: skip
 
     async def ensure_base(self, digest: str) -> int:
-        """See dispatcher.JobServer. Copies nothing: the compute nodes share the cache."""
+        """See backend.JobServer. Copies nothing: the compute nodes share the cache."""
         await cached_manifest(self.context.cache, digest)
         return 0
 
@@ -536,7 +536,7 @@ class SlurmServer(JobServer):
             each.cancel_at = now + CANCEL_INTERVAL
 
     async def stop(self, attempt: str, kill: bool) -> None:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         if not self._ready:
             raise Unreachable("not connected")
         element = self._elements.get(attempt)
@@ -565,6 +565,6 @@ class SlurmServer(JobServer):
             await asyncio.sleep(POLL_INTERVAL / 2)
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
-        """See dispatcher.JobServer."""
+        """See backend.JobServer."""
         stem = os.path.join(self.directory, attempt.name, f"node_{SERVER}")
         return host_command("follow", f"{stem}.log", "/" if once else f"{stem}.exit")

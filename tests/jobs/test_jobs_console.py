@@ -24,7 +24,7 @@ from unittest import mock
 import pytest
 
 from distributed.jobs import console
-from distributed.jobs.dispatcher import JobServer, ServerLink
+from distributed.jobs.backend import JobServer, ServerLink
 from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.state import ListState
 

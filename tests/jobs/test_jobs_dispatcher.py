@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from distributed.jobs import dispatcher, journal
+from distributed.jobs.backend import Event, NotStarted, ServerLink, ServerUnusable, Unreachable
 from distributed.jobs.base_cache import Cache
-from distributed.jobs.dispatcher import Dispatcher, Event, NotStarted, Policy, ServerLink, ServerUnusable, Unreachable
+from distributed.jobs.dispatcher import Dispatcher, Policy
 from distributed.jobs.job import ALL_GPUS, Job, Options, job_of
 from distributed.jobs.journal import Journal
 from distributed.jobs.placement import Slot, SlotPool, plan
@@ -116,7 +117,7 @@ class SimulatedServer:
         if self.run:
             self.run.notify()
 
-    # ---- dispatcher.JobServer
+    # ---- backend.JobServer
 
     async def connect(self, post: Callable[[Event], None]) -> str:
         await asyncio.sleep(0)

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from distributed.host.ssh_call import for_any_shell
 from distributed.jobs import config
-from distributed.jobs.dispatcher import Event
+from distributed.jobs.backend import Event
 from distributed.jobs.job import (
     LONGEST,
     Job,

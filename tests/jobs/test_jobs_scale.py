@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from distributed.jobs import config
-from distributed.jobs.dispatcher import NotStarted, Unreachable
+from distributed.jobs.backend import NotStarted, Unreachable
 from distributed.jobs.job import Job, Options, job_of
 from distributed.jobs.results import Results, entry
 from distributed.jobs.servers import MAX_ATTEMPTS_PER_RSYNC, MAX_RSYNCS, HostReplyError, ListContext, SshServer

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from distributed.jobs import config, servers
-from distributed.jobs.dispatcher import ServerUnusable, Unreachable
+from distributed.jobs.backend import ServerUnusable, Unreachable
 from distributed.jobs.job import Options, job_of
 from distributed.jobs.placement import GpuId
 from distributed.jobs.state import Attempt

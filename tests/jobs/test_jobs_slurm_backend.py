@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from distributed.files import write_file, write_json
 from distributed.jobs import array_task, commands, element, host
 from distributed.jobs.array_task import spec_path, taken_path, write_spec
+from distributed.jobs.backend import Event, NotStarted, Unreachable
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import ClusterConfig, ConfigError
-from distributed.jobs.dispatcher import Event, NotStarted, Unreachable
 from distributed.jobs.element import Element, assign_specs, job_path
 from distributed.jobs.job import ALL_GPUS, Options, job_of
 from distributed.jobs.sbatch import (

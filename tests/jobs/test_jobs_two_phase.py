@@ -22,10 +22,10 @@ from dispatchers import MOMENTS, DispatcherCall, Dispatchers, dispatchers
 from test_jobs_dispatcher import UNTIL_ENDED, ListRun, Outcome, SimulatedServer, StartRequest, exits, job
 
 from distributed.files import KIT
-from distributed.jobs import dispatcher, journal
+from distributed.jobs import dispatcher, journal, waiting
+from distributed.jobs.backend import NotStarted, Unreachable
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.commands import base_conflict
-from distributed.jobs.dispatcher import NotStarted, Unreachable
 from distributed.jobs.job import Job, Options, job_id
 from distributed.jobs.state import Attempt
 from distributed.training import base_model
@@ -37,7 +37,7 @@ A, B = "a" * 64, "b" * 64  # digests
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("POLL_INTERVAL", "COOLDOWN", "GPU_INTERVAL", "LOCK_INTERVAL"):
-        monkeypatch.setattr(dispatcher, name, 0.01)
+        monkeypatch.setattr(waiting if name == "LOCK_INTERVAL" else dispatcher, name, 0.01)
     monkeypatch.setattr(dispatcher, "RETRY_DELAYS", (0.01,))
     monkeypatch.chdir(tmp_path)
 

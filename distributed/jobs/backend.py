@@ -1,0 +1,123 @@
+"""What the dispatcher knows of a server: its requests, events and errors, and the state of its connection."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from distributed.jobs.job import Job
+from distributed.jobs.placement import SlotPool
+from distributed.jobs.state import Attempt
+
+MAX_FAILED_STARTS = 3  # consecutive failed starts after which a server gets no new jobs until it reconnects
+
+
+class Unreachable(Exception):
+    """The connection to a server failed or was lost; the state of its jobs is unknown."""
+
+
+class ServerUnusable(Exception):
+    """A server failed a check and needs manual repair. The message states problem and remedy."""
+
+
+class NotStarted(Exception):
+    """A server did not start an attempt.
+
+    kind: server (a fault of this server, possibly temporary), unusable (this server cannot start any job), job (no
+    server can start this job), busy (retry later: another attempt writes to the output directory, or the training of
+    the base model is not in the server's queue yet), or base (the base model of the job is missing or damaged in the
+    dispatcher's cache).
+    """
+
+    def __init__(self, reason: str, kind: str = "server") -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+    def facts(self, attempt: str) -> dict[str, Any]:
+        """The facts of the event `not_started`."""
+        return {"attempt": attempt, "reason": str(self), "kind": self.kind}
+
+
+class JobServer(Protocol):
+    """A server that runs jobs. Requests raise Unreachable when the connection is lost.
+
+    The methods that do nothing here are those of a server that shares the files of this machine.
+    """
+
+    name: str
+    pool: SlotPool
+    watches_gpus: bool
+    queues_dependents: bool  # whether it accepts an attempt whose base model is still being trained
+
+    async def connect(self, post: Callable[[Event], None]) -> str:
+        """Connect; call post() for each later event. Returns a note for the log. Raises ServerUnusable."""
+
+    async def wait_until_lost(self) -> str:
+        """Wait until the connection is lost, and return the reason."""
+
+    async def query(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """Return the state of each attempt, and monitor those that run. attempts: name -> output directory."""
+
+    async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
+        """Start an attempt; return its state. needs: output directories of the jobs in _after. Raises NotStarted."""
+
+    async def stop(self, attempt: str, kill: bool) -> None:
+        """Ask an attempt to stop; the event `ended` follows. kill: without a grace period."""
+
+    async def ensure_base(self, digest: str) -> int:
+        """Copy a base model to the server's cache, unless a valid one is there. Returns the number of bytes copied.
+
+        Raises NotStarted and OSError.
+        """
+
+    async def remove_output(self, output: str) -> None:
+        """Remove the server's copy of an output directory."""
+        return
+
+    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
+        """Copy the results of an attempt to this machine. Raises OSError."""
+        return
+
+    async def send_results(self, jobs: Sequence[Job]) -> None:
+        """Copy the output directories of attempts on other servers to the server. Raises NotStarted and OSError."""
+        return
+
+    async def query_gpus(self) -> list[dict[str, Any]]:
+        """Return memory (MiB) and processes of each GPU and MIG instance; see host.Service.gpus()."""
+        return []
+
+    async def close(self) -> None:
+        """Disconnect."""
+
+    def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
+        """Return the command that prints the log of an attempt until it ends. once: exit after its current content."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event; `Dispatcher._on_<kind>` handles it."""
+
+    kind: str
+    server: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ServerLink:
+    """The connection to a server, and its state in the dispatcher."""
+
+    server: JobServer
+    state: str = "connecting"  # connecting, ready, unreachable, or unusable (it failed a check)
+    reason: str = ""
+    disconnected_at: float = field(default_factory=time.monotonic)  # end of the last connection, else time of creation
+    failed_starts: int = 0  # consecutive ones
+    paused_until: float = 0.0  # monotonic; no new jobs before
+    gpus_known: bool = False
+    note: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may get jobs, now or after it connects."""
+        return self.state != "unusable" and self.failed_starts < MAX_FAILED_STARTS
