@@ -182,6 +182,7 @@ refused() { # <text> <argument of the launcher...>
 
 
 @test "a failure while no launcher followed is found at once, and restarts the run if that is allowed" {
+  mkdir scratch && ln -s scratch logs
   CALL=("$AUTO" --lease 0 --script "my script.py" - 1 "$N1" "$N2" --)
   start_and_kill_launcher
   touch fail
@@ -198,6 +199,8 @@ refused() { # <text> <argument of the launcher...>
   attach
   wait_for_line again "at work, restart 1"
   grep -q "restart 1 of 1" again
+  run -0 "$SCRIPTS/status.sh" # the restarted processes have the run directory of the others, with its symbolic link
+  [[ "${lines[0]}" == *": running for "* && "$output" != *"not running"* ]]
   kill -KILL -- "-$LAUNCHER" # the restarted attempt has no lease either
   wait "$LAUNCHER" || true
   attach

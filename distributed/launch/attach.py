@@ -44,12 +44,13 @@ class AttachedLaunch(Launch):
         if run.launcher.state == lookup.RUNNING or not is_only:
             self._refuse(f"its launcher, process {run.launcher.pid}, still runs")
         arguments = lookup.constant_arguments(masked(self.call))
+        options = arguments[: arguments.index("--")] if "--" in arguments else arguments
         self._require_same("the arguments", quote(lookup.constant_arguments(run.command)), quote(arguments))
         self._require_same("the working directory", run.cwd, self.options.cwd)
         self._require_same("the Python", run.python, self.options.python)
-        if self.options.max_restarts and any(argument.startswith("--env") for argument in arguments):
+        if self.options.max_restarts and any(argument.startswith("--env") for argument in options):
             self._refuse("values of --env are not recorded, so a restart could get others; watch it with status.sh")
-        self._found = found
+        self._found = Path(run.directory_at_launch)  # as MUSTER_RUN_DIR of its processes, perhaps with symbolic links
         return str(facts["address"]), str(facts["port"])
 
     def _require_same(self, what: str, before: str, now: str) -> None:

@@ -18,7 +18,7 @@ from distributed.exit_codes import UNFIT
 from distributed.launch import supervisor
 from distributed.launch.node_reports import format_report
 from distributed.launch.output_lines import OUTPUT, Console, Lines
-from distributed.launch.supervisor import BACKLOG, BLOCK, ConsoleStream, SupervisorOptions
+from distributed.launch.supervisor import BACKLOG, BLOCK, ConsoleStream, SupervisorError, SupervisorOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -94,5 +94,6 @@ def _main(arguments: Sequence[str]) -> int:
     if options.command:
         options.lease, options.offset = 0.0, "0"
         inherited, block, received = supervisor.read_environment(options)
-        supervisor.supervise_detached(options, inherited, block)
+        if reason := supervisor.supervise_detached(options, inherited, block):
+            raise SupervisorError(UNFIT, f"the command was not started: {reason}")
     return Follower(options, received).run()

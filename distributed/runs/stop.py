@@ -187,10 +187,11 @@ def main(arguments: Sequence[str]) -> int:
     exit_on_signals()
     messages = Messages(options.program, options.quiet)
     try:
-        query = RunQuery(find_run(options.run, options.log_dir, options.program), messages.log)
+        try:
+            query = RunQuery(find_run(options.run, options.log_dir, options.program), messages.log)
+        except JobWithoutRun as job:
+            stop_job(job.job, job.state, GRACE, options.now, messages)
+            return 0
         return Stop(query, options.now, messages).run(options.quiet)
-    except JobWithoutRun as job:
-        stop_job(job.job, job.state, GRACE, options.now, messages)
-        return 0
     except TransportError as error:
         return messages.print_error(error)
