@@ -52,6 +52,9 @@ from distributed.training import base_model
 from distributed.training.base_model import BaseModelError
 
 HELLO = "muster-jobs-host"
+# Seconds without a heartbeat after which a serve process ends. Less than HEARTBEAT_TIMEOUT, after which the dispatcher
+# closes a channel: a new serve process waits until the old one has ended, and must still reply.
+CONNECTION_TIMEOUT = HEARTBEAT_TIMEOUT - 2.0
 POLL_INTERVAL = 0.2  # seconds between checks of running attempts
 PROGRESS_INTERVAL = 2.0  # seconds between reads of the metrics of running jobs
 LAST_LINES = 20  # of the output of a failed attempt
@@ -307,7 +310,7 @@ def lock_list(directory: str) -> int:
     os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, "serve")
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    if not try_lock(file, seconds=HEARTBEAT_TIMEOUT + 2.0, required=True):
+    if not try_lock(file, seconds=CONNECTION_TIMEOUT + 1.0, required=True):
         os.close(file)
         raise HostError(f"{path}: locked by another process; is another machine running this list?")
     os.ftruncate(file, os.write(file, f"{os.uname().nodename} {os.getpid()}\n".encode()))  # raises if the disk is full
@@ -315,9 +318,9 @@ def lock_list(directory: str) -> int:
 
 
 def expect_heartbeat() -> None:
-    """End this process, also if it is blocked, unless this is called again within HEARTBEAT_TIMEOUT."""
+    """End this process, also if it is blocked, unless this is called again within CONNECTION_TIMEOUT."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, HEARTBEAT_TIMEOUT)
+    signal.setitimer(signal.ITIMER_REAL, CONNECTION_TIMEOUT)
 
 
 # ---------------------------------------------------------------- the program

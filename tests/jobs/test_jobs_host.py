@@ -28,7 +28,7 @@ SERVE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from distributed.jobs import host
-host.HEARTBEAT_TIMEOUT = float(sys.argv[2])
+host.CONNECTION_TIMEOUT = float(sys.argv[2])
 host.main(["serve"])
 """
 
@@ -80,7 +80,7 @@ def call(process: subprocess.Popen[bytes], verb: str, **facts: Any) -> dict[str,
 def test_a_serve_process_that_receives_heartbeats_keeps_its_lock(
     serve: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "HEARTBEAT_TIMEOUT", 1.0)
+    monkeypatch.setattr(host, "CONNECTION_TIMEOUT", 1.0)
     refused = threading.Event()
 
     def send_heartbeats() -> None:
