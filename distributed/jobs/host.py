@@ -54,7 +54,7 @@ from distributed.training.base_model import BaseModelError
 HELLO = "muster-jobs-host"
 # Seconds without a heartbeat after which a serve process ends. Less than HEARTBEAT_TIMEOUT, after which the dispatcher
 # closes a channel: a new serve process waits until the old one has ended, and must still reply.
-CONNECTION_TIMEOUT = HEARTBEAT_TIMEOUT - 2.0
+CONNECTION_TIMEOUT = HEARTBEAT_TIMEOUT - 3.0
 POLL_INTERVAL = 0.2  # seconds between checks of running attempts
 PROGRESS_INTERVAL = 2.0  # seconds between reads of the metrics of running jobs
 LAST_LINES = 20  # of the output of a failed attempt
