@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from distributed.host.processes import count
 from distributed.host.replies import NodeFacts, Reply
 from distributed.launch.comparison import (
     MUST_BE_SAME,
@@ -90,6 +89,8 @@ def differing_files(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]
 
 def count_processes(kind: str, reply: Reply) -> int:
     """The number of processes for NPROC auto, gpu or cpu. 0: no GPU is visible; 1: judge() reports a fault."""
+    from distributed.host.processes import count  # rarely needed
+
     value = reply.value()
     facts = None if value is None else NodeFacts(**value)
     return 1 if facts is None or facts.gpu_error else count(kind, facts.gpus, facts.cores)
