@@ -262,6 +262,7 @@ refused() { # <text> <argument of the launcher...>
   lab cut "$N3"
   wait_for_line out "$N3: connection to its supervisor lost; it runs on, connecting again"
   lab heal "$N3"
+  wait_for_line out "$N3: connected again"
   touch finish
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ] || { cat out && false; }

@@ -45,6 +45,8 @@ class Follower:
         except FileNotFoundError:  # the command was not started
             log = open(os.devnull, "rb", buffering=0)  # noqa: SIM115
         log.seek(int(self._options.offset or 0), os.SEEK_SET if self._options.offset else os.SEEK_END)
+        if self._options.report:
+            self._streams[0].put(format_report(node=files.name, following=True))
         while self._show_more(log):
             if not self._pass_requests():
                 return 0

@@ -273,6 +273,9 @@ class Watch:
     def _handle_report(self, report: dict[str, Any]) -> None:
         """Handle the end of a supervisor, whose client may not have exited. A rank may print something similar."""
         node, code = report["node"], report.get("exit_code")
+        if report.get("following") and node in self._disconnected:
+            self._disconnected.discard(node)
+            self.console.record(f"{node}: connected again")
         if node not in self.unended or not isinstance(code, int):
             return
         self._reported[node] = code

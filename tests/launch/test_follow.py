@@ -30,6 +30,7 @@ def start(run: SupervisedRun, script: str) -> None:
 def following(run: SupervisedRun, *options: str) -> Iterator[Any]:
     command = follow(run, "--report", *options)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as follower:
+        assert follower.stdout and follower.stdout.readline() == format_report(node="n1", following=True)
         yield follower
 
 
