@@ -248,7 +248,7 @@ def query_nodes(
     probes = {node: on_node(node, "host.probe", probe_arguments(options)) for node in nodes}
     replies = calls.call_all(probes, log, sent=block)
     reachable = [node for node in nodes if not replies[node.node].code]
-    test = test_connections(calls, on_node, reachable, block) if len(reachable) > 1 else None
+    test = test_connections(calls, on_node, reachable, block, log) if len(reachable) > 1 else None
     return cluster_facts(replies, test)
 
 

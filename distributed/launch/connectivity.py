@@ -140,12 +140,14 @@ def test_connections(
     on_node: Callable[[AnyTarget, str, Sequence[str]], list[str]],
     nodes: Sequence[AnyTarget],
     block: bytes,
+    log: Callable[[str], None],
 ) -> ConnectionTest:
-    """Let every node connect to every other.
+    """Let every node connect to every other that listens.
 
     Args:
         on_node: the local command that runs a module of the package with arguments in the environment of a node.
         block: see environment_block().
+        log: see Calls.log_waiting().
     """
     names = [node.node for node in nodes]
     printed = {name: bytearray() for name in names}
@@ -166,12 +168,17 @@ def test_connections(
         known = {name: ended.get(name, Reply(name, 0, "", "")) for name in names}
         return {name: replace(reply, out=printed[name].decode(errors="replace")) for name, reply in known.items()}
 
-    while any(name not in ended and reply.value() is None for name, reply in replies().items()):
+    def waiting() -> list[str]:
+        return [name for name, reply in replies().items() if name not in ended and reply.value() is None]
+
+    calls.log_waiting(names, waiting, log)
+    while waiting():
         calls.loop.wait()
     listening = replies()
     tries = ["try", *(f"{node}={host}:{port}" for node, (host, port) in addresses_of(listening).items())]
-    commands = {node: on_node(node, "launch.connectivity", tries) for node in nodes}
-    connecting = calls.call_all(commands, sent=block)
+    reached = [node for node in nodes if listening[node.node].value() is not None]
+    commands = {node: on_node(node, "launch.connectivity", tries) for node in reached}
+    connecting = calls.call_all(commands, log, sent=block)
     for listener in listeners:
         listener.end_input()
         calls.loop.call_later(END_TIMEOUT, listener.kill)

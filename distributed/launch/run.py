@@ -164,7 +164,7 @@ class Launch:
         from distributed.launch.connectivity import test_connections
 
         on_node = partial(self._in_node_env, commands)
-        if faults := test_connections(self.calls, on_node, self.targets, self._block()).faults():
+        if faults := test_connections(self.calls, on_node, self.targets, self._block(), self.console.print).faults():
             self._refuse_nodes([f"connectivity: {fault}" for fault in faults])
         count = len(self.names)
         self.console.print(f"each of {count} node{'s' * (count != 1)} can connect to every other")

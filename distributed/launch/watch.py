@@ -173,7 +173,7 @@ class Watch:
         self.running: dict[str, Client] = {}  # by node, or by the name of the client of all nodes
         self.unended: set[str] = set()  # nodes whose end is not known
         self._unstarted: dict[str, int] = {}  # nodes on which the supervisor could not be started -> exit code
-        self._followed: set[str] = set()  # nodes whose command ran already when their client was started
+        self._runs_on: set[str] = set()  # nodes without a lease whose command is known to have started
         self._disconnected: set[str] = set()  # nodes that are to be followed again
         self.queries: set[Client] = set()  # those of a check for a hang
         self._escalation = 0  # number of the scheduled request
@@ -189,7 +189,7 @@ class Watch:
         self._escalation += 1
         self.status = 0  # exit code of the first node that failed
         self._requested = False  # a stop is in progress
-        self._followed.clear()
+        self._runs_on.clear()
         self._reported: dict[str, int] = {}  # nodes whose supervisor has reported its exit code
 
     # ---- commands and environment
@@ -273,9 +273,11 @@ class Watch:
     def _handle_report(self, report: dict[str, Any]) -> None:
         """Handle the end of a supervisor, whose client may not have exited. A rank may print something similar."""
         node, code = report["node"], report.get("exit_code")
-        if report.get("following") and node in self._disconnected:
-            self._disconnected.discard(node)
-            self.console.record(f"{node}: connected again")
+        if report.get("following"):
+            self._runs_on.add(node)
+            if node in self._disconnected:
+                self._disconnected.discard(node)
+                self.console.record(f"{node}: connected again")
         if node not in self.unended or not isinstance(code, int):
             return
         self._reported[node] = code
@@ -299,10 +301,11 @@ class Watch:
         code = client.code
         exited = (self.directory / f"node_{node}.exit").exists()
         lost = code == UNREACHABLE or (code > 128 and not self._requested)
-        if not exited and (lost or (self.transport.reports and node in self._followed)):
+        runs_on = node in self._runs_on or (self.lease == 0 and (self.directory / f"node_{node}.pid").exists())
+        if not exited and (lost or (self.transport.reports and runs_on)):
             if self.transport.reports and client.process.returncode < 0:
                 self.console.record(f"{node}: the launcher's client (process {client.process.pid}) was killed")
-            if self.lease == 0 and not self.signal and not self.is_ending:
+            if runs_on and not self.signal and not self.is_ending:
                 self._reconnect(node)
             else:
                 self.node_lost(node, UNFIT if code == UNREACHABLE else code)
@@ -330,7 +333,7 @@ class Watch:
 
     def follow(self, node: RunNode, *options: str) -> None:
         """Start the client of a node that runs already. options: of follow.py."""
-        self._followed.add(node.node)
+        self._runs_on.add(node.node)
         command = [*self.supervise(), "--name", node.node, *options]
         self.start_client(node.node, self.transport.commands.command(node, command, self.options.cwd), sent=b"")
 

@@ -85,7 +85,7 @@ def report_remaining(run: Run, node_replies: Sequence[NodeReply]) -> tuple[list[
     lines = []
     for reply in node_replies:
         if reply.status is None:
-            waits = "when it is reachable" if run.lease == 0 else "its processes exit when heartbeats time out; then"
+            waits = "when it is reachable," if run.lease == 0 else "its processes exit when heartbeats time out; then"
             text = reply.error + (f"; {waits} check again" if run.launcher.state != RUNNING else "")
         elif reply.status.processes:
             text = f"still has {remaining_processes(reply.status)}"

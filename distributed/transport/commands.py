@@ -223,28 +223,33 @@ class Calls:
     ) -> dict[str, Reply]:
         """Run commands at the same time, and wait until all have ended. Returns the reply of each node, by name.
 
-        log: prints, every 5 seconds, which nodes have not replied yet. options: of call().
+        log: see log_waiting(). options: of call().
         """
         replies: dict[str, Reply] = {}
         names = [node.node for node in commands]
-        started = time.monotonic()
-
-        def report() -> None:
-            missing = [name for name in names if name not in replies]
-            if log and missing:
-                seconds = int(time.monotonic() - started)
-                ratio = f"{len(names) - len(missing)} of {len(names)} nodes replied"
-                log(f"{ratio}, waiting for {' '.join(missing)}, {seconds} s")
-                self.loop.call_later(PROGRESS_INTERVAL, report)
 
         def ended(reply: Reply) -> None:
             replies[reply.node] = reply
 
         calls = {self.call(node.node, command, ended, **options) for node, command in commands.items()}
-        if log:
-            self.loop.call_later(PROGRESS_INTERVAL, report)
+        self.log_waiting(names, lambda: [name for name in names if name not in replies], log)
         self.wait(calls)
         return {name: replies[name] for name in names}
+
+    def log_waiting(
+        self, names: Sequence[str], missing: Callable[[], Sequence[str]], log: Callable[[str], None] | None
+    ) -> None:
+        """Print every 5 seconds which of these nodes have not replied yet. missing: returns their names."""
+        started = time.monotonic()
+
+        def report() -> None:
+            if log and (waiting := missing()):
+                ratio = f"{len(names) - len(waiting)} of {len(names)} nodes replied"
+                log(f"{ratio}, waiting for {' '.join(waiting)}, {time.monotonic() - started:.0f} s")
+                self.loop.call_later(PROGRESS_INTERVAL, report)
+
+        if log:
+            self.loop.call_later(PROGRESS_INTERVAL, report)
 
     def wait(self, calls: Collection[Client] | None = None) -> None:
         """Wait until these commands have ended; default: all."""

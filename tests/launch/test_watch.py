@@ -113,13 +113,16 @@ def test_a_connection_that_is_lost_ends_the_run(directory: Path, attempt: Attemp
     assert attempt(n1="exit 255", n2=STOPPED_ON_REQUEST) == UNFIT
 
 
+FOLLOWING = r"""printf '\036{"node": "n1", "following": true}\n'"""
+
+
 class Followed(Scripts):
     """n1 runs without a lease, and each script of `again` follows it once."""
 
     lease = 0
 
     def __init__(self, *again: str) -> None:
-        super().__init__({"n1": "exit 255", "n2": report("n2", 0)}, b"")
+        super().__init__({"n1": f"{FOLLOWING}; exit 255", "n2": report("n2", 0)}, b"")
         self.commands, self.again = self, list(again)  # type: ignore[assignment]
 
     def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
@@ -137,6 +140,13 @@ def test_a_node_without_a_lease_is_followed_again_until_it_reports(
     assert new_watch(directory, transport).attempt() == code
     assert not transport.again
     assert log_of(directory).count("n1: connection to its supervisor lost; it runs on, connecting again\n") == 1
+
+
+def test_a_node_without_a_lease_that_has_not_started_is_lost(directory: Path, new_watch: NewWatch) -> None:
+    transport = Followed("exit 0")
+    transport.scripts["n1"] = "exit 255"
+    assert new_watch(directory, transport).attempt() == UNFIT
+    assert "n1: connection to its supervisor lost; stopping the run" in log_of(directory)
 
 
 def test_a_node_without_a_lease_is_swept_if_the_run_ends_while_it_is_unreachable(
