@@ -19,6 +19,7 @@ MODULE = f"'{sys.executable}' -I -S '{Path(__file__).parents[1]}/scripts/lib/mod
         ("host.gpus >&-", 0),
         ("host.gpus >/dev/full", 1),
         ("host.gpus | true", 0),
+        ("runs.status --program=p --log-dir=logs --json nix >&- 2>&-", 2),
     ],
 )
 def test_the_exit_code_is_that_of_the_module(call: str, code: int) -> None:

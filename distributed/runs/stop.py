@@ -120,7 +120,7 @@ class Stop:
             self._log(f"{self._name}: processes remain on its nodes; {describe_grace(self._now, self._grace)}")
             self._sweep(self._grace)
             lines, code = self._check()
-        print("\n".join(lines), flush=True)
+        print("\n".join(lines))
         return code
 
     def _check(self) -> tuple[list[str], int]:
@@ -156,7 +156,7 @@ def stop_job(job: str, state: str, grace: float, now: bool, messages: Messages) 
     if not wait(CANCEL_TIMEOUT, 0.5, awaited, runs, messages.log):
         problem = f"still {state.partition(' ')[0]} after scancel"
         raise TransportError(1, f"job {job}: {problem}; see scontrol show job {job}")
-    print(f"job {job} has ended; SLURM has ended its processes on all nodes", flush=True)
+    print(f"job {job} has ended; SLURM has ended its processes on all nodes")
 
 
 def wait(

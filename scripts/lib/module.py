@@ -11,6 +11,7 @@ import sys
 if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
     del sys.path[0]  # this directory
 sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
+sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
 
 try:
     code = __import__(f"distributed.{sys.argv[1]}", fromlist=["main"]).main(sys.argv[2:]) or 0
@@ -18,6 +19,8 @@ except SystemExit as ended:
     if not isinstance(ended.code, int):
         raise
     code = ended.code
+except BrokenPipeError:  # such as of a terminal that was closed, or a pipe to `head`
+    code = 141  # as for SIGPIPE
 for stream in (sys.stderr, sys.stdout):
     try:
         if stream:
