@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -231,11 +231,9 @@ def as_json(cluster: ClusterFacts) -> str:
 # ---------------------------------------------------------------- the program
 
 
-def query_nodes(
-    options: argparse.Namespace, lists: Mapping[str, Sequence[bytes]], log: Callable[[str], None]
-) -> ClusterFacts:
+def query_nodes(options: argparse.Namespace, lists: Mapping[str, Sequence[bytes]], messages: Messages) -> ClusterFacts:
     """Probe all nodes, and test the connections between those that replied. Raises TransportError."""
-    commands = SshCommands(log, options.cwd if options.sync else "")
+    commands, log = SshCommands(messages.print, options.cwd if options.sync else ""), messages.log
     calls, nodes = Calls(), [Node(*pair) for pair in options.nodes]
     block = environment_block(lists["inherited"], lists["environment"])
     if options.sync:
@@ -282,7 +280,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{' '.join(name for name, _ in options.nodes)}: {quote(command)}")
         return 0
     try:
-        cluster = query_nodes(options, lists, messages.log)
+        cluster = query_nodes(options, lists, messages)
     except TransportError as error:
         return messages.print_error(error)
     return show(cluster, options.json)

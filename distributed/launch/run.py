@@ -135,7 +135,7 @@ class Launch:
         options = self.options
         if options.transport not in ("ssh", "pdsh"):
             return LocalCommands()
-        commands = SshCommands(self.console.print, options.cwd if options.sync else "")
+        commands = SshCommands(partial(self.console.print, always=True), options.cwd if options.sync else "")
         self.calls = Calls()
         return commands
 

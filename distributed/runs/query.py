@@ -35,6 +35,7 @@ from distributed.transport.commands import (
     Calls,
     JobCommands,
     LocalCommands,
+    Messages,
     SshCommands,
     TransportError,
 )
@@ -183,12 +184,12 @@ def _printed(command: Sequence[str], errors: int = subprocess.DEVNULL) -> str:
 class RunQuery:
     """A run, its SLURM job, and connections to its nodes."""
 
-    def __init__(self, run: Run, log: Callable[[str], None]) -> None:
-        """log: prints a message. Raises TransportError."""
-        self.run, self._log = run, log
+    def __init__(self, run: Run, messages: Messages) -> None:
+        """Raises TransportError."""
+        self.run, self._log = run, messages.log
         self.job_state = ""  # see job_state()
         self.calls = Calls()
-        self.ssh = SshCommands(log)
+        self.ssh = SshCommands(messages.print)
         self.update()
 
     def update(self) -> None:

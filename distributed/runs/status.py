@@ -388,7 +388,7 @@ def main(arguments: Sequence[str]) -> int:
     messages = Messages(options.program, quiet=options.watch)
     exit_on_signals()
     try:
-        viewer = Viewer(options, RunQuery(find_run(options.run, options.log_dir, options.program), messages.log))
+        viewer = Viewer(options, RunQuery(find_run(options.run, options.log_dir, options.program), messages))
         if options.watch:
             return viewer.watch()
         status = viewer.status()

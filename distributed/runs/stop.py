@@ -188,7 +188,7 @@ def main(arguments: Sequence[str]) -> int:
     messages = Messages(options.program, options.quiet)
     try:
         try:
-            query = RunQuery(find_run(options.run, options.log_dir, options.program), messages.log)
+            query = RunQuery(find_run(options.run, options.log_dir, options.program), messages)
         except JobWithoutRun as job:
             stop_job(job.job, job.state, GRACE, options.now, messages)
             return 0

@@ -88,8 +88,8 @@ class JobCommands(LocalCommands):
 class SshCommands(LocalCommands):
     """Over ssh, with the user's configuration, and one connection per node that all calls share."""
 
-    def __init__(self, log: Callable[[str], None], cwd: str = "") -> None:
-        """log: prints a message. cwd: the working directory, if it is to be copied to the nodes; see sync.py.
+    def __init__(self, warn: Callable[[str], None], cwd: str = "") -> None:
+        """warn: prints a message, also with --quiet. cwd: the working directory, if it is to be copied; see sync.py.
 
         The control sockets are in a directory that is removed when this process has ended, however it ends. Raises
         TransportError.
@@ -99,7 +99,7 @@ class SshCommands(LocalCommands):
             what = "expected a whole number of seconds, 1 or more"
             raise TransportError(WRONG_CALL, f"MUSTER_LOGIN_TIMEOUT: {what}, got '{value}'")
         self._login_timeout = int(value)
-        directory = temporary_directory(log)
+        directory = temporary_directory(warn)
         self.synced = list(dict.fromkeys((cwd, KIT))) if cwd else []
         self.marker = f".{os.path.basename(directory)}"  # name of a file in each of them, while it is compared
         remove_at_exit([directory, *(os.path.join(one, self.marker) for one in self.synced)])
@@ -326,10 +326,10 @@ def message_of(error: TransportError, program: str) -> str:
     return f"{error}\nTry: {program} --help" if error.code == WRONG_CALL else str(error)
 
 
-def temporary_directory(log: Callable[[str], None]) -> str:
+def temporary_directory(warn: Callable[[str], None]) -> str:
     """Create a private directory whose path is short and has no blanks, where ssh (ProxyJump), rsync and pdsh split it.
 
-    /tmp precedes TMPDIR, which may be on a file system without sockets. log: prints a warning if a directory that was
+    /tmp precedes TMPDIR, which may be on a file system without sockets. warn: prints a message if a directory that was
     tried before cannot be written. Raises TransportError if none can be written.
     """
     candidates = {"XDG_RUNTIME_DIR": os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp": "/tmp"}
@@ -346,7 +346,7 @@ def temporary_directory(log: Callable[[str], None]) -> str:
             continue
         if faults:
             remedy = "unset the variable, or create a directory that you can write"
-            log(f"warning: {'; '.join(faults)}; using {base}; {remedy}")
+            warn(f"warning: {'; '.join(faults)}; using {base}; {remedy}")
         return made
     remedy = "export TMPDIR=DIRECTORY, with a directory that you can write"
     raise TransportError(UNFIT, f"{'; '.join(faults)}; {remedy}")
