@@ -107,8 +107,12 @@ refused() { # <text> <argument of the launcher...>
 
 
 @test "three nodes: a run without a lease outlives its launcher, twice, and is followed again to its verdict" {
-  CALL=("$AUTO" --lease 0 --script "my script.py" - 1 "$N1" "$N2" "$N3" --)
+  printf '%s\n' "$N1" "$N2" "$N3" >hosts
+  CALL=("$AUTO" --lease 0 --hostfile hosts --script "my script.py" - 1 --)
   start_and_kill_launcher
+  printf '%s\n' "$N1" "$N2" >hosts
+  refused "was started with the nodes $N1 $N2 $N3; got $N1 $N2" "${CALL[0]}" --attach latest "${CALL[@]:1}"
+  printf '%s\n' "$N1" "$N2" "$N3" >hosts
   attach
   kill -KILL -- "-$LAUNCHER"
   wait "$LAUNCHER" || true

@@ -46,6 +46,8 @@ class AttachedLaunch(Launch):
         arguments = lookup.constant_arguments(masked(self.call))
         options = arguments[: arguments.index("--")] if "--" in arguments else arguments
         self._require_same("the arguments", quote(lookup.constant_arguments(run.command)), quote(arguments))
+        names = (" ".join(node.address or node.node for node in nodes) for nodes in (run.nodes, self.targets))
+        self._require_same("the nodes", *names)  # a file of --hostfile may have changed
         self._require_same("the working directory", run.cwd, self.options.cwd)
         self._require_same("the Python", run.python, self.options.python)
         if self.options.max_restarts and any(argument.startswith("--env") for argument in options):
