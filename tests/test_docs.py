@@ -700,7 +700,7 @@ def test_the_table_of_files_lists_the_files_of_a_run(project: Path) -> None:
     found = [path.name for path in run.iterdir()]
     missing = {name for name, pattern in files_of_a_run().items() if not any(map(pattern.fullmatch, found))}
     optional = {"checkpoints", "hang.json", "node_<name>.lost", "node_<name>.stop", "smoke.json"}
-    optional |= {"node_<name>.heartbeat", "node_<name>.usage"}
+    optional |= {f"node_<name>.{kind}" for kind in ("heartbeat", "usage", "reserved", "reserved_record")}
     optional |= {"tensorboard", "wandb", "attempt_<n>"}
     of_slurm = {"node_srun.log", "node_srun.exit", "stalled_attempts"}
     assert missing == optional | of_slurm

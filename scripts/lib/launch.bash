@@ -172,6 +172,7 @@ set_forwarded() { # <name...>
 # ---------------------------------------------------------------- the run
 
 # Set BEFORE and AFTER, the command line of the agent before and after the options that depend on the node.
+# shellcheck disable=SC2120 # other files pass arguments
 build_agent_command() { # [torchrun's options that are the same for all nodes...]
   BEFORE=("$PYTHON" "$KIT/scripts/lib/agent.py")
   if [[ $AGENT == fast ]]; then
@@ -187,6 +188,7 @@ build_agent_command() { # [torchrun's options that are the same for all nodes...
 
 # Run the agents on all nodes over ssh.
 ssh_run_nodes() { # <ssh or pdsh>
+  # shellcheck disable=SC2119
   build_agent_command
   set -- "$1"
   ((!SYNC)) || set -- "$@" --sync
@@ -211,11 +213,11 @@ run_nodes() { # <local, ssh, pdsh or srun> [option of distributed/launch/run.py.
 
 # Set RUN_OPTIONS. Its local variables would hide variables of the user in run_nodes.
 set_run_options() { # <argument of run_nodes...>
-  local node program=run name=${MODULE:-${WORK[0]}}
-  [[ ! $ATTACH ]] || program=attach
+  local node program=launch.run name=${MODULE:-${WORK[0]}}
+  [[ ! $ATTACH ]] || program=launch.attach
   [[ ! -d $name ]] || name=$(cd -- "$name" && pwd)
   name=${name##*/}
-  RUN_OPTIONS=("launch.$program" "$@" "--program=$PROGRAM" "--cwd=$PWD" "--log-dir=$LOG_DIR" "--name=${name%.py}"
+  RUN_OPTIONS=("$program" "$@" "--program=$PROGRAM" "--cwd=$PWD" "--log-dir=$LOG_DIR" "--name=${name%.py}"
     "--script=${MODULE:-${WORK[0]}}" ${CONFIG_ARGS:+"--config=$CONFIG"} "--python=$PYTHON" "--node-env=$(node_env)"
     --grace "$GRACE" --max-restarts "$MAX_RESTARTS" ${HANG_TIMEOUT:+--hang-timeout "$HANG_TIMEOUT"}
     ${LEASE:+--lease "$LEASE"} ${ATTACH:+"--attach=$ATTACH"} --master "${MASTER_ADDR-}" "${MASTER_PORT-}")
