@@ -13,7 +13,7 @@ from distributed.files import read_json, try_lock
 from distributed.host.identity import user
 from distributed.launch.run import Launch, execute, masked
 from distributed.runs import lookup
-from distributed.transport.commands import quote
+from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, TransportError, quote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,6 +53,7 @@ class AttachedLaunch(Launch):
         if self.options.max_restarts and any(argument.startswith("--env") for argument in options):
             self._refuse("values of --env are not recorded, so a restart could get others; watch it with status.sh")
         self._found = Path(run.directory_at_launch)  # as MUSTER_RUN_DIR of its processes, perhaps with symbolic links
+        self._sizes = self._read_sizes(commands)
         return str(facts["address"]), str(facts["port"])
 
     def _require_same(self, what: str, before: str, now: str) -> None:
@@ -70,27 +71,26 @@ class AttachedLaunch(Launch):
         """Follow the attempt that runs, then continue as for any run."""
         restarts = len(list(self.directory.glob("attempt_*")))
         self.watch.restart_count = restarts
-        sizes = self._read_sizes()
 
         def follow(watch: Watch) -> None:
             for node in watch.run.nodes:
-                watch.follow(node, "--offset", str(sizes[node.node]))
+                watch.follow(node, "--offset", str(self._sizes[node.node]))
 
         self.console.record("attached to the run")
         super().run_attempts(restarts, start or follow)
 
-    def _read_sizes(self) -> dict[str, int]:
-        """The size of each node's log, in bytes. Exits if a node is unreachable, which must not stop the run."""
-        watch, commands = self.watch, {}
-        for node in watch.run.nodes:
-            status = [*watch.supervisor, "status", "--dir", str(self.directory), "--name", node.node]
-            commands[node] = watch.transport.commands.command(node, status, self.options.cwd)
+    def _read_sizes(self, commands: LocalCommands) -> dict[str, int]:
+        """The size of each node's log, in bytes. Raises TransportError if a node is unreachable; the run continues."""
+        module = [self.options.python, *PLAIN_PYTHON, f"{LIB}/module.py", "launch.supervisor", "status"]
+        asked = {}
+        for node in self.targets:
+            status = [*module, "--dir", str(self._found), "--name", node.node]
+            asked[node] = commands.command(node, status, self.options.cwd)
         sizes = {}
-        for reply in watch.calls.call_all(commands).values():
+        for name, reply in Calls().call_all(asked, self.console.print).items():
             if reply.code:
-                self.console.record(f"{reply.node}: cannot attach: {reply.err.strip() or reply.code}", always=True)
-                sys.exit(UNFIT)
-            sizes[reply.node] = json.loads(reply.out.splitlines()[-1]).get("log_bytes", 0)
+                raise TransportError(UNFIT, f"{name}: cannot attach: {reply.failure_message()}")
+            sizes[name] = json.loads(reply.out.splitlines()[-1]).get("log_bytes", 0)
         return sizes
 
 
