@@ -22,7 +22,8 @@
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait for all nodes to join (default: 600)
 #   --no-preflight       skip the checks of GPUs and port
-#   --lease SECONDS      stop when this launcher has been silent for so long (default: as soon as it dies); 0: run on
+#   --lease SECONDS      0: run on when this launcher dies (default: stop at once); N: stop also when it has been
+#                        silent for N seconds
 #   --attach RUN         follow a run of --lease 0 whose launcher has died; all other arguments as at its start
 #   --detach             run in the background, detached from this terminal; refused in an allocation
 #   --dry-run            print the command, run nothing

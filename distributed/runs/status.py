@@ -340,8 +340,7 @@ class Viewer:
             verdict["written"] = path.stat().st_mtime
         elif run.launcher.state == EXITED:
             decided = decide(run.directory)  # the launcher was killed before it wrote verdict.json
-            exits = [path.stat().st_mtime for path in run.directory.glob("node_*.exit")]
-            verdict = asdict(decided) | {"written": decided.time or max(exits, default=now)}
+            verdict = asdict(decided) | {"written": decided.time or now}
         return judge(run, replies, verdict, read_progress(run.directory, now), now, self._query.job_state)
 
     def show(self, status: Status, in_place: bool = False) -> None:

@@ -21,7 +21,8 @@
 #                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --no-preflight       skip the checks of GPUs and port
-#   --lease SECONDS      stop when this launcher has been silent for so long (default: as soon as it dies); 0: run on
+#   --lease SECONDS      0: run on when this launcher dies (default: stop at once); N: stop also when it has been
+#                        silent for N seconds
 #   --attach RUN         follow a run of --lease 0 whose launcher has died; all other arguments as at its start
 #   --detach             run in the background, detached from this terminal
 #   --dry-run            print the command, run nothing

@@ -28,7 +28,8 @@
 #   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore)
 #                        to nodes that do not share them
 #   --no-preflight       skip the checks of the nodes
-#   --lease SECONDS      stop when this launcher has been silent for so long (default: 20); 0: run on
+#   --lease SECONDS      0: run on when this launcher dies or loses its connections; N: stop at once then, and when
+#                        it has been silent for N seconds (default: 20)
 #   --attach RUN         follow a run of --lease 0 whose launcher has died; all other arguments as at its start
 #   --detach             run in the background, detached from this terminal
 #   --dry-run            print the command of each node, run nothing
