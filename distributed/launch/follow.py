@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import BinaryIO
 
-INTERVAL = 0.2  # seconds between reads of the log
+INTERVAL = 0.2  # seconds between two reads of the log when there is no more
 
 
 class Follower:
@@ -36,6 +36,7 @@ class Follower:
         self._options, self._files, self._received = options, options.files, received
         self._streams = [ConsoleStream(1), ConsoleStream(2)]
         self._console, self._lines = Console(options.terminals), Lines()
+        self._behind = False  # there is more output in the log
 
     def run(self) -> int:
         """Returns the exit code of the command, UNFIT if none was started, or 0 at the end of standard input."""
@@ -59,7 +60,7 @@ class Follower:
         if self._options.report:
             self._streams[0].put(format_report(node=files.name, exit_code=code))
             while self._streams[0].pending and self._pass_requests():
-                pass
+                self._streams[0].flush()
         return code
 
     def _show_more(self, log: BinaryIO) -> bool:
@@ -67,14 +68,15 @@ class Follower:
         lives = supervisor.supervisor_of(self._files)  # before the output is read
         slow = any(len(stream.pending) > BACKLOG for stream in self._streams)
         block = b"" if slow else log.read(BLOCK)
+        self._behind = bool(block)
         texts = self._console.feed(self._lines.feed(block, last=not lives and not block), OUTPUT)
         for stream, text in zip(self._streams, texts, strict=True):
             stream.put(text)
         return bool(lives or block or any(stream.pending for stream in self._streams))
 
     def _pass_requests(self) -> bool:
-        """Wait for a moment for requests, and pass them on. Returns False at the end of standard input."""
-        if select.select([0], [], [], INTERVAL)[0]:
+        """Wait for requests, if all output was read, and pass them on. Returns False at the end of standard input."""
+        if select.select([0], [], [], 0.0 if self._behind else INTERVAL)[0]:
             if not (received := os.read(0, BLOCK)):
                 return False
             self._received += received
