@@ -297,7 +297,7 @@ class Launch:
         if watch.lease == 0:
             record_launcher(directory, address, port)
         if path := os.environ.get("MUSTER_RUN_FILE"):  # of the caller of this launcher
-            Path(path).write_text(f"{directory}\n")
+            Path(path).write_bytes(os.fsencode(f"{directory}\n"))
         if opened >= 0:
             os.write(opened, os.fsencode(directory))
             os.close(opened)

@@ -261,14 +261,14 @@ class Calls:
 
 
 def exit_on_signals(clients: Collection[Client] = ()) -> None:
-    """Let SIGINT, SIGTERM and SIGHUP kill these clients and end this program with 128+n, by SystemExit."""
+    """Let SIGINT, SIGTERM, SIGHUP and SIGQUIT kill these clients and end this program with 128+n, by SystemExit."""
 
     def end(number: int, frame: object) -> None:
         for client in clients:
             client.kill()
         raise SystemExit(128 + number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, end)
 

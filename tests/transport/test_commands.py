@@ -57,7 +57,7 @@ def test_a_command_that_reads_gets_its_input_only_when_it_is_ended() -> None:
     assert [reply.code for reply in replies] == [0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_ends_the_program_and_its_commands(number: int) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(KIT)!r})\n"
