@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,13 +36,23 @@ def test_the_login_shell_gets_less_time_than_the_reply() -> None:
 
 
 @pytest.mark.usefixtures("signal_handlers")
-def test_replies_are_in_the_order_of_the_nodes_and_missing_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_are_in_the_order_of_the_nodes_and_missing_ones_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """n1 replies after a message that names it alone."""
     monkeypatch.setattr("distributed.transport.commands.PROGRESS_INTERVAL", 0.05)
     messages: list[str] = []
-    commands = dict(zip(NODES, (["sh", "-c", "sleep 0.5; echo one"], ["sh", "-c", "cat; exit 3"]), strict=True))
-    first, second = Calls().call_all(commands, messages.append, sent=b"sent").values()
+
+    def log(message: str) -> None:
+        messages.append(message)
+        if "waiting for n1," in message:
+            (tmp_path / "go on").touch()
+
+    wait = ["sh", "-c", 'until [ -e "$1" ]; do sleep 0.05; done; echo one', "sh", str(tmp_path / "go on")]
+    commands = dict(zip(NODES, (wait, ["sh", "-c", "cat; exit 3"]), strict=True))
+    first, second = Calls().call_all(commands, log, sent=b"sent").values()
     assert (first.node, first.out, second.node, second.out, second.code) == ("n1", "one\n", "n2", "sent", 3)
-    assert messages[0] == "1 of 2 nodes replied, waiting for n1, 0 s"
+    assert re.fullmatch(r"1 of 2 nodes replied, waiting for n1, \d+ s", messages[-1])
 
 
 @pytest.mark.usefixtures("signal_handlers")
