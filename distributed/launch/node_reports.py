@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 REPORT = b"\x1e"  # ASCII record separator, which programs do not print
 ERROR = b"\x1f"  # ASCII unit separator: a task of srun prints it before a line of standard error
 # Between a launcher and a task of srun, and between the dispatcher of a job list and a server, in both directions.
-HEARTBEAT_INTERVAL = 3.0  # seconds; also that of a detached supervisor
+HEARTBEAT_INTERVAL = 3.0  # seconds; also that of a supervisor without a lease
 HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
 
 

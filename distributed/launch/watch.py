@@ -200,8 +200,9 @@ class Watch:
 
     @property
     def lease(self) -> int | None:
-        """Seconds without a heartbeat after which a node stops its command; 0: never, also not without this launcher;
-        None: no heartbeats, but at the end of input.
+        """Seconds without a heartbeat after which a node stops its command.
+
+        0: it runs on without this launcher. None: no heartbeats are sent; it stops when its control channel is closed.
         """
         return self.transport.lease if self.options.lease is None else self.options.lease
 
@@ -273,7 +274,7 @@ class Watch:
     def _handle_report(self, report: dict[str, Any]) -> None:
         """Handle the end of a supervisor, whose client may not have exited. A rank may print something similar."""
         node, code = report["node"], report.get("exit_code")
-        if report.get("following"):
+        if report.get("following") and self.lease == 0:
             self._runs_on.add(node)
             if node in self._disconnected:
                 self._disconnected.discard(node)

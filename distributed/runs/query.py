@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -99,6 +100,15 @@ def report_remaining(run: Run, node_replies: Sequence[NodeReply]) -> tuple[list[
 
 
 # ---------------------------------------------------------------- find a run
+
+
+def parser_of(program: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a program that finds a run. description: the docstring of its module."""
+    parser = argparse.ArgumentParser(prog=program, description=description.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--program", required=True, help="name of the script in messages")
+    parser.add_argument("--log-dir", type=Path, required=True, metavar="DIR", help="the directory of all runs")
+    parser.add_argument("run", metavar="RUN")
+    return parser
 
 
 def find_run(argument: str, logs: Path, program: str) -> Run:

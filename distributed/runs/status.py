@@ -32,7 +32,7 @@ from distributed.runs.charts import duration
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, constant_arguments
 from distributed.runs.node_status import GpuUsage, RankStatus
-from distributed.runs.query import JobWithoutRun, NodeReply, RunQuery, find_run, remaining_processes
+from distributed.runs.query import JobWithoutRun, NodeReply, RunQuery, find_run, parser_of, remaining_processes
 from distributed.runs.records import read_object
 from distributed.runs.verdict import decide
 from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint
@@ -377,13 +377,10 @@ class Viewer:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the status. Returns Status.exit_code, or 2 if there is no such run."""
-    parser = argparse.ArgumentParser(prog="status", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--program", required=True, help="name of the script in messages")
-    parser.add_argument("--log-dir", type=Path, required=True, metavar="DIR", help="the directory of all runs")
+    parser = parser_of("status", str(__doc__))
     parser.add_argument("--watch", action="store_true", help="refresh until the run has ended")
     parser.add_argument("--stacks", action="store_true", help="also print the stacks")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("run", metavar="RUN")
     options = parser.parse_args(arguments)
     messages = Messages(options.program, quiet=options.watch)
     exit_on_signals()

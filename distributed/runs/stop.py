@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import os
@@ -10,13 +9,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from distributed.exit_codes import UNFIT
 from distributed.files import KIT
 from distributed.host.process_scan import start_time
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, RunNode
-from distributed.runs.query import JobWithoutRun, RunQuery, find_run, job_runs, job_state, report_remaining
+from distributed.runs.query import JobWithoutRun, RunQuery, find_run, job_runs, job_state, parser_of, report_remaining
 from distributed.transport.commands import Messages, TransportError, exit_on_signals
 
 CHECK_TIMEOUT = 15.0  # seconds for a node to report the remaining processes
@@ -177,12 +175,9 @@ def wait(
 
 def main(arguments: Sequence[str]) -> int:
     """Return 0 if no process remains, 1 if one does, 2 if there is no such run, UNFIT if a node was not checked."""
-    parser = argparse.ArgumentParser(prog="stop", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--program", required=True, help="name of the script in messages")
-    parser.add_argument("--log-dir", type=Path, required=True, metavar="DIR", help="the directory of all runs")
+    parser = parser_of("stop", str(__doc__))
     parser.add_argument("--now", action="store_true", help="without time to write a checkpoint")
     parser.add_argument("--quiet", action="store_true", help="print only the result")
-    parser.add_argument("run", metavar="RUN")
     options = parser.parse_args(arguments)
     exit_on_signals()
     messages = Messages(options.program, options.quiet)
