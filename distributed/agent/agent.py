@@ -13,6 +13,7 @@ Try it: python scripts/lib/agent.py --nproc-per-node 2 train.py --config config/
 from __future__ import annotations
 
 import argparse
+import copy
 import inspect
 import logging
 import os
@@ -39,7 +40,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher import api as launcher
 
 from distributed.agent import failure_records
-from distributed.agent.attempt import Attempt, stable_run_id
+from distributed.agent.attempt import Attempt, AttemptPipes, stable_run_id
 from distributed.agent.fork_server import ForkedProcess, ForkServer, ForkServerError, signals
 from distributed.agent.membership import Membership, RendezvousFailed, RunEnd
 from distributed.agent.rendezvous import Rendezvous, log
@@ -261,6 +262,10 @@ class Agent(LocalElasticAgent):
     def _processes(self) -> list[ForkedProcess]:
         return [handler.proc for handler in self._handlers()]
 
+    def has_ranks(self) -> bool:
+        """Whether a rank has not exited: it is blocked in the kernel."""
+        return any(process.reap() is None for process in self._processes())
+
     def _stop_ranks(self, on_request: bool) -> None:
         """Wait for failure records or, on request, for checkpoints; then send SIGTERM, then SIGKILL.
 
@@ -284,7 +289,7 @@ class Agent(LocalElasticAgent):
     def _wait(self, seconds: float) -> None:
         """Wait at most this long until all ranks have exited."""
         end = time.monotonic() + seconds
-        while any(process.reap() is None for process in self._processes()) and time.monotonic() < end:
+        while self.has_ranks() and time.monotonic() < end:
             ForkedRanks.server.wakeup.wait(max(0.0, end - time.monotonic()))
             signals.handle()
 
@@ -348,8 +353,8 @@ def unexpected() -> str:
     return ""
 
 
-def main(options: argparse.Namespace, server: ForkServer) -> int:
-    """Run torchrun's command line. Returns the exit code of the run.
+def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | None = None) -> int:
+    """Run torchrun's command line, then the attempts that the supervisor requests. Returns the exit code of the last.
 
     Like torchrun, writes the first failure to the file that TORCHELASTIC_ERROR_FILE names in the agent's environment.
     """
@@ -364,9 +369,14 @@ def main(options: argparse.Namespace, server: ForkServer) -> int:
     arguments, path = tuple(options.training_script_args), tuple(sys.path[1:])
     script = Script(options.training_script, arguments, options.module, path, options.pass_local_rank)
     _replace_in_torchrun(script, server)
-    ForkedRanks.attempt, ForkedRanks.run_id = Attempt.from_env(), stable_run_id(options.standalone)
+    ForkedRanks.run_id = stable_run_id(options.standalone)
     try:
-        return _run(options)
+        while True:
+            ForkedRanks.attempt = Attempt.from_env()
+            code = _run(copy.copy(options))
+            if not (code and pipes and _can_restart() and (request := pipes.next_attempt(code))):
+                return code
+            os.environ.update(request["environment"])
     finally:
         server.close()
 
@@ -423,6 +433,14 @@ def _run(options: argparse.Namespace) -> int:
             return 0
     _ignore_stop_signals()
     return Agent.latest.exchange_records()
+
+
+def _can_restart() -> bool:
+    """Whether this process can run another attempt: attempts are left, and all ranks of the last one have exited."""
+    attempt = Attempt.from_env()
+    for number in STOP_SIGNALS:  # while no rank runs, a signal ends this process
+        signal.signal(number, signal.SIG_DFL)
+    return attempt.restarts < attempt.maximum and not Agent.latest.has_ranks() and ForkedRanks.server.is_running()
 
 
 def _record_own_failure(error: Exception, code: int) -> None:

@@ -7,10 +7,14 @@ Attempt for the agents, which pass them on to the ranks.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
+
+from distributed.launch.node_reports import ATTEMPT_PIPES
 
 COUNT, MAXIMUM, RUN_ID = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"
 
@@ -43,6 +47,36 @@ class Attempt:
         """
         replaced = {COUNT: str(self.restarts + int(own[COUNT])), MAXIMUM: str(self.maximum + int(own[MAXIMUM]))}
         return replaced | ({RUN_ID: run_id} if run_id else {})
+
+
+class AttemptPipes:
+    """The pipes through which an agent asks its supervisor for the next attempt; see node_reports.ATTEMPT_PIPES."""
+
+    def __init__(self, requests: int, replies: int) -> None:
+        """requests, replies: file descriptors for writing and for reading."""
+        self._requests, self._replies = requests, replies
+
+    @classmethod
+    def take(cls) -> AttemptPipes | None:
+        """Those of this process, which its children do not inherit; None if it has none. Removes the variable."""
+        ends = [end.split(":") for end in os.environ.pop(ATTEMPT_PIPES, "").split()]
+        with contextlib.suppress(OSError, ValueError):
+            numbers = [int(number) for number, _ in ends]
+            # A program between supervisor and agent may have closed them, and opened other files.
+            if numbers and [str(os.fstat(number).st_ino) for number in numbers] == [inode for _, inode in ends]:
+                for number in numbers:
+                    os.set_inheritable(number, False)
+                return cls(*numbers)
+        return None
+
+    def next_attempt(self, code: int) -> dict[str, Any] | None:
+        """Report that the attempt has ended with this exit code. Return the facts of the next attempt, None to exit."""
+        line = b""
+        with contextlib.suppress(OSError):  # the supervisor was killed
+            os.write(self._requests, b"%d\n" % code)
+            while not line.endswith(b"\n") and (more := os.read(self._replies, 1 << 16)):
+                line += more
+        return json.loads(line) if line.endswith(b"\n") else None
 
 
 def stable_run_id(standalone: bool) -> str:

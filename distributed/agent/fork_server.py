@@ -172,6 +172,12 @@ class ForkServer:
             raise ForkServerError(f"fork server (pid {self.pid}): cannot fork {count}: {error}")
         return processes
 
+    def is_running(self) -> bool:
+        """Whether the server can fork."""
+        if self._returncode is None and (status := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self._returncode = os.waitstatus_to_exitcode(status[1])
+        return self._returncode is None
+
     def close(self) -> None:
         """Stop the server. Forked processes continue."""
         self._channel.close()

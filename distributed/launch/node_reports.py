@@ -19,6 +19,10 @@ ERROR = b"\x1f"  # ASCII unit separator: a task of srun prints it before a line 
 # Between a launcher and a task of srun, and between the dispatcher of a job list and a server, in both directions.
 HEARTBEAT_INTERVAL = 3.0  # seconds; also that of a supervisor without a lease
 HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
+# Variable with two pipes between a supervisor and its agent, each as "descriptor:inode". When an attempt has failed and
+# all its ranks have exited, the agent writes a line with its exit code. Then it reads a line with the next attempt, in
+# JSON, or end of file, after which it exits.
+ATTEMPT_PIPES = "MUSTER_ATTEMPT_PIPES"
 
 
 def format_report(**facts: object) -> bytes:

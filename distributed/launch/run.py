@@ -334,6 +334,7 @@ class Launch:
             self.code = self.report_verdict()
             self.watch.loop.wait(limit=0)  # a stop request may have arrived meanwhile
             if not self._should_restart(restarts):
+                self.watch.end_agents()
                 return
             restarts += 1
             number = archive_attempt(self.directory)

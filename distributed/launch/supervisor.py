@@ -21,6 +21,7 @@ run starts COMMAND in a new session and waits until it exits:
   --terminals LIST   streams on which a progress bar stays on one line: 1, 2, or 12 if both are the same terminal
   --timeout SECONDS  stop COMMAND after this time (default: never)
   --report           when no process remains, report the exit code on standard output; see launch/node_reports.py
+  --restarts         COMMAND may be an agent that stays for the next attempt; see launch/node_reports.py
   --sample-usage     record the resource usage of each rank in node_NAME.samples.jsonl; see launch/usage_sampler.py
 
 Without a lease the supervisor has no control channel and no console. It touches node_NAME.heartbeat every 3 seconds,
@@ -33,6 +34,10 @@ to the ranks that handle them, or to the processes of a COMMAND that starts no r
 The commands `stop` and `kill` do the same through the file node_NAME.stop, `signal N` through a signal. Lines of rank 0
 are copied to standard output or standard error, where COMMAND has written them, lines of no rank to standard error;
 errors of a closed or full console are ignored. The exit code is that of COMMAND, 128+n for signal n.
+
+With --restarts, `fail` is a stop request after which COMMAND may stay. When it has reported the end of an attempt, and
+no other process remains, the exit code is written and reported. `attempt JSON` then starts the next attempt with new
+files, as the launcher has moved those of the last one; `end` lets COMMAND exit.
 
 A second process, the guard, kills COMMAND if the supervisor is killed. When run exits, no process started by COMMAND
 remains, in any session. sweep stops COMMAND, ends processes that remain because supervisor and guard were killed, and
@@ -56,7 +61,7 @@ from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import KIT, read_json, to_json, write_file, write_json
 from distributed.host import process_scan, signals
 from distributed.launch import usage_sampler
-from distributed.launch.node_reports import HEARTBEAT_INTERVAL, format_report
+from distributed.launch.node_reports import ATTEMPT_PIPES, HEARTBEAT_INTERVAL, format_report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -299,8 +304,8 @@ def send_signal(number: int, pids: Sequence[int]) -> None:
 class Guard:
     """A process in a separate process group that kills the command if the supervisor is killed.
 
-    It reads lines from a pipe that only the supervisor can write to: `session PID` for each session to kill, and `end`
-    before the supervisor exits. End of file without `end` means that the supervisor was killed.
+    It reads lines from a pipe that only the supervisor can write to: `sessions PID...`, of which the last one names the
+    sessions to kill, and `end` before the supervisor exits. End of file without `end` means that it was killed.
     """
 
     def __init__(self, files: Files) -> None:
@@ -338,7 +343,7 @@ def _guard_main(files: Files, lifeline: int, supervisor: int) -> None:
         received += more
     if b"end\n" in received:
         return
-    sessions = [int(line.split()[1]) for line in received.splitlines() if line.startswith(b"session ")]
+    sessions = [int(pid) for pid in received.rpartition(b"sessions ")[2].split()]
     message = f"process {supervisor} was killed"
     write_record(files, "killed", message)
     kill_all(lambda: process_scan.live_processes(files.environment, sessions))
@@ -393,7 +398,11 @@ class Supervisor:
         """received: bytes of the control channel that were read after the environment block."""
         self.files, self.options = files, options
         self._attached = options.lease > 0  # the control channel is open
-        self.code: int | None = None  # exit code of the command
+        self.code: int | None = None  # exit code of the command, or of its last attempt
+        self._waits = False  # the command has ended an attempt, and waits for the next one
+        self._from_command = self._to_command = -1  # pipes, see node_reports.ATTEMPT_PIPES
+        self._from_command_partial = b""
+        self._attempt_ended = False  # its exit code was written and reported
         self.ended = 0.0  # Unix seconds at which the command exited
         self._sampler = 0  # process id; 0: none
         self.stopping = False
@@ -422,8 +431,7 @@ class Supervisor:
         if source:
             command = [WRAPPER, "--exec", source, *command]
         self._source, self._block = source, _memory_file(block + b"\0") if source else os.open(os.devnull, os.O_RDONLY)
-        outputs = self.open_outputs()
-        parent = os.getpid()
+        outputs, pipes, parent = self.open_outputs(), self._open_attempt_pipes(env), os.getpid()
         self._stop_at = time.monotonic() + self.options.timeout
         self._started = time.time()
         self.pid = os.fork()
@@ -434,13 +442,29 @@ class Supervisor:
                 default_signals(self.IGNORED)
                 for number, file in enumerate((self._block, *outputs)):
                     os.dup2(file, number)
+                for file in pipes:
+                    os.set_inheritable(file, True)
                 exec_command(command, env)
             finally:
                 os._exit(126)
-        for file in set(outputs):
+        for file in {*outputs, *pipes}:
             os.close(file)
+        self._start_helpers()
+
+    def _open_attempt_pipes(self, env: Environment) -> list[int]:
+        """Open the pipes for the command, if it may stay. Returns its ends, which a variable names."""
+        if not self.options.restarts:
+            return []
+        self._from_command, requests = os.pipe()
+        replies, self._to_command = os.pipe()
+        pipes = [requests, replies]
+        env[ATTEMPT_PIPES.encode()] = " ".join(f"{file}:{os.fstat(file).st_ino}" for file in pipes).encode()
+        return pipes
+
+    def _start_helpers(self) -> None:
+        """Start the sampler, and record the processes."""
         if self.options.sample_usage:
-            self._sampler = self._start_sampler(parent)
+            self._sampler = self._start_sampler(os.getpid())
         self._record_processes()
 
     def _start_sampler(self, parent: int) -> int:
@@ -478,9 +502,7 @@ class Supervisor:
 
     def _record_processes(self) -> None:
         """Send the process ids to the guard and write them to node_NAME.pid."""
-        self._guard.send(f"session {self.pid}")
-        if self._sampler:
-            self._guard.send(f"session {self._sampler}")
+        self._guard.send(f"sessions {self.pid} {self._sampler or ''}")
         processes = {"supervisor": os.getpid(), "guard": self._guard.pid, "command": self.pid}
         facts = {name: process_scan.identity(pid) for name, pid in processes.items()}
         try:
@@ -496,6 +518,8 @@ class Supervisor:
         while not (self._no_process_left and self._output_ended):
             self._wait()
             self._check_clock()
+            if self._waits and self._no_process_left and not self._attempt_ended:
+                self._end_attempt()
         self.finish()
         while self.must_wait():
             self._wait()
@@ -512,6 +536,8 @@ class Supervisor:
         actions: dict[int, Callable[[], None]] = {self._signals: self._read_signals}
         if self._attached:
             actions[0] = self._read_control
+        if self._from_command >= 0:
+            actions[self._from_command] = self._read_command
         readable = [pipe for pipe, stream in self._outputs.items() if self._can_read(stream)]
         actions |= {pipe: partial(self._read_output, pipe) for pipe in readable}
         poll = select.poll()
@@ -625,15 +651,21 @@ class Supervisor:
             self._scan_at = 0.0  # the process may have been the last one
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.pid:
-                    self.code, self.ended = _exit_code(ended[1]) or self._start_failure(), time.time()
-                    if self._sampler:
-                        usage_sampler.stop(self._sampler)
+                    if self.code is None:
+                        self._ended(_exit_code(ended[1]) or self._start_failure())
+                    self._end_command()
                 elif ended[0] == self._sampler:
                     self._sampler = 0
                 elif ended[0] == self._guard.pid:
                     self._guard.close()
                     self._guard = Guard(self.files)
                     self._record_processes()
+
+    def _ended(self, code: int) -> None:
+        """The command, or its attempt, has ended with this exit code."""
+        self.code, self.ended = code, time.time()
+        if self._sampler:
+            usage_sampler.stop(self._sampler)
 
     def _start_failure(self) -> int:
         """UNFIT if the sourced script exited or replaced the wrapper's shell, so that the command never started."""
@@ -665,11 +697,18 @@ class Supervisor:
             self.stop()
         elif request == b"kill":
             self.kill()
+        elif request == b"fail":
+            self._stop_attempt()
+        elif request == b"end":
+            self._end_command()
+        elif request.startswith(b"attempt ") and self._waits:
+            self._start_attempt(request.partition(b" ")[2])
         elif request.startswith(b"signal "):
             self.pass_on(int(request.split()[1]))
 
     def _launcher_lost(self, message: str) -> None:
         self._drop_console()
+        self._end_command()
         if self.code is None and not self.stopping:
             write_record(self.files, "launcher lost", message)
             self._print_message(f"{message}; stopping")
@@ -679,9 +718,63 @@ class Supervisor:
         """Send SIGTERM; after the grace time, in which the command can write a checkpoint, SIGKILL."""
         if not self.stopping:
             self.stopping = True
-            self._kill_at = min(self._kill_at, time.monotonic() + self.options.grace)
-            if self.code is None:
-                send_signal(signal.SIGTERM, [self.pid])
+            self._terminate()
+        self._end_command()
+
+    def _terminate(self) -> None:
+        self._kill_at = min(self._kill_at, time.monotonic() + self.options.grace)
+        if self.code is None:
+            send_signal(signal.SIGTERM, [self.pid])
+
+    # ---- attempts
+
+    def _stop_attempt(self) -> None:
+        """Like stop(), but a command that ends its attempt may stay for the next one."""
+        if not self.stopping and self.code is None:
+            self._terminate()
+
+    def _read_command(self) -> None:
+        """Read from the command that its attempt has ended."""
+        if not (received := os.read(self._from_command, CHUNK)):
+            os.close(self._from_command)
+            self._from_command = -1
+        self._from_command_partial += received
+        line, newline, self._from_command_partial = self._from_command_partial.partition(b"\n")
+        if not newline:
+            self._from_command_partial = line
+        elif self.code is None and self._to_command >= 0:
+            self._waits = True
+            self._kill_at, self._scan_at, self._leftovers_signalled = float("inf"), 0.0, False
+            self._ended(int(line))
+
+    def _end_attempt(self) -> None:
+        """Report the exit code of the attempt: its processes have ended, and the command waits for the next one."""
+        while ready := select.select(list(self._outputs), [], [], 0)[0]:
+            for pipe in ready:
+                self._read_output(pipe)
+        self._end_console()
+        self._attempt_ended = True
+        self._write_code()
+        self._streams[0].put(format_report(node=self.files.name, exit_code=self.code, waiting=True))
+
+    def _start_attempt(self, facts: bytes) -> None:
+        """Start the next attempt. facts: JSON, for the command."""
+        os.makedirs(os.path.dirname(self.files.record), exist_ok=True)
+        os.close(self._log)  # the launcher has moved it, with the other files of the attempt
+        self._log = os.open(self.files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self.code, self._console = None, None
+        self._waits = self._attempt_ended = self._no_process_left = self._log_failed = False
+        self._start_helpers()
+        with contextlib.suppress(OSError):  # it was killed
+            os.write(self._to_command, facts + b"\n")
+
+    def _end_command(self) -> None:
+        """Let the command exit when its attempt has ended; at once if it waits for the next one."""
+        if self._to_command >= 0:
+            os.close(self._to_command)
+            self._to_command = -1
+        if self._waits:
+            self._waits, self._no_process_left, self._scan_at = False, False, 0.0
 
     def pass_on(self, number: int) -> None:
         """Send a signal once to the ranks that have a handler for it. Without any, stop the command."""
@@ -748,6 +841,7 @@ class Supervisor:
         if now >= self._kill_at:
             send_signal(signal.SIGKILL, leftovers)
             if self.code is not None and now >= self._kill_at + UNKILLABLE_TIMEOUT:
+                self._end_command()
                 pids = " ".join(map(str, leftovers))
                 self._print_message(f"processes {pids} survive SIGKILL (blocked in the kernel)")
                 self._no_process_left = self._output_ended = True
@@ -761,11 +855,22 @@ class Supervisor:
 
     def _find_leftovers(self) -> list[int]:
         helpers = [self._guard.pid, self._sampler]
+        if self._waits:
+            return self._find_leftovers_of_attempt([*helpers, self.pid])
         if self._adopts and self.code is not None:  # all leftovers are now descendants of this subreaper
             found = children()
             if found is not None and set(found) <= set(helpers):
                 return []  # found without a scan of /proc
         return process_scan.live_processes(self.files.environment, [self.pid], os.getpid(), helpers)
+
+    def _find_leftovers_of_attempt(self, staying: list[int]) -> list[int]:
+        """Processes of an attempt that the command has not started itself, or that have outlived their rank."""
+        found = children() if self._adopts else None
+        if found is not None and set(found) <= set(staying):
+            return []
+        processes = process_scan.table()
+        live = process_scan.live_processes(self.files.environment, root=os.getpid(), exclude=staying)
+        return [pid for pid in live if pid in processes and processes[pid].session != self.pid]
 
     def finish(self) -> None:
         """Write the remaining files, the exit code last, and stop the helper processes."""
@@ -773,11 +878,8 @@ class Supervisor:
             os.unlink(self.files.reserved_record)  # on a full disk, this is the space for the next file
         if not self.options.lease:
             self._write_usage()
-        try:
-            assert self.code is not None
-            write_code(self.files, self.code)
-        except OSError as error:
-            self._print_message(f"cannot write {self.files.exit}: {error.strerror}")
+        if not self._attempt_ended:
+            self._write_code()
         self._guard.stop()
         if self._sampler:
             with contextlib.suppress(ChildProcessError):
@@ -785,6 +887,13 @@ class Supervisor:
         if self.options.report and self._streams:
             self._streams[0].put(format_report(node=self.files.name, exit_code=self.code))
         os.close(self._log)
+
+    def _write_code(self) -> None:
+        try:
+            assert self.code is not None
+            write_code(self.files, self.code)
+        except OSError as error:
+            self._print_message(f"cannot write {self.files.exit}: {error.strerror}")
 
     def _write_usage(self) -> None:
         import resource
@@ -957,7 +1066,7 @@ def status(files: Files) -> dict[str, object]:
 # ---------------------------------------------------------------- command line
 
 # Each is a field of SupervisorOptions.
-FLAGS = ("--report", "--sample-usage")
+FLAGS = ("--report", "--sample-usage", "--restarts")
 TEXTS = ("--dir", "--name", "--source", "--environment", "--terminals", "--offset")  # --offset: of follow.py
 DURATIONS = ("--grace", "--lease", "--timeout")
 
@@ -969,7 +1078,7 @@ class SupervisorOptions:
         """grace: the default of --grace."""
         self.dir = self.name = self.source = self.environment = self.terminals = ""
         self.grace, self.lease, self.timeout = grace, float("inf"), float("inf")
-        self.report = self.sample_usage = False
+        self.report = self.sample_usage = self.restarts = False
         self.offset = ""
         self.command: list[str] = []
         rest = list(arguments)

@@ -2,12 +2,14 @@
 
 One event loop (loop.py) serves all nodes. A client is a local process that runs the supervisor of a node, over ssh if
 the node is another machine; pdsh and srun have one client for all nodes. Its standard input is the control channel of
-the supervisor: stop, kill, signal N, an empty line as a heartbeat; end of file means that the launcher has exited.
+the supervisor: stop, kill, signal N, an empty line as a heartbeat; end of file means that the launcher has exited. With
+restarts, the agents of a failed attempt may wait for the next one; their supervisors and clients then stay, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -94,6 +96,9 @@ class Local:
         """Start the nodes of an attempt."""
         run = str(watch.directory)
         for rank, node in enumerate(watch.run.nodes):
+            if node.node in watch.waiting:
+                watch.running[node.node].send(watch.next_attempt())
+                continue
             agent = watch.options.agent.on(run, node.node, str(rank), str(node.processes))
             arguments = [*watch.supervise(), "--name", node.node, "--environment", "-", "--", *agent]
             command = self.commands.command(node, arguments, watch.options.cwd, f"{run}/node_{node.node}.log")
@@ -176,8 +181,10 @@ class Watch:
         self._runs_on: set[str] = set()  # nodes without a lease whose command is known to have started
         self._disconnected: set[str] = set()  # nodes that are to be followed again
         self.queries: set[Client] = set()  # those of a check for a hang
+        self.waiting: set[str] = set()  # nodes whose agent waits for the next attempt
         self._escalation = 0  # number of the scheduled request
         self.attempts = 0  # that have ended
+        self._heartbeats: threading.Thread | None = None
         self._reset()
 
     def open(self, run: Run) -> None:
@@ -212,17 +219,32 @@ class Watch:
         command = [*program, "--dir", str(self.directory), "--grace", str(self.options.grace)]
         if self.terminals:
             command += ["--terminals", self.terminals]
-        if self.transport.reports:
+        if self.transport.reports or self.agents_stay:
             command.append("--report")
+        if self.agents_stay:
+            command.append("--restarts")
         if self.lease:
             command += ["--lease", str(self.lease)]
         return [*command, "--source", self.options.node_env, "--sample-usage"]
 
+    @property
+    def agents_stay(self) -> bool:
+        """Whether agents may stay for the next attempt."""
+        return self.max_restarts > 0 and self.lease != 0
+
+    @property
+    def _counts(self) -> dict[str, str]:
+        # distributed/agent/attempt.py passes these to the ranks.
+        counts = {"TORCHELASTIC_MAX_RESTARTS": self.max_restarts, "TORCHELASTIC_RESTART_COUNT": self.restart_count}
+        return {name: str(value) for name, value in counts.items()}
+
     def entries(self) -> list[bytes]:
         """NAME=VALUE of --env and of the launcher for the ranks."""
-        # distributed/agent/attempt.py passes these to the ranks.
-        counts = [f"TORCHELASTIC_MAX_RESTARTS={self.max_restarts}", f"TORCHELASTIC_RESTART_COUNT={self.restart_count}"]
-        return [*self.options.environment, *map(str.encode, counts)]
+        return [*self.options.environment, *(f"{name}={value}".encode() for name, value in self._counts.items())]
+
+    def next_attempt(self) -> bytes:
+        """The request for a supervisor whose agent waits."""
+        return f"attempt {json.dumps({'environment': self._counts})}\n".encode()
 
     def block(self) -> bytes:
         """Both environment blocks for the supervisor."""
@@ -262,7 +284,7 @@ class Watch:
             command,
             {**self.transport.environment(self.calls.environment), **(environment or {})},
             on_exit=handle_exit,
-            on_output=handle_output if self.transport.reports or on_report else None,
+            on_output=handle_output if self.transport.reports or self.agents_stay or on_report else None,
             on_errors=on_errors,
             sent=sent,
             output=INHERITED,
@@ -282,10 +304,14 @@ class Watch:
         if node not in self.unended or not isinstance(code, int):
             return
         self._reported[node] = code
-        if not self.transport.clients_are_nodes:
+        if report.get("waiting"):
+            self.waiting.add(node)
+            self.node_ended(node, code)
+        elif not self.transport.clients_are_nodes:
             self.node_ended(node, code)
 
     def _client_ended(self, name: str, client: Client) -> None:
+        self.waiting.discard(name)
         if name in self._reported:
             self.node_ended(name, self._reported[name])
         elif name in self.unended:
@@ -353,7 +379,7 @@ class Watch:
         if code and self.status in (0, TERMINATED):
             self.status = code
             if not self._requested:
-                self._schedule(CHECKPOINT_GRACE if code == STOPPED else 0.0, "stop")
+                self._schedule(CHECKPOINT_GRACE if code == STOPPED else 0.0, "fail" if self.agents_stay else "stop")
 
     def node_lost(self, node: str, code: int = UNFIT) -> None:
         """Count the node as failed with this code, and run `sweep` there, which waits until its command has stopped.
@@ -394,13 +420,30 @@ class Watch:
         self._reset()
         self.unended = {node.node for node in self.run.nodes}
         (start or self.transport.start)(self)
+        self.waiting.clear()
         if self.signal:  # received before a node was started
             self._request("stop")
-        ended = threading.Event()
-        if self.lease:
-            threading.Thread(target=self._send_heartbeats, args=(ended, self.lease / 4), daemon=True).start()
+        if self.lease and not self._heartbeats:
+            self._heartbeats = threading.Thread(target=self._send_heartbeats, args=(self.lease / 4,), daemon=True)
+            self._heartbeats.start()
+        self._wait_for_clients()
+        self.attempts += 1
+        self._escalation += 1
+        self._record_unstarted()
+        return self.status
+
+    def end_agents(self) -> None:
+        """Let agents exit that wait for another attempt, and wait until the clients of all nodes have exited."""
+        if self.waiting:
+            self._request("end")
+            self._schedule(STOP_TIMEOUT, "kill")
+            self.waiting.clear()
+            self._wait_for_clients()
+
+    def _wait_for_clients(self) -> None:
+        """Wait until the clients of all nodes have exited, or their agents wait for the next attempt."""
         paused = False
-        while self.running or self.calls.running or self._disconnected or self.console.pending:
+        while self._clients_of_attempt() or self.calls.running or self._disconnected or self.console.pending:
             for stream in self.console.pending:
                 self.loop.on_writable(stream.number, partial(self._flush, stream))
             if self.console.is_slow != paused:
@@ -408,23 +451,25 @@ class Watch:
                 for client in self.running.values():
                     client.pause_output(paused)
             self.loop.wait()
-            if not self.running:  # the replies to a query are not needed any more
+            if not self._clients_of_attempt():  # the replies to a query are not needed any more
                 for client in self.queries & self.calls.running:
                     client.kill()
-        ended.set()
-        self.attempts += 1
-        self._escalation += 1
-        self._record_unstarted()
-        return self.status
+
+    def _clients_of_attempt(self) -> set[str]:
+        """The clients of nodes whose attempt has not ended."""
+        if self.transport.clients_are_nodes or self.unended or not self.waiting:
+            return self.running.keys() - self.waiting
+        return set()
 
     def _flush(self, stream: ConsoleStream) -> None:
         stream.flush()
         if not stream.pending:
             self.loop.forget(stream.number)
 
-    def _send_heartbeats(self, ended: threading.Event, interval: float) -> None:
+    def _send_heartbeats(self, interval: float) -> None:
         """A node that misses heartbeats stops its command. In a thread, because a disk may block the main thread."""
-        while not ended.wait(interval):
+        while True:
+            time.sleep(interval)
             for client in list(self.running.values()):
                 client.send_heartbeat()
 
@@ -447,7 +492,7 @@ class Watch:
         self.transport.request(self, request)
 
     def _schedule(self, seconds: float, request: str) -> None:
-        """Send a request later: stop, kill or abandon. It replaces the request that was scheduled before."""
+        """Send a request later: fail, stop, kill or abandon. It replaces the request that was scheduled before."""
         self._escalation += 1
         self._requested = True
         self.loop.call_later(seconds, partial(self._escalate, self._escalation, request))
@@ -459,7 +504,7 @@ class Watch:
             self.transport.abandon(self)
             return
         self._request(request)
-        self._schedule(STOP_TIMEOUT, "kill" if request == "stop" else "abandon")
+        self._schedule(STOP_TIMEOUT, "abandon" if request == "kill" else "kill")
 
     def kill_clients(self) -> None:
         """Kill the clients of all nodes, and do not wait for a blocked console."""
@@ -517,4 +562,4 @@ class Watch:
             write_json(self.directory / "hang.json", record)
         self.status = TIMED_OUT
         self.console.record("the run hangs; stopping it")
-        self._schedule(0.0, "stop")
+        self._schedule(0.0, "fail" if self.agents_stay else "stop")

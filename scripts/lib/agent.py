@@ -44,6 +44,10 @@ def main() -> int:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signals.ignore()  # for the ranks only
 
+    from distributed.agent.attempt import AttemptPipes
+
+    pipes = AttemptPipes.take()
+
     from distributed.agent.preloaded import Preload
 
     preload = Preload(FRESH)
@@ -72,7 +76,7 @@ def main() -> int:
             become("torch.distributed.run", arguments)
         arguments.remove("--pass-local-rank")
         become("torch.distributed.launch", arguments)
-    return agent.main(options, server)
+    return agent.main(options, server, pipes)
 
 
 def become(module: str, arguments: list[str]) -> NoReturn:
