@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import inspect
 import logging
 import os
@@ -376,6 +377,8 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
             code = _run(copy.copy(options))
             if not (code and pipes and _can_restart() and (request := pipes.next_attempt(code))):
                 return code
+            del Agent.latest  # closes its store: ranks of the next attempt must not find keys of this one
+            gc.collect()
             os.environ.update(request["environment"])
     finally:
         server.close()

@@ -121,7 +121,6 @@ class Rendezvous(StaticTCPRendezvous):
             is_master=is_master,
             timeout=self.timeout,
             wait_for_workers=False,  # Membership.wait_for_all waits and reports missing nodes
-            multi_tenant=True,
         )
 
 
