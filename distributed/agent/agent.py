@@ -375,10 +375,13 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
         while True:
             ForkedRanks.attempt = Attempt.from_env()
             code = _run(copy.copy(options))
-            if not (code and pipes and _can_restart() and (request := pipes.next_attempt(code))):
+            if not (code and pipes and _can_restart()):
                 return code
-            del Agent.latest  # closes its store: ranks of the next attempt must not find keys of this one
+            # Close the store: agents and ranks of the next attempt must not connect to it.
+            del Agent.latest
             gc.collect()
+            if not (request := pipes.next_attempt(code)):
+                return code
             os.environ.update(request["environment"])
     finally:
         server.close()

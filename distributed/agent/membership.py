@@ -226,11 +226,13 @@ class Membership:
     def _try_to_join(self) -> None:
         try:
             root = self._connect()
+            # A clone first: if the next store takes the place of this one meanwhile, reading from `root` fails.
+            own = root.clone()  # type: ignore[attr-defined]
             if self.rank == 0:
                 self.run = publish(root, self._run_name, self._facts)
             else:
                 self.run = self._find_run(root)
-            store = membership_store(root, self.run)
+            store = membership_store(own, self.run)
             if self._may_join(store, self.run):
                 self._last_contact = time.monotonic()
                 self.members = {0: self.run.facts, self.rank: self._facts}
@@ -406,7 +408,7 @@ def read_run(root: Store) -> PublishedRun | None:
 
 def membership_store(root: Store, run: PublishedRun) -> Store:
     """The part of the store with the keys of this run's membership."""
-    return PrefixStore(f"muster/{run.id}", root.clone())  # type: ignore[attr-defined]
+    return PrefixStore(f"muster/{run.id}", root)
 
 
 def is_over(store: Store) -> bool:
