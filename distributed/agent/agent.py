@@ -380,7 +380,9 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
             # Close the store: agents and ranks of the next attempt must not connect to it.
             del Agent.latest
             gc.collect()
-            if not (request := pipes.next_attempt(code)):
+            request = pipes.next_attempt(code)
+            _set_stop_signals(signal.SIG_DFL)
+            if request is None or pipes.at_end():  # a stop request may have been ignored
                 return code
             os.environ.update(request["environment"])
     finally:
@@ -419,7 +421,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         torchrun.run(options)
     except SignalException as error:
-        _ignore_stop_signals()
+        _set_stop_signals(signal.SIG_IGN)
         return Agent.latest.handle_stop_signal(int(error.sigval))
     except RendezvousFailed as failure:
         log(str(failure))
@@ -437,15 +439,14 @@ def _run(options: argparse.Namespace) -> int:
     else:
         if not Agent.latest.end_of_run():
             return 0
-    _ignore_stop_signals()
+    _set_stop_signals(signal.SIG_IGN)  # all ranks have exited, and the exchange of records must be completed
     return Agent.latest.exchange_records()
 
 
 def _can_restart() -> bool:
     """Whether this process can run another attempt: attempts are left, and all ranks of the last one have exited."""
+    _set_stop_signals(signal.SIG_IGN)  # until the next attempt starts: the supervisor may just stop the last one
     attempt = Attempt.from_env()
-    for number in STOP_SIGNALS:  # while no rank runs, a signal ends this process
-        signal.signal(number, signal.SIG_DFL)
     return attempt.restarts < attempt.maximum and not Agent.latest.has_ranks() and ForkedRanks.server.is_running()
 
 
@@ -453,10 +454,9 @@ def _record_own_failure(error: Exception, code: int) -> None:
     failure_records.write_error_file({"message": str(error), "time": time.time(), "exit_code": code})
 
 
-def _ignore_stop_signals() -> None:
-    """Ignore further stop requests: all ranks have exited, and the exchange of failure records must be completed."""
+def _set_stop_signals(action: signal.Handlers) -> None:
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, action)
 
 
 def follow(

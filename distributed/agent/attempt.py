@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -77,6 +78,10 @@ class AttemptPipes:
             while not line.endswith(b"\n") and (more := os.read(self._replies, 1 << 16)):
                 line += more
         return json.loads(line) if line.endswith(b"\n") else None
+
+    def at_end(self) -> bool:
+        """Whether the supervisor has closed its end."""
+        return bool(select.select([self._replies], [], [], 0)[0])
 
 
 def stable_run_id(standalone: bool) -> str:

@@ -43,6 +43,7 @@ class StepNode:
     last_report: float | None = None  # time.monotonic(); None: the node has not joined
     ends: list[Json] = field(default_factory=list)  # final reports of its tasks, in order of arrival
     lost: bool = False
+    waits: bool = False  # its agent waits for the next attempt
 
     @property
     def ended(self) -> bool:
@@ -65,16 +66,26 @@ class Srun(Local):
         """before, after: srun and its arguments, before and after the run directory. job: number of the SLURM job."""
         super().__init__(JobCommands(job))
         self.before, self.after = before, after
-        self._task_per_rank = task_per_rank
+        self._step: JobStep
+        self._task_per_rank, self.starts_agents = task_per_rank, not task_per_rank
 
     def start(self, watch: Watch) -> None:
         run = os.fsencode(watch.directory)
         # srun passes its environment to the tasks.
         environment = {b"MUSTER_RUN_DIR": run, b"MUSTER_METRICS": run + b"/metrics.jsonl"}
         environment |= {name: value for name, _, value in (entry.partition(b"=") for entry in watch.entries())}
+        if watch.waiting:
+            self._step.start_next_attempt()
+            return
         nodes = [StepNode(node.node, node.processes if self._task_per_rank else 1) for node in watch.run.nodes]
         self._step = JobStep(watch, nodes)
         self._step.start([*self.before, str(watch.directory), *self.after], environment)
+
+    def request(self, watch: Watch, request: str) -> None:
+        if request == "end":
+            self._step.close_channel()
+        else:
+            super().request(watch, request)
 
     def abandon(self, watch: Watch) -> None:
         attempt = watch.attempts
@@ -115,6 +126,12 @@ class JobStep:
         )  # fmt: skip
         self.check_clock()
 
+    def start_next_attempt(self) -> None:
+        """Start an attempt with the agents, which all wait for it."""
+        for node in self.nodes.values():
+            node.ends, node.waits = [], False
+        self._client.send(self._watch.next_attempt())
+
     def show(self, output: bytes, last: bool = False) -> None:
         lines = self._lines.feed(output, last).split(b"\n")[:-1]
         for of_errors, group in groupby(lines, lambda line: line.startswith(ERROR)):
@@ -139,6 +156,7 @@ class JobStep:
 
     def handle_exit(self, client: Client) -> None:
         self._closed = True
+        self._watch.waiting.clear()
         self.show(b"", last=True)
         self._write(self._console.end())
         self.record_missing_ends(client.code)
@@ -152,6 +170,7 @@ class JobStep:
         self._watch.node_failed(report.get("failed", 0))
         if end := report.get("end"):
             node.ends.append(end)
+            node.waits = report.get("waiting", False)
             self._watch.node_failed(end["exit_code"])
             if node.ended:
                 self.record_node(node)
@@ -194,8 +213,16 @@ class JobStep:
     # ---- control channel of the tasks
 
     def close_channel_if_all_ended(self) -> None:
-        if all(node.ended for node in self.nodes.values()):
+        """When all tasks have ended, let them exit, unless all agents wait for the next attempt."""
+        if not all(node.ended for node in self.nodes.values()):
+            return
+        if not all(node.waits for node in self.nodes.values()):
             self.close_channel()
+        elif self._watch.unended:
+            for node in self.nodes.values():
+                self.record_node(node)
+            self._watch.waiting.update(self.nodes)
+            self._watch.unended.clear()
 
     def close_channel(self) -> None:
         """Close the control channel, so that all tasks exit. Cancels and kills srun if srun does not exit."""

@@ -1,7 +1,7 @@
 """Run one command on this node and leave no process behind.
 
 usage: module.py launch.supervisor run --dir DIR --name NAME [option...] -- COMMAND [ARGUMENT...]
-       module.py launch.supervisor stop|kill|signal N --dir DIR --name NAME
+       module.py launch.supervisor stop|kill|fail|end|attempt JSON|signal N --dir DIR --name NAME
        module.py launch.supervisor sweep --dir DIR --name NAME [--grace SECONDS]
        module.py launch.supervisor status --dir DIR --name NAME
 
@@ -31,7 +31,7 @@ With a lease, standard input is the control channel. `stop` sends SIGTERM, and S
 sends SIGKILL; an empty line is a heartbeat; `signal N` passes signal N on; end of file means that the launcher is lost,
 and stops COMMAND. SIGTERM, SIGINT, SIGHUP or SIGQUIT stops COMMAND; a second one kills it. Other signals are passed on
 to the ranks that handle them, or to the processes of a COMMAND that starts no ranks; without any, they stop COMMAND.
-The commands `stop` and `kill` do the same through the file node_NAME.stop, `signal N` through a signal. Lines of rank 0
+The other commands send the same requests through the file node_NAME.stop, `signal N` through a signal. Lines of rank 0
 are copied to standard output or standard error, where COMMAND has written them, lines of no rank to standard error;
 errors of a closed or full console are ignored. The exit code is that of COMMAND, 128+n for signal n.
 
@@ -403,6 +403,7 @@ class Supervisor:
         self._from_command = self._to_command = -1  # pipes, see node_reports.ATTEMPT_PIPES
         self._from_command_partial = b""
         self._attempt_ended = False  # its exit code was written and reported
+        self._fails = False  # the attempt was stopped, because another node has failed
         self.ended = 0.0  # Unix seconds at which the command exited
         self._sampler = 0  # process id; 0: none
         self.stopping = False
@@ -648,7 +649,7 @@ class Supervisor:
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
-            self._scan_at = 0.0  # the process may have been the last one
+            self._scan_at = self._poll_at = 0.0  # the process may have been the last one; a request sends SIGCHLD
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.pid:
                     if self.code is None:
@@ -716,10 +717,10 @@ class Supervisor:
 
     def stop(self) -> None:
         """Send SIGTERM; after the grace time, in which the command can write a checkpoint, SIGKILL."""
+        self._end_command()  # first: the agent may ignore SIGTERM while it waits
         if not self.stopping:
             self.stopping = True
             self._terminate()
-        self._end_command()
 
     def _terminate(self) -> None:
         self._kill_at = min(self._kill_at, time.monotonic() + self.options.grace)
@@ -730,7 +731,8 @@ class Supervisor:
 
     def _stop_attempt(self) -> None:
         """Like stop(), but a command that ends its attempt may stay for the next one."""
-        if not self.stopping and self.code is None:
+        if self.code is None and not self.stopping and not self._fails:
+            self._fails = True
             self._terminate()
 
     def _read_command(self) -> None:
@@ -755,15 +757,18 @@ class Supervisor:
         self._end_console()
         self._attempt_ended = True
         self._write_code()
-        self._streams[0].put(format_report(node=self.files.name, exit_code=self.code, waiting=True))
+        self.report_end(waiting=True)
 
     def _start_attempt(self, facts: bytes) -> None:
         """Start the next attempt. facts: JSON, for the command."""
-        os.makedirs(os.path.dirname(self.files.record), exist_ok=True)
+        for path in (self.files.record, self.files.pids):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        with contextlib.suppress(OSError):  # it may be in the request file, which would be read again
+            os.unlink(self.files.request)
         os.close(self._log)  # the launcher has moved it, with the other files of the attempt
         self._log = os.open(self.files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self.code, self._console = None, None
-        self._waits = self._attempt_ended = self._no_process_left = self._log_failed = False
+        self.code, self._console, self._kill_at = None, None, float("inf")
+        self._waits = self._attempt_ended = self._no_process_left = self._log_failed = self._fails = False
         self._start_helpers()
         with contextlib.suppress(OSError):  # it was killed
             os.write(self._to_command, facts + b"\n")
@@ -802,6 +807,7 @@ class Supervisor:
 
     def kill(self) -> None:
         """Send SIGKILL and do not wait for a blocked console."""
+        self._end_command()
         self.stopping = True
         self._kill_at = min(self._kill_at, time.monotonic())
         self._scan_at = 0.0
@@ -884,9 +890,13 @@ class Supervisor:
         if self._sampler:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._sampler, 0)
-        if self.options.report and self._streams:
-            self._streams[0].put(format_report(node=self.files.name, exit_code=self.code))
+        self.report_end()
         os.close(self._log)
+
+    def report_end(self, **facts: object) -> None:
+        """Report the exit code of the command, or of its attempt."""
+        if self.options.report and self._streams:
+            self._streams[0].put(format_report(node=self.files.name, exit_code=self.code, **facts))
 
     def _write_code(self) -> None:
         try:
@@ -1002,10 +1012,11 @@ def supervise_detached(
 
 
 def request(files: Files, what: str) -> int:
-    """Ask the supervisor, if it runs on this machine, to stop or kill its command. what: stop or kill."""
+    """Send a request to the supervisor, if it runs on this machine. what: stop, kill, fail, end or attempt JSON."""
     if pid := supervisor_of(files):
         try:
             write_file(files.request, what + "\n")
+            send_signal(signal.SIGCHLD, [pid])  # it then reads the file at once
         except OSError:  # probably a full disk
             send_signal(signal.SIGTERM, [pid])
     return 0
@@ -1065,6 +1076,7 @@ def status(files: Files) -> dict[str, object]:
 
 # ---------------------------------------------------------------- command line
 
+VERBS = ("run", "stop", "kill", "fail", "end", "attempt", "signal", "sweep", "status")
 # Each is a field of SupervisorOptions.
 FLAGS = ("--report", "--sample-usage", "--restarts")
 TEXTS = ("--dir", "--name", "--source", "--environment", "--terminals", "--offset")  # --offset: of follow.py
@@ -1145,17 +1157,19 @@ def _main(arguments: Sequence[str]) -> int:
         os.write(1, (__doc__ or "").encode())
         return 0
     verb = arguments[0] if arguments else ""
-    if verb not in ("run", "stop", "kill", "signal", "sweep", "status"):
-        raise SupervisorError(WRONG_CALL, f"expected run, stop, kill, signal, sweep or status, got '{verb}'")
-    if verb == "signal" and not (len(arguments) > 1 and arguments[1].isdecimal()):
+    if verb not in VERBS:
+        raise SupervisorError(WRONG_CALL, f"expected {', '.join(VERBS[:-1])} or {VERBS[-1]}, got '{verb}'")
+    has_value = verb in ("signal", "attempt")
+    value = "".join(arguments[1:2] if has_value else ())
+    if verb == "signal" and not value.isdecimal():
         raise SupervisorError(WRONG_CALL, "signal: expected a number")
-    options = SupervisorOptions(arguments[1 + (verb == "signal") :], grace=0.0 if verb == "sweep" else 8.0)
+    options = SupervisorOptions(arguments[1 + has_value :], grace=0.0 if verb == "sweep" else 8.0)
     if verb == "run":
         if not options.command:
             raise SupervisorError(WRONG_CALL, "expected a command after --")
         return run(options)
     if verb == "signal":
-        return signal_supervisor(options.files, int(arguments[1]))
+        return signal_supervisor(options.files, int(value))
     if verb == "sweep":
         return sweep(options.files, options.grace)
     if verb == "status":
@@ -1163,4 +1177,4 @@ def _main(arguments: Sequence[str]) -> int:
 
         os.write(1, json.dumps(status(options.files), sort_keys=True).encode() + b"\n")
         return 0
-    return request(options.files, verb)
+    return request(options.files, f"{verb} {value}".rstrip())

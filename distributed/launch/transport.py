@@ -51,6 +51,9 @@ class Pdsh(Ssh):
 
     def start(self, watch: Watch) -> None:
         """Write the environment to a file of mode 0600 on each node, which the supervisor removes; then start pdsh."""
+        if watch.waiting:
+            self.request(watch, watch.next_attempt().decode().rstrip())
+            return
         run, script = str(watch.directory), 'mkdir -p -- "$1" && umask 077 && cat >"$2"'
         commands = {}
         for node in watch.run.nodes:
@@ -91,8 +94,8 @@ class Pdsh(Ssh):
     def request(self, watch: Watch, request: str) -> None:
         seconds = SIGNAL_TIMEOUT if request.startswith("signal") else REQUEST_TIMEOUT
         for node in watch.run.nodes:
-            if node.node in watch.unended and not os.path.exists(f"{watch.directory}/node_{node.node}.lost"):
-                asked = [*watch.supervisor, *request.split(), "--dir", str(watch.directory), "--name", node.node]
+            if node.node in watch.unended | watch.waiting and not watch.is_lost(node.node):
+                asked = [*watch.supervisor, *request.split(" ", 1), "--dir", str(watch.directory), "--name", node.node]
                 watch.calls.call(node.node, self.commands.command(node, asked, watch.options.cwd), timeout=seconds)
 
 

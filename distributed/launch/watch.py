@@ -83,6 +83,7 @@ class Local:
     lease: int | None = None  # see Watch.lease
     reports = False  # the client may exit with a code of its own (ssh, pdsh): the supervisor also prints a report
     clients_are_nodes = True  # each node has a client of its own
+    starts_agents = True  # otherwise ranks
 
     def __init__(self, commands: LocalCommands) -> None:
         """commands: how other commands reach the nodes."""
@@ -230,7 +231,7 @@ class Watch:
     @property
     def agents_stay(self) -> bool:
         """Whether agents may stay for the next attempt."""
-        return self.max_restarts > 0 and self.lease != 0
+        return self.max_restarts > 0 and self.lease != 0 and self.transport.starts_agents
 
     @property
     def _counts(self) -> dict[str, str]:
@@ -417,6 +418,8 @@ class Watch:
 
         start: called instead of transport.start(), for nodes that run already.
         """
+        if not self.transport.clients_are_nodes and self.waiting != {node.node for node in self.run.nodes}:
+            self.end_agents()
         self._reset()
         self.unended = {node.node for node in self.run.nodes}
         (start or self.transport.start)(self)

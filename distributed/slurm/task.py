@@ -87,6 +87,7 @@ class Task(supervisor.Supervisor):
         os.makedirs(os.path.dirname(self.files.pids), exist_ok=True)
         options = supervisor.SupervisorOptions(["--dir", run, "--name", self.files.name], grace)
         options.lease, options.sample_usage = HEARTBEAT_TIMEOUT, self.local_rank == 0
+        options.restarts = not is_rank and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         super().__init__(self.files, options)
         os.set_blocking(1, False)
         self._streams = self._streams[:1]  # the launcher expects only srun's own messages on standard error
@@ -187,6 +188,8 @@ class Task(supervisor.Supervisor):
         self.ended = self._failure.get("time", self.ended)
         super().finish()
         self._interval = supervisor.POLL_INTERVAL
+
+    def report_end(self, **facts: object) -> None:
         end = {
             "rank": self.rank,
             "local_rank": self.local_rank,
@@ -195,7 +198,7 @@ class Task(supervisor.Supervisor):
             "exit_code": self.code,
             "ended_by_agent": self.stopping and not self._failure and self.code in STOP_EXIT_CODES,
         }
-        self._streams[0].put(self._report(end=end))
+        self._streams[0].put(self._report(end=end, **facts))
 
     def must_wait(self) -> bool:
         """Wait until the launcher closes the control channel: it has then received the final reports of all tasks.
