@@ -19,7 +19,8 @@ FOLLOW_TIMEOUT = 3.0  # seconds
 # Programs for sh on a node. $1: the run directory. A node with run.json shares it and writes the log itself.
 PRINT_LOG = 'cd -- "$1" && { [ -e run.json ] || tail -c +"$3" -- "$2"; }'  # $2: log, $3: first byte
 PACK = 'cd -- "$1" && TAR_OPTIONS= tar -cf - --exclude=./checkpoints .'
-ARCHIVE = 'cd -- "$1" && mkdir -p -- "$2" && mv errors ranks node_* "$2/"'  # $2: directory for an earlier attempt
+# $2: directory for an earlier attempt, $3: a file to copy, as the supervisor stays; "": none
+ARCHIVE = 'cd -- "$1" && mkdir -p -- "$2" && mv errors ranks node_* "$2/" && { [ ! "$3" ] || cp -p -- "$2/$3" .; }'
 
 
 class NodeLogs:
@@ -108,7 +109,8 @@ class NodeLogs:
 
     def archive(self, directory: str) -> None:
         """Archive the last attempt on the nodes too, so that its files are not copied back as those of the next."""
-        commands = {node: self._on_node(node, ARCHIVE, directory) for node in self._fetched}
+        stays = {node: f"node_{node.node}.pid" for node in self._fetched if node.node in self._watch.waiting}
+        commands = {node: self._on_node(node, ARCHIVE, directory, stays.get(node, "")) for node in self._fetched}
         for node, reply in zip(self._fetched, self._watch.calls.call_all(commands).values(), strict=True):
             if reply.code:
                 self._warn(node, f"files of the last attempt in {self._watch.directory} could not be moved")

@@ -18,7 +18,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -337,7 +337,7 @@ class Launch:
                 self.watch.end_agents()
                 return
             restarts += 1
-            number = archive_attempt(self.directory)
+            number = archive_attempt(self.directory, self.watch.waiting)
             self.watch.restart_count = number
             count = f"restart {restarts} of {self.options.max_restarts}"
             self.console.record(f"exit code {self.code}: {count}, from the newest valid checkpoint")
@@ -439,8 +439,11 @@ def masked(call: Sequence[str]) -> list[str]:
     return shown
 
 
-def archive_attempt(directory: Path) -> int:
-    """Move the files of an attempt into the next attempt_<n>. Files of the whole run stay. Returns n."""
+def archive_attempt(directory: Path, staying: Collection[str] = ()) -> int:
+    """Move the files of an attempt into the next attempt_<n>. Files of the whole run stay. Returns n.
+
+    staying: nodes whose supervisor stays; the file with its process ids is copied.
+    """
     number = 1
     while (directory / f"attempt_{number}").exists():
         number += 1
@@ -450,6 +453,9 @@ def archive_attempt(directory: Path) -> int:
     for pattern in ATTEMPT_FILES:
         for path in directory.glob(pattern):
             path.rename(target / path.name)
+    for node in staying:
+        with contextlib.suppress(FileNotFoundError):  # the node has a directory of its own
+            shutil.copy2(target / f"node_{node}.pid", directory)
     for name in ("errors", "ranks"):
         (directory / name).mkdir()
     return number
