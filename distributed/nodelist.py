@@ -45,6 +45,7 @@ class Node:
     name: str
     user: str | None = None  # login name; None: ssh's configuration decides
     slots: int | None = None  # number of processes; None: the launcher's options decide
+    spare: bool = False  # replaces a lost node
 
     @property
     def address(self) -> str:
@@ -66,6 +67,8 @@ def parse(lists: str | Iterable[str]) -> list[Node]:
 
 def parse_hostfile(text: str, name: str = "hostfile") -> list[Node]:
     """Return the nodes of a hostfile in DeepSpeed's format: lines such as `node1 slots=4`, with # comments.
+
+    A line that ends in `spare` names spare nodes.
 
     name: the file's name, for messages. Raises NodeListError like parse(); the message names the file and the line.
     """
@@ -97,8 +100,11 @@ def exclude(nodes: Iterable[Node], hostlist: str) -> list[Node]:
     return remaining
 
 
-def requested(lists: list[str], hostfile: str | None, excluded: str | None) -> list[Node]:
-    """Return the nodes of the lists or the hostfile, without the excluded ones. Raises NodeListError and OSError."""
+def requested(lists: list[str], hostfile: str | None, excluded: str | None, spares: str | None = None) -> list[Node]:
+    """Return the nodes of the lists or the hostfile, without the excluded ones, and the spares.
+
+    Raises NodeListError and OSError.
+    """
     if hostfile is None:
         nodes = parse(lists)
     elif lists:
@@ -109,7 +115,14 @@ def requested(lists: list[str], hostfile: str | None, excluded: str | None) -> l
         if len(text) > LARGEST_HOSTFILE:
             raise NodeListError(f"{hostfile}: larger than 10 MB; name a file that lists nodes")
         nodes = parse_hostfile(text, hostfile)
-    return nodes if excluded is None else exclude(nodes, excluded)
+    nodes = nodes if excluded is None else exclude(nodes, excluded)
+    for node in parse(spares) if spares else ():
+        if any(node.name == one.name for one in nodes):
+            raise NodeListError(f"--spares: {node.name} is a node of this run already; leave one out")
+        nodes.append(replace(node, spare=True))
+    if all(node.spare for node in nodes):
+        raise NodeListError(f"all nodes of {hostfile} are spares; mark fewer")
+    return nodes
 
 
 def expand(hostlist: str) -> list[str]:
@@ -154,8 +167,10 @@ def _shortened(text: str) -> str:
 
 
 def _hostfile_line(fields: list[str]) -> list[Node]:
-    """Return the nodes of one line: `NODE` or `NODE slots=N`."""
-    nodes = [node for _, some in _each_item(fields[0], _nodes) for node in some]
+    """Return the nodes of one line: `NODE` or `NODE slots=N`, and `spare` at its end."""
+    if spare := fields[-1] == "spare" and len(fields) > 1:
+        fields = fields[:-1]
+    nodes = [replace(node, spare=spare) for _, some in _each_item(fields[0], _nodes) for node in some]
     if len(fields) == 1:
         return nodes
     if len(fields) > 2 or not fields[1].startswith("slots="):
@@ -163,7 +178,7 @@ def _hostfile_line(fields: list[str]) -> list[Node]:
     if any(node.slots for node in nodes):
         raise NodeListError(f"{' '.join(fields)!r}: the number of processes is given twice: leave one out")
     slots = _slots(fields[1].removeprefix("slots="))
-    return [Node(node.name, node.user, slots) for node in nodes]
+    return [replace(node, slots=slots) for node in nodes]
 
 
 def _each_once(mentions: Iterable[tuple[str, list[Node]]], source: str = "") -> list[Node]:

@@ -370,23 +370,43 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
     arguments, path = tuple(options.training_script_args), tuple(sys.path[1:])
     script = Script(options.training_script, arguments, options.module, path, options.pass_local_rank)
     _replace_in_torchrun(script, server)
-    ForkedRanks.run_id = stable_run_id(options.standalone)
+    ForkedRanks.run_id, code = stable_run_id(options.standalone), 0
     try:
         while True:
-            ForkedRanks.attempt = Attempt.from_env()
-            code = _run(copy.copy(options))
-            if not (code and pipes and _can_restart()):
-                return code
-            # Close the store: agents and ranks of the next attempt must not connect to it.
-            del Agent.latest
-            gc.collect()
-            request = pipes.next_attempt(code)
+            ended = ""
+            if pipes is None or is_member(os.environ):
+                ForkedRanks.attempt = Attempt.from_env()
+                code = _run(copy.copy(options))
+                if not (code and pipes and _can_restart()):
+                    return code
+                end = Agent.latest.end_of_run()
+                ended = f"{code} {end.node if end and end.lost else ''}"
+                # Close the store: agents and ranks of the next attempt must not connect to it.
+                del end, Agent.latest
+                gc.collect()
+            request = pipes.next_attempt(ended)
             _set_stop_signals(signal.SIG_DFL)
             if request is None or pipes.at_end():  # a stop request may have been ignored
                 return code
-            os.environ.update(request["environment"])
+            use(request, options)
     finally:
         server.close()
+
+
+def is_member(environment: Mapping[str, str]) -> bool:
+    """Whether this node runs ranks. A spare node is not in the list of nodes; nodes started by hand have no list."""
+    nodes = environment.get("MUSTER_NODES", "").split()
+    return not nodes or failure_records.node_name() in nodes
+
+
+def use(request: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Use the facts of the next attempt; see Watch.next_attempt()."""
+    os.environ.update(request["environment"])
+    if nodes := request["processes"]:
+        os.environ["MUSTER_NODES"] = " ".join(nodes)
+        options.nnodes, options.master_addr, options.master_port = str(len(nodes)), request["address"], request["port"]
+        if (name := failure_records.node_name()) in nodes:
+            options.node_rank, options.nproc_per_node = list(nodes).index(name), str(nodes[name])
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -444,10 +464,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _can_restart() -> bool:
-    """Whether this process can run another attempt: attempts are left, and all ranks of the last one have exited."""
+    """Whether this process can run another attempt: it can fork, and all ranks of the last one have exited."""
     _set_stop_signals(signal.SIG_IGN)  # until the next attempt starts: the supervisor may just stop the last one
-    attempt = Attempt.from_env()
-    return attempt.restarts < attempt.maximum and not Agent.latest.has_ranks() and ForkedRanks.server.is_running()
+    return not Agent.latest.has_ranks() and ForkedRanks.server.is_running()
 
 
 def _record_own_failure(error: Exception, code: int) -> None:

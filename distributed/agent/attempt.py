@@ -70,11 +70,14 @@ class AttemptPipes:
                 return cls(*numbers)
         return None
 
-    def next_attempt(self, code: int) -> dict[str, Any] | None:
-        """Report that the attempt has ended with this exit code. Return the facts of the next attempt, None to exit."""
+    def next_attempt(self, ended: str) -> dict[str, Any] | None:
+        """Report how the attempt has ended, and wait. Returns the facts of the next attempt; None to exit.
+
+        ended: the exit code, then the name of the lost node if there is one; "" for a spare node, which has run none.
+        """
         line = b""
         with contextlib.suppress(OSError):  # the supervisor was killed
-            os.write(self._requests, b"%d\n" % code)
+            os.write(self._requests, f"{ended}\n".encode())
             while not line.endswith(b"\n") and (more := os.read(self._replies, 1 << 16)):
                 line += more
         return json.loads(line) if line.endswith(b"\n") else None

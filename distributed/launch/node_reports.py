@@ -20,8 +20,9 @@ ERROR = b"\x1f"  # ASCII unit separator: a task of srun prints it before a line 
 HEARTBEAT_INTERVAL = 3.0  # seconds; also that of a supervisor without a lease
 HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
 # Variable with two pipes between a supervisor and its agent, each as "descriptor:inode". When an attempt has failed and
-# all its ranks have exited, the agent writes a line with its exit code. Then it reads a line with the next attempt, in
-# JSON, or end of file, after which it exits.
+# all its ranks have exited, the agent writes a line: its exit code, and the name of the lost node if there is one. The
+# agent of a spare node writes an empty line. Then it reads a line with the next attempt, in JSON, or end of file, after
+# which it exits.
 ATTEMPT_PIPES = "MUSTER_ATTEMPT_PIPES"
 
 

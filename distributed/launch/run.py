@@ -61,6 +61,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("transport", choices=["local", "ssh", "pdsh", "srun"])
     add("--program", required=True, help="name of the launcher in messages")
     add("--node", required=True, nargs=3, action="append", metavar=("NAME", "PROCESSES", "ADDRESS"), dest="nodes")
+    add("--spare", nargs=3, action="append", default=[], metavar=("NAME", "PROCESSES", "ADDRESS"), dest="spares")
+    add("--min-nodes", type=int, default=0, metavar="N", help="go on with fewer nodes when no spare is left")
     add("--first-rank", type=int, default=0, metavar="N", help="of the first node")
     add("--log-dir", required=True, metavar="DIR", help="the directory of all runs, relative to --cwd")
     add("--cwd", required=True, metavar="DIR", help="working directory of the ranks")
@@ -103,8 +105,10 @@ class Launch:
         self.before = tuple(os.fsdecode(argument) for argument in lists["before"])
         self.after = tuple(os.fsdecode(argument) for argument in lists["after"])
         self.names = [name for name, *_ in options.nodes]
-        self.processes = {name: count for name, count, _ in options.nodes}
-        self.targets = [RunNode(name, address, 0, 0) for name, _, address in options.nodes]
+        all_nodes = [*options.nodes, *options.spares]
+        self.processes = {name: count for name, count, _ in all_nodes}
+        self.targets = [RunNode(name, address, 0, 0) for name, _, address in all_nodes]  # the spares last
+        self.replies: dict[str, Reply] = {}  # to the probe
         self.logs = os.path.join(options.cwd, options.log_dir)
         self.code = 0
         self.seconds = 0.0  # duration of the last attempt
@@ -148,7 +152,8 @@ class Launch:
         if os.environ.get("MUSTER_TEST_CONNECTIONS") and isinstance(commands, SshCommands):
             self._test_connections(commands)
         if self.options.preflight:
-            return self._compare(self._probe(commands))
+            self.replies = self._probe(commands)
+            return self._compare()
         address, port = self.options.master
         return address, port
 
@@ -186,12 +191,12 @@ class Launch:
                     raise TransportError(UNFIT, f"{name}: {problem}")
         return replies
 
-    def _compare(self, replies: dict[str, Reply]) -> tuple[str, str]:
+    def _compare(self) -> tuple[str, str]:
         from distributed.launch import preflight
 
         processes = {name: int(count) for name, count in self.processes.items()}
         port = self.options.master[1]
-        faults, warnings, rendezvous = preflight.judge(replies, processes, int(port) if port else None)
+        faults, warnings, rendezvous = preflight.judge(self.replies, processes, int(port) if port else None)
         for warning in warnings:
             self._print(f"preflight: warning: {warning}")
         if faults:
@@ -211,13 +216,13 @@ class Launch:
 
     def create_run(self) -> Path:
         """Make the run directory and the links to it. Exits with WRONG_CALL if it cannot be written."""
-        options, nodes, rank = self.options, [], self.options.first_rank
-        for target in self.targets:
-            nodes.append(replace(target, processes=int(self.processes[target.node]), first_rank=rank))
-            rank += nodes[-1].processes
+        options = self.options
+        known = [replace(target, processes=int(self.processes[target.node])) for target in self.targets]
+        nodes = number_ranks(known[: len(self.names)], options.first_rank)
         try:
             directory = run_directory.create(
-                self.logs, options.name, nodes=nodes, script=options.script, config=options.config, cwd=options.cwd,
+                self.logs, options.name, nodes=nodes, spares=known[len(self.names) :],
+                script=options.script, config=options.config, cwd=options.cwd,
                 python=options.python, command=masked(self.call), launcher=os.getpid(), grace=options.grace,
                 slurm_job=options.slurm_job, again=options.again,
             )  # fmt: skip
@@ -293,6 +298,7 @@ class Launch:
         )  # fmt: skip
         watch = Watch(transport, watch_options, self.console, terminals())
         watch.restart_count, watch.max_restarts = attempt, options.max_restarts
+        watch.replaces = bool(options.spares or options.min_nodes)
         directory = self.create_run()
         if watch.lease == 0:
             record_launcher(directory, address, port)
@@ -303,8 +309,9 @@ class Launch:
             os.close(opened)
         watch.open(read(directory))
         ranks = sum(node.processes for node in watch.run.nodes)
-        what = f"{ranks} process{'es' * (ranks != 1)}"
-        self.console.record(f"run {directory.name}: {what} on {' '.join(self.names)}")
+        what = f"{ranks} process{'es' * (ranks != 1)} on {' '.join(self.names)}"
+        spares = f", spare: {' '.join(one.node for one in watch.spares)}" * bool(watch.spares)
+        self.console.record(f"run {directory.name}: {what}{spares}")
         if options.announce:
             self.console.print(options.announce.replace("{log}", f"{directory}/node_{self.names[0]}.log"))
         self.watch, self.directory = watch, directory
@@ -341,8 +348,42 @@ class Launch:
             self.watch.restart_count = number
             count = f"restart {restarts} of {self.options.max_restarts}"
             self.console.record(f"exit code {self.code}: {count}, from the newest valid checkpoint")
+            if self.watch.replaces:
+                self._replace_lost_nodes()
             if logs:
                 logs.archive(f"attempt_{number}")
+
+    def _replace_lost_nodes(self) -> None:
+        """Change the nodes of the next attempt, and record this in run.json."""
+        from distributed.launch.spares import arrange
+
+        watch = self.watch
+        ready = [node for node in watch.spares if node.node in watch.waiting]
+        nodes, changes = arrange(watch.run.nodes, watch.lost, ready, len(self.names), self.options.min_nodes)
+        if not changes:
+            return
+        for change in changes:
+            self.console.record(change.message)
+        watch.spares = [node for node in watch.spares if node.node not in {one.node for one in nodes}]
+        nodes = number_ranks(nodes, self.options.first_rank)
+        address, port = self._rendezvous_of(nodes)
+        agent = replace(watch.options.agent, nodes=len(nodes), address=address, port=port)
+        watch.options = replace(watch.options, agent=agent)
+        run_directory.change_nodes(str(self.directory), nodes, watch.spares, [vars(change) for change in changes])
+        watch.open(read(self.directory))
+
+    def _rendezvous_of(self, nodes: Sequence[RunNode]) -> tuple[str, str]:
+        """The address and port at which these nodes meet."""
+        agent, first = self.watch.options.agent, nodes[0].node
+        if first == self.watch.run.nodes[0].node:
+            return agent.address, agent.port
+        if not self.replies:
+            return first, agent.port
+        from distributed.host.replies import NodeFacts
+        from distributed.launch.comparison import rendezvous_address
+
+        facts = {node.node: NodeFacts(**self.replies[node.node].value()) for node in nodes}
+        return rendezvous_address(facts) or first, str(facts[first].port)
 
     def _transport(self, commands: LocalCommands) -> Local:
         options = self.options
@@ -414,6 +455,15 @@ class Launch:
             for stream in self.console.pending:
                 stream.flush()
             time.sleep(0.01 if self.console.pending else 0.0)
+
+
+def number_ranks(nodes: Sequence[RunNode], first: int) -> list[RunNode]:
+    """Set the first rank of each node. first: that of the first node."""
+    numbered: list[RunNode] = []
+    for node in nodes:
+        numbered.append(replace(node, first_rank=first))
+        first += node.processes
+    return numbered
 
 
 def terminals() -> str:

@@ -403,6 +403,7 @@ class Supervisor:
         self._from_command = self._to_command = -1  # pipes, see node_reports.ATTEMPT_PIPES
         self._from_command_partial = b""
         self._attempt_ended = False  # its exit code was written and reported
+        self._lost = ""  # node that the command reports as lost
         self._fails = False  # the attempt was stopped, because another node has failed
         self.ended = 0.0  # Unix seconds at which the command exited
         self._sampler = 0  # process id; 0: none
@@ -745,9 +746,13 @@ class Supervisor:
         if not newline:
             self._from_command_partial = line
         elif self.code is None and self._to_command >= 0:
+            code, _, self._lost = line.decode().partition(" ")
             self._waits = True
             self._kill_at, self._scan_at, self._leftovers_signalled = float("inf"), 0.0, False
-            self._ended(int(line))
+            self._ended(int(code or 0))
+            if not code:  # the agent of a spare node
+                self._no_process_left = self._attempt_ended = True
+                self.report_end(waiting=True)
 
     def _end_attempt(self) -> None:
         """Report the exit code of the attempt: its processes have ended, and the command waits for the next one."""
@@ -757,7 +762,7 @@ class Supervisor:
         self._end_console()
         self._attempt_ended = True
         self._write_code()
-        self.report_end(waiting=True)
+        self.report_end(waiting=True, **({"lost": self._lost} if self._lost else {}))
 
     def _start_attempt(self, facts: bytes) -> None:
         """Start the next attempt. facts: JSON, for the command."""

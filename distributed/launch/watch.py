@@ -37,6 +37,8 @@ STOP_TIMEOUT = 10.0  # seconds between stop request and SIGKILL when a node has 
 CHECKPOINT_GRACE = 30.0  # seconds for the checkpoints of the other nodes when a node has stopped with a checkpoint
 REPEATED = 1.0  # seconds within which a terminal and a script may send the same signal
 NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpreter
+REPLY_TIMEOUT = 2.0  # seconds for a reply of a node whose connection was lost, if another one can take its place
+MISSED_TIMEOUT = 1.0  # seconds between the end of all other nodes and the loss of a node that they miss
 RECONNECT_INTERVAL = 5.0  # seconds between attempts to follow a node again
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -96,9 +98,10 @@ class Local:
     def start(self, watch: Watch) -> None:
         """Start the nodes of an attempt."""
         run = str(watch.directory)
-        for rank, node in enumerate(watch.run.nodes):
+        for rank, node in enumerate([*watch.run.nodes, *watch.spares]):
             if node.node in watch.waiting:
-                watch.running[node.node].send(watch.next_attempt())
+                if rank < len(watch.run.nodes):
+                    watch.running[node.node].send(watch.next_attempt())
                 continue
             agent = watch.options.agent.on(run, node.node, str(rank), str(node.processes))
             arguments = [*watch.supervise(), "--name", node.node, "--environment", "-", "--", *agent]
@@ -183,6 +186,9 @@ class Watch:
         self._disconnected: set[str] = set()  # nodes that are to be followed again
         self.queries: set[Client] = set()  # those of a check for a hang
         self.waiting: set[str] = set()  # nodes whose agent waits for the next attempt
+        self.replaces = False  # whether lost nodes are replaced, or the run goes on without them
+        self.spares: list[RunNode] = []
+        self.lost: dict[str, str] = {}  # lost nodes of the last attempt -> reason
         self._escalation = 0  # number of the scheduled request
         self.attempts = 0  # that have ended
         self._heartbeats: threading.Thread | None = None
@@ -190,7 +196,7 @@ class Watch:
 
     def open(self, run: Run) -> None:
         """Set the run that is watched."""
-        self.run, self.directory = run, run.directory
+        self.run, self.directory, self.spares = run, run.directory, list(run.spares)
         self.console.log = run.directory / "launcher.log"
 
     def _reset(self) -> None:
@@ -199,6 +205,8 @@ class Watch:
         self._requested = False  # a stop is in progress
         self._runs_on.clear()
         self._reported: dict[str, int] = {}  # nodes whose supervisor has reported its exit code
+        self._missed: dict[str, str] = {}  # nodes that other nodes report as lost
+        self.lost.clear()
 
     # ---- commands and environment
 
@@ -241,11 +249,21 @@ class Watch:
 
     def entries(self) -> list[bytes]:
         """NAME=VALUE of --env and of the launcher for the ranks."""
-        return [*self.options.environment, *(f"{name}={value}".encode() for name, value in self._counts.items())]
+        variables = self._counts
+        if self.options.agent.nodes:
+            variables["MUSTER_NODES"] = " ".join(node.node for node in self.run.nodes)
+        return [*self.options.environment, *(f"{name}={value}".encode() for name, value in variables.items())]
 
     def next_attempt(self) -> bytes:
         """The request for a supervisor whose agent waits."""
-        return f"attempt {json.dumps({'environment': self._counts})}\n".encode()
+        agent = self.options.agent
+        facts = {
+            "environment": self._counts,
+            "processes": {node.node: node.processes for node in self.run.nodes} if agent.nodes else {},
+            "address": agent.address,
+            "port": int(agent.port or 0),
+        }
+        return f"attempt {json.dumps(facts)}\n".encode()
 
     def block(self) -> bytes:
         """Both environment blocks for the supervisor."""
@@ -302,17 +320,41 @@ class Watch:
             if node in self._disconnected:
                 self._disconnected.discard(node)
                 self.console.record(f"{node}: connected again")
+        if report.get("waiting"):
+            self.waiting.add(node)
         if node not in self.unended or not isinstance(code, int):
             return
         self._reported[node] = code
         if report.get("waiting"):
-            self.waiting.add(node)
+            if lost := report.get("lost"):
+                self._missed[lost] = f"{node} received no heartbeat from it"
             self.node_ended(node, code)
+            self._check_missed()
         elif not self.transport.clients_are_nodes:
             self.node_ended(node, code)
 
+    def _check_missed(self) -> None:
+        """When only nodes have not ended that other nodes miss, give them up after some time."""
+        attempt = self.attempts
+
+        def give_up() -> None:
+            for node in sorted(self.unended) if attempt == self.attempts else ():
+                self.mark_lost(node, self._missed[node])
+                self.node_ended(node, UNFIT)
+                if node in self.running:
+                    self.running[node].kill()
+
+        if self.replaces and self.unended and self.unended <= self._missed.keys():
+            self.loop.call_later(MISSED_TIMEOUT, give_up)
+
     def _client_ended(self, name: str, client: Client) -> None:
         self.waiting.discard(name)
+        if any(node.node == name for node in self.spares):
+            self.spares = [node for node in self.spares if node.node != name]
+            self.console.record(f"{name}: connection to this spare node lost")
+            return
+        if name in self.lost:
+            return
         if name in self._reported:
             self.node_ended(name, self._reported[name])
         elif name in self.unended:
@@ -394,20 +436,33 @@ class Watch:
             return
         self.console.record(f"{node}: connection to its supervisor lost; stopping the run")
         known = next(one for one in self.run.nodes if one.node == node)
-        sweep = [*self.supervisor, "sweep", "--dir", str(self.directory), "--name", node]
-        command = self.transport.commands.command(known, [*sweep, "--grace", str(self.options.grace)], self.options.cwd)
+
+        def call(verb: str, then: Callable[[Reply], None], timeout: float, *options: str) -> None:
+            asked = [*self.supervisor, verb, "--dir", str(self.directory), "--name", node, *options]
+            command = self.transport.commands.command(known, asked, self.options.cwd)
+            self.calls.call(node, command, then, timeout=timeout)
 
         def swept(reply: Reply) -> None:
             if reply.code:
                 self.mark_lost(node)
 
-        self.calls.call(node, command, swept, timeout=self.options.grace + STOP_TIMEOUT)
+        def sweep(reply: Reply | None = None) -> None:
+            if reply and reply.code:
+                self.mark_lost(node)
+            else:
+                call("sweep", swept, self.options.grace + STOP_TIMEOUT, "--grace", str(self.options.grace))
+
+        if self.replaces:  # another node can take its place at once, if it does not reply
+            call("status", sweep, REPLY_TIMEOUT)
+        else:
+            sweep()
 
     def is_lost(self, node: str) -> bool:
         return (self.directory / f"node_{node}.lost").exists()
 
-    def mark_lost(self, node: str) -> None:
+    def mark_lost(self, node: str, reason: str = "connection lost") -> None:
         """Record for the verdict that a node does not reply."""
+        self.lost[node] = reason
         with contextlib.suppress(OSError):
             (self.directory / f"node_{node}.lost").touch()
 
@@ -418,12 +473,14 @@ class Watch:
 
         start: called instead of transport.start(), for nodes that run already.
         """
-        if not self.transport.clients_are_nodes and self.waiting != {node.node for node in self.run.nodes}:
+        if not (self.transport.clients_are_nodes or self.waiting >= {node.node for node in self.run.nodes}):
+            spares = list(self.spares)
             self.end_agents()
+            self.spares = spares
         self._reset()
         self.unended = {node.node for node in self.run.nodes}
         (start or self.transport.start)(self)
-        self.waiting.clear()
+        self.waiting &= {node.node for node in self.spares}
         if self.signal:  # received before a node was started
             self._request("stop")
         if self.lease and not self._heartbeats:
@@ -437,10 +494,11 @@ class Watch:
 
     def end_agents(self) -> None:
         """Let agents exit that wait for another attempt, and wait until the clients of all nodes have exited."""
-        if self.waiting:
+        if self.waiting or self.spares:
             self._request("end")
             self._schedule(STOP_TIMEOUT, "kill")
             self.waiting.clear()
+            self.spares.clear()
             self._wait_for_clients()
 
     def _wait_for_clients(self) -> None:
@@ -461,7 +519,7 @@ class Watch:
     def _clients_of_attempt(self) -> set[str]:
         """The clients of nodes whose attempt has not ended."""
         if self.transport.clients_are_nodes or self.unended or not self.waiting:
-            return self.running.keys() - self.waiting
+            return self.running.keys() - self.waiting - {node.node for node in self.spares}
         return set()
 
     def _flush(self, stream: ConsoleStream) -> None:

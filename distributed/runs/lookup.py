@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
@@ -60,6 +61,8 @@ class Run:
     launched: str = ""  # see user_code.launched_package()
     lease: int | None = None  # 0: its nodes run on without the launcher
     cwd: str = ""
+    spares: tuple[RunNode, ...] = ()  # that wait
+    changes: tuple[dict[str, object], ...] = ()  # of nodes, see launch.spares
 
 
 def find(argument: str, cwd: Path, logs: Path) -> Path:
@@ -91,6 +94,10 @@ def read(directory: Path) -> Run:
     launcher = facts["launcher"]
     state = state_of_launcher(launcher["host"], launcher["machine"], launcher["pid"], launcher["since"])
     local = launcher["host"] if state == REMOTE else ""  # address of the nodes that are the launcher's machine
+
+    def nodes(entries: list[dict[str, Any]]) -> tuple[RunNode, ...]:
+        return tuple(RunNode(**one | {"address": one["address"] or local}) for one in entries)
+
     return Run(
         directory=directory,
         directory_at_launch=facts["directory"],
@@ -99,11 +106,13 @@ def read(directory: Path) -> Run:
         started=facts["started"],
         command=tuple(facts["command"]),
         launcher=Launcher(launcher["host"], launcher["pid"], launcher["since"], state, launcher["grace"]),
-        nodes=tuple(RunNode(**one | {"address": one["address"] or local}) for one in facts["layout"]),
+        nodes=nodes(facts["layout"]),
         job=facts.get("slurm_job") or "",
         launched=launched_package(facts),
         lease=facts.get("lease"),
         cwd=facts.get("cwd", ""),
+        spares=nodes(facts.get("spares", [])),
+        changes=tuple(facts.get("changes", ())),
     )
 
 

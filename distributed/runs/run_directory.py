@@ -18,7 +18,7 @@ import os
 import sys
 import time
 
-from distributed.files import KIT, write_json
+from distributed.files import KIT, read_json, write_json
 from distributed.host.identity import machine, user, versions
 from distributed.host.process_scan import start_time
 
@@ -38,6 +38,7 @@ def create(
     name: str,
     *,
     nodes: Sequence[RunNode],
+    spares: Sequence[RunNode] = (),
     script: str,
     config: str | None,
     cwd: str,
@@ -64,14 +65,12 @@ def create(
         "directory": directory,  # MUSTER_RUN_DIR of its processes
         "command": list(command),
         "started": f"{time.strftime('%Y-%m-%dT%H:%M:%S')}{zone[:3]}:{zone[3:]}",
-        "nodes": [node.node for node in nodes],
-        "layout": [vars(node) | {"address": node.address or None} for node in nodes],
+        **_facts_of_nodes(nodes, spares),
         # Start time and machine distinguish this launcher from a later process with the same pid.
         "launcher": {
             "host": os.uname().nodename, "pid": pid, "since": start_time(pid), "machine": machine(), "grace": grace,
         },
         "slurm_job": slurm_job[0] if slurm_job else None,
-        "nproc": sum(node.processes for node in nodes),
         "script": script, "config": config, "cwd": cwd, "python": python,
         "user": user(), "versions": _versions(python), "git": _git(cwd),
     }  # fmt: skip
@@ -86,6 +85,29 @@ def create(
             shutil.rmtree(directory, ignore_errors=True)
         raise
     return directory
+
+
+def _facts_of_nodes(nodes: Sequence[RunNode], spares: Sequence[RunNode]) -> dict[str, object]:
+    """The facts in run.json that change when a lost node is replaced."""
+
+    def described(some: Sequence[RunNode]) -> list[dict[str, object]]:
+        return [vars(node) | {"address": node.address or None} for node in some]
+
+    ranks = sum(node.processes for node in nodes)
+    return {
+        "nodes": [node.node for node in nodes], "layout": described(nodes), "nproc": ranks, "spares": described(spares),
+    }  # fmt: skip
+
+
+def change_nodes(
+    directory: str, nodes: Sequence[RunNode], spares: Sequence[RunNode], changes: Sequence[dict[str, object]]
+) -> None:
+    """Write the nodes of the next attempt, and how they differ from those of the last one. Raises OSError."""
+    path = os.path.join(directory, "run.json")
+    facts = read_json(path)
+    earlier = facts.get("changes")
+    facts |= _facts_of_nodes(nodes, spares) | {"changes": [*(earlier if isinstance(earlier, list) else ()), *changes]}
+    write_json(path, facts)
 
 
 def _create_directory(logs: str, name: str) -> str:

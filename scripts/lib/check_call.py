@@ -13,6 +13,7 @@ usage: check_call.py [option...] -- [SCRIPT-ARGUMENT...]
   --master ADDRESS --node-rank N   check that all nodes can use this address of node rank 0
   --config FILE         check these settings, with the arguments after --, for Muster's train.py
   --ranks N             number of ranks for --config (default: that of the nodes)
+  --replace             with --nodes: spares replace lost nodes, and are printed as such
   --forward             with --nodes: print the names of variables that the nodes get
 
 Prints one fact per line for check_call in launch.bash. The last line is `ok`, `usage MESSAGE` or `unfit MESSAGE`.
@@ -133,7 +134,7 @@ def print_named_nodes(options: argparse.Namespace) -> int:
     from distributed.nodelist import NodeListError, requested
 
     try:
-        nodes = requested(options.node, options.hostfile, options.exclude)
+        nodes = requested(options.node, options.hostfile, options.exclude, options.spares)
     except NodeListError as error:
         raise CheckFailed("usage", str(error)) from None
     except OSError as error:
@@ -141,7 +142,9 @@ def print_named_nodes(options: argparse.Namespace) -> int:
     if options.forward:
         print_forwarded()
     for node in nodes:
-        print(f"node {node.address} {node.slots or options.nodes}")
+        kind = "spare" if node.spare and options.replace else "node"
+        print(f"{kind} {node.address} {node.slots or options.nodes}")
+    nodes = [node for node in nodes if not (node.spare and options.replace)]
     if not options.nodes.isdecimal():
         return 1  # unknown before the nodes are probed
     return sum(node.slots or int(options.nodes) for node in nodes)
@@ -270,6 +273,7 @@ def main() -> None:
         "--nodes",
         "--hostfile",
         "--exclude",
+        "--spares",
         "--master",
         "--config",
     ):
@@ -278,6 +282,7 @@ def main() -> None:
         parser.add_argument(name, type=int)
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--forward", action="store_true")
+    parser.add_argument("--replace", action="store_true")
     parser.add_argument("--node", action="append", default=[])
     end = sys.argv.index("--")
     options = parser.parse_args(sys.argv[1:end])

@@ -16,6 +16,7 @@ FAST_OPTIONS=()          # options of Muster's own agent
 BEFORE=() AFTER=()       # command line of the agent or of srun, around the options that differ
 RUN_OPTIONS=()           # distributed/launch/run.py or attach.py, and its options
 NODES=()                 # names, in the order of node ranks
+SPARE_NODES=()           # names of those that replace lost nodes
 declare -A ADDRESS=()    # node -> [user@]name for ssh
 declare -A NPROC_OF=()   # node -> number of ranks; auto, gpu or cpu: the preflight counts them
 RANKS=0                  # world size
@@ -109,6 +110,10 @@ check_call() { # <option of check_call.py...>
 check_call_on_nodes() { # <node...>
   set_node_checks "$NPROC" "$@"
   check_call --forward "${CHECKS[@]}"
+  [[ ! $MIN_NODES ]] || ((MIN_NODES <= ${#NODES[@]})) ||
+    die_usage "--min-nodes $MIN_NODES: more than the ${#NODES[@]} nodes of this run"
+  ((MAX_RESTARTS || ! ${#SPARE_NODES[@]})) ||
+    die_usage "hostfile '$HOSTFILE': spare nodes replace lost ones when the run is restarted; give --max-restarts too"
   ENVIRONMENT+=("MUSTER_NODES=${NODES[*]}") # agents print these names
 }
 
@@ -116,7 +121,15 @@ check_call_on_nodes() { # <node...>
 # Set CHECKS, the options with which check_call.py reads node names, --hostfile and --exclude.
 set_node_checks() { # <processes on a node without its own number> <node...>
   local names=("${@:2}")
-  CHECKS=(--nodes "$1" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"} "${names[@]/#/--node=}")
+  CHECKS=(--nodes "$1" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"}
+    ${VALUE_NAME[--spares]:+--replace} ${SPARES:+"--spares=$SPARES"} "${names[@]/#/--node=}")
+}
+
+
+add_spare() { # <name> <processes> <address for ssh: [user@]name>
+  SPARE_NODES+=("$1")
+  NPROC_OF[$1]=$2
+  ADDRESS[$1]=$3
 }
 
 
@@ -139,6 +152,7 @@ run_checks() { # <option of check_call.py...>
   while read -r name value processes; do
     case $name in
       node) add_node "${value#*@}" "$processes" "$value" ;;
+      spare) add_spare "${value#*@}" "$processes" "$value" ;;
       master) MASTER_ADDR=$value ;;
       port) MASTER_PORT=${MASTER_PORT:-$value} ;;
       package) PACKAGES+=("$value") ;;
@@ -224,6 +238,10 @@ set_run_options() { # <argument of run_nodes...>
   for node in "${NODES[@]}"; do
     RUN_OPTIONS+=(--node "$node" "${NPROC_OF[$node]}" "${ADDRESS[$node]-}")
   done
+  for node in "${SPARE_NODES[@]}"; do
+    RUN_OPTIONS+=(--spare "$node" "${NPROC_OF[$node]}" "${ADDRESS[$node]}")
+  done
+  [[ ! $MIN_NODES ]] || RUN_OPTIONS+=(--min-nodes "$MIN_NODES")
   ((!DETACH)) || RUN_OPTIONS+=(--detach)
   [[ $DRY_RUN != 1 ]] || RUN_OPTIONS+=(--dry-run)
   [[ $QUIET != 1 ]] || RUN_OPTIONS+=(--quiet)

@@ -21,6 +21,7 @@ SCRIPT_ARGS=()           # arguments after --, for the user's script
 declare -A VARIABLE_OF=(
   [--script]=SCRIPT [-m]=MODULE [--python]=PYTHON_OPTION [--agent]=AGENT [--log-dir]=LOG_DIR
   [--master-port]=MASTER_PORT [--rendezvous-timeout]=RENDEZVOUS_TIMEOUT [--hang-timeout]=HANG_TIMEOUT
+  [--spares]=SPARES [--min-nodes]=MIN_NODES
   [--max-restarts]=MAX_RESTARTS [--max-requeues]=MAX_REQUEUES [--hostfile]=HOSTFILE [--exclude]=EXCLUDE
   [-n]=NPROC [-c]=CONFIG [-l]=LEVEL
   [--backend]=BACKEND [--min-bytes]=MIN_BYTES [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
@@ -44,6 +45,8 @@ PYTHON_OPTION='' AGENT=fast LOG_DIR=logs MASTER_PORT='' HOSTFILE='' EXCLUDE=''
 RENDEZVOUS_TIMEOUT='' # seconds; empty: torchrun's default, 600
 HANG_TIMEOUT=''       # seconds; 0: never; empty: the default
 MAX_RESTARTS=0 MAX_REQUEUES=100
+SPARES=''             # nodes that replace lost ones
+MIN_NODES=''          # with which a run continues; empty: all
 LEASE=''              # seconds; 0: none; empty: the default
 ATTACH=''             # a run that continues without its launcher
 NPROC='' CONFIG='' LEVEL=''
@@ -174,6 +177,14 @@ check_options() {
     die_usage "--script '$SCRIPT' and -m '$MODULE' cannot be combined; give one of the two"
   [[ $AGENT == fast || $AGENT == torchrun ]] || die_usage "--agent: expected fast or torchrun, got '$AGENT'"
   is_count "$MAX_RESTARTS" || die_usage "--max-restarts: expected a non-negative integer, got '$MAX_RESTARTS'"
+  [[ ! $MIN_NODES ]] || { is_count "$MIN_NODES" && ((MIN_NODES >= 1)); } ||
+    die_usage "--min-nodes: expected a number of nodes, 1 or more, got '$MIN_NODES'"
+  [[ ! $SPARES$MIN_NODES || $MAX_RESTARTS != 0 ]] ||
+    die_usage "--spares and --min-nodes: a lost node is replaced when the run is restarted; give --max-restarts too"
+  [[ ! $SPARES$MIN_NODES || $LEASE != 0 ]] ||
+    die_usage "--lease 0: lost nodes are not replaced; leave out --spares and --min-nodes"
+  [[ ! $SPARES$MIN_NODES || $AGENT == fast ]] ||
+    die_usage "--agent torchrun: lost nodes are not replaced; leave out --spares and --min-nodes"
   is_count "$MAX_REQUEUES" || die_usage "--max-requeues: expected a non-negative integer, got '$MAX_REQUEUES'"
   [[ ! $HANG_TIMEOUT ]] || is_count "$HANG_TIMEOUT" ||
     die_usage "--hang-timeout: expected a whole number of seconds (0 = off), got '$HANG_TIMEOUT'"
