@@ -369,7 +369,8 @@ class Launch:
         address, port = self._rendezvous_of(nodes)
         agent = replace(watch.options.agent, nodes=len(nodes), address=address, port=port)
         watch.options = replace(watch.options, agent=agent)
-        run_directory.change_nodes(str(self.directory), nodes, watch.spares, [vars(change) for change in changes])
+        recorded = [vars(change) | {"message": change.message} for change in changes]
+        run_directory.change_nodes(str(self.directory), nodes, watch.spares, recorded)
         watch.open(read(self.directory))
 
     def _rendezvous_of(self, nodes: Sequence[RunNode]) -> tuple[str, str]:

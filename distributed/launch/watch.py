@@ -37,8 +37,9 @@ STOP_TIMEOUT = 10.0  # seconds between stop request and SIGKILL when a node has 
 CHECKPOINT_GRACE = 30.0  # seconds for the checkpoints of the other nodes when a node has stopped with a checkpoint
 REPEATED = 1.0  # seconds within which a terminal and a script may send the same signal
 NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpreter
-REPLY_TIMEOUT = 2.0  # seconds for a reply of a node whose connection was lost, if another one can take its place
+REPLY_TIMEOUT = 1.5  # seconds for a reply of a node whose connection was lost, if another one can take its place
 MISSED_TIMEOUT = 1.0  # seconds between the end of all other nodes and the loss of a node that they miss
+RETURN_INTERVAL = 15.0  # seconds between calls of a lost node that was replaced, and limit of a call
 RECONNECT_INTERVAL = 5.0  # seconds between attempts to follow a node again
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -96,17 +97,20 @@ class Local:
         return inherited
 
     def start(self, watch: Watch) -> None:
-        """Start the nodes of an attempt."""
-        run = str(watch.directory)
+        """Start the nodes of an attempt, and the spare nodes."""
         for rank, node in enumerate([*watch.run.nodes, *watch.spares]):
-            if node.node in watch.waiting:
-                if rank < len(watch.run.nodes):
-                    watch.running[node.node].send(watch.next_attempt())
-                continue
-            agent = watch.options.agent.on(run, node.node, str(rank), str(node.processes))
-            arguments = [*watch.supervise(), "--name", node.node, "--environment", "-", "--", *agent]
-            command = self.commands.command(node, arguments, watch.options.cwd, f"{run}/node_{node.node}.log")
-            watch.start_client(node.node, command, sent=watch.block())
+            if node.node not in watch.running:
+                self.start_node(watch, node, rank)
+            elif node not in watch.spares:
+                watch.running[node.node].send(watch.next_attempt())
+
+    def start_node(self, watch: Watch, node: RunNode, rank: int = 0) -> None:
+        """Start the agent of a node, or of a spare node, whose rank does not matter."""
+        run = str(watch.directory)
+        agent = watch.options.agent.on(run, node.node, str(rank), str(node.processes))
+        arguments = [*watch.supervise(), "--name", node.node, "--environment", "-", "--", *agent]
+        command = self.commands.command(node, arguments, watch.options.cwd, f"{run}/node_{node.node}.log")
+        watch.start_client(node.node, command, sent=watch.block())
 
     def request(self, watch: Watch, request: str) -> None:
         """Send a request to the supervisors of all nodes: stop, kill or signal N."""
@@ -189,6 +193,7 @@ class Watch:
         self.replaces = False  # whether lost nodes are replaced, or the run goes on without them
         self.spares: list[RunNode] = []
         self.lost: dict[str, str] = {}  # lost nodes of the last attempt -> reason
+        self._returning: set[Client] = set()  # calls of lost nodes
         self._escalation = 0  # number of the scheduled request
         self.attempts = 0  # that have ended
         self._heartbeats: threading.Thread | None = None
@@ -349,9 +354,10 @@ class Watch:
 
     def _client_ended(self, name: str, client: Client) -> None:
         self.waiting.discard(name)
-        if any(node.node == name for node in self.spares):
-            self.spares = [node for node in self.spares if node.node != name]
+        if spare := next((node for node in self.spares if node.node == name), None):
+            self.spares.remove(spare)
             self.console.record(f"{name}: connection to this spare node lost")
+            self._await_return(spare)
             return
         if name in self.lost:
             return
@@ -457,12 +463,42 @@ class Watch:
         else:
             sweep()
 
+    def _await_return(self, node: RunNode) -> None:
+        """When a lost node replies again, end what runs there. It is then a spare node."""
+        if not self.transport.clients_are_nodes:  # the client of all nodes cannot start another one
+            return
+        asked = [*self.supervisor, "sweep", "--dir", str(self.directory), "--name", node.node]
+
+        def ended(reply: Reply) -> None:
+            if is_used():
+                return
+            if reply.code or not self.unended:
+                self._await_return(node)
+            elif not (self.is_ending or self.signal):
+                self.console.record(f"{node.node}: ready again; waiting as a spare node")
+                self.spares.append(node)
+                self.transport.start_node(self, node)
+
+        def is_used() -> bool:
+            """Whether it is a spare node already, or has kept its place, as there was no other node."""
+            return node.node in {one.node for one in [*self.run.nodes, *self.spares]} & self.running.keys()
+
+        def call() -> None:
+            if is_used():
+                return
+            command = self.transport.commands.command(node, asked, self.options.cwd)
+            self._returning.add(self.calls.call(node.node, command, ended, timeout=RETURN_INTERVAL))
+
+        self.loop.call_later(RETURN_INTERVAL, call)
+
     def is_lost(self, node: str) -> bool:
         return (self.directory / f"node_{node}.lost").exists()
 
     def mark_lost(self, node: str, reason: str = "connection lost") -> None:
         """Record for the verdict that a node does not reply."""
         self.lost[node] = reason
+        if self.replaces:
+            self._await_return(next(one for one in self.run.nodes if one.node == node))
         with contextlib.suppress(OSError):
             (self.directory / f"node_{node}.lost").touch()
 
@@ -513,7 +549,7 @@ class Watch:
                     client.pause_output(paused)
             self.loop.wait()
             if not self._clients_of_attempt():  # the replies to a query are not needed any more
-                for client in self.queries & self.calls.running:
+                for client in (self.queries | self._returning) & self.calls.running:
                     client.kill()
 
     def _clients_of_attempt(self) -> set[str]:

@@ -25,7 +25,7 @@ from typing import Any
 from distributed.exit_codes import STOPPED, UNFIT
 from distributed.host.replies import NODE_ENV
 from distributed.runs.node_log import Log, LoggedException, last_exception, read_log
-from distributed.runs.records import integer, listed, mapping, number, read_object, text
+from distributed.runs.records import integer, listed, mapping, node_changes, number, read_object, text
 from distributed.runs.user_code import launched_package
 
 STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
@@ -76,6 +76,7 @@ class Evidence:
     hang: Json = field(default_factory=dict)  # hang.json; empty if the run did not hang
     launched: str = ""  # see user_code.launched_package()
     signals: tuple[SentSignal, ...] = ()  # by time
+    changes: tuple[str, ...] = ()  # of nodes, see records.node_changes()
 
     @property
     def signal(self) -> SentSignal | None:
@@ -91,20 +92,25 @@ def gather(run: Path) -> Evidence:
     """Read all records in a run directory. Merge records about the same rank."""
     warnings: list[str] = []
     facts = read_object(run / "run.json", warnings)
+    left = _nodes_not_in_attempt(facts)
     agents = []  # records of Muster's agents
     for path in sorted(run.glob("errors/node_*.json")):
+        if path.name[5:-5] in left:
+            continue
         record = read_object(path, warnings)
         agents.append(record | {"node": text(record.get("node")) or path.name[5:-5]})
     succeeded = ((integer(rank), agent["node"]) for agent in agents for rank in listed(agent.get("succeeded")))
     known = Evidence(
-        exits=_exit_codes(run, warnings),
+        exits={node: code for node, code in _exit_codes(run, warnings).items() if node not in left},
         ranks=_ranks_of_nodes(facts),
         succeeded={rank: node for rank, node in succeeded if rank is not None},
         hang=read_object(run / "hang.json", warnings),
         launched=launched_package(facts),
         signals=_sent_signals(run, warnings),
+        changes=node_changes(facts),
     )
-    logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
+    names = [path.name[5:-4] for path in sorted(run.glob("node_*.log"))]
+    logs = {name: read_log(run / f"node_{name}.log", name) for name in names if name not in left}
     ended = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("failures"))]
     of_workers = [_from_record(read_object(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
     # A rank that called sys.exit() has recorded no exception; it may have printed one.
@@ -115,7 +121,14 @@ def gather(run: Path) -> Evidence:
     failures += _supervisor_records(run, facts, warnings)
     failures += _failed_agents(known, logs, recorded={failure.node for failure in failures})
     failures += _lost_nodes(run, known, failures, agents)
+    failures = [failure for failure in failures if failure.node not in left]
     return replace(known, failures=tuple(failures), warnings=tuple(warnings))
+
+
+def _nodes_not_in_attempt(facts: Json) -> set[str]:
+    """Spare nodes, and lost nodes that were replaced: they may still write files. facts: the content of run.json."""
+    entries = [*map(mapping, listed(facts.get("spares"))), *map(mapping, listed(facts.get("changes")))]
+    return {text(entry.get("node")) for entry in entries} - _ranks_of_nodes(facts).keys()
 
 
 def prefer(*sources: Iterable[Failure]) -> Failures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,14 @@ def mapping(value: object) -> Mapping[str, Any]:
 def listed(value: object) -> list[Any]:
     """The value if it is a list, else an empty one."""
     return value if isinstance(value, list) else []
+
+
+def node_changes(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """When and why a node replaced another one, from the content of run.json."""
+    changes = [entry for entry in map(mapping, listed(facts.get("changes"))) if text(entry.get("message"))]
+    times = [number(entry.get("time")) for entry in changes]
+    clocks = [time.strftime("%H:%M:%S ", time.localtime(one)) if is_time(one) else "" for one in times]
+    return tuple(clock + entry["message"] for clock, entry in zip(clocks, changes, strict=True))
 
 
 def is_time(value: float) -> bool:

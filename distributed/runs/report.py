@@ -29,7 +29,7 @@ from distributed.runs.lookup import RunLookupError, find
 from distributed.runs.node_log import read_log
 from distributed.runs.node_status import printable
 from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, section, spans, tile_list
-from distributed.runs.records import integer, is_time, listed, mapping, number, read_object, text
+from distributed.runs.records import integer, is_time, listed, mapping, node_changes, number, read_object, text
 from distributed.runs.usage import Usage, read_usage
 
 MAX_CHARTS = 24  # charts of values that a script has logged under its own names
@@ -86,6 +86,7 @@ def read(directory: Path) -> RunRecords:
     directory = directory.resolve(strict=True)
     notes: list[str] = []
     run, settings, verdict = (read_object(directory / f"{name}.json", notes) for name in ("run", "settings", "verdict"))
+    notes += node_changes(run)
     history = read_metrics(directory / "metrics.jsonl", notes)
     history.earlier[:0] = _resumed_from(directory, history)
     started = None

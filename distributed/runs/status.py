@@ -28,12 +28,13 @@ from typing import Any
 from distributed import metrics, terminal
 from distributed.exit_codes import UNFIT
 from distributed.files import KIT
+from distributed.nodelist import compact
 from distributed.runs.charts import duration
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, constant_arguments
 from distributed.runs.node_status import GpuUsage, RankStatus
 from distributed.runs.query import JobWithoutRun, NodeReply, RunQuery, find_run, parser_of, remaining_processes
-from distributed.runs.records import read_object
+from distributed.runs.records import node_changes, read_object
 from distributed.runs.verdict import decide
 from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint
 from distributed.transport.commands import Messages, TransportError, exit_on_signals
@@ -301,6 +302,9 @@ def notes_on(status: Status) -> Iterator[str]:
             yield f"{reply.name}: GPU use by all processes: {', '.join(map(gpu_text, node.gpus))}"
         if node.line and all(rank.silent is None for rank in node.ranks):
             yield f"{reply.name}: last line of its log: {node.line}"
+    yield from node_changes({"changes": list(status.run.changes)})
+    if status.run.spares and status.state.name == "running":
+        yield f"spare nodes: {compact(node.node for node in status.run.spares)}"
     launcher = status.run.launcher
     if launcher.state == REMOTE:
         yield f"the launcher is process {launcher.pid} on {launcher.host}; this machine cannot check whether it runs"

@@ -66,6 +66,7 @@ class Verdict:
     message: str = ""
     traceback: str = ""
     collateral: tuple[Json, ...] = ()  # the other failures: "node", "rank", "message"
+    changes: tuple[str, ...] = ()  # of nodes, before this attempt: time, and which one replaced which, why
 
 
 def decide(run: Path, launcher_code: int | None = None) -> Verdict:
@@ -407,6 +408,7 @@ def render(verdict: Verdict, run: Path, resume: str = RESUME) -> str:
         lines[0] += f"; {resume}"
     if verdict.outcome == "failed":
         lines += [f"  {line}" for line in _details(verdict, run)]
+    lines += [f"  {change}" for change in verdict.changes]
     return "\n".join(lines) + "\n"
 
 
@@ -460,7 +462,7 @@ def conclude(
     launcher_code, signaled: see judge(). resume: see render().
     """
     evidence = gather(run)
-    verdict = judge(evidence, launcher_code, signaled)
+    verdict = replace(judge(evidence, launcher_code, signaled), changes=evidence.changes)
     warnings = list(evidence.warnings)
     try:
         write_json(run / "verdict.json", asdict(verdict))
