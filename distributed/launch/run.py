@@ -358,7 +358,7 @@ class Launch:
         from distributed.launch.spares import arrange
 
         watch = self.watch
-        ready = [node for node in watch.spares if node.node in watch.waiting]
+        ready = watch.wait_for_spares() if watch.lost or len(watch.run.nodes) < len(self.names) else []
         nodes, changes = arrange(watch.run.nodes, watch.lost, ready, len(self.names), self.options.min_nodes)
         if not changes:
             return

@@ -19,6 +19,9 @@ from distributed.transport.loop import INHERITED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distributed.runs.lookup import RunNode
     from distributed.transport.commands import SshCommands
 
 REQUEST_TIMEOUT, SIGNAL_TIMEOUT = 5.0, 30.0  # seconds; a stop request is repeated, a signal is not
@@ -55,8 +58,8 @@ class Pdsh(Ssh):
             self.request(watch, watch.next_attempt().decode().rstrip())
             return
         run, script = str(watch.directory), 'mkdir -p -- "$1" && umask 077 && cat >"$2"'
-        commands = {}
-        for node in watch.run.nodes:
+        commands, nodes = {}, [*watch.run.nodes, *watch.spares]
+        for node in nodes:
             store = ["sh", "-c", script, "sh", run, f"{run}/node_{node.node}.environment"]
             commands[node] = self.commands.command(node, store, watch.options.cwd, f"{run}/node_{node.node}.log")
         replies = watch.calls.call_all(commands, sent=watch.block(), errors=INHERITED)
@@ -64,17 +67,17 @@ class Pdsh(Ssh):
         # The login shell did not start this command, and would not start the supervisor either.
         unfit = [name for name, code in codes.items() if code == UNFIT]
         if not unfit and not watch.signal:
-            watch.start_client(PDSH, self._command(watch), on_errors=_PdshErrors(watch).feed)
+            watch.start_client(PDSH, self._command(watch, nodes), on_errors=_PdshErrors(watch).feed)
             return
         for name in unfit:
             write_file(f"{run}/node_{name}.exit", f"{UNFIT}\n")
-        rest = [node for node in watch.run.nodes if node.node not in unfit]
+        rest = [node for node in nodes if node.node not in unfit]
         remove = {node: ["rm", "-f", "--", f"{run}/node_{node.node}.environment"] for node in rest}
         watch.calls.call_all({node: self.commands.command(node, command, "/") for node, command in remove.items()})
         watch.node_failed(UNFIT)
 
-    def _command(self, watch: Watch) -> list[str]:
-        run, nodes = str(watch.directory), watch.run.nodes
+    def _command(self, watch: Watch, nodes: Sequence[RunNode]) -> list[str]:
+        run = str(watch.directory)
         name, rank, processes = (f"<{os.urandom(8).hex()}>" for _ in range(3))  # marks, which shlex quotes
         agent = watch.options.agent.on(run, name, rank, processes)
         environment = ["--environment", f"{run}/node_{name}.environment"]
@@ -93,7 +96,8 @@ class Pdsh(Ssh):
 
     def request(self, watch: Watch, request: str) -> None:
         seconds = SIGNAL_TIMEOUT if request.startswith("signal") else REQUEST_TIMEOUT
-        for node in watch.run.nodes:
+        nodes = watch.run.nodes if request == "fail" else [*watch.run.nodes, *watch.spares]
+        for node in nodes:
             if node.node in watch.unended | watch.waiting and not watch.is_lost(node.node):
                 asked = [*watch.supervisor, *request.split(" ", 1), "--dir", str(watch.directory), "--name", node.node]
                 watch.calls.call(node.node, self.commands.command(node, asked, watch.options.cwd), timeout=seconds)
@@ -105,7 +109,7 @@ class _PdshErrors:
     def __init__(self, watch: Watch) -> None:
         self._watch, self._lines = watch, Lines()
         self._names: dict[str, str] = {}
-        for node in watch.run.nodes:  # pdsh prints a host without its domain
+        for node in [*watch.run.nodes, *watch.spares]:  # pdsh prints a host without its domain
             host = node.address.rpartition("@")[2]
             self._names |= dict.fromkeys((node.address, host, host.partition(".")[0]), node.node)
 

@@ -26,7 +26,7 @@ from distributed.host import signals
 from distributed.host.replies import Reply
 from distributed.host.ssh_call import LOGIN_SHELL, UNREACHABLE
 from distributed.launch.node_reports import ReportParser
-from distributed.launch.supervisor import BACKLOG, ConsoleStream
+from distributed.launch.supervisor import BACKLOG, START_TIMEOUT, ConsoleStream
 from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, LocalCommands, environment_block
 from distributed.transport.loop import INHERITED, Client, Loop
 
@@ -113,9 +113,11 @@ class Local:
         watch.start_client(node.node, command, sent=watch.block())
 
     def request(self, watch: Watch, request: str) -> None:
-        """Send a request to the supervisors of all nodes: stop, kill or signal N."""
-        for client in watch.running.values():
-            client.send(f"{request}\n".encode())
+        """Send a request to the supervisors of all nodes: stop, kill or signal N; fail only to those of the attempt."""
+        spared = {node.node for node in watch.spares} if request == "fail" else ()
+        for name, client in watch.running.items():
+            if name not in spared:
+                client.send(f"{request}\n".encode())
 
     def abandon(self, watch: Watch) -> None:
         """Give up the nodes that have not ended after all requests."""
@@ -327,6 +329,8 @@ class Watch:
                 self.console.record(f"{node}: connected again")
         if report.get("waiting"):
             self.waiting.add(node)
+            if any(spare.node == node for spare in self.spares):
+                self.console.record(f"{node}: ready as a spare node")
         if node not in self.unended or not isinstance(code, int):
             return
         self._reported[node] = code
@@ -475,7 +479,6 @@ class Watch:
             if reply.code or not self.unended:
                 self._await_return(node)
             elif not (self.is_ending or self.signal):
-                self.console.record(f"{node.node}: ready again; waiting as a spare node")
                 self.spares.append(node)
                 self.transport.start_node(self, node)
 
@@ -527,6 +530,13 @@ class Watch:
         self._escalation += 1
         self._record_unstarted()
         return self.status
+
+    def wait_for_spares(self) -> list[RunNode]:
+        """Wait until all spare nodes are ready, for some time. Returns those that are."""
+        limit = time.monotonic() + START_TIMEOUT
+        while {node.node for node in self.spares} - self.waiting and time.monotonic() < limit and not self.signal:
+            self.loop.wait(limit - time.monotonic())
+        return [node for node in self.spares if node.node in self.waiting]
 
     def end_agents(self) -> None:
         """Let agents exit that wait for another attempt, and wait until the clients of all nodes have exited."""

@@ -28,7 +28,6 @@ from typing import Any
 from distributed import metrics, terminal
 from distributed.exit_codes import UNFIT
 from distributed.files import KIT
-from distributed.nodelist import compact
 from distributed.runs.charts import duration
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, constant_arguments
@@ -304,7 +303,7 @@ def notes_on(status: Status) -> Iterator[str]:
             yield f"{reply.name}: last line of its log: {node.line}"
     yield from node_changes({"changes": list(status.run.changes)})
     if status.run.spares and status.state.name == "running":
-        yield f"spare nodes: {compact(node.node for node in status.run.spares)}"
+        yield "spare nodes: " + ", ".join(node.node for node in status.run.spares)
     launcher = status.run.launcher
     if launcher.state == REMOTE:
         yield f"the launcher is process {launcher.pid} on {launcher.host}; this machine cannot check whether it runs"

@@ -939,6 +939,7 @@ def test_the_program_writes_verdict_json_and_exits_with_the_code_of_the_cause(ru
         "message": "",
         "traceback": "",
         "collateral": [],
+        "changes": [],
     }
 
 

@@ -1,0 +1,264 @@
+#!/usr/bin/env bats
+#
+# --max-restarts: agents stay for the next attempt where they can, spare nodes take the places of lost nodes, or the run
+# goes on with fewer nodes.
+
+# bats file_tags=laboratory
+bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
+
+
+setup_file() {
+  export SSH=$BATS_TEST_DIRNAME/../scripts/ssh
+  start_lab 4
+}
+
+
+setup() {
+  enter_workdir
+  N4=${PREFIX}4
+  LAUNCH=$SSH/launch_torchrun_auto.sh
+}
+
+
+teardown() {
+  lab heal "$N1" >/dev/null 2>&1 || true
+  lab heal "$N3" >/dev/null 2>&1 || true
+  lab up 4 --prefix "$PREFIX" >/dev/null
+  sweep_runs
+}
+
+
+# Write "my script.py": each rank writes its process id and that of its agent to attempt.<number>.<rank>, and exchanges
+# data with the others until the file "go" exists.
+write_steady_script() {
+  cat >"my script.py" <<'END'
+import json, os, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+name = f"attempt.{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}"
+dist.barrier()
+with open(f"{name}.part", "w") as file:
+    print(os.getpid(), os.getppid(), os.environ["MUSTER_NODE"], file=file)
+os.rename(f"{name}.part", name)
+stop = torch.zeros(1)
+while not stop:
+    stop = torch.tensor([float(os.path.exists("go"))])
+    dist.all_reduce(stop, op=dist.ReduceOp.MIN)
+    time.sleep(0.01)
+END
+}
+
+
+# Start "my script.py", and wait until the ranks of its first attempt are at work.
+launch() { # <number of ranks> <argument of LAUNCH...>
+  write_steady_script
+  start out "$LAUNCH" --max-restarts 3 --script "my script.py" "${@:2}"
+  ranks_at_work 0 "$1"
+}
+
+
+ranks_at_work() { # <attempt> <number of ranks>
+  local rank
+  for ((rank = 0; rank < $2; rank++)); do
+    # shellcheck disable=SC2016
+    timeout 120 sh -c 'until [ -e "$1" ]; do sleep 0.02; done' sh "attempt.$1.$rank" || { cat out && return 1; }
+  done
+}
+
+
+# Let the run end, and check that it succeeded and left nothing.
+succeeds() {
+  : >go
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat out && return 1; }
+  no_processes_within 10
+}
+
+
+rank_of() { # <attempt> <rank>: its process id
+  awk '{ print $1 }' "attempt.$1.$2"
+}
+
+
+agent_of() { # <attempt> <rank>: the process id of its agent
+  awk '{ print $2 }' "attempt.$1.$2"
+}
+
+
+node_of() { # <attempt> <rank>
+  awk '{ print $3 }' "attempt.$1.$2"
+}
+
+
+@test "on one machine, the agent stays, and each attempt has its own files, verdict and count" {
+  LAUNCH=$SSH/launch_singlenode.sh
+  launch 2 - 2
+  kill -KILL "$(rank_of 0 1)"
+  ranks_at_work 1 2
+  kill -SEGV "$(rank_of 1 0)"
+  ranks_at_work 2 2
+  succeeds
+  [ "$(agent_of 0 0)" = "$(agent_of 2 1)" ]
+  node=$(uname -n)
+  grep -qF "rank 1 on $node died of SIGKILL" logs/latest/attempt_1/verdict.json
+  grep -qF "rank 0 on $node died of SIGSEGV" logs/latest/attempt_2/verdict.json
+  [ "$(cat "logs/latest/attempt_1/node_$node.exit" "logs/latest/node_$node.exit")" = $'137\n0' ]
+  [ -d "logs/latest/attempt_2/ranks/$node" ] && [ -d "logs/latest/ranks/$node" ]
+}
+
+
+@test "over ssh, all agents stay" {
+  launch 3 - 1 "$N1" "$N2" "$N3"
+  kill -KILL "$(rank_of 0 2)"
+  ranks_at_work 1 3
+  succeeds
+  for rank in 0 1 2; do
+    [ "$(agent_of 0 $rank)" = "$(agent_of 1 $rank)" ]
+  done
+  grep -qF "rank 2 on $N3 died of SIGKILL" logs/latest/attempt_1/verdict.json
+}
+
+
+@test "a node whose agent, fork server or supervisor died starts anew, alone" {
+  local attempt=0 victim
+  launch 2 - 1 "$N1" "$N2"
+  for kind in agent fork_server supervisor; do
+    case $kind in
+      agent) victim=$(agent_of $attempt 1) ;;
+      fork_server)
+        victim=$(pgrep -P "$(agent_of $attempt 1)" -f agent.py)
+        kill -KILL "$(rank_of $attempt 1)"
+        ;;
+      supervisor) victim=$(pid_of supervisor "$N2") ;;
+    esac
+    kill -KILL "$victim"
+    attempt=$((attempt + 1))
+    ranks_at_work $attempt 2
+    [ "$(agent_of $((attempt - 1)) 0)" = "$(agent_of $attempt 0)" ]
+    [ "$(agent_of $((attempt - 1)) 1)" != "$(agent_of $attempt 1)" ]
+  done
+  succeeds
+}
+
+
+@test "with pdsh, all agents stay" {
+  LAUNCH=$SSH/launch_pdsh_multinode.sh
+  launch 2 - 1 "$N1" "$N2"
+  kill -KILL "$(rank_of 0 1)"
+  ranks_at_work 1 2
+  succeeds
+  [ "$(agent_of 0 0) $(agent_of 0 1)" = "$(agent_of 1 0) $(agent_of 1 1)" ]
+}
+
+
+@test "nodes that are started by hand keep their agents" {
+  LAUNCH=$SSH/launch_torchrun_multinode.sh
+  write_steady_script
+  start out1 on "$N1" "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 2 0 "$(address "$N1")"
+  first=$LAUNCHER
+  start out on "$N2" "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 2 1 "$(address "$N1")"
+  ranks_at_work 0 2
+  kill -KILL "$(rank_of 0 1)"
+  ranks_at_work 1 2
+  succeeds
+  wait_for_exit "$first"
+  [ "$status" -eq 0 ]
+  [ "$(agent_of 0 0) $(agent_of 0 1)" = "$(agent_of 1 0) $(agent_of 1 1)" ]
+}
+
+
+@test "processes that a rank has left behind are gone before the next attempt" {
+  LAUNCH=$SSH/launch_singlenode.sh
+  cat >"my script.py" <<'END'
+import os, subprocess, sys
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    with open("left", "w") as file:
+        print(subprocess.Popen(["sleep", "300"], start_new_session=True).pid, file=file)
+    sys.exit(3)
+with open("left") as file:
+    state = f"/proc/{int(file.read())}"
+sys.exit("it still runs" if os.path.exists(state) else 0)
+END
+  "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 3>&-
+}
+
+
+@test "a stop request, and the death of the launcher, end a run whose agents have stayed" {
+  launch 2 - 1 "$N1" "$N2"
+  kill -KILL "$(rank_of 0 1)"
+  ranks_at_work 1 2
+  kill -TERM "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 143 ]
+  no_processes_within 10
+  rm attempt.*
+  launch 2 - 1 "$N1" "$N2"
+  kill -KILL "$(rank_of 0 1)"
+  ranks_at_work 1 2
+  kill -KILL "$LAUNCHER"
+  no_processes_within 20
+}
+
+
+@test "when the restarts are used up, the agents exit, with the code of the first failure" {
+  for launcher in singlenode torchrun_auto pdsh_multinode; do
+    nodes=("$N1" "$N2")
+    [ $launcher != singlenode ] || nodes=()
+    echo 'import sys; sys.exit(3)' >"my script.py"
+    run -3 "$SSH/launch_$launcher.sh" --max-restarts 1 --script "my script.py" - 1 "${nodes[@]}" 3>&-
+    [[ "$output" == *"restart 1 of 1"* ]]
+    no_processes_within 10
+  done
+}
+
+
+@test "a spare node takes the place of a node that was cut off, also of the first one" {
+  launch 3 --spares "$N4" - 1 "$N1" "$N2" "$N3"
+  lab cut "$N1"
+  ranks_at_work 1 3
+  [ "$(node_of 1 0)" = "$N4" ]
+  lab heal "$N1"
+  succeeds
+  grep -qF "$N1 is lost (connection lost): $N4 takes its place as node rank 0" logs/latest/launcher.log
+  grep -qF "$N4 takes its place" logs/latest/verdict.json
+  grep -qF "$N4 takes its place" logs/latest/report.html
+  [[ "$("$SSH/../status.sh" latest)" == *"$N4 takes its place"* ]]
+}
+
+
+@test "a spare node takes the place of a node that lost power, with pdsh too" {
+  LAUNCH=$SSH/launch_pdsh_multinode.sh
+  launch 2 --spares "$N4" - 1 "$N1" "$N3"
+  lab kill "$N3"
+  ranks_at_work 1 2
+  [ "$(node_of 1 0) $(node_of 1 1)" = "$N1 $N4" ]
+  succeeds
+}
+
+
+@test "--min-nodes goes on with fewer nodes, and a node that replies again takes part after the next failure" {
+  launch 3 --min-nodes 2 - 1 "$N1" "$N2" "$N3"
+  lab cut "$N3"
+  ranks_at_work 1 2
+  grep -qF "$N3 is lost (connection lost): going on without it" out
+  lab heal "$N3"
+  wait_for_line out "$N3: ready as a spare node"
+  kill -KILL "$(rank_of 1 1)"
+  ranks_at_work 2 3
+  [ "$(node_of 2 2)" = "$N3" ]
+  succeeds
+}
+
+
+@test "a wrong use of --spares and --min-nodes is refused" {
+  echo 1 >"my script.py"
+  refused 2 "give --max-restarts too" --spares "$N4" --script "my script.py" - 1 "$N1"
+  refused 2 "give --max-restarts too" --min-nodes 1 --script "my script.py" - 1 "$N1"
+  refused 2 "--min-nodes 2: more than the 1 nodes" --max-restarts 1 --min-nodes 2 --script "my script.py" - 1 "$N1"
+  refused 2 "$N1 is a node of this run already" --max-restarts 1 --spares "$N1" --script "my script.py" - 1 "$N1"
+  refused 2 "expected a number of nodes" --max-restarts 1 --min-nodes x --script "my script.py" - 1 "$N1"
+  refused 69 "nowhere: " --max-restarts 1 --spares nowhere --script "my script.py" - 1 "$N1"
+}
