@@ -385,6 +385,31 @@ END
 }
 
 
+@test "with LAUNCHER=torchrun, agents stay for the next attempt; when one has died, all start anew" {
+  cat >"my script.py" <<'END'
+import os, signal, sys, time
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+with open(f"agent.{attempt}.{rank}.part", "w") as file:
+    file.write(str(os.getppid()))
+os.rename(file.name, file.name.removesuffix(".part"))
+while not all(os.path.exists(f"agent.{attempt}.{one}") for one in range(2)):
+    time.sleep(0.02)
+if attempt == "0" and rank == "1":
+    sys.exit(3)
+if attempt == "1" and rank == "1":
+    os.kill(os.getppid(), signal.SIGKILL)
+if attempt == "1":
+    time.sleep(300)
+END
+  LAUNCHER=torchrun SCRIPT="my script.py" submit --nodes=2 --ntasks-per-node=1 slurm_train.sh --max-restarts 2 -
+  wait_for_job_exit "$JOB"
+  [ "$status" -eq 0 ] || { cat "logs/slurm-$JOB.err" && false; }
+  [ "$(cat agent.0.0)" = "$(cat agent.1.0)" ] && [ "$(cat agent.0.1)" = "$(cat agent.1.1)" ]
+  [ "$(cat agent.1.0)" != "$(cat agent.2.0)" ] && [ "$(cat agent.1.1)" != "$(cat agent.2.1)" ]
+  grep -qF "rank 1 on " logs/latest/attempt_1/verdict.json
+}
+
+
 @test "a requeue during a checkpoint resumes from the last complete one" {
   endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.every=1 checkpoint.keep=2

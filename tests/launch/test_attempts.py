@@ -1,0 +1,261 @@
+"""A supervisor whose command stays between attempts: what it reports, and that it leaves nothing behind.
+
+Real processes; the command is a shell that speaks the protocol of agents (launch/node_reports.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from distributed.agent.attempt import AttemptPipes
+from distributed.files import read_json
+from distributed.host import process_scan
+from distributed.launch import supervisor
+from distributed.launch.node_reports import ATTEMPT_PIPES, ReportParser
+from distributed.launch.supervisor import Files
+
+KIT = Path(__file__).resolve().parents[2]
+SUPERVISOR = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "launch.supervisor"]
+TIMEOUT = 60.0  # seconds for events that take milliseconds on an idle machine
+# Ends each attempt with the exit code in the file "code", and prints the facts of the next one. SIGTERM ends an attempt
+# with 143, and is ignored between attempts.
+AGENT = r"""
+read -r out in <<<"${MUSTER_ATTEMPT_PIPES//:*([0-9])/}"
+while true; do
+  trap 'echo stopped; rm -f ready; echo 143 >code' TERM
+  echo "attempt $((++n))"
+  until [ -e code ]; do sleep 0.02; done
+  trap '' TERM
+  code=$(<code) && rm code
+  echo "ends with $code"
+  echo "$code" >&"$out"
+  IFS= read -r -u "$in" facts || exit "${code%% *}"
+  echo "got $facts"
+done
+"""
+
+
+class Supervised:
+    """A supervisor, started as a launcher does, and its reports."""
+
+    def __init__(self, directory: Path, *options: str, command: str = AGENT) -> None:
+        self.directory, self.files = directory, Files(str(directory / "run"), "n1")
+        call = [*SUPERVISOR, "run", "--dir", self.files.directory, "--name", "n1", "--report", "--restarts", *options]
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(
+            [*call, "--", "bash", "-O", "extglob", "-c", command],
+            cwd=directory, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+        )  # fmt: skip
+        assert self.process.stdout
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self._parser = ReportParser()
+        self.reports: list[dict[str, Any]] = []
+
+    @property
+    def control(self) -> IO[bytes]:
+        assert self.process.stdin
+        return self.process.stdin
+
+    def request(self, line: str) -> None:
+        self.control.write(f"{line}\n".encode())
+
+    def end_attempt(self, code: str) -> None:
+        part = self.directory / "code.part"
+        part.write_text(f"{code}\n")
+        part.rename(self.directory / "code")
+
+    def report(self) -> dict[str, Any]:
+        """Wait for the next report."""
+        wait_until(self._read)
+        return self.reports.pop(0)
+
+    def _read(self) -> list[dict[str, Any]]:
+        assert self.process.stdout
+        for item in self._parser.feed(self.process.stdout.read() or b""):
+            if isinstance(item, dict):
+                self.reports.append(item)
+        return self.reports
+
+    @property
+    def log(self) -> str:
+        return Path(self.files.log).read_text() if os.path.exists(self.files.log) else ""
+
+    def pid(self, name: str) -> int:
+        return int(read_json(self.files.pids)[name]["pid"])  # type: ignore[index]
+
+    def remaining(self) -> list[int]:
+        return process_scan.live_processes(self.files.environment)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
+    started: list[Supervised] = []
+
+    def begin(*options: str, command: str = AGENT) -> Supervised:
+        started.append(Supervised(tmp_path, *options, command=command))
+        wait_until(lambda: "attempt 1" in started[0].log)
+        return started[0]
+
+    yield begin
+    for run in started:
+        subprocess.run([*SUPERVISOR, "sweep", "--dir", run.files.directory, "--name", "n1"], check=True)
+        run.control.close()
+        run.process.wait(TIMEOUT)
+        assert run.process.stdout
+        run.process.stdout.close()
+
+
+def archive(run: Supervised) -> Path:
+    """Move the files of the attempt, as the launcher does."""
+    target = run.directory / "run" / "attempt_1"
+    target.mkdir()
+    for name in ("errors", *(path.name for path in (run.directory / "run").glob("node_*"))):
+        (run.directory / "run" / name).rename(target / name)
+    return target
+
+
+def test_the_command_runs_the_next_attempt_with_new_files(start: Callable[..., Supervised]) -> None:
+    run = start()
+    agent = run.pid("command")
+    run.end_attempt("3 node9")
+    assert run.report() == {"node": "n1", "exit_code": 3, "waiting": True, "lost": "node9"}
+    assert supervisor.read_code(run.files.exit) == 3
+    earlier = archive(run)
+    run.request('attempt {"a": 1}')
+    wait_until(lambda: "attempt 2" in run.log)
+    assert (run.log.splitlines()[0], run.pid("command")) == ('got {"a": 1}', agent)
+    assert (earlier / "node_n1.log").read_text().endswith("ends with 3 node9\n")
+    assert not os.path.exists(run.files.exit)
+    run.end_attempt("4")
+    assert run.report() == {"node": "n1", "exit_code": 4, "waiting": True}
+    run.request("end")
+    assert run.report() == {"node": "n1", "exit_code": 4}
+    assert (run.process.wait(TIMEOUT), supervisor.read_code(run.files.exit)) == (4, 4)
+    assert not run.remaining()
+
+
+def test_processes_of_an_attempt_end_before_it_is_reported(start: Callable[..., Supervised]) -> None:
+    leftover = "(setsid sleep 300 &) ; (trap '' TERM; setsid sleep 300 &); "
+    run = start(command=leftover + AGENT)
+    wait_until(lambda: len(run.remaining()) >= 3)
+    run.end_attempt("3")
+    run.report()
+    alive = [pid for pid in run.remaining() if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"]
+    assert not [pid for pid in alive if "300" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+@pytest.mark.parametrize("how", ["stop", "kill", "end", "the launcher exits", "SIGTERM"])
+def test_a_command_that_waits_is_ended(start: Callable[..., Supervised], how: str) -> None:
+    run = start()
+    run.end_attempt("3")
+    assert run.report()["waiting"]
+    if how == "the launcher exits":
+        run.control.close()
+    elif how == "SIGTERM":
+        run.process.send_signal(signal.SIGTERM)
+    else:
+        run.request(how)
+    assert run.process.wait(TIMEOUT) == 3
+    assert not run.remaining()
+    assert not os.path.exists(run.files.record)  # nothing failed
+
+
+def test_a_killed_command_that_waited_is_reported_without_waiting(start: Callable[..., Supervised]) -> None:
+    run = start()
+    run.end_attempt("3")
+    run.report()
+    os.kill(run.pid("command"), signal.SIGKILL)
+    assert run.report() == {"node": "n1", "exit_code": 3}
+    assert run.process.wait(TIMEOUT) == 3
+
+
+def test_a_command_that_is_killed_in_its_second_attempt_has_that_exit_code(start: Callable[..., Supervised]) -> None:
+    run = start()
+    run.end_attempt("3")
+    run.report()
+    archive(run)
+    run.request("attempt {}")
+    wait_until(lambda: "attempt 2" in run.log)
+    os.kill(run.pid("command"), signal.SIGKILL)
+    assert run.report() == {"node": "n1", "exit_code": 137}
+    assert (run.process.wait(TIMEOUT), supervisor.read_code(run.files.exit)) == (137, 137)
+
+
+def test_fail_ends_an_attempt_and_not_the_command_and_counts_once(start: Callable[..., Supervised]) -> None:
+    run = start("--grace", "60")
+    run.request("fail")
+    assert run.report() == {"node": "n1", "exit_code": 143, "waiting": True}
+    run.request("fail")  # late
+    archive(run)
+    run.request("attempt {}")
+    wait_until(lambda: "attempt 2" in run.log)
+    run.end_attempt("5")
+    assert run.report()["exit_code"] == 5
+
+
+def test_a_command_that_does_not_end_its_attempt_after_fail_is_killed(start: Callable[..., Supervised]) -> None:
+    run = start("--grace", "1", command="trap '' TERM; echo attempt 1; while true; do sleep 0.1; done")
+    run.request("fail")
+    assert run.report() == {"node": "n1", "exit_code": 137}
+
+
+def test_after_a_stop_request_the_command_does_not_stay(start: Callable[..., Supervised]) -> None:
+    run = start("--grace", "60")
+    run.request("stop")
+    assert run.report() == {"node": "n1", "exit_code": 143}
+    assert run.process.wait(TIMEOUT) == 143
+
+
+def test_requests_through_the_file_do_the_same(start: Callable[..., Supervised]) -> None:
+    run = start()
+
+    def call(*request: str) -> None:
+        subprocess.run([*SUPERVISOR, *request, "--dir", run.files.directory, "--name", "n1"], check=True)
+
+    call("fail")
+    assert run.report()["exit_code"] == 143
+    call("attempt", json.dumps({"a": "b c"}))
+    wait_until(lambda: 'got {"a": "b c"}' in run.log)
+    assert not os.path.exists(run.files.request)
+    call("end")
+    run.end_attempt("6")
+    assert run.report() == {"node": "n1", "exit_code": 6}
+
+
+def test_the_command_of_a_spare_node_waits_without_an_exit_code(start: Callable[..., Supervised]) -> None:
+    run = start(command=AGENT.replace("until [ -e code ]", "[ $n -gt 1 ] || echo >code; until [ -e code ]"))
+    assert run.report() == {"node": "n1", "exit_code": 0, "waiting": True}
+    assert not os.path.exists(run.files.exit)
+    run.request("attempt {}")
+    wait_until(lambda: "attempt 2" in run.log)
+    run.end_attempt("3")
+    assert run.report() == {"node": "n1", "exit_code": 3, "waiting": True}
+
+
+def test_an_agent_ignores_pipes_that_another_program_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = os.pipe()
+    inode = os.fstat(source).st_ino
+    monkeypatch.setenv(ATTEMPT_PIPES, f"{target}:{inode} {source}:{inode}")
+    assert AttemptPipes.take()
+    assert ATTEMPT_PIPES not in os.environ
+    for value in (f"{target}:{inode + 1} {source}:{inode}", "x", f"{target} {source}", f"9999:{inode} 9998:{inode}"):
+        monkeypatch.setenv(ATTEMPT_PIPES, value)
+        assert AttemptPipes.take() is None
+    os.close(source)
+    os.close(target)
