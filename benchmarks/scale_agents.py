@@ -12,6 +12,7 @@ import heapq
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ SHARED = 50  # members on one connection
 PROCESSES = 2  # that simulate members
 TRAINING = 6.0  # seconds for which heartbeats are measured
 RANKS = 8  # of each node, in the failure records
+ROUNDS_PER_JOIN = 20
 TICK = os.sysconf("SC_CLK_TCK")
 TRACEBACK = "Traceback (most recent call last):\n" + '  File "/home/ada/train.py", line 42, in train\n' * 20
 
@@ -69,10 +71,9 @@ class Member(Membership):
     def _run_thread(self) -> None:
         """Nothing."""
 
-    def _read_news(self, store: Store) -> None:
-        super()._read_news(store)
-        if self._complete:
-            self.members = self.everybody  # one object for all members of this process
+    def _read_members(self, store: Store) -> dict[int, membership.MemberFacts]:
+        """One object for all members of this process."""
+        return self.everybody
 
     def step(self) -> float:
         """Do what the thread of a Membership does, and then the agent's part. Returns the seconds until the next."""
@@ -149,8 +150,9 @@ class Simulation:
         ]
         for member in self._members:
             member._names, member.everybody = names, everybody
-        now = time.monotonic()
-        self._due = [(now + 0.1 * n / len(ranks), n) for n in range(len(ranks))]  # when, index of the member
+        self._unjoined = collections.deque(range(len(ranks)))  # indices of members
+        self._due: list[tuple[float, int]] = []  # a heap: when, index of a member
+        self._steps = 0
 
     def _shared_store(self, root: Store, run: membership.PublishedRun) -> Any:
         """Replaces membership_store(), which opens a connection."""
@@ -179,16 +181,23 @@ class Simulation:
             if not pending:
                 return True, time.monotonic(), Counting.operations
             self._step()
-        return request == "train", time.monotonic(), Counting.operations
+        healthy = request == "train" and not any(member._end for member in self._members)
+        return healthy, time.monotonic(), Counting.operations
 
     def _step(self) -> None:
-        """Let the next member do its round, or wait for its time."""
-        when, n = self._due[0]
-        if (wait := when - time.monotonic()) > 0:
+        """Let the next member do its round, or join if no round is due. A join takes as long as many rounds."""
+        self._steps += 1
+        wait = self._due[0][0] - time.monotonic() if self._due else 0.0
+        if self._unjoined and (wait > 0 or self._steps % ROUNDS_PER_JOIN == 0 or not self._due):
+            n = self._unjoined.popleft()
+            self._joining = self._members[n].rank
+            heapq.heappush(self._due, (time.monotonic() + self._members[n].step(), n))
+        elif wait > 0:
             time.sleep(min(wait, 0.05))
-            return
-        self._joining = self._members[n].rank
-        heapq.heapreplace(self._due, (time.monotonic() + self._members[n].step(), n))
+        else:
+            n = self._due[0][1]
+            self._joining = self._members[n].rank
+            heapq.heapreplace(self._due, (time.monotonic() + self._members[n].step(), n))
 
 
 def simulate(pipe: Connection, port: int, ranks: range, size: int) -> None:
@@ -238,7 +247,9 @@ def measure(size: int, limit: float) -> Costs:
         if values[0] is not None:
             values[1] = cpu
             seconds, operations, cpu = phase("train", TRAINING)
-            values[2:4] = operations / (seconds or TRAINING), cpu / (seconds or TRAINING)
+            if not seconds:
+                sys.exit(f"{size} nodes: a node was lost: this machine is too slow to simulate them")
+            values[2:4] = operations / seconds, cpu / seconds
             values[4], *_ = phase("fail", limit, "know")
         if values[4] is not None:
             pipe.send("leave")

@@ -347,9 +347,7 @@ class Membership:
     def _read_news(self, store: Store) -> None:
         """Read the keys that all nodes read."""
         if not self._complete and store.check(["members"]):
-            if not self._coordinator:
-                known = self._names.values() if len(self._names) == self.size else json.loads(store.get("members"))
-                self.members = {rank: {"node": name} for rank, name in enumerate(known)}
+            self.members = self._coordinator.members if self._coordinator else self._read_members(store)
             self._complete = True
         self._end = self._end or read_end(store)
         self._all_done = self._all_done or bool(read_value(store, "all done"))
@@ -358,6 +356,11 @@ class Membership:
             self.records.pop(self.rank, None)
             self._has_records = shared["complete"]
         self._closed = self._closed or (not self._coordinator and bool(read_value(store, "closing")))
+
+    def _read_members(self, store: Store) -> dict[int, MemberFacts]:
+        """The names of all members. Those that a launcher has passed are not read: each node would read all names."""
+        names = self._names.values() if len(self._names) == self.size else json.loads(store.get("members"))
+        return {rank: {"node": name} for rank, name in enumerate(names)}
 
     # ---------------------------------------------------------------- used by the agent and the thread
 
