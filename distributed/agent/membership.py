@@ -3,8 +3,12 @@
 torchrun's agents exchange nothing after the rendezvous: when a rank fails on one node, the others wait until their
 collectives time out, for 10 to 30 minutes. Here each agent sends heartbeats through the store of the first node, and
 the first agent that must stop writes the end of the run. The other agents read it within a second. A node is lost
-after HEARTBEAT_TIMEOUT without heartbeats. At the end the agents exchange failure records, so that each node has the
-record of the first failure.
+after HEARTBEAT_TIMEOUT without heartbeats. At the end the first node publishes failure records, so that each node has
+the record of the first failure.
+
+In each round a node writes its heartbeat and reads one number, the key NEWS: only when that has changed does it read
+what all nodes have to know. The first node reads the heartbeats of all nodes with few operations. The work of the store
+therefore grows with the number of nodes, and not with its square.
 
 The keys of a run have its id as a prefix. A refused node exits and writes at most the key "refused", whose value the
 first node logs; the run continues.
@@ -15,16 +19,17 @@ from __future__ import annotations
 import json
 import math
 import queue
+import resource
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
-from distributed.agent.failure_records import Records
+from distributed.agent.failure_records import Records, first_failure
 from distributed.exit_codes import TIMED_OUT, UNFIT
 
 HEARTBEAT_INTERVAL = 0.5  # seconds
@@ -36,8 +41,16 @@ UNJOINED_REPORT_INTERVAL = 15.0  # seconds between messages of a node that has n
 RECORDS_TIMEOUT = 4.0  # seconds to wait for the failure records of all nodes
 CLOSE_TIMEOUT = 1.0  # seconds to wait for the thread
 LEAVE_TIMEOUT = 2.0  # seconds to wait until the thread has written that this node left; first node: until all left
+MAX_ROUNDS = 10_000  # of all nodes per second: in a larger run, each node waits longer than these intervals
+MISSING_ROUNDS = 10  # a node without the store reads every so many rounds which nodes are missing
+SHOWN_MISSING = 16  # names in a message about missing nodes
+SHARED_RECORDS = 16  # nodes whose failure records all nodes receive
+KEYS_PER_CALL = 400  # the store parses a longer request again and again while it arrives
+MAX_FILES = 1 << 16  # open files of the first node, to which each agent and each rank of the run connects
 RUN_KEY = "muster/run"  # the PublishedRun that owns the store
+NEWS = "news"  # how often a key that all nodes read has changed
 
+T = TypeVar("T")
 MemberFacts = Mapping[str, str]  # those in OWN_FACTS are of this node; the other values must be equal on all nodes
 OWN_FACTS = ("node", "attempt", "process")
 
@@ -64,6 +77,14 @@ class RunEnd:
     exit_code: int
     reason: str
     lost: bool = False  # heartbeats timed out: the node will send no failure records
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The nodes that have not joined."""
+
+    count: int
+    ranks: Sequence[int]  # node ranks of the first SHOWN_MISSING
 
 
 class RendezvousFailed(Exception):
@@ -107,13 +128,15 @@ class Membership:
         self._facts = {**facts, "process": uuid.uuid4().hex}
         self._address, self._connect, self._run_name = address, connect, run_name
         self._names = dict(enumerate(names))
-        self._missing_ranks = list(range(size))  # node ranks
+        self._missing = Missing(size, range(size)[:SHOWN_MISSING])
         self._store: Store | None = None  # with the prefix of the run; set when this node has joined
         self._coordinator: Coordinator | None = None
         self._status = f"waiting for the first node at {address}"  # while this node has not joined
         self._refusal: RendezvousFailed | None = None
         self._end: RunEnd | None = None
         self._complete = self._all_done = self._leaving = self._has_left = self._closed = False
+        self._has_records = False  # of all nodes that are to send theirs
+        self._rounds = self._news = 0
         self._last_contact = time.monotonic()
         self._outbox: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         self._wake = threading.Event()
@@ -184,19 +207,20 @@ class Membership:
     def leave(self, records: Records | None = None, collect: bool = False) -> None:
         """Send this node's failure records and leave.
 
-        Takes up to LEAVE_TIMEOUT + CLOSE_TIMEOUT; on the first node 2 * HEARTBEAT_INTERVAL more if a node has not left.
+        Takes up to LEAVE_TIMEOUT + CLOSE_TIMEOUT; on the first node a few rounds more if a node has not left.
         collect: first wait up to RECORDS_TIMEOUT for the records of the others.
         """
         self._leaving = True
         self._send(f"records/{self.rank}", records or {})
         if collect:
-            self._wait(lambda: self._live_ranks() <= {self.rank, *self.records}, RECORDS_TIMEOUT)
+            self._wait(lambda: self._has_records, RECORDS_TIMEOUT)
         # The first node hosts the store, so it leaves last.
         self._send(f"left/{self.rank}", True)
-        self._wait(lambda: self._has_left or not self._store, LEAVE_TIMEOUT)
+        rounds = 2 * self._interval() if self._coordinator else 0.0
+        self._wait(lambda: self._has_left or not self._store, LEAVE_TIMEOUT + rounds)
         if self._coordinator and not self._has_left:
             self._send("closing", True)
-            self._wait(lambda: False, 2 * HEARTBEAT_INTERVAL)
+            self._wait(lambda: False, max(2 * HEARTBEAT_INTERVAL, rounds))
         self.close()
 
     def close(self) -> None:
@@ -218,10 +242,15 @@ class Membership:
             while not self._closed:
                 self._update()
                 self._last_contact = time.monotonic()
-                self._wake.wait(HEARTBEAT_INTERVAL if self._complete and not self._leaving else JOIN_INTERVAL)
+                self._wake.wait(self._interval())
                 self._wake.clear()
         except RuntimeError:  # from the store: the first node is lost
             self._end = self._end or lost_node(self.members, 0)
+
+    def _interval(self) -> float:
+        """Seconds between two rounds."""
+        usual = HEARTBEAT_INTERVAL if self._complete and not self._leaving else JOIN_INTERVAL
+        return max(usual, self.size / MAX_ROUNDS)
 
     def _try_to_join(self) -> None:
         try:
@@ -229,7 +258,7 @@ class Membership:
             # A clone first: if the next store takes the place of this one meanwhile, reading from `root` fails.
             own = root.clone()  # type: ignore[attr-defined]
             if self.rank == 0:
-                self.run = publish(root, self._run_name, self._facts)
+                self.run = publish(root, self._run_name, self._facts, self.size)
             else:
                 self.run = self._find_run(root)
             store = membership_store(own, self.run)
@@ -290,12 +319,14 @@ class Membership:
     # ---------------------------------------------------------------- the thread: as a member
 
     def _update(self) -> None:
-        """Send the outbox and a heartbeat, then read what the other nodes have sent."""
+        """One round: send the outbox and a heartbeat, then read what the other nodes have sent."""
         assert self._store
         while not self._outbox.empty():
             key, value = self._outbox.get()
             if key == "end":  # only the first report takes effect
-                self._store.compare_set(key, "", json.dumps(value))
+                publish_end(self._store, value)
+            elif key == "closing" and self._coordinator:
+                self._coordinator.close(self._end)
             else:
                 self._store.set(key, json.dumps(value))
             self._has_left = self._has_left or (key == f"left/{self.rank}" and not self._coordinator)
@@ -304,22 +335,34 @@ class Membership:
             return
         self._store.set(f"heartbeat/{self.rank}", json.dumps(time.monotonic()))
         if self._coordinator:
-            self._coordinator.update()
-            self.members = self._coordinator.members
+            self._coordinator.update(self._end)
+            self.members, self._missing = self._coordinator.members, self._coordinator.missing
             keys = [f"left/{rank}" for rank in self._live_ranks() - {0}]
-            self._has_left = self._leaving and (not keys or self._store.check(keys))
-        if not self._complete:
-            self._missing_ranks = read_value(self._store, "absent") or []
-        if not self._complete and (members := read_value(self._store, "members")):
-            self.members = {int(rank): facts for rank, facts in members.items()}
+            self._has_left = self._leaving and has_keys(self._store, keys)
+        elif not self._complete and self._rounds % MISSING_ROUNDS == 0:
+            self._missing = Missing(**(read_value(self._store, "missing") or asdict(self._missing)))
+        self._rounds += 1
+        if (news := self._store.add(NEWS, 0)) != self._news:
+            self._news = news
+            self._read_news(self._store)
+
+    def _read_news(self, store: Store) -> None:
+        """Read the keys that all nodes read."""
+        if not self._complete and store.check(["members"]):
+            self.members = self._coordinator.members if self._coordinator else self._read_members(store)
             self._complete = True
-        self._end = self._end or read_end(self._store)
-        self._all_done = self._all_done or bool(read_value(self._store, "all done"))
-        if self._end and self._leaving:
-            for rank in set(self.members) - {self.rank, *self.records}:
-                if (records := read_value(self._store, f"records/{rank}")) is not None:
-                    self.records[rank] = records
-        self._closed = self._closed or (not self._coordinator and bool(read_value(self._store, "closing")))
+        self._end = self._end or read_end(store)
+        self._all_done = self._all_done or bool(read_value(store, "all done"))
+        if self._end and (shared := read_value(store, "records")):
+            self.records = {int(rank): records for rank, records in shared["records"].items()}
+            self.records.pop(self.rank, None)
+            self._has_records = shared["complete"]
+        self._closed = self._closed or (not self._coordinator and bool(read_value(store, "closing")))
+
+    def _read_members(self, store: Store) -> dict[int, MemberFacts]:
+        """The names of all members. Those that a launcher has passed are not read: each node would read all names."""
+        names = self._names.values() if len(self._names) == self.size else json.loads(store.get("members"))
+        return {rank: {"node": name} for rank, name in enumerate(names)}
 
     # ---------------------------------------------------------------- used by the agent and the thread
 
@@ -333,15 +376,16 @@ class Membership:
             return self._status if seconds >= UNJOINED_REPORT_INTERVAL else ""
         # A launcher that passes the names shows the output of all nodes: one report is enough.
         reports = self._coordinator or not self._names
-        return self._missing_nodes() if self._missing_ranks and reports and seconds >= REPORT_INTERVAL else ""
+        return self._missing_nodes() if self._missing.count and reports and seconds >= REPORT_INTERVAL else ""
 
     def _missing_nodes(self) -> str:
-        missing = [self._names.get(rank, f"node rank {rank}") for rank in self._missing_ranks]
-        return f"{self.size - len(missing)} of {self.size} nodes joined, waiting for {', '.join(missing)}"
+        missing = self._missing
+        shown = [self._names.get(rank, f"node rank {rank}") for rank in missing.ranks]
+        more = f" and {missing.count - len(shown):,} more" if missing.count > len(shown) else ""
+        return f"{self.size - missing.count} of {self.size} nodes joined, waiting for {', '.join(shown)}{more}"
 
     def _live_ranks(self) -> set[int]:
-        lost = self._end.node if self._end and self._end.lost else None
-        return {rank for rank, facts in self.members.items() if facts["node"] != lost}
+        return live_ranks(self.members, self._end)
 
     def _wait(self, condition: Callable[[], bool], timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -356,46 +400,93 @@ class Coordinator:
 
     def __init__(self, store: Store, size: int) -> None:
         self.members: dict[int, MemberFacts] = {}
+        self.missing = Missing(size, range(size)[:SHOWN_MISSING])
         self.refused = ""  # the last refused node, and why
         self._store, self._size = store, size
         self._heartbeats: dict[int, tuple[bytes, float]] = {}  # node rank -> last heartbeat, time of the change
+        self._records: dict[int, Records] = {}  # by node rank
+        self._share_at = math.inf  # when records are shared although some are missing
+        self._lost = self._all_done = self._shared = False
+        allow_open_files()
 
-    def update(self) -> None:
+    def update(self, end: RunEnd | None) -> None:
+        """end: why the run has to stop, if this node knows of it."""
         if len(self.members) < self._size:
             self._admit()
-        for rank in self._without_heartbeat(HEARTBEAT_TIMEOUT):
-            self._store.compare_set("end", "", json.dumps(asdict(lost_node(self.members, rank))))
-        if self._store.check([f"done/{rank}" for rank in range(self._size)]):
-            self._store.set("all done", "true")
+        if not self._lost and (lost := self._without_heartbeat(HEARTBEAT_TIMEOUT)):
+            self._lost = True
+            publish_end(self._store, asdict(lost_node(self.members, lost[0])))
+        if not self._all_done and has_keys(self._store, [f"done/{rank}" for rank in range(self._size)]):
+            self._all_done = True
+            publish_news(self._store, "all done", True)
+        if end and not self._shared:
+            self._collect_records(end)
+
+    def close(self, end: RunEnd | None) -> None:
+        """Publish that the store closes, and the records that have arrived."""
+        if end and not self._shared:
+            self._share_at = 0.0
+            self._collect_records(end)
+        publish_news(self._store, "closing", True)
 
     def _admit(self) -> None:
-        for rank in set(range(self._size)) - set(self.members):
-            if facts := read_value(self._store, f"member/{rank}"):
-                self.members[rank] = facts
-        self._store.set("absent", json.dumps(sorted(set(range(self._size)) - set(self.members))))
+        absent = [rank for rank in range(self._size) if rank not in self.members]
+        for rank, facts in read_all(self._store, "member", absent):
+            self.members[rank] = json.loads(facts)
+        absent = [rank for rank in absent if rank not in self.members]
+        self.missing = Missing(len(absent), absent[:SHOWN_MISSING])
+        self._store.set("missing", json.dumps(asdict(self.missing)))
         if self._store.check(["refused"]):
             self.refused = self._store.get("refused").decode()
-        if len(self.members) == self._size and not read_end(self._store):
-            self._store.set("members", json.dumps(self.members))
+        if not absent and not read_end(self._store):
+            publish_news(self._store, "members", [self.members[rank]["node"] for rank in range(self._size)])
 
     def _without_heartbeat(self, seconds: float) -> list[int]:
         """Node ranks whose heartbeat has not changed for this long."""
         ranks = sorted(set(self.members) - {0})
-        keys = [f"heartbeat/{rank}" for rank in ranks]
-        heartbeats = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+        heartbeats = dict(read_all(self._store, "heartbeat", ranks))
         now = time.monotonic()
-        for rank, heartbeat in zip(ranks, heartbeats, strict=True):
+        for rank in ranks:
+            heartbeat = heartbeats.get(rank, b"")
             if self._heartbeats.get(rank, (None, now))[0] != heartbeat:
                 self._heartbeats[rank] = (heartbeat, now)
         return [r for r in ranks if now - self._heartbeats[r][1] > seconds and not self._store.check([f"left/{r}"])]
+
+    def _collect_records(self, end: RunEnd) -> None:
+        """Share the failure records when all have arrived, and those that have before the nodes stop waiting."""
+        live, now = live_ranks(self.members, end), time.monotonic()
+        for rank, records in read_all(self._store, "records", sorted(live - self._records.keys())):
+            self._records[rank] = json.loads(records)
+            self._share_at = min(self._share_at, now + RECORDS_TIMEOUT - 2 * HEARTBEAT_INTERVAL)
+        self._shared = live <= self._records.keys()
+        if self._shared or now >= self._share_at:
+            self._share_at = math.inf
+            first = sorted(self._records, key=lambda rank: (self.members[rank]["node"] != end.node, self._failed(rank)))
+            shared = {rank: self._records[rank] for rank in first[:SHARED_RECORDS]}
+            publish_news(self._store, "records", {"complete": self._shared, "records": shared})
+
+    def _failed(self, rank: int) -> float:
+        """Unix seconds of the first failure of this node; infinite if none of its ranks failed by itself."""
+        return first_failure(self._records[rank]).get("time", math.inf)
+
+
+def allow_open_files() -> None:
+    """Raise the limit of open files, often 1,024: 100 nodes with 8 ranks need more. Ranks do not inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_FILES)), hard))
 
 
 # ---------------------------------------------------------------- contents of the store
 
 
-def publish(root: Store, name: str, facts: MemberFacts) -> PublishedRun:
-    """Publish a run at the root of the first node's store."""
+def publish(root: Store, name: str, facts: MemberFacts, size: int = 1) -> PublishedRun:
+    """Publish a run of `size` nodes at the root of the first node's store."""
     run = PublishedRun(uuid.uuid4().hex, name, time.time(), facts)
+    if size > 1:
+        store = PrefixStore(f"muster/{run.id}", root)
+        for kind in ("member", "heartbeat", "records"):  # Store.multi_get() waits until all keys exist
+            for keys in blocks([f"{kind}/{rank}" for rank in range(size)]):
+                store.multi_set(keys, [""] * len(keys))  # type: ignore[attr-defined]
     root.set(RUN_KEY, json.dumps(asdict(run)))
     return run
 
@@ -428,6 +519,12 @@ def lost_node(members: Mapping[int, MemberFacts], rank: int) -> RunEnd:
     return RunEnd(name, UNFIT, "connection lost", lost=True)
 
 
+def live_ranks(members: Mapping[int, MemberFacts], end: RunEnd | None) -> set[int]:
+    """The node ranks of the members that are not lost."""
+    lost = end.node if end and end.lost else None
+    return {rank for rank, facts in members.items() if facts["node"] != lost}
+
+
 def read_end(store: Store) -> RunEnd | None:
     """The reported end of the run, or None."""
     end = read_value(store, "end")
@@ -436,4 +533,33 @@ def read_end(store: Store) -> RunEnd | None:
 
 def read_value(store: Store, key: str) -> Any:
     """The value of a key, or None."""
-    return json.loads(store.get(key)) if store.check([key]) else None
+    value = store.get(key) if store.check([key]) else b""
+    return json.loads(value) if value else None
+
+
+def read_all(store: Store, kind: str, ranks: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    """Yield node ranks and values of the keys KIND/RANK that have a value. publish() has created the keys."""
+    for some in blocks(ranks):
+        values = store.multi_get([f"{kind}/{rank}" for rank in some])
+        yield from ((rank, value) for rank, value in zip(some, values, strict=True) if value)
+
+
+def has_keys(store: Store, keys: Sequence[str]) -> bool:
+    """Whether all these keys exist."""
+    return all(store.check(some) for some in blocks(keys))
+
+
+def blocks(values: Sequence[T]) -> Iterator[list[T]]:
+    return (list(values[start : start + KEYS_PER_CALL]) for start in range(0, len(values), KEYS_PER_CALL))
+
+
+def publish_news(store: Store, key: str, value: object) -> None:
+    """Set a key that all nodes read."""
+    store.set(key, json.dumps(value))
+    store.add(NEWS, 1)
+
+
+def publish_end(store: Store, end: object) -> None:
+    """Publish a RunEnd as a dictionary, if it is the first one."""
+    store.compare_set("end", "", json.dumps(end))
+    store.add(NEWS, 1)

@@ -24,7 +24,7 @@ from typing import Any
 
 from distributed.exit_codes import STOPPED, UNFIT
 from distributed.host.replies import NODE_ENV
-from distributed.runs.node_log import Log, LoggedException, last_exception, read_log
+from distributed.runs.node_log import EXCEPTIONS, LoggedException, last_exception, read_log
 from distributed.runs.records import integer, listed, mapping, node_changes, number, read_object, text
 from distributed.runs.user_code import launched_package
 
@@ -85,7 +85,7 @@ class Evidence:
 
 
 Failures = dict[tuple[str, int], Failure]  # by node and rank
-Logs = dict[str, Log]
+Logs = Mapping[str, Path]  # by node; a large run has too many to keep their lines in memory
 
 
 def gather(run: Path) -> Evidence:
@@ -109,15 +109,15 @@ def gather(run: Path) -> Evidence:
         signals=_sent_signals(run, warnings),
         changes=node_changes(facts),
     )
-    names = [path.name[5:-4] for path in sorted(run.glob("node_*.log"))]
-    logs = {name: read_log(run / f"node_{name}.log", name) for name in names if name not in left}
+    logs = {path.name[5:-4]: path for path in sorted(run.glob("node_*.log")) if path.name[5:-4] not in left}
     ended = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("failures"))]
     of_workers = [_from_record(read_object(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
     # A rank that called sys.exit() has recorded no exception; it may have printed one.
     ends = prefer(ended, (one for one in of_workers if not one.exception), _torchrun_summaries(logs))
     causes = prefer((one for one in of_workers if one.exception), _exceptions_in_logs(logs, ends))
     failures = [_merge(causes[key], ends[key]) for key in sorted(causes.keys() & ends.keys())]
-    failures += [(causes | ends)[key] for key in sorted(causes.keys() ^ ends.keys())]
+    either = causes | ends
+    failures += [either[key] for key in sorted(causes.keys() ^ ends.keys())]
     failures += _supervisor_records(run, facts, warnings)
     failures += _failed_agents(known, logs, recorded={failure.node for failure in failures})
     failures += _lost_nodes(run, known, failures, agents)
@@ -204,8 +204,8 @@ _SUMMARY = re.compile(
 
 def _torchrun_summaries(logs: Logs) -> Iterator[Failure]:
     """Parse the list of failures that PyTorch's own agent (--agent torchrun) prints when it exits."""
-    for node, log in logs.items():
-        output = "\n".join(line.text for line in log.get(None, []))
+    for node, path in logs.items():
+        output = "\n".join(line.text for line in read_log(path, node, ("Failures:",)).get(None, []))
         ended = {int(pid) for pid in re.findall(r"Sending process (\d{1,9}) closing signal", output)}
         for when, *numbers in _SUMMARY.findall(output[output.rfind("\nFailures:") :]):
             rank, code, pid = map(int, numbers)
@@ -218,11 +218,16 @@ def _torchrun_summaries(logs: Logs) -> Iterator[Failure]:
 
 def _exceptions_in_logs(logs: Logs, ends: Failures) -> Iterator[Failure]:
     """The last exception in the log of each failed rank that was neither killed nor stopped on request."""
+    by_node: dict[str, list[int]] = {}
     for (node, rank), end in ends.items():
         killed = end.exit_code == 128 + signal.SIGKILL and not end.ended_by_agent
-        raised = None if killed or end.exit_code == STOPPED else last_exception(logs.get(node, {}).get(rank, []))
-        if raised:
-            yield Failure(node, rank, **raised._asdict())
+        if node in logs and not killed and end.exit_code != STOPPED:
+            by_node.setdefault(node, []).append(rank)
+    for node, ranks in by_node.items():
+        log = read_log(logs[node], node, EXCEPTIONS)
+        for rank in ranks:
+            if raised := last_exception(log.get(rank, [])):
+                yield Failure(node, rank, **raised._asdict())
 
 
 def _supervisor_records(run: Path, facts: Json, warnings: list[str]) -> Iterator[Failure]:
@@ -242,10 +247,11 @@ def _supervisor_records(run: Path, facts: Json, warnings: list[str]) -> Iterator
 
 def _failed_agents(known: Evidence, logs: Logs, recorded: set[str]) -> Iterator[Failure]:
     """Read the log of each node that has a non-zero exit code, but no failure record and no rank that succeeded."""
+    recorded = recorded.union(known.succeeded.values())
     for node, code in known.exits.items():
-        if not code or node in recorded or node in known.succeeded.values():
+        if not code or node in recorded:
             continue
-        log = logs.get(node, {})
+        log = read_log(logs[node], node) if node in logs else {}
         raised = {rank: last_exception(lines) for rank, lines in log.items()}
         of_ranks = {rank: one for rank, one in raised.items() if one and rank is not None}
         for rank, one in of_ranks.items():

@@ -197,8 +197,8 @@ def _find_by_stacks(ranks: Sequence[Activity], exited: Sequence[str]) -> Stall |
     if not any(rank.in_collective for rank in ranks):
         return None
     # In the backward pass, or if the GPU is busy, the stack does not show whether a rank waits or computes.
-    backward = [rank for rank in others if rank.frames and rank.frames[0].function == BACKWARD and rank.idle]
-    if suspects := [rank for rank in others if rank.frames and not rank.gpu_busy and rank not in backward]:
+    running = [rank for rank in others if not (rank.frames and rank.frames[0].function == BACKWARD and rank.idle)]
+    if suspects := [rank for rank in running if rank.frames and not rank.gpu_busy]:
         text = f"{_names(suspects)} not in a collective"
     elif suspects := [rank for rank in others if not rank.frames]:
         text = f"{_names(suspects)} not known to be in a collective (no stack)"

@@ -13,6 +13,10 @@ LAST_LINES = 30  # a rank that printed more lines after a traceback did not end 
 FATAL = "Fatal Python error: "
 TRACEBACK = "Traceback (most recent call last):"
 
+# Texts in a log that may contain an exception; without any of them, most logs of a large run need not be parsed.
+EXCEPTIONS = (TRACEBACK, FATAL, "terminate called after throwing an instance of ")
+
+_PREFIX = re.compile(r"\[([^\]\s:]*):(?:(\d{1,9})|[^\]\s]*)\] ?")
 _RANK_MARK = re.compile(r"\[rank(\d{1,9})\]: ?")
 _THROWN = re.compile(r"^terminate called after throwing an instance of '(.+)'\n +what\(\): +(.*)", re.MULTILINE)
 _CHAIN = re.compile(
@@ -31,21 +35,26 @@ class LogLine(NamedTuple):
 Log = dict[int | None, list[LogLine]]  # rank -> its lines; None -> lines without a prefix, which the agent printed
 
 
-def read_log(path: Path, node: str) -> Log:
-    """The lines at the end of a node's log, by rank; empty if the log cannot be read."""
+def read_log(path: Path, node: str, containing: Sequence[str] = ()) -> Log:
+    """The lines at the end of a node's log, by rank; empty if the log cannot be read.
+
+    containing: if given, empty also without any of these texts.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - LOG_TAIL))
-            texts = file.read().decode(errors="replace").split("\n")[size > LOG_TAIL :]
+            end = file.read()
     except OSError:
         return {}
-    prefix = re.compile(rf"\[{re.escape(node)}:(?:(\d{{1,9}})|[^\]\s]*)\] ?")
+    if containing and not any(one.encode() in end for one in containing):
+        return {}
+    texts = end.decode(errors="replace").split("\n")[size > LOG_TAIL :]
     log: Log = {}
     for text in texts:
         rank: int | None = None
-        if found := prefix.match(text):
-            text, rank = text[found.end() :], int(found[1]) if found[1] else None
+        if (found := _PREFIX.match(text)) and found[1] == node:
+            text, rank = text[found.end() :], int(found[2]) if found[2] else None
         if marked := _RANK_MARK.match(text):
             text, rank = text[marked.end() :], int(marked[1]) if rank is None else rank
         log.setdefault(rank, []).append(LogLine(text.rstrip(), bool(marked)))

@@ -29,6 +29,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
@@ -189,11 +190,15 @@ def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
         yield replace(first, rank=rank, node=evidence.succeeded[rank], witness=witness)
         return
 
-    def missing(rank: int, reporter: Failure, detail: str) -> Failure:
+    @cache  # in a large run, thousands of ranks may name the same one
+    def node_of(rank: int) -> str:
         by_failure = (failure.node for failure in evidence.failures if failure.rank == rank)
         by_ranks = (node for node, ranks in evidence.ranks.items() if rank in ranks)
+        return next(by_failure, next(by_ranks, "?"))
+
+    def missing(rank: int, reporter: Failure, detail: str) -> Failure:
         witness = f"was missing from a collective{detail}{name_of(reporter)} reports: {_short(describe(reporter))}"
-        return replace(reporter, rank=rank, node=next(by_failure, next(by_ranks, "?")), witness=witness)
+        return replace(reporter, rank=rank, node=node_of(rank), witness=witness)
 
     for failure in evidence.failures:
         if names := _NAMES_A_RANK.search(failure.message):
@@ -355,8 +360,13 @@ def _short(text: str) -> str:
 
 def _remarks(cause: Failure, evidence: Evidence) -> str:
     """Mention other errors of ranks: the same error, or one so close in time that it may have been first."""
-    others = [one for one in evidence.failures if one != cause and kind_of(one) is kind_of(cause) is Kind.OWN_ERROR]
-    if same := len([one for one in others if describe(one) == describe(cause)]):
+    if kind_of(cause) is not Kind.OWN_ERROR:
+        return ""
+    others, described = (
+        [one for one in evidence.failures if one != cause and kind_of(one) is Kind.OWN_ERROR],
+        describe(cause),
+    )
+    if same := len([one for one in others if describe(one) == described]):
         return f"; the same on {same} more rank{'s' * (same > 1)}"
     for other in others:
         if other.time is not None and cause.time is not None:

@@ -253,7 +253,8 @@ class Calls:
 
     def wait(self, calls: Collection[Client] | None = None) -> None:
         """Wait until these commands have ended; default: all."""
-        while self.running & set(calls) if calls is not None else self.running:
+        waited = self.running if calls is None else set(calls)
+        while not waited.isdisjoint(self.running):
             self.loop.wait()
 
 

@@ -41,38 +41,39 @@ class Loop:
 
     def __init__(self, handle_signal: Callable[[int], None], numbers: Iterable[int]) -> None:
         """numbers: the signals for which handle_signal is called."""
-        self._files: dict[int, tuple[int, Callable[[], object]]] = {}
+        self._files: dict[int, Callable[[], object]] = {}
+        self._poll = select.poll()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._handle_signal = handle_signal
-        self.clients: list[Client] = []  # those that have not ended
+        self.clients: dict[Client, None] = {}  # those that have not ended, in the order of their start
         nohup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
         self._signals, _ = signals.catch({*numbers, signal.SIGCHLD} - nohup)
         self.on_readable(self._signals, self._read_signals)
 
     def on_readable(self, file: int, function: Callable[[], object]) -> None:
-        self._files[file] = (select.POLLIN, function)
+        self._files[file] = function
+        self._poll.register(file, select.POLLIN)
 
     def on_writable(self, file: int, function: Callable[[], None]) -> None:
-        self._files[file] = (select.POLLOUT, function)
+        self._files[file] = function
+        self._poll.register(file, select.POLLOUT)
 
     def forget(self, file: int) -> None:
-        self._files.pop(file, None)
+        if self._files.pop(file, None):
+            self._poll.unregister(file)
 
     def call_later(self, seconds: float, function: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), function))
 
     def wait(self, limit: float | None = None) -> None:
         """Wait for the next events, at most `limit` seconds, and call their functions."""
-        poll = select.poll()
-        for file, (event, _) in self._files.items():
-            poll.register(file, event)
         if self._timers:
             due = self._timers[0][0] - time.monotonic()
             limit = due if limit is None else min(limit, due)
-        for file, _ in poll.poll(None if limit is None else max(0.0, 1000 * limit)):
+        for file, _ in self._poll.poll(None if limit is None else max(0.0, 1000 * limit)):
             if file in self._files:  # not forgotten since
-                self._files[file][1]()
+                self._files[file]()
         while self._timers and self._timers[0][0] <= time.monotonic():
             heapq.heappop(self._timers)[2]()
 
@@ -133,7 +134,7 @@ class Client:
                 command, stdin=source, stdout=output, stderr=errors, env=environment, start_new_session=True,
                 preexec_fn=partial(process_scan.die_with_parent, os.getpid()) if dies_with_launcher else None,
             )  # fmt: skip
-            loop.clients.append(self)  # before a signal handler can run
+            loop.clients[self] = None  # before a signal handler can run
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for file in opened:
@@ -230,7 +231,7 @@ class Client:
         """Call on_exit if the process has exited, after its output was read. A descendant may keep its pipes open."""
         if self not in self.loop.clients or self.is_running:
             return
-        self.loop.clients.remove(self)
+        del self.loop.clients[self]
         for file in list(self._readers):
             while self._read(file):
                 pass

@@ -10,6 +10,7 @@ import gc
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import threading
@@ -496,5 +497,112 @@ def test_a_node_that_has_left_does_not_use_the_store(join: Join, store: TCPStore
     one, two = joined_members(join, size=2)
     two._store = ClosedAfterLeaving(two._store)  # type: ignore[arg-type, assignment]
     assert one.run
-    membership_store(store, one.run).set("all done", "true")
+    membership.publish_news(membership_store(store, one.run), "all done", True)
     assert two.finish() is None
+
+
+# ---------------------------------------------------------------- large runs: operations on the store
+
+
+class CountingStore:
+    """A store that records the operations on it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.operations: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.operations.append(name)
+        return getattr(self.store, name)
+
+    def operations_of(self, call: Callable[[], object]) -> list[str]:
+        """The operations during a call."""
+        self.operations.clear()
+        call()
+        return self.operations
+
+
+def coordinator_of(store: TCPStore, size: int) -> tuple[membership.Coordinator, CountingStore]:
+    """The coordinator of a run in which all other nodes have joined."""
+    run = membership.publish(store, "large", {"node": "node0"}, size)
+    counting = CountingStore(membership_store(store, run))
+    for rank in range(size):
+        counting.store.set(f"member/{rank}", json.dumps({"node": f"node{rank}"}))
+        counting.store.set(f"heartbeat/{rank}", "1.0")
+    return membership.Coordinator(counting, size), counting  # type: ignore[arg-type]
+
+
+def test_a_round_of_a_node_is_two_operations_until_there_is_news(join: Join) -> None:
+    one, two, three = joined_members(join)
+    two.close()
+    two._update()
+    two._store = counting = CountingStore(two._store)  # type: ignore[arg-type, assignment]
+    assert counting.operations_of(two._update) == ["set", "add"]
+    three.report_end(RunEnd("node3", 1, "rank 2 ended with exit code 1"))
+    assert becomes_true(one.end)
+    assert len(counting.operations_of(two._update)) > 2
+    assert two.end() == one.end()
+    assert counting.operations_of(two._update) == ["set", "add"]
+
+
+def test_the_operations_of_the_first_node_do_not_grow_with_each_node(store: TCPStore) -> None:
+    rounds = {}
+    for size in (100, 1000):
+        coordinator, counting = coordinator_of(store, size)
+        joining = len(counting.operations_of(lambda: coordinator.update(None)))  # noqa: B023
+        assert len(coordinator.members) == size
+        rounds[size] = joining, len(counting.operations_of(lambda: coordinator.update(None)))  # noqa: B023
+    assert max(rounds[100]) <= 10
+    extra = 2 * (1000 // membership.KEYS_PER_CALL + 1)  # blocks of keys: members and heartbeats
+    assert [large - small <= extra for small, large in zip(*rounds.values(), strict=True)] == [True, True]
+
+
+def test_in_a_large_run_all_nodes_receive_only_the_records_of_the_first_failures(store: TCPStore) -> None:
+    coordinator, counting = coordinator_of(store, 1000)
+    coordinator.update(None)
+    for rank in range(1000):
+        failure = {"rank": rank, "time": 2000.0 - rank, "exit_code": 1, "ended_by_agent": False}
+        counting.store.set(f"records/{rank}", json.dumps({f"node_node{rank}.json": {"failures": [failure]}}))
+    end = RunEnd("node7", 1, "rank 7 failed with exit code 1")
+    assert len(counting.operations_of(lambda: coordinator.update(end))) <= 12
+    shared = json.loads(counting.store.get("records"))
+    assert shared["complete"]
+    latest_ranks = range(1000 - membership.SHARED_RECORDS + 1, 1000)
+    assert set(map(int, shared["records"])) == {7, *latest_ranks}
+
+
+def test_the_records_that_have_arrived_are_shared_before_the_nodes_stop_waiting(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "RECORDS_TIMEOUT", 2.0)
+    one, two, three = joined_members(join)
+    two.report_end(RunEnd("node2", 1, "rank 1 ended with exit code 1"))
+    assert becomes_true(lambda: one.end() and three.end())
+    records: Records = {"node_node2.json": {"failures": []}}
+    two.leave(records)  # node 3 sends heartbeats, but no records
+    assert becomes_true(lambda: three.records)
+    assert three.records == {1: records}
+    assert not three._has_records
+
+
+def test_a_message_about_many_missing_nodes_shows_the_first_ones(join: Join) -> None:
+    first = join(0, size=1000)
+    assert becomes_true(lambda: first._missing.count == 999)
+    text = first._missing_nodes()
+    assert text.startswith("1 of 1000 nodes joined, waiting for node rank 1, node rank 2, ")
+    assert text.endswith(", node rank 16 and 983 more")
+
+
+def test_large_runs_have_fewer_rounds(join: Join) -> None:
+    assert join(0, size=100)._interval() == membership.JOIN_INTERVAL
+    assert join(0, size=20_000)._interval() == 2.0
+
+
+def test_the_first_node_may_open_a_file_for_each_rank(store: TCPStore) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        coordinator_of(store, 2)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, membership.MAX_FILES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed.runs import verdict
+from distributed.runs import node_log, verdict
 from distributed.runs.failures import Evidence, Failure, gather
-from distributed.runs.node_log import read_log
+from distributed.runs.node_log import LogLine, read_log
 from distributed.runs.verdict import Kind, kind_of
 
 KIT = Path(__file__).resolve().parents[2]
@@ -834,6 +834,51 @@ def test_only_the_end_of_a_large_log_is_read(run: RunDirectory, monkeypatch: pyt
     log = read_log(run.path / "node_n1.log", "n1")
     assert {line.text for line in log[0]} == {"step"} and len(log[1]) == 5
     assert [line.text for line in log[None]] == [""], "the incomplete first line is skipped"
+
+
+# ---------------------------------------------------------------- large runs
+
+
+def test_only_logs_that_may_contain_an_exception_are_parsed(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[LogLine] = []
+
+    def parse(text: str, marked: bool) -> LogLine:
+        parsed.append(LogLine(text, marked))
+        return parsed[-1]
+
+    monkeypatch.setattr(node_log, "LogLine", parse)
+    failures = [{"rank": 0, "pid": 1, "time": TIME, "exit_code": 143, "ended_by_agent": True}]
+    for node in ("n1", "n2", "n3"):
+        run.file(f"errors/node_{node}.json", json.dumps({"node": node, "failures": failures}))
+        run.file(f"node_{node}.log", f"[{node}:0] step\n" * 10)
+        run.file(f"node_{node}.exit", "1\n")
+    run.file("node_n2.log", RAISED_IN_LOG.replace("[n1:1]", "[n2:0]"))
+    assert (run.decide().node, run.decide().exception) == ("n2", "ValueError")
+    parsed.clear()
+    run.decide()
+    assert len(parsed) == RAISED_IN_LOG.count("\n") + 1
+
+
+class CountedTuple(tuple[Failure, ...]):
+    """Failures that count how often all of them are read."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[Failure]:
+        CountedTuple.read += 1
+        return super().__iter__()
+
+
+def test_failures_are_not_read_again_for_each_rank_that_names_a_missing_one() -> None:
+    reads = []
+    for size in (10, 100):
+        CountedTuple.read = 0
+        message = f"Rank {size} failed to pass monitoredBarrier in 1000 ms"
+        failures = CountedTuple(Failure("n1", rank, time=TIME, message=message) for rank in range(size))
+        evidence = Evidence(failures, exits={"n1": 1}, ranks={"n1": range(size + 1)})
+        assert verdict.judge(evidence).rank == size
+        reads.append(CountedTuple.read)
+    assert reads[0] == reads[1]
 
 
 # ---------------------------------------------------------------- the printed verdict, and the program

@@ -16,6 +16,7 @@ from distributed.host import process_scan
 from distributed.host.replies import Reply
 from distributed.runs.lookup import RunNode
 from distributed.transport.commands import Calls, SshCommands, TransportError, quote, temporary_directory
+from distributed.transport.loop import Client
 
 KIT = Path(__file__).resolve().parents[2]
 NODES = [RunNode("n1", "", 1, 0), RunNode("n2", "", 1, 1)]
@@ -56,6 +57,20 @@ def test_replies_are_in_the_order_of_the_nodes_and_missing_ones_are_named(
 
 
 @pytest.mark.usefixtures("signal_handlers")
+@pytest.mark.usefixtures("signal_handlers")
+def test_the_loop_does_not_search_all_clients_when_one_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Client] = []
+
+    def equal(one: Client, other: Client) -> bool:
+        compared.append(other)
+        return one is other
+
+    monkeypatch.setattr(Client, "__eq__", equal)
+    monkeypatch.setattr(Client, "__hash__", object.__hash__)
+    assert len(Calls().call_all({RunNode(f"n{n}", "", 1, n): ["true"] for n in range(20)})) == 20
+    assert not compared
+
+
 def test_a_command_that_reads_gets_its_input_only_when_it_is_ended() -> None:
     calls, printed = Calls(), bytearray()
     replies: list[Reply] = []
