@@ -184,6 +184,11 @@ class Checkpointer:
             until=self._optimizer if overlap else None,
         )  # fmt: skip
 
+    @property
+    def blocked(self) -> list[float]:
+        """Seconds that each save has blocked the training of this rank, until the next optimizer.step() began."""
+        return self._checkpoints.blocked
+
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(unwrap(self._model), self._optimizer)
         return {
