@@ -148,7 +148,8 @@ def start_muster(names: Sequence[str], directory: Path, period: float) -> Traini
 def start_torchrun(names: Sequence[str], directory: Path, period: float) -> Training:
     """torchrun on each node, with restarts."""
     mark, endpoint = f"checkpoint.dir={directory}/checkpoints", f"{names[0]}:{random.randint(20_000, 29_999)}"
-    call = ["env", "OMP_NUM_THREADS=1", f"MUSTER_OUTPUT_DIR={directory}", sys.executable, "-m", "torch.distributed.run"]
+    call = ["env", "OMP_NUM_THREADS=1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", f"MUSTER_OUTPUT_DIR={directory}"]
+    call += [sys.executable, "-m", "torch.distributed.run"]
     call += ["--nnodes", str(len(names)), "--nproc-per-node", str(RANKS), "--max-restarts", "1000000"]
     call += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, str(KIT / "train.py")]
     call += ["--config", str(KIT / "config/quickstart.yaml"), *ARGUMENTS, mark, f"checkpoint.mtbf={period}"]
@@ -207,14 +208,16 @@ def shares_of(records: Sequence[dict[str, Any]]) -> Shares:
     pairs = list(pairwise(records))
     usual = statistics.median(new["time"] - old["time"] for old, new in pairs if "loss" in old and "loss" in new)
     last: dict[int, float] = {}  # step -> duration of its last execution
+    previous, restarted = 0.0, False  # time of the previous step, if any; whether an attempt has begun since
     for old, new in pairs:
-        if "loss" in new:
-            found.repeated += last.get(new["step"], 0.0)
-            last[new["step"]] = new["time"] - old["time"] if "loss" in old else usual
-    ends = [record for record in records if "loss" in record or record.get("event") == "resume"]
-    for before, resumed, first in zip(ends, ends[1:], ends[2:], strict=False):
-        if resumed.get("event") == "resume" and "loss" in before and "loss" in first:
-            found.restarts.append(first["time"] - usual - before["time"])
+        restarted = restarted or new.get("event") in ("start", "resume")
+        if "loss" not in new:
+            continue
+        found.repeated += last.get(new["step"], 0.0)
+        last[new["step"]] = new["time"] - old["time"] if "loss" in old else usual
+        if restarted and previous:
+            found.restarts.append(new["time"] - usual - previous)
+        previous, restarted = new["time"], False
     found.kept, found.steps = sum(last.values()), len(last)
     return found
 
