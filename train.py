@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from distributed.checkpoint import compatibility
 from distributed.checkpoint.checkpointer import Checkpointer
 from distributed.checkpoint.checkpoints import CheckpointError, CheckpointInfo
+from distributed.checkpoint.interval import SaveInterval
 from distributed.exit_codes import STOPPED
 from distributed.torch import device, gradient_sync, leave, process_group, resolve, seed, wrap
 from distributed.training import base_training, trackers, tracking
@@ -184,6 +185,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
         raise ConfigError(str(error)) from error
     step = found.step if found else 0
     windows_seen: int = found.facts["items"] if found else 0  # by all ranks together: the position in the data
+    interval = SaveInterval(settings.checkpoint.every, settings.checkpoint.mtbf, ranks, step)
 
     if first_rank:
         world_facts = {"size": world.size, "nodes": len(set(hosts)), "strategy": strategy,
@@ -251,11 +253,12 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
             windows_seen += batch.size  # micro x accumulation x ranks, for example 12 x 5 x 8 GPUs = 480
 
             # Log, evaluate and save at their intervals, and all three after the last step.
-            log_due, evaluate_due, save_due = (
+            log_due, evaluate_due = (
                 step == steps or (every > 0 and step % every == 0)
-                for every in (settings.logging.every, settings.train.evaluate_every, settings.checkpoint.every)
+                for every in (settings.logging.every, settings.train.evaluate_every)
             )
             stopping = checkpointer.should_stop(step, step_loss) and step < steps  # the same decision on every rank
+            save_due = step == steps or interval.is_due(step, progress.step_seconds(step), checkpointer.blocked)
             if log_due:
                 progress.log_step(step, checkpointer.mean_loss(), rate, gradient_norm)
             held_out_loss = None

@@ -22,6 +22,7 @@ import math
 import os
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -171,6 +172,7 @@ class Checkpointer:
         previous save failed, or the state holds objects that cannot be loaded safely; otherwise as should_stop() does.
         """
         self._read(self._exchange.receive(now=True))
+        begun = time.monotonic()
         # The loss of this step was computed with the weights before optimizer.step().
         norm = nn.utils.get_total_norm(self._model.parameters())
         if not math.isfinite(norm.full_tensor() if isinstance(norm, DTensor) else norm):
@@ -179,10 +181,18 @@ class Checkpointer:
                 "Lower the learning rate, and run again to resume from the newest checkpoint"
             )
         objects = {name: stateful.state_dict() for name, stateful in self._per_rank.items()}
+        state = self._state()
+        prepared = time.monotonic() - begun
         self._checkpoints.save(
-            step, self._state(), per_rank={**random_state(), "objects": objects}, facts=facts, score=score,
+            step, state, per_rank={**random_state(), "objects": objects}, facts=facts, score=score,
             until=self._optimizer if overlap else None,
         )  # fmt: skip
+        self.blocked[-1] += prepared
+
+    @property
+    def blocked(self) -> list[float]:
+        """Seconds that each save has blocked the training of this rank, until the next optimizer.step() began."""
+        return self._checkpoints.blocked
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(unwrap(self._model), self._optimizer)

@@ -142,6 +142,7 @@ class Checkpoints:
         self._write: Future[None] | None = None
         self._hooks: dict[Optimizer, RemovableHandle] = {}
         self._leaving = threading.Event()
+        self.blocked: list[float] = []  # seconds that each save has blocked the training of this rank
         self._lock: IO[str] | None = None
         self.ranks.call_on_rank_0(self._take_over)
         if sharded:
@@ -188,6 +189,7 @@ class Checkpoints:
             raise CheckpointError(f"facts {facts!r} or score {score!r} cannot be written as JSON: {error}") from error
         states_per_rank = self._finish_write(Snapshot().take(per_rank, "per_rank"))
         if self.ranks.rank != 0 and not self.sharded:
+            self.blocked.append(time.monotonic() - begun)
             return
 
         final = directory.final_path(self.path, step)
@@ -198,14 +200,21 @@ class Checkpoints:
             writing = self.ranks.call_on_rank_0(lambda: directory.new_directory(final))
             shards = ShardWriter(writing, state, self.ranks)
         if until is not None and until not in self._hooks:
-            self._hooks[until] = until.register_step_pre_hook(lambda *_: self._snapshot.finish())
+            self._hooks[until] = until.register_step_pre_hook(lambda *_: self._finish_copy())
         copy = self._snapshot.take(state, until=until)
         files: dict[str, Any] = {"ranks.pt": states_per_rank} if self.ranks.rank == 0 else {}
         if not self.sharded:
             files["state.pt"] = copy
         pending = _PendingWrite(final, manifest, files, copy, shards, writing, begun)
         self._write = self._thread.submit(self._write_job, pending)
-        log.debug(f"checkpoint {final.name}: training resumed after {time.monotonic() - begun:.3f} s")
+        self.blocked.append(time.monotonic() - begun)
+        log.debug(f"checkpoint {final.name}: training resumed after {self.blocked[-1]:.3f} s")
+
+    def _finish_copy(self) -> None:
+        """Before a step of the optimizer: wait for the copy of its tensors."""
+        begun = time.monotonic()
+        self._snapshot.finish()
+        self.blocked[-1] += time.monotonic() - begun
 
     def failed(self) -> BaseException | None:
         """Return the error of the last write on this rank, or None. Cheap enough for every step; not collective."""

@@ -107,6 +107,12 @@ class Progress:
         if self._tracker:
             self._tracker.log(step, event=name, **values)
 
+    def step_seconds(self, step: int) -> float:
+        """Return the mean duration of the reported steps; before the first report, since restart_clock()."""
+        if self._timed_steps:
+            return self._timed_seconds / self._timed_steps
+        return (time.perf_counter() - self._from_time) / max(step - self._from_step, 1)
+
     def log_step(self, step: int, loss: float, rate: float, norm: Tensor) -> None:
         """Report the steps since the last call. Collective. rate: the learning rate. norm: of all gradients."""
         rank_seconds = self._gather(self.compute.mean())

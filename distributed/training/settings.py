@@ -16,7 +16,8 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -207,9 +208,19 @@ class Checkpoint(Section):
     """Where and how often checkpoints are written, and whether a run resumes."""
 
     dir: AbsolutePath | None = None  # null: in the run directory, so that another launch starts over
-    every: int = Field(100, ge=0)  # steps between checkpoints; 0: only at the end and when stopped
+    # Steps between checkpoints; 0: only at the end and when stopped; auto: see distributed/checkpoint/interval.py.
+    every: Annotated[int, Field(ge=0)] | Literal["auto"] = 100
+    mtbf: float = Field(86_400.0, gt=0)  # for auto: mean seconds between two failures
     keep: int = Field(3, ge=1)  # number of newest checkpoints to keep, in addition to the best one
     resume: Literal["auto", "never"] = "auto"  # auto: from the newest valid checkpoint in dir, if any
+
+    @field_validator("every", mode="wrap")
+    @classmethod
+    def _steps_or_auto(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
+        with suppress(ValidationError):
+            if not isinstance(value, bool):
+                return validate(value)
+        raise ValueError("expected a number of steps, 0 or more, or auto")
 
     @field_validator("dir")
     @classmethod
@@ -316,6 +327,11 @@ def check_consistency(settings: Settings, world: int) -> None:
         raise ConfigError(
             "train.precision=fp16 with distributed.strategy=fsdp: one rank alone would see an overflow; "
             "set train.precision=bf16"
+        )
+    if settings.checkpoint.every == "auto" and settings.data.mode == BASE_ONLY:
+        raise ConfigError(
+            "checkpoint.every=auto with data.mode=base_only: the base model is the best checkpoint, which would depend "
+            "on the speed of this machine; give a number of steps"
         )
     if settings.train.base_model and settings.data.mode != FULL_FINE_TUNING:
         raise ConfigError(

@@ -294,6 +294,18 @@ def test_the_optimizer_step_waits_for_the_copy(tmp_path: Path, monkeypatch: pyte
     assert not training.optimizer._optimizer_step_pre_hooks
 
 
+def test_the_wait_of_the_optimizer_counts_as_time_of_its_save(tmp_path: Path) -> None:
+    training = SmallTraining()
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, training.state(), until=training.optimizer)
+            call = checkpoints.blocked[-1]
+            training.compute_gradients()
+            training.optimizer.step()
+            assert len(checkpoints.blocked) == step
+            assert checkpoints.blocked[-1] > call > 0
+
+
 def test_the_step_waits_for_a_copy_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     training, copies, copy_ = SmallTraining(), snapshot.Snapshot(), torch.Tensor.copy_
     taken, go, stepped = threading.Event(), threading.Event(), threading.Event()

@@ -79,6 +79,10 @@ def error_message(*overrides: str, file: str | bytes = TRAIN) -> str:
         ("train.steps=1e3", 1000),
         ("train.steps=1_000", 1000),
         ("train.steps='7'", 7),
+        ("checkpoint.every=1e3", 1000),
+        ("checkpoint.every='7'", 7),
+        ("checkpoint.every=0", 0),
+        ("checkpoint.every=auto", "auto"),
         ("train.compile=yes", True),
         ("train.compile=false", False),
         ("logging.project=my first one", "my first one"),
@@ -149,7 +153,7 @@ def test_settings_are_the_same_after_a_round_trip_through_yaml() -> None:
          "command line: data.batch_size: unknown key; did you mean train.batch_size_per_device (on"),
         ("distributed.world_size=2", "command line: distributed.world_size: unknown key; remove it; the launcher sets"),
         ("zzz.x=3", "command line: zzz: unknown key; known are model, data, train"),
-        ("checkpoint.zzzz=3", "command line: checkpoint.zzzz: unknown key; known are dir, every, keep, resume"),
+        ("checkpoint.zzzz=3", "command line: checkpoint.zzzz: unknown key; known are dir, every, mtbf, keep"),
         ("train.steps=abc", "command line: train.steps='abc': Input should be a valid integer"),
         ("train.steps=1.5", "command line: train.steps=1.5: Input should be a valid integer"),
         ("train.steps=0", "command line: train.steps=0: Input should be greater than or equal to 1"),
@@ -163,6 +167,11 @@ def test_settings_are_the_same_after_a_round_trip_through_yaml() -> None:
         ("logging.level=loud", "command line: logging.level='loud': Input should be 'debug', 'info', 'warning' "),
         ("distributed.strategy=dpp", "command line: distributed.strategy='dpp': Input should be 'auto', 'single', "),
         ("logging.project={a: b}", "command line: logging.project: Input should be a valid string"),
+        *(
+            (f"checkpoint.every={text}", f"command line: checkpoint.every={value}: expected a number of steps, 0 or")
+            for text, value in (("-1", "-1"), ("often", "'often'"), ("2.5", "2.5"), ("true", "True"), ("[1]", "[1]"))
+        ),
+        ("checkpoint.mtbf=0", "command line: checkpoint.mtbf=0: Input should be greater than 0"),
         ("train.epochs=2", "f.yaml: train: both steps and epochs given; set one"),
         ("train.steps=null", "f.yaml: train: neither steps nor epochs given; set one"),
         ("train.batch_size=null", "f.yaml: train: neither batch_size nor batch_size_per_device given"),
@@ -543,9 +552,10 @@ def test_a_batch_without_a_window_of_the_participant_is_refused_and_the_remedy_i
     [
         ("distributed.strategy=single", 2, "distributed.strategy=single is for one process, but there are 2"),
         ("train.precision=fp16 distributed.strategy=fsdp", 1, "train.precision=fp16 with distributed.strategy=fsdp"),
+        ("checkpoint.every=auto data.mode=base_only", 1, "checkpoint.every=auto with data.mode=base_only: the base"),
     ],
 )
-def test_a_strategy_that_does_not_fit_is_refused(words: str, world: int, message: str) -> None:
+def test_settings_that_do_not_fit_together_are_refused(words: str, world: int, message: str) -> None:
     Path("f.yaml").write_text(TRAIN)
     with pytest.raises(ConfigError, match=f"^{message}"):
         for_ranks(options("--config", "f.yaml", *words.split()), world)

@@ -197,6 +197,20 @@ def test_a_run_killed_twice_ends_with_the_weights_of_one_never_stopped(workdir: 
     assert weights(workdir.path / "checkpoints") == weights(workdir.path / "whole")
 
 
+def test_a_measured_checkpoint_interval_does_not_change_the_weights(workdir: Workdir) -> None:
+    options = ("train.steps=60", "train.evaluate_every=0", "logging.sample=0")
+    assert workdir.run(2, *options, "checkpoint.every=0", "checkpoint.dir=whole").returncode == 0
+    measured = (*options, "checkpoint.every=auto", "checkpoint.mtbf=0.1")
+    with workdir.start(2, *measured) as training:
+        training.wait_for("step 25/60")
+        training.signal(signal.SIGKILL)
+    assert found(workdir.path / "checkpoints").step in (10, 20)
+    last = workdir.run(2, *measured)
+    assert last.returncode == 0, last.stderr
+    assert "checkpoint every" in last.stdout
+    assert weights(workdir.path / "checkpoints") == weights(workdir.path / "whole")
+
+
 RESUMED = [
     pytest.param(3, ("train.accumulation=2",), id="three ranks, ddp, accumulation"),
     pytest.param(4, ("train.gradient_checkpointing=true",), id="four ranks, ddp, gradient checkpointing"),
