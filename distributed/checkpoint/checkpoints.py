@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import pickle
 import random
 import shutil
@@ -288,7 +289,7 @@ class Checkpoints:
     def _is_late(self, start: float, writing: Path) -> bool:
         """Return whether rank 0 must stop waiting for the other ranks: also when another attempt has taken over."""
         timeout = min(self.shard_timeout, GRACE) if self._leaving.is_set() else self.shard_timeout
-        return time.monotonic() - start > timeout or not writing.exists()
+        return time.monotonic() - start > timeout or not os.path.exists(writing)
 
     # -- resuming
 

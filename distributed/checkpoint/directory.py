@@ -39,6 +39,7 @@ from typing import IO, Any
 log = logging.getLogger(__name__)
 
 STEP = re.compile(r"step_(\d{8,})(\.old)?")
+WRITING = re.compile(r"writing-.+-\d+-[0-9a-f]{8}")  # the own directory of an Owner
 MIB = 2**20
 # Errors of a file system that has no locks, or that cannot sync a directory.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -194,7 +195,7 @@ def step_directories(directory: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot list the checkpoints: {error.strerror or error}") from error
-    for writing in [path for path in paths if path.name.startswith("writing-")]:
+    for writing in [path for path in paths if WRITING.fullmatch(path.name)]:
         paths += writing.rglob("step_*.old")
     published = [(path, match) for path in paths if (match := STEP.fullmatch(path.name))]
     return [path for path, match in sorted(published, key=lambda pair: (-int(pair[1][1]), pair[1][2] is not None))]
@@ -340,12 +341,12 @@ class Owner:
 
     def remove_others(self) -> None:
         """Remove the directories of all earlier owners, with their incomplete checkpoints. Raises OSError."""
-        for other in self.directory.glob("writing-*"):
+        for other in filter(_is_own, self.directory.glob("writing-*")):
             if other != self.own:
                 os.rename(other, self.own / other.name)
         # A client of a network file system may still reach a renamed directory, but nothing that was moved out of it,
         # and no removed directory.
-        while taken := next(self.own.rglob("writing-*"), None):
+        while taken := next(filter(_is_own, self.own.rglob("writing-*")), None):
             content = self.own / _random()
             content.mkdir()
             for path in taken.iterdir():
@@ -362,7 +363,7 @@ class Owner:
 
     def _restore_replaced(self) -> None:
         """Move the old version of a step back when the new one was not published."""
-        for old in self.own.rglob("step_*.old"):
+        for old in list(self.own.rglob("step_*.old")):
             final = self.directory / old.stem
             if not final.exists():
                 os.rename(old, final)
@@ -385,7 +386,7 @@ def take_over(directory: Path) -> Owner:
 
     A lock that an earlier attempt of this run still holds is replaced: its node was declared lost.
 
-    Raises CheckpointError when another run or a later attempt owns the directory, or it cannot be written to.
+    Raises CheckpointError when another run or a later attempt holds the lock, or the directory cannot be written to.
     """
     own = directory / f"writing-{socket.gethostname()}-{os.getpid()}-{_random()}"
     with ExitStack() as on_error:
@@ -416,7 +417,7 @@ def _lock(own: Path) -> IO[str]:
     released when this process closes any descriptor of the same file.
     """
     directory, path = own.parent, own.with_name(".lock")
-    run, attempt = os.path.basename(os.environ.get("MUSTER_RUN_DIR", "")), _attempt()
+    run, attempt = _this_attempt()
     with path.open("a+") as before:
         locks = free = True
         try:
@@ -428,9 +429,7 @@ def _lock(own: Path) -> IO[str]:
         before.seek(0)
         recorded = _record(before)
         recorded_attempt = recorded.get("attempt", 0) if run and recorded.get("run") == run else attempt
-        if recorded_attempt > attempt:
-            raise CheckpointError(_taken_over(directory, recorded))
-        if not free and recorded_attempt == attempt:
+        if not free and recorded_attempt >= attempt:
             raise CheckpointError(
                 f"{directory}: in use by another run ({_describe(recorded)}); "
                 f"wait for it, stop it, or set another checkpoint directory"
@@ -461,20 +460,19 @@ def taken_over(own: Path) -> str | None:
 
     own: the own directory of this process's attempt.
     """
-    if own.exists():  # reading the lock file would release the lock
+    if os.path.exists(own):  # reading the lock file would release the lock
         return None
-    with suppress(OSError), own.with_name(".lock").open() as lock:
-        recorded = _record(lock)
-        if recorded.get("owner") != own.name:
-            return _taken_over(own.parent, recorded)
-    return None
-
-
-def _taken_over(directory: Path, recorded: Mapping[str, Any]) -> str:
-    run = os.path.basename(os.environ.get("MUSTER_RUN_DIR", ""))
-    this = f"attempt {_attempt()} of run {run}" if run else f"process {os.getpid()}"
+    try:
+        with own.with_name(".lock").open() as lock:
+            recorded = _record(lock)
+    except OSError:
+        return None
+    if recorded.get("owner") == own.name:
+        return None
+    run, attempt = _this_attempt()
+    this = f"attempt {attempt} of run {run}" if run else f"process {os.getpid()}"
     return (
-        f"{directory}: taken over by {_describe(recorded)}; {this} writes no more checkpoints here. "
+        f"{own.parent}: taken over by {_describe(recorded)}; {this} writes no more checkpoints here. "
         "Leave the training to the other process, or stop that one and run the same command to resume"
     )
 
@@ -493,10 +491,14 @@ def _describe(recorded: Mapping[str, Any]) -> str:
     return f"process {recorded.get('process', '?')} on {recorded.get('host', '?')}{attempt}"
 
 
-def _attempt() -> int:
-    """Return the number of restarts of this run before this attempt."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return int(count) if count.isdecimal() else 0
+def _this_attempt() -> tuple[str, int]:
+    """Return the name of Muster's run, "" without one, and the number of restarts before this attempt."""
+    run, count = (os.environ.get(name, "") for name in ("MUSTER_RUN_DIR", "TORCHELASTIC_RESTART_COUNT"))
+    return os.path.basename(run), int(count) if count.isdecimal() else 0
+
+
+def _is_own(path: Path) -> bool:
+    return WRITING.fullmatch(path.name) is not None
 
 
 def _random() -> str:
