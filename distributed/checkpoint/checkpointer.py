@@ -73,6 +73,8 @@ class Checkpointer:
     ) -> None:
         """Lock the directory. Raises CheckpointError when another run has locked it, ValueError when keep is below 1.
 
+        A later attempt of the same run takes the directory over; the earlier one then raises CheckpointError.
+
         Args:
             model: the model that is trained: plain, in DistributedDataParallel, or sharded by fully_shard, which needs
                 a directory that all nodes share.

@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import pickle
 import random
 import shutil
@@ -33,14 +34,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from distributed.checkpoint import directory
-from distributed.checkpoint.directory import CheckpointError, CheckpointInfo, FileEntries
+from distributed.checkpoint.directory import CheckpointError, CheckpointInfo, FileEntries, Owner
 from distributed.checkpoint.snapshot import KeyPath, Snapshot, name_of
 from distributed.training.collectives import Ranks
 
@@ -95,7 +96,7 @@ class _PendingWrite:
     files: dict[str, Any]  # name -> what torch.save writes there
     copy: dict[str, Any]
     shards: ShardWriter | None  # None: not sharded
-    writing: Path | None  # the unpublished directory; None: the thread creates it
+    writing: Path  # the unpublished directory; without shards, the thread creates it
     begun: float  # time.monotonic() at the call of save()
 
 
@@ -124,7 +125,7 @@ class Checkpoints:
         sharded: bool = False,
         shard_timeout: float = 600.0,
     ) -> None:
-        """Create the directory, lock it, and remove the unfinished checkpoints of runs that have ended.
+        """Create the directory, lock it, and remove the incomplete checkpoints of earlier runs and attempts.
 
         keep: number of newest checkpoints to keep; the best one is kept in addition.
         sharded: every rank writes its shards, to a directory that all nodes share. Otherwise only rank 0 writes, and
@@ -143,14 +144,14 @@ class Checkpoints:
         self._hooks: dict[Optimizer, RemovableHandle] = {}
         self._leaving = threading.Event()
         self.blocked: list[float] = []  # seconds that each save has blocked the training of this rank
-        self._lock: IO[str] | None = None
+        self._owner: Owner | None = None  # only on rank 0
         self.ranks.call_on_rank_0(self._take_over)
         if sharded:
             # The import takes half a second, which would otherwise stop the training at the first save.
             importlib.import_module("distributed.checkpoint.sharded")
 
     def _take_over(self) -> None:
-        self._lock = directory.take_over(self.path)  # only on rank 0
+        self._owner = directory.take_over(self.path)
 
     # -- saving
 
@@ -193,12 +194,14 @@ class Checkpoints:
             return
 
         final = directory.final_path(self.path, step)
-        writing = shards = None
+        shards = None
         if self.sharded:
             from distributed.checkpoint.sharded import ShardWriter
 
-            writing = self.ranks.call_on_rank_0(lambda: directory.new_directory(final))
+            writing = self.ranks.call_on_rank_0(lambda: self._new_directory(step))
             shards = ShardWriter(writing, state, self.ranks)
+        else:
+            writing = directory.final_path(self._owner_here.own, step)
         if until is not None and until not in self._hooks:
             self._hooks[until] = until.register_step_pre_hook(lambda *_: self._finish_copy())
         copy = self._snapshot.take(state, until=until)
@@ -215,6 +218,20 @@ class Checkpoints:
         begun = time.monotonic()
         self._snapshot.finish()
         self.blocked[-1] += time.monotonic() - begun
+
+    @property
+    def _owner_here(self) -> Owner:
+        """The owner of the directory. Only on rank 0."""
+        assert self._owner is not None
+        return self._owner
+
+    def _new_directory(self, step: int) -> Path:
+        """Make the unpublished directory of a step. Only on rank 0. Raises CheckpointError after a take-over."""
+        try:
+            return self._owner_here.new_directory(step)
+        except OSError as error:
+            reason = directory.taken_over(self._owner_here.own)
+            raise CheckpointError(reason or f"cannot write step {step} to {self.path}: {error}") from error
 
     def failed(self) -> BaseException | None:
         """Return the error of the last write on this rank, or None. Cheap enough for every step; not collective."""
@@ -236,50 +253,52 @@ class Checkpoints:
     # -- on the writing thread
 
     def _write_job(self, job: _PendingWrite) -> None:
-        writing = job.writing
         try:
             self._snapshot.finish()
-            writing = writing or directory.new_directory(job.final)
+            if job.shards is None:
+                self._owner_here.new_directory(job.manifest["step"])
             with _without_crc32():
-                self._write_files(job, writing)
+                self._write_files(job)
         except Exception as error:
             cause: BaseException = error  # torch.save raises another error after a failed write: find the first
             while (earlier := cause.__cause__ or cause.__context__) is not None:
                 cause = earlier
-            if self.ranks.rank == 0 and writing is not None:
-                shutil.rmtree(writing, ignore_errors=True)
+            if self.ranks.rank == 0:
+                shutil.rmtree(job.writing, ignore_errors=True)
             elif job.shards is not None:
                 job.shards.report_failure(cause)
+            if reason := directory.taken_over(job.writing.parent):
+                raise CheckpointError(reason) from error
             raise CheckpointError(
                 f"cannot write {job.final}: {cause}. Earlier checkpoints are intact: fix the cause, then "
                 f"run the same command to resume from the newest"
             ) from error
 
-    def _write_files(self, job: _PendingWrite, writing: Path) -> None:
+    def _write_files(self, job: _PendingWrite) -> None:
         entries: FileEntries = {}
         copied = time.monotonic()
         for name, content in job.files.items():
-            with directory.open_hashed(writing / name, entries) as file:
+            with directory.open_hashed(job.writing / name, entries) as file:
                 torch.save(content, file)
         if job.shards is not None:
             job.shards.write(job.copy)
             if self.ranks.rank != 0:
                 return
             start = time.monotonic()
-            entries |= job.shards.collect(self.ranks.size, late=lambda: self._is_late(start))
+            entries |= job.shards.collect(self.ranks.size, late=lambda: self._is_late(start, job.writing))
         complete = time.monotonic()
-        directory.publish(writing, job.final, {**job.manifest, "files": entries})
+        self._owner_here.publish(job.writing, {**job.manifest, "files": entries})
         size = sum(entry["bytes"] for entry in entries.values())
         log.debug(
             f"checkpoint {job.final.name}: copied in {copied - job.begun:.3f} s, {size:,} bytes written in "
             f"{complete - copied:.3f} s, published in {time.monotonic() - complete:.3f} s"
         )
-        directory.prune(self.path, job.manifest["step"], self.keep)
+        self._owner_here.prune(job.manifest["step"], self.keep)
 
-    def _is_late(self, start: float) -> bool:
-        """Return whether rank 0 must stop waiting for the other ranks."""
+    def _is_late(self, start: float, writing: Path) -> bool:
+        """Return whether rank 0 must stop waiting for the other ranks: also when another attempt has taken over."""
         timeout = min(self.shard_timeout, GRACE) if self._leaving.is_set() else self.shard_timeout
-        return time.monotonic() - start > timeout
+        return time.monotonic() - start > timeout or not os.path.exists(writing)
 
     # -- resuming
 
@@ -345,8 +364,8 @@ class Checkpoints:
         self._thread.shutdown(wait=True)
         for hook in self._hooks.values():
             hook.remove()
-        if self._lock is not None:
-            self._lock.close()
+        if self._owner is not None:
+            self._owner.close()
 
     def __enter__(self) -> Checkpoints:
         return self

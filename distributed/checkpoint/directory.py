@@ -1,9 +1,13 @@
 """The checkpoints in a directory: write, publish, find, remove.
 
 A checkpoint is a directory, `step_00000120/`. Its manifest.json holds the SHA-256 of every other file and of its own
-content. The directory is written as `step_00000120.writing-<host>-<pid>`, synced to disk, and renamed. So a published
-checkpoint is complete, and the checksums show later damage. A damaged or unreadable checkpoint is skipped if another
-one is valid. If checkpoints exist but none is usable, that is an error; it is never treated as "no checkpoint".
+content. The directory is written inside `writing-<host>-<pid>-<random>`, synced to disk, and moved out with a rename.
+So a published checkpoint is complete, and the checksums show later damage. A damaged or unreadable checkpoint is
+skipped if another one is valid. If checkpoints exist but none is usable, that is an error; it is never treated as "no
+checkpoint".
+
+Only one attempt of one run writes to a directory: the one that `.lock` records. When an attempt takes the directory
+over from a lost one, it removes the `writing-...` of the lost one, which then cannot publish anything (Owner).
 
 Standard library only.
 
@@ -25,20 +29,18 @@ import shlex
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 log = logging.getLogger(__name__)
 
 STEP = re.compile(r"step_(\d{8,})(\.old)?")
-LEFTOVER = re.compile(r"step_\d{8,}\.(?:writing|removing)-(?P<host>.+)-(?P<pid>\d+)")
+WRITING = re.compile(r"writing-.+-\d+-[0-9a-f]{8}")  # the own directory of an Owner
 MIB = 2**20
-ABANDONED_AFTER = 3600.0  # seconds without a change to the unfinished checkpoint of another host
 # Errors of a file system that has no locks, or that cannot sync a directory.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -183,18 +185,20 @@ def _none_usable(directory: Path, faults: Mapping[Path, str]) -> str:
 
 
 def step_directories(directory: Path) -> list[Path]:
-    """Return the published checkpoints, newest first. `.old` marks the previous version of the same step.
+    """Return the published checkpoints, newest first. `.old` marks a version that Owner.publish() is replacing.
 
     Raises CheckpointError when the directory exists and cannot be listed.
     """
     try:
-        names = os.listdir(directory)
+        paths = list(directory.iterdir())
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot list the checkpoints: {error.strerror or error}") from error
-    matches = filter(None, map(STEP.fullmatch, names))
-    return [directory / match[0] for match in sorted(matches, key=lambda match: (-int(match[1]), match[2] is not None))]
+    for writing in [path for path in paths if WRITING.fullmatch(path.name)]:
+        paths += writing.rglob("step_*.old")
+    published = [(path, match) for path in paths if (match := STEP.fullmatch(path.name))]
+    return [path for path, match in sorted(published, key=lambda pair: (-int(pair[1][1]), pair[1][2] is not None))]
 
 
 def _score(found: CheckpointInfo) -> float:
@@ -259,61 +263,6 @@ def final_path(directory: Path, step: int) -> Path:
     return directory / f"step_{step:08d}"
 
 
-def new_directory(final: Path) -> Path:
-    """Make the directory in which a checkpoint is written before it is published."""
-    writing = final.with_name(f"{final.name}.writing-{_host_and_pid()}")
-    shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir()
-    return writing
-
-
-def publish(writing: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest and rename the directory to its final name.
-
-    When the step was already published, one of the two versions exists at every moment.
-    """
-    text = json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=2, sort_keys=True)
-    with open_hashed(writing / "manifest.json", {}) as stream:
-        stream.write(f"{text}\n".encode())
-    _sync_directory(writing)
-    old = final.with_name(f"{final.name}.old")
-    if final.exists():
-        remove(old)
-        os.rename(final, old)
-    os.rename(writing, final)
-    _sync_directory(final.parent)
-    remove(old)
-
-
-def prune(directory: Path, step: int, keep: int) -> None:
-    """Remove old checkpoints up to this step, except the newest `keep` and the best one.
-
-    Later steps belong to another run and are kept. Unreadable checkpoints are kept: the cause may be temporary.
-    """
-    try:
-        candidates = [found for found in list_checkpoints(directory) if found.step <= step]
-    except CheckpointError as error:
-        log.warning("old checkpoints are not removed: %s", error)
-        return
-    best_one = min((found for found in candidates if found.score is not None), key=_score, default=None)
-    for found in candidates[keep:]:
-        if found is not best_one:
-            try:
-                found.check_readable()
-                remove(found.path)
-            except OSError as error:
-                log.warning("%s: not removed: %s", found.path, error)
-
-
-def remove(path: Path) -> None:
-    """Rename, then delete: a partly deleted checkpoint never has the name of a published one."""
-    if path.exists():
-        removing = path.with_name(f"{path.name.removesuffix('.old')}.removing-{_host_and_pid()}")
-        shutil.rmtree(removing, ignore_errors=True)
-        os.rename(path, removing)
-        shutil.rmtree(removing)
-
-
 def _sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -325,60 +274,235 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-# ---- locking: only one run writes to a directory ----
+# ---- owning: only one attempt of one run writes to a directory ----
 
 
-def take_over(directory: Path) -> io.TextIOWrapper | None:
-    """Make the directory, lock it, and remove the unfinished checkpoints of runs that have ended.
+@dataclass(frozen=True)
+class Owner:
+    """The attempt that writes checkpoints to a directory, until it is closed or another attempt takes over.
 
-    Returns the lock, which is released when it is closed; None where the file system has no locks.
-    Raises CheckpointError when another run holds the lock, or the directory cannot be written to.
+    Every change of a checkpoint is one rename into or out of the owner's own directory. Taking over removes that
+    directory: then all later changes of the earlier owner fail, however long it was frozen or disconnected.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = _lock(directory)
-    except OSError as error:
-        raise CheckpointError(f"{directory}: cannot write checkpoints here: {error}") from error
-    for leftover in filter(_abandoned, directory.glob("step_*")):
-        shutil.rmtree(leftover, ignore_errors=True)
+
+    directory: Path
+    own: Path  # for incomplete and replaced checkpoints
+    lock: IO[str]
+
+    def new_directory(self, step: int) -> Path:
+        """Make the directory in which the checkpoint of a step is written. Raises OSError."""
+        writing = final_path(self.own, step)
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir()
+        return writing
+
+    def publish(self, writing: Path, manifest: Mapping[str, Any]) -> None:
+        """Write the manifest and move the directory to its final path. Raises OSError.
+
+        When the step was already published, one of the two versions exists at every moment.
+        """
+        text = json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=2, sort_keys=True)
+        with open_hashed(writing / "manifest.json", {}) as stream:
+            stream.write(f"{text}\n".encode())
+        _sync_directory(writing)
+        final, old = self.directory / writing.name, writing.with_name(f"{writing.name}.old")
+        if final.exists():
+            self._remove(old)
+            os.rename(final, old)
+        os.rename(writing, final)
+        _sync_directory(self.directory)
+        self._remove(old)
+
+    def prune(self, step: int, keep: int) -> None:
+        """Remove old checkpoints up to this step, except the newest `keep` and the best one.
+
+        Later steps belong to another run and are kept. Unreadable checkpoints are kept: the cause may be temporary.
+        """
+        try:
+            candidates = [found for found in list_checkpoints(self.directory) if found.step <= step]
+        except CheckpointError as error:
+            log.warning("old checkpoints are not removed: %s", error)
+            return
+        best_one = min((found for found in candidates if found.score is not None), key=_score, default=None)
+        for found in candidates[keep:]:
+            if found is not best_one:
+                try:
+                    found.check_readable()
+                    self._remove(found.path)
+                except OSError as error:
+                    log.warning("%s: not removed: %s", found.path, error)
+
+    def _remove(self, path: Path) -> None:
+        """Rename, then delete: a partly deleted checkpoint never has the name of a published one."""
+        if path.exists():
+            removing = self.own / _random()
+            os.rename(path, removing)
+            shutil.rmtree(removing)
+
+    def remove_others(self) -> None:
+        """Remove the directories of all earlier owners, with their incomplete checkpoints. Raises OSError."""
+        for other in filter(_is_own, self.directory.glob("writing-*")):
+            if other != self.own:
+                os.rename(other, self.own / other.name)
+        # A client of a network file system may still reach a renamed directory, but nothing that was moved out of it,
+        # and no removed directory.
+        while taken := next(filter(_is_own, self.own.rglob("writing-*")), None):
+            content = self.own / _random()
+            content.mkdir()
+            for path in taken.iterdir():
+                os.rename(path, content / path.name)
+            try:
+                taken.rmdir()
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # the earlier owner has made another entry
+                    raise
+        self._restore_replaced()
+        _sync_directory(self.directory)
+        for path in self.own.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _restore_replaced(self) -> None:
+        """Move the old version of a step back when the new one was not published."""
+        for old in list(self.own.rglob("step_*.old")):
+            final = self.directory / old.stem
+            if not final.exists():
+                os.rename(old, final)
+
+    def close(self) -> None:
+        """Remove the owner's own directory, and release the lock."""
+        with self.lock, suppress(OSError):
+            self._restore_replaced()
+            shutil.rmtree(self.own, ignore_errors=True)
+
+    def __enter__(self) -> Owner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def take_over(directory: Path) -> Owner:
+    """Make the directory, lock it, and remove the incomplete checkpoints of earlier owners.
+
+    A lock that an earlier attempt of this run still holds is replaced: its node was declared lost.
+
+    Raises CheckpointError when another run or a later attempt holds the lock, or the directory cannot be written to.
+    """
+    own = directory / f"writing-{socket.gethostname()}-{os.getpid()}-{_random()}"
+    with ExitStack() as on_error:
+        on_error.callback(shutil.rmtree, own, ignore_errors=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            own.mkdir()
+            owner = Owner(directory, own, _lock(own))
+            on_error.callback(owner.close)
+            while True:
+                try:
+                    owner.remove_others()
+                    break
+                except FileNotFoundError:  # an earlier owner removes its directory at the same time
+                    if not own.exists():
+                        raise
+        except OSError as error:
+            reason = taken_over(own) if isinstance(error, FileNotFoundError) else None
+            raise CheckpointError(reason or f"{directory}: cannot write checkpoints here: {error}") from error
+        on_error.pop_all()
+    return owner
+
+
+def _lock(own: Path) -> IO[str]:
+    """Replace the lock file by one that records and locks for this process.
+
+    Uses lockf(3): unlike a flock(2), it is released when this process ends, even if forked data workers run. It is also
+    released when this process closes any descriptor of the same file.
+    """
+    directory, path = own.parent, own.with_name(".lock")
+    run, attempt = _this_attempt()
+    with path.open("a+") as before:
+        locks = free = True
+        try:
+            fcntl.lockf(before, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = os.path.samestat(os.fstat(before.fileno()), path.stat())  # otherwise it was replaced meanwhile
+        except OSError as error:
+            locks = error.errno not in UNSUPPORTED
+            free = not locks
+        before.seek(0)
+        recorded = _record(before)
+        recorded_attempt = recorded.get("attempt", 0) if run and recorded.get("run") == run else attempt
+        if not free and recorded_attempt >= attempt:
+            raise CheckpointError(
+                f"{directory}: in use by another run ({_describe(recorded)}); "
+                f"wait for it, stop it, or set another checkpoint directory"
+            )
+        if not free:
+            log.warning(f"{directory}: taken over from {_describe(recorded)}, which has not exited")
+        if not locks:
+            log.warning(f"{directory}: this file system has no locks; make sure that no other run writes here")
+        record = {"process": os.getpid(), "host": socket.gethostname(), "run": run, "attempt": attempt}
+        text = json.dumps({"owner": own.name, **record}) + "\n"
+        if free:  # a later attempt may have to take over before the rename
+            before.truncate(0)
+            before.write(text)
+            before.flush()
+        lock = (own / "lock").open("x")
+        if locks:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.write(text)
+        lock.flush()
+        os.fsync(lock.fileno())
+        os.rename(own / "lock", path)
+        _sync_directory(directory)
     return lock
 
 
-def _lock(directory: Path) -> io.TextIOWrapper | None:
-    """Lock with lockf(3): unlike a flock(2), it is released when this process ends, even if forked data workers run."""
-    lock = (directory / ".lock").open("a+")
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        with lock:
-            if error.errno not in UNSUPPORTED:
-                lock.seek(0)
-                raise CheckpointError(
-                    f"{directory}: in use by another run ({lock.read().strip()}); "
-                    f"wait for it, stop it, or set another checkpoint directory"
-                ) from error
-        log.warning("%s: this file system has no locks; make sure that no other run writes here", directory)
+def taken_over(own: Path) -> str | None:
+    """Return the error message if another process has taken the checkpoint directory over; otherwise None.
+
+    own: the own directory of this process's attempt.
+    """
+    if os.path.exists(own):  # reading the lock file would release the lock
         return None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
-    return lock
+    try:
+        with own.with_name(".lock").open() as lock:
+            recorded = _record(lock)
+    except OSError:
+        return None
+    if recorded.get("owner") == own.name:
+        return None
+    run, attempt = _this_attempt()
+    this = f"attempt {attempt} of run {run}" if run else f"process {os.getpid()}"
+    return (
+        f"{own.parent}: taken over by {_describe(recorded)}; {this} writes no more checkpoints here. "
+        "Leave the training to the other process, or stop that one and run the same command to resume"
+    )
 
 
-def _abandoned(leftover: Path) -> bool:
-    """Return whether its process has exited or, on another host, nothing has changed for ABANDONED_AFTER seconds."""
-    match = LEFTOVER.fullmatch(leftover.name)
-    if match is None:
-        return False
-    if match["host"] == socket.gethostname():  # in a container, an exited process may have had the pid of this one
-        return int(match["pid"]) == os.getpid() or not os.path.exists(f"/proc/{match['pid']}")
-    with suppress(FileNotFoundError):
-        return max(path.stat().st_mtime for path in (leftover, *leftover.iterdir())) < time.time() - ABANDONED_AFTER
-    return False
+def _record(lock: IO[str]) -> dict[str, Any]:
+    """Return who wrote the lock file; {} if it is empty or damaged."""
+    try:
+        found = json.load(lock)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _host_and_pid() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
+def _describe(recorded: Mapping[str, Any]) -> str:
+    attempt = f", attempt {recorded.get('attempt')} of run {recorded['run']}" if recorded.get("run") else ""
+    return f"process {recorded.get('process', '?')} on {recorded.get('host', '?')}{attempt}"
+
+
+def _this_attempt() -> tuple[str, int]:
+    """Return the name of Muster's run, "" without one, and the number of restarts before this attempt."""
+    run, count = (os.environ.get(name, "") for name in ("MUSTER_RUN_DIR", "TORCHELASTIC_RESTART_COUNT"))
+    return os.path.basename(run), int(count) if count.isdecimal() else 0
+
+
+def _is_own(path: Path) -> bool:
+    return WRITING.fullmatch(path.name) is not None
+
+
+def _random() -> str:
+    return os.urandom(4).hex()
 
 
 def main(arguments: list[str]) -> int:

@@ -194,7 +194,7 @@ def test_a_failed_checkpoint_write_replaces_exit_code_75_by_an_error(
             checkpointer.save(1)
             sys.exit(75)
 
-    monkeypatch.setattr(directory, "publish", publish)
+    monkeypatch.setattr(directory.Owner, "publish", publish)
     with pytest.raises(CheckpointError, match="no space left"):
         stop()
 

@@ -220,12 +220,14 @@ class Bomb:
 @pytest.mark.parametrize("name", ["state.pt", "ranks.pt"])
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path, name: str) -> None:
     final, entries = tmp_path / "step_00000001", directory.FileEntries()
-    writing = directory.new_directory(final)
+    owner = directory.take_over(tmp_path)
+    writing = owner.new_directory(1)
     for file in ("state.pt", "ranks.pt"):
         with directory.open_hashed(writing / file, entries) as stream:
             torch.save([Bomb(tmp_path / "boom")] if file == name else {}, stream)
     manifest = {"step": 1, "score": None, "ranks": 1, "sharded": False, "written": "", "facts": {}, "files": entries}
-    directory.publish(writing, final, manifest)
+    owner.publish(writing, manifest)
+    owner.close()
     with Checkpoints(tmp_path) as checkpoints:
         found = newest(checkpoints)
         with pytest.raises(CheckpointError) as caught:
@@ -387,7 +389,8 @@ def test_exit_raises_the_error_of_a_failed_write(tmp_path: Path, monkeypatch: py
 
 def send_whether_free(pipe: Connection, checkpoint_dir: Path) -> None:
     try:
-        pipe.send(directory.take_over(checkpoint_dir) is not None)
+        directory.take_over(checkpoint_dir).close()
+        pipe.send(True)
     except CheckpointError:
         pipe.send(False)
 

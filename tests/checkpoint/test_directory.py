@@ -14,6 +14,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -31,14 +32,12 @@ from distributed.checkpoint.directory import (
     CheckpointError,
     CheckpointInfo,
     FileEntries,
+    Owner,
     best,
     final_path,
     main,
-    new_directory,
     newest,
     open_hashed,
-    prune,
-    publish,
     take_over,
 )
 
@@ -50,11 +49,17 @@ def files_of(step: int, attempt: int = 0) -> dict[str, bytes]:
 
 
 def write_checkpoint(
-    checkpoint_dir: Path, step: int, attempt: int = 0, score: float | None = None, keep: int = 9
+    checkpoint_dir: Path,
+    step: int,
+    attempt: int = 0,
+    score: float | None = None,
+    keep: int = 9,
+    owner: Owner | None = None,
 ) -> Path:
-    checkpoint_dir.mkdir(exist_ok=True)
-    final = final_path(checkpoint_dir, step)
-    writing, entries = new_directory(final), FileEntries()
+    if owner is None:
+        with take_over(checkpoint_dir) as owner:
+            return write_checkpoint(checkpoint_dir, step, attempt, score, keep, owner)
+    writing, entries = owner.new_directory(step), FileEntries()
     for name, content in files_of(step, attempt).items():
         with open_hashed(writing / name, entries) as file:
             file.write(content[:30_000])
@@ -68,9 +73,9 @@ def write_checkpoint(
         "facts": {"attempt": attempt, "model": {"layers": 2, "name": "größer"}},
         "files": entries,
     }
-    publish(writing, final, manifest)
-    prune(checkpoint_dir, step, keep)
-    return final
+    owner.publish(writing, manifest)
+    owner.prune(step, keep)
+    return final_path(checkpoint_dir, step)
 
 
 def is_bit_for_bit(found: CheckpointInfo | None) -> bool:
@@ -345,15 +350,15 @@ def test_the_best_is_the_intact_checkpoint_with_the_lowest_score(tmp_path: Path)
 # ---- SIGKILL ----
 
 
-def publish_and_be_killed(checkpoint_dir: Path, operation: int) -> None:
-    """Publish step 2 again, then step 3 with pruning; SIGKILL before the given file operation."""
+def call_before_operation(operation: int, function: Callable[[], None]) -> None:
+    """Call the function before the n-th file operation of this process."""
     operations = 0
 
     def count() -> None:
         nonlocal operations
         operations += 1
         if operations == operation:
-            os.kill(os.getpid(), signal.SIGKILL)
+            function()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def before(*args: Any) -> Any:
@@ -366,9 +371,14 @@ def publish_and_be_killed(checkpoint_dir: Path, operation: int) -> None:
     sys.addaudithook(lambda event, _: count() if event in disk else None)
     os.fsync = counted(os.fsync)
     directory.HashedFile.close = counted(directory.HashedFile.close)  # type: ignore[method-assign]
-    with take_over(checkpoint_dir) or pytest.fail("there is no lock"):
-        write_checkpoint(checkpoint_dir, 2, attempt=1, keep=2)
-        write_checkpoint(checkpoint_dir, 3, attempt=1, keep=2)
+
+
+def publish_and_be_killed(checkpoint_dir: Path, operation: int) -> None:
+    """Publish step 2 again, then step 3 with pruning; SIGKILL before the given file operation."""
+    call_before_operation(operation, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with take_over(checkpoint_dir) as owner:
+        write_checkpoint(checkpoint_dir, 2, attempt=1, keep=2, owner=owner)
+        write_checkpoint(checkpoint_dir, 3, attempt=1, keep=2, owner=owner)
 
 
 def kill_before_each_operation(pipe: Connection) -> None:
@@ -394,8 +404,8 @@ def test_a_kill_before_any_file_operation_leaves_a_valid_checkpoint_and_the_next
             found = newest(checkpoint_dir)
             assert is_bit_for_bit(found), operation
             assert found is not None and found.step >= 2, operation
-            with take_over(checkpoint_dir) or pytest.fail("the kernel did not free the lock"):
-                left = names(checkpoint_dir)
+            take_over(checkpoint_dir).close()
+            left = names(checkpoint_dir)
             assert [name for name in left if directory.STEP.fullmatch(name)] == left, operation
             assert is_bit_for_bit(newest(checkpoint_dir)), operation
             write_checkpoint(checkpoint_dir, 4, attempt=2, keep=1)
@@ -417,24 +427,24 @@ def test_all_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pyt
     final = write_checkpoint(tmp_path, 1)
     named = log.index(f"name {final}")
     before = [Path(line).name for line in log[:named]]
-    assert before[:-1] == ["state.pt", "ranks.pt", "manifest.json"]
-    assert before[-1].startswith("step_00000001.writing-")
+    assert before[-4:] == ["state.pt", "ranks.pt", "manifest.json", "step_00000001"]
     assert log[named + 1] == str(tmp_path)
 
 
 # ---- one writer per directory ----
 
 
-def hold_lock(pipe: Connection, checkpoint_dir: Path) -> None:
+def hold_lock(pipe: Connection, checkpoint_dir: Path, run: str = "") -> None:
     """Lock the directory, and start a child that outlives this process."""
-    lock = take_over(checkpoint_dir)
-    assert lock is not None
+    os.environ |= {"MUSTER_RUN_DIR": run, "TORCHELASTIC_RESTART_COUNT": "0"}
+    owner = take_over(checkpoint_dir)
     child = os.fork()
     if child == 0:
         time.sleep(forked.TIMEOUT)
         os._exit(0)
     pipe.send(child)
     pipe.recv()
+    owner.close()
 
 
 def test_a_second_run_is_refused_until_the_first_has_exited(tmp_path: Path) -> None:
@@ -446,7 +456,7 @@ def test_a_second_run_is_refused_until_the_first_has_exited(tmp_path: Path) -> N
         assert f"process {process.pid} on " in str(refusal.value)
         assert str(tmp_path) in str(refusal.value)
     os.kill(orphan, 0)  # a data worker may outlive the run by seconds; it must not block the next run
-    with take_over(tmp_path) or pytest.fail("there is no lock"):
+    with take_over(tmp_path):
         os.kill(orphan, 9)
 
 
@@ -457,7 +467,7 @@ def test_a_filesystem_without_locks_gets_a_warning(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
-    assert take_over(tmp_path) is None
+    take_over(tmp_path).close()
     assert f"{tmp_path}: this file system has no locks" in caplog.text
 
 
@@ -467,31 +477,123 @@ def test_the_error_names_a_directory_that_cannot_be_created(tmp_path: Path) -> N
         take_over(tmp_path / "file" / "checkpoints")
 
 
-def test_only_leftovers_of_exited_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("socket.gethostname", lambda: "here-1")
-    dead = forked._context.Process()
-    dead.start()
-    dead.join()
-    leftovers = {
-        f"step_00000001.writing-here-1-{dead.pid}": False,
-        f"step_00000001.removing-here-1-{dead.pid}": False,
-        f"step_00000001.writing-here-1-{os.getpid()}": False,  # in a container every attempt has the same pid
-        f"step_00000001.writing-here-1-{os.getppid()}": True,
-        "step_00000001.writing-there-17": True,
-        "step_00000002.writing-there-17": False,
-        "step_00000003": True,
-        "step_00000003.old": True,
-        "step_notes": True,
-    }
-    for name in leftovers:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "state.pt").write_text("half")
-    long_ago = time.time() - 2 * directory.ABANDONED_AFTER
-    for path in (tmp_path / "step_00000002.writing-there-17" / "state.pt", tmp_path / "step_00000002.writing-there-17"):
-        os.utime(path, (long_ago, long_ago))
-    os.utime(tmp_path / "step_00000001.writing-there-17", (long_ago, long_ago))  # its file is still written to
-    with take_over(tmp_path) or pytest.fail("there is no lock"):
-        assert names(tmp_path) == sorted(name for name, stays in leftovers.items() if stays)
+# ---- a lost attempt continues after another one has taken over ----
+
+
+def set_attempt(monkeypatch: pytest.MonkeyPatch, attempt: int, run: str = "train-1") -> None:
+    monkeypatch.setenv("MUSTER_RUN_DIR", f"/logs/{run}")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+
+
+def write_and_pause(pipe: Connection, checkpoint_dir: Path, operation: int) -> None:
+    """Publish step 2 again, then step 3, as attempt 0; pause before the given file operation. Send the error."""
+    os.environ |= {"MUSTER_RUN_DIR": "/logs/train-1", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+    def pause() -> None:
+        pipe.send("paused")
+        pipe.recv()
+
+    error, owner = "", None
+    call_before_operation(operation, pause)
+    try:
+        owner = take_over(checkpoint_dir)
+        for step in (2, 3):
+            write_checkpoint(checkpoint_dir, step, attempt=1, keep=2, owner=owner)
+        owner.close()
+    except (OSError, CheckpointError) as caught:
+        error = str(caught) if owner is None else directory.taken_over(owner.own) or repr(caught)
+    pipe.send(f"ended {error}")
+
+
+def pause_before_each_operation(pipe: Connection) -> None:
+    """For each directory and operation received, run write_and_pause() in a child."""
+    while True:
+        checkpoint_dir, operation = pipe.recv()
+        if (child := os.fork()) == 0:
+            write_and_pause(pipe, checkpoint_dir, operation)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def test_a_paused_attempt_changes_nothing_after_a_take_over(ram_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_attempt(monkeypatch, 1)
+    refused, operation = 0, 0
+    with forked.running(pause_before_each_operation) as (_, pipe):
+        while True:
+            operation += 1
+            checkpoint_dir = ram_disk / f"{operation}"
+            write_checkpoint(checkpoint_dir, 1)
+            write_checkpoint(checkpoint_dir, 2)
+            pipe.send((checkpoint_dir, operation))
+            assert pipe.poll(forked.TIMEOUT)
+            if (answer := pipe.recv()) != "paused":
+                break
+            was_published = final_path(checkpoint_dir, 3).exists()
+            with take_over(checkpoint_dir) as owner:
+                assert is_bit_for_bit(newest(checkpoint_dir)), operation
+                write_checkpoint(checkpoint_dir, 2, attempt=7, owner=owner)
+                write_checkpoint(checkpoint_dir, 3, attempt=7, owner=owner)
+                writing = owner.new_directory(4)
+                before = names(checkpoint_dir)
+                pipe.send("continue")
+                assert pipe.poll(forked.TIMEOUT)
+                answer = pipe.recv()
+                assert names(checkpoint_dir) == before, operation
+                for found in directory.list_checkpoints(checkpoint_dir):
+                    assert is_bit_for_bit(found), operation
+                    assert found.facts["attempt"] == (7 if found.step > 1 else 0), operation
+                assert writing.is_dir(), operation
+            if answer != "ended " or not was_published:
+                owner_now = f"process {os.getpid()} on {socket.gethostname()}, attempt 1 of run train-1"
+                assert answer.startswith(
+                    (
+                        f"ended {checkpoint_dir}: in use by another run ({owner_now}); wait for it, ",
+                        f"ended {checkpoint_dir}: taken over by {owner_now}; attempt 0 of run train-1 writes no more "
+                        "checkpoints here. Leave the training to the other process, ",
+                    )
+                ), operation
+                refused += 1
+    assert answer == "ended "
+    assert refused > 40, "the operations were not counted"
+
+
+def test_open_handles_of_a_lost_attempt_are_useless_after_a_take_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of a network file system may still have the handle of a directory that was renamed."""
+    set_attempt(monkeypatch, 0)
+    lost = take_over(tmp_path)
+    lost.new_directory(1)
+    handle = os.open(lost.own, os.O_RDONLY)
+    set_attempt(monkeypatch, 1)
+    with take_over(tmp_path):
+        with pytest.raises(FileNotFoundError):
+            os.rename("step_00000001", final_path(tmp_path, 1), src_dir_fd=handle)
+        with pytest.raises(FileNotFoundError):
+            os.mkdir("step_00000002", dir_fd=handle)
+    os.close(handle)
+    lost.close()
+    assert names(tmp_path) == []
+
+
+def test_the_lock_of_a_lost_attempt_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process may be frozen, or its file server may keep the lock."""
+    with forked.running(hold_lock, tmp_path, "/logs/train-1") as (process, pipe):
+        assert pipe.poll(forked.TIMEOUT)
+        orphan = pipe.recv()
+        set_attempt(monkeypatch, 1, run="train-2")
+        with pytest.raises(CheckpointError, match="in use by another run"):
+            take_over(tmp_path)
+        set_attempt(monkeypatch, 1)
+        with take_over(tmp_path):
+            assert f"{tmp_path}: taken over from process {process.pid} on " in caplog.text
+            with forked.running(hold_lock, tmp_path) as (_, second):
+                assert second.poll(forked.TIMEOUT)
+                with pytest.raises(EOFError):  # refused
+                    second.recv()
+        os.kill(orphan, 9)
 
 
 # ---- the list ----

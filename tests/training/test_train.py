@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -371,6 +372,58 @@ def test_a_run_resumes_with_another_world_size(workdir: Workdir, strategy: str) 
     assert whole[7] == pytest.approx(workdir.losses()[7], rel=0.05)
 
 
+RECORDED = """
+import json, os, signal, sys
+sys.path.insert(0, {kit!r})
+sys.argv = sys.argv[1:]
+import train
+from distributed.training import data
+order = data.Stream.__iter__
+def recorded(self):
+    with open("samples." + os.environ["RANK"], "w", buffering=1) as file:
+        for number, windows in enumerate(order(self), 1):
+            file.write(json.dumps(windows) + chr(10))
+            if os.environ["RANK"] == "0" and number == int(os.environ["STOP_AFTER"]):
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield windows
+data.Stream.__iter__ = recorded
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_fewer_or_more_ranks_train_on_the_same_samples_in_each_step(workdir: Workdir, strategy: str) -> None:
+    accumulation = 2
+    options = (
+        "model.dropout=0", "train.batch_size=24", f"train.accumulation={accumulation}", "checkpoint.every=0",
+        "train.evaluate_every=0", "logging.sample=0", f"distributed.strategy={strategy}",
+    )  # fmt: skip
+    script = workdir.wrapper(RECORDED.format(kit=str(KIT)))
+
+    def run(nproc: int, steps: int, checkpoint_dir: str, code: int) -> tuple[list[list[int]], dict[int, float]]:
+        """Stop after this number of steps. Return the samples of each step, in order, and the losses."""
+        stop = {"STOP_AFTER": str(steps * accumulation)}
+        result = workdir.run(nproc, *options, f"checkpoint.dir={checkpoint_dir}", wrapper=script, **stop)
+        assert result.returncode == code, result
+        ranks = [list(map(json.loads, Path(f"samples.{rank}").read_text().splitlines())) for rank in range(nproc)]
+        samples = [
+            [window for rank in ranks for part in rank[first : first + accumulation] for window in part]
+            for first in range(0, len(ranks[0]), accumulation)
+        ]
+        return samples, workdir.losses()
+
+    samples, losses = run(4, 12, "undisturbed", 0)
+    assert len(samples) == 12
+    continued: list[list[int]] = []
+    for nproc, steps, code in ((4, 4, 75), (2, 3, 75), (3, 5, 0)):
+        first = len(continued)
+        more_samples, more_losses = run(nproc, steps, "continued", code)
+        continued += more_samples
+        assert more_losses.keys() == set(range(first + 1, first + steps + 1))
+        assert more_losses == pytest.approx({step: losses[step] for step in more_losses}, rel=1e-5)
+    assert continued == samples
+
+
 @pytest.mark.parametrize(
     ("strategy", "wrapped"),
     [("ddp", "DistributedDataParallel of"), ("fsdp", "2 FSDP units; ")],
@@ -508,6 +561,29 @@ def test_a_second_run_with_the_same_checkpoint_directory_is_refused(workdir: Wor
         second = workdir.run(1, "train.steps=2000")
     assert second.returncode == 2
     assert "another run" in second.stderr
+
+
+def test_a_frozen_attempt_writes_no_checkpoint_after_the_run_was_restarted(workdir: Workdir) -> None:
+    run = str(workdir.path / "logs/train-1")
+    (workdir.path / "logs/train-1").mkdir(parents=True)
+    first = workdir.start(1, "train.steps=100000", MUSTER_RUN_DIR=run, TORCHELASTIC_RESTART_COUNT="0")
+    later = workdir.start(1, "train.steps=100000", MUSTER_RUN_DIR=run, TORCHELASTIC_RESTART_COUNT="1")
+    with first as lost:
+        lost.wait_for("step      3/")
+        lost.signal(signal.SIGSTOP)
+        with later as restarted:
+            restarted.wait_for("resuming from")
+            restarted.wait_for("step     20/")
+            lost.signal(signal.SIGCONT)
+            frozen = result_of(lost)
+            restarted.signal(signal.SIGTERM)
+            stopped = result_of(restarted)
+    assert frozen.returncode == 1, frozen
+    assert "attempt 1 of run train-1; attempt 0 of run train-1 writes no more checkpoints here" in frozen.stderr
+    assert stopped.returncode == 75, stopped
+    assert "taken over from process" in stopped.stdout
+    (step,) = re.findall(r"stopped on request at step (\d+)", stopped.stdout)
+    assert found(workdir.path / "checkpoints").step == int(step)
 
 
 # ---------------------------------------------------------------- run directory
