@@ -10,7 +10,7 @@
 #   NODE...              node1 user@node2 node[3-8,10] node9:4 (:4 overrides NPROC); node ranks follow this
 #                        order; the first node is the master
 #
-#   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
+#   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`, or `node5 spare`
 #   --exclude NODES      exclude these nodes
 #   --script PATH        script to run (default: Muster's train.py)
 #   -m MODULE            run a module instead of a script
