@@ -410,6 +410,31 @@ END
 }
 
 
+@test "with LAUNCHER=torchrun, a spare node of the job takes the place of a lost one" {
+  cat >"my script.py" <<'END'
+import os, time
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+with open(f"node.{attempt}.{rank}.part", "w") as file:
+    file.write(os.environ["MUSTER_NODE"])
+os.rename(file.name, file.name.removesuffix(".part"))
+while not os.path.exists("go"):
+    time.sleep(0.05)
+END
+  LAUNCHER=torchrun SCRIPT="my script.py" submit --no-kill --nodes=3 --ntasks-per-node=1 slurm_train.sh \
+    --max-restarts 2 --spares 1 -
+  timeout 100 sh -c 'until [ -e node.0.0 ] && [ -e node.0.1 ]; do sleep 0.1; done' || { cat logs/slurm-"$JOB".*; squeue; false; }
+  lost=$(<node.0.1)
+  lab cut "$lost"
+  timeout 100 sh -c 'until [ -e node.1.0 ] && [ -e node.1.1 ]; do sleep 0.1; done' || { cat "logs/slurm-$JOB.err" && false; }
+  lab heal "$lost"
+  : >go
+  wait_for_job_exit "$JOB"
+  [ "$status" -eq 0 ] || { cat "logs/slurm-$JOB.err" && false; }
+  [ "$(<node.1.0)" = "$(<node.0.0)" ]
+  grep -qF "$lost is lost (no heartbeat): $(<node.1.1) takes its place as node rank 1" "logs/slurm-$JOB.err"
+}
+
+
 @test "a requeue during a checkpoint resumes from the last complete one" {
   endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.every=1 checkpoint.keep=2

@@ -377,7 +377,7 @@ class Launch:
         """The address and port at which these nodes meet."""
         agent, first = self.watch.options.agent, nodes[0].node
         if first == self.watch.run.nodes[0].node:
-            return agent.address, agent.port
+            return agent.address or first, agent.port
         if not self.replies:
             return first, agent.port
         from distributed.host.replies import NodeFacts

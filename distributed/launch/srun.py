@@ -74,10 +74,11 @@ class Srun(Local):
         # srun passes its environment to the tasks.
         environment = {b"MUSTER_RUN_DIR": run, b"MUSTER_METRICS": run + b"/metrics.jsonl"}
         environment |= {name: value for name, _, value in (entry.partition(b"=") for entry in watch.entries())}
-        if watch.waiting:
+        if watch.waiting:  # >= the nodes of the run
             self._step.start_next_attempt()
             return
-        nodes = [StepNode(node.node, node.processes if self._task_per_rank else 1) for node in watch.run.nodes]
+        all_nodes = [*watch.run.nodes, *watch.spares]
+        nodes = [StepNode(node.node, node.processes if self._task_per_rank else 1) for node in all_nodes]
         self._step = JobStep(watch, nodes)
         self._step.start([*self.before, str(watch.directory), *self.after], environment)
 
@@ -128,7 +129,7 @@ class JobStep:
 
     def start_next_attempt(self) -> None:
         """Start an attempt with the agents, which all wait for it."""
-        for node in self.nodes.values():
+        for node in self._nodes_of_attempt():
             node.ends, node.waits = [], False
         self._client.send(self._watch.next_attempt())
 
@@ -145,7 +146,7 @@ class JobStep:
     def handle_errors(self, received: bytes) -> None:
         """Log srun's messages. Show them until all tasks have reported their end."""
         messages = self._messages.feed(received, last=not received)
-        if messages and not all(len(node.ends) == node.tasks for node in self.nodes.values()):
+        if messages and not all(len(node.ends) == node.tasks for node in self._nodes_of_attempt()):
             self._watch.console.show(self._console.message(messages), 2)
         with suppress(OSError), (self.run / f"node_{SRUN}.log").open("ab") as log:
             log.write(received)
@@ -168,7 +169,10 @@ class JobStep:
         self._step = report.get("step") or self._step
         node.tasks = report.get("tasks") or node.tasks  # SLURM may have distributed them differently
         self._watch.node_failed(report.get("failed", 0))
-        if end := report.get("end"):
+        if self._watch.is_spare(node.name):
+            if report.get("waiting"):
+                self._watch.spare_is_ready(node.name)
+        elif end := report.get("end"):
             node.ends.append(end)
             node.waits = report.get("waiting", False)
             self._watch.node_failed(end["exit_code"])
@@ -205,6 +209,10 @@ class JobStep:
     def mark_lost(self, node: StepNode, reason: str = "") -> None:
         """reason: "" for a heartbeat timeout."""
         node.lost = True
+        if self._watch.is_spare(node.name):
+            self._watch.spare_is_lost(node.name)
+            return
+        self._watch.lost[node.name] = reason or "no heartbeat"
         self._write_file(f"node_{node.name}.lost", f"{reason}\n")
         self.print(f"{node.name}: {reason or f'no heartbeat for {HEARTBEAT_TIMEOUT:.0f} s'}; stopping the other nodes")
         self._watch.node_failed(UNFIT)
@@ -214,15 +222,21 @@ class JobStep:
 
     def close_channel_if_all_ended(self) -> None:
         """When all tasks have ended, let them exit, unless all agents wait for the next attempt."""
-        if not all(node.ended for node in self.nodes.values()):
+        nodes = self._nodes_of_attempt()
+        if not all(node.ended for node in nodes):
             return
-        if not all(node.waits for node in self.nodes.values()):
+        waiting = [node for node in nodes if node.waits]
+        if not all(node.waits or (node.lost and self._watch.replaces) for node in nodes) or not waiting:
             self.close_channel()
         elif self._watch.unended:
-            for node in self.nodes.values():
+            for node in waiting:
                 self.record_node(node)
-            self._watch.waiting.update(self.nodes)
+            self._watch.waiting.update(node.name for node in waiting)
             self._watch.unended.clear()
+
+    def _nodes_of_attempt(self) -> list[StepNode]:
+        """The nodes of the step without spare nodes, and without lost ones that were replaced."""
+        return [self.nodes[node.node] for node in self._watch.run.nodes]
 
     def close_channel(self) -> None:
         """Close the control channel, so that all tasks exit. Cancels and kills srun if srun does not exit."""
@@ -260,7 +274,7 @@ class JobStep:
         for node in self.nodes.values():
             if self.code and node.ended and not node.lost:  # a node that ended before the failure has no failure record
                 self.record_node(node)
-        missing = [node for node in self.nodes.values() if not node.ended]
+        missing = [node for node in self._nodes_of_attempt() if not node.ended]
         if missing and all(node.last_report is None for node in self.nodes.values()):
             code = code or UNFIT
             self._write_file(f"node_{SRUN}.exit", f"{code}\n")

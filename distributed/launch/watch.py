@@ -254,10 +254,15 @@ class Watch:
         counts = {"TORCHELASTIC_MAX_RESTARTS": self.max_restarts, "TORCHELASTIC_RESTART_COUNT": self.restart_count}
         return {name: str(value) for name, value in counts.items()}
 
+    @property
+    def _names_nodes(self) -> bool:
+        """Whether this launcher tells the agents which nodes take part in an attempt."""
+        return bool(self.options.agent.nodes) or self.replaces
+
     def entries(self) -> list[bytes]:
         """NAME=VALUE of --env and of the launcher for the ranks."""
         variables = self._counts
-        if self.options.agent.nodes:
+        if self._names_nodes:
             variables["MUSTER_NODES"] = " ".join(node.node for node in self.run.nodes)
         return [*self.options.environment, *(f"{name}={value}".encode() for name, value in variables.items())]
 
@@ -266,7 +271,7 @@ class Watch:
         agent = self.options.agent
         facts = {
             "environment": self._counts,
-            "processes": {node.node: node.processes for node in self.run.nodes} if agent.nodes else {},
+            "processes": {node.node: node.processes for node in self.run.nodes} if self._names_nodes else {},
             "address": agent.address,
             "port": int(agent.port or 0),
         }
@@ -329,8 +334,8 @@ class Watch:
                 self.console.record(f"{node}: connected again")
         if report.get("waiting"):
             self.waiting.add(node)
-            if any(spare.node == node for spare in self.spares):
-                self.console.record(f"{node}: ready as a spare node")
+            if self.is_spare(node):
+                self.spare_is_ready(node)
         if node not in self.unended or not isinstance(code, int):
             return
         self._reported[node] = code
@@ -341,6 +346,21 @@ class Watch:
             self._check_missed()
         elif not self.transport.clients_are_nodes:
             self.node_ended(node, code)
+
+    def is_spare(self, node: str) -> bool:
+        return any(spare.node == node for spare in self.spares)
+
+    def spare_is_ready(self, node: str) -> None:
+        """Note that the agent of a spare node waits."""
+        self.waiting.add(node)
+        self.console.record(f"{node}: ready as a spare node")
+
+    def spare_is_lost(self, name: str) -> None:
+        spare = next(node for node in self.spares if node.node == name)
+        self.spares.remove(spare)
+        self.waiting.discard(name)
+        self.console.record(f"{name}: connection to this spare node lost")
+        self._await_return(spare)
 
     def _check_missed(self) -> None:
         """When only nodes have not ended that other nodes miss, give them up after some time."""
@@ -358,10 +378,8 @@ class Watch:
 
     def _client_ended(self, name: str, client: Client) -> None:
         self.waiting.discard(name)
-        if spare := next((node for node in self.spares if node.node == name), None):
-            self.spares.remove(spare)
-            self.console.record(f"{name}: connection to this spare node lost")
-            self._await_return(spare)
+        if self.is_spare(name):
+            self.spare_is_lost(name)
             return
         if name in self.lost:
             return
@@ -512,7 +530,8 @@ class Watch:
 
         start: called instead of transport.start(), for nodes that run already.
         """
-        if not (self.transport.clients_are_nodes or self.waiting >= {node.node for node in self.run.nodes}):
+        stays = self.transport.clients_are_nodes or self.waiting >= {node.node for node in self.run.nodes}
+        if self.running and not stays:
             spares = list(self.spares)
             self.end_agents()
             self.spares = spares

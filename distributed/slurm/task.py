@@ -262,8 +262,9 @@ class Task(supervisor.Supervisor):
 def agent_options(run: str, counts: Sequence[int], env: Mapping[str, str]) -> list[str]:
     """Return torchrun's options for this node. counts: ranks on each node."""
     node_rank = int(env["SLURM_NODEID"])
+    members = env["MUSTER_NODES"].split() if "MUSTER_NODES" in env else counts  # the last nodes may be spare nodes
     return [
-        *("--rdzv-id", os.path.basename(run), "--nnodes", str(len(counts)), "--node-rank", str(node_rank)),
+        *("--rdzv-id", os.path.basename(run), "--nnodes", str(len(members)), "--node-rank", str(node_rank)),
         *("--nproc-per-node", str(counts[node_rank])),
         *("--master-addr", env["MASTER_ADDR"], "--master-port", env["MASTER_PORT"]),
         *("--log-dir", os.path.join(run, "ranks", env["SLURMD_NODENAME"])),

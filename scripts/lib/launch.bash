@@ -234,12 +234,13 @@ set_run_options() { # <argument of run_nodes...>
   RUN_OPTIONS=("$program" "$@" "--program=$PROGRAM" "--cwd=$PWD" "--log-dir=$LOG_DIR" "--name=${name%.py}"
     "--script=${MODULE:-${WORK[0]}}" ${CONFIG_ARGS:+"--config=$CONFIG"} "--python=$PYTHON" "--node-env=$(node_env)"
     --grace "$GRACE" --max-restarts "$MAX_RESTARTS" ${HANG_TIMEOUT:+--hang-timeout "$HANG_TIMEOUT"}
-    ${LEASE:+--lease "$LEASE"} ${ATTACH:+"--attach=$ATTACH"} --master "${MASTER_ADDR-}" "${MASTER_PORT-}")
+    ${LEASE:+--lease "$LEASE"} ${ATTACH:+"--attach=$ATTACH"})
+  [[ ! ${MASTER_ADDR-}${MASTER_PORT-} ]] || RUN_OPTIONS+=(--master "${MASTER_ADDR-}" "${MASTER_PORT-}")
   for node in "${NODES[@]}"; do
     RUN_OPTIONS+=(--node "$node" "${NPROC_OF[$node]}" "${ADDRESS[$node]-}")
   done
   for node in "${SPARE_NODES[@]}"; do
-    RUN_OPTIONS+=(--spare "$node" "${NPROC_OF[$node]}" "${ADDRESS[$node]}")
+    RUN_OPTIONS+=(--spare "$node" "${NPROC_OF[$node]}" "${ADDRESS[$node]-}")
   done
   [[ ! $MIN_NODES ]] || RUN_OPTIONS+=(--min-nodes "$MIN_NODES")
   ((!DETACH)) || RUN_OPTIONS+=(--detach)

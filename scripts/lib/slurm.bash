@@ -178,10 +178,29 @@ slurm_check_call() { # <number of ranks; 0: as many as are allocated>
     PYTHON_OPTION='' torch=() PROGRAM_IS_LOCAL=0
   fi
   check_call "${torch[@]}" --allocation "$1"
+  set_aside_spares
   RANK_PYTHON=$PYTHON
   [[ ! ${CONTAINER-} ]] || RANK_PYTHON=$container_python
   SLURM_JOB=("$SLURM_JOB_ID")
   [[ ! ${SLURM_ARRAY_JOB_ID-} ]] || SLURM_JOB+=("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID")
+}
+
+
+# Make the last nodes of the allocation spare nodes.
+set_aside_spares() {
+  local number node
+  [[ $SPARES$MIN_NODES ]] || return 0
+  [[ $LAUNCHER == torchrun ]] ||
+    die_usage "--spares and --min-nodes: require LAUNCHER=torchrun; a task of srun cannot be replaced"
+  is_count "${SPARES:-0}" || die_usage "--spares: in a job, expected a number of nodes, got '$SPARES'"
+  number=$((${#NODES[@]} - ${SPARES:-0}))
+  ((number >= 1)) || die_usage "--spares $SPARES: the job has only ${#NODES[@]} nodes; one or more must remain"
+  ((${MIN_NODES:-0} <= number)) || die_usage "--min-nodes $MIN_NODES: more than the $number nodes of this run"
+  SPARE_NODES=("${NODES[@]:number}")
+  NODES=("${NODES[@]::number}")
+  for node in "${SPARE_NODES[@]}"; do
+    RANKS=$((RANKS - NPROC_OF[$node]))
+  done
 }
 
 
@@ -200,19 +219,21 @@ slurm_choose_port() {
 
 # Set BEFORE and AFTER: srun and its arguments, before and after the run directory.
 build_srun_command() {
-  local resources srun=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
+  local resources all=("${NODES[@]}" "${SPARE_NODES[@]}")
+  local srun=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#all[@]}")
   local task=("$KIT/scripts/lib/in_node_env.sh" --task "$(node_env)" "${CONTAINER_COMMAND[@]}" "$RANK_PYTHON" -I -S
     "$KIT/scripts/lib/module.py" slurm.task)
   local node counts=()
-  for node in "${NODES[@]}"; do
+  for node in "${all[@]}"; do
     counts+=("${NPROC_OF[$node]}")
   done
+  [[ ! $SPARES$MIN_NODES ]] || srun+=(--no-kill --kill-on-bad-exit=0)
   mapfile -t resources < <(rank_resources)
   if [[ $LAUNCHER == torchrun ]]; then
     PYTHON=$RANK_PYTHON build_agent_command
     AFTER=("$GRACE" "$(IFS=, && printf '%s' "${counts[*]}")" "${BEFORE[@]}" -- "${AFTER[@]}")
     BEFORE=(env MASTER_ADDR="${NODES[0]}" MASTER_PORT="$MASTER_PORT"
-      "${srun[@]}" --ntasks "${#NODES[@]}" --ntasks-per-node 1 --cpus-per-task "$CORES_PER_NODE"
+      "${srun[@]}" --ntasks "${#all[@]}" --ntasks-per-node 1 --cpus-per-task "$CORES_PER_NODE"
       "${SRUN_OPTIONS[@]}" "${task[@]}" agent)
   else
     BEFORE=(env MASTER_PORT="$MASTER_PORT" "${srun[@]}" --ntasks "$RANKS" --distribution block "${resources[@]}"
@@ -249,6 +270,7 @@ slurm_run_nodes() { # [option of distributed/launch/run.py...]
     slurm_choose_port
   fi
   build_srun_command
+  set -- "$@" --master "${NODES[0]}" "$MASTER_PORT"
   clear_launch_environment
   unset_srun_variables
   unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # arguments of srun replace them
