@@ -130,6 +130,20 @@ refuses() { # <expected text>
 }
 
 
+@test "--spares N makes the last N nodes of the job spare nodes, and needs agents, restarts and a remaining node" {
+  in_job LAUNCHER=torchrun "$TRAIN" --dry-run --max-restarts 1 --spares 1 -
+  [[ "$output" == *" srun "*"--nodes 2 --no-kill --kill-on-bad-exit=0 --ntasks 2 "* ]]
+  in_job "$TRAIN" --dry-run --max-restarts 1 --spares 1 -
+  refuses "--spares and --min-nodes: require LAUNCHER=torchrun; a task of srun cannot be replaced"
+  in_job LAUNCHER=torchrun "$TRAIN" --dry-run --max-restarts 1 --spares 2 -
+  refuses "--spares 2: the job has only 2 nodes; one or more must remain"
+  in_job LAUNCHER=torchrun "$TRAIN" --dry-run --max-restarts 1 --spares node2 -
+  refuses "--spares: in a job, expected a number of nodes, got 'node2'"
+  in_job LAUNCHER=torchrun "$TRAIN" --dry-run --max-restarts 1 --spares 1 --min-nodes 2 -
+  refuses "--min-nodes 2: more than the 1 nodes of this run"
+}
+
+
 @test "--dry-run outside a job shows the script's own #SBATCH options, not SLURM variables" {
   SLURM_NTASKS=7 SLURM_CPUS_PER_TASK=9 run -0 "$TRAIN" --dry-run --script "$KIT/train.py" -
   [[ "$output" == *"--ntasks 4 "*"--cpus-per-task 2 "* ]]
