@@ -309,11 +309,24 @@ class Watch:
             if runs_on and not self.signal and not self.is_ending:
                 self._reconnect(node)
             else:
+                if self.transport.reports and not self.signal and not self.is_ending:
+                    self._record_connection(node, client)
                 self.node_lost(node, UNFIT if code == UNREACHABLE else code)
             return
         if not exited and (code in NOT_STARTED or (code == UNFIT and self._login_shell_failed(node))):
             self._unstarted[node] = code
         self.node_ended(node, code)
+
+    def _record_connection(self, node: str, client: Client) -> None:
+        """Record for the verdict how the connection was lost. The node itself may only record that it was stopped."""
+        code = client.process.returncode
+        if code < 0:  # as ssh_call.py dies when ssh was killed
+            name = signals.name(-code)
+            message = f"its ssh client on the launching side (process {client.process.pid}) was killed by {name}"
+        else:
+            message = f"ssh on the launching side exited with code {code}"
+        with contextlib.suppress(OSError):
+            write_json(self.directory / "errors" / f"connection_{node}.json", {"message": message, "time": time.time()})
 
     def _reconnect(self, node: str) -> None:
         """Follow a node again that runs on without a connection. When the run ends meanwhile, the node is lost."""
