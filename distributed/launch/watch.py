@@ -24,7 +24,7 @@ from distributed.host import signals
 from distributed.host.replies import Reply
 from distributed.host.ssh_call import LOGIN_SHELL, UNREACHABLE
 from distributed.launch.node_reports import ReportParser
-from distributed.launch.supervisor import BACKLOG, ConsoleStream
+from distributed.launch.supervisor import BACKLOG, ConsoleStream, read_code
 from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, LocalCommands, environment_block
 from distributed.transport.loop import INHERITED, Client, Loop
 
@@ -300,7 +300,8 @@ class Watch:
     def _unreported(self, node: str, client: Client) -> None:
         """Handle the end of a client that has not reported the exit code of its supervisor."""
         code = client.code
-        exited = (self.directory / f"node_{node}.exit").exists()
+        recorded = read_code(str(self.directory / f"node_{node}.exit"))
+        exited = recorded is not None
         lost = code == UNREACHABLE or (code > 128 and not self._requested)
         runs_on = node in self._runs_on or (self.lease == 0 and (self.directory / f"node_{node}.pid").exists())
         if not exited and (lost or (self.transport.reports and runs_on)):
@@ -315,7 +316,7 @@ class Watch:
             return
         if not exited and (code in NOT_STARTED or (code == UNFIT and self._login_shell_failed(node))):
             self._unstarted[node] = code
-        self.node_ended(node, code)
+        self.node_ended(node, code if recorded is None else recorded)
 
     def _record_connection(self, node: str, client: Client) -> None:
         """Record for the verdict how the connection was lost. The node itself may only record that it was stopped."""

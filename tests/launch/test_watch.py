@@ -118,6 +118,13 @@ def test_a_connection_that_is_lost_ends_the_run(directory: Path, attempt: Attemp
     assert decide(directory, UNFIT).cause == "n1: connection lost: ssh on the launching side exited with code 255"
 
 
+def test_a_connection_that_is_lost_after_the_exit_code_was_recorded_is_no_failure(
+    directory: Path, attempt: Attempt
+) -> None:
+    assert attempt(n1=f"echo 0 >'{directory}/node_n1.exit'; exit 255", n2=report("n2", 0)) == 0
+    assert attempt(n1=f"echo 5 >'{directory}/node_n1.exit'; exit 255", n2=STOPPED_ON_REQUEST) == 5
+
+
 def test_a_connection_that_is_lost_while_the_run_ends_is_not_recorded(directory: Path, attempt: Attempt) -> None:
     assert attempt(n1=f"{report('n1', 3)}; exit 3", n2="read -r request; exit 255") == 3
     assert not list(directory.glob("errors/connection_*"))
