@@ -238,15 +238,17 @@ with socket.create_server(("", 29500)):
 }
 
 
-@test "the ssh client of a node is killed: the connection is lost, and the run is restarted" {
+@test "the ssh client of a node is killed: the verdict names it, and the run is restarted" {
   faulty_script
   launch --max-restarts 1 - 1 "$N1" "$N2"
-  kill -KILL "$(pgrep -f "^ssh .*launch.supervisor.* run .*--name $N2 ")"
+  client=$(pgrep -f "^ssh .*launch.supervisor.* run .*--name $N2 ")
+  kill -KILL "$client"
   wait_for_line out "restart 1 of 1"
   : >logs/latest/go
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
-  grep -q "verdict: failed: $N2: connection lost: control channel closed: " out
+  grep -qx "ssh (process $client) was killed by signal 9" out
+  grep -q "verdict: failed: $N2: connection lost: its ssh client on the launching side (process .*) was killed by SIG" out
   run ! grep -w Killed out # bash's own message about the killed job
   grep -q '"exit_code": 69' logs/latest/attempt_1/verdict.json
 }

@@ -179,9 +179,11 @@ class ForkServer:
         return self._returncode is None
 
     def close(self) -> None:
-        """Stop the server. Forked processes continue."""
+        """Kill the server: a stopped one (SIGSTOP) would not exit by itself. Forked processes continue."""
         self._channel.close()
-        self._wait_for_exit()
+        if self._returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._wait_for_exit()
 
     def _wait_for_exit(self) -> str:
         """Wait until the server has exited. Returns how it ended."""

@@ -9,7 +9,7 @@ shell, which would read and print the values of --env-file. Therefore the comman
 
 Standard input is kept here until READY arrives; what the start-up file has printed before it is dropped. If the command
 has not started within SECONDS, or the login shell ends first, it never starts: ssh is killed, and the exit code is
-UNFIT. The message is printed, and appended to FILE. Otherwise the exit code is that of ssh.
+UNFIT. The message is printed, and appended to FILE. Otherwise this program ends like ssh, also by the same signal.
 
 Standard library only. It runs for every command on a node, so it imports few modules.
 """
@@ -124,7 +124,14 @@ class SshCall:
         os.close(self._to_node)
 
     def _exit_code(self) -> int:
+        """Wait for ssh. If it was killed, die of the same signal: an exit code above 128 may be that of the node."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if code < 0:
+            with contextlib.suppress(OSError):
+                os.write(2, b"ssh (process %d) was killed by signal %d\n" % (self.pid, -code))
+            if -code not in (signal.SIGKILL, signal.SIGSTOP):
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
         return code if code >= 0 else 128 - code
 
 

@@ -326,9 +326,11 @@ class Guard:
             os.write(self._lifeline, line.encode() + b"\n")
 
     def stop(self) -> None:
+        """Kill the guard: a stopped one (SIGSTOP) would not exit by itself."""
         self.send("end")
         os.close(self._lifeline)
         with contextlib.suppress(ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)  # not reaped yet: its number is in use
             os.waitpid(self.pid, 0)
 
     def close(self) -> None:

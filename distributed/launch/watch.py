@@ -26,7 +26,7 @@ from distributed.host import signals
 from distributed.host.replies import Reply
 from distributed.host.ssh_call import LOGIN_SHELL, UNREACHABLE
 from distributed.launch.node_reports import ReportParser
-from distributed.launch.supervisor import BACKLOG, START_TIMEOUT, ConsoleStream
+from distributed.launch.supervisor import BACKLOG, START_TIMEOUT, ConsoleStream, read_code
 from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, LocalCommands, environment_block
 from distributed.transport.loop import INHERITED, Client, Loop
 
@@ -397,7 +397,8 @@ class Watch:
     def _unreported(self, node: str, client: Client) -> None:
         """Handle the end of a client that has not reported the exit code of its supervisor."""
         code = client.code
-        exited = (self.directory / f"node_{node}.exit").exists()
+        recorded = read_code(str(self.directory / f"node_{node}.exit"))
+        exited = recorded is not None
         lost = code == UNREACHABLE or (code > 128 and not self._requested)
         runs_on = node in self._runs_on or (self.lease == 0 and (self.directory / f"node_{node}.pid").exists())
         if not exited and (lost or (self.transport.reports and runs_on)):
@@ -406,11 +407,24 @@ class Watch:
             if runs_on and not self.signal and not self.is_ending:
                 self._reconnect(node)
             else:
+                if self.transport.reports and not self.signal and not self.is_ending:
+                    self._record_connection(node, client)
                 self.node_lost(node, UNFIT if code == UNREACHABLE else code)
             return
         if not exited and (code in NOT_STARTED or (code == UNFIT and self._login_shell_failed(node))):
             self._unstarted[node] = code
-        self.node_ended(node, code)
+        self.node_ended(node, code if recorded is None else recorded)
+
+    def _record_connection(self, node: str, client: Client) -> None:
+        """Record for the verdict how the connection was lost. The node itself may only record that it was stopped."""
+        code = client.process.returncode
+        if code < 0:  # as ssh_call.py dies when ssh was killed
+            name = signals.name(-code)
+            message = f"its ssh client on the launching side (process {client.process.pid}) was killed by {name}"
+        else:
+            message = f"ssh on the launching side exited with code {code}"
+        with contextlib.suppress(OSError):
+            write_json(self.directory / "errors" / f"connection_{node}.json", {"message": message, "time": time.time()})
 
     def _reconnect(self, node: str) -> None:
         """Follow a node again that runs on without a connection. When the run ends meanwhile, the node is lost."""

@@ -3,6 +3,7 @@
     errors/rank_<rank>.json        exceptions and exit codes, recorded by ranks
     errors/node_<name>.json        exit codes of ranks, recorded by Muster's agents
     errors/supervisor_<name>.json  a supervisor was killed, or lost its launcher
+    errors/connection_<name>.json  the launcher lost the connection to a node
     errors/signal_<name>.json      a signal that SLURM or a user sent to the ranks, a supervisor or the launcher
     hang.json                      the launcher stopped the run because it hung
     node_<name>.exit .log .lost    exit code and log of a node; the launcher lost the connection to it
@@ -16,7 +17,7 @@ import math
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -118,7 +119,9 @@ def gather(run: Path) -> Evidence:
     failures = [_merge(causes[key], ends[key]) for key in sorted(causes.keys() & ends.keys())]
     either = causes | ends
     failures += [either[key] for key in sorted(causes.keys() ^ ends.keys())]
-    failures += _supervisor_records(run, facts, warnings)
+    connections = list(_lost_connections(run, warnings))
+    failures += connections
+    failures += _supervisor_records(run, facts, warnings, {failure.node for failure in connections})
     failures += _failed_agents(known, logs, recorded={failure.node for failure in failures})
     failures += _lost_nodes(run, known, failures, agents)
     failures = [failure for failure in failures if failure.node not in left]
@@ -230,8 +233,19 @@ def _exceptions_in_logs(logs: Logs, ends: Failures) -> Iterator[Failure]:
                 yield Failure(node, rank, **raised._asdict())
 
 
-def _supervisor_records(run: Path, facts: Json, warnings: list[str]) -> Iterator[Failure]:
-    """Read errors/supervisor_<name>.json of supervisors that were killed or lost their launcher."""
+def _lost_connections(run: Path, warnings: list[str]) -> Iterator[Failure]:
+    """Read errors/connection_<name>.json, in which the launcher recorded how it lost the connection to a node."""
+    for path in sorted(run.glob("errors/connection_*.json")):
+        record = read_object(path, warnings)
+        if message := text(record.get("message")):
+            yield Failure(path.name[11:-5], time=_seconds(record), message=message)
+
+
+def _supervisor_records(run: Path, facts: Json, warnings: list[str], disconnected: Set[str]) -> Iterator[Failure]:
+    """Read errors/supervisor_<name>.json of supervisors that were killed or lost their launcher.
+
+    disconnected: nodes whose connection the launcher lost; it knows more about that than their supervisors.
+    """
     entries = map(mapping, listed(facts.get("layout")))
     without_ssh = {text(entry.get("node")) for entry in entries if not entry.get("address")}
     for path in sorted(run.glob("errors/supervisor_*.json")):
@@ -241,7 +255,7 @@ def _supervisor_records(run: Path, facts: Json, warnings: list[str]) -> Iterator
             yield Failure(node, time=time, exit_code=128 + signal.SIGKILL, program="supervisor")
         elif record.get("cause") == "launcher lost" and node in without_ssh:  # there is no connection to lose
             yield Failure(node, time=time, exit_code=128 + signal.SIGKILL, program="launcher")
-        elif message := text(record.get("message")):
+        elif (message := text(record.get("message"))) and node not in disconnected:
             yield Failure(node, time=time, message=message)
 
 

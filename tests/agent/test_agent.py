@@ -1139,6 +1139,14 @@ def test_ranks_survive_the_fork_server_and_a_restart_without_it_reports_its_exit
     assert "Traceback" not in "".join(lines)
 
 
+def test_a_stopped_fork_server_does_not_delay_the_end_of_a_run() -> None:
+    os.mkfifo("end")
+    with started(1, FIRST_ATTEMPT.replace("sys.exit(3)", "sys.exit(0)")) as agent:
+        server_of(agent.pid).suspend()
+        Path("end").write_text("")
+        assert agent.wait(TIMEOUT) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_agents_start_ends_it_without_a_traceback(number: signal.Signals) -> None:
     """After the fork server has started, while the agent imports torchrun."""

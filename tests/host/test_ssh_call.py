@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,11 @@ def test_a_closed_standard_output_does_not_stop_the_command(tmp_path: Path) -> N
         ["bash", "-c", '"$@" >&-', "bash", *PROGRAM, "node1", "bash", "-c", script], input=SECRET, timeout=60
     )
     assert (tmp_path / "received").read_bytes() == SECRET
+
+
+@pytest.mark.parametrize("started", [STARTED, ""])
+def test_a_killed_ssh_is_not_taken_for_an_exit_code_of_the_command(started: str) -> None:
+    code, _, err = call(started + "kill -KILL $$")
+    assert code == -9
+    assert re.fullmatch(r"ssh \(process [0-9]+\) was killed by signal 9\n", err)
+    assert call(STARTED + "exit 137")[0] == 137

@@ -143,6 +143,14 @@ def test_sweep_ends_the_rest_when_supervisor_and_guard_are_killed_together(run: 
     assert (run.code, read_json(run.files.record)["cause"]) == (137, "killed")
 
 
+def test_a_stopped_guard_does_not_delay_the_end(run: SupervisedRun) -> None:
+    process = run.start("echo ready; sleep 300")
+    os.kill(run.pid("guard"), signal.SIGSTOP)
+    kill(run.pid("command"))
+    assert process.wait(TIMEOUT) == 137
+    assert not run.remaining()
+
+
 def test_a_killed_guard_is_replaced_and_the_command_continues(run: SupervisedRun) -> None:
     process = run.start("trap 'exit 7' TERM; echo ready; while true; do sleep 0.1; done")
     for _ in range(3):

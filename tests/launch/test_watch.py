@@ -19,6 +19,7 @@ from distributed.launch.transport import _PdshErrors
 from distributed.launch.watch import Local, Watch
 from distributed.runs.lookup import RunNode
 from distributed.runs.run_directory import create
+from distributed.runs.verdict import decide
 from distributed.transport.commands import LocalCommands
 
 STOPPED_ON_REQUEST = 'while read -r request; do [ "$request" != stop ] || exit 143; done'
@@ -107,10 +108,26 @@ def test_a_client_that_is_killed_is_named_and_its_node_is_lost(directory: Path, 
     first, second = [line.split(" ", 2)[2] for line in log_of(directory).splitlines()]
     assert first.startswith("n1: the launcher's client (process ") and first.endswith(") was killed")
     assert second == "n1: connection to its supervisor lost; stopping the run"
+    cause = decide(directory, 137).cause
+    assert cause.startswith("n1: connection lost: its ssh client on the launching side (process ")
+    assert cause.endswith(") was killed by SIGKILL")
 
 
 def test_a_connection_that_is_lost_ends_the_run(directory: Path, attempt: Attempt) -> None:
     assert attempt(n1="exit 255", n2=STOPPED_ON_REQUEST) == UNFIT
+    assert decide(directory, UNFIT).cause == "n1: connection lost: ssh on the launching side exited with code 255"
+
+
+def test_a_connection_that_is_lost_after_the_exit_code_was_recorded_is_no_failure(
+    directory: Path, attempt: Attempt
+) -> None:
+    assert attempt(n1=f"echo 0 >'{directory}/node_n1.exit'; exit 255", n2=report("n2", 0)) == 0
+    assert attempt(n1=f"echo 5 >'{directory}/node_n1.exit'; exit 255", n2=STOPPED_ON_REQUEST) == 5
+
+
+def test_a_connection_that_is_lost_while_the_run_ends_is_not_recorded(directory: Path, attempt: Attempt) -> None:
+    assert attempt(n1=f"{report('n1', 3)}; exit 3", n2="read -r request; exit 255") == 3
+    assert not list(directory.glob("errors/connection_*"))
 
 
 FOLLOWING = r"""printf '\036{"node": "n1", "following": true}\n'"""

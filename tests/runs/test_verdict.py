@@ -610,6 +610,29 @@ def test_without_ssh_a_lost_launcher_was_killed(run: RunDirectory, address: str 
     assert (found.outcome, found.exit_code, found.cause) == ("failed", code, cause)
 
 
+@pytest.mark.parametrize("lost", ["n1", "n2"])
+def test_a_lost_connection_is_the_cause_also_if_its_node_was_only_stopped(run: RunDirectory, lost: str) -> None:
+    """As when a node was cut before its ranks had started, and reachable again when its processes were ended."""
+    run.start("n1", "n2")
+    for node in ("n1", "n2"):
+        run.file(f"node_{node}.exit", "143\n")
+    run.file(f"errors/connection_{lost}.json", {"message": "ssh exited with code 255", "time": TIME})
+    found = run.decide(69)
+    assert (found.outcome, found.exit_code, found.node) == ("failed", 69, lost)
+    assert found.cause == f"{lost}: connection lost: ssh exited with code 255"
+
+
+def test_the_launcher_knows_more_about_a_lost_connection_than_the_supervisor(run: RunDirectory) -> None:
+    run.file("run.json", {"layout": [{"node": "n1", "address": "n1", "first_rank": 0, "processes": 1}]})
+    run.ranks_ended("n1", r0=(143, True))
+    lost = {"node": "n1", "time": TIME - 1, "cause": "launcher lost", "message": "the control channel was closed"}
+    run.file("errors/supervisor_n1.json", lost)
+    run.file("errors/connection_n1.json", {"message": "its ssh client was killed", "time": TIME})
+    assert run.decide(137).cause == "n1: connection lost: its ssh client was killed"
+    run.ranks_ended("n1", r0=(139, False))
+    assert run.decide(137).cause == "rank 0 on n1 died of SIGSEGV"
+
+
 def test_ranks_that_stopped_because_the_launcher_exited_with_69_did_not_stop_on_request(run: RunDirectory) -> None:
     run.start("n1")
     run.ranks_ended("n1", r0=(75, False), r1=(75, False))
