@@ -157,9 +157,10 @@ node_of() { # <attempt> <rank>
 @test "nodes that are started by hand keep their agents" {
   LAUNCH=$SSH/launch_torchrun_multinode.sh
   write_steady_script
-  start out1 on "$N1" "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 2 0 "$(address "$N1")"
+  call=(env -C "$PWD" "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 2)
+  start out1 on "$N1" "${call[@]}" 0 "$(address "$N1")"
   first=$LAUNCHER
-  start out on "$N2" "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 2 1 "$(address "$N1")"
+  start out on "$N2" "${call[@]}" 1 "$(address "$N1")"
   ranks_at_work 0 2
   kill -KILL "$(rank_of 0 1)"
   ranks_at_work 1 2
