@@ -21,6 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from distributed.host.replies import Reply
     from distributed.runs.lookup import RunNode
     from distributed.transport.commands import SshCommands
 
@@ -96,11 +97,19 @@ class Pdsh(Ssh):
 
     def request(self, watch: Watch, request: str) -> None:
         seconds = SIGNAL_TIMEOUT if request.startswith("signal") else REQUEST_TIMEOUT
-        nodes = watch.run.nodes if request == "fail" else [*watch.run.nodes, *watch.spares]
+        nodes = [node for node in watch.run.nodes if node.node in watch.unended | watch.waiting]
+        if not request.startswith(("fail", "attempt")):
+            nodes += watch.spares
+
+        def replied(reply: Reply) -> None:
+            if reply.code and request.startswith("attempt"):
+                watch.node_lost(reply.node)
+
         for node in nodes:
-            if node.node in watch.unended | watch.waiting and not watch.is_lost(node.node):
+            if not watch.is_lost(node.node):
                 asked = [*watch.supervisor, *request.split(" ", 1), "--dir", str(watch.directory), "--name", node.node]
-                watch.calls.call(node.node, self.commands.command(node, asked, watch.options.cwd), timeout=seconds)
+                command = self.commands.command(node, asked, watch.options.cwd)
+                watch.calls.call(node.node, command, replied, timeout=seconds)
 
 
 class _PdshErrors:
@@ -122,7 +131,9 @@ class _PdshErrors:
                     continue
                 found = _PDSH_CODE.match(text)
                 if found and (name := self._names.get(found[1])):
-                    if int(found[2]) == UNREACHABLE:
+                    if self._watch.is_spare(name):
+                        self._watch.spare_is_lost(name)
+                    elif int(found[2]) == UNREACHABLE:
                         self._watch.node_lost(name)
                     else:  # what its login shell has printed may have damaged its report
                         self._watch.node_ended(name, int(found[2]))

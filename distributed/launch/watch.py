@@ -506,6 +506,7 @@ class Watch:
         asked = [*self.supervisor, "sweep", "--dir", str(self.directory), "--name", node.node]
 
         def ended(reply: Reply) -> None:
+            self._returning &= self.calls.running
             if is_used():
                 return
             if reply.code or not self.unended:
