@@ -172,7 +172,8 @@ def expected(fault: Fault, node: str, topology: str, moment: str) -> Expected:  
     if process == "rank":
         return Expected((hung,) if name == "SIGSTOP" else (killed(rank, node, name),))
     if process == "agent" and name == "SIGSTOP":
-        return Expected((lost,) if several else (), required=several and silent)
+        unresponsive = Cause(f"^the agent on {node} died of SIGKILL", (137,), node)  # killed by its supervisor
+        return Expected((lost, unresponsive) if several else (), required=silent)
     if process == "agent":
         return Expected((Cause(f"^the agent on {node} died of {name}", (code,), node),))
     if process == "fork server":
