@@ -225,7 +225,8 @@ def judge(evidence: Evidence, launcher_code: int | None = None, signaled: bool =
         by = f"by {evidence.signal}" if evidence.signal else "on request"
         return Verdict("stopped", STOPPED, _sentence(cause).replace("on request", by, 1))
     interrupted = launcher_code in INTERRUPTED and kind is not Kind.OWN_ERROR and BY_SLURM not in cause.message
-    interrupted = interrupted and (signaled or cause.exception != "KeyboardInterrupt")  # otherwise the rank's own
+    if not signaled:  # the code is that of a rank that raised this, or of a node that lost its launcher
+        interrupted = interrupted and cause.exception != "KeyboardInterrupt" and kind is not Kind.LOST_NODE
     if kind is Kind.STOPPED or interrupted:  # the launcher stopped the ranks, and no failure is the reason
         return replace(_nothing_failed(evidence, launcher_code), collateral=_collateral(failures))
     return _failed(failures, evidence, launcher_code)

@@ -633,6 +633,22 @@ def test_the_launcher_knows_more_about_a_lost_connection_than_the_supervisor(run
     assert run.decide(137).cause == "rank 0 on n1 died of SIGSEGV"
 
 
+@pytest.mark.parametrize(("signaled", "outcome"), [(False, "failed"), (True, "stopped")])
+def test_a_node_that_missed_heartbeats_did_not_stop_on_request(run: RunDirectory, signaled: bool, outcome: str) -> None:
+    """The supervisor of the first node stops its ranks, and thereby all others, with exit code 143."""
+    run.file(
+        "run.json", {"layout": [{"node": n, "address": n, "processes": 1, "first_rank": n == "n2"} for n in TWO_NODES]}
+    )
+    for node in TWO_NODES:
+        run.file(f"node_{node}.exit", "143\n")
+    run.file("errors/supervisor_n1.json", {"cause": "launcher lost", "message": "no heartbeat for 20 s", "time": TIME})
+    found = verdict.judge(gather(run.path), 143, signaled)
+    assert (found.outcome, found.exit_code) == (outcome, 143 if signaled else 69)
+    assert found.cause == (
+        "interrupted (SIGTERM); no rank had failed" if signaled else "n1: connection lost: no heartbeat for 20 s"
+    )
+
+
 def test_ranks_that_stopped_because_the_launcher_exited_with_69_did_not_stop_on_request(run: RunDirectory) -> None:
     run.start("n1")
     run.ranks_ended("n1", r0=(75, False), r1=(75, False))

@@ -1,0 +1,82 @@
+"""train.py, of which one rank fails once, as the file fault.json in the working directory describes.
+
+The file may appear during the run: {"how": HOW, "rank": RANK, "step": STEP}. The rank fails at the first step that is
+not below STEP. Steps, and the publishing of checkpoints, take longer than in train.py, so that a fault can hit them.
+tests/random_faults.py starts this script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import runpy
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+KIT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(KIT))
+sys.argv[0] = str(KIT / "train.py")
+
+from distributed.checkpoint import directory  # noqa: E402 - found only now
+from distributed.checkpoint.checkpointer import Checkpointer  # noqa: E402
+
+STEP_SECONDS, PUBLISH_SECONDS = 0.1, 0.3
+MEMORY = 512 << 20  # bytes that a rank may allocate before it fails
+
+should_stop, publish = Checkpointer.should_stop, directory.publish
+
+
+def fail(how: str) -> None:
+    if how == "exits with 0":
+        os._exit(0)
+    elif how == "hangs":
+        time.sleep(1000)
+    elif how == "loops":
+        while True:
+            pass
+    elif how == "raises":
+        raise ValueError("injected")
+    elif how == "allocates":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+        blocks = []
+        while True:
+            blocks.append(bytearray(1 << 24))
+
+
+def is_due(step: int) -> str:
+    """How this rank has to fail now; empty: it has not."""
+    try:
+        fault = json.loads(Path("fault.json").read_text())
+    except FileNotFoundError:
+        return ""
+    if os.environ["RANK"] != str(fault["rank"]) or step < fault["step"]:
+        return ""
+    try:
+        Path("fired").touch(exist_ok=False)
+    except FileExistsError:
+        return ""
+    return str(fault["how"])
+
+
+def slow_should_stop(self: Checkpointer, step: int, loss: Tensor | None = None) -> bool:
+    how = is_due(step)
+    fail(how)
+    time.sleep(STEP_SECONDS)
+    return should_stop(self, step, loss * float("nan") if how == "writes NaN" and loss is not None else loss)
+
+
+def slow_publish(writing: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+    time.sleep(PUBLISH_SECONDS)
+    publish(writing, final, manifest)
+
+
+Checkpointer.should_stop = slow_should_stop  # type: ignore[method-assign]
+directory.publish = slow_publish
+runpy.run_path(sys.argv[0], run_name="__main__")
