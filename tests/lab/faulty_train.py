@@ -23,13 +23,13 @@ KIT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(KIT))
 sys.argv[0] = str(KIT / "train.py")
 
-from distributed.checkpoint import directory  # noqa: E402 - found only now
-from distributed.checkpoint.checkpointer import Checkpointer  # noqa: E402
+from distributed.checkpoint.checkpointer import Checkpointer  # noqa: E402 - found only now
+from distributed.checkpoint.directory import Owner  # noqa: E402
 
 STEP_SECONDS, PUBLISH_SECONDS = 0.1, 0.3
 MEMORY = 512 << 20  # bytes that a rank may allocate before it fails
 
-should_stop, publish = Checkpointer.should_stop, directory.publish
+should_stop, publish = Checkpointer.should_stop, Owner.publish
 
 
 def fail(how: str) -> None:
@@ -72,11 +72,11 @@ def slow_should_stop(self: Checkpointer, step: int, loss: Tensor | None = None) 
     return should_stop(self, step, loss * float("nan") if how == "writes NaN" and loss is not None else loss)
 
 
-def slow_publish(writing: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+def slow_publish(self: Owner, writing: Path, manifest: Mapping[str, Any]) -> None:
     time.sleep(PUBLISH_SECONDS)
-    publish(writing, final, manifest)
+    publish(self, writing, manifest)
 
 
 Checkpointer.should_stop = slow_should_stop  # type: ignore[method-assign]
-directory.publish = slow_publish
+Owner.publish = slow_publish  # type: ignore[method-assign]
 runpy.run_path(sys.argv[0], run_name="__main__")
