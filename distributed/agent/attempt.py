@@ -1,8 +1,8 @@
 """The number of an attempt for ranks, when the launcher restarts the agents.
 
 torchrun restarts ranks itself, and numbers its attempts in TORCHELASTIC_RESTART_COUNT; scripts name caches and files
-after that number and TORCHELASTIC_RUN_ID. A launcher starts new agents for each attempt. It sets the two variables of
-Attempt for the agents, which pass them on to the ranks.
+after that number and TORCHELASTIC_RUN_ID. A launcher sets the two variables of Attempt for the agents, which pass them
+on to the ranks. For each attempt it starts new agents, or sends the facts of the next one to agents that have stayed.
 """
 
 from __future__ import annotations
@@ -59,14 +59,12 @@ class AttemptPipes:
 
     @classmethod
     def take(cls) -> AttemptPipes | None:
-        """Those of this process, which its children do not inherit; None if it has none. Removes the variable."""
+        """Those of this process; None if it has none. Removes the variable. The fork server closes its copies."""
         ends = [end.split(":") for end in os.environ.pop(ATTEMPT_PIPES, "").split()]
         with contextlib.suppress(OSError, ValueError):
             numbers = [int(number) for number, _ in ends]
             # A program between supervisor and agent may have closed them, and opened other files.
             if numbers and [str(os.fstat(number).st_ino) for number in numbers] == [inode for _, inode in ends]:
-                for number in numbers:
-                    os.set_inheritable(number, False)
                 return cls(*numbers)
         return None
 

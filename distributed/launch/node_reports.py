@@ -1,7 +1,8 @@
 """Reports of a program on a node, among the lines that it prints for the console.
 
 A report is one line: REPORT, a JSON object, a line break. A supervisor reports the exit code of its command, as the
-exit code of ssh or pdsh may be that of a lost connection. A follower also reports that it follows the command, and a
+exit code of ssh or pdsh may be that of a lost connection. With "waiting", the agent waits for the next attempt; "lost"
+is a node that sent it no heartbeats. A follower also reports that it follows the command, and a
 task of srun its start and heartbeats.
 """
 

@@ -343,8 +343,13 @@ class Launch:
             if not self._should_restart(restarts):
                 self.watch.end_agents()
                 return
+            if self.watch.replaces and (self.watch.lost or len(self.watch.run.nodes) < len(self.names)):
+                self.watch.wait_for_spares()
+            if self.watch.signal:
+                self.watch.end_agents()
+                return
             restarts += 1
-            number = archive_attempt(self.directory, self.watch.waiting)
+            number = archive_attempt(self.directory, self.watch.waiting | {one.node for one in self.watch.spares})
             self.watch.restart_count = number
             count = f"restart {restarts} of {self.options.max_restarts}"
             self.console.record(f"exit code {self.code}: {count}, from the newest valid checkpoint")
@@ -358,7 +363,7 @@ class Launch:
         from distributed.launch.spares import arrange
 
         watch = self.watch
-        ready = watch.wait_for_spares() if watch.lost or len(watch.run.nodes) < len(self.names) else []
+        ready = [node for node in watch.spares if node.node in watch.waiting]
         nodes, changes = arrange(watch.run.nodes, watch.lost, ready, len(self.names), self.options.min_nodes)
         if not changes:
             return
@@ -505,7 +510,7 @@ def archive_attempt(directory: Path, staying: Collection[str] = ()) -> int:
         for path in directory.glob(pattern):
             path.rename(target / path.name)
     for node in staying:
-        with contextlib.suppress(FileNotFoundError):  # the node has a directory of its own
+        with contextlib.suppress(OSError):  # usually because the node has a directory of its own
             shutil.copy2(target / f"node_{node}.pid", directory)
     for name in ("errors", "ranks"):
         (directory / name).mkdir()

@@ -168,11 +168,16 @@ class JobStep:
         node.last_report = time.monotonic()
         self._step = report.get("step") or self._step
         node.tasks = report.get("tasks") or node.tasks  # SLURM may have distributed them differently
-        self._watch.node_failed(report.get("failed", 0))
         if self._watch.is_spare(node.name):
             if report.get("waiting"):
                 self._watch.spare_is_ready(node.name)
-        elif end := report.get("end"):
+            elif report.get("end"):
+                self._watch.spare_is_lost(node.name)
+            return
+        if node not in self._nodes_of_attempt():  # it was lost and replaced
+            return
+        self._watch.node_failed(report.get("failed", 0))
+        if end := report.get("end"):
             node.ends.append(end)
             node.waits = report.get("waiting", False)
             self._watch.node_failed(end["exit_code"])

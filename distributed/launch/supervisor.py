@@ -76,6 +76,7 @@ BACKLOG = 4 << 20  # bytes buffered for a slow console; while there are more, th
 POLL_INTERVAL = 0.5  # seconds between checks of the request file
 KILL_INTERVAL = 0.01  # seconds between checks of killed processes
 SCAN_INTERVAL = 0.1  # maximum seconds between scans for leftover processes; the exit of a child starts a scan at once
+FAIL_GRACE = 3.0  # seconds for ranks, and then for the agent, when another node has failed
 LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for leftover processes
 UNKILLABLE_TIMEOUT = 5.0  # seconds to wait for a process after SIGKILL
 START_TIMEOUT = 30.0  # seconds within which a supervisor without a lease reports that it cannot start its command
@@ -406,7 +407,9 @@ class Supervisor:
         self._from_command_partial = b""
         self._attempt_ended = False  # its exit code was written and reported
         self._lost = ""  # node that the command reports as lost
-        self._fails = False  # the attempt was stopped, because another node has failed
+        self._terminated = False  # SIGTERM was sent to the command
+        self._ranks_killed = False  # before the command, which may stay
+        self.ignores_fail = False  # the command is the agent of a spare node, and has not run an attempt
         self.ended = 0.0  # Unix seconds at which the command exited
         self._sampler = 0  # process id; 0: none
         self.stopping = False
@@ -694,7 +697,8 @@ class Supervisor:
     def _handle_requests(self) -> None:
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
-            self._handle_request(line)
+            if not (self._waits and line == b"kill"):  # for nodes that do not end their attempt
+                self._handle_request(line)
 
     def _handle_request(self, request: bytes) -> None:
         if request == b"stop":
@@ -723,20 +727,21 @@ class Supervisor:
         self._end_command()  # first: the agent may ignore SIGTERM while it waits
         if not self.stopping:
             self.stopping = True
-            self._terminate()
+            self._terminate(self.options.grace)
 
-    def _terminate(self) -> None:
-        self._kill_at = min(self._kill_at, time.monotonic() + self.options.grace)
-        if self.code is None:
+    def _terminate(self, grace: float) -> None:
+        self._kill_at = min(self._kill_at, time.monotonic() + grace)
+        if self.code is None and not self._terminated:
+            self._terminated = True
             send_signal(signal.SIGTERM, [self.pid])
 
     # ---- attempts
 
     def _stop_attempt(self) -> None:
-        """Like stop(), but a command that ends its attempt may stay for the next one."""
-        if self.code is None and not self.stopping and not self._fails:
-            self._fails = True
-            self._terminate()
+        """Like stop(), but a command that ends its attempt may stay for the next one, and its ranks are killed first.
+        """
+        if self.code is None and not self.stopping and not self.ignores_fail:
+            self._terminate(min(self.options.grace, FAIL_GRACE))
 
     def _read_command(self) -> None:
         """Read from the command that its attempt has ended."""
@@ -748,7 +753,9 @@ class Supervisor:
         if not newline:
             self._from_command_partial = line
         elif self.code is None and self._to_command >= 0:
-            code, _, self._lost = line.decode().partition(" ")
+            code, _, self._lost = line.decode(errors="replace").partition(" ")
+            if code and not code.isdecimal():
+                return  # not from the agent
             self._waits = True
             self._kill_at, self._scan_at, self._leftovers_signalled = float("inf"), 0.0, False
             self._ended(int(code or 0))
@@ -761,6 +768,8 @@ class Supervisor:
         while ready := select.select(list(self._outputs), [], [], 0)[0]:
             for pipe in ready:
                 self._read_output(pipe)
+        for stream, lines in self._lines.items():
+            self._log_and_show(lines.feed(b"", last=True), stream)
         self._end_console()
         self._attempt_ended = True
         self._write_code()
@@ -769,13 +778,20 @@ class Supervisor:
     def _start_attempt(self, facts: bytes) -> None:
         """Start the next attempt. facts: JSON, for the command."""
         for path in (self.files.record, self.files.pids):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with contextlib.suppress(OSError):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
         with contextlib.suppress(OSError):  # it may be in the request file, which would be read again
             os.unlink(self.files.request)
-        os.close(self._log)  # the launcher has moved it, with the other files of the attempt
-        self._log = os.open(self.files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            log = os.open(self.files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        except OSError as error:
+            self._print_message(f"{self.files.log}: {error.strerror}: output is added to the log of the last attempt")
+        else:
+            os.close(self._log)  # the launcher has moved it, with the other files of the attempt
+            self._log = log
         self.code, self._console, self._kill_at = None, None, float("inf")
-        self._waits = self._attempt_ended = self._no_process_left = self._log_failed = self._fails = False
+        self._waits = self._attempt_ended = self._no_process_left = self._log_failed = False
+        self._leftovers_signalled = self._terminated = self._ranks_killed = self.ignores_fail = False
         self._start_helpers()
         with contextlib.suppress(OSError):  # it was killed
             os.write(self._to_command, facts + b"\n")
@@ -790,7 +806,7 @@ class Supervisor:
 
     def pass_on(self, number: int) -> None:
         """Send a signal once to the ranks that have a handler for it. Without any, stop the command."""
-        if self.stopping or not process_scan.start_time(self.pid):
+        if self.stopping or self._waits or not process_scan.start_time(self.pid):
             return
         if pids := self.processes_with_handler(number):
             send_signal(number, pids)
@@ -852,6 +868,9 @@ class Supervisor:
         self._scan_at = now + SCAN_INTERVAL
         leftovers = self._find_leftovers()
         if now >= self._kill_at:
+            if self.code is None and not self.stopping and not self._ranks_killed and self._to_command >= 0:
+                self._ranks_killed, self._kill_at = True, now + FAIL_GRACE
+                leftovers = self._outside_session(leftovers)
             send_signal(signal.SIGKILL, leftovers)
             if self.code is not None and now >= self._kill_at + UNKILLABLE_TIMEOUT:
                 self._end_command()
@@ -881,9 +900,14 @@ class Supervisor:
         found = children() if self._adopts else None
         if found is not None and set(found) <= set(staying):
             return []
+        return self._outside_session(
+            process_scan.live_processes(self.files.environment, root=os.getpid(), exclude=staying)
+        )
+
+    def _outside_session(self, pids: list[int]) -> list[int]:
+        """Those of these processes that are not in the session of the command, such as ranks and what they started."""
         processes = process_scan.table()
-        live = process_scan.live_processes(self.files.environment, root=os.getpid(), exclude=staying)
-        return [pid for pid in live if pid in processes and processes[pid].session != self.pid]
+        return [pid for pid in pids if pid in processes and processes[pid].session != self.pid]
 
     def finish(self) -> None:
         """Write the remaining files, the exit code last, and stop the helper processes."""
@@ -1019,14 +1043,17 @@ def supervise_detached(
 
 
 def request(files: Files, what: str) -> int:
-    """Send a request to the supervisor, if it runs on this machine. what: stop, kill, fail, end or attempt JSON."""
+    """Send a request to the supervisor, if it runs on this machine. what: stop, kill, fail, end or attempt JSON.
+
+    Returns UNFIT for an attempt without a supervisor, else 0.
+    """
     if pid := supervisor_of(files):
         try:
             write_file(files.request, what + "\n")
             send_signal(signal.SIGCHLD, [pid])  # it then reads the file at once
         except OSError:  # probably a full disk
             send_signal(signal.SIGTERM, [pid])
-    return 0
+    return UNFIT if what.startswith("attempt") and not pid else 0
 
 
 def signal_supervisor(files: Files, number: int) -> int:

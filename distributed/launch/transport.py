@@ -97,9 +97,9 @@ class Pdsh(Ssh):
 
     def request(self, watch: Watch, request: str) -> None:
         seconds = SIGNAL_TIMEOUT if request.startswith("signal") else REQUEST_TIMEOUT
-        nodes = [node for node in watch.run.nodes if node.node in watch.unended | watch.waiting]
-        if not request.startswith(("fail", "attempt")):
-            nodes += watch.spares
+        to_all = request in ("stop", "end") or watch.signal
+        asked_nodes = watch.unended | watch.waiting if to_all else watch.unended
+        nodes = [node for node in watch.run.nodes if node.node in asked_nodes] + watch.spares * bool(to_all)
 
         def replied(reply: Reply) -> None:
             if reply.code and request.startswith("attempt"):
@@ -135,7 +135,7 @@ class _PdshErrors:
                         self._watch.spare_is_lost(name)
                     elif int(found[2]) == UNREACHABLE:
                         self._watch.node_lost(name)
-                    else:  # what its login shell has printed may have damaged its report
+                    elif name in self._watch.unended:  # what its login shell has printed may have damaged its report
                         self._watch.node_ended(name, int(found[2]))
             shown.append(line)
         self._watch.console.show(b"".join(shown), 2)

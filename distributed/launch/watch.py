@@ -3,7 +3,8 @@
 One event loop (loop.py) serves all nodes. A client is a local process that runs the supervisor of a node, over ssh if
 the node is another machine; pdsh and srun have one client for all nodes. Its standard input is the control channel of
 the supervisor: stop, kill, signal N, an empty line as a heartbeat; end of file means that the launcher has exited. With
-restarts, the agents of a failed attempt may wait for the next one; their supervisors and clients then stay, too.
+restarts, agents of a failed attempt wait for the next one, and their supervisors and clients stay. Then there are also
+the requests fail (end the attempt), attempt (start the next one) and end (there is no other).
 """
 
 from __future__ import annotations
@@ -113,11 +114,10 @@ class Local:
         watch.start_client(node.node, command, sent=watch.block())
 
     def request(self, watch: Watch, request: str) -> None:
-        """Send a request to the supervisors of all nodes: stop, kill or signal N; fail only to those of the attempt."""
-        spared = {node.node for node in watch.spares} if request == "fail" else ()
-        for name, client in watch.running.items():
-            if name not in spared:
-                client.send(f"{request}\n".encode())
+        """Send a request to the supervisors: stop and end to all, fail, kill and signal N to those of the attempt."""
+        to_all = request in ("stop", "end") or watch.signal
+        for name in watch.running.keys() if to_all else watch.clients_of_attempt():
+            watch.running[name].send(f"{request}\n".encode())
 
     def abandon(self, watch: Watch) -> None:
         """Give up the nodes that have not ended after all requests."""
@@ -336,6 +336,8 @@ class Watch:
             self.waiting.add(node)
             if self.is_spare(node):
                 self.spare_is_ready(node)
+        elif self.is_spare(node) and isinstance(code, int):
+            self.spare_is_lost(node)
         if node not in self.unended or not isinstance(code, int):
             return
         self._reported[node] = code
@@ -343,7 +345,7 @@ class Watch:
             if lost := report.get("lost"):
                 self._missed[lost] = f"{node} received no heartbeat from it"
             self.node_ended(node, code)
-            self._check_missed()
+            self._give_up_missed()
         elif not self.transport.clients_are_nodes:
             self.node_ended(node, code)
 
@@ -362,7 +364,7 @@ class Watch:
         self.console.record(f"{name}: connection to this spare node lost")
         self._await_return(spare)
 
-    def _check_missed(self) -> None:
+    def _give_up_missed(self) -> None:
         """When only nodes have not ended that other nodes miss, give them up after some time."""
         attempt = self.attempts
 
@@ -377,7 +379,7 @@ class Watch:
             self.loop.call_later(MISSED_TIMEOUT, give_up)
 
     def _client_ended(self, name: str, client: Client) -> None:
-        self.waiting.discard(name)
+        self.waiting -= {name} if self.transport.clients_are_nodes else self.waiting
         if self.is_spare(name):
             self.spare_is_lost(name)
             return
@@ -464,7 +466,8 @@ class Watch:
         if code and self.status in (0, TERMINATED):
             self.status = code
             if not self._requested:
-                self._schedule(CHECKPOINT_GRACE if code == STOPPED else 0.0, "fail" if self.agents_stay else "stop")
+                stays = self.agents_stay and code != STOPPED
+                self._schedule(CHECKPOINT_GRACE if code == STOPPED else 0.0, "fail" if stays else "stop")
 
     def node_lost(self, node: str, code: int = UNFIT) -> None:
         """Count the node as failed with this code, and run `sweep` there, which waits until its command has stopped.
@@ -509,9 +512,9 @@ class Watch:
             self._returning &= self.calls.running
             if is_used():
                 return
-            if reply.code or not self.unended:
+            if reply.code or not self.unended or self.is_ending:
                 self._await_return(node)
-            elif not (self.is_ending or self.signal):
+            elif not self.signal:
                 self.spares.append(node)
                 self.transport.start_node(self, node)
 
@@ -550,6 +553,8 @@ class Watch:
             spares = list(self.spares)
             self.end_agents()
             self.spares = spares
+        for client in self._returning & self.calls.running:  # it could stop a node that is started now
+            client.kill()
         self._reset()
         self.unended = {node.node for node in self.run.nodes}
         (start or self.transport.start)(self)
@@ -565,12 +570,11 @@ class Watch:
         self._record_unstarted()
         return self.status
 
-    def wait_for_spares(self) -> list[RunNode]:
-        """Wait until all spare nodes are ready, for some time. Returns those that are."""
+    def wait_for_spares(self) -> None:
+        """Wait until all spare nodes are ready, for some time, or until a stop request."""
         limit = time.monotonic() + START_TIMEOUT
         while {node.node for node in self.spares} - self.waiting and time.monotonic() < limit and not self.signal:
             self.loop.wait(limit - time.monotonic())
-        return [node for node in self.spares if node.node in self.waiting]
 
     def end_agents(self) -> None:
         """Let agents exit that wait for another attempt, and wait until the clients of all nodes have exited."""
@@ -584,7 +588,7 @@ class Watch:
     def _wait_for_clients(self) -> None:
         """Wait until the clients of all nodes have exited, or their agents wait for the next attempt."""
         paused = False
-        while self._clients_of_attempt() or self.calls.running or self._disconnected or self.console.pending:
+        while self.clients_of_attempt() or self.calls.running or self._disconnected or self.console.pending:
             for stream in self.console.pending:
                 self.loop.on_writable(stream.number, partial(self._flush, stream))
             if self.console.is_slow != paused:
@@ -592,11 +596,11 @@ class Watch:
                 for client in self.running.values():
                     client.pause_output(paused)
             self.loop.wait()
-            if not self._clients_of_attempt():  # the replies to a query are not needed any more
+            if not self.clients_of_attempt():  # the replies to a query are not needed any more
                 for client in (self.queries | self._returning) & self.calls.running:
                     client.kill()
 
-    def _clients_of_attempt(self) -> set[str]:
+    def clients_of_attempt(self) -> set[str]:
         """The clients of nodes whose attempt has not ended."""
         if self.transport.clients_are_nodes or self.unended or not self.waiting:
             return self.running.keys() - self.waiting - {node.node for node in self.spares}
@@ -648,9 +652,10 @@ class Watch:
         self._schedule(STOP_TIMEOUT, "abandon" if request == "kill" else "kill")
 
     def kill_clients(self) -> None:
-        """Kill the clients of all nodes, and do not wait for a blocked console."""
+        """Kill the clients of the attempt, and do not wait for a blocked console. After a stop request, kill all."""
         self._disconnected.clear()
-        for client in [*self.running.values(), *self.calls.running]:
+        names = self.running.keys() if self.signal else self.clients_of_attempt()
+        for client in [*(self.running[name] for name in names), *self.calls.running]:
             client.kill()
         for stream in self.console.pending:
             stream.close()

@@ -10,7 +10,7 @@ The task communicates with distributed/launch/srun.py, on the launcher's side, t
 
     standard output   lines for the console, those of standard error after the character ERROR, and reports; see
                       distributed/launch/node_reports.py
-    standard input    the supervisor's control channel: stop, kill, or an empty line as a heartbeat
+    standard input    the supervisor's control channel: requests, and an empty line as a heartbeat
 
 The first report of a task means that it has started, the last one has its exit code. The first task of each node also
 sends reports as heartbeats. After its command has exited, a task waits until the control channel is closed, because
@@ -89,6 +89,7 @@ class Task(supervisor.Supervisor):
         options.lease, options.sample_usage = HEARTBEAT_TIMEOUT, self.local_rank == 0
         options.restarts = not is_rank and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         super().__init__(self.files, options)
+        self.ignores_fail = "MUSTER_NODES" in env and self.files.name not in env["MUSTER_NODES"].split()
         os.set_blocking(1, False)
         self._streams = self._streams[:1]  # the launcher expects only srun's own messages on standard error
 
@@ -227,7 +228,7 @@ class Task(supervisor.Supervisor):
             supervisor.write_signal(self.files, number, "from SLURM (--signal or scancel)")
         self._received_signals[number] = time.monotonic()
         self._passed_on.pop(number, None)
-        if number in signals.PROTECTED and not self.processes_with_handler(number):
+        if number in signals.PROTECTED and not self._waits and not self.processes_with_handler(number):
             if number in signals.ANNOUNCEMENTS:
                 self._missed.add(number)
             elif process_scan.start_time(self.pid):  # otherwise its handler has ended it
@@ -261,11 +262,12 @@ class Task(supervisor.Supervisor):
 
 def agent_options(run: str, counts: Sequence[int], env: Mapping[str, str]) -> list[str]:
     """Return torchrun's options for this node. counts: ranks on each node."""
-    node_rank = int(env["SLURM_NODEID"])
-    members = env["MUSTER_NODES"].split() if "MUSTER_NODES" in env else counts  # the last nodes may be spare nodes
+    number, name = int(env["SLURM_NODEID"]), env["SLURMD_NODENAME"]
+    members = env["MUSTER_NODES"].split() if "MUSTER_NODES" in env else counts  # others are spare nodes
+    node_rank = members.index(name) if name in members else number
     return [
         *("--rdzv-id", os.path.basename(run), "--nnodes", str(len(members)), "--node-rank", str(node_rank)),
-        *("--nproc-per-node", str(counts[node_rank])),
+        *("--nproc-per-node", str(counts[number])),
         *("--master-addr", env["MASTER_ADDR"], "--master-port", env["MASTER_PORT"]),
         *("--log-dir", os.path.join(run, "ranks", env["SLURMD_NODENAME"])),
     ]

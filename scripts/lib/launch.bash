@@ -112,8 +112,7 @@ check_call_on_nodes() { # <node...>
   check_call --forward "${CHECKS[@]}"
   [[ ! $MIN_NODES ]] || ((MIN_NODES <= ${#NODES[@]})) ||
     die_usage "--min-nodes $MIN_NODES: more than the ${#NODES[@]} nodes of this run"
-  ((MAX_RESTARTS || ! ${#SPARE_NODES[@]})) ||
-    die_usage "hostfile '$HOSTFILE': spare nodes replace lost ones when the run is restarted; give --max-restarts too"
+  ((! ${#SPARE_NODES[@]})) || check_replacement
   ENVIRONMENT+=("MUSTER_NODES=${NODES[*]}") # agents print these names
 }
 

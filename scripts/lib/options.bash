@@ -179,12 +179,7 @@ check_options() {
   is_count "$MAX_RESTARTS" || die_usage "--max-restarts: expected a non-negative integer, got '$MAX_RESTARTS'"
   [[ ! $MIN_NODES ]] || { is_count "$MIN_NODES" && ((MIN_NODES >= 1)); } ||
     die_usage "--min-nodes: expected a number of nodes, 1 or more, got '$MIN_NODES'"
-  [[ ! $SPARES$MIN_NODES || $MAX_RESTARTS != 0 ]] ||
-    die_usage "--spares and --min-nodes: a lost node is replaced when the run is restarted; give --max-restarts too"
-  [[ ! $SPARES$MIN_NODES || $LEASE != 0 ]] ||
-    die_usage "--lease 0: lost nodes are not replaced; leave out --spares and --min-nodes"
-  [[ ! $SPARES$MIN_NODES || $AGENT == fast ]] ||
-    die_usage "--agent torchrun: lost nodes are not replaced; leave out --spares and --min-nodes"
+  [[ ! $SPARES$MIN_NODES ]] || check_replacement
   is_count "$MAX_REQUEUES" || die_usage "--max-requeues: expected a non-negative integer, got '$MAX_REQUEUES'"
   [[ ! $HANG_TIMEOUT ]] || is_count "$HANG_TIMEOUT" ||
     die_usage "--hang-timeout: expected a whole number of seconds (0 = off), got '$HANG_TIMEOUT'"
@@ -199,6 +194,16 @@ check_options() {
   [[ $DRY_RUN != 1 && ! $ATTACH ]] || PREFLIGHT=0 # a run that is attached to uses its GPUs and port itself
   # Python buffers output to a pipe; Muster's own agent disables that itself.
   [[ $AGENT == fast ]] || ENVIRONMENT=(PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}")
+}
+
+
+# Check that lost nodes can be replaced.
+check_replacement() {
+  ((MAX_RESTARTS)) ||
+    die_usage "--spares and --min-nodes: a lost node is replaced when the run is restarted; give --max-restarts too"
+  [[ $LEASE != 0 ]] || die_usage "--lease 0: lost nodes are not replaced; leave out --spares and --min-nodes"
+  [[ $AGENT == fast ]] ||
+    die_usage "--agent torchrun: lost nodes are not replaced; leave out --spares and --min-nodes"
 }
 
 

@@ -32,7 +32,7 @@ TIMEOUT = 60.0  # seconds for events that take milliseconds on an idle machine
 AGENT = r"""
 read -r out in <<<"${MUSTER_ATTEMPT_PIPES//:*([0-9])/}"
 while true; do
-  trap 'echo stopped; rm -f ready; echo 143 >code' TERM
+  trap 'echo stopped; echo 143 >code' TERM
   echo "attempt $((++n))"
   until [ -e code ]; do sleep 0.02; done
   trap '' TERM
@@ -67,6 +67,10 @@ class Supervised:
 
     def request(self, line: str) -> None:
         self.control.write(f"{line}\n".encode())
+
+    def call(self, *request: str) -> None:
+        """Send a request through the file."""
+        subprocess.run([*SUPERVISOR, *request, "--dir", self.files.directory, "--name", "n1"], check=True)
 
     def end_attempt(self, code: str) -> None:
         part = self.directory / "code.part"
@@ -169,6 +173,9 @@ def test_a_command_that_waits_is_ended(start: Callable[..., Supervised], how: st
         run.control.close()
     elif how == "SIGTERM":
         run.process.send_signal(signal.SIGTERM)
+    elif how == "kill":  # on the control channel it is for nodes that do not end their attempt
+        run.request("kill")
+        run.call("kill")
     else:
         run.request(how)
     assert run.process.wait(TIMEOUT) == 3
@@ -209,6 +216,42 @@ def test_fail_ends_an_attempt_and_not_the_command_and_counts_once(start: Callabl
     assert run.report()["exit_code"] == 5
 
 
+def test_the_ranks_are_killed_before_a_command_that_cannot_stop_them(start: Callable[..., Supervised]) -> None:
+    rank = "setsid bash -c \"trap '' TERM; echo rank; while true; do sleep 0.1; done\" & rank=$!; "
+    run = start("--grace", "60", command=rank + AGENT.replace("echo stopped;", "wait $rank;"))
+    wait_until(lambda: "rank" in run.log)
+    run.request("fail")
+    assert run.report() == {"node": "n1", "exit_code": 143, "waiting": True}
+
+
+def test_a_signal_does_not_end_a_command_that_waits(start: Callable[..., Supervised]) -> None:
+    run = start()
+    run.end_attempt("3")
+    run.report()
+    run.request(f"signal {signal.SIGUSR1.value}")
+    run.request("attempt {}")
+    wait_until(lambda: "attempt 2" in run.log)
+
+
+def test_leftovers_of_a_later_attempt_end_too(start: Callable[..., Supervised]) -> None:
+    run = start(command="setsid sleep 300 & " + AGENT.replace('echo "got', 'setsid sleep 301 & echo "got'))
+    run.end_attempt("3")
+    run.report()
+    archive(run)
+    run.request("attempt {}")
+    wait_until(lambda: "attempt 2" in run.log)
+    os.kill(run.pid("command"), signal.SIGKILL)
+    assert run.report() == {"node": "n1", "exit_code": 137}
+    assert not run.remaining()
+
+
+def test_an_unfinished_line_is_in_the_log_of_its_attempt(start: Callable[..., Supervised]) -> None:
+    run = start(command=AGENT.replace('echo "ends with $code"', 'printf "unfinished $code"'))
+    run.end_attempt("3")
+    run.report()
+    wait_until(lambda: "unfinished 3" in run.log)
+
+
 def test_a_command_that_does_not_end_its_attempt_after_fail_is_killed(start: Callable[..., Supervised]) -> None:
     run = start("--grace", "1", command="trap '' TERM; echo attempt 1; while true; do sleep 0.1; done")
     run.request("fail")
@@ -225,15 +268,12 @@ def test_after_a_stop_request_the_command_does_not_stay(start: Callable[..., Sup
 def test_requests_through_the_file_do_the_same(start: Callable[..., Supervised]) -> None:
     run = start()
 
-    def call(*request: str) -> None:
-        subprocess.run([*SUPERVISOR, *request, "--dir", run.files.directory, "--name", "n1"], check=True)
-
-    call("fail")
+    run.call("fail")
     assert run.report()["exit_code"] == 143
-    call("attempt", json.dumps({"a": "b c"}))
+    run.call("attempt", json.dumps({"a": "b c"}))
     wait_until(lambda: 'got {"a": "b c"}' in run.log)
     assert not os.path.exists(run.files.request)
-    call("end")
+    run.call("end")
     run.end_attempt("6")
     assert run.report() == {"node": "n1", "exit_code": 6}
 
