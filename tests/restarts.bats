@@ -244,7 +244,7 @@ END
   launch 3 --min-nodes 2 - 1 "$N1" "$N2" "$N3"
   lab cut "$N3"
   ranks_at_work 1 2
-  grep -qF "$N3 is lost (connection lost): going on without it" out
+  grep -qF "$N3 is lost (connection lost): continuing without it" out
   lab heal "$N3"
   wait_for_line out "$N3: ready as a spare node"
   kill -KILL "$(rank_of 1 1)"

@@ -1,4 +1,4 @@
-"""Which nodes a run goes on with when some are lost: spares take their places, or it goes on with fewer nodes."""
+"""Which nodes a run continues with when some are lost: spares take their places, or it continues with fewer nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Change:
     def message(self) -> str:
         if not self.node:
             return f"{self.by} joins the run as node rank {self.node_rank}: {self.reason}"
-        ending = f"{self.by} takes its place as node rank {self.node_rank}" if self.by else "going on without it"
+        ending = f"{self.by} takes its place as node rank {self.node_rank}" if self.by else "continuing without it"
         return f"{self.node} is lost ({self.reason}): {ending}"
 
 
@@ -34,7 +34,7 @@ def arrange(
 ) -> tuple[list[RunNode], list[Change]]:
     """The nodes of the next attempt, by node rank, and what changes.
 
-    A spare takes the node rank and the number of processes of the lost node. Without spares, the run goes on with at
+    A spare takes the node rank and the number of processes of the lost node. Without spares, the run continues with at
     least `minimum` nodes; otherwise a lost node keeps its place, as it may come back. A run with fewer nodes than
     `size` grows again when there are spares.
 

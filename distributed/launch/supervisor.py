@@ -76,7 +76,8 @@ BACKLOG = 4 << 20  # bytes buffered for a slow console; while there are more, th
 POLL_INTERVAL = 0.5  # seconds between checks of the request file
 KILL_INTERVAL = 0.01  # seconds between checks of killed processes
 SCAN_INTERVAL = 0.1  # maximum seconds between scans for leftover processes; the exit of a child starts a scan at once
-FAIL_GRACE = 3.0  # seconds for ranks, and then for the agent, when another node has failed
+FAIL_GRACE = 3.0  # seconds for ranks to exit when another node has failed
+AGENT_GRACE = 8.0  # seconds for an agent, whose ranks were killed, to end its attempt
 LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for leftover processes
 UNKILLABLE_TIMEOUT = 5.0  # seconds to wait for a process after SIGKILL
 START_TIMEOUT = 30.0  # seconds within which a supervisor without a lease reports that it cannot start its command
@@ -869,7 +870,7 @@ class Supervisor:
         leftovers = self._find_leftovers()
         if now >= self._kill_at:
             if self.code is None and not self.stopping and not self._ranks_killed and self._to_command >= 0:
-                self._ranks_killed, self._kill_at = True, now + FAIL_GRACE
+                self._ranks_killed, self._kill_at = True, now + AGENT_GRACE
                 leftovers = self._outside_session(leftovers)
             send_signal(signal.SIGKILL, leftovers)
             if self.code is not None and now >= self._kill_at + UNKILLABLE_TIMEOUT:

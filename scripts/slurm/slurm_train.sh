@@ -19,7 +19,7 @@
 #   --max-restarts N     restart up to N times within the job after a failure (default: 0)
 #   --spares N           with --max-restarts and LAUNCHER=torchrun: the last N nodes of the job wait, and take the
 #                        places of lost ones; submit with --no-kill, or SLURM ends the job when it loses a node
-#   --min-nodes N        with --max-restarts and LAUNCHER=torchrun: without a spare, go on with at least N nodes
+#   --min-nodes N        with --max-restarts and LAUNCHER=torchrun: without a spare, continue with at least N nodes
 #   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
 #                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
 #   --log-dir DIR        directory for run directories (default: logs)

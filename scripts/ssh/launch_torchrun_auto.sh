@@ -23,7 +23,7 @@
 #   --env-file FILE      the same from a file, one NAME=VALUE per line
 #   --max-restarts N     restart up to N times after a failure (default: 0)
 #   --spares NODES       with --max-restarts: nodes that wait, and take the places of lost ones: node5,node6
-#   --min-nodes N        with --max-restarts: without a spare, go on with at least N nodes, if the script can
+#   --min-nodes N        with --max-restarts: without a spare, continue with at least N nodes, if the script can
 #   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
 #                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
 #   --log-dir DIR        directory for run directories (default: logs)
