@@ -188,7 +188,7 @@ slurm_check_call() { # <number of ranks; 0: as many as are allocated>
 
 # Make the last nodes of the allocation spare nodes.
 set_aside_spares() {
-  local number node
+  local number node processes
   [[ $SPARES$MIN_NODES ]] || return 0
   [[ $LAUNCHER == torchrun ]] ||
     die_usage "--spares and --min-nodes: require LAUNCHER=torchrun; a task of srun cannot be replaced"
@@ -199,7 +199,8 @@ set_aside_spares() {
   SPARE_NODES=("${NODES[@]:number}")
   NODES=("${NODES[@]::number}")
   for node in "${SPARE_NODES[@]}"; do
-    RANKS=$((RANKS - NPROC_OF[$node]))
+    processes=${NPROC_OF[$node]}
+    RANKS=$((RANKS - processes))
   done
 }
 
