@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ def run_step(run: Path, new_watch: Callable[..., Watch]) -> RunStep:
     def run_step(*command: str, nodes: int = 1) -> int:
         class Step(Srun):
             def start(self, watch: Watch) -> None:
-                self._step = JobStep(watch, [StepNode(f"n{number + 1}", 1) for number in range(nodes)])
+                names = [f"n{number + 1}" for number in range(nodes)]
+                watch.run = replace(watch.run, nodes=tuple(RunNode(name, name, 1, n) for n, name in enumerate(names)))
+                self._step = JobStep(watch, [StepNode(name, 1) for name in names])
                 self._step.start(list(command), {})
 
         return new_watch(run, Step((), (), "17", task_per_rank=True)).attempt()

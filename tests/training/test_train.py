@@ -405,7 +405,8 @@ def test_fewer_or_more_ranks_train_on_the_same_samples_in_each_step(workdir: Wor
         stop = {"STOP_AFTER": str(steps * accumulation)}
         result = workdir.run(nproc, *options, f"checkpoint.dir={checkpoint_dir}", wrapper=script, **stop)
         assert result.returncode == code, result
-        ranks = [list(map(json.loads, Path(f"samples.{rank}").read_text().splitlines())) for rank in range(nproc)]
+        written = [(workdir.path / f"samples.{rank}").read_text().splitlines() for rank in range(nproc)]
+        ranks = [list(map(json.loads, lines)) for lines in written]
         samples = [
             [window for rank in ranks for part in rank[first : first + accumulation] for window in part]
             for first in range(0, len(ranks[0]), accumulation)
