@@ -13,7 +13,7 @@ during a save, during a restart, at the end). The training is faulty_train.py wi
 - The verdict of each attempt that failed names a cause, node and rank that the fault explains.
 - The weights are those of an undisturbed run, bit for bit. If the run had to end before, the same command resumes it.
 - 10 seconds later no process, listening port, temporary file or lock of the run remains.
-- A process and files that belong to somebody else are unchanged.
+- A process and files that do not belong to the run are unchanged.
 
 A fault that fails a check is printed with seed, number, what was expected and what was found; its directory is kept.
 """
@@ -553,7 +553,7 @@ def terminate(process: subprocess.Popen[bytes]) -> None:
 
 
 class Bystander:
-    """A process and files of somebody else, which look like those of a run."""
+    """A process and files that do not belong to the run, but look as if they did."""
 
     TEXT = "not of this run\n"
 
@@ -568,10 +568,10 @@ class Bystander:
 
     def problems(self) -> Iterator[str]:
         if self.process.poll() is not None:
-            yield f"the process of somebody else ended with {self.process.returncode}"
+            yield f"a process that does not belong to the run ended with {self.process.returncode}"
         for file in self.files:
             if not file.exists() or file.read_text() != self.TEXT:
-                yield f"the file of somebody else was changed: {file}"
+                yield f"a file that does not belong to the run was changed: {file}"
 
     def close(self) -> None:
         self.process.kill()

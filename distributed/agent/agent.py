@@ -370,27 +370,32 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
     arguments, path = tuple(options.training_script_args), tuple(sys.path[1:])
     script = Script(options.training_script, arguments, options.module, path, options.pass_local_rank)
     _replace_in_torchrun(script, server)
-    ForkedRanks.run_id, code = stable_run_id(options.standalone), 0
+    ForkedRanks.run_id = stable_run_id(options.standalone)
     try:
-        while True:
-            ended = ""
-            if pipes is None or is_member(os.environ):
-                ForkedRanks.attempt = Attempt.from_env()
-                code = _run(copy.copy(options))
-                if not (code and pipes and _can_restart()):
-                    return code
-                end = Agent.latest.end_of_run()
-                ended = f"{code} {end.node if end and end.lost else ''}"
-                # Close the store: agents and ranks of the next attempt must not connect to it.
-                del end, Agent.latest
-                gc.collect()
-            request = pipes.next_attempt(ended)
-            _set_stop_signals(signal.SIG_DFL)
-            if request is None or pipes.at_end():  # a stop request may have been ignored
-                return code
-            use(request, options)
+        return _run_attempts(options, pipes)
     finally:
         server.close()
+
+
+def _run_attempts(options: argparse.Namespace, pipes: AttemptPipes | None) -> int:
+    code = 0
+    while True:
+        ended = ""
+        if pipes is None or is_member(os.environ):
+            ForkedRanks.attempt = Attempt.from_env()
+            code = _run(copy.copy(options))
+            if not (code and pipes and _can_restart()):
+                return code
+            end = Agent.latest.end_of_run()
+            ended = f"{code} {end.node if end and end.lost else ''}"
+            # Close the store: agents and ranks of the next attempt must not connect to it.
+            del end, Agent.latest
+            gc.collect()
+        request = pipes.next_attempt(ended)
+        _set_stop_signals(signal.SIG_DFL)
+        if request is None or pipes.at_end():  # a stop request may have been ignored
+            return code
+        apply_request(request, options)
 
 
 def is_member(environment: Mapping[str, str]) -> bool:
@@ -399,8 +404,8 @@ def is_member(environment: Mapping[str, str]) -> bool:
     return not nodes or failure_records.node_name() in nodes
 
 
-def use(request: Mapping[str, Any], options: argparse.Namespace) -> None:
-    """Use the facts of the next attempt; see Watch.next_attempt()."""
+def apply_request(request: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Change the environment and the options to the facts of the next attempt; see Watch.next_attempt()."""
     os.environ.update(request["environment"])
     if nodes := request["processes"]:
         os.environ["MUSTER_NODES"] = " ".join(nodes)

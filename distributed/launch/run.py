@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--program", required=True, help="name of the launcher in messages")
     add("--node", required=True, nargs=3, action="append", metavar=("NAME", "PROCESSES", "ADDRESS"), dest="nodes")
     add("--spare", nargs=3, action="append", default=[], metavar=("NAME", "PROCESSES", "ADDRESS"), dest="spares")
-    add("--min-nodes", type=int, default=0, metavar="N", help="go on with fewer nodes when no spare is left")
+    add("--min-nodes", type=int, default=0, metavar="N", help="continue with fewer nodes when no spare is left")
     add("--first-rank", type=int, default=0, metavar="N", help="of the first node")
     add("--log-dir", required=True, metavar="DIR", help="the directory of all runs, relative to --cwd")
     add("--cwd", required=True, metavar="DIR", help="working directory of the ranks")
@@ -379,7 +379,7 @@ class Launch:
         watch.open(read(self.directory))
 
     def _rendezvous_of(self, nodes: Sequence[RunNode]) -> tuple[str, str]:
-        """The address and port at which these nodes meet."""
+        """The address and port of the rendezvous of these nodes."""
         agent, first = self.watch.options.agent, nodes[0].node
         if first == self.watch.run.nodes[0].node:
             return agent.address or first, agent.port

@@ -739,8 +739,7 @@ class Supervisor:
     # ---- attempts
 
     def _stop_attempt(self) -> None:
-        """Like stop(), but a command that ends its attempt may stay for the next one, and its ranks are killed first.
-        """
+        """Like stop(), but ranks are killed before the command, which may stay for the next attempt."""
         if self.code is None and not self.stopping and not self.ignores_fail:
             self._terminate(min(self.options.grace, FAIL_GRACE))
 
@@ -758,7 +757,7 @@ class Supervisor:
             if code and not code.isdecimal():
                 return  # not from the agent
             self._waits = True
-            self._kill_at, self._scan_at, self._leftovers_signalled = float("inf"), 0.0, False
+            self._kill_at, self._scan_at = float("inf"), 0.0
             self._ended(int(code or 0))
             if not code:  # the agent of a spare node
                 self._no_process_left = self._attempt_ended = True

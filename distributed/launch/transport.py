@@ -97,9 +97,10 @@ class Pdsh(Ssh):
 
     def request(self, watch: Watch, request: str) -> None:
         seconds = SIGNAL_TIMEOUT if request.startswith("signal") else REQUEST_TIMEOUT
-        to_all = request in ("stop", "end") or watch.signal
-        asked_nodes = watch.unended | watch.waiting if to_all else watch.unended
-        nodes = [node for node in watch.run.nodes if node.node in asked_nodes] + watch.spares * bool(to_all)
+        nodes = [node for node in watch.run.nodes if node.node in watch.unended]
+        if watch.is_for_all(request):
+            nodes += [node for node in watch.run.nodes if node.node in watch.waiting - watch.unended]
+            nodes += watch.spares
 
         def replied(reply: Reply) -> None:
             if reply.code and request.startswith("attempt"):

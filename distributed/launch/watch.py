@@ -115,8 +115,7 @@ class Local:
 
     def request(self, watch: Watch, request: str) -> None:
         """Send a request to the supervisors: stop and end to all, fail, kill and signal N to those of the attempt."""
-        to_all = request in ("stop", "end") or watch.signal
-        for name in watch.running.keys() if to_all else watch.clients_of_attempt():
+        for name in watch.running.keys() if watch.is_for_all(request) else watch.clients_of_attempt():
             watch.running[name].send(f"{request}\n".encode())
 
     def abandon(self, watch: Watch) -> None:
@@ -192,7 +191,7 @@ class Watch:
         self._disconnected: set[str] = set()  # nodes that are to be followed again
         self.queries: set[Client] = set()  # those of a check for a hang
         self.waiting: set[str] = set()  # nodes whose agent waits for the next attempt
-        self.replaces = False  # whether lost nodes are replaced, or the run goes on without them
+        self.replaces = False  # whether lost nodes are replaced, or the run continues without them
         self.spares: list[RunNode] = []
         self.lost: dict[str, str] = {}  # lost nodes of the last attempt -> reason
         self._returning: set[Client] = set()  # calls of lost nodes
@@ -256,7 +255,7 @@ class Watch:
 
     @property
     def _names_nodes(self) -> bool:
-        """Whether this launcher tells the agents which nodes take part in an attempt."""
+        """Whether the agents get the names of the nodes from this launcher."""
         return bool(self.options.agent.nodes) or self.replaces
 
     def entries(self) -> list[bytes]:
@@ -599,6 +598,10 @@ class Watch:
             if not self.clients_of_attempt():  # the replies to a query are not needed any more
                 for client in (self.queries | self._returning) & self.calls.running:
                     client.kill()
+
+    def is_for_all(self, request: str) -> bool:
+        """Whether a request is also for spare nodes, and nodes that wait for the next attempt."""
+        return request in ("stop", "end") or bool(self.signal)
 
     def clients_of_attempt(self) -> set[str]:
         """The clients of nodes whose attempt has not ended."""

@@ -134,6 +134,12 @@ def archive(run: Supervised) -> Path:
     return target
 
 
+def start_next_attempt(run: Supervised) -> None:
+    archive(run)
+    run.request("attempt {}")
+    wait_until(lambda: "attempt 2" in run.log)
+
+
 def test_the_command_runs_the_next_attempt_with_new_files(start: Callable[..., Supervised]) -> None:
     run = start()
     agent = run.pid("command")
@@ -196,9 +202,7 @@ def test_a_command_that_is_killed_in_its_second_attempt_has_that_exit_code(start
     run = start()
     run.end_attempt("3")
     run.report()
-    archive(run)
-    run.request("attempt {}")
-    wait_until(lambda: "attempt 2" in run.log)
+    start_next_attempt(run)
     os.kill(run.pid("command"), signal.SIGKILL)
     assert run.report() == {"node": "n1", "exit_code": 137}
     assert (run.process.wait(TIMEOUT), supervisor.read_code(run.files.exit)) == (137, 137)
@@ -209,9 +213,7 @@ def test_fail_ends_an_attempt_and_not_the_command_and_counts_once(start: Callabl
     run.request("fail")
     assert run.report() == {"node": "n1", "exit_code": 143, "waiting": True}
     run.request("fail")  # late
-    archive(run)
-    run.request("attempt {}")
-    wait_until(lambda: "attempt 2" in run.log)
+    start_next_attempt(run)
     run.end_attempt("5")
     assert run.report()["exit_code"] == 5
 
@@ -237,9 +239,7 @@ def test_leftovers_of_a_later_attempt_end_too(start: Callable[..., Supervised]) 
     run = start(command="setsid sleep 300 & " + AGENT.replace('echo "got', 'setsid sleep 301 & echo "got'))
     run.end_attempt("3")
     run.report()
-    archive(run)
-    run.request("attempt {}")
-    wait_until(lambda: "attempt 2" in run.log)
+    start_next_attempt(run)
     os.kill(run.pid("command"), signal.SIGKILL)
     assert run.report() == {"node": "n1", "exit_code": 137}
     assert not run.remaining()
