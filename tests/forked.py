@@ -172,6 +172,7 @@ def script(rank: int, name: str, *arguments: str) -> None:
     from distributed.agent.worker import Script, run_script
 
     torch.set_num_threads(1)
+    sys.modules.pop("train", None)  # preloaded for its imports; run_script() imports Muster's modules anew
     run_script(Script(name, arguments, is_module=False, path=tuple(sys.path[1:])))
 
 
