@@ -165,6 +165,20 @@ END
 }
 
 
+@test "a supervisor or an agent is stopped when its ranks have ended: --hang-timeout ends the run, and names its node" {
+  local program
+  for program in supervisor command; do
+    cat >"my script.py" <<END
+import json, os, signal
+with open(f"{os.environ['MUSTER_RUN_DIR']}/node_{os.environ['MUSTER_NODE']}.pid") as file:
+    os.kill(json.load(file)["$program"]["pid"], signal.SIGSTOP)
+END
+    fails_with 124 "hung: no output for " --hang-timeout 3 "$N1"
+    [[ "$output" == *"; process $(pid_of "$program" "$N1") on $N1 is stopped (state T)"* ]]
+  done
+}
+
+
 # bats test_tags=soak
 @test "a rank exits early with 0, and the verdict names it" {
   training_script <<'END'

@@ -586,6 +586,8 @@ def verdict_problems(case: Case, run: Run, hit: bool) -> Iterator[str]:
     if case.moment == "restart":
         causes.append(killed(case.victim, place.node_of(case.victim)))
     final = {0, *(code for one in wanted for code in one.final)}
+    if any(one.what in REQUESTS for one in case.faults):  # after a stop request no attempt follows
+        final |= {code for cause in causes for code in cause.codes}
     if run.code not in final:
         yield f"exit code {run.code} instead of {sorted(final)}"
     if run.code is not None and run.code >= 0 and verdicts and verdicts[-1]["exit_code"] != run.code:

@@ -187,14 +187,13 @@ class HostAttempt:
         if not cause and (self.sweep or code is None):
             fault = "files are missing or damaged" if os.path.isdir(self.directory) else "removed while the job ran"
             cause, message = "killed", f"{self.directory}: {fault}"
-        boot = read_json(self.files.pids).get("boot_id", supervisor.boot_id())
         return {
             "code": code,
             "stop_requested": os.path.exists(self.files.request),
             "started": usage.get("started") or modification_time(self.files.pids),
             "ended": ended,
             "peak_memory": usage.get("peak_memory"),
-            "cause": "rebooted" if cause == "killed" and boot != supervisor.boot_id() else cause,
+            "cause": cause,
             "message": message,
             "lines": last_lines(self.files.log) if code != 0 else [],
             "metrics": read_metrics(self.output),

@@ -871,6 +871,8 @@ class Supervisor:
             if self.code is None and not self.stopping and not self._ranks_killed and self._to_command >= 0:
                 self._ranks_killed, self._kill_at = True, now + AGENT_GRACE
                 leftovers = self._outside_session(leftovers)
+            elif self.code is None and self.options.lease and not os.path.exists(self.files.record):
+                write_record(self.files, "unresponsive", "its agent did not react to a stop request, and was killed")
             send_signal(signal.SIGKILL, leftovers)
             if self.code is not None and now >= self._kill_at + UNKILLABLE_TIMEOUT:
                 self._end_command()
@@ -1007,6 +1009,8 @@ def supervise(
         os.setsid()
     if not options.lease:
         reserve(files)
+    if options.restarts:  # a node that was given up, or lost its connection, may run the last attempt still
+        kill_all(lambda: process_scan.live_processes(files.environment))
     supervisor = create(files, options, received)
     source = os.path.abspath(options.source) if options.source else ""
     supervisor.start(options.command, environment(inherited + block, files), block, source)
@@ -1079,7 +1083,10 @@ def sweep(files: Files, grace: float) -> int:
     kill_all(lambda: process_scan.live_processes(files.environment))
     started = os.path.exists(files.pids) or os.path.exists(files.reserved)  # a full disk has no process ids
     if started and not wait_until(lambda: os.path.exists(files.exit), GUARD_TIMEOUT):
-        write_record(files, "killed", "the supervisor and its guard were killed")
+        if read_json(files.pids).get("boot_id", boot_id()) == boot_id():
+            write_record(files, "killed", "the supervisor and its guard were killed")
+        else:
+            write_record(files, "rebooted", "the machine was rebooted")
         with contextlib.suppress(OSError):
             write_code(files, KILLED)
     return 0

@@ -119,16 +119,12 @@ class Local:
             watch.running[name].send(f"{request}\n".encode())
 
     def abandon(self, watch: Watch) -> None:
-        """Give up the nodes that have not ended after all requests."""
-        note = ""
-        if watch.lease:
-            note = f" (its processes exit after {watch.lease} s without heartbeats)"
-        elif watch.lease == 0:
-            note = f" (its processes may run on; scripts/stop.sh {watch.directory.name} stops them)"
-        for node in sorted(watch.unended):
-            watch.console.record(f"{node}: still running after the stop request; giving up{note}")
-            watch.mark_lost(node)
+        """End the nodes that have not ended after all requests: their supervisors may be stopped (SIGSTOP)."""
         watch.kill_clients()
+        for node in sorted(watch.unended):
+            watch.console.record(f"{node}: still running after the stop request; killing its processes")
+            watch.node_ended(node, UNFIT)
+            watch.sweep(node, grace=0)
 
 
 class Console:
@@ -440,7 +436,7 @@ class Watch:
             if self.signal or self.is_ending:
                 self.node_lost(node)
             else:
-                self.follow(next(one for one in self.run.nodes if one.node == node))
+                self.follow(self._node(node))
 
         self.loop.call_later(RECONNECT_INTERVAL, connect)
 
@@ -479,33 +475,47 @@ class Watch:
         if self.is_lost(node):
             return
         self.console.record(f"{node}: connection to its supervisor lost; stopping the run")
-        known = next(one for one in self.run.nodes if one.node == node)
+        grace = self.options.grace
 
-        def call(verb: str, then: Callable[[Reply], None], timeout: float, *options: str) -> None:
-            asked = [*self.supervisor, verb, "--dir", str(self.directory), "--name", node, *options]
-            command = self.transport.commands.command(known, asked, self.options.cwd)
-            self.calls.call(node, command, then, timeout=timeout)
-
-        def swept(reply: Reply) -> None:
+        def replied(reply: Reply) -> None:
             if reply.code:
                 self.mark_lost(node)
-
-        def sweep(reply: Reply | None = None) -> None:
-            if reply and reply.code:
-                self.mark_lost(node)
             else:
-                call("sweep", swept, self.options.grace + STOP_TIMEOUT, "--grace", str(self.options.grace))
+                self.sweep(node, grace)
 
         if self.replaces:  # another node can take its place at once, if it does not reply
-            call("status", sweep, REPLY_TIMEOUT)
+            self._call_supervisor(self._node(node), "status", replied, REPLY_TIMEOUT)
         else:
-            sweep()
+            self.sweep(node, grace)
+
+    def sweep(self, node: str, grace: int) -> None:
+        """End all processes of the run on a node. If that fails, mark the node as lost."""
+
+        def swept(reply: Reply) -> None:
+            if not reply.code:
+                return
+            end = f"may run on; scripts/stop.sh {self.directory.name} stops them"
+            if self.lease:
+                end = f"exit after {self.lease} s without heartbeats"
+            self.console.record(f"{node}: does not reply; its processes {end}")
+            self.mark_lost(node)
+
+        self._call_supervisor(self._node(node), "sweep", swept, grace + STOP_TIMEOUT, "--grace", str(grace))
+
+    def _node(self, name: str) -> RunNode:
+        return next(node for node in self.run.nodes if node.node == name)
+
+    def _call_supervisor(
+        self, node: RunNode, verb: str, then: Callable[[Reply], None], timeout: float, *options: str
+    ) -> Client:
+        asked = [*self.supervisor, verb, "--dir", str(self.directory), "--name", node.node, *options]
+        command = self.transport.commands.command(node, asked, self.options.cwd)
+        return self.calls.call(node.node, command, then, timeout=timeout)
 
     def _await_return(self, node: RunNode) -> None:
         """When a lost node replies again, end what runs there. It is then a spare node."""
         if not self.transport.clients_are_nodes:  # the client of all nodes cannot start another one
             return
-        asked = [*self.supervisor, "sweep", "--dir", str(self.directory), "--name", node.node]
 
         def ended(reply: Reply) -> None:
             self._returning &= self.calls.running
@@ -524,8 +534,7 @@ class Watch:
         def call() -> None:
             if is_used():
                 return
-            command = self.transport.commands.command(node, asked, self.options.cwd)
-            self._returning.add(self.calls.call(node.node, command, ended, timeout=RETURN_INTERVAL))
+            self._returning.add(self._call_supervisor(node, "sweep", ended, RETURN_INTERVAL))
 
         self.loop.call_later(RETURN_INTERVAL, call)
 
@@ -536,7 +545,7 @@ class Watch:
         """Record for the verdict that a node does not reply."""
         self.lost[node] = reason
         if self.replaces:
-            self._await_return(next(one for one in self.run.nodes if one.node == node))
+            self._await_return(self._node(node))
         with contextlib.suppress(OSError):
             (self.directory / f"node_{node}.lost").touch()
 

@@ -242,7 +242,7 @@ def _lost_connections(run: Path, warnings: list[str]) -> Iterator[Failure]:
 
 
 def _supervisor_records(run: Path, facts: Json, warnings: list[str], disconnected: Set[str]) -> Iterator[Failure]:
-    """Read errors/supervisor_<name>.json of supervisors that were killed or lost their launcher.
+    """Read errors/supervisor_<name>.json of supervisors that were killed, lost their launcher or killed their agent.
 
     disconnected: nodes whose connection the launcher lost; it knows more about that than their supervisors.
     """

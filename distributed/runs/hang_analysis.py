@@ -35,9 +35,9 @@ BACKWARD = "_engine_run_backward"  # in this function, DDP waits for other ranks
 
 @dataclass(frozen=True)
 class Activity:
-    """What a running rank does."""
+    """What a running rank, or another process of the run, does."""
 
-    rank: int
+    rank: int | None  # None: it is no rank
     node: str
     pid: int
     state: str  # in /proc
@@ -48,7 +48,7 @@ class Activity:
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} on {self.node}"
+        return f"{f'process {self.pid}' if self.rank is None else f'rank {self.rank}'} on {self.node}"
 
     @property
     def gpu_busy(self) -> bool:
@@ -140,7 +140,7 @@ def diagnose(ranks: Sequence[Activity], seconds: float, silent: float, exited: S
 
 def needs_stacks(ranks: Sequence[Activity], silent: float) -> bool:
     """Whether the run has had no output for so long that a diagnosis needs stacks."""
-    return silent >= (IDLE_TIMEOUT if ranks and all(rank.idle for rank in ranks) else MIXED_TIMEOUT)
+    return bool(ranks) and silent >= (IDLE_TIMEOUT if all(rank.idle for rank in ranks) else MIXED_TIMEOUT)
 
 
 def find_stall(ranks: Sequence[Activity], seconds: float, exited: Sequence[str] = ()) -> Stall:

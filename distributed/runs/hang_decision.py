@@ -77,8 +77,8 @@ def decide(
     is permanent. sampled: the replies have the CPU use of the ranks.
     """
     first = min(timeout, IDLE_TIMEOUT)
-    if not observed.ranks or observed.not_started:
-        return wait(first)  # the run is starting or ending
+    if not observed.ranks or observed.not_started:  # the run is starting or ending
+        return HUNG if observed.stopped and not certain and silent >= timeout else wait(first)
     if silent < first:
         return wait(first - silent)
     if stall is None:
@@ -127,10 +127,10 @@ def notice_on(observed: Observation, silent: float, before: Notified, now: float
     pause = now - observed.silent - before.last_output
     if before.subject and pause > CLOCK_TOLERANCE:
         return RECOVERED, Notified(longest_pause=max(before.longest_pause, pause))
-    diagnosis = diagnose(observed.ranks, observed.seconds, silent, observed.exited)
+    diagnosis = diagnose(observed.active, observed.seconds, silent, observed.exited)
     if not diagnosis.hung or silent < max(IDLE_TIMEOUT, 2 * before.longest_pause):
         return "", before
-    stall = find_stall(observed.ranks, observed.seconds, observed.exited)
+    stall = find_stall(observed.active, observed.seconds, observed.exited)
     # The text is no subject, because durations, CPU use and lines of code differ at each check.
     subject = json.dumps([[rank.rank for rank in stall.suspects], observed.exited, stall.permanent])
     if subject == before.subject:
@@ -198,10 +198,11 @@ class HangWatch:
         if asked.stacks and observed.ranks:
             stall = find_stall(observed.ranks, observed.seconds, observed.exited)
         decision = decide(observed, timeout, silent, stall, self.certain, asked.seconds > 0)
-        if stall and decision == HUNG:
+        if decision == HUNG:
+            stall = stall or find_stall(observed.stopped, observed.seconds)
             option = "" if self.certain else f" (--hang-timeout {self.timeout:.0f})"
             return Hung(hang_record(observed, silent, stall, option)), ""
-        if isinstance(decision, Wait) and observed.ranks and not observed.not_started:
+        if isinstance(decision, Wait) and (observed.stopped or (observed.ranks and not observed.not_started)):
             return decision, self._notice_on(observed, silent)
         return decision, ""
 

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from distributed.files import read_json
 from distributed.host import process_scan
 from distributed.host.gpus import count, mebibytes, query, query_rows, table
 from distributed.host.replies import format_reply
@@ -91,6 +92,7 @@ class NodeStatus:
     gpus: tuple[GpuUsage, ...] = ()
     gpu_error: str = ""
     metrics: float | None = None  # seconds since the last write to metrics.jsonl; None: no such file
+    stopped: tuple[int, ...] = ()  # ids of processes that are no ranks, and stopped (SIGSTOP)
 
 
 def processes_of(run: str, node: str, proc: Path = PROC) -> list[RunProcess]:
@@ -307,7 +309,16 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
         ranks = tuple(pool.map(status_of, sorted(set(range(count)) | set(by_rank))))
     line = last_line(Path(run, f"node_{node}.log"))
     metrics, _ = last_output([Path(run, "metrics.jsonl")], time.time())
-    return NodeStatus(os.uname().nodename, elapsed, ranks, tuple(after), line, tuple(gpus.values()), error, metrics)
+    host, stopped = os.uname().nodename, stopped_processes(run, node, after)
+    return NodeStatus(host, elapsed, ranks, tuple(after), line, tuple(gpus.values()), error, metrics, stopped)
+
+
+def stopped_processes(run: str, node: str, processes: Sequence[RunProcess]) -> tuple[int, ...]:
+    """The supervisor, and those of these processes that are no ranks, if they are stopped (SIGSTOP)."""
+    others = [one.pid for one in processes if one.local_rank is None]
+    supervisor = process_scan.live_pid(read_json(Path(run, f"node_{node}.pid")).get("supervisor"))
+    found = {pid: process_scan.process(pid) for pid in (supervisor, *others)}
+    return tuple(pid for pid, stat in found.items() if stat and stat.state in (b"T", b"t"))
 
 
 def from_json(facts: dict[str, Any]) -> NodeStatus:

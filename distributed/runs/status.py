@@ -106,10 +106,10 @@ def judge(
     end = verdict.get("written", now) if state.name == "ended" else now
     seconds = max(0.0, end - datetime.fromisoformat(run.started).timestamp())
     status = Status(run, state, Diagnosis(False), progress, seconds, tuple(replies))
-    if state.name not in ("running", "left", "unknown"):
+    if state.name in ("ended", "waiting"):
         return status
     observed = observe_ranks(replies, progress, seconds, run.launched)
-    diagnosis = diagnose(observed.ranks, observed.seconds, observed.silent, observed.exited)
+    diagnosis = diagnose(observed.active, observed.seconds, observed.silent, observed.exited)
     stacks = needs_stacks(observed.ranks, observed.silent) and not any(rank.stopped for rank in observed.ranks)
     return replace(status, diagnosis=diagnosis, needs_stacks=stacks)
 
@@ -154,12 +154,18 @@ class Observation:
     not_started: int  # number of ranks that have not started
     seconds: float  # duration of the sample
     silent: float  # seconds since the last metric, or the last output of a running rank
+    stopped: tuple[Activity, ...] = ()  # supervisors, agents and fork servers that are stopped (SIGSTOP)
+
+    @property
+    def active(self) -> tuple[Activity, ...]:
+        """What shows whether the run hangs: its ranks, and before they start and after they have ended the others."""
+        return self.ranks or self.stopped
 
 
 def observe_ranks(
     replies: Sequence[NodeReply], progress: RunProgress, running: float, launched: str = ""
 ) -> Observation:
-    """running: seconds since the run or its watch started; counts as the silence of a rank without any output.
+    """running: seconds since the run or its watch started; counts as the silence of a rank, or run, without any output.
 
     launched: see Run.
     """
@@ -187,7 +193,13 @@ def observe_ranks(
         exited=tuple(name for name, silent in not_running if silent is not None),
         not_started=sum(silent is None for _, silent in not_running),
         seconds=max((status.seconds for status in statuses), default=0.0),
-        silent=min((age for age in ages if age is not None), default=0.0),
+        silent=min((age for age in ages if age is not None), default=running),
+        stopped=tuple(
+            Activity(None, reply.name, pid, "T", 0.0, None)
+            for reply in replies
+            if reply.status
+            for pid in reply.status.stopped
+        ),
     )
 
 

@@ -114,7 +114,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
     def begin(*options: str, command: str = AGENT) -> Supervised:
         started.append(Supervised(tmp_path, *options, command=command))
         wait_until(lambda: "attempt 1" in started[0].log)
-        return started[0]
+        return started[-1]
 
     yield begin
     for run in started:
@@ -256,6 +256,26 @@ def test_a_command_that_does_not_end_its_attempt_after_fail_is_killed(start: Cal
     run = start("--grace", "1", command="trap '' TERM; echo attempt 1; while true; do sleep 0.1; done")
     run.request("fail")
     assert run.report() == {"node": "n1", "exit_code": 137}
+    assert read_json(run.files.record)["cause"] == "unresponsive"
+
+
+def test_the_processes_of_an_attempt_whose_connection_was_lost_end_before_the_next_one_starts(
+    start: Callable[..., Supervised]
+) -> None:
+    old = start()
+    old.end_attempt("3")
+    assert old.report()["waiting"]
+    command = old.pid("command")
+    archive(old)
+    os.kill(old.process.pid, signal.SIGSTOP)  # it has not noticed yet that its connection is lost
+    run = start()
+    assert run.pid("command") != command
+    found = process_scan.process(command)
+    assert found is None or not found.alive
+    os.kill(old.process.pid, signal.SIGCONT)
+    assert old.process.wait(TIMEOUT) == 3
+    run.end_attempt("4")
+    assert run.report() == {"node": "n1", "exit_code": 4, "waiting": True}
 
 
 def test_after_a_stop_request_the_command_does_not_stay(start: Callable[..., Supervised]) -> None:

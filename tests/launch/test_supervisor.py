@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import pytest
 
-from distributed.files import read_json
+from distributed.files import read_json, write_json
 from distributed.host import process_scan
 from distributed.launch import supervisor
 from distributed.launch.supervisor import Files, SupervisorError, SupervisorOptions, read_block
@@ -143,6 +143,14 @@ def test_sweep_ends_the_rest_when_supervisor_and_guard_are_killed_together(run: 
     assert (run.code, read_json(run.files.record)["cause"]) == (137, "killed")
 
 
+def test_sweep_after_a_reboot_says_so(run: SupervisedRun) -> None:
+    process = run.start(WITH_CHILDREN)
+    kill(process.pid, run.pid("guard"))
+    write_json(run.files.pids, read_json(run.files.pids) | {"boot_id": "another one"})
+    run.call("sweep")
+    assert (run.code, read_json(run.files.record)["cause"]) == (137, "rebooted")
+
+
 def test_a_stopped_guard_does_not_delay_the_end(run: SupervisedRun) -> None:
     process = run.start("echo ready; sleep 300")
     os.kill(run.pid("guard"), signal.SIGSTOP)
@@ -222,7 +230,7 @@ def test_one_stop_request_among_heartbeats_leads_to_sigkill_after_the_grace_time
     run.control.write(b"\n\nstop\n")
     assert process.wait(TIMEOUT) == 137
     assert not run.remaining()
-    assert not os.path.exists(run.files.record)
+    assert read_json(run.files.record)["cause"] == "unresponsive"
 
 
 def ignore_signals() -> None:

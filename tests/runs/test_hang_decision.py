@@ -47,8 +47,9 @@ def decision_on(
     stacks: bool = True,
     certain: bool = False,
     not_started: int = 0,
+    stopped: tuple[Activity, ...] = (),
 ) -> Decision:
-    observed = Observation(tuple(ranks(*activities)), (), not_started, 1.0, silent)
+    observed = Observation(tuple(ranks(*activities)), (), not_started, 1.0, silent, stopped)
     stall = find_stall(observed.ranks, 1.0) if stacks and observed.ranks else None
     return decide(observed, timeout, silent, stall, certain, sampled)
 
@@ -104,6 +105,32 @@ def test_by_default_only_a_run_that_cannot_continue_hangs(
 
 def test_a_run_hangs_only_when_all_its_ranks_have_started() -> None:
     assert decision_on([SLEEPS], 200.0, not_started=1) == Wait(60)
+
+
+AGENT = Activity(None, "n1", 12, "T", 0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("silent", "certain", "decision"), [(99.0, False, Wait(60)), (100.0, False, HUNG), (100.0, True, Wait(60))]
+)
+def test_with_hang_timeout_a_run_hangs_whose_agent_is_stopped_while_ranks_start_or_have_ended(
+    silent: float, certain: bool, decision: Decision
+) -> None:
+    for activities, not_started in (((), 0), ((), 2), ((SLEEPS,), 1)):
+        found = decision_on(activities, silent, certain=certain, not_started=not_started, stopped=(AGENT,))
+        assert found == decision
+
+
+def test_the_record_of_a_stopped_agent_names_its_process_and_node(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"ranks": [RANK_STATUS | {"pid": None}], "stopped": [12]}
+    found, _ = check(hang_watch(tmp_path, 600), 700, Query(0), **facts)
+    assert isinstance(found, Hung)
+    cause = "hung: no output for 700 s (--hang-timeout 600); process 12 on n1 is stopped (state T)"
+    assert (found.record["cause"], found.record["node"], found.record["rank"]) == (cause, "n1", None)
+    found, notice = check(hang_watch(tmp_path), 700, Query(0), **facts)
+    assert (found, notice) == (
+        Wait(60), "the run looks hung: process 12 on n1 is stopped (state T); to continue, run there: kill -CONT 12"
+    )  # fmt: skip
 
 
 def test_the_record_has_the_suspect_with_its_stack_and_the_lines_of_the_others() -> None:

@@ -140,6 +140,16 @@ def test_running_exited_and_unstarted_ranks_are_distinguished() -> None:
     assert ([rank.rank for rank in found.ranks], found.exited, found.not_started) == ([0], ("rank 1 on n1",), 1)
 
 
+@pytest.mark.parametrize("rank", [ENDED, NOT_STARTED])
+def test_a_stopped_agent_is_shown_before_its_ranks_start_and_after_they_have_ended(rank: RankStatus) -> None:
+    node = reply("n1", rank, processes=1)
+    assert node.status
+    found = judge(RUN, [replace(node, status=replace(node.status, stopped=(12,)))], {}, RunProgress(), START + 5)
+    assert found.diagnosis == Diagnosis(
+        True, "looks hung: process 12 on n1 is stopped (state T); to continue, run there:", "kill -CONT 12"
+    )
+
+
 def test_a_run_without_output_looks_hung_and_needs_stacks_unless_it_logs_metrics_or_has_ended() -> None:
     idle = reply("n1", replace(RANK, cpu=0.0, gpus=(), silent=500.0))
     for silent, hung in ((None, True), (3.0, False)):

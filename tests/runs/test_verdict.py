@@ -633,6 +633,17 @@ def test_the_launcher_knows_more_about_a_lost_connection_than_the_supervisor(run
     assert run.decide(137).cause == "rank 0 on n1 died of SIGSEGV"
 
 
+def test_an_agent_that_its_supervisor_killed_did_not_die_by_itself(run: RunDirectory) -> None:
+    run.start("n1", "n2")
+    run.file("node_n1.exit", "143\n")
+    run.file("node_n2.exit", "137\n")
+    record = {"cause": "unresponsive", "message": "its agent did not react to a stop request, and was killed"}
+    run.file("errors/supervisor_n2.json", record | {"time": TIME})
+    found = run.decide(69)
+    assert (found.exit_code, found.node) == (69, "n2")
+    assert found.cause == f"n2: connection lost: {record['message']}"
+
+
 @pytest.mark.parametrize(("signaled", "outcome"), [(False, "failed"), (True, "stopped")])
 def test_a_node_that_missed_heartbeats_did_not_stop_on_request(run: RunDirectory, signaled: bool, outcome: str) -> None:
     """The supervisor of the first node stops its ranks, and thereby all others, with exit code 143."""
