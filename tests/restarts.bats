@@ -241,6 +241,38 @@ END
 }
 
 
+# bats test_tags=soak
+@test "a node that is frozen and cut off during a save cannot publish its checkpoint when the run went on without it" {
+  cat >tiny.yaml <<END
+model: {n_layer: 1, n_head: 2, n_embd: 16, block_size: 16}
+train: {steps: 12, batch_size: 12, learning_rate: 1e-2, evaluate_every: 0}
+data: {path: text.txt}
+checkpoint: {dir: checkpoints, every: 4, keep: 3}
+logging: {every: 1, sample: 0}
+END
+  head -c 4000 /dev/zero | tr '\0' a >text.txt
+  local train=(--script "$BATS_TEST_DIRNAME/lab/faulty_train.py" tiny.yaml 1 "$N1" "$N2")
+  "$LAUNCH" "${train[@]}" -- checkpoint.dir=undisturbed
+  : >hold
+  start out "$LAUNCH" --max-restarts 3 --lease 120 --spares "$N4" "${train[@]}"
+  timeout 60 sh -c 'until [ -d checkpoints/writing-*/step_00000004 ]; do sleep 0.02; done'
+  local frozen published=checkpoints/step_00000004/state.pt inode
+  mapfile -t frozen < <(grep -lsz "^MUSTER_NODE=$N1$" /proc/[0-9]*/environ | cut -d / -f 3; pid_of supervisor "$N1")
+  kill -STOP "${frozen[@]}"
+  lab cut "$N1"
+  timeout 90 sh -c 'until [ -e "$1" ]; do sleep 0.1; done' sh "$published" # of the second attempt
+  inode=$(stat -c %i "$published")
+  mv hold released
+  kill -CONT "${frozen[@]}"
+  lab heal "$N1"
+  succeeds
+  [ "$(stat -c %i "$published")" = "$inode" ]
+  grep -qF "$N1 is lost (connection lost): $N4 takes its place as node rank 0" logs/latest/launcher.log
+  [ "$(ls checkpoints)" = "$(ls undisturbed)" ]
+  cmp checkpoints/step_00000012/state.pt undisturbed/step_00000012/state.pt
+}
+
+
 @test "--min-nodes goes on with fewer nodes, and a node that replies again takes part after the next failure" {
   launch 3 --min-nodes 2 - 1 "$N1" "$N2" "$N3"
   lab cut "$N3"

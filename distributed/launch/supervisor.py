@@ -719,7 +719,8 @@ class Supervisor:
         self._drop_console()
         self._end_command()
         if self.code is None and not self.stopping:
-            write_record(self.files, "launcher lost", message)
+            if not self._is_replaced():
+                write_record(self.files, "launcher lost", message)
             self._print_message(f"{message}; stopping")
             self.stop()
 
@@ -932,11 +933,20 @@ class Supervisor:
             self._streams[0].put(format_report(node=self.files.name, exit_code=self.code, **facts))
 
     def _write_code(self) -> None:
+        if self._is_replaced():
+            return
         try:
             assert self.code is not None
             write_code(self.files, self.code)
         except OSError as error:
             self._print_message(f"cannot write {self.files.exit}: {error.strerror}")
+
+    def _is_replaced(self) -> bool:
+        """Whether the launcher has moved the files of this attempt: it has given this node up, and started another."""
+        try:
+            return self.options.restarts and not os.path.samestat(os.stat(self.files.log), os.fstat(self._log))
+        except OSError:
+            return True
 
     def _write_usage(self) -> None:
         import resource

@@ -2,7 +2,7 @@
 
 The file may appear during the run: {"how": HOW, "rank": RANK, "step": STEP}. The rank fails at the first step that is
 not below STEP. Steps, and the publishing of checkpoints, take longer than in train.py, so that a fault can hit them.
-tests/random_faults.py starts this script.
+While there is a file "hold", the first attempt publishes nothing. tests/random_faults.py starts this script.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def slow_should_stop(self: Checkpointer, step: int, loss: Tensor | None = None) 
 
 def slow_publish(self: Owner, writing: Path, manifest: Mapping[str, Any]) -> None:
     time.sleep(PUBLISH_SECONDS)
+    while Path("hold").exists() and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(0.05)
     publish(self, writing, manifest)
 
 

@@ -278,6 +278,18 @@ def test_the_processes_of_an_attempt_whose_connection_was_lost_end_before_the_ne
     assert run.report() == {"node": "n1", "exit_code": 4, "waiting": True}
 
 
+def test_the_end_of_an_attempt_that_was_given_up_is_not_recorded_as_that_of_the_next_one(
+    start: Callable[..., Supervised]
+) -> None:
+    """As when a node that was cut off shares the run directory."""
+    run = start()
+    archive(run)
+    run.control.close()
+    run.process.wait(TIMEOUT)
+    assert "control channel closed" in (run.directory / "run/attempt_1/node_n1.log").read_text()
+    assert not list((run.directory / "run").glob("node_*.exit")) + list((run.directory / "run").glob("errors/*"))
+
+
 def test_after_a_stop_request_the_command_does_not_stay(start: Callable[..., Supervised]) -> None:
     run = start("--grace", "60")
     run.request("stop")
