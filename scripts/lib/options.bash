@@ -25,7 +25,7 @@ declare -A VARIABLE_OF=(
   [--max-restarts]=MAX_RESTARTS [--max-requeues]=MAX_REQUEUES [--hostfile]=HOSTFILE [--exclude]=EXCLUDE
   [-n]=NPROC [-c]=CONFIG [-l]=LEVEL
   [--backend]=BACKEND [--min-bytes]=MIN_BYTES [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
-  [--sync]=SYNC [--lease]=LEASE [--attach]=ATTACH [--detach]=DETACH [--dry-run]=DRY_RUN [--quiet]=QUIET
+  [--sync]=SYNC [--lease]=LEASE [--attach]=ATTACH [--notify]=NOTIFY [--detach]=DETACH [--dry-run]=DRY_RUN [--quiet]=QUIET
   [--json]=JSON [--watch]=WATCH [--stacks]=STACKS [--now]=NOW [--certain]=CERTAIN [--fresh]=FRESH
 )
 # Option of torchrun, srun, mpirun, accelerate, deepspeed or train.py -> the variables above, or names in usage lines,
@@ -49,6 +49,7 @@ SPARES=''             # nodes that replace lost ones
 MIN_NODES=''          # with which a run continues; empty: all
 LEASE=''              # seconds; 0: none; empty: the default
 ATTACH=''             # a run that continues without its launcher
+NOTIFY=${MUSTER_NOTIFY-} # command that is called when the run restarts, ends or has a fault; may contain a secret
 NPROC='' CONFIG='' LEVEL=''
 BACKEND=auto MIN_BYTES=1K MAX_BYTES='' TABLE_SECONDS='' TIMEOUT=''
 SYNC=0 DETACH=0 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 PREFLIGHT=1
