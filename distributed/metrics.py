@@ -100,15 +100,15 @@ def finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def newest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the newest number of each key, from both ends of a file; "NaN" for null, NaN and infinity.
+def newest(path: str | os.PathLike[str], tail: int = TAIL) -> dict[str, Any]:
+    """Return the newest number of each key, from `tail` bytes at both ends; "NaN" for null, NaN and infinity.
 
     The start is read too, as the first line may be the only one with `steps`. {} if the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
-            text = file.read(TAIL)
-            file.seek(max(len(text), os.fstat(file.fileno()).st_size - TAIL))
+            text = file.read(tail)
+            file.seek(max(len(text), os.fstat(file.fileno()).st_size - tail))
             text += b"\n" * (file.tell() > len(text)) + file.read()
     except OSError:
         return {}

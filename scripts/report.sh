@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 #
-# Write the HTML report of a run and print its path. The page needs no network.
+# Write the HTML report of a run, or a page that compares several runs, and print its path. It needs no network.
 #
-# Usage: report.sh [options] [RUN]
+# Usage: report.sh [options] [RUN...]
 #
-#   RUN            run directory, its name in DIR, or the number of its SLURM job (default: latest)
+#   RUN            run directory, its name in DIR, a shell pattern of such names, the number of its SLURM job, or the
+#                  output directory of a job of a job list (default: latest)
 #
 #   --log-dir DIR  directory with the run directories (default: logs)
 #   --python PATH  default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
 #   --help         show this help
 #
-# Launchers write RUN/report.html when a run ends. This script writes it at any time, also during the run. From
+# Of several runs, it writes DIR/comparison.html. Launchers write RUN/report.html when a run ends. This script writes it at any time, also during the run. From
 # nodes that do not share the run directory (--sync), only logs are copied before an attempt ends.
 #
 # Exit codes: 0 the report was written, 1 it could not be written, 2 wrong call.
@@ -23,9 +24,8 @@ source "$KIT/scripts/lib/options.bash"
 
 main() {
   parse_options "$@"
-  parse_one_argument RUN latest
   pick_python "$PYTHON_OPTION"
-  kit_python runs.report --from "$PWD" --log-dir "$LOG_DIR" -- "$ARGUMENT"
+  kit_python runs.report --from "$PWD" --log-dir "$LOG_DIR" -- "${POSITIONAL[@]:-latest}"
 }
 
 main "$@"

@@ -6,6 +6,7 @@
 #
 #   RUN            run directory, its name in DIR, or the number of its SLURM job (default: latest)
 #
+#   --all          print a table of all runs in DIR, the newest first, from their files
 #   --watch        refresh every 2 seconds until the run ends or Ctrl-C
 #   --stacks       also print the Python stack of each rank; with py-spy installed, of all its threads
 #   --json         print one JSON object
@@ -29,12 +30,15 @@ source "$KIT/scripts/lib/options.bash"
 main() {
   parse_options "$@"
   ((!WATCH || !JSON)) || die_usage "--watch and --json cannot be combined"
+  ((!ALL || !(WATCH + STACKS + JSON + ${#POSITIONAL[@]}))) ||
+    die_usage "--all cannot be combined with RUN, --watch, --stacks and --json"
   parse_one_argument RUN latest
   pick_python "$PYTHON_OPTION"
   set -- "--program=$PROGRAM" "--log-dir=$LOG_DIR"
   ((!WATCH)) || set -- "$@" --watch
   ((!STACKS)) || set -- "$@" --stacks
   ((!JSON)) || set -- "$@" --json
+  ((!ALL)) || set -- "$@" --all
   exec_module runs.status "$@" -- "$ARGUMENT"
 }
 

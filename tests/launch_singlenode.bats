@@ -875,3 +875,26 @@ nproc_is() { # <number> <command...>
   [ -z "$output" ]
   [ ! -e logs ]
 }
+
+
+@test "--notify is called at a restart and at the end, and a failed call is one line in launcher.log" {
+  write_script <<'END'
+sys.exit(3 if rank else 0)
+END
+  run -3 "$LAUNCH" --max-restarts 1 --notify 'cat >"note.$$"; echo no server >&2; exit 7' --script "my script.py" - 2
+  [ "$(cat note.* | grep -c '"exit_code": 3')" -eq 2 ]
+  [ "$(cat note.* | grep -cE '"event": "(restart|end)"')" -eq 2 ]
+  cat note.* | grep -F '"cause": "rank 1 on '
+  cat note.* | grep -F "\"report\": \"$WORK/logs/"
+  [ "$(grep -cE 'notify: (restart|end): the command failed: exit code 7: no server' logs/latest/launcher.log)" -eq 2 ]
+  run -1 grep -rF 'no server' logs/latest/run.json
+}
+
+
+@test "MUSTER_NOTIFY is the default of --notify, and a run that succeeds is reported too" {
+  write_script </dev/null
+  MUSTER_NOTIFY='cat >note' run -0 "$LAUNCH" --script "my script.py" - 2
+  grep -F '"verdict": "ok"' note
+  MUSTER_NOTIFY='cat >other' run -0 "$LAUNCH" --dry-run --notify 'cat >dry' --script "my script.py" - 2
+  [ ! -e other ] && [ ! -e dry ]
+}

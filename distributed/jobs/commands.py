@@ -17,6 +17,7 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --retries N            retries of a failed job, for jobs without _retries (default: 1)
   --max-failures N       pause the list after N failed jobs
   --fail-fast            cancel all jobs when one fails
+  --notify COMMAND       command that gets a pause, the first failure and the end as JSON (default: $MUSTER_NOTIFY)
   --gpu-free-mib N       use GPUs with at least N MiB of free memory (default: GPUs of which other processes use less
                          than 1000 MiB)
   --lost-after SECONDS   ssh: time without connection after which the jobs of a server run elsewhere (default: 600)
@@ -98,6 +99,7 @@ from distributed.jobs.state import (
     unhandled_requests,
 )
 from distributed.launch import forwarding, supervisor
+from distributed.launch.notify import Notifier
 from distributed.runs.charts import duration
 from distributed.training.base_model import BaseModelError, hash_of
 from distributed.training.fold import default_participants
@@ -161,6 +163,7 @@ def run_parser(two_phase: bool = False) -> CommandParser:
     parser.add_argument("--retries", type=non_negative)
     parser.add_argument("--max-failures", type=positive)
     parser.add_argument("--fail-fast", action="store_true")
+    parser.add_argument("--notify", default="")
     parser.add_argument("--gpu-free-mib", type=non_negative)
     parser.add_argument("--lost-after", type=non_negative, default=600)
     parser.add_argument("--grace", type=non_negative, default=30)
@@ -580,9 +583,12 @@ def dispatch(
     policy, log_file = policy_of(config.options, drain), config.options.log_file
     links = {server.name: ServerLink(server) for server in made}
     screen, results = console.ListConsole(state, links), Results(log_file, state, links)
+    command = "" if drain else config.options.notify or os.environ.get("MUSTER_NOTIFY", "")
+    files = {"list": str(absolute(log_file)), "report": str(absolute(log_file.with_suffix(".html")))}
+    notifier = Notifier(command, screen.log, str(log_file), **files)
     dispatcher = Dispatcher(
         book, state, config.jobs, links, policy, log=screen.log, on_change=results.note_change, cache=config.cache,
-        read_added=functools.partial(jobs_to_add, config, made),
+        read_added=functools.partial(jobs_to_add, config, made), notify=notifier.send,
     )  # fmt: skip
     if names := next((server.context.forwarded for server in made if isinstance(server, servers.SshServer)), None):
         screen.log(f"forwarded to the jobs: {' '.join(names)}; {forwarding.SETTING} changes the list")
@@ -594,6 +600,9 @@ def dispatch(
     outcome, code = outcome_of(state, received, policy)
     results.write(outcome, dispatcher.interrupted, last=True)
     print_summary(state, outcome, results, log_file, screen.write_line)
+    totals = f"{outcome}: {state.counts['done']} of {len(state.jobs)} done, {state.counts['failed']} failed"
+    notifier.send("end", totals, verdict=outcome, exit_code=code, cause=dispatcher.interrupted or state.paused)
+    notifier.wait()
     screen.flush()
     servers.remove_sockets(state.id)
     return code
@@ -877,7 +886,7 @@ def stored_config(state: ListState, path: Path) -> ListConfig:
     here, log_file = Path.cwd(), absolute(path.with_suffix(".json"))
     os.chdir(state.list_record["cwd"])
     log_file = relative(log_file) if Path.cwd() == here else log_file
-    stored: dict[str, Any] = {"two_phase": False, **BASE_OPTIONS, **state.list_record["call"]}
+    stored: dict[str, Any] = {"two_phase": False, "notify": "", **BASE_OPTIONS, **state.list_record["call"]}
     for name in ("cluster_config", "jobs_config", "base_models"):
         stored[name] = Path(stored[name]) if stored.get(name) else None
     options = argparse.Namespace(**stored, plan=False, log_file=log_file)

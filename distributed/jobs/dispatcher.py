@@ -79,10 +79,12 @@ class Dispatcher:
         self, journal: Journal, state: ListState, jobs: Sequence[Job], links: Mapping[str, ServerLink], policy: Policy,
         *, log: Callable[[str], None] = lambda _: None, on_change: Callable[[], None] = lambda: None,
         cache: Cache | None = None, read_added: Callable[[list[Job], str], list[Job]] = lambda *_: [],
+        notify: Callable[..., None] = lambda *_, **__: None,
     ) -> None:  # fmt: skip
         """log: prints a line. on_change: called after each change of state. cache: required for base models.
 
         read_added: returns the jobs to add for a list and the path of a jobs file. Raises ValueError and OSError.
+        notify: see launch.notify: Notifier.send().
         """
         self.journal, self.state, self.policy = journal, state, policy
         self.jobs = {job.id: job for job in jobs}
@@ -91,7 +93,7 @@ class Dispatcher:
         self.queue = JobQueue()
         self.interrupted = ""
         self.journal_error = ""  # why the journal cannot be written
-        self._log, self._on_change, self._read_added = log, on_change, read_added
+        self._log, self._on_change, self._read_added, self._notify = log, on_change, read_added, notify
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._actions: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -629,6 +631,8 @@ class Dispatcher:
         reason = "; ".join(filter(None, [reason, remains]))
         self._record("settle", job=job.job.id, state=state, reason=reason)
         self._log_outcome(job, attempt, state, reason)
+        if state == "failed" and self.state.counts["failed"] == 1:
+            self._notify("first failure", f"{job.job.name} failed: {reason}", cause=reason, host=attempt.server)
         if state == "waiting":
             self._enqueue(job)
         self._cancellation_due |= job.cancel
@@ -689,6 +693,7 @@ class Dispatcher:
         self._record("pause", reason=reason)
         self._early_failures = 0
         self._log(f"paused: {reason}")
+        self._notify("pause", f"paused: {reason}", cause=reason)
 
     def _log_outcome(self, job: JobState, attempt: Attempt, state: str, reason: str) -> None:
         took = f" after {attempt.seconds:.1f} s" if attempt.seconds is not None else ""

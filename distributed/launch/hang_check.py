@@ -72,12 +72,13 @@ class HangCheck:
             self.handle(*decision)
 
     def handle(self, decision: Decision, notice: str) -> None:
-        from distributed.runs.hang_decision import Hung, Wait
+        from distributed.runs.hang_decision import RECOVERED, Hung, Wait
 
         if self._watch.is_ending or self._attempt != self._watch.attempts:
             return
         if notice:
             self._watch.console.record(notice, always=True)
+            self._watch.notifier.send("recovery" if notice == RECOVERED else "hang", notice)
         if isinstance(decision, Hung):
             self._watch.hangs(decision.record)
         elif isinstance(decision, Wait):

@@ -7,6 +7,7 @@ A launcher replaces itself by this program after its checks. Standard input has 
     call         the command line of the launcher
     before       the command line of the agent or of srun, before the options that are added here
     after        the rest of it
+    notify       the command of --notify; may be empty
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from distributed.files import KIT, read_json, write_json
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
 from distributed.launch.hang_check import schedule_hang_check
+from distributed.launch.notify import Notifier
 from distributed.launch.transport import Pdsh, Ssh
 from distributed.launch.watch import STOPPING_SIGNALS, AgentCommand, Console, Local, Options, Watch
 from distributed.runs import run_directory
@@ -104,6 +106,8 @@ class Launch:
         self.call = [os.fsdecode(argument) for argument in lists["call"]]
         self.before = tuple(os.fsdecode(argument) for argument in lists["before"])
         self.after = tuple(os.fsdecode(argument) for argument in lists["after"])
+        self.notify = os.fsdecode(lists["notify"][0])
+        self.began = time.monotonic()
         self.names = [name for name, *_ in options.nodes]
         all_nodes = [*options.nodes, *options.spares]
         self.processes = {name: count for name, count, _ in all_nodes}
@@ -315,14 +319,18 @@ class Launch:
         if options.announce:
             self.console.print(options.announce.replace("{log}", f"{directory}/node_{self.names[0]}.log"))
         self.watch, self.directory = watch, directory
+        report = str(directory / "report.html")
+        watch.notifier = Notifier(self.notify, self.console.append, directory.name, run=str(directory), report=report)
         self.last_step = self._furthest_step()
         self.run_attempts()
+        self._notify("end")
         if options.max_requeues is not None:
             from distributed.launch.requeue import EndedRun, requeue_if_stopped
 
             ended = EndedRun(directory, self.code, watch.signal, self.made_progress(), self.last_step)
             requeue_if_stopped(ended, options.slurm_job[-1], options.max_requeues, self.console.record)
         self.flush()
+        watch.notifier.wait()
         return self.code
 
     def run_attempts(self, restarts: int = 0, start: Callable[[Watch], None] | None = None) -> None:
@@ -349,9 +357,10 @@ class Launch:
                 self.watch.end_agents()
                 return
             restarts += 1
+            count = f"restart {restarts} of {self.options.max_restarts}"
+            self._notify("restart", f"{count}: ")
             number = archive_attempt(self.directory, self.watch.waiting | {one.node for one in self.watch.spares})
             self.watch.restart_count = number
-            count = f"restart {restarts} of {self.options.max_restarts}"
             self.console.record(f"exit code {self.code}: {count}, from the newest valid checkpoint")
             if self.watch.replaces:
                 self._replace_lost_nodes()
@@ -421,6 +430,15 @@ class Launch:
         self.console.show(os.fsencode(text + write_report(self.directory)), 2)
         return code
 
+    def _notify(self, event: str, message: str = "") -> None:
+        """Notify of the verdict on the last attempt. message: its beginning."""
+        verdict = read_json(self.directory / "verdict.json")
+        outcome, cause = verdict.get("outcome"), verdict.get("cause", f"exit code {self.code}")
+        self.watch.notifier.send(
+            event, f"{message}{outcome}: {cause}", verdict=outcome, exit_code=self.code, cause=cause,
+            host=verdict.get("node"), rank=verdict.get("rank"), seconds=round(time.monotonic() - self.began),
+        )  # fmt: skip
+
     def _should_restart(self, restarts: int) -> bool:
         """Whether a restart may help: the call was valid, no stop was requested, and the limits of restarts, and of
         restarts without progress, are not reached. Exit code 143 after a signal that was passed on counts as a request.
@@ -481,13 +499,17 @@ def terminals() -> str:
 
 
 def masked(call: Sequence[str]) -> list[str]:
-    """The launcher's command line without the values of --env."""
+    """The launcher's command line without the values of --env and --notify."""
     shown: list[str] = []
     for argument in call:
         if "--" in shown:
             shown.append(argument)
         elif argument.startswith("--env="):
             shown.append(f"--env={argument[6:].partition('=')[0]}=...")
+        elif argument.startswith("--notify="):
+            shown.append("--notify=...")
+        elif shown and shown[-1] == "--notify":
+            shown.append("...")
         elif shown and shown[-1] == "--env":
             shown.append(f"{argument.partition('=')[0]}=...")
         else:

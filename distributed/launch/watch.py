@@ -27,6 +27,7 @@ from distributed.host import signals
 from distributed.host.replies import Reply
 from distributed.host.ssh_call import LOGIN_SHELL, UNREACHABLE
 from distributed.launch.node_reports import ReportParser
+from distributed.launch.notify import Notifier
 from distributed.launch.supervisor import BACKLOG, START_TIMEOUT, ConsoleStream, read_code
 from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, LocalCommands, environment_block
 from distributed.transport.loop import INHERITED, Client, Loop
@@ -146,6 +147,10 @@ class Console:
     def record(self, message: str, always: bool = False) -> None:
         """Print a message and append it to launcher.log."""
         self.print(message, always)
+        self.append(message)
+
+    def append(self, message: str) -> None:
+        """Append a message to launcher.log."""
         if self.log:
             with contextlib.suppress(OSError), self.log.open("ab") as log:
                 log.write(os.fsencode(f"{time.strftime('%F %T')} {message}\n"))
@@ -176,6 +181,7 @@ class Watch:
         self.transport, self.options, self.console, self.terminals = transport, options, console, terminals
         self.loop = Loop(self._handle_signal, (*STOPPING_SIGNALS, *signals.PASSED_ON))
         self.calls = Calls(self.loop)
+        self.notifier = Notifier("", console.append, "")
         self.restart_count, self.max_restarts = 0, 0
         self.signal = 0  # that requested a stop
         self._signal_time = 0.0
@@ -543,11 +549,15 @@ class Watch:
 
     def mark_lost(self, node: str, reason: str = "connection lost") -> None:
         """Record for the verdict that a node does not reply."""
-        self.lost[node] = reason
+        self.note_lost(node, reason)
         if self.replaces:
             self._await_return(self._node(node))
         with contextlib.suppress(OSError):
             (self.directory / f"node_{node}.lost").touch()
+
+    def note_lost(self, node: str, reason: str) -> None:
+        self.lost[node] = reason
+        self.notifier.send("lost node", f"{node} is lost: {reason}", host=node)
 
     # ---- one attempt
 

@@ -126,15 +126,15 @@ def state_of_launcher(host: str, launcher_machine: str, pid: int, started: int |
 
 
 def constant_arguments(command: Sequence[str]) -> list[str]:
-    """The arguments of a launcher that have to be the same with --attach: not --attach, --detach and --quiet."""
+    """The arguments of a launcher that have to be the same with --attach: not --attach, --notify, --detach, --quiet."""
     end = command.index("--") if "--" in command else len(command)
     options = iter(command[1:end])
     kept = [
         argument
         for argument in options
         if argument not in ("--detach", "--quiet")
-        and not argument.startswith("--attach=")
-        and not (argument == "--attach" and next(options))
+        and not argument.startswith(("--attach=", "--notify="))
+        and not (argument in ("--attach", "--notify") and next(options))
     ]
     return [*kept, *command[end:]]
 

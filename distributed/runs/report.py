@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import math
+import os
 import shlex
 import statistics
 import sys
@@ -34,6 +36,7 @@ from distributed.runs.usage import Usage, read_usage
 
 MAX_CHARTS = 24  # charts of values that a script has logged under its own names
 MAX_LINES = 20  # of output
+FILES = ("run.json", "metrics.jsonl")  # one of them makes a directory that of a run, or of a job's output
 MAX_RUNS = 20  # earlier runs of a run that was resumed several times
 
 
@@ -443,26 +446,104 @@ def command(run: RunRecords) -> str:
     return f'<pre class="command card">{text}</pre><p class="facts">{spans(facts)}</p>'
 
 
+# ---------------------------------------------------------------- several runs
+
+STYLES = [f"rank{n}{dashes}" for dashes in ("", " dashed") for n in range(ranks.MAX_COLOURED)]  # of runs
+
+
+def compare(runs: Sequence[RunRecords], target: Path) -> Path:
+    """Write a page with the outcomes of runs, the settings that differ, and their curves. Raises OSError."""
+    facts = [
+        {"Outcome": outcome_of(run).kind, "Verdict": outcome_of(run).sentence}
+        | {name: value for name, value, _ in (*training_tiles(run), *run_tiles(run))}
+        for run in runs
+    ]
+    settings = [all_settings(run) for run in runs]
+    differing = [{k: v for k, v in one.items() if any(v != other.get(k) for other in settings)} for one in settings]
+    parts = [
+        f'<header>\n<p class="eyebrow">Comparison</p>\n<h1>{len(runs)} runs</h1>\n</header>',
+        section("Outcomes", comparison_table(runs, target, facts)),
+        section("Settings that differ", comparison_table(runs, target, differing) if any(differing) else ""),
+        section("Over steps", comparison_charts(runs, seconds=False)),
+        section("Over time", comparison_charts(runs, seconds=True)),
+    ]
+    write_file(target, document(f"{len(runs)} runs", parts).encode(errors="replace"))
+    return target
+
+
+def all_settings(run: RunRecords) -> dict[str, str]:
+    """The call, and the settings as section.key."""
+    sections = {"run": {key: run.run_json.get(key) for key in ("config", "git", "versions")}}
+    sections["run"]["command"] = shlex.join(map(plain, listed(run.run_json.get("command"))))
+    sections |= mapping(run.settings_json.get("settings"))
+    return {f"{name}.{key}": plain(value) for name in sections for key, value in mapping(sections[name]).items()}
+
+
+def comparison_table(runs: Sequence[RunRecords], target: Path, columns: Sequence[Mapping[str, str]]) -> str:
+    """A column for each run. target: path of the page, which has links to the reports of the runs."""
+    rows = "<th></th>"
+    for n, run in enumerate(runs):
+        link = escape(os.path.relpath(run.directory / "report.html", target.parent))
+        dot = f'<span class="{STYLES[n % len(STYLES)]}">{"●○"[n // ranks.MAX_COLOURED % 2]}</span>'
+        rows += f'<th>{dot} <a href="{link}">{escape(run.name)}</a></th>'
+    for key in dict.fromkeys(key for column in columns for key in column):
+        cells = "".join(f'<td class="text">{escape(column.get(key, "–"))}</td>' for column in columns)
+        rows += f'</tr>\n<tr><td class="text">{escape(key)}</td>{cells}'
+    return f'<div class="scroll card"><table class="jobs"><tr>{rows}</tr></table></div>'
+
+
+def comparison_charts(runs: Sequence[RunRecords], seconds: bool) -> str:
+    """A wide chart of the training losses, and small charts of other values. seconds: over time instead of steps."""
+    known = {"loss": ("Training loss", "", False), "held_out_loss": ("Held-out loss", "", False), **VALUES}
+    others = [name for run in runs for name in run.history.names() if name not in known]
+    cards: dict[int, list[str]] = {1032: [], ranks.SMALL: []}  # by width
+    for key in [*known, *[*dict.fromkeys(others)][:MAX_CHARTS]]:
+        title, unit, zero = known.get(key, (key, "", False))
+        width, height = (1032, 320) if key == "loss" else (ranks.SMALL, 190)
+        drawn = []
+        for n, run in enumerate(runs):
+            logged = [line for line in (*run.history.steps, *run.history.held_out) if key in line]
+            start = min(filter(is_time, (run.start, *run.history.times())), default=math.nan)
+            xs = [number(line.get("time")) - start if seconds else line["step"] for line in logged]
+            points = sorted((x, number(line[key])) for x, line in zip(xs, logged, strict=True) if math.isfinite(x))
+            points = charts.smooth(points) if len(points) >= charts.MANY else points
+            name = run.name if len(run.name) <= 18 else f"…{run.name[-16:]}"
+            label = name if key == "loss" and len(runs) <= ranks.MAX_LINES else ""
+            drawn += [Line(name, points, STYLES[n % len(STYLES)], label)] if finite(points) else []
+        if drawn:
+            drawing = charts.lines(drawn, width=width, height=height, zero=zero, seconds=seconds)
+            cards[width].append(card(title, unit, drawing))
+    return "\n".join([*cards[1032], side_by_side(cards[ranks.SMALL])]) if any(cards.values()) else ""
+
+
+def directories(argument: str, cwd: Path, logs: Path) -> list[Path]:
+    """The directories of runs, or of jobs, that a RUN or a shell pattern names. Raises RunLookupError."""
+    for base in (cwd, logs):
+        named = map(Path, sorted(glob.glob(os.path.join(base, argument))))
+        if found := [one.resolve() for one in named if any((one / name).is_file() for name in FILES)]:
+            return found
+    return [find(argument, cwd, logs)]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Write the report and print its path. Returns 2 if there is no such run, 1 if the report cannot be written."""
     parser = argparse.ArgumentParser(
         prog="report.sh", allow_abbrev=False, description="Write RUN/report.html, a page about the run."
     )
-    parser.add_argument("run", metavar="RUN", help="run directory, its name in logs, or the number of a SLURM job")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="directory or name of a run, pattern, or SLURM job")
     parser.add_argument("--from", type=Path, default=Path(), dest="cwd", metavar="DIR", help="base of relative paths")
     parser.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help="the directory of all runs")
     options = parser.parse_args(arguments)
-    directory = options.cwd / options.run
-    if not any((directory / name).is_file() for name in ("run.json", "metrics.jsonl")):
-        try:
-            directory = find(options.run, options.cwd, options.cwd / options.log_dir)
-        except RunLookupError as error:
-            sys.stderr.write(f"report.sh: {error}\nTry: report.sh --help\n")
-            return 2
+    logs = options.cwd / options.log_dir
     try:
-        print(write(directory))
+        found = [*dict.fromkeys(one for argument in options.runs for one in directories(argument, options.cwd, logs))]
+    except RunLookupError as error:
+        sys.stderr.write(f"report.sh: {error}\nTry: report.sh --help\n")
+        return 2
+    try:
+        print(write(found[0]) if len(found) == 1 else compare([*map(read, found)], logs / "comparison.html"))
     except OSError as error:
-        sys.stderr.write(f"report.sh: {directory}: cannot write the report: {error}\n")
+        sys.stderr.write(f"report.sh: cannot write the report: {error}\n")
         return 1
     return 0
 

@@ -14,6 +14,7 @@ scripts/status.sh becomes this program, which queries the nodes, judges their re
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import shutil
@@ -26,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from distributed import metrics, terminal
-from distributed.exit_codes import UNFIT
+from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
 from distributed.files import KIT
+from distributed.host.signals import signal_name
 from distributed.runs.charts import duration
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
-from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, constant_arguments
+from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, RunLookupError, constant_arguments, read
 from distributed.runs.node_status import GpuUsage, RankStatus
 from distributed.runs.query import JobWithoutRun, NodeReply, RunQuery, find_run, parser_of, remaining_processes
 from distributed.runs.records import node_changes, read_object
@@ -390,13 +392,62 @@ class Viewer:
                     self.show(status)
 
 
+# ---------------------------------------------------------------- all runs
+
+ALL_COLUMNS = ("run", "state", "verdict", "step", "loss", "time", "started", "nodes")  # at least the first four
+END_BYTES = 4096  # read from each end of metrics.jsonl
+REASONS = {0: "", STOPPED: "with checkpoint", TIMED_OUT: "hung"}  # exit code -> reason in the table
+
+
+def all_runs(logs: Path, width: int | None) -> list[str]:
+    """A table of the runs in a directory, the newest first, from their files; no node is queried."""
+    rows = []
+    found = (path.parent for path in logs.glob("*/run.json") if not path.parent.is_symlink())
+    for directory in sorted(found, key=lambda one: one.name[-20:], reverse=True):  # date, time and a number
+        with contextlib.suppress(RunLookupError, KeyError, TypeError, ValueError):  # not a run of this version
+            rows.append(row_of_run(directory))
+    lines: list[str] = []
+    for count in range(len(ALL_COLUMNS), 3, -1):
+        cells = [[paint(head, DIM) for head in ALL_COLUMNS[:count]], *(row[:count] for row in rows)]
+        lines = terminal.table(cells, (3, 4), width)
+        if width is None or max(map(terminal.columns, lines)) <= width:
+            break
+    return lines
+
+
+def row_of_run(directory: Path) -> list[str]:
+    """The cells of ALL_COLUMNS. Raises RunLookupError."""
+    run, known = read(directory), metrics.newest(directory / "metrics.jsonl", END_BYTES)
+    state, started, end, shown = run.launcher.state, datetime.fromisoformat(run.started), time.time(), ""
+    if verdict := read_object(path := directory / "verdict.json", []):
+        state, end = "ended", path.stat().st_mtime
+        outcome, code = str(verdict.get("outcome")), int(verdict.get("exit_code", 1))
+        exception = str(verdict.get("exception") or "").rpartition(".")[2]
+        reason = exception or signal_name(code) or REASONS.get(code, f"code {code}")
+        shown = paint(f"{outcome}: {reason}" if reason else outcome, {"ok": GREEN, "failed": RED}.get(outcome, YELLOW))
+    return [
+        directory.name,
+        {EXITED: "unknown"}.get(state, state),
+        shown,
+        f"{known['step']:,}" if "step" in known else "",
+        f"{float(known['loss']):.4f}" if "loss" in known else "",
+        duration(round(end - started.timestamp())) if state in ("ended", RUNNING) else "",
+        started.strftime("%Y-%m-%d %H:%M"),
+        " ".join(node.node for node in run.nodes),
+    ]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the status. Returns Status.exit_code, or 2 if there is no such run."""
     parser = parser_of("status", str(__doc__))
     parser.add_argument("--watch", action="store_true", help="refresh until the run has ended")
     parser.add_argument("--stacks", action="store_true", help="also print the stacks")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--all", action="store_true", help="show a table of all runs")
     options = parser.parse_args(arguments)
+    if options.all:
+        terminal.show("".join(f"{line}\n" for line in all_runs(options.log_dir, terminal.width())))
+        return 0
     messages = Messages(options.program, quiet=options.watch)
     exit_on_signals()
     try:

@@ -254,6 +254,7 @@ print_lists() {
   print_list call "${CALL[@]}"
   print_list before "${BEFORE[@]}"
   print_list after "${AFTER[@]}"
+  print_list notify "$NOTIFY"
 }
 
 

@@ -22,6 +22,7 @@
 #   --min-nodes N        with --max-restarts and LAUNCHER=torchrun: without a spare, continue with at least N nodes
 #   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
 #                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
+#   --notify COMMAND     command that gets events of the run as JSON on standard input (default: $MUSTER_NOTIFY)
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait for all nodes to join (default: 600)
 #   --max-requeues N     how often the job may requeue itself (default: 100)

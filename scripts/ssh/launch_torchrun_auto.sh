@@ -26,6 +26,7 @@
 #   --min-nodes N        with --max-restarts: without a spare, continue with at least N nodes, if the script can
 #   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
 #                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
+#   --notify COMMAND     command that gets events of the run as JSON on standard input (default: $MUSTER_NOTIFY)
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore)
 #                        to nodes that do not share them

@@ -440,3 +440,28 @@ def test_jobs_added_while_a_list_ends_are_not_lost(job_list: JobList) -> None:
     assert ("; to start: " in printed) == ("finished: 6 of 6" not in running.printed), running.printed
     assert job_list.call("resume")[0] == 0
     assert (states(job_list), job_list.starts()) == (["done"] * 6, 6)
+
+
+def test_a_list_notifies_of_its_pause_its_first_failure_and_its_end(job_list: JobList) -> None:
+    job_list.jobs(*({"n": n, "exit": 3, "_retries": 0} for n in range(3)))
+    code, printed = job_list.call(*RUN, "--slots", "1", "--max-failures", "2", "--notify", "cat >note.$$")
+    assert code == 75, printed
+    read = [json.loads(path.read_text()) for path in job_list.directory.glob("note.*")]
+    found = sorted(read, key=lambda one: one["time"])
+    assert sorted(one["event"] for one in found) == ["end", "first failure", "pause"]
+    by_event = {one["event"]: one for one in found}
+    assert found[-1]["message"] == "results.json: paused: 0 of 3 done, 2 failed"
+    assert (found[-1]["exit_code"], found[-1]["report"]) == (75, str(job_list.directory / "results.html"))
+    assert by_event["pause"]["cause"] == "--max-failures 2: 2 jobs failed"
+    assert by_event["first failure"]["host"] == "local"
+    assert "failed: attempt 1 on local: exit code 3" in by_event["first failure"]["message"]
+
+
+def test_resume_keeps_the_command_of_notify_and_cancel_does_not_call_it(job_list: JobList) -> None:
+    job_list.jobs({"n": 1, "exit": 3, "_retries": 0}, {"n": 2})
+    assert job_list.call(*RUN, "--slots", "1", "--max-failures", "1", "--notify", "cat >note.$$")[0] == 75
+    count = len(list(job_list.directory.glob("note.*")))
+    assert "cancelled: " in job_list.call("cancel", "all")[1]
+    assert len(list(job_list.directory.glob("note.*"))) == count
+    assert job_list.call("resume")[0] == 1
+    assert len(list(job_list.directory.glob("note.*"))) == count + 1

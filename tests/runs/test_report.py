@@ -726,3 +726,73 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     done = program(str(tmp_path), cwd=tmp_path)
     assert done.returncode == 1 and "cannot write the report" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run.json"]
+
+
+# ---------------------------------------------------------------- several runs
+
+
+def several(logs: Path, **learning_rates: float) -> list[Path]:
+    """Runs that differ in a setting; each logs the steps 10 and 20, one second apart."""
+    made = []
+    for name, rate in learning_rates.items():
+        (logs / name).mkdir(parents=True)
+        lines = [step_line(step, time=1000.0 + step / 10, loss=rate * step) for step in (10, 20)]
+        settings = settings_json(settings={"train": {"lr": rate, "steps": 20}})
+        made.append(write_run(logs / name, [*lines, held_out(20, rate)], run=run_json(run=name), settings=settings))
+    return made
+
+
+def test_runs_are_compared_by_outcome_differing_settings_and_curves(tmp_path: Path) -> None:
+    runs = several(tmp_path, **{HOSTILE.replace("/", ""): 0.1, "b": 0.2, "c": 0.3})
+    write_run(runs[0], verdict={"outcome": "failed", "exit_code": 1, "cause": f"rank 1 raised {HOSTILE}"})
+    write_run(runs[1], verdict={"outcome": "ok", "exit_code": 0, "cause": "all"})
+    text = report.compare([*map(report.read, runs)], tmp_path / "comparison.html").read_text()
+    reader = Reader(text)
+    assert reader.faults == [] and HOSTILE not in text
+    outcomes, _, rest = reader.text.partition("Settings that differ")
+    assert all(word in outcomes for word in ("failed", f"rank 1 raised {HOSTILE}", "finished", "open"))
+    assert [one for one in reader.texts if one.startswith("train.")] == ["train.lr"]
+    assert "train.lr\n0.1\n0.2\n0.3" in rest
+    assert 'href="b/report.html"' in text
+    over_steps, over_time = text.split("<h2>Over time</h2>")
+    assert [part.count("Training loss</b>") for part in (over_steps, over_time)] == [1, 1]
+    assert [part.count("Held-out loss</b>") for part in (over_steps, over_time)] == [1, 1]
+    assert '"name":"b","style":"rank1","points":[[10.0,2.0],[20.0,4.0]]' in over_steps
+    assert '"name":"b","style":"rank1","points":[[0.0,2.0],[1.0,4.0]]' in over_time
+
+
+def test_any_number_of_runs_without_metrics_and_settings_makes_a_page(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"run{number}").mkdir()
+        write_run(tmp_path / f"run{number}", [step_line(1)] * (number % 2), run="[" if number % 3 else {})
+    runs = [report.read(tmp_path / f"run{number}") for number in range(20)]
+    for some in (runs, runs[:9], runs[:1], runs[:4:2]):
+        reader = Reader(report.compare(some, tmp_path / "page.html").read_text())
+        assert reader.faults == [] and f"{len(some)} runs" in reader.texts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("exp-a", "exp-b"), "exp-a exp-b"),
+        (("exp-*",), "exp-a exp-b"),
+        (("logs/e*a", "other", "exp-a"), "exp-a other"),
+        (("--log-dir", "logs", "*"), "exp-a exp-b other"),
+    ],
+)
+def test_runs_are_named_by_names_paths_and_patterns(tmp_path: Path, arguments: Any, names: str) -> None:
+    several(tmp_path / "logs", **{"exp-a": 0.1, "exp-b": 0.2, "other": 0.3})
+    (tmp_path / "logs" / "latest").symlink_to("other")
+    (tmp_path / "logs" / "exp-file").touch()
+    done = program(*arguments, cwd=tmp_path)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", f"{tmp_path}/logs/comparison.html\n")
+    reader = Reader((tmp_path / "logs" / "comparison.html").read_text())
+    assert set(names.split()) == {one for one in reader.texts if one in ("exp-a", "exp-b", "other")}
+    assert f"{len(names.split())} runs" in reader.texts
+
+
+def test_a_pattern_that_matches_one_run_writes_its_report(tmp_path: Path) -> None:
+    several(tmp_path / "logs", **{"exp-a": 0.1})
+    assert program("ex*", cwd=tmp_path).stdout == f"{tmp_path}/logs/exp-a/report.html\n"
+    done = program("exp-a", "missing*", cwd=tmp_path)
+    assert done.returncode == 2 and "RUN 'missing*': no such run" in done.stderr

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -296,3 +298,73 @@ def test_the_run_of_another_user_is_refused(tmp_path: Path) -> None:
     lookup.refuse_other_users(run, run.user, 1000)
     with pytest.raises(RunLookupError, match=f"started by {run.user}; you are bob"):
         lookup.refuse_other_users(run, "bob", 1000)
+
+
+# ---------------------------------------------------------------- all runs
+
+
+def finished_run(logs: Path, number: int, verdict: dict[str, Any] | None, **changes: Any) -> Path:
+    """A run that was started `number` days after the first of January. changes: of run.json."""
+    nodes = [RunNode("node1", "", 1, 0), RunNode("node2", "", 1, 1)]
+    made = run_directory.create(
+        str(logs), "train", nodes=nodes, script="train.py", config=None, cwd="/", python="python3", command=["x"],
+        launcher=os.getpid(),
+    )  # fmt: skip
+    directory = logs / f"train-202501{number:02}-030405-9f3a"
+    os.rename(made, directory)
+    facts = json.loads((directory / "run.json").read_text())
+    facts |= {"started": f"2025-01-{number:02}T03:04:05+00:00"} | changes
+    (directory / "run.json").write_text(json.dumps(facts))
+    if verdict:
+        path = directory / "verdict.json"
+        path.write_text(json.dumps(verdict))
+        end = START + 86400 * (number - 2) + 90
+        os.utime(path, (end, end))
+    return directory
+
+
+def test_the_table_of_all_runs_has_the_newest_first_and_each_verdict_in_three_words(tmp_path: Path) -> None:
+    exited = {"launcher": {"host": "h", "machine": identity.machine(), "pid": 1, "since": 0, "grace": 8}}
+    remote = {"launcher": {"host": "h", "machine": "another", "pid": 1, "since": 1, "grace": 8}}
+    verdicts = {
+        "ok": {"outcome": "ok", "exit_code": 0},
+        "stopped: with checkpoint": {"outcome": "stopped", "exit_code": 75},
+        "failed: OutOfMemoryError": {"outcome": "failed", "exit_code": 1, "exception": "torch.OutOfMemoryError"},
+        "failed: SIGKILL": {"outcome": "failed", "exit_code": 137},
+        "failed: hung": {"outcome": "failed", "exit_code": 124},
+        "failed: code 3": {"outcome": "failed", "exit_code": 3},
+    }
+    for number, verdict in enumerate(verdicts.values(), 2):
+        newest = finished_run(tmp_path, number, verdict)
+    finished_run(tmp_path, 9, None, **exited)
+    finished_run(tmp_path, 10, None, **remote)
+    finished_run(tmp_path, 11, None)
+    lines = [json.dumps({"step": step, "steps": 2000, "loss": 3 - step / 1000}) for step in range(0, 1501, 5)]
+    (newest / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "latest").symlink_to(newest.name)
+    for name, content in (("damaged", "{"), ("older", "{}"), ("other", '{"directory": 1, "launcher": {}}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(content)
+    head, *rows = [plain(line) for line in status.all_runs(tmp_path, None)]
+    assert head.split() == ["run", "state", "verdict", "step", "loss", "time", "started", "nodes"]
+    assert [row[12:14] for row in rows] == ["11", "10", "09", *(f"{number:02}" for number in range(7, 1, -1))]
+    assert [row.split()[1] for row in rows] == ["running", "remote", "unknown", *["ended"] * 6]
+    for row, words in zip(rows[:2:-1], verdicts, strict=True):
+        assert re.split("  +", row)[2] == words and row.endswith("node1 node2") and "  1 min 30 s  " in row
+    assert "  failed: code 3" in rows[3] and "  1,500  1.5000  " in rows[3]
+    for row in status.all_runs(tmp_path, 80):
+        assert columns(row) <= 80
+    for row in status.all_runs(tmp_path, 112):
+        assert columns(row) <= 112
+
+
+def test_status_all_prints_the_table_and_takes_no_run(tmp_path: Path) -> None:
+    script = [str(Path(__file__).resolve().parents[2] / "scripts/status.sh"), "--python", sys.executable, "--all"]
+    finished_run(tmp_path / "logs", 2, {"outcome": "ok", "exit_code": 0})
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[1].startswith("train-20250102-030405-9f3a  ended  ok ")
+    for more in (["latest"], ["--json"], ["--watch"], ["--stacks"]):
+        refused = subprocess.run([*script, *more], cwd=tmp_path, capture_output=True, text=True)
+        assert refused.returncode == 2
+        assert "--all cannot be combined with RUN, --watch, --stacks and --json" in refused.stderr

@@ -1,0 +1,56 @@
+"""Call the user's command of --notify with the facts of an event, as a JSON object on its standard input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+
+from distributed.files import to_json
+
+LIMIT = 10.0  # seconds after which the command is killed
+
+
+class Notifier:
+    """Notifies of events of a run or job list. Each call has a thread, so that it delays nothing."""
+
+    def __init__(self, command: str, log: Callable[[str], None], subject: str, **facts: object) -> None:
+        """command: for sh; empty: nothing is called. log: called by the threads. subject, facts: in all events."""
+        self._command, self._log, self._subject, self._facts = command, log, subject, facts
+        self._calls: list[threading.Thread] = []
+
+    def send(self, event: str, message: str, **facts: object) -> None:
+        if self._command:
+            about = {"event": event, "message": f"{self._subject}: {message}", "time": time.time()}
+            content = to_json({**about, **self._facts, **facts})
+            self._calls.append(threading.Thread(target=self._call, args=(event, content), daemon=True))
+            self._calls[-1].start()
+
+    def wait(self) -> None:
+        """Wait until all calls have ended."""
+        for call in self._calls:
+            call.join()
+
+    def _call(self, event: str, content: bytes) -> None:
+        output = os.memfd_create("output")
+        try:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", self._command],
+                stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+            process.communicate(content, timeout=LIMIT)
+            problem = f"exit code {process.returncode}" if process.returncode else ""
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            problem = f"killed after {LIMIT:.0f} s"
+        except OSError as error:
+            problem = str(error)
+        os.lseek(output, 0, os.SEEK_SET)
+        with open(output, errors="replace") as file:
+            last = "".join(f": {line.strip()}" for line in file.read().strip().splitlines()[-1:])
+        if problem:
+            self._log(f"notify: {event}: the command failed: {problem}{last}")
