@@ -3,6 +3,7 @@
 # Check whether this machine, or a list of nodes, is ready for training, and print how to fix what is not.
 #
 # Usage: doctor.sh [options] [NODE...]
+#        muster doctor ...
 #
 #   NODE...              check these nodes over SSH instead of this machine: node1 user@node2 node[3-8,10]
 #

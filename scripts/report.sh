@@ -3,6 +3,7 @@
 # Write the HTML report of a run, or a page that compares several runs, and print its path. It needs no network.
 #
 # Usage: report.sh [options] [RUN...]
+#        muster report ...
 #
 #   RUN            run directory, its name in DIR, a shell pattern of such names, the number of its SLURM job, or the
 #                  output directory of a job of a job list (default: latest)

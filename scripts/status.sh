@@ -3,6 +3,7 @@
 # Show the state of a run: for each rank of each node its state, resource use and last line of output.
 #
 # Usage: status.sh [options] [RUN]
+#        muster status ...
 #
 #   RUN            run directory, its name in DIR, or the number of its SLURM job (default: latest)
 #

@@ -3,6 +3,7 @@
 # Stop a run, and check that none of its processes remains on any node.
 #
 # Usage: stop.sh [options] RUN
+#        muster stop ...
 #
 #   RUN            run directory, its name in DIR, or the number of its SLURM job; latest: the newest run
 #

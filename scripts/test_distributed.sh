@@ -3,6 +3,7 @@
 # Test communication between N processes per machine: correct results, bandwidth, slow or hung ranks.
 #
 # Usage: test_distributed.sh [options] N [NODE...]
+#        muster test ...
 #
 #   N                    number of processes per node: at most one per GPU; any number without GPUs
 #   NODE...              node1 user@node2 node[3-8,10] node9:4 (:4 overrides N), over SSH. Default: all

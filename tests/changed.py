@@ -22,7 +22,8 @@ KIT = Path(__file__).resolve().parents[1]
 USED_BY_ALL_TESTS = re.compile(r"requirements.*\.txt|pyproject\.toml|tests/(conftest\.py|lab/lab\.sh)")
 USE_ALL_FILES = ("tests/test_docs.py", "tests/test_house.py")
 TEST_FILE = re.compile(r"tests/([^/]+/)?test_[^/]+\.py|tests/[^/]+\.bats")
-FILE_NAME = re.compile(r"\w[\w-]*[._][\w.-]*\w")  # launcher.bash, ssh_config, runs.verdict
+# launcher.bash, ssh_config, runs.verdict, and muster in scripts/muster
+FILE_NAME = re.compile(r"\w[\w-]*[._][\w.-]*\w|(?<=scripts/)\w+\b(?!/)")
 MODULE_NAME = re.compile(r"\bdistributed\.[\w.]*\w")
 
 

@@ -33,7 +33,7 @@ TOOLS=(
   bats:bats parallel:parallel shellcheck:shellcheck g++:g++ ps:procps
   scontrol:slurm-wlm munged:munge
   ip:iproute2 /usr/sbin/iptables:iptables ssh:openssh-client /usr/sbin/sshd:openssh-server
-  pdsh:pdsh rsync:rsync tmux:tmux fish:fish tcsh:tcsh
+  pdsh:pdsh rsync:rsync tmux:tmux fish:fish tcsh:tcsh zsh:zsh
 )
 
 REQUIREMENTS=(requirements.txt requirements-trackers.txt requirements-test.txt)
@@ -175,7 +175,7 @@ run_linters() {
   lint ruff '*.py' "$PYTHON" -m ruff check
   # Under a lock, because concurrent runs corrupt the cache of mypy.
   lint mypy '*distributed/*.py,*scripts/*.py,*tests/*.py,*train.py' flock pyproject.toml "$PYTHON" -m mypy
-  lint shellcheck '*.sh,*.bash,*.ci/run' shellcheck -x
+  lint shellcheck '*.sh,*.bash,*.ci/run,*scripts/muster,*scripts/activate' shellcheck -x
   # In bats, each test is a subshell, and run sets variables; many tests contain quoted source text.
   lint shellcheck '*.bats' shellcheck -x --exclude SC2016,SC2030,SC2031,SC2154
 }

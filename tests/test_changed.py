@@ -20,12 +20,13 @@ REPOSITORY = {
     "scripts/lib/module.py": "import sys\n",
     "scripts/lib/pdsh.bash": "",
     "scripts/lib/ssh_config": "",
+    "scripts/muster": "",
     "scripts/status.sh": "echo 'see GUIDE.md'\n",
     "train.py": "import distributed.jobs.page\n",
     "GUIDE.md": "scripts/status.sh\n",
     "tests/lab/nodes.bash": "",
     "tests/forked.py": "",
-    "tests/launch.bats": "load lab/nodes.bash\nscripts/launch.sh\n",
+    "tests/launch.bats": "load lab/nodes.bash\nscripts/launch.sh\nscripts/muster\n",
     "tests/jobs/test_page.py": "def test_page():\n    import distributed.jobs.page\n",
     "tests/test_status.py": 'import forked\nKIT / "scripts/status.sh"\n',
     "tests/test_train.py": 'from test_status import KIT\nKIT / "train.py"\n',
@@ -44,6 +45,7 @@ REPOSITORY = {
         "scripts/lib/common.bash": ["launch.bats"],
         "scripts/lib/ssh_config": ["launch.bats"],
         "scripts/lib/pdsh.bash": [],  # a comment names it
+        "scripts/muster": ["launch.bats"],
         "scripts/status.sh": ["test_status.py", "test_train.py"],
         "train.py": ["test_train.py"],
         "GUIDE.md": [],  # a message names it

@@ -59,7 +59,12 @@ HARMLESS_MODULES = ("checkpoint.directory", "runs.verdict")  # they start nothin
 SYSTEM_PROGRAMS = {
     *("cd", "cp", "df", "env", "free", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python"),
     *("sacct", "sacctmgr", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "source", "squeue", "srun", "ss", "ssh"),
-    *("sudo", "tail", "tensorboard", "torchfrtrace", "torchrun", "unset", "wandb"),
+    *("scripts/muster", "sudo", "tail", "tensorboard", "torchfrtrace", "torchrun", "unset", "wandb"),
+}
+VERBS = {"help": "scripts/muster help"} | {
+    found[1]: str(path.relative_to(KIT))
+    for path in tracked("scripts/*.sh", "scripts/*/*")
+    if (found := re.search(r" muster ([a-z-]+) \.\.\.", path.read_text()))
 }
 
 
@@ -128,7 +133,8 @@ def commands(name: str) -> Iterator[Command]:
         needs = lines[0] if lines[0].startswith("# Needs ") else ""
         for number, line in enumerate(lines, first):
             if line and not line.startswith("#"):
-                yield Command(name, number, line, needs)
+                program = re.sub(r"^muster (\S+)", lambda found: VERBS.get(found[1], found[0]), line)
+                yield Command(name, number, program, needs)
     for first, lines in blocks(name, "console"):
         yield from transcript(name, first, lines)
 
@@ -211,7 +217,8 @@ def without_effects(command: list[str]) -> list[str] | None:
     """Return the command in a form that starts no training and installs nothing, or None if there is none."""
     if JOB in command:
         return None
-    if command == ["scripts/doctor.sh"] or command[0] in RUN_TOOLS or module_of(command) in HARMLESS_MODULES:
+    unchanged = command[0] in ("scripts/muster", *RUN_TOOLS) or module_of(command) in HARMLESS_MODULES
+    if unchanged or command == ["scripts/doctor.sh"]:
         return command
     if Path(command[0]).name in LAUNCHERS:
         # The nodes of the guides do not exist.
@@ -587,6 +594,7 @@ def test_the_table_of_arguments_of_a_job_agrees_with_the_trainer() -> None:
     [
         "scripts/ssh/launch_singlenode.sh",
         "scripts/run_ddp.sh",
+        "scripts/slurm/submit.sh",
         *SLURM,
         "scripts/status.sh",
     ],
@@ -598,6 +606,13 @@ def test_the_table_of_options_agrees_with_the_help(script: str) -> None:
     # The table may leave out options that are in the table of launch_singlenode.sh.
     shared = {unquoted(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "scripts/ssh/launch_singlenode.sh")}
     assert listed == [option for option in explained if option in listed or option not in shared]
+
+
+def test_the_table_of_verbs_agrees_with_the_programs() -> None:
+    rows = table("LAUNCH_GUIDE.md", "scripts/muster")
+    assert [[unquoted(verb), *re.findall(r"\[(.+)\]", program)] for verb, program in rows] == [
+        [verb, Path(program).name] for verb, program in sorted(VERBS.items()) if verb != "help"
+    ]
 
 
 def test_the_tables_of_the_program_for_job_lists_agree_with_its_help() -> None:

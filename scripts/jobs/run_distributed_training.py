@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run a list of training jobs; see --help, or distributed/jobs/commands.py."""
+"""Run a list of training jobs. Usage: muster jobs ...; see distributed/jobs/commands.py."""
 
 import os
 import sys

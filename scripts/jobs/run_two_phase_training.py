@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train shared base models once, then run experiments; see --help, or distributed/jobs/two_phase.py."""
+"""Train shared base models once, then experiments. Usage: muster two-phase ...; see distributed/jobs/two_phase.py."""
 
 import os
 import sys

@@ -27,6 +27,7 @@ declare -A VARIABLE_OF=(
   [--backend]=BACKEND [--min-bytes]=MIN_BYTES [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
   [--sync]=SYNC [--lease]=LEASE [--attach]=ATTACH [--notify]=NOTIFY [--detach]=DETACH [--dry-run]=DRY_RUN [--quiet]=QUIET
   [--json]=JSON [--watch]=WATCH [--stacks]=STACKS [--now]=NOW [--certain]=CERTAIN [--fresh]=FRESH [--all]=ALL
+  [--follow]=FOLLOW [--template]=TEMPLATE
 )
 # Option of torchrun, srun, mpirun, accelerate, deepspeed or train.py -> the variables above, or names in usage lines,
 # that have the value here.
@@ -52,7 +53,7 @@ ATTACH=''             # a run that continues without its launcher
 NOTIFY=${MUSTER_NOTIFY-} # command that is called when the run restarts, ends or has a fault; may contain a secret
 NPROC='' CONFIG='' LEVEL=''
 BACKEND=auto MIN_BYTES=1K MAX_BYTES='' TABLE_SECONDS='' TIMEOUT=''
-SYNC=0 DETACH=0 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 ALL=0 PREFLIGHT=1
+SYNC=0 DETACH=0 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 ALL=0 FOLLOW=0 TEMPLATE=0 PREFLIGHT=1
 FORWARDED=()          # like ENVIRONMENT, for the nodes: variables with which this script was started
 ENVIRONMENT=()        # --env, --env-file: NAME=VALUE; not passed in command lines, which all users can read
 

@@ -3,6 +3,7 @@
 # Start a run on several nodes with pdsh, from one machine.
 #
 # Usage: launch_pdsh_multinode.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
+#        muster pdsh ...
 #
 # Like launch_torchrun_auto.sh, with the same options, but pdsh starts the processes on all nodes. pdsh uses
 # ssh, or the transport in PDSH_RCMD_TYPE. Probes before the start (unless --no-preflight) and stop requests

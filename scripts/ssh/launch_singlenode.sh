@@ -3,6 +3,7 @@
 # Start training on this machine, with NPROC processes.
 #
 # Usage: launch_singlenode.sh [options] CONFIG NPROC [-- ARGUMENT...]
+#        muster run ...
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
 #   NPROC                number of processes: at most one per GPU; any number without GPUs;

@@ -3,6 +3,7 @@
 # Start a run on several nodes over SSH, from one machine.
 #
 # Usage: launch_torchrun_auto.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
+#        muster ssh ...
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
 #   NPROC                number of processes per node: at most one per GPU; any number without GPUs;

@@ -3,6 +3,7 @@
 # Start this node's part of a run on several nodes. Call it on each node.
 #
 # Usage: launch_torchrun_multinode.sh [options] CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT] [-- ARGUMENT...]
+#        muster node ...
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
 #   NPROC                number of processes on this node: at most one per GPU; any number without GPUs;

@@ -1,0 +1,139 @@
+"""Submit a batch job on nodes that sinfo lists, and follow it: the program behind scripts/slurm/submit.sh."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from distributed.exit_codes import INTERRUPTED, TERMINATED, TIMED_OUT, UNFIT, WRONG_CALL
+from distributed.files import KIT
+
+BATCH_SCRIPT = Path(KIT, "scripts/slurm/slurm_train.sh")
+SINFO = ("sinfo", "--noheader", "--format=%P|%D|%c|%G|%l")  # partition, nodes, cores, GPUs, time limit
+INTERVAL = 1.0  # seconds between two queries of the job
+REMEDY = "sinfo lists partitions and limits, sacctmgr show associations user=$USER your accounts and qos"
+ACTIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")
+CODES = {"COMPLETED": 0, "TIMEOUT": TIMED_OUT, "NODE_FAIL": UNFIT, "CANCELLED": TERMINATED}  # if the job has none
+TEMPLATE = """\
+#!/usr/bin/env bash
+{options}
+# SLURM starts one process per task. PyTorch reads these variables.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE={nproc}
+code=0
+srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"' - \\
+  {command} || code=$?
+[[ $code != 75 ]] || scontrol requeue "$SLURM_JOB_ID" # stopped with a checkpoint, as before the time limit
+exit "$code"\
+"""
+
+
+class SubmitError(Exception):
+    """The job cannot be submitted or followed. The message states problem and remedy."""
+
+
+def choose_nodes(sinfo: str, nproc: int, nnodes: int, given: Sequence[str]) -> list[str]:
+    """Return options of sbatch for the first nodes that fit, except the given ones; the default partition is first.
+
+    sinfo: the output of SINFO. Raises SubmitError if no partition has such nodes.
+    """
+    names = {option.partition("=")[0] for option in given}
+    own_gpus = any(name.startswith(("--gres", "--gpus")) for name in names)
+    need = 0 if own_gpus or "|gpu:" not in sinfo else nproc  # GPUs on each node
+    lines = sinfo.splitlines()
+    for line in sorted(lines, key=lambda line: "*|" not in line):
+        partition, number, cores_of_node, gres, limit = line.split("|")
+        kind, _, gpus = max(re.findall(r"\b(gpu(:[^:,(]+)?):(\d+)", gres), default=("gpu", "", "0"))
+        cores = int(cores_of_node.rstrip("+"))  # 48+: at least 48
+        if int(number) >= nnodes and cores >= nproc and int(gpus) >= need:
+            break
+    else:
+        remedy = "request fewer, or another partition" + (", or give --gres=none to train without GPUs" if need else "")
+        listed = " ".join(line.rpartition("|")[0] for line in lines) or "none"
+        raise SubmitError(f"NPROC {nproc}, NNODES {nnodes}: not among the nodes that sinfo lists ({listed}); {remedy}")
+    options = {
+        "--nodes": nnodes,
+        "--ntasks-per-node": nproc,
+        "--partition": "" if partition.endswith("*") else partition,
+        "--gres": f"{kind}:{nproc}" if need else "none",
+        "--cpus-per-task": cores // (int(gpus) if need else nproc),
+        "--time": limit if re.fullmatch("[0-9:]+", limit) else "",  # less than the day of BATCH_SCRIPT
+    }
+    return [f"{name}={value}" for name, value in options.items() if value and name not in names]
+
+
+def template(options: Sequence[str], nproc: str, command: Sequence[str]) -> str:
+    """Return a batch script with these options, and the other #SBATCH lines of BATCH_SCRIPT."""
+    defaults = re.findall(r"^#SBATCH (\S+)", BATCH_SCRIPT.read_text(), re.MULTILINE)
+    by_name = {option.partition("=")[0]: f"#SBATCH {option}" for option in [*defaults, *options]}
+    return TEMPLATE.format(options="\n".join(by_name.values()), nproc=nproc, command=shlex.join(command))
+
+
+def follow(job: str, outputs: Sequence[str], program: str) -> int:
+    """Print the state of a job, and its output and errors, until it has ended; return its exit code."""
+    shown, streams, offsets = "", (sys.stdout.buffer, sys.stderr.buffer), [0, 0]
+    while True:
+        done = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True)
+        if "Invalid job id" in done.stderr:
+            raise SubmitError(f"job {job}: not known to SLURM any more; see {outputs[1]}")
+        facts = dict(re.findall(r"(\w+)=(\S+)", done.stdout))  # empty if slurmctld does not reply
+        state, reason = facts.get("JobState", ""), facts.get("Reason", "None")
+        for number, (path, stream) in enumerate(zip(outputs, streams, strict=True)):
+            with suppress(FileNotFoundError), open(path, "rb") as file:
+                file.seek(offsets[number])
+                offsets[number] += stream.write(file.read())
+                stream.flush()
+        text = f"{state} ({reason})" if state == "PENDING" and reason != "None" else state
+        if text not in ("", shown):
+            sys.stderr.write(f"{program}: job {job}: {text}\n")
+            shown = text
+        if state and state not in ACTIVE_STATES:
+            code, signal = map(int, facts["ExitCode"].split(":"))
+            return code or CODES.get(state, 128 + signal if signal else 1)
+        time.sleep(INTERVAL)
+
+
+def submit(command: Sequence[str], log_dir: str, program: str, following: bool) -> int:
+    """Call sbatch, and print how to watch the job. Return the exit code of the job if it is followed, else 0."""
+    Path(log_dir).mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SubmitError(f"refused by SLURM, see its message above; {REMEDY}")
+    job = done.stdout.strip().partition(";")[0]  # 17;cluster
+    outputs = [f"{log_dir}/slurm-{job}.out", f"{log_dir}/slurm-{job}.err"]
+    run = shlex.join([job] if log_dir == "logs" else ["--log-dir", log_dir, job])
+    print(f"job: {job}\noutput: {' '.join(outputs)}\nstatus: {KIT}/scripts/status.sh {run}", flush=True)
+    try:
+        return follow(job, outputs, program) if following else 0
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{program}: job {job} continues; to stop it: {KIT}/scripts/stop.sh {run}\n")
+        return INTERRUPTED
+
+
+def main(arguments: Sequence[str]) -> int:
+    program, log_dir, mode, nproc, nnodes, *rest = arguments
+    own, command, passed = (
+        [one.removeprefix(name) for one in rest if one.startswith(name)]
+        for name in ("--sbatch=", "--command=", "--argument=")
+    )
+    sinfo = [*SINFO, *(option for option in own if option.startswith("--partition="))]
+    try:
+        listed = subprocess.run(sinfo, stdout=subprocess.PIPE, text=True).stdout
+        options = choose_nodes(listed, int(nproc), int(nnodes), own)
+        options += [f"--output={log_dir}/slurm-%j.out", f"--error={log_dir}/slurm-%j.err", *own]
+        call = ["sbatch", "--parsable", *options, str(BATCH_SCRIPT), *passed]
+        if mode in ("submit", "follow"):
+            return submit(call, log_dir, program, mode == "follow")
+        print(template(options, nproc, command) if mode == "template" else shlex.join(call))
+        return 0
+    except KeyboardInterrupt:  # while sinfo or sbatch waits for a reply
+        return INTERRUPTED
+    except SubmitError as error:
+        sys.stderr.write(f"{program}: {error}\n")
+        return WRONG_CALL

@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+#
+# Submit a batch job to SLURM: NPROC processes on each of NNODES nodes.
+#
+# Usage: submit.sh [options] CONFIG NPROC NNODES [-- ARGUMENT...]
+#        muster submit ...
+#
+#   NPROC                number of processes per node: one per GPU; on nodes without GPUs, at most one per core
+#   NNODES               number of nodes
+#
+#   --follow             print the state of the job, then its output; exit with its code. Ctrl-C leaves the job running
+#   --template           print a batch script that does the same without Muster, to edit and keep; submit nothing
+#
+#   (as slurm_train.sh)
+#
+# All other options are those of sbatch in their long form: --time, --partition, --account, --qos, --mem, --signal, ...
+# They override the partition, GPUs and cores that are chosen from what sinfo lists. The job runs slurm_train.sh, which
+# also checks the call; its environment variables apply. DIR is made.
+#
+# Exit codes: 0 success, 2 wrong call, or refused by SLURM; with --follow that of the job, or 130 Ctrl-C.
+#
+#   submit.sh --time 2-0 --follow --script my_train.py - 8 2 -- --lr 3e-4
+#
+set -euo pipefail
+# shellcheck source=scripts/lib/launcher.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/launcher.bash"
+
+# Options of sbatch that this script sets, or that change what sbatch prints.
+RESERVED="nodes|ntasks|ntasks-per-node|array|output|error|chdir|wrap|wait|parsable|test-only"
+OWN_ARGUMENTS=()  # options of this script, and arguments
+SBATCH_OPTIONS=() # --NAME=VALUE or --NAME
+MODE=submit       # or follow, template, dry-run
+
+
+# Set OWN_ARGUMENTS and SBATCH_OPTIONS.
+take_sbatch_options() { # <argument...>
+  local name known # --time= --hold
+  known=$(sbatch --help 2>/dev/null | sed -nE 's/^ {2}(-[A-Za-z],?| {3}) {1,2}(--[a-z-]+=?).*/\2/p') || true
+  known=" $(grep -vxE -- "--($RESERVED)=?" <<<"$known" | xargs) "
+  read_help
+  while (($#)) && [[ $1 != -- ]]; do
+    name=${1%%=*}
+    if [[ ${VALUE_NAME[$name]-} || $known != *" $name"[\ =]* ]]; then
+      OWN_ARGUMENTS+=("$1")
+    elif [[ $1 == *=* || $known == *" $name "* ]]; then
+      SBATCH_OPTIONS+=("$1")
+    else
+      need_value "$@"
+      SBATCH_OPTIONS+=("$1=$2")
+      shift
+    fi
+    shift
+  done
+  OWN_ARGUMENTS+=("$@")
+}
+
+
+main() {
+  take_sbatch_options "$@"
+  parse_options "${OWN_ARGUMENTS[@]}"
+  type -P sbatch >/dev/null || die_with "$EXIT_UNFIT" "sbatch: not found; call this on a login node of the cluster"
+  ((${#POSITIONAL[@]} == 3)) ||
+    die_usage "expected CONFIG, NPROC and NNODES, got: $(quote "${POSITIONAL[@]:-nothing}")"
+  CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]} NNODES=${POSITIONAL[2]}
+  check_nproc NPROC "$NPROC"
+  [[ $NNODES =~ ^[1-9][0-9]{0,5}$ ]] || die_usage "NNODES: expected a number of nodes, 1 or more, got '$NNODES'"
+  forward_options_except --follow --template --dry-run
+  set -- "${FORWARDED_OPTIONS[@]}" "$CONFIG" -- "${SCRIPT_ARGS[@]}"
+  # The batch script checks its arguments, with variables of such a job instead of those of a job around this shell.
+  (unset "${!SLURM_STEP@}" "${!SLURM_TASK@}" "${!SLURM_GPUS@}" "${!SLURM_ARRAY@}" SLURM_CPUS_PER_TASK SLURM_RESTART_COUNT
+    exec_in_environment 5 SLURM_JOB_ID=0 "SLURM_JOB_NODELIST=node[1-$NNODES]" "SLURM_NTASKS=$((NPROC * NNODES))" \
+    "SLURM_TASKS_PER_NODE=$NPROC(x$NNODES)" "SLURM_JOB_CPUS_PER_NODE=$NPROC(x$NNODES)" \
+    "$KIT/scripts/slurm/slurm_train.sh" --dry-run "$@" >/dev/null) || exit
+  QUIET=1 pick_rank_python
+  check_script
+  check_config
+  WORK=("$PYTHON" "${WORK[@]}" "${CONFIG_ARGS[@]}" "${SCRIPT_ARGS[@]}")
+  ((!FOLLOW)) || MODE=follow
+  ((!TEMPLATE)) || MODE=template
+  [[ $DRY_RUN != 1 ]] || MODE=dry-run
+  exec_module slurm.submit "$PROGRAM" "$LOG_DIR" "$MODE" "$NPROC" "$NNODES" "${SBATCH_OPTIONS[@]/#/--sbatch=}" \
+    "${WORK[@]/#/--command=}" "${@/#/--argument=}"
+}
+
+main "$@"

@@ -1,0 +1,91 @@
+#!/usr/bin/env bats
+#
+# scripts/muster: its verbs are those of the programs' opening comments, and a program gets the call unchanged.
+
+bats_require_minimum_version 1.5.0
+
+
+setup() {
+  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
+  MUSTER=$KIT/scripts/muster
+  cd "$BATS_TEST_TMPDIR" || return
+}
+
+
+# Make a copy of Muster with one more program, which has the verb `show`. Sets MUSTER.
+copy_with_program() { # <suffix of the program> <its text on standard input>
+  mkdir "my kit"
+  cp -r "$KIT/scripts" "my kit"
+  cat >"my kit/scripts/jobs/do_show.$1"
+  chmod +x "my kit/scripts/jobs/do_show.$1"
+  MUSTER=$PWD/muster
+  ln -s "my kit/scripts/muster" "$MUSTER"
+}
+
+
+@test "help lists each verb with the first sentence of its program" {
+  run -0 --separate-stderr "$MUSTER" help
+  [ "$(sed -n 's/^  \([a-z-]*\)  *[A-Z].*/\1/p' <<<"$output" | xargs)" = \
+    "doctor jobs node pdsh report run ssh status stop submit test two-phase" ]
+  [[ "$output" == *$'\n  stop       Stop a run, and check that none of its processes remains on any node\n'* ]]
+  [[ "$output" == *$'\n  jobs       Run a list of training jobs\n'* ]]
+  [ "$("$MUSTER" --help)" = "$output" ]
+  run -2 --separate-stderr "$MUSTER"
+  [ -z "$output" ]
+  [[ "$stderr" == *"  stop  "* ]]
+}
+
+
+@test "help VERB prints the help of the program" {
+  local verb
+  for verb in $("$MUSTER" --complete '' | grep -vx help); do
+    run -0 "$MUSTER" help "$verb"
+    [[ "$output" == *[Uu]"sage: "*"--help "* ]]
+  done
+  [ "$("$MUSTER" help run)" = "$("$KIT/scripts/ssh/launch_singlenode.sh" --help)" ]
+  [ "$("$MUSTER" help node)" = "$("$KIT/scripts/ssh/launch_torchrun_multinode.sh" --help)" ]
+}
+
+
+@test "an unknown verb is refused" {
+  run -2 --separate-stderr "$MUSTER" rnu
+  [ "$stderr" = "muster: VERB 'rnu': unknown; muster help lists the verbs"$'\n'"Try: muster --help" ]
+  run -2 "$MUSTER" help rnu
+}
+
+
+@test "a program gets its arguments, standard input and environment, and muster returns its exit code" {
+  local entry
+  copy_with_program sh <<'END'
+#!/bin/sh
+#
+# Show the call. All of it.
+#
+# Usage: do_show.sh
+#        muster show ...
+printf '<%s>\n' "$@" && cat && tr '\0' '\n' </proc/self/environ
+exit 7
+END
+  run -7 --separate-stderr env KIT=mine TMOUT=9 'BASH_FUNC_read%%=() {  echo replaced; }' \
+    "$MUSTER" show 'a b' '' -- --x <<<"typed"
+  [ "${lines[*]:0:5}" = "<a b> <> <--> <--x> typed" ]
+  [ -z "$stderr" ]
+  for entry in KIT=mine TMOUT=9; do
+    grep -qxF -- "$entry" <<<"$output"
+  done
+  run -0 "$MUSTER" help
+  [[ "$output" == *$'\n  show       Show the call\n'* ]]
+}
+
+
+@test "a program in Python runs with the Python of the active environment" {
+  copy_with_program py <<'END'
+#!/usr/bin/env python3
+"""Show the Python. Usage: muster show ..."""
+import sys
+print(sys.prefix)
+END
+  python3 -m venv --without-pip mine
+  VIRTUAL_ENV=$PWD/mine run -0 "$MUSTER" show
+  [ "$output" = "$PWD/mine" ]
+}

@@ -1,0 +1,61 @@
+"""The options of sbatch that submit.sh chooses from the output of sinfo, and the batch script of --template."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from distributed.slurm.submit import BATCH_SCRIPT, SubmitError, choose_nodes, template
+
+BIG = "--partition=big --gres=gpu:a100"
+LAB = "cpu|100|64|(null)|infinite\nsmall*|4|16+|gpu:2|1-00:00:00\nbig|8|96|gpu:a100:8(S:0-1),nvme:1|12:00:00"
+WITHOUT_GPUS = "main*|4|16|(null)|2:00:00"
+
+
+@pytest.mark.parametrize(
+    ("sinfo", "nproc", "nnodes", "given", "expected"),
+    [
+        (LAB, 2, 4, [], "--nodes=4 --ntasks-per-node=2 --gres=gpu:2 --cpus-per-task=8"),
+        (LAB, 1, 1, [], "--nodes=1 --ntasks-per-node=1 --gres=gpu:1 --cpus-per-task=8"),  # a share of the node
+        (LAB, 2, 5, [], f"--nodes=5 --ntasks-per-node=2 {BIG}:2 --cpus-per-task=12 --time=12:00:00"),
+        (LAB, 8, 1, ["--time=1"], f"--nodes=1 --ntasks-per-node=8 {BIG}:8 --cpus-per-task=12"),
+        (LAB, 16, 4, ["--gres=none"], "--nodes=4 --ntasks-per-node=16 --cpus-per-task=1"),
+        (LAB, 2, 4, ["--gpus-per-task=1"], "--nodes=4 --ntasks-per-node=2 --gres=none --cpus-per-task=8"),
+        (LAB, 2, 4, ["--cpus-per-task=1", "--exclusive"], "--nodes=4 --ntasks-per-node=2 --gres=gpu:2"),
+        (WITHOUT_GPUS, 4, 2, [], "--nodes=2 --ntasks-per-node=4 --gres=none --cpus-per-task=4 --time=2:00:00"),
+    ],
+)  # fmt: skip
+def test_options_for_the_first_nodes_that_fit(
+    sinfo: str, nproc: int, nnodes: int, given: list[str], expected: str
+) -> None:
+    assert choose_nodes(sinfo, nproc, nnodes, given) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("sinfo", "nproc", "nnodes", "remedy"),
+    [
+        (LAB, 16, 1, "big|8|96|gpu:a100:8(S:0-1),nvme:1); request fewer, or another partition, or give --gres=none"),
+        (LAB, 8, 9, "big|8|96|gpu:a100:8(S:0-1),nvme:1); request fewer, or another partition, or give --gres=none"),
+        (WITHOUT_GPUS, 17, 1, "(main*|4|16|(null)); request fewer, or another partition"),
+        ("", 1, 1, "sinfo lists (none); request fewer, or another partition"),
+    ],
+)
+def test_nodes_that_no_partition_has_are_refused(sinfo: str, nproc: int, nnodes: int, remedy: str) -> None:
+    with pytest.raises(SubmitError) as refused:
+        choose_nodes(sinfo, nproc, nnodes, [])
+    assert str(refused.value).startswith(f"NPROC {nproc}, NNODES {nnodes}: ")
+    assert remedy in str(refused.value)
+
+
+def test_a_template_has_each_option_once_and_the_other_lines_of_the_batch_script(tmp_path: Path) -> None:
+    text = template(["--nodes=4", "--time=5", "--qos=high"], "2", ["/bin/python", "my train.py", "it's"])
+    lines = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
+    names = [line.partition("=")[0] for line in lines]
+    assert {"#SBATCH --nodes=4", "#SBATCH --time=5", "#SBATCH --qos=high", "#SBATCH --signal=USR2@120"} <= set(lines)
+    assert len(set(names)) == len(names)
+    assert len(text.splitlines()) <= 30
+    assert "slurm_train" in BATCH_SCRIPT.name and "muster" not in text.lower()
+    (tmp_path / "job.sh").write_text(text)
+    subprocess.run(["shellcheck", "--exclude=SC2016", tmp_path / "job.sh"], check=True)

@@ -1,0 +1,145 @@
+#!/usr/bin/env bats
+#
+# scripts/slurm/submit.sh on SLURM: it submits, follows a job and exits with its code, leaves it on Ctrl-C, and refuses
+# what SLURM would refuse.
+
+# bats file_tags=laboratory
+bats_require_minimum_version 1.5.0
+load lab/nodes.bash
+load lab/jobs.bash
+
+
+setup_file() {
+  start_lab 2 --slurm --gpus 2
+}
+
+
+setup() {
+  SUBMIT=$KIT/scripts/slurm/submit.sh
+  enter_workdir
+  JOBS=()
+}
+
+
+# shellcheck disable=SC2034 # cancel_jobs reads JOBS
+teardown() {
+  mapfile -t JOBS < <(squeue --noheader --format=%i)
+  cancel_jobs
+}
+
+
+@test "a job is submitted inside another job as from a login node" {
+  run -0 srun --quiet --ntasks 1 --gres gpu:1 "$SUBMIT" --dry-run --script "$KIT/train.py" - 2 2
+  [[ "$output" == "sbatch --parsable --nodes=2 --ntasks-per-node=2 --gres=gpu:2 --cpus-per-task=4 "* ]]
+}
+
+
+# Write a script in which each rank prints its rank, its node and its arguments, and exits with the code in the file code.
+write_position_script() { # <exit code>
+  echo "$1" >code
+  cat >"my script.py" <<'END'
+import os, socket, sys
+names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+print("rank", *(os.environ[name] for name in names), socket.gethostname(), *sys.argv[1:], flush=True)
+code = int(open("code").read())
+if os.environ["RANK"] == "0":
+    open("code", "w").write("0")
+sys.exit(code if os.environ["RANK"] == "0" else 0)
+END
+}
+
+
+# bats test_tags=quick
+@test "a job gets GPUs and cores of its nodes; --follow prints its states and output, and exits with its code" {
+  write_position_script 9
+  run -9 --separate-stderr "$SUBMIT" --follow --time 10 --comment='a b' --script "my script.py" - 2 2 -- 'x  y' --lr 3
+  JOB=$(sed -n 's/^job: //p' <<<"$output")
+  [[ "$output" == *$'\noutput: logs/slurm-'"$JOB.out logs/slurm-$JOB.err"$'\n'"status: $KIT/scripts/status.sh $JOB"$'\n'* ]]
+  [[ "$output" == *"rank 0 0 2 4 $N1 x  y --lr 3" ]]
+  [[ "$stderr" == *"submit.sh: job $JOB: RUNNING"*"verdict: failed: rank 0 on $N1 exited with code 9"*"job $JOB: FAILED" ]]
+  job=$(scontrol show job "$JOB")
+  [[ "$job" == *" NumCPUs=16 NumTasks=4 CPUs/Task=4 "*"TresPerNode=gres:gpu:2"* ]] || { echo "$job" && false; }
+  [[ "$job" == *"TimeLimit=00:10:00"*"Comment=a b"* ]]
+}
+
+
+@test "--follow prints why a job waits, and follows it until it runs" {
+  write_position_script 0
+  start out "$SUBMIT" --hold --follow --script "my script.py" --log-dir "my logs" - 1 1
+  wait_for_line out "PENDING (JobHeldUser)"
+  JOB=$(sed -n 's/^job: //p' out)
+  scontrol release "$JOB"
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat out && false; }
+  grep -qF "rank 0 0 1 1 $N1" out
+  grep -qF "status: $KIT/scripts/status.sh --log-dir 'my logs' $JOB" out
+  run -0 "$KIT/scripts/status.sh" --log-dir 'my logs' "$JOB"
+}
+
+
+@test "Ctrl-C leaves the job running, and says how to stop it" {
+  write_endless_script
+  start out "$SUBMIT" --follow --script "my script.py" - 1 1
+  wait_for_line out "at work"
+  JOB=$(sed -n 's/^job: //p' out)
+  kill -INT -- "-$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 130 ]
+  [ "$(tail -n 1 out)" = "submit.sh: job $JOB continues; to stop it: $KIT/scripts/stop.sh $JOB" ]
+  [ "$(squeue --noheader --format=%T --job "$JOB")" = RUNNING ]
+}
+
+
+@test "a requeued job is followed to its end, and a job that is cancelled ends with 143" {
+  write_endless_script
+  start out "$SUBMIT" --follow --script "my script.py" - 1 1
+  wait_for_line out "at work"
+  JOB=$(sed -n 's/^job: //p' out)
+  scontrol requeue "$JOB"
+  wait_for_line out "PENDING (BeginTime)"
+  timeout 120 sh -c 'until [ "$(grep -c "at work" out)" -eq 2 ]; do sleep 0.2; done'
+  scancel "$JOB"
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 143 ] || { cat out && false; }
+  grep -qF "job $JOB: CANCELLED" out
+}
+
+
+@test "--template prints a script of at most 30 lines that runs the same ranks, and requeues itself after code 75" {
+  write_position_script 75
+  "$SUBMIT" --template --script "my script.py" - 2 2 -- "it's" >job.sh
+  [ "$(wc -l <job.sh)" -le 30 ]
+  [ -z "$(squeue --noheader)" ]
+  mkdir logs
+  JOB=$(sbatch --parsable job.sh)
+  timeout 120 sh -c 'until [ "$(grep -c "^rank 0 " "logs/slurm-$0.out")" = 2 ]; do sleep 0.2; done' "$JOB"
+  wait_for_job_exit "$JOB"
+  [ "$status" -eq 0 ]
+  [ "$(tail -n 4 "logs/slurm-$JOB.out" | sort)" = "rank 0 0 2 4 $N1 it's
+rank 1 1 2 4 $N1 it's
+rank 2 0 2 4 $N2 it's
+rank 3 1 2 4 $N2 it's" ]
+}
+
+
+refuses() { # <text of the message> <argument...>
+  run -2 --separate-stderr "$SUBMIT" "${@:2}"
+  [[ "$stderr" == *"$1"* ]] || { echo "$stderr" && return 1; }
+  [ -z "$output" ]
+  [ -z "$(squeue --noheader)" ]
+}
+
+
+@test "what SLURM or the batch script would refuse is refused" {
+  refuses "submit.sh: NPROC 3, NNODES 2: not among the nodes that sinfo lists (lab*|2|8|gpu:2 " - 3 2
+  refuses "not among the nodes that sinfo lists (none); request fewer, or another partition" --partition nope - 1 1
+  refuses "Requested node configuration is not available"$'\n'"submit.sh: refused by SLURM, see its message above; sinfo" \
+    --mem 100G - 1 1
+  refuses "CONFIG 'none.yaml': no such file" none.yaml 1 1
+  refuses "train.batch_size=7 does not divide by 2 ranks" "$KIT/config/quickstart.yaml" 1 2 -- train.batch_size=7
+  refuses "--nodes: unknown option; give NNODES without an option" --nodes 2 - 1 1
+  refuses "--scrpt: unknown option" --scrpt x - 1 1
+  SLURM_CONF='' refuses "sinfo: fatal: " - 1 1
+  refuses "expected CONFIG, NPROC and NNODES, got: - 1" - 1
+  refuses "NNODES: expected a number of nodes, 1 or more, got '$N1'" - 1 "$N1"
+}

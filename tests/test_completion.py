@@ -1,0 +1,129 @@
+"""`muster` in bash, zsh and fish: it is on PATH after `source scripts/activate`, and Tab completes its arguments.
+
+Each shell runs on a terminal and is typed into. The candidates themselves need no shell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distributed.jobs.job import Job, Options
+from distributed.jobs.journal import Journal
+from distributed.jobs.state import job_records
+
+KIT = Path(__file__).resolve().parents[1]
+MUSTER = KIT / "scripts/muster"
+SHELLS = {
+    "bash": (["bash", "--norc", "-i"], "scripts/activate"),
+    "zsh": (["zsh", "-f", "-i"], "scripts/activate"),
+    "fish": (["fish", "--no-config", "-i"], "scripts/activate.fish"),
+}
+SECONDS = 60
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory, also the home directory, with settings, runs, a hostfile, ssh hosts and a job list."""
+    for name in ("config", ".ssh", "logs/train-1", "logs/train-2"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "config/tiny.yaml").touch()
+    (tmp_path / "data.csv").write_text("(,\n")
+    (tmp_path / ".ssh/config").write_text("Host gpu1 gpu* !gpu3\n  HostName x\nhost=gpu2\nInclude more/*.conf\n")
+    (tmp_path / ".ssh/more").mkdir()
+    (tmp_path / ".ssh/more/a.conf").write_text("Host gpu4\n")
+    (tmp_path / "my_hosts").write_text("rack[1-2] slots=4\n")
+    command = ["scripts/ssh/launch_torchrun_auto.sh", "--hostfile", "my_hosts", "-", "2"]
+    for number, arguments in enumerate((command, ["scripts/ssh/launch_singlenode.sh"]), 1):
+        run = tmp_path / f"logs/train-{number}/run.json"
+        run.write_text(json.dumps({"command": arguments, "cwd": str(tmp_path)}, indent=2))
+        os.utime(run, (number, number))
+    (tmp_path / "logs/latest").symlink_to("train-2")
+    (tmp_path / "logs/slurm-17").symlink_to("train-2")
+    jobs = [Job(name, {}, Options(), f"experiments/{name}") for name in ("small-0", "large-0")]
+    with Journal.open(tmp_path / "results.journal") as journal:
+        journal.add("list", list="ab", jobs=job_records(jobs))
+        journal.commit()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def complete(*words: str) -> list[str]:
+    done = subprocess.run([MUSTER, "--complete", *words], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.returncode == (not done.stdout)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    {
+        "sta": ["status"],
+        "help st": ["status", "stop"],
+        "status --s": ["--stacks"],
+        "run --agent ": ["fast", "torchrun"],
+        "run ": ["-", "config/tiny.yaml"],
+        "run --script ": [],  # the shell completes files
+        "run - 2 -- --s": [],
+        "ssh - 2 gpu": ["gpu1", "gpu2", "gpu4"],
+        "ssh - 2 rack[": ["rack[1-2]"],
+        "doctor --exclude r": ["rack[1-2]"],
+        "ssh --attach ": ["17", "latest", "train-1", "train-2"],
+        "stop lat": ["latest"],
+        "two-phase --s": ["--script", "--script-path", "--skip-phase1", "--slots", "--sync"],
+        "two-phase cache v": ["verify"],
+        "jobs res": ["resume"],
+        "jobs logs sm": ["small-0"],
+        "no-such-verb --s": [],
+    }.items(),
+)
+def test_the_candidates_for_a_word(home: Path, call: str, expected: list[str]) -> None:
+    assert sorted(complete(*call.split(" "))) == expected
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_tab_completes_a_verb_an_option_a_run_and_a_file(home: Path, shell: str) -> None:
+    command, script = SHELLS[shell]
+    muster = home / "with blank"
+    muster.symlink_to(KIT)
+    typed = [
+        f"source '{muster}/{script}'",
+        f"source '{muster}/{script}'",  # a second time changes nothing
+        "muster sta\t--help",
+        "muster status --sta\t--help",
+        "muster stop train-\t2 --log-dir nowhere",
+        "muster run --script data\t - 2",
+        "exit",
+    ]
+    printed = on_terminal(command, "".join(f"{line}\r" for line in typed))
+    assert printed.count("Usage: status.sh [options] [RUN]") == 2, printed
+    assert "stop.sh: RUN 'train-2': no such run" in printed
+    assert "--script 'data.csv'" in printed
+
+
+def on_terminal(command: list[str], typed: str) -> str:
+    """Return what a command prints on a terminal into which this is typed."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ.update(TERM="xterm", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        os.execvp(command[0], command)
+    printed, end = b"", time.monotonic() + SECONDS
+    os.write(terminal, typed.encode())
+    try:
+        while time.monotonic() < end:
+            if select.select([terminal], [], [], 1)[0]:
+                printed += os.read(terminal, 65536)
+    except OSError:  # the shell has exited
+        pass
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    return printed.decode(errors="replace")
