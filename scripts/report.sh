@@ -12,8 +12,9 @@
 #   --python PATH  default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
 #   --help         show this help
 #
-# Of several runs, it writes DIR/comparison.html. Launchers write RUN/report.html when a run ends. This script writes it at any time, also during the run. From
-# nodes that do not share the run directory (--sync), only logs are copied before an attempt ends.
+# Launchers write RUN/report.html when a run ends; this script writes it at any time, also during the run. From nodes
+# that do not share the run directory (--sync), only logs are copied before an attempt ends. The page that compares
+# several runs is DIR/comparison.html.
 #
 # Exit codes: 0 the report was written, 1 it could not be written, 2 wrong call.
 #
