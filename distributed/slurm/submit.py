@@ -16,7 +16,7 @@ from distributed.files import KIT
 
 BATCH_SCRIPT = Path(KIT, "scripts/slurm/slurm_train.sh")
 SINFO = ("sinfo", "--noheader", "--format=%P|%D|%c|%G|%l")  # partition, nodes, cores, GPUs, time limit
-INTERVAL = 1.0  # seconds between two queries of the job
+INTERVAL = 2.0  # seconds between two queries of the job
 REMEDY = "sinfo lists partitions and limits, sacctmgr show associations user=$USER your accounts and qos"
 ACTIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")
 CODES = {"COMPLETED": 0, "TIMEOUT": TIMED_OUT, "NODE_FAIL": UNFIT, "CANCELLED": TERMINATED}  # if the job has none
