@@ -20,6 +20,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+FROM_OUTPUT = "metrics_from_output.jsonl"  # beside metrics.jsonl, see distributed/launch/output_metrics.py
+FROM_TENSORBOARD = "metrics_from_tensorboard.jsonl"  # in the run directory, see distributed/training/event_files.py
+ORIGINS = {"metrics.jsonl": "", FROM_TENSORBOARD: "from TensorBoard", FROM_OUTPUT: "from the output"}
 RESERVED = ("time", "event", "rank_seconds", "wait_share")  # keys that train.py and append() write
 TAIL = 64 * 1024  # bytes read from each end of a file
 HUGE = 1e100  # readers take larger numbers for infinity, so that sums and scales stay finite
@@ -98,6 +101,13 @@ def finite_or_none(value: Any) -> Any:
     if isinstance(value, list):
         return [finite_or_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def find(directory: str | os.PathLike[str]) -> str:
+    """Path of the metrics of a run: metrics.jsonl, or else the newest file with values found elsewhere; "" if none."""
+    logged, *others = (os.path.join(directory, name) for name in ORIGINS)
+    others = [path for path in others if os.path.exists(path)]
+    return logged if os.path.exists(logged) else max(others, key=os.path.getmtime, default="")
 
 
 def newest(path: str | os.PathLike[str], tail: int = TAIL) -> dict[str, Any]:

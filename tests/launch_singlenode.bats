@@ -539,6 +539,23 @@ sys.exit(3)'
 }
 
 
+# bats test_tags=slow
+@test "--max-restarts measures progress with the steps that a script prints, if it logs none" {
+  write_script <<<'
+earlier = len([name for name in os.listdir(os.environ["MUSTER_RUN_DIR"]) if name.startswith("attempt_")])
+print(f"iter {10 * (earlier // 2)}: loss {2 - earlier / 10}")
+sys.exit(3)'
+  run "$LAUNCH" --max-restarts 4 --script "my script.py" - 1
+  [ "$status" -eq 3 ] && [ -e logs/latest/attempt_4 ]
+  [[ "$output" != *"giving up"* ]]
+  [ "$(grep -c '"step": 10' logs/latest/metrics_from_output.jsonl)" -eq 2 ]
+  "$KIT/scripts/status.sh" >shown || true
+  grep "step 20, loss 1.6000 (from the output)" shown
+  run "$LAUNCH" --progress off --max-restarts 4 --script "my script.py" - 1
+  [[ "$output" == *"exit code 3: no progress in 3 restarts; giving up"* ]]
+}
+
+
 # Set WITHOUT_PY_SPY to a command prefix under which py-spy is not found.
 hide_py_spy() {
   mkdir -p venv/bin
@@ -718,6 +735,8 @@ refused() { # <expected text> <argument...>
   [[ $output != *k3pt* ]]
   refused "--max-restarts: expected a non-negative integer, got 'x'" --max-restarts x - 2
   refused "--hang-timeout: expected a whole number of seconds (0 = off), got '1.5'" --hang-timeout=1.5 - 2
+  refused "--progress '(': not a regular expression of Python: missing )" --progress "(" - 2
+  refused "--progress '(?P<stop>.)': unknown group 'stop'" --progress "(?P<stop>.)" - 2
   refused "'/nix/python'" --python /nix/python - 2
   refused "has no PyTorch" --python /usr/bin/python3 --script "my script.py" - 2
   refused "give one of the two" --script "my script.py" -m os - 2

@@ -82,6 +82,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--grace", type=int, required=True, metavar="SECONDS")
     add("--max-restarts", type=int, default=0, metavar="N")
     add("--hang-timeout", type=float, metavar="SECONDS")
+    add("--progress", default="", metavar="REGEX")
     add("--part", action="store_true", help="other launchers start the other nodes")
     add("--announce", default="", metavar="TEXT", help="print this at the start; {log} is this node's log")
     add("--again", metavar="RUN", help="use the existing directory of this requeued run")
@@ -117,6 +118,7 @@ class Launch:
         self.code = 0
         self.seconds = 0.0  # duration of the last attempt
         self.last_step: int | None = None  # that the run has logged
+        self.step_is_guessed = False  # found in the output
         self.stalled = 0  # consecutive restarts without progress
 
     # ---- before the nodes start
@@ -299,6 +301,7 @@ class Launch:
             agent=self._agent(address, port), python=options.python, node_env=options.node_env, cwd=options.cwd,
             grace=options.grace, inherited=self.inherited, environment=self.environment,
             hang_timeout=options.hang_timeout, all_ranks_here=not options.part, lease=options.lease,
+            progress=options.progress,
         )  # fmt: skip
         watch = Watch(transport, watch_options, self.console, terminals())
         watch.restart_count, watch.max_restarts = attempt, options.max_restarts
@@ -456,15 +459,17 @@ class Launch:
         return False
 
     def made_progress(self) -> bool:
-        """Whether the attempt logged a new step or, if the run logs no steps, ran for PROGRESS_SECONDS."""
+        """Whether the attempt had a new step or, if the run does not log steps itself, ran for PROGRESS_SECONDS."""
         before, self.last_step = self.last_step, self._furthest_step()
-        if self.last_step is None:
-            return self.seconds >= PROGRESS_SECONDS
-        return before is None or self.last_step > before
+        if self.last_step is not None and (before is None or self.last_step > before):
+            return True
+        return (self.last_step is None or self.step_is_guessed) and self.seconds >= PROGRESS_SECONDS
 
     def _furthest_step(self) -> int | None:
+        """The highest step that the run has logged or, if it logs none, that was found in its output."""
         path = self.directory / "metrics.jsonl"
-        if not path.exists():
+        self.step_is_guessed = not path.exists()
+        if self.step_is_guessed and not (path := self.directory / "metrics_from_output.jsonl").exists():
             return None
         from distributed.metrics import furthest
 

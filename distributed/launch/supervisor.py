@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from distributed.launch.output_lines import Console, Lines
+    from distributed.launch.output_metrics import OutputMetrics
 
 BLOCK = 1 << 20  # bytes per read
 CHUNK = 4096  # bytes that a writable pipe accepts without blocking
@@ -91,6 +92,7 @@ STALE_VARIABLES = (
     b"MASTER_PORT",
 )  # fmt: skip
 STALE_PREFIXES = (b"PET_", b"TORCHELASTIC_")
+PROGRESS = b"MUSTER_PROGRESS"  # variable with the value of --progress
 ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"  # of the caller, not stale: the agent writes its failure there
 
 Environment = dict[bytes, bytes]
@@ -426,6 +428,8 @@ class Supervisor:
         self._poll_at = self._heartbeat_at = self._scan_at = 0.0
         self._interval = POLL_INTERVAL  # maximum seconds between checks of the clock
         self._console: Console | None = None
+        self._metrics, self._progress = "", ""  # path of metrics.jsonl, and the value of --progress
+        self._output_metrics: OutputMetrics | None = None  # of the attempt
         self._streams = [ConsoleStream(1), ConsoleStream(2)] if options.lease else []
         self._log = os.open(files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._signals = self._catch_signals()
@@ -441,6 +445,7 @@ class Supervisor:
         self._source, self._block = source, _memory_file(block + b"\0") if source else os.open(os.devnull, os.O_RDONLY)
         outputs, pipes, parent = self.open_outputs(), self._open_attempt_pipes(env), os.getpid()
         self._stop_at = time.monotonic() + self.options.timeout
+        self._metrics, self._progress = (os.fsdecode(env.get(name, b"")) for name in (b"MUSTER_METRICS", PROGRESS))
         self._started = time.time()
         self.pid = os.fork()
         if self.pid == 0:
@@ -596,6 +601,12 @@ class Supervisor:
 
             logged = without_updates(lines)
         self._write_log(logged)
+        if lines and self._progress != "off" and (self._streams or self.options.sample_usage):
+            if not self._output_metrics:
+                from distributed.launch.output_metrics import OutputMetrics
+
+                self._output_metrics = OutputMetrics(self._metrics, self._progress)
+            self._output_metrics.feed(lines)
         self._show(lines, stream)
 
     def _write_log(self, block: bytes) -> None:
@@ -772,6 +783,8 @@ class Supervisor:
         for stream, lines in self._lines.items():
             self._log_and_show(lines.feed(b"", last=True), stream)
         self._end_console()
+        if self._output_metrics:
+            self._output_metrics.read(last=True)
         self._attempt_ended = True
         self._write_code()
         self.report_end(waiting=True, **({"lost": self._lost} if self._lost else {}))
@@ -790,7 +803,7 @@ class Supervisor:
         else:
             os.close(self._log)  # the launcher has moved it, with the other files of the attempt
             self._log = log
-        self.code, self._console, self._kill_at = None, None, float("inf")
+        self.code, self._console, self._output_metrics, self._kill_at = None, None, None, float("inf")
         self._waits = self._attempt_ended = self._no_process_left = self._log_failed = False
         self._leftovers_signalled = self._terminated = self._ranks_killed = self.ignores_fail = False
         self._start_helpers()
@@ -856,6 +869,8 @@ class Supervisor:
             write_record(self.files, "timeout", message)
             self._print_message(f"{message}; stopping")
             self.stop()
+        if self._output_metrics:
+            self._output_metrics.read()
         if not self.options.lease and now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_INTERVAL
             _touch(self.files.heartbeat)
@@ -914,6 +929,8 @@ class Supervisor:
 
     def finish(self) -> None:
         """Write the remaining files, the exit code last, and stop the helper processes."""
+        if self._output_metrics:
+            self._output_metrics.read(last=True)
         with contextlib.suppress(OSError):
             os.unlink(self.files.reserved_record)  # on a full disk, this is the space for the next file
         if not self.options.lease:

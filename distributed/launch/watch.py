@@ -80,6 +80,7 @@ class Options:
     hang_timeout: float | None  # seconds; 0: never; None: the default
     all_ranks_here: bool  # otherwise other launchers start the other nodes of the run
     lease: int | None = None  # see Watch.lease; None: that of the transport
+    progress: str = ""  # --progress: a regular expression, off, or "" to guess
 
 
 class Local:
@@ -262,7 +263,7 @@ class Watch:
 
     def entries(self) -> list[bytes]:
         """NAME=VALUE of --env and of the launcher for the ranks."""
-        variables = self._counts
+        variables = self._counts | {"MUSTER_PROGRESS": self.options.progress}
         if self._names_nodes:
             variables["MUSTER_NODES"] = " ".join(node.node for node in self.run.nodes)
         return [*self.options.environment, *(f"{name}={value}".encode() for name, value in variables.items())]

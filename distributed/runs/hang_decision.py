@@ -30,8 +30,9 @@ from distributed.runs.hang_analysis import (
     needs_stacks,
 )
 from distributed.runs.lookup import Run
+from distributed.runs.node_status import read_progress
 from distributed.runs.query import NodeReply
-from distributed.runs.status import Observation, observe_ranks, read_progress
+from distributed.runs.status import Observation, observe_ranks
 
 CLOCK_TOLERANCE = 10.0  # seconds; also the duration of a query
 RECOVERED = "the run no longer looks hung: it has had output or metrics"
@@ -192,7 +193,7 @@ class HangWatch:
         silent = min(observed.silent, watched)
         if len(statuses) < len(replies):  # the missing node may make progress
             return wait(min(self.timeout, RECHECK)), ""
-        logs_metrics = progress.silent is not None or any(status.metrics is not None for status in statuses)
+        logs_metrics = progress.silent is not None or any(status.progress.silent is not None for status in statuses)
         timeout = math.inf if self.certain and not logs_metrics else self.timeout
         stall = None
         if asked.stacks and observed.ranks:

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from bisect import bisect_left, bisect_right, insort
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distributed.files import KIT
 from distributed.metrics import RESERVED, STEP_LIMIT
 from distributed.runs.records import is_time, listed, number
+
+EVENT_FILES_TIMEOUT = 60.0  # seconds
 
 Point = tuple[float, float]  # step, value; the value is NaN if it was not a number
 RankValues = list[tuple[float, list[float]]]  # step, a value of each rank
@@ -96,6 +102,14 @@ def _step(line: MetricsLine) -> float:
     return float(line["step"])
 
 
+def read_event_files(directory: Path) -> None:
+    """Copy values from event files of TensorBoard to the directory of a run that logs none, if the package is there."""
+    if not (directory / "metrics.jsonl").exists():
+        command = [sys.executable, "-I", f"{KIT}/scripts/lib/module.py", "training.event_files", str(directory)]
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(command, capture_output=True, timeout=EVENT_FILES_TIMEOUT)
+
+
 def read_metrics(path: Path, notes: list[str], most: int = 0) -> History:
     """Read metrics.jsonl. Appends notes about skipped lines and read errors to `notes`.
 
@@ -132,12 +146,12 @@ def _select(lines: list[str], most: int, name: str, notes: list[str]) -> list[st
 
 
 def _parse(text: str) -> MetricsLine | None:
-    """The line with its step as a float; {} if it has `steps` but no `step`; None if it is invalid."""
+    """The line with its step as a float; {} if it has `steps` or `epoch`, but no `step`; None if it is invalid."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if isinstance(line, dict) and "steps" in line and "step" not in line:
+    if isinstance(line, dict) and not line.keys().isdisjoint({"steps", "epoch"}) and "step" not in line:
         return {}
     if not isinstance(line, dict) or not abs(step := number(line.get("step"))) < STEP_LIMIT:
         return None

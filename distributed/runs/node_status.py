@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from distributed import metrics
 from distributed.files import read_json
 from distributed.host import process_scan
 from distributed.host.gpus import count, mebibytes, query, query_rows, table
@@ -81,6 +82,30 @@ class RankStatus:
 
 
 @dataclass(frozen=True)
+class RunProgress:
+    """The newest values that the run has logged or, without any, that were found in its output."""
+
+    step: int | None = None
+    steps: int | None = None  # planned
+    loss: float | str | None = None  # "NaN" for NaN and infinity
+    silent: float | None = None  # seconds since the last write to metrics.jsonl; None: no such file
+    epoch: float | None = None
+    origin: str = ""  # see metrics.ORIGINS; "": logged by the run
+
+
+def read_progress(directory: Path, now: float) -> RunProgress:
+    """The progress of a run according to the files in its directory."""
+    if not (path := metrics.find(directory)):
+        return RunProgress()
+    found, origin = metrics.newest(path), metrics.ORIGINS[os.path.basename(path)]
+    silent = None
+    with suppress(OSError):
+        silent = None if origin else max(0.0, now - os.stat(path).st_mtime)
+    step, steps = (int(found[key]) if key in found else None for key in ("step", "steps"))
+    return RunProgress(step, steps, found.get("loss"), silent, found.get("epoch") if origin else None, origin)
+
+
+@dataclass(frozen=True)
 class NodeStatus:
     """The status of the run on one node."""
 
@@ -91,7 +116,7 @@ class NodeStatus:
     line: str = ""  # last line of the node's log
     gpus: tuple[GpuUsage, ...] = ()
     gpu_error: str = ""
-    metrics: float | None = None  # seconds since the last write to metrics.jsonl; None: no such file
+    progress: RunProgress = RunProgress()  # according to the run directory on this node
     stopped: tuple[int, ...] = ()  # ids of processes that are no ranks, and stopped (SIGSTOP)
 
 
@@ -308,9 +333,9 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
     with ThreadPoolExecutor(8) as pool:  # py-spy takes a moment for each rank
         ranks = tuple(pool.map(status_of, sorted(set(range(count)) | set(by_rank))))
     line = last_line(Path(run, f"node_{node}.log"))
-    metrics, _ = last_output([Path(run, "metrics.jsonl")], time.time())
+    progress = read_progress(Path(run), time.time())
     host, stopped = os.uname().nodename, stopped_processes(run, node, after)
-    return NodeStatus(host, elapsed, ranks, tuple(after), line, tuple(gpus.values()), error, metrics, stopped)
+    return NodeStatus(host, elapsed, ranks, tuple(after), line, tuple(gpus.values()), error, progress, stopped)
 
 
 def stopped_processes(run: str, node: str, processes: Sequence[RunProcess]) -> tuple[int, ...]:
@@ -328,7 +353,9 @@ def from_json(facts: dict[str, Any]) -> NodeStatus:
         gpus, frames = [GpuUsage(**gpu) for gpu in rank["gpus"]], [Frame(**frame) for frame in rank["frames"]]
         ranks.append(RankStatus(**rank | {"gpus": tuple(gpus), "frames": tuple(frames)}))
     processes, gpus = [RunProcess(**one) for one in facts["processes"]], [GpuUsage(**gpu) for gpu in facts["gpus"]]
-    return NodeStatus(**facts | {"ranks": tuple(ranks), "processes": tuple(processes), "gpus": tuple(gpus)})
+    progress = RunProgress(**facts["progress"])
+    lists = {"ranks": tuple(ranks), "processes": tuple(processes), "gpus": tuple(gpus)}
+    return NodeStatus(**facts | lists | {"progress": progress})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -23,10 +23,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distributed import metrics
 from distributed.files import KIT, write_file
 from distributed.runs import charts, ranks
 from distributed.runs.charts import Line, Mark, compact, duration, figure
-from distributed.runs.history import History, Point, read_metrics
+from distributed.runs.history import History, Point, read_event_files, read_metrics
 from distributed.runs.lookup import RunLookupError, find
 from distributed.runs.node_log import read_log
 from distributed.runs.node_status import printable
@@ -62,6 +63,7 @@ class RunRecords:
     started: datetime | None
     directory: Path  # absolute
     last_lines: Sequence[str] = ()  # of the output of the rank that failed
+    origin: str = ""  # of the history, see metrics.ORIGINS; "": logged by the run
 
     def fact(self, section: str, key: str) -> Any:
         """A value of settings.json, or None."""
@@ -90,7 +92,8 @@ def read(directory: Path) -> RunRecords:
     notes: list[str] = []
     run, settings, verdict = (read_object(directory / f"{name}.json", notes) for name in ("run", "settings", "verdict"))
     notes += node_changes(run)
-    history = read_metrics(directory / "metrics.jsonl", notes)
+    found = Path(metrics.find(directory) or directory / "metrics.jsonl")
+    history = read_metrics(found, notes)
     history.earlier[:0] = _resumed_from(directory, history)
     started = None
     with contextlib.suppress(ValueError):
@@ -99,7 +102,7 @@ def read(directory: Path) -> RunRecords:
     name, nodes = text(run.get("run")) or directory.name, [*map(str, listed(run.get("nodes")))]
     return RunRecords(
         name, run, settings, verdict, history, read_usage(directory), notes, nodes, started, directory,
-        last_lines_of_failed(directory, verdict),
+        last_lines_of_failed(directory, verdict), metrics.ORIGINS[found.name],
     )  # fmt: skip
 
 
@@ -235,13 +238,14 @@ def moment(seconds: float, run: RunRecords) -> str:
 def training_tiles(run: RunRecords) -> Iterator[Tile]:
     """A tile for each known value: losses, throughput and steps."""
     history = run.history
+    origin = f"{run.origin}, " * bool(run.origin)
     if losses := history.series("loss"):
         step, loss = losses[-1]
         shown = next((point for point in reversed(losses) if math.isfinite(point[1])), None)
         if shown and not math.isfinite(loss):
             yield "Training loss", "not finite", f"{loss_text(shown[1])} at step {figure(shown[0])}"
         else:
-            yield "Training loss", loss_text(loss), f"at step {figure(step)}"
+            yield "Training loss", loss_text(loss), f"{origin}at step {figure(step)}"
     if losses := history.held_out_losses():
         step, loss = losses[-1]
         best, when = min(((loss, step) for step, loss in losses if math.isfinite(loss)), default=(loss, step))
@@ -255,7 +259,7 @@ def training_tiles(run: RunRecords) -> Iterator[Tile]:
         step = lines[-1]["step"]
         planned = next((number(line["steps"]) for line in reversed(lines) if "steps" in line), math.nan)
         planned = planned if math.isfinite(planned) else number(run.setting("train", "steps"))
-        yield "Steps", figure(step), f"of {figure(planned)}" if step <= planned < math.inf else "done"
+        yield "Steps", figure(step), origin + (f"of {figure(planned)}" if step <= planned < math.inf else "done")
 
 
 def run_tiles(run: RunRecords) -> Iterator[Tile]:
@@ -333,6 +337,7 @@ def training_charts(run: RunRecords, all_marks: Sequence[Mark], events: Sequence
     history = run.history
     earlier = [*earlier_lines(history, "loss"), *earlier_lines(history, "held_out_loss")]
     notes = ["nats per token"] if run.settings_json else []
+    notes += [run.origin] if run.origin else []
     notes += ["dashed: earlier attempts"] if earlier else []
     notes += ["ticks on the axis: checkpoints"] if len(all_marks) > len(events) else []
     losses = earlier + charts.smoothed(Line("training", history.series("loss"), "train", "training"))
@@ -351,7 +356,7 @@ def training_charts(run: RunRecords, all_marks: Sequence[Mark], events: Sequence
         drawn = earlier_lines(history, key) + ([line] if key == "lr" else charts.smoothed(line))
         small.append(card(title, unit, charts.lines(drawn, events, width=ranks.SMALL, height=190, zero=zero)))
     if not loss and not small:
-        return '<p class="nothing">No metrics were logged. Call metrics.log(step, loss=...) to add them.</p>'
+        return '<p class="nothing">No metrics were logged or found. Call metrics.log(step, loss=...) to add them.</p>'
     return f"{loss}\n{side_by_side(small)}"
 
 
@@ -456,6 +461,7 @@ def compare(runs: Sequence[RunRecords], target: Path) -> Path:
     facts = [
         {"Outcome": outcome_of(run).kind, "Verdict": outcome_of(run).sentence}
         | {name: value for name, value, _ in (*training_tiles(run), *run_tiles(run))}
+        | ({"Metrics": run.origin} if run.origin else {})
         for run in runs
     ]
     settings = [all_settings(run) for run in runs]
@@ -540,6 +546,8 @@ def main(arguments: Sequence[str]) -> int:
     except RunLookupError as error:
         sys.stderr.write(f"report.sh: {error}\nTry: report.sh --help\n")
         return 2
+    if len(found) == 1:
+        read_event_files(found[0])
     try:
         print(write(found[0]) if len(found) == 1 else compare([*map(read, found)], logs / "comparison.html"))
     except OSError as error:

@@ -32,8 +32,9 @@ from distributed.files import KIT
 from distributed.host.signals import signal_name
 from distributed.runs.charts import duration
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
+from distributed.runs.history import read_event_files
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, RunLookupError, constant_arguments, read
-from distributed.runs.node_status import GpuUsage, RankStatus
+from distributed.runs.node_status import GpuUsage, RankStatus, RunProgress, read_progress
 from distributed.runs.query import JobWithoutRun, NodeReply, RunQuery, find_run, parser_of, remaining_processes
 from distributed.runs.records import node_changes, read_object
 from distributed.runs.verdict import decide
@@ -58,16 +59,6 @@ class RunState:
     more: str = ""  # the details
     wrong: bool = False
     remedy: str = ""  # a command
-
-
-@dataclass(frozen=True)
-class RunProgress:
-    """The newest values in metrics.jsonl."""
-
-    step: int | None = None
-    steps: int | None = None  # planned
-    loss: float | str | None = None  # "NaN" for NaN and infinity
-    silent: float | None = None  # seconds since the last write to the file; None: no such file
 
 
 @dataclass(frozen=True)
@@ -188,7 +179,7 @@ def observe_ranks(
     )
     statuses = [reply.status for reply in replies if reply.status]
     silences = [running if rank.silent is None else rank.silent for rank, _ in ranks if rank.pid is not None]
-    ages = [progress.silent, *(status.metrics for status in statuses), *silences]
+    ages = [progress.silent, *(status.progress.silent for status in statuses), *silences]
     not_running = [(f"rank {rank.rank} on {node}", rank.silent) for rank, node in ranks if rank.pid is None]
     return Observation(
         ranks=activities,
@@ -203,18 +194,6 @@ def observe_ranks(
             for pid in reply.status.stopped
         ),
     )
-
-
-def read_progress(directory: Path, now: float) -> RunProgress:
-    """The newest values in the run's metrics.jsonl."""
-    path = directory / "metrics.jsonl"
-    try:
-        silent = max(0.0, now - path.stat().st_mtime)
-    except OSError:
-        return RunProgress()
-    found = metrics.newest(path)
-    step, steps = (int(found[key]) if key in found else None for key in ("step", "steps"))
-    return RunProgress(step, steps, found.get("loss"), silent)
 
 
 # ---------------------------------------------------------------- text
@@ -258,8 +237,11 @@ def headline(status: Status) -> str:
     progress = status.progress
     if progress.step is not None:
         text += f", step {progress.step:,}" + (f" of {progress.steps:,}" if progress.steps else "")
-        text += f", loss {float(progress.loss):.4f}" if progress.loss is not None else ""
-    return text
+    elif progress.epoch is not None:
+        text += f", epoch {progress.epoch:g}"
+    if progress.loss is not None and (progress.step is not None or progress.origin):
+        text += f", loss {float(progress.loss):.4f}"
+    return text + f" ({progress.origin})" * bool(progress.origin)
 
 
 def table(status: Status, width: int) -> list[str]:
@@ -358,7 +340,14 @@ class Viewer:
         elif run.launcher.state == EXITED:
             decided = decide(run.directory)  # the launcher was killed before it wrote verdict.json
             verdict = asdict(decided) | {"written": decided.time or now}
-        return judge(run, replies, verdict, read_progress(run.directory, now), now, self._query.job_state)
+        progress = read_progress(run.directory, now)
+        if progress == RunProgress():
+            known = (reply.status.progress for reply in replies if reply.status)
+            progress = replace(next((one for one in known if one.step is not None), progress), silent=None)
+        if progress == RunProgress() and not self._options.watch:
+            read_event_files(run.directory)
+            progress = read_progress(run.directory, now)
+        return judge(run, replies, verdict, progress, now, self._query.job_state)
 
     def show(self, status: Status, in_place: bool = False) -> None:
         """in_place: overwrite the screen of the terminal."""
@@ -417,7 +406,8 @@ def all_runs(logs: Path, width: int | None) -> list[str]:
 
 def row_of_run(directory: Path) -> list[str]:
     """The cells of ALL_COLUMNS. Raises RunLookupError."""
-    run, known = read(directory), metrics.newest(directory / "metrics.jsonl", END_BYTES)
+    found = metrics.find(directory)
+    run, known, is_guess = read(directory), metrics.newest(found, END_BYTES), not found.endswith("/metrics.jsonl")
     state, started, end, shown = run.launcher.state, datetime.fromisoformat(run.started), time.time(), ""
     if verdict := read_object(path := directory / "verdict.json", []):
         state, end = "ended", path.stat().st_mtime
@@ -429,7 +419,7 @@ def row_of_run(directory: Path) -> list[str]:
         directory.name,
         {EXITED: "unknown"}.get(state, state),
         shown,
-        f"{known['step']:,}" if "step" in known else "",
+        "~" * is_guess + f"{known['step']:,}" if "step" in known else "",
         f"{float(known['loss']):.4f}" if "loss" in known else "",
         duration(round(end - started.timestamp())) if state in ("ended", RUNNING) else "",
         started.strftime("%Y-%m-%d %H:%M"),

@@ -56,6 +56,11 @@ def is_module(name: str) -> bool:
 def check_program(options: argparse.Namespace) -> None:
     if script := options.script or options.foreign_script:
         check_script(script, foreign=not options.script)
+    if options.progress:
+        from distributed.launch.output_metrics import check_expression
+
+        if fault := check_expression(options.progress):
+            raise CheckFailed("usage", f"--progress '{options.progress}': {fault}")
     if options.torch and not is_module("torch"):
         remedy = "install it there, or choose another Python with --python PATH"
         raise CheckFailed("usage", f"'{sys.executable}' has no PyTorch; {remedy}")
@@ -276,6 +281,7 @@ def main() -> None:
         "--spares",
         "--master",
         "--config",
+        "--progress",
     ):
         parser.add_argument(name)
     for name in ("--allocation", "--gpus", "--port", "--node-rank", "--ranks"):

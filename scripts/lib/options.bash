@@ -21,6 +21,7 @@ SCRIPT_ARGS=()           # arguments after --, for the user's script
 declare -A VARIABLE_OF=(
   [--script]=SCRIPT [-m]=MODULE [--python]=PYTHON_OPTION [--agent]=AGENT [--log-dir]=LOG_DIR
   [--master-port]=MASTER_PORT [--rendezvous-timeout]=RENDEZVOUS_TIMEOUT [--hang-timeout]=HANG_TIMEOUT
+  [--progress]=PROGRESS
   [--spares]=SPARES [--min-nodes]=MIN_NODES
   [--max-restarts]=MAX_RESTARTS [--max-requeues]=MAX_REQUEUES [--hostfile]=HOSTFILE [--exclude]=EXCLUDE
   [-n]=NPROC [-c]=CONFIG [-l]=LEVEL
@@ -45,6 +46,7 @@ SCRIPT='' MODULE='' # SCRIPT: a file, or a directory with a __main__.py
 PYTHON_OPTION='' AGENT=fast LOG_DIR=logs MASTER_PORT='' HOSTFILE='' EXCLUDE=''
 RENDEZVOUS_TIMEOUT='' # seconds; empty: torchrun's default, 600
 HANG_TIMEOUT=''       # seconds; 0: never; empty: the default
+PROGRESS=''           # a regular expression, or off; empty: guess
 MAX_RESTARTS=0 MAX_REQUEUES=100
 SPARES=''             # nodes that replace lost ones
 MIN_NODES=''          # with which a run continues; empty: all

@@ -21,6 +21,7 @@
 #   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
 #                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
 #   --notify COMMAND     command that gets events of the run as JSON on standard input (default: $MUSTER_NOTIFY)
+#   --progress REGEX     how rank 0 prints a step, as in 'done (?P<step>[0-9]+)'; off: do not look for steps there
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --no-preflight       skip the checks of GPUs and port
 #   --lease SECONDS      0: run on when this launcher dies (default: stop at once); N: stop also when it has been

@@ -28,6 +28,7 @@
 #   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
 #                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
 #   --notify COMMAND     command that gets events of the run as JSON on standard input (default: $MUSTER_NOTIFY)
+#   --progress REGEX     how rank 0 prints a step, as in 'done (?P<step>[0-9]+)'; off: do not look for steps there
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore)
 #                        to nodes that do not share them

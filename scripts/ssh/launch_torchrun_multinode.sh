@@ -27,6 +27,7 @@
 #   --hang-timeout S     stop the run when the ranks of this node wrote no output or metrics for S seconds,
 #                        with exit code 124; 0: never; default with several nodes: only report that it looks hung
 #   --notify COMMAND     command that gets events of the run as JSON on standard input (default: $MUSTER_NOTIFY)
+#   --progress REGEX     how rank 0 prints a step, as in 'done (?P<step>[0-9]+)'; off: do not look for steps there
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --no-preflight       skip the checks of GPUs, MASTER_ADDR and port
 #   --detach             run in the background, detached from this terminal

@@ -23,6 +23,7 @@ from distributed.host import process_scan
 from distributed.launch import supervisor
 from distributed.launch.node_reports import ATTEMPT_PIPES, ReportParser
 from distributed.launch.supervisor import Files
+from distributed.metrics import FROM_OUTPUT
 
 KIT = Path(__file__).resolve().parents[2]
 SUPERVISOR = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "launch.supervisor"]
@@ -43,6 +44,9 @@ while true; do
   echo "got $facts"
 done
 """
+
+
+PRINTS_A_STEP = AGENT.replace('echo "attempt', 'echo "[n1:0] step $((5 * (n + 1))) loss 1.0"; echo "attempt')
 
 
 class Supervised:
@@ -158,6 +162,17 @@ def test_the_command_runs_the_next_attempt_with_new_files(start: Callable[..., S
     assert run.report() == {"node": "n1", "exit_code": 4}
     assert (run.process.wait(TIMEOUT), supervisor.read_code(run.files.exit)) == (4, 4)
     assert not run.remaining()
+
+
+def test_each_attempt_adds_its_newest_step_before_its_end_is_reported(start: Callable[..., Supervised]) -> None:
+    run = start(command=PRINTS_A_STEP)
+    for count in (1, 2):
+        run.end_attempt("3")
+        run.report()
+        lines = (run.directory / "run" / FROM_OUTPUT).read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [5, 10][:count]
+        if count == 1:
+            start_next_attempt(run)
 
 
 def test_processes_of_an_attempt_end_before_it_is_reported(start: Callable[..., Supervised]) -> None:

@@ -28,6 +28,7 @@ from distributed.files import read_json, write_json
 from distributed.host import process_scan
 from distributed.launch import supervisor
 from distributed.launch.supervisor import Files, SupervisorError, SupervisorOptions, read_block
+from distributed.metrics import FROM_OUTPUT
 
 KIT = Path(__file__).resolve().parents[2]
 SUPERVISOR = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "launch.supervisor"]
@@ -461,6 +462,25 @@ def test_the_command_gets_the_path_of_its_metrics(
     run.start("echo ready $MUSTER_METRICS", block=block)
     expected = f"{run.files.directory}/metrics.jsonl" if block == b"\0" else "/out/metrics.jsonl"
     assert run.log == f"ready {expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("progress", "expected"),
+    [
+        ("", [{"step": 7, "loss": 2.5}]),
+        (r"done (?P<step>\d+)", [{"step": 12}]),
+        ("off", []),
+    ],
+)
+def test_metrics_are_read_in_the_output_of_rank_0(
+    run: SupervisedRun, progress: str, expected: list[dict[str, float]]
+) -> None:
+    lines = r"[n1:0] step 7 loss 2.5\n[n1:1] step 9 loss 1.0\n[n1:0] done 12\n[n1:1] done 13\nready\n"
+    run.start(f"printf '{lines}'", block=f"MUSTER_PROGRESS={progress}\0\0".encode())
+    wait_until(lambda: run.code is not None)
+    path = Path(run.files.directory) / FROM_OUTPUT
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    assert [{name: line[name] for name in line if name != "time"} for line in found] == expected
 
 
 def test_an_environment_file_is_removed_after_reading(run: SupervisedRun, tmp_path: Path) -> None:

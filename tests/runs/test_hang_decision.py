@@ -18,6 +18,7 @@ import pytest
 from test_hang_analysis import IDLES, LOOPS, SLEEPS, STOPPED, WAITS, WORKS, ranks
 
 from distributed.host.replies import Reply, format_reply
+from distributed.metrics import FROM_OUTPUT
 from distributed.runs import hang_decision
 from distributed.runs.hang_analysis import Activity, find_stall
 from distributed.runs.hang_decision import (
@@ -160,7 +161,7 @@ RANK_STATUS = {
 }  # fmt: skip
 NODE_STATUS = {
     "host": "n1", "seconds": 1.0, "ranks": [RANK_STATUS], "processes": [], "line": "", "gpus": [], "gpu_error": "",
-    "metrics": None,
+    "progress": {},
 }  # fmt: skip
 
 
@@ -177,8 +178,9 @@ def check(watch: HangWatch, watched: float, asked: Query, code: int = 0, **facts
         (599, False, 0, {}, Wait(1)),  # the time before the watch started is ignored
         (700, False, 255, {}, Wait(60)),  # the node does not reply
         (700, True, 0, {}, Wait(600)),  # it logs no steps
-        (700, True, 0, {"metrics": 650.0}, HUNG),
-        (700, True, 0, {"metrics": 100.0}, Wait(100)),
+        (700, True, 0, {"progress": {"step": 9, "origin": "from the output"}}, Wait(600)),  # it prints them
+        (700, True, 0, {"progress": {"silent": 650.0}}, HUNG),
+        (700, True, 0, {"progress": {"silent": 100.0}}, Wait(100)),
     ],
 )
 def test_a_run_hangs_after_its_timeout_and_the_cause_is_recorded(
@@ -191,7 +193,7 @@ def test_a_run_hangs_after_its_timeout_and_the_cause_is_recorded(
     assert isinstance(found, Hung)
     option = "" if certain else " (--hang-timeout 600)"
     assert found.record["cause"] == (
-        f"hung: no output for {facts.get('metrics', 700.0):.0f} s{option}; no rank used CPU in 1.0 s"
+        f"hung: no output for {facts.get('progress', {}).get('silent', 700.0):.0f} s{option}; no rank used CPU in 1.0 s"
     )
 
 
@@ -200,6 +202,12 @@ def test_old_metrics_of_an_earlier_attempt_are_ignored(tmp_path: Path) -> None:
     (watch.run.directory / "metrics.jsonl").touch()
     os.utime(watch.run.directory / "metrics.jsonl", (time.time() - 5000,) * 2)
     assert check(watch, 700, Query(0), ranks=[RANK_STATUS | {"silent": 3.0}]) == (Wait(57), "")
+
+
+def test_a_step_that_was_found_in_the_output_does_not_end_a_run(tmp_path: Path) -> None:
+    watch = hang_watch(tmp_path, 600, certain=True)
+    (watch.run.directory / FROM_OUTPUT).write_text('{"step": 9}\n')
+    assert check(watch, 700, Query(1, stacks=True))[0] == Wait(600)
 
 
 @pytest.mark.parametrize(

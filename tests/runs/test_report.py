@@ -13,7 +13,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
+from datetime import datetime, timezone
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +25,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distributed.metrics import FROM_OUTPUT, FROM_TENSORBOARD
 from distributed.runs import charts, ranks, report
 
 KIT = Path(__file__).resolve().parents[2]
@@ -441,7 +444,52 @@ def test_resource_usage_is_drawn_for_all_attempts(tmp_path: Path) -> None:
     reader = parsed(tmp_path)
     assert {"Usage", "CPU", "Memory", "Output", "rank 3"} <= set(reader.texts)
     assert any(text.startswith("attempt 2 after ") for text in reader.texts)
-    assert "No metrics were logged." in reader.text
+    assert "No metrics were logged or found." in reader.text
+
+
+def test_metrics_that_were_found_in_the_output_are_marked(tmp_path: Path) -> None:
+    lines = [{"step": step, "time": 1.7e9 + step, "loss": 3.0 - step, "steps": 9} for step in range(3)]
+    lines.append({"time": 1.7e9, "loss": 0.5, "epoch": 0.1})
+    (tmp_path / FROM_OUTPUT).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    reader = parsed(tmp_path)
+    assert {"from the output, at step 2", "from the output, of 9", "from the output"} <= set(reader.texts)
+    assert "ignored" not in reader.text
+    target = report.compare([report.read(tmp_path)] * 2, tmp_path / "comparison.html")
+    assert "from the output" in target.read_text()
+    write_run(tmp_path, [step_line(4)])
+    assert "from the output" not in parsed(tmp_path).text
+
+
+WRITE_EVENTS = """
+import sys
+from torch.utils.tensorboard import SummaryWriter
+with SummaryWriter(sys.argv[1]) as writer:
+    for step in range(3):
+        writer.add_scalar("Loss/train", 2.0 - step, step)
+        writer.add_scalar("accuracy", step / 4, step)
+"""
+
+
+def test_scalars_that_a_run_wrote_for_tensorboard_are_in_the_report(tmp_path: Path) -> None:
+    started = datetime.now(timezone.utc).isoformat()
+    run = tmp_path / "logs" / "train-1"
+    run.mkdir(parents=True)
+    write_run(run, run=run_json(started=started, cwd=str(tmp_path)))
+    old = tmp_path / "events.out.tfevents.1600000000.n1.1.0"
+    old.write_bytes(b"damaged")
+    subprocess.run([sys.executable, "-c", WRITE_EVENTS, tmp_path / "runs" / "one"], check=True, timeout=120)
+    assert report.main([str(run)]) == 0
+    lines = [json.loads(line) for line in (run / FROM_TENSORBOARD).read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == [(0, 2.0), (1, 1.0), (2, 0.0)]
+    reader = parsed(run)
+    assert {"from TensorBoard, at step 2", "accuracy"} <= set(reader.texts)
+
+
+def test_the_report_does_not_depend_on_event_files(tmp_path: Path) -> None:
+    started = datetime.now(timezone.utc).isoformat()
+    write_run(tmp_path, run=run_json(started=started, cwd=str(tmp_path)))
+    (tmp_path / f"events.out.tfevents.{time.time():.0f}.n1.1.0").write_bytes(b"damaged")
+    assert report.main([str(tmp_path)]) == 0
 
 
 def test_a_gpu_belongs_to_the_ranks_that_use_it_or_has_its_own_name(tmp_path: Path) -> None:
@@ -624,7 +672,8 @@ def test_an_empty_directory_has_a_page(tmp_path: Path) -> None:
     run = tmp_path / "train-1"
     run.mkdir()
     reader = parsed(run)
-    assert "train-1" in reader.texts and "No metrics were logged." in reader.text and "no end recorded" in reader.texts
+    assert "train-1" in reader.texts and "no end recorded" in reader.texts
+    assert "No metrics were logged or found." in reader.text
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "7", "\0", '{"settings": 5, "world": [], "nodes": {}}'])

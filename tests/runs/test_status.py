@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 
 from distributed.host import identity, process_scan
 from distributed.host.replies import Reply
+from distributed.metrics import FROM_OUTPUT, FROM_TENSORBOARD
 from distributed.runs import lookup, query, run_directory, status
 from distributed.runs.hang_analysis import Diagnosis
 from distributed.runs.lookup import (
@@ -32,10 +34,10 @@ from distributed.runs.lookup import (
     RunNode,
     state_of_launcher,
 )
-from distributed.runs.node_status import GpuUsage, NodeStatus, RankStatus, RunProcess
+from distributed.runs.node_status import GpuUsage, NodeStatus, RankStatus, RunProcess, RunProgress, read_progress
 from distributed.runs.query import NodeReply
 from distributed.runs.records import read_object
-from distributed.runs.status import RunProgress, judge
+from distributed.runs.status import judge
 from distributed.terminal import columns, plain
 
 GPU = GpuUsage(0, "NVIDIA H100", 97, 412.4, 0, 0)
@@ -198,11 +200,57 @@ def test_empty_columns_are_left_out() -> None:
 
 
 def test_progress_is_the_newest_values_in_metrics_jsonl(tmp_path: Path) -> None:
-    assert status.read_progress(tmp_path, 0.0) == RunProgress()
+    assert read_progress(tmp_path, 0.0) == RunProgress()
     lines = [{"step": 1, "steps": 9, "loss": 3.0}, {"step": 2, "loss": None}, {"step": 2, "held_out_loss": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 3, "lo')
-    found = status.read_progress(tmp_path, 0.0)
+    found = read_progress(tmp_path, 0.0)
     assert (found.step, found.steps, found.loss, found.silent) == (2, 9, "NaN", 0.0)
+
+
+def test_metrics_of_the_run_replace_those_that_were_found_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / FROM_OUTPUT).write_text('{"time": 1, "step": 7, "steps": 90, "loss": 2.5, "epoch": 0.5}\n')
+    guessed = RunProgress(7, 90, 2.5, None, 0.5, "from the output")
+    assert read_progress(tmp_path, 0.0) == guessed
+    (tmp_path / FROM_TENSORBOARD).write_text('{"step": 8}\n')
+    os.utime(tmp_path / FROM_TENSORBOARD, (1, 1))
+    assert read_progress(tmp_path, 0.0) == guessed
+    os.utime(tmp_path / FROM_OUTPUT, (0, 0))
+    assert read_progress(tmp_path, 0.0).origin == "from TensorBoard"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5}\n')
+    assert read_progress(tmp_path, 0.0) == RunProgress(5, silent=0.0)
+
+
+@pytest.mark.parametrize(
+    ("progress", "shown"),
+    [
+        (RunProgress(7, 90, 2.5, None, 0.5, "from the output"), ", step 7 of 90, loss 2.5000 (from the output)"),
+        (RunProgress(None, None, 2.5, None, 0.5, "from the output"), ", epoch 0.5, loss 2.5000 (from the output)"),
+    ],
+)
+def test_the_origin_of_progress_is_shown(progress: RunProgress, shown: str) -> None:
+    text = plain(status.render(judge(RUN, [reply("node1", RANK)], {}, progress, START + 720), 80))
+    assert text.splitlines()[0] == f"train-1: running for 12 min 0 s{shown}"
+
+
+def test_progress_is_that_of_a_node_that_does_not_share_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = replace(RUN, directory=tmp_path)
+    there = reply("n1", RANK)
+    assert there.status
+    there = replace(there, status=replace(there.status, progress=RunProgress(7, silent=3.0, origin="from the output")))
+
+    class Found:
+        job_state = ""
+
+        def update(self) -> None:
+            self.run = run
+
+        def query(self, options: list[str], timeout: float) -> list[NodeReply]:
+            return [no_reply("n2"), there]
+
+    viewer = status.Viewer(Namespace(stacks=False, watch=True), Found())  # type: ignore[arg-type]
+    assert viewer.status().progress == RunProgress(7, origin="from the output")
 
 
 # ---------------------------------------------------------------- replies
@@ -352,6 +400,8 @@ def test_the_table_of_all_runs_has_the_newest_first_and_each_verdict_in_three_wo
     for row, words in zip(rows[:2:-1], verdicts, strict=True):
         assert re.split("  +", row)[2] == words and row.endswith("node1 node2") and "  1 min 30 s  " in row
     assert "  failed: code 3" in rows[3] and "  1,500  1.5000  " in rows[3]
+    (newest / "metrics.jsonl").rename(newest / FROM_OUTPUT)
+    assert "  ~1,500  1.5000  " in plain(status.all_runs(tmp_path, None)[4])
     for row in status.all_runs(tmp_path, 80):
         assert columns(row) <= 80
     for row in status.all_runs(tmp_path, 112):

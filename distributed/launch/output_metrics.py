@@ -1,0 +1,257 @@
+"""Find step, loss and other values in the output of rank 0, for a run that does not call metrics.log.
+
+    iter 100: loss 2.31, time 12ms        {"step": 100, "loss": 2.31, "time": 1795264182.1}
+
+What a line means is guessed from the shapes that training programs print, so the values are written to a file of their
+own, beside metrics.jsonl and in its format (distributed/metrics.py). Status and report mark them. The supervisor of the
+node of rank 0 does this, never a rank. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from contextlib import suppress
+
+from distributed.launch.output_lines import rank_of
+from distributed.metrics import FROM_OUTPUT, STEP_LIMIT, finite_or_none
+
+FIRST_INTERVAL, LAST_INTERVAL = 0.25, 5.0  # seconds between two entries; it grows with the duration of the attempt
+ENTRIES = 1000  # in the time in which the interval grows
+COST = 0.01  # the largest share of time that is spent on reading
+BACKLOG = 1 << 19  # bytes of output that are kept until they are read
+MOST_LINES, LONGEST = 300, 2000  # lines that are read for an entry, and characters of a line
+HINT = re.compile(rb"(?i)loss|step|iter|epoch|update|batch|train|episode|it/s|s/it")  # lines without it are not read
+# Patterns that are compiled on their first use: most runs are short, or log metrics themselves.
+CONTROL = r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f]"  # colours, and other control characters
+NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[-+]?\d+)?|(?:nan|[-+]?inf)\b)"
+COUNT = r"\d[\d,]*(?!\d|\.\d|:\d)"
+OF = rf"(?P<step>{COUNT})\s*/\s*(?P<steps>{COUNT})"
+START = r"(?i)(?<![\w/.-])"
+EPOCH = (
+    rf"{START}(?:epoch(?:\(train\))?|(?P<train>train(?:ing)?))\s*[:=#]?\s*\[?\s*(?P<epoch>\d+(?:\.\d+)?)"
+    rf"(?:\s*(?:/|of)\s*(?P<epochs>\d+))?\s*\]?(?:(?:\s*[:,|-]?\s*\[\s*|\s*:\s+|\s*[|-]\s*){OF})?"
+)
+ONLY_EPOCH = (  # at the start of a message, as other text has the word too
+    r"(?i)(?:^|[\]|:>)-])\s*(?:end of )?epoch\s*[:=#]?\s*\[?\s*\d+(?:\s*/\s*\d+)?\]?\s*(?:[:|,-]|$)"
+)
+STEP = (
+    rf"{START}(?<!max )(?<!warmup )(?<!every )(?<!per )(?:(?:global|train(?:ing|er)?|optimizer)[ _/.-]?)*"
+    r"(?P<word>steps?|iter(?:ation)?s?|num_updates|updates?|episode|batch(?:_idx)?)(?:\(train\))?\s*[:=#]?\s*\[?\s*"
+    rf"(?P<step>{COUNT})\]?(?:\s*(?:/|of|out of)\s*(?P<steps>{COUNT}))?"
+)
+UNIT = r"(?:it|iter|batch|step|update)"
+BAR = (  # of tqdm
+    rf"(?:%\|[^|]*\|\s*|(?<!\S))(?P<step>{COUNT})(?:\s*/\s*(?P<steps>{COUNT})|it)\s*\[[^\],]*,"
+    rf"\s*(?P<rate>\d+(?:\.\d+)?|\?)\s*(?P<unit>{UNIT}/s|s/{UNIT})"
+)
+BARS = (  # of Keras and rich, and a count in brackets or before its unit
+    rf"(?:^|[━╸╺])\s*{OF}\s",
+    rf"\[\s*{OF}\s*(?:\(\s*[\d.]+%\s*\)\s*)?\]",
+    rf"(?i)(?<![\w/.-]){OF}\s*(?:batches|steps|iter(?:ation)?s|updates)\b",
+)
+TRAINING_TASK = r"(?i)^(?!.*[a-z]{3})|epoch|train|iter|step|batch|progress|fit|rank|gpu"  # the text before a bar
+NOT_TRAINING = r"(?i)\b(?:val|valid(?:at\w+)?|eval\w*|test(?:ing)?|sanity|inference|predict\w*)\b(?![:.]\w)"
+PER_SECOND = r"[ _]?(?:/|per)[ _]?s(?:ec(?:ond)?)?\b"
+TOKENS = rf"(?:tok(?:en)?s?{PER_SECOND}|tps|wps)"
+SAMPLES = rf"(?:samples|images|imgs?|examples){PER_SECOND}"
+VALUES = {
+    "loss": (
+        rf"{START}(?:(?:train(?:ing)?|trn|total|lm|avg|average|mean|running|batch)[ _/.-]*)*loss"
+        rf"(?:[ _/]*train(?:ing)?)?(?:\s*[:=|]\s*|\s+(?:is\s+)?)(?:tensor\()?{NUMBER}"
+    ),
+    "lr": rf"(?i)(?<!\w)(?:lr|learning[ _-]?rate)\s*[:=]?\s*\[?{NUMBER}",
+    "tokens_per_second": rf"(?i)\b{TOKENS}\s*[:=]\s*{NUMBER}|(?<![\w.]){NUMBER}\s*{TOKENS}(?!\s*[:=])",
+    "samples_per_second": rf"(?i)\b{SAMPLES}\s*[:=]\s*{NUMBER}|(?<![\w.]){NUMBER}\s*{SAMPLES}(?!\s*[:=])",
+}
+OTHER_VALUE = r"(?i)(?<!\w)(?:time|acc\w*|ppl|perplexity|mfu|grad\w*|reward|eta|error|elapsed)\b\W*\d"
+
+GROUPS = ("step", "steps", "epoch", "epochs", "steps_per_second", *VALUES)  # of --progress
+
+Values = dict[str, float]
+Found = tuple[Values, int]  # the values in a line, and how likely its step is that of the training; 0: it has no step
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def check_expression(expression: str) -> str:
+    """What is wrong with the value of --progress, and the remedy; "" if nothing is."""
+    try:
+        groups = sorted(re.compile(expression).groupindex)
+    except (re.error, OverflowError, RecursionError) as error:
+        return f"not a regular expression of Python: {error}; correct it, or give off"
+    if unknown := [group for group in groups if group not in GROUPS]:
+        return f"unknown group '{unknown[0]}'; the names of groups are {', '.join(GROUPS)}"
+    if expression != "off" and not {"step", "epoch"} & {*groups}:
+        return "no group with the name step or epoch; mark the number of the step, as in (?P<step>[0-9]+)"
+    return ""
+
+
+def parse(text: str) -> Found | None:
+    """The values in a line of output; None if it has none."""
+    text = text.replace("'", "").replace('"', "")
+    found, epoch = values_in(text), re.search(EPOCH, text)
+    if epoch and epoch["train"] and not epoch["step"]:
+        epoch = None
+    place = step_in(text, found, epoch)
+    if place and is_evaluation(text, place):
+        return None
+    if epoch and not is_evaluation(text, epoch):
+        found |= {name: number(epoch[name]) for name in ("epoch", "epochs") if epoch[name]}
+    if place:
+        found |= {name: number(place[name]) for name in ("step", "steps") if place[name]}
+        return found, 1 + (place.re.pattern in (STEP, EPOCH)) + 2 * ("loss" in found)
+    return (found, 0) if "loss" in found or ("epoch" in found and re.search(ONLY_EPOCH, text)) else None
+
+
+def values_in(text: str) -> Values:
+    """The values in a line, except step and epoch."""
+    matches = {name: re.search(pattern, text) for name, pattern in VALUES.items()}
+    if matches["loss"] and is_evaluation(text, matches["loss"]):
+        del matches["loss"]
+    found = {name: number(match[match.lastindex or 1]) for name, match in matches.items() if match}
+    bar = re.search(BAR, text)
+    if bar and bar["rate"] != "?" and (rate := number(bar["rate"])):
+        found["steps_per_second"] = rate if bar["unit"].endswith("/s") else 1 / rate
+    return found
+
+
+def step_in(text: str, found: Values, epoch: re.Match[str] | None) -> re.Match[str] | None:
+    """The place of the step in a line. found: the other values in it."""
+    if epoch and epoch["step"]:
+        return epoch
+    if bar := re.search(BAR, text):
+        task = text[: bar.start()].rpartition("]")[2].rpartition(" - ")[2]
+        if "loss" in found or re.search(TRAINING_TASK, task):
+            return bar
+    step = re.search(STEP, text)
+    if step and is_step(step, text, found):
+        return step
+    if epoch or "loss" in found:
+        return next((match for pattern in BARS if (match := re.search(pattern, text))), None)
+    return None
+
+
+def is_step(match: re.Match[str], text: str, found: Values) -> bool:
+    """Whether this is the number of a step, instead of, for example, the size of a batch or step 2 of a recipe."""
+    word, has_value = match["word"].lower(), bool(found or re.search(OTHER_VALUE, text))
+    if word.startswith("batch"):
+        return has_value and bool(match["steps"])
+    if word in ("steps", "iters", "iterations", "updates"):
+        return "loss" in found
+    return has_value or match[0].strip() == text.rstrip()
+
+
+def is_evaluation(text: str, match: re.Match[str]) -> bool:
+    """Whether a word shortly before the match shows that the value is not of the training."""
+    return bool(re.search(NOT_TRAINING, text[max(0, match.start() - 24) : match.start() + 1]))
+
+
+class Steps:
+    """Makes one count of the steps of an attempt, which may begin anew in each epoch.
+
+    A step that is lower than the one before belongs to the next epoch. Lines of a lower priority than an earlier line
+    do not count, nor do progress bars with fewer steps, which usually show an evaluation.
+    """
+
+    def __init__(self, first_epoch: float | None) -> None:
+        """first_epoch: 0 or 1, if known from an earlier attempt."""
+        self._first_epoch = first_epoch
+        self._priority, self._last, self._total, self._before = -1, 0.0, math.nan, 0.0
+
+    def resolve(self, found: Values, priority: int) -> Values:
+        """Replace step and steps by those of the whole training. The result is empty if the line does not count."""
+        epoch, epochs = found.get("epoch", math.nan), found.get("epochs", math.nan)
+        step, steps = found.get("step", math.nan), found.get("steps", math.nan)
+        found = {name: value for name, value in found.items() if name not in ("step", "steps", "epochs")}
+        if not priority and epoch.is_integer():
+            step, steps, epoch = epoch, epochs, math.nan
+        is_shorter = priority < 3 and steps < self._total
+        if math.isnan(step) or priority < self._priority or (priority == self._priority and is_shorter):
+            return {} if priority else found
+        if priority > self._priority:
+            self._last = self._before = 0.0
+        if epoch.is_integer() and step <= steps:
+            if self._first_epoch is None:
+                self._first_epoch = min(epoch, 1.0)
+            self._before, total = max(0.0, epoch - self._first_epoch) * steps, epochs * steps
+        else:
+            if step < self._last:
+                continues = math.isnan(steps) or steps == self._total
+                self._before = self._before + (self._last if math.isnan(steps) else steps) if continues else 0.0
+            total = math.nan if self._before else steps
+        self._priority, self._last, self._total = priority, step, steps
+        counts = {"step": self._before + step, "steps": total}
+        return found | {name: int(count) for name, count in counts.items() if self._before + step <= count < STEP_LIMIT}
+
+
+class OutputMetrics:
+    """Reads the output of an attempt from time to time, and appends the newest values to a file."""
+
+    def __init__(self, metrics: str, expression: str) -> None:
+        """metrics: path of metrics.jsonl, whose existence ends the search. expression: of --progress, or ""."""
+        self._metrics, self._file = metrics, os.path.join(os.path.dirname(metrics), FROM_OUTPUT)
+        self._expression = re.compile(expression) if expression else None
+        self._hint = re.compile(b"") if expression else HINT
+        self._unread = bytearray()
+        self._started = time.monotonic()
+        self._due = self._started + FIRST_INTERVAL
+        first_epoch = None
+        with suppress(OSError, ValueError, LookupError, TypeError), open(self._file, "rb") as file:
+            first_epoch = min(json.loads(file.readline())["epoch"], 1.0)
+        self._steps, self._step = Steps(first_epoch), Values()  # _step: the newest one, for lines without a step
+
+    def feed(self, lines: bytes) -> None:
+        """Take complete lines of the output of all ranks."""
+        self._unread += lines
+        del self._unread[:-BACKLOG]
+
+    def read(self, last: bool = False) -> None:
+        """Append the newest values if an entry is due. last: nothing else follows."""
+        now = time.monotonic()
+        if not self._unread or (now < self._due and not last):
+            return
+        values = {} if os.path.exists(self._metrics) else self._newest_values()
+        self._unread.clear()
+        if values:
+            line = {"time": time.time()} | {name: finite_or_none(value) for name, value in values.items()}
+            with suppress(OSError), open(self._file, "ab", buffering=0) as file:  # the training matters more
+                file.write(json.dumps(line).encode() + b"\n")
+        ended = time.monotonic()
+        interval = min(LAST_INTERVAL, max(FIRST_INTERVAL, (ended - self._started) / ENTRIES))
+        self._due = ended + max(interval, (ended - now) / COST)
+
+    def _newest_values(self) -> Values:
+        """The newest step and loss, which may be in different lines, and the newest other values up to there."""
+        lines = bytes(self._unread).split(b"\n")
+        lines = [line for line in lines if self._hint.search(line) and rank_of(line) == 0]
+        found: list[Found] = []
+        for line in reversed(lines[-MOST_LINES:]):
+            if values := self._parse(plain(line)):
+                found.append(values)
+                if {"step", "loss"} <= {name for one, _ in found for name in one}:
+                    break
+        newest: Values = {}
+        for one in reversed(found):
+            newest |= self._steps.resolve(*one)
+        if "step" in newest:
+            self._step = {"step": newest["step"]}
+        return self._step | newest if newest and (self._step or "epoch" in newest) else {}
+
+    def _parse(self, text: str) -> Found | None:
+        if not self._expression:
+            return parse(text)
+        match = self._expression.search(text)
+        groups = match.groupdict("") if match else {}
+        found = {name: number(value) for name, value in groups.items() if re.fullmatch(NUMBER, value, re.IGNORECASE)}
+        return (found, 3 * ("step" in found)) if found else None
+
+
+def plain(line: bytes) -> str:
+    """The text of a line, without its prefix, colours and other control characters."""
+    return re.sub(CONTROL, "", line.partition(b"] ")[2].decode(errors="replace").rstrip("\r")[:LONGEST])

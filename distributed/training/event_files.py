@@ -1,0 +1,48 @@
+"""Copy scalars that a run has written for TensorBoard, below its working directory, to its run directory.
+
+usage: module.py training.event_files RUN
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from distributed.files import read_json, write_file
+from distributed.metrics import FROM_TENSORBOARD, RESERVED, finite_or_none
+
+MOST = 1000  # values of a scalar that are read
+FILE = re.compile(r"events\.out\.tfevents\.(\d{9,})\.")  # then the second of its creation
+LOSS = re.compile(r"(?i)(?:train(?:ing)?[/_])?loss(?:[/_]train(?:ing)?)?(?:_step)?")
+
+
+def find(top: str, first: float, last: float) -> Iterator[str]:
+    """Event files below a directory that were created between these times, in Unix seconds."""
+    for directory, below, files in os.walk(top):
+        below[:] = [name for name in below if name[0] != "." and name != "site-packages"]
+        for name in files:
+            if (match := FILE.match(name)) and first <= int(match[1]) <= last:
+                yield os.path.join(directory, name)
+
+
+def main(arguments: Sequence[str]) -> int:
+    run = Path(arguments[0])
+    facts, verdict, lines = read_json(run / "run.json"), run / "verdict.json", []
+    started = datetime.fromisoformat(str(facts["started"])).timestamp()
+    for file in find(str(facts["cwd"]), int(started), verdict.stat().st_mtime if verdict.exists() else time.time()):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(file, {"scalars": MOST}).Reload()
+        for tag in set(events.Tags()["scalars"]) - {"step", "steps", *RESERVED}:
+            key = "loss" if LOSS.fullmatch(tag) else tag
+            for one in events.Scalars(tag):
+                lines.append({"step": one.step, "time": one.wall_time, key: finite_or_none(one.value)})
+    if lines:
+        lines.sort(key=lambda line: line["time"])
+        write_file(run / FROM_TENSORBOARD, "".join(f"{json.dumps(line)}\n" for line in lines))
+    return 0
