@@ -35,7 +35,15 @@ from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_
 from distributed.runs.history import read_event_files
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, RunLookupError, constant_arguments, read
 from distributed.runs.node_status import GpuUsage, RankStatus, RunProgress, read_progress
-from distributed.runs.query import JobWithoutRun, NodeReply, RunQuery, find_run, parser_of, remaining_processes
+from distributed.runs.query import (
+    JobWithoutRun,
+    NodeReply,
+    RunQuery,
+    find_run,
+    job_state,
+    parser_of,
+    remaining_processes,
+)
 from distributed.runs.records import node_changes, read_object
 from distributed.runs.verdict import decide
 from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint
@@ -389,7 +397,7 @@ REASONS = {0: "", STOPPED: "with checkpoint", TIMED_OUT: "hung"}  # exit code ->
 
 
 def all_runs(logs: Path, width: int | None) -> list[str]:
-    """A table of the runs in a directory, the newest first, from their files; no node is queried."""
+    """A table of the runs in a directory, the newest first, from their files and squeue; no node is queried."""
     rows = []
     found = (path.parent for path in logs.glob("*/run.json") if not path.parent.is_symlink())
     for directory in sorted(found, key=lambda one: one.name[-20:], reverse=True):  # date, time and a number
@@ -415,6 +423,8 @@ def row_of_run(directory: Path) -> list[str]:
         exception = str(verdict.get("exception") or "").rpartition(".")[2]
         reason = exception or signal_name(code) or REASONS.get(code, f"code {code}")
         shown = paint(f"{outcome}: {reason}" if reason else outcome, {"ok": GREEN, "failed": RED}.get(outcome, YELLOW))
+    elif run.job and state == REMOTE:
+        state = job_state(run.job).partition(" ")[0].lower() or EXITED  # empty: it has ended
     return [
         directory.name,
         {EXITED: "unknown"}.get(state, state),

@@ -408,6 +408,16 @@ def test_the_table_of_all_runs_has_the_newest_first_and_each_verdict_in_three_wo
         assert columns(row) <= 112
 
 
+@pytest.mark.parametrize(("reply", "state"), [("RUNNING None", "running"), ("PENDING Resources", "pending"), ("", "unknown")])
+def test_the_table_of_all_runs_asks_slurm_for_the_state_of_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: str, state: str
+) -> None:
+    launcher = {"host": "h", "machine": "another", "pid": 1, "since": 1, "grace": 8}
+    finished_run(tmp_path, 2, None, launcher=launcher, slurm_job="17")
+    monkeypatch.setattr(status, "job_state", lambda job: reply if job == "17" else "wrong job")
+    assert plain(status.all_runs(tmp_path, None)[1]).split()[1] == state
+
+
 def test_status_all_prints_the_table_and_takes_no_run(tmp_path: Path) -> None:
     script = [str(Path(__file__).resolve().parents[2] / "scripts/status.sh"), "--python", sys.executable, "--all"]
     finished_run(tmp_path / "logs", 2, {"outcome": "ok", "exit_code": 0})
