@@ -408,7 +408,9 @@ def test_the_table_of_all_runs_has_the_newest_first_and_each_verdict_in_three_wo
         assert columns(row) <= 112
 
 
-@pytest.mark.parametrize(("reply", "state"), [("RUNNING None", "running"), ("PENDING Resources", "pending"), ("", "unknown")])
+@pytest.mark.parametrize(
+    ("reply", "state"), [("RUNNING None", "running"), ("PENDING Resources", "pending"), ("", "unknown")]
+)
 def test_the_table_of_all_runs_asks_slurm_for_the_state_of_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: str, state: str
 ) -> None:
