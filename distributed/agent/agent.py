@@ -291,8 +291,8 @@ class Agent(LocalElasticAgent):
         """Wait at most this long until all ranks have exited."""
         end = time.monotonic() + seconds
         while self.has_ranks() and time.monotonic() < end:
+            signals.handle()  # first: the wakeup of a signal may have been read before
             ForkedRanks.server.wakeup.wait(max(0.0, end - time.monotonic()))
-            signals.handle()
 
 
 def _shell_code(code: int) -> int:

@@ -1020,6 +1020,24 @@ def test_each_rank_gets_one_sigterm_and_the_agent_exits_with_75_if_all_do() -> N
     assert {code for _, code, _ in failures()} == {75}
 
 
+STOPS_ONE_BY_ONE = """
+if rank:
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(75))
+    open("ready", "w").close()
+    signal.pause()
+open("ready").close()
+os._exit(75)
+"""
+
+
+def test_a_stop_request_that_arrives_just_before_the_agent_waits_for_checkpoints_is_passed_on_at_once() -> None:
+    os.mkfifo("ready")
+    request = f"import os; os.kill(os.getpid(), {signal.SIGTERM.value}); self._processes()[0]._wakeup.wait(0)"
+    patched = patched_agent("Agent._wait", f"{request}; arguments = (3600,)")
+    assert launch(2, STOPS_ONE_BY_ONE, patched).returncode == 75
+    assert {code for _, code, _ in failures()} == {75}
+
+
 IGNORES_SIGNALS = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
