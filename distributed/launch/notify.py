@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from distributed.files import to_json
 
 LIMIT = 10.0  # seconds after which the command is killed
+TAIL = 1000  # bytes of its output, of which the last line is shown
 
 
 class Notifier:
@@ -26,8 +28,10 @@ class Notifier:
         if self._command:
             about = {"event": event, "message": f"{self._subject}: {message}", "time": time.time()}
             content = to_json({**about, **self._facts, **facts})
-            self._calls.append(threading.Thread(target=self._call, args=(event, content), daemon=True))
-            self._calls[-1].start()
+            call = threading.Thread(target=self._call, args=(event, content), daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads can be started
+                call.start()
+                self._calls.append(call)
 
     def wait(self) -> None:
         """Wait until all calls have ended."""
@@ -49,7 +53,7 @@ class Notifier:
             problem = f"killed after {LIMIT:.0f} s"
         except OSError as error:
             problem = str(error)
-        os.lseek(output, 0, os.SEEK_SET)
+        os.lseek(output, max(0, os.fstat(output).st_size - TAIL), os.SEEK_SET)
         with open(output, errors="replace") as file:
             last = "".join(f": {line.strip()}" for line in file.read().strip().splitlines()[-1:])
         if problem:

@@ -22,8 +22,10 @@ from distributed.metrics import FROM_OUTPUT, STEP_LIMIT, finite_or_none
 FIRST_INTERVAL, LAST_INTERVAL = 0.25, 5.0  # seconds between two entries; it grows with the duration of the attempt
 ENTRIES = 1000  # in the time in which the interval grows
 COST = 0.01  # the largest share of time that is spent on reading
+LONGEST_PAUSE = 60.0  # seconds without reading, after a read that took long
 BACKLOG = 1 << 19  # bytes of output that are kept until they are read
 MOST_LINES, LONGEST = 300, 2000  # lines that are read for an entry, and characters of a line
+PARSED = 500  # characters of a line that are parsed; the patterns take long for many digits
 HINT = re.compile(rb"(?i)loss|step|iter|epoch|update|batch|train|episode|it/s|s/it")  # lines without it are not read
 # Patterns that are compiled on their first use: most runs are short, or log metrics themselves.
 CONTROL = r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f]"  # colours, and other control characters
@@ -53,6 +55,7 @@ BARS = (  # of Keras and rich, and a count in brackets or before its unit
     rf"\[\s*{OF}\s*(?:\(\s*[\d.]+%\s*\)\s*)?\]",
     rf"(?i)(?<![\w/.-]){OF}\s*(?:batches|steps|iter(?:ation)?s|updates)\b",
 )
+PREPARATION = r"(?i)\b(?:down)?load|\b(?:pre)?process|\b(?:map|filter|token|extract|generat|pack|pars|cach|sav)"
 TRAINING_TASK = r"(?i)^(?!.*[a-z]{3})|epoch|train|iter|step|batch|progress|fit|rank|gpu"  # the text before a bar
 NOT_TRAINING = r"(?i)\b(?:val|valid(?:at\w+)?|eval\w*|test(?:ing)?|sanity|inference|predict\w*)\b(?![:.]\w)"
 PER_SECOND = r"[ _]?(?:/|per)[ _]?s(?:ec(?:ond)?)?\b"
@@ -60,13 +63,15 @@ TOKENS = rf"(?:tok(?:en)?s?{PER_SECOND}|tps|wps)"
 SAMPLES = rf"(?:samples|images|imgs?|examples){PER_SECOND}"
 VALUES = {
     "loss": (
-        rf"{START}(?:(?:train(?:ing)?|trn|total|lm|avg|average|mean|running|batch)[ _/.-]*)*loss"
+        rf"{START}(?<!best )(?<!lowest )(?<!min )"
+        r"(?:(?:train(?:ing)?|trn|total|lm|avg|average|mean|running|batch)[ _/.-]*)*loss"
         rf"(?:[ _/]*train(?:ing)?)?(?:\s*[:=|]\s*|\s+(?:is\s+)?)(?:tensor\()?{NUMBER}"
     ),
     "lr": rf"(?i)(?<!\w)(?:lr|learning[ _-]?rate)\s*[:=]?\s*\[?{NUMBER}",
     "tokens_per_second": rf"(?i)\b{TOKENS}\s*[:=]\s*{NUMBER}|(?<![\w.]){NUMBER}\s*{TOKENS}(?!\s*[:=])",
     "samples_per_second": rf"(?i)\b{SAMPLES}\s*[:=]\s*{NUMBER}|(?<![\w.]){NUMBER}\s*{SAMPLES}(?!\s*[:=])",
 }
+SUMMARY = "train_runtime"  # in the last line of Hugging Face's Trainer, with the average loss
 OTHER_VALUE = r"(?i)(?<!\w)(?:time|acc\w*|ppl|perplexity|mfu|grad\w*|reward|eta|error|elapsed)\b\W*\d"
 
 GROUPS = ("step", "steps", "epoch", "epochs", "steps_per_second", *VALUES)  # of --progress
@@ -94,7 +99,9 @@ def check_expression(expression: str) -> str:
 
 def parse(text: str) -> Found | None:
     """The values in a line of output; None if it has none."""
-    text = text.replace("'", "").replace('"', "")
+    text = re.sub(r"(\s{8})\s+", r"\1", text.replace("'", "").replace('"', ""))[:PARSED]
+    if SUMMARY in text:
+        return None
     found, epoch = values_in(text), re.search(EPOCH, text)
     if epoch and epoch["train"] and not epoch["step"]:
         epoch = None
@@ -127,7 +134,7 @@ def step_in(text: str, found: Values, epoch: re.Match[str] | None) -> re.Match[s
         return epoch
     if bar := re.search(BAR, text):
         task = text[: bar.start()].rpartition("]")[2].rpartition(" - ")[2]
-        if "loss" in found or re.search(TRAINING_TASK, task):
+        if "loss" in found or (re.search(TRAINING_TASK, task) and not re.search(PREPARATION, task)):
             return bar
     step = re.search(STEP, text)
     if step and is_step(step, text, found):
@@ -155,21 +162,24 @@ def is_evaluation(text: str, match: re.Match[str]) -> bool:
 class Steps:
     """Makes one count of the steps of an attempt, which may begin anew in each epoch.
 
-    A step that is lower than the one before belongs to the next epoch. Lines of a lower priority than an earlier line
-    do not count, nor do progress bars with fewer steps, which usually show an evaluation.
+    A step that is much lower than the one before, or lower than the last one of a bar, belongs to the next epoch. Lines
+    of a lower priority than an earlier line do not count, nor do progress bars with fewer steps, which usually show an
+    evaluation.
     """
 
     def __init__(self, first_epoch: float | None) -> None:
         """first_epoch: 0 or 1, if known from an earlier attempt."""
         self._first_epoch = first_epoch
         self._priority, self._last, self._total, self._before = -1, 0.0, math.nan, 0.0
+        self._counts_epochs = True  # until a line has a part of an epoch
 
     def resolve(self, found: Values, priority: int) -> Values:
         """Replace step and steps by those of the whole training. The result is empty if the line does not count."""
         epoch, epochs = found.get("epoch", math.nan), found.get("epochs", math.nan)
         step, steps = found.get("step", math.nan), found.get("steps", math.nan)
         found = {name: value for name, value in found.items() if name not in ("step", "steps", "epochs")}
-        if not priority and epoch.is_integer():
+        self._counts_epochs &= math.isnan(epoch) or epoch.is_integer()
+        if not priority and epoch.is_integer() and self._counts_epochs:
             step, steps, epoch = epoch, epochs, math.nan
         is_shorter = priority < 3 and steps < self._total
         if math.isnan(step) or priority < self._priority or (priority == self._priority and is_shorter):
@@ -181,7 +191,7 @@ class Steps:
                 self._first_epoch = min(epoch, 1.0)
             self._before, total = max(0.0, epoch - self._first_epoch) * steps, epochs * steps
         else:
-            if step < self._last:
+            if step < self._last / 2 or (step < self._last and self._last >= self._total):
                 continues = math.isnan(steps) or steps == self._total
                 self._before = self._before + (self._last if math.isnan(steps) else steps) if continues else 0.0
             total = math.nan if self._before else steps
@@ -224,7 +234,7 @@ class OutputMetrics:
                 file.write(json.dumps(line).encode() + b"\n")
         ended = time.monotonic()
         interval = min(LAST_INTERVAL, max(FIRST_INTERVAL, (ended - self._started) / ENTRIES))
-        self._due = ended + max(interval, (ended - now) / COST)
+        self._due = ended + min(LONGEST_PAUSE, max(interval, (ended - now) / COST))
 
     def _newest_values(self) -> Values:
         """The newest step and loss, which may be in different lines, and the newest other values up to there."""

@@ -91,6 +91,14 @@ def read(directory: Path) -> Run:
         raise RunLookupError(f"{directory}/run.json: cannot be read ({error})") from None
     if not isinstance(facts, dict) or not {"directory", "launcher", "layout", "python"} <= facts.keys():
         raise RunLookupError(f"{directory}/run.json: incomplete, or written by an older version of Muster")
+    try:
+        return _from_json(directory, facts)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RunLookupError(f"{directory}/run.json: damaged ({type(error).__name__}: {error})") from None
+
+
+def _from_json(directory: Path, facts: dict[str, Any]) -> Run:
+    """facts: the content of run.json."""
     launcher = facts["launcher"]
     state = state_of_launcher(launcher["host"], launcher["machine"], launcher["pid"], launcher["since"])
     local = launcher["host"] if state == REMOTE else ""  # address of the nodes that are the launcher's machine

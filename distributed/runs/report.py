@@ -356,7 +356,8 @@ def training_charts(run: RunRecords, all_marks: Sequence[Mark], events: Sequence
         drawn = earlier_lines(history, key) + ([line] if key == "lr" else charts.smoothed(line))
         small.append(card(title, unit, charts.lines(drawn, events, width=ranks.SMALL, height=190, zero=zero)))
     if not loss and not small:
-        return '<p class="nothing">No metrics were logged or found. Call metrics.log(step, loss=...) to add them.</p>'
+        remedy = "Call metrics.log(step, loss=...), or say with --progress REGEX how the script prints a step."
+        return f'<p class="nothing">No metrics were logged, and no step was found in the output. {remedy}</p>'
     return f"{loss}\n{side_by_side(small)}"
 
 
@@ -525,7 +526,7 @@ def comparison_charts(runs: Sequence[RunRecords], seconds: bool) -> str:
 def directories(argument: str, cwd: Path, logs: Path) -> list[Path]:
     """The directories of runs, or of jobs, that a RUN or a shell pattern names. Raises RunLookupError."""
     for base in (cwd, logs):
-        named = map(Path, sorted(glob.glob(os.path.join(base, argument))))
+        named = [base / name for name in sorted(glob.glob(argument, root_dir=base))]
         if found := [one.resolve() for one in named if any((one / name).is_file() for name in FILES)]:
             return found
     return [find(argument, cwd, logs)]
@@ -549,6 +550,8 @@ def main(arguments: Sequence[str]) -> int:
     if len(found) == 1:
         read_event_files(found[0])
     try:
+        if len(found) > 1:
+            logs.mkdir(parents=True, exist_ok=True)
         print(write(found[0]) if len(found) == 1 else compare([*map(read, found)], logs / "comparison.html"))
     except OSError as error:
         sys.stderr.write(f"report.sh: cannot write the report: {error}\n")

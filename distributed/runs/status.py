@@ -14,7 +14,6 @@ scripts/status.sh becomes this program, which queries the nodes, judges their re
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shlex
 import shutil
@@ -32,9 +31,8 @@ from distributed.files import KIT
 from distributed.host.signals import signal_name
 from distributed.runs.charts import duration
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
-from distributed.runs.history import read_event_files
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, RunLookupError, constant_arguments, read
-from distributed.runs.node_status import GpuUsage, RankStatus, RunProgress, read_progress
+from distributed.runs.node_status import GpuUsage, RankStatus, RunProgress, printable, read_progress
 from distributed.runs.query import (
     JobWithoutRun,
     NodeReply,
@@ -249,7 +247,8 @@ def headline(status: Status) -> str:
         text += f", epoch {progress.epoch:g}"
     if progress.loss is not None and (progress.step is not None or progress.origin):
         text += f", loss {float(progress.loss):.4f}"
-    return text + f" ({progress.origin})" * bool(progress.origin)
+    is_known = progress.step is not None or progress.epoch is not None or progress.loss is not None
+    return text + f" ({progress.origin})" * bool(progress.origin and is_known)
 
 
 def table(status: Status, width: int) -> list[str]:
@@ -352,9 +351,6 @@ class Viewer:
         if progress == RunProgress():
             known = (reply.status.progress for reply in replies if reply.status)
             progress = replace(next((one for one in known if one.step is not None), progress), silent=None)
-        if progress == RunProgress() and not self._options.watch:
-            read_event_files(run.directory)
-            progress = read_progress(run.directory, now)
         return judge(run, replies, verdict, progress, now, self._query.job_state)
 
     def show(self, status: Status, in_place: bool = False) -> None:
@@ -392,44 +388,51 @@ class Viewer:
 # ---------------------------------------------------------------- all runs
 
 ALL_COLUMNS = ("run", "state", "verdict", "step", "loss", "time", "started", "nodes")  # at least the first four
+LONGEST_NAME = 40  # characters of the name of a run; the last 20 are date, time and a number
 END_BYTES = 4096  # read from each end of metrics.jsonl
 REASONS = {0: "", STOPPED: "with checkpoint", TIMED_OUT: "hung"}  # exit code -> reason in the table
 
 
 def all_runs(logs: Path, width: int | None) -> list[str]:
     """A table of the runs in a directory, the newest first, from their files and squeue; no node is queried."""
-    rows = []
+    rows, damaged = [], []
     found = (path.parent for path in logs.glob("*/run.json") if not path.parent.is_symlink())
     for directory in sorted(found, key=lambda one: one.name[-20:], reverse=True):  # date, time and a number
-        with contextlib.suppress(RunLookupError, KeyError, TypeError, ValueError):  # not a run of this version
+        try:
             rows.append(row_of_run(directory))
-    lines: list[str] = []
-    for count in range(len(ALL_COLUMNS), 3, -1):
+        except (RunLookupError, TypeError, ValueError):  # such as those of another version
+            damaged.append(printable(directory.name))
+    lines: list[str] = [] if rows else [f"no runs in {logs}"]
+    for count in range(len(ALL_COLUMNS), 3, -1) if rows else ():
         cells = [[paint(head, DIM) for head in ALL_COLUMNS[:count]], *(row[:count] for row in rows)]
         lines = terminal.table(cells, (3, 4), width)
         if width is None or max(map(terminal.columns, lines)) <= width:
             break
-    return lines
+    return [*lines, *([f"run.json or verdict.json cannot be read: {', '.join(damaged)}"] if damaged else [])]
 
 
 def row_of_run(directory: Path) -> list[str]:
     """The cells of ALL_COLUMNS. Raises RunLookupError."""
     found = metrics.find(directory)
-    run, known, is_guess = read(directory), metrics.newest(found, END_BYTES), not found.endswith("/metrics.jsonl")
+    run, known, is_guess = read(directory), metrics.newest(found, END_BYTES), found.endswith(metrics.FROM_OUTPUT)
     state, started, end, shown = run.launcher.state, datetime.fromisoformat(run.started), time.time(), ""
     if verdict := read_object(path := directory / "verdict.json", []):
         state, end = "ended", path.stat().st_mtime
         outcome, code = str(verdict.get("outcome")), int(verdict.get("exit_code", 1))
         exception = str(verdict.get("exception") or "").rpartition(".")[2]
         reason = exception or signal_name(code) or REASONS.get(code, f"code {code}")
+        reason = printable(reason)
         shown = paint(f"{outcome}: {reason}" if reason else outcome, {"ok": GREEN, "failed": RED}.get(outcome, YELLOW))
     elif run.job and state == REMOTE:
         state = job_state(run.job).partition(" ")[0].lower() or EXITED  # empty: it has ended
+    name, step = printable(directory.name), f"{known['step']:,}" if "step" in known else ""
+    if not step and "epoch" in known:
+        step = f"epoch {known['epoch']:g}"
     return [
-        directory.name,
+        name if len(name) <= LONGEST_NAME else f"{name[:19]}…{name[-20:]}",
         {EXITED: "unknown"}.get(state, state),
         shown,
-        "~" * is_guess + f"{known['step']:,}" if "step" in known else "",
+        "~" * bool(is_guess and step) + step,
         f"{float(known['loss']):.4f}" if "loss" in known else "",
         duration(round(end - started.timestamp())) if state in ("ended", RUNNING) else "",
         started.strftime("%Y-%m-%d %H:%M"),

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -30,11 +31,27 @@ def find(top: str, first: float, last: float) -> Iterator[str]:
                 yield os.path.join(directory, name)
 
 
+def runs(logs: Path) -> Iterator[tuple[Path, str, float, float]]:
+    """Run directory, working directory, and start and end in Unix seconds of each run."""
+    for path in logs.glob("*/run.json"):
+        facts, verdict = read_json(path), path.parent / "verdict.json"
+        with suppress(KeyError, ValueError):
+            started = int(datetime.fromisoformat(str(facts["started"])).timestamp())
+            written = [verdict] if verdict.exists() else path.parent.iterdir()
+            if not path.parent.is_symlink():
+                ended = max(file.stat().st_mtime for file in written)
+                yield path.parent.resolve(), str(facts["cwd"]), started, ended
+
+
 def main(arguments: Sequence[str]) -> int:
-    run = Path(arguments[0])
-    facts, verdict, lines = read_json(run / "run.json"), run / "verdict.json", []
-    started = datetime.fromisoformat(str(facts["started"])).timestamp()
-    for file in find(str(facts["cwd"]), int(started), verdict.stat().st_mtime if verdict.exists() else time.time()):
+    run, lines = Path(arguments[0]).resolve(), []
+    times = {directory: (cwd, first, last) for directory, cwd, first, last in runs(run.parent)}
+    cwd, first, last = times.pop(run)
+    if not (run / "verdict.json").exists():
+        last = time.time()
+    if any(other == cwd and start <= last and first <= end for other, start, end in times.values()):
+        return 0  # it is not known which of these runs has written a file
+    for file in find(cwd, first, last):
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(file, {"scalars": MOST}).Reload()

@@ -279,6 +279,21 @@ def test_a_lower_step_belongs_to_the_next_epoch() -> None:
     assert [step for step, _ in resolve(*(f"step {n} loss 1.0" for n in (50, 80, 10)))] == [50, 80, 90]
 
 
+def test_lines_that_are_slightly_out_of_order_belong_to_one_epoch() -> None:
+    assert [step for step, _ in resolve(*(f"step {n} loss 1.0" for n in (10, 20, 15, 21)))] == [10, 20, 15, 21]
+
+
+@pytest.mark.parametrize("task", ["Loading train images", "Map (num_proc=4)", "Processing batches"])
+def test_a_bar_of_a_preparation_is_no_training(task: str) -> None:
+    lines = [f"{task}: 100%|#| 50000/50000 [00:01<00:00, 4500.5it/s]", "10%|#| 39/391 [00:01<00:01, 4.5it/s]"]
+    assert resolve(*lines) == [(39, 391)]
+
+
+def test_a_summary_does_not_replace_the_last_loss(tmp_path: Path) -> None:
+    lines = ["step 9 loss: 1.0", "best loss: 0.1 at epoch 2", "{'train_runtime': 9.5, 'train_loss': 1.9, 'epoch': 2.0}"]
+    assert written(tmp_path, *([line] for line in lines)) == [{"step": 9, "loss": 1.0}]
+
+
 def test_a_shorter_progress_bar_is_an_evaluation() -> None:
     bars = [f"{n}%|#| {n}/{total} [00:01<00:01, 4.5it/s]" for n, total in ((100, 500), (20, 50), (101, 500))]
     assert resolve(*bars) == [(100, 500), (None, None), (101, 500)]
@@ -291,7 +306,8 @@ def test_lines_with_a_loss_are_preferred() -> None:
 
 def test_without_steps_the_epoch_is_the_step() -> None:
     assert resolve("Epoch 3/10", "Epoch 4/10 loss: 0.3") == [(3, 10), (4, 10)]
-    assert resolve("{'loss': 2.3, 'learning_rate': 5e-05, 'epoch': 0.1}") == [(None, None)]
+    parts = [f"{{'loss': 2.3, 'learning_rate': 5e-05, 'epoch': {epoch}}}" for epoch in (0.5, 1.0, 1.5)]
+    assert resolve(*parts) == [(None, None)] * 3
 
 
 # ---------------------------------------------------------------- the file
@@ -372,7 +388,10 @@ def test_a_missing_directory_is_ignored(tmp_path: Path) -> None:
     assert written(tmp_path / "removed", ["step 1 loss 2.0"]) == []
 
 
-@pytest.mark.parametrize("line", ["(" * 2000, "epoch " * 400, "1," * 1000, "%|" * 1000, "━ " * 1000, "train train_" * 160])
+@pytest.mark.parametrize(
+    "line",
+    ["(" * 2000, "epoch " * 400, "1," * 1000, "%|" * 1000, "━ " * 1000, "train train_" * 160, "epoch" + " " * 1990 + "x", "loss step" + "1" * 1900],
+)
 def test_a_strange_line_is_read_in_little_time(line: str) -> None:
     assert values_in(line).get("step") is None  # a pattern that backtracks would not end
 

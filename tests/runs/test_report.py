@@ -444,7 +444,7 @@ def test_resource_usage_is_drawn_for_all_attempts(tmp_path: Path) -> None:
     reader = parsed(tmp_path)
     assert {"Usage", "CPU", "Memory", "Output", "rank 3"} <= set(reader.texts)
     assert any(text.startswith("attempt 2 after ") for text in reader.texts)
-    assert "No metrics were logged or found." in reader.text
+    assert "No metrics were logged, and no step was found in the output." in reader.text
 
 
 def test_metrics_that_were_found_in_the_output_are_marked(tmp_path: Path) -> None:
@@ -483,6 +483,16 @@ def test_scalars_that_a_run_wrote_for_tensorboard_are_in_the_report(tmp_path: Pa
     assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == [(0, 2.0), (1, 1.0), (2, 0.0)]
     reader = parsed(run)
     assert {"from TensorBoard, at step 2", "accuracy"} <= set(reader.texts)
+
+
+def test_event_files_are_not_read_if_another_run_wrote_some_at_the_same_time(tmp_path: Path) -> None:
+    started = datetime.now(timezone.utc).isoformat()
+    for name in ("one", "two"):
+        (tmp_path / "logs" / name).mkdir(parents=True)
+        write_run(tmp_path / "logs" / name, run=run_json(started=started, cwd=str(tmp_path)))
+    subprocess.run([sys.executable, "-c", WRITE_EVENTS, tmp_path / "runs" / "one"], check=True, timeout=120)
+    assert report.main([str(tmp_path / "logs" / "one")]) == 0
+    assert not (tmp_path / "logs" / "one" / FROM_TENSORBOARD).exists()
 
 
 def test_the_report_does_not_depend_on_event_files(tmp_path: Path) -> None:
@@ -673,7 +683,7 @@ def test_an_empty_directory_has_a_page(tmp_path: Path) -> None:
     run.mkdir()
     reader = parsed(run)
     assert "train-1" in reader.texts and "no end recorded" in reader.texts
-    assert "No metrics were logged or found." in reader.text
+    assert "No metrics were logged, and no step was found in the output." in reader.text
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "7", "\0", '{"settings": 5, "world": [], "nodes": {}}'])

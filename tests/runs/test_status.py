@@ -393,7 +393,8 @@ def test_the_table_of_all_runs_has_the_newest_first_and_each_verdict_in_three_wo
     for name, content in (("damaged", "{"), ("older", "{}"), ("other", '{"directory": 1, "launcher": {}}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(content)
-    head, *rows = [plain(line) for line in status.all_runs(tmp_path, None)]
+    head, *rows, last = [plain(line) for line in status.all_runs(tmp_path, None)]
+    assert last == "run.json or verdict.json cannot be read: other, older, damaged"
     assert head.split() == ["run", "state", "verdict", "step", "loss", "time", "started", "nodes"]
     assert [row[12:14] for row in rows] == ["11", "10", "09", *(f"{number:02}" for number in range(7, 1, -1))]
     assert [row.split()[1] for row in rows] == ["running", "remote", "unknown", *["ended"] * 6]
@@ -418,6 +419,16 @@ def test_the_table_of_all_runs_asks_slurm_for_the_state_of_jobs(
     finished_run(tmp_path, 2, None, launcher=launcher, slurm_job="17")
     monkeypatch.setattr(status, "job_state", lambda job: reply if job == "17" else "wrong job")
     assert plain(status.all_runs(tmp_path, None)[1]).split()[1] == state
+
+
+def test_the_table_of_all_runs_fits_and_is_readable_for_odd_names(tmp_path: Path) -> None:
+    assert status.all_runs(tmp_path, 80) == [f"no runs in {tmp_path}"]
+    finished = finished_run(tmp_path, 2, {"outcome": "failed", "exit_code": 1, "exception": "Odd\nName"})
+    (finished / FROM_OUTPUT).write_text('{"epoch": 0.5, "loss": 2.5, "time": 1.0}\n')
+    finished.rename(tmp_path / f"{'long_' * 15}\n-20250102-030405-9f3a")
+    lines = [plain(line) for line in status.all_runs(tmp_path, 80)]
+    assert len(lines) == 2 and all(columns(line) <= 80 for line in lines)
+    assert lines[1].startswith("long_long_long_long…20250102-030405-9f3a  ended  failed: Odd Name  ~epoch 0.5")
 
 
 def test_status_all_prints_the_table_and_takes_no_run(tmp_path: Path) -> None:
