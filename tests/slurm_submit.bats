@@ -41,10 +41,10 @@ write_position_script() { # <exit code>
 import os, socket, sys
 names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
 print("rank", *(os.environ[name] for name in names), socket.gethostname(), *sys.argv[1:], flush=True)
-code = int(open("code").read())
 if os.environ["RANK"] == "0":
+    code = int(open("code").read())
     open("code", "w").write("0")
-sys.exit(code if os.environ["RANK"] == "0" else 0)
+    sys.exit(code)
 END
 }
 

@@ -281,6 +281,20 @@ def kill_all(find: Callable[[], list[int]]) -> None:
         time.sleep(KILL_INTERVAL)
 
 
+def fork() -> int:
+    """os.fork(); the child blocks all signals until isolate() or default_signals().
+
+    Until then a signal to the child would be written to the pipe from which the supervisor reads its own signals.
+    """
+    before, pid = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()), -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
+
+
 def isolate(kept: int = -1) -> None:
     """In a helper process of the supervisor: ignore signals that stop the supervisor, and close its files.
 
@@ -294,6 +308,7 @@ def isolate(kept: int = -1) -> None:
     if kept >= 0:
         os.dup2(kept, 3)
     os.closerange(4 if kept >= 0 else 3, 1 << 16)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def send_signal(number: int, pids: Sequence[int]) -> None:
@@ -315,7 +330,7 @@ class Guard:
     def __init__(self, files: Files) -> None:
         source, self._lifeline = os.pipe()
         supervisor = os.getpid()
-        self.pid = os.fork()
+        self.pid = fork()
         if self.pid == 0:
             try:
                 os.close(self._lifeline)
@@ -447,7 +462,7 @@ class Supervisor:
         self._stop_at = time.monotonic() + self.options.timeout
         self._metrics, self._progress = (os.fsdecode(env.get(name, b"")) for name in (b"MUSTER_METRICS", PROGRESS))
         self._started = time.time()
-        self.pid = os.fork()
+        self.pid = fork()
         if self.pid == 0:
             try:
                 os.setsid()
@@ -481,7 +496,7 @@ class Supervisor:
         self._record_processes()
 
     def _start_sampler(self, parent: int) -> int:
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             try:
                 os.setsid()

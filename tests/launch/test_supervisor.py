@@ -25,7 +25,7 @@ from typing import IO, Any
 import pytest
 
 from distributed.files import read_json, write_json
-from distributed.host import process_scan
+from distributed.host import process_scan, signals
 from distributed.launch import supervisor
 from distributed.launch.supervisor import Files, SupervisorError, SupervisorOptions, read_block
 from distributed.metrics import FROM_OUTPUT
@@ -284,6 +284,27 @@ def test_a_signal_reaches_the_handler_once_and_ends_none_of_musters_processes(
     run.control.write(b"stop\n")
     assert process.wait(TIMEOUT) == 143
     assert run.log.count("got it") == 1
+
+
+def test_a_signal_to_a_forked_helper_is_not_taken_for_one_to_the_supervisor() -> None:
+    """They share the pipe for signals until the helper is isolated."""
+    before = signal.getsignal(signal.SIGUSR1)
+    ends = signals.catch({signal.SIGUSR1})
+    try:
+        helper = supervisor.fork()
+        if helper == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            supervisor.isolate()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1]) == 0
+        assert not select.select(ends[:1], [], [], 0)[0]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert os.read(ends[0], 9) == bytes([signal.SIGUSR1])
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGUSR1, before)
+        for end in ends:
+            os.close(end)
 
 
 @pytest.mark.parametrize("name", [*OTHER_SIGNALS, "QUIT", "HUP"])
