@@ -30,6 +30,7 @@ copy_with_program() { # <suffix of the program> <its text on standard input>
   [[ "$output" == *$'\n  stop       Stop a run, and check that none of its processes remains on any node\n'* ]]
   [[ "$output" == *$'\n  jobs       Run a list of training jobs\n'* ]]
   [ "$("$MUSTER" --help)" = "$output" ]
+  [ "$("$MUSTER" help help)" = "$output" ]
   run -2 --separate-stderr "$MUSTER"
   [ -z "$output" ]
   [[ "$stderr" == *"  stop  "* ]]
@@ -49,7 +50,7 @@ copy_with_program() { # <suffix of the program> <its text on standard input>
 
 @test "an unknown verb is refused" {
   run -2 --separate-stderr "$MUSTER" rnu
-  [ "$stderr" = "muster: VERB 'rnu': unknown; muster help lists the verbs"$'\n'"Try: muster --help" ]
+  [ "$stderr" = "muster: VERB 'rnu': unknown"$'\n'"Try: muster --help" ]
   run -2 "$MUSTER" help rnu
 }
 

@@ -29,8 +29,9 @@ teardown() {
 
 
 @test "a job is submitted inside another job as from a login node" {
-  run -0 srun --quiet --ntasks 1 --gres gpu:1 "$SUBMIT" --dry-run --script "$KIT/train.py" - 2 2
+  run -0 srun --quiet --ntasks 1 --gres gpu:1 "$SUBMIT" --dry-run --notify 'cat >note' --script "$KIT/train.py" - 2 2
   [[ "$output" == "sbatch --parsable --nodes=2 --ntasks-per-node=2 --gres=gpu:2 --cpus-per-task=4 "* ]]
+  [[ "$output" != *note* ]]
 }
 
 
@@ -52,14 +53,17 @@ END
 # bats test_tags=quick
 @test "a job gets GPUs and cores of its nodes; --follow prints its states and output, and exits with its code" {
   write_position_script 9
-  run -9 --separate-stderr "$SUBMIT" --follow --time 10 --comment='a b' --script "my script.py" - 2 2 -- 'x  y' --lr 3
+  run -9 --separate-stderr "$SUBMIT" --follow --time 10 --comment='a b' --notify 'cat >note.$$' \
+    --script "my script.py" - 2 2 -- 'x  y' --lr 3
   JOB=$(sed -n 's/^job: //p' <<<"$output")
   [[ "$output" == *$'\noutput: logs/slurm-'"$JOB.out logs/slurm-$JOB.err"$'\n'"status: $KIT/scripts/status.sh $JOB"$'\n'* ]]
   [[ "$output" == *"rank 0 0 2 4 $N1 x  y --lr 3" ]]
-  [[ "$stderr" == *"submit.sh: job $JOB: RUNNING"*"verdict: failed: rank 0 on $N1 exited with code 9"*"job $JOB: FAILED" ]]
+  [[ "$stderr" == *"verdict: failed: rank 0 on $N1 exited with code 9"*"submit.sh: job $JOB: FAILED" ]] ||
+    { echo "$stderr" && false; }
   job=$(scontrol show job "$JOB")
   [[ "$job" == *" NumCPUs=16 NumTasks=4 CPUs/Task=4 "*"TresPerNode=gres:gpu:2"* ]] || { echo "$job" && false; }
-  [[ "$job" == *"TimeLimit=00:10:00"*"Comment=a b"* ]]
+  [[ "$job" == *"TimeLimit=00:10:00"*"Comment=a b"* && "$job" != *note* ]]
+  grep -qF '"exit_code": 9' note.*
 }
 
 
@@ -82,6 +86,7 @@ END
   start out "$SUBMIT" --follow --script "my script.py" - 1 1
   wait_for_line out "at work"
   JOB=$(sed -n 's/^job: //p' out)
+  wait_for_line out "submit.sh: job $JOB: RUNNING"
   kill -INT -- "-$LAUNCHER"
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 130 ]
@@ -107,11 +112,12 @@ END
 
 @test "--template prints a script of at most 30 lines that runs the same ranks, and requeues itself after code 75" {
   write_position_script 75
-  "$SUBMIT" --template --script "my script.py" - 2 2 -- "it's" >job.sh
+  "$SUBMIT" --template --comment "it's #1" --script "my script.py" - 2 2 -- "it's" >job.sh
   [ "$(wc -l <job.sh)" -le 30 ]
   [ -z "$(squeue --noheader)" ]
   mkdir logs
   JOB=$(sbatch --parsable job.sh)
+  scontrol show job "$JOB" | grep -qF "Comment=it's #1"
   timeout 120 sh -c 'until [ "$(grep -c "^rank 0 " "logs/slurm-$0.out")" = 2 ]; do sleep 0.2; done' "$JOB"
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ]
@@ -135,11 +141,13 @@ refuses() { # <text of the message> <argument...>
   refuses "not among the nodes that sinfo lists (none); request fewer, or another partition" --partition nope - 1 1
   refuses "Requested node configuration is not available"$'\n'"submit.sh: refused by SLURM, see its message above; sinfo" \
     --mem 100G - 1 1
-  refuses "CONFIG 'none.yaml': no such file" none.yaml 1 1
+  refuses "submit.sh: CONFIG 'none.yaml': no such file" none.yaml 1 1
   refuses "train.batch_size=7 does not divide by 2 ranks" "$KIT/config/quickstart.yaml" 1 2 -- train.batch_size=7
   refuses "--nodes: unknown option; give NNODES without an option" --nodes 2 - 1 1
   refuses "--scrpt: unknown option" --scrpt x - 1 1
-  SLURM_CONF='' refuses "sinfo: fatal: " - 1 1
+  SLURM_CONF='' refuses $'\n'"submit.sh: sinfo failed, see its message above; call this on a login node" - 1 1
+  refuses "submit.sh: --time needs a value"$'\n'"Try: submit.sh --help" --time --dry-run - 1 1
+  refuses "submit.sh: --script 'none.py': no such file" --script none.py - 1 1
   refuses "expected CONFIG, NPROC and NNODES, got: - 1" - 1
   refuses "NNODES: expected a number of nodes, 1 or more, got '$N1'" - 1 "$N1"
 }

@@ -46,16 +46,17 @@ def choose_nodes(sinfo: str, nproc: int, nnodes: int, given: Sequence[str]) -> l
     names = {option.partition("=")[0] for option in given}
     own_gpus = any(name.startswith(("--gres", "--gpus")) for name in names)
     need = 0 if own_gpus or "|gpu:" not in sinfo else nproc  # GPUs on each node
-    lines = sinfo.splitlines()
-    for line in sorted(lines, key=lambda line: "*|" not in line):
-        partition, number, cores_of_node, gres, limit = line.split("|")
-        kind, _, gpus = max(re.findall(r"\b(gpu(:[^:,(]+)?):(\d+)", gres), default=("gpu", "", "0"))
+    lines = re.findall(r"^([^|\n]*)\|(\d+)\|(\d+\+?)\|([^|\n]*)\|([^|\n]*)$", sinfo, re.MULTILINE)
+    for line in sorted(lines, key=lambda line: not line[0].endswith("*")):
+        partition, number, cores_of_node, gres, limit = line
+        kinds = re.findall(r"\b(gpu(?::[^:,(]+)?):(\d+)", gres)
+        kind, gpus = next((one for one in kinds if int(one[1]) >= need), ("gpu", "0"))
         cores = int(cores_of_node.rstrip("+"))  # 48+: at least 48
         if int(number) >= nnodes and cores >= nproc and int(gpus) >= need:
             break
     else:
         remedy = "request fewer, or another partition" + (", or give --gres=none to train without GPUs" if need else "")
-        listed = " ".join(line.rpartition("|")[0] for line in lines) or "none"
+        listed = " ".join("|".join(line[:-1]) for line in lines) or "none"
         raise SubmitError(f"NPROC {nproc}, NNODES {nnodes}: not among the nodes that sinfo lists ({listed}); {remedy}")
     options = {
         "--nodes": nnodes,
@@ -71,7 +72,7 @@ def choose_nodes(sinfo: str, nproc: int, nnodes: int, given: Sequence[str]) -> l
 def template(options: Sequence[str], nproc: str, command: Sequence[str]) -> str:
     """Return a batch script with these options, and the other #SBATCH lines of BATCH_SCRIPT."""
     defaults = re.findall(r"^#SBATCH (\S+)", BATCH_SCRIPT.read_text(), re.MULTILINE)
-    by_name = {option.partition("=")[0]: f"#SBATCH {option}" for option in [*defaults, *options]}
+    by_name = {option.partition("=")[0]: f"#SBATCH {shlex.quote(option)}" for option in [*defaults, *options]}
     return TEMPLATE.format(options="\n".join(by_name.values()), nproc=nproc, command=shlex.join(command))
 
 
@@ -82,16 +83,18 @@ def follow(job: str, outputs: Sequence[str], program: str) -> int:
         done = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True)
         if "Invalid job id" in done.stderr:
             raise SubmitError(f"job {job}: not known to SLURM any more; see {outputs[1]}")
-        facts = dict(re.findall(r"(\w+)=(\S+)", done.stdout))  # empty if slurmctld does not reply
+        # The first occurrence counts: SubmitLine, a later field, may contain any text. Empty without a reply.
+        facts = dict(reversed(re.findall(r"(\w+)=(\S+)", done.stdout)))
         state, reason = facts.get("JobState", ""), facts.get("Reason", "None")
         for number, (path, stream) in enumerate(zip(outputs, streams, strict=True)):
             with suppress(FileNotFoundError), open(path, "rb") as file:
                 file.seek(offsets[number])
                 offsets[number] += stream.write(file.read())
                 stream.flush()
-        text = f"{state} ({reason})" if state == "PENDING" and reason != "None" else state
-        if text not in ("", shown):
-            sys.stderr.write(f"{program}: job {job}: {text}\n")
+        text = f"{state} ({reason})" if state == "PENDING" and reason != "None" else state or "state unknown"
+        if text != shown:
+            problem = "" if state else f": scontrol failed, trying again every {INTERVAL:.0f} s: {done.stderr.strip()}"
+            sys.stderr.write(f"{program}: job {job}: {text}{problem}\n")
             shown = text
         if state and state not in ACTIVE_STATES:
             code, signal = map(int, facts["ExitCode"].split(":"))
@@ -107,12 +110,13 @@ def submit(command: Sequence[str], log_dir: str, program: str, following: bool) 
         raise SubmitError(f"refused by SLURM, see its message above; {REMEDY}")
     job = done.stdout.strip().partition(";")[0]  # 17;cluster
     outputs = [f"{log_dir}/slurm-{job}.out", f"{log_dir}/slurm-{job}.err"]
-    run = shlex.join([job] if log_dir == "logs" else ["--log-dir", log_dir, job])
-    print(f"job: {job}\noutput: {' '.join(outputs)}\nstatus: {KIT}/scripts/status.sh {run}", flush=True)
+    run = [job] if log_dir == "logs" else ["--log-dir", log_dir, job]
+    status, stop = (shlex.join([f"{KIT}/scripts/{name}", *run]) for name in ("status.sh", "stop.sh"))
+    print(f"job: {job}\noutput: {shlex.join(outputs)}\nstatus: {status}", flush=True)
     try:
         return follow(job, outputs, program) if following else 0
     except KeyboardInterrupt:
-        sys.stderr.write(f"{program}: job {job} continues; to stop it: {KIT}/scripts/stop.sh {run}\n")
+        sys.stderr.write(f"{program}: job {job} continues; to stop it: {stop}\n")
         return INTERRUPTED
 
 
@@ -124,8 +128,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     sinfo = [*SINFO, *(option for option in own if option.startswith("--partition="))]
     try:
-        listed = subprocess.run(sinfo, stdout=subprocess.PIPE, text=True).stdout
-        options = choose_nodes(listed, int(nproc), int(nnodes), own)
+        listed = subprocess.run(sinfo, stdout=subprocess.PIPE, text=True)
+        if listed.returncode:
+            raise SubmitError("sinfo failed, see its message above; call this on a login node of a cluster that runs")
+        options = choose_nodes(listed.stdout, int(nproc), int(nnodes), own)
         options += [f"--output={log_dir}/slurm-%j.out", f"--error={log_dir}/slurm-%j.err", *own]
         call = ["sbatch", "--parsable", *options, str(BATCH_SCRIPT), *passed]
         if mode in ("submit", "follow"):

@@ -9,15 +9,16 @@
 #   NNODES               number of nodes
 #
 #   --follow             print the state of the job, then its output; exit with its code. Ctrl-C leaves the job running
-#   --template           print a batch script that does the same without Muster, to edit and keep; submit nothing
+#   --template           print a plain batch script that starts the same command with srun, without Muster's options,
+#                        to edit and keep; submit nothing
 #
 #   (as slurm_train.sh)
 #
 # All other options are those of sbatch in their long form: --time, --partition, --account, --qos, --mem, --signal, ...
 # They override the partition, GPUs and cores that are chosen from what sinfo lists. The job runs slurm_train.sh, which
-# also checks the call; its environment variables apply. DIR is made.
+# also checks the call; its environment variables apply. The directory of --log-dir is created.
 #
-# Exit codes: 0 success, 2 wrong call, or refused by SLURM; with --follow that of the job, or 130 Ctrl-C.
+# Exit codes: 0 success, 2 wrong call, or refused by SLURM; with --follow that of the job, or 130 after Ctrl-C.
 #
 #   submit.sh --time 2-0 --follow --script my_train.py - 8 2 -- --lr 3e-4
 #
@@ -45,6 +46,7 @@ take_sbatch_options() { # <argument...>
     elif [[ $1 == *=* || $known == *" $name "* ]]; then
       SBATCH_OPTIONS+=("$1")
     else
+      [[ ${2-} != --* ]] || die_usage "$1 needs a value"
       need_value "$@"
       SBATCH_OPTIONS+=("$1=$2")
       shift
@@ -64,21 +66,23 @@ main() {
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]} NNODES=${POSITIONAL[2]}
   check_nproc NPROC "$NPROC"
   [[ $NNODES =~ ^[1-9][0-9]{0,5}$ ]] || die_usage "NNODES: expected a number of nodes, 1 or more, got '$NNODES'"
-  forward_options_except --follow --template --dry-run
+  QUIET=1 pick_rank_python
+  check_script
+  check_config
+  forward_options_except --follow --template --dry-run --notify
   set -- "${FORWARDED_OPTIONS[@]}" "$CONFIG" -- "${SCRIPT_ARGS[@]}"
   # The batch script checks its arguments, with variables of such a job instead of those of a job around this shell.
   (unset "${!SLURM_STEP@}" "${!SLURM_TASK@}" "${!SLURM_GPUS@}" "${!SLURM_ARRAY@}" SLURM_CPUS_PER_TASK SLURM_RESTART_COUNT
     exec_in_environment 5 SLURM_JOB_ID=0 "SLURM_JOB_NODELIST=node[1-$NNODES]" "SLURM_NTASKS=$((NPROC * NNODES))" \
     "SLURM_TASKS_PER_NODE=$NPROC(x$NNODES)" "SLURM_JOB_CPUS_PER_NODE=$NPROC(x$NNODES)" \
     "$KIT/scripts/slurm/slurm_train.sh" --dry-run "$@" >/dev/null) || exit
-  QUIET=1 pick_rank_python
-  check_script
-  check_config
   WORK=("$PYTHON" "${WORK[@]}" "${CONFIG_ARGS[@]}" "${SCRIPT_ARGS[@]}")
   ((!FOLLOW)) || MODE=follow
   ((!TEMPLATE)) || MODE=template
   [[ $DRY_RUN != 1 ]] || MODE=dry-run
-  exec_module slurm.submit "$PROGRAM" "$LOG_DIR" "$MODE" "$NPROC" "$NNODES" "${SBATCH_OPTIONS[@]/#/--sbatch=}" \
+  # All users can read arguments, and the command of --notify may contain a secret: sbatch passes the environment on.
+  exec_in_environment 1 "MUSTER_NOTIFY=$NOTIFY" "$PYTHON" -I "$KIT/scripts/lib/module.py" slurm.submit \
+    "$PROGRAM" "$LOG_DIR" "$MODE" "$NPROC" "$NNODES" "${SBATCH_OPTIONS[@]/#/--sbatch=}" \
     "${WORK[@]/#/--command=}" "${@/#/--argument=}"
 }
 

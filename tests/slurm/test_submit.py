@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from distributed.slurm import submit
 from distributed.slurm.submit import BATCH_SCRIPT, SubmitError, choose_nodes, template
 
 BIG = "--partition=big --gres=gpu:a100"
 LAB = "cpu|100|64|(null)|infinite\nsmall*|4|16+|gpu:2|1-00:00:00\nbig|8|96|gpu:a100:8(S:0-1),nvme:1|12:00:00"
 WITHOUT_GPUS = "main*|4|16|(null)|2:00:00"
+TWO_KINDS = "sinfo: warning: old\na|b*|4|16|gpu:8|infinite\nmixed*|4|16|gpu:a100:4,gpu:v100:2|infinite"
 
 
 @pytest.mark.parametrize(
@@ -25,6 +29,10 @@ WITHOUT_GPUS = "main*|4|16|(null)|2:00:00"
         (LAB, 2, 4, ["--gpus-per-task=1"], "--nodes=4 --ntasks-per-node=2 --gres=none --cpus-per-task=8"),
         (LAB, 2, 4, ["--cpus-per-task=1", "--exclusive"], "--nodes=4 --ntasks-per-node=2 --gres=gpu:2"),
         (WITHOUT_GPUS, 4, 2, [], "--nodes=2 --ntasks-per-node=4 --gres=none --cpus-per-task=4 --time=2:00:00"),
+        (TWO_KINDS, 4, 1, [], "--nodes=1 --ntasks-per-node=4 --gres=gpu:a100:4 --cpus-per-task=4"),
+        (TWO_KINDS, 2, 1, [], "--nodes=1 --ntasks-per-node=2 --gres=gpu:a100:2 --cpus-per-task=4"),
+        (TWO_KINDS.replace("a100:4", "a100:1"), 2, 1, [],
+         "--nodes=1 --ntasks-per-node=2 --gres=gpu:v100:2 --cpus-per-task=8"),
     ],
 )  # fmt: skip
 def test_options_for_the_first_nodes_that_fit(
@@ -50,12 +58,75 @@ def test_nodes_that_no_partition_has_are_refused(sinfo: str, nproc: int, nnodes:
 
 
 def test_a_template_has_each_option_once_and_the_other_lines_of_the_batch_script(tmp_path: Path) -> None:
-    text = template(["--nodes=4", "--time=5", "--qos=high"], "2", ["/bin/python", "my train.py", "it's"])
+    options = ["--nodes=4", "--time=5", "--qos=high", "--comment=a b"]
+    text = template(options, "2", ["/bin/python", "my train.py", "it's"])
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
     names = [line.partition("=")[0] for line in lines]
     assert {"#SBATCH --nodes=4", "#SBATCH --time=5", "#SBATCH --qos=high", "#SBATCH --signal=USR2@120"} <= set(lines)
+    assert "#SBATCH '--comment=a b'" in lines
     assert len(set(names)) == len(names)
     assert len(text.splitlines()) <= 30
     assert "slurm_train" in BATCH_SCRIPT.name and "muster" not in text.lower()
     (tmp_path / "job.sh").write_text(text)
     subprocess.run(["shellcheck", "--exclude=SC2016", tmp_path / "job.sh"], check=True)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory on PATH for programs that replace those of SLURM."""
+    monkeypatch.setattr(submit, "INTERVAL", 0)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_a_failing_sinfo_is_reported(programs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_program(programs / "sinfo", "echo 'main*|4|16|(null)|1:00'; echo 'sinfo: error: no controller' >&2; exit 1")
+    assert submit.main(["submit.sh", "logs", "submit", "1", "1"]) == 2
+    assert capfd.readouterr().err == (
+        "sinfo: error: no controller\n"
+        "submit.sh: sinfo failed, see its message above; call this on a login node of a cluster that runs\n"
+    )
+
+
+def test_a_failing_scontrol_is_reported_once_and_the_job_is_followed_further(
+    programs: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_program(
+        programs / "scontrol",
+        """echo >>calls
+case $(wc -l <calls) in
+1 | 4) echo "JobId=17 JobState=RUNNING ExitCode=0:0" ;;
+2 | 3) echo "error: no controller ($(wc -l <calls))" >&2; exit 1 ;;
+*) echo "JobId=17 JobState=FAILED Reason=None ExitCode=3:0 SubmitLine=sbatch job.sh JobState=RUNNING ExitCode=0:0" ;;
+esac""",
+    )
+    assert submit.follow("17", ["out", "err"], "submit.sh") == 3
+    assert capfd.readouterr().err.splitlines() == [
+        "submit.sh: job 17: RUNNING",
+        "submit.sh: job 17: state unknown: scontrol failed, trying again every 0 s: error: no controller (2)",
+        "submit.sh: job 17: RUNNING",
+        "submit.sh: job 17: FAILED",
+    ]
+
+
+def test_printed_commands_can_be_pasted(
+    programs: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit, "KIT", "/my kit")
+    monkeypatch.setattr(submit, "follow", interrupt)
+    assert submit.submit(["echo", "17"], "my logs", "submit.sh", following=True) == 130
+    printed, errors = capfd.readouterr()
+    assert [shlex.split(line) for line in printed.splitlines()[1:]] == [
+        ["output:", "my logs/slurm-17.out", "my logs/slurm-17.err"],
+        ["status:", "/my kit/scripts/status.sh", "--log-dir", "my logs", "17"],
+    ]
+    assert shlex.split(errors.partition("to stop it: ")[2]) == ["/my kit/scripts/stop.sh", "--log-dir", "my logs", "17"]
