@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import NoReturn
 
 
+TRAINER = str(Path(__file__).resolve().parents[2] / "train.py")
+
+
 def options_of(arguments: list[str]) -> dict[str, str]:
     """Return the options written as `--name value`, as launchers write them; for a repeated option, the first value."""
     end = arguments.index("--") if "--" in arguments else len(arguments)  # the script and its arguments follow
@@ -54,6 +57,11 @@ def main() -> int:
     gc.disable()  # makes the import of PyTorch 5 % faster
     with preload.record_environment_reads():
         import torch
+
+        if TRAINER in sys.argv:  # other scripts may set variables that these read
+            import torch._dynamo
+            import torch.distributed.checkpoint
+            import torch.distributed.fsdp
     gc.enable()
 
     from distributed.agent.fork_server import ForkServer
