@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-
 TRAINER = str(Path(__file__).resolve().parents[2] / "train.py")
 
 
