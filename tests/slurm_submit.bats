@@ -36,6 +36,11 @@ teardown() {
 
 
 # Write a script in which each rank prints its rank, its node and its arguments, and exits with the code in the file code.
+as_command() { # <word...>: as the script prints it
+  python3 -c 'import shlex, sys; print(shlex.join(sys.argv[1:]))' "$@"
+}
+
+
 write_position_script() { # <exit code>
   echo "$1" >code
   cat >"my script.py" <<'END'
@@ -56,7 +61,7 @@ END
   run -9 --separate-stderr "$SUBMIT" --follow --time 10 --comment='a b' --notify 'cat >note.$$' \
     --script "my script.py" - 2 2 -- 'x  y' --lr 3
   JOB=$(sed -n 's/^job: //p' <<<"$output")
-  [[ "$output" == *$'\noutput: logs/slurm-'"$JOB.out logs/slurm-$JOB.err"$'\n'"status: $KIT/scripts/status.sh $JOB"$'\n'* ]]
+  [[ "$output" == *$'\noutput: logs/slurm-'"$JOB.out logs/slurm-$JOB.err"$'\n'"status: $(as_command "$KIT/scripts/status.sh" "$JOB")"$'\n'* ]]
   [[ "$output" == *"rank 0 0 2 4 $N1 x  y --lr 3" ]]
   [[ "$stderr" == *"verdict: failed: rank 0 on $N1 exited with code 9"*"submit.sh: job $JOB: FAILED" ]] ||
     { echo "$stderr" && false; }
@@ -76,7 +81,7 @@ END
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ] || { cat out && false; }
   grep -qF "rank 0 0 1 1 $N1" out
-  grep -qF "status: $KIT/scripts/status.sh --log-dir 'my logs' $JOB" out
+  grep -qF "status: $(as_command "$KIT/scripts/status.sh" --log-dir 'my logs' "$JOB")" out
   run -0 "$KIT/scripts/status.sh" --log-dir 'my logs' "$JOB"
 }
 
@@ -90,7 +95,7 @@ END
   kill -INT -- "-$LAUNCHER"
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 130 ]
-  [ "$(tail -n 1 out)" = "submit.sh: job $JOB continues; to stop it: $KIT/scripts/stop.sh $JOB" ]
+  [ "$(tail -n 1 out)" = "submit.sh: job $JOB continues; to stop it: $(as_command "$KIT/scripts/stop.sh" "$JOB")" ]
   [ "$(squeue --noheader --format=%T --job "$JOB")" = RUNNING ]
 }
 
