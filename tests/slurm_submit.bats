@@ -55,6 +55,15 @@ END
 }
 
 
+# Set JOB to a job that runs until it is stopped, and that submit.sh follows.
+follow_endless_job() {
+  write_endless_script
+  start out "$SUBMIT" --follow --script "my script.py" - 1 1
+  wait_for_line out "at work"
+  JOB=$(sed -n 's/^job: //p' out)
+}
+
+
 # bats test_tags=quick
 @test "a job gets GPUs and cores of its nodes; --follow prints its states and output, and exits with its code" {
   write_position_script 9
@@ -87,10 +96,7 @@ END
 
 
 @test "Ctrl-C leaves the job running, and says how to stop it" {
-  write_endless_script
-  start out "$SUBMIT" --follow --script "my script.py" - 1 1
-  wait_for_line out "at work"
-  JOB=$(sed -n 's/^job: //p' out)
+  follow_endless_job
   wait_for_line out "submit.sh: job $JOB: RUNNING"
   kill -INT -- "-$LAUNCHER"
   wait_for_exit "$LAUNCHER"
@@ -101,10 +107,7 @@ END
 
 
 @test "a requeued job is followed to its end, and a job that is cancelled ends with 143" {
-  write_endless_script
-  start out "$SUBMIT" --follow --script "my script.py" - 1 1
-  wait_for_line out "at work"
-  JOB=$(sed -n 's/^job: //p' out)
+  follow_endless_job
   scontrol requeue "$JOB"
   wait_for_line out "PENDING (BeginTime)"
   timeout 120 sh -c 'until [ "$(grep -c "at work" out)" -eq 2 ]; do sleep 0.2; done'

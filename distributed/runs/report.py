@@ -547,12 +547,14 @@ def main(arguments: Sequence[str]) -> int:
     except RunLookupError as error:
         sys.stderr.write(f"report.sh: {error}\nTry: report.sh --help\n")
         return 2
-    if len(found) == 1:
-        read_event_files(found[0])
     try:
-        if len(found) > 1:
+        if len(found) == 1:
+            read_event_files(found[0])
+            page = write(found[0])
+        else:
             logs.mkdir(parents=True, exist_ok=True)
-        print(write(found[0]) if len(found) == 1 else compare([*map(read, found)], logs / "comparison.html"))
+            page = compare([*map(read, found)], logs / "comparison.html")
+        print(page)
     except OSError as error:
         sys.stderr.write(f"report.sh: cannot write the report: {error}\n")
         return 1

@@ -157,14 +157,14 @@ class Observation:
 
     @property
     def active(self) -> tuple[Activity, ...]:
-        """What shows whether the run hangs: its ranks, and before they start and after they have ended the others."""
+        """The running ranks; without any, the stopped processes. They show whether the run hangs."""
         return self.ranks or self.stopped
 
 
 def observe_ranks(
     replies: Sequence[NodeReply], progress: RunProgress, running: float, launched: str = ""
 ) -> Observation:
-    """running: seconds since the run or its watch started; counts as the silence of a rank, or run, without any output.
+    """running: seconds since the run or its watch started; counts as the silence of a rank or run without any output.
 
     launched: see Run.
     """
@@ -420,8 +420,7 @@ def row_of_run(directory: Path) -> list[str]:
         state, end = "ended", path.stat().st_mtime
         outcome, code = str(verdict.get("outcome")), int(verdict.get("exit_code", 1))
         exception = str(verdict.get("exception") or "").rpartition(".")[2]
-        reason = exception or signal_name(code) or REASONS.get(code, f"code {code}")
-        reason = printable(reason)
+        reason = printable(exception or signal_name(code) or REASONS.get(code, f"code {code}"))
         shown = paint(f"{outcome}: {reason}" if reason else outcome, {"ok": GREEN, "failed": RED}.get(outcome, YELLOW))
     elif run.job and state == REMOTE:
         state = job_state(run.job).partition(" ")[0].lower() or EXITED  # empty: it has ended
