@@ -88,11 +88,13 @@ python() { # <path> <reply to --version>
 }
 
 
-@test "need_value refuses an option at the end without a value" {
+@test "need_value refuses an option that another option or nothing follows" {
   script <<<'need_value "$@"; echo "$2"'
   run -2 "$SCRIPT" --python ''
   run -2 "$SCRIPT" --python
   [ "${lines[0]}" = 'do_it.sh: --python needs a value' ]
+  run -2 "$SCRIPT" --log-dir --dry-run
+  [ "${lines[0]}" = "do_it.sh: --log-dir needs a value, got the option '--dry-run'" ]
 }
 
 

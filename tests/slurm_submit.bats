@@ -154,7 +154,7 @@ refuses() { # <text of the message> <argument...>
   refuses "--nodes: unknown option; give NNODES without an option" --nodes 2 - 1 1
   refuses "--scrpt: unknown option" --scrpt x - 1 1
   SLURM_CONF='' refuses $'\n'"submit.sh: sinfo failed, see its message above; call this on a login node" - 1 1
-  refuses "submit.sh: --time needs a value"$'\n'"Try: submit.sh --help" --time --dry-run - 1 1
+  refuses "submit.sh: --time needs a value, got the option '--dry-run'"$'\n'"Try: submit.sh --help" --time --dry-run - 1 1
   refuses "submit.sh: --script 'none.py': no such file" --script none.py - 1 1
   refuses "expected CONFIG, NPROC and NNODES, got: - 1" - 1
   refuses "NNODES: expected a number of nodes, 1 or more, got '$N1'" - 1 "$N1"

@@ -364,7 +364,7 @@ class Launch:
             self._notify("restart", f"{count}: ")
             number = archive_attempt(self.directory, self.watch.waiting | {one.node for one in self.watch.spares})
             self.watch.restart_count = number
-            self.console.record(f"exit code {self.code}: {count}, from the newest valid checkpoint")
+            self.console.record(f"exit code {self.code}: {count}")
             if self.watch.replaces:
                 self._replace_lost_nodes()
             if logs:

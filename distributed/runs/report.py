@@ -548,8 +548,9 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"report.sh: {error}\nTry: report.sh --help\n")
         return 2
     try:
+        for run in found:
+            read_event_files(run)
         if len(found) == 1:
-            read_event_files(found[0])
             page = write(found[0])
         else:
             logs.mkdir(parents=True, exist_ok=True)

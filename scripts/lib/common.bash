@@ -79,7 +79,7 @@ die_usage() { # <message...>
 
 # Exit when the value of an option is missing or empty (often an unset variable).
 need_value() { # <option> [value] [rest...]
-  [[ ${2-} ]] || die_usage "$1 needs a value"
+  [[ ${2-} && $2 != --[a-z]* ]] || die_usage "$1 needs a value${2:+, got the option '$2'}"
 }
 
 

@@ -46,7 +46,6 @@ take_sbatch_options() { # <argument...>
     elif [[ $1 == *=* || $known == *" $name "* ]]; then
       SBATCH_OPTIONS+=("$1")
     else
-      [[ ${2-} != --* ]] || die_usage "$1 needs a value"
       need_value "$@"
       SBATCH_OPTIONS+=("$1=$2")
       shift

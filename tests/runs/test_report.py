@@ -478,6 +478,12 @@ def test_scalars_that_a_run_wrote_for_tensorboard_are_in_the_report(tmp_path: Pa
     old = tmp_path / "events.out.tfevents.1600000000.n1.1.0"
     old.write_bytes(b"damaged")
     subprocess.run([sys.executable, "-c", WRITE_EVENTS, tmp_path / "runs" / "one"], check=True, timeout=120)
+    other = tmp_path / "logs" / "train-2"
+    other.mkdir()
+    write_run(other, [step_line(4)])
+    assert report.main([str(other), str(run), "--from", str(tmp_path)]) == 0
+    assert "from TensorBoard" in (tmp_path / "logs" / "comparison.html").read_text()
+    (run / FROM_TENSORBOARD).unlink()
     assert report.main([str(run)]) == 0
     lines = [json.loads(line) for line in (run / FROM_TENSORBOARD).read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == [(0, 2.0), (1, 1.0), (2, 0.0)]
