@@ -13,6 +13,12 @@ import time
 KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
+def version() -> str:
+    """The version of Muster."""
+    with open(os.path.join(KIT, "VERSION")) as file:
+        return file.read().strip()
+
+
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a temporary file and rename it to `path`: readers see the old or the new content. Raises OSError.
 

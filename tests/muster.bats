@@ -90,3 +90,18 @@ END
   VIRTUAL_ENV=$PWD/mine run -0 "$MUSTER" show
   [ "$output" = "$PWD/mine" ]
 }
+
+
+@test "every program prints the version of Muster, and does nothing else" {
+  local program
+  shopt -s nullglob
+  mkdir empty && cd empty
+  for program in "$KIT"/scripts/{,jobs/,slurm/,ssh/}*.{sh,py} "$MUSTER" "$KIT/train.py"; do
+    [[ $program != *.py ]] || set -- python
+    run -0 --separate-stderr "$@" "$program" --version
+    [ "$output" = "Muster $(<"$KIT/VERSION")" ]
+    [ -z "$stderr" ]
+    shift $#
+  done
+  [ -z "$(ls -A)" ]
+}

@@ -67,6 +67,7 @@ from typing import Any, NoReturn
 
 from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
+from distributed.files import version
 from distributed.host import signals, sync_list
 from distributed.jobs import bases, console, host, journal, panes, servers
 from distributed.jobs.backend import JobServer, ServerLink, ServerUnusable, Unreachable
@@ -215,6 +216,9 @@ def main(
         if "--help" in arguments or "-h" in arguments:
             code = 0
             sys.stdout.write(help_text or "")
+        elif "--version" in arguments[:1]:
+            code = 0
+            print(f"Muster {version()}")
         else:
             code = (execute or execute_command)(list(arguments))
         if sys.stdout:  # None if it was closed before Python started

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 
-from distributed.files import KIT, read_json, write_json
+from distributed.files import KIT, read_json, version, write_json
 from distributed.host.identity import machine, user, versions
 from distributed.host.process_scan import start_time
 
@@ -72,7 +72,7 @@ def create(
         },
         "slurm_job": slurm_job[0] if slurm_job else None,
         "script": script, "config": config, "cwd": cwd, "python": python,
-        "user": user(), "versions": _versions(python), "git": _git(cwd),
+        "user": user(), "versions": {"muster": version(), **_versions(python)}, "git": _git(cwd),
     }  # fmt: skip
     try:
         for part in ("errors", "ranks"):

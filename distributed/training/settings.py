@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from distributed.files import version
 from distributed.training.fold import DEFAULT_PARTICIPANTS, output_directory, participant_of, participants_in, short
 
 DIGITS = 100  # limit for an integer; Python refuses to convert more than 4,300
@@ -663,6 +664,7 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
     options.add_argument("--log-level", metavar="LEVEL", help="the same as logging.level=LEVEL")
     # torch.distributed.launch passes it; it is ignored, as LOCAL_RANK has the same value.
     options.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+    options.add_argument("--version", action="version", version=f"Muster {version()}")
     options.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the file")
     group = options.add_argument_group(
         "arguments of a job",

@@ -240,7 +240,7 @@ def check_settings(config: str, arguments: list[str], ranks: int, here: bool) ->
     from distributed.training import trackers
     from distributed.training.settings import ConfigError, for_ranks, holds_settings, parser
 
-    if {"--help", "-h"} & set(arguments):  # train.py prints its help
+    if {"--help", "-h", "--version"} & set(arguments):  # train.py prints only that
         return
     options = parser("", "train.py").parse_intermixed_args(["--config", config, *arguments])
     try:

@@ -100,6 +100,11 @@ usage() {
 }
 
 
+show_version() {
+  printf 'Muster %s\n' "$(<"$KIT/VERSION")"
+}
+
+
 # Print the part of an opening comment from the first indented line to --help.
 print_arguments_of() { # <file>
   local line shown=0

@@ -3,7 +3,7 @@
 # Option parser of all scripts.
 #
 # A script accepts the options listed in its opening comment: lines that begin with the option and, if it takes a value,
-# the name of the value. --help and -h need no line.
+# the name of the value. --help, -h and --version need no line.
 #
 # Sourced, never run.
 
@@ -72,6 +72,7 @@ parse_options() { # <argument...>
   while (($#)); do
     case $1 in
       --help | -h) usage; exit ;;
+      --version) show_version; exit ;;
       --)
         [[ ${VALUE_NAME[--]-} ]] || die_usage "--: unknown option"
         SCRIPT_ARGS=("${@:2}")

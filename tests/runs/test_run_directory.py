@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from distributed.files import version
 from distributed.host.identity import versions
 from distributed.runs import run_directory
 from distributed.runs.lookup import RunNode
@@ -181,12 +182,12 @@ def test_the_versions_are_read_from_the_ranks_interpreter(tmp_path: Path) -> Non
     """A virtual environment without torch, linked to the interpreter of this test."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     found = run_json(create(tmp_path, python=str(tmp_path / "env" / "bin" / "python")))
-    assert found["versions"] == {"python": sys.version.split()[0], "torch": None}
+    assert found["versions"] == {"muster": version(), "python": sys.version.split()[0], "torch": None}
 
 
 def test_a_missing_python_has_no_versions(tmp_path: Path) -> None:
     found = run_json(create(tmp_path, python=str(tmp_path / "python")))
-    assert found["versions"] == {"python": None, "torch": None}
+    assert found["versions"] == {"muster": version(), "python": None, "torch": None}
 
 
 def test_no_slow_module_is_imported() -> None:
