@@ -17,11 +17,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from itertools import chain
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import slow_names, tracked
 
+from distributed.files import version
 from distributed.jobs.servers import KIT_FILES
 
 KIT = Path(__file__).resolve().parent.parent
@@ -389,3 +392,22 @@ def test_only_files_that_git_tracks_are_read(tmp_path: Path) -> None:
     assert found == ["a.txt", "scripts/b.sh", "scripts/lib/c.sh"]
     shutil.rmtree(tmp_path / ".git")
     assert len(tracked("*.txt", "scripts/**/*.sh", root=tmp_path)) == 5
+
+
+def test_the_newest_release_of_the_changelog_is_the_version() -> None:
+    releases = re.findall(r"^## \[(\S+)\] - \d{4}-\d\d-\d\d$", (KIT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == version()
+
+
+def test_the_workflow_for_github_runs_all_tests_and_on_other_versions_of_python_the_quick_ones() -> None:
+    jobs = yaml.safe_load((KIT / ".github/workflows/ci.yml").read_text())["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert {name: ["bash .ci/run" in one for one in found] for name, found in commands.items()} == {
+        "all": [True],
+        "quick": [True],
+    }
+    assert "--quick" in commands["quick"][0]
+    assert "--quick" not in commands["all"][0]
+    assert jobs["quick"]["strategy"]["matrix"] == {"python": ["3.10", "3.13"]}
+    for command in chain(*commands.values()):
+        subprocess.run(["bash", "-n", "-c", command], check=True)
