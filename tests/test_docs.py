@@ -183,7 +183,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("scripts", "config", "distributed", "train.py", "README.md", "requirements-trackers.txt"):
         (directory / name).symlink_to(KIT / name)
     (directory / "my_train.py").write_text(example())
-    for name in ("my_old_train.py", "my_tracked.py", "wandb.env"):
+    for name in ("my_old_train.py", "wandb.env"):
         (directory / name).touch()
     (directory / "make_jobs.py").write_text(example("Write my_jobs.json"))
     (directory / "jobs_config.json").write_text('[{"lr": 0.003}]')
@@ -384,16 +384,6 @@ def test_the_example_script_learns_and_resumes(project: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"^step \d00: loss (.+)$", first.stdout + second.stdout, re.MULTILINE)]
     assert len(losses) == 3, "every hundredth step once: 100, then 200 and 300"
     assert losses[2] < 0.5 * losses[0]
-
-
-def test_the_example_with_wandb_tracks_rank_0_and_reuses_the_id(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    (tmp_path / "my_tracked.py").write_text(example("Track rank 0"))
-    for rank in ("0", "1", "0"):
-        done = call(tmp_path, ["python", "my_tracked.py"], RANK=rank, WANDB_MODE="offline", HOME=str(tmp_path))
-        assert done.returncode == 0, done.stderr
-    runs = [path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")]
-    assert runs == [(tmp_path / "checkpoints/tracked/wandb_id").read_text()] * 2
 
 
 # ---------------------------------------------------------------- printed outputs
