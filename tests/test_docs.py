@@ -264,10 +264,7 @@ def test_a_command_has_the_exit_code_and_output_of_the_guide(command: Command, p
     if "--dry-run" in command.words:
         words.remove("--dry-run")
     done = call(project, words, **command.variables)
-    if command.exit_code == 2:  # a wrong call is refused with --dry-run too
-        assert done.returncode == 2
-        assert done.stderr.splitlines() == list(command.output)
-    elif words[0] != "scripts/doctor.sh":  # its exit code depends on this machine
+    if words[0] != "scripts/doctor.sh":  # its exit code depends on this machine
         assert done.returncode == 0, done.stderr
     if "--plan" in command.words:
         assert not not_printed(command.output, done.stdout), done.stdout
@@ -545,8 +542,7 @@ def test_every_output_of_the_guides_is_compared() -> None:
     """An output added to the guides needs a test, and here some words of it."""
     compared = {
         "bad sample", "verdict: failed: hung", "resuming from", "good", "where    id", "8 of 9 done",
-        "2.12.0, but", "nod2: cannot be reached", "looks hung: rank 2 on node2", "leaks", "two base models",
-        "unknown key; did you mean", "scripts/lib/agent.py",
+        "2.12.0, but", "nod2: cannot be reached", "looks hung: rank 2 on node2", "leaks", "scripts/lib/agent.py",
         "it is not stopped automatically",  # tests/launch_singlenode.bats
     }  # fmt: skip
     for name in ("README.md", "LAUNCH_GUIDE.md", "TROUBLESHOOTING.md", "CONTRIBUTING.md", "benchmarks/README.md"):
@@ -659,8 +655,7 @@ def test_the_table_of_the_two_phase_program_agrees_with_its_help() -> None:
 
 
 def test_the_configs_for_job_lists_are_valid(tmp_path: Path) -> None:
-    [cluster, servers] = [lines for _, lines in blocks("LAUNCH_GUIDE.md", "json") if '"servers"' in " ".join(lines)]
-    assert json.loads("\n".join(cluster)) == json.loads(text_of("config/cluster_config.json"))
+    [servers] = [lines for _, lines in blocks("LAUNCH_GUIDE.md", "json") if '"servers"' in " ".join(lines)]
     (tmp_path / "cluster.json").write_text("\n".join(servers))
     assert len(jobs_config.read_cluster(tmp_path / "cluster.json").servers) == 4
     assert len(jobs_config.read_cluster(KIT / "config/cluster_config.json").servers) == 3
@@ -674,9 +669,8 @@ def test_the_example_that_writes_experiments_writes_two_phase_jobs_json(project:
     assert (project / "my_experiments.json").read_text() == text_of("config/two_phase_jobs.json")
 
 
-@pytest.mark.parametrize("arguments", [[], ["explain", "0", "7"]])
-def test_the_helper_prints_what_the_guide_shows(project: Path, arguments: list[str]) -> None:
-    command = ["python", HELPER, "config/two_phase_jobs.json", *arguments, "--base-models", "config/base_models.json"]
+def test_the_helper_prints_what_the_guide_shows(project: Path) -> None:
+    command = ["python", HELPER, "config/two_phase_jobs.json", "--base-models", "config/base_models.json"]
     printed = call(project, command).stdout
     assert printed.rstrip() in text_of("LAUNCH_GUIDE.md")
 
