@@ -183,7 +183,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("scripts", "config", "distributed", "train.py", "README.md", "requirements-trackers.txt"):
         (directory / name).symlink_to(KIT / name)
     (directory / "my_train.py").write_text(example())
-    for name in ("my_old_train.py", "my_tracked.py", "wandb.env"):
+    for name in ("my_old_train.py", "wandb.env"):
         (directory / name).touch()
     (directory / "make_jobs.py").write_text(example("Write my_jobs.json"))
     (directory / "jobs_config.json").write_text('[{"lr": 0.003}]')
@@ -264,10 +264,7 @@ def test_a_command_has_the_exit_code_and_output_of_the_guide(command: Command, p
     if "--dry-run" in command.words:
         words.remove("--dry-run")
     done = call(project, words, **command.variables)
-    if command.exit_code == 2:  # a wrong call is refused with --dry-run too
-        assert done.returncode == 2
-        assert done.stderr.splitlines() == list(command.output)
-    elif words[0] != "scripts/doctor.sh":  # its exit code depends on this machine
+    if words[0] != "scripts/doctor.sh":  # its exit code depends on this machine
         assert done.returncode == 0, done.stderr
     if "--plan" in command.words:
         assert not not_printed(command.output, done.stdout), done.stdout
@@ -384,16 +381,6 @@ def test_the_example_script_learns_and_resumes(project: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"^step \d00: loss (.+)$", first.stdout + second.stdout, re.MULTILINE)]
     assert len(losses) == 3, "every hundredth step once: 100, then 200 and 300"
     assert losses[2] < 0.5 * losses[0]
-
-
-def test_the_example_with_wandb_tracks_rank_0_and_reuses_the_id(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    (tmp_path / "my_tracked.py").write_text(example("Track rank 0"))
-    for rank in ("0", "1", "0"):
-        done = call(tmp_path, ["python", "my_tracked.py"], RANK=rank, WANDB_MODE="offline", HOME=str(tmp_path))
-        assert done.returncode == 0, done.stderr
-    runs = [path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")]
-    assert runs == [(tmp_path / "checkpoints/tracked/wandb_id").read_text()] * 2
 
 
 # ---------------------------------------------------------------- printed outputs
@@ -555,9 +542,7 @@ def test_every_output_of_the_guides_is_compared() -> None:
     """An output added to the guides needs a test, and here some words of it."""
     compared = {
         "bad sample", "verdict: failed: hung", "resuming from", "good", "where    id", "8 of 9 done",
-        "2.12.0, but", "nod2: cannot be reached", "looks hung: rank 2 on node2", "leaks", "two base models",
-        "unknown key; did you mean", "scripts/lib/agent.py",
-        "it is not stopped automatically",  # tests/launch_singlenode.bats
+        "2.12.0, but", "nod2: cannot be reached", "looks hung: rank 2 on node2", "scripts/lib/agent.py",
     }  # fmt: skip
     for name in ("README.md", "LAUNCH_GUIDE.md", "TROUBLESHOOTING.md", "CONTRIBUTING.md", "benchmarks/README.md"):
         for line, lines in blocks(name, "console", "text", ""):
@@ -669,8 +654,7 @@ def test_the_table_of_the_two_phase_program_agrees_with_its_help() -> None:
 
 
 def test_the_configs_for_job_lists_are_valid(tmp_path: Path) -> None:
-    [cluster, servers] = [lines for _, lines in blocks("LAUNCH_GUIDE.md", "json") if '"servers"' in " ".join(lines)]
-    assert json.loads("\n".join(cluster)) == json.loads(text_of("config/cluster_config.json"))
+    [servers] = [lines for _, lines in blocks("LAUNCH_GUIDE.md", "json") if '"servers"' in " ".join(lines)]
     (tmp_path / "cluster.json").write_text("\n".join(servers))
     assert len(jobs_config.read_cluster(tmp_path / "cluster.json").servers) == 4
     assert len(jobs_config.read_cluster(KIT / "config/cluster_config.json").servers) == 3
@@ -682,13 +666,6 @@ def test_the_example_that_writes_experiments_writes_two_phase_jobs_json(project:
     (project / "make_experiments.py").write_text(example("Write my_experiments.json"))
     assert call(project, ["python", "make_experiments.py"]).returncode == 0
     assert (project / "my_experiments.json").read_text() == text_of("config/two_phase_jobs.json")
-
-
-@pytest.mark.parametrize("arguments", [[], ["explain", "0", "7"]])
-def test_the_helper_prints_what_the_guide_shows(project: Path, arguments: list[str]) -> None:
-    command = ["python", HELPER, "config/two_phase_jobs.json", *arguments, "--base-models", "config/base_models.json"]
-    printed = call(project, command).stdout
-    assert printed.rstrip() in text_of("LAUNCH_GUIDE.md")
 
 
 def test_the_table_of_exit_codes_agrees_with_common_bash() -> None:
