@@ -216,7 +216,8 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
         if step < steps:
             batches = dataset.batches(
                 ranks, windows_seen,
-                seed=settings.train.seed, workers=settings.data.workers, pin_memory=here.type == "cuda",
+                seed=settings.train.seed, workers=settings.data.workers,
+                pin_memory=settings.data.pin_memory and here.type == "cuda",
             )  # fmt: skip
         progress.restart_clock(step)
         first_step, held_out_loss, stopping = step + 1, None, False

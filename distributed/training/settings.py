@@ -118,6 +118,7 @@ class Data(Section):
     target_batch_pct: Share = 1.0  # share of each global batch that is the target's text; the rest is the base's
     held_out: float = Field(0.1, gt=0.0, lt=1.0)  # share of each text that is its evaluation part
     workers: int = Field(0, ge=0)  # data loading processes per rank
+    pin_memory: bool = True  # on GPUs, batches are copied from page-locked memory
 
     @field_validator("path")
     @classmethod
