@@ -337,10 +337,12 @@ def opening_comment(path: Path) -> str:
     lines = path.read_text().splitlines()[2:]
     end = next(number for number, line in enumerate(lines) if line != "#" and not line.startswith("# "))
     comment = "".join(line[2:] + "\n" for line in lines[:end])
-    for other in re.findall(r"^  \(as (.+)\)$", comment, re.MULTILINE):  # its arguments and options
-        shown = re.search(r"^  .*?^  --help.*?$", opening_comment(path.with_name(other)), re.DOTALL | re.MULTILINE)
+    for start, other in re.findall(r"^  \((options )?as (.+)\)$", comment, re.MULTILINE):  # its arguments and options
+        [file] = tracked(f"scripts/*/{other}")
+        first = "--" if start else ""
+        shown = re.search(rf"^  {first}.*?^  --help.*?$", opening_comment(file), re.DOTALL | re.MULTILINE)
         assert shown
-        comment = comment.replace(f"  (as {other})", shown[0])
+        comment = comment.replace(f"  ({start}as {other})", shown[0])
     return comment
 
 

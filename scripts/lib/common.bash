@@ -83,15 +83,16 @@ need_value() { # <option> [value] [rest...]
 }
 
 
-# Print the opening comment of the script. A line `(as NAME)` stands for arguments and options of that script.
+# Print the opening comment of the script. A line `(as NAME)` stands for the arguments and options of that script,
+# `(options as NAME)` for its options.
 usage() {
   local line number=0
   while IFS= read -r line && [[ $line == '#' || $line == '# '* || $line == '#!'* ]]; do
     number=$((number + 1))
     ((number > 2)) || [[ $line == '# '* ]] || continue # skip the shebang and the line below it
-    if [[ $line == '#   (as '*')' ]]; then
-      line=${line#*'(as '}
-      print_arguments_of "$KIT"/scripts/*/"${line%)}" # SLURM runs a copy of the program elsewhere
+    if [[ $line =~ ^'#   ('('options ')?'as '(.*)')'$ ]]; then
+      # SLURM runs a copy of the program elsewhere.
+      print_arguments_of "$KIT"/scripts/*/"${BASH_REMATCH[2]}" "${BASH_REMATCH[1]:+--}"
     else
       line=${line#'#'}
       printf '%s\n' "${line# }"
@@ -106,10 +107,10 @@ show_version() {
 
 
 # Print the part of an opening comment from the first indented line to --help.
-print_arguments_of() { # <file>
+print_arguments_of() { # <file> <-- to begin with the first option, else empty>
   local line shown=0
   while IFS= read -r line; do
-    [[ $line != '#   '* ]] || shown=1
+    [[ $line != "#   $2"* ]] || shown=1
     line=${line#'#'}
     ((!shown)) || printf '%s\n' "${line# }"
     [[ $line != '   --help'* ]] || return 0
