@@ -11,34 +11,20 @@
 #                        section.key=value
 #
 #   --script PATH        script to run (default: $SCRIPT, else Muster's train.py)
-#   -m MODULE            run a module instead of a script
-#   --python PATH        Python of the ranks (default: the first of these that exists: the active venv or conda
-#                        environment, ./.venv, Muster's .venv, python3)
 #   --agent fast|torchrun
 #                        with LAUNCHER=torchrun: the agent. fast (default): Muster's; torchrun: PyTorch's
 #   --master-port PORT   port through which the ranks find each other (default: $MASTER_PORT, else a free port of the
 #                        first node)
-#   --env NAME=VALUE     set an environment variable for the ranks; repeatable
-#   --env-file FILE      set the variables of a file, one NAME=VALUE per line
 #   --max-restarts N     restart the run up to N times within the job after a failure (default: 0)
 #   --spares N           with --max-restarts and LAUNCHER=torchrun: keep the last N nodes of the job as spare nodes,
 #                        which replace lost ones; submit with --no-kill, or SLURM ends the job when it loses a node
 #   --min-nodes N        with --max-restarts and LAUNCHER=torchrun: when a node is lost and no spare node is left,
 #                        continue with fewer nodes, but at least N
-#   --hang-timeout S     stop a run that writes no output and no metrics for S seconds (exit code 124); 0: never.
-#                        Default: stop a run that logs steps (metrics.jsonl) once no rank has been able to progress for
-#                        600 s; never stop other runs
-#   --notify COMMAND     run COMMAND when the run looks hung, loses a node, restarts or ends, with the event as JSON on
-#                        its standard input (default: $MUSTER_NOTIFY)
-#   --progress REGEX     regular expression of Python for the lines in which rank 0 prints a step, as in
-#                        'done (?P<step>[0-9]+)'; off: take no steps from the output (default: common formats)
-#   --log-dir DIR        directory in which run directories are created (default: logs)
 #   --rendezvous-timeout SECONDS
 #                        with LAUNCHER=torchrun: time for all nodes to join (default: 600)
 #   --max-requeues N     how often the job may requeue itself (default: 100)
 #   --dry-run            print what would be submitted and run, submit nothing; works on a login node
-#   --quiet              print no progress lines of the launcher
-#   --help               show this help
+#   (options as launch_singlenode.sh except --no-preflight --lease --attach --detach)
 #
 # Environment variables:
 #

@@ -13,42 +13,21 @@
 #
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`; `node5 spare` is a spare node
 #   --exclude NODES      exclude these nodes
-#   --script PATH        script to run (default: Muster's train.py)
-#   -m MODULE            run a module instead of a script
 #   --python PATH        Python of the ranks, with the same path on all nodes (default: the first of these that exists
 #                        here: the active venv or conda environment, ./.venv, Muster's .venv, python3)
-#   --agent fast|torchrun
-#                        program that starts the ranks. fast (default): Muster's agent, which imports PyTorch once and
-#                        forks the ranks; torchrun: PyTorch's agent
 #   --master-port PORT   port through which the ranks find each other (default: a free port of the first node)
 #   --rendezvous-timeout SECONDS
 #                        time for all nodes to join (default: 600)
-#   --env NAME=VALUE     set an environment variable for the ranks; repeatable
-#   --env-file FILE      set the variables of a file, one NAME=VALUE per line
-#   --max-restarts N     restart the run up to N times after a failure (default: 0)
 #   --spares NODES       with --max-restarts: spare nodes, which replace lost ones: node5,node6
 #   --min-nodes N        with --max-restarts: when a node is lost and no spare node is left, continue with fewer nodes,
 #                        but at least N; the script must be able to train with fewer ranks
-#   --hang-timeout S     stop a run that writes no output and no metrics for S seconds (exit code 124); 0: never.
-#                        Default: stop a run that logs steps (metrics.jsonl) once no rank has been able to progress for
-#                        600 s; never stop other runs
-#   --notify COMMAND     run COMMAND when the run looks hung, loses a node, restarts or ends, with the event as JSON on
-#                        its standard input (default: $MUSTER_NOTIFY)
-#   --progress REGEX     regular expression of Python for the lines in which rank 0 prints a step, as in
-#                        'done (?P<step>[0-9]+)'; off: take no steps from the output (default: common formats)
-#   --log-dir DIR        directory in which run directories are created (default: logs)
 #   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore, but
 #                        not untracked ones in logs, checkpoints and experiments) to nodes that do not share them;
 #                        nothing is deleted there
 #   --no-preflight       skip the checks of the nodes
 #   --lease SECONDS      stop the ranks when this launcher dies or loses its connections, and also when it has sent no
 #                        heartbeat for SECONDS (default: 20); 0: let them continue in these cases
-#   --attach RUN         follow a run that was started with --lease 0 and whose launcher has died; repeat all other
-#                        arguments of its start
-#   --detach             run in the background, detached from this terminal
-#   --dry-run            print the command of each node, run nothing
-#   --quiet              print no progress lines of the launcher
-#   --help               show this help
+#   (options as launch_singlenode.sh)
 #
 # ARGUMENTs are passed to the script unchanged. Nodes need the working directory and Muster under the
 # same paths: on a shared file system, or copied by --sync. Your ~/.ssh/config applies; ssh must not prompt.

@@ -14,34 +14,18 @@
 #   MASTER_PORT          port through which the ranks find each other (default: --master-port, else $MASTER_PORT,
 #                        else 29500)
 #
-#   --script PATH        script to run (default: Muster's train.py)
-#   -m MODULE            run a module instead of a script
-#   --python PATH        Python of the ranks (default: the first of these that exists: the active venv or conda
-#                        environment, ./.venv, Muster's .venv, python3)
-#   --agent fast|torchrun
-#                        program that starts the ranks. fast (default): Muster's agent, which imports PyTorch once and
-#                        forks the ranks; torchrun: PyTorch's agent, which does not notice failures of other nodes
 #   --master-port PORT   the same as MASTER_PORT
 #   --rendezvous-timeout SECONDS
 #                        time for all nodes to join (default: 600)
-#   --env NAME=VALUE     set an environment variable for the ranks; repeatable
-#   --env-file FILE      set the variables of a file, one NAME=VALUE per line
-#   --max-restarts N     restart the run up to N times after a failure (default: 0); give it on all
-#                        nodes, because a failure on one node stops all of them
+#   --max-restarts N     restart the run up to N times after a failure (default: 0); give it on all nodes, because a
+#                        failure on one node stops all of them
 #   --hang-timeout S     stop the run when the ranks of this node write no output and no metrics for S seconds
 #                        (exit code 124); 0: never. Default with several nodes: only report a run that looks hung
-#   --notify COMMAND     run COMMAND when the run looks hung, loses a node, restarts or ends, with the event as JSON on
-#                        its standard input (default: $MUSTER_NOTIFY)
-#   --progress REGEX     regular expression of Python for the lines in which rank 0 prints a step, as in
-#                        'done (?P<step>[0-9]+)'; off: take no steps from the output (default: common formats)
-#   --log-dir DIR        directory in which run directories are created (default: logs)
 #   --no-preflight       skip the checks of GPUs, MASTER_ADDR and port
-#   --detach             run in the background, detached from this terminal
-#   --dry-run            print the command, run nothing
-#   --quiet              print no progress lines of the launcher
-#   --help               show this help
+#   (options as launch_singlenode.sh except --lease --attach)
 #
-# ARGUMENTs are passed to the script unchanged. The first node prints which nodes are missing.
+# ARGUMENTs are passed to the script unchanged. The first node prints which nodes are missing. With --agent torchrun, a
+# node does not notice failures of other nodes.
 #
 # Exit codes are those of launch_singlenode.sh. 124 also means that not all nodes joined in time. 69 also means that
 # the connection to a node was lost, or that the first node refused this one: its PyTorch, script, CONFIG or NNODES
