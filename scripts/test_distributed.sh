@@ -24,8 +24,8 @@
 #   --backend BACKEND    auto, nccl or gloo (default: nccl where there are GPUs, else gloo)
 #   --min-bytes SIZE     smallest message, such as 1024, 64K, 16M or 1G (default: 1K)
 #   --max-bytes SIZE     largest message; sizes grow by a factor of 4 (default: 64M, on GPUs 1G)
-#   --seconds S          time for the bandwidth table (default: 10)
-#   --timeout S          how long a rank waits for the others (default: 60)
+#   --seconds S          seconds for the bandwidth table (default: 10)
+#   --timeout S          seconds that a rank waits for the others (default: 60)
 #   --python PATH        Python of the ranks (default: the first of these that exists: the active venv or conda
 #                        environment, ./.venv, Muster's .venv, python3)
 #   --agent fast|torchrun

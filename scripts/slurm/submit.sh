@@ -5,19 +5,20 @@
 # Usage: submit.sh [options] CONFIG NPROC NNODES [-- ARGUMENT...]
 #        muster submit ...
 #
+#   CONFIG               settings file, passed to the script as --config CONFIG; -: pass none
 #   NPROC                number of processes per node: one per GPU; on nodes without GPUs, at most one per core
 #   NNODES               number of nodes
+#   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value
 #
 #   --follow             print the state of the job, then its output; exit with its exit code. Ctrl-C leaves the job
 #                        running
 #   --template           submit nothing; print a plain batch script, to edit and keep, that starts the same command with
 #                        srun and without Muster's options
+#   (options as slurm_train.sh)
 #
-#   (as slurm_train.sh)
-#
-# All other options are those of sbatch in their long form: --time, --partition, --account, --qos, --mem, --signal, ...
-# They override the partition, GPUs and cores that this program chooses from the list of sinfo. The job runs
-# slurm_train.sh, whose environment variables apply. The directory of --log-dir is created.
+# All other options are those of sbatch in their long form: --time, --partition, --account, --qos, --mem, --signal, ...;
+# --array is refused. They override the partition, GPUs and cores that this program chooses from the list of sinfo. The
+# job runs slurm_train.sh, whose environment variables apply. The directory of --log-dir is created.
 #
 # Exit codes: 0 success; 2 wrong call, or refused by SLURM; with --follow that of the job, or 130 after Ctrl-C.
 #

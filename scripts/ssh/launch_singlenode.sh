@@ -39,8 +39,8 @@
 #   --quiet              print no progress lines of the launcher
 #   --help               show this help
 #
-# Exit codes: 0 success, 2 wrong call or settings, 69 this machine is unfit, 75 stopped with a checkpoint (run again
-# to resume), 124 hung, 130 SIGINT, 143 SIGTERM, otherwise that of the rank that failed first.
+# Exit codes: 0 success, 2 wrong call or settings, 69 this machine is unfit (a check failed), 75 stopped with a
+# checkpoint (run again to resume), 124 hung, 130 SIGINT, 143 SIGTERM, otherwise that of the rank that failed first.
 #
 #   launch_singlenode.sh config/quickstart.yaml 2
 #   launch_singlenode.sh --script my_train.py - 8 -- --lr 3e-4
