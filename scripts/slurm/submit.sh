@@ -16,9 +16,10 @@
 #                        srun and without Muster's options
 #   (options as slurm_train.sh)
 #
-# All other options are those of sbatch in their long form: --time, --partition, --account, --qos, --mem, --signal, ...;
-# --array is refused. They override the partition, GPUs and cores that this program chooses from the list of sinfo. The
-# job runs slurm_train.sh, whose environment variables apply. The directory of --log-dir is created.
+# All other options are those of sbatch in their long form: --time, --partition, --account, --qos, --mem, --signal, ...
+# They override the partition, GPUs and cores that this program chooses from the list of sinfo. --array, and options
+# that this program sets, such as --nodes and --output, are refused. The job runs slurm_train.sh, whose environment
+# variables apply. The directory of --log-dir is created.
 #
 # Exit codes: 0 success; 2 wrong call, or refused by SLURM; with --follow that of the job, or 130 after Ctrl-C.
 #
