@@ -8,9 +8,9 @@ usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [optio
   --jobs-config FILE       jobs (JSON); those with mode full_fine_tuning are experiments that start from a base model
   --script-path PATH       script to run (default: script_path of the cluster config, or train.py)
   --skip-phase1            train no base models; all of them must be in the cache
-  --refuse-leaks           refuse a list in which a base model is, or may be, trained on the participant that one of its
-                           experiments holds out for evaluation (default: print a warning, and mark the experiment in
-                           the results)
+  --refuse-leaks           refuse a list in which a base model is, or may be, trained on the participant (part of the
+                           data) that one of its experiments holds out for evaluation (default: print a warning, and
+                           mark the experiment in the results)
   --evict-after-copy       when a base model is in the cache and on the server that trained it, remove the output
                            directory of the training from that server
   --base-models FILE       file with the section base_models, used instead of that of the cluster config
@@ -20,7 +20,7 @@ usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [optio
 All options of run_distributed_training.py are accepted; see its --help.
 
 Jobs that agree in the settings that determine the base model share one base model. It is trained by a job with mode
-base_only, verified, and published in the cache as experiments/base_models/HASH, with the first 12 digits of the hash of
+base_only, verified, and published in the cache as experiments/base_models/HASH, where HASH is the start of the hash of
 these settings. An experiment starts when its base model has been copied to its server; each server gets one copy. The
 script reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST is the full hash.
 
