@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Check whether this machine, or a list of nodes, is ready for training, and print how to fix what is not.
+# Check whether this machine, or a list of nodes, is ready for training, and print how to repair what is not.
 #
 # Usage: doctor.sh [options] [NODE...]
 #        muster doctor ...
@@ -11,21 +11,21 @@
 # use them, memory, disk, /dev/shm, the master port, name resolution, variables left in the environment by
 # other launches, and runs that are still active. It changes nothing without --sync.
 #
-# Each line is ok, a warning (training works, with limits) or a fault (training will fail), with the fix: a
-# sentence, or a command after a $. The most severe finding is printed last.
+# Each line is ok, a warning (training works, with limits) or a fault (training will fail). Warnings and faults
+# come with the fix: a sentence, or a command after a $. The most severe finding is printed last.
 #
-# Nodes are checked in parallel, connect to each other, and are compared: a node that differs from most
-# of the others is listed with both values. Findings that all nodes share are printed once; lines that are
-# ok are not printed.
+# Nodes are checked in parallel, and connect to each other. A node that differs from most of the others is
+# listed with both values. Findings that all nodes share are printed once; lines that are ok are not printed.
 #
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
 #   --exclude NODES      exclude these nodes
-#   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore)
-#                        to nodes that do not share them
-#   --python PATH        check this Python
-#                        (default: the active venv or conda environment, else ./.venv, Muster's .venv, python3)
+#   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore, but
+#                        not untracked ones in logs, checkpoints and experiments) to nodes that do not share them;
+#                        nothing is deleted there
+#   --python PATH        Python to check (default: the first of these that exists: the active venv or conda
+#                        environment, ./.venv, Muster's .venv, python3)
 #   --master-port PORT   port to check (default: 29500)
-#   --log-dir DIR        directory for run directories (default: logs)
+#   --log-dir DIR        directory with the run directories (default: logs)
 #   --json               print the facts as JSON, without findings
 #   --dry-run            print the command that collects the facts, run nothing
 #   --quiet              do not print which nodes have not replied yet

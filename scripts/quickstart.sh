@@ -4,17 +4,17 @@
 #
 # Usage: scripts/quickstart.sh [options] [-- KEY=VALUE...]
 #
-#   --fresh         start from step 0, with a new checkpoint directory; without it a second call
-#                   resumes from the checkpoint of the first
+#   KEY=VALUE       change a setting of the training: train.steps=100
+#
+#   --fresh         start from step 0 with a new checkpoint directory (default: resume from the checkpoint of
+#                   the previous call)
 #   --python PATH   Python 3.10 or newer for .venv (default: python3)
 #   --dry-run       print the commands, run nothing
 #   --help          show this help
 #
-# It trains config/quickstart.yaml with one process per GPU, or two processes without GPUs. KEY=VALUE
-# changes a setting: scripts/quickstart.sh -- train.steps=100
-#
-# All files are in Muster's directory: packages in .venv, runs in logs, models in checkpoints. Packages
-# are installed again only when requirements.txt has changed.
+# It trains config/quickstart.yaml with one process per GPU, or with two processes without GPUs. All files are in
+# Muster's directory: packages in .venv, runs in logs, models in checkpoints. Packages are installed again only
+# when requirements.txt has changed.
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"

@@ -9,12 +9,12 @@
 #                  output directory of a job of a job list (default: latest)
 #
 #   --log-dir DIR  directory with the run directories (default: logs)
-#   --python PATH  default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
+#   --python PATH  Python that runs this program (default: the first of these that exists: the active venv or conda
+#                  environment, ./.venv, Muster's .venv, python3)
 #   --help         show this help
 #
-# Launchers write RUN/report.html when a run ends; this script writes it at any time, also during the run. From nodes
-# that do not share the run directory (--sync), only logs are copied before an attempt ends. The page that compares
-# several runs is DIR/comparison.html.
+# Launchers write RUN/report.html when a run ends. This script also writes it during the run; nodes that do not share
+# the run directory (--sync) then contribute only their logs. The comparison of several runs is DIR/comparison.html.
 #
 # Exit codes: 0 the report was written, 1 it could not be written, 2 wrong call.
 #

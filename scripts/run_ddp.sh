@@ -6,34 +6,16 @@
 #
 #   -n N                 number of processes in total; on one machine also auto, gpu or cpu
 #   -c CONFIG            settings file (default: Muster's config/quickstart.yaml); -: none
-#   -l LEVEL             log level: debug, info, warning or error; only for train.py
+#   -l LEVEL             log level of train.py: debug, info, warning or error
 #   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value
 #
-#   --script PATH        script to run (default: Muster's train.py)
-#   -m MODULE            run a module instead of a script
-#   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
-#   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun: PyTorch's own
-#   --master-port PORT   default: a free port; in an allocation $MASTER_PORT, if set
-#   --env NAME=VALUE     set an environment variable for the ranks; repeatable
-#   --env-file FILE      the same from a file, one NAME=VALUE per line
-#   --max-restarts N     restart up to N times after a failure (default: 0)
-#   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
-#                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
-#   --notify COMMAND     command that gets events of the run as JSON on standard input (default: $MUSTER_NOTIFY)
-#   --progress REGEX     how rank 0 prints a step, as in 'done (?P<step>[0-9]+)'; off: do not look for steps there
-#   --log-dir DIR        directory for run directories (default: logs)
-#   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait for all nodes to join (default: 600)
-#   --no-preflight       skip the checks of GPUs and port
-#   --lease SECONDS      0: run on when this launcher dies (default: stop at once); N: stop also when it has been
-#                        silent for N seconds
-#   --attach RUN         follow a run of --lease 0 whose launcher has died; all other arguments as at its start
-#   --detach             run in the background, detached from this terminal; refused in an allocation
-#   --dry-run            print the command, run nothing
-#   --quiet              print no progress lines of the launcher
-#   --help               show this help
+#   --rendezvous-timeout SECONDS
+#                        with LAUNCHER=torchrun: time for all nodes to join (default: 600)
+#   (options as launch_singlenode.sh)
 #
-# In an allocation srun starts the processes, and --agent has an effect only with LAUNCHER=torchrun. For LAUNCHER,
-# CONTAINER and SRUN_ARGS see scripts/slurm/slurm_train.sh --help.
+# In an allocation, srun starts the processes: --agent has an effect only with LAUNCHER=torchrun, --master-port
+# defaults to $MASTER_PORT, and --lease, --attach and --detach are refused. For LAUNCHER, CONTAINER and SRUN_ARGS see
+# scripts/slurm/slurm_train.sh --help.
 #
 #   run_ddp.sh -n 2
 #   salloc -N2 --gpus-per-node=8 scripts/run_ddp.sh -n 16 -c config/gpt2_124m.yaml

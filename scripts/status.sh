@@ -7,12 +7,13 @@
 #
 #   RUN            run directory, its name in DIR, or the number of its SLURM job (default: latest)
 #
-#   --all          print a table of all runs in DIR, the newest first, from their files
+#   --all          print a table of all runs in DIR, the newest first; it reads files only, and queries no node
 #   --watch        refresh every 2 seconds until the run ends or Ctrl-C
 #   --stacks       also print the Python stack of each rank; with py-spy installed, of all its threads
 #   --json         print one JSON object
 #   --log-dir DIR  directory with the run directories (default: logs)
-#   --python PATH  default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
+#   --python PATH  Python that runs this program (default: the first of these that exists: the active venv or conda
+#                  environment, ./.venv, Muster's .venv, python3)
 #   --help         show this help
 #
 # It works from any terminal, also on another machine that shares the run directory, and changes nothing.

@@ -9,13 +9,14 @@
 #
 #   --now          kill the processes immediately, without time to write a checkpoint
 #   --log-dir DIR  directory with the run directories (default: logs)
-#   --python PATH  default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
+#   --python PATH  Python that runs this program (default: the first of these that exists: the active venv or conda
+#                  environment, ./.venv, Muster's .venv, python3)
 #   --quiet        print only the result
 #   --help         show this help
 #
-# The launcher receives SIGTERM: ranks have the launcher's MUSTER_GRACE seconds to write a checkpoint. If the
-# launcher has exited, or does not exit in time, the processes are ended on each node. Then every node is
-# checked for processes of this run. A run that has already ended is only checked.
+# The launcher of the run receives SIGTERM, and gives the ranks time to write a checkpoint: MUSTER_GRACE seconds, as
+# set when it was started. If the launcher has exited, or does not exit in time, the processes are ended on each node.
+# Then every node is checked for processes of this run. For a run that has already ended, only this check is made.
 #
 # For a batch job, the batch script is signalled; a pending job is cancelled. SLURM then ends all processes. The
 # job is not requeued.

@@ -6,8 +6,8 @@
 #        muster test ...
 #
 #   N                    number of processes per node: at most one per GPU; any number without GPUs
-#   NODE...              node1 user@node2 node[3-8,10] node9:4 (:4 overrides N), over SSH. Default: all
-#                        nodes of the SLURM allocation of this shell, else this machine
+#   NODE...              nodes to test over SSH: node1 user@node2 node[3-8,10] node9:4 (with 4 processes instead of N).
+#                        Default: all nodes of the SLURM allocation of this shell, else this machine
 #
 # It checks the result of each collective on every rank (all_reduce, broadcast, all_gather, reduce_scatter,
 # all_to_all, point to point, barrier), measures the bus bandwidth by message size as nccl-tests do,
@@ -17,21 +17,26 @@
 #
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
 #   --exclude NODES      exclude these nodes
-#   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore)
-#                        to nodes that do not share them
-#   --json               print one JSON object instead of the report; nothing if nodes cannot connect (69)
+#   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore, but
+#                        not untracked ones in logs, checkpoints and experiments) to nodes that do not share them;
+#                        nothing is deleted there
+#   --json               print one JSON object instead of the report, and nothing if nodes cannot connect (69)
 #   --backend BACKEND    auto, nccl or gloo (default: nccl where there are GPUs, else gloo)
 #   --min-bytes SIZE     smallest message, such as 1024, 64K, 16M or 1G (default: 1K)
 #   --max-bytes SIZE     largest message; sizes grow by a factor of 4 (default: 64M, on GPUs 1G)
-#   --seconds S          time for the bandwidth table (default: 10)
-#   --timeout S          how long a rank waits for the others (default: 60)
-#   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
-#   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun: PyTorch's own
-#   --master-port PORT   default: a free port
-#   --rendezvous-timeout SECONDS  how long to wait for all nodes to join (default: 600)
+#   --seconds S          seconds for the bandwidth table (default: 10)
+#   --timeout S          seconds that a rank waits for the others (default: 60)
+#   --python PATH        Python of the ranks (default: the first of these that exists: the active venv or conda
+#                        environment, ./.venv, Muster's .venv, python3)
+#   --agent fast|torchrun
+#                        program that starts the ranks. fast (default): Muster's agent, which imports PyTorch once and
+#                        forks the ranks; torchrun: PyTorch's agent
+#   --master-port PORT   port through which the ranks find each other (default: a free port)
+#   --rendezvous-timeout SECONDS
+#                        time for all nodes to join (default: 600)
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
-#   --env-file FILE      the same from a file, one NAME=VALUE per line
-#   --log-dir DIR        directory for run directories (default: logs)
+#   --env-file FILE      set the variables of a file, one NAME=VALUE per line
+#   --log-dir DIR        directory in which run directories are created (default: logs)
 #   --no-preflight       skip the checks of GPUs, port and nodes
 #   --dry-run            print the command, run nothing
 #   --quiet              print no progress lines of the launcher

@@ -16,9 +16,8 @@
 # Python packages are installed in .venv. System packages are installed with apt-get if you are root; otherwise the
 # apt-get command is printed, and the exit code is 69.
 #
-# pytest runs in parallel with the linters and bats; its output is shown after theirs.
-#
-# The last line adds up all results; each run of a linter counts as one test:
+# pytest runs in parallel with the linters and bats; its output is shown after theirs. The last line adds up all
+# results; each run of a linter counts as one test:
 #
 #   Muster: 143 passed, 0 failed, 2 skipped
 #

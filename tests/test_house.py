@@ -340,10 +340,20 @@ def opening_comment(path: Path) -> str:
     lines = path.read_text().splitlines()[2:]
     end = next(number for number, line in enumerate(lines) if line != "#" and not line.startswith("# "))
     comment = "".join(line[2:] + "\n" for line in lines[:end])
-    for other in re.findall(r"^  \(as (.+)\)$", comment, re.MULTILINE):  # its arguments and options
-        shown = re.search(r"^  .*?^  --help.*?$", opening_comment(path.with_name(other)), re.DOTALL | re.MULTILINE)
+    # The arguments and options of another script, or only its options, some of them left out.
+    reference = re.compile(r"^  \((options )?as (\S+?)(?: except (.+))?\)$", re.MULTILINE)
+    for found in reference.finditer(comment):
+        start, other, left_out = found.groups()
+        [file] = tracked(f"scripts/*/{other}")
+        first = "--" if start else ""
+        shown = re.search(rf"^  {first}.*?^  --help.*?$", opening_comment(file), re.DOTALL | re.MULTILINE)
         assert shown
-        comment = comment.replace(f"  (as {other})", shown[0])
+        text = shown[0]
+        own = re.findall(r"^  (-\S+)", comment[: found.start()], re.MULTILINE)
+        for option in [*own, *(left_out or "").split()]:
+            text, changes = re.subn(rf"^  {option}\b.*\n(?: {{3,}}.*\n)*", "", text, flags=re.MULTILINE)
+            assert changes == 1 or option in own, f"{path.name}: {other} has no option {option}"
+        comment = comment.replace(found[0], text)
     return comment
 
 

@@ -4,44 +4,49 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
        run_distributed_training.py status|logs|why|cancel|retry|add|resume|close [--log-file FILE] ...
 
   --cluster-config FILE  servers (JSON); optional with --backend local
-  --jobs-config FILE     jobs (JSON): a list of objects; keys are script arguments, or options (_NAME)
-  --log-file FILE        results (default: results.json); the journal (.journal) and an HTML page (.html) are written to
-                         the same directory
+  --jobs-config FILE     jobs (JSON): a list of objects, whose keys are arguments of the script or, with the prefix _,
+                         options of the job
+  --log-file FILE        results of the list (default: results.json); the journal, from which `resume` continues the
+                         list, and an HTML page have the same name with .journal and .html
   --backend NAME         ssh (default), local (this machine, without SSH) or slurm (sbatch arrays)
   --script PATH          script to run (default: script_path of the cluster config, or train.py)
-  --slots N              local: concurrent jobs per GPU (default: 1); without GPUs, concurrent jobs (default: half the
-                         number of cores)
+  --slots N              local: concurrent jobs per GPU (default: 1); without GPUs, concurrent jobs in total (default:
+                         half the number of cores)
   --sync                 ssh: first copy the working directory to the servers: the files that git tracks or does not
-                         ignore, but no untracked ones in logs, checkpoints and experiments; outside a checkout, all
-                         files but those there, in .git and in .venv
-  --retries N            retries of a failed job, for jobs without _retries (default: 1)
-  --max-failures N       pause the list after N failed jobs
-  --fail-fast            cancel all jobs when one fails
-  --notify COMMAND       command that gets a pause, the first failure and the end as JSON (default: $MUSTER_NOTIFY)
-  --gpu-free-mib N       use GPUs with at least N MiB of free memory (default: GPUs of which other processes use less
-                         than 1000 MiB)
-  --lost-after SECONDS   ssh: time without connection after which the jobs of a server run elsewhere (default: 600)
+                         ignore, but no untracked ones in logs, checkpoints and experiments; outside a git checkout, all
+                         files but those in logs, checkpoints, experiments and .venv
+  --retries N            retries of a failed job, for jobs without the option _retries (default: 1)
+  --max-failures N       start no more jobs after N have failed (the list is then paused)
+  --fail-fast            when a job fails, pause the list and cancel its other jobs
+  --notify COMMAND       run COMMAND when the list is paused, at its first failure and at its end, with the event as
+                         JSON on its standard input (default: $MUSTER_NOTIFY)
+  --gpu-free-mib N       use only GPUs with at least N MiB of free memory (default: GPUs of which other processes use
+                         less than 1000 MiB)
+  --lost-after SECONDS   ssh: time after which the jobs of an unreachable server are restarted elsewhere (default: 600)
   --grace SECONDS        time between SIGTERM and SIGKILL (default: 30)
-  --no-tmux              start no tmux sessions on the servers
+  --no-tmux              create no tmux sessions, which show the output of the jobs, on the servers
   --plan                 print where each job would run, in the order of the starts; start nothing
-  --help                 show this help
-
-To continue an interrupted list, run the same command or `resume`: jobs that are still running continue, finished jobs
-are not run again, and new jobs are started. A job with _after starts when the jobs that it names are done.
+  --help                 show this help; after a subcommand, its own help
 
   status                 show the state of every job, and where it runs
-  logs JOB [--follow]    print the output of a job's last attempt; --attempt N: of attempt N
+  logs JOB [--follow]    print the output of the last attempt of a job; --attempt N: that of attempt N
   why JOB                explain the state of a job, and show its attempts
   cancel JOB...|all      stop jobs, and verify that none of their processes remain
   retry failed|JOB...    run failed or cancelled jobs again
-  add FILE               add the jobs of a file to the list, also while it runs; their _after may name jobs of the list
+  add FILE               add the jobs of a file to the list, also while the list runs; the option _after of these jobs
+                         may name jobs of the list
   resume                 continue the list
-  close                  remove the list's tmux sessions, which stay until the next list on their server
+  close                  remove the tmux sessions of the list; without this, they remain until the next list on their
+                         server
 
-JOB is an id or a name, or the start of an id or a part of a name that matches only one job.
+JOB is an id, a name, or any unambiguous prefix of an id or part of a name. A job with the option _after starts when the
+jobs that it names are done. Each start of a job is an attempt.
+
+To continue an interrupted list, run the same command again, or `resume`: jobs that are still running continue, done
+jobs are not run again, and the others are started.
 
 Exit codes: 0 all jobs are done; 1 a job failed or was cancelled; 2 wrong call or configuration; 69 a package is
-missing; 75 the list was paused; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. After 75, 129, 130 and 143, running jobs
+missing; 75 the list was paused; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. After 75, 129, 130 and 143, jobs that run
 continue, and `resume` continues the list.
 """
 
@@ -108,7 +113,16 @@ from distributed.training.fold import default_participants
 PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"
 PROGRAMS = (PROGRAM, TWO_PHASE, "distributed_train_helper.py")
-SUBCOMMANDS = ("status", "logs", "why", "cancel", "retry", "add", "resume", "close")
+SUBCOMMANDS = {  # with the description in the help of each
+    "status": "Show the state of every job, and where it runs.",
+    "logs": "Print the output of an attempt of a job.",
+    "why": "Explain the state of a job, and show its attempts.",
+    "cancel": "Stop jobs, and verify that none of their processes remain.",
+    "retry": "Run failed or cancelled jobs again.",
+    "add": "Add the jobs of a file to the list, also while the list runs.",
+    "resume": "Continue the list with the options of the last call that ran it.",
+    "close": "Remove the tmux sessions of the list from its servers.",
+}
 BACKENDS = ("ssh", "local", "slurm")
 SHOWN = 10  # failed jobs listed at the end, and leaks in one message
 WRITE_INTERVAL = 0.5  # seconds between checks whether to write the results, and between updates of the table
@@ -173,19 +187,25 @@ def run_parser(two_phase: bool = False) -> CommandParser:
     return parser
 
 
-def list_parser(command: str) -> CommandParser:
-    """The options of one of SUBCOMMANDS."""
-    parser = CommandParser(prog=f"{PROGRAM} {command}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--log-file", type=results_file, default=Path("results.json"))
-    if command in ("logs", "why"):
-        parser.add_argument("job")
-    if command in ("cancel", "retry"):
-        parser.add_argument("jobs", nargs="+")
-    if command == "add":
-        parser.add_argument("file", type=Path)
-    if command == "logs":
-        parser.add_argument("--follow", action="store_true")
-        parser.add_argument("--attempt", type=positive)
+def subcommand_parser(name: str) -> CommandParser | None:
+    """The options of one of SUBCOMMANDS; None for another name."""
+    if name not in SUBCOMMANDS:
+        return None
+    parser = CommandParser(prog=f"{program_name()} {name}", description=SUBCOMMANDS[name], allow_abbrev=False)
+    parser.add_argument("--log-file", type=results_file, default=Path("results.json"), metavar="FILE",
+        help="results of the list (default: results.json)")  # fmt: skip
+    job = "an id, a name, or any unambiguous prefix of an id or part of a name"
+    if name in ("logs", "why"):
+        parser.add_argument("job", metavar="JOB", help=job)
+    if name in ("cancel", "retry"):
+        every = "all: every unfinished job" if name == "cancel" else "failed: all failed jobs"
+        parser.add_argument("jobs", nargs="+", metavar="JOB", help=f"{job}; {every}")
+    if name == "add":
+        parser.add_argument("file", type=Path, metavar="FILE",
+            help="jobs (JSON); their option _after may name jobs of the list")  # fmt: skip
+    if name == "logs":
+        parser.add_argument("--follow", action="store_true", help="print new output until the attempt ends")
+        parser.add_argument("--attempt", type=positive, metavar="N", help="attempt N (default: the last one)")
     return parser
 
 
@@ -209,13 +229,18 @@ def non_negative(text: str) -> int:
 
 
 def main(
-    arguments: Sequence[str], execute: Callable[[list[str]], int] | None = None, help_text: str | None = __doc__
-) -> int:
-    """Run a program and return its exit code. execute, help_text: those of another program."""
+    arguments: Sequence[str], execute: Callable[[list[str]], int] | None = None, help_text: str | None = __doc__,
+    parser_of: Callable[[str], CommandParser | None] = subcommand_parser,
+) -> int:  # fmt: skip
+    """Run a program and return its exit code. The other parameters are for other programs.
+
+    parser_of: returns the parser of a subcommand, whose help is then printed instead of help_text.
+    """
     try:
         if "--help" in arguments or "-h" in arguments:
             code = 0
-            sys.stdout.write(help_text or "")
+            parser = parser_of(arguments[0])
+            sys.stdout.write(parser.format_help() if parser else help_text or "")
         elif "--version" in arguments[:1]:
             code = 0
             print(f"Muster {version()}")
@@ -250,8 +275,8 @@ def execute_command(arguments: list[str]) -> int:
 
 def execute_subcommand(arguments: list[str]) -> int | None:
     """Execute one of SUBCOMMANDS and return its exit code; None if there is no subcommand."""
-    if arguments and arguments[0] in SUBCOMMANDS:
-        options = list_parser(arguments[0]).parse_args(arguments[1:])
+    if arguments and (parser := subcommand_parser(arguments[0])):
+        options = parser.parse_args(arguments[1:])
         path = journal_of(options.log_file)
         if not path.exists():
             raise CallError(f"{options.log_file}: no job list ({path} is missing); give its results with --log-file")

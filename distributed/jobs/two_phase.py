@@ -5,31 +5,33 @@ usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [optio
        run_two_phase_training.py status|logs|why|cancel|retry|add|resume|close ...
 
   --cluster-config FILE    servers (JSON); its section base_models lists the settings that determine a base model
-  --jobs-config FILE       jobs (JSON); those with mode full_fine_tuning start from a base model
+  --jobs-config FILE       jobs (JSON); those with mode full_fine_tuning are experiments that start from a base model
   --script-path PATH       script to run (default: script_path of the cluster config, or train.py)
   --skip-phase1            train no base models; all of them must be in the cache
-  --refuse-leaks           refuse a list if a base model is, or may be, trained on a participant that one of its
-                           experiments holds out (default: print a warning, and mark the experiment in the results)
-  --evict-after-copy       remove the output directory of a base training from its server when the base model is in the
-                           cache and on that server
-  --base-models FILE       a file with the section base_models, used instead of that of the cluster config
+  --refuse-leaks           refuse a list in which a base model is, or may be, trained on the participant (part of the
+                           data) that one of its experiments holds out for evaluation (default: print a warning, and
+                           mark the experiment in the results)
+  --evict-after-copy       when a base model is in the cache and on the server that trained it, remove the output
+                           directory of the training from that server
+  --base-models FILE       file with the section base_models, used instead of that of the cluster config
   --plan                   print the base models, and where each job would run; start nothing
-  --help                   show this help
+  --help                   show this help; after a subcommand, its own help
 
 All options of run_distributed_training.py are accepted; see its --help.
 
-Each base model is trained by a job with mode base_only, verified, and published in experiments/base_models/HASH. An
-experiment starts when its base model is published and copied to its server; each server gets one copy. The script
-reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST is its full digest.
+Jobs that agree in the settings that determine the base model share one base model. It is trained by a job with mode
+base_only, verified, and published in the cache as experiments/base_models/HASH, where HASH is the start of the hash of
+these settings. An experiment starts when its base model has been copied to its server; each server gets one copy. The
+script reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST is the full hash.
 
-  cache list               list the base models in experiments/base_models
+  cache list               list the base models in the cache
   cache verify             compare all files of the base models with their checksums
-  cache prune --keep-used --jobs-config FILE [--cluster-config FILE]
-                           remove base models that no job of this file needs; without --keep-used, only damaged ones and
-                           incomplete copies
+  cache prune              remove damaged base models and incomplete copies; with --keep-used --jobs-config FILE
+                           [--cluster-config FILE], also base models that no job of FILE needs
 
-Also writes phase1_base_models.json and phase2_experiments.json next to the results. With another --log-file than
-results.json, their names start with its name.
+The results of each phase are also written to phase1_base_models.json and phase2_experiments.json, in the directory of
+the results; with --log-file NAME.json, their names start with NAME.
+
 Exit codes: those of run_distributed_training.py; `cache list` and `cache verify` exit with 1 if a base model is
 damaged.
 """
@@ -62,22 +64,22 @@ HELPER_HELP = """Show which jobs of a list share a base model, and what sharing 
 usage: distributed_train_helper.py JOBS [option...]
        distributed_train_helper.py JOBS explain A B
 
-  JOBS                   jobs_config.json
-  explain A B            show in which settings two jobs differ, and whether they need different base models; A and B
+  JOBS                   file with the jobs (JSON), such as jobs_config.json
+  explain A B            show in which settings two jobs differ, and whether they need different base models. A and B
                          are positions in the list (from 0), ids, names, or parts of names
-  --cluster-config FILE  file with the section base_models (default: cluster_config.json in the directory of JOBS, if it
-                         exists)
-  --base-models FILE     a file with the section base_models, used instead of that of the cluster config
+  --cluster-config FILE  file with the section base_models, which lists the settings that determine a base model
+                         (default: cluster_config.json in the directory of JOBS, if it exists)
+  --base-models FILE     file with the section base_models, used instead of that of the cluster config
   --script-path PATH     the script of the jobs (default: script_path of the cluster config, or train.py)
   --help                 show this help
 
-Exit codes: 0; 2 wrong call or configuration.
+Exit codes: 0 success, 2 wrong call or configuration.
 
 In Python, with this directory on sys.path: from distributed_train_helper import *
   grid(fold=range(3), lr=[1e-3, 3e-3])   one job per combination of values
-  product(jobs, others)                  one job per combination of jobs
-  named(jobs, "lr{lr}-{share:%}")        set prefixes from settings; :% prints a share as percent, rounded
-  write(jobs, "jobs_config.json")        check and write the jobs; script="PATH": for another script than train.py
+  product(jobs, others)                  one job per pair of jobs, with the settings of both
+  named(jobs, "lr{lr}-{share:%}")        set each prefix from the job's settings; :% rounds a share to percent
+  write(jobs, "jobs_config.json")        check and write the jobs; script="PATH" names a script other than train.py
 """
 
 
@@ -86,7 +88,28 @@ In Python, with this directory on sys.path: from distributed_train_helper import
 
 def main(arguments: Sequence[str]) -> int:
     """Run the program and return its exit code."""
-    return commands.main(arguments, execute_command, __doc__)
+    return commands.main(arguments, execute_command, __doc__, subcommand_parser)
+
+
+def subcommand_parser(name: str) -> CommandParser | None:
+    """See commands.subcommand_parser()."""
+    return cache_parser() if name == "cache" else commands.subcommand_parser(name)
+
+
+def cache_parser() -> CommandParser:
+    """The options of `cache`."""
+    parser = CommandParser(prog=f"{PROGRAM} cache", allow_abbrev=False)
+    parser.description = "List, verify or prune the base models in the cache of the working directory."
+    parser.add_argument("what", choices=("list", "verify", "prune"), help="list the base models; compare all their "
+        "files with their checksums; remove damaged base models and incomplete copies")  # fmt: skip
+    parser.add_argument("--keep-used", action="store_true", help="prune also base models that no job needs")
+    parser.add_argument("--jobs-config", type=Path, metavar="FILE", help="the jobs, for --keep-used")
+    parser.add_argument("--cluster-config", type=Path, metavar="FILE", help="file with the section base_models "
+        "(default: cluster_config.json in the directory of the jobs, if it exists)")  # fmt: skip
+    parser.add_argument("--base-models", type=Path, metavar="FILE", help="the same, used instead of --cluster-config")
+    parser.add_argument("--script-path", metavar="PATH", help="script of the jobs (default: script_path of the cluster "
+        "config, or train.py)")  # fmt: skip
+    return parser
 
 
 def execute_command(arguments: list[str]) -> int:
@@ -106,13 +129,7 @@ def execute_command(arguments: list[str]) -> int:
 
 def execute_cache_command(arguments: list[str]) -> int:
     """List, verify or prune the cache of the working directory. Returns the exit code."""
-    parser = CommandParser(prog=f"{PROGRAM} cache", add_help=False, allow_abbrev=False)
-    parser.add_argument("what", choices=("list", "verify", "prune"))
-    parser.add_argument("--keep-used", action="store_true")
-    for name in ("--jobs-config", "--cluster-config", "--base-models"):
-        parser.add_argument(name, type=Path)
-    parser.add_argument("--script-path")
-    options = parser.parse_args(arguments)
+    options = cache_parser().parse_args(arguments)
     if options.what == "prune":
         return prune(options)
     found = base_cache.cached(Path.cwd(), verify=options.what == "verify")
@@ -188,7 +205,7 @@ def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules]:
 
 def helper(arguments: Sequence[str]) -> int:
     """Run the helper and return its exit code."""
-    return commands.main(arguments, execute_helper, HELPER_HELP)
+    return commands.main(arguments, execute_helper, HELPER_HELP, lambda _: None)
 
 
 def execute_helper(arguments: list[str]) -> int:

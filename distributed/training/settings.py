@@ -569,30 +569,31 @@ JOB_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # Each argument with the setting that it gives ("" if none), its metavar and its help.
 JOB_ARGUMENTS = {
-    "fold": ("", "N", "target: participant N, counted from 0"),
-    "participants": ("data.domains", "NAME", f"default: {' '.join(DEFAULT_PARTICIPANTS)}"),
-    "participant": ("", "NAME", "target, by name"),
-    "mode": ("data.mode", "MODE", "heldout (default): train on the others, evaluate on the target; single: train and "
-        "evaluate on the target; pooled: train on all, evaluate on the target; base_only: train a base model on the "
-        "base participants; full_fine_tuning: train all weights of a base model on the target; from_scratch: the same "
-        "from random weights"),
-    "base_participants": ("data.base_participants", "NAME", "participants of the base model (default: all but the "
-        "target)"),
-    "base_model": ("train.base_model", "DIR", "full_fine_tuning: the base model (default: $MUSTER_BASE_MODEL)"),
-    "target_data_pct": ("data.target_data_pct", "SHARE", "full_fine_tuning, from_scratch: the share of the "
-        "target's training text to train on, above 0 to 1 (default: 1)"),
-    "target_batch_pct": ("data.target_batch_pct", "SHARE", "full_fine_tuning, from_scratch: the share of each global "
-        "batch that is the target's text; the rest is text of the base participants (default: 1)"),
+    "fold": ("", "N", "number of the target in the list of participants, from 0"),
+    "participants": ("data.domains", "NAME", f"the participants (default: {' '.join(DEFAULT_PARTICIPANTS)})"),
+    "participant": ("", "NAME", "name of the target"),
+    "mode": ("data.mode", "MODE", "what to train on: heldout (default): all participants but the target; single: the "
+        "target; pooled: all participants; base_only: the base participants, from which a base model is trained; "
+        "full_fine_tuning: the target, starting from a base model; from_scratch: the target, starting from random "
+        "weights. base_only is evaluated on the base participants, any other mode on the target"),
+    "base_participants": ("data.base_participants", "NAME", "participants that the base model is trained on (default: "
+        "all but the target)"),
+    "base_model": ("train.base_model", "DIR", "directory of the base model for full_fine_tuning (default: "
+        "$MUSTER_BASE_MODEL)"),
+    "target_data_pct": ("data.target_data_pct", "SHARE", "for full_fine_tuning and from_scratch: share of the target's "
+        "training text that is trained on, above 0 and at most 1 (default: 1)"),
+    "target_batch_pct": ("data.target_batch_pct", "SHARE", "for full_fine_tuning and from_scratch: share of each "
+        "global batch that is text of the target, above 0 and at most 1; the rest is text of the base participants "
+        "(default: 1)"),
     "data_path": ("data.path", "DIR", "directory whose *.txt files and subdirectories are the participants"),
-    "model": ("", "SIZE", f"{', '.join(MODELS)} (default: small)"),
+    "model": ("", "SIZE", f"size of the model: {', '.join(MODELS)} (default: small)"),
     "batch_size": ("train.batch_size", "N", "windows per step (default: 16)"),
     "lr": ("train.learning_rate", "RATE", "learning rate (default: 3e-3)"),
     "steps": ("train.steps", "N", "total steps (default: 300)"),
-    "base_steps": ("train.base_steps", "N", "total steps in mode base_only, overrides --steps; no effect in other "
-        "modes (default: --steps)"),
-    "seed": ("train.seed", "N", "default: 1337"),
+    "base_steps": ("train.base_steps", "N", "total steps in mode base_only (default: --steps)"),
+    "seed": ("train.seed", "N", "seed of the random numbers (default: 1337)"),
     "prefix": ("", "NAME", "without a launcher: write to experiments/NAME/foldN_PARTICIPANT, and resume there"),
-    "device": ("distributed.device", "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),
+    "device": ("distributed.device", "DEVICE", "cpu, cuda or cuda:N (default: a GPU if there is one)"),
 }  # fmt: skip
 NUMERIC = ("N", "SHARE", "RATE")  # metavars of numbers, which are read as YAML; other values are taken as they are
 # Keys of the file that an argument replaces.
@@ -660,7 +661,7 @@ class TrainerParser(argparse.ArgumentParser):
 def parser(description: str, program: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of trainer options. program: name in error messages; default: that of the running program."""
     options = TrainerParser(program, description=description, allow_abbrev=False)
-    options.add_argument("--config", "--config_path", "--config-path", type=Path, metavar="FILE", help="YAML settings")
+    options.add_argument("--config", "--config_path", "--config-path", type=Path, metavar="FILE", help="settings, YAML")
     options.add_argument("--distributed-backend", metavar="NAME", help="the same as distributed.backend=NAME")
     options.add_argument("--log-level", metavar="LEVEL", help="the same as logging.level=LEVEL")
     # torch.distributed.launch passes it; it is ignored, as LOCAL_RANK has the same value.
@@ -669,9 +670,10 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
     options.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the file")
     group = options.add_argument_group(
         "arguments of a job",
-        "Leave-one-out cross-validation over participants: the domains of the text, or the texts of a directory. The "
-        "target is the participant of --fold or --participant. Given any of these without --config, all other "
-        "settings have defaults. These arguments override the file; section.key=value overrides them.",
+        "For leave-one-out cross-validation: the text is divided into participants (the domains of the default text, "
+        "or the texts of a directory), one of which, the target, is selected with --fold or --participant. With any "
+        "of these arguments and no --config, all other settings have defaults. These arguments override the file; "
+        "section.key=value overrides them.",
     )
     for name, (_, metavar, text) in JOB_ARGUMENTS.items():
         nargs = "+" if name.endswith("participants") else None

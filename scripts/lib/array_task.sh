@@ -1,6 +1,6 @@
 #!/bin/sh
 #
-# The batch script of a job array: each element runs one attempt of a job list.
+# The batch script of a SLURM array that runs a job list: each array element runs one attempt of a job.
 #
 # Usage: array_task.sh KIT PYTHON ARRAY
 #

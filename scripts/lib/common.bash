@@ -83,20 +83,22 @@ need_value() { # <option> [value] [rest...]
 }
 
 
-# Print the opening comment of the script. A line `(as NAME)` stands for arguments and options of that script.
-usage() {
-  local line number=0
+# Print the opening comment of a script. A line `(as NAME)` stands for the arguments and options of another script,
+# `(options as NAME except --a --b)` for its options without these and those above the line.
+usage() { # [file; default: this program]
+  local line number=0 own=''
   while IFS= read -r line && [[ $line == '#' || $line == '# '* || $line == '#!'* ]]; do
     number=$((number + 1))
     ((number > 2)) || [[ $line == '# '* ]] || continue # skip the shebang and the line below it
-    if [[ $line == '#   (as '*')' ]]; then
-      line=${line#*'(as '}
-      print_arguments_of "$KIT"/scripts/*/"${line%)}" # SLURM runs a copy of the program elsewhere
+    [[ ! $line =~ ^'#   '(-[^ ]+) ]] || own+=" ${BASH_REMATCH[1]}"
+    if [[ $line =~ ^'#   ('('options ')?'as '([^ ]+)(' except '(.+))?')'$ ]]; then
+      # SLURM runs a copy of the program elsewhere.
+      print_arguments_of "$KIT"/scripts/*/"${BASH_REMATCH[2]}" "${BASH_REMATCH[1]:+--}" "$own ${BASH_REMATCH[4]}"
     else
       line=${line#'#'}
       printf '%s\n' "${line# }"
     fi
-  done <"$PROGRAM_FILE"
+  done <"${1:-$PROGRAM_FILE}"
 }
 
 
@@ -106,14 +108,17 @@ show_version() {
 
 
 # Print the part of an opening comment from the first indented line to --help.
-print_arguments_of() { # <file>
-  local line shown=0
+print_arguments_of() { # <file> <-- to begin with the first option, else empty> <options to leave out>
+  local line shown=0 left_out=0 ended=0
   while IFS= read -r line; do
-    [[ $line != '#   '* ]] || shown=1
-    line=${line#'#'}
-    ((!shown)) || printf '%s\n' "${line# }"
-    [[ $line != '   --help'* ]] || return 0
-  done <"$1"
+    [[ $line != "  $2"* ]] || shown=1
+    if [[ $line =~ ^'  '([^ ]+) ]]; then # not a continuation line
+      left_out=0
+      [[ " $3 " != *" ${BASH_REMATCH[1]} "* ]] || left_out=1
+    fi
+    ((!shown || left_out || ended)) || printf '%s\n' "$line"
+    [[ $line != '  --help'* ]] || ended=1
+  done < <(usage "$1")
 }
 
 

@@ -9,9 +9,9 @@
 #              are ended after COMMAND
 #   --task     like --exec, in a task of srun: srun passes the environment, and COMMAND gets all of standard input
 #
-# Standard input starts with NAME=VALUE entries, each ended by a NUL byte, up to an empty entry; so no value is in a
-# command line. Without --exec, another such block precedes it, for variables that NODE_ENV may change. The rest is the
-# standard input of COMMAND; with --exec, that is /dev/null.
+# Standard input starts with a block of variables, so that their values are in no command line: NAME=VALUE entries, each
+# ended by a NUL byte, then an empty entry. Without --exec, another such block precedes it, with variables that NODE_ENV
+# may change. COMMAND gets the rest of standard input; with --exec it gets /dev/null.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash

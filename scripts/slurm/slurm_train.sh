@@ -4,41 +4,37 @@
 #
 # Usage: sbatch [sbatch's options] scripts/slurm/slurm_train.sh [options] [CONFIG...] [-- ARGUMENT...]
 #
-#   CONFIG               settings file, passed to the script as --config CONFIG; -: none (default: $CONFIG, else
-#                        Muster's config/quickstart.yaml). For an array: one per element, or one with %a, which is
-#                        replaced by the element's index
-#   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value. %a: see above
+#   CONFIG               settings file, passed to the script as --config CONFIG; -: pass none (default: $CONFIG, else
+#                        Muster's config/quickstart.yaml). For a job array: one file per element, or one name with %a,
+#                        which is replaced by the index of the element
+#   ARGUMENT...          passed to the script unchanged, except that %a is replaced in a job array; for train.py:
+#                        section.key=value
 #
 #   --script PATH        script to run (default: $SCRIPT, else Muster's train.py)
-#   -m MODULE            run a module instead of a script
-#   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
-#   --agent fast|torchrun  with LAUNCHER=torchrun; fast (default): Muster's agent; torchrun: PyTorch's own
-#   --master-port PORT   default: $MASTER_PORT, else a free port of the first node
-#   --env NAME=VALUE     set an environment variable for the ranks; repeatable
-#   --env-file FILE      the same from a file, one NAME=VALUE per line
-#   --max-restarts N     restart up to N times within the job after a failure (default: 0)
-#   --spares N           with --max-restarts and LAUNCHER=torchrun: the last N nodes of the job wait, and take the
-#                        places of lost ones; submit with --no-kill, or SLURM ends the job when it loses a node
-#   --min-nodes N        with --max-restarts and LAUNCHER=torchrun: without a spare, continue with at least N nodes
-#   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
-#                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
-#   --notify COMMAND     command that gets events of the run as JSON on standard input (default: $MUSTER_NOTIFY)
-#   --progress REGEX     how rank 0 prints a step, as in 'done (?P<step>[0-9]+)'; off: do not look for steps there
-#   --log-dir DIR        directory for run directories (default: logs)
-#   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait for all nodes to join (default: 600)
+#   --agent fast|torchrun
+#                        with LAUNCHER=torchrun: the agent. fast (default): Muster's; torchrun: PyTorch's
+#   --master-port PORT   port through which the ranks find each other (default: $MASTER_PORT, else a free port of the
+#                        first node)
+#   --max-restarts N     restart the run up to N times within the job after a failure (default: 0)
+#   --spares N           with --max-restarts and LAUNCHER=torchrun: keep the last N nodes of the job as spare nodes,
+#                        which replace lost ones; submit with --no-kill, or SLURM ends the job when it loses a node
+#   --min-nodes N        with --max-restarts and LAUNCHER=torchrun: when a node is lost and no spare node is left,
+#                        continue with fewer nodes, but at least N
+#   --rendezvous-timeout SECONDS
+#                        with LAUNCHER=torchrun: time for all nodes to join (default: 600)
 #   --max-requeues N     how often the job may requeue itself (default: 100)
 #   --dry-run            print what would be submitted and run, submit nothing; works on a login node
-#   --quiet              print no progress lines of the launcher
-#   --help               show this help
+#   (options as launch_singlenode.sh except --no-preflight --lease --attach --detach)
 #
 # Environment variables:
 #
 #   LAUNCHER             srun (default): one task per rank; torchrun: one agent per node
 #   MASTER_PORT          as --master-port
-#   CONTAINER            prefix that runs a command in a container, such as "apptainer exec --nv image.sif", or
-#                        options of srun, such as "--container-image=nvcr.io#nvidia/pytorch:25.10-py3"
+#   CONTAINER            container of the ranks: a command that runs another one in it, such as
+#                        "apptainer exec --nv image.sif", or options of srun, such as
+#                        "--container-image=nvcr.io#nvidia/pytorch:25.10-py3"
 #   SRUN_ARGS            more options of srun
-#   MUSTER_KIT           Muster's directory, for a copy of this script outside of it
+#   MUSTER_KIT           Muster's directory; needed if this script was copied out of it
 #
 # The #SBATCH lines of this file are defaults: change them, or override them with options of sbatch. The whole
 # allocation is used: one rank per task.

@@ -8,12 +8,13 @@
 #
 # Environment variables:
 #
-#   LAUNCHER             srun (default): one task per rank; torchrun: one agent, which imports PyTorch once
+#   LAUNCHER             srun (default): one task per rank; torchrun: one agent for all ranks
 #   MASTER_PORT          as --master-port
-#   CONTAINER            prefix that runs a command in a container, such as "apptainer exec --nv image.sif", or
-#                        options of srun, such as "--container-image=nvcr.io#nvidia/pytorch:25.10-py3"
+#   CONTAINER            container of the ranks: a command that runs another one in it, such as
+#                        "apptainer exec --nv image.sif", or options of srun, such as
+#                        "--container-image=nvcr.io#nvidia/pytorch:25.10-py3"
 #   SRUN_ARGS            more options of srun
-#   MUSTER_KIT           Muster's directory, for a copy of this script outside of it
+#   MUSTER_KIT           Muster's directory; needed if this script was copied out of it
 #
 # The #SBATCH lines of this file are defaults: change them, or override them with options of sbatch. The whole
 # allocation is used: one rank per task.

@@ -5,20 +5,23 @@
 # Usage: submit.sh [options] CONFIG NPROC NNODES [-- ARGUMENT...]
 #        muster submit ...
 #
+#   CONFIG               settings file, passed to the script as --config CONFIG; -: pass none
 #   NPROC                number of processes per node: one per GPU; on nodes without GPUs, at most one per core
 #   NNODES               number of nodes
+#   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value
 #
-#   --follow             print the state of the job, then its output; exit with its code. Ctrl-C leaves the job running
-#   --template           print a plain batch script that starts the same command with srun, without Muster's options,
-#                        to edit and keep; submit nothing
-#
-#   (as slurm_train.sh)
+#   --follow             print the state of the job, then its output; exit with its exit code. Ctrl-C leaves the job
+#                        running
+#   --template           submit nothing; print a plain batch script, to edit and keep, that starts the same command with
+#                        srun and without Muster's options
+#   (options as slurm_train.sh)
 #
 # All other options are those of sbatch in their long form: --time, --partition, --account, --qos, --mem, --signal, ...
-# They override the partition, GPUs and cores that are chosen from what sinfo lists. The job runs slurm_train.sh, which
-# also checks the call; its environment variables apply. The directory of --log-dir is created.
+# They override the partition, GPUs and cores that this program chooses from the list of sinfo. --array, and options
+# that this program sets, such as --nodes and --output, are refused. The job runs slurm_train.sh, whose environment
+# variables apply. The directory of --log-dir is created.
 #
-# Exit codes: 0 success, 2 wrong call, or refused by SLURM; with --follow that of the job, or 130 after Ctrl-C.
+# Exit codes: 0 success; 2 wrong call, or refused by SLURM; with --follow that of the job, or 130 after Ctrl-C.
 #
 #   submit.sh --time 2-0 --follow --script my_train.py - 8 2 -- --lr 3e-4
 #

@@ -5,9 +5,9 @@
 # Usage: launch_pdsh_multinode.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
 #        muster pdsh ...
 #
-# Like launch_torchrun_auto.sh, with the same options, but pdsh starts the processes on all nodes. pdsh uses
-# ssh, or the transport in PDSH_RCMD_TYPE. Probes before the start (unless --no-preflight) and stop requests
-# always use ssh.
+# Like launch_torchrun_auto.sh, but pdsh starts the processes on all nodes, over ssh or the transport in PDSH_RCMD_TYPE.
+# Stop requests, and the checks before the start (skipped with --no-preflight), always use ssh. --lease and --attach
+# are refused.
 #
 #   (as launch_torchrun_auto.sh)
 #

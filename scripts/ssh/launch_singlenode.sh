@@ -5,35 +5,42 @@
 # Usage: launch_singlenode.sh [options] CONFIG NPROC [-- ARGUMENT...]
 #        muster run ...
 #
-#   CONFIG               settings file, passed to the script as --config CONFIG; -: none
+#   CONFIG               settings file, passed to the script as --config CONFIG; -: pass none
 #   NPROC                number of processes: at most one per GPU; any number without GPUs;
 #                        gpu: one per GPU; cpu: one per core; auto: gpu if there are GPUs, else cpu
 #   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value
 #
 #   --script PATH        script to run (default: Muster's train.py)
 #   -m MODULE            run a module instead of a script
-#   --python PATH        default: the active venv or conda environment, else ./.venv, Muster's .venv, python3
-#   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun: PyTorch's own
-#   --master-port PORT   default: a free port
+#   --python PATH        Python of the ranks (default: the first of these that exists: the active venv or conda
+#                        environment, ./.venv, Muster's .venv, python3)
+#   --agent fast|torchrun
+#                        program that starts the ranks. fast (default): Muster's agent, which imports PyTorch once and
+#                        forks the ranks; torchrun: PyTorch's agent
+#   --master-port PORT   port through which the ranks find each other (default: a free port)
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
-#   --env-file FILE      the same from a file, one NAME=VALUE per line
-#   --max-restarts N     restart up to N times after a failure (default: 0)
-#   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
-#                        Default: stop after 600 s in which no rank could progress, if it logs steps (metrics.jsonl)
-#   --notify COMMAND     command that gets events of the run as JSON on standard input (default: $MUSTER_NOTIFY)
-#   --progress REGEX     how rank 0 prints a step, as in 'done (?P<step>[0-9]+)'; off: do not look for steps there
-#   --log-dir DIR        directory for run directories (default: logs)
+#   --env-file FILE      set the variables of a file, one NAME=VALUE per line
+#   --max-restarts N     restart the run up to N times after a failure (default: 0)
+#   --hang-timeout S     stop a run that writes no output and no metrics for S seconds (exit code 124); 0: never.
+#                        Default: stop a run that logs steps (metrics.jsonl) once no rank has been able to progress for
+#                        600 s; never stop other runs
+#   --notify COMMAND     run COMMAND when the run looks hung, loses a node, restarts or ends, with the event as JSON on
+#                        its standard input (default: $MUSTER_NOTIFY)
+#   --progress REGEX     regular expression of Python for the lines in which rank 0 prints a step, as in
+#                        'done (?P<step>[0-9]+)'; off: take no steps from the output (default: common formats)
+#   --log-dir DIR        directory in which run directories are created (default: logs)
 #   --no-preflight       skip the checks of GPUs and port
-#   --lease SECONDS      0: run on when this launcher dies (default: stop at once); N: stop also when it has been
-#                        silent for N seconds
-#   --attach RUN         follow a run of --lease 0 whose launcher has died; all other arguments as at its start
+#   --lease SECONDS      stop the ranks when this launcher dies, and also when it has sent no heartbeat for SECONDS
+#                        (default: no limit); 0: let them continue in these cases
+#   --attach RUN         follow a run that was started with --lease 0 and whose launcher has died; repeat all other
+#                        arguments of its start
 #   --detach             run in the background, detached from this terminal
 #   --dry-run            print the command, run nothing
 #   --quiet              print no progress lines of the launcher
 #   --help               show this help
 #
-# Exit codes: 0 success, 2 wrong call or config, 69 this machine is unfit, 75 stopped with a checkpoint (run again
-# to resume), 124 hung, 130 SIGINT, 143 SIGTERM, otherwise that of the rank that failed first.
+# Exit codes: 0 success, 2 wrong call or settings, 69 this machine is unfit (a check failed), 75 stopped with a
+# checkpoint (run again to resume), 124 hung, 130 SIGINT, 143 SIGTERM, otherwise that of the rank that failed first.
 #
 #   launch_singlenode.sh config/quickstart.yaml 2
 #   launch_singlenode.sh --script my_train.py - 8 -- --lr 3e-4

@@ -85,7 +85,7 @@ def arguments(**changes: Any) -> list[str]:
          "--log-file one.json: one.json exists, but not its journal (one.journal); move it away, or give another"),
         (["status"], "results.json: no job list (results.journal is missing); give its results with"),
         (["resume", "--log-file", "x.json"], "x.json: no job list (x.journal is missing)"),
-        (["cancel"], "the following arguments are required: jobs"),
+        (["cancel"], "the following arguments are required: JOB"),
         (["logs", "a", "--attempt", "0"], "argument --attempt: expected a positive integer, got '0'"),
     ],
 )  # fmt: skip
@@ -101,18 +101,39 @@ def test_a_wrong_call_is_refused_and_has_no_effect(
     assert sorted(directory.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("program", "name"),
-    [(commands.main, commands.PROGRAM), (two_phase.main, two_phase.PROGRAM), (two_phase.helper, two_phase.HELPER)],
-)
+PROGRAMS = [
+    (commands.main, commands.PROGRAM),
+    (two_phase.main, two_phase.PROGRAM),
+    (two_phase.helper, two_phase.HELPER),
+]
+
+
+@pytest.mark.parametrize(("program", "name"), PROGRAMS)
 @pytest.mark.parametrize("before", ["", "status", "logs a", "cache", "cache list", "cache verify", "cache prune"])
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_help_is_printed_after_any_subcommand(
-    option: str, before: str, program: Callable[[list[str]], int], name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    option: str, before: str, program: Callable[[list[str]], int], name: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A subcommand of the program prints only its own help."""
+    monkeypatch.setattr(sys, "argv", [name])
     assert program([*before.split(), option]) == 0
     printed = capsys.readouterr()
     assert (printed.out.count(f"usage: {name} "), printed.err) == (1, "")
+    subcommand, _, _ = before.partition(" ")
+    own = {commands.PROGRAM: ["status", "logs"], two_phase.PROGRAM: ["status", "logs", "cache"]}
+    assert printed.out.startswith(f"usage: {name} {subcommand} [-h]") == (subcommand in own.get(name, ()))
+
+
+@pytest.mark.parametrize("subcommand", commands.SUBCOMMANDS)
+def test_the_help_of_a_subcommand_explains_its_options(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main([subcommand, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert commands.SUBCOMMANDS[subcommand] in printed
+    assert "--log-file FILE" in printed
+    assert ("--attempt N" in printed) == (subcommand == "logs")
+    assert (" JOB" in printed) == (subcommand in ("logs", "why", "cancel", "retry"))
+    assert "--backend" not in printed
 
 
 def test_every_job_without_a_matching_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,16 @@
 #
 # Start a cluster of nodes on this Linux machine, without containers. Needs root.
 #
-# Usage: lab.sh up N [options]            start node1 .. nodeN; if they are up, restart dead nodes, heal the rest
+# Usage: lab.sh up N [options]            start node1 .. nodeN; if they run already, restart dead nodes, heal the others
 #        lab.sh down                      remove the laboratory and everything it created
 #        lab.sh status                    print a line per node: name, address, state, process id of its sshd
 #        lab.sh ssh NODE [ARGUMENT...]    open a shell on the node, or run a command there with unchanged arguments
 #        lab.sh cut NODE                  drop all packets to and from the node; connections stay open but idle
-#        lab.sh freeze NODE               stop all its processes (SIGSTOP)
-#        lab.sh slow NODE KBIT            limit its bandwidth to KBIT kbit/s in each direction
+#        lab.sh freeze NODE               stop all processes of the node (SIGSTOP)
+#        lab.sh slow NODE KBIT            limit the node's bandwidth to KBIT kbit/s in each direction
 #        lab.sh heal NODE                 undo cut, freeze and slow
-#        lab.sh kill NODE                 power off: kill all its processes without closing connections; up restarts it
+#        lab.sh kill NODE                 power the node off: kill all its processes without closing connections; up
+#                                         starts it again
 #
 # Options of up:
 #   --private DIR     give each node its own DIR, initially empty; may be given several times
