@@ -7,11 +7,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from distributed.training import data
 from distributed.training.collectives import Ranks
-from distributed.training.data import Corpus, DataError, Mixture, Windows
+from distributed.training.data import Corpus, DataError, Mixture, Pair, Windows
 from distributed.training.settings import Batch, Settings, Train, target_windows
 
 log = logging.getLogger("muster")
@@ -37,12 +35,8 @@ class TrainingData:
         Raises:
             DataError: there is no training data, or ranks read different data.
         """
-        chosen, of_target = settings.data, target_windows(settings, batch.size)
-        corpus = data.load(
-            chosen.path, mode=chosen.mode, domains=chosen.domains, participant=chosen.participant,
-            base_participants=chosen.base_participants, target_share=chosen.target_data_pct,
-            mixed=of_target < batch.size, held_out=chosen.held_out, vocab_size=settings.model.vocab_size,
-        )  # fmt: skip
+        of_target = target_windows(settings, batch.size)
+        corpus = data.load(settings.data, mixed=of_target < batch.size, vocab_size=settings.model.vocab_size)
         corpora = ranks.all_gather(str(corpus))
         for rank, other in enumerate(corpora):
             if other != corpora[0]:
@@ -69,13 +63,12 @@ class TrainingData:
         epochs = steps * self.target_windows / len(self.train)
         return f"{mix}steps  {steps:,} ({epochs:.1f} epochs of {len(self.train):,} windows{participant})"
 
-    def batches(
-        self, ranks: Ranks, start: int, *, seed: int, workers: int, pin_memory: bool
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, settings: Settings, ranks: Ranks, start: int, pin_memory: bool) -> Iterator[Pair]:
         """Yield this rank's micro-batches without end: inputs and targets, LongTensor [micro, block] each.
 
         start: number of windows that all ranks together have trained on so far.
         """
+        seed, windows = settings.train.seed, self.mixture or self.train
         log.debug(
             f"data: {len(self.train):,} windows of {self.corpus.name}, order of seed {seed} from position {start:,}"
         )
@@ -85,5 +78,4 @@ class TrainingData:
             order = data.MixedStream(self.mixture, size, self.target_windows, **share, seed=seed, start=start)
         else:
             order = data.Stream(len(self.train), size, **share, seed=seed, start=start)
-        windows = self.mixture or self.train
-        return iter(data.loader(windows, order, workers=workers, pin_memory=pin_memory, seed=seed))
+        return iter(data.loader(windows, order, workers=settings.data.workers, pin_memory=pin_memory, seed=seed))

@@ -1,6 +1,7 @@
 """Read settings from a YAML file and `section.key=value` arguments, and validate them.
 
-    settings = from_options(parser("A trainer.").parse_intermixed_args())  # --config my.yaml train.steps=100
+    options = parser("A trainer.").parse_intermixed_args()  # --config my.yaml train.steps=100
+    settings, batch = for_ranks(options, world=2)
 
 An unknown key, a wrong type or a contradiction raises `ConfigError`; each line names source, key, value and problem.
 Paths in the settings are relative to the working directory, not to the file.
@@ -259,10 +260,9 @@ class Settings(Section):
 
 def _exactly_one(section: BaseModel, first: str, second: str) -> None:
     given = [name for name in (first, second) if getattr(section, name) is not None]
-    if len(given) == 2:
-        raise ValueError(f"both {first} and {second} given; set one")
-    if not given:
-        raise ValueError(f"neither {first} nor {second} given; set one")
+    if len(given) != 1:
+        found = f"both {first} and {second}" if given else f"neither {first} nor {second}"
+        raise ValueError(f"{found} given; set one")
 
 
 # ---------------------------------------------------------------- global batch arithmetic
@@ -676,27 +676,18 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
     return options
 
 
-def from_options(options: argparse.Namespace) -> Settings:
-    """Return the settings for parsed options of parser().
+def for_ranks(options: argparse.Namespace, world: int) -> tuple[Settings, Batch]:
+    """Return the settings for parsed options of parser(), and the global batch of `world` ranks.
 
     Raises:
-        ConfigError: see `read`.
+        ConfigError: the settings are invalid, contradict each other, or do not fit the number of ranks.
     """
     overrides = list(options.overrides)
     if options.distributed_backend:
         overrides.append(f"distributed.backend={options.distributed_backend}")
     if options.log_level:
         overrides.append(f"logging.level={options.log_level}")
-    return read(options.config, overrides, job_of(options))
-
-
-def for_ranks(options: argparse.Namespace, world: int) -> tuple[Settings, Batch]:
-    """Return the settings for parsed options, and the global batch of `world` ranks.
-
-    Raises:
-        ConfigError: the settings are invalid, contradict each other, or do not fit the number of ranks.
-    """
-    settings = from_options(options)
+    settings = read(options.config, overrides, job_of(options))
     check_consistency(settings, world)
     global_batch = batch(settings, world)
     target_windows(settings, global_batch.size)
