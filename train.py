@@ -316,14 +316,6 @@ def write_base_model(
     log.info(f"base model {run / base_training.WEIGHTS}: held-out loss {best.score:.4f} at step {best.step}")
 
 
-def report_wrong_call(error: Exception) -> int:
-    """Print one line per fault, on every rank: a file may be missing on one node only. Returns the exit code."""
-    rank = os.environ.get("RANK", "0")
-    name = "train.py" if rank == "0" else f"train.py, rank {rank}"
-    sys.stderr.write("".join(f"{name}: {line}\n" for line in str(error).splitlines()))
-    return 2
-
-
 @record
 def main() -> int:
     """Read the settings, join the process group, train. Returns the exit code."""
@@ -340,7 +332,11 @@ def main() -> int:
         with stop_signals() as stop, process_group(world, group.backend, group.timeout, group.device):
             return train(settings, job_of(options), world, batch, stop)
     except (ConfigError, WorldError, DataError, trackers.TrackerMissing) as error:
-        return report_wrong_call(error)
+        rank = os.environ.get("RANK", "0")
+        name = "train.py" if rank == "0" else f"train.py, rank {rank}"
+        # One line per fault, on every rank: a file may be missing on one node only.
+        sys.stderr.write("".join(f"{name}: {line}\n" for line in str(error).splitlines()))
+        return 2
 
 
 if __name__ == "__main__":

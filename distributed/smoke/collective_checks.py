@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -324,19 +325,21 @@ def measure_bandwidth(context: RankContext, sizes: Sequence[int], seconds: float
 
 def measure_collective(name: str, message: Message, context: RankContext, seconds: float) -> Speed:
     """Warm up, then double the iterations until they take half of `seconds` on the slowest rank."""
-    elapsed(name, message, context, 1)
-    iterations, took = 1, reduce_seconds(elapsed(name, message, context, 1), dist.ReduceOp.MAX, context)
+    collective = partial(COLLECTIVES[name], message)
+    elapsed(collective, 1, context)
+    iterations, took = 1, reduce_seconds(elapsed(collective, 1, context), dist.ReduceOp.MAX, context)
     while took < seconds / 2 and iterations < MAX_ITERATIONS:
         iterations *= 2
-        took = reduce_seconds(elapsed(name, message, context, iterations), dist.ReduceOp.MAX, context)
+        took = reduce_seconds(elapsed(collective, iterations, context), dist.ReduceOp.MAX, context)
     return summary.speed_of(name, context.world.size, message.whole.nbytes, iterations, took / iterations)
 
 
-def elapsed(name: str, message: Message, context: RankContext, iterations: int) -> float:
+def elapsed(work: Callable[[], Any], count: int, context: RankContext) -> float:
+    """Return the seconds in which this rank does the work `count` times, from a barrier on."""
     context.barrier()
     start = time.perf_counter()
-    for _ in range(iterations):
-        COLLECTIVES[name](message)
+    for _ in range(count):
+        work()
     context.synchronize()
     return time.perf_counter() - start
 
@@ -429,25 +432,15 @@ def measure_pace(context: RankContext) -> list[Pace]:
     cuda = context.device.type == "cuda"
     side, dtype = (4096, torch.bfloat16) if cuda else (256, torch.float32)
     matrix = torch.full((side, side), 1e-3, dtype=dtype, device=context.device)
-    per_product = min(seconds_of_products(2, matrix, context) for _ in range(20)) / 2
+    product = partial(torch.mm, matrix, matrix)
+    per_product = min(elapsed(product, 2, context) for _ in range(20)) / 2
     # A round takes PACE_ROUND_SECONDS on the fastest rank.
     products = max(1, round(PACE_ROUND_SECONDS / reduce_seconds(per_product, dist.ReduceOp.MIN, context)))
-    rounds = []
-    for _ in range(PACE_ROUNDS):
-        context.barrier()
-        rounds.append(seconds_of_products(products, matrix, context))
+    rounds = [elapsed(product, products, context) for _ in range(PACE_ROUNDS)]
     by_rank = all_gather_rows(torch.tensor(rounds, dtype=torch.float64, device=context.device), context)
     seconds = [summary.lower_quartile(row) for row in by_rank.tolist()]
     factors, limit = summary.slow_factors(seconds), SLOW_FACTOR[context.device.type]
     return [Pace(rank, seconds[rank], factor, factor > limit) for rank, factor in enumerate(factors)]
-
-
-def seconds_of_products(count: int, matrix: Tensor, context: RankContext) -> float:
-    start = time.perf_counter()
-    for _ in range(count):
-        torch.mm(matrix, matrix)
-    context.synchronize()
-    return time.perf_counter() - start
 
 
 # ---------------------------------------------------------------- all checks

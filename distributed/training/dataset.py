@@ -30,10 +30,8 @@ class TrainingData:
     def open(cls, settings: Settings, batch: Batch, ranks: Ranks, hosts: Sequence[str]) -> TrainingData:
         """Open the corpus that the settings select. Collective. hosts: the host name of each rank.
 
-        All ranks must read the same data: otherwise, as with two versions of Python, they would diverge silently.
-
-        Raises:
-            DataError: there is no training data, or ranks read different data.
+        Raises DataError when there is no training data, and when ranks read different data, as with two versions of
+        Python: they would diverge silently.
         """
         of_target = target_windows(settings, batch.size)
         corpus = data.load(settings.data, mixed=of_target < batch.size, vocab_size=settings.model.vocab_size)

@@ -103,8 +103,7 @@ def fold_of(settings: Mapping[str, Any]) -> int | None:
 def participants_in(directory: Path) -> dict[str, Path]:
     """Return the participants of a directory by name: each *.txt file and subdirectory, except hidden ones.
 
-    Raises:
-        ValueError: there are none, two have the same name, or the directory cannot be read.
+    Raises ValueError when there are none, two have the same name, or the directory cannot be read.
     """
     found: dict[str, Path] = {}
     try:

@@ -292,11 +292,7 @@ class Batch:
 
 
 def batch(settings: Settings, world: int) -> Batch:
-    """Split the global batch among `world` ranks.
-
-    Raises:
-        ConfigError: the batch size is not divisible by ranks x accumulation.
-    """
+    """Split the global batch among `world` ranks. Raises ConfigError if it is not divisible by ranks x accumulation."""
     train = settings.train
     size = train.batch_size or (train.batch_size_per_device or 0) * world
     parts = world * train.accumulation
@@ -341,11 +337,7 @@ def check_consistency(settings: Settings, world: int) -> None:
 
 
 def target_windows(settings: Settings, size: int) -> int:
-    """Return how many windows of a global batch of `size` windows are the target's text.
-
-    Raises:
-        ConfigError: the share target_batch_pct rounds to no window.
-    """
+    """Return how many of the `size` windows of a global batch are the target's text. Raises ConfigError if none is."""
     share = settings.data.target_batch_pct
     if not (windows := round(share * size)):
         raise ConfigError(
@@ -394,8 +386,7 @@ _Loader.add_implicit_resolver(
 def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any] = NOTHING) -> Settings:
     """Read a YAML file, override it by the arguments of a job, then by `section.key=value` arguments, and validate.
 
-    Raises:
-        ConfigError: each line names the source, the key, the value and the problem.
+    Raises ConfigError: each line names the source, the key, the value and the problem.
     """
     tree = _read_file(path) if path else copy.deepcopy(JOB_DEFAULTS) if job else {}
     participant = _participant(job)

@@ -79,10 +79,9 @@ class Tracker:
 def run_directory(job: Mapping[str, Any], world: World, ranks: Ranks, script: str) -> Path:
     """Return $MUSTER_OUTPUT_DIR, else $MUSTER_RUN_DIR, else a directory that rank 0 makes. Collective.
 
-    job: the arguments of the job, see config.job_of().
+    job: the arguments of the job, see settings.job_of().
 
-    Raises:
-        ConfigError: the directory cannot be made. The same on every rank.
+    Raises ConfigError when the directory cannot be made; the same on every rank.
     """
 
     def make() -> Path:
