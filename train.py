@@ -11,9 +11,9 @@ Arguments such as train.steps=100 model.n_layer=6 override settings of the file.
 resumes from the newest checkpoint, and ends with the weights of a run that was never stopped.
 
 Cross-validation: a participant is a domain of Python's language reference, or one text of a directory; --fold N selects
-the target, and --mode the training data (see --help). base_only writes best_base_model.pt, from which full_fine_tuning
-starts, and three files about it to the run directory. The checkpoints of a job are in its output directory, here
-experiments/exp1/fold0_special-methods.
+the target, and --mode the training data (see --help). Mode base_only writes best_base_model.pt, from which mode
+full_fine_tuning starts, and three files about it to the run directory. The checkpoints of a job are in its output
+directory, here experiments/exp1/fold0_special-methods.
 """
 
 from __future__ import annotations

@@ -112,9 +112,10 @@ def speed_of(collective: str, ranks: int, size: int, iterations: int, seconds: f
 
     Bus bandwidth is comparable with the hardware's: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
-    algorithm, share = size / seconds / 1e9, (ranks - 1) / ranks  # of a message that a rank sends to the others
-    factors = {"all_reduce": 2 * share, "broadcast": 1.0}
-    return Speed(collective, size, iterations, seconds, algorithm, algorithm * factors.get(collective, share))
+    algorithm = size / seconds / 1e9
+    share = (ranks - 1) / ranks  # of a message that a rank sends to the others
+    bus = algorithm * {"all_reduce": 2 * share, "broadcast": 1.0}.get(collective, share)
+    return Speed(collective, size, iterations, seconds, algorithm, bus)
 
 
 def slow_factors(seconds: Sequence[float]) -> list[float]:

@@ -66,7 +66,7 @@ class TrainingData:
 
         start: number of windows that all ranks together have trained on so far.
         """
-        seed, windows = settings.train.seed, self.mixture or self.train
+        seed = settings.train.seed
         log.debug(
             f"data: {len(self.train):,} windows of {self.corpus.name}, order of seed {seed} from position {start:,}"
         )
@@ -76,4 +76,5 @@ class TrainingData:
             order = data.MixedStream(self.mixture, size, self.target_windows, **share, seed=seed, start=start)
         else:
             order = data.Stream(len(self.train), size, **share, seed=seed, start=start)
+        windows = self.mixture or self.train
         return iter(data.loader(windows, order, workers=settings.data.workers, pin_memory=pin_memory, seed=seed))

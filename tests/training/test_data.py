@@ -132,7 +132,7 @@ def test_a_topic_of_a_newer_python_goes_to_the_stated_domain() -> None:
     assert placed["simple-statements"] == ["P"]
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(chosen=st.sets(st.sampled_from(DOMAINS), min_size=1))
 def test_the_same_bytes_are_held_out_whatever_domains_are_chosen(chosen: set[str]) -> None:
     corpus, alone = load(domains=sorted(chosen)), [embedded(name) for name in DOMAINS if name in chosen]
