@@ -1,4 +1,4 @@
-"""metrics.jsonl, trackers and settings.json of a run.
+"""metrics.jsonl and trackers of a run, and the facts of its machine.
 
 Every line of metrics.jsonl is complete and valid JSON, also with NaN. The readers of TensorBoard and Weights & Biases
 (offline) return the logged values. A tracker that is not installed is refused before the training starts.
