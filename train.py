@@ -11,11 +11,9 @@ Arguments such as train.steps=100 model.n_layer=6 override settings of the file.
 resumes from the newest checkpoint, and ends with the weights of a run that was never stopped.
 
 Cross-validation: a participant is a domain of Python's language reference, or one text of a directory; --fold N selects
-the target. --mode selects the training data. heldout, single and pooled train one model (see --help). base_only trains
-a base model on all other participants, and writes best_base_model.pt and three files about it to the run directory.
-full_fine_tuning starts from a base model and trains all its weights on the target's text; from_scratch does the same
-from random weights. --target_batch_pct is the share of the target's text in each batch; the rest is text of the base
-participants. The checkpoints of a job are in its output directory, here experiments/exp1/fold0_special-methods.
+the target, and --mode the training data (see --help). Mode base_only writes best_base_model.pt, from which mode
+full_fine_tuning starts, and three files about it to the run directory. The checkpoints of a job are in its output
+directory, here experiments/exp1/fold0_special-methods.
 """
 
 from __future__ import annotations
@@ -41,6 +39,7 @@ from distributed.checkpoint.checkpointer import Checkpointer
 from distributed.checkpoint.checkpoints import CheckpointError, CheckpointInfo
 from distributed.checkpoint.interval import SaveInterval
 from distributed.exit_codes import STOPPED
+from distributed.files import write_json
 from distributed.torch import device, gradient_sync, leave, process_group, resolve, seed, wrap
 from distributed.training import base_training, trackers, tracking
 from distributed.training.collectives import Ranks
@@ -190,10 +189,10 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
     if first_rank:
         world_facts = {"size": world.size, "nodes": len(set(hosts)), "strategy": strategy,
                        "backend": dist.get_backend(), "device": here.type}  # fmt: skip
-        tracking.write_settings(
-            run, settings.model_dump(mode="json"), world=world_facts, machine=tracking.describe_machine(),
-            model={"parameters": parameters, "precision": facts["precision"]},
-        )  # fmt: skip
+        write_json(run / "settings.json", {
+            "settings": settings.model_dump(mode="json"), "world": world_facts, "machine": tracking.describe_machine(),
+            "model": {"parameters": parameters, "precision": facts["precision"]},
+        })  # fmt: skip
     log.info(f"model  {parameters:,} parameters, {facts['precision']}, {strategy} on {world.size} x {here.type} "
              f"({dist.get_backend()})")  # fmt: skip
     log.info(f"data   {dataset.corpus}")
@@ -214,11 +213,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
         else:
             progress.event(step, "start", steps=steps)
         if step < steps:
-            batches = dataset.batches(
-                ranks, windows_seen,
-                seed=settings.train.seed, workers=settings.data.workers,
-                pin_memory=settings.data.pin_memory and here.type == "cuda",
-            )  # fmt: skip
+            batches = dataset.batches(settings, ranks, windows_seen, here)
         progress.restart_clock(step)
         first_step, held_out_loss, stopping = step + 1, None, False
 
@@ -321,14 +316,6 @@ def write_base_model(
     log.info(f"base model {run / base_training.WEIGHTS}: held-out loss {best.score:.4f} at step {best.step}")
 
 
-def report_wrong_call(error: Exception) -> int:
-    """Print one line per fault, on every rank: a file may be missing on one node only. Returns the exit code."""
-    rank = os.environ.get("RANK", "0")
-    name = "train.py" if rank == "0" else f"train.py, rank {rank}"
-    sys.stderr.write("".join(f"{name}: {line}\n" for line in str(error).splitlines()))
-    return 2
-
-
 @record
 def main() -> int:
     """Read the settings, join the process group, train. Returns the exit code."""
@@ -345,7 +332,11 @@ def main() -> int:
         with stop_signals() as stop, process_group(world, group.backend, group.timeout, group.device):
             return train(settings, job_of(options), world, batch, stop)
     except (ConfigError, WorldError, DataError, trackers.TrackerMissing) as error:
-        return report_wrong_call(error)
+        rank = os.environ.get("RANK", "0")
+        name = "train.py" if rank == "0" else f"train.py, rank {rank}"
+        # One line per fault, on every rank: a file may be missing on one node only.
+        sys.stderr.write("".join(f"{name}: {line}\n" for line in str(error).splitlines()))
+        return 2
 
 
 if __name__ == "__main__":

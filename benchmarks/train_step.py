@@ -33,7 +33,7 @@ from distributed.torch import device, process_group  # noqa: E402
 from distributed.training import data  # noqa: E402
 from distributed.training.dataset import TrainingData  # noqa: E402
 from distributed.training.model import GPT  # noqa: E402
-from distributed.training.settings import Settings, batch, read  # noqa: E402
+from distributed.training.settings import Data, Settings, batch, read  # noqa: E402
 from distributed.world import World  # noqa: E402
 
 QUIET = ("train.evaluate_every=0", "checkpoint.every=0", "logging.level=warning", "train.steps=1000000")
@@ -45,7 +45,7 @@ class Measured(Exception):
 
 def by_hand(settings: Settings, world: World) -> Callable[[], None]:
     """Return a function that does one step of a tutorial's loop."""
-    target, corpus = device(world), data.load()
+    target, corpus = device(world), data.load(Data())
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT(settings.model, corpus.vocab_size).to(target))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)

@@ -664,6 +664,7 @@ def run_case(case: Case, place: Place, found: list[str]) -> list[str]:
         problems = list(verdict_problems(case, run, player.hit))
         if run.code != 0:
             problems += leftover_after_failure(run, bystander, listening)
+            (directory / "fault.json").unlink(missing_ok=True)  # it may have come too late for the first run
             run = Run(place, directory)
             run.wait_for(lambda: False, LIMIT)
             if run.code != 0:

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -120,13 +120,7 @@ def judge_cluster(cluster: ClusterFacts) -> dict[str, list[Finding]]:
     return found
 
 
-@dataclass(frozen=True)
-class SharedFindings:
-    """Findings that all these nodes have."""
-
-    nodes: tuple[str, ...]
-    findings: tuple[Finding, ...]
-    values_differ: bool  # between the nodes; the findings have the values of the first node
+SharedFindings = tuple[tuple[str, ...], list[list[Finding]]]  # nodes; each finding that they share, as each node has it
 
 
 def group_findings(found: Mapping[str, Sequence[Finding]]) -> list[SharedFindings]:
@@ -138,14 +132,12 @@ def group_findings(found: Mapping[str, Sequence[Finding]]) -> list[SharedFinding
     by_nodes: dict[tuple[str, ...], list[list[Finding]]] = {}
     for by_node in by_text.values():
         by_nodes.setdefault(tuple(by_node), []).append(list(by_node.values()))
-    groups = [
-        SharedFindings(nodes, tuple(same[0] for same in group), any(len(set(same)) > 1 for same in group))
-        for nodes, group in by_nodes.items()
-    ]
-    return sorted(
-        groups,
-        key=lambda group: (max(LEVELS.index(finding.level) for finding in group.findings), -len(group.nodes)),
-    )
+
+    def severity(group: SharedFindings) -> tuple[int, int]:
+        nodes, shared = group
+        return max(LEVELS.index(same[0].level) for same in shared), -len(nodes)
+
+    return sorted(by_nodes.items(), key=severity)
 
 
 def without_numbers(finding: Finding, node: str) -> Finding:
@@ -195,14 +187,11 @@ def render_cluster(cluster: ClusterFacts, width: int | None = None) -> str:
     """
     found = judge_cluster(cluster)
     parts = [node_table(cluster.facts)] if cluster.facts else []
-    parts += [list(render_group(group, cluster, width)) for group in group_findings(found)]
+    for nodes, shared in group_findings(found):
+        names = "all nodes" if len(cluster.nodes) > 1 and nodes == cluster.nodes else compact(nodes)
+        names += f" (values of {nodes[0]})" if any(len(set(same)) > 1 for same in shared) else ""
+        parts.append([names, *render_findings([same[0] for same in shared], width)])
     return "\n\n".join("\n".join(part) for part in [*parts, terminal.wrap(summary(cluster, found), width)]) + "\n"
-
-
-def render_group(group: SharedFindings, cluster: ClusterFacts, width: int | None) -> Iterator[str]:
-    names = "all nodes" if len(cluster.nodes) > 1 and group.nodes == cluster.nodes else compact(group.nodes)
-    yield names + (f" (values of {group.nodes[0]})" if group.values_differ else "")
-    yield from render_findings(group.findings, width)
 
 
 def summary(cluster: ClusterFacts, found: Mapping[str, Sequence[Finding]]) -> str:

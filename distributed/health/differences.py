@@ -33,30 +33,6 @@ NodeFindings = Iterator[tuple[str, Finding]]  # node name, finding
 # ---------------------------------------------------------------- equal or not
 
 
-def nccl(node: FullNodeFacts) -> str:
-    return node.facts.torch.nccl and f"NCCL {node.facts.torch.nccl}"
-
-
-def gpus(node: FullNodeFacts) -> str:
-    return describe(node.facts.gpus.devices) if node.facts.gpus.devices else ""
-
-
-def driver(node: FullNodeFacts) -> str:
-    return node.facts.gpus.driver and f"driver {node.facts.gpus.driver}"
-
-
-def cores(node: FullNodeFacts) -> str:
-    return f"{node.facts.cores.usable:g} cores"
-
-
-def infiniband(node: FullNodeFacts) -> str:
-    return "InfiniBand" if node.facts.infiniband else "no InfiniBand"
-
-
-def mtu(node: FullNodeFacts) -> str:
-    return f"{node.route.mtu} bytes" if node.route.mtu else ""
-
-
 def link(node: FullNodeFacts) -> str:
     return f"{node.route.speed} Mbit/s ({node.route.interface})" if node.route.speed else ""
 
@@ -70,15 +46,20 @@ def network_settings(node: FullNodeFacts) -> str:
 
 TRAITS = (
     *MUST_BE_SAME,
-    Trait("fault", "NCCL", nccl, "install the same build of torch on all nodes"),
-    Trait("warning", "GPUs", gpus, "every step waits for the slowest; leave this node out, or give it fewer processes"),
-    Trait("warning", "driver", driver, "install the same driver on all nodes"),
-    Trait("warning", "cores", cores, "every step waits for the slowest"),
-    Trait("warning", "network", infiniband, "NCCL falls back to TCP, which is slow; check ibstat"),
-    Trait("warning", "MTU", mtu, "large packets may be dropped; set the same MTU on all nodes"),
+    Trait("fault", "NCCL", lambda node: node.facts.torch.nccl and f"NCCL {node.facts.torch.nccl}",
+          "install the same build of torch on all nodes"),
+    Trait("warning", "GPUs", lambda node: describe(node.facts.gpus.devices),
+          "every step waits for the slowest; leave this node out, or give it fewer processes"),
+    Trait("warning", "driver", lambda node: node.facts.gpus.driver and f"driver {node.facts.gpus.driver}",
+          "install the same driver on all nodes"),
+    Trait("warning", "cores", lambda node: f"{node.facts.cores.usable:g} cores", "every step waits for the slowest"),
+    Trait("warning", "network", lambda node: "InfiniBand" if node.facts.infiniband else "no InfiniBand",
+          "NCCL falls back to TCP, which is slow; check ibstat"),
+    Trait("warning", "MTU", lambda node: f"{node.route.mtu} bytes" if node.route.mtu else "",
+          "large packets may be dropped; set the same MTU on all nodes"),
     Trait("warning", "network", link, "every step waits for the slowest; check cable and switch"),
     Trait("warning", "NCCL", network_settings, "set the same on all nodes, in config/node_env.sh or with --env"),
-)
+)  # fmt: skip
 
 
 def compare_traits(nodes: Nodes) -> NodeFindings:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,21 +38,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from distributed import terminal
 from distributed.files import write_json
+from distributed.smoke import summary
 from distributed.smoke.bandwidth import NodeLink, find_bottlenecks, round_robin
-from distributed.smoke.summary import (
-    Fault,
-    Findings,
-    Measurements,
-    Pace,
-    Speed,
-    lower_quartile,
-    show,
-    size_label,
-    slow_factors,
-    speed_of,
-    summarise,
-    verdict_line,
-)
+from distributed.smoke.summary import Fault, Findings, Measurements, Pace, Speed
 from distributed.torch import device, process_group
 from distributed.world import World, WorldError
 
@@ -327,7 +316,7 @@ def measure_bandwidth(context: RankContext, sizes: Sequence[int], seconds: float
     speeds: list[Speed] = []
     for name in COLLECTIVES:
         for size in sizes:
-            context.begin(f"bandwidth of {name}, {size_label(size)}", lasting=2 * budget)
+            context.begin(f"bandwidth of {name}, {summary.size_label(size)}", lasting=2 * budget)
             speeds.append(measure_collective(name, Message.of(size, context), context, budget))
             if speeds[-1].seconds > budget:
                 break
@@ -336,19 +325,21 @@ def measure_bandwidth(context: RankContext, sizes: Sequence[int], seconds: float
 
 def measure_collective(name: str, message: Message, context: RankContext, seconds: float) -> Speed:
     """Warm up, then double the iterations until they take half of `seconds` on the slowest rank."""
-    elapsed(name, message, context, 1)
-    iterations, took = 1, reduce_seconds(elapsed(name, message, context, 1), dist.ReduceOp.MAX, context)
+    collective = partial(COLLECTIVES[name], message)
+    elapsed(collective, 1, context)
+    iterations, took = 1, reduce_seconds(elapsed(collective, 1, context), dist.ReduceOp.MAX, context)
     while took < seconds / 2 and iterations < MAX_ITERATIONS:
         iterations *= 2
-        took = reduce_seconds(elapsed(name, message, context, iterations), dist.ReduceOp.MAX, context)
-    return speed_of(name, context.world.size, message.whole.nbytes, iterations, took / iterations)
+        took = reduce_seconds(elapsed(collective, iterations, context), dist.ReduceOp.MAX, context)
+    return summary.speed_of(name, context.world.size, message.whole.nbytes, iterations, took / iterations)
 
 
-def elapsed(name: str, message: Message, context: RankContext, iterations: int) -> float:
+def elapsed(work: Callable[[], Any], count: int, context: RankContext) -> float:
+    """Return the seconds in which this rank does the work `count` times, from a barrier on."""
     context.barrier()
     start = time.perf_counter()
-    for _ in range(iterations):
-        COLLECTIVES[name](message)
+    for _ in range(count):
+        work()
     context.synchronize()
     return time.perf_counter() - start
 
@@ -441,25 +432,15 @@ def measure_pace(context: RankContext) -> list[Pace]:
     cuda = context.device.type == "cuda"
     side, dtype = (4096, torch.bfloat16) if cuda else (256, torch.float32)
     matrix = torch.full((side, side), 1e-3, dtype=dtype, device=context.device)
-    per_product = min(seconds_of_products(2, matrix, context) for _ in range(20)) / 2
+    product = partial(torch.mm, matrix, matrix)
+    per_product = min(elapsed(product, 2, context) for _ in range(20)) / 2
     # A round takes PACE_ROUND_SECONDS on the fastest rank.
     products = max(1, round(PACE_ROUND_SECONDS / reduce_seconds(per_product, dist.ReduceOp.MIN, context)))
-    rounds = []
-    for _ in range(PACE_ROUNDS):
-        context.barrier()
-        rounds.append(seconds_of_products(products, matrix, context))
+    rounds = [elapsed(product, products, context) for _ in range(PACE_ROUNDS)]
     by_rank = all_gather_rows(torch.tensor(rounds, dtype=torch.float64, device=context.device), context)
-    seconds = [lower_quartile(row) for row in by_rank.tolist()]
-    limit = SLOW_FACTOR[context.device.type]
-    return [Pace(rank, seconds[rank], factor, factor > limit) for rank, factor in enumerate(slow_factors(seconds))]
-
-
-def seconds_of_products(count: int, matrix: Tensor, context: RankContext) -> float:
-    start = time.perf_counter()
-    for _ in range(count):
-        torch.mm(matrix, matrix)
-    context.synchronize()
-    return time.perf_counter() - start
+    seconds = [summary.lower_quartile(row) for row in by_rank.tolist()]
+    factors, limit = summary.slow_factors(seconds), SLOW_FACTOR[context.device.type]
+    return [Pace(rank, seconds[rank], factor, factor > limit) for rank, factor in enumerate(factors)]
 
 
 # ---------------------------------------------------------------- all checks
@@ -648,15 +629,15 @@ class Reporter:
     def report(self, report: Mapping[str, Any]) -> None:
         if self.options.json_file:
             write_json(Path(os.environ.get("MUSTER_RUN_DIR", ""), self.options.json_file), report)
-            sys.stderr.write(f"distributed.smoke: {terminal.plain(verdict_line(report))}\n")
+            sys.stderr.write(f"distributed.smoke: {terminal.plain(summary.verdict_line(report))}\n")
         else:
-            show(report, self.options.json)
+            summary.show(report, self.options.json)
 
     def fail(self, check: str, expected: str, got: str) -> NoReturn:
         """Report a fault of this rank, and exit at once."""
         fault = Fault(check, self.world.rank, self.host, expected, got)
         if self.world.rank == 0 or self.options.json_file:
-            self.report(summarise(self.launch, {check: ""}, {}, Measurements(), [fault]))
+            self.report(summary.summarise(self.launch, {check: ""}, {}, Measurements(), [fault]))
         if self.world.rank > 0:
             sys.stderr.write(f"distributed.smoke: {fault}\n")
             sys.stderr.flush()
@@ -676,7 +657,7 @@ def run_in_group(context: RankContext, reporter: Reporter) -> int:
     findings, measured = run_checks(context, message_sizes(options.min_bytes, largest), options.seconds)
     replies = exchange_findings(findings, context)
     missing = missing_replies(context, replies)
-    report = summarise(reporter.launch, SUMMARIES, replies, measured, missing)
+    report = summary.summarise(reporter.launch, SUMMARIES, replies, measured, missing)
     report_and_wait(context, replies, lambda: reporter.report(report))
     if missing or any(one.broken for one in replies.values()):
         os._exit(1)  # destroying the process group would wait for missing ranks

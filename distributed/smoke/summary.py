@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -107,21 +107,14 @@ class Measurements:
 # ---------------------------------------------------------------- measurements
 
 
-# Bus bandwidth / algorithm bandwidth, by number of ranks. Bus bandwidth is comparable with the hardware's:
-# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-BUS_FACTOR: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "all_gather": lambda ranks: (ranks - 1) / ranks,
-    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
-    "all_to_all": lambda ranks: (ranks - 1) / ranks,
-    "broadcast": lambda ranks: 1.0,
-}
-
-
 def speed_of(collective: str, ranks: int, size: int, iterations: int, seconds: float) -> Speed:
-    """Return the Speed of messages of `size` bytes that take `seconds` each."""
+    """Return the Speed of messages of `size` bytes that take `seconds` each.
+
+    Bus bandwidth is comparable with the hardware's: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
     algorithm = size / seconds / 1e9
-    bus = algorithm * BUS_FACTOR[collective](ranks)
+    share = (ranks - 1) / ranks  # of a message that a rank sends to the others
+    bus = algorithm * {"all_reduce": 2 * share, "broadcast": 1.0}.get(collective, share)
     return Speed(collective, size, iterations, seconds, algorithm, bus)
 
 

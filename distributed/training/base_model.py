@@ -74,8 +74,7 @@ def sha256(path: str) -> str:
 def verify(directory: str, digest: str | None = None) -> Manifest:
     """Verify all bytes of a base model against its manifest. Returns the manifest. digest: the expected one; None: any.
 
-    Raises:
-        BaseModelError: the base model is missing, incomplete, damaged, or has another digest.
+    Raises BaseModelError when the base model is missing, incomplete, damaged, or has another digest.
     """
     manifest = read_manifest(directory)
     if digest not in (None, manifest["digest"]):

@@ -71,15 +71,8 @@ class Ranks:
         """
         if self.size == 1:
             return load_safely(file)
-        content = io.BytesIO()
-        self._send(file, content)
-        content.seek(0)
-        return load_safely(content)
-
-    def _send(self, file: Path, content: io.BytesIO) -> None:
-        """Broadcast rank 0's file to the memory of every rank, in pieces."""
         device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        rest = self.call_on_rank_0(lambda: file.stat().st_size)
+        content, rest = io.BytesIO(), self.call_on_rank_0(lambda: file.stat().st_size)
         while rest:
             piece = bytearray(min(rest, PIECE))
             self.call_on_rank_0(partial(_read_at, file, content.tell(), piece))
@@ -88,6 +81,8 @@ class Ranks:
             dist.broadcast(there, src=0)
             here.copy_(there)
             rest -= content.write(piece)
+        content.seek(0)
+        return load_safely(content)
 
 
 def _read_at(file: Path, offset: int, piece: bytearray) -> None:

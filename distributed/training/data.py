@@ -1,6 +1,6 @@
 """A corpus, split into windows, in an order that can be resumed.
 
-    corpus = load()                                       # or load(Path("books/"), held_out=0.05)
+    corpus = load(Data())                                 # or load(Data(path=Path("books/"), held_out=0.05))
     windows = Windows(corpus.train, block=128)
     order = Stream(len(windows), batch=64, rank=rank, size=size, micro=16, seed=1337, start=consumed)
     for inputs, targets in loader(windows, order, workers=2): ...
@@ -8,12 +8,11 @@
 Without a path the corpus is Python's language reference, which ships with the interpreter: a third of a megabyte of
 English, as bytes, in named domains. A path is a text file, a directory of text files, or nanoGPT's `.bin` token files.
 
-Try it: python -c "from distributed.training.data import load; print(load())"
+Try it: python -c "from distributed.training.data import Data, load; print(load(Data()))"
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import logging
@@ -32,9 +31,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from distributed.training.fold import participants_in
+from distributed.training.fold import nearest, participants_in
 from distributed.training.preemption import STOP_SIGNALS
-from distributed.training.settings import BASE_ONLY, TWO_PHASES
+from distributed.training.settings import BASE_ONLY, TWO_PHASES, Data
 from distributed.training.topics import DOMAINS, by_domain, without_repetitions
 
 log = logging.getLogger(__name__)
@@ -110,19 +109,8 @@ def decode(ids: Tensor) -> str:
     return bytes(ids.clamp(max=255).tolist()).decode(errors="replace")  # 255 is never UTF-8
 
 
-def load(
-    path: Path | None = None,
-    *,
-    mode: str = "heldout",
-    domains: Sequence[str] | None = None,
-    participant: str | None = None,
-    base_participants: Sequence[str] | None = None,
-    target_share: float = 1.0,
-    mixed: bool = False,
-    held_out: float = 0.1,
-    vocab_size: int | None = None,
-) -> Corpus:
-    """Open a corpus.
+def load(chosen: Data, mixed: bool = False, vocab_size: int | None = None) -> Corpus:
+    """Open the corpus that these settings select. Text is read into memory, token files are mapped.
 
     The end of every text (a file, or a topic of Python's language reference) and of a token file is for evaluation,
     whichever domains are selected. If a directory has a `val.bin`, all of it is for evaluation, and all of `train.bin`
@@ -133,102 +121,82 @@ def load(
         single: train on the participant's text only; hold out its end.
         pooled: train on all domains without their ends; hold out the end of the participant's text.
         base_only: train on the base participants; hold out their ends.
-        full_fine_tuning, from_scratch: as single, on the first `target_share` of each text without its end. `mixed`
-            adds `base`: the training text of base_only.
+        full_fine_tuning, from_scratch: as single, on the first `target_data_pct` of each text without its end.
 
     Args:
-        path: a text file, a directory of text files, a `.bin` token file, or a directory with `train.bin` (and
-            `val.bin`); None: Python's language reference. Text is read into memory, token files are mapped.
-        domains: of Python's language reference, or of `participants_in(path)`; None: all.
-        base_participants: the domains of the base; None: `domains`. The participant is never one of them.
-        held_out: share of a text that is its end, between 0 and 1.
+        mixed: in the last two modes, whether the corpus has a `base`: the training text of base_only.
         vocab_size: required for token files; for text 256 or more (default: 256).
 
     Raises:
         DataError: there is no training data, or it does not match the arguments.
     """
-    if not 0 < held_out < 1:
-        raise DataError(f"data.held_out={held_out}: give a share between 0 and 1, such as 0.1")
-    if path is not None and not (path.is_file() or path.is_dir()):
-        what = "neither a file nor a directory" if path.exists() else "it does not exist"
-        raise DataError(f"data.path={path}: {what}")
-    whole = path if mode not in TWO_PHASES and domains is None and participant is None else None
+    path, two_phases = chosen.path, chosen.mode in TWO_PHASES
+    whole = path if not two_phases and chosen.domains is None and chosen.participant is None else None
     if whole:
         train = whole / "train.bin" if whole.is_dir() else whole
         if train.suffix == ".bin" and train.is_file():
-            return _token_files(whole, train, held_out, vocab_size)
+            return _token_files(whole, train, chosen.held_out, vocab_size)
     version = ".".join(platform.python_version_tuple()[:2])
     name = str(path) if path else f"Python {version} language reference"
     corpus = partial(_byte_corpus, name, BYTES if vocab_size is None else vocab_size)
     if whole:
         texts, skipped = _texts(whole)
-        return corpus([split(text, held_out) for text in texts], skipped=skipped)
-    selection = _Selection(corpus, path, mode, domains, participant, base_participants, target_share, mixed, held_out)
-    return selection.two_phases() if mode in TWO_PHASES else selection.one_phase()
+        return corpus([split(text, chosen.held_out) for text in texts], skipped=skipped)
+    return _two_phases(corpus, chosen, mixed) if two_phases else _one_phase(corpus, chosen)
 
 
-@dataclass(frozen=True)
-class _Selection:
-    """The arguments of load() that select texts."""
+def _one_phase(corpus: Callable[..., Corpus], chosen: Data) -> Corpus:
+    """corpus: makes a corpus of pairs of training text and held-out text."""
+    texts, skipped = _texts_of(chosen.path, chosen.domains)
+    target, mode = chosen.participant, chosen.mode
+    if target is not None:
+        _chosen([target], list(texts), "data.participant")
+        if mode == "single":
+            texts = {target: texts[target]}
+        elif len(texts) == 1:
+            raise DataError(f"data.mode={mode}: there is no domain but {target}; name more, or use mode single")
+    parts = []
+    for domain, each in texts.items():
+        for text in each:
+            trained, kept = split(text, chosen.held_out)
+            if target is not None and mode == "heldout":
+                trained, kept = (b"", text) if domain == target else (text, b"")
+            elif target is not None and domain != target:
+                kept = b""
+            parts.append((trained, kept))
+    return corpus(parts, domains=tuple(texts), participant=target, mode=mode, skipped=skipped)
 
-    corpus: Callable[..., Corpus]  # makes a corpus of (training text, held-out text) pairs
-    path: Path | None
-    mode: str
-    domains: Sequence[str] | None
-    participant: str | None
-    base_participants: Sequence[str] | None
-    target_share: float
-    mixed: bool
-    held_out: float
 
-    def one_phase(self) -> Corpus:
-        texts, skipped = _texts_of(self.path, self.domains)
-        target, mode = self.participant, self.mode
-        if target is not None:
-            _chosen([target], list(texts), "data.participant")
-            if mode == "single":
-                texts = {target: texts[target]}
-            elif len(texts) == 1:
-                raise DataError(f"data.mode={mode}: there is no domain but {target}; name more, or use mode single")
-        parts = []
-        for domain, each in texts.items():
-            for text in each:
-                trained, kept = split(text, self.held_out)
-                if target is not None and mode == "heldout":
-                    trained, kept = (b"", text) if domain == target else (text, b"")
-                elif target is not None and domain != target:
-                    kept = b""
-                parts.append((trained, kept))
-        return self.corpus(parts, domains=tuple(texts), participant=target, mode=mode, skipped=skipped)
+def _two_phases(corpus: Callable[..., Corpus], chosen: Data, mixed: bool) -> Corpus:
+    """corpus: as for _one_phase()."""
+    target, mode, named = chosen.participant, chosen.mode, chosen.base_participants
+    texts, skipped = ({}, 0) if named and mode == BASE_ONLY else _texts_of(chosen.path, chosen.domains)
+    if texts and target is not None:
+        _chosen([target], list(texts), "data.participant")
+    base: dict[str, list[bytes]] = {}
+    if mixed or mode == BASE_ONLY:
+        base, more = _texts_of(chosen.path, named, "data.base_participants") if named else (texts, 0)
+        skipped = skipped or more
+        base = {domain: each for domain, each in base.items() if domain != target}
+        if not base:
+            raise DataError(f"data.mode={mode}: there is no domain but {target} to train the base on; name more")
+    of_base = [split(text, chosen.held_out) for each in base.values() for text in each]
+    about: dict[str, Any] = {"participant": target, "mode": mode, "skipped": skipped}
+    if mode == BASE_ONLY:
+        return corpus(of_base, domains=tuple(base), **about)
 
-    def two_phases(self) -> Corpus:
-        target, mode, named = self.participant, self.mode, self.base_participants
-        texts, skipped = ({}, 0) if named and mode == BASE_ONLY else _texts_of(self.path, self.domains)
-        if texts and target is not None:
-            _chosen([target], list(texts), "data.participant")
-        base: dict[str, list[bytes]] = {}
-        if self.mixed or mode == BASE_ONLY:
-            base, more = _texts_of(self.path, named, "data.base_participants") if named else (texts, 0)
-            skipped = skipped or more
-            base = {domain: each for domain, each in base.items() if domain != target}
-            if not base:
-                raise DataError(f"data.mode={mode}: there is no domain but {target} to train the base on; name more")
-        of_base = [split(text, self.held_out) for each in base.values() for text in each]
-        about: dict[str, Any] = {"participant": target, "mode": mode, "skipped": skipped}
-        if mode == BASE_ONLY:
-            return self.corpus(of_base, domains=tuple(base), **about)
-
-        of_target = [split(text, self.held_out) for text in texts[str(target)]]
-        of_target = [(trained[: round(len(trained) * self.target_share)], kept) for trained, kept in of_target]
-        found = self.corpus(of_target, domains=tuple(base) if self.mixed else (target,), **about)
-        if self.target_share < 1:
-            part = f"the first {self.target_share:.4g} of the training text of {target}"
-            found = replace(found, train=replace(found.train, name=part, remedy="raise data.target_data_pct"))
-        if self.mixed:
-            trained = _tensor([trained for trained, _ in of_base])
-            name = f"the text of the base participants in {found.name}"
-            found = replace(found, base=Tokens(trained, name, found.vocab_size))
-        return found
+    share = chosen.target_data_pct
+    of_target = [split(text, chosen.held_out) for text in texts[str(target)]]
+    of_target = [(trained[: round(len(trained) * share)], kept) for trained, kept in of_target]
+    found = corpus(of_target, domains=tuple(base) if mixed else (target,), **about)
+    if share < 1:
+        part = f"the first {share:.4g} of the training text of {target}"
+        found = replace(found, train=replace(found.train, name=part, remedy="raise data.target_data_pct"))
+    if mixed:
+        trained = _tensor([trained for trained, _ in of_base])
+        name = f"the text of the base participants in {found.name}"
+        found = replace(found, base=Tokens(trained, name, found.vocab_size))
+    return found
 
 
 def split(data: bytes, share: float) -> tuple[bytes, bytes]:
@@ -269,10 +237,8 @@ def _chosen(requested: Sequence[str], known: Sequence[str], key: str) -> tuple[s
     """Return the requested domains in the order of `known`. Raises DataError for unknown or repeated names."""
     for domain in requested:
         if domain not in known:
-            near = difflib.get_close_matches(domain, known, 1, 0.4)
-            guess = f", did you mean {near[0]!r}?" if near else "."
-            raise DataError(f"{key}: no domain {domain!r}{guess} There are {', '.join(known)}")
-    if not requested or len(set(requested)) < len(requested):
+            raise DataError(f"{key}: no domain {domain!r}; {nearest(domain, known)}")
+    if len(set(requested)) < len(requested):
         raise DataError(f"{key}={list(requested)}: name some, each once, or leave it out for all")
     return tuple(domain for domain in known if domain in requested)
 
@@ -419,12 +385,8 @@ class Mixture(Dataset[Pair]):
         first = len(self.target)
         of_target = [index for index in indices if index < first]
         of_base = [index - first for index in indices if index >= first]
-        if not of_base:
-            return self.target[of_target]
-        if not of_target:
-            return self.base[of_base]
-        (inputs, targets), (more_inputs, more_targets) = self.target[of_target], self.base[of_base]
-        return torch.cat([inputs, more_inputs]), torch.cat([targets, more_targets])
+        parts = [windows[chosen] for windows, chosen in ((self.target, of_target), (self.base, of_base)) if chosen]
+        return torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])
 
 
 # ---------------------------------------------------------------- order
@@ -539,12 +501,7 @@ def held_out_batches(windows: int, batch: int, rank: int = 0, size: int = 1) -> 
 
 
 def loader(
-    windows: Dataset[Pair],
-    order: Iterable[list[int]],
-    *,
-    workers: int = 0,
-    pin_memory: bool = False,
-    seed: int = 0,
+    windows: Dataset[Pair], order: Iterable[list[int]], *, workers: int = 0, pin_memory: bool = False, seed: int = 0
 ) -> DataLoader[Pair]:
     """A DataLoader of (inputs, targets), LongTensor [n, block] each, in the given order.
 

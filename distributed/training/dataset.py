@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
 from distributed.training import data
 from distributed.training.collectives import Ranks
-from distributed.training.data import Corpus, DataError, Mixture, Windows
+from distributed.training.data import Corpus, DataError, Mixture, Pair, Windows
 from distributed.training.settings import Batch, Settings, Train, target_windows
 
 log = logging.getLogger("muster")
@@ -32,17 +32,11 @@ class TrainingData:
     def open(cls, settings: Settings, batch: Batch, ranks: Ranks, hosts: Sequence[str]) -> TrainingData:
         """Open the corpus that the settings select. Collective. hosts: the host name of each rank.
 
-        All ranks must read the same data: otherwise, as with two versions of Python, they would diverge silently.
-
-        Raises:
-            DataError: there is no training data, or ranks read different data.
+        Raises DataError when there is no training data, and when ranks read different data, as with two versions of
+        Python: they would diverge silently.
         """
-        chosen, of_target = settings.data, target_windows(settings, batch.size)
-        corpus = data.load(
-            chosen.path, mode=chosen.mode, domains=chosen.domains, participant=chosen.participant,
-            base_participants=chosen.base_participants, target_share=chosen.target_data_pct,
-            mixed=of_target < batch.size, held_out=chosen.held_out, vocab_size=settings.model.vocab_size,
-        )  # fmt: skip
+        of_target = target_windows(settings, batch.size)
+        corpus = data.load(settings.data, mixed=of_target < batch.size, vocab_size=settings.model.vocab_size)
         corpora = ranks.all_gather(str(corpus))
         for rank, other in enumerate(corpora):
             if other != corpora[0]:
@@ -69,13 +63,12 @@ class TrainingData:
         epochs = steps * self.target_windows / len(self.train)
         return f"{mix}steps  {steps:,} ({epochs:.1f} epochs of {len(self.train):,} windows{participant})"
 
-    def batches(
-        self, ranks: Ranks, start: int, *, seed: int, workers: int, pin_memory: bool
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, settings: Settings, ranks: Ranks, start: int, here: torch.device) -> Iterator[Pair]:
         """Yield this rank's micro-batches without end: inputs and targets, LongTensor [micro, block] each.
 
-        start: number of windows that all ranks together have trained on so far.
+        start: number of windows that all ranks together have trained on so far. here: where the batches are used.
         """
+        seed, pin_memory = settings.train.seed, settings.data.pin_memory and here.type == "cuda"
         log.debug(
             f"data: {len(self.train):,} windows of {self.corpus.name}, order of seed {seed} from position {start:,}"
         )
@@ -86,4 +79,4 @@ class TrainingData:
         else:
             order = data.Stream(len(self.train), size, **share, seed=seed, start=start)
         windows = self.mixture or self.train
-        return iter(data.loader(windows, order, workers=workers, pin_memory=pin_memory, seed=seed))
+        return iter(data.loader(windows, order, workers=settings.data.workers, pin_memory=pin_memory, seed=seed))

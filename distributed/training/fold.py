@@ -56,7 +56,7 @@ def participant_of(settings: Mapping[str, Any], default: Sequence[str] | None) -
     if listed is None or (chosen is None and fold is None):
         return chosen
     if chosen is not None and chosen not in listed:
-        raise ValueError(f"participant: expected one of the participants, got {chosen!r}; {_nearest(chosen, listed)}")
+        raise ValueError(f"participant: expected one of the participants, got {chosen!r}; {nearest(chosen, listed)}")
     if fold is None:
         return chosen
     if fold >= len(listed):
@@ -103,8 +103,7 @@ def fold_of(settings: Mapping[str, Any]) -> int | None:
 def participants_in(directory: Path) -> dict[str, Path]:
     """Return the participants of a directory by name: each *.txt file and subdirectory, except hidden ones.
 
-    Raises:
-        ValueError: there are none, two have the same name, or the directory cannot be read.
+    Raises ValueError when there are none, two have the same name, or the directory cannot be read.
     """
     found: dict[str, Path] = {}
     try:
@@ -159,7 +158,8 @@ def _component(subject: str, part: str, whole: str | None = None) -> str:
     return part
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return the end of a message about an unknown name: the nearest of the known names, if any, and all of them."""
     near = difflib.get_close_matches(name, known, 1, 0.4)
     listed = ", ".join(known[:SHOWN]) + (f" and {len(known) - SHOWN} more" if len(known) > SHOWN else "")
     return (f"did you mean {near[0]!r}? There are " if near else "there are ") + listed

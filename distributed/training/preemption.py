@@ -100,13 +100,12 @@ class StatusExchange:
         flags[2 + self.rank] = (~torch.isfinite(loss)) * float(NOT_FINITE) + float(FAILED * failed)
         if self.size > 1:
             dist.all_reduce(flags)
-        if self.device.type != "cuda":
-            self._sent.append((step, flags, None))
-            return
-        copy = torch.empty(flags.shape, pin_memory=True).copy_(flags, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        self._sent.append((step, copy, copied))
+        copied = None
+        if self.device.type == "cuda":
+            flags = torch.empty(flags.shape, pin_memory=True).copy_(flags, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self._sent.append((step, flags, copied))
 
     def receive(self, now: bool = False) -> list[StepStatus]:
         """Return the status of each step that is due, oldest first; with `now`, of all steps that were sent.

@@ -1,6 +1,7 @@
 """Read settings from a YAML file and `section.key=value` arguments, and validate them.
 
-    settings = from_options(parser("A trainer.").parse_intermixed_args())  # --config my.yaml train.steps=100
+    options = parser("A trainer.").parse_intermixed_args()  # --config my.yaml train.steps=100
+    settings, batch = for_ranks(options, world=2)
 
 An unknown key, a wrong type or a contradiction raises `ConfigError`; each line names source, key, value and problem.
 Paths in the settings are relative to the working directory, not to the file.
@@ -261,10 +262,9 @@ class Settings(Section):
 
 def _exactly_one(section: BaseModel, first: str, second: str) -> None:
     given = [name for name in (first, second) if getattr(section, name) is not None]
-    if len(given) == 2:
-        raise ValueError(f"both {first} and {second} given; set one")
-    if not given:
-        raise ValueError(f"neither {first} nor {second} given; set one")
+    if len(given) != 1:
+        found = f"both {first} and {second}" if given else f"neither {first} nor {second}"
+        raise ValueError(f"{found} given; set one")
 
 
 # ---------------------------------------------------------------- global batch arithmetic
@@ -294,11 +294,7 @@ class Batch:
 
 
 def batch(settings: Settings, world: int) -> Batch:
-    """Split the global batch among `world` ranks.
-
-    Raises:
-        ConfigError: the batch size is not divisible by ranks x accumulation.
-    """
+    """Split the global batch among `world` ranks. Raises ConfigError if it is not divisible by ranks x accumulation."""
     train = settings.train
     size = train.batch_size or (train.batch_size_per_device or 0) * world
     parts = world * train.accumulation
@@ -343,11 +339,7 @@ def check_consistency(settings: Settings, world: int) -> None:
 
 
 def target_windows(settings: Settings, size: int) -> int:
-    """Return how many windows of a global batch of `size` windows are the target's text.
-
-    Raises:
-        ConfigError: the share target_batch_pct rounds to no window.
-    """
+    """Return how many of the `size` windows of a global batch are the target's text. Raises ConfigError if none is."""
     share = settings.data.target_batch_pct
     if not (windows := round(share * size)):
         raise ConfigError(
@@ -396,8 +388,7 @@ _Loader.add_implicit_resolver(
 def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any] = NOTHING) -> Settings:
     """Read a YAML file, override it by the arguments of a job, then by `section.key=value` arguments, and validate.
 
-    Raises:
-        ConfigError: each line names the source, the key, the value and the problem.
+    Raises ConfigError: each line names the source, the key, the value and the problem.
     """
     tree = _read_file(path) if path else copy.deepcopy(JOB_DEFAULTS) if job else {}
     participant = _participant(job)
@@ -681,27 +672,18 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
     return options
 
 
-def from_options(options: argparse.Namespace) -> Settings:
-    """Return the settings for parsed options of parser().
+def for_ranks(options: argparse.Namespace, world: int) -> tuple[Settings, Batch]:
+    """Return the settings for parsed options of parser(), and the global batch of `world` ranks.
 
     Raises:
-        ConfigError: see `read`.
+        ConfigError: the settings are invalid, contradict each other, or do not fit the number of ranks.
     """
     overrides = list(options.overrides)
     if options.distributed_backend:
         overrides.append(f"distributed.backend={options.distributed_backend}")
     if options.log_level:
         overrides.append(f"logging.level={options.log_level}")
-    return read(options.config, overrides, job_of(options))
-
-
-def for_ranks(options: argparse.Namespace, world: int) -> tuple[Settings, Batch]:
-    """Return the settings for parsed options, and the global batch of `world` ranks.
-
-    Raises:
-        ConfigError: the settings are invalid, contradict each other, or do not fit the number of ranks.
-    """
-    settings = from_options(options)
+    settings = read(options.config, overrides, job_of(options))
     check_consistency(settings, world)
     global_batch = batch(settings, world)
     target_windows(settings, global_batch.size)

@@ -1,4 +1,4 @@
-"""The run directory, and the files that rank 0 writes there: settings.json, metrics.jsonl, files of trackers.
+"""The run directory, and the files that rank 0 writes there: metrics.jsonl, files of trackers.
 
 The format of metrics.jsonl is that of distributed/metrics.py.
 """
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from distributed import metrics
-from distributed.files import write_json
 from distributed.runs.lookup import RunNode
 from distributed.runs.run_directory import create
 from distributed.training.collectives import Ranks
@@ -80,10 +79,9 @@ class Tracker:
 def run_directory(job: Mapping[str, Any], world: World, ranks: Ranks, script: str) -> Path:
     """Return $MUSTER_OUTPUT_DIR, else $MUSTER_RUN_DIR, else a directory that rank 0 makes. Collective.
 
-    job: the arguments of the job, see config.job_of().
+    job: the arguments of the job, see settings.job_of().
 
-    Raises:
-        ConfigError: the directory cannot be made. The same on every rank.
+    Raises ConfigError when the directory cannot be made; the same on every rank.
     """
 
     def make() -> Path:
@@ -112,11 +110,6 @@ def _own_run_directory(job: Mapping[str, Any], world: World, script: str) -> str
         nodes=[RunNode(socket.gethostname(), "", world.local_size, 0)], script=script, config=None, cwd=os.getcwd(),
         python=sys.executable, command=sys.argv, again=output if {"prefix", "fold"} <= job.keys() else None,
     )  # fmt: skip
-
-
-def write_settings(run: Path, settings: Mapping[str, Any], **facts: Mapping[str, Any]) -> None:
-    """Write settings.json: all settings, and facts about world, model and machine that affect the metrics."""
-    write_json(run / "settings.json", {"settings": settings, **facts})
 
 
 def describe_machine() -> dict[str, Any]:

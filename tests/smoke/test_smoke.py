@@ -121,7 +121,7 @@ def test_bandwidths_follow_from_the_times(start: Callable[..., ForkedRun]) -> No
     assert {one["bytes"] for one in speeds} == {1020, 4092}, "float32, divisible by three ranks"
     for one in speeds:
         assert one["algorithm_gb_per_second"] == pytest.approx(one["bytes"] / one["seconds"] / 1e9)
-        factor = summary.BUS_FACTOR[one["collective"]](3)
+        factor = {"all_reduce": 4 / 3, "broadcast": 1}.get(one["collective"], 2 / 3)
         assert one["bus_gb_per_second"] == pytest.approx(factor * one["algorithm_gb_per_second"])
 
 
@@ -504,10 +504,6 @@ def test_bus_bandwidth_is_defined_as_in_nccl_tests(collective: str, ranks: int, 
     speed = summary.speed_of(collective, ranks, 2_000_000_000, 5, 2.0)
     assert speed.algorithm_gb_per_second == pytest.approx(1.0)
     assert speed.bus_gb_per_second == pytest.approx(bus)
-
-
-def test_every_collective_has_a_bus_factor() -> None:
-    assert set(collective_checks.COLLECTIVES) == set(summary.BUS_FACTOR)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distributed.training import data
 from distributed.training.data import (
     Corpus,
     DataError,
@@ -37,13 +38,13 @@ from distributed.training.data import (
     Windows,
     decode,
     held_out_batches,
-    load,
     loader,
     permutation,
     read_reference,
     split,
 )
 from distributed.training.preemption import STOP_SIGNALS
+from distributed.training.settings import Data
 from distributed.training.topics import DOMAINS, OTHER, TOPICS, by_domain, without_repetitions
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
@@ -61,6 +62,10 @@ def counted(count: int) -> Tokens:
 def write_bin(file: Path, ids: list[int]) -> Path:
     file.write_bytes(struct.pack(f"<{len(ids)}H", *ids))
     return file
+
+
+def load(path: Path | None = None, *, mixed: bool = False, vocab_size: int | None = None, **chosen: Any) -> Corpus:
+    return data.load(Data(path=path, **chosen), mixed, vocab_size)
 
 
 @cache
@@ -127,7 +132,7 @@ def test_a_topic_of_a_newer_python_goes_to_the_stated_domain() -> None:
     assert placed["simple-statements"] == ["P"]
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(chosen=st.sets(st.sampled_from(DOMAINS), min_size=1))
 def test_the_same_bytes_are_held_out_whatever_domains_are_chosen(chosen: set[str]) -> None:
     corpus, alone = load(domains=sorted(chosen)), [embedded(name) for name in DOMAINS if name in chosen]
@@ -165,13 +170,13 @@ def letters(tokens: Tokens | None) -> dict[str, int]:
         ("base_only", {"base_participants": ["c", "b"]}, {"B": 30, "C": 30}, {"B": 10, "C": 10}, {}),
         ("base_only", {"base_participants": ["a"], "participant": "b"}, {"A": 30}, {"A": 10}, {}),
         ("full_fine_tuning", {"participant": "b"}, {"B": 30}, {"B": 10}, {}),
-        ("full_fine_tuning", {"participant": "b", "target_share": 0.5}, {"B": 15}, {"B": 10}, {}),
+        ("full_fine_tuning", {"participant": "b", "target_data_pct": 0.5}, {"B": 15}, {"B": 10}, {}),
         ("full_fine_tuning", {"participant": "b", "base_participants": ["not here"]}, {"B": 30}, {"B": 10}, {}),
         ("full_fine_tuning", {"participant": "b", "mixed": True}, {"B": 30}, {"B": 10}, {"A": 30, "C": 30}),
         ("full_fine_tuning", {"participant": "b", "base_participants": ["a", "b"], "mixed": True}, {"B": 30},
          {"B": 10}, {"A": 30}),
         ("from_scratch",
-         {"participant": "b", "domains": ["b", "c"], "base_participants": ["a"], "mixed": True, "target_share": 0.1},
+         {"participant": "b", "domains": ["b", "c"], "base_participants": ["a"], "mixed": True, "target_data_pct": 0.1},
          {"B": 3}, {"B": 10}, {"A": 30}),
     ],
 )  # fmt: skip
@@ -214,7 +219,6 @@ def test_the_base_of_a_fold_trains_on_what_is_mixed_into_its_fine_tuning(mode: s
          "there is no domain but b to t"),
         ({"mode": "from_scratch", "participant": "b", "base_participants": ["b"], "mixed": True},
          "there is no domain but b to train the base on"),
-        ({"mode": "base_only", "participant": "b", "base_participants": ["b"]}, "there is no domain but b to train"),
         ({"mode": "base_only", "base_participants": ["x"]}, "data.base_participants: no domain 'x'"),
         ({"mode": "base_only", "participant": "x"}, "data.participant: no domain 'x'"),
         ({"mode": "from_scratch", "participant": "x", "base_participants": ["a"]}, "data.participant: no domain 'x'"),
@@ -227,8 +231,8 @@ def test_invalid_base_or_target_participants_are_refused(
         load(write_texts(tmp_path), **arguments)
 
 
-def test_a_target_share_too_small_for_a_window_is_refused(tmp_path: Path) -> None:
-    corpus = load(write_texts(tmp_path), mode="from_scratch", participant="a", target_share=0.1)
+def test_a_target_data_pct_too_small_for_a_window_is_refused(tmp_path: Path) -> None:
+    corpus = load(write_texts(tmp_path), mode="from_scratch", participant="a", target_data_pct=0.1)
     with pytest.raises(
         DataError, match=r"first 0.1 of the training text of a has 4 tokens, .*raise data.target_data_pct"
     ):
@@ -549,9 +553,9 @@ def test_an_error_in_a_worker_is_raised_in_the_trainer(tmp_path: Path) -> None:
 def test_a_worker_ignores_stop_signals(method: str) -> None:
     others = set(multiprocessing.active_children())
     windows = Windows(counted(1000), 10)
-    data = loader(windows, Stream(len(windows), 2), workers=1)
-    data.multiprocessing_context = method
-    batches = iter(data)
+    created = loader(windows, Stream(len(windows), 2), workers=1)
+    created.multiprocessing_context = method
+    batches = iter(created)
     next(batches)
     (worker,) = set(multiprocessing.active_children()) - others
     for number in STOP_SIGNALS:
@@ -563,10 +567,11 @@ def test_a_worker_ignores_stop_signals(method: str) -> None:
 TRAINER = """
 import multiprocessing, sys
 from distributed.training.data import Stream, Windows, load, loader
+from distributed.training.settings import Data
 
 def train():
     global batches  # referenced until exit, as by a traceback
-    windows = Windows(load().train, 64)
+    windows = Windows(load(Data()).train, 64)
     batches = iter(loader(windows, Stream(len(windows), 8), workers=2))
     next(batches)
     print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
@@ -607,19 +612,16 @@ def write_tokens(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "make", "loaded", "arguments", "message"),
     [
-        ("empty.txt", Path.touch, "empty.txt", {}, r"empty\.txt: no text in this file"),
         ("a.zip", write_zip, "a.zip", {}, r"a\.zip: no text in this file.*\.bin"),
-        ("pipe", os.mkfifo, "pipe", {}, "pipe: neither a file nor a directory"),
         ("a.zip", write_zip, ".", {}, r"no text among 1 entries.*train\.bin"),
         ("gone.txt", lambda path: path.symlink_to("gone"), ".", {}, r"cannot read .*gone\.txt: No such file"),
-        ("a.zip", write_zip, "nowhere", {}, "nowhere: it does not exist"),
-        ("t.bin", Path.touch, "t.bin", {"vocab_size": 9}, r"t\.bin is empty: a .bin file is uint16 tokens, two bytes"),
+        ("train.bin", Path.touch, ".", {"vocab_size": 9}, r"train\.bin is empty: a .bin file is uint16 tokens, two b"),
         ("t.bin", lambda path: path.write_bytes(b"123"), "t.bin", {"vocab_size": 9},
          r"t\.bin has 3 bytes, an odd number: a .bin file is uint16 tokens, two bytes each"),
         ("t.bin", write_tokens, "t.bin", {}, r"t\.bin holds token ids.*set model\.vocab_size"),
         ("t.bin", write_tokens, "t.bin", {"vocab_size": 9, "domains": ["types"]},
          "t.bin: cannot list participants: Not a directory; give "),
-        ("empty.txt", Path.touch, "empty.txt", {"participant": "a"},
+        ("a.zip", write_zip, "a.zip", {"participant": "a"},
          "cannot list participants: Not a directory; give a directory"),
     ],
 )  # fmt: skip
@@ -634,13 +636,9 @@ def test_a_path_without_usable_text_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"held_out": 0.0}, r"data\.held_out=0\.0: give a share between 0 and 1"),
-        ({"held_out": 1.0}, r"data\.held_out=1\.0"),
-        ({"held_out": float("nan")}, r"data\.held_out=nan"),
-        ({"domains": ["strngs"]}, "no domain 'strngs', did you mean 'strings'.*There are special-methods, "),
-        ({"domains": []}, "name some, each once"),
-        ({"participant": "strngs"}, "participant: no domain 'strngs', did you mean 'strings'.*There are special-m"),
-        ({"participant": "types", "domains": ["strings"]}, "participant: no domain 'types'. There are strings"),
+        ({"domains": ["strngs"]}, "no domain 'strngs'; did you mean 'strings'.*There are special-methods, "),
+        ({"participant": "strngs"}, "participant: no domain 'strngs'; did you mean 'strings'.*There are special-m"),
+        ({"participant": "types", "domains": ["strings"]}, "participant: no domain 'types'; there are strings"),
         ({"participant": "types", "domains": ["types"]}, "there is no domain but types; name more, or use mode single"),
         ({"domains": ["types", "types"]}, "name some, each once"),
         ({"vocab_size": 255}, r"model\.vocab_size=255: text is read as bytes and needs 256"),

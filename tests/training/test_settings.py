@@ -31,7 +31,6 @@ from distributed.training.settings import (
     Settings,
     batch,
     for_ranks,
-    from_options,
     holds_settings,
     main,
     parser,
@@ -181,6 +180,9 @@ def test_settings_are_the_same_after_a_round_trip_through_yaml() -> None:
         ("data.path=/nix", "command line: data.path='/nix': no such file or directory (working directory "),
         ("data.path=/dev/null", "command line: data.path='/dev/null': neither a file nor a directory"),
         ("data.domains=[]", "command line: data.domains=[]: List should have at least 1 item"),
+        ("data.held_out=0", "command line: data.held_out=0: Input should be greater than 0"),
+        ("data.held_out=1", "command line: data.held_out=1: Input should be less than 1"),
+        ("data.held_out=.nan", "command line: data.held_out=nan: Input should be a finite number"),
         ("checkpoint.dir=empty", "command line: checkpoint.dir='empty': not a directory; name a directory"),
         ("train.seed=99999999999999999999", "command line: train.seed=99999999999999999999: Input should be less than"),
         ("train.steps=99999999999999999999", "command line: train.steps=99999999999999999999: Input should be less"),
@@ -390,6 +392,10 @@ def test_a_batch_prints_its_arithmetic() -> None:
 
 def options(*arguments: str) -> argparse.Namespace:
     return parser("A trainer.").parse_intermixed_args(arguments)
+
+
+def from_options(given: argparse.Namespace) -> Settings:
+    return for_ranks(given, 1)[0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""metrics.jsonl, trackers and settings.json of a run.
+"""metrics.jsonl and trackers of a run, and the facts of its machine.
 
 Every line of metrics.jsonl is complete and valid JSON, also with NaN. The readers of TensorBoard and Weights & Biases
 (offline) return the logged values. A tracker that is not installed is refused before the training starts.
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from distributed.training.trackers import TrackerMissing, check
-from distributed.training.tracking import Tracker, describe_machine, write_settings
+from distributed.training.tracking import Tracker, describe_machine
 
 KIT = Path(__file__).resolve().parents[2]
 
@@ -181,17 +181,7 @@ def test_installed_trackers_are_accepted() -> None:
     check(logging_settings(tensorboard=True, wandb="offline"))
 
 
-# ---------------------------------------------------------------- settings.json
-
-
-def test_settings_and_facts_are_written(tmp_path: Path) -> None:
-    write_settings(tmp_path, {"train": {"steps": 2}, "data": {"path": str(tmp_path)}}, model={"parameters": 3})
-    text = (tmp_path / "settings.json").read_text()
-    assert parse_strict_json(text) == {
-        "settings": {"data": {"path": str(tmp_path)}, "train": {"steps": 2}}, "model": {"parameters": 3},
-    }  # fmt: skip
-    assert re.match(r'\{\n  "model": \{\n    "parameters": 3\n', text), "indented and sorted"
-    assert [file.name for file in tmp_path.iterdir()] == ["settings.json"]
+# ---------------------------------------------------------------- the machine
 
 
 def test_the_machine_is_described() -> None:
