@@ -77,9 +77,10 @@ sbatch_default() { # <option of sbatch>
 
 # Set RUN_AGAIN for the run directory of a requeued job. Exits if that run has succeeded.
 find_earlier_run() {
-  local before
+  local before times="$REQUEUES times"
+  ((REQUEUES != 1)) || times="1 time"
   ((REQUEUES)) && before=$(readlink -e -- "$LOG_DIR/slurm-$SLURM_JOB_ID") || return 0
-  log "job $SLURM_JOB_ID was requeued $(counted "$REQUEUES" time); resuming in ${before##*/}"
+  log "job $SLURM_JOB_ID was requeued $times; resuming in ${before##*/}"
   if grep -qsF '"outcome": "ok"' "$before/verdict.json"; then
     log "the run has already succeeded; nothing to do"
     exit
