@@ -44,9 +44,7 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/launcher.bash"
 # ---------------------------------------------------------------- this machine
 
 check_this_machine() {
-  if [[ ! $PYTHON_OPTION && $JSON == 0 ]]; then
-    find_python
-  fi
+  [[ $PYTHON_OPTION || $JSON == 1 ]] || find_python
   pick_python "$PYTHON_OPTION"
   set -- health.doctor --directory "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}"
   ((!JSON)) || set -- "$@" --json

@@ -37,9 +37,7 @@ choose_settings() {
   else
     log "training on the CPU with $NPROC processes: no GPU is visible"
   fi
-  if ((FRESH)); then
-    SETTINGS+=("checkpoint.dir=checkpoints/quickstart-$(date +%Y%m%d-%H%M%S)")
-  fi
+  ((!FRESH)) || SETTINGS+=("checkpoint.dir=checkpoints/quickstart-$(date +%Y%m%d-%H%M%S)")
   SETTINGS+=("${SCRIPT_ARGS[@]}")
 }
 

@@ -95,7 +95,7 @@ class Stop:
                 os.kill(pid, signal.SIGKILL)
 
     def _awaited(self) -> str:
-        """The exit of the launcher, while it runs. The start time is compared too: the process id may be reused."""
+        """For wait(); empty if the launcher does not run. Its start time is compared too: process ids are reused."""
         runs = self._launcher.state == RUNNING and start_time(self._launcher.pid) == self._launcher.since
         return f"the launcher (process {self._launcher.pid}) to exit" if runs else ""
 

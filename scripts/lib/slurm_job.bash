@@ -39,10 +39,9 @@ refuse_misplaced_options() { # <argument...>
 # Choose the CONFIG of this array element, and replace %a by its index.
 choose_config() { # <CONFIG...>
   local number=$((${SLURM_ARRAY_TASK_ID:-0} - ${SLURM_ARRAY_TASK_MIN:-0}))
-  if (($# > 1)) && [[ ! ${SLURM_ARRAY_TASK_ID-} ]]; then
+  (($# == 1)) || [[ ${SLURM_ARRAY_TASK_ID-} ]] ||
     die_usage "$# CONFIGs require an array of $# elements: sbatch --array=0-$(($# - 1))" \
       "(arguments of your script go after --)"
-  fi
   (($# == 1 || number < $#)) ||
     die_usage "array element $SLURM_ARRAY_TASK_ID: no CONFIG;" \
       "the array starts at $SLURM_ARRAY_TASK_MIN and $# CONFIGs are given"
