@@ -156,15 +156,13 @@ class ClusterConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_defaults(cls, tree: Any) -> Any:
+    def _fill_defaults(cls, tree: dict[str, Any]) -> dict[str, Any]:
         """Fill in the defaults of each server."""
-        if not isinstance(tree, dict) or not isinstance(tree.get("servers"), list):
+        defaults, servers = tree.get("defaults", {}), tree.get("servers")
+        if not isinstance(defaults, dict) or not isinstance(servers, list):
             return tree
-        defaults = tree.get("defaults", {})
-        if not isinstance(defaults, dict):
-            return tree
-        servers = [_with_defaults(defaults, each) if isinstance(each, dict) else each for each in tree["servers"]]
-        return {**tree, "servers": servers}
+        filled = [_with_defaults(defaults, each) if isinstance(each, dict) else each for each in servers]
+        return {**tree, "servers": filled}
 
     @model_validator(mode="after")
     def _check_duplicates(self) -> ClusterConfig:

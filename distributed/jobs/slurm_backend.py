@@ -12,9 +12,9 @@ directory, Muster, and the Python interpreter. In cluster_config.json:
 
 In jobs_config.json, `_timeout` also sets --time, and `_labels` set --constraint.
 
-Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. See array_task for
-their files, and element for what the files and SLURM's queue show of an attempt. Elements are submitted with
---no-requeue: after the loss of a node, the dispatcher starts a new attempt.
+Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. See array_task for the
+files of an attempt, and element for what they and SLURM's queue show. Elements are submitted with --no-requeue: after
+the loss of a node, the dispatcher starts a new attempt.
 """
 
 from __future__ import annotations

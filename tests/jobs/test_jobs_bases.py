@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +349,12 @@ def test_a_hash_that_does_not_match_the_settings_is_refused() -> None:
     assert refusal({"_base_model_hash": "0" * 12})[0].endswith(
         f": _base_model_hash=000000000000, but its settings give {right}; remove it"
     )
+
+
+def test_a_job_whose_mode_needs_no_base_model_keeps_the_one_that_it_names() -> None:
+    (job,) = jobs_of({"mode": "single"})
+    made = plan_of([replace(job, base="f" * 64)], rules())
+    assert ([each.base for each in made.jobs], made.bases) == (["f" * 64], {})
 
 
 def test_contradictory_settings_are_refused_with_the_name_of_the_job(tmp_path: Path) -> None:
