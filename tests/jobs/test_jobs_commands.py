@@ -103,7 +103,7 @@ def test_a_wrong_call_is_refused_and_has_no_effect(
 
 @pytest.mark.parametrize(
     ("program", "name"),
-    [(commands.main, commands.PROGRAM), (two_phase.main, two_phase.PROGRAM), (two_phase.helper, two_phase.HELPER)],
+    list(zip((commands.main, two_phase.main, two_phase.helper), commands.PROGRAMS, strict=True)),
 )
 @pytest.mark.parametrize("before", ["", "status", "logs a", "cache", "cache list", "cache verify", "cache prune"])
 @pytest.mark.parametrize("option", ["--help", "-h"])
