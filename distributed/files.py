@@ -89,16 +89,8 @@ def try_lock(file: int, exclusive: bool = True, seconds: float = 0.0, required: 
 
 def is_locked(path: str | os.PathLike[str]) -> bool:
     """Whether a process holds an exclusive lock on a file; False without a file. Raises OSError if that is unknown."""
-    import fcntl
-
     try:
-        file = os.open(path, os.O_RDONLY)
+        with open(path, "rb") as file:
+            return not try_lock(file.fileno(), exclusive=False, required=True)
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False

@@ -280,20 +280,20 @@ def compact(nodes: Iterable[Node | str]) -> str:
     for pattern, group in itertools.groupby(named, key=lambda node: replace(node, name=_LAST.sub("[]", node.name))):
         alike = list(group)
         if len(alike) > 1 and "[]" in pattern.name:
-            numbers = _ranges([_LAST.findall(node.name)[0] for node in alike])
+            numbers = ranges(_LAST.findall(node.name)[0] for node in alike)
             items.append(str(pattern).replace("[]", f"[{numbers}]"))
         else:
             items += map(str, alike)
     return ",".join(items)
 
 
-def _ranges(numbers: list[str]) -> str:
+def ranges(numbers: Iterable[str]) -> str:
     """Write numbers as ranges, in their order: 8, 9, 10, 3 gives 8-10,3."""
-    ranges: list[tuple[str, str]] = []
+    found: list[tuple[str, str]] = []
     for number in numbers:
-        low, high = ranges[-1] if ranges else ("", "")
-        if ranges and number == str(int(high) + 1).zfill(len(low)):
-            ranges[-1] = (low, number)
+        low, high = found[-1] if found else ("", "")
+        if found and number == str(int(high) + 1).zfill(len(low)):
+            found[-1] = (low, number)
         else:
-            ranges.append((number, number))
-    return ",".join(low if low == high else f"{low}-{high}" for low, high in ranges)
+            found.append((number, number))
+    return ",".join(low if low == high else f"{low}-{high}" for low, high in found)

@@ -283,16 +283,12 @@ class _SumOfParameters(nn.Module):
         """Return the sum, a scalar."""
         total = torch.zeros((), device=self.trainable[0].device)
         for parameter in self.trainable:
-            total = total + self._used(parameter).sum()
+            if id(parameter) in self.sparse:  # DDP expects a sparse gradient
+                first = torch.zeros(1, dtype=torch.long, device=parameter.device)
+                total = total + nn.functional.embedding(first, parameter, sparse=True).sum()
+            else:
+                total = total + parameter.sum()
         return total
-
-    def _used(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return values of the parameter. A sparse embedding gets a sparse gradient, as DDP expects."""
-        if id(parameter) not in self.sparse:
-            return parameter
-        return nn.functional.embedding(
-            torch.zeros(1, dtype=torch.long, device=parameter.device), parameter, sparse=True
-        )
 
 
 def _shard(model: nn.Module, world: World, dtype: torch.dtype | None) -> nn.Module:

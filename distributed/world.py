@@ -8,6 +8,7 @@ PyTorch.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import sys
@@ -102,7 +103,8 @@ class World:
         """
         world = _read(env)
         if env is os.environ and world.rank == 0:
-            _print_once(world.notes)
+            for note in world.notes:
+                _print_once(note)
         return world
 
 
@@ -136,14 +138,9 @@ def _read(env: Mapping[str, str]) -> World:
     return World(notes=_alone_in_an_allocation(env))
 
 
-_printed: set[str] = set()
-
-
-def _print_once(notes: tuple[str, ...]) -> None:
-    for note in notes:
-        if note not in _printed:
-            _printed.add(note)
-            sys.stderr.write(f"warning: {note}\n")
+@functools.cache
+def _print_once(note: str) -> None:
+    sys.stderr.write(f"warning: {note}\n")
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
@@ -346,19 +343,16 @@ def _from_mpi(env: Mapping[str, str], names: Sequence[str]) -> World:
     rank, size = _int(env, names[0]), _int(env, names[1], positive=True)
     if size == 1:
         return replace(World(rank=rank), notes=_alone_in_an_allocation(env))
-    missing = [name for name in MASTER_VARIABLES if not env.get(name)]
-    if missing:
+    given = f"{names[0]}={rank} and {names[1]}={size} are set, but not"
+    if missing := [name for name in MASTER_VARIABLES if not env.get(name)]:
         raise WorldError(
-            f"{names[0]}={rank} and {names[1]}={size} are set, but not {', '.join(missing)}: export MASTER_ADDR=<host "
-            f"of rank 0> and MASTER_PORT=<a free port> before mpirun (Open MPI: also -x MASTER_ADDR -x MASTER_PORT), "
+            f"{given} {', '.join(missing)}: export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> before "
+            "mpirun (Open MPI: also -x MASTER_ADDR -x MASTER_PORT), "
             f"or unset {names[0]} {names[1]} to run this process alone"
         )
-    missing = [name for name in names[2:4] if not env.get(name)]
-    if missing:
-        raise WorldError(
-            f"{names[0]}={rank} and {names[1]}={size} are set, but not {', '.join(missing)}: "
-            f"export RANK=${names[0]}, WORLD_SIZE=${names[1]}, {LOCAL_VALUES} in each process"
-        )
+    if missing := [name for name in names[2:4] if not env.get(name)]:
+        remedy = f"export RANK=${names[0]}, WORLD_SIZE=${names[1]}, {LOCAL_VALUES} in each process"
+        raise WorldError(f"{given} {', '.join(missing)}: {remedy}")
     local_rank, local_size = _int(env, names[2]), _int(env, names[3], positive=True)
     world = World(
         rank=rank, size=size, local_rank=local_rank, local_size=size,
@@ -517,7 +511,7 @@ def _layout_of_task(env: Mapping[str, str], rank: int, size: int) -> Layout:
     if node_rank >= len(counts):
         raise WorldError(
             f"SLURM_NODEID={node_rank}, but the step has {len(counts)} node{'s' * (len(counts) != 1)} with "
-            f"{_joined(counts)} tasks: the environment mixes two job steps; start from a clean shell"
+            f"{','.join(map(str, counts))} tasks: the environment mixes two job steps; start from a clean shell"
         )
     local_size = len(env["SLURM_GTIDS"].split(",")) if env.get("SLURM_GTIDS") else counts[node_rank]
     return local_size, node_rank, len(counts)
@@ -545,8 +539,8 @@ def _tasks_of_nodes(env: Mapping[str, str], size: int) -> list[int]:
     counts = _unfold(tasks_per_node, env, *TASKS_PER_NODE_VARIABLES)
     if sum(counts) != size:
         raise WorldError(
-            f"SLURM reports {size} tasks, but {_joined(counts)} on its nodes: the environment mixes two job steps; "
-            "start from a clean shell"
+            f"SLURM reports {size} tasks, but {','.join(map(str, counts))} on its nodes: "
+            "the environment mixes two job steps; start from a clean shell"
         )
     return counts
 
@@ -642,7 +636,3 @@ def _value(env: Mapping[str, str], name: str) -> str:
         else "start from a clean shell"
     )
     raise WorldError(f"{name} is not set, though other variables of its launcher are: {remedy}")
-
-
-def _joined(counts: list[int]) -> str:
-    return ",".join(map(str, counts))

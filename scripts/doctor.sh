@@ -40,18 +40,14 @@ set -euo pipefail
 # shellcheck source=scripts/lib/launcher.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/launcher.bash"
 
-OUTPUT_OPTIONS=()  # options of the program that prints the findings
-
 
 # ---------------------------------------------------------------- this machine
 
 check_this_machine() {
-  if [[ ! $PYTHON_OPTION && $JSON == 0 ]]; then
-    find_python
-  fi
+  [[ $PYTHON_OPTION || $JSON == 1 ]] || find_python
   pick_python "$PYTHON_OPTION"
-  set -- health.doctor "${OUTPUT_OPTIONS[@]}" --directory "$PWD" --log-dir "$LOG_DIR" \
-    --master-port "${MASTER_PORT:-29500}"
+  set -- health.doctor --directory "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}"
+  ((!JSON)) || set -- "$@" --json
   if [[ $DRY_RUN == 1 ]]; then
     quote "$PYTHON" -m "distributed.$1" "${@:2}"
   else
@@ -79,11 +75,9 @@ check_nodes() {
   pick_python "$PYTHON_OPTION"
   set_node_checks 1 "${POSITIONAL[@]}"
   run_checks --forward "${CHECKS[@]}"
-  set -- "${OUTPUT_OPTIONS[@]}" "--program=$PROGRAM" "--cwd=$PWD" "--log-dir=$LOG_DIR" "--python=$PYTHON" \
+  forward_options_except --hostfile --exclude --python --master-port --log-dir
+  set -- "${FORWARDED_OPTIONS[@]}" "--program=$PROGRAM" "--cwd=$PWD" "--log-dir=$LOG_DIR" "--python=$PYTHON" \
     "--node-env=$(node_env)" "--master-port=${MASTER_PORT:-29500}"
-  ((!SYNC)) || set -- "$@" --sync
-  [[ $DRY_RUN != 1 ]] || set -- "$@" --dry-run
-  [[ $QUIET != 1 ]] || set -- "$@" --quiet
   # shellcheck disable=SC2153 # launch.bash sets it
   for NODE in "${NODES[@]}"; do
     set -- "$@" --node "$NODE" "${ADDRESS[$NODE]}"
@@ -95,7 +89,6 @@ check_nodes() {
 main() {
   parse_options "$@"
   LOG_DIR=$(realpath -m -- "$LOG_DIR")
-  ((!JSON)) || OUTPUT_OPTIONS=(--json)
   if [[ ${POSITIONAL[*]-}$HOSTFILE ]]; then
     check_nodes
     return

@@ -29,7 +29,7 @@ SETTINGS=() # arguments of the trainer
 choose_settings() {
   local gpus
   CONFIG=config/quickstart.yaml NPROC=2
-  gpus=$(kit_python host.gpus)
+  gpus=$(kit_python host.processes gpu)
   if ((gpus > 0)); then
     NPROC=$gpus
     SETTINGS+=("train.batch_size=$((16 * gpus))")
@@ -37,9 +37,7 @@ choose_settings() {
   else
     log "training on the CPU with $NPROC processes: no GPU is visible"
   fi
-  if ((FRESH)); then
-    SETTINGS+=("checkpoint.dir=checkpoints/quickstart-$(date +%Y%m%d-%H%M%S)")
-  fi
+  ((!FRESH)) || SETTINGS+=("checkpoint.dir=checkpoints/quickstart-$(date +%Y%m%d-%H%M%S)")
   SETTINGS+=("${SCRIPT_ARGS[@]}")
 }
 
@@ -66,10 +64,7 @@ choose_effective_settings() { # <KEY=VALUE...>
 
 
 train() {
-  local command=("$LAUNCH" --python "$VENV/bin/python" "$CONFIG" "$NPROC")
-  if ((${#SETTINGS[@]} > 0)); then
-    command+=(-- "${SETTINGS[@]}")
-  fi
+  local command=("$LAUNCH" --python "$VENV/bin/python" "$CONFIG" "$NPROC" ${SETTINGS:+--} "${SETTINGS[@]}")
   show "${command[@]}"
   if [[ $DRY_RUN != 1 ]]; then
     run_forwarding_signals exec_in_environment 0 "${command[@]}" || report_failure $? "${command[@]}"

@@ -36,12 +36,8 @@ main() {
     die_usage "--all cannot be combined with RUN, --watch, --stacks and --json"
   parse_one_argument RUN latest
   pick_python "$PYTHON_OPTION"
-  set -- "--program=$PROGRAM" "--log-dir=$LOG_DIR"
-  ((!WATCH)) || set -- "$@" --watch
-  ((!STACKS)) || set -- "$@" --stacks
-  ((!JSON)) || set -- "$@" --json
-  ((!ALL)) || set -- "$@" --all
-  exec_module runs.status "$@" -- "$ARGUMENT"
+  forward_options_except --python --log-dir
+  exec_module runs.status "--program=$PROGRAM" "--log-dir=$LOG_DIR" "${FORWARDED_OPTIONS[@]}" -- "$ARGUMENT"
 }
 
 main "$@"

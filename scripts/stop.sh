@@ -34,10 +34,8 @@ main() {
   parse_one_argument RUN ''
   [[ $ARGUMENT ]] || die_usage "RUN: missing; for the newest run use: $PROGRAM latest"
   pick_python "$PYTHON_OPTION"
-  set -- "--program=$PROGRAM" "--log-dir=$LOG_DIR"
-  ((!NOW)) || set -- "$@" --now
-  [[ $QUIET != 1 ]] || set -- "$@" --quiet
-  exec_module runs.stop "$@" -- "$ARGUMENT"
+  forward_options_except --python --log-dir
+  exec_module runs.stop "--program=$PROGRAM" "--log-dir=$LOG_DIR" "${FORWARDED_OPTIONS[@]}" -- "$ARGUMENT"
 }
 
 main "$@"

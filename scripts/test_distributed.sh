@@ -82,11 +82,6 @@ parse_arguments() {
 }
 
 
-uses_nodes() {
-  [[ $LAUNCHER_FILE == *auto.sh ]]
-}
-
-
 uses_allocation() {
   [[ $LAUNCHER_FILE == *run_ddp.sh ]]
 }
@@ -105,7 +100,7 @@ check_smoke() {
   check_seconds --seconds "$TABLE_SECONDS"
   check_seconds --timeout "$TIMEOUT"
   [[ $BACKEND =~ ^(auto|nccl|gloo)$ ]] || die_usage "--backend: expected auto, nccl or gloo, got '$BACKEND'"
-  uses_nodes || uses_allocation || check_backend_here
+  [[ $LAUNCHER_FILE != *launch_singlenode.sh ]] || check_backend_here
 }
 
 
@@ -126,7 +121,7 @@ check_seconds() { # <option> <value, if it was given>
 check_backend_here() {
   case $BACKEND in
     nccl)
-      [[ $DRY_RUN == 1 ]] || (($(kit_python host.gpus) > 0)) ||
+      [[ $DRY_RUN == 1 ]] || (($(kit_python host.processes gpu) > 0)) ||
         die_usage "--backend nccl: no GPU on this machine; use gloo"
       ;;
     gloo) LAUNCHER_ARGUMENTS+=(--no-preflight) ;; # with gloo, more processes than GPUs are allowed
@@ -164,21 +159,20 @@ main() {
   if uses_allocation; then
     enter_node_env "$@"
     use_port_from_environment
-    LAUNCHER_ARGUMENTS+=(${MASTER_PORT:+--master-port "$MASTER_PORT"})
   fi
   pick_rank_python
   check_python
   check_smoke
   ((!JSON)) || OUTPUT_OPTIONS=(--json)
-  LOG_DIR=$(absolute "$LOG_DIR")
+  [[ $LOG_DIR == /* ]] || LOG_DIR=$PWD/$LOG_DIR
   forward_options_except --json --backend --min-bytes --max-bytes --seconds --timeout \
     --python --log-dir --master-port --dry-run
   LAUNCHER_ARGUMENTS+=("${FORWARDED_OPTIONS[@]}" --python "$PYTHON" --log-dir "$LOG_DIR"
-    --script "$KIT/scripts/lib/smoke.py")
+    ${MASTER_PORT:+--master-port "$MASTER_PORT"} --script "$KIT/scripts/lib/smoke.py")
   if uses_allocation; then
     LAUNCHER_ARGUMENTS+=(-c - -n $((NPROC * SLURM_JOB_NUM_NODES)))
   else
-    LAUNCHER_ARGUMENTS+=(${MASTER_PORT:+--master-port "$MASTER_PORT"} - "$NPROC" "${POSITIONAL[@]:1}")
+    LAUNCHER_ARGUMENTS+=(- "$NPROC" "${POSITIONAL[@]:1}")
   fi
   LAUNCHER_ARGUMENTS+=(-- "${SMOKE_OPTIONS[@]}" --json-file smoke.json)
   if [[ $DRY_RUN == 1 ]]; then

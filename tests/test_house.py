@@ -37,7 +37,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "host": {"exit_codes"},
     "jobs": {"exit_codes", "files", "host", "launch", "metrics", "runs", "terminal", "training", "transport"},
     "launch": {"exit_codes", "files", "host", "metrics", "nodelist", "runs", "transport", "world"},
-    "runs": {"exit_codes", "files", "host", "metrics", "terminal", "transport"},
+    "runs": {"exit_codes", "files", "host", "metrics", "nodelist", "terminal", "transport"},
     "slurm": {"exit_codes", "files", "host", "launch", "nodelist"},
     "smoke": {"files", "terminal", "torch", "world"},
     "torch": {"agent", "exit_codes", "world"},

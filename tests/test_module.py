@@ -16,9 +16,9 @@ MODULE = f"'{sys.executable}' -I -S '{Path(__file__).parents[1]}/scripts/lib/mod
         ("launch.supervisor", 2),
         ("launch.supervisor 2>&-", 2),
         ("health.doctor --wrong 2>&-", 2),
-        ("host.gpus >&-", 0),
-        ("host.gpus >/dev/full", 1),
-        ("host.gpus | true", 0),
+        ("host.processes cpu >&-", 0),
+        ("host.processes cpu >/dev/full", 1),
+        ("host.processes cpu | true", 0),
         ("runs.status --program=p --log-dir=logs --json nix >&- 2>&-", 2),
     ],
 )

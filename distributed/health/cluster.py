@@ -13,16 +13,16 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from distributed import terminal
 from distributed.exit_codes import UNFIT
 from distributed.health.checks import LEVELS, Finding, fault, judge, size
 from distributed.health.differences import compare
 from distributed.health.doctor import render, render_findings
-from distributed.host.facts import Facts, FullNodeFacts, Route
-from distributed.host.replies import Reply
+from distributed.host.facts import FullNodeFacts
+from distributed.host.replies import Reply, from_json
 from distributed.launch.connectivity import REMEDY, ConnectionTest, FailedConnection, test_connections
 from distributed.nodelist import compact
 from distributed.transport.commands import (
@@ -80,24 +80,9 @@ def facts_of(reply: Reply) -> FullNodeFacts | str:
     if value is None:
         return reply.failure_message()
     try:
-        return from_json(value)
+        return from_json(FullNodeFacts, value)
     except (TypeError, KeyError) as error:
         return f"runs another version of Muster ({error}); use the same version on all nodes"
-
-
-def from_json(value: Mapping[str, Any]) -> FullNodeFacts:
-    """Raises TypeError or KeyError when parts are missing or unknown, as in the reply of another version."""
-    facts, route = from_json_as(Facts, value["facts"]), Route(**value["route"])
-    return FullNodeFacts(**{**value, "addresses": tuple(value["addresses"]), "facts": facts, "route": route})
-
-
-def from_json_as(kind: Any, value: Any) -> Any:
-    if get_origin(kind) is tuple:
-        return tuple(from_json_as(get_args(kind)[0], part) for part in value)
-    if isinstance(kind, type) and is_dataclass(kind):
-        kinds = get_type_hints(kind)
-        return kind(**{name: from_json_as(kinds[name], part) for name, part in value.items()})
-    return value
 
 
 # ---------------------------------------------------------------- judge

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from distributed.host.network import outward_address
+from distributed.host.network import address_towards
 
 LOOKUP_LIMIT = 6.0  # seconds; a resolver repeats a lost query after 5
 
@@ -31,7 +31,7 @@ class NameLookups:
 
 def look_up_names() -> NameLookups:
     """Look up the host's name and its addresses, all at the same time."""
-    host, outward = socket.gethostname(), outward_address()
+    host, outward = socket.gethostname(), address_towards("192.0.2.1")  # reserved for documentation (RFC 5737)
     addresses = dict.fromkeys(address for address in ("127.0.0.1", outward) if address)
     forward, *reverse = look_up(
         {host: lambda: forward_lookup(host)}

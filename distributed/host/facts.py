@@ -110,11 +110,7 @@ def gather(directory: Path, logs: Path, port: int, env: Mapping[str, str] = os.e
         packages=required_packages(KIT / "requirements.txt"),
         gpus=query_gpus(),
         memory=read_memory(),
-        disks=(
-            read_space("working directory", directory),
-            read_space("logs", logs),
-            read_space("/tmp", Path("/tmp")),
-        ),
+        disks=(read_space("working directory", directory), read_space("logs", logs), read_space("/tmp", Path("/tmp"))),
         shm=read_space("/dev/shm", Path("/dev/shm")),
         cores=read_cores(),
         infiniband=any(SYS.glob("class/infiniband/*")),

@@ -1,8 +1,6 @@
 """The GPUs of this machine, the processes that use them, and the GPUs visible to a process.
 
 nvidia-smi reports GPUs and processes; without it, the device files show only how many GPUs there are.
-
-Try it: python3 -m distributed.host.gpus
 """
 
 from __future__ import annotations
@@ -112,8 +110,7 @@ def query_rows(
     if output.code and not none_found(output):
         cards = max(nvidia_cards(sys_directory), len(device_files(dev)))
         outputs = {index: query("gpu", fields, index) for index in range(cards)}
-        failed = {index: one for index, one in outputs.items() if one.code != 0 and not none_found(one)}
-        lost = {index: text_of(one) for index, one in failed.items()}
+        lost = {index: text_of(one) for index, one in outputs.items() if one.code != 0 and not none_found(one)}
     rows = []
     for first, one in outputs.items():
         for index, row in enumerate(table(one.out, fields), first):
@@ -121,9 +118,8 @@ def query_rows(
                 lost[index] = f"{row['uuid'][1:-1]}; reboot the machine"
             elif one.code == 0:
                 rows.append(row)
-    error = ""
-    if not rows and (output.code != 0 or lost) and not none_found(output):
-        error = f"nvidia-smi: {text_of(output)}"
+    none_replies = not rows and (output.code != 0 or lost) and not none_found(output)
+    error = f"nvidia-smi: {text_of(output)}" if none_replies else ""
     return rows, () if error else tuple(LostGpu(*each) for each in sorted(lost.items())), error
 
 
@@ -148,7 +144,7 @@ def table(csv: str, fields: str) -> list[dict[str, str]]:
     return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
 
 
-def gpu_from(row: Mapping[str, str], processes: tuple[GpuProcess, ...], instances: tuple[MigInstance, ...] = ()) -> Gpu:
+def gpu_from(row: Mapping[str, str], processes: tuple[GpuProcess, ...], instances: tuple[MigInstance, ...]) -> Gpu:
     return Gpu(
         index=count(row["index"]),
         uuid=row["uuid"],
@@ -237,34 +233,25 @@ def visible(setting: str | None, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     if setting is not None:
         seen, devices = [], [device.strip() for device in setting.split(",")]
         for device in devices:
-            if not (gpu := find_gpu(device, gpus)):
+            if not (named := [gpu for gpu in gpus if is_named(gpu, device)]):
                 break
-            seen.append(gpu)
+            seen.append(named[0])
         if len(set(devices[: len(seen)])) < len(seen):
             return ()
     divided = [gpu for gpu in seen if gpu.mig]
     return tuple(divided[:1] or seen)
 
 
-def find_gpu(device: str, gpus: Sequence[Gpu]) -> Gpu | None:
-    """The GPU of an entry of CUDA_VISIBLE_DEVICES; None if there is none."""
+def is_named(gpu: Gpu, device: str) -> bool:
+    """Whether an entry of CUDA_VISIBLE_DEVICES names this GPU."""
     if device.startswith("MIG-"):
-        found = [gpu for gpu in gpus if gpu.mig]
-    elif device.startswith("GPU-"):
-        found = [gpu for gpu in gpus if gpu.uuid.startswith(device)]
-    else:
-        found = [gpu for gpu in gpus if str(gpu.index) == device]
-    return found[0] if found else None
+        return gpu.mig
+    return gpu.uuid.startswith(device) if device.startswith("GPU-") else str(gpu.index) == device
 
 
-def main(_: Sequence[str]) -> int:
-    """Print the number of GPUs visible to this shell."""
+def count_visible() -> int:
+    """The number of GPUs visible to this process. Prints an error of nvidia-smi to standard error."""
     gpus = query_gpus()
     if gpus.error:
         sys.stderr.write(f"{gpus.error}\n")
-    print(len(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus.devices)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return len(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus.devices))

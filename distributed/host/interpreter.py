@@ -47,12 +47,8 @@ class Package:
 
 
 def which_python(executable: str) -> Interpreter:
-    in_conda = Path(sys.prefix, "conda-meta").is_dir()
-    return Interpreter(
-        path=executable,
-        version=".".join(map(str, sys.version_info[:3])),
-        isolated=in_conda or sys.prefix != sys.base_prefix,
-    )
+    isolated = sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").is_dir()
+    return Interpreter(executable, ".".join(map(str, sys.version_info[:3])), isolated)
 
 
 TORCH_PROBE = """

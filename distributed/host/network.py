@@ -92,11 +92,6 @@ def own_addresses(proc: Path = Path("/proc/net")) -> tuple[str, ...]:
     return tuple(sorted(address for address in found if not ipaddress.ip_address(address).is_loopback))
 
 
-def outward_address() -> str:
-    """The source IPv4 address of the default route; "" if there is none."""
-    return address_towards("192.0.2.1")  # reserved for documentation (RFC 5737)
-
-
 def address_towards(host: str) -> str:
     """The source IPv4 address of this machine on the route to a host; "" for an unknown name or without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

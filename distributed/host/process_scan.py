@@ -23,15 +23,16 @@ def run_environment(run: str, node: str) -> frozenset[bytes]:
     return frozenset((b"MUSTER_RUN_DIR=" + os.fsencode(run), b"MUSTER_NODE=" + os.fsencode(node)))
 
 
+def environment_of(pid: int, proc: str = "/proc") -> list[bytes]:
+    """The NAME=VALUE entries of a process; [] if it has exited, or belongs to another user."""
+    with contextlib.suppress(OSError), open(f"{proc}/{pid}/environ", "rb", buffering=0) as file:
+        return file.readall().split(b"\0")
+    return []
+
+
 def with_environment(entries: Set[bytes], pids: Iterable[int], proc: str = "/proc") -> Iterator[int]:
     """Yield the ids of the processes that have all these NAME=VALUE entries in their environment."""
-    for pid in pids:
-        try:
-            with open(f"{proc}/{pid}/environ", "rb", buffering=0) as file:
-                if entries <= set(file.readall().split(b"\0")):
-                    yield pid
-        except OSError:  # the process has exited, or belongs to another user
-            pass
+    return (pid for pid in pids if entries <= set(environment_of(pid, proc)))
 
 
 def pids(proc: str = "/proc") -> list[int]:
@@ -95,20 +96,6 @@ def ancestors(pid: int, processes: dict[int, ProcessStat]) -> Iterator[int]:
         pid = processes[pid].parent
 
 
-def descendants(pid: int, processes: dict[int, ProcessStat]) -> set[int]:
-    """The children of a process, their children, and so on."""
-    children: dict[int, list[int]] = {}
-    for child, stat in processes.items():
-        children.setdefault(stat.parent, []).append(child)
-    found: set[int] = set()
-    pending = [pid]
-    while pending:
-        new = [child for child in children.get(pending.pop(), []) if child not in found]
-        found.update(new)
-        pending += new
-    return found
-
-
 def live_processes(
     entries: Set[bytes], sessions: Collection[int] = (), root: int = 0, exclude: Collection[int] = ()
 ) -> list[int]:
@@ -123,9 +110,8 @@ def live_processes(
 def _scan(entries: Set[bytes], sessions: Collection[int], root: int, exclude: Collection[int]) -> list[int]:
     processes = table()
     excluded = {*exclude, *ancestors(os.getpid(), processes)}
-    below_root = descendants(root, processes) if root else set()
     candidates = [pid for pid, stat in processes.items() if stat.alive and pid not in excluded]
-    known = {pid for pid in candidates if pid in below_root or processes[pid].session in sessions}
+    known = {pid for pid in candidates if root in ancestors(pid, processes) or processes[pid].session in sessions}
     return sorted(known.union(with_environment(entries, (pid for pid in candidates if pid not in known))))
 
 
@@ -136,7 +122,8 @@ def ranks(pids: Iterable[int], session: int) -> list[int]:
     inherit it. None where the kernel shows the environment of the agent for ranks that it forked.
     """
     processes = table()
-    started = {pid for pid in pids if pid in processes and _has_variable(pid, b"TORCHELASTIC_RUN_ID")}
+    mark = b"TORCHELASTIC_RUN_ID="
+    started = {pid for pid in pids if pid in processes and any(one.startswith(mark) for one in environment_of(pid))}
     parents = {pid for pid, stat in processes.items() if stat.session == session and pid not in started}
     return sorted(pid for pid in started if processes[pid].parent in parents)
 
@@ -145,12 +132,6 @@ def topmost(pids: Collection[int]) -> list[int]:
     """Those of these processes that descend from no other of them."""
     processes = table()
     return [pid for pid in pids if not any(other in pids for other in ancestors(pid, processes) if other != pid)]
-
-
-def _has_variable(pid: int, name: bytes) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
-        return any(entry.startswith(name + b"=") for entry in file.readall().split(b"\0"))
-    return False
 
 
 def handles(pid: int, number: int) -> bool:

@@ -7,11 +7,9 @@ Prints the number for this machine. 0: gpu, but no GPU is visible.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
-from distributed.host.gpus import query_gpus, visible
+from distributed.host.gpus import count_visible
 from distributed.host.resources import read_cores
 
 
@@ -21,8 +19,5 @@ def count(kind: str, gpus: int, cores: float) -> int:
 
 
 def main(arguments: Sequence[str]) -> None:
-    found = query_gpus()
-    if found.error and arguments[0] != "cpu":
-        sys.stderr.write(f"{found.error}\n")
-    gpus = visible(os.environ.get("CUDA_VISIBLE_DEVICES"), found.devices)
-    print(count(arguments[0], len(gpus), read_cores().usable))
+    kind = arguments[0]
+    print(count(kind, 0 if kind == "cpu" else count_visible(), read_cores().usable))

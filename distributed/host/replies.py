@@ -6,8 +6,10 @@ A node prints one line of JSON after a marker, because a login shell may print o
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 
 from distributed.exit_codes import UNFIT
 from distributed.host.ssh_call import LOGIN_SHELL
@@ -15,7 +17,6 @@ from distributed.host.ssh_call import UNREACHABLE as SSH_FAILED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
-    from collections.abc import Mapping, Sequence
     from typing import Any
 
 MARKER = "muster-reply "  # before the JSON
@@ -104,3 +105,23 @@ def ssh_failure(printed: str, name: str) -> str:
 def format_reply(value: Any) -> str:
     """A reply as a node prints it."""
     return MARKER + json.dumps(value) + "\n"
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """The inverse of asdict() for a dataclass: restores dataclasses and tuples of them.
+
+    Raises TypeError or KeyError when parts are missing or unknown, as in the reply of another version.
+    """
+    if getattr(kind, "__origin__", None) is tuple:
+        return tuple(from_json(kind.__args__[0], part) for part in value)
+    if isinstance(kind, type) and is_dataclass(kind):
+        kinds = _kinds_of_fields(kind)
+        return kind(**{name: from_json(kinds[name], part) for name, part in value.items()})
+    return value
+
+
+@functools.cache
+def _kinds_of_fields(kind: Any) -> dict[str, Any]:
+    from typing import get_type_hints  # rarely needed
+
+    return get_type_hints(kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,12 +43,10 @@ class Cores:
 def read_memory(proc: Path = PROC, sys_directory: Path = SYS) -> Memory:
     table = {name: int(number) * 1024 for name, number in re.findall(r"(\w+):\s+(\d+) kB", read(proc / "meminfo"))}
     total = table.get("MemTotal", 0)
-    limit = cgroup_limit("memory", ("memory.max", "memory.limit_in_bytes"), proc, sys_directory)
-    return Memory(
-        total=total,
-        available=table.get("MemAvailable", 0),
-        limit=limit if limit is not None and limit < total else None,
-    )
+    files = ("memory.max", "memory.limit_in_bytes")  # of version 2 and 1; `max` or -1: no limit
+    texts = [read(group / name) for group in cgroup_directories("memory", proc, sys_directory) for name in files]
+    limit = min((int(text) for text in texts if text.isdigit() and int(text) < total), default=None)
+    return Memory(total, table.get("MemAvailable", 0), limit)
 
 
 def cgroup_directories(controller: str, proc: Path, sys_directory: Path) -> Iterator[Path]:
@@ -63,12 +61,6 @@ def cgroup_directories(controller: str, proc: Path, sys_directory: Path) -> Iter
         root = sys_directory / "fs/cgroup" / (controller if controllers else "")
         own = root / path.lstrip("/")
         yield from (directory for directory in (own, *own.parents) if directory.is_relative_to(root))
-
-
-def cgroup_limit(controller: str, files: Sequence[str], proc: Path, sys_directory: Path) -> int | None:
-    """The smallest number in these files; None if all are missing or contain `max` or -1."""
-    texts = [read(group / name) for group in cgroup_directories(controller, proc, sys_directory) for name in files]
-    return min((int(text) for text in texts if text.isdigit()), default=None)
 
 
 def cpu_quota(proc: Path, sys_directory: Path) -> float | None:
@@ -96,8 +88,4 @@ def read_space(purpose: str, path: Path) -> Space:
 
 
 def read_cores(proc: Path = PROC, sys_directory: Path = SYS) -> Cores:
-    return Cores(
-        present=os.cpu_count() or 1,
-        affinity=len(os.sched_getaffinity(0)),
-        quota=cpu_quota(proc, sys_directory),
-    )
+    return Cores(os.cpu_count() or 1, len(os.sched_getaffinity(0)), cpu_quota(proc, sys_directory))

@@ -39,11 +39,6 @@ def signal_name(code: int | None) -> str:
         return ""
 
 
-def in_job() -> bool:
-    """Whether SLURM may signal this process."""
-    return "SLURM_JOB_ID" in os.environ
-
-
 def catch(numbers: set[int]) -> tuple[int, int]:
     """Handle these signals by writing their numbers to a pipe. Returns its ends, which do not block."""
     ends = os.pipe()
@@ -76,7 +71,7 @@ def protect() -> None:
     signal.getsignal() still returns SIG_DFL, because frameworks (Lightning) install a handler only where they find the
     default action.
     """
-    if not in_job():
+    if "SLURM_JOB_ID" not in os.environ:
         return
     import ctypes
 

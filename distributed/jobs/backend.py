@@ -48,8 +48,8 @@ class JobServer(Protocol):
 
     name: str
     pool: SlotPool
-    watches_gpus: bool
-    queues_dependents: bool  # whether it accepts an attempt whose base model is still being trained
+    watches_gpus: bool = False
+    queues_dependents: bool = False  # whether it accepts an attempt whose base model is still being trained
 
     async def connect(self, post: Callable[[Event], None]) -> str:
         """Connect; call post() for each later event. Returns a note for the log. Raises ServerUnusable."""
@@ -85,14 +85,11 @@ class JobServer(Protocol):
         return
 
     async def query_gpus(self) -> list[dict[str, Any]]:
-        """Return memory (MiB) and processes of each GPU and MIG instance; see host.Service.gpus()."""
+        """Return memory (MiB) and number of processes of each GPU and MIG instance; see host.Service.gpus()."""
         return []
 
     async def close(self) -> None:
         """Disconnect."""
-
-    def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
-        """Return the command that prints the log of an attempt until it ends. once: exit after its current content."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,6 @@ class ServerLink:
     failed_starts: int = 0  # consecutive ones
     paused_until: float = 0.0  # monotonic; no new jobs before
     gpus_known: bool = False
-    note: str = ""
 
     @property
     def usable(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,22 +81,20 @@ class Cache:
         self._training.add(digest)
         return "train"
 
-    def publish(self, digest: str, output: str, **facts: Any) -> Manifest:
+    def publish(self, digest: str, output: str, **facts: Any) -> None:
         """Publish a base model from the output directory of its job, and hold the shared lock from now on.
 
         Raises BaseModelError for a missing file, and OSError.
         """
         try:
-            manifest = self.verify(digest)
+            self.verify(digest)
         except BaseModelError:
             manifest = base_model.manifest_of(output, digest, **facts)
-            staging = base_model.stage(self.directory, output, manifest)
-            manifest = base_model.publish(self.directory, digest, staging)
+            base_model.publish(self.directory, digest, base_model.stage(self.directory, output, manifest))
         # flock() first releases the exclusive lock. A process that gets it finds a valid base model and releases it.
         while digest in self._locks and not try_lock(self._locks[digest], exclusive=False):
             time.sleep(0.01)
         self._training.discard(digest)
-        return manifest
 
     def release(self, digest: str) -> None:
         """Release the lock on a base model, if this process holds it."""
@@ -145,14 +143,13 @@ def refuse_other_name(path: str, manifest: Manifest) -> None:
         raise BaseModelError(f"{path}: holds the base model {found}; remove it")
 
 
-def prune(cwd: Path, keep: Iterable[str] | None = None) -> tuple[list[str], list[str]]:
+def prune(cwd: Path, keep: Collection[str] | None = None) -> tuple[list[str], list[str]]:
     """Remove damaged base models, incomplete copies, and base models that are not to be kept.
 
     keep: names; None: all valid ones. Returns the names of removed base models, and the names of base models in use,
     which are not removed.
     """
-    directory, kept = str(cwd / CACHE), None if keep is None else set(keep)
-    removed, used = [], []
+    directory, removed, used = str(cwd / CACHE), [], []
     for name in sorted({*base_model.names_in(directory), *base_model.names_of_staging(directory)}):
         path = os.path.join(directory, name)
         file = base_model.lock(directory, name, exclusive=True)
@@ -161,7 +158,7 @@ def prune(cwd: Path, keep: Iterable[str] | None = None) -> tuple[list[str], list
             continue
         try:
             base_model.remove_staging(directory, name)
-            if os.path.lexists(path) and ((kept is not None and name not in kept) or not valid(path)):
+            if os.path.lexists(path) and ((keep is not None and name not in keep) or not valid(path)):
                 base_model.remove(directory, name)
                 removed.append(name)
         finally:

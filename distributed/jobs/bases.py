@@ -15,22 +15,17 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from distributed.jobs.config import BaseModels, options_of, raise_faults
+from distributed.jobs.config import BaseModels, ClusterConfig, options_of, raise_faults, read_base_models
 from distributed.jobs.job import DEVICE, Job, Options, arguments, job_id
+from distributed.terminal import plural
+from distributed.training import fold
 from distributed.training.base_model import CACHE, TRAINING, hash_of
-from distributed.training.fold import (
-    DEFAULT_PARTICIPANTS,
-    default_participants,
-    fold_of,
-    participant_of,
-    participants_in,
-)
 from distributed.training.settings import JOB_DEFAULTS, Train
 
 FORM = 1  # version of the canonical form; every digest depends on it
@@ -45,7 +40,7 @@ UNORDERED = ("participants", "base_participants")  # lists whose order has no ef
 HELD_OUT = ("fold", "participant")
 # Defaults of train.py.
 TRAIN_DEFAULTS: dict[str, Any] = {
-    "participants": list(DEFAULT_PARTICIPANTS),
+    "participants": list(fold.DEFAULT_PARTICIPANTS),
     "model": "small",
     "batch_size": JOB_DEFAULTS["train"]["batch_size"],
     "lr": JOB_DEFAULTS["train"]["learning_rate"],
@@ -59,14 +54,10 @@ class Rules:
     """The class of each key of a job, and the defaults of missing keys."""
 
     script: str
+    section: BaseModels
     key_classes: Mapping[str, str]  # key -> base, experiment or ignored
-    defaults: Mapping[str, Any]  # defaults of the section base_models
     script_defaults: Mapping[str, Any]
-    modes: Sequence[str] | None
-    version: int
     options: Options  # of the jobs that train base models
-    given_options: frozenset[str]  # names of the options that the section sets
-    expected_mb: float | None
 
     @classmethod
     def of(cls, section: BaseModels, script: str) -> Rules:
@@ -81,15 +72,12 @@ class Rules:
             f"base_models: defaults: {key}: not a base key, its default has no effect; list it under base, or remove it"
             for key in section.defaults if classes.get(key) != "base"
         ])  # fmt: skip
-        script_defaults = TRAIN_DEFAULTS if default_participants(script) else {}
-        given = {key[1:]: value for key, value in section.options.items()}
-        return cls(
-            script_name(script), classes, section.defaults, script_defaults, section.modes, section.version,
-            options_of(given), frozenset(given), section.expected_mb,
-        )  # fmt: skip
+        script_defaults = TRAIN_DEFAULTS if fold.default_participants(script) else {}
+        options = options_of({key[1:]: value for key, value in section.options.items()})
+        return cls(script_name(script), section, classes, script_defaults, options)
 
     def needs_base(self, job: Job) -> bool:
-        return self.modes is None or job.settings.get("mode") in self.modes
+        return self.section.modes is None or job.settings.get("mode") in self.section.modes
 
     def unclassified(self, job: Job) -> list[str]:
         return [key for key in arguments_in(job.settings) if key not in self.key_classes]
@@ -104,17 +92,18 @@ class Rules:
         found = {key: canonical(value) for key, value in complete.items() if self.key_classes.get(key) == "base"}
         for key in found.keys() & set(UNORDERED):
             found[key] = sorted(map(str, as_list(complete[key])))
-        held_out = participant_of(complete, None)
+        held_out = fold.participant_of(complete, None)
         if not found.keys() & set(HELD_OUT):
             return found
         if held_out is not None and "participants" in found:
             return without(found, *HELD_OUT) | {"fold": found["participants"].index(held_out)}
-        exact = {"fold": fold_of(complete), "participant": held_out}
+        exact = {"fold": fold.fold_of(complete), "participant": held_out}
         return without(found, *HELD_OUT) | {key: exact[key] for key in found.keys() & set(HELD_OUT)}
 
     def digest(self, settings: Mapping[str, Any]) -> str:
         """The SHA-256 of canonical settings, including the content of the settings file that they name."""
-        form = {"form": FORM, "version": self.version, "script": self.script, "settings": same_spelling(settings)}
+        form = {"form": FORM, "version": self.section.version, "script": self.script}
+        form["settings"] = same_spelling(settings)
         if isinstance(path := settings.get("config"), str) and (content := content_at(path)):
             form["config"] = content
         text = json.dumps(form, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -124,7 +113,7 @@ class Rules:
         """The participant that a job holds out; None if unknown or none."""
         complete = self._with_defaults(job.settings)
         known = self._participants(complete)
-        return participant_of(complete if known is None else {**complete, "participants": known}, None)
+        return fold.participant_of(complete if known is None else {**complete, "participants": known}, None)
 
     def trained_on(self, settings: Mapping[str, Any]) -> list[str] | None:
         """The participants that a base model is trained on; None if unknown. settings: canonical."""
@@ -133,7 +122,7 @@ class Rules:
         known = self._participants(settings)
         if known is None:
             return None
-        held_out = participant_of({**settings, "participants": known}, None)
+        held_out = fold.participant_of({**settings, "participants": known}, None)
         return [name for name in known if name != held_out]
 
     def _participants(self, settings: Mapping[str, Any]) -> list[str] | None:
@@ -145,11 +134,17 @@ class Rules:
 
     def _with_defaults(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments that the script gets, with their defaults."""
-        given = {**self.defaults, **arguments_in(settings)}
+        given = {**self.section.defaults, **arguments_in(settings)}
         defaults = {} if given.get("config") else self.script_defaults  # those in a settings file are not known here
         if given.get("data_path"):  # the default participants are those in data_path
             defaults = without(defaults, "participants")
         return arguments_in({**defaults, **given})
+
+
+def rules_of(base_models: Path | None, cluster: ClusterConfig | None, script: str) -> Rules:
+    """The rules of the file --base-models, else of the cluster config. Raises ConfigError."""
+    section = read_base_models(base_models) if base_models else cluster.base_models if cluster else BaseModels()
+    return Rules.of(section, script)
 
 
 @cache
@@ -164,7 +159,7 @@ def content_at(path: str) -> str | None:
 @cache  # called for every job of a list
 def participants_at(directory: Path) -> list[str] | None:
     try:
-        return list(participants_in(directory))
+        return list(fold.participants_in(directory))
     except ValueError:
         return None
 
@@ -225,6 +220,11 @@ class SharedBase:
         """The first characters of the digest."""
         return hash_of(self.digest)
 
+    @property
+    def subject(self) -> str:
+        """The base model in messages."""
+        return f"base {self.name} of {plural(len(self.jobs), 'job')}, the first {self.jobs[0].name}"
+
 
 @dataclass(frozen=True)
 class BasePlan:
@@ -244,6 +244,7 @@ def plan_of(jobs: Sequence[Job], rules: Rules) -> BasePlan:
     faults: list[str] = []
     planned: list[Job] = []
     settings: dict[str, dict[str, Any]] = {}
+    using: dict[str, list[Job]] = {}
     unclassified: dict[str, list[Job]] = {}
     for job in jobs:
         if job.output.startswith((f"{CACHE}/", f"{TRAINING}/")):
@@ -266,11 +267,8 @@ def plan_of(jobs: Sequence[Job], rules: Rules) -> BasePlan:
         settings.setdefault(digest, found)
         leak = f"holds out {held_out}, and its base model {name} is trained on it" if held_out in (known or ()) else ""
         planned.append(replace(job, base=digest, leak=leak, options=replace(job.options, base_model_hash=name)))
-    raise_faults([unclassified_fault(key, using, rules) for key, using in unclassified.items()] or faults)
-    using: dict[str, list[Job]] = {}
-    for job in planned:
-        if job.base:
-            using.setdefault(job.base, []).append(job)
+        using.setdefault(digest, []).append(planned[-1])
+    raise_faults([unclassified_fault(key, affected, rules) for key, affected in unclassified.items()] or faults)
     shared = {digest: SharedBase(digest, settings[digest], tuple(jobs)) for digest, jobs in using.items()}
     return BasePlan(tuple(planned), shared)
 
@@ -292,16 +290,11 @@ def training_job(base: SharedBase, rules: Rules, retries: int | None = None) -> 
         JobError: a default of the rules cannot be an argument.
     """
     first = base.jobs[0].options
-    given = rules.options
-    options = replace(
-        given,
-        priority=given.priority if "priority" in rules.given_options else max(j.options.priority for j in base.jobs),
-        gpus=given.gpus if "gpus" in rules.given_options else first.gpus,
-        labels=given.labels if "labels" in rules.given_options else first.labels,
-        env=given.env if "env" in rules.given_options else first.env,
-        nested=given.nested if "nested" in rules.given_options else first.nested,
-        retries=given.retries if "retries" in rules.given_options or retries is None else retries,
-    )
+    defaults = {name: getattr(first, name) for name in ("gpus", "labels", "env", "nested")}
+    defaults["priority"] = max(job.options.priority for job in base.jobs)
+    if retries is not None:
+        defaults["retries"] = retries
+    options = replace(rules.options, **without(defaults, *(key[1:] for key in rules.section.options)))
     settings = {**base.settings, **BASE_ONLY}
     name = job_id({**same_spelling(settings), "digest": base.digest})
     job = Job(name, settings, options, f"{TRAINING}/{base.name}", trains=base.digest)
@@ -342,34 +335,12 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 def readable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Canonical settings with the name of the held-out participant in place of fold."""
-    names, fold = settings.get("participants"), settings.get("fold")
-    if not isinstance(names, list) or not isinstance(fold, int) or fold not in range(len(names)):
+    names, position = settings.get("participants"), settings.get("fold")
+    if not isinstance(names, list) or not isinstance(position, int) or position not in range(len(names)):
         return dict(settings)
-    return without(settings, "fold") | {"held-out": names[fold]}
+    return without(settings, "fold") | {"held-out": names[position]}
 
 
 def shown(settings: Mapping[str, Any], key: str) -> str:
     """The value of a key as JSON; "-" if it is missing."""
     return json.dumps(settings[key], ensure_ascii=False) if key in settings else "-"
-
-
-# ---------------------------------------------------------------- savings
-
-
-def avoided(plan: BasePlan) -> int:
-    """The number of base trainings that sharing saves."""
-    return sum(len(base.jobs) - 1 for base in plan.bases.values())
-
-
-def gpu_hours_saved(plan: BasePlan, rules: Rules) -> float | None:
-    """None if `options` of base_models have no _expected_seconds."""
-    seconds = rules.options.expected_seconds
-    if seconds is None:
-        return None
-    gpus = sum((len(base.jobs) - 1) * max(1, training_job(base, rules).options.gpus) for base in plan.bases.values())
-    return gpus * seconds / 3600
-
-
-def copies(found: Iterable[SharedBase], servers: int) -> int:
-    """The maximum number of copies to servers that share no files; each server gets a base model at most once."""
-    return sum(min(len(base.jobs), servers) for base in found)

@@ -77,52 +77,23 @@ from distributed.host import signals, sync_list
 from distributed.jobs import bases, console, host, journal, panes, servers
 from distributed.jobs.backend import JobServer, ServerLink, ServerUnusable, Unreachable
 from distributed.jobs.base_cache import Cache
-from distributed.jobs.config import (
-    BaseModels,
-    ClusterConfig,
-    ConfigError,
-    collisions,
-    raise_faults,
-    read_base_models,
-    read_cluster,
-    read_jobs,
-    server_name,
-)
+from distributed.jobs.config import ClusterConfig, ConfigError, collisions, raise_faults, read_cluster, read_jobs
 from distributed.jobs.dispatcher import Dispatcher, Policy
 from distributed.jobs.job import Job
-from distributed.jobs.journal import Journal, JournalError
+from distributed.jobs.journal import Journal, JournalError, request_id
 from distributed.jobs.placement import SlotPool, mean_seconds, plan, sort_key
 from distributed.jobs.results import Results, phase_files
-from distributed.jobs.state import (
-    FINAL,
-    Attempt,
-    JobState,
-    ListState,
-    find_job_id,
-    job_records,
-    request_id,
-    select_jobs,
-    unhandled_requests,
-)
+from distributed.jobs.state import FINAL, Attempt, JobState, ListState, job_records
 from distributed.launch import forwarding, supervisor
 from distributed.launch.notify import Notifier
 from distributed.runs.charts import duration
+from distributed.terminal import plural
 from distributed.training.base_model import BaseModelError, hash_of
 from distributed.training.fold import default_participants
 
 PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"
 PROGRAMS = (PROGRAM, TWO_PHASE, "distributed_train_helper.py")
-SUBCOMMANDS = {  # with the description in the help of each
-    "status": "Show the state of every job, and where it runs.",
-    "logs": "Print the output of an attempt of a job.",
-    "why": "Explain the state of a job, and show its attempts.",
-    "cancel": "Stop jobs, and verify that none of their processes remain.",
-    "retry": "Run failed or cancelled jobs again.",
-    "add": "Add the jobs of a file to the list, also while the list runs.",
-    "resume": "Continue the list with the options of the last call that ran it.",
-    "close": "Remove the tmux sessions of the list from its servers.",
-}
 BACKENDS = ("ssh", "local", "slurm")
 SHOWN = 10  # failed jobs listed at the end, and leaks in one message
 WRITE_INTERVAL = 0.5  # seconds between checks whether to write the results, and between updates of the table
@@ -153,7 +124,6 @@ class CommandParser(argparse.ArgumentParser):
     """Raises CallError, where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
-        """See argparse."""
         raise CallError(message)
 
 
@@ -162,7 +132,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def run_parser(two_phase: bool = False) -> CommandParser:
     """The options for running a list. two_phase: also those of run_two_phase_training.py."""
-    parser = CommandParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
+    parser = CommandParser(add_help=False, allow_abbrev=False)
     parser.set_defaults(two_phase=two_phase, **BASE_OPTIONS)
     if two_phase:
         parser.add_argument("--base-models", type=Path)
@@ -191,7 +161,7 @@ def subcommand_parser(name: str) -> CommandParser | None:
     """The options of one of SUBCOMMANDS; None for another name."""
     if name not in SUBCOMMANDS:
         return None
-    parser = CommandParser(prog=f"{program_name()} {name}", description=SUBCOMMANDS[name], allow_abbrev=False)
+    parser = CommandParser(prog=f"{program_name()} {name}", description=SUBCOMMANDS[name].__doc__, allow_abbrev=False)
     parser.add_argument("--log-file", type=results_file, default=Path("results.json"), metavar="FILE",
         help="results of the list (default: results.json)")  # fmt: skip
     job = "an id, a name, or any unambiguous prefix of an id or part of a name"
@@ -282,11 +252,7 @@ def execute_subcommand(arguments: list[str]) -> int | None:
             raise CallError(f"{options.log_file}: no job list ({path} is missing); give its results with --log-file")
         if not journal.has_list(path):
             raise CallError(f"{path}: contains no job list; rerun the command that starts the list")
-        subcommands = {
-            "status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "add": add, "resume": resume,
-            "close": close,
-        }  # fmt: skip
-        return subcommands[arguments[0]](options, path)
+        return SUBCOMMANDS[arguments[0]](options, path)
     if arguments and not arguments[0].startswith("-"):
         known = [*SUBCOMMANDS, *(["cache"] if program_name() == TWO_PHASE else [])]
         raise CallError(f"{arguments[0]}: unknown command; known commands: {', '.join(known)}")
@@ -332,11 +298,9 @@ def read_config(options: argparse.Namespace) -> ListConfig:
     script = options.script or (cluster.script_path if cluster else "train.py")
     if options.backend == "local" and not Path(script).is_file():
         raise ConfigError(f"script {script}: no such file in {Path.cwd()}; give its path with --script")
-    path = journal_of(options.log_file)
-    state = state_of(path) if path.exists() else ListState()
     jobs = read_jobs(options.jobs_config, default_participants(script), options.retries)
     config = ListConfig(options, cluster, script, jobs, Cache(Path.cwd()))
-    return with_bases(config, [*jobs, *added_before(config, state)])
+    return with_bases(config, [*jobs, *added_before(config, state_of(journal_of(options.log_file)))])
 
 
 def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
@@ -347,7 +311,7 @@ def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
     options, cache = config.options, config.cache
     warnings: list[str] = []
     if options.two_phase:
-        rules = base_rules(options, config.cluster, config.script)
+        rules = bases.rules_of(options.base_models, config.cluster, config.script)
         plan = bases.plan_of(jobs, rules)
         warnings = leak_warnings(plan, rules)
         if warnings and options.refuse_leaks:
@@ -364,7 +328,8 @@ def added_before(config: ListConfig, state: ListState) -> list[Job]:
     """
     own = {job.id for job in config.jobs}
     added = {job: each for job, each in state.jobs.items() if each.job.file and job not in own}
-    rules = base_rules(config.options, config.cluster, config.script) if config.options.two_phase else None
+    options = config.options
+    rules = bases.rules_of(options.base_models, config.cluster, config.script) if options.two_phase else None
     listed = [*config.jobs, *(each.job for each in added.values())]
     env: dict[str, Mapping[str, str]] = {}
     errors: dict[str, str] = {}
@@ -376,7 +341,7 @@ def added_before(config: ListConfig, state: ListState) -> list[Job]:
             errors[file] = f" ({str(error).splitlines()[0]})"
     found, faults = [], []
     for each in added.values():
-        job, remedy = each.job, f"restore it, or run {command_line(f'cancel {each.job.id}', config.options.log_file)}"
+        job, remedy = each.job, f"restore it, or run {command_line(f'cancel {each.job.id}', options.log_file)}"
         if job.options.env and job.id not in env:
             if each.state not in FINAL:
                 faults.append(f"{job.name}: {job.file} no longer has its _env{errors.get(job.file, '')}; {remedy}")
@@ -388,8 +353,8 @@ def added_before(config: ListConfig, state: ListState) -> list[Job]:
                 faults.append(f"{job.name}: waits for job {needed}, which is no longer in the list; {remedy}")
         planned = rules is not None and rules.needs_base(job)  # with_bases() then finds the base model anew
         name = None if planned else job.options.base_model_hash
-        options = replace(job.options, env=env.get(job.id, job.options.env), base_model_hash=name)
-        found.append(replace(job, options=options, base="", leak=""))
+        own_options = replace(job.options, env=env.get(job.id, job.options.env), base_model_hash=name)
+        found.append(replace(job, options=own_options, base="", leak=""))
     raise_faults([*faults, *collisions({job.id: job for job in [*config.jobs, *found]})])
     return found
 
@@ -412,20 +377,12 @@ def jobs_to_add(config: ListConfig, made: Sequence[JobServer], jobs: Sequence[Jo
     return found
 
 
-def base_rules(options: argparse.Namespace, cluster: ClusterConfig | None, script: str) -> bases.Rules:
-    """The rules of --base-models, else of the cluster config. Raises ConfigError."""
-    if options.base_models:
-        return bases.Rules.of(read_base_models(options.base_models), script)
-    return bases.Rules.of(cluster.base_models if cluster else BaseModels(), script)
-
-
 def leak_warnings(plan: bases.BasePlan, rules: bases.Rules) -> list[str]:
     """Lines about jobs whose base model is, or may be, trained on the participant that they hold out."""
     unknown = [
-        f"base {base.name} of {console.plural(len(base.jobs), 'job')}, the first {base.jobs[0].name}: its "
-        "participants are unknown on this machine, cannot check for leaks; set participants"
+        f"{base.subject}: its participants are unknown on this machine, cannot check for leaks; set participants"
         for base in bases.not_checked(plan, rules)
-    ]  # fmt: skip
+    ]
     found = [*bases.leaks(plan), *unknown]
     more = [f"and {len(found) - SHOWN} more"] if found[SHOWN:] else []
     return [*found[:SHOWN], *more, bases.LEAK_REMEDY] if found else []
@@ -443,10 +400,7 @@ def with_base_models(options: argparse.Namespace, rules: bases.Rules, plan: base
         try:
             cache.verify(base.digest)
         except BaseModelError as error:
-            faults.append(
-                f"base {base.name} of {console.plural(len(base.jobs), 'job')}, the first {base.jobs[0].name}: {error}; "
-                "remove --skip-phase1"
-            )
+            faults.append(f"{base.subject}: {error}; remove --skip-phase1")
     if faults:  # not by raise_faults(): all are shown, as each must be trained
         raise ConfigError("\n".join(faults))
     return list(plan.jobs)
@@ -486,7 +440,7 @@ def make_servers(config: ListConfig, list_id: str) -> list[JobServer]:
     for server in config.cluster.servers:
         if server.ssh_key and not Path(server.ssh_key).expanduser().is_file():
             raise ConfigError(f"{options.cluster_config}: {server.host}: ssh_key={server.ssh_key}: no such file")
-    return [servers.SshServer(server_name(server), server, context) for server in config.cluster.servers]
+    return [servers.SshServer(server.name, server, context) for server in config.cluster.servers]
 
 
 def refuse_unplaceable_jobs(jobs: Sequence[Job], made: Sequence[JobServer]) -> None:
@@ -537,15 +491,6 @@ def run(options: argparse.Namespace) -> int:
         return dispatch(book, state, config, make_servers(config, state.id))
 
 
-def policy_of(options: argparse.Namespace, drain: bool) -> Policy:
-    # Jobs of a lost SLURM cluster cannot run elsewhere.
-    lost_after = float("inf") if options.backend == "slurm" else float(options.lost_after)
-    return Policy(
-        options.max_failures, options.fail_fast, lost_after, options.gpu_free_mib, drain,
-        options.evict_after_copy,
-    )  # fmt: skip
-
-
 def refuse_existing_results(options: argparse.Namespace) -> None:
     """Raises CallError if a file would be overwritten that does not belong to a list."""
     book = journal_of(options.log_file)
@@ -564,11 +509,12 @@ def refuse_foreign_outputs(config: ListConfig) -> None:
     Files without an owner are accepted for a job that this list has started, as a user may have removed the owner file,
     and for a base training that is not needed.
     """
-    faults, path = [], journal_of(config.options.log_file)
+    faults = []
     found = (job for job in config.jobs if host.holds_foreign_files(job.output))
     foreign = {job.id for job in found if not (job.trains and in_cache(config.cache, job.trains))}
-    if foreign and path.exists():
-        foreign -= {job.job.id for job in state_of(path).jobs.values() if job.attempts}
+    if foreign:
+        known = state_of(journal_of(config.options.log_file)).jobs.values()
+        foreign -= {each.job.id for each in known if each.attempts}
     for job in config.jobs:
         try:
             host.refuse_obstacle(job.output)
@@ -592,8 +538,7 @@ def refuse_other_list(state: ListState, config: ListConfig) -> None:
     if bases.script_name(state.list_record["script"]) != bases.script_name(config.script):
         raise ConfigError(f"{log_file}: was started with the script {state.list_record['script']}; {remedy}")
     if not set(state.jobs) & {job.id for job in config.jobs if not job.file}:
-        count = console.plural(len(state.jobs), "job")
-        raise ConfigError(f"{log_file}: contains {count}, none of them in this list; {remedy}")
+        raise ConfigError(f"{log_file}: contains {plural(len(state.jobs), 'job')}, none of them in this list; {remedy}")
     raise_faults([fault for job in config.jobs if (fault := base_conflict(state.jobs.get(job.id), job))])
 
 
@@ -609,10 +554,15 @@ def dispatch(
     book: Journal, state: ListState, config: ListConfig, made: Sequence[JobServer], drain: bool = False
 ) -> int:  # fmt: skip
     """Run a dispatcher until it returns. Returns the exit code. made: its servers. drain: see Policy."""
-    policy, log_file = policy_of(config.options, drain), config.options.log_file
+    options, log_file = config.options, config.options.log_file
+    # Jobs of a lost SLURM cluster cannot run elsewhere.
+    lost_after = float("inf") if options.backend == "slurm" else float(options.lost_after)
+    policy = Policy(
+        options.max_failures, options.fail_fast, lost_after, options.gpu_free_mib, drain, options.evict_after_copy
+    )
     links = {server.name: ServerLink(server) for server in made}
     screen, results = console.ListConsole(state, links), Results(log_file, state, links)
-    command = "" if drain else config.options.notify or os.environ.get("MUSTER_NOTIFY", "")
+    command = "" if drain else options.notify or os.environ.get("MUSTER_NOTIFY", "")
     files = {"list": str(absolute(log_file)), "report": str(absolute(log_file.with_suffix(".html")))}
     notifier = Notifier(command, screen.log, str(log_file), **files)
     dispatcher = Dispatcher(
@@ -623,8 +573,7 @@ def dispatch(
         screen.log(f"forwarded to the jobs: {' '.join(names)}; {forwarding.SETTING} changes the list")
     with screen:
         done = f", {state.counts['done']} of them done" if state.counts["done"] else ""
-        total = console.plural(len(state.jobs), "job")
-        screen.log(f"{total}{done}; results: {log_file}, {log_file.with_suffix('.html')}")
+        screen.log(f"{plural(len(state.jobs), 'job')}{done}; results: {log_file}, {log_file.with_suffix('.html')}")
         received = asyncio.run(run_until_stopped(dispatcher, results, screen))
     outcome, code = outcome_of(state, received, policy)
     results.write(outcome, dispatcher.interrupted, last=True)
@@ -687,7 +636,7 @@ def print_summary(state: ListState, outcome: str, results: Results, log_file: Pa
     parts = [f"{counts['done']} of {len(state.jobs)} done"]
     parts += [f"{counts[name]} {name}" for name in ("failed", "cancelled", "waiting") if counts[name]]
     running = f"; {counts['running']} still running" if counts["running"] else ""
-    running += f"; results not copied yet: {console.plural(counts['ending'], 'job')}" if counts["ending"] else ""
+    running += f"; results not copied yet: {plural(counts['ending'], 'job')}" if counts["ending"] else ""
     put(f"{outcome}: {', '.join(parts)}{running}")
     failed = [each for each in state.jobs.values() if each.state == "failed"]
     failed.sort(key=lambda each: not each.attempts)  # the causes first, then the jobs that waited for them
@@ -700,7 +649,7 @@ def print_summary(state: ListState, outcome: str, results: Results, log_file: Pa
         put(f"run them again:  {command_line('retry failed', log_file)}")
     if silent := [each for each in state.jobs.values() if each.reason.startswith(host.NOTHING_WRITTEN)]:
         example = max(silent, key=lambda each: len(each.reason))  # one with new files, if there are any
-        put(f"done without results: {console.plural(len(silent), 'job')}; {example.job.name} {example.reason}")
+        put(f"done without results: {plural(len(silent), 'job')}; {example.job.name} {example.reason}")
     for server in sorted({attempt.server for attempt in state.lost_attempts()}):
         stop = command_line("cancel all", log_file)
         put(f"{server}: lost; its jobs may still be running; when it is reachable again: {stop}")
@@ -720,8 +669,7 @@ def show_plan(config: ListConfig) -> int:
     pools: dict[str, SlotPool] = {server.pool.name: server.pool for server in make_servers(config, "plan")}
     for pool in pools.values():
         pool.open = True
-    path = journal_of(config.options.log_file)
-    state = state_of(path) if path.exists() else ListState()
+    state = state_of(journal_of(config.options.log_file))
     refuse_other_list(state, config)
     left = [job for job in config.jobs if job.id not in state.jobs or state.jobs[job.id].state not in FINAL]
     jobs = {job.id: job for job in left if not (job.trains and in_cache(config.cache, job.trains))}
@@ -732,15 +680,11 @@ def show_plan(config: ListConfig) -> int:
         where = ",".join(str(slot.index if slot.gpu is None else slot.gpu) for slot in slots)
         table.append((f"{server}:{where}", job_id, jobs[job_id].output))
     show(table)
-    slots_in_all = sum(len(pool.slots) for pool in pools.values())
-    print(
-        f"{console.plural(len(jobs), 'job')} on {console.plural(slots_in_all, 'slot')} of "
-        f"{console.plural(len(pools), 'server')}; no two jobs write the same directory"
-    )
+    capacity = f"{plural(sum(len(pool.slots) for pool in pools.values()), 'slot')} of {plural(len(pools), 'server')}"
+    print(f"{plural(len(jobs), 'job')} on {capacity}; no two jobs write the same directory")
     if ended := len(config.jobs) - len(jobs):
-        print(f"not planned: {console.plural(ended, 'job')}, already done, failed or cancelled")
-    existing = [job.output for job in jobs.values() if host.owner_of(job.output)]
-    if existing:
+        print(f"not planned: {plural(ended, 'job')}, already done, failed or cancelled")
+    if existing := [job.output for job in jobs.values() if host.owner_of(job.output)]:
         shown = f"{', '.join(existing[:5])}{' ...' if len(existing) > 5 else ''}"
         print(f"existing output directories, continued by their jobs: {shown}")
     print("nothing was started")
@@ -768,15 +712,16 @@ def show(rows: Sequence[Sequence[str]], below: Sequence[str] = ()) -> None:
 
 
 def state_of(path: Path) -> ListState:
-    return ListState.of(journal.read(path)[0])
+    """The state of the list with this journal; without a journal, that of an empty list."""
+    return ListState.of(journal.read(path)[0] if path.exists() else [])
 
 
 def status(options: argparse.Namespace, path: Path) -> int:
-    """Print a row for each job, followed by the reason for its state."""
+    """Show the state of every job, and where it runs."""
     records, is_running = journal.read(path)[0], journal.dispatcher_is_running(path)
     state = ListState.of(records)
     read_metrics(state, options.log_file)
-    requested = {job: record["event"] for record in unhandled_requests(state, records) for job in record["jobs"]}
+    requested = {job: record["event"] for record in state.unhandled_requests(records) for job in record["jobs"]}
     table: list[Sequence[str]] = [("id", "job", "state", "where", "time", "step", "loss", "held-out")]
     for job in state.jobs.values():
         last = job.last
@@ -830,9 +775,9 @@ def shown_state(job: JobState, requested: Mapping[str, str]) -> str:
 
 
 def why(options: argparse.Namespace, path: Path) -> int:
-    """Print the state, the attempts and the reason of one job."""
+    """Explain the state of a job, and show its attempts."""
     state = state_of(path)
-    job = state.jobs[find_job_id(state, options.job)]
+    job = state.find_job(options.job)
     repeated = any(job.reason.endswith(attempt.failure_text) for attempt in job.attempts if attempt.failure)
     reason = "" if repeated else state.reason_of(job)
     print(f"{job.job.id}  {job.job.name}: {job.state}" + (f": {reason}" if reason else ""))
@@ -873,7 +818,7 @@ def explanation(state: ListState, job: JobState, log_file: Path) -> list[str]:
     usual = mean_seconds(each.job for each in state.jobs.values())
     mine = sort_key(job.job, usual, job.number)
     before = sum(sort_key(each.job, usual, each.number) < mine for each in waiting)
-    lines = [f"waits for a free slot, after {console.plural(before, 'job')} of the list"]
+    lines = [f"waits for a free slot, after {plural(before, 'job')} of the list"]
     needs = [f"{job.job.options.gpus or 'all'} GPUs of one server"] if job.job.options.gpus != 1 else []
     needs += [f"a server with the labels {', '.join(job.job.options.labels)}"] if job.job.options.labels else []
     lines += [f"needs {' and '.join(needs)}"] if needs else []
@@ -881,10 +826,10 @@ def explanation(state: ListState, job: JobState, log_file: Path) -> list[str]:
 
 
 def logs(options: argparse.Namespace, path: Path) -> int:
-    """Print the output of an attempt."""
+    """Print the output of an attempt of a job."""
     path = path.absolute()
     state = state_of(path)
-    job = state.jobs[find_job_id(state, options.job)]
+    job = state.find_job(options.job)
     attempt = job.last if options.attempt is None else state.attempt(f"{job.job.id}.{options.attempt}")
     if attempt is None:
         if not job.attempts:
@@ -897,8 +842,12 @@ def logs(options: argparse.Namespace, path: Path) -> int:
         server = next((each for each in make_servers(config, state.id) if each.name == attempt.server), None)
         if server is None:
             raise ValueError(f"{attempt.server}: not in the cluster config; cannot read the log of the attempt")
+        if isinstance(server, servers.SshServer):
+            command = server.follow_command(attempt, once=not options.follow)
+        else:
+            command = panes.host_command("follow", str(log), str(log.with_suffix(".exit")) if options.follow else "/")
         try:
-            code = subprocess.call(server.follow_command(attempt, once=not options.follow))
+            code = subprocess.call(command)
             return 0 if code in (0, -signal.SIGINT) else 1
         finally:
             if not journal.dispatcher_is_running(path):  # a dispatcher uses the same sockets
@@ -914,7 +863,8 @@ def stored_config(state: ListState, path: Path) -> ListConfig:
     """
     here, log_file = Path.cwd(), absolute(path.with_suffix(".json"))
     os.chdir(state.list_record["cwd"])
-    log_file = relative(log_file) if Path.cwd() == here else log_file
+    if Path.cwd() == here and log_file.is_relative_to(here):
+        log_file = log_file.relative_to(here)
     stored: dict[str, Any] = {"two_phase": False, "notify": "", **BASE_OPTIONS, **state.list_record["call"]}
     for name in ("cluster_config", "jobs_config", "base_models"):
         stored[name] = Path(stored[name]) if stored.get(name) else None
@@ -925,12 +875,12 @@ def stored_config(state: ListState, path: Path) -> ListConfig:
 
 
 def cancel(options: argparse.Namespace, path: Path) -> int:
-    """Request the dispatcher to cancel jobs. If no dispatcher runs, run one that only cancels them."""
+    """Stop jobs, and verify that none of their processes remain."""
     records = journal.read(path)[0]
     state = ListState.of(records)
-    jobs = select_jobs(state, "cancel", options.jobs)
+    jobs = state.select_jobs("cancel", options.jobs)
     if "all" in options.jobs:
-        pending = unhandled_requests(state, records)
+        pending = state.unhandled_requests(records)
         retried = (job for each in pending if each["event"] == "retry" for job in each["jobs"])
         jobs = list(dict.fromkeys([*jobs, *retried]))
     if not jobs and not state.lost_attempts():
@@ -958,7 +908,7 @@ def wait_until_final(path: Path, jobs: Sequence[str]) -> int:
     while True:
         records = journal.read(path)[0]
         state = ListState.of(records)
-        requested = {job for each in unhandled_requests(state, records) for job in each["jobs"]}
+        requested = {job for each in state.unhandled_requests(records) for job in each["jobs"]}
         for job in map(state.jobs.__getitem__, jobs):
             if job.state not in FINAL or job.job.id in printed | requested:
                 continue
@@ -978,27 +928,22 @@ def absolute(path: Path) -> Path:
     return path.parent.resolve() / path.name
 
 
-def relative(path: Path) -> Path:
-    """The path relative to the working directory, if it is below it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
 def retry(options: argparse.Namespace, path: Path) -> int:
-    """Request the dispatcher to run jobs again."""
+    """Run failed or cancelled jobs again."""
     state = state_of(path)
-    selected = select_jobs(state, "retry", options.jobs)
+    selected = state.select_jobs("retry", options.jobs)
     jobs = [job for job in selected if state.jobs[job].state in ("failed", "cancelled")]
     if not jobs:
         print("nothing to retry: no such job failed or was cancelled")
         return 0
     journal.request(path, "retry", jobs)
     start = "" if journal.dispatcher_is_running(path) else f"; to start: {command_line('resume', options.log_file)}"
-    print(f"requeued {console.plural(len(jobs), 'job')}{start}")
+    print(f"requeued {plural(len(jobs), 'job')}{start}")
     return 0
 
 
 def add(options: argparse.Namespace, path: Path) -> int:
-    """Add the jobs of a file. A running dispatcher reads the file; otherwise this process adds them to the journal."""
+    """Add the jobs of a file to the list, also while the list runs."""
     file, path = absolute(options.file), absolute(path)
     if file.exists() and not file.is_file():
         raise CallError(f"{file}: not a regular file, which the dispatcher could read again; write the jobs to a file")
@@ -1020,9 +965,9 @@ def add(options: argparse.Namespace, path: Path) -> int:
     if refusal := found[0].get("refused"):
         raise ConfigError(refusal)
     trained = sum("trains" in each for each in found[0]["jobs"])
-    models = f" and {console.plural(trained, 'base model')} to train" if trained else ""
+    models = f" and {plural(trained, 'base model')} to train" if trained else ""
     start = "" if journal.dispatcher_is_running(path) else f"; to start: {command_line('resume', options.log_file)}"
-    print(f"added {console.plural(len(found[0]['jobs']) - trained, 'new job')}{models}{start}")
+    print(f"added {plural(len(found[0]['jobs']) - trained, 'new job')}{models}{start}")
     return 0
 
 
@@ -1038,7 +983,7 @@ def resume(options: argparse.Namespace, path: Path) -> int:
 
 
 def close(options: argparse.Namespace, path: Path) -> int:
-    """Remove the tmux sessions of a list that no dispatcher runs. Returns the exit code."""
+    """Remove the tmux sessions of the list from its servers."""
     with Journal.open(path) as book:
         config = stored_config(state := ListState.of(book.records), path)
         config.options.no_tmux, config.options.sync = True, False
@@ -1062,3 +1007,6 @@ async def close_sessions(made: Sequence[servers.HostServer]) -> list[int]:
         return 0
 
     return await asyncio.gather(*map(close_session, made))
+
+
+SUBCOMMANDS = {command.__name__: command for command in (status, logs, why, cancel, retry, add, resume, close)}

@@ -13,6 +13,7 @@ import difflib
 import graphlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -22,18 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from distributed.jobs.host import AFTER
-from distributed.jobs.job import (
-    ALL_GPUS,
-    LONGEST,
-    Job,
-    JobError,
-    JsonFloat,
-    Options,
-    argument_groups,
-    job_of,
-    matching,
-    os_bytes,
-)
+from distributed.jobs.job import ALL_GPUS, Job, JobError, JsonFloat, Options, argument_groups, job_of, matching, too_big
 from distributed.jobs.placement import GpuId
 from distributed.training.base_model import HASH
 
@@ -85,12 +75,9 @@ class ServerOptions(StrictModel):
     @field_validator("gpu_ids", mode="before")
     @classmethod
     def _check_gpu_ids(cls, ids: Any) -> Any:
-        known = ids is None or (isinstance(ids, list) and all(map(_is_gpu_id, ids)) and len(set(ids)) == len(ids))
-        if not known:
-            raise ValueError(
-                "expected distinct non-negative integers, or UUIDs of MIG instances (MIG-..., nvidia-smi -L)"
-            )
-        return ids
+        if ids is None or (isinstance(ids, list) and all(map(_is_gpu_id, ids)) and len(set(ids)) == len(ids)):
+            return ids
+        raise ValueError("expected distinct non-negative integers, or UUIDs of MIG instances (MIG-..., nvidia-smi -L)")
 
 
 class Server(ServerOptions):
@@ -110,6 +97,12 @@ class Server(ServerOptions):
         if self.gpu_ids is not None and "gpus" in self.model_fields_set and len(self.gpu_ids) != self.gpus:
             raise ValueError(f"gpus={self.gpus}, but gpu_ids has {len(self.gpu_ids)}; remove one of the two")
         return self
+
+    @property
+    def name(self) -> str:
+        """The name in messages and file names: its host, and its port if given."""
+        host = self.host.replace(":", "-").strip("[]")
+        return f"{host}-{self.port}" if self.port else host
 
     @property
     def devices(self) -> list[GpuId]:
@@ -134,12 +127,9 @@ class BaseModels(StrictModel):
 
     @model_validator(mode="after")
     def _check_classes(self) -> BaseModels:
-        listed = [*self.base, *self.experiment, *self.ignored]
-        for key in listed:
-            if listed.count(key) > 1:
-                raise ValueError(
-                    f"{key} is listed {listed.count(key)} times; list it in one of base, experiment, ignored"
-                )
+        for key, count in Counter([*self.base, *self.experiment, *self.ignored]).items():
+            if count > 1:
+                raise ValueError(f"{key} is listed {count} times; list it in one of base, experiment, ignored")
         return self
 
     @field_validator("options")
@@ -166,22 +156,19 @@ class ClusterConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_defaults(cls, tree: Any) -> Any:
+    def _fill_defaults(cls, tree: dict[str, Any]) -> dict[str, Any]:
         """Fill in the defaults of each server."""
-        if not isinstance(tree, dict) or not isinstance(tree.get("servers"), list):
+        defaults, servers = tree.get("defaults", {}), tree.get("servers")
+        if not isinstance(defaults, dict) or not isinstance(servers, list):
             return tree
-        defaults = tree.get("defaults", {})
-        if not isinstance(defaults, dict):
-            return tree
-        servers = [_with_defaults(defaults, each) if isinstance(each, dict) else each for each in tree["servers"]]
-        return {**tree, "servers": servers}
+        filled = [_with_defaults(defaults, each) if isinstance(each, dict) else each for each in servers]
+        return {**tree, "servers": filled}
 
     @model_validator(mode="after")
     def _check_duplicates(self) -> ClusterConfig:
-        names = [server_name(server) for server in self.servers]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"server {name} is listed {names.count(name)} times; list it once, with all its gpus")
+        for name, count in Counter(server.name for server in self.servers).items():
+            if count > 1:
+                raise ValueError(f"server {name} is listed {count} times; list it once, with all its gpus")
         return self
 
 
@@ -192,12 +179,6 @@ def _with_defaults(defaults: dict[str, Any], server: dict[str, Any]) -> dict[str
     if "gpus" in server:
         used.pop("gpu_ids", None)
     return used | server
-
-
-def server_name(server: Server) -> str:
-    """The name of a server in messages and file names: its host, and its port if given."""
-    host = server.host.replace(":", "-").strip("[]")
-    return f"{host}-{server.port}" if server.port else host
 
 
 class OptionKeys(StrictModel):
@@ -334,7 +315,7 @@ def with_predecessors(jobs: Mapping[int, Job], listed: Sequence[Job]) -> tuple[d
     by_id, workdir = {job.id: job for job in listed}, Path.cwd()
     for number, job in found.items():
         outputs = "\n".join(f"{workdir}/{by_id[each].output}" for each in job.options.after)
-        if len(os_bytes(outputs)) + len(f"{AFTER}=") > LONGEST:
+        if too_big(f"{AFTER}={outputs}"):
             count = len(job.options.after)
             faults.append(f"job {number}: _after: {AFTER} would be too long for Linux with {count} jobs; name fewer")
     try:
@@ -485,14 +466,8 @@ def _explain(error: ValidationError, source: str, prefix: str = "", within: str 
 
 
 def _suggestion(location: Sequence[str], prefix: str) -> str:
-    if prefix:
-        model: type[BaseModel] = OptionKeys
-    elif len(location) == 1:
-        model = ClusterConfig
-    elif location[0] == "base_models":
-        model = BaseModels
-    else:
-        model = ServerOptions if location[0] == "defaults" else Server
+    sections: dict[str, type[StrictModel]] = {"base_models": BaseModels, "defaults": ServerOptions, "servers": Server}
+    model: type[StrictModel] = OptionKeys if prefix else sections[location[0]] if location[1:] else ClusterConfig
     known = list(model.model_fields)
     close = difflib.get_close_matches(location[-1], known, n=1)
     return f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(prefix + key for key in known)}"

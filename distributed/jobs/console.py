@@ -19,8 +19,7 @@ from rich.text import Text
 from distributed.jobs.backend import ServerLink
 from distributed.jobs.state import Attempt, JobState, ListState
 from distributed.runs.charts import duration
-from distributed.terminal import GAP, columns, cut, pad
-from distributed.terminal import plural as plural  # for commands.py
+from distributed.terminal import GAP, columns, cut, pad, plural
 
 MAX_BUFFERED = 1 << 20  # bytes
 CHUNK = 4096  # bytes per write
@@ -53,7 +52,6 @@ class BufferedOutput(io.TextIOBase):
         return bool(self._buffer)
 
     def isatty(self) -> bool:
-        """See io.IOBase."""
         return bool(self._file and self._file.isatty())
 
     def write(self, text: str) -> int:
@@ -96,13 +94,10 @@ class ListConsole:
         self._state, self._links = state, links
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(
-                get_renderable=self._table,
-                console=self._console,
-                auto_refresh=False,  # its thread would draw while the state changes
-                transient=True,
+            self._live = Live(  # auto_refresh would draw in a thread while the state changes
+                get_renderable=self._table, console=self._console, auto_refresh=False, transient=True,
                 vertical_overflow="crop",
-            )
+            )  # fmt: skip
 
     def __enter__(self) -> ListConsole:
         if self._live:

@@ -16,35 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from distributed.jobs.backend import (
-    MAX_FAILED_STARTS,
-    Event,
-    JobServer,
-    NotStarted,
-    ServerLink,
-    ServerUnusable,
-    Unreachable,
-)
+from distributed.jobs import backend
+from distributed.jobs.backend import Event, JobServer, NotStarted, ServerLink, ServerUnusable, Unreachable
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.job import Job
-from distributed.jobs.journal import Journal, Record
+from distributed.jobs.journal import Journal, Record, request_id
 from distributed.jobs.placement import JobQueue, mean_seconds
-from distributed.jobs.state import (
-    FINAL,
-    FINAL_FAILURES,
-    MAX_INFRASTRUCTURE_FAILURES,
-    NOT_COPIED,
-    UNLISTED,
-    Attempt,
-    JobState,
-    ListState,
-    classify_end,
-    job_records,
-    request_id,
-    select_jobs,
-    unhandled_requests,
-    with_related,
-)
+from distributed.jobs.state import NOT_COPIED, UNLISTED, Attempt, JobState, ListState, classify_end, job_records
 from distributed.jobs.waiting import WaitingJobs
 from distributed.training.base_model import BaseModelError, hash_of
 
@@ -222,8 +200,7 @@ class Dispatcher:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        closing = [link.server.close() for link in self.links.values()]
-        await asyncio.gather(*closing, return_exceptions=True)
+        await asyncio.gather(*(link.server.close() for link in self.links.values()), return_exceptions=True)
 
     def _finished(self) -> bool:
         if self.interrupted:
@@ -289,8 +266,7 @@ class Dispatcher:
     def _on_connected(self, event: Event) -> None:
         link = self.links[event.server]
         link.state, link.reason, link.failed_starts = "ready", "", 0
-        link.note = event.facts["note"]
-        self._log(f"{event.server}: connected" + (f"; {link.note}" if link.note else ""))
+        self._log("; ".join(filter(None, [f"{event.server}: connected", event.facts["note"]])))
         for name, found in event.facts["attempts"].items():
             self._reconcile(link, name, found)
         self._update_pool(link)
@@ -464,7 +440,8 @@ class Dispatcher:
             self._log(f"{event.server}: {self._job_name(attempt)} was not started: {reason}")
         if kind == "busy":
             self._busy_logged.add(job.job.id)
-            self._spawn(self._enqueue_later(job))
+            later = Event("requeue", facts={"job": job.job.id})
+            asyncio.get_running_loop().call_later(COOLDOWN, self.post, later)
         elif kind == "base":
             if self._waiting.claimed.get(job.job.base) == "ready":
                 del self._waiting.claimed[job.job.base]
@@ -473,24 +450,17 @@ class Dispatcher:
             self._enqueue(job)
             self._count_failed_start(self.links[event.server], reason, permanent=kind == "unusable")
 
-    async def _enqueue_later(self, job: JobState) -> None:
-        await asyncio.sleep(COOLDOWN)
-        self.post(Event("requeue", facts={"job": job.job.id}))
-
     def _on_requeue(self, event: Event) -> None:
         job = self.state.jobs[event.facts["job"]]
         if job.state == "waiting" and job.job.id not in self.queue:
             self._enqueue(job)
 
     def _count_failed_start(self, link: ServerLink, reason: str, permanent: bool) -> None:
-        """Place no jobs on a server for a while or, after MAX_FAILED_STARTS or a permanent fault, until it reconnects.
-
-        Its running jobs continue.
-        """
+        """Place no new jobs on a server for a while; after several or permanent faults, until it reconnects."""
         if link.usable and time.monotonic() >= link.paused_until:  # simultaneous failures count once
-            link.failed_starts = MAX_FAILED_STARTS if permanent else link.failed_starts + 1
+            link.failed_starts = backend.MAX_FAILED_STARTS if permanent else link.failed_starts + 1
             link.paused_until = time.monotonic() + COOLDOWN * link.failed_starts
-            if link.failed_starts >= MAX_FAILED_STARTS:
+            if link.failed_starts >= backend.MAX_FAILED_STARTS:
                 link.reason = f"gets no new jobs: {reason}"
                 self._log(f"{link.server.name}: {link.reason}")
         self._update_pool(link)
@@ -627,7 +597,7 @@ class Dispatcher:
             self._settle(job, job.last, remains)
 
     def _settle(self, job: JobState, attempt: Attempt, remains: str = "") -> None:
-        state, reason = self._state_after(job, attempt)
+        state, reason = job.outcome(attempt, self.jobs.get(job.job.id))
         reason = "; ".join(filter(None, [reason, remains]))
         self._record("settle", job=job.job.id, state=state, reason=reason)
         self._log_outcome(job, attempt, state, reason)
@@ -638,30 +608,12 @@ class Dispatcher:
         self._cancellation_due |= job.cancel
         self._failing.discard(job.job.id)
 
-    def _state_after(self, job: JobState, attempt: Attempt) -> tuple[str, str]:
-        """Return (state, reason) of a job after its last attempt."""
-        if not attempt.failure:
-            return "done", attempt.reason
-        if job.cancel and attempt.state == "lost":
-            return "cancelled", f"cancelled on request, but {attempt.reason}; its processes may still be running"
-        if job.cancel or attempt.failure == "cancelled":
-            return "cancelled", "cancelled on request"
-        retries = self.jobs[job.job.id].options.retries if job.job.id in self.jobs else 0
-        reason = f"attempt {attempt.number} on {attempt.server}: {attempt.failure_text}"
-        final = attempt.failure in FINAL_FAILURES
-        too_many = len(job.infrastructure_failures()) >= MAX_INFRASTRUCTURE_FAILURES
-        if final or too_many or len(job.counted_failures()) > retries:
-            return "failed", reason
-        if job.job.id not in self.jobs:
-            return "cancelled", UNLISTED
-        return "waiting", reason
-
     def _count_failure(self, job: JobState, attempt: Attempt) -> None:
         """Count an attempt if it failed. Pause the list at a limit of failures; with fail_fast, also cancel other jobs.
 
         An ended attempt is counted before its results are copied, so that no other job starts meanwhile.
         """
-        fails = self._state_after(job, attempt)[0] == "failed"
+        fails = job.outcome(attempt, self.jobs.get(job.job.id))[0] == "failed"
         if fails:
             self._failing.add(job.job.id)
         if attempt in job.counted_failures() and attempt.failure != "cancelled":
@@ -708,12 +660,12 @@ class Dispatcher:
     def _handle_requests(self) -> None:
         new = [*self.journal.records, *self.journal.requests()]
         self.journal.records = []
-        for request in unhandled_requests(self.state, new):
+        for request in self.state.unhandled_requests(new):
             if request["event"] == "add":
                 self._add(request)
                 continue
             try:
-                jobs = select_jobs(self.state, request["event"], request["jobs"])
+                jobs = self.state.select_jobs(request["event"], request["jobs"])
             except ValueError as error:
                 self._log(str(error))
                 jobs = []
@@ -721,11 +673,11 @@ class Dispatcher:
 
     def _apply_request(self, request: str, what: str, jobs: list[str]) -> None:
         """Cancel unfinished jobs, or retry failed and cancelled ones."""
-        jobs = with_related(self.state, jobs) if what == "retry" else jobs
-        final = {job for job in jobs if self.state.jobs[job].state in FINAL}
+        jobs = self.state.with_related(jobs) if what == "retry" else jobs
+        ended = {job for job in jobs if self.state.jobs[job].state in ("failed", "cancelled")}
         self._record("request_handled", request=request, what=what, jobs=jobs)
         for job in map(self.state.jobs.__getitem__, jobs):
-            if what == "retry" and job.job.id in final and job.state == "waiting":
+            if what == "retry" and job.job.id in ended:
                 self._enqueue(job)
             elif what == "cancel" and job.cancel:
                 self._cancellation_due = True

@@ -68,7 +68,6 @@ MAX_SEARCHES = 3  # attempts without results whose files are searched for in the
 MAX_ENTRIES, SEARCH_SECONDS = 5000, 0.5  # limits of one search
 NOT_SEARCHED = ("logs", base_model.CACHE)  # directories
 LIST_FILES = (".log", ".out", "phase1_base_models.json", "phase2_experiments.json")  # written by dispatcher and user
-MIN_PYTHON = (3, 10)
 REMEDIES = {  # errors of files and programs on a server; {} is a setting that avoids the error
     "No space left on device": "free space there, or set {}",
     "Disk quota exceeded": "free space there, or set {}",
@@ -329,25 +328,21 @@ class Service:
     """The program `serve`: reads requests, writes replies and events."""
 
     def __init__(self) -> None:
-        self.workdir = self.server = self.directory = self.server_directory = self.session = ""
+        self.workdir = self.server = self.directory = self.server_directory = ""
         self.python: list[str] = []
         self.slots: list[str] = []
         self.attempts: dict[str, HostAttempt] = {}  # not ended
         self.list_lock = -1
         self.bases: dict[str, list[list[int]]] = {}  # digest of a verified base model -> its signature
         self.base_locks: dict[str, int] = {}  # digest of a base model being verified or copied -> locked file
-        self._children: dict[int, tuple[Request | None, ResultHandler]] = {}  # by the pipe from the child process
-        self._child_output: dict[int, bytes] = {}
+        self._children: dict[int, tuple[Request | None, ResultHandler, bytearray]] = {}  # by the pipe from the child
         self._received = b""
         self._progress_at = 0.0
         self._signals = signals.catch({signal.SIGCHLD})
 
     def run(self) -> int:
         """Serve until the end of standard input. Returns the exit code."""
-        self.send(
-            event="hello", protocol=HELLO, host=os.uname().nodename, boot_id=supervisor.boot_id(), home=home(),
-            python=list(sys.version_info[:3]), user=os.getuid(),
-        )  # fmt: skip
+        self.send(event="hello", protocol=HELLO, host=os.uname().nodename, boot_id=supervisor.boot_id())
         while self._wait():
             self._report()
         return 0
@@ -409,8 +404,6 @@ class Service:
 
     def open(self, request: Request) -> Reply:
         """Find the working directory, check the requirements of jobs, and lock the list."""
-        if sys.version_info[:2] < MIN_PYTHON:
-            raise HostError(f"Python {sys.version.split()[0]}: 3.10 or newer required; set python for this server")
         if request["remote"] and ends_at_logout():
             raise HostError("systemd would kill the jobs at logout (KillUserProcesses); run loginctl enable-linger")
         self.server = request["server"]
@@ -427,10 +420,9 @@ class Service:
         self.list_lock = lock_list(self.server_directory)
         expect_heartbeat()
         self.slots = request["slots"]
-        self.session, note = panes.ensure(self.server_directory, self.slots) if request["panes"] else ("", "")
+        session, note = panes.ensure(self.server_directory, self.slots) if request["panes"] else ("", "")
         return {
-            "workdir": self.workdir, "directory": self.directory, "rsync": bool(shutil.which("rsync")),
-            "session": self.session, "note": note, "cores": len(os.sched_getaffinity(0)),
+            "workdir": self.workdir, "rsync": bool(shutil.which("rsync")), "session": session, "note": note,
             "bases": base_model.digests_in(self._cache),
         }  # fmt: skip
 
@@ -492,15 +484,14 @@ class Service:
 
     def stop(self, request: Request) -> Reply:
         """Ask the supervisor of an attempt to stop it; the event `ended` follows when no process remains."""
-        attempt = self.attempts.get(request["attempt"])
-        if attempt:
+        if attempt := self.attempts.get(request["attempt"]):
             grace = 0.0 if request["kill"] else attempt.grace
             attempt.kill_at = min(attempt.kill_at, time.monotonic() + grace + supervisor.UNRESPONSIVE_TIMEOUT)
             supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
-        return {"known": attempt is not None}
+        return {}
 
     def gpus(self, request: Request) -> None:
-        """Reply with memory (MiB; used: null if unknown) and processes of GPUs and MIG instances, and the lost GPUs."""
+        """Reply with memory (MiB, or null) and number of processes of each GPU and MIG instance, and the lost GPUs."""
 
         def read_gpus() -> Reply:
             found = query_gpus()
@@ -510,13 +501,12 @@ class Service:
                     devices.append({"index": gpu.index, "lost": gpu.fault})
                     continue
                 used = None if gpu.memory_used is None else gpu.memory_used >> 20
-                users = [[process.pid, process.user, process.memory >> 20] for process in gpu.processes]
                 instances = [instance.uuid for instance in gpu.instances]
                 devices.append({"index": gpu.index, "uuid": gpu.uuid, "memory": gpu.memory >> 20, "used": used,
-                                "processes": users, "instances": instances})  # fmt: skip
-                for instance in gpu.instances:
-                    users = [[process.pid, process.user, process.memory >> 20] for process in instance.processes]
-                    devices.append({"index": instance.uuid, "memory": 0, "used": None, "processes": users})
+                                "processes": len(gpu.processes), "instances": instances})  # fmt: skip
+                for each in gpu.instances:
+                    count = len(each.processes)
+                    devices.append({"index": each.uuid, "memory": 0, "used": None, "processes": count})
             devices += [{"index": gpu.index, "lost": gpu.reason} for gpu in found.lost]
             return {"gpus": devices, "problem": found.error}
 
@@ -604,11 +594,8 @@ class Service:
     def remove_output(self, request: Request) -> None:
         """Remove the output directory of an ended job."""
 
-        def remove() -> Reply:
-            shutil.rmtree(os.path.join(self.workdir, request["output"]), ignore_errors=True)
-            return {}
-
-        self._in_child(remove, request)
+        output = os.path.join(self.workdir, request["output"])
+        self._in_child(lambda: shutil.rmtree(output, ignore_errors=True), request)
 
     def remove_session(self, request: Request) -> Reply:
         """Remove the tmux session of the list."""
@@ -643,7 +630,7 @@ class Service:
             try:
                 self._close_inherited(source)
                 try:
-                    result = work()
+                    result = work() or {}
                 except BaseModelError as error:
                     result = {"state": "damaged", "reason": str(error)}
                 except OSError as error:
@@ -654,18 +641,19 @@ class Service:
             finally:
                 os._exit(0)
         os.close(target)
-        self._children[source], self._child_output[source] = (request, handle_result), b""
+        self._children[source] = request, handle_result, bytearray()
 
     def _read_child(self, file: int) -> None:
+        request, handle_result, output = self._children[file]
         block = os.read(file, 1 << 16)
-        self._child_output[file] += block
+        output.extend(block)
         if not block:
             os.close(file)
+            del self._children[file]
             try:
-                result = json.loads(self._child_output.pop(file))
+                result = json.loads(output)
             except ValueError:  # the output is empty or truncated
                 result = {"state": "failed", "reason": CHILD_KILLED, "gpus": [], "problem": CHILD_KILLED}
-            request, handle_result = self._children.pop(file)
             handle_result(result)
             if request:
                 self.send(reply=request["id"], **result)
@@ -699,7 +687,7 @@ class Service:
             attempt.sweep = "" if found else "done"
 
         attempt.sweep = "running"
-        self._in_child(lambda: supervisor.sweep(attempt.files, 0) or {}, handle_result=handle_result)
+        self._in_child(lambda: supervisor.sweep(attempt.files, 0), handle_result=handle_result)
 
 
 def ends_at_logout(etc: str = "/etc/systemd", linger: str = "/var/lib/systemd/linger") -> bool:

@@ -58,12 +58,8 @@ class Options:
 
     def public(self) -> dict[str, Any]:
         """The options that differ from their defaults, as JSON; only the names of environment variables."""
-        found = {
-            "priority": self.priority, "timeout": self.timeout, "retries": self.retries, "gpus": self.gpus or "all",
-            "labels": list(self.labels), "env": sorted(self.env), "expected_seconds": self.expected_seconds,
-            "base_model_hash": self.base_model_hash, "nested": self.nested, "after": list(self.after),
-        }  # fmt: skip
-        default = Options()
+        lists = {"labels": list(self.labels), "env": sorted(self.env), "after": list(self.after)}
+        found, default = {**vars(self), **lists, "gpus": self.gpus or "all"}, Options()
         return {name: value for name, value in found.items() if value != getattr(default, name) and value != []}
 
     @classmethod
@@ -115,7 +111,7 @@ def job_of(settings: Mapping[str, Any], options: Options, participants: Sequence
     except ValueError as error:
         raise JobError(str(error)) from None
     job = Job(identifier, dict(settings), options, output)
-    if len(os_bytes(muster_job(job))) + len("MUSTER_JOB=") > LONGEST:
+    if too_big(f"MUSTER_JOB={muster_job(job)}"):
         raise JobError(f"too long: more than {LONGEST:,} bytes as JSON, the limit of Linux for an environment variable")
     arguments(job, DEVICE)
     return job
@@ -136,6 +132,11 @@ def os_bytes(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         raise JobError(f"{text[:60]!r}: contains a lone surrogate; write complete characters") from None
+
+
+def too_big(text: str) -> bool:
+    """Whether Linux refuses a text as an argument, or as a variable with its name. Raises JobError as os_bytes()."""
+    return len(os_bytes(text)) > LONGEST
 
 
 def matching(jobs: Iterable[Job], selector: str) -> list[Job]:
@@ -175,7 +176,7 @@ def arguments(job: Job, device: str) -> list[str]:
     groups = argument_groups({**job.settings, DEVICE: device}, job.options.nested)
     found = [argument for group in groups for argument in group]
     for argument in found:
-        if len(os_bytes(argument)) > LONGEST:
+        if too_big(argument):
             raise JobError(f"{argument[:60]!r}...: longer than {LONGEST:,} bytes, the limit of Linux for an argument")
     return found
 

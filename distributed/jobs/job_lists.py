@@ -98,7 +98,6 @@ class PrefixFormatter(string.Formatter):
     """str.format() with percent() for `:%`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        """See string.Formatter."""
         return str(percent(value)) if format_spec == "%" else str(super().format_field(value, format_spec))
 
 

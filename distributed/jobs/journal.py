@@ -46,27 +46,18 @@ class Journal:
         self._requests: list[Record] = []
 
     @classmethod
-    def open(cls, path: Path) -> Journal:
-        """Lock and read the journal. Raises JournalError and OSError."""
+    @contextlib.contextmanager
+    def open(cls, path: Path) -> Iterator[Journal]:
+        """Lock and read the journal; close and unlock it at the end. Raises JournalError and OSError."""
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not try_lock(file, seconds=LOCK_TIMEOUT, required=True):
-            os.close(file)
-            raise JournalError(f"{path}: a dispatcher already runs this list; check it with `status`, or stop it first")
         try:
-            return cls(path, file, *read(path))
-        except BaseException:
+            if not try_lock(file, seconds=LOCK_TIMEOUT, required=True):
+                raise JournalError(
+                    f"{path}: a dispatcher already runs this list; check it with `status`, or stop it first"
+                )
+            yield cls(path, file, *read(path))
+        finally:
             os.close(file)
-            raise
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close and unlock the journal."""
-        os.close(self._file)
 
     def add(self, event: str, **facts: Any) -> Record:
         """Return a new record, which the next commit writes."""
@@ -164,16 +155,19 @@ def request(path: Path, event: str, jobs: Sequence[str]) -> Record:
     record = {"event": event, "time": round(time.time(), 3), "jobs": list(jobs)}
     file = os.open(path, os.O_RDWR | os.O_APPEND)
     try:
-        size = os.fstat(file).st_size
-        complete = size == 0 or os.pread(file, 1, size - 1) == b"\n"
-        data = encode(record)
-        data = data if complete else TRUNCATED + b"\n" + data
+        size, data = os.fstat(file).st_size, encode(record)
+        if size and os.pread(file, 1, size - 1) != b"\n":
+            data = TRUNCATED + b"\n" + data
         if os.write(file, data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file)
     finally:
         os.close(file)
     return record
+
+
+def request_id(request: Record) -> str:
+    return f"{request['event']} {request['time']} {' '.join(request['jobs'])}"
 
 
 def dispatcher_is_running(path: Path) -> bool:

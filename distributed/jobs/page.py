@@ -28,7 +28,7 @@ from typing import Any
 from distributed.files import KIT, write_file
 from distributed.jobs.state import Attempt
 from distributed.jobs.timeline import Span, Track, draw_tracks
-from distributed.runs import charts
+from distributed.runs import charts, page_parts
 from distributed.runs.charts import Line, duration, figure
 from distributed.runs.history import History, read_metrics
 from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, ranges, section, tile_list
@@ -148,11 +148,9 @@ def working_directory(results: Path, jobs: Iterable[JobEntry]) -> Path:
 
 
 def page(
-    results: Mapping[str, Any],
-    curves: Mapping[str, History],
-    notes: Sequence[str] = (),
+    results: Mapping[str, Any], curves: Mapping[str, History], notes: Sequence[str] = (),
     path: Path = Path("results.json"),
-) -> str:
+) -> str:  # fmt: skip
     """The HTML of the page. curves: metrics by job id. notes: files that could not be read. path: of the results."""
     jobs = jobs_of(results)
     charted = with_charts(jobs, curves)
@@ -188,7 +186,7 @@ def heading(results: Mapping[str, Any], name: str) -> str:
     return (
         f'<header>\n<p class="eyebrow">Job list</p>\n<h1>{escape(cut(name, 200))}</h1>\n'
         f'<p class="facts"><span class="state {style}">{escape(state)}</span>'
-        f"{''.join(f'<span>{escape(cut(fact, 200))}</span>' for fact in facts)}</p>\n"
+        f"{page_parts.spans(cut(fact, 200) for fact in facts)}</p>\n"
         + "".join(f'<p class="sentence">{escape(cut(text, 1000))}</p>\n' for text in sentences if text)
         + "</header>"
     )
@@ -299,10 +297,9 @@ def failure(job: JobEntry, anchors: Container[int]) -> str:
     reason = (attempt.reason if attempt else "") or job.reason
     facts = [attempt_of(job, attempt), location_of(attempt), attempt.failure_name] if attempt else ["never started"]
     ended = f"after {duration(attempt.seconds)}" if attempt and attempt.seconds is not None else ""
-    spans = "".join(f"<span>{escape(cut(fact, 200))}</span>" for fact in [*facts, ended] if fact)
     parts = [
         f'<p class="cause">{link(job, anchors)}</p>',
-        f'<p class="facts">{spans}</p>',
+        f'<p class="facts">{page_parts.spans(cut(fact, 200) for fact in [*facts, ended])}</p>',
         f'<p class="reason">{escape(cut(reason, 1000))}</p>' if reason else "",
         folded("Last lines", "\n".join(cut(line, 400) for line in attempt.lines[-LAST_LINES:])) if attempt else "",
     ]

@@ -1,9 +1,9 @@
 """A tmux session that shows the output of each slot. Jobs do not depend on it.
 
-The session is named `ml_training`, or `ml_training_2` and so on if the name is in use. Its option @muster is the
-directory (server_directory()) of the job list and server to which it belongs. Each pane runs `view`, which reads the
-file that show() writes and prints the log of the attempt in its slot. After the list has ended, the session stays for a
-look until remove() or the next list.
+The session is named `ml_training`, or `ml_training_2` if the name is in use. Its option @muster is the directory
+(server_directory()) of the job list and server to which it belongs. Each pane runs `view`, which reads the file that
+show() writes and prints the log of the attempt in its slot. After the list has ended, the session stays for a look
+until remove() or the next list.
 
 Standard library only.
 """
@@ -22,8 +22,7 @@ import time
 from distributed.files import KIT, is_locked, read_json, write_file
 from distributed.launch import supervisor
 
-SESSION = "ml_training"
-MAX_NAMES = 2  # names to try: ml_training and ml_training_2
+SESSIONS = ("ml_training", "ml_training_2")  # names to try
 TMUX_TIMEOUT = 10.0  # seconds
 POLL_INTERVAL = 0.3  # seconds between reads of a log
 BACKLOG = 64 * 1024  # bytes; a view of an existing log starts so far before its end
@@ -67,8 +66,7 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
     if not shutil.which("tmux"):
         return "", "tmux is not installed; no live view of its slots; to get one: apt-get install tmux"
     try:
-        for number in range(1, MAX_NAMES + 1):
-            name = SESSION if number == 1 else f"{SESSION}_{number}"
+        for name in SESSIONS:
             owner = session_directory(name)
             if owner == directory and tmux("list-panes", "-s", "-t", f"={name}").count("\n") == len(slots):
                 return name, ""
@@ -82,9 +80,8 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
                     if "duplicate session" in str(error):  # another process has created it
                         continue
                     raise
-                note = "" if number == 1 else f"tmux session {SESSION} is in use; this one is {name}"
-                return name, note
-        return "", f"session names {SESSION} and {SESSION}_{MAX_NAMES} are in use; no live view of its slots"
+                return name, "" if name == SESSIONS[0] else f"tmux session {SESSIONS[0]} is in use; this one is {name}"
+        return "", f"session names {' and '.join(SESSIONS)} are in use; no live view of its slots"
     except TmuxError as error:
         return "", f"tmux: {error}; no live view of its slots"
 
@@ -138,7 +135,7 @@ def remove(directory: str) -> str:
     """Kill the session of this list and server. Returns its name; empty without one."""
     with contextlib.suppress(TmuxError):
         for line in tmux("list-sessions", "-F", "#{session_name}").splitlines():
-            if line.startswith(SESSION) and session_directory(line) == directory:
+            if line in SESSIONS and session_directory(line) == directory:
                 tmux("kill-session", "-t", f"={line}")
                 return line
     return ""
@@ -169,7 +166,9 @@ def view(directory: str, slot: int) -> int:
         if found and found != shown:
             shown, end_shown = found, False
             set_title(str(found["title"]))
-            position = start_position(str(found["log"]))
+            position = 0
+            with contextlib.suppress(OSError):
+                position = max(0, os.stat(str(found["log"])).st_size - BACKLOG)
             write(f"\n--- {found['title']}\n".encode())
         ended = bool(shown) and os.path.exists(str(shown["end"]))
         with contextlib.suppress(OSError):
@@ -179,14 +178,6 @@ def view(directory: str, slot: int) -> int:
             set_title(f"slot {slot}: idle")
             write(f"--- ended with exit code {supervisor.read_code(str(shown['end']))}\n".encode())
         time.sleep(POLL_INTERVAL)
-
-
-def start_position(log: str) -> int:
-    """The position, in bytes, from which a view prints a log."""
-    try:
-        return max(0, os.stat(log).st_size - BACKLOG)
-    except OSError:
-        return 0
 
 
 def print_new(log: str, position: int) -> int:

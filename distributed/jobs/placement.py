@@ -121,9 +121,6 @@ class JobQueue:
         self._heaps: dict[Requirements, list[tuple[SortKey, str]]] = {}
         self._required: dict[str, Requirements] = {}
 
-    def __len__(self) -> int:
-        return len(self._required)
-
     def __contains__(self, job: str) -> bool:
         return job in self._required
 

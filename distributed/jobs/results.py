@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,10 @@ def phase_files(results: Path) -> tuple[Path, Path]:
     return results.with_name(f"{start}phase1_base_models.json"), results.with_name(f"{start}phase2_experiments.json")
 
 
-def jobs_text(jobs: Sequence[str]) -> str:
-    """The replacement of NO_JOBS."""
+def with_jobs(around: Mapping[str, Any], jobs: Iterable[str]) -> str:
+    """The JSON text of an object whose `jobs` are empty, with these texts in their place."""
     lines = ",\n".join(jobs)
-    return f'\n  "jobs": [\n{lines}\n  ]'
+    return encoded(around).replace(NO_JOBS, f'\n  "jobs": [\n{lines}\n  ]', 1) + "\n"
 
 
 class Results:
@@ -113,7 +113,8 @@ class Results:
         start = time.monotonic()
         if last or (self.changed and start >= self._next):
             try:
-                write_file(str(self.path), self._text(outcome, reason))
+                around = document(self.state, self.links, outcome, reason)
+                write_file(str(self.path), with_jobs(around, map(self._job, self.state.jobs.values())))
                 if any(job.job.base for job in self.state.jobs.values()):
                     self._write_phases(outcome)
                 self.changed, self.error = False, ""
@@ -128,11 +129,6 @@ class Results:
         else:
             self._write_page()
 
-    def _text(self, outcome: str, reason: str) -> str:
-        around = encoded(document(self.state, self.links, outcome, reason))
-        jobs = list(map(self._job, self.state.jobs.values()))
-        return around.replace(NO_JOBS, jobs_text(jobs), 1) + "\n"
-
     def _write_phases(self, outcome: str) -> None:
         """Write the files of base models and of experiments."""
         using: dict[str, list[str]] = {}
@@ -143,7 +139,7 @@ class Results:
         experiments = [self._job(job) for job in self.state.jobs.values() if not job.job.trains]
         around = {"list": self.state.id, "state": outcome, "updated": time.time()}
         first = encoded({**around, "base_models": models}) + "\n"
-        second = encoded({**around, "jobs": []}).replace(NO_JOBS, jobs_text(experiments), 1) + "\n"
+        second = with_jobs({**around, "jobs": []}, experiments)
         for path, text in zip(phase_files(self.path), (first, second), strict=True):
             write_file(str(path), text)
 

@@ -215,9 +215,7 @@ def leading_number(text: str, default: int) -> int:
     return int(first[0]) if first and first[0].isdecimal() else default
 
 
-def end_without_code(
-    entry: QueueEntry | None, taken: bool, started: bool = False, printed: str = ""
-) -> tuple[str, str]:
+def end_without_code(entry: QueueEntry | None, taken: bool, started: bool, printed: str = "") -> tuple[str, str]:
     """(cause, message) of an attempt that ended without an exit code.
 
     taken: an element has claimed the job specification. started: the command was started. printed: the last line of the

@@ -43,6 +43,7 @@ from distributed.jobs.panes import ENTRY, HOST, PLAIN_PYTHON, host_command
 from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
 from distributed.launch.node_reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
+from distributed.terminal import plural
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 from distributed.transport.commands import VANISHED, over_ssh, rsync_shell
 
@@ -94,11 +95,9 @@ class ListContext:
         return script_name(self.script)
 
 
-def slots_of(server: config.ServerOptions) -> tuple[Slot, ...]:
+def slots_of(server: config.Server) -> tuple[Slot, ...]:
     """The slots of each GPU, slots_per_gpu each; without GPUs, slots_per_gpu CPU slots."""
-    gpus: list[GpuId | None] = []
-    if isinstance(server, config.Server):
-        gpus += [gpu for gpu in server.devices for _ in range(server.slots_per_gpu)]
+    gpus = [gpu for gpu in server.devices for _ in range(server.slots_per_gpu)]
     return tuple(Slot(index, gpu) for index, gpu in enumerate(gpus or [None] * server.slots_per_gpu))
 
 
@@ -194,16 +193,12 @@ class Channel:
             await self._process.wait()
 
 
-class HostReplyError(Exception):
-    """host.py replied with an error. kind: see NotStarted."""
-
-    def __init__(self, reason: str, kind: str) -> None:
-        super().__init__(reason)
-        self.kind = kind
+class HostReplyError(NotStarted):
+    """host.py replied with an error."""
 
 
 class HostServer(JobServer):
-    """A server that runs host.py: the base class for remote servers and this machine."""
+    """A server that runs host.py: the base class of SshServer and LocalServer. JobServer describes the methods."""
 
     python = ""  # used without a setting; empty: found by the server
 
@@ -211,18 +206,16 @@ class HostServer(JobServer):
         self.name, self.settings, self.context = name, server, context
         self.pool = SlotPool(name, slots_of(server), frozenset(server.labels))
         self.watches_gpus = any(slot.gpu is not None for slot in self.pool.slots)
-        self.queues_dependents = False
         self.shared = True  # whether it shares the working directory with this machine
         self.note = ""  # why GPUs of this machine are not used
         self.session = ""  # name of the tmux session; empty without one
-        self.directory = self.workdir = ""  # paths on the server: files of the list, working directory of its jobs
+        self.workdir = ""  # the working directory of its jobs, on the server
         self._channel: Channel | None = None
         self._gpus: list[dict[str, Any]] = []  # the newest reply to query_gpus()
 
     # ---- connecting
 
     async def connect(self, post: Callable[[Event], None]) -> str:
-        """See backend.JobServer."""
         await self.close()
         await self._prepare()
         try:
@@ -237,20 +230,17 @@ class HostServer(JobServer):
 
     async def _connect(self, post: Callable[[Event], None]) -> str:
         self._channel = await self._open_channel(post)
+        remote, cwd = isinstance(self, SshServer), str(self.context.cwd)
         opened = await self._channel.call(
-            "open", server=self.name, list=self.context.list_id, workdir=self._requested_workdir(),
-            default_workdir=str(self.context.cwd), script=self.context.script,
-            python=self.settings.python or self.python, remote=isinstance(self, SshServer),
-            slots=[f"{self.name}:{slot.index}" for slot in self.pool.slots], panes=self.context.panes,
+            "open", server=self.name, list=self.context.list_id, default_workdir=cwd, script=self.context.script,
+            workdir=self.settings.workdir or ("" if remote else cwd), remote=remote, panes=self.context.panes,
+            python=self.settings.python or self.python, slots=[f"{self.name}:{slot.index}" for slot in self.pool.slots],
         )  # fmt: skip
-        self.workdir, self.directory, self.session = opened["workdir"], opened["directory"], opened["session"]
+        self.workdir, self.session = opened["workdir"], opened["session"]
         self.pool.bases = set(opened["bases"])
         note = self._check_gpus(await self._channel.call("gpus")) if self.watches_gpus else ""
         await self._after_open(opened)
         return "; ".join(filter(None, [self._attach_command(), opened["note"], note, self.note]))
-
-    def _requested_workdir(self) -> str:
-        return self.settings.workdir or ""
 
     async def _prepare(self) -> None:
         """Preparations that may take longer than CONNECT_TIMEOUT."""
@@ -280,9 +270,8 @@ class HostServer(JobServer):
             )
         if missing:
             raise ServerUnusable(
-                f"GPU {', '.join(map(str, missing))}: not found: {self.name} has {len(present)} "
-                f"GPU{'s' * (len(present) != 1)} ({', '.join(map(str, present)) or 'none'}); correct gpus or gpu_ids "
-                "(gpus 0: CPU slots)"
+                f"GPU {', '.join(map(str, missing))}: not found: {self.name} has {plural(len(present), 'GPU')} "
+                f"({', '.join(map(str, present)) or 'none'}); correct gpus or gpu_ids (gpus 0: CPU slots)"
             )
         if lost.keys() >= set(devices):
             raise ServerUnusable("; ".join(f"GPU {gpu}: {lost[gpu]}" for gpu in devices))
@@ -299,12 +288,10 @@ class HostServer(JobServer):
             raise ServerUnusable(f"is the same machine as {other}; list it once")
 
     async def wait_until_lost(self) -> str:
-        """See backend.JobServer."""
         assert self._channel
         return await asyncio.shield(self._channel.closed)
 
     async def close(self) -> None:
-        """See backend.JobServer."""
         channel, self._channel = self._channel, None
         if channel:
             await channel.close()
@@ -329,7 +316,6 @@ class HostServer(JobServer):
     # ---- jobs
 
     async def query(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """See backend.JobServer."""
         try:
             reply = await self._call("query", attempts=dict(attempts), grace=self.context.grace)
         except HostReplyError as error:
@@ -338,21 +324,17 @@ class HostServer(JobServer):
         return found
 
     async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
-        """See backend.JobServer."""
         device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
         retry = f", attempt {attempt.number}" if attempt.number > 1 else ""
         env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi, also for GPUs of different types
         env |= {**environment(job), "CUDA_VISIBLE_DEVICES": self._cuda_devices(attempt.gpus)}
-        try:
-            return await self._call(
-                "start", attempt=attempt.name, job=job.owner, output=job.output, slots=attempt.slots,
-                title=f"{job.name} ({device}{retry})", script=self.context.script, setup=self.settings.setup,
-                script_name=self.context.script_name, arguments=arguments(job, "cuda:0" if attempt.gpus else "cpu"),
-                env=env, timeout=job.options.timeout, grace=self.context.grace, needs=list(needs), base=job.base,
-                inherited=dict(self.context.forwarded) if isinstance(self, SshServer) else {},
-            )  # fmt: skip
-        except HostReplyError as error:
-            raise NotStarted(str(error), error.kind) from None
+        return await self._call(
+            "start", attempt=attempt.name, job=job.owner, output=job.output, slots=attempt.slots,
+            title=f"{job.name} ({device}{retry})", script=self.context.script, setup=self.settings.setup,
+            script_name=self.context.script_name, arguments=arguments(job, "cuda:0" if attempt.gpus else "cpu"),
+            env=env, timeout=job.options.timeout, grace=self.context.grace, needs=list(needs), base=job.base,
+            inherited=dict(self.context.forwarded) if isinstance(self, SshServer) else {},
+        )  # fmt: skip
 
     def _cuda_devices(self, gpus: Sequence[GpuId]) -> str:
         """CUDA_VISIBLE_DEVICES for GPUs: UUIDs if a GPU is lost, as CUDA may then number the others differently."""
@@ -361,18 +343,15 @@ class HostServer(JobServer):
         return ",".join(str(uuids.get(gpu, gpu)) for gpu in gpus)
 
     async def stop(self, attempt: str, kill: bool) -> None:
-        """See backend.JobServer."""
         await self._call("stop", attempt=attempt, kill=kill)
 
     async def query_gpus(self) -> list[dict[str, Any]]:
-        """See backend.JobServer."""
         found = await self._call("gpus")
         if not found["problem"]:
             self._gpus = found["gpus"]
         return self._gpus
 
     async def ensure_base(self, digest: str) -> int:
-        """See backend.JobServer."""
         copied = 0
         for _ in range(MAX_COPIES):
             found = await self._request_base(digest)
@@ -391,10 +370,7 @@ class HostServer(JobServer):
         manifest = await cached_manifest(self.context.cache, digest)
         output = f"{TRAINING}/{hash_of(digest)}"
         while True:
-            try:
-                found = await self._call("base", digest=digest, manifest=manifest, output=output, shared=self.shared)
-            except HostReplyError as error:
-                raise NotStarted(str(error)) from None
+            found = await self._call("base", digest=digest, manifest=manifest, output=output, shared=self.shared)
             if found["state"] != "busy":
                 return found
             await asyncio.sleep(COPY_POLL_INTERVAL)
@@ -403,24 +379,14 @@ class HostServer(JobServer):
         raise NotImplementedError
 
     async def remove_output(self, output: str) -> None:
-        """See backend.JobServer."""
         if not self.shared:
             await self._call("remove_output", output=output)
-
-    def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
-        """See backend.JobServer."""
-        directory = self.directory or os.path.join(self.context.cwd, "logs", "jobs", self.context.list_id)
-        stem = os.path.join(directory, attempt.name, f"node_{self.name}")
-        return host_command("follow", f"{stem}.log", "/" if once else f"{stem}.exit")
 
 
 class LocalServer(HostServer):
     """This machine."""
 
     python = sys.executable
-
-    def _requested_workdir(self) -> str:
-        return self.settings.workdir or str(self.context.cwd)
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         process = await asyncio.create_subprocess_exec(
@@ -600,8 +566,8 @@ class SshServer(HostServer):
         key = f" -i {shlex.quote(self.settings.ssh_key)}" if self.settings.ssh_key else ""
         return f"watch: ssh -t{port}{key} {user}{self.settings.host} tmux attach -t {self.session}"
 
-    def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
-        """See backend.JobServer."""
+    def follow_command(self, attempt: Attempt, once: bool) -> list[str]:
+        """The command that prints the log of an attempt until it ends. once: exit after its current content."""
         write_ssh_config(self._config, self.settings)
         default = f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.context.cwd))}'
         workdir = f"w={quoted_path(self.settings.workdir)}" if self.settings.workdir else default
@@ -613,7 +579,6 @@ class SshServer(HostServer):
     # ---- results
 
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
-        """See backend.JobServer."""
         if self.shared:
             return
         try:
@@ -661,15 +626,11 @@ class SshServer(HostServer):
         return found
 
     async def send_results(self, jobs: Sequence[Job]) -> None:
-        """See backend.JobServer."""
         present = [job for job in jobs if (self.context.cwd / job.output).is_dir()]
         if self.shared or not present:
             return
-        try:
-            for job in present:
-                await self._call("claim", output=job.output, job=job.owner, script=self.context.script_name)
-        except HostReplyError as error:
-            raise NotStarted(str(error), error.kind) from None
+        for job in present:
+            await self._call("claim", output=job.output, job=job.owner, script=self.context.script_name)
         async with self._sending:
             outputs = [job.output for job in present]
             await self._copy(outputs, f"{self.context.cwd}/", f"server:{rsync_literal(self.workdir)}/")
@@ -711,12 +672,11 @@ async def run_program(
     )
     try:
         printed = await asyncio.wait_for(process.communicate(data), seconds)
-    except (asyncio.TimeoutError, asyncio.CancelledError) as error:
+    except asyncio.TimeoutError:
+        raise Unreachable(f"{command[0]}: no reply within {seconds:.0f} s") from None
+    finally:  # also of a cancelled task; has no effect on a process that has exited
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        if isinstance(error, asyncio.CancelledError):
-            raise
-        raise Unreachable(f"{command[0]}: no reply within {seconds:.0f} s") from None
     out, err = (text.decode(errors="replace") for text in printed)
     return process.returncode or 0, out, err
 

@@ -12,11 +12,9 @@ directory, Muster, and the Python interpreter. In cluster_config.json:
 
 In jobs_config.json, `_timeout` also sets --time, and `_labels` set --constraint.
 
-Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. The job specification
-of an attempt is a file that only one process can claim; see array_task. The exit code that the supervisor writes
-shows that an attempt has ended. SLURM's queue, which one squeue reads for all elements, only shows that an element
-waits, or that it can no longer write an exit code. Elements are submitted with --no-requeue: after the loss of a node,
-the dispatcher starts a new attempt.
+Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. See array_task for the
+files of an attempt, and element for what they and SLURM's queue show. Elements are submitted with --no-requeue: after
+the loss of a node, the dispatcher starts a new attempt.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributed.files import KIT, write_file
-from distributed.jobs import array_task, host
+from distributed.jobs import array_task, host, sbatch
 from distributed.jobs.array_task import SERVER
 from distributed.jobs.backend import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.config import ClusterConfig, ConfigError
@@ -49,25 +47,8 @@ from distributed.jobs.element import (
     unstarted_end,
 )
 from distributed.jobs.job import Job, Options, arguments, environment
-from distributed.jobs.panes import host_command
 from distributed.jobs.placement import Slot, SlotPool
-from distributed.jobs.sbatch import (
-    IN_QUEUE,
-    NO_REPLY,
-    QUEUE_FORMAT,
-    QUEUE_FULL,
-    WRONG_OPTIONS,
-    ResourceRequest,
-    SlurmQueue,
-    checked_options,
-    contains_any,
-    error_message,
-    leading_number,
-    parse_queue,
-    sbatch_command,
-    setting,
-    slurm_environment,
-)
+from distributed.jobs.sbatch import ResourceRequest, SlurmQueue, sbatch_command
 from distributed.jobs.servers import ListContext, cached_manifest, run_program
 from distributed.jobs.state import Attempt
 
@@ -119,13 +100,13 @@ class PendingStart:
 
 
 class SlurmServer(JobServer):
-    """A SLURM cluster as a server, which allocates the GPUs itself."""
+    """A SLURM cluster as a server, which allocates the GPUs itself. JobServer describes the methods."""
 
     def __init__(self, cluster: ClusterConfig, context: ListContext, slots_needed: int) -> None:
         """slots_needed: by all jobs of the list together. Raises ConfigError."""
         self.name, self.context = SERVER, context
         self.settings, self._has_more_servers = cluster.servers[0], len(cluster.servers) > 1
-        self._options = checked_options(cluster.sbatch)
+        self._options = sbatch.checked_options(cluster.sbatch)
         workdir = self.settings.workdir
         if workdir and os.path.realpath(os.path.expanduser(workdir)) != os.path.realpath(context.cwd):
             raise ConfigError(
@@ -134,11 +115,10 @@ class SlurmServer(JobServer):
             )
         slots = tuple(Slot(index, None) for index in range(max(1, min(cluster.max_queued, slots_needed))))
         self.pool = SlotPool(SERVER, slots, AnyLabels(), all_gpus=1)  # a slot is a job in the queue, whatever it needs
-        self.watches_gpus = False
         self.queues_dependents = True
         self.directory = os.path.join(context.cwd, "logs", "jobs", context.list_id)
         self._prefix = f"muster-{context.list_id}-"
-        self._environment = slurm_environment(os.environ)
+        self._environment = sbatch.slurm_environment(os.environ)
         self._post: Callable[[Event], None] = lambda _: None
         self._python: list[str] = []
         self._max_array, self._kill_wait = 1000, 30  # elements; seconds
@@ -159,7 +139,6 @@ class SlurmServer(JobServer):
     # ---- connecting
 
     async def connect(self, post: Callable[[Event], None]) -> str:
-        """See backend.JobServer."""
         self._ready = False
         await self._end_tasks()
         self._post = post
@@ -174,12 +153,12 @@ class SlurmServer(JobServer):
         except host.HostError as error:
             raise ServerUnusable(str(error)) from None
         config = await self._call(["scontrol", "show", "config"])
-        self._max_array = max(1, leading_number(setting(config, "MaxArraySize"), 1001))
-        self._kill_wait = leading_number(setting(config, "KillWait"), 30)
+        self._max_array = max(1, sbatch.leading_number(sbatch.setting(config, "MaxArraySize"), 1001))
+        self._kill_wait = sbatch.leading_number(sbatch.setting(config, "KillWait"), 30)
         self._lost = asyncio.get_running_loop().create_future()
         self._queue, self._elements, self._held = SlurmQueue(), {}, []
         self._polling = self._spawn(self._poll())
-        version = setting(config, "SLURM_VERSION")
+        version = sbatch.setting(config, "SLURM_VERSION")
         more = "; only the first of the servers is used" if self._has_more_servers else ""
         return f"SLURM {version}, up to {len(self.pool.slots)} jobs in its queue; watch: squeue --me{more}"
 
@@ -190,7 +169,6 @@ class SlurmServer(JobServer):
         return host.find_python(requested, str(self.context.cwd))
 
     async def wait_until_lost(self) -> str:
-        """See backend.JobServer."""
         assert self._lost
         return await asyncio.shield(self._lost)
 
@@ -203,7 +181,6 @@ class SlurmServer(JobServer):
         self._pending = []
 
     async def close(self) -> None:
-        """See backend.JobServer."""
         self._closing = True
         self._lose("closed")
         await self._end_tasks()
@@ -235,19 +212,18 @@ class SlurmServer(JobServer):
         """Run a command; return its standard output. Raises Unreachable if it fails."""
         code, out, err = await run_program(command, env=self._environment, seconds=COMMAND_TIMEOUT)
         if code:
-            raise Unreachable(f"{command[0]}: {error_message(err) or f'exit code {code}'}")
+            raise Unreachable(f"{command[0]}: {sbatch.error_message(err) or f'exit code {code}'}")
         return out
 
     async def _query_queue(self) -> SlurmQueue:
         began = time.monotonic()
         # With --states=all, squeue also shows elements that ended some minutes ago.
-        options = ["--noheader", "--array", "--states=all", f"--user={os.getuid()}", f"--format={QUEUE_FORMAT}"]
-        return SlurmQueue(began, parse_queue(await self._call(["squeue", *options]), self._prefix))
+        options = ["--noheader", "--array", "--states=all", f"--user={os.getuid()}", f"--format={sbatch.QUEUE_FORMAT}"]
+        return SlurmQueue(began, sbatch.parse_queue(await self._call(["squeue", *options]), self._prefix))
 
     # ---- reconnecting
 
     async def query(self, attempts: Mapping[str, str]) -> dict[str, Facts]:
-        """See backend.JobServer."""
         queue = await self._query_queue()
         found: dict[str, Facts] = {}
         async with self._files:
@@ -284,7 +260,6 @@ class SlurmServer(JobServer):
     # ---- starting
 
     async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> Facts:
-        """See backend.JobServer."""
         reply: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
         after = await asyncio.to_thread(self._slurm_id, attempt.after) if attempt.after else ""
         element, resources = self._element_of(attempt.name, job.output), self._resources_for(job.options, after)
@@ -326,7 +301,7 @@ class SlurmServer(JobServer):
         }  # fmt: skip
 
     async def ensure_base(self, digest: str) -> int:
-        """See backend.JobServer. Copies nothing: the compute nodes share the cache."""
+        """Copies nothing: the compute nodes share the cache."""
         await cached_manifest(self.context.cache, digest)
         return 0
 
@@ -403,22 +378,20 @@ class SlurmServer(JobServer):
         self, resources: ResourceRequest, starts: list[PendingStart], array: str, code: int, out: str, err: str
     ) -> None:
         """Handle exit code and output of sbatch."""
-        job = out.strip().splitlines()[-1].partition(";")[0] if out.strip() else ""
+        job, message = out.strip().rpartition("\n")[2].partition(";")[0], sbatch.error_message(err)
         if code == 0 and job.isdecimal():
             with contextlib.suppress(OSError):  # a full disk; the array is also found by its name
                 await asyncio.to_thread(write_file, job_path(self._array_path(array)), f"{job}\n")
             self._register(starts, array)
-        elif code == 0 or contains_any(NO_REPLY, err):
-            self._submission_unknown(starts, f"sbatch: {error_message(err) or out.strip()}")
-        elif contains_any(QUEUE_FULL, err):
-            await self._submit_fewer(resources, starts, array, error_message(err))
-        elif contains_any(WRONG_OPTIONS, err):
-            reason = f"sbatch: {error_message(err)}; correct sbatch in the cluster config, then resume"
+        elif code == 0 or sbatch.contains_any(sbatch.NO_REPLY, err):
+            self._submission_unknown(starts, f"sbatch: {message or out.strip()}")
+        elif sbatch.contains_any(sbatch.QUEUE_FULL, err):
+            await self._submit_fewer(resources, starts, array, message)
+        elif sbatch.contains_any(sbatch.WRONG_OPTIONS, err):
+            reason = f"sbatch: {message}; correct sbatch in the cluster config, then resume"
             await self._refuse_all(starts, array, NotStarted(reason, "unusable"))
         else:
-            await self._refuse_all(
-                starts, array, NotStarted(f"sbatch: {error_message(err)}", resources.kind_of_refusal)
-            )
+            await self._refuse_all(starts, array, NotStarted(f"sbatch: {message}", resources.kind_of_refusal))
 
     async def _refuse_all(self, starts: Sequence[PendingStart], array: str, error: NotStarted) -> None:
         await asyncio.to_thread(discard_array, self._array_path(array), [start.element for start in starts])
@@ -468,7 +441,7 @@ class SlurmServer(JobServer):
         self._held.append(start)
         self._elements[start.element.name] = start.element
         start.answer({"state": "running"})
-        reason = f"not yet {IN_QUEUE}" + (f": {reason}" if reason else "")
+        reason = f"not yet {sbatch.IN_QUEUE}" + (f": {reason}" if reason else "")
         if start.element.reported_reason != reason:
             start.element.reported_reason = reason
             self._post(Event("waits", SERVER, {"attempt": start.element.name, "reason": reason}))
@@ -536,7 +509,6 @@ class SlurmServer(JobServer):
             each.cancel_at = now + CANCEL_INTERVAL
 
     async def stop(self, attempt: str, kill: bool) -> None:
-        """See backend.JobServer."""
         if not self._ready:
             raise Unreachable("not connected")
         element = self._elements.get(attempt)
@@ -563,8 +535,3 @@ class SlurmServer(JobServer):
                 return
             self._queue_requested = True
             await asyncio.sleep(POLL_INTERVAL / 2)
-
-    def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
-        """See backend.JobServer."""
-        stem = os.path.join(self.directory, attempt.name, f"node_{SERVER}")
-        return host_command("follow", f"{stem}.log", "/" if once else f"{stem}.exit")

@@ -13,7 +13,7 @@ from typing import Any
 
 from distributed.host.signals import signal_name
 from distributed.jobs.job import Job, JsonFloat, Options, json_text, matching
-from distributed.jobs.journal import REQUESTS, Record
+from distributed.jobs.journal import REQUESTS, Record, request_id
 from distributed.jobs.placement import GpuId
 from distributed.training.base_model import hash_of
 
@@ -134,6 +134,21 @@ class JobState:
         recent = self.attempts[self.attempts_before_retry :]
         return [each for each in recent if each.failure in INFRASTRUCTURE_FAILURES]
 
+    def outcome(self, attempt: Attempt, listed: Job | None) -> tuple[str, str]:
+        """(state, reason) after its last attempt. listed: the job in the list; None if it was removed from the list."""
+        if not attempt.failure:
+            return "done", attempt.reason
+        if self.cancel and attempt.state == "lost":
+            return "cancelled", f"cancelled on request, but {attempt.reason}; its processes may still be running"
+        if self.cancel or attempt.failure == "cancelled":
+            return "cancelled", "cancelled on request"
+        reason = f"attempt {attempt.number} on {attempt.server}: {attempt.failure_text}"
+        retries = listed.options.retries if listed else 0
+        too_many = len(self.infrastructure_failures()) >= MAX_INFRASTRUCTURE_FAILURES
+        if attempt.failure in FINAL_FAILURES or too_many or len(self.counted_failures()) > retries:
+            return "failed", reason
+        return ("waiting", reason) if listed else ("cancelled", UNLISTED)
+
 
 class ListState:
     """The state of a job list."""
@@ -174,7 +189,7 @@ class ListState:
     def predecessors(self, job: Job) -> Iterator[JobState]:
         """The jobs that must be done before `job` starts: those of its _after, then the one that trains its base model.
 
-        The base model must also be in the cache; see Dispatcher._awaited().
+        The base model must also be in the cache; see WaitingJobs._awaited().
         """
         yield from (self.jobs[each] for each in job.options.after if each in self.jobs)
         if trainer := self.trainers.get(job.base):
@@ -189,6 +204,56 @@ class ListState:
         """Why a job is in its state; empty if there is nothing to explain."""
         needed = self.waits_for(job) if job.state == "waiting" else None
         return f"waits for {needed.label}: {needed.state}" if needed else job.reason
+
+    # ---- requests
+
+    def unhandled_requests(self, records: Iterable[Record]) -> list[Record]:
+        """The requests among `records` that no dispatcher has handled."""
+        known = self.handled_requests
+        return [each for each in records if each["event"] in REQUESTS and request_id(each) not in known]
+
+    def select_jobs(self, what: str, selectors: Iterable[str]) -> list[str]:
+        """The ids of the jobs that a request names by `all`, `failed`, ids, prefixes of ids, or names.
+
+        Raises ValueError if an id or name matches no job, or several.
+        """
+        found: list[str] = []
+        for selector in selectors:
+            if selector == "all":
+                found += [job for job, each in self.jobs.items() if what != "cancel" or each.state not in FINAL]
+            elif selector == "failed":
+                found += [job for job, each in self.jobs.items() if each.state == "failed"]
+            else:
+                found.append(self.find_job(selector).job.id)
+        return list(dict.fromkeys(found))
+
+    def find_job(self, selector: str) -> JobState:
+        """The one job with this id, name, output directory, start of an id or part of a name. Raises ValueError."""
+        if not selector:
+            raise ValueError("job: expected an id or a name, got an empty string")
+        found = matching((each.job for each in self.jobs.values()), selector)
+        if len(found) == 1:
+            return self.jobs[found[0].id]
+        if not found:
+            raise ValueError(f"job {selector}: not in this list; `status` shows all jobs")
+        shown = ", ".join(f"{job.id} ({job.name})" for job in found[:5])
+        raise ValueError(f"job {selector}: matches {len(found)} jobs; give one id: {shown}")
+
+    def with_related(self, jobs: Iterable[str]) -> list[str]:
+        """Add the failed or cancelled predecessors of these jobs, and the jobs that failed because of one of them."""
+        failed = {job: each for job, each in self.jobs.items() if each.state in ("failed", "cancelled")}
+        dependents: dict[str, list[str]] = {}
+        for job, each in failed.items():
+            dependents.setdefault(each.reason, []).append(job)
+        related = dict.fromkeys(jobs)
+        to_follow = [failed[job] for job in related if job in failed]
+        for each in to_follow:  # extended by the jobs found
+            linked = [needed.job.id for needed in self.predecessors(each.job)]
+            linked += dependents.get(each.reason_of_dependents, [])
+            new = dict.fromkeys(job for job in linked if job in failed and job not in related)
+            related |= new
+            to_follow += [failed[job] for job in new]
+        return [job for job in self.jobs if job in related]
 
     # ---- records
 
@@ -341,63 +406,6 @@ def job_records(jobs: Iterable[Job]) -> list[dict[str, Any]]:
         | ({"written": json_text(dict(job.settings))} if job.file else {})
         for job in jobs
     ]
-
-
-def unhandled_requests(state: ListState, requests: Iterable[Record]) -> list[Record]:
-    """The requests in `requests` that no dispatcher has handled; other records are ignored."""
-    return [each for each in requests if each["event"] in REQUESTS and request_id(each) not in state.handled_requests]
-
-
-def request_id(request: Record) -> str:
-    return f"{request['event']} {request['time']} {' '.join(request['jobs'])}"
-
-
-def select_jobs(state: ListState, what: str, selectors: Iterable[str]) -> list[str]:
-    """The ids of the jobs that a request names by `all`, `failed`, ids, prefixes of ids, or names.
-
-    Raises:
-        ValueError: an id or name matches no job, or several.
-    """
-    found: list[str] = []
-    for selector in selectors:
-        if selector == "all":
-            found += [job for job, each in state.jobs.items() if what != "cancel" or each.state not in FINAL]
-        elif selector == "failed":
-            found += [job for job, each in state.jobs.items() if each.state == "failed"]
-        else:
-            found.append(find_job_id(state, selector))
-    return list(dict.fromkeys(found))
-
-
-def with_related(state: ListState, jobs: Iterable[str]) -> list[str]:
-    """Add the failed or cancelled predecessors of these jobs, and the jobs that failed because of one of them."""
-    failed = {job: each for job, each in state.jobs.items() if each.state in ("failed", "cancelled")}
-    dependents: dict[str, list[str]] = {}
-    for job, each in failed.items():
-        dependents.setdefault(each.reason, []).append(job)
-    related = dict.fromkeys(jobs)
-    to_follow = [failed[job] for job in related if job in failed]
-    for each in to_follow:  # extended by the jobs found
-        linked = [needed.job.id for needed in state.predecessors(each.job)] + dependents.get(
-            each.reason_of_dependents, []
-        )
-        new = dict.fromkeys(job for job in linked if job in failed and job not in related)
-        related |= new
-        to_follow += [failed[job] for job in new]
-    return [job for job in state.jobs if job in related]
-
-
-def find_job_id(state: ListState, selector: str) -> str:
-    """The one job with this id, name, output directory, start of an id or part of a name. Raises ValueError."""
-    if not selector:
-        raise ValueError("job: expected an id or a name, got an empty string")
-    found = matching((each.job for each in state.jobs.values()), selector)
-    if len(found) == 1:
-        return found[0].id
-    if not found:
-        raise ValueError(f"job {selector}: not in this list; `status` shows all jobs")
-    shown = ", ".join(f"{job.id} ({job.name})" for job in found[:5])
-    raise ValueError(f"job {selector}: matches {len(found)} jobs; give one id: {shown}")
 
 
 def classify_end(end: Mapping[str, Any], cancelled: bool) -> tuple[str, str]:

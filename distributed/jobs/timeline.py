@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from unicodedata import east_asian_width
 
 from distributed.runs.charts import LETTER, Box, Point, Scale, px, svg, text_at, time_ticks
-from distributed.terminal import cut
+from distributed.terminal import columns, cut
 
 NARROW = 3.0  # pixels; narrower bars of a crowded timeline share one path
 CROWDED = 4000  # a timeline with more bars is crowded
@@ -42,19 +41,19 @@ class Track:
     spans: Sequence[Span]
 
 
-def draw_tracks(tracks: Sequence[Track], *, width: int = 1032) -> str:
+def draw_tracks(tracks: Sequence[Track]) -> str:
     """The SVG of a timeline, or a sentence if there are no spans. The axis starts at the first start."""
     spans = [span for track in tracks for span in track.spans]
     if not spans:
         return '<p class="nothing">Nothing has started yet.</p>'
     begin, end = min(span.start for span in spans), max(span.end for span in spans)
     height = next((height for count, height in TRACK_HEIGHTS if len(tracks) <= count), MIN_HEIGHT)
-    names = max(_letters(cut(track.name, 12)) for track in tracks) * LETTER
-    groups = max(_letters(cut(track.group, 24)) for track in tracks) * LETTER
+    names = max(columns(cut(track.name, 12)) for track in tracks) * LETTER
+    groups = max(columns(cut(track.group, 24)) for track in tracks) * LETTER
     tops = [6.0]  # y of each track
     for one, other in pairwise(tracks):
         tops.append(tops[-1] + height + GROUP_GAP * (one.group != other.group))
-    box = Box(width, tops[-1] + height + 30, left=names + groups + 24, right=28, bottom=26)
+    box = Box(1032, tops[-1] + height + 30, left=names + groups + 24, right=28, bottom=26)
     x = Scale(begin, max(end, begin + 1e-3), box.left, box.end)
     parts = [f'<path class="axis" d="M{px(box.left)} {px(box.floor)}H{px(box.end)}"/>']
     for seconds, text in time_ticks(x.high - x.low, max(2, int((box.end - box.left) / 90))):
@@ -66,11 +65,6 @@ def draw_tracks(tracks: Sequence[Track], *, width: int = 1032) -> str:
     parts.append(f'<path class="lane" stroke-width="{px(height - 2)}" d="{lanes}"/>')
     parts += _bars(tracks, tops, height, x, crowded=len(spans) > CROWDED)
     return svg(box, parts, "timeline")
-
-
-def _letters(text: str) -> int:
-    """The width of a text in letters; wide East Asian characters count twice."""
-    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def _track_names(tracks: Sequence[Track], tops: Sequence[float], height: float, left: float) -> Iterator[str]:
@@ -120,6 +114,6 @@ def _bar(span: Span, start: float, end: float, top: float, height: float) -> Ite
         outline = f"M{px(start)} {px(top)}h{px(width - 6)}l6 {px(height / 2)}l-6 {px(height / 2)}h{px(6 - width)}z"
         yield f'<path class="{style}" d="{outline}">{title}</path>'
     for label in (span.label, span.label.rpartition("/")[2]) if height > MIN_HEIGHT else ():
-        if label and _letters(label) * LETTER_IN_BAR + 14 <= width:
+        if label and columns(label) * LETTER_IN_BAR + 14 <= width:
             yield text_at(start + 6, top + height / 2 + 4, label, "inside")
             break

@@ -54,8 +54,6 @@ from distributed.runs.page_parts import ranges
 from distributed.training.base_model import CACHE
 from distributed.training.fold import default_participants
 
-PROGRAM = "run_two_phase_training.py"
-HELPER = "distributed_train_helper.py"
 SHOWN = 4  # maximum number of jobs or base models listed in one message
 NUMBERS_WIDTH = 30  # columns for the numbers of the jobs of a base model
 
@@ -98,7 +96,7 @@ def subcommand_parser(name: str) -> CommandParser | None:
 
 def cache_parser() -> CommandParser:
     """The options of `cache`."""
-    parser = CommandParser(prog=f"{PROGRAM} cache", allow_abbrev=False)
+    parser = CommandParser(prog=f"{commands.TWO_PHASE} cache", allow_abbrev=False)
     parser.description = "List, verify or prune the base models in the cache of the working directory."
     parser.add_argument("what", choices=("list", "verify", "prune"), help="list the base models; compare all their "
         "files with their checksums; remove damaged base models and incomplete copies")  # fmt: skip
@@ -120,7 +118,7 @@ def execute_command(arguments: list[str]) -> int:
     options = commands.run_parser(two_phase=True).parse_args(arguments)
     if options.plan:
         config = commands.read_config(options)
-        rules = commands.base_rules(options, config.cluster, config.script)
+        rules = bases.rules_of(options.base_models, config.cluster, config.script)
         plan = bases.plan_of([job for job in config.jobs if not job.trains], rules)
         servers = len(config.cluster.servers) if config.cluster else 1
         print("\n".join([*report(plan, rules, cached_by_name(), servers), ""]))
@@ -173,9 +171,9 @@ def prune(options: argparse.Namespace) -> int:
     keep = None
     if options.keep_used:
         jobs, rules = read(options)
-        keep = [base.name for base in bases.plan_of(jobs, rules).bases.values()]
-        cached = [each.name for each in base_cache.cached(Path.cwd(), verify=False)]
-        if cached and not set(keep) & set(cached):
+        keep = {base.name for base in bases.plan_of(jobs, rules).bases.values()}
+        cached = {each.name for each in base_cache.cached(Path.cwd(), verify=False)}
+        if cached and not keep & cached:
             raise CallError(
                 f"{options.jobs_config}: needs none of the {len(cached)} base models in the cache; restore "
                 f"base_models, or remove {CACHE}"
@@ -197,7 +195,7 @@ def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules]:
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
     script = options.script_path or (cluster.script_path if cluster else "train.py")
     jobs = read_jobs(options.jobs_config, default_participants(script))
-    return jobs, commands.base_rules(options, cluster, script)
+    return jobs, bases.rules_of(options.base_models, cluster, script)
 
 
 # ---------------------------------------------------------------- distributed_train_helper.py
@@ -209,7 +207,7 @@ def helper(arguments: Sequence[str]) -> int:
 
 
 def execute_helper(arguments: list[str]) -> int:
-    parser = CommandParser(prog=HELPER, add_help=False, allow_abbrev=False)
+    parser = CommandParser(add_help=False, allow_abbrev=False)
     parser.add_argument("operands", nargs="*")
     for name in ("--cluster-config", "--base-models"):
         parser.add_argument(name, type=Path)
@@ -260,7 +258,7 @@ def explain(one: Job, other: Job, rules: bases.Rules) -> list[str]:
 
 
 def no_base_reason(rules: bases.Rules) -> str:
-    return f"its mode is not {' or '.join(rules.modes or ())}; see modes in base_models"
+    return f"its mode is not {' or '.join(rules.section.modes or ())}; see modes in base_models"
 
 
 def cached_by_name() -> dict[str, Cached]:
@@ -276,14 +274,15 @@ def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached
         return [f"{terminal.plural(len(plan.jobs), 'job')}; none starts from a base model: {no_base_reason(rules)}"]
     in_cache = sum(base.name in cached for base in found)
     start = "all start" if starting == len(plan.jobs) else f"{starting} of them start"
+    copies = sum(min(len(base.jobs), servers or 0) for base in found)  # each server gets a base model at most once
     lines = terminal.table([
         ("script", f"{rules.script}; the names of base models depend on this path (--script-path)"),
         ("jobs", f"{len(plan.jobs)}; {start} from a base model"),
         ("base models", f"{len(found)}; {in_cache} in the cache, {len(found) - in_cache} to train"),
-        ("trainings avoided", f"{bases.avoided(plan)} by sharing ({saved(plan, rules)}), {in_cache} by the cache"),
+        ("trainings avoided", f"{starting - len(found)} by sharing ({saved(found, rules)}), {in_cache} by the cache"),
         ("disk", disk(found, rules, cached)),
         ("copies", "unknown; give --cluster-config" if servers is None else
-         f"at most {bases.copies(found, servers)}, to {terminal.plural(servers, 'server')}"),
+         f"at most {copies}, to {terminal.plural(servers, 'server')}"),
         ("output collisions", "none"),  # read_jobs() refuses lists with collisions
         ("leaks", terminal.plural(len(leaks), "job") if leaks else "unknown, see below" if unknown else "none"),
     ])  # fmt: skip
@@ -299,17 +298,20 @@ def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached
     return lines
 
 
-def saved(plan: bases.BasePlan, rules: bases.Rules) -> str:
-    hours = bases.gpu_hours_saved(plan, rules)
-    if hours is None:
+def saved(found: Sequence[bases.SharedBase], rules: bases.Rules) -> str:
+    """The GPU time that sharing saves."""
+    seconds = rules.options.expected_seconds
+    if seconds is None:
         return "GPU hours unknown; set _expected_seconds in options of base_models"
+    gpus = sum((len(base.jobs) - 1) * max(1, bases.training_job(base, rules).options.gpus) for base in found)
+    hours = gpus * seconds / 3600
     return f"{hours:,.1f} GPU hours" if hours >= 1 else f"{60 * hours:.1f} GPU minutes"
 
 
 def disk(found: Sequence[bases.SharedBase], rules: bases.Rules, cached: Mapping[str, Cached]) -> str:
     """The disk space for these base models."""
     sizes = [cached[base.name].size for base in found if base.name in cached]
-    size = max(sizes, default=0) or (rules.expected_mb or 0.0) * 1e6
+    size = max(sizes, default=0) or (rules.section.expected_mb or 0.0) * 1e6
     if not size:
         return "unknown; set expected_mb in base_models"
     total = megabytes(len(found) * size)

@@ -241,9 +241,7 @@ def _one_differs(ranks: Sequence[Activity], used: str) -> str:
         return ""
     idle_text = f"{idle[0].name} uses" if len(idle) == 1 else f"the {len(idle)} others use"
     busy_text = f"{busy[0].name} is" if len(busy) == 1 else f"the {len(busy)} others are"
-    wait = "they wait for that rank"
-    if len(idle) == 1:
-        wait = f"it waits for the other{'s' * (len(busy) > 1)}"
+    wait = f"it waits for the other{'s' * (len(busy) > 1)}" if len(idle) == 1 else "they wait for that rank"
     return (
         f"{idle_text} no {used}, and {busy_text} busy: either {wait} in a collective, or for something "
         "else, such as a disk, a lock or a download"

@@ -346,18 +346,6 @@ def stopped_processes(run: str, node: str, processes: Sequence[RunProcess]) -> t
     return tuple(pid for pid, stat in found.items() if stat and stat.state in (b"T", b"t"))
 
 
-def from_json(facts: dict[str, Any]) -> NodeStatus:
-    """Parse the reply of a node: the inverse of asdict()."""
-    ranks = []
-    for rank in facts["ranks"]:
-        gpus, frames = [GpuUsage(**gpu) for gpu in rank["gpus"]], [Frame(**frame) for frame in rank["frames"]]
-        ranks.append(RankStatus(**rank | {"gpus": tuple(gpus), "frames": tuple(frames)}))
-    processes, gpus = [RunProcess(**one) for one in facts["processes"]], [GpuUsage(**gpu) for gpu in facts["gpus"]]
-    progress = RunProgress(**facts["progress"])
-    lists = {"ranks": tuple(ranks), "processes": tuple(processes), "gpus": tuple(gpus)}
-    return NodeStatus(**facts | lists | {"progress": progress})
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="node_status", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--run", required=True, help="MUSTER_RUN_DIR of its processes")

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from distributed import nodelist
 from distributed.runs.charts import figure
 
 Tile = tuple[str, str, str]  # name, value, note
@@ -78,10 +79,4 @@ def loss_text(loss: float) -> str:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Rising numbers as text: 0-3, 7."""
-    parts: list[list[int]] = []
-    for value in numbers:
-        if parts and value == parts[-1][-1] + 1:
-            parts[-1][1:] = [value]
-        else:
-            parts.append([value])
-    return ", ".join("-".join(map(str, part)) for part in parts)
+    return nodelist.ranges(map(str, numbers)).replace(",", ", ")

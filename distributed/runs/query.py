@@ -14,7 +14,7 @@ from pathlib import Path
 
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.host.identity import user
-from distributed.host.replies import Reply
+from distributed.host.replies import Reply, from_json
 from distributed.runs import node_status
 from distributed.runs.lookup import (
     EXITED,
@@ -67,7 +67,7 @@ def status_command(run: Run, node: RunNode, options: Sequence[str]) -> list[str]
 
 def node_reply(node: RunNode, reply: Reply) -> NodeReply:
     if (value := reply.value()) is not None:
-        return NodeReply(node, node_status.from_json(value))
+        return NodeReply(node, from_json(node_status.NodeStatus, value))
     return NodeReply(node, None, "did not reply in time" if reply.code == KILLED else reply.failure_message())
 
 

@@ -513,10 +513,9 @@ def comparison_charts(runs: Sequence[RunRecords], seconds: bool) -> str:
             start = min(filter(is_time, (run.start, *run.history.times())), default=math.nan)
             xs = [number(line.get("time")) - start if seconds else line["step"] for line in logged]
             points = sorted((x, number(line[key])) for x, line in zip(xs, logged, strict=True) if math.isfinite(x))
-            points = charts.smooth(points) if len(points) >= charts.MANY else points
             name = run.name if len(run.name) <= 18 else f"…{run.name[-16:]}"
             label = name if key == "loss" and len(runs) <= ranks.MAX_LINES else ""
-            drawn += [Line(name, points, STYLES[n % len(STYLES)], label)] if finite(points) else []
+            drawn += [Line(name, charts.smooth(points), STYLES[n % len(STYLES)], label)] if finite(points) else []
         if drawn:
             drawing = charts.lines(drawn, width=width, height=height, zero=zero, seconds=seconds)
             cards[width].append(card(title, unit, drawing))
@@ -560,7 +559,3 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"report.sh: cannot write the report: {error}\n")
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

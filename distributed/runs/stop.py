@@ -8,10 +8,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from distributed.exit_codes import UNFIT
-from distributed.files import KIT
+from distributed.files import KIT, try_lock
 from distributed.host.process_scan import start_time
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, RunNode
 from distributed.runs.query import JobWithoutRun, RunQuery, find_run, job_runs, job_state, parser_of, report_remaining
@@ -44,7 +44,11 @@ class Stop:
             return 0
         if state == REMOTE and (code := self._stop_from_launcher_host(quiet)) is not None:
             return code
-        with self._lock():
+        with open(run.directory / "run.json") as file:
+            # A second SIGTERM makes the launcher kill its ranks, so only one program may send it.
+            if not try_lock(file.fileno(), required=True):
+                self._log(f"another stop.sh is stopping {self._name}: waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
             if state == EXITED:
                 self._log(f"{self._name}: its launcher has already exited")
             self._stop_launcher()
@@ -55,17 +59,6 @@ class Stop:
                 UNFIT, f"{where} could not be stopped; if it still runs there, it may restart the run (--max-restarts)"
             )
         return code
-
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        """A second SIGTERM makes the launcher kill its ranks, so only one program may send it."""
-        with open(self._query.run.directory / "run.json") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self._log(f"another stop.sh is stopping {self._name}: waiting for it")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     # ---- the launcher
 
@@ -85,7 +78,7 @@ class Stop:
 
     def _stop_launcher(self) -> None:
         pid = self._launcher.pid
-        if not self._launcher_runs():
+        if not self._awaited():
             return
         self._log(f"{self._name}: stopping its launcher, process {pid}; {describe_grace(self._now, self._grace)}")
         with contextlib.suppress(ProcessLookupError):
@@ -93,21 +86,18 @@ class Stop:
             os.kill(pid, signal.SIGCONT)  # a suspended process handles no signal
         if self._now:
             self._sweep(0)
-        awaited = f"the launcher (process {pid}) to exit"
-        if self._wait(self._launcher.grace + END_TIMEOUT, 0.1, awaited, self._launcher_runs):
+        if wait(self._launcher.grace + END_TIMEOUT, 0.1, self._awaited, self._log):
             return
         self._messages.print(f"warning: the launcher (process {pid}) does not exit; stopping its nodes without it")
         self._sweep(0)
-        if not self._wait(KILL_TIMEOUT, 0.1, awaited, self._launcher_runs):
+        if not wait(KILL_TIMEOUT, 0.1, self._awaited, self._log):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _launcher_runs(self) -> bool:
-        """The start time is compared too, because the process id may have been reused."""
-        return self._launcher.state == RUNNING and start_time(self._launcher.pid) == self._launcher.since
-
-    def _wait(self, seconds: float, interval: float, awaited: str, goes_on: Callable[[], bool]) -> bool:
-        return wait(seconds, interval, lambda: awaited, goes_on, self._log)
+    def _awaited(self) -> str:
+        """For wait(); empty if the launcher does not run. Its start time is compared too: process ids are reused."""
+        runs = self._launcher.state == RUNNING and start_time(self._launcher.pid) == self._launcher.since
+        return f"the launcher (process {self._launcher.pid}) to exit" if runs else ""
 
     # ---- the nodes
 
@@ -136,39 +126,34 @@ def describe_grace(now: bool, grace: float) -> str:
 def stop_job(job: str, state: str, grace: float, now: bool, messages: Messages) -> None:
     """Signal the batch script; cancel the job if it does not end in time. Raises TransportError if it does not end."""
 
-    def runs() -> bool:
+    def awaited() -> str:
         nonlocal state
         state = job_state(job)
-        return bool(state)
-
-    def awaited() -> str:
-        return f"job {job} ({state.partition(' ')[0]}) to end"
+        return f"job {job} ({state.partition(' ')[0]}) to end" if state else ""
 
     if job_runs(state) and not now:
         messages.log(f"stopping job {job}; {describe_grace(now, grace)}")
         subprocess.run(["scancel", "--batch", "--signal=INT", job], check=False)
-        if not wait(grace + END_TIMEOUT, 0.5, awaited, runs, messages.log):
+        if not wait(grace + END_TIMEOUT, 0.5, awaited, messages.log):
             messages.log(f"job {job} does not end; cancelling it")
     if state:
         subprocess.run(["scancel", job], check=False)
-    if not wait(CANCEL_TIMEOUT, 0.5, awaited, runs, messages.log):
+    if not wait(CANCEL_TIMEOUT, 0.5, awaited, messages.log):
         problem = f"still {state.partition(' ')[0]} after scancel"
         raise TransportError(1, f"job {job}: {problem}; see scontrol show job {job}")
     print(f"job {job} has ended; SLURM has ended its processes on all nodes")
 
 
-def wait(
-    seconds: float, interval: float, awaited: Callable[[], str], goes_on: Callable[[], bool], log: Callable[[str], None]
-) -> bool:
-    """Wait until goes_on() returns False. Returns False on timeout. awaited: returns what is waited for, as text."""
+def wait(seconds: float, interval: float, awaited: Callable[[], str], log: Callable[[str], None]) -> bool:
+    """Wait until awaited(), which describes what has not happened yet, returns "". Returns False on timeout."""
     start = reported = time.monotonic()
-    while goes_on():
+    while waiting_for := awaited():
         now = time.monotonic()
         if now - start >= seconds:
             return False
         if now - reported >= PROGRESS_INTERVAL:
             reported = now
-            log(f"waiting for {awaited()}: {now - start:.0f} s, at most {seconds:.0f} s")
+            log(f"waiting for {waiting_for}: {now - start:.0f} s, at most {seconds:.0f} s")
         time.sleep(interval)
     return True
 

@@ -363,11 +363,8 @@ def _remarks(cause: Failure, evidence: Evidence) -> str:
     """Mention other errors of ranks: the same error, or one so close in time that it may have been first."""
     if kind_of(cause) is not Kind.OWN_ERROR:
         return ""
-    others, described = (
-        [one for one in evidence.failures if one != cause and kind_of(one) is Kind.OWN_ERROR],
-        describe(cause),
-    )
-    if same := len([one for one in others if describe(one) == described]):
+    others = [one for one in evidence.failures if one != cause and kind_of(one) is Kind.OWN_ERROR]
+    if same := [describe(one) for one in others].count(describe(cause)):
         return f"; the same on {same} more rank{'s' * (same > 1)}"
     for other in others:
         if other.time is not None and cause.time is not None:

@@ -126,14 +126,10 @@ def _required(env: Mapping[str, str], name: str) -> str:
     return env[name]
 
 
-def ports(job: int) -> Iterator[int]:
-    """Yield ports outside the usual ephemeral range; jobs with consecutive ids have different first ports."""
-    return (PORTS[(job + PORT_STRIDE * attempt) % len(PORTS)] for attempt in range(len(PORTS)))
-
-
 def free_port(job: int) -> int:
-    """Return a rendezvous port for this job that is free on this machine."""
-    return next(filter(port_is_free, ports(job)))
+    """Return a rendezvous port for this job that is free on this machine, outside the usual ephemeral range."""
+    ports = (PORTS[(job + PORT_STRIDE * attempt) % len(PORTS)] for attempt in range(len(PORTS)))
+    return next(filter(port_is_free, ports))
 
 
 def main(arguments: Sequence[str]) -> int:

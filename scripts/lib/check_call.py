@@ -183,13 +183,10 @@ def may_have_gpus() -> bool:
 def check_gpus(ranks: int) -> None:
     if ranks <= RANKS_PER_CORE and not may_have_gpus():
         return
-    from distributed.host.gpus import query_gpus, visible
+    from distributed.host.gpus import count_visible
     from distributed.host.resources import read_cores
 
-    found = query_gpus()
-    if found.error:
-        sys.stderr.write(f"{found.error}\n")
-    gpus = len(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), found.devices))
+    gpus = count_visible()
     if 0 < gpus < ranks:
         available = f"{gpus} GPU{'s' * (gpus > 1)}"
         raise CheckFailed("usage", f"NPROC {ranks}: this machine has {available}; start at most one process per GPU")
@@ -271,18 +268,8 @@ def check_settings(config: str, arguments: list[str], ranks: int, here: bool) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="check_call.py", allow_abbrev=False)
-    for name in (
-        "--script",
-        "--foreign-script",
-        "--module",
-        "--nodes",
-        "--hostfile",
-        "--exclude",
-        "--spares",
-        "--master",
-        "--config",
-        "--progress",
-    ):
+    of_program = ("--script", "--foreign-script", "--module", "--config", "--progress")
+    for name in (*of_program, "--nodes", "--hostfile", "--exclude", "--spares", "--master"):
         parser.add_argument(name)
     for name in ("--allocation", "--gpus", "--port", "--node-rank", "--ranks"):
         parser.add_argument(name, type=int)

@@ -50,16 +50,6 @@ warn() { # <message...>
 }
 
 
-# Print "1 node" or "2 nodes".
-counted() { # <number> <noun> [plural]
-  if (($1 == 1)); then
-    echo "1 $2"
-  else
-    echo "$1 ${3:-$2s}"
-  fi
-}
-
-
 die() { # <message...>
   die_with 1 "$@"
 }
@@ -79,7 +69,8 @@ die_usage() { # <message...>
 
 # Exit when the value of an option is missing or empty (often an unset variable).
 need_value() { # <option> [value] [rest...]
-  [[ ${2-} && $2 != --[a-z]* ]] || die_usage "$1 needs a value${2:+, got the option '$2'}"
+  [[ ${2-} ]] || die_usage "$1 needs a value"
+  [[ $2 != --[a-z]* ]] || die_usage "$1 needs a value, got the option '$2'"
 }
 
 
@@ -139,15 +130,7 @@ show() { # <command...>
 # Print a command, then run it unless DRY_RUN=1.
 run() { # <command...>
   show "$@"
-  if [[ $DRY_RUN != 1 ]]; then
-    "$@"
-  fi
-}
-
-
-# In a background process: ignore all signals that may reach the process group of the launcher.
-ignore_signals() {
-  trap '' INT TERM HUP QUIT TSTP PIPE "${PASSED_ON[@]}"
+  [[ $DRY_RUN == 1 ]] || "$@"
 }
 
 
@@ -261,10 +244,11 @@ list_python() { # <path or name> <origin>
 }
 
 
-# Run a short-lived module of distributed/ with $PYTHON and the standard library alone. The working directory is KIT:
-# paths among the arguments must be absolute.
+# Run a short-lived module of distributed/ with $PYTHON and the standard library alone. Of the signals that may reach
+# the process group, only SIGTERM ends it. The working directory is KIT: paths among the arguments must be absolute.
 kit_python() { # <module> [argument...]
-  (ignore_signals && trap - TERM && cd -- "$KIT" && exec "$PYTHON" -I "$KIT/scripts/lib/module.py" "$@")
+  (trap '' INT HUP QUIT TSTP PIPE "${PASSED_ON[@]}" && trap - TERM && cd -- "$KIT" &&
+    exec "$PYTHON" -I "$KIT/scripts/lib/module.py" "$@")
 }
 
 

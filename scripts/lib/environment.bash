@@ -88,13 +88,6 @@ remove_variables
 remove_options
 
 
-# Remove variables that another launch has left in the environment. PET_* would change torchrun's options.
-clear_launch_environment() {
-  unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT
-  unset "${!PET_@}" "${!TORCHELASTIC_@}"
-}
-
-
 # Restore what this file has removed.
 restore_removed() {
   local removed_name

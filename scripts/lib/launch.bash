@@ -126,13 +126,6 @@ set_node_checks() { # <processes on a node without its own number> <node...>
 }
 
 
-add_spare() { # <name> <processes> <address for ssh: [user@]name>
-  SPARE_NODES+=("$1")
-  NPROC_OF[$1]=$2
-  ADDRESS[$1]=$3
-}
-
-
 add_node() { # <name> <processes> [address for ssh: [user@]name]
   NODES+=("$1")
   NPROC_OF[$1]=$2
@@ -152,7 +145,7 @@ run_checks() { # <option of check_call.py...>
   while read -r name value processes; do
     case $name in
       node) add_node "${value#*@}" "$processes" "$value" ;;
-      spare) add_spare "${value#*@}" "$processes" "$value" ;;
+      spare) SPARE_NODES+=("${value#*@}") NPROC_OF[${value#*@}]=$processes ADDRESS[${value#*@}]=$value ;;
       master) MASTER_ADDR=$value ;;
       port) MASTER_PORT=${MASTER_PORT:-$value} ;;
       package) PACKAGES+=("$value") ;;
@@ -267,9 +260,4 @@ print_environment() {
 
 print_list() { # <name> <entry...>
   printf '%s\0' "$1" $(($# - 1)) "${@:2}"
-}
-
-
-absolute() { # <path>
-  [[ $1 == /* ]] && printf '%s\n' "$1" || printf '%s\n' "$PWD/$1"
 }

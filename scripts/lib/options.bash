@@ -21,8 +21,7 @@ SCRIPT_ARGS=()           # arguments after --, for the user's script
 declare -A VARIABLE_OF=(
   [--script]=SCRIPT [-m]=MODULE [--python]=PYTHON_OPTION [--agent]=AGENT [--log-dir]=LOG_DIR
   [--master-port]=MASTER_PORT [--rendezvous-timeout]=RENDEZVOUS_TIMEOUT [--hang-timeout]=HANG_TIMEOUT
-  [--progress]=PROGRESS
-  [--spares]=SPARES [--min-nodes]=MIN_NODES
+  [--progress]=PROGRESS [--spares]=SPARES [--min-nodes]=MIN_NODES
   [--max-restarts]=MAX_RESTARTS [--max-requeues]=MAX_REQUEUES [--hostfile]=HOSTFILE [--exclude]=EXCLUDE
   [-n]=NPROC [-c]=CONFIG [-l]=LEVEL
   [--backend]=BACKEND [--min-bytes]=MIN_BYTES [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT

@@ -30,8 +30,7 @@ in_allocation() {
   [[ ${SLURM_JOB_ID-} ]] || return 1
   [[ ! ${SLURM_STEP_ID-} ]] || ((SLURM_STEP_ID > 4294967000)) ||
     die_usage "this is task ${SLURM_PROCID-} of a job step:" \
-      "call it from the salloc shell or the batch script, not through srun;" \
-      "for this node alone: $COMMAND_IN_STEP"
+      "call it from the salloc shell or the batch script, not through srun; for this node alone: $COMMAND_IN_STEP"
 }
 
 
@@ -247,17 +246,14 @@ build_srun_command() {
 # Print options of sbatch that srun does not inherit. With --cpus-per-task, SLURM binds each task to its own cores, if
 # the cluster is configured for that.
 rank_resources() {
-  if [[ $(printf '%s\n' "${NPROC_OF[@]}" | sort -u | wc -l) == 1 ]]; then
+  [[ $(printf '%s\n' "${NPROC_OF[@]}" | sort -u | wc -l) != 1 ]] ||
     printf '%s\n' --ntasks-per-node "${NPROC_OF[${NODES[0]}]}"
-  fi
   if ((CORES_PER_RANK)); then
     printf '%s\n' --cpus-per-task "$CORES_PER_RANK"
   else
     printf '%s\n' --overcommit
   fi
-  if [[ ${SLURM_GPUS_PER_TASK-} ]]; then
-    printf '%s\n' --gpus-per-task "$SLURM_GPUS_PER_TASK"
-  fi
+  [[ ! ${SLURM_GPUS_PER_TASK-} ]] || printf '%s\n' --gpus-per-task "$SLURM_GPUS_PER_TASK"
 }
 
 
@@ -272,7 +268,9 @@ slurm_run_nodes() { # [option of distributed/launch/run.py...]
   fi
   build_srun_command
   set -- "$@" --master "${NODES[0]}" "$MASTER_PORT"
-  clear_launch_environment
+  # Another launch may have left these. PET_* would change torchrun's options.
+  unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT \
+    "${!PET_@}" "${!TORCHELASTIC_@}"
   unset_srun_variables
   unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # arguments of srun replace them
   run_nodes srun "$@"

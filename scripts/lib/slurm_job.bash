@@ -39,10 +39,9 @@ refuse_misplaced_options() { # <argument...>
 # Choose the CONFIG of this array element, and replace %a by its index.
 choose_config() { # <CONFIG...>
   local number=$((${SLURM_ARRAY_TASK_ID:-0} - ${SLURM_ARRAY_TASK_MIN:-0}))
-  if (($# > 1)) && [[ ! ${SLURM_ARRAY_TASK_ID-} ]]; then
+  (($# == 1)) || [[ ${SLURM_ARRAY_TASK_ID-} ]] ||
     die_usage "$# CONFIGs require an array of $# elements: sbatch --array=0-$(($# - 1))" \
       "(arguments of your script go after --)"
-  fi
   (($# == 1 || number < $#)) ||
     die_usage "array element $SLURM_ARRAY_TASK_ID: no CONFIG;" \
       "the array starts at $SLURM_ARRAY_TASK_MIN and $# CONFIGs are given"
@@ -77,9 +76,10 @@ sbatch_default() { # <option of sbatch>
 
 # Set RUN_AGAIN for the run directory of a requeued job. Exits if that run has succeeded.
 find_earlier_run() {
-  local before
+  local before times="$REQUEUES times"
+  ((REQUEUES != 1)) || times="1 time"
   ((REQUEUES)) && before=$(readlink -e -- "$LOG_DIR/slurm-$SLURM_JOB_ID") || return 0
-  log "job $SLURM_JOB_ID was requeued $(counted "$REQUEUES" time); resuming in ${before##*/}"
+  log "job $SLURM_JOB_ID was requeued $times; resuming in ${before##*/}"
   if grep -qsF '"outcome": "ok"' "$before/verdict.json"; then
     log "the run has already succeeded; nothing to do"
     exit

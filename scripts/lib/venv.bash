@@ -45,9 +45,7 @@ base_python() { # <value of --python, may be empty>
   resolve_python "${1:-python3}"
   [[ $1 ]] || PYTHON_ORIGIN=PATH
   check_python
-  if [[ ${PYTHON%/*} -ef $VENV/bin ]]; then
-    PYTHON=$(readlink -f -- "$PYTHON")
-  fi
+  [[ ! ${PYTHON%/*} -ef $VENV/bin ]] || PYTHON=$(readlink -f -- "$PYTHON")
 }
 
 
@@ -77,9 +75,7 @@ clear_broken_venv() {
 
 # pip itself is installed by ensurepip, which Debian packages separately, or by the pip of $PYTHON.
 create_venv() {
-  if [[ -e $VENV ]]; then
-    return
-  fi
+  [[ ! -e $VENV ]] || return 0
   "$PYTHON" -m ensurepip --version &>/dev/null || "$PYTHON" -m pip --version &>/dev/null ||
     die_with "$EXIT_UNFIT" "'$PYTHON' has neither ensurepip nor pip;" \
       "install one (Debian, Ubuntu: sudo apt-get install python3-venv) and run this again"

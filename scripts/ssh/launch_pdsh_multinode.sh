@@ -20,17 +20,13 @@ set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/launcher.bash"
 
 
-require_pdsh() {
-  type -P pdsh >/dev/null || die "pdsh: not found on this machine; install it, or use launch_torchrun_auto.sh"
-}
-
-
 main() {
   parse_options "$@"
   [[ ! $LEASE$ATTACH ]] || die_usage "--lease and --attach: not possible with pdsh; use launch_torchrun_auto.sh"
   parse_config_nproc_nodes
   check_call_on_nodes "${POSITIONAL[@]:2}"
-  [[ $DRY_RUN == 1 ]] || require_pdsh
+  [[ $DRY_RUN == 1 ]] || type -P pdsh >/dev/null ||
+    die "pdsh: not found on this machine; install it, or use launch_torchrun_auto.sh"
   ssh_run_nodes pdsh
 }
 

@@ -44,16 +44,11 @@ set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/launcher.bash"
 
 
-require_ssh() {
-  type -P ssh >/dev/null || die "ssh: not found on this machine; install the OpenSSH client"
-}
-
-
 main() {
   parse_options "$@"
   parse_config_nproc_nodes
   check_call_on_nodes "${POSITIONAL[@]:2}"
-  [[ $DRY_RUN == 1 ]] || require_ssh
+  [[ $DRY_RUN == 1 ]] || type -P ssh >/dev/null || die "ssh: not found on this machine; install the OpenSSH client"
   ssh_run_nodes ssh
 }
 

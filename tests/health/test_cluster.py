@@ -15,13 +15,13 @@ import pytest
 from test_doctor import HEALTHY
 from test_gpus import GPUS
 
-from distributed.health.cluster import ClusterFacts, cluster_facts, from_json, render_cluster, show
+from distributed.health.cluster import ClusterFacts, cluster_facts, render_cluster, show
 from distributed.health.differences import compare
 from distributed.host.dns import Lookup
 from distributed.host.facts import Facts, FullNodeFacts, Route, RunProcesses
 from distributed.host.gpus import Gpus
 from distributed.host.interpreter import Torch
-from distributed.host.replies import Reply, format_reply
+from distributed.host.replies import Reply, format_reply, from_json
 from distributed.host.resources import Memory
 from distributed.host.system import GIB
 from distributed.launch.connectivity import ConnectionTest, FailedConnection
@@ -206,11 +206,11 @@ def test_only_the_port_of_the_first_node_is_checked() -> None:
 
 def test_facts_survive_json_and_those_of_another_version_raise() -> None:
     facts = node(1)
-    assert from_json(json.loads(json.dumps(asdict(facts)))) == facts
+    assert from_json(FullNodeFacts, json.loads(json.dumps(asdict(facts)))) == facts
     without: dict[str, Any] = asdict(facts)
     del without["route"]
-    with pytest.raises(KeyError, match="route"):
-        from_json(without)
+    with pytest.raises(TypeError, match="route"):
+        from_json(FullNodeFacts, without)
 
 
 def replies(**values: Any) -> dict[str, Reply]:

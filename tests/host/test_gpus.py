@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.host.gpus import Gpu, GpuProcess, LostGpu, MigInstance, main, nvidia_cards, owner, query_gpus, visible
+from distributed.host import processes
+from distributed.host.gpus import Gpu, GpuProcess, LostGpu, MigInstance, nvidia_cards, owner, query_gpus, visible
 from distributed.host.system import GIB, MIB
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -192,10 +193,10 @@ def test_the_program_prints_the_number_of_visible_gpus(
 ) -> None:
     stub(path_directory, "nvidia-smi", STUB_NVIDIA_SMI.format(pid=os.getpid()))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert main([]) == 0
+    processes.main(["gpu"])
     for setting in ("1", ""):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-        assert main([]) == 0
+        processes.main(["gpu"])
     assert capsys.readouterr() == ("2\n1\n0\n", "")
 
 
@@ -203,5 +204,5 @@ def test_the_program_prints_0_and_the_error_of_the_driver(
     path_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stub(path_directory, "nvidia-smi", "#!/bin/sh\necho 'GPU is lost'; exit 15\n")
-    assert main([]) == 0
+    processes.main(["gpu"])
     assert capsys.readouterr() == ("0\n", "nvidia-smi: GPU is lost\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from distributed.jobs import bases
+from distributed.jobs import bases, two_phase
 from distributed.jobs.bases import (
     BASE,
     EXPERIMENT,
@@ -350,6 +351,12 @@ def test_a_hash_that_does_not_match_the_settings_is_refused() -> None:
     )
 
 
+def test_a_job_whose_mode_needs_no_base_model_keeps_the_one_that_it_names() -> None:
+    (job,) = jobs_of({"mode": "single"})
+    made = plan_of([replace(job, base="f" * 64)], rules())
+    assert ([each.base for each in made.jobs], made.bases) == (["f" * 64], {})
+
+
 def test_contradictory_settings_are_refused_with_the_name_of_the_job(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     message = "p0/fold3: fold: out of range for 1 participants: got 3; give 0 to 0"
@@ -501,11 +508,11 @@ def test_trainings_gpu_hours_and_copies() -> None:
     section: dict[str, Any] = {"options": {"_expected_seconds": 1800}}
     made = plan({"_gpus": 4}, {}, {}, {"lr": 1}, {"lr": 1}, {"lr": 2}, **section)
     assert [len(base.jobs) for base in made.bases.values()] == [3, 2, 1]
-    assert bases.avoided(made) == 3
-    assert bases.gpu_hours_saved(made, rules(**section)) == 2 * 4 * 0.5 + 1 * 1 * 0.5
-    assert bases.gpu_hours_saved(made, rules()) is None
-    assert [bases.copies(made.bases.values(), servers) for servers in (1, 2, 9)] == [3, 5, 6]
-    assert bases.avoided(plan_of([], rules())) == bases.copies([], 3) == 0
+    # 2 trainings of 4 GPUs and 1 of 1 GPU, of half an hour each
+    reports = ["\n".join(two_phase.report(made, rules(**section), {}, servers)) for servers in (1, 2, 9)]
+    assert all(" 3 by sharing (4.5 GPU hours), 0 by the cache\n" in each for each in reports)
+    assert [re.findall("at most (.), to", each) for each in reports] == [["3"], ["5"], ["6"]]
+    assert two_phase.saved(list(made.bases.values()), rules()).startswith("GPU hours unknown")
 
 
 @pytest.mark.parametrize("prefix", ["base_models", "base_models/3fa2b1c09d12", "base_training/3fa2b1c09d12"])

@@ -101,14 +101,10 @@ def test_a_wrong_call_is_refused_and_has_no_effect(
     assert sorted(directory.rglob("*")) == before
 
 
-PROGRAMS = [
-    (commands.main, commands.PROGRAM),
-    (two_phase.main, two_phase.PROGRAM),
-    (two_phase.helper, two_phase.HELPER),
-]
-
-
-@pytest.mark.parametrize(("program", "name"), PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "name"),
+    list(zip((commands.main, two_phase.main, two_phase.helper), commands.PROGRAMS, strict=True)),
+)
 @pytest.mark.parametrize("before", ["", "status", "logs a", "cache", "cache list", "cache verify", "cache prune"])
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_help_is_printed_after_any_subcommand(
@@ -121,7 +117,7 @@ def test_help_is_printed_after_any_subcommand(
     printed = capsys.readouterr()
     assert (printed.out.count(f"usage: {name} "), printed.err) == (1, "")
     subcommand, _, _ = before.partition(" ")
-    own = {commands.PROGRAM: ["status", "logs"], two_phase.PROGRAM: ["status", "logs", "cache"]}
+    own = {commands.PROGRAM: ["status", "logs"], commands.TWO_PHASE: ["status", "logs", "cache"]}
     assert printed.out.startswith(f"usage: {name} {subcommand} [-h]") == (subcommand in own.get(name, ()))
 
 
@@ -129,7 +125,7 @@ def test_help_is_printed_after_any_subcommand(
 def test_the_help_of_a_subcommand_explains_its_options(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main([subcommand, "--help"]) == 0
     printed = capsys.readouterr().out
-    assert commands.SUBCOMMANDS[subcommand] in printed
+    assert str(commands.SUBCOMMANDS[subcommand].__doc__) in printed
     assert "--log-file FILE" in printed
     assert ("--attempt N" in printed) == (subcommand == "logs")
     assert (" JOB" in printed) == (subcommand in ("logs", "why", "cancel", "retry"))

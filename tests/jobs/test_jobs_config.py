@@ -23,7 +23,6 @@ from distributed.jobs.config import (
     collisions,
     read_cluster,
     read_jobs,
-    server_name,
 )  # fmt: skip
 from distributed.jobs.job import ALL_GPUS, Job, Options
 
@@ -169,7 +168,7 @@ def test_keys_of_a_server_override_defaults(tmp_path: Path) -> None:
     ).servers
     assert (plain.user, plain.gpus, plain.port, plain.labels, plain.setup) == ("me", 8, 2222, ["x"], ["one"])
     assert (own.user, own.gpus, own.port, own.labels, own.setup) == ("you", 2, 2222, [], ["one"])
-    assert server_name(own) == "b-2222"
+    assert own.name == "b-2222"
 
 
 def test_gpu_ids_may_name_mig_instances(tmp_path: Path) -> None:
@@ -194,7 +193,7 @@ def test_gpus_and_gpu_ids_of_a_server_override_both_defaults(tmp_path: Path) -> 
 
 def test_a_host_with_two_ports_is_two_servers(tmp_path: Path) -> None:
     servers = cluster_of(tmp_path, {**A, "port": 22}, {**A, "port": 23}, {"host": "[::1]"}).servers
-    assert [server_name(server) for server in servers] == ["a-22", "a-23", "--1"]
+    assert [server.name for server in servers] == ["a-22", "a-23", "--1"]
 
 
 # ---------------------------------------------------------------- jobs

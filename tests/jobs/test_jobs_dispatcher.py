@@ -7,6 +7,7 @@ read from the journal must equal that of the dispatcher. test_jobs_killed.py kil
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import os
@@ -179,13 +180,9 @@ class SimulatedServer:
         gpus = [slot.gpu for slot in self.pool.slots if slot.gpu is not None]
         found: list[dict[str, Any]] = [{"index": gpu, "lost": reason} for gpu, reason in self.lost_gpus.items()]
         for gpu in [gpu for gpu in gpus if gpu not in self.lost_gpus]:
-            processes = [[1, "bob", 0]] if gpu in self.processes else []
-            used = self.memory_used.get(gpu, 0)
+            used, processes = self.memory_used.get(gpu, 0), int(gpu in self.processes)
             found.append({"index": gpu, "memory": 80000, "used": used, "processes": processes})
         return found
-
-    def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
-        raise NotImplementedError
 
     async def close(self) -> None:
         if self._lost and not self._lost.done():
@@ -241,7 +238,8 @@ class ListRun:
         """Start or resume the list."""
         for server in self.servers:
             server.pool = SlotPool(server.name, server.pool.slots, server.pool.labels)
-        self.journal = Journal.open(self.path)
+        self._opened = contextlib.ExitStack()
+        self.journal = self._opened.enter_context(Journal.open(self.path))
         self.state = ListState.of(self.journal.records)
         record = self.journal.add("list", list=self.state.id or "abc", jobs=job_records(self.jobs))
         self.state.apply(record)
@@ -259,7 +257,7 @@ class ListRun:
         if not self.task.done():
             self.dispatcher.interrupt("the test ends")
         await asyncio.wait_for(self.task, SECONDS)
-        self.journal.close()
+        self._opened.close()
         if error[0] is None:
             assert facts_of(ListState.of(journal.read(self.path)[0])) == facts_of(self.state)
 

@@ -49,7 +49,7 @@ def serving(workdir: Path, error: str = "", heartbeat_timeout: float = 0.0) -> I
     assert json.loads(output.readline())["event"] == "hello"
     opened = json.loads(output.readline())
     assert opened.get("error", "") == error
-    assert error or opened["directory"] == str(workdir / "logs/jobs/abc")
+    assert error or opened["workdir"] == str(workdir)
     with process:
         yield process
         process.kill()

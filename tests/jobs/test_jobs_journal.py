@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from distributed.jobs import journal
 from distributed.jobs.job import Options, job_of
 from distributed.jobs.journal import Journal, JournalError, Record
-from distributed.jobs.state import ListState, job_records, select_jobs
+from distributed.jobs.state import ListState, job_records
 
 KIT = Path(__file__).resolve().parents[2]
 
@@ -100,15 +100,16 @@ DAMAGED = [b'{"event": "x", "n"', b"null", b"[]", b'{"n": 1}', b'{"event": 1}', 
 @pytest.mark.parametrize("line", DAMAGED)
 def test_a_damaged_line_is_reported_with_its_number(path: Path, line: bytes) -> None:
     path.write_bytes(b'{"event":"x","n":1}\n' + line + b'\n{"event":"x","n":2}\n')
-    with pytest.raises(JournalError, match=r"results\.journal, line 2: damaged; .* Restore the file, or use another"):
-        Journal.open(path)
+    message = r"results\.journal, line 2: damaged; .* Restore the file, or use another"
+    with pytest.raises(JournalError, match=message), Journal.open(path):
+        pass
 
 
 def test_a_damaged_journal_is_not_left_locked(path: Path) -> None:
     path.write_bytes(b"damaged\n")
     for _ in range(2):  # the failed call has released the lock
-        with pytest.raises(JournalError, match="line 1: damaged"):
-            Journal.open(path)
+        with pytest.raises(JournalError, match="line 1: damaged"), Journal.open(path):
+            pass
 
 
 # ---------------------------------------------------------------- a full disk
@@ -221,10 +222,12 @@ def test_only_one_dispatcher_can_open_the_journal(path: Path) -> None:
     assert not journal.dispatcher_is_running(path)
     with Journal.open(path):
         assert journal.dispatcher_is_running(path)
-        with pytest.raises(JournalError, match="a dispatcher already runs this list; check it with `status`"):
-            Journal.open(path)
+        message = "a dispatcher already runs this list; check it with `status`"
+        with pytest.raises(JournalError, match=message), Journal.open(path):
+            pass
     assert not journal.dispatcher_is_running(path)
-    Journal.open(path).close()
+    with Journal.open(path):
+        pass
 
 
 def test_checking_for_a_dispatcher_does_not_block_another_one(path: Path) -> None:
@@ -239,7 +242,8 @@ def test_checking_for_a_dispatcher_does_not_block_another_one(path: Path) -> Non
     thread.start()
     try:
         for _ in range(100):
-            Journal.open(path).close()
+            with Journal.open(path):
+                pass
     finally:
         ended.set()
         thread.join()
@@ -328,7 +332,7 @@ def possible(state: ListState, which: int, number: int, failure: str) -> dict[st
     job = state.jobs.get(JOBS[which].id)
     if not job:
         return found
-    jobs = select_jobs(state, "cancel", [job.job.id])
+    jobs = state.select_jobs("cancel", [job.job.id])
     found["request_handled"] = {"request": f"r{number}", "what": "cancel" if number % 2 else "retry", "jobs": jobs}
     verdict = ["done", "failed", "waiting", "cancelled"][number % 4]
     if job.state == "ending" or (job.state == "waiting" and verdict == "cancelled"):

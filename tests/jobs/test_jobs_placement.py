@@ -67,7 +67,7 @@ def test_jobs_are_distributed_by_free_share() -> None:
 def test_a_job_that_does_not_fit_does_not_block_later_jobs() -> None:
     waiting = queue((job("a", labels=["x"]), 9), job("b"))
     assert names(waiting.place(pools(pool("s")))) == ["b@s:0"]
-    assert "a" in waiting and len(waiting) == 1
+    assert "a" in waiting and "b" not in waiting
 
 
 def test_a_removed_job_is_not_placed_and_can_be_added_again() -> None:

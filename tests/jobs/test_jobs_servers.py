@@ -215,7 +215,7 @@ def test_a_server_on_which_the_working_directory_cannot_be_created_is_unusable(h
 
 
 def gpu(index: int | str, **facts: Any) -> dict[str, Any]:
-    return {"index": index, "uuid": f"GPU-{index}{index}", "memory": 80000, "used": 0, "processes": [], **facts}
+    return {"index": index, "uuid": f"GPU-{index}{index}", "memory": 80000, "used": 0, "processes": 0, **facts}
 
 
 WORKS, LOST = gpu(0), {"index": 1, "lost": "GPU is lost; reboot the machine"}

@@ -141,7 +141,7 @@ def test_base_trainings_start_before_other_jobs(tmp_path: Path) -> None:
         one = Server("one", 1)
         one.disconnect()
         async with ListRun(tmp_path, one, jobs=[job(1), job(2), trainer(A), experiment(3, A)]) as run:
-            await run.wait_until(lambda: len(run.dispatcher.queue) == 3)
+            await run.wait_until(lambda: len(run.dispatcher.queue._required) == 3)
             one.reconnect()
             await run.finished()
         assert started(one)[0] == "a"

@@ -513,7 +513,8 @@ def test_one_process_trains_and_prune_keeps_a_base_model_in_use(tmp_path: Path, 
     assert own.claim(DIGEST) == "train"
     assert own.claim(DIGEST) == "train"
     assert other("claim", DIGEST) == "busy"
-    assert own.publish(DIGEST, output, seconds=1)["seconds"] == 1
+    own.publish(DIGEST, output, seconds=1)
+    assert own.verify(DIGEST)["seconds"] == 1
     assert other("claim", DIGEST) == own.claim(DIGEST) == "ready"
     assert prune(tmp_path, keep=()) == ([], [NAME])
     own.release(DIGEST)
