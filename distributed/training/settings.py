@@ -262,9 +262,10 @@ class Settings(Section):
 
 def _exactly_one(section: BaseModel, first: str, second: str) -> None:
     given = [name for name in (first, second) if getattr(section, name) is not None]
-    if len(given) != 1:
-        found = f"both {first} and {second}" if given else f"neither {first} nor {second}"
-        raise ValueError(f"{found} given; set one")
+    if len(given) == 2:
+        raise ValueError(f"both {first} and {second} given; set one")
+    if not given:
+        raise ValueError(f"neither {first} nor {second} given; set one")
 
 
 # ---------------------------------------------------------------- global batch arithmetic
