@@ -343,16 +343,17 @@ def _from_mpi(env: Mapping[str, str], names: Sequence[str]) -> World:
     rank, size = _int(env, names[0]), _int(env, names[1], positive=True)
     if size == 1:
         return replace(World(rank=rank), notes=_alone_in_an_allocation(env))
-    given = f"{names[0]}={rank} and {names[1]}={size} are set, but not"
     if missing := [name for name in MASTER_VARIABLES if not env.get(name)]:
         raise WorldError(
-            f"{given} {', '.join(missing)}: export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> before "
-            "mpirun (Open MPI: also -x MASTER_ADDR -x MASTER_PORT), "
+            f"{names[0]}={rank} and {names[1]}={size} are set, but not {', '.join(missing)}: export MASTER_ADDR=<host "
+            f"of rank 0> and MASTER_PORT=<a free port> before mpirun (Open MPI: also -x MASTER_ADDR -x MASTER_PORT), "
             f"or unset {names[0]} {names[1]} to run this process alone"
         )
     if missing := [name for name in names[2:4] if not env.get(name)]:
-        remedy = f"export RANK=${names[0]}, WORLD_SIZE=${names[1]}, {LOCAL_VALUES} in each process"
-        raise WorldError(f"{given} {', '.join(missing)}: {remedy}")
+        raise WorldError(
+            f"{names[0]}={rank} and {names[1]}={size} are set, but not {', '.join(missing)}: "
+            f"export RANK=${names[0]}, WORLD_SIZE=${names[1]}, {LOCAL_VALUES} in each process"
+        )
     local_rank, local_size = _int(env, names[2]), _int(env, names[3], positive=True)
     world = World(
         rank=rank, size=size, local_rank=local_rank, local_size=size,
