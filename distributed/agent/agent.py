@@ -77,7 +77,7 @@ class Handler:
     record: failure_records.RankRecord
 
     def close(self, death_sig: signal.Signals) -> None:
-        """Stop the rank, which may write a checkpoint, with SIGTERM if the agent received SIGHUP or SIGQUIT."""
+        """Send the rank, which may write a checkpoint, the agent's signal, or SIGTERM instead of SIGHUP and SIGQUIT."""
         self.proc.signal(signal.SIGTERM if death_sig in (signal.SIGHUP, signal.SIGQUIT) else death_sig)
 
 
@@ -87,7 +87,7 @@ class ForkedRanks(SubprocessContext):
     server: ForkServer
     script: Script
     attempt: Attempt
-    run_id: str  # "": torchrun's
+    run_id: str  # instead of torchrun's run id; "": keep that
 
     def _start(self) -> None:
         variables = {n: env | self.attempt.variables(env, self.run_id) for n, env in self.envs.items()}
@@ -105,7 +105,7 @@ class ForkedRanks(SubprocessContext):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent that also records failed ranks and stops the others, on all nodes of the run."""
+    """torchrun's agent, extended: it records failed ranks, and stops the others on all nodes of the run."""
 
     latest: Agent  # the instance that torchrun created
     script: Script
@@ -166,7 +166,9 @@ class Agent(LocalElasticAgent):
         return {failure.exit_code for failure in self.failures.values()} == {STOPPED}
 
     def reap_ranks(self, ended_by_agent: bool = False, read_records: bool = True) -> None:
-        """Reap ranks that have exited. Record failures, also of ranks that have recorded theirs and have not exited.
+        """Reap ranks that have exited.
+
+        Record failures, also those of ranks that have written a failure record but have not exited.
 
         Args:
             ended_by_agent: the agent has stopped the ranks.
@@ -205,7 +207,7 @@ class Agent(LocalElasticAgent):
         with signals.held():
             # SIGCHLD ends the wait: failures that are milliseconds apart are recorded in their order.
             woken = ForkedRanks.server.wakeup.wait(POLL_INTERVAL)
-            self.reap_ranks(read_records=woken)  # otherwise they would be looked for ten times per second
+            self.reap_ranks(read_records=woken)  # without a wakeup, records would be read ten times per second
             if first := self._first_failure():
                 if self.membership:
                     reason = f"rank {first.rank} failed with exit code {first.exit_code}"
@@ -264,11 +266,11 @@ class Agent(LocalElasticAgent):
         return [handler.proc for handler in self._handlers()]
 
     def has_ranks(self) -> bool:
-        """Whether a rank has not exited: it is blocked in the kernel."""
+        """Whether a rank has not exited. After SIGKILL, such a rank is blocked in the kernel."""
         return any(process.reap() is None for process in self._processes())
 
     def _stop_ranks(self, on_request: bool) -> None:
-        """Wait for failure records or, on request, for checkpoints; then send SIGTERM, then SIGKILL.
+        """Wait for failure records or, if the ranks stop on request, for checkpoints; then send SIGTERM, then SIGKILL.
 
         A rank that has failed and not exited gets only SIGKILL: SIGTERM would interrupt its exit handlers.
         """
@@ -288,10 +290,10 @@ class Agent(LocalElasticAgent):
         self.reap_ranks(ended_by_agent=True)
 
     def _wait(self, seconds: float) -> None:
-        """Wait at most this long until all ranks have exited."""
+        """Wait until all ranks have exited, but no longer than this."""
         end = time.monotonic() + seconds
         while self.has_ranks() and time.monotonic() < end:
-            signals.handle()  # first: the wakeup of a signal may have been read before
+            signals.handle()  # before the wait: the wakeup of a pending signal may have been read
             ForkedRanks.server.wakeup.wait(max(0.0, end - time.monotonic()))
 
 
@@ -359,7 +361,7 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
 
     Like torchrun, writes the first failure to the file that TORCHELASTIC_ERROR_FILE names in the agent's environment.
     """
-    options.monitor_interval = 0.001  # _monitor_workers waits itself, until a rank exits
+    options.monitor_interval = 0.001  # _monitor_workers itself waits until a rank exits or fails
     if options.standalone:
         # With many nodes, torchrun's random delay of up to 0.3 s spreads the load. Here there is one.
         dynamic_rendezvous._delay = lambda seconds: None
@@ -393,7 +395,7 @@ def _run_attempts(options: argparse.Namespace, pipes: AttemptPipes | None) -> in
             gc.collect()
         request = pipes.next_attempt(ended)
         _set_stop_signals(signal.SIG_DFL)
-        if request is None or pipes.at_end():  # a stop request may have been ignored
+        if request is None or pipes.at_end():  # the supervisor has ended the run: a stop request may have been ignored
             return code
         apply_request(request, options)
 
@@ -470,7 +472,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _can_restart() -> bool:
     """Whether this process can run another attempt: it can fork, and all ranks of the last one have exited."""
-    _set_stop_signals(signal.SIG_IGN)  # until the next attempt starts: the supervisor may just stop the last one
+    _set_stop_signals(signal.SIG_IGN)  # until the next attempt: the supervisor may still be stopping the last one
     return not Agent.latest.has_ranks() and ForkedRanks.server.is_running()
 
 

@@ -36,7 +36,7 @@ from distributed.agent.membership import (
 from distributed.agent.worker import Script
 
 NO_RUN_ID = "none"  # torchrun's default for --rdzv-id
-CONNECT_TIMEOUT = 5.0  # seconds, for one attempt
+CONNECT_TIMEOUT = 5.0  # seconds for each try to connect
 OWNER_TIMEOUT = 5.0  # seconds to find out which run uses a port
 
 
@@ -48,7 +48,7 @@ class Rendezvous(StaticTCPRendezvous):
         super().__init__(base.master_addr, base.master_port, base.rank, base.world_size, base.run_id, seconds)
         self.script = script
         self.membership: Membership | None = None
-        self.attempt = Attempt.from_env()  # then that of the first node: another launcher may have started this one
+        self.attempt = Attempt.from_env()  # next_rendezvous() sets that of the first node
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all nodes. Raises RendezvousFailed."""
@@ -99,13 +99,16 @@ class Rendezvous(StaticTCPRendezvous):
         return self._store
 
     def _owner(self) -> PublishedRun | None:
-        """The run that listens on this port, if any. In a thread: a program that is not a store may never reply."""
+        """The run that listens on this port, if any.
+
+        The query runs in a thread, because a program that is not a store may never reply.
+        """
         found: list[PublishedRun | None] = []
 
         def query() -> None:
-            with suppress(RuntimeError):  # not a store, just closed, or a store without a run
+            with suppress(RuntimeError):  # no store, a store that was just closed, or one without a run
                 store = self._tcp_store(is_master=False)
-                store.wait([RUN_KEY], timedelta(seconds=OWNER_TIMEOUT))  # it may have started just now
+                store.wait([RUN_KEY], timedelta(seconds=OWNER_TIMEOUT))  # the run may not be published yet
                 found.append(read_run(store))
 
         thread = threading.Thread(target=query, daemon=True)

@@ -12,8 +12,9 @@ The thread calls no collectives: only the training thread does.
 
 Loading never runs code from a file (`weights_only=True`); save() refuses a state that could not be loaded this way.
 
-Every method that reads raises CheckpointError, the same on every rank, when checkpoints exist and none is usable. The
-program must then end: training from step 0 is right only when newest() returns None, which means "no checkpoint".
+newest() and best() raise the same CheckpointError on every rank when checkpoints exist and none is usable; load() and
+load_per_rank() raise it when the given checkpoint cannot be used. The program must then end: training from step 0 is
+right only when newest() returns None, which means "no checkpoint".
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ class Checkpoints:
         sharded: every rank writes its shards, to a directory that all nodes share. Otherwise only rank 0 writes, and
             other nodes do not need the directory.
         shard_timeout: seconds that rank 0 waits for the shards of other ranks after writing its own.
-        Raises CheckpointError when another run has locked the directory or it cannot be written to, ValueError when
-        keep is below 1.
+        Raises CheckpointError when another run has locked the directory, or when it cannot be written to; raises
+        ValueError when keep is below 1.
         """
         if keep < 1:
             raise ValueError(f"keep: expected 1 or more, got {keep}")
@@ -172,8 +173,8 @@ class Checkpoints:
         score: lower is better.
         until: an optimizer whose tensors are copied after save() returns, while the next gradients are computed; its
             next step() waits for the copy. Until then nothing else may change them.
-        Raises CheckpointError when the previous write failed on any rank, load() would refuse the state, or facts or
-        score cannot be written as JSON.
+        Raises CheckpointError when the previous write failed on any rank, when load() would refuse the state, or when
+        facts or score cannot be written as JSON.
         """
         begun = time.monotonic()
         manifest = {
@@ -214,7 +215,7 @@ class Checkpoints:
         log.debug(f"checkpoint {final.name}: training resumed after {self.blocked[-1]:.3f} s")
 
     def _finish_copy(self) -> None:
-        """Before a step of the optimizer: wait for the copy of its tensors."""
+        """Wait for the copy of the optimizer's tensors; called before each of its steps."""
         begun = time.monotonic()
         self._snapshot.finish()
         self.blocked[-1] += time.monotonic() - begun
@@ -226,7 +227,10 @@ class Checkpoints:
         return self._owner
 
     def _new_directory(self, step: int) -> Path:
-        """Make the unpublished directory of a step. Only on rank 0. Raises CheckpointError after a take-over."""
+        """Make the unpublished directory of a step.
+
+        Only on rank 0. Raises CheckpointError when another attempt has taken over the directory.
+        """
         try:
             return self._owner_here.new_directory(step)
         except OSError as error:
@@ -234,7 +238,10 @@ class Checkpoints:
             raise CheckpointError(reason or f"cannot write step {step} to {self.path}: {error}") from error
 
     def failed(self) -> BaseException | None:
-        """Return the error of the last write on this rank, or None. Cheap enough for every step; not collective."""
+        """Return the error of the last write on this rank, or None.
+
+        The call is cheap enough for every step, and not collective.
+        """
         return self._write.exception() if self._write is not None and self._write.done() else None
 
     def wait(self) -> None:
@@ -311,7 +318,7 @@ class Checkpoints:
         return self.ranks.call_on_rank_0(lambda: directory.newest(self.path))
 
     def best(self) -> CheckpointInfo | None:
-        """Return the valid checkpoint with the lowest score; otherwise like newest()."""
+        """Return the valid checkpoint with the lowest score, or the newest if none has one; otherwise like newest()."""
         return self.ranks.call_on_rank_0(lambda: directory.best(self.path))
 
     def load(self, found: CheckpointInfo, state: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from distributed.checkpoint.directory import CheckpointError
 
 KeyPath = tuple[object, ...]  # the keys that lead to a value: ("state", "model", "weight")
 
-THREADS = min(4, len(os.sched_getaffinity(0)))  # 4 use all memory bandwidth of a socket
+THREADS = min(4, len(os.sched_getaffinity(0)))  # 4 threads use all memory bandwidth of a CPU socket
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
 
@@ -33,7 +33,7 @@ class Snapshot:
 
     # Of the current copy:
     _copies: dict[object, Tensor]  # identity of the original -> its copy
-    _taken: dict[KeyPath, Tensor]  # memory
+    _taken: dict[KeyPath, Tensor]  # key path -> memory that holds its copy
     _later: set[int] | None  # addresses of the CPU tensors to add to _rest; None: all CPU tensors
     _devices: set[torch.device]  # GPUs with copies in flight
 
@@ -81,7 +81,7 @@ class Snapshot:
         if self._changed:
             raise CheckpointError(
                 "the state was changed while it was copied, other than by the optimizer's step; "
-                "save without overlap, or change the state after the next optimizer.step()"
+                "save without overlap (overlap=True or until=), or change the state after the next optimizer.step()"
             )
 
     def _copy(self, value: Any, path: KeyPath) -> Any:

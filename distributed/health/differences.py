@@ -49,16 +49,17 @@ TRAITS = (
     Trait("fault", "NCCL", lambda node: node.facts.torch.nccl and f"NCCL {node.facts.torch.nccl}",
           "install the same build of torch on all nodes"),
     Trait("warning", "GPUs", lambda node: describe(node.facts.gpus.devices),
-          "every step waits for the slowest; leave this node out, or give it fewer processes"),
+          "leave this node out, or give it fewer processes: every step waits for the slowest"),
     Trait("warning", "driver", lambda node: node.facts.gpus.driver and f"driver {node.facts.gpus.driver}",
           "install the same driver on all nodes"),
-    Trait("warning", "cores", lambda node: f"{node.facts.cores.usable:g} cores", "every step waits for the slowest"),
+    Trait("warning", "cores", lambda node: f"{node.facts.cores.usable:g} cores",
+          "leave this node out, or give it fewer processes: every step waits for the slowest"),
     Trait("warning", "network", lambda node: "InfiniBand" if node.facts.infiniband else "no InfiniBand",
-          "NCCL falls back to TCP, which is slow; check ibstat"),
+          "check ibstat: NCCL falls back to TCP, which is slow"),
     Trait("warning", "MTU", lambda node: f"{node.route.mtu} bytes" if node.route.mtu else "",
-          "large packets may be dropped; set the same MTU on all nodes"),
-    Trait("warning", "network", link, "every step waits for the slowest; check cable and switch"),
-    Trait("warning", "NCCL", network_settings, "set the same on all nodes, in config/node_env.sh or with --env"),
+          "set the same MTU on all nodes: large packets may be dropped"),
+    Trait("warning", "network", link, "check cable and switch: every step waits for the slowest"),
+    Trait("warning", "NCCL", network_settings, "set the same values on all nodes, in config/node_env.sh or with --env"),
 )  # fmt: skip
 
 

@@ -79,7 +79,7 @@ print(json.dumps({
 
 
 def probe_torch(python: str, limit: float = TORCH_LIMIT) -> Torch:
-    """Query PyTorch in a separate process, because a broken installation may crash the process."""
+    """Query PyTorch in a separate process: importing a broken installation may crash it."""
     version = installed("torch")
     if not version:
         return Torch()
@@ -112,7 +112,7 @@ def required_packages(requirements: Path) -> tuple[Package, ...]:
 
 
 def find_shadows(directory: Path, pythonpath: str) -> tuple[str, ...]:
-    """Files in `directory` that have a library's name, and packages on PYTHONPATH that have the name of Muster's."""
+    """Files in `directory` that have a library's name, and packages on PYTHONPATH named `distributed`, as Muster's."""
     names = {"torch", "numpy", "yaml", *sys.stdlib_module_names}
     own = [str(path) for path in directory.glob("*.py") if path.stem in names]
     entries = [Path(entry) for entry in pythonpath.split(os.pathsep) if entry]

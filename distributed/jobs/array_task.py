@@ -11,10 +11,10 @@ its file `attempts` names the attempt. The job specification of an attempt state
   LIST/ATTEMPT/taken.ID      claimed by an element that has not started the command
   LIST/ATTEMPT/element.json  the element that claimed it: host, time, array, SLURM job id
 
-A job specification is assigned, released and claimed by renaming its file, which only one process can do, and only the
-process that removes taken.ID starts the command. So an attempt runs once, even if it is submitted or requeued several
-times. The lock and the files of the supervisor are the same as for jobs on SSH servers. If SLURM stops the job, the
-cause is written to the supervisor's record.
+A job specification is assigned, released and claimed by renaming its file; only one process can succeed in that. Only
+the process that then removes taken.ID starts the command. So an attempt runs once, even if it is submitted or requeued
+several times. The lock and the files of the supervisor are the same as for jobs on SSH servers. If SLURM stops the job,
+the cause is written to the supervisor's record.
 
 Standard library only: it runs on compute nodes.
 """
@@ -94,7 +94,7 @@ def claim_spec(attempt: str, array: str) -> Facts | None:
     taken = taken_path(attempt, array)
     move(spec_path(attempt, array), taken)
     try:
-        with open(taken) as file:  # also if an earlier element claimed it, but was killed before it started the command
+        with open(taken) as file:  # also if this element claimed it before a requeue, but did not start the command
             found: Facts = json.load(file)
     except FileNotFoundError:
         return None
@@ -162,7 +162,10 @@ class SlurmSupervisor(supervisor.Supervisor):
 
 
 def slurm_job_id() -> str:
-    """The SLURM job id of this element, such as 123_4. Not SLURM_JOB_ID, which for one element is the array's."""
+    """The SLURM job id of this element, such as 123_4.
+
+    SLURM_JOB_ID is not used: for one element of an array, it is the id of the whole array.
+    """
     return f"{os.environ.get('SLURM_ARRAY_JOB_ID', '')}_{os.environ['SLURM_ARRAY_TASK_ID']}"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from distributed.jobs.config import ConfigError
 
-# For SLURM's programs. Variables of jobs are in job specifications, as SLURM stores and shows sbatch's environment.
+# These are for SLURM's programs. Variables of jobs are in job specifications, because SLURM shows sbatch's environment.
 PASSED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF", "SLURM_JWT",
     "KRB5CCNAME",
@@ -62,7 +62,7 @@ class ResourceRequest:
 
     @property
     def kind_of_refusal(self) -> str:
-        """`kind` of NotStarted if SLURM refuses the request: job if it exceeds the defaults of a job, else server."""
+        """The `kind` of NotStarted when SLURM refuses: "job" if it requests more than the defaults, else "server"."""
         return "job" if self.gpus > 1 or self.minutes is not None or self.labels else "server"
 
 
@@ -122,7 +122,10 @@ def sbatch_command(
     options: Sequence[str], resources: ResourceRequest, *, name: str, count: int, directory: str, output: str,
     script: Sequence[str],
 ) -> list[str]:  # fmt: skip
-    """The command that submits an array of `count` elements. directory: working directory. output: file per element."""
+    """The command that submits an array of `count` elements.
+
+    directory: working directory. output: pattern of the output file of each element.
+    """
     command = with_gpus(options, resources.gpus) if resources.gpus else list(options)
     if resources.labels:
         command.append(f"--constraint={'&'.join([*constraint(options), *resources.labels])}")

@@ -101,9 +101,12 @@ class WaitingJobs:
             self._enqueue(trainer)
 
     def hold(self, job: JobState, listed: Job) -> bool:
-        """Hold a job until what it waits for is done. Returns False if it can be queued. listed: as in the list."""
+        """Hold a job until what it waits for is done.
+
+        Returns False if it can be queued. listed: the job as the current jobs file defines it.
+        """
         awaited = self._awaited(listed)
-        if awaited and not listed.trains:  # else handle_claim() queues it
+        if awaited and not listed.trains:  # a job that trains is queued by handle_claim()
             self._held[awaited][listed.id] = job
         return bool(awaited)
 

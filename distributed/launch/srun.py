@@ -57,13 +57,13 @@ class StepNode:
 
 
 class Srun(Local):
-    """All tasks with one srun."""
+    """Starts all tasks with one srun."""
 
     lease = int(HEARTBEAT_TIMEOUT)
     clients_are_nodes = False
 
     def __init__(self, before: Sequence[str], after: Sequence[str], job: str, task_per_rank: bool) -> None:
-        """before, after: srun and its arguments, before and after the run directory. job: number of the SLURM job."""
+        """before, after: the command of srun, up to the run directory and after it. job: number of the SLURM job."""
         super().__init__(JobCommands(job))
         self.before, self.after = before, after
         self._step: JobStep
@@ -74,7 +74,7 @@ class Srun(Local):
         # srun passes its environment to the tasks.
         environment = {b"MUSTER_RUN_DIR": run, b"MUSTER_METRICS": run + b"/metrics.jsonl"}
         environment |= {name: value for name, _, value in (entry.partition(b"=") for entry in watch.entries())}
-        if watch.waiting:  # >= the nodes of the run
+        if watch.waiting:  # agents of all nodes of the run wait, or Watch.attempt() would have ended them
             self._step.start_next_attempt()
             return
         all_nodes = [*watch.run.nodes, *watch.spares]
@@ -92,7 +92,7 @@ class Srun(Local):
         attempt = watch.attempts
 
         def give_up() -> None:
-            if attempt == watch.attempts:  # the console may be blocked
+            if attempt == watch.attempts:  # a blocked console may prevent its end
                 watch.kill_clients()
 
         self._step.close_channel()
@@ -193,7 +193,8 @@ class JobStep:
             return
         self._watch.loop.call_later(HEARTBEAT_INTERVAL / 4, self.check_clock)
         now = time.monotonic()
-        # While a disk blocks this process, or a slow console srun's output, no heartbeats are read: extend the timeout.
+        # While a disk blocks this process, or a slow console blocks srun's output, no heartbeats are read: extend the
+        # timeout.
         passed, self._checked = now - self._checked, now
         blocked = passed if self._watch.console.is_slow else max(0.0, passed - HEARTBEAT_INTERVAL)
         for node in self.nodes.values():
@@ -212,7 +213,7 @@ class JobStep:
             self.print(f"{joined}, waiting for {', '.join(missing)}, {seconds:.0f} s")
 
     def mark_lost(self, node: StepNode, reason: str = "") -> None:
-        """reason: "" for a heartbeat timeout."""
+        """Declare a node lost, and stop the others. reason: "" for a heartbeat timeout."""
         node.lost = True
         if self._watch.is_spare(node.name):
             self._watch.spare_is_lost(node.name)
@@ -275,7 +276,10 @@ class JobStep:
         self._write_file(f"node_{node.name}.exit", f"{node.exit_code}\n")
 
     def record_missing_ends(self, code: int) -> None:
-        """Complete the records after srun's exit: some tasks may not have reported their end. code: of srun."""
+        """Complete the records after srun's exit: some tasks may not have reported their end.
+
+        code: the exit code of srun.
+        """
         for node in self.nodes.values():
             if self.code and node.ended and not node.lost:  # a node that ended before the failure has no failure record
                 self.record_node(node)
