@@ -78,7 +78,7 @@ DIFFERENCES = [
     (three(route=Route("eth0", 1500, 100_000)), "warning MTU", "1500 bytes, but 9000 bytes on node[1-2]", "dropped"),
     (three(route=Route("eth1", 9000, 1000)), "warning network", "1000 Mbit/s (eth1), but 100000 Mbit/s", "cable"),
     (three(infiniband=True), "warning network", "InfiniBand, but no InfiniBand on node[1-2]", "ibstat"),
-    (three(environment={"NCCL_IB_DISABLE": "1"}), "warning NCCL", "NCCL_IB_DISABLE=1 is set, but nothing", "same values on"),
+    (three(environment={"NCCL_IB_DISABLE": "1"}), "warning NCCL", "NCCL_IB_DISABLE=1 is set, but nothing", "values on"),
     (with_third(kit={"train.py": "11"}), "fault Muster", "differs from the other nodes: distributed/torch.py in /",
      "use the same files"),
     (with_third(machine="boot1"), "fault names", "is the same machine as node1", "list it once"),
