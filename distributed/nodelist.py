@@ -101,7 +101,7 @@ def exclude(nodes: Iterable[Node], hostlist: str) -> list[Node]:
 
 
 def requested(lists: list[str], hostfile: str | None, excluded: str | None, spares: str | None = None) -> list[Node]:
-    """Return the nodes of the lists or the hostfile, without the excluded ones, and the spares.
+    """Return the nodes of the lists or the hostfile except the excluded ones, then the spares.
 
     Raises NodeListError and OSError.
     """
@@ -118,7 +118,7 @@ def requested(lists: list[str], hostfile: str | None, excluded: str | None, spar
     nodes = nodes if excluded is None else exclude(nodes, excluded)
     for node in parse(spares) if spares else ():
         if any(node.name == one.name for one in nodes):
-            raise NodeListError(f"--spares: {node.name} is a node of this run already; leave one out")
+            raise NodeListError(f"--spares: {node.name} is already a node of this run; name it only once")
         nodes.append(replace(node, spare=True))
     if all(node.spare for node in nodes):
         raise NodeListError(f"all nodes of {hostfile} are spares; mark fewer")
@@ -167,7 +167,7 @@ def _shortened(text: str) -> str:
 
 
 def _hostfile_line(fields: list[str]) -> list[Node]:
-    """Return the nodes of one line: `NODE` or `NODE slots=N`, and `spare` at its end."""
+    """Return the nodes of one line: `NODE` or `NODE slots=N`, optionally followed by `spare`."""
     if spare := fields[-1] == "spare" and len(fields) > 1:
         fields = fields[:-1]
     nodes = [replace(node, spare=spare) for _, some in _each_item(fields[0], _nodes) for node in some]

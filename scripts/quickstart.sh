@@ -12,7 +12,7 @@
 #   --dry-run       print the commands, run nothing
 #   --help          show this help
 #
-# It trains config/quickstart.yaml with one process per GPU, or with two processes without GPUs. All files are in
+# It trains with the settings in config/quickstart.yaml, and one process per GPU, or two without GPUs. All files are in
 # Muster's directory: packages in .venv, runs in logs, models in checkpoints. Packages are installed again only
 # when requirements.txt has changed.
 set -euo pipefail

@@ -59,7 +59,7 @@ class NodeReply:
 
 
 def status_command(run: Run, node: RunNode, options: Sequence[str]) -> list[str]:
-    """The command that prints the status of a node there. options: of node_status.py."""
+    """The command that prints the status of a node, to be run on that node. options: of node_status.py."""
     module = [run.python, "-I", f"{LIB}/module.py", "runs.node_status", "--run", run.directory_at_launch]
     rank = ["--count", str(node.processes), "--first-rank", str(node.first_rank)]
     return [*module, "--node", node.node, *rank, *options]
@@ -171,7 +171,7 @@ def slurm_job(job: str) -> str:
 
 
 def job_state(job: str) -> str:
-    """State and reason of a SLURM job, such as PENDING Resources; empty: it has ended."""
+    """State and reason of a SLURM job, such as PENDING Resources; empty: it has ended, or squeue failed."""
     printed = _printed(["squeue", "--noheader", "--jobs", job, "--format", "%T %r"])
     return (printed.splitlines() or [""])[0]
 

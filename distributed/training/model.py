@@ -70,7 +70,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                # As in GPT-2: the residual stream sums 2 n_layer terms, each is scaled by 1 / sqrt(2 n_layer).
+                # As in GPT-2: the residual stream sums 2 n_layer terms, so each is scaled by 1 / sqrt(2 n_layer).
                 residual = name.endswith(("proj.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * m.n_layer) if residual else 0.02)
             elif name.endswith("bias"):

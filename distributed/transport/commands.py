@@ -40,7 +40,7 @@ LIB = os.path.join(KIT, "scripts", "lib")
 PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
 PROGRESS_INTERVAL = 5.0  # seconds between two messages about nodes that have not replied
 VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
-MAX_FILES = 1 << 16  # open files of the launcher, which needs several for each node; pdsh tries to close each number
+MAX_FILES = 1 << 16  # open files of the launcher: several for each node, but pdsh tries to close each number
 MAX_PATH = 31  # bytes of the directory for temporary files: ssh allows 90 for a control socket, and uses 41 of them
 
 
@@ -125,7 +125,7 @@ class SshCommands(LocalCommands):
 
 
 def over_ssh(ssh: Sequence[str], name: str, line: str, within: float, log: str = "") -> list[str]:
-    """The local command that runs a line of bash on a node, and sends it nothing before; see host/ssh_call.py.
+    """The local command that runs a line of bash on a node. Standard input is sent after its start (host/ssh_call.py).
 
     ssh: the command line of ssh up to the address. name: of the node in messages. within: seconds for the login shell
     to start the line. log: file for the reason if it is not started.
@@ -328,7 +328,7 @@ def message_of(error: TransportError, program: str) -> str:
 
 
 def temporary_directory(warn: Callable[[str], None]) -> str:
-    """Create a private directory whose path is short and has no blanks, where ssh (ProxyJump), rsync and pdsh split it.
+    """Create a private directory. Its path is short, for sockets of ssh, and has no blanks, as ssh splits it there.
 
     /tmp precedes TMPDIR, which may be on a file system without sockets. warn: prints a message if a directory that was
     tried before cannot be written. Raises TransportError if none can be written.
@@ -354,7 +354,7 @@ def temporary_directory(warn: Callable[[str], None]) -> str:
 
 
 def try_temporary_directory(base: str) -> str:
-    """Create a directory. Raises OSError if a file in it cannot be written, as on a full disk, or removed."""
+    """Create a directory. Raises OSError if a file in it cannot be written, as on a full disk, or cannot be removed."""
     while True:
         made = os.path.join(base, f"muster-{os.urandom(4).hex()}")
         try:

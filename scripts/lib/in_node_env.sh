@@ -9,9 +9,10 @@
 #              are ended after COMMAND
 #   --task     like --exec, in a task of srun: srun passes the environment, and COMMAND gets all of standard input
 #
-# Standard input starts with a block of variables, so that their values are in no command line: NAME=VALUE entries, each
-# ended by a NUL byte, then an empty entry. Without --exec, another such block precedes it, with variables that NODE_ENV
-# may change. COMMAND gets the rest of standard input; with --exec it gets /dev/null.
+# Without an option, standard input starts with two blocks of variables: those that NODE_ENV may change, then those that
+# override it; COMMAND gets the rest. With --exec there is only the second block, and COMMAND gets /dev/null. With --task
+# there is none. A block is a series of NAME=VALUE entries, each ended by a NUL byte, then an empty entry: so the values
+# are in no command line.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
