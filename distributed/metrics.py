@@ -39,8 +39,8 @@ def log(step: int, **values: Any) -> None:
     does not stop the training.
 
     Raises:
-        ValueError: a step is not an integer from 0 to 2**53 - 1, a value is not a number (item() is called on rank 0
-            only), or a name is reserved.
+        ValueError: a step is not an integer from 0 to 2**53 - 1, a name is reserved, or a value is not
+            a number. What item() returns is checked on rank 0 only.
     """
     step = _step("step", step)
     if "steps" in values:
@@ -104,7 +104,7 @@ def finite_or_none(value: Any) -> Any:
 
 
 def find(directory: str | os.PathLike[str]) -> str:
-    """Path of the metrics of a run: metrics.jsonl, or else the newest file with values found elsewhere; "" if none."""
+    """Path of the metrics of a run: metrics.jsonl, or else the newer file with values found elsewhere; "" if none."""
     logged, *others = (os.path.join(directory, name) for name in ORIGINS)
     others = [path for path in others if os.path.exists(path)]
     return logged if os.path.exists(logged) else max(others, key=os.path.getmtime, default="")

@@ -143,7 +143,7 @@ class JobWithoutRun(Exception):
 
 
 def _missing_run(job: str, logs: Path, program: str) -> Exception:
-    """A pending job has no run directory yet; a job whose call was refused never had one."""
+    """The error for a job without a run directory: JobWithoutRun if its run may still start, else TransportError."""
     subject = f"RUN '{job}': no run of job {job} in {logs}"
     if not shutil.which("scontrol"):
         remedy = f"run {program} where the job was submitted, or name its run directory"
@@ -203,10 +203,10 @@ class RunQuery:
         self.update()
 
     def update(self) -> None:
-        """Find out again whether the launcher, and the job, run. Without its job, no process of a run exists.
+        """Update the state of the launcher and of the SLURM job. Once the job has ended, no process of its run exists.
 
-        The state of the launcher must be known before the nodes are queried: if it exited in between, running
-        processes would be shown as remaining ones.
+        The state of the launcher must be known before the nodes are queried: if the launcher exited after
+        that query, processes of a running run would be shown as remaining ones.
         """
         run = self.run
         launcher = run.launcher
@@ -222,7 +222,7 @@ class RunQuery:
 
     @property
     def _commands(self) -> LocalCommands:
-        """Files of an ended job are read here, as its run directory is shared."""
+        """How commands reach the nodes. Files of an ended job are read here, because its run directory is shared."""
         if self.run.job:
             return JobCommands(self.run.job) if job_runs(self.job_state) else LocalCommands()
         return self.ssh

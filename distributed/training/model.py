@@ -117,7 +117,7 @@ def sample(
 ) -> str:
     """On rank 0, return generated text with a heading; "" on other ranks, and for token files. Collective.
 
-    After each token all ranks agree whether to continue: they stop after SAMPLE_SECONDS, or when `stop` is set on any.
+    After each token all ranks agree whether to continue: they stop after SAMPLE_SECONDS, or when one has `stop` set.
 
     Args:
         length: in tokens.

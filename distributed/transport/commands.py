@@ -56,7 +56,7 @@ class TransportError(Exception):
 
 
 class LocalCommands:
-    """On this machine."""
+    """Runs commands on this machine."""
 
     def command(
         self, node: Target, arguments: Sequence[str], cwd: str = "", log: str = "", timeout: float = 0.0
@@ -70,7 +70,7 @@ class LocalCommands:
 
 
 class JobCommands(LocalCommands):
-    """On a node of a running SLURM job, as a step that shares the resources of the running tasks."""
+    """Runs commands on a node of a running SLURM job, as a step that shares the resources of the running tasks."""
 
     def __init__(self, job: str) -> None:
         """job: its number."""
@@ -86,7 +86,7 @@ class JobCommands(LocalCommands):
 
 
 class SshCommands(LocalCommands):
-    """Over ssh, with the user's configuration, and one connection per node that all calls share."""
+    """Runs commands over ssh, with the user's configuration and one connection per node that all calls share."""
 
     def __init__(self, warn: Callable[[str], None], cwd: str = "") -> None:
         """warn: prints a message, also with --quiet. cwd: the working directory, if it is to be copied; see sync.py.
@@ -101,7 +101,7 @@ class SshCommands(LocalCommands):
         self._login_timeout = int(value)
         directory = temporary_directory(warn)
         self.synced = list(dict.fromkeys((cwd, KIT))) if cwd else []
-        self.marker = f".{os.path.basename(directory)}"  # name of a file in each of them, while it is compared
+        self.marker = f".{os.path.basename(directory)}"  # a file that is in each of them while they are compared
         remove_at_exit([directory, *(os.path.join(one, self.marker) for one in self.synced)])
         os.symlink(f"{LIB}/ssh_config", f"{directory}/config")  # the path of Muster may have blanks
         self.options = ["-F", f"{directory}/config", "-o", f"ControlPath={directory}/%C"]
@@ -270,7 +270,7 @@ def exit_on_signals(clients: Collection[Client] = ()) -> None:
         raise SystemExit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # SIGHUP stays ignored under nohup
             signal.signal(number, end)
 
 

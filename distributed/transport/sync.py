@@ -25,7 +25,7 @@ PRINT_IF_SHARED = 'mkdir -p -- "$1" && cd -- "$1" || exit; [ ! -e "$2" ] || echo
 
 
 def sync_nodes(calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], log: Callable[[str], None]) -> None:
-    """Copy the directories to every node that does not share them. Raises TransportError."""
+    """Copy the working directory and Muster to every node that does not share them. Raises TransportError."""
     if not shutil.which("rsync"):
         raise TransportError(1, "--sync: rsync: not found on this machine; install it")
     for directory in commands.synced:
