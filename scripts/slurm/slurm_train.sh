@@ -44,7 +44,7 @@
 #SBATCH --ntasks-per-node=2             # processes per node: one per GPU
 #SBATCH --gres=gpu:2                    # GPUs per node; none: for a cluster without GPUs
 #SBATCH --cpus-per-task=2               # cores per process, its data workers included
-##SBATCH --mem=8G                       # memory per node, 0: all of it; not set, because sbatch would then refuse --mem-per-cpu
+##SBATCH --mem=8G                       # memory per node, 0: all of it; if set, sbatch refuses --mem-per-cpu
 #SBATCH --time=1-00:00:00               # days-hours:minutes:seconds; shortly before, it requeues itself and resumes
 ##SBATCH --partition=gpu                # sinfo lists the partitions
 ##SBATCH --account=project              # account to charge, if the cluster requires one

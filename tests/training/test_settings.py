@@ -264,6 +264,7 @@ def test_the_error_of_an_invalid_file_is_one_line(text: str | bytes, line: str) 
         ("save_dir: c", "save_dir: unknown key; did you mean checkpoint.dir?"),
         ("log-interval: 3", "log-interval: unknown key; did you mean logging.every?"),
         ("num_workers: 3", "num_workers: unknown key; did you mean data.workers?"),
+        ("pin_memory: false", "pin_memory: unknown key; did you mean data.pin_memory?"),
         ("optimizer: {lr: 1e-3, zzz: 1}", "optimizer.lr: unknown key; did you mean train.learning_rate?"),
         ("training: {lr: 1e-3}", "training: unknown key; did you mean train?"),
         ("optimizer: {zzz: 1}", "optimizer: unknown key; known are model, data, train"),
