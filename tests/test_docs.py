@@ -522,7 +522,9 @@ def test_stop_resume_and_the_list_of_checkpoints(new_project: Path) -> None:
 @pytest.mark.slow
 def test_the_end_of_a_job_list_with_a_failed_job(new_project: Path) -> None:
     """Eight jobs train for one step; the data of the ninth do not exist."""
-    job = {"prefix": "small", "model": "small", "steps": 1, "batch_size": 1}
+    settings = {"train": {"steps": 1, "batch_size": 1, "evaluate_windows": 1}, "logging": {"sample": 0}}
+    (new_project / "one_step.yaml").write_text(yaml.safe_dump(settings))
+    job = {"prefix": "small", "config": "one_step.yaml"}
     jobs = [job | {"prefix": f"small{number}", "fold": 0} for number in range(8)]
     (new_project / "jobs.json").write_text(json.dumps([*jobs, job | {"fold": 4, "data_path": "missing"}]))
     program = "scripts/jobs/run_distributed_training.py"
