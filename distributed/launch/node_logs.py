@@ -16,11 +16,18 @@ if TYPE_CHECKING:
 
 FOLLOW_INTERVAL = 2.0  # seconds between two copies of new log lines
 FOLLOW_TIMEOUT = 3.0  # seconds
-# Programs for sh on a node. $1: the run directory. A node with run.json shares it and writes the log itself.
+# Programs for sh on a node. $1: the run directory. If it contains run.json, the node shares it with the launcher, and
+# there is nothing to copy or to move.
 PRINT_LOG = 'cd -- "$1" && { [ -e run.json ] || tail -c +"$3" -- "$2"; }'  # $2: log, $3: first byte
-PACK = 'cd -- "$1" && TAR_OPTIONS= tar -cf - --exclude=./checkpoints .'
+PACK = """cd -- "$1" && if [ -e run.json ]; then set -- --files-from=/dev/null; else set -- .; fi &&
+TAR_OPTIONS= tar -cf - --exclude=./checkpoints "$@\""""
+# On this machine, for several nodes at once. Without --keep-directory-symlink, tar removes an empty directory and makes
+# it again, while another tar unpacks files into it.
+UNPACK = ["env", "--unset=TAR_OPTIONS", "tar", "-xf", "-", "--keep-newer-files", "--keep-directory-symlink",
+    "--no-same-owner"]  # fmt: skip
 # $2: directory for an earlier attempt, $3: a file to copy, as the supervisor stays; "": none
-ARCHIVE = 'cd -- "$1" && mkdir -p -- "$2" && mv errors ranks node_* "$2/" && { [ ! "$3" ] || cp -p -- "$2/$3" .; }'
+ARCHIVE = """cd -- "$1" && { [ -e run.json ] || { mkdir -p -- "$2" && mv errors ranks node_* "$2/" &&
+{ [ ! "$3" ] || cp -p -- "$2/$3" .; }; }; }"""
 
 
 class NodeLogs:
@@ -101,8 +108,7 @@ class NodeLogs:
                 self._warn(node, f"{self._watch.directory} could not be copied back; look for it on the node")
 
         source, target = os.pipe()
-        unpack = ["env", "--unset=TAR_OPTIONS", "tar", "-xf", "-", "--keep-newer-files", "--no-same-owner"]
-        self._watch.calls.call(node.node, [*unpack, "-C", str(self._watch.directory)], ended, source=source)
+        self._watch.calls.call(node.node, [*UNPACK, "-C", str(self._watch.directory)], ended, source=source)
         self._watch.calls.call(node.node, self._on_node(node, PACK), ended, output=target, errors=INHERITED)
         os.close(source)
         os.close(target)
