@@ -153,7 +153,8 @@ refuses() { # <text of the message> <argument...>
   refuses "train.batch_size=7 does not divide by 2 ranks" "$KIT/config/quickstart.yaml" 1 2 -- train.batch_size=7
   refuses "--nodes: unknown option; give NNODES without an option" --nodes 2 - 1 1
   refuses "--scrpt: unknown option" --scrpt x - 1 1
-  SLURM_CONF='' refuses $'\n'"submit.sh: sinfo failed, see its message above; call this on a login node" - 1 1
+  echo 'no configuration' >slurm.conf
+  SLURM_CONF=$PWD/slurm.conf refuses $'\n'"submit.sh: sinfo failed, see its message above; call this on a login node" - 1 1
   refuses "submit.sh: --time needs a value, got the option '--dry-run'"$'\n'"Try: submit.sh --help" --time --dry-run - 1 1
   refuses "submit.sh: --script 'none.py': no such file" --script none.py - 1 1
   refuses "expected CONFIG, NPROC and NNODES, got: - 1" - 1
