@@ -44,7 +44,6 @@ time.sleep(600)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition is true."""
     deadline = time.monotonic() + LIMIT
     while not condition():
         if time.monotonic() > deadline:
