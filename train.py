@@ -11,8 +11,8 @@ Arguments such as train.steps=100 model.n_layer=6 override settings of the file.
 resumes from the newest checkpoint, and ends with the weights of a run that was never stopped.
 
 Cross-validation: a participant is a domain of Python's language reference, or one text of a directory; --fold N selects
-the target, and --mode the training data (see --help). Mode base_only writes best_base_model.pt, from which mode
-full_fine_tuning starts, and three files about it to the run directory. The checkpoints of a job are in its output
+the target, and --mode the training data (see --help). Mode base_only writes best_base_model.pt and three files about it
+to the run directory; mode full_fine_tuning starts from these weights. The checkpoints of a job are in its output
 directory, here experiments/exp1/fold0_special-methods.
 """
 
@@ -281,7 +281,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
             progress.log_held_out(step, held_out_loss)
         text = sample(
             gpt, dataset.corpus, settings.logging.sample,
-            writes=first_rank or strategy == "fsdp", first=first_rank, stop=stop, autocast=autocast,
+            runs_model=first_rank or strategy == "fsdp", first_rank=first_rank, stop=stop, autocast=autocast,
         )  # fmt: skip
         if text:
             log.info(text)

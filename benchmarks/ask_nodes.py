@@ -1,4 +1,4 @@
-"""Ask nodes as the launchers do, and nothing else: what benchmarks/fan_out.py measures.
+"""Call nodes as the launchers do, without a launch. benchmarks/fan_out.py measures the time of these calls.
 
     python -m benchmarks.ask_nodes true NODE...        run `true` on all nodes at once
     python -m benchmarks.ask_nodes preflight NODE...   probe them, and compare the replies
@@ -15,7 +15,7 @@ from distributed.transport.commands import Calls, SshCommands, environment_block
 
 
 def main() -> int:
-    """Returns whether a node failed."""
+    """Return 1 if a node failed, otherwise 0."""
     verb, *names = sys.argv[1:]
     nodes = [RunNode(name, name, 1, 0) for name in names]
     commands, calls = SshCommands(print), Calls()

@@ -1,18 +1,18 @@
 """How long does saving a checkpoint stop the training?
 
-Compares Checkpoints.save() with torch.save of the same state to the same directory: alternating, medians. The state is
+Compares the medians of Checkpoints.save() and torch.save of the same state to the same directory, in turn. The state is
 that of a model and its AdamW, three numbers per parameter. Both write a new file and then remove the previous one, so
 that one exists at every moment. sync(2) runs before each measurement; the first saves, which allocate memory, are
 discarded.
 
 Expected: torch.save computes a CRC-32 and copies to the page cache with one thread. save() copies the state once in
-memory, which takes a tenth to a fifth as long on 2 cores. With until=optimizer, it copies while the next gradients are
-computed; the time is then that of save() plus the wait of the optimizer's step. The background write slows concurrent
+memory, which takes a tenth to a fifth as long on 2 cores. With overlapped=optimizer, it copies while the next gradients
+are computed; then the wait before the optimizer's step is added to the time. The background write slows concurrent
 steps by about its own CPU time when all cores compute.
 
     python -m benchmarks.checkpoint [--parameters 25] [--turns 15] [--directory DIRECTORY]
 
-Exit code 1 when saving as train.py does stops the training for more than a tenth of torch.save.
+Exits with 1 when save(overlapped=...), as in train.py, stops the training for more than a tenth of torch.save's time.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def measure_stops(training: Training, checkpoints: Checkpoints, directory: Path,
     """Measure how long each way stops the training. Returns the ratio of the medians."""
     state, optimizer, steps = training.state(), training.optimizer, count()
 
-    def until_optimizer() -> float:
-        return timed(lambda: checkpoints.save(next(steps), state, until=optimizer)) + training.step()
+    def overlapped() -> float:
+        return timed(lambda: checkpoints.save(next(steps), state, overlapped=optimizer)) + training.step()
 
     def at_once() -> float:
         return timed(lambda: checkpoints.save(next(steps), state))
@@ -100,7 +100,7 @@ def measure_stops(training: Training, checkpoints: Checkpoints, directory: Path,
                 other.unlink()
         return seconds
 
-    ways = {"save(until=optimizer)": until_optimizer, "save()": at_once, "torch.save()": torch_save}
+    ways = {"save(overlapped=optimizer)": overlapped, "save()": at_once, "torch.save()": torch_save}
     timings = {name: Timings(name) for name in ways}
     for turn in range(turns + WARM_UP):
         for name, way in ways.items() if turn % 2 else reversed(ways.items()):
@@ -109,9 +109,9 @@ def measure_stops(training: Training, checkpoints: Checkpoints, directory: Path,
             checkpoints.wait()
             if turn >= WARM_UP:
                 timings[name].seconds.append(seconds)
-    until, at_once_median, torch_save_median = (timing.median for timing in timings.values())
+    overlapped_median, at_once_median, torch_save_median = (timing.median for timing in timings.values())
     print(f"training stopped: {',  '.join(map(str, timings.values()))}")
-    ratio, at_once_ratio = until / torch_save_median, at_once_median / torch_save_median
+    ratio, at_once_ratio = overlapped_median / torch_save_median, at_once_median / torch_save_median
     print(f"ratio to torch.save: {ratio:.3f} (target {TARGET} at most), {at_once_ratio:.3f}")
     return ratio
 
@@ -123,7 +123,7 @@ def measure_slowdown(training: Training, checkpoints: Checkpoints) -> None:
     for step in range(1000, 1007):
         os.sync()
         usual = [timed(training.step) for _ in range(10)]
-        checkpoints.save(step, training.state(), until=training.optimizer)
+        checkpoints.save(step, training.state(), overlapped=training.optimizer)
         start, slowed = time.perf_counter(), []
         while not final_path(checkpoints.path, step).exists():
             slowed.append(timed(training.step))

@@ -5,7 +5,7 @@ distributed. A fault that is due while ranks are missing waits until all ranks r
 the interval that checkpoint.every=auto chooses, with checkpoint.mtbf as the mean time between faults. A launcher that
 gives up, because three restarts have made no progress, does no more steps until the end.
 
-The time is that from the first step to the end. Of this, these shares are printed:
+The measured time begins with the first step. The shares of this time are printed:
 
     kept        duration of all steps whose result is part of the final weights: each step once, its last execution
     repeated    duration of executions of steps that a later attempt has executed again
@@ -13,9 +13,9 @@ The time is that from the first step to the end. Of this, these shares are print
     other       saves, and steps that a fault has cut off
 
 The duration of a step is the time between the lines of metrics.jsonl about the previous step and this one. A step
-after a save or a restart counts as the median step. With --torchrun, the same follows for torchrun, which is started on
-each node over ssh with a c10d rendezvous; the faults of both are then of ranks only, since nothing replaces an agent of
-torchrun. Needs root.
+after a save or a restart counts as the median step. With --torchrun, torchrun is measured too, started on each node
+over ssh with a c10d rendezvous. Then faults of both hit only ranks, because nothing restarts an agent of torchrun.
+Needs root.
 
     python -m benchmarks.goodput [--minutes 10] [--period 60] [--seed 1] [--torchrun]
 """
@@ -86,7 +86,7 @@ class Processes:
 
 
 def _entries(pid: int, name: str) -> list[bytes]:
-    """The strings of a file of /proc; none if the process has ended."""
+    """The strings of a file of /proc; [b""] if the process has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0")
     return [b""]
@@ -103,7 +103,7 @@ def _parent(pid: int) -> int:
 
 @dataclass
 class Training:
-    """A training that runs."""
+    """A running training."""
 
     processes: Processes
     launchers: list[subprocess.Popen[bytes]]
@@ -118,7 +118,7 @@ class Training:
         return []
 
     def stop(self) -> None:
-        """Stop the training, and end what is left of it."""
+        """Stop the training, and kill its remaining processes."""
         for pid in self.processes.agents() if len(self.launchers) > 1 else [self.launchers[0].pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -167,7 +167,7 @@ def start_torchrun(names: Sequence[str], directory: Path, period: float) -> Trai
 
 @dataclass(frozen=True)
 class Faults:
-    """When faults occur, and of which processes: the same for each side."""
+    """Times and processes of faults, the same for each side."""
 
     kinds: tuple[str, ...]
     period: float  # mean seconds between two faults
@@ -199,11 +199,11 @@ class Shares:
     kept: float = 0.0
     repeated: float = 0.0
     restarts: list[float] = field(default_factory=list)
-    steps: int = 0  # that were kept
+    steps: int = 0  # number of kept steps
 
 
 def shares_of(records: Sequence[dict[str, Any]]) -> Shares:
-    """Divide the time of all attempts. records: of metrics.jsonl, with one for each execution of a step."""
+    """Divide the time of all attempts. records: lines of metrics.jsonl, one for each execution of a step."""
     found = Shares()
     pairs = list(pairwise(records))
     usual = statistics.median(new["time"] - old["time"] for old, new in pairs if "loss" in old and "loss" in new)

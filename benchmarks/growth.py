@@ -1,4 +1,4 @@
-"""A table of what grows how with the size of a run."""
+"""A table that shows how costs grow with the size of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare the time of a job list with the shortest possible time on its slots, also if a server is lost.
+"""Compare the time of a job list with the shortest possible time on its slots, with and without a lost server.
 
 200 jobs of different length on three servers of 2, 4 and 8 slots, one list after the other:
 
@@ -82,7 +82,7 @@ def undisturbed(names: list[str], directory: Path, seconds: list[float], with_ex
 
 
 class PowerOff:
-    """Powers off a server after so many seconds, and records the time."""
+    """Powers off a server after a number of seconds, and records the time."""
 
     def __init__(self, name: str, lab: Path, after: float) -> None:
         self.command, self.env = [str(LAB), "kill", name], os.environ | {"MUSTER_LAB": str(lab)}

@@ -135,7 +135,6 @@ def monitored(monitor: LoopMonitor) -> Iterator[None]:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process."""
     return time.process_time()
 
 

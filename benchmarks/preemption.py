@@ -5,8 +5,8 @@ the line `srun python -u train.py`. Both run the same train.py: the differences 
 happens after it exits. After some steps, both get `scancel --signal=USR2`. Times are measured from before scancel until
 the checkpoint has its final name, until the last task exits, and until the last process of the job exits.
 
-Then Muster's job requeues itself and resumes. The number of repeated steps is counted, which should be none, and the
-time from the first line of the batch script to the first new step is compared with that of the first start. Needs root.
+Then Muster's job requeues itself and resumes. Repeated steps are counted; the target is at most one. The time
+from the first line of the batch script to the first new step is compared with that of the first start. Needs root.
 
     python -m benchmarks.preemption [--turns 7]
 """

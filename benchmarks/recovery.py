@@ -1,15 +1,15 @@
 """Time from SIGKILL of the last rank to the next step of the script, with --max-restarts 3.
 
-The ranks of a small script all-reduce in a loop; rank 0 writes the time of each step. One try starts a launch, waits
-for 20 steps, kills the last rank, and waits until the ranks of the next attempt have done a step. After 30 s it counts
-as failed. The sides alternate:
+The ranks of a small script all-reduce in a loop; rank 0 writes the time of each step. One measurement starts a launch,
+waits for 20 steps, kills the last rank, and waits until the ranks of the next attempt have done a step. After 30 s it
+counts as failed. The sides alternate:
 
-- On this machine, launch_singlenode.sh against torchrun: with its defaults, where the ranks of all attempts meet in the
+- On this machine, launch_singlenode.sh against torchrun: with its defaults, where the ranks of all attempts use the
   store of the agent, and with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, where rank 0 of each attempt has a store.
 - On laboratory nodes of 2 ranks, launch_torchrun_auto.sh. Without --before, it has no baseline.
 
-With --before, the launchers of another checkout of Muster take part, for example of an earlier commit in a git
-worktree. Of each launcher of Muster, the events of the recovery with the median time are printed too. Nodes need root.
+With --before, the launchers of another checkout of Muster are measured too, for example of an earlier commit in a git
+worktree. For each launcher of Muster, the events of the recovery with the median time are printed too. Nodes need root.
 
     python -m benchmarks.recovery [--pairs 7] [--ranks 2 4] [--nodes 3] [--before DIR]
 """
@@ -55,7 +55,7 @@ STEPS = 20  # before the kill
 LIMIT = 30.0  # seconds for a recovery
 START_LIMIT = 60.0  # seconds until the first steps
 STOP_LIMIT = 20.0  # seconds for the launch to stop after SIGTERM
-INTERVAL = 0.005  # seconds between two looks at the files
+INTERVAL = 0.005  # seconds between two reads of the files
 NODE_RANKS = 2
 RESTARTS = ["--max-restarts", "3"]
 
@@ -89,7 +89,7 @@ class Side:
     is_muster: bool = True
 
 
-# ---------------------------------------------------------------- one try
+# ---------------------------------------------------------------- one measurement
 
 
 def read(file: TextIO) -> Iterator[Event]:
@@ -108,7 +108,7 @@ def is_rank(pid: int, script: Path) -> bool:
 
 @contextmanager
 def launched(side: Side, script: Path, events: Path, output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the script, and stop it at the end of the block; then end the ranks that the launcher has left."""
+    """Start the script, and stop it at the end of the block; then kill the ranks that remain."""
     events.write_text("")
     with output.open("wb") as console:
         process = subprocess.Popen(
@@ -227,7 +227,7 @@ def launcher(checkout: Path, name: str, script: Path) -> list[str]:
 
 
 def measure(label: str, sides: Mapping[str, Side], script: Path, ranks: int, pairs: int) -> None:
-    """Print the results of all tries of these sides."""
+    """Print the results of all measurements of these sides."""
     results: dict[str, list[Recovery | None]] = {name: [] for name in sides}
     for pair in range(pairs):
         for name in sorted(sides, reverse=bool(pair % 2)):
@@ -237,14 +237,14 @@ def measure(label: str, sides: Mapping[str, Side], script: Path, ranks: int, pai
     for name, found in results.items():
         print(f"  {name:26} {summary(found)}")
     for name in others:
-        tries = zip(results[first], results[name], strict=True)
-        both = [(own.total, peer.total) for own, peer in tries if own and peer]
+        paired = zip(results[first], results[name], strict=True)
+        both = [(own.total, peer.total) for own, peer in paired if own and peer]
         if len(both) > 1:
             print(f"  {first} and {name}: {ratio_of(*zip(*both, strict=True))}")
     for name, side in sides.items():
-        if side.is_muster and (came_back := [recovery for recovery in results[name] if recovery]):
+        if side.is_muster and (recoveries := [recovery for recovery in results[name] if recovery]):
             print(f"  {name}, the median recovery, seconds after SIGKILL:")
-            median = sorted(came_back, key=lambda recovery: recovery.total)[(len(came_back) - 1) // 2]
+            median = sorted(recoveries, key=lambda recovery: recovery.total)[(len(recoveries) - 1) // 2]
             for event, seconds in median.seconds.items():
                 print(f"    {seconds:6.3f}  {event}")
     sys.stdout.flush()
@@ -253,7 +253,7 @@ def measure(label: str, sides: Mapping[str, Side], script: Path, ranks: int, pai
 def summary(found: Sequence[Recovery | None]) -> str:
     """The number of recoveries, and their median and range."""
     totals = [recovery.total for recovery in found if recovery]
-    counted = f"came back {len(totals)} of {len(found)}"
+    counted = f"recovered {len(totals)} of {len(found)}"
     if not totals:
         return counted
     return f"{counted}: {statistics.median(totals):5.2f} s ({min(totals):.2f} to {max(totals):.2f})"
@@ -262,7 +262,7 @@ def summary(found: Sequence[Recovery | None]) -> str:
 def main() -> int:
     """Print the results on this machine and on the nodes."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--pairs", type=int, default=7, help="tries of each side")
+    options.add_argument("--pairs", type=int, default=7, help="measurements of each side")
     options.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="on this machine")
     options.add_argument("--nodes", type=int, default=3, help="laboratory nodes of 2 ranks; 0: none")
     options.add_argument("--before", type=Path, metavar="DIR", help="another checkout of Muster")

@@ -1,4 +1,4 @@
-"""What grows how with the number of nodes, from 10 to 10,000, without nodes: the parts that could limit a run.
+"""How the costs of the parts that could limit a run grow with 10 to 10,000 nodes, measured without nodes.
 
 Agents: rendezvous, heartbeats, end and failure records (scale_agents.py). Times with 10,000 agents are those of the
 simulation, which has two processes; the CPU time of the first node is that of a run. Run directories: verdict and
@@ -102,7 +102,7 @@ def lines_per_second(size: int, directory: Path) -> float | None:
         received[0] += sum(item.count(b"\n") for item in parser.feed(block) if isinstance(item, bytes))
 
     source, target = os.pipe()
-    command = ["sh", "-c", 'cat; exec cat -- "$0"', str(file)]  # begins when the pipe is closed
+    command = ["sh", "-c", 'cat; exec cat -- "$0"', str(file)]  # prints the file when the pipe is closed
     for node in range(size):
         calls.call(name_of(node), command, source=source, on_output=partial(count, ReportParser()))
     os.close(source)
@@ -115,7 +115,7 @@ def lines_per_second(size: int, directory: Path) -> float | None:
 
 
 def measure_files(size: int) -> dict[str, float | None]:
-    """Everything except agents."""
+    """The values of all parts except agents."""
     with tempfile.TemporaryDirectory() as name:
         run = Path(name, "run")
         write_run(run, size)

@@ -1,8 +1,8 @@
-"""The membership of a run of many agents, without agents: part of benchmarks/scale.py.
+"""Simulate the membership of a run of many agents: part of benchmarks/scale.py.
 
 The first node is a process with the real store, Membership and Coordinator. The other members are real Membership
-objects that share a few processes, a schedule instead of a thread each, and SHARED connections. Each process counts the
-store operations of its members.
+objects in a few processes. A schedule replaces their threads, and SHARED of them use one connection. Each process
+counts the store operations of its members.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ class Member(Membership):
     """A member without a thread: the schedule calls step()."""
 
     left_at = 0.0
-    everybody: dict[int, membership.MemberFacts]
+    all_members: dict[int, membership.MemberFacts]
     _records_due = 0.0
 
     def _run_thread(self) -> None:
-        """Nothing."""
+        """Start no thread."""
 
     def _read_members(self, store: Store) -> dict[int, membership.MemberFacts]:
-        """One object for all members of this process."""
-        return self.everybody
+        """Return one object for all members of this process."""
+        return self.all_members
 
     def step(self) -> float:
-        """Do what the thread of a Membership does, and then the agent's part. Returns the seconds until the next."""
+        """Do what the thread of a Membership and then the agent do. Returns the seconds until the next step."""
         if not self._store:
             self._try_to_join()
             return 0.0 if self._store else membership.JOIN_INTERVAL
@@ -143,15 +143,15 @@ class Simulation:
         self._joining = 0  # node rank of the member that joins
         membership.membership_store = self._shared_store
         names = {rank: name_of(rank) for rank in range(size)}
-        everybody: dict[int, membership.MemberFacts] = {rank: {"node": name} for rank, name in names.items()}
+        all_members: dict[int, membership.MemberFacts] = {rank: {"node": name} for rank, name in names.items()}
         self._members = [
             Member(rank, size, facts_of(rank, size), "", partial(self._connections.__getitem__, rank // SHARED))
             for rank in ranks
         ]
         for member in self._members:
-            member._names, member.everybody = names, everybody
+            member._names, member.all_members = names, all_members
         self._unjoined = collections.deque(range(len(ranks)))  # indices of members
-        self._due: list[tuple[float, int]] = []  # a heap: when, index of a member
+        self._due: list[tuple[float, int]] = []  # a heap: time of the next step, index of a member
         self._steps = 0
 
     def _shared_store(self, root: Store, run: membership.PublishedRun) -> Any:
@@ -162,7 +162,7 @@ class Simulation:
         return self._counted[group]
 
     def handle(self, request: str, limit: float) -> tuple[bool, float, int]:
-        """Run the members until all have done this. Returns whether they have, when, and the store operations."""
+        """Run the members until all are done. Returns whether they are, the time, and the count of store operations."""
         deadline, Counting.operations = time.monotonic() + limit, 0
         if request == "fail":
             self._members[0].report_end(RunEnd(name_of(1), 1, "rank 8 failed with exit code 1"))
@@ -185,7 +185,7 @@ class Simulation:
         return healthy, time.monotonic(), Counting.operations
 
     def _step(self) -> None:
-        """Let the next member do its round, or join if no round is due. A join takes as long as many rounds."""
+        """Run the step of the next member, or let a member join. A join takes as long as many steps."""
         self._steps += 1
         wait = self._due[0][0] - time.monotonic() if self._due else 0.0
         if self._unjoined and (wait > 0 or self._steps % ROUNDS_PER_JOIN == 0 or not self._due):

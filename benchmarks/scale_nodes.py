@@ -1,8 +1,8 @@
 """Time and memory of a launch with 4 to 64 nodes: to start, to show the status, to stop, and to the verdict.
 
 Laboratory nodes with one rank each, on one machine. Launcher, ssh, preflight check and supervisors are the real ones.
-The agent is replaced by a program that only starts its rank: 64 imports of PyTorch do not fit here. In its place, a
-directory `torch` in the working directory is what `--agent torchrun` runs. See scale.py for agents. Needs root.
+The agent is replaced by a program that only starts its rank: 64 imports of PyTorch do not fit here. It is in a
+directory `torch` in the working directory, where `--agent torchrun` finds it. See scale.py for agents. Needs root.
 
     python -m benchmarks.scale_nodes [4 8 16 32 64]
 """
@@ -44,7 +44,6 @@ time.sleep(600)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition is true."""
     deadline = time.monotonic() + LIMIT
     while not condition():
         if time.monotonic() > deadline:

@@ -105,7 +105,7 @@ def run(names: list[str], directory: Path, jobs: list[dict[str, Any]], results_f
 
 
 def copied(measurement: Measurement, mb: int) -> str:
-    """The bytes copied, relative to the bytes needed."""
+    """The copied bytes and their ratio to the needed bytes, as text."""
     experiments = [job for job in measurement.results["jobs"] if "base_model_hash" in job["options"]]
     needed = {(job["options"]["base_model_hash"], job["attempts"][-1]["server"]) for job in experiments}
     mib, needed_mib = measurement.traffic / 2**20, len(needed) * mb

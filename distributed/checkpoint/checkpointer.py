@@ -80,7 +80,7 @@ class Checkpointer:
                 a directory that all nodes share.
             keep: number of newest checkpoints to keep; the one with the lowest score is kept in addition.
             per_rank: objects whose state differs between ranks, such as the position of a data loader.
-            stop_requested: the caller sets it to request a stop; signals are then left to the caller.
+            stop_requested: set by the caller to request a stop; the caller then handles signals too.
             shared: other objects whose state is the same on all ranks, such as a scheduler or a gradient scaler.
         """
         grouped = dist.is_available() and dist.is_initialized()
@@ -174,7 +174,7 @@ class Checkpointer:
         previous save failed, or the state holds objects that cannot be loaded safely; otherwise as should_stop() does.
         """
         self._read(self._exchange.receive(now=True))
-        begun = time.monotonic()
+        start = time.monotonic()
         # The loss of this step was computed with the weights before optimizer.step().
         norm = nn.utils.get_total_norm(self._model.parameters())
         if not math.isfinite(norm.full_tensor() if isinstance(norm, DTensor) else norm):
@@ -184,16 +184,16 @@ class Checkpointer:
             )
         objects = {name: stateful.state_dict() for name, stateful in self._per_rank.items()}
         state = self._state()
-        prepared = time.monotonic() - begun
+        prepared = time.monotonic() - start
         self._checkpoints.save(
             step, state, per_rank={**random_state(), "objects": objects}, facts=facts, score=score,
-            until=self._optimizer if overlap else None,
+            overlapped=self._optimizer if overlap else None,
         )  # fmt: skip
         self.blocked[-1] += prepared
 
     @property
     def blocked(self) -> list[float]:
-        """Seconds that each save has blocked the training of this rank, until the next optimizer.step() began."""
+        """Seconds that each save has blocked the training of this rank, including its wait in optimizer.step()."""
         return self._checkpoints.blocked
 
     def _state(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Checkpointer:
         }  # fmt: skip
 
     def newest(self) -> CheckpointInfo | None:
-        """Return the newest valid checkpoint, or None. Raises CheckpointError when checkpoints exist, none usable."""
+        """Return the newest valid checkpoint, or None. Raises CheckpointError if none of them is valid."""
         return self._checkpoints.newest()
 
     def best(self) -> CheckpointInfo | None:

@@ -1,7 +1,7 @@
 """Save a training in the background, and resume it.
 
 save() stops the training only while the state is copied (distributed/checkpoint/snapshot.py). A thread writes the copy
-to disk and publishes it when it is complete (distributed/checkpoint/directory.py); the next call reports a failure.
+to disk and publishes it when it is complete (distributed/checkpoint/directory.py); a later call raises its error.
 The thread calls no collectives: only the training thread does.
 
     step_00000120/
@@ -97,8 +97,8 @@ class _PendingWrite:
     files: dict[str, Any]  # name -> what torch.save writes there
     copy: dict[str, Any]
     shards: ShardWriter | None  # None: not sharded
-    writing: Path  # the unpublished directory; without shards, the thread creates it
-    begun: float  # time.monotonic() at the call of save()
+    unpublished: Path  # directory of the files until they are published; without shards, the thread creates it
+    start: float  # time.monotonic() at the call of save()
 
 
 class Checkpoints:
@@ -164,19 +164,19 @@ class Checkpoints:
         per_rank: Any = None,
         facts: Mapping[str, Any] | None = None,
         score: float | None = None,
-        until: Optimizer | None = None,
+        overlapped: Optimizer | None = None,
     ) -> None:
         """Copy the state and return; a thread writes the copy. Waits for the previous write.
 
-        per_rank: a small state that differs between ranks, such as random states; every rank's is saved.
+        per_rank: a small state that differs between ranks, such as random states; saved for every rank.
         facts: JSON values about the run, readable from the manifest without loading tensors.
         score: lower is better.
-        until: an optimizer whose tensors are copied after save() returns, while the next gradients are computed; its
-            next step() waits for the copy. Until then nothing else may change them.
+        overlapped: an optimizer whose tensors are copied after save() returns, while the next gradients are computed.
+            Its next step() waits for the copy. Until then nothing else may change these tensors.
         Raises CheckpointError when the previous write failed on any rank, when load() would refuse the state, or when
         facts or score cannot be written as JSON.
         """
-        begun = time.monotonic()
+        start = time.monotonic()
         manifest = {
             "step": step,
             "score": score,
@@ -191,7 +191,7 @@ class Checkpoints:
             raise CheckpointError(f"facts {facts!r} or score {score!r} cannot be written as JSON: {error}") from error
         states_per_rank = self._finish_write(Snapshot().take(per_rank, "per_rank"))
         if self.ranks.rank != 0 and not self.sharded:
-            self.blocked.append(time.monotonic() - begun)
+            self.blocked.append(time.monotonic() - start)
             return
 
         final = directory.final_path(self.path, step)
@@ -199,26 +199,26 @@ class Checkpoints:
         if self.sharded:
             from distributed.checkpoint.sharded import ShardWriter
 
-            writing = self.ranks.call_on_rank_0(lambda: self._new_directory(step))
-            shards = ShardWriter(writing, state, self.ranks)
+            unpublished = self.ranks.call_on_rank_0(lambda: self._new_directory(step))
+            shards = ShardWriter(unpublished, state, self.ranks)
         else:
-            writing = directory.final_path(self._owner_here.own, step)
-        if until is not None and until not in self._hooks:
-            self._hooks[until] = until.register_step_pre_hook(lambda *_: self._finish_copy())
-        copy = self._snapshot.take(state, until=until)
+            unpublished = directory.final_path(self._owner_here.staging, step)
+        if overlapped is not None and overlapped not in self._hooks:
+            self._hooks[overlapped] = overlapped.register_step_pre_hook(lambda *_: self._finish_copy())
+        copy = self._snapshot.take(state, overlapped=overlapped)
         files: dict[str, Any] = {"ranks.pt": states_per_rank} if self.ranks.rank == 0 else {}
         if not self.sharded:
             files["state.pt"] = copy
-        pending = _PendingWrite(final, manifest, files, copy, shards, writing, begun)
+        pending = _PendingWrite(final, manifest, files, copy, shards, unpublished, start)
         self._write = self._thread.submit(self._write_job, pending)
-        self.blocked.append(time.monotonic() - begun)
+        self.blocked.append(time.monotonic() - start)
         log.debug(f"checkpoint {final.name}: training resumed after {self.blocked[-1]:.3f} s")
 
     def _finish_copy(self) -> None:
         """Wait for the copy of the optimizer's tensors; called before each of its steps."""
-        begun = time.monotonic()
+        start = time.monotonic()
         self._snapshot.finish()
-        self.blocked[-1] += time.monotonic() - begun
+        self.blocked[-1] += time.monotonic() - start
 
     @property
     def _owner_here(self) -> Owner:
@@ -234,7 +234,7 @@ class Checkpoints:
         try:
             return self._owner_here.new_directory(step)
         except OSError as error:
-            reason = directory.taken_over(self._owner_here.own)
+            reason = directory.taken_over(self._owner_here.staging)
             raise CheckpointError(reason or f"cannot write step {step} to {self.path}: {error}") from error
 
     def failed(self) -> BaseException | None:
@@ -267,14 +267,14 @@ class Checkpoints:
             with _without_crc32():
                 self._write_files(job)
         except Exception as error:
-            cause: BaseException = error  # torch.save raises another error after a failed write: find the first
+            cause: BaseException = error  # after a failed write, torch.save raises another error: find the first
             while (earlier := cause.__cause__ or cause.__context__) is not None:
                 cause = earlier
             if self.ranks.rank == 0:
-                shutil.rmtree(job.writing, ignore_errors=True)
+                shutil.rmtree(job.unpublished, ignore_errors=True)
             elif job.shards is not None:
                 job.shards.report_failure(cause)
-            if reason := directory.taken_over(job.writing.parent):
+            if reason := directory.taken_over(job.unpublished.parent):
                 raise CheckpointError(reason) from error
             raise CheckpointError(
                 f"cannot write {job.final}: {cause}. Earlier checkpoints are intact: fix the cause, then "
@@ -285,27 +285,27 @@ class Checkpoints:
         entries: FileEntries = {}
         copied = time.monotonic()
         for name, content in job.files.items():
-            with directory.open_hashed(job.writing / name, entries) as file:
+            with directory.open_hashed(job.unpublished / name, entries) as file:
                 torch.save(content, file)
         if job.shards is not None:
             job.shards.write(job.copy)
             if self.ranks.rank != 0:
                 return
             start = time.monotonic()
-            entries |= job.shards.collect(self.ranks.size, late=lambda: self._is_late(start, job.writing))
+            entries |= job.shards.collect(self.ranks.size, must_stop=lambda: self._must_stop(start, job.unpublished))
         complete = time.monotonic()
-        self._owner_here.publish(job.writing, {**job.manifest, "files": entries})
+        self._owner_here.publish(job.unpublished, {**job.manifest, "files": entries})
         size = sum(entry["bytes"] for entry in entries.values())
         log.debug(
-            f"checkpoint {job.final.name}: copied in {copied - job.begun:.3f} s, {size:,} bytes written in "
+            f"checkpoint {job.final.name}: copied in {copied - job.start:.3f} s, {size:,} bytes written in "
             f"{complete - copied:.3f} s, published in {time.monotonic() - complete:.3f} s"
         )
         self._owner_here.prune(job.manifest["step"], self.keep)
 
-    def _is_late(self, start: float, writing: Path) -> bool:
-        """Return whether rank 0 must stop waiting for the other ranks: also when another attempt has taken over."""
+    def _must_stop(self, start: float, unpublished: Path) -> bool:
+        """Return whether rank 0 must stop waiting for other ranks: on a timeout, or when another attempt took over."""
         timeout = min(self.shard_timeout, GRACE) if self._leaving.is_set() else self.shard_timeout
-        return time.monotonic() - start > timeout or not os.path.exists(writing)
+        return time.monotonic() - start > timeout or not os.path.exists(unpublished)
 
     # -- resuming
 
@@ -318,16 +318,16 @@ class Checkpoints:
         return self.ranks.call_on_rank_0(lambda: directory.newest(self.path))
 
     def best(self) -> CheckpointInfo | None:
-        """Return the valid checkpoint with the lowest score, or the newest if none has one; otherwise like newest()."""
+        """Return the valid checkpoint with the lowest score, or without scores the newest. Raises as newest() does."""
         return self.ranks.call_on_rank_0(lambda: directory.best(self.path))
 
     def load(self, found: CheckpointInfo, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a checkpoint: on the CPU, or in the sharded tensors of `state`.
 
         state: the current state of the training. The checkpoint must hold its tensors with the same shapes. When
-            sharded (from torch.distributed.checkpoint.state_dict.get_state_dict), its tensors are overwritten; the
-            number of ranks may differ from that of the saving run.
-        Raises CheckpointError when the two do not fit, or the checkpoint cannot be read.
+            sharded (from torch.distributed.checkpoint.state_dict.get_state_dict), the tensors of `state` are
+            overwritten; the number of ranks may differ from that of the saving run.
+        Raises CheckpointError when the checkpoint does not fit `state`, or cannot be read.
         """
         found.check_sharding(self.sharded)
         if self.sharded:
@@ -343,7 +343,7 @@ class Checkpoints:
     def load_per_rank(self, found: CheckpointInfo) -> Any:
         """Return what this rank passed to save() as `per_rank`; None for ranks that the saving run did not have.
 
-        Raises CheckpointError when it cannot be read.
+        Raises CheckpointError when the file cannot be read.
         """
         states_per_rank = self._load(found.path / "ranks.pt")
         return states_per_rank[self.ranks.rank] if self.ranks.rank < len(states_per_rank) else None

@@ -28,23 +28,23 @@ CHANGEABLE = {
 }  # fmt: skip
 
 
-def check_resumable(found: CheckpointInfo, settings: Settings, vocab_size: int | None) -> None:
+def check_resumable(checkpoint: CheckpointInfo, settings: Settings, vocab_size: int | None) -> None:
     """Check that a run with these settings can resume from the checkpoint.
 
     Args:
         vocab_size: None when it follows from the data, which has not been read yet.
 
     Raises:
-        ConfigError: the checkpoint is of another model or with other data settings, or checkpoint.resume is never.
-        CheckpointError: one of the two is sharded (fsdp) and the other is not.
+        ConfigError: the checkpoint has another model or other data settings, or checkpoint.resume is never.
+        CheckpointError: the checkpoint is sharded (fsdp) and this run is not, or the reverse.
     """
     if settings.checkpoint.resume == "never":
-        raise ConfigError(f"checkpoint.resume=never, but {found.path} exists; set another checkpoint.dir")
-    found.check_sharding(sharded=settings.distributed.strategy == "fsdp")
+        raise ConfigError(f"checkpoint.resume=never, but {checkpoint.path} exists; set another checkpoint.dir")
+    checkpoint.check_sharding(sharded=settings.distributed.strategy == "fsdp")
     # With another participant or mode, the checkpoint may have trained on text that this run holds out.
-    if differ := _differences("data", experiment_of(settings), found.facts):
+    if differ := _differences("data", experiment_of(settings), checkpoint.facts):
         raise ConfigError(
-            f"{found.path} was written with other data settings: {differ}; "
+            f"{checkpoint.path} was written with other data settings: {differ}; "
             "set another prefix, or another checkpoint.dir"
         )
     model: dict[str, Any] = settings.model.model_dump()
@@ -52,9 +52,10 @@ def check_resumable(found: CheckpointInfo, settings: Settings, vocab_size: int |
         del model["vocab_size"]
     else:
         model["vocab_size"] = vocab_size
-    if differ := _differences("model", model, found.facts.get("model", {})):
+    if differ := _differences("model", model, checkpoint.facts.get("model", {})):
         raise ConfigError(
-            f"{found.path} is of another model: {differ}; use the checkpoint's values, or set another checkpoint.dir"
+            f"{checkpoint.path} is of another model: {differ}; "
+            "use the checkpoint's values, or set another checkpoint.dir"
         )
 
 
@@ -67,7 +68,7 @@ def _differences(section: str, settings: Mapping[str, Any], saved: Mapping[str, 
 
 
 def experiment_of(settings: Settings) -> dict[str, Any]:
-    """Settings of the data that must not change when a run resumes; a setting without effect in the mode is None."""
+    """The data settings that must not change when a run resumes; None for a setting that has no effect in the mode."""
     data = settings.data
     found: dict[str, Any] = {
         "participant": data.participant,
@@ -81,15 +82,15 @@ def experiment_of(settings: Settings) -> dict[str, Any]:
     return found
 
 
-def check_base_model(found: CheckpointInfo, digest: str | None) -> None:
+def check_base_model(checkpoint: CheckpointInfo, digest: str | None) -> None:
     """Raise ConfigError when the run of the checkpoint started from another base model.
 
     digest: of this run's base model; None: random weights.
     """
-    saved = found.facts.get("base_model")
+    saved = checkpoint.facts.get("base_model")
     if digest != saved:
         raise ConfigError(
-            f"{found.path} was trained from another base model: now {digest}, checkpoint: {saved}; "
+            f"{checkpoint.path} was trained from another base model: now {digest}, checkpoint: {saved}; "
             "set another prefix, or another checkpoint.dir, or pass the base model of the checkpoint"
         )
 
@@ -99,19 +100,19 @@ def changeable(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in settings.train.model_dump().items() if name in CHANGEABLE}
 
 
-def changes(found: CheckpointInfo, facts: Mapping[str, Any]) -> Iterator[str]:
+def changes(checkpoint: CheckpointInfo, facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield one warning for each fact that differs from the checkpoint's, with the consequence."""
     for name, meaning in CHANGEABLE.items():
-        if name in found.facts and found.facts[name] != facts[name]:
-            yield f"{name} was {found.facts[name]} in {found.path}, now it is {facts[name]}: {meaning}"
+        if name in checkpoint.facts and checkpoint.facts[name] != facts[name]:
+            yield f"{name} was {checkpoint.facts[name]} in {checkpoint.path}, now it is {facts[name]}: {meaning}"
 
 
-def complete(found: CheckpointInfo, steps: int, settings: Settings) -> str:
+def complete(checkpoint: CheckpointInfo, steps: int, settings: Settings) -> str:
     """The message for a run whose last step is done; empty for any other."""
-    if found.step < steps:
+    if checkpoint.step < steps:
         return ""
     length = "steps" if settings.train.steps else "epochs"
     return (
-        f"nothing left to do: {found.path} has {found.step:,} of {steps:,} steps; raise train.{length} to continue, or "
-        "set another checkpoint.dir to start over"
+        f"nothing left to do: {checkpoint.path} has {checkpoint.step:,} of {steps:,} steps; "
+        f"raise train.{length} to continue, or set another checkpoint.dir to start over"
     )

@@ -7,7 +7,7 @@ skipped if another one is valid. If checkpoints exist but none is usable, that i
 checkpoint".
 
 Only one attempt of one run writes to a directory: the one that `.lock` records. When an attempt takes the directory
-over from a lost one, it removes the `writing-...` of the lost one, which then cannot publish anything (Owner).
+over from a lost attempt, it removes the `writing-...` of the lost one, which then cannot publish anything (Owner).
 
 Standard library only.
 
@@ -39,7 +39,7 @@ from typing import IO, Any
 log = logging.getLogger(__name__)
 
 STEP = re.compile(r"step_(\d{8,})(\.old)?")
-WRITING = re.compile(r"writing-.+-\d+-[0-9a-f]{8}")  # the own directory of an Owner
+STAGING = re.compile(r"writing-.+-\d+-[0-9a-f]{8}")  # the staging directory of an Owner
 MIB = 2**20
 # Errors of a file system that has no locks, or that cannot sync a directory.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -124,14 +124,14 @@ class CheckpointInfo:
 def newest(directory: Path) -> CheckpointInfo | None:
     """Return the newest valid checkpoint, every byte verified; None when the directory holds no checkpoint.
 
-    Logs a warning for each other one that it finds damaged or unreadable.
+    Logs a warning for each checkpoint that it finds damaged or unreadable.
     Raises CheckpointError when checkpoints exist and none is usable, or the directory cannot be listed.
     """
     return _first_good(directory, lambda found: -found.step)
 
 
 def best(directory: Path) -> CheckpointInfo | None:
-    """Return the valid checkpoint with the lowest score, the newest of equals; otherwise like newest()."""
+    """Return the valid checkpoint with the lowest score, the newest of equals. Apart from that, like newest()."""
     return _first_good(directory, _score)
 
 
@@ -149,7 +149,7 @@ def _first_good(directory: Path, order: Callable[[CheckpointInfo], float]) -> Ch
 
 
 def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
-    """Return the checkpoints with an intact manifest, newest first; log a warning for each other one.
+    """Return the checkpoints with an intact manifest, newest first; log a warning for each other checkpoint.
 
     Raises CheckpointError when the directory cannot be listed.
     """
@@ -195,8 +195,8 @@ def step_directories(directory: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot list the checkpoints: {error.strerror or error}") from error
-    for writing in [path for path in paths if WRITING.fullmatch(path.name)]:
-        paths += writing.rglob("step_*.old")
+    for staging in [path for path in paths if STAGING.fullmatch(path.name)]:
+        paths += staging.rglob("step_*.old")
     published = [(path, match) for path in paths if (match := STEP.fullmatch(path.name))]
     return [path for path, match in sorted(published, key=lambda pair: (-int(pair[1][1]), pair[1][2] is not None))]
 
@@ -281,35 +281,35 @@ def _sync_directory(directory: Path) -> None:
 class Owner:
     """The attempt that writes checkpoints to a directory, until it is closed or another attempt takes over.
 
-    Every change of a checkpoint is one rename into or out of the owner's own directory. Taking over removes that
+    Every change of a checkpoint is one rename into or out of the owner's staging directory. Taking over removes that
     directory: then all later changes of the earlier owner fail, however long it was frozen or disconnected.
     """
 
     directory: Path
-    own: Path  # for incomplete and replaced checkpoints
+    staging: Path  # for incomplete and replaced checkpoints
     lock: IO[str]
 
     def new_directory(self, step: int) -> Path:
         """Make the directory in which the checkpoint of a step is written. Raises OSError."""
-        writing = final_path(self.own, step)
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir()
-        return writing
+        unpublished = final_path(self.staging, step)
+        shutil.rmtree(unpublished, ignore_errors=True)
+        unpublished.mkdir()
+        return unpublished
 
-    def publish(self, writing: Path, manifest: Mapping[str, Any]) -> None:
+    def publish(self, unpublished: Path, manifest: Mapping[str, Any]) -> None:
         """Write the manifest and move the directory to its final path. Raises OSError.
 
         When the step was already published, one of the two versions exists at every moment.
         """
         text = json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=2, sort_keys=True)
-        with open_hashed(writing / "manifest.json", {}) as stream:
+        with open_hashed(unpublished / "manifest.json", {}) as stream:
             stream.write(f"{text}\n".encode())
-        _sync_directory(writing)
-        final, old = self.directory / writing.name, writing.with_name(f"{writing.name}.old")
+        _sync_directory(unpublished)
+        final, old = self.directory / unpublished.name, unpublished.with_name(f"{unpublished.name}.old")
         if final.exists():
             self._remove(old)
             os.rename(final, old)
-        os.rename(writing, final)
+        os.rename(unpublished, final)
         _sync_directory(self.directory)
         self._remove(old)
 
@@ -335,19 +335,19 @@ class Owner:
     def _remove(self, path: Path) -> None:
         """Rename, then delete: a partly deleted checkpoint never has the name of a published one."""
         if path.exists():
-            removing = self.own / _random()
+            removing = self.staging / _random()
             os.rename(path, removing)
             shutil.rmtree(removing)
 
     def remove_others(self) -> None:
-        """Remove the directories of all earlier owners, with their incomplete checkpoints. Raises OSError."""
-        for other in filter(_is_own, self.directory.glob("writing-*")):
-            if other != self.own:
-                os.rename(other, self.own / other.name)
+        """Remove the staging directories of all earlier owners, with incomplete checkpoints. Raises OSError."""
+        for other in filter(_is_staging, self.directory.glob("writing-*")):
+            if other != self.staging:
+                os.rename(other, self.staging / other.name)
         # A client of a network file system may still reach a renamed directory, but nothing that was moved out of it,
         # and no removed directory.
-        while taken := next(filter(_is_own, self.own.rglob("writing-*")), None):
-            content = self.own / _random()
+        while taken := next(filter(_is_staging, self.staging.rglob("writing-*")), None):
+            content = self.staging / _random()
             content.mkdir()
             for path in taken.iterdir():
                 os.rename(path, content / path.name)
@@ -358,21 +358,21 @@ class Owner:
                     raise
         self._restore_replaced()
         _sync_directory(self.directory)
-        for path in self.own.iterdir():
+        for path in self.staging.iterdir():
             shutil.rmtree(path, ignore_errors=True)
 
     def _restore_replaced(self) -> None:
         """Move the old version of a step back when the new one was not published."""
-        for old in list(self.own.rglob("step_*.old")):
+        for old in list(self.staging.rglob("step_*.old")):
             final = self.directory / old.stem
             if not final.exists():
                 os.rename(old, final)
 
     def close(self) -> None:
-        """Remove the owner's own directory, and release the lock."""
+        """Remove the staging directory, and release the lock."""
         with self.lock, suppress(OSError):
             self._restore_replaced()
-            shutil.rmtree(self.own, ignore_errors=True)
+            shutil.rmtree(self.staging, ignore_errors=True)
 
     def __enter__(self) -> Owner:
         return self
@@ -388,46 +388,46 @@ def take_over(directory: Path) -> Owner:
 
     Raises CheckpointError when another run or a later attempt holds the lock, or the directory cannot be written to.
     """
-    own = directory / f"writing-{socket.gethostname()}-{os.getpid()}-{_random()}"
+    staging = directory / f"writing-{socket.gethostname()}-{os.getpid()}-{_random()}"
     with ExitStack() as on_error:
-        on_error.callback(shutil.rmtree, own, ignore_errors=True)
+        on_error.callback(shutil.rmtree, staging, ignore_errors=True)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            own.mkdir()
-            owner = Owner(directory, own, _lock(own))
+            staging.mkdir()
+            owner = Owner(directory, staging, _lock(staging))
             on_error.callback(owner.close)
             while True:
                 try:
                     owner.remove_others()
                     break
                 except FileNotFoundError:  # an earlier owner removes its directory at the same time
-                    if not own.exists():
+                    if not staging.exists():
                         raise
         except OSError as error:
-            reason = taken_over(own) if isinstance(error, FileNotFoundError) else None
+            reason = taken_over(staging) if isinstance(error, FileNotFoundError) else None
             raise CheckpointError(reason or f"{directory}: cannot write checkpoints here: {error}") from error
         on_error.pop_all()
     return owner
 
 
-def _lock(own: Path) -> IO[str]:
-    """Replace the lock file by one that records and locks for this process.
+def _lock(staging: Path) -> IO[str]:
+    """Replace the lock file by one that records this process, and lock it.
 
-    Uses lockf(3): unlike a flock(2), it is released when this process ends, even if forked data workers run. It is also
-    released when this process closes any descriptor of the same file.
+    A lock of lockf(3), unlike one of flock(2), is released when this process ends, even if forked data workers run. It
+    is also released when this process closes any descriptor of the same file.
     """
-    directory, path = own.parent, own.with_name(".lock")
+    directory, path = staging.parent, staging.with_name(".lock")
     run, attempt = _this_attempt()
-    with path.open("a+") as before:
+    with path.open("a+") as previous:
         locks = free = True
         try:
-            fcntl.lockf(before, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = os.path.samestat(os.fstat(before.fileno()), path.stat())  # otherwise it was replaced meanwhile
+            fcntl.lockf(previous, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = os.path.samestat(os.fstat(previous.fileno()), path.stat())  # False: it was replaced meanwhile
         except OSError as error:
             locks = error.errno not in UNSUPPORTED
             free = not locks
-        before.seek(0)
-        recorded = _record(before)
+        previous.seek(0)
+        recorded = _record(previous)
         recorded_attempt = recorded.get("attempt", 0) if run and recorded.get("run") == run else attempt
         if not free and recorded_attempt >= attempt:
             raise CheckpointError(
@@ -439,46 +439,46 @@ def _lock(own: Path) -> IO[str]:
         if not locks:
             log.warning(f"{directory}: this file system has no locks; make sure that no other run writes here")
         record = {"process": os.getpid(), "host": socket.gethostname(), "run": run, "attempt": attempt}
-        text = json.dumps({"owner": own.name, **record}) + "\n"
+        text = json.dumps({"owner": staging.name, **record}) + "\n"
         if free:  # a later attempt may have to take over before the rename
-            before.truncate(0)
-            before.write(text)
-            before.flush()
-        lock = (own / "lock").open("x")
+            previous.truncate(0)
+            previous.write(text)
+            previous.flush()
+        lock = (staging / "lock").open("x")
         if locks:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lock.write(text)
         lock.flush()
         os.fsync(lock.fileno())
-        os.rename(own / "lock", path)
+        os.rename(staging / "lock", path)
         _sync_directory(directory)
     return lock
 
 
-def taken_over(own: Path) -> str | None:
+def taken_over(staging: Path) -> str | None:
     """Return the error message if another process has taken the checkpoint directory over; otherwise None.
 
-    own: the own directory of this process's attempt.
+    staging: the staging directory of this process's attempt.
     """
-    if os.path.exists(own):  # reading the lock file would release the lock
+    if os.path.exists(staging):  # reading the lock file would release the lock
         return None
     try:
-        with own.with_name(".lock").open() as lock:
+        with staging.with_name(".lock").open() as lock:
             recorded = _record(lock)
     except OSError:
         return None
-    if recorded.get("owner") == own.name:
+    if recorded.get("owner") == staging.name:
         return None
     run, attempt = _this_attempt()
     this = f"attempt {attempt} of run {run}" if run else f"process {os.getpid()}"
     return (
-        f"{own.parent}: taken over by {_describe(recorded)}; {this} writes no more checkpoints here. "
+        f"{staging.parent}: taken over by {_describe(recorded)}; {this} writes no more checkpoints here. "
         "Leave the training to the other process, or stop that one and run the same command to resume"
     )
 
 
 def _record(lock: IO[str]) -> dict[str, Any]:
-    """Return who wrote the lock file; {} if it is empty or damaged."""
+    """Return the record in a lock file; {} if it is empty or damaged."""
     try:
         found = json.load(lock)
     except ValueError:
@@ -497,8 +497,8 @@ def _this_attempt() -> tuple[str, int]:
     return os.path.basename(run), int(count) if count.isdecimal() else 0
 
 
-def _is_own(path: Path) -> bool:
-    return WRITING.fullmatch(path.name) is not None
+def _is_staging(path: Path) -> bool:
+    return STAGING.fullmatch(path.name) is not None
 
 
 def _random() -> str:

@@ -1,4 +1,4 @@
-"""After which steps a checkpoint is saved.
+"""Decide after which steps a checkpoint is saved.
 
 With checkpoint.every=auto, the interval follows from two measurements: the time that a save blocks the training, and
 the time of a step. The first two saves are FIRST steps apart; the first one allocates memory and is not measured.
@@ -17,7 +17,7 @@ from distributed.training.collectives import Ranks
 log = logging.getLogger(__name__)
 
 FIRST = 10  # steps between saves until the cost of a save is known
-RECENT = 5  # saves whose median is the cost
+RECENT = 5  # the cost is the median of this number of saves
 LONGEST = 3600.0  # seconds of training between two saves
 CHANGE = 1.5  # factor by which an interval must change to replace the previous one
 
@@ -38,18 +38,18 @@ def best_interval(cost: float, mtbf: float) -> float:
 
 
 class SaveInterval:
-    """Decides after each step whether a save is due: the same on every rank, which must all make the same calls."""
+    """Decides after each step whether a save is due, with the same result on all ranks, which make the same calls."""
 
     def __init__(self, every: int | Literal["auto"], mtbf: float, ranks: Ranks, step: int) -> None:
-        """every: steps between saves; 0: none is due. mtbf: for auto, in seconds. step: number of completed steps."""
+        """every: steps between saves; 0: never due. mtbf: for auto, in seconds. step: number of completed steps."""
         self._every, self._mtbf, self._ranks = every, mtbf, ranks
         self._saved, self._steps, self._chosen = step, FIRST, False  # step of the last save, interval
 
     def is_due(self, step: int, step_seconds: float, blocked: Sequence[float]) -> bool:
-        """Return whether to save after this step; the caller then does. Collective with auto, when a save may be due.
+        """Return whether the caller must save after this step. With auto, collective if a save may be due.
 
-        step_seconds: duration of a step. blocked: seconds that each save so far has blocked the training. Those of
-        rank 0 count.
+        step_seconds: duration of a step. blocked: seconds that each save so far has blocked the training; the
+        values of rank 0 count.
         """
         if self._every != "auto":
             return self._every > 0 and step % self._every == 0

@@ -53,7 +53,7 @@ SAFE_CLASSES = {
 
 
 class ShardWriter:
-    """Writes this rank's shards of one checkpoint: planned with all ranks, written without collectives."""
+    """Plans the shards of one checkpoint with all ranks, and writes those of this rank without collectives."""
 
     def __init__(self, directory: Path, state: Mapping[str, Any], ranks: Ranks) -> None:
         """Plan with all ranks. Collective. `directory` must exist; raises CheckpointError when a node cannot see it."""
@@ -84,12 +84,12 @@ class ShardWriter:
         with suppress(OSError):
             self._file(self._rank, "failed").write_text(f"rank {self._rank}: {cause}")
 
-    def collect(self, size: int, late: Callable[[], bool]) -> FileEntries:
+    def collect(self, size: int, must_stop: Callable[[], bool]) -> FileEntries:
         """Wait for all ranks, complete the directory, and return the manifest entries of its files. Only on rank 0.
 
-        Raises CheckpointError when a rank failed, or late() returns True before all ranks are done.
+        Raises CheckpointError when a rank failed, or must_stop() returns True before all ranks are done.
         """
-        collected = [self._wait_for_rank(rank, late) for rank in range(1, size)]
+        collected = [self._wait_for_rank(rank, must_stop) for rank in range(1, size)]
         self._writer.finish(self._metadata, [self._results, *(results for _, results in collected)])
         entries = self._files.entries
         for rank, (rank_entries, _) in enumerate(collected, start=1):
@@ -98,12 +98,12 @@ class ShardWriter:
         entries[".metadata"] = entries.pop(".metadata.tmp")
         return entries
 
-    def _wait_for_rank(self, rank: int, late: Callable[[], bool]) -> tuple[FileEntries, list[Any]]:
+    def _wait_for_rank(self, rank: int, must_stop: Callable[[], bool]) -> tuple[FileEntries, list[Any]]:
         done, failed = self._file(rank, "done"), self._file(rank, "failed")
         while not done.exists():
             if failed.exists():
                 raise CheckpointError(failed.read_text() or f"rank {rank}: could not write its shard")
-            if late():
+            if must_stop():
                 raise CheckpointError(f"rank {rank}: timed out waiting for its shard")
             time.sleep(POLL_INTERVAL)
         entries, results = _unpickle(done.read_bytes())

@@ -1,8 +1,8 @@
 """Copies of a state, from which checkpoints are written.
 
 Copies are in CPU memory (page-locked for CUDA tensors), which is reused. Only the optimizer's step changes parameters
-and optimizer state. So CPU tensors of both may be copied while the training computes the next gradients; before the
-step, finish() copies the remaining ones.
+and optimizer state. So CPU tensors of both may be copied while the training computes the next gradients. Before that
+step, finish() copies the tensors that remain.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ class Snapshot:
     # Of the current copy:
     _copies: dict[object, Tensor]  # identity of the original -> its copy
     _taken: dict[KeyPath, Tensor]  # key path -> memory that holds its copy
-    _later: set[int] | None  # addresses of the CPU tensors to add to _rest; None: all CPU tensors
+    _deferred: set[int] | None  # addresses of the CPU tensors to add to _pending; None: all CPU tensors
     _devices: set[torch.device]  # GPUs with copies in flight
 
     def __init__(self, sharded: bool = False) -> None:
         self._sharded = sharded
-        self._memory: dict[KeyPath, Tensor] = {}  # of the previous copy
-        self._rest: list[tuple[Tensor, Tensor, int]] = []  # to copy: source, destination, version of the source
+        self._memory: dict[KeyPath, Tensor] = {}  # memory of the previous copy
+        self._pending: list[tuple[Tensor, Tensor, int]] = []  # source, destination, version of the source
         self._copying = threading.Lock()
         self._changed = False
 
-    def take(self, state: Any, name: str = "state", until: Optimizer | None = None) -> Any:
-        """Return the same nested dicts, lists and scalars with every tensor copied; tied tensors stay tied.
+    def take(self, state: Any, name: str = "state", overlapped: Optimizer | None = None) -> Any:
+        """Return a copy of nested dicts, lists, scalars and tensors; tied tensors stay tied.
 
         A sharded tensor is copied as this rank's shard. The copy is valid until the next take().
 
         Args:
             name: name of the state in error messages.
-            until: leave this optimizer's CPU tensors to finish(), which must run before the optimizer's next step.
+            overlapped: leave the CPU tensors of this optimizer to finish(), which must run before its next step.
 
         Raises CheckpointError for objects that `torch.load(weights_only=True)` would refuse.
         """
         self._copies, self._taken, self._devices = {}, {}, set()
-        self._rest, self._changed = [], False
-        self._later = None if until is None else _addresses(until)
+        self._pending, self._changed = [], False
+        self._deferred = None if overlapped is None else _addresses(overlapped)
         copy = self._copy(state, (name,))
-        if until is None:
+        if overlapped is None:
             with ThreadPoolExecutor(THREADS) as threads:
-                list(threads.map(lambda each: each[1].copy_(each[0]), self._rest))
-            self._rest = []
+                list(threads.map(lambda each: each[1].copy_(each[0]), self._pending))
+            self._pending = []
         for device in self._devices:
             torch.cuda.synchronize(device)
         self._memory = self._taken
@@ -74,14 +74,14 @@ class Snapshot:
         Raises CheckpointError when a tensor was changed before it was copied.
         """
         with self._copying:
-            while self._rest:
-                tensor, copy, version = self._rest.pop()
+            while self._pending:
+                tensor, copy, version = self._pending.pop()
                 copy.copy_(tensor)
                 self._changed = self._changed or tensor._version != version
         if self._changed:
             raise CheckpointError(
                 "the state was changed while it was copied, other than by the optimizer's step; "
-                "save without overlap (overlap=True or until=), or change the state after the next optimizer.step()"
+                "save without overlap= or overlapped=, or change the state after the next optimizer.step()"
             )
 
     def _copy(self, value: Any, path: KeyPath) -> Any:
@@ -113,8 +113,8 @@ class Snapshot:
         identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if identity not in self._copies:
             memory = self._copies[identity] = self._taken[path] = self._memory_for(tensor, path)
-            if tensor.is_cpu and (self._later is None or tensor.data_ptr() in self._later):
-                self._rest.append((tensor, memory, tensor._version))
+            if tensor.is_cpu and (self._deferred is None or tensor.data_ptr() in self._deferred):
+                self._pending.append((tensor, memory, tensor._version))
             else:
                 memory.copy_(tensor, non_blocking=True)
         return self._copies[identity]

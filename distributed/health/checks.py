@@ -137,7 +137,7 @@ def check_architecture(torch: Torch) -> Iterator[Finding]:
 
 
 def has_code(archs: Sequence[str], gpu: str) -> bool:
-    """Code for sm_XY runs on capability X.Y and later minor versions; for compute_XY (PTX), on X.Y and all later."""
+    """Code for sm_XY runs on X.Y and later minor versions, code for compute_XY (PTX) on X.Y and all later versions."""
     major, minor = divmod(int(gpu.removeprefix("sm_")), 10)
     for arch in archs:
         kind, _, digits = arch.partition("_")

@@ -61,7 +61,7 @@ class ClusterFacts:
 
 
 def cluster_facts(replies: Mapping[str, Reply], test: ConnectionTest | None) -> ClusterFacts:
-    """replies: of all nodes to the probe. test: of the connections between those that replied; None: not tested."""
+    """replies: of all nodes to the probe. test: of connections between the nodes that replied; None: not tested."""
     found = {node: facts_of(reply) for node, reply in replies.items()}
     facts = {node: value for node, value in found.items() if isinstance(value, FullNodeFacts)}
     failed = {node: value for node, value in found.items() if isinstance(value, str)}
@@ -105,7 +105,7 @@ def judge_cluster(cluster: ClusterFacts) -> dict[str, list[Finding]]:
     return found
 
 
-SharedFindings = tuple[tuple[str, ...], list[list[Finding]]]  # nodes; each finding that they share, as each node has it
+SharedFindings = tuple[tuple[str, ...], list[list[Finding]]]  # nodes; the versions of each finding that they share
 
 
 def group_findings(found: Mapping[str, Sequence[Finding]]) -> list[SharedFindings]:
@@ -231,7 +231,7 @@ def probe_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if there is no fault (or with --json), 1 if there is one, UNFIT if a node has no usable reply."""
+    """Return UNFIT if a node has no usable reply, 1 if there is a fault and no --json, otherwise 0."""
     parser = argparse.ArgumentParser(prog="cluster", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--json", action="store_true", help="print the facts as JSON, without findings")

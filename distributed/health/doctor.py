@@ -59,7 +59,7 @@ def render_findings(findings: Sequence[Finding], width: int | None, column: int 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if there is no fault (or with --json), 1 if there is one; a wrong call exits with 2."""
+    """Return 1 if there is a fault and no --json, otherwise 0. A wrong call exits with 2."""
     parser = argparse.ArgumentParser(prog="doctor", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the facts as JSON, without findings")
     parser.add_argument("--directory", type=Path, default=Path.cwd(), help="working directory of the launch")

@@ -155,7 +155,7 @@ def _extent(values: Iterable[float]) -> tuple[float, float, bool]:
 
 
 def thin(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
-    """Fewer points that look the same: both ends, and the minimum, the maximum and one gap of each column."""
+    """Keep fewer points that look the same: both ends, and the minimum, the maximum and one gap of each column."""
     if len(points) <= 2 * columns:
         return list(points)
     kept = [points[0]]
@@ -193,7 +193,7 @@ def _mean(points: Sequence[Point]) -> Point:
 
 
 def _columns(points: Sequence[Point], columns: int) -> Iterator[list[Point]]:
-    """The points of each column; columns have the same width. Few points have a column each."""
+    """Yield the points of each column. Columns have equal widths, or one point each if there are few points."""
     if len(points) <= columns:
         yield from ([point] for point in points)
         return
@@ -280,7 +280,7 @@ class Line:
     points: Sequence[Point]  # by rising x
     style: str  # CSS class of the colour
     label: str = ""  # at the end of the line
-    raw: bool = False  # faint raw values behind a smoothed line
+    raw: bool = False  # drawn faintly, behind the line of its running mean
 
 
 Band = Sequence[tuple[float, float, float]]  # x, low, high: a shaded area
@@ -294,7 +294,7 @@ class Mark:
 
 
 def smoothed(line: Line) -> list[Line]:
-    """The line; if it has many points, a faint raw line and its running mean."""
+    """Return the line itself, or, if it has many points, the raw line and the line of its running mean."""
     if len(line.points) < MANY:
         return [line]
     mean = replace(line, name=f"{line.name}, smoothed", points=smooth(line.points))
@@ -315,7 +315,7 @@ def lines(
     """A chart as SVG with the data for its read-out; a paragraph if no value is finite.
 
     zero: the y axis includes zero. notes: print the texts of marks in addition to their tooltips. seconds: the x axis
-    has seconds that start at 0 instead of steps, and values that are not finite are gaps without a mark.
+    shows seconds from 0 instead of steps, and values that are not finite are gaps without a mark.
     """
     drawn = [replace(line, points=thin(line.points, min(COLUMNS, width // 2))) for line in drawn if line.points]
     values = [y for line in drawn for _, y in _finite(line.points)] + [y for _, *pair in band for y in pair]
@@ -342,7 +342,7 @@ def lines(
 
 
 def _line(line: Line, x: Scale, y: Scale, box: Box, seconds: bool) -> Iterator[str]:
-    """The finite parts of a line, dots for single points and sparse held-out losses, wedges where it is not finite."""
+    """The finite parts of a line, dots for single points and sparse held-out losses, wedges for values not finite."""
     runs = [list(run) for finite, run in groupby(line.points, lambda p: math.isfinite(p[1])) if finite]
     path = "".join("M" + " ".join(f"{px(x(a))},{px(y(b))}" for a, b in run) for run in runs if len(run) > 1)
     if path:
@@ -370,7 +370,7 @@ def _end_labels(drawn: Sequence[Line], y: Scale, box: Box) -> Iterator[str]:
 
 
 def _marks(box: Box, x: Scale, marks: Sequence[Mark], notes: bool, seconds: bool) -> Iterator[str]:
-    """A vertical line for each event. notes: also its text, unless it would overlap the previous text."""
+    """A vertical line for each event. notes: add the text of an event, unless it would overlap the previous text."""
     inside = sorted((mark for mark in marks if x.low <= mark.x <= x.high), key=lambda mark: mark.x)
     free = box.left
     for (at, style), group in groupby(inside, key=lambda mark: (round(x(mark.x) / 3) * 3, mark.style)):
@@ -390,7 +390,7 @@ def _marks(box: Box, x: Scale, marks: Sequence[Mark], notes: bool, seconds: bool
 
 
 def _readout(drawn: Sequence[Line], x: Scale, y: Scale, seconds: bool) -> str:
-    """The data with which report.js shows the values under the pointer, without NaN."""
+    """The finite values as JSON; report.js shows those under the pointer."""
     facts = {
         "x": [x.low, x.high, x.start, x.end],
         "y": [y.low, y.high, y.start, y.end],

@@ -48,14 +48,14 @@ class Failure:
     exception: str | None = None  # name of its class
     message: str = ""
     traceback: str = ""
-    ended_by_agent: bool = False  # the agent sent it SIGTERM or SIGKILL after another failure
+    ended_by_agent: bool = False  # the agent sent the rank SIGTERM or SIGKILL after another failure
     witness: str = ""  # if other ranks waited for this rank: what they reported
     program: str = "agent"  # if rank is None: agent, supervisor or launcher
 
 
 @dataclass(frozen=True)
 class SentSignal:
-    """A signal that SLURM or a user has sent, but not SIGTERM or SIGINT."""
+    """A signal other than SIGTERM and SIGINT that SLURM or a user has sent."""
 
     name: str  # SIGUSR1
     sender: str  # such as "from SLURM", or "to the launcher"
@@ -81,28 +81,28 @@ class Evidence:
 
     @property
     def signal(self) -> SentSignal | None:
-        """The latest signal, as received first: with pdsh, supervisors receive what the launcher passes on."""
+        """The first record of the latest signal: with pdsh, supervisors record it after the launcher passed it on."""
         return next((one for one in self.signals if one.name == self.signals[-1].name), None)
 
 
 Failures = dict[tuple[str, int], Failure]  # by node and rank
-Logs = Mapping[str, Path]  # by node; a large run has too many to keep their lines in memory
+Logs = Mapping[str, Path]  # by node; the lines of all logs of a large run would not fit into memory
 
 
 def gather(run: Path) -> Evidence:
     """Read all records in a run directory. Merge records about the same rank."""
     warnings: list[str] = []
     facts = read_object(run / "run.json", warnings)
-    left = _nodes_not_in_attempt(facts)
+    excluded = _nodes_not_in_attempt(facts)
     agents = []  # records of Muster's agents
     for path in sorted(run.glob("errors/node_*.json")):
-        if path.name[5:-5] in left:
+        if path.name[5:-5] in excluded:
             continue
         record = read_object(path, warnings)
         agents.append(record | {"node": text(record.get("node")) or path.name[5:-5]})
     succeeded = ((integer(rank), agent["node"]) for agent in agents for rank in listed(agent.get("succeeded")))
     known = Evidence(
-        exits={node: code for node, code in _exit_codes(run, warnings).items() if node not in left},
+        exits={node: code for node, code in _exit_codes(run, warnings).items() if node not in excluded},
         ranks=_ranks_of_nodes(facts),
         succeeded={rank: node for rank, node in succeeded if rank is not None},
         hang=read_object(run / "hang.json", warnings),
@@ -110,7 +110,7 @@ def gather(run: Path) -> Evidence:
         signals=_sent_signals(run, warnings),
         changes=node_changes(facts),
     )
-    logs = {path.name[5:-4]: path for path in sorted(run.glob("node_*.log")) if path.name[5:-4] not in left}
+    logs = {path.name[5:-4]: path for path in sorted(run.glob("node_*.log")) if path.name[5:-4] not in excluded}
     ended = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("failures"))]
     of_workers = [_from_record(read_object(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
     # A rank that called sys.exit() has recorded no exception; it may have printed one.
@@ -124,12 +124,12 @@ def gather(run: Path) -> Evidence:
     failures += _supervisor_records(run, facts, warnings, {failure.node for failure in connections})
     failures += _failed_agents(known, logs, recorded={failure.node for failure in failures})
     failures += _lost_nodes(run, known, failures, agents)
-    failures = [failure for failure in failures if failure.node not in left]
+    failures = [failure for failure in failures if failure.node not in excluded]
     return replace(known, failures=tuple(failures), warnings=tuple(warnings))
 
 
 def _nodes_not_in_attempt(facts: Json) -> set[str]:
-    """Spare nodes, and lost nodes that were replaced: they may still write files. facts: the content of run.json."""
+    """Spare nodes and lost nodes that were replaced; both may still write files. facts: the content of run.json."""
     entries = [*map(mapping, listed(facts.get("spares"))), *map(mapping, listed(facts.get("changes")))]
     return {text(entry.get("node")) for entry in entries} - _ranks_of_nodes(facts).keys()
 
@@ -146,7 +146,7 @@ def _merge(cause: Failure, end: Failure) -> Failure:
         return end  # the exception is from an earlier attempt
     code = cause.exit_code
     if code is None:
-        # After an exception Python exits with 1. A signal means that PyTorch's threads aborted it meanwhile.
+        # After an exception Python exits with 1. A signal means that PyTorch's threads aborted the process meanwhile.
         code = 1 if cause.exception and cause.traceback and (end.exit_code or 0) > 128 else end.exit_code
     return replace(
         cause,
@@ -244,7 +244,7 @@ def _lost_connections(run: Path, warnings: list[str]) -> Iterator[Failure]:
 def _supervisor_records(run: Path, facts: Json, warnings: list[str], disconnected: Set[str]) -> Iterator[Failure]:
     """Read errors/supervisor_<name>.json of supervisors that were killed, lost their launcher or killed their agent.
 
-    disconnected: nodes whose connection the launcher lost; it knows more about that than their supervisors.
+    disconnected: nodes whose connection the launcher lost. Its own record says more than that of the supervisor.
     """
     entries = map(mapping, listed(facts.get("layout")))
     without_ssh = {text(entry.get("node")) for entry in entries if not entry.get("address")}
@@ -280,7 +280,7 @@ def _failed_agents(known: Evidence, logs: Logs, recorded: set[str]) -> Iterator[
 
 
 def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents: Sequence[Json]) -> list[Failure]:
-    """Nodes without a record while others have an exit code, and nodes whose connection or heartbeats were lost."""
+    """Nodes without a record when other nodes have an exit code, and nodes whose connection or heartbeats were lost."""
     started = known.exits and SRUN not in known.exits
     recorded = {*known.exits, *(failure.node for failure in failures)}
     nodes = {node for node in known.ranks if started and node not in recorded}
@@ -293,7 +293,7 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents:
         missed = Counter(lost for agent in agents if (lost := text(agent.get("lost"))))
         order = {node: n for n, node in enumerate(known.ranks)}
         most_missed = max(missed, key=lambda node: (missed[node], order.get(node, 0)), default="")
-        # A disconnected node stops its ranks and exits with one of these codes. Any other code: it failed before that.
+        # A disconnected node stops its ranks and exits with one of these codes. With another code, it failed before.
         if most_missed and known.exits.get(most_missed, UNFIT) in (UNFIT, *STOP_CODES):
             nodes.add(most_missed)
     return [Failure(node, message=lost_by_launcher.get(node, "").partition("\n")[0]) for node in sorted(nodes)]

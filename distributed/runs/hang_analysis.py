@@ -37,12 +37,12 @@ BACKWARD = "_engine_run_backward"  # in this function, DDP waits for other ranks
 class Activity:
     """What a running rank, or another process of the run, does."""
 
-    rank: int | None  # None: it is no rank
+    rank: int | None  # None: the process is no rank
     node: str
     pid: int
     state: str  # in /proc
     cpu: float  # cores used
-    gpu: int | None  # percentage of time; None: it uses no GPU
+    gpu: int | None  # percentage of time; None: no GPU is used
     frames: tuple[Frame, ...] = ()  # stack of its main thread, innermost frame first; empty: not known
     launched: str = ""  # the package of the user's code if it is installed, see user_code.launched_package()
 
@@ -97,14 +97,14 @@ class Activity:
 
     @property
     def call(self) -> str:
-        """The line, and the function of a library in which the rank is."""
+        """The line, and the library function in which the rank is, if any."""
         library = f", {self.frames[0].function}()" if self.frames and self.user_frame != self.frames[0] else ""
         return self.line + library
 
 
 @dataclass(frozen=True)
 class Stall:
-    """The reason why a run makes no progress; valid if it has had no output for `timeout` seconds."""
+    """The reason why a run makes no progress; valid if the run has had no output for `timeout` seconds."""
 
     text: str
     suspects: tuple[Activity, ...] = ()  # the ranks that the others wait for
@@ -171,7 +171,7 @@ def find_stall(ranks: Sequence[Activity], seconds: float, exited: Sequence[str] 
 
 
 def _find_by_gpus(ranks: Sequence[Activity], timeout: float, exited: Sequence[str]) -> Stall | None:
-    """Ranks that wait for a GPU, without any in a function of torch.distributed; None if there are none.
+    """The stall if ranks wait for GPUs and no rank is in a function of torch.distributed; otherwise None.
 
     The GPUs may be in a collective or in a long computation. Only a rank whose GPU is idle is suspected.
     """
@@ -191,7 +191,7 @@ def _find_by_gpus(ranks: Sequence[Activity], timeout: float, exited: Sequence[st
 
 
 def _find_by_stacks(ranks: Sequence[Activity], exited: Sequence[str]) -> Stall | None:
-    """Ranks in a collective wait for the ranks that are not. None if no stack shows a collective."""
+    """The stall if ranks in a collective wait for ranks that are in none; None if no stack shows a collective."""
     waiting = [rank for rank in ranks if rank.waits]
     others = [rank for rank in ranks if not rank.waits]
     if not any(rank.in_collective for rank in ranks):

@@ -4,9 +4,9 @@ With --hang-timeout, a run hangs if it has had no output and no metric for that 
 enough, because a long evaluation has no output either: in addition, the rank that the others wait for must use neither
 CPU nor GPU, or all ranks must be idle or wait in a collective.
 
-A run that only looks hung, by the criteria of scripts/status.sh, continues. The text of status.sh is a notice once, and
-again when other ranks are suspected. New output is reported too; the run is then reported again only after a pause that
-is twice as long, as it may have long pauses.
+A run that only looks hung, by the criteria of scripts/status.sh, continues. The launcher prints the text of status.sh
+once, and again when other ranks are suspected. It also prints that the run has new output. Then it reports the run
+again only after a pause that is twice as long, because long pauses may be usual for this run.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def decide(
         if needs_stacks(observed.ranks, silent):
             return Query(1, stacks=True)
     if silent < timeout:
-        return wait(min(timeout - silent, silent, BUSY_TIMEOUT))  # twice as late each time: stacks disturb the ranks
+        return wait(min(timeout - silent, silent, BUSY_TIMEOUT))  # twice as long each time: stacks disturb the ranks
     if stall and (stall.permanent or not certain):
         return HUNG
     return wait(min(timeout, RECHECK))
@@ -117,27 +117,27 @@ class Notified:
 
     subject: str = ""  # of the last notice; empty: the run does not look hung
     last_output: float = math.inf  # Unix seconds, at the last notice
-    longest_pause: float = 0.0  # seconds without output after which the run had new output, although it had looked hung
+    longest_pause: float = 0.0  # seconds without output, before new output of a run that had looked hung
 
 
-def notice_on(observed: Observation, silent: float, before: Notified, now: float) -> tuple[str, Notified]:
-    """The text of a notice, empty for none, and the notice that is then the last one printed.
+def notice_on(observed: Observation, silent: float, last_notice: Notified, now: float) -> tuple[str, Notified]:
+    """Return the text of a notice, empty for none, and the facts about the last notice, including this one.
 
     silent: seconds without output, at most the time since the start of the watch.
     """
-    pause = now - observed.silent - before.last_output
-    if before.subject and pause > CLOCK_TOLERANCE:
-        return RECOVERED, Notified(longest_pause=max(before.longest_pause, pause))
+    pause = now - observed.silent - last_notice.last_output
+    if last_notice.subject and pause > CLOCK_TOLERANCE:
+        return RECOVERED, Notified(longest_pause=max(last_notice.longest_pause, pause))
     diagnosis = diagnose(observed.active, observed.seconds, silent, observed.exited)
-    if not diagnosis.hung or silent < max(IDLE_TIMEOUT, 2 * before.longest_pause):
-        return "", before
+    if not diagnosis.hung or silent < max(IDLE_TIMEOUT, 2 * last_notice.longest_pause):
+        return "", last_notice
     stall = find_stall(observed.active, observed.seconds, observed.exited)
-    # The text is no subject, because durations, CPU use and lines of code differ at each check.
+    # The text cannot be the subject, because durations, CPU use and lines of code differ at each check.
     subject = json.dumps([[rank.rank for rank in stall.suspects], observed.exited, stall.permanent])
-    if subject == before.subject:
-        return "", before
+    if subject == last_notice.subject:
+        return "", last_notice
     remedy = f" {diagnosis.remedy}" if diagnosis.remedy else "; it is not stopped automatically"
-    return f"the run {diagnosis.text}{remedy}", replace(before, subject=subject, last_output=now - observed.silent)
+    return f"the run {diagnosis.text}{remedy}", replace(last_notice, subject=subject, last_output=now - observed.silent)
 
 
 def hang_record(observed: Observation, silent: float, stall: Stall, option: str) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def hang_record(observed: Observation, silent: float, stall: Stall, option: str)
 
 
 class HangWatch:
-    """Checks again and again whether a run hangs."""
+    """Checks repeatedly whether a run hangs."""
 
     def __init__(self, run: Run, timeout: float, certain: bool) -> None:
         """timeout: seconds without output; infinite: the run is never stopped. certain: see decide()."""
@@ -176,7 +176,7 @@ class HangWatch:
         self._notified = Notified()
 
     def check_files(self, watched: float) -> tuple[Decision, str]:
-        """The decision before a query, and a notice: wait if files on this machine show recent output.
+        """Return the decision before a query, and a notice, empty for none. Waits if files here show recent output.
 
         watched: seconds since the watch started; earlier time is not counted.
         """
@@ -185,8 +185,8 @@ class HangWatch:
             return Query(0), ""
         return wait(first - min(silent, watched)), self._notice_on(Observation((), (), 0, 0.0, silent), silent)
 
-    def check_replies(self, replies: Sequence[NodeReply], watched: float, asked: Query) -> tuple[Decision, str]:
-        """The decision after a query, and a notice."""
+    def check_replies(self, replies: Sequence[NodeReply], watched: float, query: Query) -> tuple[Decision, str]:
+        """Return the decision after a query, and a notice, empty for none."""
         statuses = [reply.status for reply in replies if reply.status]
         progress = read_progress(self.run.directory, time.time())
         observed = observe_ranks(replies, progress, watched, self.run.launched)
@@ -196,9 +196,9 @@ class HangWatch:
         logs_metrics = progress.silent is not None or any(status.progress.silent is not None for status in statuses)
         timeout = math.inf if self.certain and not logs_metrics else self.timeout
         stall = None
-        if asked.stacks and observed.ranks:
+        if query.stacks and observed.ranks:
             stall = find_stall(observed.ranks, observed.seconds, observed.exited)
-        decision = decide(observed, timeout, silent, stall, self.certain, asked.seconds > 0)
+        decision = decide(observed, timeout, silent, stall, self.certain, query.seconds > 0)
         if decision == HUNG:
             stall = stall or find_stall(observed.stopped, observed.seconds)
             option = "" if self.certain else f" (--hang-timeout {self.timeout:.0f})"

@@ -48,11 +48,11 @@ class History:
                 self.held_out.pop()
             self.held_out.append(line)
         if keys := line.keys() - {"step", "time", "steps", "held_out_loss"}:
-            before = next((one for one in reversed(self.steps) if not keys.isdisjoint(one)), None)
-            if before and before["step"] > step:
+            previous = next((one for one in reversed(self.steps) if not keys.isdisjoint(one)), None)
+            if previous and previous["step"] > step:
                 self._go_back_to(step)
-            same = bisect_left(self.steps, step, key=_step)
-            self.steps[same:] = [one for one in self.steps[same:] if one["step"] > step or keys.isdisjoint(one)]
+            start = bisect_left(self.steps, step, key=_step)
+            self.steps[start:] = [one for one in self.steps[start:] if one["step"] > step or keys.isdisjoint(one)]
             insort(self.steps, line, key=_step)  # another program may log an earlier step
 
     def _go_back_to(self, step: float) -> None:
@@ -103,7 +103,7 @@ def _step(line: MetricsLine) -> float:
 
 
 def read_event_files(directory: Path) -> None:
-    """Copy values from event files of TensorBoard to the directory of a run that logs none, if the package is there."""
+    """Copy values of event files to the directory of a run that has logged none, if TensorBoard is installed."""
     if not (directory / "metrics.jsonl").exists():
         command = [sys.executable, "-I", f"{KIT}/scripts/lib/module.py", "training.event_files", str(directory)]
         with suppress(OSError, subprocess.SubprocessError):

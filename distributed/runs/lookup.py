@@ -18,7 +18,7 @@ from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
 from distributed.runs.user_code import launched_package
 
-# States of a launcher. REMOTE: on another machine, so not known. IN_JOB: the batch script of a running SLURM job.
+# States of a launcher. REMOTE: on another machine, state unknown. IN_JOB: the batch script of a running SLURM job.
 RUNNING, EXITED, REMOTE, IN_JOB = "running", "exited", "remote", "job"
 NEWEST = 5  # number of runs listed in an error
 JOB = re.compile(r"\d+(_\d+)?")  # number of a SLURM job, such as 17, or of an array element, such as 17_3
@@ -59,10 +59,10 @@ class Run:
     nodes: tuple[RunNode, ...]
     job: str = ""  # number of its SLURM job
     launched: str = ""  # see user_code.launched_package()
-    lease: int | None = None  # 0: its nodes run on without the launcher
+    lease: int | None = None  # 0: the nodes continue without the launcher
     cwd: str = ""
-    spares: tuple[RunNode, ...] = ()  # that wait
-    changes: tuple[dict[str, object], ...] = ()  # of nodes, see launch.spares
+    spares: tuple[RunNode, ...] = ()  # spare nodes, which may replace lost ones
+    changes: tuple[dict[str, object], ...] = ()  # replaced nodes, see launch.spares
 
 
 def find(argument: str, cwd: Path, logs: Path) -> Path:
@@ -134,7 +134,7 @@ def state_of_launcher(host: str, launcher_machine: str, pid: int, started: int |
 
 
 def constant_arguments(command: Sequence[str]) -> list[str]:
-    """The arguments of a launcher that have to be the same with --attach: not --attach, --notify, --detach, --quiet."""
+    """The arguments that must be the same with --attach: all but --attach, --notify, --detach and --quiet."""
     end = command.index("--") if "--" in command else len(command)
     options = iter(command[1:end])
     kept = [

@@ -38,7 +38,7 @@ Log = dict[int | None, list[LogLine]]  # rank -> its lines; None -> lines withou
 def read_log(path: Path, node: str, containing: Sequence[str] = ()) -> Log:
     """The lines at the end of a node's log, by rank; empty if the log cannot be read.
 
-    containing: if given, empty also without any of these texts.
+    containing: return an empty log if it has none of these texts.
     """
     try:
         with path.open("rb") as file:
@@ -86,7 +86,7 @@ def parse_exception(block: str) -> LoggedException:
 
 
 def last_exception(lines: Sequence[LogLine]) -> LoggedException | None:
-    """The last Python exception, unless many lines follow it; else the last C++ exception or fatal error; else None."""
+    """The last Python exception, unless many lines follow it; otherwise a C++ exception or fatal error; or None."""
     starts = [number for number, line in enumerate(lines) if line.text == TRACEBACK]
     if starts:
         begin = starts.pop()

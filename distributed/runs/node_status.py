@@ -1,8 +1,8 @@
 """The status of a run on this node: its processes and ranks, their resource usage, and their last output.
 
 Processes of a run have its directory and the name of their node in their environment. The rank of a process is in the
-path of its output file, ranks/<node>/.../attempt_<n>/<local rank>/stdout.log. Its environment need not have the rank:
-workers of Muster's agent are forks, and /proc shows their environment from before they became ranks.
+path of its output file, ranks/<node>/.../attempt_<n>/<local rank>/stdout.log. Its environment may lack the rank: ranks
+of Muster's agent are forks, and /proc shows their environment from before the fork.
 
 Reads /proc, the run directory and nvidia-smi.
 """
@@ -83,7 +83,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The newest values that the run has logged or, without any, that were found in its output."""
+    """The newest values that the run has logged; if it has logged none, values found in its output."""
 
     step: int | None = None
     steps: int | None = None  # planned
@@ -117,7 +117,7 @@ class NodeStatus:
     gpus: tuple[GpuUsage, ...] = ()
     gpu_error: str = ""
     progress: RunProgress = RunProgress()  # according to the run directory on this node
-    stopped: tuple[int, ...] = ()  # ids of processes that are no ranks, and stopped (SIGSTOP)
+    stopped: tuple[int, ...] = ()  # ids of stopped processes (SIGSTOP) that are no ranks
 
 
 def processes_of(run: str, node: str, proc: Path = PROC) -> list[RunProcess]:
@@ -339,7 +339,7 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
 
 
 def stopped_processes(run: str, node: str, processes: Sequence[RunProcess]) -> tuple[int, ...]:
-    """The supervisor, and those of these processes that are no ranks, if they are stopped (SIGSTOP)."""
+    """The ids of the supervisor and of these processes, except ranks, if they are stopped (SIGSTOP)."""
     others = [one.pid for one in processes if one.local_rank is None]
     supervisor = process_scan.live_pid(read_json(Path(run, f"node_{node}.pid")).get("supervisor"))
     found = {pid: process_scan.process(pid) for pid in (supervisor, *others)}

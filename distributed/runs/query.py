@@ -41,8 +41,8 @@ from distributed.transport.commands import (
     TransportError,
 )
 
-SHOWN = 3  # processes of a node
-SHOWN_CHARACTERS = 40  # of a command
+SHOWN = 3  # processes listed for a node
+SHOWN_CHARACTERS = 40  # of a command in that list
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class NodeReply:
 
 
 def status_command(run: Run, node: RunNode, options: Sequence[str]) -> list[str]:
-    """The command that prints the status of a node, to be run on that node. options: of node_status.py."""
+    """Return the command that prints the status of a node when it runs there. options: options of node_status.py."""
     module = [run.python, "-I", f"{LIB}/module.py", "runs.node_status", "--run", run.directory_at_launch]
     rank = ["--count", str(node.processes), "--first-rank", str(node.first_rank)]
     return [*module, "--node", node.node, *rank, *options]
@@ -87,8 +87,8 @@ def report_remaining(run: Run, node_replies: Sequence[NodeReply]) -> tuple[list[
     lines = []
     for reply in node_replies:
         if reply.status is None:
-            waits = "when it is reachable," if run.lease == 0 else "its processes exit when heartbeats time out; then"
-            text = reply.error + (f"; {waits} check again" if run.launcher.state != RUNNING else "")
+            when = "when it is reachable," if run.lease == 0 else "its processes exit when heartbeats time out; then"
+            text = reply.error + (f"; {when} check again" if run.launcher.state != RUNNING else "")
         elif reply.status.processes:
             text = f"still has {remaining_processes(reply.status)}"
         else:
@@ -122,7 +122,7 @@ def find_run(argument: str, logs: Path, program: str) -> Run:
     except RunLookupError as error:
         if not JOB.fullmatch(argument):
             raise TransportError(WRONG_CALL, str(error)) from None
-    if submitted := re.search(r" WorkDir=(.*) StdErr=", slurm_job(argument)):  # in another directory
+    if submitted := re.search(r" WorkDir=(.*) StdErr=", slurm_job(argument)):  # from another directory
         with contextlib.suppress(RunLookupError):
             return _look_up(argument, Path(submitted[1]), logs)
     raise _missing_run(argument, logs, program)
@@ -166,12 +166,12 @@ def _missing_run(job: str, logs: Path, program: str) -> Exception:
 
 
 def slurm_job(job: str) -> str:
-    """What scontrol prints about a job: a line, or for an array one line per element, or an error."""
+    """The output of scontrol about a job: one line, one per element of an array, or an error; empty without SLURM."""
     return _printed(["scontrol", "show", "job", "--oneliner", job], errors=subprocess.STDOUT)
 
 
 def job_state(job: str) -> str:
-    """State and reason of a SLURM job, such as PENDING Resources; empty: it has ended, or squeue failed."""
+    """State and reason of a SLURM job, such as PENDING Resources; empty if it has ended or squeue failed."""
     printed = _printed(["squeue", "--noheader", "--jobs", job, "--format", "%T %r"])
     return (printed.splitlines() or [""])[0]
 
@@ -203,10 +203,10 @@ class RunQuery:
         self.update()
 
     def update(self) -> None:
-        """Update the state of the launcher and of the SLURM job. Once the job has ended, no process of its run exists.
+        """Update the state of the launcher and of the SLURM job. When the job has ended, its launcher has exited too.
 
-        The state of the launcher must be known before the nodes are queried: if the launcher exited after
-        that query, processes of a running run would be shown as remaining ones.
+        Call this before the nodes are queried. In the other order, a launcher that exits between the two calls would
+        make the processes of a running run look like processes that remain.
         """
         run = self.run
         launcher = run.launcher
@@ -222,7 +222,7 @@ class RunQuery:
 
     @property
     def _commands(self) -> LocalCommands:
-        """How commands reach the nodes. Files of an ended job are read here, because its run directory is shared."""
+        """The way to run commands on the nodes. For an ended job, they run here: its run directory is shared."""
         if self.run.job:
             return JobCommands(self.run.job) if job_runs(self.job_state) else LocalCommands()
         return self.ssh
@@ -234,7 +234,7 @@ class RunQuery:
         return {node: replies[node.node] for node in self.run.nodes}
 
     def query(self, options: Sequence[str], timeout: float) -> list[NodeReply]:
-        """The state of each node. options: of node_status.py."""
+        """The status of each node. options: options of node_status.py."""
         replies = self.call_nodes(lambda node: status_command(self.run, node, options), timeout)
         return [node_reply(node, reply) for node, reply in replies.items()]
 

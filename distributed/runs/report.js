@@ -44,8 +44,8 @@ function follow(svg) {
 
   svg.addEventListener("pointermove", (event) => {
     const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
-    const wanted = x[0] + (at.x - x[2]) / (x[3] - x[2]) * (x[1] - x[0]);
-    const found = shown.map((line) => ({ line, point: nearest(line.points, wanted) }));
+    const pointed = x[0] + (at.x - x[2]) / (x[3] - x[2]) * (x[1] - x[0]);
+    const found = shown.map((line) => ({ line, point: nearest(line.points, pointed) }));
     const step = found[0].point[0], away = ({ point }) => Math.abs(place(y, point[1]) - at.y);
     if (found.length > 4) found.sort((one, other) => away(one) - away(other));
     layer.replaceChildren(drawn("path", { class: "pointer", d: `M${place(x, step)} ${y[2]}V${y[3]}` }));

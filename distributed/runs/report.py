@@ -37,7 +37,7 @@ from distributed.runs.usage import Usage, read_usage
 
 MAX_CHARTS = 24  # charts of values that a script has logged under its own names
 MAX_LINES = 20  # of output
-FILES = ("run.json", "metrics.jsonl")  # one of them makes a directory that of a run, or of a job's output
+FILES = ("run.json", "metrics.jsonl")  # a directory with one of them belongs to a run or a job
 MAX_RUNS = 20  # earlier runs of a run that was resumed several times
 
 
@@ -107,7 +107,7 @@ def read(directory: Path) -> RunRecords:
 
 
 def last_lines_of_failed(directory: Path, verdict: Mapping[str, Any]) -> list[str]:
-    """The last lines that the failed rank, or the failed program of a node, printed, without the traceback."""
+    """The last output lines of the failed rank, or of the failed program of a node, without the traceback."""
     node = text(verdict.get("node"))
     if not node or "/" in node:
         return []

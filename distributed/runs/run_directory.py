@@ -102,7 +102,7 @@ def _facts_of_nodes(nodes: Sequence[RunNode], spares: Sequence[RunNode]) -> dict
 def change_nodes(
     directory: str, nodes: Sequence[RunNode], spares: Sequence[RunNode], changes: Sequence[dict[str, object]]
 ) -> None:
-    """Write the nodes of the next attempt, and how they differ from those of the last one. Raises OSError."""
+    """Write the nodes of the next attempt to run.json, and append the changes to earlier ones. Raises OSError."""
     path = os.path.join(directory, "run.json")
     facts = read_json(path)
     earlier = facts.get("changes")
@@ -125,7 +125,7 @@ def _create_directory(logs: str, name: str) -> str:
 
 
 def _versions(python: str) -> dict[str, str | None]:
-    """versions() of the ranks' interpreter; None for each if it fails."""
+    """versions() of the ranks' interpreter; every value is None if the interpreter fails."""
     own = versions()  # isolated from PYTHONPATH and the user's packages, so PyTorch may be missing
     if own["torch"] and os.path.abspath(python) == os.path.abspath(sys.executable):
         return own

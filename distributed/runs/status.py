@@ -152,7 +152,7 @@ class Observation:
     exited: tuple[str, ...]  # names of the ranks that have exited
     not_started: int  # number of ranks that have not started
     seconds: float  # duration of the sample
-    silent: float  # seconds since the last metric, or the last output of a running rank
+    silent: float  # seconds since the last metric or the last output of a running rank, whichever was later
     stopped: tuple[Activity, ...] = ()  # supervisors, agents and fork servers that are stopped (SIGSTOP)
 
     @property
@@ -162,9 +162,9 @@ class Observation:
 
 
 def observe_ranks(
-    replies: Sequence[NodeReply], progress: RunProgress, running: float, launched: str = ""
+    replies: Sequence[NodeReply], progress: RunProgress, elapsed: float, launched: str = ""
 ) -> Observation:
-    """running: seconds since the run or its watch started; counts as the silence of a rank or run without any output.
+    """elapsed: seconds since the run or its watch started; a rank or run without any output was silent for this time.
 
     launched: see Run.
     """
@@ -184,7 +184,7 @@ def observe_ranks(
         if rank.pid is not None
     )
     statuses = [reply.status for reply in replies if reply.status]
-    silences = [running if rank.silent is None else rank.silent for rank, _ in ranks if rank.pid is not None]
+    silences = [elapsed if rank.silent is None else rank.silent for rank, _ in ranks if rank.pid is not None]
     ages = [progress.silent, *(status.progress.silent for status in statuses), *silences]
     not_running = [(f"rank {rank.rank} on {node}", rank.silent) for rank, node in ranks if rank.pid is None]
     return Observation(
@@ -192,7 +192,7 @@ def observe_ranks(
         exited=tuple(name for name, silent in not_running if silent is not None),
         not_started=sum(silent is None for _, silent in not_running),
         seconds=max((status.seconds for status in statuses), default=0.0),
-        silent=min((age for age in ages if age is not None), default=running),
+        silent=min((age for age in ages if age is not None), default=elapsed),
         stopped=tuple(
             Activity(None, reply.name, pid, "T", 0.0, None)
             for reply in replies
@@ -333,7 +333,7 @@ class Viewer:
         self._timeout = STACKS_TIMEOUT if options.stacks else WATCH_TIMEOUT if options.watch else TIMEOUT
 
     def status(self) -> Status:
-        """Without recent output, the run is queried again with stacks: they show the rank that others wait for."""
+        """Query the run; if it has no recent output, again with stacks, which show the rank that others wait for."""
         status = self._status(["--stacks"] * self._options.stacks)
         return self._status(["--stacks"]) if status.needs_stacks and not self._options.stacks else status
 
@@ -366,7 +366,7 @@ class Viewer:
         terminal.show(text)
 
     def watch(self) -> int:
-        """Refresh the table until the run has ended or Ctrl-C. A terminal shows it on its alternate screen."""
+        """Refresh the table until the run has ended; on a terminal, on its alternate screen. Returns the exit code."""
         status, on_screen = None, sys.stdout.isatty()
         if on_screen:
             sys.stdout.write("\x1b[?1049h\x1b[2J")
@@ -387,7 +387,7 @@ class Viewer:
 
 # ---------------------------------------------------------------- all runs
 
-ALL_COLUMNS = ("run", "state", "verdict", "step", "loss", "time", "started", "nodes")  # at least the first four
+ALL_COLUMNS = ("run", "state", "verdict", "step", "loss", "time", "started", "nodes")  # four or more are shown
 LONGEST_NAME = 40  # characters of the name of a run; the last 20 are date, time and a number
 END_BYTES = 4096  # read from each end of metrics.jsonl
 REASONS = {0: "", STOPPED: "with checkpoint", TIMED_OUT: "hung"}  # exit code -> reason in the table

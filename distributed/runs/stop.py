@@ -22,14 +22,14 @@ END_TIMEOUT = 15.0  # seconds after the grace period for the launcher to stop it
 KILL_TIMEOUT = 5.0  # seconds for the launcher to exit when its nodes have been stopped
 CANCEL_TIMEOUT = 120.0  # seconds for a job to end after scancel
 PROGRESS_INTERVAL = 5.0  # seconds between two messages while waiting
-GRACE = 30  # seconds; of a job without a run, whose own value is unknown
+GRACE = 30  # grace period of a job without a run, seconds: its own value is not known
 
 
 class Stop:
     """Stops one run."""
 
     def __init__(self, query: RunQuery, now: bool, messages: Messages) -> None:
-        """now: without time to write a checkpoint."""
+        """now: give the ranks no time to write a checkpoint."""
         self._query, self._now, self._messages = query, now, messages
         self._log = messages.log
         run = query.run
@@ -45,7 +45,7 @@ class Stop:
         if state == REMOTE and (code := self._stop_from_launcher_host(quiet)) is not None:
             return code
         with open(run.directory / "run.json") as file:
-            # A second SIGTERM makes the launcher kill its ranks, so only one program may send it.
+            # A second SIGTERM makes the launcher kill its ranks, so only one stop.sh may send SIGTERM.
             if not try_lock(file.fileno(), required=True):
                 self._log(f"another stop.sh is stopping {self._name}: waiting for it")
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -95,7 +95,7 @@ class Stop:
                 os.kill(pid, signal.SIGKILL)
 
     def _awaited(self) -> str:
-        """For wait(); empty if the launcher does not run. Its start time is compared too: process ids are reused."""
+        """For wait(): empty if the launcher does not run. The start time is compared because process ids are reused."""
         runs = self._launcher.state == RUNNING and start_time(self._launcher.pid) == self._launcher.since
         return f"the launcher (process {self._launcher.pid}) to exit" if runs else ""
 

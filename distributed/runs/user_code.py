@@ -1,4 +1,4 @@
-"""Tell the user's code from libraries. What was launched is the user's code, also if it is installed as a package."""
+"""Distinguish the user's code from libraries. A launched package is the user's code, although it is installed."""
 
 from __future__ import annotations
 

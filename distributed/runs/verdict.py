@@ -43,7 +43,7 @@ from distributed.runs.records import read_object
 from distributed.runs.user_code import is_library, launched_package
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-CLOCK_TOLERANCE = 1.0  # seconds between failures on two nodes that may have happened in either order
+CLOCK_TOLERANCE = 1.0  # seconds; the order of two failures on different nodes is unknown within this time
 BY_SLURM = "node failure reported by SLURM"  # message of a lost node, after which SLURM ends the job
 RESUME = "run the same command again to resume"
 SIGNAL_TOLERANCE = 60.0  # seconds in which a signal may have caused a failure
@@ -67,7 +67,7 @@ class Verdict:
     message: str = ""
     traceback: str = ""
     collateral: tuple[Json, ...] = ()  # the other failures: "node", "rank", "message"
-    changes: tuple[str, ...] = ()  # of nodes, before this attempt: time, and which one replaced which, why
+    changes: tuple[str, ...] = ()  # replaced nodes, see records.node_changes()
 
 
 def decide(run: Path, launcher_code: int | None = None) -> Verdict:
@@ -213,7 +213,7 @@ def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
 def judge(evidence: Evidence, launcher_code: int | None = None, signaled: bool = True) -> Verdict:
     """Return the verdict on this evidence.
 
-    launcher_code: the launcher's own exit code. signaled: whether a signal to the launcher may be the reason for it.
+    launcher_code: the launcher's own exit code. signaled: whether a signal to the launcher may explain that code.
     """
     if evidence.hang:  # failures of ranks are ignored: the launcher stopped them
         return _hung(evidence.hang)
@@ -225,7 +225,7 @@ def judge(evidence: Evidence, launcher_code: int | None = None, signaled: bool =
         by = f"by {evidence.signal}" if evidence.signal else "on request"
         return Verdict("stopped", STOPPED, _sentence(cause).replace("on request", by, 1))
     interrupted = launcher_code in INTERRUPTED and kind is not Kind.OWN_ERROR and BY_SLURM not in cause.message
-    if not signaled:  # the code is that of a rank that raised this, or of a node that lost its launcher
+    if not signaled:  # the code may be that of a rank, or of a node that lost its launcher
         interrupted = interrupted and cause.exception != "KeyboardInterrupt" and kind is not Kind.LOST_NODE
     if kind is Kind.STOPPED or interrupted:  # the launcher stopped the ranks, and no failure is the reason
         return replace(_nothing_failed(evidence, launcher_code), collateral=_collateral(failures))
@@ -346,10 +346,10 @@ def describe(failure: Failure, verb: str = "") -> str:
 def _location(failure: Failure, launched: str) -> str:
     """The innermost frame of the user's code in the traceback; empty if there is none."""
     frames = list(_FRAME.finditer(decisive_exception(failure).traceback))
-    own = [frame for frame in frames if not is_library(frame[1], launched)] or frames
-    if not own:
+    user_frames = [frame for frame in frames if not is_library(frame[1], launched)] or frames
+    if not user_frames:
         return ""
-    file, line, function = own[-1].groups()
+    file, line, function = user_frames[-1].groups()
     return f" at {os.path.basename(file)}:{line}" + ("" if function.startswith("<") else f" in {function}()")
 
 
@@ -456,8 +456,8 @@ def _last_frames(verdict: Verdict, launched: str) -> Iterator[str]:
     chained = split_chain(verdict.traceback)
     block = next((block for block in chained if parse_exception(block).message == verdict.message), chained[-1])
     frames = re.findall(r'^(  File "(.+)", line \d.*\n(?:    .*\n)*)', block, re.MULTILINE)
-    own = [text for text, file in frames if not is_library(file, launched)] or [text for text, _ in frames]
-    yield from "".join(own[-SHOWN_FRAMES:]).splitlines()
+    user_frames = [text for text, file in frames if not is_library(file, launched)] or [text for text, _ in frames]
+    yield from "".join(user_frames[-SHOWN_FRAMES:]).splitlines()
     if verdict.exception:
         yield from f"{verdict.exception}: {verdict.message}".splitlines()[:SHOWN_LINES]
 

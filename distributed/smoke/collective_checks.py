@@ -61,7 +61,7 @@ MAX_ITERATIONS = 1024
 SMALLEST_LINK = 64 * 1024  # bytes
 LINK_SECONDS = 0.25  # for the messages of one pair of nodes
 LINK_REPEATS = 10  # of the largest message, within LINK_SECONDS
-LINK_ATTEMPTS = 3  # measurements of all links, while a link seems slow
+LINK_ATTEMPTS = 3  # a measurement of all links is repeated while a link seems slow
 MAX_ROUNDS = 32  # of link measurements; with more than 32 nodes some pairs are not measured
 
 PACE_ROUNDS = 40
@@ -101,10 +101,10 @@ class RankContext:
     step: str = "join"
     since: float = field(default_factory=time.monotonic)  # start of the step
 
-    def begin(self, step: str, lasting: float = 0.0) -> None:
-        """Set the current step and publish it in the store. lasting: the step's expected duration in seconds."""
+    def begin(self, step: str, expected: float = 0.0) -> None:
+        """Set the current step and publish it in the store. expected: duration of the step in seconds."""
         self.step, self.since = step, time.monotonic()
-        self.watchdog.restart(step, lasting + self.timeout + EXIT_TIMEOUT)
+        self.watchdog.restart(step, expected + self.timeout + EXIT_TIMEOUT)
         self.store.set(f"at/{self.world.rank}", step)
 
     def synchronize(self) -> None:
@@ -137,7 +137,7 @@ def signature(rank: int, count: int) -> Tensor:
 
 
 def summand(rank: int, size: int, count: int) -> Tensor:
-    """Return what a rank adds to a sum. For each element at most MAX_SUMMANDS ranks add their signature, others 0."""
+    """Return what a rank adds to a sum: its signature on at most MAX_SUMMANDS ranks per element, 0 on the others."""
     selected = (rank + torch.arange(count)) % math.ceil(size / MAX_SUMMANDS) == 0
     return signature(rank, count) * selected
 
@@ -156,7 +156,7 @@ class Case:
     def to_tensor(self, numbers: Tensor) -> Tensor:
         return (numbers * FACTOR[self.dtype]).to(self.device, self.dtype)
 
-    def own(self) -> Tensor:
+    def contribution(self) -> Tensor:
         return self.to_tensor(signature(self.rank, self.count))
 
     def signatures(self) -> list[Tensor]:
@@ -186,14 +186,14 @@ def check_all_reduce(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def check_all_reduce_max(case: Case) -> tuple[Tensor, Tensor]:
-    got = case.own()
+    got = case.contribution()
     dist.all_reduce(got, op=dist.ReduceOp.MAX)
     return got, case.to_tensor(torch.stack(case.signatures()).amax(0))
 
 
 def check_broadcast(case: Case) -> tuple[Tensor, Tensor]:
     roots = (0, case.size - 1)
-    got = [case.own() for _ in roots]
+    got = [case.contribution() for _ in roots]
     for root, tensor in zip(roots, got, strict=True):
         dist.broadcast(tensor, root)
     return torch.cat(got), case.to_tensor(torch.cat([signature(root, case.count) for root in roots]))
@@ -201,7 +201,7 @@ def check_broadcast(case: Case) -> tuple[Tensor, Tensor]:
 
 def check_all_gather(case: Case) -> tuple[Tensor, Tensor]:
     got = case.zeros(case.size * case.count)
-    all_gather_single(got, case.own())
+    all_gather_single(got, case.contribution())
     return got, case.to_tensor(torch.cat(case.signatures()))
 
 
@@ -225,7 +225,7 @@ def check_point_to_point(case: Case) -> tuple[Tensor, Tensor]:
     """Each rank sends to the next one, in a ring."""
     before, after = (case.rank - 1) % case.size, (case.rank + 1) % case.size
     got = case.zeros(case.count)
-    both = [dist.P2POp(dist.isend, case.own(), after), dist.P2POp(dist.irecv, got, before)]
+    both = [dist.P2POp(dist.isend, case.contribution(), after), dist.P2POp(dist.irecv, got, before)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
     return got, case.to_tensor(signature(before, case.count))
@@ -316,7 +316,7 @@ def measure_bandwidth(context: RankContext, sizes: Sequence[int], seconds: float
     speeds: list[Speed] = []
     for name in COLLECTIVES:
         for size in sizes:
-            context.begin(f"bandwidth of {name}, {summary.size_label(size)}", lasting=2 * budget)
+            context.begin(f"bandwidth of {name}, {summary.size_label(size)}", expected=2 * budget)
             speeds.append(measure_collective(name, Message.of(size, context), context, budget))
             if speeds[-1].seconds > budget:
                 break
@@ -335,7 +335,7 @@ def measure_collective(name: str, message: Message, context: RankContext, second
 
 
 def elapsed(work: Callable[[], Any], count: int, context: RankContext) -> float:
-    """Return the seconds in which this rank does the work `count` times, from a barrier on."""
+    """Return the seconds that this rank takes to do the work `count` times after a barrier."""
     context.barrier()
     start = time.perf_counter()
     for _ in range(count):
@@ -358,14 +358,14 @@ def reduce_seconds(seconds: float, op: Any, context: RankContext) -> float:
 def check_links(context: RankContext, largest: int) -> list[Fault]:
     """Measure the links between the first ranks of all nodes. Repeats the measurement while a link seems slow.
 
-    Returns the faults of this node on its first rank, none on other ranks.
+    Returns the faults of this node on the first rank of the node, and [] on other ranks.
     """
     is_leader = torch.tensor([float(context.world.local_rank == 0)], device=context.device)
     leaders = all_gather_rows(is_leader, context).flatten().nonzero().flatten().tolist()
     hosts = [context.store.get(f"host/{rank}").decode() for rank in leaders]
     speeds = torch.zeros(len(leaders), len(leaders), dtype=torch.float64, device=context.device)
     for attempt in range(LINK_ATTEMPTS):
-        context.begin(f"links, attempt {attempt + 1}", lasting=MAX_ROUNDS * LINK_SECONDS)
+        context.begin(f"links, attempt {attempt + 1}", expected=MAX_ROUNDS * LINK_SECONDS)
         for pairs in round_robin(len(leaders))[:MAX_ROUNDS]:
             context.barrier()
             for one, other in pairs:
@@ -389,7 +389,7 @@ def check_links(context: RankContext, largest: int) -> list[Fault]:
 
 def measure_link(partner: int, largest: int, context: RankContext) -> float:
     """Return the best GB/s, per direction, of growing messages and of repetitions of the largest one."""
-    size, best, left, repeats = min(SMALLEST_LINK, largest), 0.0, LINK_SECONDS, LINK_REPEATS
+    size, best, seconds_left, repeats = min(SMALLEST_LINK, largest), 0.0, LINK_SECONDS, LINK_REPEATS
     exchange(partner, torch.zeros(1, device=context.device), context)  # some backends connect at the first message
     while True:
         message = torch.zeros(max(1, size // torch.float32.itemsize), device=context.device)
@@ -397,29 +397,29 @@ def measure_link(partner: int, largest: int, context: RankContext) -> float:
         exchange(partner, message, context)
         seconds = exchange(partner, torch.tensor([time.perf_counter() - start], device=context.device), context)
         best = max(best, message.nbytes / seconds / 1e9)
-        left -= seconds
+        seconds_left -= seconds
         if seconds <= LINK_SECONDS / GROWTH and size * GROWTH <= largest:
             size *= GROWTH
-        elif repeats and left > seconds:  # another process may have had the core during a single exchange
+        elif repeats and seconds_left > seconds:  # another process may have used the core in one exchange
             repeats -= 1
         else:
             return best
 
 
-def exchange(partner: int, own: Tensor, context: RankContext) -> float:
+def exchange(partner: int, sent: Tensor, context: RankContext) -> float:
     """Send and receive at the same time. Returns the larger of the two first elements, the same on both ranks."""
-    received = torch.empty_like(own)
-    both = [dist.P2POp(dist.isend, own, partner), dist.P2POp(dist.irecv, received, partner)]
+    received = torch.empty_like(sent)
+    both = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
     context.synchronize()
-    return max(own[0].item(), received[0].item())
+    return max(sent[0].item(), received[0].item())
 
 
-def all_gather_rows(own: Tensor, context: RankContext) -> Tensor:
+def all_gather_rows(row: Tensor, context: RankContext) -> Tensor:
     """Return the tensors of all ranks as rows: ranks x elements."""
-    rows = own.new_zeros(context.world.size * own.numel())
-    all_gather_single(rows, own)
+    rows = row.new_zeros(context.world.size * row.numel())
+    all_gather_single(rows, row)
     context.synchronize()
     return rows.view(context.world.size, -1)
 

@@ -98,7 +98,7 @@ class Findings:
 
 @dataclass
 class Measurements:
-    """Results of the measurements; every rank has the same."""
+    """Results of the measurements, equal on all ranks."""
 
     bandwidth: list[Speed] = field(default_factory=list)
     pace: list[Pace] = field(default_factory=list)

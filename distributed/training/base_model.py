@@ -199,10 +199,10 @@ def remove(cache: str, name: str) -> None:
     """Remove a base model: rename it, then delete its files."""
     path = os.path.join(cache, name)
     if os.path.lexists(path):
-        away = tempfile.mkdtemp(prefix=f".{name}.incomplete-", dir=cache)
+        trash = tempfile.mkdtemp(prefix=f".{name}.incomplete-", dir=cache)
         with contextlib.suppress(FileNotFoundError):  # another process has removed it
-            os.rename(path, os.path.join(away, name))
-        shutil.rmtree(away, ignore_errors=True)
+            os.rename(path, os.path.join(trash, name))
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def lock(cache: str, digest: str, exclusive: bool, seconds: float = 0.0) -> int | None:

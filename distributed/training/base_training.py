@@ -136,7 +136,7 @@ def write(
         write_json(str(run / name), value)
     content = {"model": dict(weights), "model_settings": dict(model), "corpus": facts["corpus"]}
     incomplete = run / f".{WEIGHTS}.incomplete"
-    with incomplete.open("wb") as file:  # a file object: torch.save would write a file name into the file
+    with incomplete.open("wb") as file:  # given a path, torch.save would write its name into the file
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())

@@ -76,10 +76,10 @@ class Ranks:
         while rest:
             piece = bytearray(min(rest, PIECE))
             self.call_on_rank_0(partial(_read_at, file, content.tell(), piece))
-            here = torch.frombuffer(piece, dtype=torch.uint8)
-            there = here.to(device)
-            dist.broadcast(there, src=0)
-            here.copy_(there)
+            on_cpu = torch.frombuffer(piece, dtype=torch.uint8)
+            on_device = on_cpu.to(device)
+            dist.broadcast(on_device, src=0)
+            on_cpu.copy_(on_device)
             rest -= content.write(piece)
         content.seek(0)
         return load_safely(content)
@@ -96,8 +96,8 @@ def _read_at(file: Path, offset: int, piece: bytearray) -> None:
 def load_safely(file: Path | IO[bytes]) -> Any:
     """Load a file of torch.save() on the CPU, without running code from it.
 
-    Raises pickle.UnpicklingError when the file is anything else, or needs code. Its message replaces PyTorch's, which
-    suggests loading the file anyway.
+    Raises pickle.UnpicklingError when torch.save() did not write the file, or when loading it needs code. The message
+    replaces PyTorch's, which suggests loading the file anyway.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)

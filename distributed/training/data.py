@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 BYTES = 256  # the vocabulary of text: one token is one byte
 GAP = b"\n\n\n"  # between two topics, or two files
-HEAD = 8192  # bytes; a file with a NUL among the first ones is binary, as in git
+HEAD = 8192  # a file with a NUL among its first HEAD bytes is binary, as in git
 
 
 class DataError(ValueError):
@@ -121,10 +121,10 @@ def load(chosen: Data, mixed: bool = False, vocab_size: int | None = None) -> Co
         single: train on the participant's text only; hold out its end.
         pooled: train on all domains without their ends; hold out the end of the participant's text.
         base_only: train on the base participants; hold out their ends.
-        full_fine_tuning, from_scratch: as single, on the first `target_data_pct` of each text without its end.
+        full_fine_tuning, from_scratch: as single, but train on the first `target_data_pct` of each training text only.
 
     Args:
-        mixed: in the last two modes, whether the corpus has a `base`: the training text of base_only.
+        mixed: in the last two modes, also read the training text of base_only, as the `base` of the corpus.
         vocab_size: required for token files; for text 256 or more (default: 256).
 
     Raises:
@@ -146,7 +146,7 @@ def load(chosen: Data, mixed: bool = False, vocab_size: int | None = None) -> Co
 
 
 def _one_phase(corpus: Callable[..., Corpus], chosen: Data) -> Corpus:
-    """corpus: makes a corpus of pairs of training text and held-out text."""
+    """corpus: a function that makes a corpus from pairs of training text and held-out text."""
     texts, skipped = _texts_of(chosen.path, chosen.domains)
     target, mode = chosen.participant, chosen.mode
     if target is not None:
@@ -357,8 +357,8 @@ class Windows(Dataset[Pair]):
         """Return a batch of windows: inputs and targets, LongTensor [n, block] each.
 
         Raises:
-            DataError: a token is outside the vocabulary. Checked here, as a scan of a file of 10 GB at the start would
-                take longer than many trainings.
+            DataError: a token is outside the vocabulary. Checked in each batch: at the start, the scan of a file of
+                10 GB would take longer than many trainings.
         """
         rows = self.tokens.ids.unfold(0, self.block + 1, self.block)[indices].long()  # [n, block + 1]
         if rows.max() >= self.tokens.vocab_size:

@@ -26,7 +26,7 @@ class TrainingData:
     held_out: Windows
     mixture: Mixture | None  # of the training windows and those of the base participants
     batch: Batch
-    target_windows: int  # per global batch; the rest of a mixture is from the base participants
+    target_windows: int  # per global batch; the other windows of a mixture are from the base participants
 
     @classmethod
     def open(cls, settings: Settings, batch: Batch, ranks: Ranks, hosts: Sequence[str]) -> TrainingData:
@@ -66,7 +66,7 @@ class TrainingData:
     def batches(self, settings: Settings, ranks: Ranks, start: int, here: torch.device) -> Iterator[Pair]:
         """Yield this rank's micro-batches without end: inputs and targets, LongTensor [micro, block] each.
 
-        start: number of windows that all ranks together have trained on so far. here: where the batches are used.
+        start: number of windows that all ranks together have trained on so far. here: the device that uses them.
         """
         seed, pin_memory = settings.train.seed, settings.data.pin_memory and here.type == "cuda"
         log.debug(

@@ -18,7 +18,7 @@ from distributed.files import read_json, write_file
 from distributed.metrics import FROM_TENSORBOARD, RESERVED, finite_or_none
 
 MOST = 1000  # values of a scalar that are read
-FILE = re.compile(r"events\.out\.tfevents\.(\d{9,})\.")  # then the second of its creation
+FILE = re.compile(r"events\.out\.tfevents\.(\d{9,})\.")  # the number is the Unix second of its creation
 LOSS = re.compile(r"(?i)(?:train(?:ing)?[/_])?loss(?:[/_]train(?:ing)?)?(?:_step)?")
 
 

@@ -41,7 +41,7 @@ def default_participants(script: str) -> Sequence[str] | None:
 
 
 def participant_of(settings: Mapping[str, Any], default: Sequence[str] | None) -> str | None:
-    """Return the target of a job: its `participant`, else participants[fold]; None when unknown.
+    """Return the target of a job: its `participant` or, without one, participants[fold]; None when unknown.
 
     Args:
         default: the participants of a job that lists none; None when the script has no such list. Not used for a job
@@ -71,8 +71,8 @@ def participant_of(settings: Mapping[str, Any], default: Sequence[str] | None) -
 def output_directory(settings: Mapping[str, Any], job_id: str, default_participants: Sequence[str] | None) -> str:
     """Return the output directory of a job, relative to the working directory.
 
-    experiments/{prefix}/fold{N}_{participant} where the job has `prefix` and `fold`, without _{participant} where that
-    is not known; else experiments/{prefix}/{job id}, or experiments/{job id}.
+    With `prefix` and `fold`: experiments/{prefix}/fold{N}_{participant}; if the participant is not known, without
+    _{participant}. With `prefix` alone: experiments/{prefix}/{job id}. Otherwise: experiments/{job id}.
 
     Raises:
         ValueError: see participant_of(); also for a prefix or participant that cannot be part of a path.

@@ -110,8 +110,8 @@ def sample(
     corpus: Corpus,
     length: int,
     *,
-    writes: bool,
-    first: bool,
+    runs_model: bool,
+    first_rank: bool,
     stop: threading.Event,
     autocast: torch.autocast,
 ) -> str:
@@ -121,8 +121,8 @@ def sample(
 
     Args:
         length: in tokens.
-        writes: whether this rank runs the model. One rank is enough unless the weights are sharded.
-        first: whether this is rank 0.
+        runs_model: whether this rank runs the model. One rank is enough unless the weights are sharded.
+        first_rank: whether this is rank 0.
     """
     if not length or corpus.kind != "bytes":
         return ""
@@ -133,18 +133,19 @@ def sample(
     start = time.perf_counter()
     with autocast:
         while len(written) < length:
-            written.append(next(tokens) if writes else prompt)
-            late = first and time.perf_counter() - start >= SAMPLE_SECONDS
-            flags = torch.tensor([stop.is_set(), late], dtype=torch.float32, device=device)
+            written.append(next(tokens) if runs_model else prompt)
+            timed_out = first_rank and time.perf_counter() - start >= SAMPLE_SECONDS
+            flags = torch.tensor([stop.is_set(), timed_out], dtype=torch.float32, device=device)
             dist.all_reduce(flags)
-            stopped, late = (total > 0 for total in flags.tolist())
-            if stopped or late:
+            stopped, timed_out = (total > 0 for total in flags.tolist())
+            if stopped or timed_out:
                 break
     model.train()
     if stopped:
         log.info("stop request: all steps are done; sample shortened")
-    if not first:
+    if not first_rank:
         return ""
-    part = f" ({len(written)} of {length:,} tokens, in {SAMPLE_SECONDS:g} s)" if late and len(written) < length else ""
+    shortened = timed_out and len(written) < length
+    part = f" ({len(written)} of {length:,} tokens, in {SAMPLE_SECONDS:g} s)" if shortened else ""
     text = decode(torch.cat(written)).strip()
     return f"a sample{part}:\n\n" + "".join(f"    {line}\n" for line in text.splitlines())

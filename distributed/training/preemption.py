@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from distributed.host import signals
 
-# SLURM's --signal announces a time limit with one of these, by default of Muster with USR2, of Lightning with USR1.
+# SLURM's --signal announces a time limit with one of these: with Muster by default USR2, with Lightning USR1.
 STOP_SIGNALS = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
     signal.SIGPWR,
@@ -85,7 +85,7 @@ def _names(ranks: tuple[int, ...], hosts: list[str]) -> str:
 
 
 class StatusExchange:
-    """One all-reduce per step. On a GPU its result is read one step later, so that the host does not wait for it."""
+    """One all-reduce per step. On a GPU the result is read a step later, so that the host does not wait for the GPU."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device

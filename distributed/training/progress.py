@@ -76,7 +76,7 @@ class Progress:
         self._timed_steps, self._timed_seconds = 0, 0.0
         self._tracker: Tracker | None = None
         self._stack = ExitStack()
-        # The part of a step before its last backward pass, which waits for other ranks: shows a slow rank.
+        # The part of a step before the last backward pass (where ranks wait for each other): shows a slow rank.
         self.compute = Stopwatch(here)
         # From this rank's last gradient to the end of the all-reduce. Not measured with fsdp, where ranks wait for each
         # other in every layer.
@@ -98,7 +98,7 @@ class Progress:
         first.register_post_accumulate_grad_hook(lambda _: self.waiting.begin())
 
     def restart_clock(self, step: int) -> None:
-        """Start to measure here: the time since the last step was not spent on training."""
+        """Measure from now on: the time since the last step was not spent on training."""
         self._from_step, self._from_time = step, time.perf_counter()
         self.waiting.reset()
 
@@ -108,7 +108,7 @@ class Progress:
             self._tracker.log(step, event=name, **values)
 
     def step_seconds(self, step: int) -> float:
-        """Return the mean duration of the reported steps; before the first report, since restart_clock()."""
+        """Return the mean duration of the reported steps; before the first report, of those since restart_clock()."""
         if self._timed_steps:
             return self._timed_seconds / self._timed_steps
         return (time.perf_counter() - self._from_time) / max(step - self._from_step, 1)

@@ -108,7 +108,7 @@ class Model(Section):
 class Data(Section):
     """Training data. Without a path: the Python language reference that ships with the interpreter."""
 
-    # A participant is a domain of the text; one is the target of cross-validation. The end of a text is for evaluation.
+    # A participant is a domain of the text; one of them is the target of cross-validation.
     # path: a text file, a directory of text files, a .bin token file, or a directory with train.bin.
     path: AbsolutePath | None = None
     domains: list[str] | None = Field(None, min_length=1)  # of the text, or of the directory; null: all
@@ -117,7 +117,7 @@ class Data(Section):
     base_participants: list[str] | None = Field(None, min_length=1)  # of the base model; null: all but the target
     target_data_pct: Share = 1.0  # share of the target's training text that is trained on
     target_batch_pct: Share = 1.0  # share of each global batch that is the target's text; the rest is the base's
-    held_out: float = Field(0.1, gt=0.0, lt=1.0)  # share of each text that is its evaluation part
+    held_out: float = Field(0.1, gt=0.0, lt=1.0)  # share of each text, at its end, that is for evaluation
     workers: int = Field(0, ge=0)  # data loading processes per rank
     pin_memory: bool = True  # on GPUs, batches are copied from page-locked memory
 
@@ -152,8 +152,8 @@ class Train(Section):
 
     steps: int | None = Field(None, ge=1, le=10**12)
     epochs: float | None = Field(None, gt=0)
-    base_steps: int | None = Field(None, ge=1, le=10**12)  # in mode base_only: in place of steps and epochs
-    base_model: AbsolutePath | None = None  # in mode full_fine_tuning: its directory; null: $MUSTER_BASE_MODEL
+    base_steps: int | None = Field(None, ge=1, le=10**12)  # in mode base_only: replaces steps and epochs
+    base_model: AbsolutePath | None = None  # directory, for mode full_fine_tuning; null: $MUSTER_BASE_MODEL
     batch_size: int | None = Field(None, ge=1)  # windows per step, over all ranks
     batch_size_per_device: int | None = Field(None, ge=1)  # windows per step and rank
     accumulation: int = Field(1, ge=1)  # micro-batches per step on each rank
@@ -393,18 +393,18 @@ def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any
     """
     tree = _read_file(path) if path else copy.deepcopy(JOB_DEFAULTS) if job else {}
     participant = _participant(job)
-    given = _apply_job(tree, job, participant) if job else {}
+    origins = _apply_job(tree, job, participant) if job else {}
     for argument in overrides:
         key, equals, text = argument.partition("=")
         if not equals or not re.fullmatch(r"[^.]+\.[^.]+", key):
             example = "section.key=value, for example train.steps=100"
             raise ConfigError(f"{short(argument)}: not understood; write {example}")
         _put(tree, key, _value(text), repr(argument))
-        given[key] = "command line"
+        origins[key] = "command line"
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, str(path or NO_FILE), given))) from None
+        raise ConfigError("\n".join(_explain(error, str(path or NO_FILE), origins))) from None
     if participant not in (None, settings.data.participant):
         other = settings.data.participant
         raise ConfigError(f"data.participant={other}: contradicts --fold or --participant ({participant}); give one")
@@ -467,14 +467,14 @@ def _put(tree: dict[str, Any], key: str, value: Any, subject: str) -> None:
     inner[name] = value
 
 
-def _explain(error: ValidationError, source: str, given: Mapping[str, str]) -> Iterator[str]:
+def _explain(error: ValidationError, source: str, origins: Mapping[str, str]) -> Iterator[str]:
     """Yield one line per fault: the source (file, argument or command line), the key, the problem."""
-    overridden_sections = {key.partition(".")[0] for key, origin in given.items() if origin == "command line"}
+    overridden_sections = {key.partition(".")[0] for key, origin in origins.items() if origin == "command line"}
     for fault in error.errors():
         path = [str(part) for part in fault["loc"]]
         key = ".".join(path) or "settings"
         unknown = fault["type"] == "extra_forbidden"
-        origin = given.get(key) or ("command line" if unknown and key in overridden_sections else source)
+        origin = origins.get(key) or ("command line" if unknown and key in overridden_sections else source)
         if unknown:
             yield from (f"{origin}: {name}: unknown key; {remedy}" for name, remedy in _unknown(path, fault["input"]))
         elif fault["type"] == "missing":
@@ -525,7 +525,7 @@ ALIASES = {
 
 
 def _unknown(path: Sequence[str], value: Any) -> Iterator[tuple[str, str]]:
-    """Yield an unknown key and its remedy; for an unknown section, instead its keys that have a remedy, if any."""
+    """Yield an unknown key and its remedy; or, for an unknown section, those of its keys that have a remedy, if any."""
     known = _keys_of(path[0]) if len(path) > 1 and path[0] in Settings.model_fields else [*Settings.model_fields]
     similar = difflib.get_close_matches(path[-1], known, n=1)
     inner = value if isinstance(value, Mapping) and len(path) == 1 and not similar else {}
@@ -535,7 +535,7 @@ def _unknown(path: Sequence[str], value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _setting_named(name: str) -> str:
-    """Return the remedy for a key of another section or of other training scripts; empty for any other key."""
+    """Return the remedy for a key of another section or another training script; empty for any other key."""
     name = name.lower().replace("-", "_")
     same = [f"{section}.{name}" for section in Settings.model_fields if name in _keys_of(section)]
     return ALIASES.get(name) or (f"did you mean {' or '.join(same)}?" if same else "")
@@ -617,7 +617,7 @@ def _apply_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | 
 
 
 def _participant(job: Mapping[str, Any]) -> str | None:
-    """Return the job's target. Raises ConfigError, also for an invalid output directory."""
+    """Return the job's target, if any. Raises ConfigError for an invalid target or output directory."""
     try:
         output_directory(job, "job", DEFAULT_PARTICIPANTS)
         if "participants" in job or not {"fold", "participant"} & job.keys():
@@ -639,7 +639,7 @@ def _in_directory(path: str) -> list[str]:
 
 
 class TrainerParser(argparse.ArgumentParser):
-    """After an unknown option, argparse also reports valid settings as unrecognized; here the option alone is named."""
+    """Reports an unknown option alone; argparse would also report valid settings as unrecognized."""
 
     def parse_known_intermixed_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -697,11 +697,11 @@ def main(arguments: Sequence[str]) -> int:
     options.add_argument(
         "--nproc", type=int, default=1, metavar="N", help="number of ranks that share the global batch"
     )
-    given = options.parse_intermixed_args(arguments)
+    parsed = options.parse_intermixed_args(arguments)
     try:
-        if given.nproc < 1:
-            raise ConfigError(f"--nproc: expected a number of ranks, 1 or more, got {given.nproc}")
-        settings, global_batch = for_ranks(given, given.nproc)
+        if parsed.nproc < 1:
+            raise ConfigError(f"--nproc: expected a number of ranks, 1 or more, got {parsed.nproc}")
+        settings, global_batch = for_ranks(parsed, parsed.nproc)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2

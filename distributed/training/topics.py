@@ -45,8 +45,8 @@ def without_repetitions(topics: Mapping[str, str]) -> dict[str, str]:
     """
     seen: set[str] = set()
     longest_first = sorted(topics, key=lambda topic: (-len(topics[topic]), topic))
-    left = {topic: "\n\n".join(_new_paragraphs(topics[topic], seen)) for topic in longest_first}
-    return {topic: text for topic, text in left.items() if 2 * len(text) >= len(topics[topic])}
+    remaining = {topic: "\n\n".join(_new_paragraphs(topics[topic], seen)) for topic in longest_first}
+    return {topic: text for topic, text in remaining.items() if 2 * len(text) >= len(topics[topic])}
 
 
 def _new_paragraphs(text: str, seen: set[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The run directory, and the files that rank 0 writes there: metrics.jsonl, files of trackers.
+"""The run directory, and the files that rank 0 writes there: metrics.jsonl and the files of trackers.
 
 The format of metrics.jsonl is that of distributed/metrics.py.
 """
@@ -85,9 +85,9 @@ def run_directory(job: Mapping[str, Any], world: World, ranks: Ranks, script: st
     """
 
     def make() -> Path:
-        given = os.environ.get("MUSTER_OUTPUT_DIR") or os.environ.get("MUSTER_RUN_DIR")
+        configured = os.environ.get("MUSTER_OUTPUT_DIR") or os.environ.get("MUSTER_RUN_DIR")
         try:
-            path = given or _own_run_directory(job, world, script)
+            path = configured or _own_run_directory(job, world, script)
             os.makedirs(path, exist_ok=True)
         except OSError as error:
             raise ConfigError(

@@ -283,8 +283,8 @@ def test_the_optimizer_step_waits_for_the_copy(tmp_path: Path, monkeypatch: pyte
         for step in (1, 2):
             before = copy.deepcopy(plain(training.state()))
             go.clear()
-            checkpoints.save(step, training.state(), until=training.optimizer)
-            assert len(checkpoints._snapshot._rest) >= 12  # not copied yet: four tensors, two moments of each
+            checkpoints.save(step, training.state(), overlapped=training.optimizer)
+            assert len(checkpoints._snapshot._pending) >= 12  # not copied yet: four tensors, two moments of each
             training.average += 1
             training.compute_gradients()
             training.optimizer.step()
@@ -300,7 +300,7 @@ def test_the_wait_of_the_optimizer_counts_as_time_of_its_save(tmp_path: Path) ->
     training = SmallTraining()
     with Checkpoints(tmp_path) as checkpoints:
         for step in (1, 2):
-            checkpoints.save(step, training.state(), until=training.optimizer)
+            checkpoints.save(step, training.state(), overlapped=training.optimizer)
             call = checkpoints.blocked[-1]
             training.compute_gradients()
             training.optimizer.step()
@@ -317,7 +317,7 @@ def test_the_step_waits_for_a_copy_in_another_thread(monkeypatch: pytest.MonkeyP
         go.wait()
         return copy_(memory, tensor)
 
-    copies.take({"a": training.linear.weight}, until=training.optimizer)
+    copies.take({"a": training.linear.weight}, overlapped=training.optimizer)
     monkeypatch.setattr(torch.Tensor, "copy_", slowly)
     writer = threading.Thread(target=copies.finish)
     writer.start()
@@ -339,7 +339,7 @@ def test_the_step_waits_for_a_copy_in_another_thread(monkeypatch: pytest.MonkeyP
 def test_without_another_step_the_writer_thread_copies(tmp_path: Path) -> None:
     training = SmallTraining()
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, training.state(), until=training.optimizer)
+        checkpoints.save(1, training.state(), overlapped=training.optimizer)
         checkpoints.wait()
         assert same(checkpoints.load(newest(checkpoints), {}), plain(training.state()))
 
@@ -347,7 +347,7 @@ def test_without_another_step_the_writer_thread_copies(tmp_path: Path) -> None:
 def test_a_change_outside_an_optimizer_step_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = SmallTraining()
     with blocked_writer(monkeypatch) as go, Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, training.state(), until=training.optimizer)
+        checkpoints.save(1, training.state(), overlapped=training.optimizer)
         with torch.no_grad():
             training.linear.bias.zero_()
         go.set()

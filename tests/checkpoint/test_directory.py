@@ -501,7 +501,7 @@ def write_and_pause(pipe: Connection, checkpoint_dir: Path, operation: int) -> N
             write_checkpoint(checkpoint_dir, step, attempt=1, keep=2, owner=owner)
         owner.close()
     except (OSError, CheckpointError) as caught:
-        error = str(caught) if owner is None else directory.taken_over(owner.own) or repr(caught)
+        error = str(caught) if owner is None else directory.taken_over(owner.staging) or repr(caught)
     pipe.send(f"ended {error}")
 
 
@@ -564,7 +564,7 @@ def test_open_handles_of_a_lost_attempt_are_useless_after_a_take_over(
     set_attempt(monkeypatch, 0)
     lost = take_over(tmp_path)
     lost.new_directory(1)
-    handle = os.open(lost.own, os.O_RDONLY)
+    handle = os.open(lost.staging, os.O_RDONLY)
     set_attempt(monkeypatch, 1)
     with take_over(tmp_path):
         with pytest.raises(FileNotFoundError):

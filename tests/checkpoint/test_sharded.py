@@ -100,7 +100,7 @@ def save(rank: int, size: int, checkpoint_dir: Path) -> dict[str, Tensor]:
     with opened(checkpoint_dir, rank, size) as checkpoints:
         for step in (1, 2):
             training.learn(step)
-            checkpoints.save(step, training.state(), per_rank=f"rank {rank}", until=training.optimizer)
+            checkpoints.save(step, training.state(), per_rank=f"rank {rank}", overlapped=training.optimizer)
         saved = training.unsharded()
         training.learn(3)  # while step 2 is written
     return saved

@@ -72,11 +72,11 @@ def slow_should_stop(self: Checkpointer, step: int, loss: Tensor | None = None) 
     return should_stop(self, step, loss * float("nan") if how == "writes NaN" and loss is not None else loss)
 
 
-def slow_publish(self: Owner, writing: Path, manifest: Mapping[str, Any]) -> None:
+def slow_publish(self: Owner, unpublished: Path, manifest: Mapping[str, Any]) -> None:
     time.sleep(PUBLISH_SECONDS)
     while Path("hold").exists() and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         time.sleep(0.05)
-    publish(self, writing, manifest)
+    publish(self, unpublished, manifest)
 
 
 Checkpointer.should_stop = slow_should_stop  # type: ignore[method-assign]

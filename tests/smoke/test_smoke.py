@@ -80,8 +80,8 @@ def at(step: str, act: Callable[[], None]) -> None:
     """Call act() when this rank begins a step."""
     begin = collective_checks.RankContext.begin
 
-    def begin_and_act(context: collective_checks.RankContext, current: str, lasting: float = 0.0) -> None:
-        begin(context, current, lasting)
+    def begin_and_act(context: collective_checks.RankContext, current: str, expected: float = 0.0) -> None:
+        begin(context, current, expected)
         if current == step:
             act()
 
@@ -469,7 +469,7 @@ def test_a_sum_without_a_rank_differs(size: int, data: st.DataObject) -> None:
     ],
 )
 def test_values_change_in_a_narrower_type(dtype: torch.dtype, narrower: torch.dtype) -> None:
-    values = collective_checks.Case(0, 2, 1, dtype, CPU, dist.HashStore()).own()
+    values = collective_checks.Case(0, 2, 1, dtype, CPU, dist.HashStore()).contribution()
     assert not torch.equal(values.to(narrower).to(dtype), values)
 
 
