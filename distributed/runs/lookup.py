@@ -137,13 +137,12 @@ def constant_arguments(command: Sequence[str]) -> list[str]:
     """The arguments that must be the same with --attach: all but --attach, --notify, --detach and --quiet."""
     end = command.index("--") if "--" in command else len(command)
     options = iter(command[1:end])
-    kept = [
-        argument
-        for argument in options
-        if argument not in ("--detach", "--quiet")
-        and not argument.startswith(("--attach=", "--notify="))
-        and not (argument in ("--attach", "--notify") and next(options))
-    ]
+    kept = []
+    for argument in options:
+        if argument in ("--attach", "--notify"):
+            next(options, "")  # the value
+        elif argument not in ("--detach", "--quiet") and not argument.startswith(("--attach=", "--notify=")):
+            kept.append(argument)
     return [*kept, *command[end:]]
 
 

@@ -130,3 +130,8 @@ def test_the_command_is_not_recorded_and_may_differ_with_attach(option: list[str
     assert "curl https://secret" not in " ".join(shown[: shown.index("--")])
     assert shown[shown.index("--") + 1 :] == option
     assert constant_arguments(shown) == constant_arguments(call) == ["-", "2", "--", *option]
+
+
+@pytest.mark.parametrize("option", [["--notify", ""], ["--attach", ""], ["--notify="]])
+def test_an_empty_value_is_no_constant_argument(option: list[str]) -> None:
+    assert constant_arguments(["launch.sh", *option, "-", "2"]) == ["-", "2"]
