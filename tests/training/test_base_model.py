@@ -39,7 +39,7 @@ _context = multiprocessing.get_context("spawn")  # pytest has threads, which a f
 
 
 def trained(directory: Path, text: str = "weights") -> str:
-    """The output directory of a job that has trained a base model."""
+    """Create the output directory of a job that has trained a base model; return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         (directory / name).write_text(f"{name} {text} {'x' * 500}")
@@ -298,20 +298,20 @@ def test_a_missing_cache_is_empty(cache: Path) -> None:
 
 
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of the function in a process that may fork."""
+    """Call the function in a process that may fork, and return its result."""
     with _context.Pool(1) as pool:
         return pool.apply_async(function, args).get(TIMEOUT)
 
 
 def forked(work: Callable[[], object], kill_at: int | None = None) -> int:
-    """Start a child. kill_at: SIGKILL at this audit event (file opened, directory created, renamed, ...)."""
+    """Call work() in a child; return its pid. kill_at: number of the audit event (open, mkdir, ...) of SIGKILL."""
     child = os.fork()
     if child:
         return child
-    seen = itertools.count()
+    events = itertools.count()
 
     def count(*_: object) -> None:
-        if next(seen) == kill_at:
+        if next(events) == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
@@ -327,14 +327,14 @@ def code_of(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def publish_and_be_killed(cache: Path, before: str) -> tuple[int, list[str]]:
-    """Return (number of kills, faults). before: state of the cache: nothing, valid or damaged."""
+def publish_and_be_killed(cache: Path, initial_state: str) -> tuple[int, list[str]]:
+    """Return (number of kills, faults). initial_state: of the cache: nothing, valid or damaged."""
     faults = []
     for number in itertools.count():
         shutil.rmtree(cache, ignore_errors=True)
-        if before != "nothing":
+        if initial_state != "nothing":
             published(cache, text="before")
-        if before == "damaged":
+        if initial_state == "damaged":
             flip(cache / NAME / WEIGHTS, 3)
         source = trained(cache.parent / "out", "after")
         known = base_model.manifest_of(source, DIGEST)
@@ -344,12 +344,12 @@ def publish_and_be_killed(cache: Path, before: str) -> tuple[int, list[str]]:
 
         code = code_of(forked(work, kill_at=number))
         if (state := state_of(cache)) not in {"nothing": ("nothing", "valid"), "valid": ("valid",)}.get(
-            before, ("nothing", "valid", "damaged")
+            initial_state, ("nothing", "valid", "damaged")
         ):
             faults.append(f"killed at {number}: {state}")
         if code != -signal.SIGKILL:
             return number, faults + ([] if code == 0 and state == "valid" else [f"exit code {code}"])
-        work()  # as the next process does
+        work()  # publish again, as the next process does
         base_model.remove_staging(str(cache), DIGEST)
         if state_of(cache) != "valid" or staging_directories(cache):
             faults.append(f"killed at {number}: afterwards {state_of(cache)}, left {staging_directories(cache)}")
@@ -366,15 +366,15 @@ def state_of(cache: Path) -> str:
         return "damaged"
 
 
-@pytest.mark.parametrize("before", ["nothing", "valid", "damaged"])
-def test_a_process_killed_at_any_event_leaves_nothing_or_a_valid_base_model(before: str, cache: Path) -> None:
-    kills, faults = in_process(publish_and_be_killed, cache, before)
+@pytest.mark.parametrize("initial_state", ["nothing", "valid", "damaged"])
+def test_a_process_killed_at_any_event_leaves_nothing_or_a_valid_base_model(initial_state: str, cache: Path) -> None:
+    kills, faults = in_process(publish_and_be_killed, cache, initial_state)
     assert not faults
     assert kills > 20
 
 
 def publish_large_and_be_killed(cache: Path, seconds: float) -> tuple[str, str]:
-    """Return the state after the kill, and after another process has published."""
+    """Return the state of the cache after the kill, and after publishing again."""
     source = trained(cache.parent / "out")
     Path(source, WEIGHTS).write_bytes(os.urandom(1 << 20) * 24)
     known = base_model.manifest_of(source, DIGEST)
@@ -461,10 +461,10 @@ class OtherProcess:
     """A process with a separate Cache on the same directory."""
 
     def __init__(self, cwd: Path) -> None:
-        self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=serve, args=(theirs, cwd))
+        self._pipe, child_end = _context.Pipe()
+        self._process = _context.Process(target=serve, args=(child_end, cwd))
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     def __call__(self, method: str, *args: Any) -> Any:
         self._pipe.send((method, args))
@@ -491,7 +491,7 @@ def other(tmp_path: Path) -> Iterator[OtherProcess]:
     started.kill()
 
 
-def test_a_lock_is_shared_by_users_and_exclusive_to_one(cache: Path) -> None:
+def test_a_lock_is_either_shared_or_exclusive(cache: Path) -> None:
     first, second = (base_model.lock(str(cache), DIGEST, exclusive=False) for _ in range(2))
     assert first is not None and second is not None
     assert base_model.lock(str(cache), DIGEST, exclusive=True) is None
@@ -597,7 +597,7 @@ def test_publishing_without_a_file_fails_and_keeps_the_lock(tmp_path: Path) -> N
 # ---------------------------------------------------------------- verification and the list of a cache
 
 
-def test_a_base_model_is_read_again_only_when_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_model_is_read_again_only_after_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, path = Cache(tmp_path), published(tmp_path / CACHE)
     read: list[str] = []
     real = base_model.sha256
