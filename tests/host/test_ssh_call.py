@@ -1,4 +1,4 @@
-"""A command gets standard input only after it has printed READY. A shell script replaces ssh here, not in bats files."""
+"""A command gets standard input only after it has printed READY. A shell script replaces ssh, but not in bats files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--sync copies the files that git does not ignore, and outside a checkout all but results; rsync copies all of them."""
+"""--sync copies the files that git does not ignore, and outside a checkout all but results; rsync copies each one."""
 
 from __future__ import annotations
 
