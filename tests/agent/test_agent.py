@@ -202,7 +202,7 @@ def test_differences_from_torchrun_are_the_known_ones(states: tuple[dict[str, An
 
 
 def test_random_numbers_differ_between_ranks(states: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Of Python, NumPy and PyTorch: with equal numbers all ranks would shuffle alike and train on the same data."""
+    """With equal numbers of Python, NumPy or PyTorch all ranks would shuffle alike and train on the same data."""
     for seen in states:
         for generator in zip(*seen["random"], strict=True):
             assert len(set(generator)) == 2, generator
@@ -1051,7 +1051,7 @@ while True:
 
 
 def test_no_rank_remains_when_the_agent_is_killed() -> None:
-    """Under the supervisor, with ranks that ignore SIGTERM and SIGINT."""
+    """The agent runs under the supervisor, and the ranks ignore SIGTERM and SIGINT."""
     node = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "launch.supervisor"]
     node += ["run", "--dir", os.getcwd(), "--name", "n7", "--"]
     with started(2, IGNORES_SIGNALS, [*node, *AGENT]) as launcher:

@@ -1,4 +1,4 @@
-"""A script finds the same modules as in a fresh interpreter although its process has imported some before.
+"""A script finds the same modules as in a fresh interpreter although its process has imported PyTorch before.
 
 Modules that the script has not imported are not in sys.modules. A module of the script precedes a standard module of
 the same name. Changes of environment variables that PyTorch has read are reported. A fake package that has the same

@@ -78,10 +78,10 @@ def write_checkpoint(
     return final_path(checkpoint_dir, step)
 
 
-def is_bit_for_bit(found: CheckpointInfo | None) -> bool:
-    return found is not None and all(
-        (found.path / name).read_bytes() == content
-        for name, content in files_of(found.step, found.facts["attempt"]).items()
+def is_bit_for_bit(checkpoint: CheckpointInfo | None) -> bool:
+    return checkpoint is not None and all(
+        (checkpoint.path / name).read_bytes() == content
+        for name, content in files_of(checkpoint.step, checkpoint.facts["attempt"]).items()
     )
 
 

@@ -55,7 +55,7 @@ def test_the_stack_of_a_registered_rank_can_be_read_repeatedly(tmp_path: Path) -
 
 
 def test_a_call_into_c_is_shown_by_its_source_line(tmp_path: Path) -> None:
-    """Such a call has no frame of its own: loss.item() is only known by the line of its caller."""
+    """Such a call has no frame of its own: loss.item() is visible only in the source line of the caller."""
     lines = ["import time", "def step():", "    print('ready', flush=True)", "    time.sleep(1000)"]
     (tmp_path / "own.py").write_text("\n".join(lines))
     with running(REGISTERS + "sys.path.insert(0, sys.argv[1])\nimport own\nown.step()", tmp_path) as process:

@@ -61,7 +61,7 @@ def decision_on(
         ([WORKS, WORKS], 0.0, False, Wait(60)),
         ([WORKS, WORKS], 59.5, False, Wait(1)),
         ([WORKS, WORKS], 60.0, False, Query(1)),
-        ([WORKS, WORKS], 60.0, True, Wait(60)),  # without stacks: to read them disturbs the ranks
+        ([WORKS, WORKS], 60.0, True, Wait(60)),  # without stacks, because reading them disturbs the ranks
         ([SLEEPS, SLEEPS], 60.0, True, Query(1, stacks=True)),
         ([WORKS, SLEEPS], 120.0, True, Query(1, stacks=True)),
         ([WORKS, WORKS], 300.0, False, Query(1, stacks=True)),
@@ -254,8 +254,8 @@ def test_a_run_that_looks_hung_is_reported_once_and_again_when_that_changes(tmp_
 
 
 def test_a_run_with_long_pauses_is_reported_again_only_after_a_longer_pause() -> None:
-    def notice_at(time: float, silent: float, before: Notified) -> tuple[str, Notified]:
-        return notice_on(Observation(tuple(ranks(SLEEPS)), (), 0, 1.0, silent), silent, before, time)
+    def notice_at(time: float, silent: float, notified: Notified) -> tuple[str, Notified]:
+        return notice_on(Observation(tuple(ranks(SLEEPS)), (), 0, 1.0, silent), silent, notified, time)
 
     notice, known = notice_at(1000.0, 60.0, Notified())
     assert notice.startswith("the run looks hung: no output for 60 s")

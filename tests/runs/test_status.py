@@ -236,9 +236,9 @@ def test_progress_is_that_of_a_node_that_does_not_share_the_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = replace(RUN, directory=tmp_path)
-    there = reply("n1", RANK)
-    assert there.status
-    there = replace(there, status=replace(there.status, progress=RunProgress(7, silent=3.0, origin="from the output")))
+    node = reply("n1", RANK)
+    assert node.status
+    node = replace(node, status=replace(node.status, progress=RunProgress(7, silent=3.0, origin="from the output")))
 
     class Found:
         job_state = ""
@@ -247,7 +247,7 @@ def test_progress_is_that_of_a_node_that_does_not_share_the_run_directory(
             self.run = run
 
         def query(self, options: list[str], timeout: float) -> list[NodeReply]:
-            return [no_reply("n2"), there]
+            return [no_reply("n2"), node]
 
     viewer = status.Viewer(Namespace(stacks=False, watch=True), Found())  # type: ignore[arg-type]
     assert viewer.status().progress == RunProgress(7, origin="from the output")

@@ -506,7 +506,7 @@ def test_the_last_frames_are_those_of_an_installed_trainer_that_was_launched(run
 
 
 def test_the_records_of_a_rank_and_of_its_agent_are_merged(run: RunDirectory) -> None:
-    """PyTorch's threads may abort a process that exits after an exception: then 134 is not its exit code."""
+    """PyTorch's threads may abort a process that exits after an exception; 134 is then not the code of the rank."""
     run.rank(1, "ValueError", "bad", time=TIME)
     run.rank(0, "RuntimeError", CLOSED, time=TIME - 0.1)
     run.ranks_ended("n1", r1=(134, False), r0=(134, False))

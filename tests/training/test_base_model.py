@@ -436,13 +436,13 @@ def claim_concurrently(cwd: Path) -> list[int]:
         log = os.open(cwd / f"trained{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
         def work(digest: str = digest, log: int = log) -> None:
-            own = Cache(cwd)
-            while (found := own.claim(digest)) == "busy":
+            models = Cache(cwd)
+            while (claim := models.claim(digest)) == "busy":
                 time.sleep(0.001 * (1 + os.getpid() % 7))
-            if found == "train":
+            if claim == "train":
                 os.write(log, b"x")
-                own.publish(digest, output)
-            base_model.verify(own.path(digest), digest)
+                models.publish(digest, output)
+            base_model.verify(models.path(digest), digest)
 
         children = [forked(work) for _ in range(4)]
         assert [code_of(child) for child in children] == [0] * 4
@@ -478,10 +478,10 @@ class OtherProcess:
 
 
 def serve(pipe: Connection, cwd: Path) -> None:
-    own = Cache(cwd)
+    models = Cache(cwd)
     while True:
         method, args = pipe.recv()
-        pipe.send(getattr(own, method)(*args))
+        pipe.send(getattr(models, method)(*args))
 
 
 @pytest.fixture
@@ -509,15 +509,15 @@ def test_a_lock_is_either_shared_or_exclusive(cache: Path) -> None:
 
 
 def test_one_process_trains_and_prune_keeps_a_base_model_in_use(tmp_path: Path, other: OtherProcess) -> None:
-    own, output = Cache(tmp_path), trained(tmp_path / "out")
-    assert own.claim(DIGEST) == "train"
-    assert own.claim(DIGEST) == "train"
+    models, output = Cache(tmp_path), trained(tmp_path / "out")
+    assert models.claim(DIGEST) == "train"
+    assert models.claim(DIGEST) == "train"
     assert other("claim", DIGEST) == "busy"
-    own.publish(DIGEST, output, seconds=1)
-    assert own.verify(DIGEST)["seconds"] == 1
-    assert other("claim", DIGEST) == own.claim(DIGEST) == "ready"
+    models.publish(DIGEST, output, seconds=1)
+    assert models.verify(DIGEST)["seconds"] == 1
+    assert other("claim", DIGEST) == models.claim(DIGEST) == "ready"
     assert prune(tmp_path, keep=()) == ([], [NAME])
-    own.release(DIGEST)
+    models.release(DIGEST)
     assert prune(tmp_path, keep=()) == ([], [NAME])
     other("release", DIGEST)
     assert prune(tmp_path, keep=()) == ([NAME], [])
@@ -552,22 +552,22 @@ def test_a_base_model_of_another_user_can_be_locked(cache: Path, monkeypatch: py
 
 
 def test_a_lock_is_released_when_its_process_exits(tmp_path: Path, other: OtherProcess) -> None:
-    own = Cache(tmp_path)
+    models = Cache(tmp_path)
     assert other("claim", DIGEST) == "train"
-    assert own.claim(DIGEST) == "busy"
+    assert models.claim(DIGEST) == "busy"
     other.kill()
-    assert own.claim(DIGEST) == "train"
+    assert models.claim(DIGEST) == "train"
 
 
 def test_a_damaged_base_model_is_removed_for_training_but_not_while_in_use(tmp_path: Path, other: OtherProcess) -> None:
-    own, path = Cache(tmp_path), published(tmp_path / CACHE)
-    base_model.new_staging(own.directory, DIGEST)  # of a process that was killed
-    assert other("claim", DIGEST) == own.claim(DIGEST) == "ready"
+    models, path = Cache(tmp_path), published(tmp_path / CACHE)
+    base_model.new_staging(models.directory, DIGEST)  # of a process that was killed
+    assert other("claim", DIGEST) == models.claim(DIGEST) == "ready"
     flip(path / WEIGHTS, 3)
-    assert own.claim(DIGEST) == "busy"
+    assert models.claim(DIGEST) == "busy"
     assert path.exists()
     other.kill()
-    assert own.claim(DIGEST) == "train"
+    assert models.claim(DIGEST) == "train"
     assert not path.exists()
     assert staging_directories(path.parent) == []
 
@@ -575,30 +575,30 @@ def test_a_damaged_base_model_is_removed_for_training_but_not_while_in_use(tmp_p
 def test_publishing_over_an_existing_base_model_keeps_it_and_shares_the_lock(
     tmp_path: Path, other: OtherProcess
 ) -> None:
-    own = Cache(tmp_path)
-    assert own.claim(DIGEST) == "train"
+    models = Cache(tmp_path)
+    assert models.claim(DIGEST) == "train"
     before = published(tmp_path / CACHE, text="first").stat().st_ino
-    own.publish(DIGEST, trained(tmp_path / "out", "second"))
+    models.publish(DIGEST, trained(tmp_path / "out", "second"))
     assert (tmp_path / CACHE / NAME).stat().st_ino == before
     assert staging_directories(tmp_path / CACHE) == []
-    assert other("claim", DIGEST) == own.claim(DIGEST) == "ready"
+    assert other("claim", DIGEST) == models.claim(DIGEST) == "ready"
 
 
 def test_publishing_without_a_file_fails_and_keeps_the_lock(tmp_path: Path) -> None:
-    own, output = Cache(tmp_path), trained(tmp_path / "out")
+    models, output = Cache(tmp_path), trained(tmp_path / "out")
     Path(output, FILES[2]).unlink()
-    assert own.claim(DIGEST) == "train"
+    assert models.claim(DIGEST) == "train"
     with pytest.raises(BaseModelError, match=FILES[2]):
-        own.publish(DIGEST, output)
-    assert own.claim(DIGEST) == "train"
-    assert base_model.names_in(own.directory) == []
+        models.publish(DIGEST, output)
+    assert models.claim(DIGEST) == "train"
+    assert base_model.names_in(models.directory) == []
 
 
 # ---------------------------------------------------------------- verification and the list of a cache
 
 
 def test_a_base_model_is_read_again_only_after_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, path = Cache(tmp_path), published(tmp_path / CACHE)
+    models, path = Cache(tmp_path), published(tmp_path / CACHE)
     read: list[str] = []
     real = base_model.sha256
 
@@ -607,30 +607,30 @@ def test_a_base_model_is_read_again_only_after_it_was_written(tmp_path: Path, mo
         return real(path)
 
     monkeypatch.setattr(base_model, "sha256", counted)
-    first = own.verify(DIGEST)
-    assert own.verify(DIGEST) == first
+    first = models.verify(DIGEST)
+    assert models.verify(DIGEST) == first
     assert len(read) == len(FILES)
     (path / FILES[1]).write_bytes((path / FILES[1]).read_bytes())
-    own.verify(DIGEST)
+    models.verify(DIGEST)
     assert len(read) == 2 * len(FILES)
     flip(path / WEIGHTS, 9)
     for _ in range(2):
         with pytest.raises(BaseModelError, match="its checksum is not"):
-            own.verify(DIGEST)
+            models.verify(DIGEST)
 
 
 def test_a_name_gives_the_digest_of_a_base_model_that_is_valid(tmp_path: Path) -> None:
-    own = Cache(tmp_path)
+    models = Cache(tmp_path)
     with pytest.raises(BaseModelError, match="there is no base model"):
-        own.digest_of(NAME)
+        models.digest_of(NAME)
     path = published(tmp_path / CACHE)
-    assert own.digest_of(NAME) == DIGEST
+    assert models.digest_of(NAME) == DIGEST
     path.rename(path.with_name(OTHER[:12]))
     with pytest.raises(BaseModelError, match=f"{OTHER[:12]}: holds the base model {NAME}"):
-        own.digest_of(OTHER[:12])
+        models.digest_of(OTHER[:12])
     flip(published(tmp_path / CACHE) / WEIGHTS, 3)
     with pytest.raises(BaseModelError, match="its checksum is not"):
-        own.digest_of(NAME)
+        models.digest_of(NAME)
 
 
 def test_a_list_of_a_cache_names_what_is_damaged_and_finds_flipped_bits_when_it_verifies(tmp_path: Path) -> None:
