@@ -1,8 +1,8 @@
 """Under Muster's agent a script sees what it sees under torchrun, and a launch ends with the exit code of its ranks.
 
-The agent forks ranks from one warm process. These tests compare a script's state and exit with a fresh interpreter and
-with torchrun, pass arguments byte for byte, and check what happens when a rank fails: its exit code is the agent's, the
-other ranks are stopped, and errors/ records the failure.
+The agent forks ranks from one process that has imported PyTorch. These tests compare the state and the exit of a script
+with a fresh interpreter and with torchrun. They pass arguments byte for byte. When a rank fails, the agent must exit
+with the code of the rank, stop the other ranks and record the failure in errors/.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ KNOWN_DIFFERENCES = {
 
 
 def inspect(prefix: str, *command: str | Path, **env: str) -> dict[str, Any]:
-    """The state that rank 0 sees; in "random" the random numbers of all ranks."""
+    """Return the state that rank 0 sees, with the random numbers of all ranks in "random"."""
     Path("inspect_state.py").write_text(INSPECT)
     done = run(*command, SEEN=prefix, **env)
     assert done.returncode == 0, done.stderr
@@ -202,7 +202,7 @@ def test_differences_from_torchrun_are_the_known_ones(states: tuple[dict[str, An
 
 
 def test_random_numbers_differ_between_ranks(states: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Of Python, NumPy and PyTorch: with equal numbers all ranks would shuffle alike and train on the same data."""
+    """With equal numbers of Python, NumPy or PyTorch all ranks would shuffle alike and train on the same data."""
     for seen in states:
         for generator in zip(*seen["random"], strict=True):
             assert len(set(generator)) == 2, generator
@@ -241,7 +241,7 @@ def test_a_script_sees_the_same_state_as_in_a_fresh_interpreter(command: list[st
 
 
 def assert_same(rank: dict[str, Any], fresh: dict[str, Any]) -> None:
-    """Compare, except for the finder of hidden modules, and runpy with its imports if Python itself imported it."""
+    """Compare two states. The rank has the finder of hidden modules; it may lack runpy, which Python imports itself."""
     assert rank["finders"][1:] == fresh["finders"]
     assert set(rank["modules"]) <= set(fresh["modules"])
     assert rank["modules"] == fresh["modules"] or "runpy" in fresh["modules"]
@@ -330,7 +330,7 @@ if __name__ == "__main__":
 
 
 def test_data_loaders_work_with_classes_of_the_script() -> None:
-    """Also in objects that a spawned worker returns: there the script is the module __mp_main__."""
+    """Also with objects that a spawned worker returns: in the worker, the script is the module __mp_main__."""
     Path("loaders.py").write_text(LOADERS)
     done = run(*AGENT, "--nproc-per-node", "1", "loaders.py")
     assert done.returncode == 0, done.stderr
@@ -406,14 +406,14 @@ EXITS = {
 def test_a_script_exits_as_in_a_fresh_interpreter(body: str) -> None:
     Path("script.py").write_text(body + "\n", encoding="utf-8")
     rank, fresh = run(*RANK, "script.py"), run(sys.executable, "script.py")
-    # Since 3.13 Python reports a file that cannot be closed, with the frame that has removed it.
+    # Since 3.13 Python reports a file that cannot be closed, with the frame in which the object was deleted.
     stderr = re.sub(r'Traceback .*\n  File ".*/distributed/agent/worker.py", .*\n.*\n', "", rank.stderr)
     assert (rank.returncode, rank.stdout, stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
 
 
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("import sys; sys.exit(3)", 3), ("1 / 0", 1)])
 def test_files_left_open_are_flushed(end: str, code: int) -> None:
-    """The interpreter closes open files at its end; a forked process does not reach that end."""
+    """An interpreter closes open files when it exits; a forked process does not exit that way."""
     lines = ["text = open('text', 'w')", "text.write('a line')", "raw = open('raw', 'wb')", "raw.write(b'bytes')"]
     Path("script.py").write_text("\n".join([*lines, "closed = open('closed', 'w')", "closed.close()", end]) + "\n")
     assert run(*RANK, "script.py").returncode == code
@@ -445,7 +445,7 @@ def test_a_script_exits_by_sigint_on_keyboard_interrupt() -> None:
 
 
 def test_an_exception_is_written_to_a_failure_record(tmp_path: Path) -> None:
-    """Without PyTorch, as its import may be what fails."""
+    """The record is written without PyTorch, because the import of PyTorch may fail."""
     Path("errors").mkdir()
     Path("torch.py").write_text("raise ImportError('libcudart.so is missing')\n")
     Path("json.py").write_text("of the script\n")
@@ -497,14 +497,14 @@ def test_a_task_of_srun_gets_the_environment_that_torchrun_sets(tmp_path: Path) 
 
 
 def command(ranks: int, body: str, agent: list[str]) -> list[str]:
-    """The command line that starts this script; the current directory is the run directory."""
+    """Write the script; return the command line that starts it. The current directory is the run directory."""
     Path("errors").mkdir()
     Path("script.py").write_text("import os, signal, sys\nrank = int(os.environ['RANK'])\n" + body)
     return [*agent, "--nproc-per-node", str(ranks), "--log-dir", "ranks", "--tee", "3", "script.py"]
 
 
 def launch(ranks: int, body: str, agent: list[str] = AGENT) -> subprocess.CompletedProcess[str]:
-    """A launch of this script by the agent, on node n7."""
+    """Run this script with the agent, on node n7."""
     return run(*command(ranks, body, agent), MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7")
 
 
@@ -620,7 +620,7 @@ def followed(output: bytes, *options: Any) -> RecordedWrites:
 
 
 def test_many_lines_are_copied_in_few_atomic_writes() -> None:
-    """Beyond PIPE_BUF bytes, a pipe may interleave lines of another rank."""
+    """A pipe may interleave a write of more than PIPE_BUF bytes with lines of another rank."""
     lines = [f"größe {number}" for number in range(10_000)]
     shown = followed("\n".join(lines).encode())
     assert shown.getvalue().decode() == "".join(f"[n1:0] {line}\n" for line in lines)
@@ -749,7 +749,7 @@ HOLDS = {
         "    threading.Thread(target=time.sleep, args=(1000,)).start()"
     ),
 }
-# Rank 1 fails when rank 0 waits. Rank 0 writes when it was stopped.
+# Rank 1 fails once rank 0 waits. Rank 0 writes the time at which it was stopped.
 FAILS_AND_REMAINS = """
 import time
 if rank:
@@ -828,7 +828,7 @@ def test_the_error_file_has_an_exit_code_if_there_is_no_exception(body: str, cod
 
 
 def test_a_failed_rank_has_time_for_its_exit_handlers() -> None:
-    """SIGTERM, which stops the other ranks after a second, would interrupt them."""
+    """SIGTERM, which stops the other ranks after a second, would interrupt the handlers."""
     os.mkfifo("waits")
     handler = (
         "import atexit; atexit.register(lambda: (os.path.exists('stopped_at') or time.sleep(2), open('end', 'w')))"
@@ -840,7 +840,7 @@ def test_a_failed_rank_has_time_for_its_exit_handlers() -> None:
 
 
 def test_a_rank_that_succeeded_and_does_not_exit_is_no_failure() -> None:
-    """The agent is stopped when rank 0 has reached its exit handlers and rank 1 has exited."""
+    """The agent is stopped when the rank is in its exit handler."""
     body = "import atexit\natexit.register(lambda: (open('ready', 'w').write('x'), signal.pause()))\nsys.exit(0)"
     with started(1, body, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
         agent.terminate()
@@ -888,19 +888,19 @@ def test_a_rank_that_exits_with_0_on_sigterm_is_not_recorded_as_having_exited_ea
     assert failures() == [(0, 3, False)]
 
 
-RANK_1_EXITED = "import os; os.waitid(os.P_PID, self._processes()[1].pid, os.WEXITED | os.WNOWAIT)"
+WAIT_FOR_RANK_1 = "import os; os.waitid(os.P_PID, self._processes()[1].pid, os.WEXITED | os.WNOWAIT)"
 
 
 def test_a_rank_that_fails_while_torchrun_checks_the_ranks_is_recorded() -> None:
     """The rank exits when torchrun's check starts, and the check waits for that."""
     os.mkfifo("go")
-    agent = patched_agent("LocalElasticAgent._monitor_workers", "open('go', 'w').close(); " + RANK_1_EXITED)
+    agent = patched_agent("LocalElasticAgent._monitor_workers", "open('go', 'w').close(); " + WAIT_FOR_RANK_1)
     done = launch(2, "if rank:\n    open('go').close()\n    os._exit(42)\nsignal.pause()\n", agent)
     assert done.returncode == 42
     assert failures() == [(0, 143, True), (1, 42, False)]
 
 
-# Rank 0 exits after rank 1: it would record a second SIGTERM that the agent sent then.
+# Rank 0 exits after rank 1, so that it would record a second SIGTERM of the agent.
 STOPPED_ON_REQUEST = """
 read, write = os.pipe()
 os.set_blocking(write, False)
@@ -944,7 +944,7 @@ while not received:  # a signal that comes before a pause() would not end it
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """Whether it is a running rank."""
+    """Return whether the process is a running rank."""
     try:
         return "RANK" in process.environ()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -952,7 +952,7 @@ def is_rank(process: psutil.Process) -> bool:
 
 
 def test_a_run_succeeds_if_all_ranks_exit_with_0_in_spite_of_a_stop_signal() -> None:
-    """No process of rank 0 waits for the other ranks: it would inherit the handler, which does not exit."""
+    """Rank 0 must leave no process that waits for other ranks: it would inherit a handler that does not exit."""
     with started(2, HANDLES_TERM, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
         while sum(map(is_rank, psutil.Process(agent.pid).children())) > 1:
             time.sleep(0.001)
@@ -974,8 +974,8 @@ while True:
 
 
 def test_a_signal_while_the_agent_reaps_ranks_does_not_lose_a_failure() -> None:
-    exited = "os.waitid(os.P_PID, self._processes()[0].pid, os.WEXITED | os.WNOWAIT)"
-    patched = patched_agent("Agent.reap_ranks", f"import os, signal; {exited}; os.kill(os.getpid(), signal.SIGTERM)")
+    wait = "os.waitid(os.P_PID, self._processes()[0].pid, os.WEXITED | os.WNOWAIT)"
+    patched = patched_agent("Agent.reap_ranks", f"import os, signal; {wait}; os.kill(os.getpid(), signal.SIGTERM)")
     os.mkfifo("other")
     with started(2, FAILS_THEN_WAITS, patched, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
         assert agent.wait(TIMEOUT) == 143
@@ -1005,7 +1005,7 @@ def test_a_signal_during_waitpid_does_not_lose_the_exit_code(monkeypatch: pytest
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert process.reap() == 3
-    ended.returncode = 3  # reaped by another call
+    ended.returncode = 3  # process.reap() has reaped it
 
 
 def test_each_rank_gets_one_sigterm_and_the_agent_exits_with_75_if_all_do() -> None:
@@ -1013,7 +1013,7 @@ def test_each_rank_gets_one_sigterm_and_the_agent_exits_with_75_if_all_do() -> N
     os.mkfifo("started")
     patched = patched_agent("Agent._monitor_workers", "open('started', 'w').close()")
     with started(2, STOPPED_ON_REQUEST, patched, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
-        Path("started").read_text()  # before, the agent may not have the ranks' process ids yet
+        Path("started").read_text()  # until then, the agent may not know the pids of the ranks
         agent.terminate()
         assert agent.wait(TIMEOUT) == 75
     assert [list(Path(f"signals_{rank}").read_bytes()) for rank in range(2)] == [[signal.SIGTERM]] * 2
@@ -1051,7 +1051,7 @@ while True:
 
 
 def test_no_rank_remains_when_the_agent_is_killed() -> None:
-    """Under the supervisor, with ranks that ignore SIGTERM and SIGINT."""
+    """The agent runs under the supervisor, and the ranks ignore SIGTERM and SIGINT."""
     node = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "launch.supervisor"]
     node += ["run", "--dir", os.getcwd(), "--name", "n7", "--"]
     with started(2, IGNORES_SIGNALS, [*node, *AGENT]) as launcher:
@@ -1059,7 +1059,7 @@ def test_no_rank_remains_when_the_agent_is_killed() -> None:
         assert all(map(alive, pids))
         os.kill(json.loads(Path("node_n7.pid").read_text())["command"]["pid"], signal.SIGKILL)
         assert launcher.wait(TIMEOUT) == 137
-    while any(map(alive, pids)):  # they have been killed
+    while any(map(alive, pids)):  # they have received SIGKILL
         time.sleep(0.01)
 
 
@@ -1074,7 +1074,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_torchruns_agent_runs_the_script_if_its_internals_are_not_as_expected() -> None:
-    """With default signal handlers even if the caller ignores signals."""
+    """The script has default signal handlers even if the caller ignores signals."""
     Path("other_torch.py").write_text(OTHER_TORCH)
     Path("script.py").write_text("import signal, sys\nprint(signal.getsignal(signal.SIGUSR2).name, *sys.argv[1:])\n")
     agent = [AGENT[0], "other_torch.py", AGENT[1], "--pass-local-rank", "--standalone"]
@@ -1167,7 +1167,7 @@ def test_a_stopped_fork_server_does_not_delay_the_end_of_a_run() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_agents_start_ends_it_without_a_traceback(number: signal.Signals) -> None:
-    """After the fork server has started, while the agent imports torchrun."""
+    """The signal arrives after the fork server has started, while the agent imports torchrun."""
     os.mkfifo("started")
     Path("paused_agent.py").write_text(PAUSED_AGENT.replace("KIT", repr(str(KIT))))
     Path("script.py").write_text("")

@@ -1,7 +1,7 @@
 """Agents of one run join, exchange heartbeats, learn how the run ended, and exchange failure records.
 
-Here they are threads of one process with a real TCPStore. tests/launch_torchrun_multinode.bats tests real agents on
-several nodes.
+Here the agents are threads of one process with a real TCPStore. tests/launch_torchrun_multinode.bats tests real agents
+on several nodes.
 """
 
 from __future__ import annotations
@@ -238,14 +238,14 @@ def test_a_restarted_node_waits_for_the_run_of_its_killed_predecessor_to_end(
 ) -> None:
     first, second = joined_members(join, size=2)
     second.close()
-    again = join(1, size=2)
+    restarted = join(1, size=2)
     assert becomes_true(
-        lambda: "started 20" in again._status and ") to end: node2 sends no heartbeats" in again._status
+        lambda: "started 20" in restarted._status and ") to end: node2 sends no heartbeats" in restarted._status
     )
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 1.0)
     assert becomes_true(first.end)
-    assert becomes_true(lambda: again._status.endswith(" at node1:29500 to end"))
-    assert again._refusal is None
+    assert becomes_true(lambda: restarted._status.endswith(" at node1:29500 to end"))
+    assert restarted._refusal is None
 
 
 JUNK = {"bytes": os.urandom(4096), "HTTP": b"GET / HTTP/1.1\r\nHost: node1\r\n\r\n", "nothing": b""}
@@ -295,7 +295,7 @@ def serve_a_store_and_publish_later(pipe: Connection) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     pipe.send(store.port)
     pipe.recv()
-    time.sleep(0.2)  # the other process waits for the key first
+    time.sleep(0.2)  # so that the other process waits for the key
     membership.publish(store, "train-1", {"node": "ada"})
     pipe.recv()
 
@@ -406,13 +406,13 @@ def test_records_of_other_nodes_are_written_but_do_not_overwrite_existing_ones(
 def test_no_node_leaves_before_all_have_finished(join: Join, store: TCPStore) -> None:
     one, two, three = joined_members(join)
     with ThreadPoolExecutor() as pool:
-        early = [pool.submit(one.finish), pool.submit(two.finish)]
+        finishing = [pool.submit(one.finish), pool.submit(two.finish)]
         assert one.run
         keys = membership_store(store, one.run)
         assert becomes_true(lambda: keys.check(["done/0", "done/1"]))
-        assert not any(future.done() for future in early)
+        assert not any(future.done() for future in finishing)
         assert three.finish() is None
-        assert [future.result() for future in early] == [None, None]
+        assert [future.result() for future in finishing] == [None, None]
 
 
 def test_finish_with_a_timeout_does_not_leave_the_run(join: Join) -> None:
@@ -426,9 +426,9 @@ def test_finish_with_a_timeout_does_not_leave_the_run(join: Join) -> None:
 def test_a_failure_after_other_nodes_have_finished_reaches_them(join: Join) -> None:
     one, two, three = joined_members(join)
     with ThreadPoolExecutor() as pool:
-        early = [pool.submit(one.finish), pool.submit(three.finish)]
+        finishing = [pool.submit(one.finish), pool.submit(three.finish)]
         two.report_end(RunEnd("node2", 7, "rank 1 ended with exit code 7"))
-        assert [future.result().exit_code for future in early] == [7, 7]  # type: ignore[union-attr]
+        assert [future.result().exit_code for future in finishing] == [7, 7]  # type: ignore[union-attr]
 
 
 def test_a_node_without_heartbeats_is_lost_for_all(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:

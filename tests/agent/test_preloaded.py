@@ -1,8 +1,8 @@
-"""A script finds the same modules as in a fresh interpreter although its process has imported some before.
+"""A script finds the same modules as in a fresh interpreter although its process has imported PyTorch before.
 
-Modules that the script has not imported are not in sys.modules; a module of the script precedes a standard module of
-the same name; changes of environment variables that PyTorch has read are reported. A fake package replaces PyTorch,
-with the same kinds of side effects at import.
+Modules that the script has not imported are not in sys.modules. A module of the script precedes a standard module of
+the same name. Changes of environment variables that PyTorch has read are reported. A fake package that has the same
+kinds of side effects at import replaces PyTorch.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def _fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "work")
 
 
-def run(script: str, *command: str) -> tuple[str, str]:
-    """Returns its stdout and stderr."""
+def run(script: str, *arguments: str) -> tuple[str, str]:
+    """Write script.py and run Python with these arguments; return stdout and stderr."""
     Path("script.py").write_text(script)
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 

@@ -1,7 +1,7 @@
 """Unusual programs create the same files and output with Muster's agent and srun task as with torchrun.
 
-Each program has a few lines. One launch runs all of them, one per rank: with Muster's agent, with torchrun, and in a
-separate interpreter as a task of srun does. The result under torchrun is the expected one.
+Each program has a few lines. One launch with Muster's agent and one with torchrun run all of them, one per rank, and a
+separate interpreter runs each as a task of srun does. The result under torchrun is the expected one.
 """
 
 from __future__ import annotations
@@ -203,24 +203,24 @@ def write(directory: Path) -> None:
         directory.joinpath(f"{number}.py").write_text("".join(line[8:] + "\n" for line in lines))
 
 
-def run(how: str, programs: list[str], directory: Path) -> Mapping[str, Mapping[str, bytes]]:
-    """Run these programs, one per rank. Returns program -> file -> content, including stdout and stderr."""
-    results = directory / how
+def run(method: str, programs: list[str], directory: Path) -> Mapping[str, Mapping[str, bytes]]:
+    """Run these programs, one per rank. Return program -> file -> content, including stdout and stderr."""
+    results = directory / method
     numbers = [program_numbers()[program] for program in programs]
     for number in numbers:
         (results / number).mkdir(parents=True)
-    own = {"PROGRAM": ",".join(numbers), "RESULTS": str(results), "OMP_NUM_THREADS": "1"}
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MUSTER_"))} | own
+    variables = {"PROGRAM": ",".join(numbers), "RESULTS": str(results), "OMP_NUM_THREADS": "1"}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MUSTER_"))} | variables
     options = [
         *("--standalone", "--nproc-per-node", str(len(programs))),
-        *("--redirects", "3", "--log-dir", f"{how}-logs"),
+        *("--redirects", "3", "--log-dir", f"{method}-logs"),
     ]
     done = subprocess.run(
-        [*AGENTS[how], *options, "script.py"], cwd=directory, env=env, stdin=subprocess.DEVNULL, capture_output=True,
+        [*AGENTS[method], *options, "script.py"], cwd=directory, env=env, stdin=subprocess.DEVNULL, capture_output=True,
         text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    logs = next((directory / f"{how}-logs").glob("*/attempt_0"))
+    logs = next((directory / f"{method}-logs").glob("*/attempt_0"))
     return {
         program: contents(results / number) | contents(logs / str(rank))
         for rank, (program, number) in enumerate(zip(programs, numbers, strict=True))
@@ -228,7 +228,7 @@ def run(how: str, programs: list[str], directory: Path) -> Mapping[str, Mapping[
 
 
 def run_as_task(programs: list[str], directory: Path) -> Mapping[str, Mapping[str, bytes]]:
-    """Run each program as a task of srun does. Returns the same as run()."""
+    """Run each program as a task of srun does. Return the same as run()."""
     found = {}
     for program in programs:
         number = program_numbers()[program]
@@ -255,24 +255,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str,
     directory = tmp_path_factory.mktemp("programs")
     write(directory)
     programs = list(PROGRAMS)
-    by_agent = {how: run(how, programs, directory) for how in AGENTS}
+    by_agent = {method: run(method, programs, directory) for method in AGENTS}
     return {**by_agent, "task": run_as_task(programs, directory)}
 
 
-@pytest.mark.parametrize("how", ["agent", "task"])
+@pytest.mark.parametrize("method", ["agent", "task"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_creates_the_same_files_as_under_torchrun(
-    program: str, how: str, files: Mapping[str, Mapping[str, Mapping[str, bytes]]]
+    program: str, method: str, files: Mapping[str, Mapping[str, Mapping[str, bytes]]]
 ) -> None:
-    assert files[how][program] == files["torchrun"][program]
-    assert any(files[how][program].values())
+    assert files[method][program] == files["torchrun"][program]
+    assert any(files[method][program].values())
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("program", [name for name in PROGRAMS if "sees" not in name])
 def test_a_program_run_alone_creates_the_same_files_as_under_torchrun(program: str, tmp_path: Path) -> None:
     write(tmp_path)
-    agent, torchrun = (run(how, [program], tmp_path)[program] for how in AGENTS)
+    agent, torchrun = (run(method, [program], tmp_path)[program] for method in AGENTS)
     assert agent == torchrun
 
 

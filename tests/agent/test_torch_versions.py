@@ -29,7 +29,7 @@ def requirements(version: str) -> list[str]:
 
 
 def environment(version: str) -> Path:
-    """The Python of an environment with this PyTorch. Installed once: packages for CUDA have some gigabytes."""
+    """Return the Python of an environment with this PyTorch, which is installed once: it has some gigabytes."""
     directory = Path(sys.prefix, f"torch-{version}")
     python, stamp = directory / "bin/python", directory / "installed"
     expected = "\n".join(requirements(version))
@@ -48,7 +48,7 @@ def test_the_oldest_version_is_the_one_in_the_readme() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("version", [OLDEST, NEWER])
-def test_the_agent_works_with(version: str) -> None:
+def test_the_agent_works_with_this_pytorch(version: str) -> None:
     command = [str(environment(version)), "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
     done = subprocess.run(command, cwd=KIT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-10_000:]

@@ -1,7 +1,7 @@
 """Checkpointer: a user's script resumes bit for bit and stops on request.
 
-Restored objects continue as if never stopped, with DDP, FSDP2 and one process. Every rank reads a stop request at the
-same step. Non-finite weights are not save_on_rank. Objects missing from a checkpoint are named. The example of
+Restored objects continue as without a stop, with DDP, FSDP2 and one process. Every rank reads a stop request at the
+same step. Non-finite weights are not saved. Objects missing from a checkpoint are named. The example of
 LAUNCH_GUIDE.md writes a checkpoint and exits with 75 when it receives a signal, and resumes from that checkpoint.
 """
 
@@ -84,9 +84,9 @@ class Training:
 
 
 def resumes_bit_for_bit(rank: int, size: int, kind: str, path: Path) -> bool:
-    never_stopped = Training(kind, rank)
+    uninterrupted = Training(kind, rank)
     for _ in range(6):
-        never_stopped.learn()
+        uninterrupted.learn()
 
     first = Training(kind, rank)
     with first.checkpointer(path) as checkpointer:
@@ -100,9 +100,9 @@ def resumes_bit_for_bit(rank: int, size: int, kind: str, path: Path) -> bool:
         assert checkpointer.restore() == 3
         for _ in range(3):
             second.learn()
-    assert second.optimizer.param_groups[0]["lr"] == never_stopped.optimizer.param_groups[0]["lr"] == 0.0125
+    assert second.optimizer.param_groups[0]["lr"] == uninterrupted.optimizer.param_groups[0]["lr"] == 0.0125
     assert second.loader.position == 6
-    return second.weights() == never_stopped.weights() != first.weights()
+    return second.weights() == uninterrupted.weights() != first.weights()
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -2,7 +2,7 @@
 
 A state that changes while it is written is saved as it was at save(). A failed background write stops the training and
 leaves older checkpoints intact. States are loaded bit for bit on every rank, without running code from the file, and
-a resumed run equals one never stopped.
+a resumed run equals an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from distributed.training import collectives
 
 
 def same(first: Any, second: Any) -> bool:
-    """Equal to the bit, with the same types and shapes."""
+    """Return whether both are equal to the bit, with the same types and shapes."""
     if type(first) is not type(second):
         return False
     if isinstance(first, Tensor):
@@ -83,7 +83,7 @@ def newest(checkpoints: Checkpoints) -> CheckpointInfo:
 
 @contextmanager
 def blocked_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The writer thread waits until the event is set."""
+    """Make the writer thread wait until the event is set."""
     go, write = threading.Event(), Checkpoints._write_job
     monkeypatch.setattr(Checkpoints, "_write_job", lambda *job: (go.wait(), write(*job)))
     try:
@@ -221,12 +221,12 @@ class Bomb:
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path, name: str) -> None:
     final, entries = tmp_path / "step_00000001", directory.FileEntries()
     owner = directory.take_over(tmp_path)
-    writing = owner.new_directory(1)
+    incomplete = owner.new_directory(1)
     for file in ("state.pt", "ranks.pt"):
-        with directory.open_hashed(writing / file, entries) as stream:
+        with directory.open_hashed(incomplete / file, entries) as stream:
             torch.save([Bomb(tmp_path / "boom")] if file == name else {}, stream)
     manifest = {"step": 1, "score": None, "ranks": 1, "sharded": False, "written": "", "facts": {}, "files": entries}
-    owner.publish(writing, manifest)
+    owner.publish(incomplete, manifest)
     owner.close()
     with Checkpoints(tmp_path) as checkpoints:
         found = newest(checkpoints)
@@ -296,7 +296,7 @@ def test_the_optimizer_step_waits_for_the_copy(tmp_path: Path, monkeypatch: pyte
     assert not training.optimizer._optimizer_step_pre_hooks
 
 
-def test_the_wait_of_the_optimizer_counts_as_time_of_its_save(tmp_path: Path) -> None:
+def test_the_time_that_an_optimizer_step_waits_counts_as_time_of_the_save(tmp_path: Path) -> None:
     training = SmallTraining()
     with Checkpoints(tmp_path) as checkpoints:
         for step in (1, 2):
@@ -578,14 +578,16 @@ def save_on_ranks(rank: int, size: int, checkpoint_dir: Path) -> None:
 
 
 def load_on_ranks(rank: int, size: int, checkpoint_dir: Path) -> tuple[int, int, bool, Any]:
+    """Return step, saved ranks, whether the state is that of step 2, and two draws if there is a random state."""
     collectives.PIECE = 1000  # sent in many pieces
     with Checkpoints(checkpoint_dir / f"node{rank}", rank=rank, size=size) as checkpoints:
         found = newest(checkpoints)
-        whole = same(checkpoints.load(found, state_of(0)), state_of(2))
-        own = checkpoints.load_per_rank(found)
-        if own is not None:
-            set_random_state(own)
-        return found.step, found.ranks, whole, None if own is None else (own["draws"].tolist(), torch.randn(3).tolist())
+        is_state_2 = same(checkpoints.load(found, state_of(0)), state_of(2))
+        per_rank = checkpoints.load_per_rank(found)
+        if per_rank is None:
+            return found.step, found.ranks, is_state_2, None
+        set_random_state(per_rank)
+        return found.step, found.ranks, is_state_2, (per_rank["draws"].tolist(), torch.randn(3).tolist())
 
 
 def test_every_rank_gets_the_state_of_rank_0_and_its_per_rank_state(tmp_path: Path) -> None:

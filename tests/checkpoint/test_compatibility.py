@@ -28,53 +28,53 @@ def settings(**sections: dict[str, Any]) -> Settings:
     return Settings.model_validate({"model": MODEL, "train": {"steps": 1, "batch_size": 1}, **sections})
 
 
-def found(sharded: bool = False, **facts: Any) -> CheckpointInfo:
+def info(sharded: bool = False, **facts: Any) -> CheckpointInfo:
     return CheckpointInfo(Path("c/step_00000007"), 7, None, 1, sharded, "", {"model": SAVED_MODEL, **facts}, {})
 
 
 @pytest.mark.parametrize("vocab_size", [None, 256])
 def test_a_compatible_checkpoint_is_accepted(vocab_size: int | None) -> None:
-    check_resumable(found(), settings(), vocab_size)
-    check_resumable(found(**FOLD), settings(data=FOLD), vocab_size)
-    check_resumable(found(participant=None, mode=None), settings(), vocab_size)
-    check_resumable(found(**TARGET), settings(data=TARGET), vocab_size)
-    check_resumable(found(mode="base_only"), settings(data={"mode": "base_only"}), vocab_size)
-    check_resumable(found(sharded=True), settings(distributed={"strategy": "fsdp"}), vocab_size)
+    check_resumable(info(), settings(), vocab_size)
+    check_resumable(info(**FOLD), settings(data=FOLD), vocab_size)
+    check_resumable(info(participant=None, mode=None), settings(), vocab_size)
+    check_resumable(info(**TARGET), settings(data=TARGET), vocab_size)
+    check_resumable(info(mode="base_only"), settings(data={"mode": "base_only"}), vocab_size)
+    check_resumable(info(sharded=True), settings(distributed={"strategy": "fsdp"}), vocab_size)
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "sections", "vocab_size", "message"),
     [
-        (found(), {"checkpoint": {"resume": "never"}}, None, "checkpoint.resume=never, but c/step_00000007 exists"),
-        (found(), {"model": {**MODEL, "n_layer": 3}}, None, "of another model: model.n_layer=3 (checkpoint: 2); use"),
-        (found(), {}, 300, "of another model: model.vocab_size=300 (checkpoint: 256); use"),
-        (found(model={}), {}, None, "model.n_layer=2 (checkpoint: None)"),
-        (found(), {"data": FOLD}, None, "data.participant=a (checkpoint: None), data.mode=heldout (checkpoint: N"),
-        (found(**FOLD), {}, None, "with other data settings: data.participant=None (checkpoint: a)"),
-        (found(**FOLD | {"mode": "single"}), {"data": FOLD}, None, "settings: data.mode=heldout (checkpoint: single)"),
+        (info(), {"checkpoint": {"resume": "never"}}, None, "checkpoint.resume=never, but c/step_00000007 exists"),
+        (info(), {"model": {**MODEL, "n_layer": 3}}, None, "of another model: model.n_layer=3 (checkpoint: 2); use"),
+        (info(), {}, 300, "of another model: model.vocab_size=300 (checkpoint: 256); use"),
+        (info(model={}), {}, None, "model.n_layer=2 (checkpoint: None)"),
+        (info(), {"data": FOLD}, None, "data.participant=a (checkpoint: None), data.mode=heldout (checkpoint: N"),
+        (info(**FOLD), {}, None, "with other data settings: data.participant=None (checkpoint: a)"),
+        (info(**FOLD | {"mode": "single"}), {"data": FOLD}, None, "settings: data.mode=heldout (checkpoint: single)"),
         (
-            found(**TARGET),
+            info(**TARGET),
             {"data": TARGET | {"mode": "from_scratch"}},
             None,
             "data.mode=from_scratch (checkpoint: full_fine_tu",
         ),
         (
-            found(**TARGET),
+            info(**TARGET),
             {"data": TARGET | {"target_data_pct": 1}},
             None,
             "data.target_data_pct=1.0 (checkpoint: 0.5); set a",
         ),
-        (found(**TARGET), {"data": TARGET | {"target_batch_pct": 0.5}}, None, "target_batch_pct=0.5 (checkpoint: 1)"),
+        (info(**TARGET), {"data": TARGET | {"target_batch_pct": 0.5}}, None, "target_batch_pct=0.5 (checkpoint: 1)"),
         (
-            found(**TARGET | {"base_participants": ["b", "c"]}),
+            info(**TARGET | {"base_participants": ["b", "c"]}),
             {"data": TARGET | {"base_participants": ["b"]}},
             None,
             "data.base_participants=['b'] (checkpoint: ['b', 'c'])",
         ),
-        (found(), {"data": {"mode": "base_only"}}, None, "data settings: data.mode=base_only (checkpoint: None)"),
-        (found(mode="base_only"), {}, None, "with other data settings: data.mode=None (checkpoint: base_only)"),
-        (found(sharded=True), {}, None, "is sharded, but this run uses unsharded checkpoints"),
-        (found(), {"distributed": {"strategy": "fsdp"}}, None, "is unsharded, but this run uses sharded"),
+        (info(), {"data": {"mode": "base_only"}}, None, "data settings: data.mode=base_only (checkpoint: None)"),
+        (info(mode="base_only"), {}, None, "with other data settings: data.mode=None (checkpoint: base_only)"),
+        (info(sharded=True), {}, None, "is sharded, but this run uses unsharded checkpoints"),
+        (info(), {"distributed": {"strategy": "fsdp"}}, None, "is unsharded, but this run uses sharded"),
     ],
 )
 def test_an_incompatible_checkpoint_is_refused(
@@ -87,9 +87,9 @@ def test_an_incompatible_checkpoint_is_refused(
 
 @pytest.mark.parametrize(("saved", "now"), [("3f" * 32, "4e" * 32), (None, "4e" * 32), ("3f" * 32, None)])
 def test_a_checkpoint_of_another_base_model_is_refused(saved: str | None, now: str | None) -> None:
-    check_base_model(found(base_model=saved), saved)
+    check_base_model(info(base_model=saved), saved)
     with pytest.raises(ConfigError, match=f"another base model: now {now}, checkpoint: {saved}"):
-        check_base_model(found(base_model=saved), now)
+        check_base_model(info(base_model=saved), now)
 
 
 def test_every_changed_setting_is_reported_with_its_effect() -> None:
@@ -103,10 +103,10 @@ def test_every_changed_setting_is_reported_with_its_effect() -> None:
         "steps": 9,
     }
     assert before.keys() == CHANGEABLE.keys()
-    assert list(changes(found(**before), before)) == []
-    assert list(changes(found(), before)) == [], "a checkpoint of an earlier version"
+    assert list(changes(info(**before), before)) == []
+    assert list(changes(info(), before)) == [], "a checkpoint of an earlier version"
     new = settings(train={"steps": 1, "batch_size": 1, "learning_rate": 0.01, "warmup_steps": 5})
-    assert list(changes(found(**before), {**before, **changeable(new), "precision": "float32"})) == [
+    assert list(changes(info(**before), {**before, **changeable(new), "precision": "float32"})) == [
         "steps was 9 in c/step_00000007, now it is 1: the learning rate follows the new length from here on",
         "learning_rate was 0.0003 in c/step_00000007, now it is 0.01: the learning rate follows the new value "
         "from here on",
@@ -123,12 +123,12 @@ def test_every_training_setting_is_reported_or_has_no_effect_on_the_result() -> 
 @pytest.mark.parametrize(("steps", "length"), [(7, {"steps": 7}), (5, {"epochs": 1})])
 def test_a_complete_run_gets_a_message_with_the_remedy(steps: int, length: dict[str, int]) -> None:
     now = settings(train={**length, "batch_size": 1})
-    assert complete(found(), 8, now) == ""
-    assert complete(found(), steps, now) == (
+    assert complete(info(), 8, now) == ""
+    assert complete(info(), steps, now) == (
         f"nothing left to do: c/step_00000007 has 7 of {steps} steps; raise train.{next(iter(length))} to continue, or "
         "set another checkpoint.dir to start over"
     )
 
 
 def test_a_checkpoint_without_a_base_model_entry_has_no_base_model() -> None:
-    check_base_model(found(), None)
+    check_base_model(info(), None)

@@ -59,9 +59,9 @@ def write_checkpoint(
     if owner is None:
         with take_over(checkpoint_dir) as owner:
             return write_checkpoint(checkpoint_dir, step, attempt, score, keep, owner)
-    writing, entries = owner.new_directory(step), FileEntries()
+    incomplete, entries = owner.new_directory(step), FileEntries()
     for name, content in files_of(step, attempt).items():
-        with open_hashed(writing / name, entries) as file:
+        with open_hashed(incomplete / name, entries) as file:
             file.write(content[:30_000])
             file.write(content[30_000:])
     manifest = {
@@ -73,15 +73,15 @@ def write_checkpoint(
         "facts": {"attempt": attempt, "model": {"layers": 2, "name": "größer"}},
         "files": entries,
     }
-    owner.publish(writing, manifest)
+    owner.publish(incomplete, manifest)
     owner.prune(step, keep)
     return final_path(checkpoint_dir, step)
 
 
-def is_bit_for_bit(found: CheckpointInfo | None) -> bool:
-    return found is not None and all(
-        (found.path / name).read_bytes() == content
-        for name, content in files_of(found.step, found.facts["attempt"]).items()
+def is_bit_for_bit(checkpoint: CheckpointInfo | None) -> bool:
+    return checkpoint is not None and all(
+        (checkpoint.path / name).read_bytes() == content
+        for name, content in files_of(checkpoint.step, checkpoint.facts["attempt"]).items()
     )
 
 
@@ -160,7 +160,7 @@ def test_a_flipped_bit_is_detected_at_any_position(tmp_path: Path, name: str, ca
         caplog.clear()
         found = newest(tmp_path)
         assert is_bit_for_bit(found)
-        # In JSON, a flipped case of a hexadecimal digit or an exponent does not change the value.
+        # In JSON, a bit that changes the case of a hexadecimal digit or of an exponent does not change the value.
         if found != whole:
             assert found is not None and found.step == 1
             assert str(file) in caplog.text
@@ -328,13 +328,13 @@ RETENTION: list[tuple[str, int, list[tuple[int, float | None]], list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("keep", "saved", "left"), [case[1:] for case in RETENTION], ids=[c[0] for c in RETENTION])
+@pytest.mark.parametrize(("keep", "saved", "retained"), [case[1:] for case in RETENTION], ids=[c[0] for c in RETENTION])
 def test_prune_retains_the_newest_and_the_best(
-    tmp_path: Path, keep: int, saved: list[tuple[int, float | None]], left: list[int]
+    tmp_path: Path, keep: int, saved: list[tuple[int, float | None]], retained: list[int]
 ) -> None:
     for step, score in saved:
         write_checkpoint(tmp_path, step, score=score, keep=keep)
-    assert names(tmp_path) == [f"step_{step:08d}" for step in left]
+    assert names(tmp_path) == [f"step_{step:08d}" for step in retained]
 
 
 def test_the_best_is_the_intact_checkpoint_with_the_lowest_score(tmp_path: Path) -> None:
@@ -533,7 +533,7 @@ def test_a_paused_attempt_changes_nothing_after_a_take_over(ram_disk: Path, monk
                 assert is_bit_for_bit(newest(checkpoint_dir)), operation
                 write_checkpoint(checkpoint_dir, 2, attempt=7, owner=owner)
                 write_checkpoint(checkpoint_dir, 3, attempt=7, owner=owner)
-                writing = owner.new_directory(4)
+                incomplete = owner.new_directory(4)
                 before = names(checkpoint_dir)
                 pipe.send("continue")
                 assert pipe.poll(forked.TIMEOUT)
@@ -542,7 +542,7 @@ def test_a_paused_attempt_changes_nothing_after_a_take_over(ram_disk: Path, monk
                 for found in directory.list_checkpoints(checkpoint_dir):
                     assert is_bit_for_bit(found), operation
                     assert found.facts["attempt"] == (7 if found.step > 1 else 0), operation
-                assert writing.is_dir(), operation
+                assert incomplete.is_dir(), operation
             if answer != "ended " or not was_published:
                 owner_now = f"process {os.getpid()} on {socket.gethostname()}, attempt 1 of run train-1"
                 assert answer.startswith(
@@ -579,7 +579,7 @@ def test_open_handles_of_a_lost_attempt_are_useless_after_a_take_over(
 def test_the_lock_of_a_lost_attempt_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its process may be frozen, or its file server may keep the lock."""
+    """The process of that attempt may be frozen, or its file server may keep the lock."""
     with forked.running(hold_lock, tmp_path, "/logs/train-1") as (process, pipe):
         assert pipe.poll(forked.TIMEOUT)
         orphan = pipe.recv()

@@ -27,12 +27,12 @@ def test_the_interval_is_near_the_optimum(cost: float, mtbf: float) -> None:
     assert best == pytest.approx(min(others), rel=1e-4)
 
 
-def test_a_save_that_costs_more_than_a_failure_is_rare() -> None:
+def test_the_interval_of_a_very_slow_save_is_the_mtbf() -> None:
     assert best_interval(cost=200, mtbf=100) == 100
 
 
 def saves(interval: SaveInterval, steps: int, step_seconds: float, costs: list[float]) -> list[int]:
-    """Return the steps after which a save is due. costs: of each save; the last one also of all further ones."""
+    """Return the steps after which a save is due. costs: seconds of each save; the last value is repeated."""
     found: list[int] = []
     for step in range(1, steps + 1):
         blocked = [costs[min(number, len(costs) - 1)] for number in range(len(found))]
@@ -72,7 +72,7 @@ def test_an_interval_like_the_first_one_is_logged_once(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4])])
-def test_a_number_of_steps_is_kept(every: int, expected: list[int]) -> None:
+def test_an_interval_given_in_steps_is_used_as_it_is(every: int, expected: list[int]) -> None:
     assert saves(SaveInterval(every, 1.0, Ranks(), step=0), 5, 1.0, [1.0]) == expected
 
 
@@ -83,7 +83,7 @@ def test_a_resumed_run_measures_again() -> None:
 
 
 def on_rank(rank: int, size: int) -> list[int]:
-    """Each rank measures other times."""
+    """Each rank measures different times."""
     return saves(SaveInterval("auto", 900, Ranks(rank, size), step=0), 100, 1.0 + rank, [0.5 + 20 * rank])
 
 

@@ -1,7 +1,7 @@
 """Sharded checkpoints: the full state is loaded on any number of ranks, or no checkpoint is published.
 
-Every rank writes. One may fail, be late, or run on a node that does not share the directory. Shards are uneven when a
-size is not divisible. Unlike the reader of PyTorch, loading runs no code from the file.
+Every rank writes. A rank may fail, be late, or run on a node that does not share the directory. Shards are uneven if
+a size does not divide by the number of ranks. Unlike PyTorch's reader, Muster runs no code from the file.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Training:
         self.model.append(nn.Linear(1, 1) if extra else nn.Identity())
         self.model.tied = nn.Module()
         self.model.tied.weight = self.model[0].weight
-        self.seen = torch.zeros(())
-        self.model.register_buffer("seen", self.seen)
+        self.batches = torch.zeros(())
+        self.model.register_buffer("batches", self.batches)
         self.model.forward = self._forward  # type: ignore[method-assign]
         fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
@@ -56,7 +56,7 @@ class Training:
     def learn(self, step: int) -> None:
         inputs = torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(step))
         self.model(inputs).square().mean().backward()
-        self.seen += 1
+        self.batches += 1
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -112,7 +112,7 @@ class Loaded:
 
     unsharded: dict[str, Tensor]
     more: dict[str, Any]
-    own: str | None
+    per_rank: str | None
     tied: bool
     step_later: dict[str, Tensor]
 
@@ -123,11 +123,11 @@ def load(rank: int, size: int, checkpoint_dir: Path) -> Loaded:
         found = newest(checkpoints)
         state = checkpoints.load(found, training.state())
         training.restore(state)
-        own = checkpoints.load_per_rank(found)
+        per_rank = checkpoints.load_per_rank(found)
     parameters = dict(training.model.named_parameters(remove_duplicate=False))
     tied, unsharded = parameters["tied.weight"] is parameters["0.weight"], training.unsharded()
     training.learn(3)
-    return Loaded(unsharded, state["more"], own, tied, training.unsharded())
+    return Loaded(unsharded, state["more"], per_rank, tied, training.unsharded())
 
 
 def train_without_stop(rank: int, size: int) -> dict[str, Tensor]:
@@ -155,18 +155,18 @@ def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def check_loaded(saved: Saved, before: int, after: int) -> None:
-    for rank, loaded in enumerate(forked.ranks(after, load, saved.checkpoint_dir)):
+def check_loaded(saved: Saved, saving_ranks: int, loading_ranks: int) -> None:
+    for rank, loaded in enumerate(forked.ranks(loading_ranks, load, saved.checkpoint_dir)):
         assert equal(loaded.unsharded, saved.unsharded)
         assert loaded.more == {"list": [1, {"a": 2.5}], "pair": (1, "x"), "none": None}
-        assert loaded.own == (f"rank {rank}" if rank < before else None)
+        assert loaded.per_rank == (f"rank {rank}" if rank < saving_ranks else None)
         assert loaded.tied
 
 
 def test_a_checkpoint_of_two_ranks_has_every_tensor(saved_by_two: Saved) -> None:
     parameters = ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
     moments = [f"{name} {moment}" for name in parameters for moment in ("step", "exp_avg", "exp_avg_sq")]
-    assert sorted(saved_by_two.unsharded) == sorted(["seen", "tied.weight", *parameters, *moments])
+    assert sorted(saved_by_two.unsharded) == sorted(["batches", "tied.weight", *parameters, *moments])
     assert sorted(path.name for path in (saved_by_two.checkpoint_dir / "step_00000002").iterdir()) == [
         ".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "ranks.pt",
     ]  # fmt: skip
@@ -174,16 +174,16 @@ def test_a_checkpoint_of_two_ranks_has_every_tensor(saved_by_two: Saved) -> None
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_checkpoint_of_two_ranks_is_loaded_on_fewer_or_more(saved_by_two: Saved, ranks: int) -> None:
-    check_loaded(saved_by_two, before=2, after=ranks)
+    check_loaded(saved_by_two, saving_ranks=2, loading_ranks=ranks)
 
 
 def test_a_checkpoint_of_one_rank_is_loaded_on_two(tmp_path: Path) -> None:
-    check_loaded(Saved(tmp_path, forked.ranks(1, save, tmp_path)[0]), before=1, after=2)
+    check_loaded(Saved(tmp_path, forked.ranks(1, save, tmp_path)[0]), saving_ranks=1, loading_ranks=2)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_run_bit_for_bit(saved_by_two: Saved) -> None:
-    went_on = forked.ranks(2, load, saved_by_two.checkpoint_dir)[0]
-    assert equal(went_on.step_later, forked.ranks(2, train_without_stop)[0])
+    resumed = forked.ranks(2, load, saved_by_two.checkpoint_dir)[0]
+    assert equal(resumed.step_later, forked.ranks(2, train_without_stop)[0])
 
 
 def test_dcp_to_torch_save_reads_a_checkpoint(saved_by_two: Saved, tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_a_failed_rank_leaves_no_checkpoint_and_every_rank_raises(tmp_path: Path
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
 
 
-def save_where_rank_1_does_not_see_it(rank: int, size: int, checkpoint_dir: Path) -> str:
+def save_where_rank_1_does_not_see_the_directory(rank: int, size: int, checkpoint_dir: Path) -> str:
     sharded.VISIBILITY_TIMEOUT = 0.2
     if rank == 1:
         pytest.MonkeyPatch().setattr(Path, "is_dir", lambda _: False)
@@ -398,6 +398,6 @@ def save_where_rank_1_does_not_see_it(rank: int, size: int, checkpoint_dir: Path
 
 
 def test_the_error_names_a_node_that_does_not_share_the_directory(tmp_path: Path) -> None:
-    first, second = forked.ranks(2, save_where_rank_1_does_not_see_it, tmp_path)
+    first, second = forked.ranks(2, save_where_rank_1_does_not_see_the_directory, tmp_path)
     assert first == second
     assert first.startswith("rank 1 on ") and "fsdp needs a checkpoint directory that all nodes share" in first

@@ -37,7 +37,7 @@ def test_a_save_after_a_take_over_is_an_error_on_the_next_step(tmp_path: Path, m
 
 
 def take_over_while_a_rank_writes(rank: int, size: int, checkpoint_dir: Path, taker: int) -> str:
-    """The process of one rank takes over, as a later attempt does, before it writes its shard."""
+    """Rank `taker` takes the directory over, as a later attempt does, just before it writes its shard."""
     write: Any = sharded.ShardWriter.write
     monkeypatch = pytest.MonkeyPatch()  # never undone: this process exits with the test
     set_attempt(monkeypatch, 0)

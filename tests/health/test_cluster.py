@@ -31,23 +31,23 @@ ROUTE = Route("eth0", 9000, 100_000)
 NODES = ("node1", "node2", "node3")
 
 
-def node(number: int, route: Route = ROUTE, **facts: Any) -> FullNodeFacts:
-    """A healthy node; facts are changed as part__key=value."""
-    own: Facts = HEALTHY
-    for path, value in facts.items():
+def node(number: int, route: Route = ROUTE, **changes: Any) -> FullNodeFacts:
+    """A healthy node; changes: facts that differ, as part__key=value."""
+    facts: Facts = HEALTHY
+    for path, value in changes.items():
         part, _, key = path.partition("__")
-        own = replace(own, **{part: replace(getattr(own, part), **{key: value}) if key else value})
+        facts = replace(facts, **{part: replace(getattr(facts, part), **{key: value}) if key else value})
     address = f"10.0.0.{number}"
     kit: Mapping[str, str | None] = {"train.py": "11", "distributed/torch.py": "22"}
     return FullNodeFacts(
-        python=own.interpreter.version, torch=own.torch.version or None, gpus=len(own.gpus.devices), gpu_error="",
+        python=facts.interpreter.version, torch=facts.torch.version or None, gpus=len(facts.gpus.devices), gpu_error="",
         missing=[], files={}, machine=f"boot{number}", addresses=(address,), ssh_address=address, master="10.0.0.1",
-        seconds=0.0, cores=4.0, port=29500, holder=None, facts=own, kit=kit, route=route, now=0.0,
+        seconds=0.0, cores=4.0, port=29500, holder=None, facts=facts, kit=kit, route=route, now=0.0,
     )  # fmt: skip
 
 
 def three(**third: Any) -> dict[str, FullNodeFacts]:
-    """Three nodes; third: what differs on the third."""
+    """Three nodes; third: the facts that differ on the third, as part__key=value."""
     return {"node1": node(1), "node2": node(2), "node3": node(3, **third)}
 
 
@@ -60,12 +60,13 @@ def text_of(cluster: ClusterFacts, width: int | None = None) -> str:
 
 
 def with_third(**changes: Any) -> dict[str, FullNodeFacts]:
+    """Three nodes; changes: fields of FullNodeFacts that differ on the third."""
     nodes = three()
     return nodes | {"node3": replace(nodes["node3"], **changes)}
 
 
 # fmt: off
-# The nodes, of which node3 differs; level and topic, part of the fact, part of the fix.
+# Nodes of which node3 differs, level and topic of the finding, part of its fact, part of its fix.
 DIFFERENCES = [
     (three(interpreter__version="3.12.1"), "fault python", "3.12, but 3.11 on node[1-2]", "use the same version"),
     (three(torch__version="2.12.0"), "fault torch", "2.12.0, but 2.13.0 on node[1-2]", "install the same"),
@@ -244,14 +245,14 @@ def test_a_node_without_a_reply_to_the_connection_test_is_a_fault(kind: str) -> 
 
 def test_exit_codes_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     now = time.time()
-    given = replies(
+    all_replies = replies(
         node1=asdict(replace(node(1), now=now)), node2=asdict(node(2, torch__version="2.12.0")), node3=None,
         node4=asdict(replace(node(4), now=now)),
     )  # fmt: skip
-    given = {name: replace(reply, arrived=now) for name, reply in given.items()}
+    all_replies = {name: replace(reply, arrived=now) for name, reply in all_replies.items()}
 
     def shown(*names: str, in_json: bool = False) -> int:
-        return show(cluster_facts({name: given[name] for name in names}, None), in_json)
+        return show(cluster_facts({name: all_replies[name] for name in names}, None), in_json)
 
     assert shown("node1", "node4") == 0
     assert shown("node1", "node2") == 1
@@ -263,4 +264,3 @@ def test_exit_codes_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert facts["node2"]["facts"]["torch"]["version"] == "2.12.0"
     assert facts["node3"] == {"error": "cannot be reached (ssh: no route); try: ssh node3 true"}
-

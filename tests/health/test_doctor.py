@@ -81,8 +81,8 @@ def change(**paths: Any) -> Facts:
     return changed
 
 
-def problems(broken: Facts) -> list[Finding]:
-    return [line for line in judge(broken) if line.level != "ok"]
+def problems(facts: Facts) -> list[Finding]:
+    return [line for line in judge(facts) if line.level != "ok"]
 
 
 # ---------------------------------------------------------------- checks
@@ -222,7 +222,7 @@ def test_valid_settings_get_no_finding() -> None:
         {"environment": {"NCCL_SOCKET_IFNAME": "^docker,lo"}},
         {"environment": {"NCCL_SOCKET_IFNAME": "=ib0"}},
         {"environment": {"CUDA_VISIBLE_DEVICES": "2,3"}},
-        {"torch__capabilities": ("sm_89", "sm_120", "sm_130")},  # by sm_80, and by translating compute_120
+        {"torch__capabilities": ("sm_89", "sm_120", "sm_130")},  # supported by sm_80, and by translating compute_120
         {"names": replace(LOOPBACK, outward="")},  # a machine without a network
         {"gpus__devices": (BUSY, *GPUS[1:]), "environment": {"CUDA_VISIBLE_DEVICES": "1"}},  # GPU 0 is hidden
     ):
@@ -241,7 +241,7 @@ def test_a_missing_torch_is_one_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "found"),
+    ("version", "expected"),
     [
         ("2.13.0+cpu", (2, 13, 0)),
         ("2.10.0a0+git1", (2, 10, 0)),
@@ -250,8 +250,8 @@ def test_a_missing_torch_is_one_fault() -> None:
         ("rc", ()),
     ],
 )
-def test_versions_are_compared_by_their_numbers(version: str, found: tuple[int, ...]) -> None:
-    assert numbers(version) == found
+def test_versions_are_compared_by_their_numbers(version: str, expected: tuple[int, ...]) -> None:
+    assert numbers(version) == expected
 
 
 # ---------------------------------------------------------------- text

@@ -20,7 +20,7 @@ GPUS = tuple(Gpu(index, f"GPU-{index}{index}aa-bb", A100, 80 * GIB, 4 * MIB) for
 
 
 @pytest.mark.parametrize(
-    ("setting", "seen"),
+    ("setting", "indices"),
     [
         (None, [0, 1, 2, 3]),
         ("", []),
@@ -34,8 +34,8 @@ GPUS = tuple(Gpu(index, f"GPU-{index}{index}aa-bb", A100, 80 * GIB, 4 * MIB) for
         ("NoDevFiles", []),
     ],
 )
-def test_cuda_visible_devices_is_read_as_by_cuda(setting: str | None, seen: list[int]) -> None:
-    assert [gpu.index for gpu in visible(setting, GPUS)] == seen
+def test_cuda_visible_devices_is_read_as_by_cuda(setting: str | None, indices: list[int]) -> None:
+    assert [gpu.index for gpu in visible(setting, GPUS)] == indices
 
 
 def test_a_process_sees_one_instance_with_mig() -> None:
@@ -97,7 +97,7 @@ def test_memory_that_gpu_and_cpu_share_is_unknown(path_directory: Path) -> None:
 
 
 LOST = "Unable to determine the device handle for GPU 0000:41:00.0: GPU is lost.  Reboot the system to recover this GPU"
-# Stub: fails if it is asked for all GPUs, and for GPU 1; there is no GPU 3.
+# Stub: fails if it is asked for all GPUs or for GPU 1. There is no GPU 3.
 STUB_LOST_GPU = f"""#!/bin/sh
 case $* in
   *--query-compute-apps*) echo "GPU-22, 4194305, 500, python" ;;

@@ -47,11 +47,11 @@ def test_lookups_time_out() -> None:
         never.wait()
         return ()
 
-    good, bad, late = look_up({"a": lambda: ("10.0.0.1",), "b": refuse, "c": hang}, limit=0.2)
+    found, refused, timed_out = look_up({"a": lambda: ("10.0.0.1",), "b": refuse, "c": hang}, limit=0.2)
     never.set()
-    assert good.answers == ("10.0.0.1",)
-    assert bad.error == "Name or service not known"
-    assert (late.seconds, late.error) == (0.2, "no reply within 0.2 s")
+    assert found.answers == ("10.0.0.1",)
+    assert refused.error == "Name or service not known"
+    assert (timed_out.seconds, timed_out.error) == (0.2, "no reply within 0.2 s")
 
 
 def test_the_interface_of_the_route_to_a_host_is_found() -> None:

@@ -1,7 +1,7 @@
 """The node probe prints the facts that a launch needs, or all facts for the doctor.
 
 test_preflight.py and test_cluster.py test the use of the replies; launch_torchrun_auto.bats and across_nodes.bats test
-them over a real sshd.
+the probe over a real sshd.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def child() -> Iterator[int]:
 
 
 def test_a_process_that_was_forked_during_the_scan_is_found(child: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    later = process_scan.pids()  # with the child
-    listings = [[pid for pid in later if pid != child], later]
+    all_pids = process_scan.pids()
+    listings = [[pid for pid in all_pids if pid != child], all_pids]
     monkeypatch.setattr(process_scan, "pids", lambda: listings.pop(0))
     assert process_scan.live_processes({b"MUSTER_TEST=scan"}) == [child]

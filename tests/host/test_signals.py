@@ -55,6 +55,6 @@ def test_every_signal_has_a_name(number: int, name: str) -> None:
     assert signals.name(number) == name
 
 
-def test_an_exit_code_names_a_signal_only_if_it_is_128_and_the_number_of_one() -> None:
+def test_only_an_exit_code_of_128_plus_a_signal_number_names_a_signal() -> None:
     codes = (137, 138, None, 0, 1, 128, 255, -9)
     assert [signals.signal_name(code) for code in codes] == ["SIGKILL", "SIGUSR1", *[""] * 6]

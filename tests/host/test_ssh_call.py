@@ -1,4 +1,4 @@
-"""Standard input reaches a program in place of ssh only after it has printed READY. Bats files test it with ssh."""
+"""A command gets standard input only after it has printed READY. A shell script replaces ssh, but not in bats files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from distributed.host.ssh_call import BLOCK, LOGIN_SHELL
 
 MODULE = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "module.py"
 PROGRAM = [sys.executable, "-I", "-S", str(MODULE), "host.ssh_call"]
-STARTED = r"printf '\nmuster-ready\n'; read -r _ || exit 69; "
+PRINT_READY = r"printf '\nmuster-ready\n'; read -r _ || exit 69; "
 SECRET = b"k3pt\0secret\n"
 
 
 def call(script: str, sent: bytes = SECRET, within: int = 60, log: Path | None = None) -> tuple[int, bytes, str]:
-    """(exit code, standard output, standard error) of a shell script in place of ssh."""
+    """Run a shell script in place of ssh. Return exit code, standard output and standard error. within: seconds."""
     options = ["--within", f"{within}", *(["--log", str(log)] if log else [])]
     done = subprocess.run(
         [*PROGRAM, *options, "node1", "bash", "-c", script], input=sent, capture_output=True, timeout=60
@@ -29,11 +29,11 @@ def call(script: str, sent: bytes = SECRET, within: int = 60, log: Path | None =
 
 def test_standard_input_and_output_arrive_unchanged_and_earlier_output_is_dropped() -> None:
     sent = bytes(range(256)) * 10_000  # more than a pipe holds
-    assert call("echo Welcome; echo -n '$ '; sleep 0.2; " + STARTED + "cat; exit 3", sent) == (3, sent, "")
+    assert call("echo Welcome; echo -n '$ '; sleep 0.2; " + PRINT_READY + "cat; exit 3", sent) == (3, sent, "")
 
 
 def test_end_of_file_arrives() -> None:
-    assert call(STARTED + "cat; echo end", b"") == (0, b"end\n", "")
+    assert call(PRINT_READY + "cat; echo end", b"") == (0, b"end\n", "")
 
 
 @pytest.mark.parametrize("reader", ["cat >received; exit 5", "read -rn 1 && echo $REPLY >received", "cat >received &"])
@@ -46,7 +46,7 @@ def test_a_program_that_does_not_start_the_command_gets_nothing(tmp_path: Path, 
 
 
 def test_a_command_that_starts_too_late_ends_at_once(tmp_path: Path) -> None:
-    code, _, err = call(f"cd '{tmp_path}'; {{ sleep 2; {STARTED} : >started; }} <&0 & wait", within=1)
+    code, _, err = call(f"cd '{tmp_path}'; {{ sleep 2; {PRINT_READY} : >started; }} <&0 & wait", within=1)
     assert code == UNFIT and "has not started Muster's command within 1 s" in err
     assert not (tmp_path / "started").exists()
 
@@ -56,7 +56,7 @@ def test_output_without_end_does_not_delay_the_message() -> None:
     assert (code, out) == (UNFIT, b"") and "(it printed: y)" in err
 
 
-def test_ssh_without_a_connection_has_the_last_word() -> None:
+def test_an_error_of_ssh_is_passed_on_unchanged() -> None:
     assert call("echo 'ssh: connect to host node1: no' >&2; exit 255") == (255, b"", "ssh: connect to host node1: no\n")
 
 
@@ -67,16 +67,16 @@ def test_ready_may_arrive_in_parts_and_after_much_output() -> None:
 
 
 def test_a_closed_standard_output_does_not_stop_the_command(tmp_path: Path) -> None:
-    script = f"cd '{tmp_path}'; {STARTED} head -c 1000000 /dev/zero; cat >received"
+    script = f"cd '{tmp_path}'; {PRINT_READY} head -c 1000000 /dev/zero; cat >received"
     subprocess.run(
         ["bash", "-c", '"$@" >&-', "bash", *PROGRAM, "node1", "bash", "-c", script], input=SECRET, timeout=60
     )
     assert (tmp_path / "received").read_bytes() == SECRET
 
 
-@pytest.mark.parametrize("started", [STARTED, ""])
-def test_a_killed_ssh_is_not_taken_for_an_exit_code_of_the_command(started: str) -> None:
-    code, _, err = call(started + "kill -KILL $$")
+@pytest.mark.parametrize("start", [PRINT_READY, ""])
+def test_a_killed_ssh_is_not_taken_for_an_exit_code_of_the_command(start: str) -> None:
+    code, _, err = call(start + "kill -KILL $$")
     assert code == -9
     assert re.fullmatch(r"ssh \(process [0-9]+\) was killed by signal 9\n", err)
-    assert call(STARTED + "exit 137")[0] == 137
+    assert call(PRINT_READY + "exit 137")[0] == 137

@@ -1,7 +1,7 @@
 """A rank's stack can be read without a debugger and without side effects.
 
-The signal would kill a process that has not registered, and in a process that has closed the file it could write into
-another file: such processes are not signalled.
+The signal that requests a stack would kill a process without a handler. In a process that has closed the file for the
+stack, the handler could write into another file. Such processes are not signalled.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def test_the_stack_of_a_registered_rank_can_be_read_repeatedly(tmp_path: Path) -
 
 
 def test_a_call_into_c_is_shown_by_its_source_line(tmp_path: Path) -> None:
-    """Such a call has no frame of its own: loss.item() is only known by the line of its caller."""
+    """Such a call has no frame of its own: loss.item() is visible only in the source line of the caller."""
     lines = ["import time", "def step():", "    print('ready', flush=True)", "    time.sleep(1000)"]
     (tmp_path / "own.py").write_text("\n".join(lines))
     with running(REGISTERS + "sys.path.insert(0, sys.argv[1])\nimport own\nown.step()", tmp_path) as process:
         end, code = time.monotonic() + 30, ""
-        while code != "time.sleep(1000)":  # it may not have returned from print() yet
+        while code != "time.sleep(1000)":  # the process may not have returned from print() yet
             assert time.monotonic() < end, code
             inner, outer = stacks.with_code(stacks.stack_of(process.pid, str(tmp_path)))
             code = inner.code
@@ -103,7 +103,7 @@ def test_the_stack_of_a_stopped_process_times_out(tmp_path: Path, monkeypatch: p
 
 
 def wait_for_the_other(rank: int, size: int, directory: str) -> None:
-    """Rank 1 joins each collective when it has seen rank 0 wait in it."""
+    """Rank 1 joins each collective once the stack of rank 0 shows that rank 0 waits in it."""
     import torch
     import torch.distributed as dist
 
@@ -131,7 +131,7 @@ def test_the_stack_of_a_rank_in_a_collective_shows_the_collective(tmp_path: Path
 
 A = '  File "/x/a b.py", line 3 in f\n'
 B = '  File "/x/b.py", line 4 in <module>\n'
-OURS = '  File "/kit/distributed/agent/worker.py", line 5 in _run\n  File "/kit/agent.py", line 6 in <module>\n'
+AGENT_FRAMES = '  File "/kit/distributed/agent/worker.py", line 5 in _run\n  File "/kit/agent.py", line 6 in <module>\n'
 FIRST, SECOND = Frame("/x/a b.py", 3, "f"), Frame("/x/b.py", 4, "<module>")
 
 
@@ -140,7 +140,7 @@ FIRST, SECOND = Frame("/x/a b.py", 3, "f"), Frame("/x/b.py", 4, "<module>")
     [
         ("", ()),
         (f"Stack (most recent call first):\n{A}{B}", (FIRST, SECOND)),
-        (f"Stack (most recent call first):\n{A}{B}{OURS}", (FIRST, SECOND)),
+        (f"Stack (most recent call first):\n{A}{B}{AGENT_FRAMES}", (FIRST, SECOND)),
         (f"{B}Stack (most recent call first):\n{A}Stack (most recent call first):\n{B}", (FIRST,)),
         (f'Stack (most recent call first):\n{A}  File "/x/b.p', (FIRST,)),
         (f"Current thread 0x00007f (most recent call first):\n{A}  ...\n", (FIRST,)),

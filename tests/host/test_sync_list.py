@@ -1,4 +1,4 @@
-"""The files that --sync copies: what git says in a checkout, all but results elsewhere; rsync copies each of them."""
+"""--sync copies the files that git does not ignore, and outside a checkout all but results; rsync copies each one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ODD_NAMES = ("-a", "a b", "a\nb", "é", os.fsdecode(b"\xff"), "#a", ";a", "[a]*"
 
 
 @pytest.fixture(autouse=True)
-def own_git_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No settings of the user or the system, and an author for commits."""
+def _without_git_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ignore the git settings of the user and of the system."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     for name in list(os.environ):
@@ -55,7 +55,7 @@ def listed(directory: Path) -> set[str]:
 
 
 def copied(directory: Path, target: Path, vanishing: str = "") -> set[str]:
-    """Copy as --sync does; the names of all files in the target. vanishing: a file to remove when it is listed."""
+    """Copy as --sync does; return the names of files in the target. vanishing: a file to remove after the listing."""
     names = sync_list.file_list(sync_list.names_of(str(directory)))
     if vanishing:
         (directory / vanishing).unlink()
@@ -65,7 +65,7 @@ def copied(directory: Path, target: Path, vanishing: str = "") -> set[str]:
     return {str(path.relative_to(target)) for path in target.rglob("*") if path.is_symlink() or not path.is_dir()}
 
 
-def test_a_checkout_is_copied_as_git_says_and_its_tracked_files_always(work: Path, tmp_path: Path) -> None:
+def test_tracked_files_and_files_that_git_does_not_ignore_are_copied(work: Path, tmp_path: Path) -> None:
     write(work, "data/a.csv", "data/keep.csv", "forced.csv", "sub/b.log", "sub/keep.log", "x.py", "global~", "excluded")
     write(work, "logs/a", "logs/.gitkeep", "checkpoints/c", "experiments/p/e", "sub/logs/mine", ".muster-abc")
     (work / ".gitignore").write_text("*.csv\n!keep.csv\n*.log\n")
@@ -85,7 +85,7 @@ def test_a_checkout_is_copied_as_git_says_and_its_tracked_files_always(work: Pat
     assert copied(work, tmp_path / "copy") == expected
 
 
-def test_a_subdirectory_of_a_checkout_is_copied_without_what_the_checkout_ignores(work: Path) -> None:
+def test_a_subdirectory_of_a_checkout_is_copied_without_ignored_files(work: Path) -> None:
     write(work, "outside", "sub/x", "sub/y.log", "sub/logs/z")
     (work / ".gitignore").write_text("*.log\n")
     assert listed(work / "sub") == {"x"}
@@ -210,7 +210,7 @@ def test_a_damaged_checkout_is_refused(tmp_path: Path, content: str | None) -> N
         listed(tmp_path / "project")
 
 
-def test_the_program_prints_names_or_the_fault(work: Path) -> None:
+def test_the_program_prints_names_or_the_error(work: Path) -> None:
     write(work, "a b", "c")
     call = [sys.executable, "-I", f"{KIT}/scripts/lib/module.py", "host.sync_list", str(work)]
     printed = subprocess.run(call, capture_output=True, check=True).stdout

@@ -54,7 +54,7 @@ def ranks(*activities: Activity) -> list[Activity]:
         ([replace(WORKS, cpu=0.1), SLEEPS, SLEEPS], 130.0, ""),  # neither idle nor busy
     ],
 )  # fmt: skip
-def test_the_diagnosis_without_stacks(activities: list[Activity], silent: float, text: str) -> None:
+def test_a_run_is_diagnosed_without_stacks(activities: list[Activity], silent: float, text: str) -> None:
     diagnosis = diagnose(ranks(*activities), 1.0, silent)
     assert text in diagnosis.text and bool(text) == bool(diagnosis.text)
     assert diagnosis.hung == diagnosis.text.startswith("looks hung")
@@ -85,7 +85,7 @@ SLOW = replace(WORKS, cpu=0.3)
 IN_BACKWARD, SAVES = replace(SLEEPS, frames=BACKWARD), replace(SLEEPS, frames=SAVE)
 
 
-LOST_CPU = (
+UNKNOWN_WAIT = (
     "the other in a collective, or for something else, such as a disk, a lock or a download; rank 0 on n1 at "
     "hang.py:12 in main(), rank 1 on n2 at hang.py:12 in main()"
 )
@@ -109,7 +109,7 @@ LOST_CPU = (
         ([WAITS, AT_BARRIER], [], True, "not at the same line; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
         ([WAITS, IN_BACKWARD], [], True, "not at the same line; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
         ([WAITS], [], True, "rank 0 on n1 waits in a collective, at hang.py:9: a connection is lost"),
-        ([IDLES, LOOPS], [], False, LOST_CPU),
+        ([IDLES, LOOPS], [], False, UNKNOWN_WAIT),
         ([LOOPS, LOOPS], [], False,
          "no rank is in a collective; rank 0 on n1 at hang.py:12 in main(), rank 1 on n2 at"),
         ([SLOW, SLEEPS], [], False, "which rank waits for which: rank 0 on n1 used 30% CPU, rank 1 on n2 used 0% CPU"),
@@ -119,7 +119,7 @@ LOST_CPU = (
         ([WAITS, replace(STOPPED, frames=LOOP)], [1], False, "rank 1 on n2 is stopped (state T)"),
     ],
 )  # fmt: skip
-def test_which_rank_the_others_wait_for(
+def test_the_rank_that_the_others_wait_for_is_named(
     activities: list[Activity], suspects: list[int], permanent: bool, text: str
 ) -> None:
     stall = find_stall(ranks(*activities), 1.0)
@@ -184,7 +184,7 @@ def test_a_function_of_torch_that_synchronizes_is_known_without_its_source() -> 
          "computation or in a collective with it; it is at train.py:5 in load()"),
         ([GPU_LOADS, replace(ON_GPU, frames=SYNC), GPU_LOADS], [0, 2], False, True,
          "rank 0 on n1, rank 2 on n3 are not in a collective and use no GPU, others wait"),
-        # A healthy waiter is not blamed, and a long computation looks the same.
+        # A healthy rank that waits is not suspected, and a long computation looks the same.
         ([GPU_WAITS, GPU_WAITS], [], False, False, "all ranks use their GPUs or wait for them, which may be in a"),
         ([GPU_WAITS, ON_GPU_AT_A], [], False, False, "all ranks use their GPUs or wait for them, which may be"),
         ([replace(WAITS, gpu=100), GPU_WAITS, GPU_LOADS], [2], True, True,
@@ -210,7 +210,7 @@ def test_under_nccl_ranks_that_wait_after_another_has_exited_look_hung() -> None
     )
 
 
-def test_idle_ranks_at_such_a_line_look_hung_as_any_idle_ranks() -> None:
+def test_idle_ranks_at_a_line_that_waits_for_the_gpu_look_hung_like_any_idle_ranks() -> None:
     idle = replace(SLEEPS, frames=ITEM)
     assert find_stall(ranks(idle, idle), 1.0).text.startswith("no rank used CPU in 1.0 s; rank 0 on n1 at train.py:9")
 
@@ -230,7 +230,7 @@ TRAINER = "/venv/lib/python3.11/site-packages/trainer/"
         ({}, "distributed_c10d.py:3000 in all_reduce()"),
     ],
 )
-def test_what_was_launched_is_the_users_code_wherever_it_lies(run_json: dict[str, str], line: str) -> None:
+def test_what_was_launched_is_the_users_code_wherever_it_is_installed(run_json: dict[str, str], line: str) -> None:
     frames = (*REDUCE[:2], Frame(f"{TRAINER}cli.py", 7, "main"), Frame("<frozen runpy>", 88, "_run_code"))
     waits = replace(SLEEPS, frames=frames, launched=launched_package(run_json))
     at_barrier = replace(waits, frames=(BARRIER[0], replace(frames[2], line=9)))

@@ -1,7 +1,7 @@
 """A launcher stops its run as hung after --hang-timeout without output, or by default only if no rank can continue.
 
-Any other run that looks hung is reported once, and again when that changes. A run that is starting or ending, or with
-a node that does not reply, does not hang; status.bats and faults.bats test real runs.
+Any other run that looks hung is reported once, and again when its state changes. A run that is starting or ending, or
+has a node that does not reply, is not treated as hung. status.bats and faults.bats test real runs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def decision_on(
         ([WORKS, WORKS], 0.0, False, Wait(60)),
         ([WORKS, WORKS], 59.5, False, Wait(1)),
         ([WORKS, WORKS], 60.0, False, Query(1)),
-        ([WORKS, WORKS], 60.0, True, Wait(60)),  # without stacks: to read them disturbs the ranks
+        ([WORKS, WORKS], 60.0, True, Wait(60)),  # without stacks, because reading them disturbs the ranks
         ([SLEEPS, SLEEPS], 60.0, True, Query(1, stacks=True)),
         ([WORKS, SLEEPS], 120.0, True, Query(1, stacks=True)),
         ([WORKS, WORKS], 300.0, False, Query(1, stacks=True)),
@@ -87,7 +87,7 @@ def test_a_run_that_stays_without_output_is_queried_less_and_less_often(
 @pytest.mark.parametrize(
     ("activities", "with_timeout", "by_default"),
     [
-        ([WAITS, LOOPS], HUNG, Wait(60)),  # it may evaluate
+        ([WAITS, LOOPS], HUNG, Wait(60)),  # rank 1 may be in an evaluation
         ([WAITS, IDLES], HUNG, HUNG),
         ([WAITS, WAITS], HUNG, HUNG),
         ([WORKS, WORKS], HUNG, Wait(60)),
@@ -165,10 +165,10 @@ NODE_STATUS = {
 }  # fmt: skip
 
 
-def check(watch: HangWatch, watched: float, asked: Query, code: int = 0, **facts: Any) -> tuple[Decision, str]:
-    """The decision and the notice after n1 has replied. facts: of its status."""
+def check(watch: HangWatch, watched: float, query: Query, code: int = 0, **facts: Any) -> tuple[Decision, str]:
+    """Return the decision and the notice after n1 has replied. watched: seconds; facts: of the status of n1."""
     output = format_reply(NODE_STATUS | facts) if code == 0 else ""
-    return watch.check_replies([node_reply(watch.run.nodes[0], Reply("n1", code, output, ""))], watched, asked)
+    return watch.check_replies([node_reply(watch.run.nodes[0], Reply("n1", code, output, ""))], watched, query)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def check(watch: HangWatch, watched: float, asked: Query, code: int = 0, **facts
         (700, False, 0, {}, HUNG),
         (599, False, 0, {}, Wait(1)),  # the time before the watch started is ignored
         (700, False, 255, {}, Wait(60)),  # the node does not reply
-        (700, True, 0, {}, Wait(600)),  # it logs no steps
-        (700, True, 0, {"progress": {"step": 9, "origin": "from the output"}}, Wait(600)),  # it prints them
+        (700, True, 0, {}, Wait(600)),  # the run logs no steps
+        (700, True, 0, {"progress": {"step": 9, "origin": "from the output"}}, Wait(600)),  # the run prints steps
         (700, True, 0, {"progress": {"silent": 650.0}}, HUNG),
         (700, True, 0, {"progress": {"silent": 100.0}}, Wait(100)),
     ],
@@ -254,8 +254,8 @@ def test_a_run_that_looks_hung_is_reported_once_and_again_when_that_changes(tmp_
 
 
 def test_a_run_with_long_pauses_is_reported_again_only_after_a_longer_pause() -> None:
-    def notice_at(time: float, silent: float, before: Notified) -> tuple[str, Notified]:
-        return notice_on(Observation(tuple(ranks(SLEEPS)), (), 0, 1.0, silent), silent, before, time)
+    def notice_at(time: float, silent: float, notified: Notified) -> tuple[str, Notified]:
+        return notice_on(Observation(tuple(ranks(SLEEPS)), (), 0, 1.0, silent), silent, notified, time)
 
     notice, known = notice_at(1000.0, 60.0, Notified())
     assert notice.startswith("the run looks hung: no output for 60 s")

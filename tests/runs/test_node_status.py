@@ -1,6 +1,6 @@
 """The status of a run on a node: only processes of this run, their ranks, and their last output.
 
-These tests write /proc and the run directory, and nvidia-smi is a stub; status.bats tests real runs.
+These tests write the files of /proc and of the run directory, and a stub replaces nvidia-smi. status.bats tests runs.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_cpu_is_measured_for_processes_in_both_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "line"),
+    ("content", "line"),
     [
         (b"", ""),
         (b"one\ntwo\n\n", "two"),
@@ -98,8 +98,8 @@ def test_cpu_is_measured_for_processes_in_both_samples(tmp_path: Path) -> None:
         (b"x" * 50_000 + b"\nlast", "last"),
     ],
 )
-def test_the_last_line_is_printable_and_not_empty(tmp_path: Path, written: bytes, line: str) -> None:
-    (tmp_path / "log").write_bytes(written)
+def test_the_last_line_is_printable_and_not_empty(tmp_path: Path, content: bytes, line: str) -> None:
+    (tmp_path / "log").write_bytes(content)
     assert node_status.last_line(tmp_path / "log") == line
 
 
@@ -172,7 +172,7 @@ def test_stacks_of_py_spy_are_cut_to_frames_of_the_script() -> None:
 
 
 def test_without_py_spy_a_rank_writes_its_own_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """If it does not, the text shows where its threads wait in the kernel."""
+    """If the rank does not write one, the text shows where its threads wait in the kernel."""
     monkeypatch.setattr(node_status, "path_of_py_spy", lambda: None)
     me = RunProcess(os.getpid(), 1, "R", "", 0, 0, 1, 0)
     text, frames = node_status.read_stacks(me, str(tmp_path))

@@ -192,7 +192,7 @@ def test_all_settings_and_the_machine_are_shown(tmp_path: Path) -> None:
     [(0.0, "0"), (2.3134, "2.313"), (12345.6, "12,346"), (3e-4, "0.0003"), (3e-5, "3e-5"), (1e30, "1e30"), (-5.0, "-5"),
      (math.nan, "not finite")],
 )  # fmt: skip
-def test_figures(value: float, text: str) -> None:
+def test_numbers_are_rounded(value: float, text: str) -> None:
     assert charts.figure(value) == text
 
 
@@ -201,7 +201,7 @@ def test_figures(value: float, text: str) -> None:
     [(0, "0 s"), (0.0812, "81.2 ms"), (4.21, "4.21 s"), (59.99, "60 s"), (200, "3 min 20 s"), (18120, "5 h 2 min"),
      (273600, "3 d 4 h")],
 )  # fmt: skip
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_have_a_fitting_unit(seconds: float, text: str) -> None:
     assert charts.duration(seconds) == text
 
 
@@ -425,6 +425,7 @@ def sample(time: float, *ranks: tuple[float, int, int], gpus: Json | None = None
 
 
 def attempt(directory: Path, *samples: Json, node: str = "node2", tail: str = "") -> Path:
+    """Write a run directory with the samples of this node. tail: text after the samples."""
     directory.mkdir(exist_ok=True)
     (directory / f"node_{node}.samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples) + tail)
     layout = [{"node": "node1", "first_rank": 0}, {"node": "node2", "first_rank": 2}]

@@ -25,7 +25,7 @@ from distributed.runs import run_directory
 from distributed.runs.lookup import RunNode
 
 KIT = Path(__file__).resolve().parents[2]
-STUBBORN = ["a b", "it's", 'say "x"', "two\nlines", "$HOME `id`", "grün 火", "", "--", "-n", "*", "\\"]
+ODD_ARGUMENTS = ["a b", "it's", 'say "x"', "two\nlines", "$HOME `id`", "grün 火", "", "--", "-n", "*", "\\"]
 
 
 def facts(**changes: Any) -> dict[str, Any]:
@@ -54,11 +54,11 @@ def run_json(directory: Path) -> dict[str, Any]:
 
 
 def test_the_directory_has_the_exact_command(tmp_path: Path) -> None:
-    directory = create(tmp_path / "my logs", command=STUBBORN)
+    directory = create(tmp_path / "my logs", command=ODD_ARGUMENTS)
     assert directory.is_absolute() and directory.parent == tmp_path / "my logs"
     assert re.fullmatch(r"train-\d{8}-\d{6}-[0-9a-f]{4}", directory.name)
     assert sorted(os.listdir(directory)) == ["errors", "ranks", "run.json"]
-    assert run_json(directory)["command"] == STUBBORN
+    assert run_json(directory)["command"] == ODD_ARGUMENTS
 
 
 def test_run_json_describes_the_launch(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def git(directory: Path, *arguments: str) -> str:
     return subprocess.check_output(["git", "-C", directory, *author, *arguments], env=quiet, text=True).strip()
 
 
-def test_the_commit_of_the_working_directory_and_whether_it_differs(tmp_path: Path) -> None:
+def test_the_commit_of_the_working_directory_and_whether_it_has_changes_are_recorded(tmp_path: Path) -> None:
     work = tmp_path / "work"
     (work / "deep").mkdir(parents=True)
     git(work, "init", "-q")

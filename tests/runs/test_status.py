@@ -99,7 +99,7 @@ FAILED = {"outcome": "failed", "cause": "rank 1 raised ValueError: boom"}
         (REMOTE, [reply("n1", ENDED)], {}, "unknown", 1, "no process of the run was found, and it has no verdict"),
     ],
 )
-def test_the_state_of_a_run(
+def test_the_state_of_a_run_follows_from_launcher_replies_and_verdict(
     state: str, replies: list[NodeReply], verdict: dict[str, Any], name: str, code: int, more: str
 ) -> None:
     found = judge(run_with_launcher(state), replies, verdict, RunProgress(), START + 60)
@@ -115,7 +115,7 @@ def test_the_state_of_a_run(
         (EXITED, "", "ended", 0),
     ],
 )
-def test_the_state_of_a_slurm_job(state: str, job_state: str, name: str, code: int) -> None:
+def test_the_state_of_a_run_in_slurm_follows_from_its_job(state: str, job_state: str, name: str, code: int) -> None:
     run = replace(run_with_launcher(state), job="17")
     verdict = {} if state == IN_JOB else STOPPED
     found = judge(run, [reply("n1", RANK if state == IN_JOB else ENDED)], verdict, RunProgress(), START + 60, job_state)
@@ -236,9 +236,9 @@ def test_progress_is_that_of_a_node_that_does_not_share_the_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = replace(RUN, directory=tmp_path)
-    there = reply("n1", RANK)
-    assert there.status
-    there = replace(there, status=replace(there.status, progress=RunProgress(7, silent=3.0, origin="from the output")))
+    node = reply("n1", RANK)
+    assert node.status
+    node = replace(node, status=replace(node.status, progress=RunProgress(7, silent=3.0, origin="from the output")))
 
     class Found:
         job_state = ""
@@ -247,7 +247,7 @@ def test_progress_is_that_of_a_node_that_does_not_share_the_run_directory(
             self.run = run
 
         def query(self, options: list[str], timeout: float) -> list[NodeReply]:
-            return [no_reply("n2"), there]
+            return [no_reply("n2"), node]
 
     viewer = status.Viewer(Namespace(stacks=False, watch=True), Found())  # type: ignore[arg-type]
     assert viewer.status().progress == RunProgress(7, origin="from the output")
@@ -352,7 +352,7 @@ def test_the_run_of_another_user_is_refused(tmp_path: Path) -> None:
 
 
 def finished_run(logs: Path, number: int, verdict: dict[str, Any] | None, **changes: Any) -> Path:
-    """A run that was started `number` days after the first of January. changes: of run.json."""
+    """Create a run that was started on day `number` of January 2025. changes: of run.json."""
     nodes = [RunNode("node1", "", 1, 0), RunNode("node2", "", 1, 1)]
     made = run_directory.create(
         str(logs), "train", nodes=nodes, script="train.py", config=None, cwd="/", python="python3", command=["x"],

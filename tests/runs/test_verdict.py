@@ -1,8 +1,8 @@
 """The verdict names the rank that failed first.
 
-Other ranks that lose their connection to it report that too, often before its agent records the failure. Tested here:
-causes win over consequences in any order and from any file, damaged files are ignored, and the exit code is that of the
-first failure.
+Ranks that lose their connection to this rank report an error too, often before its agent records the failure. Causes
+win over consequences in any order and from any file, damaged files are ignored, and the exit code is that of the first
+failure.
 
 Messages were recorded with torch 2.13 and gloo, from ranks that raise, exit, hang and die of signals; messages of NCCL
 have the formats of PyTorch's source. The last test provokes some of these messages again.
@@ -156,7 +156,7 @@ def test_any_other_error_of_a_rank_is_a_cause(exception: str, message: str) -> N
         (died(75, ended_by_agent=True), Kind.STOPPED),
         (raised("KeyboardInterrupt", exit_code=130), Kind.TERMINATED),
         (raised("ValueError", "own", ended_by_agent=True), Kind.UNCLEAR),  # may be a consequence of SIGTERM
-        (raised("ConnectionResetError", "[Errno 104] Connection reset by peer"), Kind.UNCLEAR),  # any connection
+        (raised("ConnectionResetError", "[Errno 104] Connection reset by peer"), Kind.UNCLEAR),  # may be any connection
         (raised("BrokenPipeError", "[Errno 32] Broken pipe"), Kind.UNCLEAR),
         (raised("DistNetworkError", "EADDRINUSE", rank=None), Kind.AGENT),
         (died(1, rank=None), Kind.UNCLEAR),
@@ -165,7 +165,7 @@ def test_any_other_error_of_a_rank_is_a_cause(exception: str, message: str) -> N
         (Failure("n1"), Kind.LOST_NODE),
     ],
 )
-def test_the_kind_of_a_failure(failure: Failure, expected: Kind) -> None:
+def test_a_failure_is_classified(failure: Failure, expected: Kind) -> None:
     assert kind_of(failure) is expected
 
 
@@ -260,7 +260,7 @@ def test_without_a_cause_the_first_consequence_is_named() -> None:
         (1, "rank 0 on n1 exited with code 1; no clearer cause was recorded"),
     ],
 )
-def test_a_rank_that_recorded_only_its_exit_code(code: int, cause: str) -> None:
+def test_a_rank_with_only_an_exit_code_is_named_with_its_signal_or_code(code: int, cause: str) -> None:
     assert verdict.judge(Evidence((died(code, rank=0),), ranks={"n1": range(1)})).cause == cause
 
 
@@ -304,7 +304,7 @@ def test_a_rank_that_exited_with_0_while_others_waited_for_it_is_named(run: RunD
 
 
 def test_an_agent_whose_ranks_exited_with_0_is_not_the_cause(run: RunDirectory) -> None:
-    """It exits with the code of the run."""
+    """Such an agent exits with the code of the run."""
     run.start("n1", "n2", nproc=1)
     run.rank(0, "RuntimeError", RESET)
     run.ranks_ended("n1", r0=(1, False))
@@ -329,11 +329,11 @@ def test_an_agent_whose_ranks_exited_with_0_is_not_the_cause(run: RunDirectory) 
     ],
 )  # fmt: skip
 def test_a_rank_that_another_one_names_as_missing_is_the_cause(exception: str, message: str) -> None:
-    witness, other = raised(exception, message, rank=0), raised("RuntimeError", CLOSED, rank=1, time=TIME - 1)
-    found = verdict.judge(Evidence((witness, other), ranks=TWO_NODES))
+    report, other = raised(exception, message, rank=0), raised("RuntimeError", CLOSED, rank=1, time=TIME - 1)
+    found = verdict.judge(Evidence((report, other), ranks=TWO_NODES))
     assert (found.node, found.rank, found.exit_code) == ("n2", 3, 1)
     assert found.cause.startswith("rank 3 on n2 was missing from a collective; rank 0 on n1 reports: ")
-    with_own_error = verdict.judge(Evidence((witness, other, died(139, rank=1, node="n1"))))
+    with_own_error = verdict.judge(Evidence((report, other, died(139, rank=1, node="n1"))))
     assert with_own_error.rank == 1, "an error of a rank wins"
 
 
@@ -387,7 +387,7 @@ CRASH = (died(139, rank=0), BY_AGENT)
         ((BY_AGENT, Failure("n2")), {"n1": 143}, 69, ("failed", 69)),
     ],
 )
-def test_outcome_and_exit_code(
+def test_outcome_and_exit_code_follow_from_failures_and_exit_codes(
     failures: tuple[Failure, ...], exits: dict[str, int], launcher: int | None, expected: tuple[str, int]
 ) -> None:
     found = verdict.judge(Evidence(failures, exits, ranks={"n1": range(2)}), launcher)
@@ -420,12 +420,12 @@ class RunDirectory:
 
     def ranks_ended(self, node: str, succeeded: Sequence[int] = (), **codes: tuple[int, bool]) -> None:
         """r0=(137, False): rank 0 died of SIGKILL, not sent by the agent. succeeded: ranks that exited with 0."""
-        found = [
+        failures = [
             {"rank": int(rank[1:]), "local_rank": int(rank[1:]), "pid": 100 + int(rank[1:]), "time": TIME + 0.1}
             | {"exit_code": code, "ended_by_agent": by_agent}
             for rank, (code, by_agent) in codes.items()
         ]
-        self.file(f"errors/node_{node}.json", {"node": node, "failures": found, "succeeded": list(succeeded)})
+        self.file(f"errors/node_{node}.json", {"node": node, "failures": failures, "succeeded": list(succeeded)})
 
     def decide(self, launcher: int | None = None) -> verdict.Verdict:
         return verdict.decide(self.path, launcher)
@@ -438,7 +438,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def test_the_verdict_names_the_signal_that_stopped_the_ranks(run: RunDirectory) -> None:
     run.start("n1")
-    # As recorded with pdsh, whose supervisors receive what the launcher passes on.
+    # As recorded with pdsh, whose supervisors receive the signals that the launcher passes on.
     run.file("errors/signal_n1_SIGUSR1.json", {"signal": "SIGUSR1", "sender": "to the supervisor on n1", "time": 8.2})
     run.file("errors/signal_launcher_SIGUSR1.json", {"signal": "SIGUSR1", "sender": "to the launcher", "time": 8})
     run.file("errors/signal_n2_SIGHUP.json", {"signal": "SIGHUP", "sender": "from SLURM", "time": 2})
@@ -506,7 +506,7 @@ def test_the_last_frames_are_those_of_an_installed_trainer_that_was_launched(run
 
 
 def test_the_records_of_a_rank_and_of_its_agent_are_merged(run: RunDirectory) -> None:
-    """PyTorch's threads may abort a process that exits after an exception: then 134 is not its exit code."""
+    """PyTorch's threads may abort a process that exits after an exception; 134 is then not the code of the rank."""
     run.rank(1, "ValueError", "bad", time=TIME)
     run.rank(0, "RuntimeError", CLOSED, time=TIME - 0.1)
     run.ranks_ended("n1", r1=(134, False), r0=(134, False))
@@ -516,7 +516,7 @@ def test_the_records_of_a_rank_and_of_its_agent_are_merged(run: RunDirectory) ->
     assert len(found.collateral) == 1
 
 
-def test_a_rank_that_raised_and_then_hung_until_the_agent_killed_it(run: RunDirectory) -> None:
+def test_a_rank_that_raised_and_then_hung_until_the_agent_killed_it_is_the_cause(run: RunDirectory) -> None:
     run.rank(1, "ValueError", "bad")
     run.rank(0, "RuntimeError", CLOSED)
     run.ranks_ended("n1", r0=(1, False), r1=(137, True))
@@ -576,16 +576,16 @@ def test_the_node_whose_heartbeats_most_agents_miss_is_lost(
 
 
 @pytest.mark.parametrize("code", [75, 129, 143])
-@pytest.mark.parametrize("seen_by", ["the launcher", "the other agent"])
+@pytest.mark.parametrize("detected_by", ["the launcher", "the other agent"])
 def test_ranks_that_stop_after_a_lost_connection_did_not_stop_on_request(
-    run: RunDirectory, code: int, seen_by: str
+    run: RunDirectory, code: int, detected_by: str
 ) -> None:
     run.start("n1", "n2")
     run.ranks_ended("n1", r0=(code, True), r1=(code, True))
     run.ranks_ended("n2", r2=(code, True), r3=(code, True))
     for node in ("n1", "n2"):
         run.file(f"node_{node}.exit", f"{code}\n")
-    if seen_by == "the launcher":
+    if detected_by == "the launcher":
         run.file("node_n2.lost", "")
     else:
         run.file("errors/node_n1.json", json.dumps({"node": "n1", "failures": [], "lost": "n2"}))
@@ -612,7 +612,7 @@ def test_without_ssh_a_lost_launcher_was_killed(run: RunDirectory, address: str 
 
 @pytest.mark.parametrize("lost", ["n1", "n2"])
 def test_a_lost_connection_is_the_cause_also_if_its_node_was_only_stopped(run: RunDirectory, lost: str) -> None:
-    """As when a node was cut before its ranks had started, and reachable again when its processes were ended."""
+    """The node may have been cut off before its ranks had started, and reachable again when it was stopped."""
     run.start("n1", "n2")
     for node in ("n1", "n2"):
         run.file(f"node_{node}.exit", "143\n")
@@ -622,7 +622,7 @@ def test_a_lost_connection_is_the_cause_also_if_its_node_was_only_stopped(run: R
     assert found.cause == f"{lost}: connection lost: ssh exited with code 255"
 
 
-def test_the_launcher_knows_more_about_a_lost_connection_than_the_supervisor(run: RunDirectory) -> None:
+def test_the_launchers_record_of_a_lost_connection_wins_over_the_supervisors(run: RunDirectory) -> None:
     run.file("run.json", {"layout": [{"node": "n1", "address": "n1", "first_rank": 0, "processes": 1}]})
     run.ranks_ended("n1", r0=(143, True))
     lost = {"node": "n1", "time": TIME - 1, "cause": "launcher lost", "message": "the control channel was closed"}
@@ -760,7 +760,7 @@ RAISED_IN_LOG = """\
 ABORTED = "[n1:1] terminate called without an active exception\n"
 
 
-def test_the_list_of_failures_that_torchrun_prints(run: RunDirectory) -> None:
+def test_the_list_of_failures_that_torchrun_prints_is_read(run: RunDirectory) -> None:
     run.file("node_n1.log", LOST_IN_LOG + "[n1:1] no data here\n" + TORCHRUN)
     run.file("node_n1.exit", "1\n")
     found = run.decide()
@@ -815,7 +815,7 @@ def test_chained_exceptions_in_the_log_are_read_from_the_first(run: RunDirectory
 
 def test_an_abort_after_a_lost_connection_is_not_the_cause(run: RunDirectory) -> None:
     log = LOST_IN_LOG.replace("n1:0", "n1:1").replace("rank0", "rank1") + ABORTED
-    agent = TORCHRUN.partition("\n")[2]  # without the line that it ended rank 0
+    agent = TORCHRUN.partition("\n")[2]  # without the line that torchrun ended rank 0
     agent = agent.replace("exitcode  : 42", "exitcode  : -6").replace("exitcode  : -15", "exitcode  : 3")
     run.file("node_n1.log", log + agent)
     assert (run.decide().rank, run.decide().exit_code) == (0, 3)
@@ -862,7 +862,7 @@ def test_the_stack_that_faulthandler_logs_is_the_traceback(run: RunDirectory) ->
          1, "DistNetworkError: EADDRINUSE"),
     ],
 )  # fmt: skip
-def test_an_agent_that_failed_before_any_rank(run: RunDirectory, log: str, code: int, expected: str) -> None:
+def test_an_agent_that_fails_before_its_ranks_is_named(run: RunDirectory, log: str, code: int, expected: str) -> None:
     run.start("n1", "n2")
     run.file("node_n1.log", log)
     run.file("node_n1.exit", f"{code}\n")
@@ -934,7 +934,7 @@ def test_failures_are_not_read_again_for_each_rank_that_names_a_missing_one() ->
 # ---------------------------------------------------------------- the printed verdict, and the program
 
 
-def test_the_printed_verdict(run: RunDirectory) -> None:
+def test_the_verdict_is_printed_with_the_exception_and_what_followed(run: RunDirectory) -> None:
     site = '  File "/usr/lib/python3.11/site-packages/torch/x.py", line 1, in all_reduce\n    wait()\n'
     mine = "".join(f'  File "/home/me/train.py", line {line}, in f{line}\n    f{line}()\n' for line in range(1, 6))
     stack = f"Traceback (most recent call last):\n{mine}{site}ValueError: bad\n"
@@ -1003,7 +1003,7 @@ def test_the_exit_code_is_printed_once(tmp_path: Path, code: int, lines: list[st
     assert sum(str(code) in line for line in found) == 1
 
 
-def test_a_witness_is_quoted_once(run: RunDirectory) -> None:
+def test_the_error_that_names_a_missing_rank_is_quoted_once(run: RunDirectory) -> None:
     run.rank(0, "RuntimeError", "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms")
     assert verdict.render(run.decide(), run.path).splitlines()[-1] == (
         "  RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms"

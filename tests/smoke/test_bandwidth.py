@@ -21,19 +21,19 @@ def test_each_pair_is_in_one_round_and_each_number_once_per_round(count: int) ->
     assert len(rounds) == count - 1 + count % 2
 
 
-def links(count: int, fast: float = 10.0, **other: float) -> list[NodeLink]:
-    """All links between node1, node2, ...; other: _1_2=0.9 for a link, or _3=0.9 for all links of node3."""
+def links(count: int, fast: float = 10.0, **slow: float) -> list[NodeLink]:
+    """Return all links between node1, node2, ...; slow, in GB/s: _1_2=0.9 for a link, _3=0.9 for all links of node3."""
     found = []
     for one, two in itertools.combinations(range(1, count + 1), 2):
-        own = [other.get(f"_{one}_{two}"), other.get(f"_{one}"), other.get(f"_{two}"), fast]
-        found.append(NodeLink(f"node{one}", f"node{two}", next(gb for gb in own if gb is not None)))
+        speeds = [slow.get(f"_{one}_{two}"), slow.get(f"_{one}"), slow.get(f"_{two}"), fast]
+        found.append(NodeLink(f"node{one}", f"node{two}", next(gb for gb in speeds if gb is not None)))
     return found
 
 
 @pytest.mark.parametrize(
     ("measured", "texts"),
     [
-        (links(2, 0.001), []),  # nothing to compare it with
+        (links(2, 0.001), []),  # no other link to compare with
         (links(5), []),
         (links(4, _2_3=4.0, _1=8.0), []),  # not slow enough
         (links(4, _3=4.0, _1_3=1.5), []),  # compared with the other links of the slower node

@@ -1,8 +1,8 @@
 """The smoke test finds wrong results, slow ranks and links, and ranks that freeze, die or do not start.
 
-The values must show every error of a collective, and bandwidth is defined as in nccl-tests. When a rank has a fault,
-the report names that rank, is printed in time, and the exit code is not 0. Ranks are processes with gloo, and their
-faults are real unless a test says otherwise.
+The values that ranks exchange show every error of a collective, and bandwidth is defined as in nccl-tests. When a rank
+has a fault, the report names that rank and is printed in time, and the exit code is not 0. Ranks are processes with
+gloo, and their faults are real unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def check_of(results: RankResult, name: str) -> dict[str, Any]:
 
 
 def at(step: str, act: Callable[[], None]) -> None:
-    """Call act() when this rank begins a step."""
+    """Call act() when this rank begins this step."""
     begin = collective_checks.RankContext.begin
 
     def begin_and_act(context: collective_checks.RankContext, current: str, expected: float = 0.0) -> None:
@@ -138,32 +138,32 @@ def test_a_single_rank_skips_what_needs_two(start: Callable[..., ForkedRun]) -> 
 
 def adds_one(rank: int) -> None:
     if rank == 1:
-        right = dist.all_reduce
-        dist.all_reduce = lambda tensor, *a, **k: (right(tensor, *a, **k), tensor[-1:].add_(1))
+        original = dist.all_reduce
+        dist.all_reduce = lambda tensor, *a, **k: (original(tensor, *a, **k), tensor[-1:].add_(1))
 
 
 def leaves_one_out(rank: int) -> None:
     """All ranks get the sum without rank 1."""
-    right = dist.all_reduce
-    dist.all_reduce = lambda tensor, *a, **k: right(tensor.zero_() if rank == 1 else tensor, *a, **k)
+    original = dist.all_reduce
+    dist.all_reduce = lambda tensor, *a, **k: original(tensor.zero_() if rank == 1 else tensor, *a, **k)
 
 
 def narrows(rank: int) -> None:
-    right = collective_checks.reduce_scatter_single
+    original = collective_checks.reduce_scatter_single
 
     def narrow(out: torch.Tensor, mine: torch.Tensor) -> None:
         short = out.bfloat16()
-        right(short, mine.bfloat16())
+        original(short, mine.bfloat16())
         out.copy_(short)
 
     collective_checks.reduce_scatter_single = narrow
 
 
 def swaps(rank: int) -> None:
-    right = collective_checks.all_gather_single
+    original = collective_checks.all_gather_single
 
     def swapped(out: torch.Tensor, mine: torch.Tensor) -> None:
-        right(out, mine)
+        original(out, mine)
         out.copy_(out.view(-1, len(mine)).flip(0).flatten())
 
     collective_checks.all_gather_single = swapped
@@ -198,7 +198,7 @@ def skips_barriers(rank: int) -> None:
 
 
 def test_a_barrier_that_does_not_wait_is_reported(start: Callable[..., ForkedRun]) -> None:
-    """Rank 0 is late first, so rank 1 passes the barrier before rank 0 arrives."""
+    """The check delays rank 0 at the first barrier, so rank 1 passes before rank 0 arrives."""
     results = start(2, "--json", *QUICK, trouble=skips_barriers).results()
     assert [one.code for one in results.values()] == [1, 1]
     fault = next(fault for fault in check_of(results[0], "barrier")["faults"] if fault["rank"] == 1)
@@ -336,7 +336,7 @@ def test_two_ranks_on_one_gpu_are_refused(start: Callable[..., ForkedRun], tmp_p
     assert report["verdict"] == "fault"
     (fault,) = report["checks"][0]["faults"]
     assert "rank 0 and rank 1 share one GPU on host0" in fault["got"]
-    assert list(tmp_path.iterdir()) == [file], "written beside and renamed"
+    assert list(tmp_path.iterdir()) == [file], "no temporary file remains"
 
 
 # ---------------------------------------------------------------- links between nodes
@@ -351,13 +351,13 @@ def on_a_slow_node(rank: int) -> None:
     """All messages of rank 2 are late."""
     on_own_node(rank)
     if rank == 2:
-        right = dist.batch_isend_irecv
+        original = dist.batch_isend_irecv
 
-        def late(both: list[dist.P2POp]) -> list[dist.Work]:
-            time.sleep(0.1 if both[0].tensor.numel() >= collective_checks.SMALLEST_LINK // 4 else 0)
-            return right(both)
+        def delayed(operations: list[dist.P2POp]) -> list[dist.Work]:
+            time.sleep(0.1 if operations[0].tensor.numel() >= collective_checks.SMALLEST_LINK // 4 else 0)
+            return original(operations)
 
-        dist.batch_isend_irecv = late  # type: ignore[assignment]
+        dist.batch_isend_irecv = delayed  # type: ignore[assignment]
 
 
 def test_links_between_nodes_are_measured_and_a_slow_node_is_reported(start: Callable[..., ForkedRun]) -> None:
@@ -474,15 +474,15 @@ def test_values_change_in_a_narrower_type(dtype: torch.dtype, narrower: torch.dt
 
 
 @pytest.mark.parametrize(
-    ("got", "expected", "difference"),
+    ("got", "expected", "first"),
     [
         ([1.0, 2.0], [1.0, 2.0], None),
         ([1.0, 3.0, 4.0], [1.0, 2.0, 3.0], (1, "2.0", "3.0 (2 of 3 elements are wrong)")),
         ([float("nan")], [1.0], (0, "1.0", "nan (1 of 1 elements are wrong)")),
     ],
 )
-def test_the_first_difference(got: list[float], expected: list[float], difference: tuple[int, str, str] | None) -> None:
-    assert collective_checks.difference(torch.tensor(got), torch.tensor(expected)) == difference
+def test_differences_are_found(got: list[float], expected: list[float], first: tuple[int, str, str] | None) -> None:
+    assert collective_checks.difference(torch.tensor(got), torch.tensor(expected)) == first
 
 
 # ---------------------------------------------------------------- measurements
@@ -500,7 +500,7 @@ def test_the_first_difference(got: list[float], expected: list[float], differenc
     ],
 )
 def test_bus_bandwidth_is_defined_as_in_nccl_tests(collective: str, ranks: int, bus: float) -> None:
-    """A message of 2 * 10^9 bytes in two seconds; doc/PERFORMANCE.md of nccl-tests."""
+    """A message of 2 * 10^9 bytes takes two seconds. The factors are from doc/PERFORMANCE.md of nccl-tests."""
     speed = summary.speed_of(collective, ranks, 2_000_000_000, 5, 2.0)
     assert speed.algorithm_gb_per_second == pytest.approx(1.0)
     assert speed.bus_gb_per_second == pytest.approx(bus)
@@ -510,7 +510,7 @@ def test_bus_bandwidth_is_defined_as_in_nccl_tests(collective: str, ranks: int, 
     ("smallest", "largest", "sizes"),
     [(1024, 1024, [1024]), (1024, 16384, [1024, 4096, 16384]), (5, 79, [5, 20]), (5, 80, [5, 20, 80])],
 )
-def test_message_sizes(smallest: int, largest: int, sizes: list[int]) -> None:
+def test_message_sizes_grow_by_a_factor_of_4(smallest: int, largest: int, sizes: list[int]) -> None:
     assert collective_checks.message_sizes(smallest, largest) == sizes
 
 
@@ -607,9 +607,7 @@ def test_a_size_that_was_not_measured_is_a_dash() -> None:
     ]
     report = summary.summarise(LAUNCH, SUMMARIES, {0: finding(0), 1: finding(1)}, Measurements(bandwidth=speeds))
     rows = [
-        line.split()
-        for line in plain(summary.render(report)).splitlines()
-        if line.strip().startswith(("1K", "4K"))
+        line.split() for line in plain(summary.render(report)).splitlines() if line.strip().startswith(("1K", "4K"))
     ]
     assert rows == [["1K", "1.000", "0.001", "0.001"], ["4K", "-", "-", "0.004"]]
 

@@ -39,7 +39,7 @@ _context = multiprocessing.get_context("spawn")  # pytest has threads, which a f
 
 
 def trained(directory: Path, text: str = "weights") -> str:
-    """The output directory of a job that has trained a base model."""
+    """Create the output directory of a job that has trained a base model; return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         (directory / name).write_text(f"{name} {text} {'x' * 500}")
@@ -298,20 +298,20 @@ def test_a_missing_cache_is_empty(cache: Path) -> None:
 
 
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of the function in a process that may fork."""
+    """Call the function in a process that may fork, and return its result."""
     with _context.Pool(1) as pool:
         return pool.apply_async(function, args).get(TIMEOUT)
 
 
 def forked(work: Callable[[], object], kill_at: int | None = None) -> int:
-    """Start a child. kill_at: SIGKILL at this audit event (file opened, directory created, renamed, ...)."""
+    """Call work() in a child; return its pid. kill_at: number of the audit event (open, mkdir, ...) of SIGKILL."""
     child = os.fork()
     if child:
         return child
-    seen = itertools.count()
+    events = itertools.count()
 
     def count(*_: object) -> None:
-        if next(seen) == kill_at:
+        if next(events) == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
@@ -327,14 +327,14 @@ def code_of(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def publish_and_be_killed(cache: Path, before: str) -> tuple[int, list[str]]:
-    """Return (number of kills, faults). before: state of the cache: nothing, valid or damaged."""
+def publish_and_be_killed(cache: Path, initial_state: str) -> tuple[int, list[str]]:
+    """Return (number of kills, faults). initial_state: of the cache: nothing, valid or damaged."""
     faults = []
     for number in itertools.count():
         shutil.rmtree(cache, ignore_errors=True)
-        if before != "nothing":
+        if initial_state != "nothing":
             published(cache, text="before")
-        if before == "damaged":
+        if initial_state == "damaged":
             flip(cache / NAME / WEIGHTS, 3)
         source = trained(cache.parent / "out", "after")
         known = base_model.manifest_of(source, DIGEST)
@@ -344,12 +344,12 @@ def publish_and_be_killed(cache: Path, before: str) -> tuple[int, list[str]]:
 
         code = code_of(forked(work, kill_at=number))
         if (state := state_of(cache)) not in {"nothing": ("nothing", "valid"), "valid": ("valid",)}.get(
-            before, ("nothing", "valid", "damaged")
+            initial_state, ("nothing", "valid", "damaged")
         ):
             faults.append(f"killed at {number}: {state}")
         if code != -signal.SIGKILL:
             return number, faults + ([] if code == 0 and state == "valid" else [f"exit code {code}"])
-        work()  # as the next process does
+        work()  # publish again, as the next process does
         base_model.remove_staging(str(cache), DIGEST)
         if state_of(cache) != "valid" or staging_directories(cache):
             faults.append(f"killed at {number}: afterwards {state_of(cache)}, left {staging_directories(cache)}")
@@ -366,15 +366,15 @@ def state_of(cache: Path) -> str:
         return "damaged"
 
 
-@pytest.mark.parametrize("before", ["nothing", "valid", "damaged"])
-def test_a_process_killed_at_any_event_leaves_nothing_or_a_valid_base_model(before: str, cache: Path) -> None:
-    kills, faults = in_process(publish_and_be_killed, cache, before)
+@pytest.mark.parametrize("initial_state", ["nothing", "valid", "damaged"])
+def test_a_process_killed_at_any_event_leaves_nothing_or_a_valid_base_model(initial_state: str, cache: Path) -> None:
+    kills, faults = in_process(publish_and_be_killed, cache, initial_state)
     assert not faults
     assert kills > 20
 
 
 def publish_large_and_be_killed(cache: Path, seconds: float) -> tuple[str, str]:
-    """Return the state after the kill, and after another process has published."""
+    """Return the state of the cache after the kill, and after publishing again."""
     source = trained(cache.parent / "out")
     Path(source, WEIGHTS).write_bytes(os.urandom(1 << 20) * 24)
     known = base_model.manifest_of(source, DIGEST)
@@ -436,13 +436,13 @@ def claim_concurrently(cwd: Path) -> list[int]:
         log = os.open(cwd / f"trained{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
         def work(digest: str = digest, log: int = log) -> None:
-            own = Cache(cwd)
-            while (found := own.claim(digest)) == "busy":
+            models = Cache(cwd)
+            while (claim := models.claim(digest)) == "busy":
                 time.sleep(0.001 * (1 + os.getpid() % 7))
-            if found == "train":
+            if claim == "train":
                 os.write(log, b"x")
-                own.publish(digest, output)
-            base_model.verify(own.path(digest), digest)
+                models.publish(digest, output)
+            base_model.verify(models.path(digest), digest)
 
         children = [forked(work) for _ in range(4)]
         assert [code_of(child) for child in children] == [0] * 4
@@ -461,10 +461,10 @@ class OtherProcess:
     """A process with a separate Cache on the same directory."""
 
     def __init__(self, cwd: Path) -> None:
-        self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=serve, args=(theirs, cwd))
+        self._pipe, child_end = _context.Pipe()
+        self._process = _context.Process(target=serve, args=(child_end, cwd))
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     def __call__(self, method: str, *args: Any) -> Any:
         self._pipe.send((method, args))
@@ -478,10 +478,10 @@ class OtherProcess:
 
 
 def serve(pipe: Connection, cwd: Path) -> None:
-    own = Cache(cwd)
+    models = Cache(cwd)
     while True:
         method, args = pipe.recv()
-        pipe.send(getattr(own, method)(*args))
+        pipe.send(getattr(models, method)(*args))
 
 
 @pytest.fixture
@@ -491,7 +491,7 @@ def other(tmp_path: Path) -> Iterator[OtherProcess]:
     started.kill()
 
 
-def test_a_lock_is_shared_by_users_and_exclusive_to_one(cache: Path) -> None:
+def test_a_lock_is_either_shared_or_exclusive(cache: Path) -> None:
     first, second = (base_model.lock(str(cache), DIGEST, exclusive=False) for _ in range(2))
     assert first is not None and second is not None
     assert base_model.lock(str(cache), DIGEST, exclusive=True) is None
@@ -509,15 +509,15 @@ def test_a_lock_is_shared_by_users_and_exclusive_to_one(cache: Path) -> None:
 
 
 def test_one_process_trains_and_prune_keeps_a_base_model_in_use(tmp_path: Path, other: OtherProcess) -> None:
-    own, output = Cache(tmp_path), trained(tmp_path / "out")
-    assert own.claim(DIGEST) == "train"
-    assert own.claim(DIGEST) == "train"
+    models, output = Cache(tmp_path), trained(tmp_path / "out")
+    assert models.claim(DIGEST) == "train"
+    assert models.claim(DIGEST) == "train"
     assert other("claim", DIGEST) == "busy"
-    own.publish(DIGEST, output, seconds=1)
-    assert own.verify(DIGEST)["seconds"] == 1
-    assert other("claim", DIGEST) == own.claim(DIGEST) == "ready"
+    models.publish(DIGEST, output, seconds=1)
+    assert models.verify(DIGEST)["seconds"] == 1
+    assert other("claim", DIGEST) == models.claim(DIGEST) == "ready"
     assert prune(tmp_path, keep=()) == ([], [NAME])
-    own.release(DIGEST)
+    models.release(DIGEST)
     assert prune(tmp_path, keep=()) == ([], [NAME])
     other("release", DIGEST)
     assert prune(tmp_path, keep=()) == ([NAME], [])
@@ -552,22 +552,22 @@ def test_a_base_model_of_another_user_can_be_locked(cache: Path, monkeypatch: py
 
 
 def test_a_lock_is_released_when_its_process_exits(tmp_path: Path, other: OtherProcess) -> None:
-    own = Cache(tmp_path)
+    models = Cache(tmp_path)
     assert other("claim", DIGEST) == "train"
-    assert own.claim(DIGEST) == "busy"
+    assert models.claim(DIGEST) == "busy"
     other.kill()
-    assert own.claim(DIGEST) == "train"
+    assert models.claim(DIGEST) == "train"
 
 
 def test_a_damaged_base_model_is_removed_for_training_but_not_while_in_use(tmp_path: Path, other: OtherProcess) -> None:
-    own, path = Cache(tmp_path), published(tmp_path / CACHE)
-    base_model.new_staging(own.directory, DIGEST)  # of a process that was killed
-    assert other("claim", DIGEST) == own.claim(DIGEST) == "ready"
+    models, path = Cache(tmp_path), published(tmp_path / CACHE)
+    base_model.new_staging(models.directory, DIGEST)  # of a process that was killed
+    assert other("claim", DIGEST) == models.claim(DIGEST) == "ready"
     flip(path / WEIGHTS, 3)
-    assert own.claim(DIGEST) == "busy"
+    assert models.claim(DIGEST) == "busy"
     assert path.exists()
     other.kill()
-    assert own.claim(DIGEST) == "train"
+    assert models.claim(DIGEST) == "train"
     assert not path.exists()
     assert staging_directories(path.parent) == []
 
@@ -575,30 +575,30 @@ def test_a_damaged_base_model_is_removed_for_training_but_not_while_in_use(tmp_p
 def test_publishing_over_an_existing_base_model_keeps_it_and_shares_the_lock(
     tmp_path: Path, other: OtherProcess
 ) -> None:
-    own = Cache(tmp_path)
-    assert own.claim(DIGEST) == "train"
+    models = Cache(tmp_path)
+    assert models.claim(DIGEST) == "train"
     before = published(tmp_path / CACHE, text="first").stat().st_ino
-    own.publish(DIGEST, trained(tmp_path / "out", "second"))
+    models.publish(DIGEST, trained(tmp_path / "out", "second"))
     assert (tmp_path / CACHE / NAME).stat().st_ino == before
     assert staging_directories(tmp_path / CACHE) == []
-    assert other("claim", DIGEST) == own.claim(DIGEST) == "ready"
+    assert other("claim", DIGEST) == models.claim(DIGEST) == "ready"
 
 
 def test_publishing_without_a_file_fails_and_keeps_the_lock(tmp_path: Path) -> None:
-    own, output = Cache(tmp_path), trained(tmp_path / "out")
+    models, output = Cache(tmp_path), trained(tmp_path / "out")
     Path(output, FILES[2]).unlink()
-    assert own.claim(DIGEST) == "train"
+    assert models.claim(DIGEST) == "train"
     with pytest.raises(BaseModelError, match=FILES[2]):
-        own.publish(DIGEST, output)
-    assert own.claim(DIGEST) == "train"
-    assert base_model.names_in(own.directory) == []
+        models.publish(DIGEST, output)
+    assert models.claim(DIGEST) == "train"
+    assert base_model.names_in(models.directory) == []
 
 
 # ---------------------------------------------------------------- verification and the list of a cache
 
 
-def test_a_base_model_is_read_again_only_when_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, path = Cache(tmp_path), published(tmp_path / CACHE)
+def test_a_base_model_is_read_again_only_after_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, path = Cache(tmp_path), published(tmp_path / CACHE)
     read: list[str] = []
     real = base_model.sha256
 
@@ -607,30 +607,30 @@ def test_a_base_model_is_read_again_only_when_it_was_written(tmp_path: Path, mon
         return real(path)
 
     monkeypatch.setattr(base_model, "sha256", counted)
-    first = own.verify(DIGEST)
-    assert own.verify(DIGEST) == first
+    first = models.verify(DIGEST)
+    assert models.verify(DIGEST) == first
     assert len(read) == len(FILES)
     (path / FILES[1]).write_bytes((path / FILES[1]).read_bytes())
-    own.verify(DIGEST)
+    models.verify(DIGEST)
     assert len(read) == 2 * len(FILES)
     flip(path / WEIGHTS, 9)
     for _ in range(2):
         with pytest.raises(BaseModelError, match="its checksum is not"):
-            own.verify(DIGEST)
+            models.verify(DIGEST)
 
 
 def test_a_name_gives_the_digest_of_a_base_model_that_is_valid(tmp_path: Path) -> None:
-    own = Cache(tmp_path)
+    models = Cache(tmp_path)
     with pytest.raises(BaseModelError, match="there is no base model"):
-        own.digest_of(NAME)
+        models.digest_of(NAME)
     path = published(tmp_path / CACHE)
-    assert own.digest_of(NAME) == DIGEST
+    assert models.digest_of(NAME) == DIGEST
     path.rename(path.with_name(OTHER[:12]))
     with pytest.raises(BaseModelError, match=f"{OTHER[:12]}: holds the base model {NAME}"):
-        own.digest_of(OTHER[:12])
+        models.digest_of(OTHER[:12])
     flip(published(tmp_path / CACHE) / WEIGHTS, 3)
     with pytest.raises(BaseModelError, match="its checksum is not"):
-        own.digest_of(NAME)
+        models.digest_of(NAME)
 
 
 def test_a_list_of_a_cache_names_what_is_damaged_and_finds_flipped_bits_when_it_verifies(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Training and fine-tuning of base models, end to end.
 
-base_only writes the weights with the lowest held-out loss, the same after a stop, and never a set of files
-that looks complete and is not; full_fine_tuning starts from exactly these weights, after every byte was verified, or
-is check_refused with 2 and one line on each rank; from_scratch trains on the same batches; the losses are the
-same on any number of processes, and a resumed run ends bit for bit as one never stopped.
+base_only writes the weights with the lowest held-out loss, also if the run was stopped in between. An incomplete set
+of files never looks complete. full_fine_tuning verifies every byte of these weights and starts from them, or exits with
+2 and one line on each rank. from_scratch trains on the same batches. The losses are the same on any number of
+processes, and a resumed run ends bit for bit as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import forked
 import pytest
 import torch
-from test_train import KIT, RunResult, Workdir, content, events, found, lines_of, result_of, weights
+from test_train import KIT, RunResult, Workdir, content, events, lines_of, newest_checkpoint, result_of, weights
 
 from distributed.files import write_json
 from distributed.training import base_model, base_training
@@ -38,7 +38,7 @@ BASE = ("--mode", "base_only", "--fold", "1", "--base_steps", "20", *SMALL)
 SENTENCES = {"ada": "the engine weaves algebra ", "bob": "fair copy of the ledger ", "eve": "quiet waves on a wire "}
 
 
-def texts(directory: Path) -> None:
+def write_texts(directory: Path) -> None:
     (directory / "texts").mkdir()
     for name, text in SENTENCES.items():
         (directory / f"texts/{name}.txt").write_text(text * 200)
@@ -47,7 +47,7 @@ def texts(directory: Path) -> None:
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workdir:
     monkeypatch.chdir(tmp_path)
-    texts(tmp_path)
+    write_texts(tmp_path)
     return Workdir(tmp_path)
 
 
@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output directory of a job that trained a base model without bob."""
     directory, before = tmp_path_factory.mktemp("base"), Path.cwd()
     os.chdir(directory)
-    texts(directory)
+    write_texts(directory)
     try:
         result = Workdir(directory).job(*BASE, MUSTER_OUTPUT_DIR="out", MUSTER_BASE_MODEL_DIGEST=DIGEST)
     finally:
@@ -85,7 +85,7 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines_of(run) if "loss" in line}
 
 
-def saved(run: Path) -> dict[str, Any]:
+def load_base_model(run: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = torch.load(run / "best_base_model.pt", weights_only=True)
     return loaded
 
@@ -94,7 +94,7 @@ def saved(run: Path) -> dict[str, Any]:
 
 
 def test_a_base_model_is_the_weights_with_the_lowest_held_out_loss(workdir: Workdir) -> None:
-    """The learning rate is one that spoils the model after a few steps."""
+    """The learning rate is so high that the loss rises again after a few steps."""
     arguments = ("--mode", "base_only", "--base_steps", "12", *SMALL, "--lr", "1", "train.warmup_steps=8")
     result = workdir.job(*arguments, MUSTER_OUTPUT_DIR="out")
     assert result.returncode == 0, result.stderr
@@ -111,14 +111,14 @@ def test_a_base_model_is_the_weights_with_the_lowest_held_out_loss(workdir: Work
     assert metrics["tokens"] == best * 8 * 32
     assert metrics["participants"] == ["ada", "bob", "eve"]
     checkpoint = torch.load(run / f"checkpoints/step_{best:08}/state.pt", weights_only=True)["model"]
-    written = saved(run)["model"]
+    written = load_base_model(run)["model"]
     assert written.keys() == checkpoint.keys()
     assert all(torch.equal(written[name], checkpoint[name]) for name in checkpoint)
 
 
 def test_the_files_of_a_base_model_have_weights_metrics_losses_and_settings(trained: Path) -> None:
     assert {path.name for path in trained.iterdir()} >= {*FILES, "metrics.jsonl", "checkpoints"}
-    content = saved(trained)
+    content = load_base_model(trained)
     assert content.keys() == {"model", "model_settings", "corpus"}
     assert content["model_settings"] == {
         "n_layer": 1, "n_head": 4, "n_embd": 16, "block_size": 32, "vocab_size": 256, "dropout": 0.0, "bias": False,
@@ -140,7 +140,7 @@ def test_the_files_of_a_base_model_have_weights_metrics_losses_and_settings(trai
 def test_two_processes_write_the_base_model_of_one(workdir: Workdir, trained: Path, strategy: str) -> None:
     result = workdir.job(*BASE, f"distributed.strategy={strategy}", nproc=2, MUSTER_OUTPUT_DIR="out")
     assert result.returncode == 0, result.stderr
-    one, two = saved(trained), saved(workdir.path / "out")
+    one, two = load_base_model(trained), load_base_model(workdir.path / "out")
     assert one["model_settings"] == two["model_settings"]
     assert one["model"].keys() == two["model"].keys()
     for name, tensor in one["model"].items():
@@ -158,7 +158,7 @@ def test_a_base_model_whose_training_was_stopped_is_the_same(workdir: Workdir) -
         assert result_of(training).returncode == 75
     run, whole = workdir.path / "out", workdir.path / "whole"
     assert not [name for name in FILES if (run / name).exists()]
-    for line in ("resuming from", "nothing left to do"):  # it resumes; a finished job is started once more
+    for line in ("resuming from", "nothing left to do"):  # the second call starts a finished job
         result = workdir.job(*BASE, MUSTER_OUTPUT_DIR="out")
         assert result.returncode == 0, result.stderr
         assert line in result.stdout
@@ -173,7 +173,7 @@ def test_files_of_a_killed_process_are_not_a_base_model(
     class Killed(BaseException):
         pass
 
-    def until_killed(count: int, write: Callable[..., None]) -> Callable[..., None]:
+    def kill_after(count: int, write: Callable[..., None]) -> Callable[..., None]:
         def counted(*values: Any) -> None:
             calls.append(values)
             if len(calls) > count:
@@ -184,15 +184,15 @@ def test_files_of_a_killed_process_are_not_a_base_model(
         return counted
 
     settings = Settings.model_validate({"train": {"steps": 1, "batch_size": 1}})
-    model = saved(trained)
+    model = load_base_model(trained)
     arguments: Any = (tmp_path, model["model"], model["model_settings"], {"corpus": "x"}, settings, {})
     real = write_json
     for count in range(4):
         base_training.write(*arguments)
         manifest_of(str(tmp_path), DIGEST)
         with monkeypatch.context() as patch:
-            patch.setattr(base_training, "write_json", until_killed(count, real))
-            patch.setattr(torch, "save", until_killed(0, torch.save))
+            patch.setattr(base_training, "write_json", kill_after(count, real))
+            patch.setattr(torch, "save", kill_after(0, torch.save))
             with pytest.raises(Killed):
                 base_training.write(*arguments)
         with pytest.raises(base_model.BaseModelError, match=r"best_base_model\.pt: No such file"):
@@ -219,7 +219,7 @@ def test_fine_tuning_starts_from_the_weights_of_the_base_model(workdir: Workdir,
     assert untuned[1] == pytest.approx(math.log(256), abs=0.1)
     assert tuned[1] < untuned[1] - 0.5
     assert tuned[6] < tuned[1]
-    assert found(workdir.path / "tuned/checkpoints").facts["base_model"] == DIGEST
+    assert newest_checkpoint(workdir.path / "tuned/checkpoints").facts["base_model"] == DIGEST
 
 
 def test_a_base_model_trained_on_the_participant_gives_a_warning(workdir: Workdir, base: Path) -> None:
@@ -247,7 +247,7 @@ def test_two_processes_fine_tune_as_one(workdir: Workdir, base: Path, arguments:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_resumed_fine_tuning_is_bit_for_bit_one_never_stopped(workdir: Workdir, base: Path, nproc: int) -> None:
+def test_a_resumed_fine_tuning_equals_an_uninterrupted_one(workdir: Workdir, base: Path, nproc: int) -> None:
     arguments = (*FINE_TUNE, *MIXED, "--base_model", str(base), "model.dropout=0", "checkpoint.keep=9")
     assert workdir.job(*arguments, nproc=nproc, MUSTER_OUTPUT_DIR="whole").returncode == 0
     whole, out = workdir.path / "whole", workdir.path / "out"
@@ -315,7 +315,7 @@ def replace_content(name: str, content: bytes) -> Callable[[Path], None]:
 
 
 class Code:
-    """Runs when it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch ran",)
@@ -397,4 +397,4 @@ def test_a_resumed_fine_tuning_verifies_its_base_model_and_refuses_another(
     check_refused(
         workdir.job(*FINE_TUNE, "--base_model", str(base), MUSTER_OUTPUT_DIR="out"), "best_base_model.pt: damaged"
     )
-    assert found(workdir.path / "out/checkpoints").step == 2
+    assert newest_checkpoint(workdir.path / "out/checkpoints").step == 2

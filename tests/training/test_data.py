@@ -1,7 +1,7 @@
 """Training data: held-out text is not trained on, each epoch has every window once, and a resumed run continues.
 
-No loss curve shows these faults: text in both parts, an epoch that drops its last windows, two ranks with the same
-windows, a resume that restarts the epoch, a loader that uses the global random state.
+No loss curve shows these faults: held-out text that is trained on, an epoch that drops its last windows, two ranks
+with the same windows, a resume that restarts the epoch, a loader that uses the global random state.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ def test_every_topic_is_in_one_domain() -> None:
 def test_the_table_has_all_topics_of_this_python() -> None:
     from pydoc_data.topics import topics
 
-    strangers = set(topics) - set(" ".join(TOPICS.values()).split())
-    assert sys.version_info >= (3, 14) or not strangers
+    unknown = set(topics) - set(" ".join(TOPICS.values()).split())
+    assert sys.version_info >= (3, 14) or not unknown
 
 
-def test_a_topic_of_a_newer_python_goes_to_the_stated_domain() -> None:
+def test_topics_of_a_newer_python_go_to_the_default_domain() -> None:
     placed = by_domain({"zebra": "Z", "pass": "P", "execmodel": "E", "aardvark": "A"})
     assert placed[OTHER] == ["E", "A", "Z"]
     assert placed["simple-statements"] == ["P"]
@@ -159,7 +159,7 @@ def letters(tokens: Tokens | None) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "arguments", "trained", "kept", "of_base"),
+    ("mode", "arguments", "trained", "held_out", "base"),
     [
         ("heldout", {"participant": "b"}, {"A": 40, "C": 40}, {"B": 40}, {}),
         ("single", {"participant": "b"}, {"B": 30}, {"B": 10}, {}),
@@ -184,12 +184,12 @@ def test_the_mode_selects_the_text_of_target_and_base_and_what_is_held_out(
     mode: str,
     arguments: dict[str, Any],
     trained: dict[str, int],
-    kept: dict[str, int],
-    of_base: dict[str, int],
+    held_out: dict[str, int],
+    base: dict[str, int],
     tmp_path: Path,
 ) -> None:
     corpus = load(write_texts(tmp_path), mode=mode, held_out=0.25, **arguments)
-    assert (letters(corpus.train), letters(corpus.held_out), letters(corpus.base)) == (trained, kept, of_base)
+    assert (letters(corpus.train), letters(corpus.held_out), letters(corpus.base)) == (trained, held_out, base)
 
 
 @pytest.mark.parametrize(("mode", "domains"), [("heldout", "a, b, c"), ("single", "b"), ("pooled", "a, b, c")])
@@ -204,8 +204,8 @@ def test_the_base_of_a_fold_trains_on_what_is_mixed_into_its_fine_tuning(mode: s
     tuned = load(mode=mode, participant="types", mixed=True)
     assert tuned.base is not None
     assert text_of(base.train) == text_of(tuned.base)
-    there = {" ".join(part.decode().split()) for part in text_of(base.train).split(b"\n\n")} - {""}
-    assert not there & {" ".join(part.split()) for part in REFERENCE["types"].split("\n\n")}
+    trained = {" ".join(part.decode().split()) for part in text_of(base.train).split(b"\n\n")} - {""}
+    assert not trained & {" ".join(part.split()) for part in REFERENCE["types"].split("\n\n")}
     assert text_of(tuned.held_out) == text_of(load(participant="types", mode="single").held_out)
     assert str(base).endswith("participant types, mode base_only")
     assert f"held out, {len(base.train):,} of the base's participants; domains special-methods" in str(tuned)
@@ -244,8 +244,8 @@ def test_a_held_out_domain_is_not_in_the_training_text(participant: str) -> None
     corpus, paragraphs = load(participant=participant), REFERENCE[participant].encode().split(b"\n\n")
     assert text_of(corpus.held_out) == REFERENCE[participant].encode()
     assert len(corpus.train) > 0.7 * len(load().train)
-    there = {" ".join(paragraph.decode().split()) for paragraph in text_of(corpus.train).split(b"\n\n")} - {""}
-    assert not [paragraph for paragraph in paragraphs if " ".join(paragraph.decode().split()) in there]
+    trained = {" ".join(paragraph.decode().split()) for paragraph in text_of(corpus.train).split(b"\n\n")} - {""}
+    assert not [paragraph for paragraph in paragraphs if " ".join(paragraph.decode().split()) in trained]
 
 
 def test_participants_of_a_directory_are_files_and_subdirectories(tmp_path: Path) -> None:
@@ -260,16 +260,16 @@ def test_participants_of_a_directory_are_files_and_subdirectories(tmp_path: Path
 
 
 @given(data=st.binary(max_size=300), share=st.floats(0.001, 0.999))
-def test_a_split_is_the_whole_and_its_end_is_held_out(data: bytes, share: float) -> None:
-    trained, kept = split(data, share)
-    assert trained + kept == data
-    assert len(kept) == int(len(data) * share)
+def test_a_split_loses_no_byte_and_holds_out_the_end(data: bytes, share: float) -> None:
+    trained, held_out = split(data, share)
+    assert trained + held_out == data
+    assert len(held_out) == int(len(data) * share)
 
 
 # ---------------------------------------------------------------- text and token files
 
 
-def test_a_text_file_is_held_out_at_its_end(tmp_path: Path) -> None:
+def test_the_end_of_a_text_file_is_held_out(tmp_path: Path) -> None:
     file = tmp_path / "poem.txt"
     file.write_text("abcdefghij" * 10)
     corpus = load(file, held_out=0.25)
@@ -277,7 +277,7 @@ def test_a_text_file_is_held_out_at_its_end(tmp_path: Path) -> None:
     assert text_of(corpus.held_out) == b"fghij" + b"abcdefghij" * 2
 
 
-def test_a_directory_is_read_in_name_order_and_each_file_held_out_at_its_end(tmp_path: Path) -> None:
+def test_a_directory_is_read_in_name_order_and_the_end_of_each_file_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / ".git").mkdir()
     for name, content in {
@@ -319,9 +319,9 @@ def test_an_id_of_a_padded_vocabulary_decodes_to_a_replacement() -> None:
 @given(ids=st.lists(st.integers(0, 65535), min_size=20, max_size=60))
 def test_a_token_file_is_loaded_unchanged(ids: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
     corpus = load(write_bin(tmp_path_factory.mktemp("bin") / "tokens.bin", ids), vocab_size=65536)
-    kept = int(len(ids) * 0.1)
-    assert corpus.train.ids.tolist() == ids[: len(ids) - kept]
-    assert corpus.held_out.ids.tolist() == ids[len(ids) - kept :]
+    held_out = int(len(ids) * 0.1)
+    assert corpus.train.ids.tolist() == ids[: len(ids) - held_out]
+    assert corpus.held_out.ids.tolist() == ids[len(ids) - held_out :]
 
 
 def test_a_directory_with_train_and_val_holds_out_val(tmp_path: Path) -> None:
@@ -348,9 +348,9 @@ def test_a_token_file_is_mapped_not_read(tmp_path: Path) -> None:
 
 def test_a_mapped_file_is_pickled_as_its_path(tmp_path: Path) -> None:
     windows = Windows(load(write_bin(tmp_path / "t.bin", list(range(50_000))), vocab_size=50_000).held_out, 100)
-    parcel = pickle.dumps(windows)
-    assert len(parcel) < 1000
-    assert torch.equal(pickle.loads(parcel)[[3]][0], windows[[3]][0])
+    pickled = pickle.dumps(windows)
+    assert len(pickled) < 1000
+    assert torch.equal(pickle.loads(pickled)[[3]][0], windows[[3]][0])
 
 
 def test_a_token_outside_the_vocabulary_is_named_with_file_value_and_position(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_a_batch_has_the_requested_windows_in_order() -> None:
 
 # ---------------------------------------------------------------- the stream
 
-LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))  # ranks, micro-batch, micro-batches
+LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))  # ranks, micro-batch size, micro-batches
 
 
 def windows_of_steps(windows: int, batch: int, steps: int, ranks: int = 1, micro: int = 1, **more: int) -> list[int]:
@@ -425,13 +425,13 @@ def test_many_processes_see_the_global_batches_of_one(
     assert together == windows_of_steps(windows, batch, 5, seed=seed, start=start)
 
 
-@given(windows=st.integers(1, 40), start=st.integers(0, 200), before=st.integers(1, 7), layout=LAYOUTS)
+@given(windows=st.integers(1, 40), start=st.integers(0, 200), old_batch=st.integers(1, 7), layout=LAYOUTS)
 def test_a_resumed_stream_continues_also_with_another_world_size(
-    windows: int, start: int, before: int, layout: tuple[int, int, int]
+    windows: int, start: int, old_batch: int, layout: tuple[int, int, int]
 ) -> None:
     ranks, micro, micro_batches = layout
     batch = ranks * micro * micro_batches
-    unbroken = windows_of_steps(windows, before, -(-(start + 3 * batch) // before), seed=5)
+    unbroken = windows_of_steps(windows, old_batch, -(-(start + 3 * batch) // old_batch), seed=5)
     resumed = windows_of_steps(windows, batch, 3, ranks, micro, seed=5, start=start)
     assert resumed == unbroken[start : start + 3 * batch]
 
@@ -445,7 +445,7 @@ def test_each_micro_batch_has_its_size_and_each_rank_its_own_windows() -> None:
 def mixed_windows_of_steps(
     target: int, base: int, of_target: int, batch: int, steps: int, ranks: int = 1, micro: int = 1, start: int = 0
 ) -> list[list[int]]:
-    """Return the windows of each of `steps` global batches."""
+    """Return the windows of each of `steps` global batches. of_target: how many windows of a batch are the target's."""
     windows = Mixture(Windows(counted(target + 1), 1), Windows(counted(base + 1), 1))
     streams = [
         iter(MixedStream(windows, batch, of_target, seed=7, start=start, rank=rank, size=ranks, micro=micro))
@@ -476,11 +476,11 @@ def test_each_global_batch_mixes_the_same_windows_on_any_number_of_ranks_and_res
     assert resumed == unbroken[start:]
 
 
-def test_a_mixture_numbers_the_bases_windows_on_from_the_targets() -> None:
+def test_a_mixture_numbers_the_windows_of_the_base_after_those_of_the_target() -> None:
     windows = Mixture(Windows(counted(11), 2), Windows(counted(7), 2))  # 5 windows, then 3
     assert len(windows) == 8
     inputs, targets = windows[[6, 1, 5, 4]]
-    assert inputs.tolist() == [[2, 3], [8, 9], [2, 3], [0, 1]], "the target's first"
+    assert inputs.tolist() == [[2, 3], [8, 9], [2, 3], [0, 1]], "windows of the target come first"
     assert targets.tolist() == [[3, 4], [9, 10], [3, 4], [1, 2]]
     assert windows[[4]][0].tolist() == [[8, 9]]
     assert windows[[5]][0].tolist() == [[0, 1]]
@@ -493,15 +493,15 @@ def test_each_epoch_and_seed_has_a_different_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid",
     [{"windows": 0}, {"batch": 0}, {"micro": 0}, {"start": -1}, {"rank": 2}, {"rank": -1}, {"size": 0}, {"batch": 7},
      {"micro": 3}],
 )  # fmt: skip
-def test_a_stream_that_does_not_divide_is_refused(wrong: dict[str, int]) -> None:
-    fits = {"windows": 10, "batch": 8, "rank": 1, "size": 2, "micro": 2, "start": 0}
-    Stream(**fits)
-    with pytest.raises(ValueError, match=next(iter(wrong)) + "="):
-        Stream(**{**fits, **wrong})
+def test_a_stream_with_invalid_sizes_is_refused(invalid: dict[str, int]) -> None:
+    valid = {"windows": 10, "batch": 8, "rank": 1, "size": 2, "micro": 2, "start": 0}
+    Stream(**valid)
+    with pytest.raises(ValueError, match=next(iter(invalid)) + "="):
+        Stream(**{**valid, **invalid})
 
 
 @given(windows=st.integers(1, 60), batch=st.integers(1, 9), size=st.integers(1, 5))
@@ -530,9 +530,9 @@ def first_batches(workers: int, count: int = 12) -> list[torch.Tensor]:
 
 
 def test_workers_return_the_same_batches_in_the_same_order() -> None:
-    here, there = first_batches(workers=0), first_batches(workers=2)
-    assert len(here) == len(there) == 12
-    assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+    in_trainer, in_workers = first_batches(workers=0), first_batches(workers=2)
+    assert len(in_trainer) == len(in_workers) == 12
+    assert all(torch.equal(one, other) for one, other in zip(in_trainer, in_workers, strict=True))
 
 
 def test_the_global_random_state_is_left_alone() -> None:

@@ -56,14 +56,14 @@ def test_the_previous_signal_handlers_are_restored(error: type[BaseException] | 
 
 
 def test_all_stop_signals_of_the_launchers_are_handled() -> None:
-    """Those that SLURM sends before a time limit, TERM from SLURM and from launchers, INT from a terminal."""
+    """The signals that SLURM sends before a time limit, SIGTERM of SLURM and launchers, and SIGINT of a terminal."""
     assert set(STOP_SIGNALS) == {*signals.PROTECTED, signal.SIGTERM, signal.SIGINT}
 
 
 # ---------------------------------------------------------------- status exchange of three ranks
 
 NAN, INF = math.nan, math.inf
-# Of each step: loss of each rank, ranks with a stop request, failed ranks; expected status on all ranks.
+# For each step: the loss of each rank, ranks with a stop request, failed ranks, and the expected status.
 STEPS = [
     ((1.0, 2.0, 6.0), (), (), StepStatus(0, 3.0, stop=False, not_finite=(), failed=())),
     ((1.0, 2.0, 6.0), (1,), (), StepStatus(1, 3.0, stop=True, not_finite=(), failed=())),
@@ -92,7 +92,7 @@ def received_statuses(rank: int, size: int, delay: int, dtype: torch.dtype) -> l
     ("delay", "dtype"), [(0, torch.bfloat16), (1, torch.float32)], ids=["no delay", "one step delay"]
 )
 def test_all_ranks_receive_the_same_status_of_every_step(delay: int, dtype: torch.dtype) -> None:
-    """On a GPU the status is received one step later to avoid a synchronization; here the CPU simulates it."""
+    """On a GPU the status is received one step later to avoid a synchronization; here this delay is simulated."""
     expected: list[list[StepStatus]] = [[outcome] for *_, outcome in STEPS]
     expected = [*([[]] * delay), *expected, *([[]] * (2 - delay))]
     for received in forked.ranks(3, received_statuses, delay, dtype):

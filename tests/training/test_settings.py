@@ -2,7 +2,7 @@
 
 Values are read as intended: 3e-4 is a number, 2026-11-21 a directory name, ~ the home directory. Each error is one line
 that names the key, the value and the remedy, with exit code 2 and without a traceback. The global batch is split
-without a remainder, and the sizes that an error proposes divide.
+without a remainder, also with each size that an error proposes.
 """
 
 from __future__ import annotations
@@ -360,16 +360,16 @@ def test_the_global_batch_is_split_without_a_remainder(size: int, world: int, ac
 
 
 @no_deadline
-@given(share=numbers, world=numbers, accumulation=st.integers(1, 20))
-def test_a_batch_size_per_device_is_split_without_a_remainder(share: int, world: int, accumulation: int) -> None:
+@given(per_device=numbers, world=numbers, accumulation=st.integers(1, 20))
+def test_a_batch_size_per_device_is_split_without_a_remainder(per_device: int, world: int, accumulation: int) -> None:
     try:
-        found = batch_of(world, batch_size_per_device=share, accumulation=accumulation)
+        found = batch_of(world, batch_size_per_device=per_device, accumulation=accumulation)
     except ConfigError as error:
-        assert share % accumulation
-        for proposed in proposals(error, f"train.batch_size_per_device={share}"):
+        assert per_device % accumulation
+        for proposed in proposals(error, f"train.batch_size_per_device={per_device}"):
             assert batch_of(world, batch_size_per_device=proposed, accumulation=accumulation).size == proposed * world
     else:
-        assert found.size == share * world == found.micro * found.accumulation * found.world
+        assert found.size == per_device * world == found.micro * found.accumulation * found.world
 
 
 def proposals(error: ConfigError, start: str) -> list[int]:
@@ -395,8 +395,8 @@ def options(*arguments: str) -> argparse.Namespace:
     return parser("A trainer.").parse_intermixed_args(arguments)
 
 
-def from_options(given: argparse.Namespace) -> Settings:
-    return for_ranks(given, 1)[0]
+def from_options(namespace: argparse.Namespace) -> Settings:
+    return for_ranks(namespace, 1)[0]
 
 
 @pytest.mark.parametrize(
@@ -535,7 +535,7 @@ def test_target_batch_pct_gives_the_windows_of_the_participant(share: str, size:
 
 
 def test_the_base_model_of_an_experiment_may_be_trained_on_the_participant() -> None:
-    """Several folds can share a base model; a job list warns of this, or refuses it with --refuse-leaks."""
+    """Several folds can share a base model. A job list warns of such leaks, or refuses them with --refuse-leaks."""
     arguments = ("--fold", "0", "--base_participants", "types", "special-methods", "--mode")
     for mode in ("full_fine_tuning", "from_scratch"):
         assert job(*arguments, mode).data.base_participants == ["types", "special-methods"]
@@ -555,17 +555,17 @@ def test_a_batch_without_a_window_of_the_participant_is_refused_and_the_remedy_i
 
 
 @pytest.mark.parametrize(
-    ("words", "world", "message"),
+    ("overrides", "world", "message"),
     [
         ("distributed.strategy=single", 2, "distributed.strategy=single is for one process, but there are 2"),
         ("train.precision=fp16 distributed.strategy=fsdp", 1, "train.precision=fp16 with distributed.strategy=fsdp"),
         ("checkpoint.every=auto data.mode=base_only", 1, "checkpoint.every=auto with data.mode=base_only: the base"),
     ],
 )
-def test_settings_that_do_not_fit_together_are_refused(words: str, world: int, message: str) -> None:
+def test_settings_that_do_not_fit_together_are_refused(overrides: str, world: int, message: str) -> None:
     Path("f.yaml").write_text(TRAIN)
     with pytest.raises(ConfigError, match=f"^{message}"):
-        for_ranks(options("--config", "f.yaml", *words.split()), world)
+        for_ranks(options("--config", "f.yaml", *overrides.split()), world)
 
 
 def test_a_base_model_in_a_mode_that_starts_from_random_weights_is_refused() -> None:

@@ -98,7 +98,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 events = EventAccumulator(str(run / "tensorboard")).Reload()
 board = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
-def chunks(data):  # of a log of LevelDB, in blocks of 32 KiB: checksum, length, whether it ends a record
+def records(data):  # of a LevelDB log: blocks of 32 KiB with chunks of checksum, length, type and data
     at, record = 7, b""
     while at + 7 <= len(data):
         if 2**15 - at % 2**15 < 7:
@@ -114,7 +114,7 @@ def chunks(data):  # of a log of LevelDB, in blocks of 32 KiB: checksum, length,
 from wandb.proto.wandb_internal_pb2 import Record
 (file,) = run.glob("wandb/offline-run-*/*.wandb")
 history, name, config = [], "", {}
-for data in chunks(file.read_bytes()):
+for data in records(file.read_bytes()):
     record = Record.FromString(data)
     if record.HasField("history"):
         items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}

@@ -1,9 +1,9 @@
 """train.py end to end.
 
 The losses are the same on any number of processes. A run that is killed and restarted ends bit for bit with the
-weights of one never stopped. A stop request ends with a checkpoint and exit code 75. A non-finite loss stops all ranks
-and names its rank. A full disk keeps the older checkpoints. A wrong setting exits with 2 and one line, and creates no
-file.
+weights of an uninterrupted run. A stop request ends with a checkpoint and exit code 75. A non-finite loss stops all
+ranks, and the error names its rank. A full disk keeps the older checkpoints. A wrong setting exits with 2 and one
+line, and creates no file.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ train: {steps: 12, batch_size: 8, learning_rate: 1e-2, evaluate_every: 6, warmup
 checkpoint: {dir: checkpoints, every: 1}
 logging: {every: 1, sample: 20}
 """
-RUN_TIMEOUT = 240  # timeout of one run
+RUN_TIMEOUT = 240  # seconds
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Exit code, the same on all ranks, and output of a training."""
+    """The exit code of a training, which is the same on all ranks, and its output."""
 
     returncode: int
     stdout: str  # of rank 0
-    stderr: str  # of all
+    stderr: str  # of all ranks
 
 
 class Workdir:
@@ -105,7 +105,7 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workdir:
     return Workdir(tmp_path)
 
 
-def found(directory: Path) -> CheckpointInfo:
+def newest_checkpoint(directory: Path) -> CheckpointInfo:
     checkpoint = newest(directory)
     assert checkpoint is not None
     return checkpoint
@@ -113,7 +113,7 @@ def found(directory: Path) -> CheckpointInfo:
 
 def weights(directory: Path) -> bytes:
     """Return all tensors of the newest checkpoint, without the random states, as bytes."""
-    checkpoint = found(directory)
+    checkpoint = newest_checkpoint(directory)
     if checkpoint.sharded:
         return b"".join((checkpoint.path / name).read_bytes() for name in sorted(checkpoint.files) if "distcp" in name)
     state = torch.load(checkpoint.path / "state.pt", weights_only=True)
@@ -122,7 +122,7 @@ def weights(directory: Path) -> bytes:
 
 def content(directory: Path) -> dict[str, str]:
     """Return the checksum of each file of the newest checkpoint except .metadata, which contains paths."""
-    return {name: file["sha256"] for name, file in found(directory).files.items() if name != ".metadata"}
+    return {name: file["sha256"] for name, file in newest_checkpoint(directory).files.items() if name != ".metadata"}
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
@@ -163,14 +163,14 @@ COMPILED = pytest.param(
     marks=[
         pytest.mark.soak,
         pytest.mark.timeout(600),  # minutes of g++
-        pytest.mark.skipif(" " in sys.prefix, reason="PyTorch's compiler for CPUs cannot have a blank in its path"),
+        pytest.mark.skipif(" " in sys.prefix, reason="PyTorch's compiler for CPUs fails if its path contains a blank"),
     ],
 )
 
 
-@pytest.mark.parametrize("word", ["train.precision=bf16", "train.precision=fp16", COMPILED])
-def test_other_precisions_and_compiled_models_learn_too(workdir: Workdir, word: str) -> None:
-    result = workdir.run(1, word, "checkpoint.dir=null", "data.workers=1")
+@pytest.mark.parametrize("setting", ["train.precision=bf16", "train.precision=fp16", COMPILED])
+def test_other_precisions_and_compiled_models_learn_too(workdir: Workdir, setting: str) -> None:
+    result = workdir.run(1, setting, "checkpoint.dir=null", "data.workers=1")
     assert result.returncode == 0, result.stderr
     losses = workdir.losses()
     assert losses[12] < losses[1] - 0.3
@@ -183,7 +183,7 @@ STRATEGIES = {"one": (1, "single"), "ddp": (2, "ddp"), "dp": (1, "dp"), "fsdp": 
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_run_killed_twice_ends_with_the_weights_of_one_never_stopped(workdir: Workdir, name: str) -> None:
+def test_a_run_killed_twice_ends_with_the_weights_of_an_uninterrupted_run(workdir: Workdir, name: str) -> None:
     nproc, strategy = STRATEGIES[name]
     options = (f"distributed.strategy={strategy}",)
     assert workdir.run(nproc, *options, "checkpoint.dir=whole").returncode == 0
@@ -194,7 +194,7 @@ def test_a_run_killed_twice_ends_with_the_weights_of_one_never_stopped(workdir: 
     last = workdir.run(nproc, *options)
     assert last.returncode == 0, last.stderr
     assert "resuming from" in last.stdout
-    assert found(workdir.path / "checkpoints").step == 12
+    assert newest_checkpoint(workdir.path / "checkpoints").step == 12
     assert weights(workdir.path / "checkpoints") == weights(workdir.path / "whole")
 
 
@@ -205,7 +205,7 @@ def test_a_measured_checkpoint_interval_does_not_change_the_weights(workdir: Wor
     with workdir.start(2, *measured) as training:
         training.wait_for("step 25/60")
         training.signal(signal.SIGKILL)
-    assert found(workdir.path / "checkpoints").step in (10, 20)
+    assert newest_checkpoint(workdir.path / "checkpoints").step in (10, 20)
     last = workdir.run(2, *measured)
     assert last.returncode == 0, last.stderr
     assert "checkpoint every" in last.stdout
@@ -222,7 +222,7 @@ RESUMED = [
 
 
 @pytest.mark.parametrize(("nproc", "options"), RESUMED)
-def test_a_resumed_run_is_bit_for_bit_one_never_stopped(workdir: Workdir, nproc: int, options: tuple[str, ...]) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(workdir: Workdir, nproc: int, options: tuple[str, ...]) -> None:
     """Three ranks or more, because the floating-point sum of two numbers does not depend on their order."""
     options = ("train.batch_size=24", "train.steps=6", "checkpoint.keep=9", "logging.sample=0", *options)
     assert workdir.run(nproc, *options, "checkpoint.dir=undisturbed").returncode == 0
@@ -253,7 +253,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.soak
-def test_a_run_that_max_restarts_restarted_is_bit_for_bit_one_never_stopped(workdir: Workdir) -> None:
+def test_a_run_restarted_by_max_restarts_equals_an_uninterrupted_run(workdir: Workdir) -> None:
     options = ("train.batch_size=24", "train.steps=8")
     assert workdir.run(3, *options, "checkpoint.dir=undisturbed").returncode == 0
     script = workdir.wrapper(KILLED_ONCE.format(kit=str(KIT)))
@@ -276,7 +276,7 @@ def test_a_stop_request_ends_with_a_checkpoint_and_exit_code_75(workdir: Workdir
         stopped = result_of(training)
     assert stopped.returncode == 75, stopped
     assert "run the same command to resume" in stopped.stdout
-    step = found(workdir.path / "checkpoints").step
+    step = newest_checkpoint(workdir.path / "checkpoints").step
     assert 3 <= step < 2000
     again = workdir.run(1, "train.steps=2000", f"train.steps={step + 1}")
     assert f"step {step + 1}/{step + 1}" in again.stdout
@@ -288,7 +288,7 @@ def test_all_ranks_stop_at_the_same_step_when_one_gets_a_stop_request(workdir: W
         training.signal(signal.SIGTERM, 1)
         stopped = result_of(training)
     assert stopped.returncode == 75, stopped
-    assert found(workdir.path / "checkpoints").ranks == 2
+    assert newest_checkpoint(workdir.path / "checkpoints").ranks == 2
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -301,7 +301,7 @@ def test_a_stop_request_during_sampling_exits_with_0(workdir: Workdir, strategy:
     assert stopped.returncode == 0, stopped
     assert "stop request: all steps are done; sample shortened" in stopped.stdout
     assert "finished: 12 steps" in stopped.stdout
-    assert found(workdir.path / "checkpoints").step == 12
+    assert newest_checkpoint(workdir.path / "checkpoints").step == 12
 
 
 NO_SAMPLE_TIME = """
@@ -327,7 +327,7 @@ def test_a_finished_training_is_not_continued(workdir: Workdir) -> None:
     before = weights(workdir.path / "checkpoints")
     again = workdir.run(1)
     assert again.returncode == 0
-    path = found(workdir.path / "checkpoints").path
+    path = newest_checkpoint(workdir.path / "checkpoints").path
     assert f"nothing left to do: {path} has 12 of 12 steps; raise train.steps" in again.stdout
     assert weights(workdir.path / "checkpoints") == before
 
@@ -364,7 +364,7 @@ def test_a_run_resumes_with_another_world_size(workdir: Workdir, strategy: str) 
     assert workdir.run(2, *options, "checkpoint.dir=whole").returncode == 0
     whole = workdir.losses()
     assert workdir.run(2, *options, "train.steps=6").returncode == 0
-    # The learning rate follows the length: only the position in the data and the state are the same.
+    # The learning rate depends on train.steps; only the position in the data and the state are equal.
     more = workdir.run(1, *options)
     assert more.returncode == 0, more.stderr
     assert "world was 2" in more.stdout
@@ -401,7 +401,7 @@ def test_fewer_or_more_ranks_train_on_the_same_samples_in_each_step(workdir: Wor
     script = workdir.wrapper(RECORDED.format(kit=str(KIT)))
 
     def run(nproc: int, steps: int, checkpoint_dir: str, code: int) -> tuple[list[list[int]], dict[int, float]]:
-        """Stop after this number of steps. Return the samples of each step, in order, and the losses."""
+        """Stop after `steps` steps, with this exit code. Return the samples of each step, in order, and the losses."""
         stop = {"STOP_AFTER": str(steps * accumulation)}
         result = workdir.run(nproc, *options, f"checkpoint.dir={checkpoint_dir}", wrapper=script, **stop)
         assert result.returncode == code, result
@@ -475,7 +475,7 @@ def test_a_non_finite_loss_stops_all_ranks_and_names_its_rank(workdir: Workdir, 
     assert records[1]["exception"] == "NonFiniteLoss"
     assert records[0]["exception"] == "PeerFailed"
     assert all("rank 1 on" in record["message"] and "step 4" in record["message"] for record in records.values())
-    assert found(workdir.path / "checkpoints").step == 3  # the step with the non-finite loss is not saved
+    assert newest_checkpoint(workdir.path / "checkpoints").step == 3  # the step with the non-finite loss is not saved
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small filesystem")
@@ -486,7 +486,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_old_checkpoint(
     result = workdir.run(1, "checkpoint.keep=100", "model.n_embd=32")
     assert result.returncode == 1
     assert "No space left on device" in result.stderr
-    kept = found(workdir.path / "checkpoints")
+    kept = newest_checkpoint(workdir.path / "checkpoints")
     assert 1 <= kept.step < 12
     assert kept.fault() is None
 
@@ -500,12 +500,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("word", WRONG)
-def test_a_wrong_setting_is_refused_in_one_line(workdir: Workdir, word: str) -> None:
-    result = workdir.run(1, word, "checkpoint.dir=other")
+@pytest.mark.parametrize("setting", WRONG)
+def test_a_wrong_setting_is_refused_in_one_line(workdir: Workdir, setting: str) -> None:
+    result = workdir.run(1, setting, "checkpoint.dir=other")
     assert result.returncode == 2
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
-    assert WRONG[word] in result.stderr
+    assert WRONG[setting] in result.stderr
     assert not (workdir.path / "other").exists()
 
 
@@ -522,9 +522,9 @@ def test_non_finite_weights_are_not_saved(workdir: Workdir) -> None:
     ruined = workdir.run(1, "train.learning_rate=1e38", "train.warmup_steps=0")
     assert ruined.returncode == 1
     assert "the weights are not finite (NaN or inf) after step 3" in ruined.stderr
-    assert found(workdir.path / "checkpoints").step == 2
+    assert newest_checkpoint(workdir.path / "checkpoints").step == 2
     assert workdir.run(1).returncode == 0
-    assert found(workdir.path / "checkpoints").step == 12
+    assert newest_checkpoint(workdir.path / "checkpoints").step == 12
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(workdir: Workdir) -> None:
@@ -532,7 +532,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(work
     result = workdir.run(1, "model.n_embd=32")
     assert result.returncode == 2
     assert "model.n_embd=32 (checkpoint: 16)" in result.stderr
-    assert found(workdir.path / "checkpoints").step == 2
+    assert newest_checkpoint(workdir.path / "checkpoints").step == 2
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -584,7 +584,7 @@ def test_a_frozen_attempt_writes_no_checkpoint_after_the_run_was_restarted(workd
     assert stopped.returncode == 75, stopped
     assert "taken over from process" in stopped.stdout
     (step,) = re.findall(r"stopped on request at step (\d+)", stopped.stdout)
-    assert found(workdir.path / "checkpoints").step == int(step)
+    assert newest_checkpoint(workdir.path / "checkpoints").step == int(step)
 
 
 # ---------------------------------------------------------------- run directory
@@ -622,7 +622,7 @@ def events(run: Path, *names: str) -> list[dict[str, Any]]:
     return [line for line in lines_of(run) if line.get("event") in names]
 
 
-def test_a_job_of_two_arguments_trains_on_the_defaults(workdir: Workdir) -> None:
+def test_a_job_with_two_arguments_trains_with_the_default_settings(workdir: Workdir) -> None:
     result = workdir.job("--fold", "0", "--prefix", "exp1")
     assert result.returncode == 0, result.stderr
     assert "; participant special-methods, mode heldout" in result.stdout
@@ -663,7 +663,7 @@ def test_the_output_directory_of_the_dispatcher_overrides_the_prefix(workdir: Wo
     assert not {"experiments", "run", "logs", "checkpoints"} & {path.name for path in workdir.path.iterdir()}
 
 
-def test_a_prefix_without_a_fold_is_where_new_run_directories_are_made(workdir: Workdir) -> None:
+def test_without_a_fold_new_run_directories_are_created_below_the_prefix(workdir: Workdir) -> None:
     for _ in range(2):
         assert workdir.job("--prefix", "a/b", *SMALL, "--steps", "1").returncode == 0
     assert len(list(workdir.path.glob("experiments/a/b/train-*/metrics.jsonl"))) == 2

@@ -40,7 +40,7 @@ def test_the_login_shell_gets_less_time_than_the_reply() -> None:
 def test_replies_are_in_the_order_of_the_nodes_and_missing_ones_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """n1 replies after a message that names it alone."""
+    """n1 replies after the message that names only n1 as missing."""
     monkeypatch.setattr("distributed.transport.commands.PROGRESS_INTERVAL", 0.05)
     messages: list[str] = []
 
@@ -57,7 +57,6 @@ def test_replies_are_in_the_order_of_the_nodes_and_missing_ones_are_named(
 
 
 @pytest.mark.usefixtures("signal_handlers")
-@pytest.mark.usefixtures("signal_handlers")
 def test_the_loop_does_not_search_all_clients_when_one_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Client] = []
 
@@ -71,7 +70,7 @@ def test_the_loop_does_not_search_all_clients_when_one_has_exited(monkeypatch: p
     assert not compared
 
 
-def test_a_command_that_reads_gets_its_input_only_when_it_is_ended() -> None:
+def test_a_command_gets_its_input_at_once_and_ends_when_the_input_is_ended() -> None:
     calls, printed = Calls(), bytearray()
     replies: list[Reply] = []
     client = calls.call("n1", ["cat"], replies.append, sent=b"a", keep_input=True, on_output=printed.extend)
