@@ -19,9 +19,9 @@
 #
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
 #   --exclude NODES      exclude these nodes
-#   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore, but
-#                        not untracked ones in logs, checkpoints and experiments) to nodes that do not share them;
-#                        nothing is deleted there
+#   --sync               first copy the working directory and Muster to nodes that do not share these directories: files
+#                        that git tracks, and untracked files that are neither ignored nor in logs, checkpoints or
+#                        experiments. Nothing is deleted on the nodes
 #   --python PATH        Python to check (default: the first of these that exists: the active venv or conda
 #                        environment, ./.venv, Muster's .venv, python3)
 #   --master-port PORT   port to check (default: 29500)
@@ -51,7 +51,7 @@ check_this_machine() {
   if [[ $DRY_RUN == 1 ]]; then
     quote "$PYTHON" -m "distributed.$1" "${@:2}"
   else
-    (cd -- "$KIT" && exec "$PYTHON" "$KIT/scripts/lib/module.py" "$@") # not kit_python: Ctrl-C ends it at once
+    (cd -- "$KIT" && exec "$PYTHON" "$KIT/scripts/lib/module.py" "$@") # kit_python would ignore Ctrl-C
   fi
 }
 

@@ -12,9 +12,9 @@
 #   --dry-run       print the commands, run nothing
 #   --help          show this help
 #
-# It trains with the settings in config/quickstart.yaml, and one process per GPU, or two without GPUs. All files are in
-# Muster's directory: packages in .venv, runs in logs, models in checkpoints. Packages are installed again only
-# when requirements.txt has changed.
+# It trains with the settings in config/quickstart.yaml, with one process per GPU, or with two processes if there is no
+# GPU. All files are in Muster's directory: packages in .venv, runs in logs, models in checkpoints. Packages are
+# installed again only when requirements.txt has changed.
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
@@ -53,7 +53,7 @@ longer_training() {
 }
 
 
-# Set EFFECTIVE to these settings; of several with the same key, only the last counts.
+# Set EFFECTIVE to these settings. Of several settings with the same key, only the last is kept.
 choose_effective_settings() { # <KEY=VALUE...>
   EFFECTIVE=()
   while (($#)); do

@@ -9,7 +9,7 @@
 #
 #   --all          print a table of all runs in DIR, the newest first; it reads files only, and queries no node
 #   --watch        refresh every 2 seconds until the run ends or Ctrl-C
-#   --stacks       also print the Python stack of each rank; with py-spy installed, of all its threads
+#   --stacks       also print the Python stack of each rank; if py-spy is installed, the stacks of all its threads
 #   --json         print one JSON object
 #   --log-dir DIR  directory with the run directories (default: logs)
 #   --python PATH  Python that runs this program (default: the first of these that exists: the active venv or conda

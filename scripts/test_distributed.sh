@@ -17,10 +17,10 @@
 #
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
 #   --exclude NODES      exclude these nodes
-#   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore, but
-#                        not untracked ones in logs, checkpoints and experiments) to nodes that do not share them;
-#                        nothing is deleted there
-#   --json               print one JSON object instead of the report, and nothing if nodes cannot connect (69)
+#   --sync               first copy the working directory and Muster to nodes that do not share these directories: files
+#                        that git tracks, and untracked files that are neither ignored nor in logs, checkpoints or
+#                        experiments. Nothing is deleted on the nodes
+#   --json               print one JSON object instead of the report, or nothing if nodes cannot connect (exit code 69)
 #   --backend BACKEND    auto, nccl or gloo (default: nccl where there are GPUs, else gloo)
 #   --min-bytes SIZE     smallest message, such as 1024, 64K, 16M or 1G (default: 1K)
 #   --max-bytes SIZE     largest message; sizes grow by a factor of 4 (default: 64M, on GPUs 1G)
@@ -61,7 +61,6 @@ OUTPUT_OPTIONS=()    # options of the program that prints the report
 LAUNCHER_FILE=''
 
 
-# N NODE...
 parse_arguments() {
   ((${#POSITIONAL[@]} >= 1)) || die_usage "N: missing; give the number of processes"
   NPROC=${POSITIONAL[0]}
@@ -134,8 +133,8 @@ bytes() { # <size>
 }
 
 
-# Run the launcher with its output on standard error, and print the report. It tests the connections between nodes first:
-# ranks that cannot connect to each other would wait without a message.
+# Run the launcher with its output on standard error, and print the report. The launcher tests the connections between
+# nodes first, because ranks that cannot connect to each other would wait without a message.
 test_ranks() {
   local code=0 run pipe
   exec {pipe}<> <(:) # an anonymous pipe

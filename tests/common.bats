@@ -37,7 +37,7 @@ END
 }
 
 
-# Write an executable with this reply to --version, as from Python or not.
+# Write an executable that prints this reply to --version, as Python or another program would.
 python() { # <path> <reply to --version>
   mkdir -p "$(dirname "$1")"
   printf '#!/bin/sh\necho "%s"\n' "$2" >"$1"

@@ -100,7 +100,7 @@ launch() { # <argument of LAUNCH...>
 }
 
 
-# Check that the agent of a node detected the failure soon after the time that the rank had written.
+# Check that the agent of a node detected the failure within this time after the rank recorded that it fails.
 detected_within() { # <seconds> <node>
   python3 -c '
 import json, sys

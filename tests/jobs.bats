@@ -28,8 +28,8 @@ teardown() {
 }
 
 
-# Install a stub of nvidia-smi. Each line of ~/gpus is a GPU: MiB in use by other processes, to which job.py adds 9000,
-# "unknown", "lost", or "mig". ~/apps has the processes.
+# Install a stub of nvidia-smi. Each line of ~/gpus describes a GPU: "unknown", "lost", "mig", or the MiB that other
+# processes use; job.py uses 9000 MiB more. ~/apps lists the processes.
 stub_nvidia_smi() { # <node> <line for each GPU...>
   printf '%s\n' "${@:2}" >"$HOMES/$1/gpus"
   cat >"$HOMES/$1/bin/nvidia-smi" <<'END'
@@ -134,7 +134,7 @@ END
 }
 
 
-@test "lost GPUs, GPUs whose memory is unknown, and MIG instances: jobs run on those that are free, also on all" {
+@test "lost GPUs, GPUs whose memory is unknown, and MIG instances: jobs use free ones, also a job with _gpus all" {
   stub_nvidia_smi "$N1" 0 lost unknown
   echo "GPU-2, 4194305, [N/A], python" >"$HOMES/$N1/apps"
   stub_nvidia_smi "$N2" mig
@@ -223,7 +223,7 @@ END
   run -2 dispatch --log-file other.json
   [[ "$output" == *"holds the results of job 0123456789 of job.py; move it away"* ]]
   [ ! -e experiments/p/fold0/arguments ] && [ ! -e other.json ]
-  rm experiments/p/fold0/result # without results, its .muster_job does not matter
+  rm experiments/p/fold0/result # without results, the directory's .muster_job does not matter
   run -0 dispatch --log-file other.json
   [ -e experiments/p/fold0/arguments ]
 }
@@ -312,7 +312,7 @@ END
 }
 
 
-@test "--sync copies what git says, to ~/ml-customization if it exists, and follows symbolic links there" {
+@test "--sync copies the files that git lists, to ~/ml-customization if it exists, and follows symbolic links there" {
   local usual="$HOMES/$N1/ml-customization"
   WORK="$APART/usual"
   enter_workdir
@@ -369,7 +369,7 @@ END
   : >go
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
-  eventually pane_shows "$node" "$slot" "--- ended with exit code 0" # the session stays for a look
+  eventually pane_shows "$node" "$slot" "--- ended with exit code 0" # the session stays open for the user
   run -0 list status
   [[ "$output" == *"12 done"* && "$output" != *running* ]]
   run -0 list cancel all

@@ -237,11 +237,11 @@ fill() { # <directory>: fill its file system
   start_three_jobs --lost-after 2
   lost=$(job_on "$N3")
   pid=$(pid_of_job "$lost")
-  kill -STOP "$pid" # so that it does not end by itself
+  kill -STOP "$pid" # so that the job does not end by itself
   lab cut "$N3"
   : >go
   wait_for_line out "another attempt writes there; retrying when it ends"
-  for file in experiments/*/.muster_job; do # as a file server releases the locks of an unreachable machine
+  for file in experiments/*/.muster_job; do # releases its lock, as a file server does for an unreachable machine
     rm "$file" && touch "$file"
   done
   wait_for_exit "$LAUNCHER"
@@ -381,7 +381,7 @@ END
   fill .
   lab ssh "$N1" touch "$APART/go"
   wait_for_line "$BATS_TEST_TMPDIR/out" "results.journal: No space left on device; no new jobs start until"
-  eventually no_job_starts # starts that are in the journal still happen
+  eventually no_job_starts # jobs whose start is in the journal still start
   before=$(grep -c ^begin "$STARTED")
   ((before < 21))
   sleep 2 # there is no event to wait for
@@ -436,7 +436,7 @@ END
 END
   start_list --sync
   wait_until_started b
-  mkdir -p experiments/p/fold1/big/mine # in the way of the file
+  mkdir -p experiments/p/fold1/big/mine # a directory where the file "big" belongs
   touch experiments/p/fold1/.muster_job
   lab ssh "$N1" touch "$PWD/go"
   wait_for_exit "$LAUNCHER"

@@ -154,7 +154,7 @@ index_of() { # <directory of an attempt>
 }
 
 
-arrays() { # the number of this list's arrays
+arrays() { # print the number of arrays of this list
   squeue --noheader --array --states=all --format=%j | grep "^muster-$(basename logs/jobs/*)-" | sort -u | wc -l
 }
 
@@ -673,7 +673,7 @@ three_experiments() { # [more settings of the base model]
 }
 
 
-waiting_for_base() { # <number>: check that so many experiments wait in SLURM's queue for their base model
+waiting_for_base() { # <number>: check that this many experiments wait in SLURM's queue for their base model
   [ "$(squeue --noheader --array --states=PENDING --format='%E' | grep -c '^afterok:')" -eq "$1" ]
 }
 

@@ -170,8 +170,8 @@ all_valid() { # <node...>
 
 # ---------------------------------------------------------------- a strict script of the user
 
-# Change to a directory that is private on this machine and on each server, with a script on the servers, and with
-# programs of Muster and configurations here.
+# Change to a directory that is private on this machine and on each server. It contains a script on the servers, and
+# programs of Muster and configurations on this machine.
 enter_example() { # <name of the script>
   local node
   WORK="$APART/my $BATS_TEST_NUMBER example"

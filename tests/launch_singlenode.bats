@@ -814,7 +814,7 @@ exec "$VIRTUAL_ENV/bin/python" "\$@"
 END
   chmod +x python
   LOG_DIR=a AGENT=b node=c checks=d run -0 "$LAUNCH" --python ./python --script "my script.py" - 1
-  # Without the question for the versions of another interpreter, such as this stub.
+  # Ignore the call that asks another interpreter, such as this stub, for its versions.
   [ "$(sed -E '/host\.identity/d; s/^(-[^|]*\|)*[^|]*\/([a-z_]+)\.py\|([^|]*)\|.*/\2 \3/' calls)" = "check_call --script=my script.py
 module launch.run
 module launch.supervisor

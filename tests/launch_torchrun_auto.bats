@@ -217,7 +217,7 @@ END
 }
 
 
-@test "launch, status, stop and doctor work when XDG_RUNTIME_DIR and TMPDIR name no directory, and say it once" {
+@test "launch, status, stop and doctor work when XDG_RUNTIME_DIR and TMPDIR name no directory, and warn once" {
   write_endless_script
   export XDG_RUNTIME_DIR=/nowhere TMPDIR=/nowhere
   run -0 "$LAUNCH" --detach --script "my script.py" - 1 "$N1" "$N2"

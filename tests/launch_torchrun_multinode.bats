@@ -149,7 +149,7 @@ END
   by_hand "$N1" launch_torchrun_multinode.sh 0 "${arguments[@]}" 2 0 "$N1" "$PORT"
   by_hand "$N2" launch_torchrun_multinode.sh 1 "${arguments[@]}" 2 1 "$N1" "$PORT"
   wait_for_line out.0 "at work"
-  by_hand "$N3" launch_torchrun_multinode.sh 2 "${arguments[@]}" 2 1 "$N1" "$PORT" # of another launch
+  by_hand "$N3" launch_torchrun_multinode.sh 2 "${arguments[@]}" 2 1 "$N1" "$PORT" # belongs to another launch
   by_hand "$N1" launch_torchrun_multinode.sh 3 "${arguments[@]}" 2 0 "$N1" "$PORT"
   for number in 2 3; do
     wait_for_exit "${PIDS[number]}"
@@ -171,7 +171,7 @@ END
   write_counting_script
   for launcher in launch_torchrun_multinode.sh launch_multinode.sh; do
     for agent in fast torchrun; do
-      sed 's/^last, ranks.*/last, ranks = 1, 2/' -i "my script.py" # launch_multinode.sh passes --local-rank
+      sed 's/^failures, ranks.*/failures, ranks = 1, 2/' -i "my script.py" # launch_multinode.sh passes --local-rank
       arguments=(--agent "$agent" --max-restarts 1 --script "my script.py" - 1 2 NODE_RANK "$N1" "$PORT")
       by_hand "$N1" "$launcher" 0 "${arguments[@]}"
       first=$(wait_for_line out.0 ": run " && sed -nE 's/.*: run ([^ ]+): .*/\1/p' out.0)

@@ -50,7 +50,7 @@ teardown() {
 }
 
 
-# Start a run without a lease, wait until it is at work, kill its launcher, and set RUN. It has the arguments in CALL.
+# Start a run without a lease with the command in CALL, wait until it is at work, kill its launcher, and set RUN.
 start_and_kill_launcher() {
   start out "${CALL[@]}"
   wait_for_line out "at work"
@@ -145,7 +145,7 @@ refused() { # <text> <argument of the launcher...>
 }
 
 
-@test "an attached launcher is alone, and only with the arguments of the start" {
+@test "a launcher attaches only if no other launcher runs, and only with the arguments of the start" {
   CALL=("$SINGLE" --lease 0 --max-restarts 2 --script "my script.py" - 2 -- x)
   start out "${CALL[@]}"
   wait_for_line out "at work"
@@ -203,7 +203,7 @@ refused() { # <text> <argument of the launcher...>
   attach
   wait_for_line again "at work, restart 1"
   grep -q "restart 1 of 1" again
-  run -0 "$SCRIPTS/status.sh" # the restarted processes have the run directory of the others, with its symbolic link
+  run -0 "$SCRIPTS/status.sh" # restarted processes use the same path of the run directory, with its symbolic link
   [[ "${lines[0]}" == *": running for "* && "$output" != *"not running"* ]]
   kill -KILL -- "-$LAUNCHER" # the restarted attempt has no lease either
   wait "$LAUNCHER" || true

@@ -123,7 +123,7 @@ node_of() { # <attempt> <rank>
 }
 
 
-@test "a node whose agent, fork server or supervisor died starts anew, alone" {
+@test "if an agent, a fork server or a supervisor dies, only its node gets a new agent" {
   local attempt=0 victim
   launch 2 - 1 "$N1" "$N2"
   for kind in agent fork_server supervisor; do

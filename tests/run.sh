@@ -159,7 +159,7 @@ count_matches() { # <pattern> <file, may be missing>
 }
 
 
-# Run a linter on the files of the project that match; see list_sources.
+# Run a linter on the files of the project that match the patterns; see list_sources.
 lint() { # <name> <pattern>,... <command...>
   local patterns files
   IFS=, read -r -a patterns <<<"$2"
@@ -180,8 +180,8 @@ run_linters() {
 }
 
 
-# Print the files of the project that match, each followed by a NUL byte: those that git tracks, as others belong to the
-# user; in a copy without git all.
+# Print the matching files, each followed by a NUL byte: in a checkout only files that git tracks, because other files
+# belong to the user; in a copy without git all files.
 list_sources() { # <pattern...>
   local pattern file matches=()
   for pattern; do
@@ -236,7 +236,7 @@ finish_pytest() {
 }
 
 
-# Ctrl-C also interrupts pytest. SIGTERM does not reach pytest, which would exit on it without stopping laboratories.
+# Ctrl-C also interrupts pytest. SIGTERM does not reach pytest, and would end it before laboratories are stopped.
 stop_pytest() { # <INT or TERM>
   [[ $PYTEST_PID ]] || return 0
   [[ $1 == INT ]] || kill -INT "$PYTEST_PID" 2>/dev/null || true

@@ -180,7 +180,7 @@ import signal, time
 numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGALRM, signal.SIGRTMIN)
 count = dict.fromkeys(numbers, 0)
 for number in numbers:
-    assert signal.getsignal(number) == signal.SIG_DFL  # Lightning installs a handler only then
+    assert signal.getsignal(number) == signal.SIG_DFL  # otherwise Lightning would install no handler
     signal.signal(number, lambda number, frame: count.update({number: count[number] + 1}))
 print("at work", flush=True)
 time.sleep(20)
@@ -200,7 +200,7 @@ END
     done
     scancel --batch --signal=USR2 "$JOB"
     scancel --full --signal=34 "$JOB"
-    if [ "$launcher" = srun ]; then # torchrun's agent handles these, and stops its ranks
+    if [ "$launcher" = srun ]; then # torchrun's agent handles these signals, and stops its ranks
       scancel --signal=HUP "$JOB"
       scancel --signal=QUIT "$JOB"
     fi
@@ -234,7 +234,7 @@ import subprocess, sys, time
 child = """
 import signal, time
 for number in signal.SIGUSR1, signal.SIGUSR2:
-    signal.signal(number, lambda *_: None)  # no handler of the rank
+    signal.signal(number, lambda *_: None)  # not in the rank itself
 print("at work", flush=True)
 time.sleep(1000)
 """
@@ -327,7 +327,7 @@ END
 }
 
 
-# The ranks have a minute to start: without a handler a signal stops them, and the job is not requeued.
+# The signal comes after a minute: it would stop ranks that have no handler yet, and the job would not be requeued.
 # bats test_tags=soak
 @test "before its time limit a job writes a checkpoint, is requeued and resumes" {
   endless_settings >tiny.yaml
@@ -473,7 +473,7 @@ is_training() { # <attempt> <output of rank 0>
 export -f is_training
 
 
-# Train twice: without interruption, with one task per rank; and with five preemptions, slow steps and one agent per
+# Train once without interruption, with one task per rank, and once with five preemptions, slow steps and one agent per
 # node.
 preempt_five_times() {
   local attempt

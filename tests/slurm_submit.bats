@@ -35,12 +35,12 @@ teardown() {
 }
 
 
-# Write a script in which each rank prints its rank, its node and its arguments, and exits with the code in the file code.
-as_command() { # <word...>: as the script prints it
+as_command() { # <argument...>: print the command as submit.sh prints it
   python3 -c 'import shlex, sys; print(shlex.join(sys.argv[1:]))' "$@"
 }
 
 
+# Write a script in which each rank prints its position, node and arguments; rank 0 exits once with this code.
 write_position_script() { # <exit code>
   echo "$1" >code
   cat >"my script.py" <<'END'
@@ -95,7 +95,7 @@ follow_endless_job() {
 }
 
 
-@test "Ctrl-C leaves the job running, and says how to stop it" {
+@test "Ctrl-C leaves the job running, and prints how to stop it" {
   follow_endless_job
   wait_for_line out "submit.sh: job $JOB: RUNNING"
   kill -INT -- "-$LAUNCHER"

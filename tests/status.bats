@@ -56,7 +56,7 @@ start_run() { # <name> <number of ranks> <argument...>
 pid_of() { # <rank> <run>
   "$STATUS" --json "$2" | "$VIRTUAL_ENV/bin/python" -c '
 import json, sys
-ranks = [rank for one in json.load(sys.stdin)["nodes"] for rank in one["status"]["ranks"]]
+ranks = [rank for node in json.load(sys.stdin)["nodes"] for rank in node["status"]["ranks"]]
 print(next(rank["pid"] for rank in ranks if rank["rank"] == int(sys.argv[1])))' "$1"
 }
 
@@ -162,7 +162,7 @@ count_processes() { # <run>
 }
 
 
-# The current content of the pane.
+# Print the current content of the pane.
 screen() {
   tmux -L "$PREFIX" capture-pane -p
 }

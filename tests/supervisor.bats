@@ -49,7 +49,7 @@ exits_with() { # <exit code>
 }
 
 
-# The number of processes of this run.
+# Print the number of processes of this run.
 remaining() {
   grep -lsFxz -- "MUSTER_RUN_DIR=$RUN" /proc/[0-9]*/environ | wc -l
 }

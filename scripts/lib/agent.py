@@ -6,7 +6,7 @@ Usage: python agent.py [--plain MODULE] --nproc-per-node N [torchrun's other opt
 # ruff: noqa: E402
 import sys
 
-FRESH = frozenset(sys.modules)  # what the interpreter itself has imported
+INITIAL_MODULES = frozenset(sys.modules)  # that the interpreter itself has imported
 
 import gc
 import itertools
@@ -26,7 +26,7 @@ def options_of(arguments: list[str]) -> dict[str, str]:
 
 
 def choose_threads(options: dict[str, str]) -> None:
-    """Set OMP_NUM_THREADS before PyTorch is imported. The first node prints it."""
+    """Set OMP_NUM_THREADS before PyTorch is imported. The first node prints the value."""
     from distributed.launch.threads import share_cores
 
     ranks = options.get("--nproc-per-node", "")
@@ -39,12 +39,12 @@ def main() -> int:
     """Run Muster's agent. Returns its exit code."""
     from distributed.host import network, signals
 
-    given = options_of(sys.argv[1:])
-    if given.get("--nnodes", "1") != "1":
-        network.use_interface_to(given.get("--master-addr", ""))
+    launcher_options = options_of(sys.argv[1:])
+    if launcher_options.get("--nnodes", "1") != "1":
+        network.use_interface_to(launcher_options.get("--master-addr", ""))
     # By default Python buffers output to a pipe in large blocks.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    signals.ignore()  # for the ranks only
+    signals.ignore()  # only the ranks handle them
 
     from distributed.agent.attempt import AttemptPipes
 
@@ -52,12 +52,12 @@ def main() -> int:
 
     from distributed.agent.preloaded import Preload
 
-    preload = Preload(FRESH)
+    preload = Preload(INITIAL_MODULES)
     gc.disable()  # makes the import of PyTorch 5 % faster
     with preload.record_environment_reads():
         import torch
 
-        if TRAINER in sys.argv:  # other scripts may set variables that these read
+        if TRAINER in sys.argv:  # other scripts may set variables that these modules read
             import torch._dynamo
             import torch.distributed.checkpoint
             import torch.distributed.fsdp
@@ -89,7 +89,7 @@ def main() -> int:
 def become(module: str, arguments: list[str]) -> NoReturn:
     """Replace this process by `python -m module arguments...`, with default signal handlers.
 
-    If the launcher restarts agents, with --restarted, so that ranks get the number of its attempt.
+    If the launcher restarts agents, run this file with --restarted instead: ranks get the launcher's attempt number.
     """
     from distributed.agent.attempt import Attempt
     from distributed.host import signals

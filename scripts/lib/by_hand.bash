@@ -9,7 +9,6 @@
 NNODES='' NODE_RANK=''
 
 
-# CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT]
 parse_node_arguments() {
   local port
   ((${#POSITIONAL[@]} == 5 || ${#POSITIONAL[@]} == 6)) ||
@@ -54,7 +53,7 @@ run_this_node() {
 }
 
 
-# Print which nodes this one waits for, and where its output is.
+# Print which nodes this node waits for, and where its output is.
 announcement() {
   local others="node rank 1"
   ((NNODES == 2)) || others="node ranks 1 to $((NNODES - 1))"

@@ -4,8 +4,8 @@ usage: check_call.py [option...] -- [SCRIPT-ARGUMENT...]
 
   --torch               ranks run on this machine: check that PyTorch is installed
   --script FILE         check that this file is Python, which the ranks can run
-  --foreign-script FILE the same, for ranks whose Python is another one: it may accept another syntax
-  --module NAME         check that the module exists, seen from this directory
+  --foreign-script FILE like --script, for ranks that run another Python, which may accept another syntax
+  --module NAME         check that `python -m NAME` works in this directory
   --nodes NPROC         print the nodes of --node (repeatable) or --hostfile, without those of --exclude
   --allocation RANKS    print the nodes that SLURM has allocated for this many ranks; 0: SLURM's number of tasks
   --gpus NPROC          check that this machine has enough GPUs, or cores, for this many ranks
@@ -13,8 +13,8 @@ usage: check_call.py [option...] -- [SCRIPT-ARGUMENT...]
   --master ADDRESS --node-rank N   check that all nodes can use this address of node rank 0
   --config FILE         check these settings, with the arguments after --, for Muster's train.py
   --ranks N             number of ranks for --config (default: that of the nodes)
-  --replace             with --nodes: spares replace lost nodes, and are printed as such
-  --forward             with --nodes: print the names of variables that the nodes get
+  --replace             with --nodes: print spare nodes as `spare`, because they replace lost nodes
+  --forward             with --nodes: print the names of variables that are forwarded to the nodes
 
 Prints one fact per line for check_call in launch.bash. The last line is `ok`, `usage MESSAGE` or `unfit MESSAGE`.
 """
@@ -45,17 +45,17 @@ def is_module(name: str) -> bool:
     """Whether `python -m NAME` works in this directory. Does not import packages: PyTorch takes a second."""
     sys.path[0] = ""
     path, *inner = name.split(".")
-    found = find_spec(path) if path not in ("", "__main__") else None
+    spec = find_spec(path) if path not in ("", "__main__") else None
     for part in inner:
         path = f"{path}.{part}"
-        found = PathFinder.find_spec(path, found.submodule_search_locations or []) if found else None
+        spec = PathFinder.find_spec(path, spec.submodule_search_locations or []) if spec else None
     sys.path[0] = KIT
-    return found is not None
+    return spec is not None
 
 
 def check_program(options: argparse.Namespace) -> None:
     if script := options.script or options.foreign_script:
-        check_script(script, foreign=not options.script)
+        check_script(script, foreign_python=not options.script)
     if options.progress:
         from distributed.launch.output_metrics import check_expression
 
@@ -69,14 +69,14 @@ def check_program(options: argparse.Namespace) -> None:
         raise CheckFailed("usage", f"-m '{options.module}': {missing}")
 
 
-def check_script(file: str, foreign: bool) -> None:
-    """Refuse a program that is not Python, and a syntax error. Accepts bytecode, zip files and huge files."""
+def check_script(file: str, foreign_python: bool) -> None:
+    """Refuse a program that is not Python, and a syntax error. Bytecode, zip files and huge files are accepted."""
     import warnings
     import zipfile
 
     with open(file, "rb") as opened:
         source = opened.read(LARGEST_SCRIPT)
-    program = foreign_program(source)
+    program = non_python_program(source)
     if file.endswith(".pyc") or source.startswith(MAGIC_NUMBER) or zipfile.is_zipfile(file):
         return
     check_format(file, source)
@@ -92,16 +92,16 @@ def check_script(file: str, foreign: bool) -> None:
         fault = f"line {error.lineno}: {error.msg}" if error.lineno else str(error.msg)
     except ValueError as error:  # a NUL byte
         fault = str(error)
-    if program or (not file.endswith(".py") and not foreign):
+    if program or (not file.endswith(".py") and not foreign_python):
         remedy = "ranks run Python: start this program from a Python script, such as with subprocess.run()"
         raise CheckFailed("usage", f"--script '{file}': not a Python script ({program or fault}); {remedy}")
-    if not foreign:
+    if not foreign_python:
         remedy = "save it as UTF-8" if "'utf-8' codec" in fault else "correct it"
         raise CheckFailed("usage", f"--script '{file}': {fault}; {remedy}")
 
 
 def check_format(file: str, source: bytes) -> None:
-    """Refuse a file of another format, of which Python would report a misleading error, or none."""
+    """Refuse a file of another format, for which Python would report a misleading error or no error."""
     suffix = os.path.splitext(file)[1].lower()
     if source.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or b"\0" in source[:2]:
         raise CheckFailed("usage", f"--script '{file}': its encoding is UTF-16; save it as UTF-8")
@@ -113,8 +113,8 @@ def check_format(file: str, source: bytes) -> None:
         raise CheckFailed("usage", f"--script '{file}': {fault}; name a Python script")
 
 
-def foreign_program(source: bytes) -> str:
-    """What the first bytes show: an executable, or a script for another interpreter; "" if it may be Python."""
+def non_python_program(source: bytes) -> str:
+    """Describe an executable or a script of another interpreter by its first bytes. Returns "" if it may be Python."""
     if source.startswith(b"\x7fELF"):
         return "an executable"
     shebang = re.match(rb"#!.*", source)
@@ -135,7 +135,7 @@ def print_forwarded() -> None:
 
 
 def print_named_nodes(options: argparse.Namespace) -> int:
-    """Returns the number of ranks."""
+    """Returns the number of ranks; 1 if NPROC is auto, gpu or cpu."""
     from distributed.nodelist import NodeListError, requested
 
     try:
@@ -160,22 +160,22 @@ def print_allocation(ranks: int) -> int:
     from distributed.slurm.allocation import AllocationError, free_port, read
 
     try:
-        found = read(ranks)
+        allocation = read(ranks)
     except AllocationError as error:
         raise CheckFailed("usage", str(error)) from None
-    for warning in found.warnings(os.environ):
+    for warning in allocation.warnings(os.environ):
         print(f"warning {warning}")
-    print(f"cores-per-rank {found.cores_per_task}")
-    print(f"cores-per-node {min(found.cores)}")
-    if os.environ.get("SLURMD_NODENAME") == found.nodes[0]:
-        print(f"port {free_port(found.job)}")
-    for node, tasks in zip(found.nodes, found.tasks, strict=True):
+    print(f"cores-per-rank {allocation.cores_per_task}")
+    print(f"cores-per-node {min(allocation.cores)}")
+    if os.environ.get("SLURMD_NODENAME") == allocation.nodes[0]:
+        print(f"port {free_port(allocation.job)}")
+    for node, tasks in zip(allocation.nodes, allocation.tasks, strict=True):
         print(f"node {node} {tasks}")
-    return sum(found.tasks)
+    return sum(allocation.tasks)
 
 
 def may_have_gpus() -> bool:
-    """A quick check that saves the imports for counting GPUs."""
+    """Whether this machine may have GPUs. This check is quick; to count GPUs, modules must be imported."""
     programs = (os.path.join(directory, "nvidia-smi") for directory in os.environ.get("PATH", "").split(os.pathsep))
     return any(map(os.path.exists, programs)) or any(name.startswith("nvidia") for name in os.listdir("/dev"))
 
@@ -227,17 +227,17 @@ def check_writable(directory: str) -> None:
         raise ConfigError(f"checkpoint.dir={directory!r}: cannot write checkpoints there: {existing} is {problem}")
 
 
-def check_settings(config: str, arguments: list[str], ranks: int, here: bool) -> None:
+def check_settings(config: str, arguments: list[str], ranks: int, ranks_are_local: bool) -> None:
     """Exit with 2 if Muster's train.py would refuse the settings. Prints one message per fault on standard error.
 
-    here: ranks run on this machine. Otherwise prints the packages that they need.
+    If ranks_are_local is false, the packages that the ranks need are printed instead of checked.
     """
     from distributed.checkpoint.compatibility import check_resumable
     from distributed.checkpoint.directory import CheckpointError, list_checkpoints
     from distributed.training import trackers
     from distributed.training.settings import ConfigError, for_ranks, holds_settings, parser
 
-    if {"--help", "-h", "--version"} & set(arguments):  # train.py prints only that
+    if {"--help", "-h", "--version"} & set(arguments):  # train.py prints only the help or its version
         return
     options = parser("", "train.py").parse_intermixed_args(["--config", config, *arguments])
     try:
@@ -245,7 +245,7 @@ def check_settings(config: str, arguments: list[str], ranks: int, here: bool) ->
         for newest in list_checkpoints(settings.checkpoint.dir)[:1] if settings.checkpoint.dir else ():
             check_resumable(newest, settings, settings.model.vocab_size)
         values = settings.model_dump()
-        if here:
+        if ranks_are_local:
             trackers.check(values)
             check_writable(str(settings.checkpoint.dir or "."))
         else:
@@ -257,10 +257,10 @@ def check_settings(config: str, arguments: list[str], ranks: int, here: bool) ->
     except (ConfigError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         try:
-            foreign = not holds_settings(options.config)
+            is_other_file = not holds_settings(options.config)
         except ConfigError:
-            foreign = False
-        if foreign:
+            is_other_file = False
+        if is_other_file:
             hint = "contains no setting of Muster's train.py; to run another script, add --script FILE"
             sys.stderr.write(f"{config}: {hint}\n")
         sys.exit(2)
@@ -268,8 +268,8 @@ def check_settings(config: str, arguments: list[str], ranks: int, here: bool) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="check_call.py", allow_abbrev=False)
-    of_program = ("--script", "--foreign-script", "--module", "--config", "--progress")
-    for name in (*of_program, "--nodes", "--hostfile", "--exclude", "--spares", "--master"):
+    program_options = ("--script", "--foreign-script", "--module", "--config", "--progress")
+    for name in (*program_options, "--nodes", "--hostfile", "--exclude", "--spares", "--master"):
         parser.add_argument(name)
     for name in ("--allocation", "--gpus", "--port", "--node-rank", "--ranks"):
         parser.add_argument(name, type=int)
@@ -287,7 +287,7 @@ def main() -> None:
         if options.allocation is not None:
             ranks = print_allocation(options.allocation)
         if options.config is not None:
-            check_settings(options.config, sys.argv[end + 1 :], ranks, here=options.torch)
+            check_settings(options.config, sys.argv[end + 1 :], ranks, ranks_are_local=options.torch)
         if options.gpus is not None:
             check_gpus(options.gpus)
         if options.port is not None:

@@ -9,7 +9,7 @@
 #   # shellcheck source=scripts/lib/common.bash
 #   source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
 #
-# Settings of a script, not of its environment: QUIET=1 disables log; with DRY_RUN=1, run prints its command only.
+# Settings of a script, not of its environment: QUIET=1 disables log; with DRY_RUN=1, run only prints its command.
 
 # shellcheck source=scripts/lib/environment.bash
 source "${BASH_SOURCE[0]%/*}/environment.bash"
@@ -25,8 +25,8 @@ source "${BASH_SOURCE[0]%/*}/environment.bash"
   EXIT_TERMINATED=143  # SIGTERM
 }
 
-# Signals, besides INT, TERM, HUP and QUIT, that SLURM or a user may send, and that end a process by default; 34 to 64
-# are the real-time signals. A launcher passes them on to the ranks (distributed/host/signals.py has the same list).
+# Signals that SLURM or a user may send and that end a process by default, without INT, TERM, HUP and QUIT; 34 to 64 are
+# the real-time signals. A launcher passes all of them on to the ranks (distributed/host/signals.py has the same list).
 PASSED_ON=(USR1 USR2 ABRT ALRM VTALRM PROF XCPU IO PWR STKFLT {34..64})
 
 PROGRAM=${0##*/}                       # name in messages
@@ -74,17 +74,17 @@ need_value() { # <option> [value] [rest...]
 }
 
 
-# Print the opening comment of a script. A line `(as NAME)` stands for the arguments and options of another script,
-# `(options as NAME except --a --b)` for its options without these and those above the line.
+# Print the opening comment of a script. A line `(as NAME)` stands for the arguments and options of the script NAME.
+# `(options as NAME except --a --b)` stands for the options of NAME without --a, --b and the options above this line.
 usage() { # [file; default: this program]
-  local line number=0 own=''
+  local line number=0 listed=''
   while IFS= read -r line && [[ $line == '#' || $line == '# '* || $line == '#!'* ]]; do
     number=$((number + 1))
     ((number > 2)) || [[ $line == '# '* ]] || continue # skip the shebang and the line below it
-    [[ ! $line =~ ^'#   '(-[^ ]+) ]] || own+=" ${BASH_REMATCH[1]}"
+    [[ ! $line =~ ^'#   '(-[^ ]+) ]] || listed+=" ${BASH_REMATCH[1]}"
     if [[ $line =~ ^'#   ('('options ')?'as '([^ ]+)(' except '(.+))?')'$ ]]; then
-      # SLURM runs a copy of the program elsewhere.
-      print_arguments_of "$KIT"/scripts/*/"${BASH_REMATCH[2]}" "${BASH_REMATCH[1]:+--}" "$own ${BASH_REMATCH[4]}"
+      # The path begins with KIT, because SLURM runs a copy of the program in another directory.
+      print_arguments_of "$KIT"/scripts/*/"${BASH_REMATCH[2]}" "${BASH_REMATCH[1]:+--}" "$listed ${BASH_REMATCH[4]}"
     else
       line=${line#'#'}
       printf '%s\n' "${line# }"
@@ -99,7 +99,7 @@ show_version() {
 
 
 # Print the part of an opening comment from the first indented line to --help.
-print_arguments_of() { # <file> <-- to begin with the first option, else empty> <options to leave out>
+print_arguments_of() { # <file> <`--`: begin with the first option; or empty> <options to leave out>
   local line shown=0 left_out=0 ended=0
   while IFS= read -r line; do
     [[ $line != "  $2"* ]] || shown=1
@@ -134,10 +134,10 @@ run() { # <command...>
 }
 
 
-# Run a program and return its status. SIGINT from the terminal reaches the program by itself; SIGTERM and the others
-# are forwarded. Sets INTERRUPTED to INT, TERM or nothing.
+# Run a program and return its status. A terminal sends SIGINT to the program directly; SIGTERM and other signals are
+# forwarded. Sets INTERRUPTED to INT, TERM or nothing.
 run_forwarding_signals() { # <exec or exec_in_environment> <its arguments...>
-  local child='' status=0 name early=()
+  local child='' status=0 name pending=()
   INTERRUPTED=
   trap 'SIGNALLED=1 INTERRUPTED=INT' INT
   for name in TERM HUP QUIT "${PASSED_ON[@]}"; do
@@ -146,7 +146,7 @@ run_forwarding_signals() { # <exec or exec_in_environment> <its arguments...>
   done
   (trap - INT TERM QUIT && "$@") <&0 &
   child=$!
-  for name in "${early[@]}"; do
+  for name in "${pending[@]}"; do
     forward_signal "$name"
   done
   join "$child" || status=$?
@@ -156,14 +156,14 @@ run_forwarding_signals() { # <exec or exec_in_environment> <its arguments...>
 }
 
 
-forward_signal() { # <its name>
+forward_signal() { # <name of the signal>
   SIGNALLED=1
   # shellcheck disable=SC2034 # callers of run_forwarding_signals read it
   [[ $1 != TERM ]] || INTERRUPTED=TERM
   if [[ $child ]]; then
     kill -s "$1" "$child"
   else
-    early+=("$1")
+    pending+=("$1")
   fi
 }
 
@@ -183,8 +183,8 @@ join() { # <process id>
 }
 
 
-# Set PYTHON to an absolute path: the value of --python, else the first of list_pythons, else python3. Exits when it
-# does not exist or is older than 3.10.
+# Set PYTHON to an absolute path: the value of --python, else the first of list_pythons, else python3. Exits when this
+# Python does not exist or is older than 3.10.
 pick_python() { # [value of --python]
   resolve_python "${1-}"
   check_python

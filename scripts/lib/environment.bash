@@ -4,10 +4,10 @@
 #
 # TMOUT ends every `read`, SHELLOPTS and POSIXLY_CORRECT change options, LC_ALL changes number formats and ranges such
 # as [a-z], an exported function replaces the command of its name, PYTHONINSPECT keeps Python from exiting. This file
-# removes them from the shell, also functions, aliases and options that BASH_ENV has set; only the encoding of
-# characters stays that of the user. exec_in_environment gives everything back, to programs of the user, and to ours that
-# start ssh, which may be configured to send variables. Functions never return to the shell, except while it sources
-# config/node_env.sh, which may need those of the cluster, such as `module`.
+# removes them from the shell, and also functions, aliases and options that BASH_ENV has set; the user's encoding of
+# characters is kept. exec_in_environment restores everything for the program that it starts: a program of the user, or
+# one of ours that starts ssh, which may be configured to send variables. Functions are restored in the shell only while
+# it sources config/node_env.sh, which may call functions of the cluster, such as `module`.
 #
 # Sourced by common.bash before anything else, never run.
 
@@ -23,8 +23,8 @@ builtin unset -v FUNCNEST
 INHERITED=()          # NAME=VALUE of all variables with which this script was started
 REMOVED_FUNCTIONS=''  # functions that this file has removed, as source text for node_env.sh
 BY_ENV=()             # NAME=VALUE of functions, and of variables that this shell cannot export: env exports them
-NOT_EXPORTABLE='SHELLOPTS|BASHOPTS|BASH_VERSINFO|UID|EUID|PPID|FUNCNEST' # read-only, or ends our functions; then ours
-NOT_EXPORTABLE+='|NODE_ENV_*|NOT_EXPORTABLE|BY_ENV|INHERITED|REMOVED|REMOVED_FUNCTIONS'
+NOT_EXPORTABLE='SHELLOPTS|BASHOPTS|BASH_VERSINFO|UID|EUID|PPID|FUNCNEST' # read-only, or would end our functions
+NOT_EXPORTABLE+='|NODE_ENV_*|NOT_EXPORTABLE|BY_ENV|INHERITED|REMOVED|REMOVED_FUNCTIONS' # variables of ours
 NOT_EXPORTABLE+='|inherited|inherited_name|removed_name'
 
 # Patterns of names. SQUEUE_* and SLURM_TIME_FORMAT change the output of SLURM's commands.
@@ -51,7 +51,7 @@ if [[ ${BY_ENV-} || ${BASH_ENV-} ]]; then
 fi
 REPLY=''
 declare -A REMOVED=() # variables that this file has removed from the shell -> value
-builtin set -euo pipefail # a function `set` may have replaced the script's own
+builtin set -euo pipefail # an inherited function may have replaced the script's `set`
 
 
 remove_variables() {
@@ -98,15 +98,15 @@ restore_removed() {
 } 2>/dev/null
 
 
-# Restore functions to the shell, for node_env.sh. Afterwards, call builtins only with `builtin` or `command`,
-# which has an effect on redirections by `exec`.
+# Restore functions to the shell, for node_env.sh. Afterwards, call builtins only with `builtin`; call `exec` with
+# `command`, because redirections of `builtin exec` do not last.
 restore_functions() {
   builtin eval "$REMOVED_FUNCTIONS"
   REMOVED_FUNCTIONS=$(builtin declare -fx)
 }
 
 
-# After node_env.sh: functions that it has changed are exported by this shell, instead of as they were inherited.
+# If node_env.sh has changed functions, export those of this shell instead of the inherited ones in BY_ENV.
 keep_changed_functions() {
   [[ $REMOVED_FUNCTIONS != "$(builtin declare -fx)" ]] || builtin return 0
   for NODE_ENV_ENTRY in "${!BY_ENV[@]}"; do
@@ -115,7 +115,7 @@ keep_changed_functions() {
 }
 
 
-# Restore exported variables to the values with which this script was started, as scripts use some of these names.
+# Restore exported variables to the values with which this script was started, because scripts use some of their names.
 # Variables that the script has unset stay unset; SLURM_* are not changed.
 restore_environment() {
   local inherited inherited_name

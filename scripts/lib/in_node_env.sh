@@ -9,10 +9,10 @@
 #              are ended after COMMAND
 #   --task     like --exec, in a task of srun: srun passes the environment, and COMMAND gets all of standard input
 #
-# Without an option, standard input starts with two blocks of variables: those that NODE_ENV may change, then those that
-# override it; COMMAND gets the rest. With --exec there is only the second block, and COMMAND gets /dev/null. With --task
-# there is none. A block is a series of NAME=VALUE entries, each ended by a NUL byte, then an empty entry: so the values
-# are in no command line.
+# Standard input starts with blocks of variables, so that no command line contains their values. Without an option there
+# are two blocks: variables that NODE_ENV may change, then variables that override it. COMMAND gets the remaining input.
+# With --exec there is only the second block, and COMMAND gets /dev/null. With --task there is no block. A block is a
+# series of NAME=VALUE entries and an empty entry at its end; a NUL byte follows each entry.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
@@ -20,9 +20,9 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 source "$KIT/scripts/lib/node_env.bash"
 
 
-# Set NODE_ENV_ENTRIES. All names in this file have a prefix, because the user's environment and NODE_ENV may have any
-# other names, also of functions. In the C locale: in UTF-8, bash's read loses the byte that follows an incomplete
-# character.
+# Set NODE_ENV_ENTRIES. All variables in this file have a prefix, because the user's environment and NODE_ENV may use
+# any other name, for functions too. The locale is C, because in UTF-8, bash's read loses the byte that follows an
+# incomplete character.
 read_entries() {
   builtin local LC_ALL=C TMOUT=0
   NODE_ENV_ENTRIES=()
@@ -50,7 +50,7 @@ main() {
     trap '' "${PASSED_ON[@]}" # SLURM sends them to all processes of a task
     export MUSTER_NODE=$SLURMD_NODENAME
   fi
-  { set +xv; } 2>/dev/null # of ~/.bashrc, then of NODE_ENV: bash would print the values
+  { set +xv; } 2>/dev/null # ~/.bashrc may have set -x, which would print the values
   if [[ ! $NODE_ENV_MODE ]]; then
     read_entries 2>/dev/null # bash restores a locale that may not be installed
     export_entries

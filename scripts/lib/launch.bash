@@ -8,15 +8,15 @@
 WORK=()                  # command of each rank: a script, or -m and a module
 SCRIPT_FILE=''           # the file that Python runs: --script, or the __main__.py in it
 PROGRAM_IS_LOCAL=1       # 0: the Python of the ranks and its modules are in a container, and cannot be checked here
-PACKAGES=()              # that the ranks need besides PyTorch; checked on the nodes
+PACKAGES=()              # packages that the ranks need besides PyTorch; checked on the nodes
 CONFIG_ARGS=()           # --config CONFIG, or empty
 MASTER_ADDR=''           # address of the first node, with MASTER_PORT
 PLAIN_AGENT=torch.distributed.run # module for --agent torchrun
 FAST_OPTIONS=()          # options of Muster's own agent
-BEFORE=() AFTER=()       # command line of the agent or of srun, around the options that differ
+BEFORE=() AFTER=()       # command line of the agent or of srun, before and after options that launch.run inserts
 RUN_OPTIONS=()           # distributed/launch/run.py or attach.py, and its options
 NODES=()                 # names, in the order of node ranks
-SPARE_NODES=()           # names of those that replace lost nodes
+SPARE_NODES=()           # names of nodes that replace lost nodes
 declare -A ADDRESS=()    # node -> [user@]name for ssh
 declare -A NPROC_OF=()   # node -> number of ranks; auto, gpu or cpu: the preflight counts them
 RANKS=0                  # world size
@@ -36,7 +36,7 @@ pick_rank_python() {
 }
 
 
-# Set WORK.
+# Set WORK and SCRIPT_FILE.
 check_script() {
   if [[ $MODULE ]]; then
     WORK=(-m "$MODULE")
@@ -60,7 +60,6 @@ check_config() {
 }
 
 
-# CONFIG NPROC NODE...
 parse_config_nproc_nodes() {
   local least=3
   [[ ! $HOSTFILE ]] || least=2
@@ -74,14 +73,14 @@ parse_config_nproc_nodes() {
 }
 
 
-# Set NPROC to a number, if it is auto, gpu or cpu.
+# If NPROC is auto, gpu or cpu, set it to a number.
 count_processes_here() {
   local kind=$NPROC
   is_processor_kind "$kind" || return 0
   QUIET=1 pick_rank_python
   check_python
   NPROC=$(
-    ((${#ENVIRONMENT[@]} == 0)) || export "${ENVIRONMENT[@]?}" # CUDA_VISIBLE_DEVICES may be there
+    ((${#ENVIRONMENT[@]} == 0)) || export "${ENVIRONMENT[@]?}" # --env may set CUDA_VISIBLE_DEVICES
     kit_python host.processes "$kind"
   ) || exit
   ((NPROC)) || die_usage "NPROC $kind: no GPU is visible on this machine; give a number, cpu or auto"
@@ -107,7 +106,7 @@ check_call() { # <option of check_call.py...>
 }
 
 
-# Like check_call, and set the nodes.
+# Check the call like check_call. Also sets NODES and SPARE_NODES.
 check_call_on_nodes() { # <node...>
   set_node_checks "$NPROC" "$@"
   check_call --forward "${CHECKS[@]}"
@@ -119,7 +118,7 @@ check_call_on_nodes() { # <node...>
 
 
 # Set CHECKS, the options with which check_call.py reads node names, --hostfile and --exclude.
-set_node_checks() { # <processes on a node without its own number> <node...>
+set_node_checks() { # <number of processes on nodes that do not set it> <node...>
   local names=("${@:2}")
   CHECKS=(--nodes "$1" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"}
     ${VALUE_NAME[--spares]:+--replace} ${SPARES:+"--spares=$SPARES"} "${names[@]/#/--node=}")
@@ -138,7 +137,7 @@ add_node() { # <name> <processes> [address for ssh: [user@]name]
 # allocation, FORWARDED. Exits when a check fails.
 run_checks() { # <option of check_call.py...>
   local facts status=0 name value processes forwarded=()
-  # In the environment of the ranks, where Python finds their modules; but it must exit, and print UTF-8.
+  # Python finds the modules of the ranks only in their environment. The two variables make Python exit and print UTF-8.
   facts=$(trap '' INT && exec_in_environment $((${#ENVIRONMENT[@]} + 2)) "${ENVIRONMENT[@]}" \
     PYTHONINSPECT= PYTHONIOENCODING= \
     "$PYTHON" "$KIT/scripts/lib/check_call.py" "$@" -- "${SCRIPT_ARGS[@]}") || status=$?
@@ -163,7 +162,7 @@ run_checks() { # <option of check_call.py...>
 }
 
 
-# Set FORWARDED to the variables with these names, as this script was started with them. --env overrides them.
+# Set FORWARDED to these variables, with the values that this script inherited, without variables that --env sets.
 set_forwarded() { # <name...>
   local entry names=()
   (($# > 0)) || return 0
@@ -209,16 +208,16 @@ ssh_run_nodes() { # <ssh or pdsh>
 }
 
 
-# Replace this process by the program that connects to the nodes, makes the run directory, runs the command on all nodes
-# until they have ended, restarts it, and exits with the code of the run. With --dry-run it only prints the command of
-# each node. Functions that call this one have no local variables: they would hide variables of the user from the ranks.
+# Replace this process by the program that connects to the nodes, makes the run directory, runs the command on all
+# nodes, restarts it after a failure, and exits with the exit code of the run. With --dry-run it only prints the command
+# of each node. Callers of this function have no local variables, which would hide variables of the user from the ranks.
 run_nodes() { # <local, ssh, pdsh or srun> [option of distributed/launch/run.py...]
   set_run_options "$@"
   exec_module "${RUN_OPTIONS[@]}" < <(print_lists)
 }
 
 
-# Set RUN_OPTIONS. Its local variables would hide variables of the user in run_nodes.
+# Set RUN_OPTIONS. In run_nodes, the local variables of this function would hide variables of the user.
 set_run_options() { # <argument of run_nodes...>
   local node program=launch.run name=${MODULE:-${WORK[0]}}
   [[ ! $ATTACH ]] || program=launch.attach
@@ -242,7 +241,7 @@ set_run_options() { # <argument of run_nodes...>
 }
 
 
-# For the standard input of distributed/launch/run.py: all users can read arguments.
+# Print lists for the standard input of distributed/launch/run.py, because all users can read arguments.
 print_lists() {
   print_environment
   print_list call "${CALL[@]}"

@@ -2,7 +2,7 @@
 
 Usage: python [-I [-S]] module.py MODULE [ARGUMENT...]
 
-With -I -S, neither site packages nor the environment slow down or change the start.
+With -I -S, Python starts without site packages and variables of the environment, which could slow it down or change it.
 """
 
 import os
@@ -15,11 +15,11 @@ sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
 
 try:
     code = __import__(f"distributed.{sys.argv[1]}", fromlist=["main"]).main(sys.argv[2:]) or 0
-except SystemExit as ended:
-    if not isinstance(ended.code, int):
+except SystemExit as error:
+    if not isinstance(error.code, int):
         raise
-    code = ended.code
-except BrokenPipeError:  # such as of a terminal that was closed, or a pipe to `head`
+    code = error.code
+except BrokenPipeError:  # the terminal was closed, or the output is a pipe to `head`
     code = 141  # as for SIGPIPE
 for stream in (sys.stderr, sys.stdout):
     try:

@@ -8,7 +8,7 @@ NODE_ENV_FILE=''       # the file that is being sourced
 NODE_ENV_CLEANUP=()    # command to run before this process exits with a failure
 NODE_ENV_STDERR=''     # copy of standard error, which the file may redirect
 NODE_ENV_DIRECTORY=''  # working directory, which the file may change
-NODE_ENV_STATUS=''     # status of its last command
+NODE_ENV_STATUS=''     # exit code of the last command in the file
 
 
 # Print the path of config/node_env.sh in the working directory, else in Muster's directory.
@@ -22,7 +22,7 @@ node_env() {
 
 
 # Source the file. A failing command in it ends this process with EXIT_UNFIT, by the rules of `set -e`. Failures inside
-# functions and files that it sources are ignored: those of conda and Lmod are not written for `set -e`.
+# functions, and inside files that it sources, are ignored, because conda and Lmod are not written for `set -e`.
 source_node_env() { # <config/node_env.sh> [cleanup command...]
   NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}") NODE_ENV_DIRECTORY=$PWD # not local: the file may use any other name
   exec {NODE_ENV_STDERR}>&2
@@ -44,7 +44,7 @@ source_node_env() { # <config/node_env.sh> [cleanup command...]
 }
 
 
-# `source` runs the commands before a syntax error, and then fails. It also fails when the last command of the file did.
+# `source` runs the commands before a syntax error, and then fails. It also fails if the last command of the file fails.
 check_node_env_syntax() {
   local fault
   fault=$(bash -p -O extglob -n -- "$NODE_ENV_FILE" 2>&1) || node_env_unfit "${fault%%$'\n'*}"

@@ -8,7 +8,7 @@
 # Sourced, never run.
 
 # shellcheck disable=SC2034 # other files use these variables
-# The variables below have the names of these environment variables, so their values are saved.
+# Save these environment variables, because variables below have the same names.
 CONFIG_FROM_ENVIRONMENT=${CONFIG-} SCRIPT_FROM_ENVIRONMENT=${SCRIPT-} PORT_FROM_ENVIRONMENT=${MASTER_PORT-}
 
 declare -A VALUE_NAME=() # option of this script -> name of its value; "none" for a flag
@@ -25,12 +25,12 @@ declare -A VARIABLE_OF=(
   [--max-restarts]=MAX_RESTARTS [--max-requeues]=MAX_REQUEUES [--hostfile]=HOSTFILE [--exclude]=EXCLUDE
   [-n]=NPROC [-c]=CONFIG [-l]=LEVEL
   [--backend]=BACKEND [--min-bytes]=MIN_BYTES [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
-  [--sync]=SYNC [--lease]=LEASE [--attach]=ATTACH [--notify]=NOTIFY [--detach]=DETACH [--dry-run]=DRY_RUN [--quiet]=QUIET
+  [--sync]=SYNC [--lease]=LEASE [--attach]=ATTACH [--notify]=NOTIFY [--detach]=DETACH [--dry-run]=DRY_RUN
   [--json]=JSON [--watch]=WATCH [--stacks]=STACKS [--now]=NOW [--certain]=CERTAIN [--fresh]=FRESH [--all]=ALL
-  [--follow]=FOLLOW [--template]=TEMPLATE
+  [--quiet]=QUIET [--follow]=FOLLOW [--template]=TEMPLATE
 )
-# Option of torchrun, srun, mpirun, accelerate, deepspeed or train.py -> the variables above, or names in usage lines,
-# that have the value here.
+# Option of torchrun, srun, mpirun, accelerate, deepspeed or train.py -> names under which Muster takes its value:
+# variables above, or arguments in usage lines.
 declare -A FAMILIAR=(
   [--nproc]="NPROC N" [--nproc-per-node]="NPROC N" [--ntasks]="NPROC N" [--ntasks-per-node]="NPROC N" [-n]="NPROC N"
   [--np]="NPROC N" [--num-processes]="NPROC N" [--num-gpus]="NPROC N" [--gpus]="NPROC N" [--gpus-per-node]="NPROC N"
@@ -45,10 +45,10 @@ SCRIPT='' MODULE='' # SCRIPT: a file, or a directory with a __main__.py
 PYTHON_OPTION='' AGENT=fast LOG_DIR=logs MASTER_PORT='' HOSTFILE='' EXCLUDE=''
 RENDEZVOUS_TIMEOUT='' # seconds; empty: torchrun's default, 600
 HANG_TIMEOUT=''       # seconds; 0: never; empty: the default
-PROGRESS=''           # a regular expression, or off; empty: guess
+PROGRESS=''           # a regular expression, or off; empty: common formats
 MAX_RESTARTS=0 MAX_REQUEUES=100
-SPARES=''             # nodes that replace lost ones
-MIN_NODES=''          # with which a run continues; empty: all
+SPARES=''             # nodes that replace lost nodes
+MIN_NODES=''          # fewest nodes with which a run continues; empty: all nodes
 LEASE=''              # seconds; 0: none; empty: the default
 ATTACH=''             # a run that continues without its launcher
 NOTIFY=${MUSTER_NOTIFY-} # command that is called when the run restarts, ends or has a fault; may contain a secret
@@ -137,14 +137,14 @@ refuse_option() { # <option>
 }
 
 
-# Print how this script takes a value that is known under another name.
+# Print how to give this script the value of an option of another program.
 explain_familiar_option() { # <unknown option>
-  local given=${1%%=*} known line meaning
-  given=${given//_/-}
-  [[ $given != -[!-]?* ]] || given=${given:0:2} # -N2, -np
-  [[ ${VALUE_NAME[$given]-none} == none || $1 == --* ]] || { printf '; write %s %s\n' "$given" "${1:2}" && return; }
+  local option=${1%%=*} known line meaning
+  option=${option//_/-}
+  [[ $option != -[!-]?* ]] || option=${option:0:2} # -N2, -np
+  [[ ${VALUE_NAME[$option]-none} == none || $1 == --* ]] || { printf '; write %s %s\n' "$option" "${1:2}" && return; }
   line=$(usage | grep '^Usage: ') || true
-  for meaning in ${FAMILIAR[$given]-}; do
+  for meaning in ${FAMILIAR[$option]-}; do
     for known in "${!VALUE_NAME[@]}"; do
       [[ ${VARIABLE_OF[$known]-} != "$meaning" ]] || { printf '; use %s\n' "$known" && return; }
     done
@@ -156,19 +156,19 @@ explain_familiar_option() { # <unknown option>
 }
 
 
-# Print a hint with a known option that differs from the given one in at most two adjacent letters.
+# Print a hint with a known option that differs from the unknown option in at most two adjacent letters.
 suggest_option() { # <unknown option>
-  local known given=${1%%=*} same_start same_end
+  local known option=${1%%=*} same_start same_end
   for known in "${!VALUE_NAME[@]}"; do
     [[ $known == --?* ]] || continue
     same_start=0 same_end=0
-    while ((same_start < ${#known})) && [[ ${given:same_start:1} == "${known:same_start:1}" ]]; do
+    while ((same_start < ${#known})) && [[ ${option:same_start:1} == "${known:same_start:1}" ]]; do
       same_start=$((same_start + 1))
     done
-    while ((same_end < ${#known} - same_start)) && [[ ${given: -1-same_end:1} == "${known: -1-same_end:1}" ]]; do
+    while ((same_end < ${#known} - same_start)) && [[ ${option: -1-same_end:1} == "${known: -1-same_end:1}" ]]; do
       same_end=$((same_end + 1))
     done
-    if ((same_start + same_end >= (${#given} > ${#known} ? ${#given} : ${#known}) - 2)); then
+    if ((same_start + same_end >= (${#option} > ${#known} ? ${#option} : ${#known}) - 2)); then
       printf '; did you mean %s?\n' "$known"
       return
     fi
@@ -194,8 +194,8 @@ check_options() {
     die_usage "--master-port: expected a port from 1 to 65535, got '$MASTER_PORT'"
   [[ ! $RENDEZVOUS_TIMEOUT ]] || { is_count "$RENDEZVOUS_TIMEOUT" && ((RENDEZVOUS_TIMEOUT >= 1)); } ||
     die_usage "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '$RENDEZVOUS_TIMEOUT'"
-  # --dry-run shows, on any machine, what would run on another: no check of GPUs, ports and addresses.
-  [[ $DRY_RUN != 1 && ! $ATTACH ]] || PREFLIGHT=0 # a run that is attached to uses its GPUs and port itself
+  # A dry run may show commands of another machine, so it does not check GPUs, ports and addresses.
+  [[ $DRY_RUN != 1 && ! $ATTACH ]] || PREFLIGHT=0 # with --attach, the run itself uses its GPUs and port
   # Python buffers output to a pipe; Muster's own agent disables that itself.
   [[ $AGENT == fast ]] || ENVIRONMENT=(PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}")
 }
@@ -218,7 +218,7 @@ check_nproc() { # <name of the argument> <value> [or_kind: accept also auto, gpu
 }
 
 
-# Whether this NPROC is one of torchrun's words for one process per GPU or core.
+# Whether this NPROC is one of torchrun's names for one process per GPU or core.
 is_processor_kind() { # <NPROC>
   [[ $1 == @(auto|gpu|cpu) ]]
 }
@@ -234,8 +234,8 @@ is_port() { # <argument>
 }
 
 
-# Use MASTER_PORT from the environment if no option gives a port. With RANK or MUSTER_RUN_DIR set it belongs to another
-# launch and is ignored.
+# Use MASTER_PORT from the environment if no option gives a port. If RANK or MUSTER_RUN_DIR is also set, MASTER_PORT
+# belongs to another launch and is ignored.
 use_port_from_environment() {
   [[ ! $MASTER_PORT && $PORT_FROM_ENVIRONMENT && ! ${RANK-}${MUSTER_RUN_DIR-} ]] || return 0
   is_port "$PORT_FROM_ENVIRONMENT" ||
@@ -275,13 +275,13 @@ read_env_file() { # <file>
 
 
 # Set ARGUMENT, for scripts with at most one argument.
-parse_one_argument() { # <its name> <default>
+parse_one_argument() { # <name of the argument> <default>
   ((${#POSITIONAL[@]} <= 1)) || die_usage "expected one $1, got: $(quote "${POSITIONAL[@]}")"
   ARGUMENT=${POSITIONAL[0]:-$2}
 }
 
 
-# Set FORWARDED_OPTIONS to the options in CALL except these.
+# Set FORWARDED_OPTIONS to the options in CALL and their values, without these options.
 forward_options_except() { # <option...>
   local number
   FORWARDED_OPTIONS=()

@@ -9,7 +9,7 @@ unchanged. OUTPUT is the directory of the rank's output files.
 # ruff: noqa: E402
 import sys
 
-FRESH = frozenset(sys.modules)  # what the interpreter itself has imported
+INITIAL_MODULES = frozenset(sys.modules)  # that the interpreter itself has imported
 
 import os
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ def become_rank(output: str, command: Sequence[str]) -> NoReturn:
     os.environ.update(variables | Attempt.from_env().variables(variables))
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
     if world.nodes > 1:
-        own, nodes = os.environ["SLURMD_NODENAME"], expand(os.environ["SLURM_STEP_NODELIST"])
-        use_interface_to(next((node for node in (world.master_addr, *nodes) if node and node != own), ""))
+        this_node, nodes = os.environ["SLURMD_NODENAME"], expand(os.environ["SLURM_STEP_NODELIST"])
+        use_interface_to(next((node for node in (world.master_addr, *nodes) if node and node != this_node), ""))
     line = share_cores(world.local_size, tasks=world.local_size)
     if world.rank == 0:
         sys.stderr.write(line)
@@ -46,7 +46,7 @@ def become_rank(output: str, command: Sequence[str]) -> NoReturn:
     from distributed.agent.preloaded import Preload
     from distributed.agent.worker import Script, run_script
 
-    run_script(Script(name, tuple(arguments), is_module, tuple(sys.path[1:])), Preload(FRESH), output)
+    run_script(Script(name, tuple(arguments), is_module, tuple(sys.path[1:])), Preload(INITIAL_MODULES), output)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ CORES_PER_RANK=0       # 0: fewer cores than ranks
 CORES_PER_NODE=1       # minimum of all nodes
 CONTAINER_COMMAND=()   # command prefix for Python
 SRUN_OPTIONS=()        # from SRUN_ARGS and CONTAINER
-# Options of srun that SRUN_ARGS and CONTAINER must not contain, by the reason.
+# Options of srun that SRUN_ARGS and CONTAINER must not contain, grouped by reason.
 STREAM_OPTIONS=(--input --output --error --label --pty --unbuffered)
 LAYOUT_OPTIONS=(--nodes --ntasks --ntasks-per-node --ntasks-per-gpu --nodelist --nodefile --exclude --relative
   --multi-prog --het-group --pack-group --jobid --no-allocate)
@@ -22,7 +22,7 @@ declare -A LONG_OPTION=([i]=--input [o]=--output [e]=--error [l]=--label [u]=--u
   [w]=--nodelist [F]=--nodefile [x]=--exclude [r]=--relative [Z]=--no-allocate [m]=--distribution [D]=--chdir [h]=--help
   [V]=--version)
 RANK_PYTHON=''
-COMMAND_IN_STEP='scripts/ssh/launch_singlenode.sh CONFIG NPROC' # uses the node of a task
+COMMAND_IN_STEP='scripts/ssh/launch_singlenode.sh CONFIG NPROC' # remedy in a task: it uses this node only
 
 
 # Whether this is the shell of salloc or a batch script. Exits in a task of srun.
@@ -34,12 +34,12 @@ in_allocation() {
 }
 
 
-# Unset variables that this job inherits from another job, in which it was submitted: from a step (Jupyter, `srun --pty
-# bash`) or a batch script. SLURM replaces only those that it sets for this job. Without effect in a task.
+# If this job was submitted inside another job, in a step (Jupyter, `srun --pty bash`) or a batch script, unset the
+# variables of the other job. SLURM replaces only variables that it sets for this job. Has no effect in a task of srun.
 drop_inherited_variables() {
-  local job command shown tasks=''
+  local job command details tasks=''
   [[ ${SLURM_JOB_ID-} && ${SLURM_TASK_PID-} ]] || return 0
-  # The first process of a batch script, or of the other job in which salloc was called.
+  # SLURM_TASK_PID is the first process of a batch script, or of the other job, in which salloc was called.
   job=$(process_file environ | sed -n 's/^SLURM_JOB_ID=//p')
   command=$(process_file cmdline)
   if [[ $job != "$SLURM_JOB_ID" ]]; then
@@ -54,12 +54,12 @@ drop_inherited_variables() {
       SLURM_LAUNCH_NODE_IPADDR SLURM_DISTRIBUTION SRUN_DEBUG
   fi
   [[ $tasks${SLURM_ARRAY_JOB_ID-}${SLURM_RESTART_COUNT-}${SLURM_GPUS_PER_TASK-} ]] || return 0
-  shown=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep -E "^JobId=$SLURM_JOB_ID ") || return 0
-  [[ $shown == *" ArrayTaskId="* ]] || unset "${!SLURM_ARRAY_@}"
-  [[ $shown != *" Restarts=0 "* ]] || unset SLURM_RESTART_COUNT
-  [[ $shown == *" TresPerTask="* ]] || unset SLURM_GPUS_PER_TASK
-  # A job without --ntasks.
-  [[ ! $tasks || ${SLURM_NTASKS-} != "$tasks" || $shown == *" NumTasks=$tasks "* ]] || unset SLURM_NTASKS SLURM_NPROCS
+  details=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep -E "^JobId=$SLURM_JOB_ID ") || return 0
+  [[ $details == *" ArrayTaskId="* ]] || unset "${!SLURM_ARRAY_@}"
+  [[ $details != *" Restarts=0 "* ]] || unset SLURM_RESTART_COUNT
+  [[ $details == *" TresPerTask="* ]] || unset SLURM_GPUS_PER_TASK
+  # In a job without --ntasks, these two variables are those of the other job.
+  [[ ! $tasks || ${SLURM_NTASKS-} != "$tasks" || $details == *" NumTasks=$tasks "* ]] || unset SLURM_NTASKS SLURM_NPROCS
 }
 
 
@@ -133,8 +133,8 @@ refuse_srun_options() { # <name of the variable> <argument...>
 }
 
 
-# srun accepts abbreviated names.
-refuse_srun_option() { # <name of the variable> <argument> <option, perhaps abbreviated> <its value, or what follows>
+# Exit when srun, which accepts abbreviated options, would take this option for a refused one.
+refuse_srun_option() { # <name of the variable> <argument> <option, perhaps abbreviated> <its value, or next argument>
   if [[ " ${STREAM_OPTIONS[*]}" == *" $3"* ]]; then
     die_usage "$1: $2: the launcher needs the streams of srun; leave it out:" \
       "the output of rank 0 is in the job's output, that of each node in node_<name>.log of the run directory"
@@ -157,7 +157,7 @@ unset_srun_variables() {
 }
 
 
-# Split a variable at blanks, except in quotes, and print one argument per line.
+# Split a variable at blanks outside of quotes, and print one argument per line.
 split_arguments() { # <name of a variable>
   local line=${!1-}
   [[ ! $line ]] || xargs -n 1 printf '%s\n' <<<"$line" 2>/dev/null ||
@@ -165,8 +165,8 @@ split_arguments() { # <name of a variable>
 }
 
 
-# Set the nodes, the script and the cores per rank. With a container, its Python and modules are not checked, and the
-# Python of this machine need not have PyTorch.
+# Set the nodes, the script and the cores per rank. The Python and the modules in a container are not checked; with a
+# container, the Python of this machine need not have PyTorch.
 slurm_check_call() { # <number of ranks; 0: as many as are allocated>
   local torch=(--torch) container_python=${PYTHON_OPTION:-python3}
   [[ ! $LEASE$ATTACH ]] || die_usage "--lease and --attach: not possible in an allocation, where SLURM ends the run"
@@ -268,7 +268,7 @@ slurm_run_nodes() { # [option of distributed/launch/run.py...]
   fi
   build_srun_command
   set -- "$@" --master "${NODES[0]}" "$MASTER_PORT"
-  # Another launch may have left these. PET_* would change torchrun's options.
+  # Another launch may have left these variables. PET_* would change torchrun's options.
   unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT \
     "${!PET_@}" "${!TORCHELASTIC_@}"
   unset_srun_variables

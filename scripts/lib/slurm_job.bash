@@ -74,15 +74,15 @@ sbatch_default() { # <option of sbatch>
 }
 
 
-# Set RUN_AGAIN for the run directory of a requeued job. Exits if that run has succeeded.
+# If the job was requeued, set RUN_AGAIN, which names its run directory. Exits if that run has succeeded.
 find_earlier_run() {
-  local before times="$REQUEUES times"
+  local directory times="$REQUEUES times"
   ((REQUEUES != 1)) || times="1 time"
-  ((REQUEUES)) && before=$(readlink -e -- "$LOG_DIR/slurm-$SLURM_JOB_ID") || return 0
-  log "job $SLURM_JOB_ID was requeued $times; resuming in ${before##*/}"
-  if grep -qsF '"outcome": "ok"' "$before/verdict.json"; then
+  ((REQUEUES)) && directory=$(readlink -e -- "$LOG_DIR/slurm-$SLURM_JOB_ID") || return 0
+  log "job $SLURM_JOB_ID was requeued $times; resuming in ${directory##*/}"
+  if grep -qsF '"outcome": "ok"' "$directory/verdict.json"; then
     log "the run has already succeeded; nothing to do"
     exit
   fi
-  RUN_AGAIN=(--again "$before")
+  RUN_AGAIN=(--again "$directory")
 }

@@ -7,8 +7,8 @@
 VENV=$KIT/.venv
 
 
-# Install the requirement files (names in KIT) into $VENV and set PYTHON to its Python. In a dry run that would
-# create or update $VENV, PYTHON is the one that would create it.
+# Install the requirement files (names in KIT) into $VENV and set PYTHON to its Python. If a dry run would create or
+# update $VENV, PYTHON is the Python with which $VENV would be created.
 ensure_venv() { # <value of --python, may be empty> <requirement file...>
   local files=("${@:2}")
   files=("${files[@]/#/--requirement=}")
@@ -40,7 +40,7 @@ stamp() { # <requirement file>
 }
 
 
-# Set PYTHON to the Python that creates $VENV, never the one in $VENV.
+# Set PYTHON to the Python that creates $VENV, never to the Python in $VENV.
 base_python() { # <value of --python, may be empty>
   resolve_python "${1:-python3}"
   [[ $1 ]] || PYTHON_ORIGIN=PATH

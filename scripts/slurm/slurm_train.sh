@@ -12,7 +12,7 @@
 #
 #   --script PATH        script to run (default: $SCRIPT, else Muster's train.py)
 #   --agent fast|torchrun
-#                        with LAUNCHER=torchrun: the agent. fast (default): Muster's; torchrun: PyTorch's
+#                        agent with LAUNCHER=torchrun. fast (default): Muster's agent; torchrun: PyTorch's agent
 #   --master-port PORT   port through which the ranks find each other (default: $MASTER_PORT, else a free port of the
 #                        first node)
 #   --max-restarts N     restart the run up to N times within the job after a failure (default: 0)
@@ -45,7 +45,7 @@
 #SBATCH --gres=gpu:2                    # GPUs per node; none: for a cluster without GPUs
 #SBATCH --cpus-per-task=2               # cores per process, its data workers included
 ##SBATCH --mem=8G                       # memory per node, 0: all of it; if set, sbatch refuses --mem-per-cpu
-#SBATCH --time=1-00:00:00               # days-hours:minutes:seconds; shortly before, it requeues itself and resumes
+#SBATCH --time=1-00:00:00               # days-hours:minutes:seconds; the job requeues itself before this limit
 ##SBATCH --partition=gpu                # sinfo lists the partitions
 ##SBATCH --account=project              # account to charge, if the cluster requires one
 #SBATCH --output=logs/slurm-%j.out      # the directory must exist; %j is the job number

@@ -25,7 +25,7 @@
 #SBATCH --gres=gpu:2                    # GPUs; none: for a cluster without GPUs
 #SBATCH --cpus-per-task=2               # cores per process, its data workers included
 ##SBATCH --mem=8G                       # memory, 0: all of the node; if set, sbatch refuses --mem-per-cpu
-#SBATCH --time=1-00:00:00               # days-hours:minutes:seconds; shortly before, it requeues itself and resumes
+#SBATCH --time=1-00:00:00               # days-hours:minutes:seconds; the job requeues itself before this limit
 ##SBATCH --partition=gpu                # sinfo lists the partitions
 ##SBATCH --account=project              # account to charge, if the cluster requires one
 #SBATCH --output=logs/slurm-%j.out      # the directory must exist; %j is the job number

@@ -12,8 +12,8 @@
 #
 #   --follow             print the state of the job, then its output; exit with its exit code. Ctrl-C leaves the job
 #                        running
-#   --template           submit nothing; print a plain batch script, to edit and keep, that starts the same command with
-#                        srun and without Muster's options
+#   --template           submit nothing; print a plain batch script for you to edit and keep. It starts the same command
+#                        with srun, without Muster's options
 #   (options as slurm_train.sh)
 #
 # All other options are those of sbatch in their long form: --time, --partition, --account, --qos, --mem, --signal, ...
@@ -31,14 +31,14 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/launcher.ba
 
 # Options of sbatch that this script sets, or that change what sbatch prints.
 RESERVED="nodes|ntasks|ntasks-per-node|array|output|error|chdir|wrap|wait|parsable|test-only"
-OWN_ARGUMENTS=()  # options of this script, and arguments
+OWN_ARGUMENTS=()  # options and arguments of this script
 SBATCH_OPTIONS=() # --NAME=VALUE or --NAME
 MODE=submit       # or follow, template, dry-run
 
 
 # Set OWN_ARGUMENTS and SBATCH_OPTIONS.
 take_sbatch_options() { # <argument...>
-  local name known # --time= --hold
+  local name known # options of sbatch, such as: --time= --hold
   known=$(sbatch --help 2>/dev/null | sed -nE 's/^ {2}(-[A-Za-z],?| {3}) {1,2}(--[a-z-]+=?).*/\2/p') || true
   known=" $(grep -vxE -- "--($RESERVED)=?" <<<"$known" | xargs) "
   read_help
@@ -73,7 +73,7 @@ main() {
   check_config
   forward_options_except --follow --template --dry-run --notify
   set -- "${FORWARDED_OPTIONS[@]}" "$CONFIG" -- "${SCRIPT_ARGS[@]}"
-  # The batch script checks its arguments, with variables of such a job instead of those of a job around this shell.
+  # A dry run of the batch script checks its arguments. Variables of a job around this shell must not affect it.
   (unset "${!SLURM_STEP@}" "${!SLURM_TASK@}" "${!SLURM_GPUS@}" "${!SLURM_ARRAY@}" SLURM_CPUS_PER_TASK SLURM_RESTART_COUNT
     exec_in_environment 5 SLURM_JOB_ID=0 "SLURM_JOB_NODELIST=node[1-$NNODES]" "SLURM_NTASKS=$((NPROC * NNODES))" \
     "SLURM_TASKS_PER_NODE=$NPROC(x$NNODES)" "SLURM_JOB_CPUS_PER_NODE=$NPROC(x$NNODES)" \
@@ -82,7 +82,7 @@ main() {
   ((!FOLLOW)) || MODE=follow
   ((!TEMPLATE)) || MODE=template
   [[ $DRY_RUN != 1 ]] || MODE=dry-run
-  # All users can read arguments, and the command of --notify may contain a secret: sbatch passes the environment on.
+  # --notify may contain a secret, and all users can read arguments: pass it as a variable, which sbatch passes on.
   exec_in_environment 1 "MUSTER_NOTIFY=$NOTIFY" "$PYTHON" -I "$KIT/scripts/lib/module.py" slurm.submit \
     "$PROGRAM" "$LOG_DIR" "$MODE" "$NPROC" "$NNODES" "${SBATCH_OPTIONS[@]/#/--sbatch=}" \
     "${WORK[@]/#/--command=}" "${@/#/--argument=}"

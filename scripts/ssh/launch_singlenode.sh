@@ -69,7 +69,7 @@ check_local_call() {
 }
 
 
-# Without --master-port, torchrun itself binds a free port: a port chosen here could be in use by then.
+# Without --master-port, torchrun itself binds a free port: a port chosen here could be in use when torchrun starts.
 build_local_agent_command() {
   local rendezvous=(--standalone --local-addr 127.0.0.1)
   [[ ! $MASTER_PORT ]] || rendezvous=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")

@@ -21,9 +21,9 @@
 #   --spares NODES       with --max-restarts: spare nodes, which replace lost ones: node5,node6
 #   --min-nodes N        with --max-restarts: when a node is lost and no spare node is left, continue with fewer nodes,
 #                        but at least N; the script must be able to train with fewer ranks
-#   --sync               first copy the working directory and Muster (the files that git tracks or does not ignore, but
-#                        not untracked ones in logs, checkpoints and experiments) to nodes that do not share them;
-#                        nothing is deleted there
+#   --sync               first copy the working directory and Muster to nodes that do not share these directories: files
+#                        that git tracks, and untracked files that are neither ignored nor in logs, checkpoints or
+#                        experiments. Nothing is deleted on the nodes
 #   --no-preflight       skip the checks of the nodes
 #   --lease SECONDS      stop the ranks when this launcher dies or loses its connections, and also when it has sent no
 #                        heartbeat for SECONDS (default: 20); 0: let them continue in these cases

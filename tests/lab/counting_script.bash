@@ -3,8 +3,8 @@
 # A script that records how launchers number their restarts, for bats files. Sourced, never run.
 
 
-# Write "my script.py", with the arguments LAST RANKS: each of RANKS ranks appends run id, number of restarts and their
-# maximum to seen.<rank>. All attempts before LAST fail when all ranks have written.
+# Write "my script.py", with arguments FAILURES RANKS: each rank appends run id, number of restarts and their maximum
+# to seen.<rank>. The first FAILURES attempts fail when all of their ranks, whose number is RANKS, have written.
 write_counting_script() {
   cat >"my script.py" <<'END'
 import os, sys, time
@@ -13,11 +13,11 @@ with open(f"seen.{os.environ['RANK']}", "a") as file:
     print(run, count, maximum, file=file)
 def attempts(rank):
     return len(open(f"seen.{rank}").readlines()) if os.path.exists(f"seen.{rank}") else 0
-last, ranks = map(int, sys.argv[1:])
+failures, ranks = map(int, sys.argv[1:])
 attempt = attempts(os.environ["RANK"])
 while min(map(attempts, range(ranks))) < attempt:
     time.sleep(0.05)
-if attempt <= last:
+if attempt <= failures:
     sys.exit(3)
 END
 }

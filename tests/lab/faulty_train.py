@@ -1,8 +1,8 @@
-"""train.py, of which one rank fails once, as the file fault.json in the working directory describes.
+"""Run train.py with one rank that fails once, as the file fault.json in the working directory describes.
 
 The file may appear during the run: {"how": HOW, "rank": RANK, "step": STEP}. The rank fails at the first step that is
-not below STEP. Steps, and the publishing of checkpoints, take longer than in train.py, so that a fault can hit them.
-While there is a file "hold", the first attempt publishes nothing. tests/random_faults.py starts this script.
+not below STEP. Steps and the publication of checkpoints take longer than in train.py, so that faults occur during them.
+While the file "hold" exists, the first attempt publishes nothing. tests/random_faults.py starts this script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KIT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(KIT))
 sys.argv[0] = str(KIT / "train.py")
 
-from distributed.checkpoint.checkpointer import Checkpointer  # noqa: E402 - found only now
+from distributed.checkpoint.checkpointer import Checkpointer  # noqa: E402 - after sys.path is set
 from distributed.checkpoint.directory import Owner  # noqa: E402
 
 STEP_SECONDS, PUBLISH_SECONDS = 0.1, 0.3
@@ -50,8 +50,8 @@ def fail(how: str) -> None:
             blocks.append(bytearray(1 << 24))
 
 
-def is_due(step: int) -> str:
-    """How this rank has to fail now; empty: it has not."""
+def take_fault(step: int) -> str:
+    """Return how this rank must fail at this step, or "" if it must not fail. The fault is returned only once."""
     try:
         fault = json.loads(Path("fault.json").read_text())
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def is_due(step: int) -> str:
 
 
 def slow_should_stop(self: Checkpointer, step: int, loss: Tensor | None = None) -> bool:
-    how = is_due(step)
+    how = take_fault(step)
     fail(how)
     time.sleep(STEP_SECONDS)
     return should_stop(self, step, loss * float("nan") if how == "writes NaN" and loss is not None else loss)

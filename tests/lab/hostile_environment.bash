@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 #
-# An environment with what bash, its tools and Python obey, and with names that our scripts use.
+# An environment with settings that bash, its tools and Python obey, and with names that our scripts use.
 #
 # Sourced by bats files, never run:
 #

@@ -10,10 +10,10 @@
 #   seconds   run time
 #   until     a file: run until it exists
 #   exit      exit code, by default 0
-#   exit_once   a file: create it and use `exit` if it does not exist, else exit with 0
+#   exit_once   a file: if it exists, exit with 0, otherwise create it and exit with `exit`
 #   signal    send this signal to itself; "segfault" reads from address 0
 #   ignore_sigterm, exit_on_sigterm   ignore SIGTERM, or exit with 0
-#   alone     write "overlap" to STARTED if another job with alone runs on the node
+#   alone     write "overlap" to STARTED if another job with this setting runs on the node
 #   daemon    start a process in a separate session that ignores SIGTERM, and do not wait for it
 #   memory    MiB to allocate
 #   fill      a directory: write to it until the disk is full, then fail; ignored on a disk of 10 MB or more
@@ -24,8 +24,8 @@
 # base model; base_mb is the size of its weights in MiB. An experiment writes "base NAME weights" to STARTED if it can
 # read its base model.
 #
-# Nodes share all files with this machine except their home, the directory of tmux sockets, and APART.
-# shellcheck disable=SC2034,SC2153,SC2154 # the tests read what it sets, and it reads what bats sets
+# Nodes share all files with this machine, except for three directories: their home, that of tmux sockets, and APART.
+# shellcheck disable=SC2034,SC2153,SC2154 # tests read variables of this file, which reads variables of bats
 
 # shellcheck source=tests/lab/list_results.bash
 source "$BATS_TEST_DIRNAME/lab/list_results.bash"
@@ -134,8 +134,8 @@ pid_of_job() { # <name>: the process id of its newest attempt
 process_of_job() { # <supervisor, guard or command> <name>: its process id
   "$VIRTUAL_ENV/bin/python" -I - "$1" "$(pid_of_job "$2")" <<'END'
 import glob, json, sys
-found = [json.load(open(path)) for path in glob.glob("logs/jobs/*/*/node_*.pid")]
-print(next(each[sys.argv[1]]["pid"] for each in found if each["command"]["pid"] == int(sys.argv[2])))
+records = [json.load(open(path)) for path in glob.glob("logs/jobs/*/*/node_*.pid")]
+print(next(each[sys.argv[1]]["pid"] for each in records if each["command"]["pid"] == int(sys.argv[2])))
 END
 }
 
@@ -155,17 +155,17 @@ if pid == 0:
     os.environ["TERM"] = "xterm"
     os.execvp(sys.argv[2], sys.argv[2:])
 fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 67, 240, 0, 0))
-seen, end = b"", time.monotonic() + 30
+output, end = b"", time.monotonic() + 30
 try:
-    while sys.argv[1].encode() not in seen and time.monotonic() < end:
+    while sys.argv[1].encode() not in output and time.monotonic() < end:
         if select.select([terminal], [], [], 0.2)[0]:
-            seen += os.read(terminal, 65536)
+            output += os.read(terminal, 65536)
     os.write(terminal, b"\x02d")  # C-b d
     while time.monotonic() < end:
-        seen += os.read(terminal, 65536)
+        output += os.read(terminal, 65536)
 except OSError:  # the command exited
     pass
-sys.exit(sys.argv[1].encode() not in seen and repr(seen[-3000:]))
+sys.exit(sys.argv[1].encode() not in output and repr(output[-3000:]))
 END
 }
 
@@ -202,7 +202,7 @@ if job.get("alone"):
     except BlockingIOError:
         record("overlap", name, node)
 record("begin", name, node, os.getpid(), gpus or "-")
-for gpu in filter(None, gpus.split(",")):  # read by the stub of nvidia-smi, and by other jobs on this GPU
+for gpu in filter(None, gpus.split(",")):  # the stub of nvidia-smi and other jobs on this GPU read the file
     used = os.path.expanduser(f"~/gpu_{gpu}")
     if os.path.exists(used) and os.path.exists("/proc/" + open(used).read().strip()):
         record("overlap", name, node, gpu)

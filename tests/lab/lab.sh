@@ -22,8 +22,8 @@
 #
 # Each node has its own address, host name, /etc/hosts and sshd. The nodes share all other files, including /tmp and
 # /dev/shm, and all process ids with this machine. `ssh node1` works on this machine and on every node.
-# Each node sees all cores of this machine. sshd therefore sets OMP_NUM_THREADS to cores / ranks, with one rank per
-# simulated GPU, or one per node without GPUs. SLURM does the same for jobs that have not set it.
+# All nodes share the cores of this machine. sshd therefore sets OMP_NUM_THREADS to the number of cores divided by the
+# number of ranks: one rank per simulated GPU, or one per node without GPUs. SLURM sets it too, in jobs without a value.
 # The state of a node is up, slow, frozen, cut or dead. MUSTER_LAB (default: /run/muster-lab) is the directory of the
 # laboratory. Its file bashrc, initially empty, replaces root's ~/.bashrc on the nodes.
 #
@@ -88,7 +88,7 @@ CONF
 }
 
 
-threads_per_rank() { # with one rank per simulated GPU, or per node
+threads_per_rank() { # for one rank per simulated GPU, or one rank per node without GPUs
   local cores ranks=$((GPUS > 0 ? NODES * GPUS : NODES))
   cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc obeys both variables
   echo $((cores > ranks ? cores / ranks : 1))
@@ -139,7 +139,7 @@ SlurmdSpoolDir=$LAB/%n/slurmd
 SlurmdPidFile=$LAB/%n/slurmd.pid
 SlurmdLogFile=$LAB/%n/slurmd.log
 MailProg=/bin/true
-# These settings work on any machine: without cgroups, and with more CPUs than it has.
+# These settings work without cgroups, and with more CPUs than this machine has.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 TaskProlog=$LAB/task_prolog
@@ -155,8 +155,8 @@ SlurmdTimeout=30
 SchedulerParameters=bf_interval=1,sched_interval=1
 JobRequeue=1
 KillWait=$KILL_WAIT
-# A preempted job receives the signal of its --signal, or SIGTERM without it. It is killed after KillWait (5 s) plus
-# MessageTimeout (10 s), because GraceTime is shorter.
+# A preempted job receives the signal that its option --signal names, or SIGTERM. The job is killed after
+# KillWait (5 s) plus MessageTimeout (10 s), because GraceTime is shorter.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
@@ -194,7 +194,7 @@ host_address() {
 }
 
 
-link_name() { # of the interface between this machine and the switch
+link_name() { # name of the interface between this machine and the switch
   echo "muster-$PREFIX"
 }
 
@@ -379,7 +379,7 @@ hardware_address() { # <node>
 }
 
 
-# Runs in the node's namespaces. Its host name and mounts exist as long as its processes.
+# Runs in the node's namespaces. The host name and the mounts of the node exist as long as its processes.
 start_node() { # <node>
   local directory
   hostname "$1"
@@ -528,11 +528,11 @@ cut() { # <node>
 
 
 freeze() { # <node>
-  local now seen=
-  # A process may have forked before it stopped: repeat until there are no new ones.
-  until now=$(processes_of "$1") && [[ $now == "$seen" ]]; do
-    signal STOP "$now"
-    seen=$now
+  local processes stopped=
+  # A process may have forked before it stopped: repeat until there are no new processes.
+  until processes=$(processes_of "$1") && [[ $processes == "$stopped" ]]; do
+    signal STOP "$processes"
+    stopped=$processes
   done
 }
 
@@ -578,7 +578,7 @@ power_off() { # <node>
 }
 
 
-# Children first: when its parent dies, the kernel would continue a stopped child, which could still act.
+# Kill children first: when a parent dies, the kernel continues its stopped children, which could still act.
 kill_processes() { # <node>; succeeds when none is left
   local processes
   processes=$(processes_of "$1" | sort -rn)

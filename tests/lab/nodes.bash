@@ -14,7 +14,7 @@ source "$BATS_TEST_DIRNAME/lab/counting_script.bash"
 
 
 start_lab() { # <number of nodes> [option of lab.sh up...]
-  [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
+  [ "$(id -u)" -eq 0 ] || skip "starting nodes needs root"
   local conf
   export KIT PREFIX MUSTER_LAB VIRTUAL_ENV
   KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
@@ -96,7 +96,7 @@ start_second_sshd() { # <node> <port> <option of sshd...>
 }
 
 
-# Run a command with the home directory ./home: ssh finds it in /etc/passwd, and the files that it includes by HOME.
+# Run a command with the home directory ./home, which ssh reads from /etc/passwd, and from HOME for included files.
 with_home() { # <command...>
   sed "s#^\(root:.*:\)[^:]*\(:[^:]*\)#\1$PWD/home\2#" /etc/passwd >passwd
   unshare --mount -- sh -c 'mount --bind passwd /etc/passwd && HOME=$PWD/home exec "$@"' sh "$@" 3>&-
@@ -123,7 +123,7 @@ END
 }
 
 
-# A signal to the process group of LAUNCH reaches the ranks' handlers once; one without a handler stops the ranks.
+# Check that a signal to LAUNCH's process group reaches handlers of ranks once, and that others stop the ranks.
 check_signals_to_process_group() {
   cat >"my script.py" <<'END'
 import os, signal, sys, time

@@ -3,8 +3,8 @@
 # Check that a secret from --env-file appears in no command line, which every user of the machine can read, and in no
 # file of the run.
 #
-# Sourced by bats files, never run. The secret is in the file "secret", and no command line of
-# the test itself contains it. Use in a test:
+# Sourced by bats files, never run. The secret is in the file "secret", and in no command line of the test itself.
+# Use in a test:
 #
 #   make_secret
 #   watch_command_lines

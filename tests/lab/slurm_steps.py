@@ -1,9 +1,9 @@
-"""Record SLURM's variables in each process of a step, for all usual ways to start one, on a real SLURM.
+"""Record SLURM's variables in each process of a step, for all usual ways to start a step, on a real SLURM.
 
 Each command starts processes of record_process.sh, which write their host and environment to a file. The hosts
 determine what World.from_env must return. Needs SLURM_CONF of lab.sh up 3 --slurm --gpus 2.
 
-Try it: python tests/lab/slurm_steps.py tests/slurm_environments.json   (replaces the records)
+Usage: python tests/lab/slurm_steps.py tests/slurm_environments.json   (replaces the records)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HOOK = """sh -c '
   export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID MASTER_ADDR=$N1 MASTER_PORT=29500
   exec TELL'"""
 
-_OF_A_LAUNCHER = re.compile(
+_LAUNCHER_VARIABLE = re.compile(
     r"SLURM_(STEP|TASK|NODE|NTASKS|NNODES|NPROCS|PROC|LOCAL|GTIDS|DIST|ARBITRARY|HET|JOB_(ID|NODE|NUM)|RESTART)\w*"
     r"|SLURMD_NODENAME|SLURM_LAUNCH_NODE_IPADDR|CUDA_VISIBLE_DEVICES"
     r"|RANK|WORLD_SIZE|(MASTER|LOCAL|GROUP|ROLE|TORCHELASTIC)_\w+"
@@ -136,7 +136,7 @@ class Observed:
 
 def start(step: StepCase) -> list[Observed]:
     """Run the step on the SLURM of SLURM_CONF. Returns its processes by rank."""
-    environment = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
+    environment = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLE.fullmatch(name)}
     with tempfile.TemporaryDirectory() as directory:
         files = Path(directory, "files")
         files.mkdir()
@@ -144,7 +144,7 @@ def start(step: StepCase) -> list[Observed]:
         tell.symlink_to(TELL)
         subprocess.run(
             ["bash", "-c", step.command.replace("TELL", str(tell))],
-            env={**environment, **names(), "RECORDS": str(files), "PYTHON": sys.executable},
+            env={**environment, **node_variables(), "RECORDS": str(files), "PYTHON": sys.executable},
             stdout=subprocess.PIPE,
             check=True,
             timeout=120,
@@ -152,8 +152,8 @@ def start(step: StepCase) -> list[Observed]:
         return sorted((_observed(file.read_text()) for file in files.iterdir()), key=_rank)
 
 
-def names() -> dict[str, str]:
-    """The variables N1, N2 and so on: the nodes of the SLURM of SLURM_CONF."""
+def node_variables() -> dict[str, str]:
+    """Return the variables N1, N2 and so on: the nodes of the SLURM of SLURM_CONF."""
     nodes = subprocess.run(
         ["sinfo", "--noheader", "--Node", "--partition=lab", "--format=%N"],
         check=True,
@@ -163,22 +163,22 @@ def names() -> dict[str, str]:
     return {f"N{number}": node for number, node in enumerate(nodes, 1)}
 
 
-def _observed(written: str) -> Observed:
-    host, _, environment = written.partition("\n")
+def _observed(text: str) -> Observed:
+    host, _, environment = text.partition("\n")
     return Observed(host, dict(entry.split("=", 1) for entry in environment.split("\0") if entry))
 
 
 def positions(hosts: list[str]) -> list[RankPosition]:
-    """The positions of the processes of a step. hosts: of each rank."""
-    numbered = list(dict.fromkeys(hosts))
+    """Return the positions of the processes of a step; hosts has the host of each rank."""
+    nodes = list(dict.fromkeys(hosts))
     return [
         RankPosition(
             rank=rank,
             size=len(hosts),
             local_rank=hosts[:rank].count(host),
             local_size=Counter(hosts)[host],
-            node_rank=numbered.index(host),
-            nodes=len(numbered),
+            node_rank=nodes.index(host),
+            nodes=len(nodes),
             master_addr=hosts[0],
         )
         for rank, host in enumerate(hosts)
@@ -192,11 +192,11 @@ def _rank(process: Observed) -> int:
 
 # --- recording ---------------------------------------------------------------------------------------
 
-_OF_THIS_MACHINE = re.compile(r"SLURM_(TASK_PID|STEP_LAUNCHER_PORT|NODE_ALIASES\w*|\w+_PACK_GROUP_\d)")
+_MACHINE_VARIABLE = re.compile(r"SLURM_(TASK_PID|STEP_LAUNCHER_PORT|NODE_ALIASES\w*|\w+_PACK_GROUP_\d)")
 
 
 def recorded(step: StepCase) -> dict[str, object]:
-    """The step as a record: variables common to all processes, then those of each process."""
+    """Return the step as a record: variables common to all processes, then those of each process."""
     observed = start(step)
     environments = [_worth_keeping(process.environment) for process in observed]
     common = dict(set.intersection(*(set(environment.items()) for environment in environments)))
@@ -214,7 +214,7 @@ def _worth_keeping(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if _OF_A_LAUNCHER.fullmatch(name) and not _OF_THIS_MACHINE.fullmatch(name) and "/" not in value
+        if _LAUNCHER_VARIABLE.fullmatch(name) and not _MACHINE_VARIABLE.fullmatch(name) and "/" not in value
     }
 
 
