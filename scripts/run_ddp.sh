@@ -11,7 +11,7 @@
 #
 #   --rendezvous-timeout SECONDS
 #                        with LAUNCHER=torchrun: time for all nodes to join (default: 600)
-#   (options as launch_singlenode.sh)
+#   (as launch_singlenode.sh except CONFIG NPROC)
 #
 # In an allocation, srun starts the processes: --agent has an effect only with LAUNCHER=torchrun, --master-port
 # defaults to $MASTER_PORT, and --lease, --attach and --detach are refused. For LAUNCHER, CONTAINER and SRUN_ARGS see

@@ -340,19 +340,17 @@ def opening_comment(path: Path) -> str:
     lines = path.read_text().splitlines()[2:]
     end = next(number for number, line in enumerate(lines) if line != "#" and not line.startswith("# "))
     comment = "".join(line[2:] + "\n" for line in lines[:end])
-    # The arguments and options of another script, or only its options, some of them left out.
-    reference = re.compile(r"^  \((options )?as (\S+?)(?: except (.+))?\)$", re.MULTILINE)
-    for found in reference.finditer(comment):
-        start, other, left_out = found.groups()
-        [file] = tracked(f"scripts/*/{other}")
-        first = "--" if start else ""
-        shown = re.search(rf"^  {first}.*?^  --help.*?$", opening_comment(file), re.DOTALL | re.MULTILINE)
+    # The arguments and options of another script, without those above and some others.
+    for found in re.finditer(r"^  \(as (\S+?)(?: except (.+))?\)$", comment, re.MULTILINE):
+        [file] = tracked(f"scripts/*/{found[1]}")
+        shown = re.search(r"^  \S.*?^  --help.*?$", opening_comment(file), re.DOTALL | re.MULTILINE)
         assert shown
         text = shown[0]
-        own = re.findall(r"^  (-\S+)", comment[: found.start()], re.MULTILINE)
-        for option in [*own, *(left_out or "").split()]:
-            text, changes = re.subn(rf"^  {option}\b.*\n(?: {{3,}}.*\n)*", "", text, flags=re.MULTILINE)
-            assert changes == 1 or option in own, f"{path.name}: {other} has no option {option}"
+        own = re.findall(r"^  (\S+)", comment[: found.start()], re.MULTILINE)
+        for name in [*own, *(found[2] or "").split()]:
+            entry = rf"^  {re.escape(name)}(?= |$).*\n(?:(?: {{3,}}.*)?\n)*"
+            text, changes = re.subn(entry, "", text, flags=re.MULTILINE)
+            assert changes == 1 or name in own, f"{path.name}: {found[1]} has no {name}"
         comment = comment.replace(found[0], text)
     return comment
 

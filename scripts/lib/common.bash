@@ -74,18 +74,18 @@ need_value() { # <option> [value] [rest...]
 }
 
 
-# Print the opening comment of a script. A line `(as NAME)` stands for the arguments and options of the script NAME.
-# `(options as NAME except --a --b)` stands for the options of NAME without --a, --b and the options above this line.
+# Print the opening comment of a script. A line `(as NAME except A --b)` stands for the arguments and options of the
+# script NAME, without A, --b and those above this line.
 usage() { # [file; default: this program]
   local line number=0 listed=''
   while IFS= read -r line && [[ $line == '#' || $line == '# '* || $line == '#!'* ]]; do
     number=$((number + 1))
     ((number > 2)) || [[ $line == '# '* ]] || continue # skip the shebang and the line below it
-    [[ ! $line =~ ^'#   '(-[^ ]+) ]] || listed+=" ${BASH_REMATCH[1]}"
-    if [[ $line =~ ^'#   ('('options ')?'as '([^ ]+)(' except '(.+))?')'$ ]]; then
+    if [[ $line =~ ^'#   (as '([^ ]+)(' except '(.+))?')'$ ]]; then
       # The path begins with KIT, because SLURM runs a copy of the program in another directory.
-      print_arguments_of "$KIT"/scripts/*/"${BASH_REMATCH[2]}" "${BASH_REMATCH[1]:+--}" "$listed ${BASH_REMATCH[4]}"
+      print_arguments_of "$KIT"/scripts/*/"${BASH_REMATCH[1]}" "$listed ${BASH_REMATCH[3]}"
     else
+      [[ ! $line =~ ^'#   '([^ ]+) ]] || listed+=" ${BASH_REMATCH[1]}"
       line=${line#'#'}
       printf '%s\n' "${line# }"
     fi
@@ -99,17 +99,16 @@ show_version() {
 
 
 # Print the part of an opening comment from the first indented line to --help.
-print_arguments_of() { # <file> <`--`: begin with the first option; or empty> <options to leave out>
-  local line shown=0 left_out=0 ended=0
-  while IFS= read -r line; do
-    [[ $line != "  $2"* ]] || shown=1
+print_arguments_of() { # <file> <arguments and options to leave out>
+  local line left_out=1
+  while IFS= read -r line && [[ $line != '  --help'* ]]; do
     if [[ $line =~ ^'  '([^ ]+) ]]; then # not a continuation line
       left_out=0
-      [[ " $3 " != *" ${BASH_REMATCH[1]} "* ]] || left_out=1
+      [[ " $2 " != *" ${BASH_REMATCH[1]} "* ]] || left_out=1
     fi
-    ((!shown || left_out || ended)) || printf '%s\n' "$line"
-    [[ $line != '  --help'* ]] || ended=1
+    ((left_out)) || printf '%s\n' "$line"
   done < <(usage "$1")
+  [[ $line != '  --help'* ]] || printf '%s\n' "$line"
 }
 
 

@@ -24,7 +24,7 @@
 #                        with LAUNCHER=torchrun: time for all nodes to join (default: 600)
 #   --max-requeues N     how often the job may requeue itself (default: 100)
 #   --dry-run            print what would be submitted and run, submit nothing; works on a login node
-#   (options as launch_singlenode.sh except --no-preflight --lease --attach --detach)
+#   (as launch_singlenode.sh except NPROC --no-preflight --lease --attach --detach)
 #
 # Environment variables:
 #

@@ -14,7 +14,7 @@
 #                        running
 #   --template           submit nothing; print a plain batch script for you to edit and keep. It starts the same command
 #                        with srun, without Muster's options
-#   (options as slurm_train.sh)
+#   (as slurm_train.sh)
 #
 # All other options are those of sbatch in their long form: --time, --partition, --account, --qos, --mem, --signal, ...
 # They override the partition, GPUs and cores that this program chooses from the list of sinfo. --array, and options

@@ -10,6 +10,7 @@
 #                        gpu: one per GPU; cpu: one per core; auto: gpu on nodes with GPUs, else cpu
 #   NODE...              node1 user@node2 node[3-8,10] node9:4 (with 4 processes instead of NPROC); node ranks
 #                        follow this order; the first node is the master
+#   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value
 #
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`; `node5 spare` is a spare node
 #   --exclude NODES      exclude these nodes
@@ -27,7 +28,7 @@
 #   --no-preflight       skip the checks of the nodes
 #   --lease SECONDS      stop the ranks when this launcher dies or loses its connections, and also when it has sent no
 #                        heartbeat for SECONDS (default: 20); 0: let them continue in these cases
-#   (options as launch_singlenode.sh)
+#   (as launch_singlenode.sh)
 #
 # ARGUMENTs are passed to the script unchanged. Nodes need the working directory and Muster under the
 # same paths: on a shared file system, or copied by --sync. Your ~/.ssh/config applies; ssh must not prompt.

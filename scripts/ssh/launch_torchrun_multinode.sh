@@ -13,6 +13,7 @@
 #   MASTER_ADDR          name or address of the node with NODE_RANK 0
 #   MASTER_PORT          port through which the ranks find each other (default: --master-port, else $MASTER_PORT,
 #                        else 29500)
+#   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value
 #
 #   --master-port PORT   the same as MASTER_PORT
 #   --rendezvous-timeout SECONDS
@@ -22,7 +23,7 @@
 #   --hang-timeout S     stop the run when the ranks of this node write no output and no metrics for S seconds
 #                        (exit code 124); 0: never. Default with several nodes: only report a run that looks hung
 #   --no-preflight       skip the checks of GPUs, MASTER_ADDR and port
-#   (options as launch_singlenode.sh except --lease --attach)
+#   (as launch_singlenode.sh except --lease --attach)
 #
 # ARGUMENTs are passed to the script unchanged. The first node prints which nodes are missing. With --agent torchrun, a
 # node does not notice failures of other nodes.
