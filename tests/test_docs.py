@@ -697,7 +697,7 @@ def test_the_table_of_files_lists_the_files_of_a_run(project: Path) -> None:
     optional |= {f"node_<name>.{kind}" for kind in ("heartbeat", "usage", "reserved", "reserved_record")}
     optional |= {"tensorboard", "wandb", "attempt_<n>", "metrics_from_output.jsonl", "metrics_from_tensorboard.jsonl"}
     of_slurm = {"node_srun.log", "node_srun.exit", "stalled_attempts"}
-    assert missing == optional | of_slurm
+    assert missing - {"node_<name>.samples.jsonl"} == optional | of_slurm  # the run may end before the first sample
 
 
 @pytest.mark.parametrize("script", SLURM)
