@@ -115,7 +115,7 @@ class HostAttempt:
         self.files = supervisor.Files(directory, server)
         self.kill_at = float("inf")  # monotonic time at which the supervisor is killed if it ignores a stop request
         self.metrics: dict[str, Any] = {}
-        self.sweep = ""  # of its processes, because no supervisor was found: running or done
+        self.sweep = ""  # a sweep of the processes, because no supervisor was found: running or done
 
     @property
     def lock(self) -> str:
@@ -129,7 +129,7 @@ class HostAttempt:
             return False
 
     def take_lock(self) -> int:
-        """Lock it until all copies of the returned file are closed. Raises Busy if another process has the lock."""
+        """Lock the attempt until all copies of the returned file are closed. Raises Busy if another process has it."""
         file = os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o600)
         if not try_lock(file, seconds=LOCK_TIMEOUT):
             os.close(file)
@@ -137,7 +137,7 @@ class HostAttempt:
         return file
 
     def create(self, job: str, script: str) -> int:
-        """Make its directory and claim its output directory. Returns the locked file; see claim_output()."""
+        """Create the directory of the attempt and claim the output directory. Returns the file of claim_output()."""
         os.mkdir(self.directory, 0o777)
         try:
             return claim_output(self.output, job, script)
@@ -200,7 +200,7 @@ class HostAttempt:
         }
 
     def note(self) -> str:
-        """That the output directory is empty, and where new files are instead; empty if there are results."""
+        """A note that there are no results, and where new files are instead; empty if there are results."""
         with contextlib.suppress(OSError):  # the job has removed the directory
             if has_results(self.output):
                 return ""
@@ -260,7 +260,7 @@ def new_files(workdir: str, since: float) -> list[str]:
 
 
 def with_remedy(errors: str, setting: str) -> str:
-    """The line of `errors` that has a remedy in REMEDIES, and the remedy. setting: for {}."""
+    """The line of `errors` that has a remedy in REMEDIES, and the remedy. setting: replaces {} in the remedy."""
     lines = errors.splitlines()
     found = ((line, remedy) for sign, remedy in REMEDIES.items() for line in lines if sign in line)
     return next((f"{line.strip()}; {remedy.format(setting)}" for line, remedy in found), "")

@@ -40,7 +40,8 @@ LIB = os.path.join(KIT, "scripts", "lib")
 PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
 PROGRESS_INTERVAL = 5.0  # seconds between two messages about nodes that have not replied
 VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
-MAX_FILES = 1 << 16  # open files of the launcher: several for each node, but pdsh tries to close each number
+# Open files of the launcher: several for each node. Not more, because pdsh tries to close every possible file number.
+MAX_FILES = 1 << 16
 MAX_PATH = 31  # bytes of the directory for temporary files: ssh allows 90 for a control socket, and uses 41 of them
 
 
@@ -63,8 +64,8 @@ class LocalCommands:
     ) -> list[str]:
         """The local command that runs a command on a node.
 
-        cwd: its working directory; empty: any. log: file for the reason if it is not started. timeout: seconds after
-        which the caller kills it; 0: never.
+        cwd: working directory of the command; empty: any. log: file to which the reason is written if the command is
+        not started. timeout: seconds after which the caller kills the command; 0: never.
         """
         return list(arguments)
 
@@ -74,7 +75,7 @@ class JobCommands(LocalCommands):
 
     def __init__(self, job: str) -> None:
         """job: its number."""
-        # Variables of another job, if this process is in one, and those that act like options of srun.
+        # Remove the variables of another job, which may contain this process, and those that act like options of srun.
         names = [name for name in os.environ if name.startswith(("SLURM_", "SRUN_")) and name != "SLURM_CONF"]
         srun = ["srun", "--overlap", "--jobid", job, "--nodes", "1", "--ntasks", "1", "--input", "none", "--quiet"]
         self._srun = ["env", *(f"--unset={name}" for name in names), *srun]
@@ -125,10 +126,10 @@ class SshCommands(LocalCommands):
 
 
 def over_ssh(ssh: Sequence[str], name: str, line: str, within: float, log: str = "") -> list[str]:
-    """The local command that runs a line of bash on a node. Standard input is sent after its start (host/ssh_call.py).
+    """The local command that runs a line of bash on a node. host/ssh_call.py sends standard input once the line runs.
 
-    ssh: the command line of ssh up to the address. name: of the node in messages. within: seconds for the login shell
-    to start the line. log: file for the reason if it is not started.
+    ssh: the command line of ssh up to the address. name: name of the node in messages. within: seconds for the login
+    shell to start the line. log: file to which the reason is written if the line is not started.
     """
     call = [sys.executable, *PLAIN_PYTHON, f"{LIB}/module.py", "host.ssh_call", "--within", f"{within:g}"]
     return [*call, *(["--log", log] if log else []), name, *ssh, for_any_shell(f"{STARTED}; {line}")]
@@ -186,9 +187,9 @@ class Calls:
     ) -> Client:
         """Run a command; then call then() with its exit code and what it has written.
 
-        timeout: seconds after which it is killed; 0: never. sent, source: its standard input, as bytes, after which
-        keep_input leaves it open, or a file. output, errors: files for its standard output and standard error; NULL:
-        they are in the reply. on_output: called with blocks of its standard output.
+        timeout: seconds after which the command is killed; 0: never. sent: the bytes of its standard input, which
+        keep_input leaves open after them; None: source is the standard input. output, errors: files for standard output
+        and standard error; NULL: the reply has the output. on_output: called with blocks of standard output.
         """
         files = [os.memfd_create(stream) for stream in ("output", "errors")]
 
@@ -328,7 +329,7 @@ def message_of(error: TransportError, program: str) -> str:
 
 
 def temporary_directory(warn: Callable[[str], None]) -> str:
-    """Create a private directory. Its path is short, for sockets of ssh, and has no blanks, as ssh splits it there.
+    """Create a private directory. Its path is short enough for sockets of ssh, and has no blanks, which ssh splits.
 
     /tmp precedes TMPDIR, which may be on a file system without sockets. warn: prints a message if a directory that was
     tried before cannot be written. Raises TransportError if none can be written.
@@ -354,7 +355,7 @@ def temporary_directory(warn: Callable[[str], None]) -> str:
 
 
 def try_temporary_directory(base: str) -> str:
-    """Create a directory. Raises OSError if a file in it cannot be written, as on a full disk, or cannot be removed."""
+    """Create a directory. Raises OSError if a file cannot be written to it, as on a full disk, or not be removed."""
     while True:
         made = os.path.join(base, f"muster-{os.urandom(4).hex()}")
         try:
