@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.exit_codes import STOPPED, TERMINATED, UNFIT
+from distributed.exit_codes import STOPPED, UNFIT
 from distributed.files import write_file
 
 MAX_STALLED = 3  # consecutive attempts without progress before giving up
@@ -61,15 +61,15 @@ def is_batch_script() -> bool:
 def stopped_by_slurm(run: EndedRun, job: str) -> bool:
     """Whether SLURM announced the time limit with a signal to the ranks or (B:) to this process, or preempted the job.
 
-    Preemption signals both: ranks without a handler are killed by SIGTERM, and ranks that exit with 0 may not have
-    finished. A job that scancel ends is not running any more, and stop.sh sends SIGINT.
+    Preemption signals both: SIGTERM kills ranks without a handler, other ranks then fail because they lose a
+    connection, and ranks that exit with 0 may not have finished. A job that scancel ends is not running any more, and
+    stop.sh sends SIGINT.
     """
-    if not run.signal and run.code == STOPPED:
-        return True
-    if run.code not in (STOPPED, TERMINATED) and not (run.signal and run.code == 0):
-        return False
+    if not run.signal and run.code in (0, STOPPED):
+        return run.code == STOPPED
     shown = scontrol("show", "job", "--oneliner", job).stdout.decode(errors="replace")
-    if re.search(r" PreemptTime=\d", shown):
+    times = dict(re.findall(r" (StartTime|PreemptTime)=(\d\S*)", shown))
+    if times.get("PreemptTime", "") >= times.get("StartTime", "-"):  # otherwise an earlier attempt was preempted
         return True
     return " JobState=RUNNING " in shown and run.signal != signal.SIGINT and run.code == STOPPED
 

@@ -9,6 +9,7 @@ Scripts use this module through `distributed.checkpoint.checkpointer`.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections import deque
@@ -40,7 +41,11 @@ class PeerFailed(RuntimeError):
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """Within the block the stop signals set the event and do nothing else."""
+    """Within the block the stop signals set the event and do nothing else.
+
+    A rank of a run keeps the handlers after a signal, because it is about to exit. Its supervisor, which may receive
+    the same signal later, ends ranks without a handler.
+    """
     requested = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -50,9 +55,10 @@ def stop_signals() -> Iterator[threading.Event]:
     try:
         yield requested
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signals.protect()
+        if not (requested.is_set() and "MUSTER_RUN_DIR" in os.environ):
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signals.protect()
 
 
 @dataclass(frozen=True)

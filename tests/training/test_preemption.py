@@ -55,6 +55,20 @@ def test_the_previous_signal_handlers_are_restored(error: type[BaseException] | 
     signal.signal(signal.SIGUSR2, before)
 
 
+def test_a_rank_that_was_asked_to_stop_keeps_its_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor may receive the signal only when the rank is about to exit."""
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    monkeypatch.setenv("MUSTER_RUN_DIR", "run")
+    try:
+        with stop_signals():
+            signal.raise_signal(signal.SIGXCPU)
+            inside = [signal.getsignal(number) for number in STOP_SIGNALS]
+        assert [signal.getsignal(number) for number in STOP_SIGNALS] == inside
+    finally:
+        for number, handler in zip(STOP_SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
 def test_all_stop_signals_of_the_launchers_are_handled() -> None:
     """The signals that SLURM sends before a time limit, SIGTERM of SLURM and launchers, and SIGINT of a terminal."""
     assert set(STOP_SIGNALS) == {*signals.PROTECTED, signal.SIGTERM, signal.SIGINT}
