@@ -81,8 +81,12 @@ class ShardWriter:
 
     def report_failure(self, cause: BaseException) -> None:
         """Report the failure to rank 0 through a file, which stays empty on a full disk."""
+        file = self._file(self._rank, "failed")
+        incomplete = file.with_suffix(".half")
         with suppress(OSError):
-            self._file(self._rank, "failed").write_text(f"rank {self._rank}: {cause}")
+            incomplete.write_text(f"rank {self._rank}: {cause}")
+        with suppress(OSError):
+            os.rename(incomplete, file)
 
     def collect(self, size: int, must_stop: Callable[[], bool]) -> FileEntries:
         """Wait for all ranks, complete the directory, and return the manifest entries of its files. Only on rank 0.

@@ -11,6 +11,7 @@ import itertools
 import os
 import pickle
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -346,7 +347,7 @@ def test_getattr_in_a_pickle_reads_only_enumeration_members() -> None:
 
 def fail_on_rank_1(rank: int, size: int, checkpoint_dir: Path, failure: str) -> str:
     training = Training()
-    with opened(checkpoint_dir, rank, size, shard_timeout=0.5) as checkpoints:
+    with opened(checkpoint_dir, rank, size, shard_timeout=0.5 if failure == "silent" else 60.0) as checkpoints:
         training.learn(1)
         checkpoints.save(1, training.state())
         checkpoints.wait()
@@ -370,11 +371,20 @@ def break_writes(failure: str) -> None:
         patch.setattr(directory.HashedFile, "write", full)
     if failure == "full also for the file of the failure":
         patch.setattr(Path, "write_text", lambda self, _: self.touch())
+    elif failure == "full, and the file of the failure is written slowly":
+        patch.setattr(Path, "write_text", write_slowly)
+
+
+def write_slowly(path: Path, content: str) -> None:
+    with path.open("w") as file:
+        time.sleep(10 * sharded.POLL_INTERVAL)
+        file.write(content)
 
 
 FAILURES = {
     "full": "rank 1: [Errno 28] No space left on device",
     "full also for the file of the failure": "rank 1: could not write its shard",
+    "full, and the file of the failure is written slowly": "rank 1: [Errno 28] No space left on device",
     "silent": "rank 1: timed out waiting for its shard",
 }
 
