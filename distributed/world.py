@@ -407,8 +407,8 @@ def _is_task(env: Mapping[str, str]) -> bool:
 def _is_shell_of_job(env: Mapping[str, str]) -> bool:
     """Return whether this process is known to be in a batch script or a shell of salloc.
 
-    If the job was submitted inside a step of another job, its shell inherits the variables of that step, which differ
-    from SLURM_NTASKS and SLURM_NNODES. In a task, they are equal.
+    If the job was submitted inside a step of another job, its shell inherits the variables of that step, which may
+    differ from SLURM_NTASKS and SLURM_NNODES. In a task, they are equal.
     """
     if not env.get("SLURM_JOB_ID"):
         return False
