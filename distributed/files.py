@@ -22,7 +22,7 @@ def version() -> str:
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a temporary file and rename it to `path`: readers see the old or the new content. Raises OSError.
 
-    A symbolic link remains; the file that it names is written.
+    If `path` is a symbolic link, the link stays, and the file that it points to is written.
     """
     path = os.path.realpath(path)
     temporary = f"{path}.{os.urandom(4).hex()}"
@@ -58,17 +58,17 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
 
     try:
         with open(path, "rb") as file:
-            found = json.load(file)
+            value = json.load(file)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def try_lock(file: int, exclusive: bool = True, seconds: float = 0.0, required: bool = False) -> bool:
     """Lock a file. Returns False if another process still has the lock after `seconds`.
 
-    The lock lasts until all copies of this descriptor are closed. On a file system without locks, nothing is locked,
-    or, if the lock is required, OSError is raised.
+    The lock lasts until all copies of this descriptor are closed. On a file system without locks, OSError is
+    raised if the lock is required; otherwise nothing is locked, and the result is True.
     """
     import fcntl
 

@@ -25,7 +25,7 @@ FROM_TENSORBOARD = "metrics_from_tensorboard.jsonl"  # in the run directory, see
 ORIGINS = {"metrics.jsonl": "", FROM_TENSORBOARD: "from TensorBoard", FROM_OUTPUT: "from the output"}
 RESERVED = ("time", "event", "rank_seconds", "wait_share")  # keys that train.py and append() write
 TAIL = 64 * 1024  # bytes read from each end of a file
-HUGE = 1e100  # readers take larger numbers for infinity, so that sums and scales stay finite
+HUGE = 1e100  # readers treat larger numbers as infinity, so that sums and scales stay finite
 STEP_LIMIT = 2**53  # larger integers are not exact as floats
 
 _warned: set[str] = set()  # files whose write error was printed
@@ -104,7 +104,7 @@ def finite_or_none(value: Any) -> Any:
 
 
 def find(directory: str | os.PathLike[str]) -> str:
-    """Path of the metrics of a run: metrics.jsonl, or else the newer file with values found elsewhere; "" if none."""
+    """Path of the metrics of a run: metrics.jsonl if it exists, otherwise the newest other file of ORIGINS, or ""."""
     logged, *others = (os.path.join(directory, name) for name in ORIGINS)
     others = [path for path in others if os.path.exists(path)]
     return logged if os.path.exists(logged) else max(others, key=os.path.getmtime, default="")

@@ -29,7 +29,7 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _TASKS = re.compile(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?")
-_LAST = re.compile(r"(?<![0-9])[0-9]{1,18}(?=[^0-9]*$)")  # the last number of a name, if _RANGE can hold it
+_LAST = re.compile(r"(?<![0-9])[0-9]{1,18}(?=[^0-9]*$)")  # the last number of a name, if it is not too long for _RANGE
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ def exclude(nodes: Iterable[Node], hostlist: str) -> list[Node]:
 
 
 def requested(lists: list[str], hostfile: str | None, excluded: str | None, spares: str | None = None) -> list[Node]:
-    """Return the nodes of the lists or the hostfile except the excluded ones, then the spares.
+    """Return the nodes of the lists or of the hostfile, without the excluded nodes, followed by the spares.
 
     Raises NodeListError and OSError.
     """
@@ -110,7 +110,7 @@ def requested(lists: list[str], hostfile: str | None, excluded: str | None, spar
     elif lists:
         raise NodeListError("nodes are given both as arguments and by --hostfile; use one of them")
     else:
-        with open(hostfile, encoding="utf-8-sig", errors="replace") as file:  # a comment may hold anything
+        with open(hostfile, encoding="utf-8-sig", errors="replace") as file:  # a comment may contain any bytes
             text = file.read(LARGEST_HOSTFILE + 1)
         if len(text) > LARGEST_HOSTFILE:
             raise NodeListError(f"{hostfile}: larger than 10 MB; name a file that lists nodes")
@@ -234,7 +234,7 @@ def _names(item: str) -> list[str]:
     """
     if not item or item[0] in "-.":
         raise NodeListError("a host name begins with a letter or a digit: write it as in node1")
-    parts = _BRACKET.split(item)  # text and the content of a bracket in turn, text first and last
+    parts = _BRACKET.split(item)  # text, content of a bracket, text, ..., text
     if wrong := _NOT_IN_A_NAME.search("".join(parts[::2])):
         what = "its brackets do not match" if wrong[0] in "[]" else f"{wrong[0]!r} is not allowed in a host name"
         raise NodeListError(f"{what}: write it as in node1 or node[1-8,10]")

@@ -65,14 +65,14 @@ def cut(text: str, most: int) -> str:
     return f"{kept}…"
 
 
-def pad(text: str, to: int, right: bool = False) -> str:
-    """The text, padded to at least this many columns. right: aligned to the right."""
-    fill = " " * (to - columns(text))
+def pad(text: str, min_columns: int, right: bool = False) -> str:
+    """The text, padded to at least this many columns. right: align it to the right."""
+    fill = " " * (min_columns - columns(text))
     return fill + text if right else text + fill
 
 
 def wrap(text: str, most: int | None, indent: str = "") -> list[str]:
-    """Lines of at most this many characters; all but the first are indented. Long words are not broken."""
+    """Lines of at most this many characters (None: any number). All but the first are indented. No word is broken."""
     if most is None:
         return [text]
     return textwrap.wrap(text, most, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
@@ -81,8 +81,8 @@ def wrap(text: str, most: int | None, indent: str = "") -> list[str]:
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), most: int | None = None) -> list[str]:
     """The rows as lines with aligned cells.
 
-    right: indices of cells that are aligned to the right. most: maximum columns of a line: the last cell is cut, and
-    must not contain colours.
+    right: indices of cells that are aligned to the right. most: maximum width of a line. The last cell is cut to fit;
+    it must not contain colours.
     """
     if not rows:
         return []

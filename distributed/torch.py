@@ -130,7 +130,7 @@ def leave(code: int | None) -> NoReturn:
 
 
 def _rendezvous_store(world: World, limit: timedelta) -> dist.Store:
-    """Return the rendezvous store: that of torchrun's agent if it runs one, else a new one on rank 0."""
+    """Return the rendezvous store: that of torchrun's agent if there is one, otherwise a new store on rank 0."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=limit))
         return store
@@ -142,7 +142,7 @@ def _rendezvous_store(world: World, limit: timedelta) -> dist.Store:
 
 
 def _wait_for_all_ranks(world: World, store: dist.Store, limit: timedelta) -> None:
-    """Wait until every rank has joined. The error names missing ranks, which init_process_group's does not."""
+    """Wait until every rank has joined. Unlike that of init_process_group, the error names the missing ranks."""
     store.set(f"joined/{world.rank}", "")
     keys = [f"joined/{rank}" for rank in range(world.size)]
     try:
@@ -292,7 +292,7 @@ class _SumOfParameters(nn.Module):
 
 
 def _shard(model: nn.Module, world: World, dtype: torch.dtype | None) -> nn.Module:
-    """Shard each block of a ModuleList as one unit, and all other parameters as another: FSDP gathers one at a time."""
+    """Shard each block of a ModuleList as one unit, and all other parameters as another: FSDP gathers unit by unit."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (world.size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     for module in list(model.modules()):
@@ -304,7 +304,7 @@ def _shard(model: nn.Module, world: World, dtype: torch.dtype | None) -> nn.Modu
 
 
 def gradient_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
-    """In the block, backward passes reduce gradients over all ranks (on) or not. FSDP keeps the setting afterwards."""
+    """Choose whether backward passes in the block reduce gradients over all ranks. FSDP keeps the setting after it."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
     elif isinstance(model, DistributedDataParallel) and not on:

@@ -34,15 +34,15 @@ SLURM_VARIABLES = (
     *("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURMD_NODENAME"),
     *NODE_LIST_VARIABLES,
 )
-# Where a launcher that sets TORCHRUN_VARIABLES gives the layout: torchrun and Lightning, Ray Train, DeepSpeed.
+# The layout from launchers that set TORCHRUN_VARIABLES: torchrun and Lightning, Ray Train, DeepSpeed.
 LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 NODE_RANK_VARIABLES = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")
 NODES_VARIABLES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE")
 CROSS_VARIABLES = ("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")
 LAYOUT_VARIABLES = (*LOCAL_SIZE_VARIABLES, *NODE_RANK_VARIABLES, *NODES_VARIABLES)
 # Rank, size, local rank and local size from Open MPI, MVAPICH, MPICH and Intel MPI, Cray PALS, and horovodrun. No
-# launcher of MPI gives the node rank: OMPI_COMM_WORLD_NODE_RANK is a rank on the node. Those of horovodrun are the node
-# rank and the number of nodes among the nodes that have a rank with this local rank.
+# launcher of MPI gives the node rank: OMPI_COMM_WORLD_NODE_RANK is a rank on the node. CROSS_VARIABLES, of horovodrun,
+# count only the nodes that have a rank with this local rank.
 MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
@@ -50,7 +50,7 @@ MPI_VARIABLES = (
     ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", *CROSS_VARIABLES),
 )
-# Ranks of launchers that are not read further: of PMIx, Cray PALS and Flux without PMI.
+# Ranks that are only used in an error: those of PMIx, Cray PALS and Flux without PMI are not enough for a World.
 RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 # SLURM reserves step IDs from this one up for the batch script, the interactive step and other steps without srun.
 FIRST_SPECIAL_STEP = 4_294_967_000
@@ -201,7 +201,7 @@ def as_env(world: World, run: str) -> dict[str, str]:
 
 
 class Hints(NamedTuple):
-    """What the environment gives of the layout."""
+    """The parts of the layout that the environment gives; None: not given."""
 
     local_size: int | None = None
     node_rank: int | None = None
@@ -366,7 +366,7 @@ def _from_mpi(env: Mapping[str, str], names: Sequence[str]) -> World:
 
 
 def _cross(env: Mapping[str, str], size: int, local_size: int) -> tuple[int, int]:
-    """Return the node rank and the number of nodes from horovodrun. If the nodes are uneven, it gives neither."""
+    """Return the node rank and the number of nodes from horovodrun, whose nodes must have the same number of ranks."""
     node_rank, nodes = _int(env, "HOROVOD_CROSS_RANK"), _int(env, "HOROVOD_CROSS_SIZE", positive=True)
     if local_size * nodes != size:
         raise WorldError(
@@ -405,10 +405,10 @@ def _is_task(env: Mapping[str, str]) -> bool:
 
 
 def _is_shell_of_job(env: Mapping[str, str]) -> bool:
-    """Return whether this is known to be in a batch script or salloc shell.
+    """Return whether this process is known to be in a batch script or a shell of salloc.
 
-    If the job was submitted inside a step of another job, its shell inherits the variables of that step. In a task,
-    these agree with SLURM_NTASKS and SLURM_NNODES.
+    If the job was submitted inside a step of another job, its shell inherits the variables of that step, which may
+    differ from SLURM_NTASKS and SLURM_NNODES. In a task, they are equal.
     """
     if not env.get("SLURM_JOB_ID"):
         return False
@@ -445,10 +445,10 @@ def _position_in_step(env: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int, local_rank: int, task: tuple[int, int]) -> None:
-    """Raise WorldError for ranks exported by the submitting shell: sbatch and srun pass them to every task.
+    """Raise WorldError if the submitting shell exported RANK and WORLD_SIZE: sbatch and srun pass them to every task.
 
-    Ranks that differ from SLURM's are right if the tasks have started them: SLURM did not start the tasks with these
-    variables. If that is not known, there must be one task per node, and the ranks must be in the order of the tasks.
+    They are valid if the tasks have started ranks of their own: SLURM then did not start the tasks with them. If that
+    is unknown, there must be one task per node, and the ranks must be in the order of the tasks.
     """
     number, tasks = task
     started_with = _started_with(env) if env is os.environ else {}
@@ -468,7 +468,7 @@ def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int, local_rank
 def _has_ranks_of_slurm(env: Mapping[str, str]) -> bool:
     """Return whether RANK and WORLD_SIZE are those of this task: enroot, pyxis or a wrapper has set them.
 
-    They may leave out other variables, such as MASTER_ADDR.
+    Other variables, such as MASTER_ADDR, may be missing.
     """
     if not (env.get("RANK") and env.get("WORLD_SIZE")):
         return False
@@ -623,7 +623,7 @@ def _int(env: Mapping[str, str], name: str, positive: bool = False) -> int:
 
 def _port(env: Mapping[str, str], size: int) -> int:
     port = _int(env, "MASTER_PORT")
-    if port > 65_535 or (port == 0 and size > 1):  # alone, as_env gives 0
+    if port > 65_535 or (port == 0 and size > 1):  # as_env() gives 0 to a single process
         raise WorldError(f"MASTER_PORT={port} is not a port: give one from 1 to 65535")
     return port
 

@@ -64,8 +64,8 @@ class RankFailure:
     rank: int
     local_rank: int
     pid: int
-    time: float  # Unix seconds at which it recorded its failure or, without a record, the agent reaped it
-    exit_code: int  # the recorded one, or that of the process; 128+n for signal n
+    time: float  # Unix seconds of its failure record; without a record, the time at which the agent reaped it
+    exit_code: int  # from the record; without a record, that of the process. 128+n for signal n
     ended_by_agent: bool  # by SIGTERM or SIGKILL after another rank had failed
 
 
@@ -77,7 +77,7 @@ class Handler:
     record: failure_records.RankRecord
 
     def close(self, death_sig: signal.Signals) -> None:
-        """Send the rank, which may write a checkpoint, the agent's signal, or SIGTERM instead of SIGHUP and SIGQUIT."""
+        """Pass the agent's signal on. SIGHUP and SIGQUIT become SIGTERM, on which the rank may write a checkpoint."""
         self.proc.signal(signal.SIGTERM if death_sig in (signal.SIGHUP, signal.SIGQUIT) else death_sig)
 
 
@@ -87,7 +87,7 @@ class ForkedRanks(SubprocessContext):
     server: ForkServer
     script: Script
     attempt: Attempt
-    run_id: str  # instead of torchrun's run id; "": keep that
+    run_id: str  # replaces torchrun's run id; "": torchrun's run id stays
 
     def _start(self) -> None:
         variables = {n: env | self.attempt.variables(env, self.run_id) for n, env in self.envs.items()}
@@ -95,17 +95,17 @@ class ForkedRanks(SubprocessContext):
             RankSpec(self.script, {**os.environ, **variables[n]}, self.stdouts[n], self.stderrs[n])
             for n in range(self.nprocs)
         ]
-        signals.make_deferrable(STOP_SIGNALS)  # torchrun's handlers raise, wherever the main thread is
+        signals.make_deferrable(STOP_SIGNALS)  # torchrun's handlers raise an exception, wherever the main thread is
         with signals.held():  # a signal must not arrive before subprocess_handlers is set
             processes = self.server.fork(ranks)
             records = [failure_records.RankRecord(rank.environment) for rank in ranks]
             handlers = map(Handler, processes, records)
             self.subprocess_handlers = dict(enumerate(handlers))  # type: ignore[arg-type]
-            Agent.latest._pcontext = self  # torchrun sets it later, unless a signal raises first
+            Agent.latest._pcontext = self  # torchrun would set it later, or never if a signal handler raises
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, extended: it records failed ranks, and stops the others on all nodes of the run."""
+    """torchrun's agent, extended: after a rank failed, it writes records, and stops the other ranks on all nodes."""
 
     latest: Agent  # the instance that torchrun created
     script: Script
@@ -114,7 +114,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
         super().__init__(spec, *args, **options)
         self.failures: dict[int, RankFailure] = {}  # by local rank
-        self.records: dict[str, Mapping[str, Any]] = {}  # of this node: file name -> content
+        self.records: dict[str, Mapping[str, Any]] = {}  # failure records of this node: file name -> content
         self.succeeded: list[int] = []  # ranks that exited with 0 before the agent stopped others
         if isinstance(spec.rdzv_handler, StaticTCPRendezvous):
             spec.rdzv_handler = self.rendezvous = Rendezvous(spec.rdzv_handler, self.script)
@@ -126,11 +126,11 @@ class Agent(LocalElasticAgent):
         return self.rendezvous.membership if self.rendezvous else None
 
     def end_of_run(self) -> RunEnd | None:
-        """Why the run has to stop, as reported by one of its nodes. None if the run may continue, or has one node."""
+        """Why the run has to stop, as reported by one of its nodes. None if it may continue, or has one node."""
         return self.membership.end() if self.membership else None
 
     def exchange_records(self) -> int:
-        """Exchange failure records with the other nodes, write theirs and return the exit code of the run."""
+        """Exchange failure records with the other nodes, and write them. Returns the exit code of the run."""
         if self.membership and (end := self.end_of_run()):
             self._write_record(end.node if end.lost else None)
             self.membership.leave(self.records, collect=True)
@@ -143,7 +143,7 @@ class Agent(LocalElasticAgent):
         return first.exit_code if first else 1
 
     def handle_stop_signal(self, number: int) -> int:
-        """Stop the other nodes after this signal; all ranks of this node must have exited. Returns the exit code."""
+        """Stop the other nodes because of this signal. All ranks of this node have exited. Returns the exit code."""
         self.reap_ranks(ended_by_agent=True)
         if not self.end_of_run() and self._all_succeeded():
             return 0
@@ -166,13 +166,13 @@ class Agent(LocalElasticAgent):
         return {failure.exit_code for failure in self.failures.values()} == {STOPPED}
 
     def reap_ranks(self, ended_by_agent: bool = False, read_records: bool = True) -> None:
-        """Reap ranks that have exited.
+        """Reap ranks that have exited, and record failures.
 
-        Record failures, also those of ranks that have written a failure record but have not exited.
+        A rank that has written a failure record counts as failed, even if it has not exited.
 
         Args:
-            ended_by_agent: the agent has stopped the ranks.
-            read_records: look for failure records of running ranks. They wake the agent when they write one.
+            ended_by_agent: whether the agent has stopped the ranks.
+            read_records: whether to read failure records of running ranks. A rank wakes the agent after writing one.
         """
         for local_rank, handler in enumerate(self._handlers()):
             process, code = handler.proc, handler.proc.reap()
@@ -207,7 +207,7 @@ class Agent(LocalElasticAgent):
         with signals.held():
             # SIGCHLD ends the wait: failures that are milliseconds apart are recorded in their order.
             woken = ForkedRanks.server.wakeup.wait(POLL_INTERVAL)
-            self.reap_ranks(read_records=woken)  # without a wakeup, records would be read ten times per second
+            self.reap_ranks(read_records=woken)  # no records without a wakeup: ten reads per second are too many
             if first := self._first_failure():
                 if self.membership:
                     reason = f"rank {first.rank} failed with exit code {first.exit_code}"
@@ -238,8 +238,8 @@ class Agent(LocalElasticAgent):
 
     def _first_failure(self) -> RankFailure | None:
         """The first failed rank of this node that the agent did not stop."""
-        own = [failure for failure in self.failures.values() if not failure.ended_by_agent]
-        return min(own, key=lambda failure: failure.time, default=None)
+        failures = [failure for failure in self.failures.values() if not failure.ended_by_agent]
+        return min(failures, key=lambda failure: failure.time, default=None)
 
     def _write_record(self, lost: str | None = None) -> None:
         failures = [asdict(failure) for _, failure in sorted(self.failures.items())]
@@ -248,7 +248,7 @@ class Agent(LocalElasticAgent):
         failure_records.write(record)
 
     def _write_error_file(self, end: RunEnd | None = None) -> None:
-        """Write the first failure of the run or, if no rank has failed, why it ended."""
+        """Write the first failure of the run or, if no rank has failed, why the run ended."""
         records = dict(self.records)
         for others in self.membership.records.values() if self.membership else ():
             records |= others
@@ -270,9 +270,9 @@ class Agent(LocalElasticAgent):
         return any(process.reap() is None for process in self._processes())
 
     def _stop_ranks(self, on_request: bool) -> None:
-        """Wait for failure records or, if the ranks stop on request, for checkpoints; then send SIGTERM, then SIGKILL.
+        """Wait for failure records, or for checkpoints if ranks stop on request. Then send SIGTERM, later SIGKILL.
 
-        A rank that has failed and not exited gets only SIGKILL: SIGTERM would interrupt its exit handlers.
+        A rank that has failed but not exited gets only SIGKILL: SIGTERM would interrupt its exit handlers.
         """
         self._wait(STOP_GRACE if on_request else REPORT_GRACE)
         self.reap_ranks()
@@ -290,15 +290,15 @@ class Agent(LocalElasticAgent):
         self.reap_ranks(ended_by_agent=True)
 
     def _wait(self, seconds: float) -> None:
-        """Wait until all ranks have exited, but no longer than this."""
+        """Wait until all ranks have exited, at most this long."""
         end = time.monotonic() + seconds
         while self.has_ranks() and time.monotonic() < end:
-            signals.handle()  # before the wait: the wakeup of a pending signal may have been read
+            signals.handle()  # before the wait: an earlier wait may have read the wakeup of a pending signal
             ForkedRanks.server.wakeup.wait(max(0.0, end - time.monotonic()))
 
 
 def _shell_code(code: int) -> int:
-    """The exit code as a shell reports it. code: that of a process, -n for signal n."""
+    """The exit code as a shell reports it, 128+n for signal n. code: of a process, -n for signal n."""
     return code if code >= 0 else 128 - code
 
 
@@ -325,7 +325,7 @@ ATTRIBUTES: dict[type, set[str]] = {
 
 
 def unsupported(options: argparse.Namespace) -> str:
-    """Why torchrun's agent must run the command instead of this one; "" if this one can."""
+    """Why torchrun's agent must run the command instead of this agent; "" if this agent can run it."""
     if options.no_python:
         return "--no-python is not supported"
     if options.numa_binding:
@@ -357,18 +357,18 @@ def unexpected() -> str:
 
 
 def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | None = None) -> int:
-    """Run torchrun's command line, then the attempts that the supervisor requests. Returns the exit code of the last.
+    """Run torchrun's command line, then the attempts that the supervisor requests. Returns the last exit code.
 
     Like torchrun, writes the first failure to the file that TORCHELASTIC_ERROR_FILE names in the agent's environment.
     """
     options.monitor_interval = 0.001  # _monitor_workers itself waits until a rank exits or fails
     if options.standalone:
-        # With many nodes, torchrun's random delay of up to 0.3 s spreads the load. Here there is one.
+        # torchrun's random delay of up to 0.3 s spreads the load of many nodes. A standalone run has one node.
         dynamic_rendezvous._delay = lambda seconds: None
     if options.max_restarts:
-        # With the shared store, restarts often fail (torch 2.13: 12 of 34 succeeded; with a separate one, 23 of 23).
+        # With the shared store, restarts often fail (torch 2.13: 12 of 34 succeeded; with separate stores, 23 of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # sys.path without this program's directory, its first entry: a rank inserts the directory of its script.
+    # sys.path without its first entry, the directory of this program. A rank inserts the directory of its script.
     arguments, path = tuple(options.training_script_args), tuple(sys.path[1:])
     script = Script(options.training_script, arguments, options.module, path, options.pass_local_rank)
     _replace_in_torchrun(script, server)
@@ -382,20 +382,20 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
 def _run_attempts(options: argparse.Namespace, pipes: AttemptPipes | None) -> int:
     code = 0
     while True:
-        ended = ""
+        outcome = ""
         if pipes is None or is_member(os.environ):
             ForkedRanks.attempt = Attempt.from_env()
             code = _run(copy.copy(options))
             if not (code and pipes and _can_restart()):
                 return code
             end = Agent.latest.end_of_run()
-            ended = f"{code} {end.node if end and end.lost else ''}"
+            outcome = f"{code} {end.node if end and end.lost else ''}"
             # Close the store: agents and ranks of the next attempt must not connect to it.
             del end, Agent.latest
             gc.collect()
-        request = pipes.next_attempt(ended)
+        request = pipes.next_attempt(outcome)
         _set_stop_signals(signal.SIG_DFL)
-        if request is None or pipes.at_end():  # the supervisor has ended the run: a stop request may have been ignored
+        if request is None or pipes.at_end():  # the run ends; a signal of the supervisor may have been ignored
             return code
         apply_request(request, options)
 
@@ -407,7 +407,7 @@ def is_member(environment: Mapping[str, str]) -> bool:
 
 
 def apply_request(request: Mapping[str, Any], options: argparse.Namespace) -> None:
-    """Change the environment and the options to the facts of the next attempt; see Watch.next_attempt()."""
+    """Set the environment and the options for the next attempt. request: see Watch.next_attempt()."""
     os.environ.update(request["environment"])
     if nodes := request["processes"]:
         os.environ["MUSTER_NODES"] = " ".join(nodes)
@@ -471,8 +471,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _can_restart() -> bool:
-    """Whether this process can run another attempt: it can fork, and all ranks of the last one have exited."""
-    _set_stop_signals(signal.SIG_IGN)  # until the next attempt: the supervisor may still be stopping the last one
+    """Whether this process can run another attempt: it can fork, and all ranks of the last attempt have exited."""
+    _set_stop_signals(signal.SIG_IGN)  # until the next attempt: the supervisor may still be stopping this one
     return not Agent.latest.has_ranks() and ForkedRanks.server.is_running()
 
 
@@ -497,8 +497,7 @@ def follow(
 
     An update of a progress bar is written with CR LF, see `distributed.launch.output_lines`.
 
-    torchrun's tail_logfile(), which this replaces, also copies incomplete lines: a line of another rank may then follow
-    on the same line.
+    This replaces torchrun's tail_logfile(), which also copies incomplete lines: another rank may then continue one.
     """
     while not os.path.exists(file):
         if finished.wait(interval_sec) and not os.path.exists(file):  # the rank may have started and exited meanwhile

@@ -1,8 +1,8 @@
-"""The number of an attempt for ranks, when the launcher restarts the agents.
+"""The number of the launcher's attempt, for ranks.
 
-torchrun restarts ranks itself, and numbers its attempts in TORCHELASTIC_RESTART_COUNT; scripts name caches and files
-after that number and TORCHELASTIC_RUN_ID. A launcher sets the two variables of Attempt for the agents, which pass them
-on to the ranks. For each attempt it starts new agents, or sends the facts of the next one to agents that have stayed.
+torchrun restarts ranks itself, and numbers its attempts in TORCHELASTIC_RESTART_COUNT. Scripts name caches and files
+after this number and TORCHELASTIC_RUN_ID. A launcher that restarts a run sets COUNT and MAXIMUM for the agents, which
+pass them on to the ranks. For each attempt, it starts new agents, or sends the facts of the attempt to waiting agents.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Attempt:
     """An attempt of a launcher."""
 
     restarts: int = 0  # of the launcher, before this attempt
-    maximum: int = 0
+    maximum: int = 0  # of restarts
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Attempt:
-        """Read what the launcher has set; without a launcher, the first of one."""
+        """Read the variables that the launcher has set. Without a launcher: no restarts."""
         return cls.parse(f"{env.get(COUNT, '')}/{env.get(MAXIMUM, '')}")
 
     @classmethod
@@ -41,12 +41,12 @@ class Attempt:
     def __str__(self) -> str:
         return f"{self.restarts}/{self.maximum}"
 
-    def variables(self, own: Mapping[str, str], run_id: str = "") -> dict[str, str]:
-        """Return the variables of a rank to replace. own: those of torchrun, which may restart ranks itself, too.
+    def variables(self, env: Mapping[str, str], run_id: str = "") -> dict[str, str]:
+        """Return the variables to replace in a rank's environment.
 
-        run_id: replaces torchrun's, if that is a new one in each attempt.
+        env: variables set by torchrun, which may restart ranks itself. run_id: replaces torchrun's run ID; "": keep it.
         """
-        replaced = {COUNT: str(self.restarts + int(own[COUNT])), MAXIMUM: str(self.maximum + int(own[MAXIMUM]))}
+        replaced = {COUNT: str(self.restarts + int(env[COUNT])), MAXIMUM: str(self.maximum + int(env[MAXIMUM]))}
         return replaced | ({RUN_ID: run_id} if run_id else {})
 
 
@@ -59,34 +59,34 @@ class AttemptPipes:
 
     @classmethod
     def take(cls) -> AttemptPipes | None:
-        """Those of this process; None if it has none. Removes the variable. The fork server closes its copies."""
+        """The pipes that ATTEMPT_PIPES names, or None. Removes the variable. The fork server closes its copies."""
         ends = [end.split(":") for end in os.environ.pop(ATTEMPT_PIPES, "").split()]
         with contextlib.suppress(OSError, ValueError):
             numbers = [int(number) for number, _ in ends]
-            # A program between supervisor and agent may have closed them, and opened other files.
+            # A program between supervisor and agent may have closed the pipes, and opened other files.
             if numbers and [str(os.fstat(number).st_ino) for number in numbers] == [inode for _, inode in ends]:
                 return cls(*numbers)
         return None
 
-    def next_attempt(self, ended: str) -> dict[str, Any] | None:
+    def next_attempt(self, outcome: str) -> dict[str, Any] | None:
         """Report how the attempt has ended, and wait. Returns the facts of the next attempt; None to exit.
 
-        ended: the exit code, then the name of the lost node if there is one; "" for a spare node, which has run none.
+        outcome: "CODE NODE", the exit code and the lost node, if any; "" from a spare node, which has run no attempt.
         """
         line = b""
         with contextlib.suppress(OSError):  # the supervisor was killed
-            os.write(self._requests, f"{ended}\n".encode())
+            os.write(self._requests, f"{outcome}\n".encode())
             while not line.endswith(b"\n") and (more := os.read(self._replies, 1 << 16)):
                 line += more
         return json.loads(line) if line.endswith(b"\n") else None
 
     def at_end(self) -> bool:
-        """Whether the supervisor has closed its end."""
+        """Whether the supervisor has closed its end of the pipe."""
         return bool(select.select([self._replies], [], [], 0)[0])
 
 
 def stable_run_id(standalone: bool) -> str:
-    """The run id of ranks on one machine, where torchrun makes a new one in each attempt; else ""."""
+    """A run ID for --standalone, where torchrun makes a new one in each attempt. "": keep torchrun's."""
     return os.path.basename(os.environ.get("MUSTER_RUN_DIR", "")) if standalone else ""
 
 

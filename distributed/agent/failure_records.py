@@ -1,8 +1,8 @@
 """Failure records: files in errors/ of the run directory, from which the verdict is derived.
 
 A rank that fails writes rank_<rank>.json, with its traceback, before it waits for threads, exit handlers and
-destructors; the agent writes node_<name>.json with the exit codes of its ranks. Without a run directory (MUSTER_RUN_DIR
-is not set) nothing is written there.
+destructors; the agent writes node_<name>.json with the exit codes of its ranks. If MUSTER_RUN_DIR is not set, there is
+no run directory, and none of these files.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def node_name() -> str:
 
 
 class RankRecord:
-    """The failure record of the rank with this environment: it has failed from the moment this file exists.
+    """The failure record of the rank with this environment. The rank counts as failed as soon as the file exists.
 
-    Without a run directory the file is beside those that torchrun makes for the rank; without these there is none.
+    Without a run directory, the file is beside TORCHELASTIC_ERROR_FILE; if that is not set either, there is no file.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -61,7 +61,7 @@ class RankRecord:
         _write(self._path, record)
 
     def read(self, pid: int) -> Mapping[str, Any]:
-        """The record, if the process with this id has written it; else {}: there is none, or of an earlier attempt."""
+        """The record that the process with this id has written; {} if it has written none."""
         record = _read(self._path)
         return record if record.get("pid") == pid else {}
 
@@ -89,9 +89,9 @@ def write_error_file(record: Mapping[str, Any]) -> None:
 
 
 def first_failure(records: Records) -> Mapping[str, Any]:
-    """The record of the rank that failed first and was not stopped by its agent, from the records of all nodes, or {}.
+    """The record of the first rank that failed and was not stopped by its agent; {} if there is none.
 
-    Without a record of the rank itself, its message is its exit code.
+    records: of all nodes. If the rank itself has not written a record, the message has only its exit code.
     """
     agents = [record for name, record in records.items() if name.startswith("node_")]
     failures = [failure for agent in agents for failure in agent["failures"] if not failure["ended_by_agent"]]

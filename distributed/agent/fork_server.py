@@ -2,8 +2,8 @@
 
 The agent imports PyTorch, which takes seconds, and forks the server while the agent has a single thread: a fork of a
 process with threads can inherit a lock that is never released. For each request the server forks a starter, which forks
-the processes and exits. The processes become children of the agent, their subreaper: as under torchrun, the agent reaps
-them, and they do not depend on the server. Standard library only.
+the processes and exits. The processes become children of the agent, which is their subreaper: the agent reaps them, as
+under torchrun, and they do not depend on the server. Standard library only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Signals:
 
     def __init__(self) -> None:
         self._holds = 0
-        self._waiting: Callable[[], object] | None = None
+        self._deferred: Callable[[], object] | None = None
 
     def make_deferrable(self, numbers: Iterable[int]) -> None:
         """Wrap the handlers of these signals so that held() defers them. SIG_DFL and SIG_IGN stay."""
@@ -52,7 +52,7 @@ class Signals:
 
     def _call(self, handler: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None) -> None:
         if self._holds:
-            self._waiting = partial(handler, number, None)
+            self._deferred = partial(handler, number, None)
         else:
             handler(number, frame)
 
@@ -69,9 +69,9 @@ class Signals:
 
     def handle(self) -> None:
         """Call the deferred handler of the latest signal, if any."""
-        waiting, self._waiting = self._waiting, None
-        if waiting:
-            waiting()
+        deferred, self._deferred = self._deferred, None
+        if deferred:
+            deferred()
 
 
 signals = Signals()
@@ -86,7 +86,7 @@ class ForkedProcess:
         self._wakeup = wakeup
 
     def poll(self) -> int | None:
-        """The exit code if reap() has found it: torchrun must not see an exit that the agent has not recorded."""
+        """The exit code after reap() has returned it: torchrun must not see an exit that the agent has not recorded."""
         return self.returncode
 
     def reap(self) -> int | None:
@@ -128,10 +128,7 @@ class Wakeup:
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the next wakeup, at most this long. Returns at once if there was one since the last call.
-
-        Returns whether there was one.
-        """
+        """Wait at most this long for a wakeup; return whether there was one. One since the last call counts."""
         return bool(select.select([self._read], [], [], seconds)[0] and os.read(self._read, 4096))
 
 

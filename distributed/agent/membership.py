@@ -6,12 +6,12 @@ the first agent that must stop writes the end of the run. The other agents read 
 after HEARTBEAT_TIMEOUT without heartbeats. At the end the first node publishes failure records, so that each node has
 the record of the first failure.
 
-In each round a node writes its heartbeat and reads one number, the key NEWS: only when that has changed does it read
-what all nodes have to know. The first node reads the heartbeats of all nodes with few operations. The work of the store
-therefore grows with the number of nodes, and not with its square.
+In each round a node writes its heartbeat and reads one number, the key NEWS. If the number has changed, the node reads
+the keys that are for all nodes. The first node reads the heartbeats of all nodes with few operations. The work of the
+store therefore grows with the number of nodes, and not with its square.
 
-The keys of a run have its id as a prefix. A refused node exits and writes at most the key "refused", whose value the
-first node logs; the run continues.
+The keys of a run have its id as a prefix. A refused node exits and writes at most the key "refused". The first node
+logs the value of this key, and the run continues.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ REPORT_INTERVAL = 5.0  # seconds between messages about missing nodes
 UNJOINED_REPORT_INTERVAL = 15.0  # seconds between messages of a node that has not joined
 RECORDS_TIMEOUT = 4.0  # seconds to wait for the failure records of all nodes
 CLOSE_TIMEOUT = 1.0  # seconds to wait for the thread
-LEAVE_TIMEOUT = 2.0  # seconds to wait until the thread has written that this node left; first node: until all left
-MAX_ROUNDS = 10_000  # of all nodes per second: in a larger run, each node waits longer than these intervals
-MISSING_ROUNDS = 10  # a node without the store reads every so many rounds which nodes are missing
+LEAVE_TIMEOUT = 2.0  # seconds until the thread has written that this node left; on the first node, until all nodes left
+MAX_ROUNDS = 10_000  # per second, of all nodes together: in a large run, the nodes extend these intervals
+MISSING_ROUNDS = 10  # the number of rounds after which a node reads which nodes are missing
 SHOWN_MISSING = 16  # names in a message about missing nodes
 SHARED_RECORDS = 16  # nodes whose failure records all nodes receive
-KEYS_PER_CALL = 400  # the store parses a longer request again and again while it arrives
+KEYS_PER_CALL = 400  # maximum: while a request arrives in parts, the store parses it again for each part
 MAX_FILES = 1 << 16  # open files of the first node, to which each agent and each rank of the run connects
 RUN_KEY = "muster/run"  # the PublishedRun that owns the store
-NEWS = "news"  # how often a key that all nodes read has changed
+NEWS = "news"  # key of a counter: how often the keys for all nodes have changed
 
 T = TypeVar("T")
-MemberFacts = Mapping[str, str]  # those in OWN_FACTS are of this node; the other values must be equal on all nodes
+MemberFacts = Mapping[str, str]  # values must be equal on all nodes, except those of OWN_FACTS
 OWN_FACTS = ("node", "attempt", "process")
 
 
@@ -122,7 +122,7 @@ class Membership:
             names: names of all nodes, by node rank, if known.
         """
         self.rank, self.size = rank, size
-        self.run: PublishedRun | None = None  # set when found
+        self.run: PublishedRun | None = None  # None until the thread has found it
         self.members: dict[int, MemberFacts] = {}  # known members, by node rank
         self.records: dict[int, Records] = {}  # of the other nodes, after a failure
         self._facts = {**facts, "process": uuid.uuid4().hex}
@@ -135,7 +135,7 @@ class Membership:
         self._refusal: RendezvousFailed | None = None
         self._end: RunEnd | None = None
         self._complete = self._all_done = self._leaving = self._has_left = self._closed = False
-        self._has_records = False  # of all nodes that are to send theirs
+        self._has_records = False  # whether all nodes that are not lost have sent their records
         self._rounds = self._news = 0
         self._last_contact = time.monotonic()
         self._outbox: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
@@ -207,8 +207,8 @@ class Membership:
     def leave(self, records: Records | None = None, collect: bool = False) -> None:
         """Send this node's failure records and leave.
 
-        Takes up to LEAVE_TIMEOUT + CLOSE_TIMEOUT; on the first node a few rounds more if a node has not left.
-        collect: first wait up to RECORDS_TIMEOUT for the records of the others.
+        Takes up to LEAVE_TIMEOUT + CLOSE_TIMEOUT; on the first node, a few rounds longer if a node has not left.
+        collect: before leaving, wait up to RECORDS_TIMEOUT for the records of the other nodes.
         """
         self._leaving = True
         self._send(f"records/{self.rank}", records or {})
@@ -255,13 +255,13 @@ class Membership:
     def _try_to_join(self) -> None:
         try:
             root = self._connect()
-            # A clone first: if the next store takes the place of this one meanwhile, reading from `root` fails.
-            own = root.clone()  # type: ignore[attr-defined]
+            # Clone first: if the store of the next run replaces this store meanwhile, reading from `root` fails.
+            clone = root.clone()  # type: ignore[attr-defined]
             if self.rank == 0:
                 self.run = publish(root, self._run_name, self._facts, self.size)
             else:
                 self.run = self._find_run(root)
-            store = membership_store(own, self.run)
+            store = membership_store(clone, self.run)
             if self._may_join(store, self.run):
                 self._last_contact = time.monotonic()
                 self.members = {0: self.run.facts, self.rank: self._facts}
@@ -281,7 +281,7 @@ class Membership:
         return run
 
     def _may_join(self, store: Store, run: PublishedRun) -> bool:
-        """Claim this node's rank in the run. False: the run is over. Raises RendezvousFailed when refused."""
+        """Claim this node's rank. Returns False if the run is over. Raises RendezvousFailed if this node is refused."""
         if is_over(store):
             self._status = f"waiting for {run} at {self._address} to end"
             return False
@@ -297,9 +297,9 @@ class Membership:
         return self._claim(store, run)
 
     def _claim(self, store: Store, run: PublishedRun) -> bool:
-        """Claim the node rank. False: the run is over.
+        """Claim the node rank. Returns False if the run is over.
 
-        If another node has claimed it and sends no heartbeats, wait: the loss of that node will end the run. Raises
+        If a node that sends no heartbeats has claimed the rank, wait until its loss ends the run. Raises
         RendezvousFailed when that node sends a heartbeat.
         """
         before = read_value(store, f"heartbeat/{self.rank}")
@@ -360,7 +360,7 @@ class Membership:
         self._closed = self._closed or (not self._coordinator and bool(read_value(store, "closing")))
 
     def _read_members(self, store: Store) -> dict[int, MemberFacts]:
-        """The names of all members. Those that a launcher has passed are not read: each node would read all names."""
+        """All members, with their names only. Names from the launcher save each node from reading all names."""
         names = self._names.values() if len(self._names) == self.size else json.loads(store.get("members"))
         return {rank: {"node": name} for rank, name in enumerate(names)}
 
@@ -403,14 +403,14 @@ class Coordinator:
         self.missing = Missing(size, range(size)[:SHOWN_MISSING])
         self.refused = ""  # the last refused node, and why
         self._store, self._size = store, size
-        self._heartbeats: dict[int, tuple[bytes, float]] = {}  # node rank -> last heartbeat, time of the change
+        self._heartbeats: dict[int, tuple[bytes, float]] = {}  # node rank -> last heartbeat, and when it changed
         self._records: dict[int, Records] = {}  # by node rank
-        self._share_at = math.inf  # when records are shared although some are missing
+        self._share_at = math.inf  # when records are shared even if some are missing
         self._lost = self._all_done = self._shared = False
         allow_open_files()
 
     def update(self, end: RunEnd | None) -> None:
-        """end: why the run has to stop, if this node knows of it."""
+        """Do one round. end: why the run has to stop; None if it may continue."""
         if len(self.members) < self._size:
             self._admit()
         if not self._lost and (lost := self._without_heartbeat(HEARTBEAT_TIMEOUT)):
@@ -453,7 +453,7 @@ class Coordinator:
         return [r for r in ranks if now - self._heartbeats[r][1] > seconds and not self._store.check([f"left/{r}"])]
 
     def _collect_records(self, end: RunEnd) -> None:
-        """Share the failure records when all have arrived, and those that have before the nodes stop waiting."""
+        """Share all failure records or, shortly before the nodes stop waiting, those that have arrived."""
         live, now = live_ranks(self.members, end), time.monotonic()
         for rank, records in read_all(self._store, "records", sorted(live - self._records.keys())):
             self._records[rank] = json.loads(records)
@@ -560,6 +560,6 @@ def publish_news(store: Store, key: str, value: object) -> None:
 
 
 def publish_end(store: Store, end: object) -> None:
-    """Publish a RunEnd as a dictionary, if it is the first one."""
+    """Publish why the run ends, unless a node has done so already. end: a RunEnd as a dictionary."""
     store.compare_set("end", "", json.dumps(end))
     store.add(NEWS, 1)

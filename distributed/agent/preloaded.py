@@ -139,7 +139,7 @@ class HiddenModules:
             self._modules.pop(member, None)
 
     def _with_submodules(self, name: str) -> list[str]:
-        """The names of this hidden module and those inside it; __mp_main__ belongs to multiprocessing."""
+        """The names of this hidden module and its submodules; __mp_main__ belongs to multiprocessing."""
         extra = "__mp_main__" if name == "multiprocessing" else name
         return [member for member in list(self._modules) if member in (name, extra) or member.startswith(f"{name}.")]
 

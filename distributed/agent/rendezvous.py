@@ -36,7 +36,7 @@ from distributed.agent.membership import (
 from distributed.agent.worker import Script
 
 NO_RUN_ID = "none"  # torchrun's default for --rdzv-id
-CONNECT_TIMEOUT = 5.0  # seconds for each try to connect
+CONNECT_TIMEOUT = 5.0  # seconds to wait for a connection
 OWNER_TIMEOUT = 5.0  # seconds to find out which run uses a port
 
 
@@ -48,7 +48,7 @@ class Rendezvous(StaticTCPRendezvous):
         super().__init__(base.master_addr, base.master_port, base.rank, base.world_size, base.run_id, seconds)
         self.script = script
         self.membership: Membership | None = None
-        self.attempt = Attempt.from_env()  # next_rendezvous() sets that of the first node
+        self.attempt = Attempt.from_env()  # next_rendezvous() replaces it by that of the first node
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all nodes. Raises RendezvousFailed."""

@@ -58,7 +58,7 @@ class Script:
 
     @property
     def file(self) -> str:
-        """The file that Python runs, also for a directory."""
+        """The file that Python runs; of a directory, its __main__.py."""
         return os.path.join(self.name, "__main__.py") if os.path.isdir(self.name) else self.name
 
     def command(self, interpreter: Sequence[str]) -> list[str]:
@@ -138,7 +138,7 @@ def become_main(script: Script) -> None:
 def _set_command_line(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Set the command line and environment in /proc/self, for ps and psutil.
 
-    See prctl(2), PR_SET_MM_MAP. A kernel without CONFIG_CHECKPOINT_RESTORE refuses this: ps then shows the agent's.
+    See prctl(2), PR_SET_MM_MAP. A kernel without CONFIG_CHECKPOINT_RESTORE refuses: ps then shows those of the agent.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
@@ -146,7 +146,7 @@ def _set_command_line(command: Sequence[str], environment: Mapping[str, str]) ->
     environ = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
     start = libc.malloc(ctypes.c_size_t(len(argv) + len(environ)))  # never freed
     ctypes.memmove(start, argv + environ, len(argv) + len(environ))
-    stat = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()  # from its third field on
+    stat = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()  # from the third field on
     fields = (26, 27, 28, 45, 46, 47)  # numbered as in proc(5)
     start_code, end_code, start_stack, start_data, end_data, start_brk = (int(stat[number - 3]) for number in fields)
     middle = start + len(argv)
@@ -240,9 +240,9 @@ def _report(error: BaseException, record: failure_records.RankRecord | None) -> 
 
 
 def _record(record: failure_records.RankRecord, code: int, error: BaseException | None = None) -> None:
-    """Write the failure record. Wake the agent, or the supervisor of this task, as an exit would: it stops the others.
+    """Write the failure record. Wake the parent (the agent or, with srun, the supervisor), which stops the other ranks.
 
-    This process may not exit, because a thread, an exit handler or a destructor holds it.
+    An exit would wake the parent too, but a thread, an exit handler or a destructor may keep this process from exiting.
     """
     record.write(code, error)
     with contextlib.suppress(OSError):  # the parent has exited, and its successor belongs to another user
@@ -279,21 +279,21 @@ def _finalise(inherited: Mapping[str, ModuleType]) -> None:
     Other installed packages stay. Removing PyTorch takes a second, and a PyTorch thread that still holds a tensor then
     aborts even a successful process (https://github.com/pytorch/pytorch/pull/179291).
     """
-    threading.excepthook = lambda failed: None  # no errors of daemon threads, which the interpreter would have ended
+    threading.excepthook = lambda failed: None  # daemon threads, which an interpreter would have ended, print no errors
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         vars(sys).pop(name, None)
     # This finder refers to __main__.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, HiddenModules)]
     # Like the interpreter, collect once while everything is reachable: the next collection then finalises outer objects
-    # before inner ones. Otherwise it would close a file before writing its buffer, which was created after the file.
+    # before inner ones. Otherwise a file is closed before its buffer, which was created after the file, is written.
     gc.collect()
     launched = _package_of_main()
-    own = [
+    script_modules = [
         name for name, module in sys.modules.items()
         if inherited.get(name) is not module and (name.partition(".")[0] in launched or not _installed(module))
     ]  # fmt: skip
-    remaining = [weakref.ref(_ModuleNames(vars(sys.modules.pop(name)))) for name in own]
+    remaining = [weakref.ref(_ModuleNames(vars(sys.modules.pop(name)))) for name in script_modules]
     gc.collect()
     for reference in reversed(remaining):
         if (found := reference()) is not None:
@@ -302,7 +302,7 @@ def _finalise(inherited: Mapping[str, ModuleType]) -> None:
 
 
 def _package_of_main() -> set[str]:
-    """The script's module and, if it is installed, its package: they are the user's code wherever they lie."""
+    """The script's module and, if it is installed, its package: they are the user's code, wherever they are."""
     main = sys.modules.get("__main__")
     if main is None or not _installed(main):
         return {"__main__"}
@@ -312,7 +312,7 @@ def _package_of_main() -> set[str]:
 
 
 class _ModuleNames:
-    """Lives as long as a module's __dict__: a weak reference to it tells whether something keeps the dict alive."""
+    """Lives as long as a module's __dict__: a weak reference to it shows whether something keeps the dict alive."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.names = names

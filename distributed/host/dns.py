@@ -67,5 +67,5 @@ def look_up(queries: Mapping[str, Callable[[], tuple[str, ...]]], limit: float =
     end = time.monotonic() + limit
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    late = f"no reply within {limit:g} s"
-    return [done.get(query, Lookup(query, (), limit, late)) for query in queries]
+    no_reply = f"no reply within {limit:g} s"
+    return [done.get(query, Lookup(query, (), limit, no_reply)) for query in queries]

@@ -70,7 +70,7 @@ class Facts:
     disks: tuple[Space, ...]
     shm: Space
     cores: Cores
-    infiniband: bool  # it has an InfiniBand card
+    infiniband: bool  # the machine has an InfiniBand card
     port: Port
     names: NameLookups
     interfaces: tuple[str, ...]
@@ -138,7 +138,7 @@ def in_container() -> bool:
 
 
 def find_runs(proc: Path = PROC) -> tuple[RunProcesses, ...]:
-    """The runs that have processes on this machine, found by MUSTER_RUN_DIR, except the run of this process."""
+    """The runs that have processes on this machine, found by MUSTER_RUN_DIR, without the run of this process."""
     found: dict[str, list[int]] = {}
     for process in proc.glob("[0-9]*"):
         if marker := re.search(r"(?:^|\0)MUSTER_RUN_DIR=([^\0]+)", read(process / "environ")):

@@ -100,9 +100,9 @@ def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS) -> Gpus:
 def query_rows(
     fields: str, dev: Path = Path("/dev"), sys_directory: Path = SYS
 ) -> tuple[list[dict[str, str]], tuple[LostGpu, ...], str]:
-    """The GPUs that reply, the lost ones, and an error if none replies. fields: index and uuid first.
+    """The GPUs that reply, the lost ones, and an error if none replies. fields: must begin with index,uuid.
 
-    nvidia-smi may fail because of one lost GPU: each is then queried separately.
+    nvidia-smi may fail because of one lost GPU: each GPU is then queried separately.
     """
     output = query("gpu", fields)
     lost: dict[int, str] = {}
@@ -229,17 +229,17 @@ def visible(setting: str | None, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     CUDA reads indices or prefixes of UUIDs up to the first invalid one; a duplicate makes all GPUs invisible. With MIG,
     a process sees one instance on one GPU.
     """
-    seen = list(gpus)
+    selected = list(gpus)
     if setting is not None:
-        seen, devices = [], [device.strip() for device in setting.split(",")]
+        selected, devices = [], [device.strip() for device in setting.split(",")]
         for device in devices:
             if not (named := [gpu for gpu in gpus if is_named(gpu, device)]):
                 break
-            seen.append(named[0])
-        if len(set(devices[: len(seen)])) < len(seen):
+            selected.append(named[0])
+        if len(set(devices[: len(selected)])) < len(selected):
             return ()
-    divided = [gpu for gpu in seen if gpu.mig]
-    return tuple(divided[:1] or seen)
+    divided = [gpu for gpu in selected if gpu.mig]
+    return tuple(divided[:1] or selected)
 
 
 def is_named(gpu: Gpu, device: str) -> bool:

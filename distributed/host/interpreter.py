@@ -112,9 +112,9 @@ def required_packages(requirements: Path) -> tuple[Package, ...]:
 
 
 def find_shadows(directory: Path, pythonpath: str) -> tuple[str, ...]:
-    """Files in `directory` that have a library's name, and packages on PYTHONPATH named `distributed`, as Muster's."""
+    """Files in `directory` named like a library, and packages on PYTHONPATH named `distributed`, like Muster's."""
     names = {"torch", "numpy", "yaml", *sys.stdlib_module_names}
-    own = [str(path) for path in directory.glob("*.py") if path.stem in names]
+    files = [str(path) for path in directory.glob("*.py") if path.stem in names]
     entries = [Path(entry) for entry in pythonpath.split(os.pathsep) if entry]
-    foreign = [str(entry / "distributed") for entry in entries if entry != KIT and (entry / "distributed").is_dir()]
-    return tuple(sorted(own) + foreign)
+    packages = [str(entry / "distributed") for entry in entries if entry != KIT and (entry / "distributed").is_dir()]
+    return tuple(sorted(files) + packages)

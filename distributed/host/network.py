@@ -104,8 +104,8 @@ def address_towards(host: str) -> str:
 
 def interface_to(host: str) -> str:
     """The network interface on the IPv4 route to a host; "" if unknown."""
-    own = address_towards(host)
-    return next((name for _, name in socket.if_nameindex() if own and address_of_interface(name) == own), "")
+    source = address_towards(host)
+    return next((name for _, name in socket.if_nameindex() if source and address_of_interface(name) == source), "")
 
 
 def use_interface_to(node: str) -> None:

@@ -71,20 +71,20 @@ def probe(
 
 
 def _is_installed(package: str) -> bool:
-    """A directory of this name, without an origin, is not the package: wandb writes its files to such a directory."""
+    """Whether a package can be imported. A plain directory, such as wandb creates for its files, has no origin."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def full_probe(nodes: Sequence[str], port: int, directory: Path, logs: Path) -> FullNodeFacts:
     """The facts that the doctor needs, for a launch from `directory` with run directories in `logs`."""
-    from distributed.host import facts  # imported late: it would take a third of the time of a launch's probe
+    from distributed.host import facts  # not at the top: this import takes a third of the time of a launch's probe
 
-    own = facts.gather(directory, logs, port)
+    machine_facts = facts.gather(directory, logs, port)
     files = sorted(path for pattern in RUN_BY_RANKS for path in KIT.glob(pattern) if path.is_file())
     return facts.FullNodeFacts(
-        **vars(probe(nodes, port, [], gpus=own.gpus)),
-        facts=own,
+        **vars(probe(nodes, port, [], gpus=machine_facts.gpus)),
+        facts=machine_facts,
         kit={str(path.relative_to(KIT)): checksum(path) for path in files},
         route=facts.route_to(nodes),
         now=time.time(),
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="probe", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--port", type=int, default=0, help="rendezvous port; 0: any free port")
     parser.add_argument("--file", action="append", default=[], help="a file that the ranks will read; repeatable")
-    parser.add_argument("--package", action="append", default=[], help="a package that they will import; repeatable")
+    parser.add_argument("--package", action="append", default=[], help="a package that the ranks import; repeatable")
     parser.add_argument("--directory", type=Path, help="report all facts, for a launch from this directory")
     parser.add_argument("--log-dir", type=Path, help="with --directory: parent of run directories")
     parser.add_argument("nodes", nargs="+", help="names of all nodes, by node rank")

@@ -119,7 +119,7 @@ def ranks(pids: Iterable[int], session: int) -> list[int]:
     """Those of these processes that an agent in this session started as ranks.
 
     Their environment has TORCHELASTIC_RUN_ID, which an agent sets only for ranks; the processes that a rank starts
-    inherit it. None where the kernel shows the environment of the agent for ranks that it forked.
+    inherit it. Returns [] where the kernel shows the environment of the agent for ranks that the agent forked.
     """
     processes = table()
     mark = b"TORCHELASTIC_RUN_ID="
@@ -150,12 +150,12 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> bool:
-    """Make this process the subreaper of its descendants, so that it can find and reap orphans. False: not possible."""
+    """Make this process the subreaper of its descendants, so that it reaps orphans. Returns whether that succeeded."""
     return prctl(PR_SET_CHILD_SUBREAPER, adopt)
 
 
 def prctl(option: int, value: int) -> bool:
-    """See prctl(2). False when libc cannot be called; processes are then found by their environment only."""
+    """See prctl(2). Returns False if libc cannot be called; processes are then found by their environment only."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 

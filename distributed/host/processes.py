@@ -1,8 +1,8 @@
-"""The number of processes for NPROC auto, gpu or cpu, which torchrun's --nproc-per-node knows too.
+"""The number of processes for NPROC auto, gpu or cpu, as for torchrun's --nproc-per-node.
 
     scripts/lib/module.py host.processes auto|gpu|cpu
 
-Prints the number for this machine. 0: gpu, but no GPU is visible.
+Prints the number for this machine; 0 for gpu if no GPU is visible.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Reply:
         """Why there is no value, and the remedy."""
         if self.code == UNFIT and (fault := [line for line in self.err.splitlines() if NODE_ENV in line]):
             return fault[-1]  # in_node_env.sh has added the remedy
-        if self.code == UNFIT and LOGIN_SHELL in self.err:  # so has ssh_call, after the name of the node
+        if self.code == UNFIT and LOGIN_SHELL in self.err:  # ssh_call has added the remedy, and the name of the node
             return LOGIN_SHELL + self.err.rpartition(LOGIN_SHELL)[2].splitlines()[0]
         printed = " ".join(self.err.split()) or f"exit code {self.code}"
         if self.code == SSH_FAILED:

@@ -50,7 +50,7 @@ def read_memory(proc: Path = PROC, sys_directory: Path = SYS) -> Memory:
 
 
 def cgroup_directories(controller: str, proc: Path, sys_directory: Path) -> Iterator[Path]:
-    """The control groups that limit this process: its own and their parents.
+    """The control groups that limit this process: its own groups and their parents.
 
     A line of /proc/self/cgroup is `0::/path` for version 2, `4:memory:/path` for version 1.
     """
@@ -59,8 +59,8 @@ def cgroup_directories(controller: str, proc: Path, sys_directory: Path) -> Iter
         if controllers and controller not in controllers.split(","):
             continue
         root = sys_directory / "fs/cgroup" / (controller if controllers else "")
-        own = root / path.lstrip("/")
-        yield from (directory for directory in (own, *own.parents) if directory.is_relative_to(root))
+        group = root / path.lstrip("/")
+        yield from (directory for directory in (group, *group.parents) if directory.is_relative_to(root))
 
 
 def cpu_quota(proc: Path, sys_directory: Path) -> float | None:

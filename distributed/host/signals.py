@@ -1,9 +1,9 @@
 """Signals that SLURM or a user may send to any process of a run, and how ranks are protected from them.
 
-SLURM sends a signal (sbatch --signal, scancel --signal) to every process of a job step, and the default action of these
-signals ends a process. A rank with a handler gets the signal once. Without a handler it ignores PROTECTED in a SLURM
-job; its supervisor stops it after one of STOPPING. Of the other signals a rank without a handler dies, because programs
-also send those to themselves, such as SIGALRM. Standard library only.
+SLURM sends a signal (sbatch --signal, scancel --signal) to every process of a job step, and the default action of most
+signals ends a process. A rank with a handler gets the signal once. In a SLURM job, a rank without a handler ignores the
+signals of PROTECTED; after one of STOPPING, its supervisor stops it. Other signals end a rank without a handler: they
+are not ignored, because programs also send them to themselves (SIGALRM). Standard library only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import signal
 ANNOUNCEMENTS = (signal.SIGUSR1, signal.SIGUSR2)  # of a time limit; a rank without a handler continues
 STOPPING = (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPWR)
 PROTECTED = (*ANNOUNCEMENTS, *STOPPING)
-# Signals that stop a launcher or supervisor; that are harmless by default; that cannot be handled; that stop a process,
-# or show an error in it.
+# Signals that request the end of a launcher or supervisor, that do no harm by default, that cannot be handled or
+# suspend a process, and that report an error in a process.
 _STOP_REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _HARMLESS = {signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH, signal.SIGPIPE, signal.SIGXFSZ}
 _FIXED = {signal.SIGKILL, signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
@@ -40,7 +40,7 @@ def signal_name(code: int | None) -> str:
 
 
 def catch(numbers: set[int]) -> tuple[int, int]:
-    """Handle these signals by writing their numbers to a pipe. Returns its ends, which do not block."""
+    """Handle these signals by writing their numbers to a pipe. Returns its two ends, which do not block."""
     ends = os.pipe()
     for end in ends:
         os.set_blocking(end, False)

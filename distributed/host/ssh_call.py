@@ -2,14 +2,15 @@
 
 usage: module.py host.ssh_call [--within SECONDS] [--log FILE] NODE SSH [ARGUMENT...]
 
-The login shell on a node runs its start-up file before the command, and that may read standard input, or start another
+The login shell on a node runs its start-up file before the command. This file may read standard input, or start another
 shell, which would read and print the values of --env-file. Therefore the command prints READY, and waits for a line:
 
   printf '\\nmuster-ready\\n'; TMOUT=0 read -r _ || exit 69; ...
 
-Standard input is kept here until READY arrives; what the start-up file has printed before it is dropped. If the command
-has not started within SECONDS, or the login shell ends first, it never starts: ssh is killed, and the exit code is
-UNFIT. The message is printed, and appended to FILE. Otherwise this program ends like ssh, also by the same signal.
+This program holds standard input back until READY arrives, and drops the output before READY. If the command has not
+started within SECONDS, ssh is killed, so that the command never starts. Then, and if the login shell ends before READY,
+a message is printed and appended to FILE, and the exit code is UNFIT. Otherwise this program ends as ssh does: with the
+same exit code, or by the same signal.
 
 Standard library only. It runs for every command on a node, so it imports few modules.
 """
@@ -70,16 +71,16 @@ class SshCall:
         self.pid = os.posix_spawnp(command[0], command, os.environ, file_actions=files, setsigdef=[signal.SIGPIPE])
         os.close(source)
         os.close(target)
-        self._held, self._ended = go, False  # read from standard input so far; end of file
+        self._held, self._ended = go, False  # bytes for the node; whether standard input has ended
 
     def run(self, timeout: float) -> int:
         """Returns the exit code of ssh. Raises NotStarted."""
-        rest = self._wait_until_ready(timeout)
+        output = self._wait_until_ready(timeout)
         _thread.start_new_thread(self._forward_input, ())
         with contextlib.suppress(OSError):  # the console is closed
             os.set_blocking(1, True)  # rsync's pipes are non-blocking
-            while rest or (rest := os.read(self._from_node, BLOCK)):
-                rest = rest[os.write(1, rest) :]
+            while output or (output := os.read(self._from_node, BLOCK)):
+                output = output[os.write(1, output) :]
         while os.read(self._from_node, BLOCK):
             pass
         return self._exit_code()
@@ -136,7 +137,7 @@ class SshCall:
 
 
 def explain(reason: str, printed: bytes) -> str:
-    """A message. printed: the last output of the login shell, to which nothing had been sent."""
+    """The message of NotStarted. printed: the last output of the login shell, to which nothing was sent."""
     lines = [line for line in printed.decode(errors="replace").splitlines() if line.strip()]
     last = "".join(filter(str.isprintable, lines[-1].strip()))[:200] if lines else ""
     return (

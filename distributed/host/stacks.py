@@ -84,11 +84,11 @@ def writes_stack_to(pid: int, path: str) -> bool:
 
 def wait_until_complete(file: int, start: int) -> None:
     end = time.monotonic() + STACK_TIMEOUT
-    size, since = start, time.monotonic()
-    while (now := time.monotonic()) < end and (size == start or now - since < STABLE_TIME):
+    size, changed_at = start, time.monotonic()
+    while (now := time.monotonic()) < end and (size == start or now - changed_at < STABLE_TIME):
         time.sleep(0.01)
         if (grown := os.fstat(file).st_size) != size:
-            size, since = grown, time.monotonic()
+            size, changed_at = grown, time.monotonic()
 
 
 def parse_frames(dump: str) -> tuple[Frame, ...]:

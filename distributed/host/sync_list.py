@@ -2,9 +2,9 @@
 
 usage: module.py host.sync_list DIRECTORY
 
-In a git checkout these are the tracked files and the untracked ones that git does not ignore, also of submodules and
-nested checkouts, but no untracked file below RESULTS. Elsewhere these are all entries of the directory except RESULTS
-and VENV; rsync copies directories with their contents, but must leave out `.git`.
+In a git checkout, these are the tracked files and, unless git ignores them or they are below RESULTS, the untracked
+files. Submodules and nested checkouts are included. In another directory, these are all entries except RESULTS and
+VENV: rsync copies directories with their contents, but must leave out `.git`.
 
 Standard library only.
 """
@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 
 RESULTS = (b"logs", b"checkpoints", b"experiments")
 VENV = b".venv"
-MARKER = b".muster-"  # the start of the name of a file that tests whether a directory is shared
-USER_SETTINGS = ("GIT_CONFIG_", "GIT_EXEC_PATH")  # beginnings of variables that are kept for git
+MARKER = b".muster-"  # prefix of a file's name; the file tests whether a directory is shared
+USER_SETTINGS = ("GIT_CONFIG_", "GIT_EXEC_PATH")  # prefixes of variables that git gets
 
 
 class SyncError(Exception):
@@ -61,7 +61,7 @@ def names_in_checkout(root: bytes, prefix: bytes = b"") -> Iterator[bytes]:
     directory = os.path.join(root, prefix)
 
     @functools.cache
-    def is_behind_link(parent: bytes) -> bool:  # for git, such a file is deleted
+    def is_behind_link(parent: bytes) -> bool:  # git treats such a file as deleted
         return os.path.realpath(os.path.join(directory, parent)) != os.path.join(os.path.realpath(directory), parent)
 
     for option in ("--cached", "--others"):
@@ -78,7 +78,7 @@ def names_in_checkout(root: bytes, prefix: bytes = b"") -> Iterator[bytes]:
 
 
 def list_files(directory: bytes, option: str) -> list[bytes]:
-    """The output of `git ls-files`. Variables that a hook exports do not select another checkout. Raises SyncError."""
+    """The output of `git ls-files`, independent of GIT_DIR and similar variables of a hook. Raises SyncError."""
     where, subject = os.fsdecode(directory), os.fsdecode(git_directory(directory))
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env |= {name: value for name, value in os.environ.items() if name.startswith(USER_SETTINGS)}

@@ -1,7 +1,7 @@
 """The allocation of a SLURM job: its nodes, the ranks on each, and the cores and GPUs for them.
 
-Read from the environment of the batch script or of salloc's shell. A batch script's environment has the number of GPUs
-of the first node only, that of salloc's shell has none; `scontrol show job` lists the GPUs of all nodes. Standard
+They are read from the environment of the batch script or of salloc's shell. For a batch script, it has the number of
+GPUs of the first node only; for salloc's shell, it has none. `scontrol show job` lists the GPUs of all nodes. Standard
 library only.
 """
 
@@ -40,7 +40,7 @@ class Allocation:
         """Read the allocation from the environment.
 
         Args:
-            ranks: total number. 0: SLURM's number of tasks; without --ntasks one per GPU, or one on a node without GPU.
+            ranks: total number; 0: that of SLURM or, without --ntasks, one per GPU, and one on a node without GPU.
             job: output of `scontrol show job`; a node that it does not list is assumed to have the first node's GPUs.
 
         Raises:
@@ -79,7 +79,7 @@ class Allocation:
 
 
 def read(ranks: int) -> Allocation:
-    """Read the allocation of this process. `ranks` and AllocationError as for from_env."""
+    """Read the allocation of this process. See Allocation.from_env() for `ranks` and AllocationError."""
     job = run_program(["scontrol", "show", "job", "--details", os.environ.get("SLURM_JOB_ID", "")], SCONTROL_TIMEOUT)
     return Allocation.from_env(os.environ, ranks, job.out)
 

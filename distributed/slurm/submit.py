@@ -19,7 +19,7 @@ SINFO = ("sinfo", "--noheader", "--format=%P|%D|%c|%G|%l")  # partition, nodes, 
 INTERVAL = 2.0  # seconds between two queries of the job
 REMEDY = "sinfo lists partitions and limits, sacctmgr show associations user=$USER your accounts and qos"
 ACTIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")
-CODES = {"COMPLETED": 0, "TIMEOUT": TIMED_OUT, "NODE_FAIL": UNFIT, "CANCELLED": TERMINATED}  # if the job has none
+CODES = {"COMPLETED": 0, "TIMEOUT": TIMED_OUT, "NODE_FAIL": UNFIT, "CANCELLED": TERMINATED}  # if the job's code is 0
 TEMPLATE = """\
 #!/usr/bin/env bash
 {options}
@@ -39,9 +39,9 @@ class SubmitError(Exception):
 
 
 def choose_nodes(sinfo: str, nproc: int, nnodes: int, given: Sequence[str]) -> list[str]:
-    """Return options of sbatch for the first nodes that fit, except the given ones; the default partition is first.
+    """Return options of sbatch that choose nodes, preferably of the default partition.
 
-    sinfo: the output of SINFO. Raises SubmitError if no partition has such nodes.
+    sinfo: the output of SINFO. given: options of the user, which are left out. Raises SubmitError if no nodes fit.
     """
     names = {option.partition("=")[0] for option in given}
     own_gpus = any(name.startswith(("--gres", "--gpus")) for name in names)
@@ -64,7 +64,7 @@ def choose_nodes(sinfo: str, nproc: int, nnodes: int, given: Sequence[str]) -> l
         "--partition": "" if partition.endswith("*") else partition,
         "--gres": f"{kind}:{nproc}" if need else "none",
         "--cpus-per-task": cores // (int(gpus) if need else nproc),
-        "--time": limit if re.fullmatch("[0-9:]+", limit) else "",  # less than the day of BATCH_SCRIPT
+        "--time": limit if re.fullmatch("[0-9:]+", limit) else "",  # less than a day, the default of BATCH_SCRIPT
     }
     return [f"{name}={value}" for name, value in options.items() if value and name not in names]
 
@@ -83,7 +83,7 @@ def follow(job: str, outputs: Sequence[str], program: str) -> int:
         done = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True)
         if "Invalid job id" in done.stderr:
             raise SubmitError(f"job {job}: not known to SLURM any more; see {outputs[1]}")
-        # The first occurrence counts: SubmitLine, a later field, may contain any text. Empty without a reply.
+        # The first occurrence counts: SubmitLine, a later field, may contain any text.
         facts = dict(reversed(re.findall(r"(\w+)=(\S+)", done.stdout)))
         state, reason = facts.get("JobState", ""), facts.get("Reason", "None")
         for number, (path, stream) in enumerate(zip(outputs, streams, strict=True)):
@@ -122,17 +122,17 @@ def submit(command: Sequence[str], log_dir: str, program: str, following: bool) 
 
 def main(arguments: Sequence[str]) -> int:
     program, log_dir, mode, nproc, nnodes, *rest = arguments
-    own, command, passed = (
+    sbatch_options, command, passed = (
         [one.removeprefix(name) for one in rest if one.startswith(name)]
         for name in ("--sbatch=", "--command=", "--argument=")
     )
-    sinfo = [*SINFO, *(option for option in own if option.startswith("--partition="))]
+    sinfo = [*SINFO, *(option for option in sbatch_options if option.startswith("--partition="))]
     try:
         listed = subprocess.run(sinfo, stdout=subprocess.PIPE, text=True)
         if listed.returncode:
             raise SubmitError("sinfo failed, see its message above; call this on a login node of a cluster that runs")
-        options = choose_nodes(listed.stdout, int(nproc), int(nnodes), own)
-        options += [f"--output={log_dir}/slurm-%j.out", f"--error={log_dir}/slurm-%j.err", *own]
+        options = choose_nodes(listed.stdout, int(nproc), int(nnodes), sbatch_options)
+        options += [f"--output={log_dir}/slurm-%j.out", f"--error={log_dir}/slurm-%j.err", *sbatch_options]
         call = ["sbatch", "--parsable", *options, str(BATCH_SCRIPT), *passed]
         if mode in ("submit", "follow"):
             return submit(call, log_dir, program, mode == "follow")

@@ -8,7 +8,7 @@ RUN is the run directory, GRACE the seconds between SIGTERM and SIGKILL, COUNTS 
 
 The task communicates with distributed/launch/srun.py, on the launcher's side, through srun:
 
-    standard output   lines for the console, those of standard error after the character ERROR, and reports; see
+    standard output   lines for the console (ERROR precedes a line of standard error), and reports; see
                       distributed/launch/node_reports.py
     standard input    the supervisor's control channel: requests, and an empty line as a heartbeat
 
@@ -78,8 +78,8 @@ class Task(supervisor.Supervisor):
         self._output_files: list[tuple[int, RankLines]] = []  # of a rank: standard output, standard error
         self._record = os.path.join(run, "errors", f"rank_{self.rank}.json")
         self._failure: Mapping[str, Any] = {}  # what the rank recorded before it exited
-        self._received_signals: dict[int, float] = {}  # from SLURM -> time.monotonic()
-        self._passed_on: dict[int, float] = {}  # from the launcher -> when to send it
+        self._received_signals: dict[int, float] = {}  # signal from SLURM -> time.monotonic() of arrival
+        self._passed_on: dict[int, float] = {}  # signal from the launcher -> when to send it
         self._missed: set[int] = set()  # signals that arrived before the command had a handler
         self._repeat_at = 0.0
         # An agent restores the default actions in its ranks.
@@ -185,7 +185,7 @@ class Task(supervisor.Supervisor):
                 return  # srun has exited
 
     def finish(self) -> None:
-        self.code = self._failure.get("exit_code", self.code)  # not SIGKILL, if it did not exit
+        self.code = self._failure.get("exit_code", self.code)  # the recorded code, even if the rank was killed
         self.ended = self._failure.get("time", self.ended)
         super().finish()
         self._interval = supervisor.POLL_INTERVAL
@@ -223,7 +223,7 @@ class Task(supervisor.Supervisor):
         return super()._ranks(live) if self.rank is None else [self.pid]
 
     def handle_signal(self, number: int) -> None:
-        """React to a signal without a handler. SLURM signals every process of a task, so pass no signal on."""
+        """Handle a signal from SLURM, which signals every process of the task: act only if no process has a handler."""
         if self.rank in (0, None) and number not in (signal.SIGTERM, signal.SIGINT):
             supervisor.write_signal(self.files, number, "from SLURM (--signal or scancel)")
         self._received_signals[number] = time.monotonic()
@@ -231,7 +231,7 @@ class Task(supervisor.Supervisor):
         if number in signals.PROTECTED and not self._waits and not self.processes_with_handler(number):
             if number in signals.ANNOUNCEMENTS:
                 self._missed.add(number)
-            elif process_scan.start_time(self.pid):  # otherwise its handler has ended it
+            elif process_scan.start_time(self.pid):  # not if the command has exited in its handler
                 self.stop()
 
     def pass_on(self, number: int) -> None:
@@ -263,7 +263,7 @@ class Task(supervisor.Supervisor):
 def agent_options(run: str, counts: Sequence[int], env: Mapping[str, str]) -> list[str]:
     """Return torchrun's options for this node. counts: ranks on each node."""
     number, name = int(env["SLURM_NODEID"]), env["SLURMD_NODENAME"]
-    members = env["MUSTER_NODES"].split() if "MUSTER_NODES" in env else counts  # others are spare nodes
+    members = env["MUSTER_NODES"].split() if "MUSTER_NODES" in env else counts  # other nodes are spare
     node_rank = members.index(name) if name in members else number
     return [
         *("--rdzv-id", os.path.basename(run), "--nnodes", str(len(members)), "--node-rank", str(node_rank)),
@@ -277,11 +277,11 @@ def main(arguments: Sequence[str]) -> int:
     """Run the task. Returns the exit code of its command, or UNFIT if the command was not started."""
     kind, run, grace, *arguments = arguments
     env = os.environ
-    with open("/proc/self/environ", "rb") as file:  # os.environ has Python's changes
-        own = file.read()
+    with open("/proc/self/environ", "rb") as file:  # os.environ has changes by Python
+        block = file.read()
     try:
         task = Task(run, float(grace), env, is_rank=kind == "rank")
-        environment = supervisor.environment(own, task.files)
+        environment = supervisor.environment(block, task.files)
         if kind == "rank":
             command = [sys.executable, os.path.join(KIT, "scripts", "lib", "rank.py"), task.files.output, *arguments]
         else:

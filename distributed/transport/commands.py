@@ -40,8 +40,7 @@ LIB = os.path.join(KIT, "scripts", "lib")
 PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
 PROGRESS_INTERVAL = 5.0  # seconds between two messages about nodes that have not replied
 VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
-# Open files of the launcher: several for each node. Not more, because pdsh tries to close every possible file number.
-MAX_FILES = 1 << 16
+MAX_FILES = 1 << 16  # open files of the launcher, several per node; not more, as pdsh tries to close each number
 MAX_PATH = 31  # bytes of the directory for temporary files: ssh allows 90 for a control socket, and uses 41 of them
 
 
@@ -75,7 +74,7 @@ class JobCommands(LocalCommands):
 
     def __init__(self, job: str) -> None:
         """job: its number."""
-        # Remove the variables of another job, which may contain this process, and those that act like options of srun.
+        # Unset variables of another job, which this process may be in, and variables that act like options of srun.
         names = [name for name in os.environ if name.startswith(("SLURM_", "SRUN_")) and name != "SLURM_CONF"]
         srun = ["srun", "--overlap", "--jobid", job, "--nodes", "1", "--ntasks", "1", "--input", "none", "--quiet"]
         self._srun = ["env", *(f"--unset={name}" for name in names), *srun]
@@ -102,7 +101,7 @@ class SshCommands(LocalCommands):
         self._login_timeout = int(value)
         directory = temporary_directory(warn)
         self.synced = list(dict.fromkeys((cwd, KIT))) if cwd else []
-        self.marker = f".{os.path.basename(directory)}"  # a file that is in each of them while they are compared
+        self.marker = f".{os.path.basename(directory)}"  # file that exists in each of `synced` while it is compared
         remove_at_exit([directory, *(os.path.join(one, self.marker) for one in self.synced)])
         os.symlink(f"{LIB}/ssh_config", f"{directory}/config")  # the path of Muster may have blanks
         self.options = ["-F", f"{directory}/config", "-o", f"ControlPath={directory}/%C"]
@@ -117,21 +116,21 @@ class SshCommands(LocalCommands):
     ) -> list[str]:
         if not node.address:
             return list(arguments)
-        within = self._login_timeout
+        start_timeout = self._login_timeout
         if timeout:
-            within = min(within, max(1, int(timeout) - 1))
+            start_timeout = min(start_timeout, max(1, int(timeout) - 1))
         change = f"cd -- {shlex.quote(cwd)} || exit {UNFIT}; " if cwd else ""
         line = f"{change}exec {shlex.join(arguments)}"
-        return over_ssh(self.ssh(node), node.address.rpartition("@")[2], line, within, log)
+        return over_ssh(self.ssh(node), node.address.rpartition("@")[2], line, start_timeout, log)
 
 
-def over_ssh(ssh: Sequence[str], name: str, line: str, within: float, log: str = "") -> list[str]:
-    """The local command that runs a line of bash on a node. host/ssh_call.py sends standard input once the line runs.
+def over_ssh(ssh: Sequence[str], name: str, line: str, start_timeout: float, log: str = "") -> list[str]:
+    """The local command that runs a line of bash on a node. It gets standard input after its start (host/ssh_call.py).
 
-    ssh: the command line of ssh up to the address. name: name of the node in messages. within: seconds for the login
-    shell to start the line. log: file to which the reason is written if the line is not started.
+    ssh: the command line of ssh up to the address. name: of the node in messages. start_timeout: seconds for the login
+    shell to start the line. log: file for the reason if it is not started.
     """
-    call = [sys.executable, *PLAIN_PYTHON, f"{LIB}/module.py", "host.ssh_call", "--within", f"{within:g}"]
+    call = [sys.executable, *PLAIN_PYTHON, f"{LIB}/module.py", "host.ssh_call", "--within", f"{start_timeout:g}"]
     return [*call, *(["--log", log] if log else []), name, *ssh, for_any_shell(f"{STARTED}; {line}")]
 
 
@@ -152,7 +151,7 @@ def in_node_env(node_env: str, python: str, module: str, *arguments: str) -> lis
 def environment_block(inherited: Sequence[bytes], environment: Sequence[bytes]) -> bytes:
     """NAME=VALUE entries for in_node_env.sh: variables that config/node_env.sh may change, and those that override it.
 
-    They are sent through a pipe, as all users can read arguments.
+    They are sent through a pipe, because all users can read command-line arguments.
     """
     return b"".join(b"".join(entry + b"\0" for entry in block) + b"\0" for block in (inherited, environment))
 
@@ -187,9 +186,9 @@ class Calls:
     ) -> Client:
         """Run a command; then call then() with its exit code and what it has written.
 
-        timeout: seconds after which the command is killed; 0: never. sent: the bytes of its standard input, which
-        keep_input leaves open after them; None: source is the standard input. output, errors: files for standard output
-        and standard error; NULL: the reply has the output. on_output: called with blocks of standard output.
+        timeout: seconds after which it is killed; 0: never. sent, source: its standard input, as bytes or as a file.
+        keep_input: leave standard input open after `sent`. output, errors: files for its standard output and standard
+        error; NULL: they are in the reply. on_output: called with blocks of its standard output.
         """
         files = [os.memfd_create(stream) for stream in ("output", "errors")]
 
@@ -276,7 +275,7 @@ def exit_on_signals(clients: Collection[Client] = ()) -> None:
 
 
 def read_lists() -> dict[str, list[bytes]]:
-    """Read lists of arbitrary strings from standard input, which is then empty. A script of Muster sends them.
+    """Read the lists of strings that a script of Muster sends to standard input, which is then empty.
 
     They are not arguments, because all users can read arguments. For each list: its name, the number of its entries,
     and the entries, all terminated by NUL bytes.
@@ -319,7 +318,7 @@ class Messages:
             os.write(2, os.fsencode(f"{self._program}: {message}\n"))
 
     def print_error(self, error: TransportError) -> int:
-        """Returns the exit code of the program."""
+        """Print an error. Returns the exit code of the program."""
         self.print(message_of(error, self._program))
         return error.code
 
@@ -329,10 +328,10 @@ def message_of(error: TransportError, program: str) -> str:
 
 
 def temporary_directory(warn: Callable[[str], None]) -> str:
-    """Create a private directory. Its path is short enough for sockets of ssh, and has no blanks, which ssh splits.
+    """Create a private directory. Its path is short enough for sockets of ssh, and has no blanks, where ssh splits it.
 
-    /tmp precedes TMPDIR, which may be on a file system without sockets. warn: prints a message if a directory that was
-    tried before cannot be written. Raises TransportError if none can be written.
+    /tmp precedes TMPDIR, which may be on a file system without sockets. warn: prints a message if a preferred directory
+    cannot be written. Raises TransportError if no directory can be written.
     """
     candidates = {"XDG_RUNTIME_DIR": os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp": "/tmp"}
     candidates["TMPDIR"] = os.environ.get("TMPDIR", "")
@@ -377,7 +376,7 @@ def try_temporary_directory(base: str) -> str:
 
 
 def remove_at_exit(paths: Sequence[str]) -> None:
-    """Remove files and directories when this process has ended, also by SIGKILL."""
+    """Remove files and directories when this process has ended, even if SIGKILL ended it."""
     source, target = os.pipe()  # only this process, and its forks, hold the writing end: it is not inheritable
     null = os.devnull
     files = [(os.POSIX_SPAWN_DUP2, source, 0), *((os.POSIX_SPAWN_OPEN, one, null, os.O_WRONLY, 0) for one in (1, 2))]

@@ -18,8 +18,8 @@ from distributed.host import process_scan, signals
 
 BLOCK = 1 << 16  # bytes per read
 NULL = subprocess.DEVNULL
-INHERITED = None  # as standard output or standard error of a client: that of the launcher
-# The file for the path of the run directory, and whether to test connections: requests of the caller to this launcher.
+INHERITED = None  # as standard output or standard error of a client: it uses that of the launcher
+# Variables for this launcher alone: the file for the path of the run directory, and whether to test connections.
 FOR_LAUNCHER = (b"MUSTER_RUN_FILE", b"MUSTER_TEST_CONNECTIONS")
 IGNORED_BY_CLIENTS = {  # until they set handlers: the launcher handles these, and sends requests
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, *signals.PASSED_ON,
@@ -27,7 +27,7 @@ IGNORED_BY_CLIENTS = {  # until they set handlers: the launcher handles these, a
 
 
 def inherited_environment() -> dict[bytes, bytes]:
-    """The environment for clients: that with which this process was started, except FOR_LAUNCHER.
+    """The environment for clients: that with which this process was started, without FOR_LAUNCHER.
 
     Python may have changed what os.environ shows.
     """
@@ -37,7 +37,7 @@ def inherited_environment() -> dict[bytes, bytes]:
 
 
 class Loop:
-    """Calls functions when a file is ready, at a time, or when a signal or the exit of a client arrives."""
+    """Calls functions when a file is ready, a timer is due, a signal arrives, or a client exits."""
 
     def __init__(self, handle_signal: Callable[[int], None], numbers: Iterable[int]) -> None:
         """numbers: the signals for which handle_signal is called."""
@@ -118,7 +118,7 @@ class Client:
         self._pending = bytearray(sent or b"")
         self._ends_input = False
         self.input = -1
-        opened = []  # here, for the process
+        opened = []  # files of the process, which are closed here after its start
         if sent is not None:
             source, self.input = os.pipe()
             os.set_blocking(self.input, False)

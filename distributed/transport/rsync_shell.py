@@ -1,12 +1,12 @@
-"""The remote shell of rsync: ssh, without the output of a login shell before rsync starts there.
+"""The remote shell of rsync: ssh, but without the output that a login shell prints before rsync starts.
 
 usage: module.py transport.rsync_shell SSH [ARGUMENT...] -- HOST NAME COMMAND...
 
-NAME, the host name that rsync passes, is ignored: HOST may be an address that rsync cannot parse. rsync sends nothing
-to a login shell that does not start it; see distributed/host/ssh_call.py.
+NAME, the host name that rsync passes, is ignored: HOST may be an address that rsync cannot parse. Nothing is sent to a
+login shell before it has started rsync; see distributed/host/ssh_call.py.
 
 rsync 3.5 needs --insecure-links to write through a symbolic link, such as from `logs` to another disk. Older versions
-do so with --keep-dirlinks alone, and refuse this option.
+need only --keep-dirlinks, and refuse this option.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""--sync, for nodes that do not share the working directory: copy it, and Muster, to the nodes.
+"""Implement --sync: copy the working directory and Muster to the nodes that do not share them.
 
-See distributed/host/sync_list.py for the files. Nothing is deleted on the nodes. distributed/launch/node_logs.py copies
-the run directory back.
+distributed/host/sync_list.py lists the files to copy. Nothing is deleted on the nodes. distributed/launch/node_logs.py
+copies the run directory back.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def sync_nodes(calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], 
     if not shutil.which("rsync"):
         raise TransportError(1, "--sync: rsync: not found on this machine; install it")
     for directory in commands.synced:
-        apart, failed = _nodes_without(calls, commands, nodes, directory)
-        if apart and not failed:
-            failed = _copy(calls, commands, apart, directory, log)
+        targets, failed = _nodes_without(calls, commands, nodes, directory)
+        if targets and not failed:
+            failed = _copy(calls, commands, targets, directory, log)
         if failed:
             names = " ".join(failed)
             raise TransportError(UNFIT, f"--sync: {directory} could not be copied to {names}; see the messages above")
@@ -40,7 +40,7 @@ def sync_nodes(calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], 
 def _nodes_without(
     calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], directory: str
 ) -> tuple[list[AnyTarget], list[str]]:
-    """The nodes that do not share the directory, and the names of those for which that is not known."""
+    """The nodes that do not share the directory, and the names of those that failed to reply."""
     marker = os.path.join(directory, commands.marker)
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_WRONLY, 0o600))
@@ -50,8 +50,8 @@ def _nodes_without(
     replies = calls.call_all({node: commands.command(node, check) for node in nodes}, errors=INHERITED)
     os.unlink(marker)
     shared = f"shared {commands.marker}"
-    apart = [node for node in nodes if shared not in replies[node.node].out.splitlines()]
-    return apart, [name for name, reply in replies.items() if reply.code]
+    unshared = [node for node in nodes if shared not in replies[node.node].out.splitlines()]
+    return unshared, [name for name, reply in replies.items() if reply.code]
 
 
 def _copy(
