@@ -56,9 +56,9 @@ class AttachedLaunch(Launch):
         self._sizes = self._read_sizes(commands)
         return str(facts["address"]), str(facts["port"])
 
-    def _require_same(self, what: str, before: str, now: str) -> None:
-        if before != now:
-            self._refuse(f"the run was started with {what} {before}; got {now}")
+    def _require_same(self, subject: str, recorded: str, current: str) -> None:
+        if recorded != current:
+            self._refuse(f"the run was started with {subject} {recorded}; got {current}")
 
     def _refuse(self, reason: str) -> NoReturn:
         self.console.print(f"--attach '{self.options.attach}': {reason}", always=True)
@@ -82,12 +82,12 @@ class AttachedLaunch(Launch):
     def _read_sizes(self, commands: LocalCommands) -> dict[str, int]:
         """The size of each node's log, in bytes. Raises TransportError if a node is unreachable; the run continues."""
         module = [self.options.python, *PLAIN_PYTHON, f"{LIB}/module.py", "launch.supervisor", "status"]
-        asked = {}
+        calls = {}
         for node in self.targets:
             status = [*module, "--dir", str(self._found), "--name", node.node]
-            asked[node] = commands.command(node, status, self.options.cwd)
+            calls[node] = commands.command(node, status, self.options.cwd)
         sizes = {}
-        for name, reply in Calls().call_all(asked, self.console.print).items():
+        for name, reply in Calls().call_all(calls, self.console.print).items():
             if reply.code:
                 raise TransportError(UNFIT, f"{name}: cannot attach: {reply.failure_message()}")
             sizes[name] = json.loads(reply.out.splitlines()[-1]).get("log_bytes", 0)

@@ -1,7 +1,7 @@
 """Compare nodes: which ones differ from the majority, and which rendezvous address all of them can use.
 
-Before a launch (launch.preflight), traits whose difference prevents a run are compared; the doctor
-(health.differences) also compares those whose difference makes it slow.
+Before a launch, launch.preflight compares the traits that must be equal for a run. The doctor (health.differences) also
+compares traits whose difference makes a run slow.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def same_machines(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
 
 
 def rendezvous_address(nodes: Mapping[str, NodeFacts]) -> str:
-    """The address to which the first node's name resolves on all other nodes; else its address in the ssh connection.
+    """The address of the first node to which its name resolves on all other nodes, or the one in its ssh connection.
 
     If neither is an address of that node: "", or 127.0.0.1 for a single node, such as an ssh alias of this machine.
     """

@@ -142,7 +142,7 @@ def test_connections(
     block: bytes,
     log: Callable[[str], None],
 ) -> ConnectionTest:
-    """Let every node connect to every other that listens.
+    """Let every node connect to every other node that listens.
 
     Args:
         on_node: the local command that runs a module of the package with arguments in the environment of a node.

@@ -2,11 +2,11 @@
 
 usage: module.py launch.follow --dir DIR --name NAME [option of the supervisor...] [--offset BYTES] [-- COMMAND...]
 
-COMMAND is started first, by a supervisor that needs no launcher; without it, an earlier one is followed. The output is
-read from node_NAME.log: that after BYTES, by default only new output. Standard input is the control channel: `stop`,
-`kill` and `signal N` are passed on to the supervisor. At its end the launcher is lost; this program exits with 0, and
-COMMAND runs on. If the supervisor was killed, its processes are ended. Then, as those of a supervisor with a lease, are
-the report and the exit code. Standard library only.
+If COMMAND is given, it is first started by a supervisor that needs no launcher. Otherwise the command that was started
+before is followed. Its output is read from node_NAME.log, from byte BYTES on, by default only new output. Standard
+input is the control channel: `stop`, `kill` and `signal N` are passed on to the supervisor. At end of file the launcher
+is lost: this program exits with 0, and the command continues. If the supervisor was killed, the processes of the
+command are ended. Report and exit code are those of a supervisor with a lease. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import BinaryIO
 
-INTERVAL = 0.2  # seconds between two reads of the log when there is no more
+INTERVAL = 0.2  # seconds between two reads of a log without new output
 
 
 class Follower:
@@ -36,7 +36,7 @@ class Follower:
         self._options, self._files, self._received = options, options.files, received
         self._streams = [ConsoleStream(1), ConsoleStream(2)]
         self._console, self._lines = Console(options.terminals), Lines()
-        self._behind = False  # there is more output in the log
+        self._behind = False  # the log may have more output
 
     def run(self) -> int:
         """Returns the exit code of the command, UNFIT if none was started, or 0 at the end of standard input."""
@@ -64,15 +64,15 @@ class Follower:
         return code
 
     def _show_more(self, log: BinaryIO) -> bool:
-        """Show new output. Returns whether there may be more: the supervisor lives, or the console is slow."""
-        lives = supervisor.supervisor_of(self._files)  # before the output is read
+        """Show new output. Returns whether there may be more: the supervisor runs, or the console is slow."""
+        pid = supervisor.supervisor_of(self._files)  # before the output is read
         slow = any(len(stream.pending) > BACKLOG for stream in self._streams)
         block = b"" if slow else log.read(BLOCK)
         self._behind = bool(block)
-        texts = self._console.feed(self._lines.feed(block, last=not lives and not block), OUTPUT)
+        texts = self._console.feed(self._lines.feed(block, last=not pid and not block), OUTPUT)
         for stream, text in zip(self._streams, texts, strict=True):
             stream.put(text)
-        return bool(lives or block or any(stream.pending for stream in self._streams))
+        return bool(pid or block or any(stream.pending for stream in self._streams))
 
     def _pass_requests(self) -> bool:
         """Wait for requests, if all output was read, and pass them on. Returns False at the end of standard input."""
@@ -81,11 +81,11 @@ class Follower:
                 return False
             self._received += received
         *requests, self._received = self._received.split(b"\n")
-        for asked in map(os.fsdecode, requests):
-            if asked in ("stop", "kill"):
-                supervisor.request(self._files, asked)
-            elif asked.startswith("signal "):
-                supervisor.signal_supervisor(self._files, int(asked.split()[1]))
+        for request in map(os.fsdecode, requests):
+            if request in ("stop", "kill"):
+                supervisor.request(self._files, request)
+            elif request.startswith("signal "):
+                supervisor.signal_supervisor(self._files, int(request.split()[1]))
         return True
 
 

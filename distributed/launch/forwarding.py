@@ -1,7 +1,7 @@
-"""The variables of a launcher's environment that the nodes get, like --env but before config/node_env.sh is sourced.
+"""The variables that a launcher forwards to the nodes: as with --env, but set before config/node_env.sh is sourced.
 
-The entries of FORWARDED, then those of MUSTER_FORWARD, are names, prefixes that end in `*`, or either after a `-`,
-which excludes them. The last entry that matches a name decides.
+Each entry of FORWARDED and MUSTER_FORWARD is a name, or a prefix that ends in `*`. A `-` before it excludes these
+names. The last entry that matches a name decides; those of MUSTER_FORWARD come last.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENTRY = re.compile(r"-?[A-Za-z_][A-Za-z_0-9]*\*?|-\*", re.ASCII)
 
 
 class ForwardingError(ValueError):
-    """MUSTER_FORWARD is wrong."""
+    """MUSTER_FORWARD is invalid."""
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:

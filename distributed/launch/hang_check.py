@@ -1,4 +1,4 @@
-"""Check the attempt of a run for a hang until it ends: by its files on this machine, then by querying its nodes."""
+"""Check an attempt for a hang until the attempt ends: by its files on this machine, then by querying its nodes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from distributed.runs.hang_decision import Decision, HangWatch, Query
     from distributed.runs.lookup import RunNode
 
-FIRST_CHECK = 60.0  # seconds; IDLE_TIMEOUT of distributed/runs/hang_analysis.py
-DEFAULT_HANG_TIMEOUT = 600.0  # of a run that logs steps, without --hang-timeout
-MAX_DELAY = 5.0  # seconds; when a timer is later, the machine or this program was suspended
+FIRST_CHECK = 60.0  # seconds; equal to IDLE_TIMEOUT of distributed/runs/hang_analysis.py
+DEFAULT_HANG_TIMEOUT = 600.0  # seconds; for a run that logs steps, without --hang-timeout
+MAX_DELAY = 5.0  # seconds; after a longer delay of a timer, the machine or this program was suspended
 QUERY_TIMEOUT, STACKS_TIMEOUT = 15.0, 60.0  # seconds
 
 
@@ -37,10 +37,10 @@ def schedule_hang_check(watch: Watch) -> None:
 
 
 def hang_limits(option: float | None, all_ranks_here: bool) -> tuple[float, bool]:
-    """The timeout of HangWatch, 0 for no check, and whether it has to be certain. option: --hang-timeout.
+    """The timeout of HangWatch in seconds (0: no check), and whether a hang has to be certain. option: --hang-timeout.
 
     Without the option, a run is stopped only if it logs steps and no rank can make progress; any other run that looks
-    hung is only reported. Ranks may wait for ranks that other launchers have started.
+    hung is only reported, such as a run whose ranks may wait for ranks of other launchers.
     """
     if option is not None:
         return option, False
@@ -87,7 +87,7 @@ class HangCheck:
         else:
             self._query(decision)
 
-    def _query(self, asked: Query) -> None:
+    def _query(self, query: Query) -> None:
         from distributed.runs.query import node_reply, status_command
 
         run = self._watch.run
@@ -96,14 +96,14 @@ class HangCheck:
 
         def check() -> tuple[Decision, str]:
             found = [node_reply(node, replies[node]) for node in run.nodes]
-            return self._hang_watch.check_replies(found, time.monotonic() - self._since, asked)
+            return self._hang_watch.check_replies(found, time.monotonic() - self._since, query)
 
         def replied(node: RunNode, reply: Reply) -> None:
             replies[node] = reply
             if len(replies) == len(run.nodes):
                 self._decide(check)
 
-        timeout = STACKS_TIMEOUT if asked.stacks else QUERY_TIMEOUT
+        timeout = STACKS_TIMEOUT if query.stacks else QUERY_TIMEOUT
         for node in run.nodes:
-            command = self._watch.transport.commands.command(node, status_command(run, node, asked.arguments), "/")
+            command = self._watch.transport.commands.command(node, status_command(run, node, query.arguments), "/")
             self._watch.queries.add(self._watch.calls.call(node.node, command, partial(replied, node), timeout=timeout))

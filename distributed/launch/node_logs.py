@@ -25,7 +25,7 @@ TAR_OPTIONS= tar -cf - --exclude=./checkpoints "$@\""""
 # it again, while another tar unpacks files into it.
 UNPACK = ["env", "--unset=TAR_OPTIONS", "tar", "-xf", "-", "--keep-newer-files", "--keep-directory-symlink",
     "--no-same-owner"]  # fmt: skip
-# $2: directory for an earlier attempt, $3: a file to copy, as the supervisor stays; "": none
+# $2: directory for the attempt. $3: a file to copy back, because the supervisor stays; "": none
 ARCHIVE = """cd -- "$1" && { [ -e run.json ] || { mkdir -p -- "$2" && mv errors ranks node_* "$2/" &&
 { [ ! "$3" ] || cp -p -- "$2/$3" .; }; }; }"""
 
@@ -78,7 +78,7 @@ class NodeLogs:
     def collect(self) -> None:
         """Copy the run directory of each node back, without checkpoints.
 
-        Nodes with an exit code here share it, or did not start; nodes marked as lost are unreachable.
+        Skip nodes whose exit code is here: they share the directory, or did not start. Skip lost nodes, too.
         """
         run = self._watch.directory
         self._fetched = [
@@ -114,9 +114,9 @@ class NodeLogs:
         os.close(target)
 
     def archive(self, directory: str) -> None:
-        """Archive the last attempt on the nodes too, so that its files are not copied back as those of the next."""
-        stays = {node: f"node_{node.node}.pid" for node in self._fetched if node.node in self._watch.waiting}
-        commands = {node: self._on_node(node, ARCHIVE, directory, stays.get(node, "")) for node in self._fetched}
+        """Archive the last attempt on the nodes too, so that its files are not copied back again."""
+        pid_files = {node: f"node_{node.node}.pid" for node in self._fetched if node.node in self._watch.waiting}
+        commands = {node: self._on_node(node, ARCHIVE, directory, pid_files.get(node, "")) for node in self._fetched}
         for node, reply in zip(self._fetched, self._watch.calls.call_all(commands).values(), strict=True):
             if reply.code:
                 self._warn(node, f"files of the last attempt in {self._watch.directory} could not be moved")

@@ -1,9 +1,9 @@
 """Reports of a program on a node, among the lines that it prints for the console.
 
-A report is one line: REPORT, a JSON object, a line break. A supervisor reports the exit code of its command, as the
-exit code of ssh or pdsh may be that of a lost connection. With "waiting", the agent waits for the next attempt; "lost"
-is a node that sent it no heartbeats. A follower also reports that it follows the command, and a
-task of srun its start and heartbeats.
+A report is one line: REPORT, a JSON object, a line break. A supervisor reports the exit code of its command, because
+the exit code of ssh or pdsh may be that of a lost connection. "waiting" means that the agent waits for the next
+attempt; "lost" names a node that sent no heartbeats to the agent. A follower (launch/follow.py) also reports that it
+follows the command. A task of srun also reports its start, and sends reports as heartbeats.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 REPORT = b"\x1e"  # ASCII record separator, which programs do not print
 ERROR = b"\x1f"  # ASCII unit separator: a task of srun prints it before a line of standard error
-# Between a launcher and a task of srun, and between the dispatcher of a job list and a server, in both directions.
-HEARTBEAT_INTERVAL = 3.0  # seconds; also that of a supervisor without a lease
+# Heartbeats between a launcher and a task of srun, and between a dispatcher and a server, in both directions.
+HEARTBEAT_INTERVAL = 3.0  # seconds; also used by a supervisor without a lease
 HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
 # Variable with two pipes between a supervisor and its agent, each as "descriptor:inode". When an attempt has failed and
 # all its ranks have exited, the agent writes a line: its exit code, and the name of the lost node if there is one. The
-# agent of a spare node writes an empty line. Then it reads a line with the next attempt, in JSON, or end of file, after
-# which it exits.
+# agent of a spare node writes an empty line. Then the agent reads a line with the next attempt, in JSON. At end of
+# file, it exits.
 ATTEMPT_PIPES = "MUSTER_ATTEMPT_PIPES"
 
 

@@ -1,4 +1,4 @@
-"""Call the user's command of --notify with the facts of an event, as a JSON object on its standard input."""
+"""Call the command of --notify with the facts of an event, as a JSON object on its standard input."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from collections.abc import Callable
 from distributed.files import to_json
 
 LIMIT = 10.0  # seconds after which the command is killed
-TAIL = 1000  # bytes of its output, of which the last line is shown
+TAIL = 1000  # bytes at the end of its output, whose last line is shown
 
 
 class Notifier:
-    """Notifies of events of a run or job list. Each call has a thread, so that it delays nothing."""
+    """Notifies of events of a run or job list. Each call runs in a thread, so that it delays nothing."""
 
     def __init__(self, command: str, log: Callable[[str], None], subject: str, **facts: object) -> None:
-        """command: for sh; empty: nothing is called. log: called by the threads. subject, facts: in all events."""
+        """command: run by sh; empty: none. log: prints failures, in the threads. subject, facts: in all events."""
         self._command, self._log, self._subject, self._facts = command, log, subject, facts
         self._calls: list[threading.Thread] = []
 

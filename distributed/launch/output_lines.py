@@ -42,11 +42,11 @@ class RankLines(Lines):
     def __init__(self) -> None:
         super().__init__()
         self._final_cr = b""  # may be half of a CR LF
-        self._follows_update = False  # the incomplete line does
+        self._follows_update = False  # the incomplete line follows an update
         self._returned = b""  # the incomplete line, if it was already returned as an update
 
     def feed(self, output: bytes, last: bool = False) -> bytes:
-        """Returns complete lines. Without new output: an incomplete line if it is an update.
+        """Returns complete lines. If `output` is empty: the incomplete line if it is an update.
 
         Most progress bars write the CR before an update, so the update would otherwise appear one update later.
         """
@@ -77,19 +77,19 @@ class RankLines(Lines):
 class Console:
     """Splits lines into those of rank 0, without the prefix, and those of no rank. Drops lines of other ranks.
 
-    Rank 0 keeps its standard output and its standard error; lines of no rank are for standard error.
+    Lines of rank 0 stay on the stream to which the rank wrote them; lines of no rank are for standard error.
     """
 
     def __init__(self, terminals: str = "") -> None:
         """terminals: the streams that are terminals, where a progress bar stays on one line: "1", "2" or, if both are
-        the same terminal, "12". All lines of the latter are for standard error, which preserves their order.
+        the same terminal, "12". With "12", all lines are for standard error, which preserves their order.
         """
         self._terminals = [int(number) for number in terminals]
         self._bars: set[int] = set()  # streams whose cursor is on a progress bar
         self._updates: dict[int, bytes | None] = {}  # stream -> rank 0's last line, if it was an update
 
     def feed(self, lines: bytes, stream: int) -> tuple[bytes, bytes]:
-        """Returns what to write to standard output and to standard error. stream: of the lines."""
+        """Returns what to write to standard output and to standard error. stream: to which the lines were written."""
         output: list[bytes] = []
         errors: list[bytes] = []
         of_errors = stream == ERRORS or len(self._terminals) == 2
@@ -101,7 +101,7 @@ class Console:
                 errors.append(line.removesuffix(b"\r"))
             elif rank == 0:
                 state = text.removesuffix(b"\r")
-                # Without a terminal, an update is already a line when the rank completes it or writes it again.
+                # Without a terminal, an update was shown as a line: do not show it again if completed or repeated.
                 if state != self._updates.get(stream) or shown_on in self._terminals:
                     of_rank_0.append(text)
                 self._updates[stream] = state if text.endswith(b"\r") else None

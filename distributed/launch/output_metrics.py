@@ -19,14 +19,14 @@ from contextlib import suppress
 from distributed.launch.output_lines import rank_of
 from distributed.metrics import FROM_OUTPUT, STEP_LIMIT, finite_or_none
 
-FIRST_INTERVAL, LAST_INTERVAL = 0.25, 5.0  # seconds between two entries; it grows with the duration of the attempt
-ENTRIES = 1000  # in the time in which the interval grows
-COST = 0.01  # the largest share of time that is spent on reading
+FIRST_INTERVAL, LAST_INTERVAL = 0.25, 5.0  # seconds between two entries, at the start and at most
+ENTRIES = 1000  # the interval is the duration of the attempt so far, divided by this number, within these limits
+COST = 0.01  # maximum share of time that is spent on reading
 LONGEST_PAUSE = 60.0  # seconds without reading, after a read that took long
 BACKLOG = 1 << 19  # bytes of output that are kept until they are read
 MOST_LINES, LONGEST = 300, 2000  # lines that are read for an entry, and characters of a line
 PARSED = 500  # characters of a line that are parsed; the patterns take long for many digits
-HINT = re.compile(rb"(?i)loss|step|iter|epoch|update|batch|train|episode|it/s|s/it")  # lines without it are not read
+HINT = re.compile(rb"(?i)loss|step|iter|epoch|update|batch|train|episode|it/s|s/it")  # other lines are not read
 # Patterns that are compiled on their first use: most runs are short, or log metrics themselves.
 CONTROL = r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f]"  # colours, and other control characters
 NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[-+]?\d+)?|(?:nan|[-+]?inf)\b)"
@@ -77,7 +77,7 @@ OTHER_VALUE = r"(?i)(?<!\w)(?:time|acc\w*|ppl|perplexity|mfu|grad\w*|reward|eta|
 GROUPS = ("step", "steps", "epoch", "epochs", "steps_per_second", *VALUES)  # of --progress
 
 Values = dict[str, float]
-Found = tuple[Values, int]  # the values in a line, and how likely its step is that of the training; 0: it has no step
+Found = tuple[Values, int]  # values in a line, and how likely its step is that of the training; 0: no step
 
 
 def number(text: str) -> float:
@@ -129,7 +129,7 @@ def values_in(text: str) -> Values:
 
 
 def step_in(text: str, found: Values, epoch: re.Match[str] | None) -> re.Match[str] | None:
-    """The place of the step in a line. found: the other values in it."""
+    """The match of the step in a line; None: no step. found: the other values in the line."""
     if epoch and epoch["step"]:
         return epoch
     if bar := re.search(BAR, text):
@@ -155,15 +155,15 @@ def is_step(match: re.Match[str], text: str, found: Values) -> bool:
 
 
 def is_evaluation(text: str, match: re.Match[str]) -> bool:
-    """Whether a word shortly before the match shows that the value is not of the training."""
+    """Whether a word shortly before the match shows that the value is not from the training."""
     return bool(re.search(NOT_TRAINING, text[max(0, match.start() - 24) : match.start() + 1]))
 
 
 class Steps:
-    """Makes one count of the steps of an attempt, which may begin anew in each epoch.
+    """Counts the steps of an attempt, also if the training counts from 0 or 1 in each epoch.
 
-    A step that is much lower than the one before, or lower than the last one of a bar, belongs to the next epoch. Lines
-    of a lower priority than an earlier line do not count, nor do progress bars with fewer steps, which usually show an
+    A step that is much lower than the previous one, or than the end of a bar, belongs to the next epoch. Lines of a
+    lower priority than an earlier line do not count, nor do progress bars with fewer steps, which usually show an
     evaluation.
     """
 
@@ -171,7 +171,7 @@ class Steps:
         """first_epoch: 0 or 1, if known from an earlier attempt."""
         self._first_epoch = first_epoch
         self._priority, self._last, self._total, self._before = -1, 0.0, math.nan, 0.0
-        self._counts_epochs = True  # until a line has a part of an epoch
+        self._counts_epochs = True  # until a line has a fraction of an epoch
 
     def resolve(self, found: Values, priority: int) -> Values:
         """Replace step and steps by those of the whole training. The result is empty if the line does not count."""
@@ -222,7 +222,7 @@ class OutputMetrics:
         del self._unread[:-BACKLOG]
 
     def read(self, last: bool = False) -> None:
-        """Append the newest values if an entry is due. last: nothing else follows."""
+        """Append the newest values if an entry is due. last: the output has ended."""
         now = time.monotonic()
         if not self._unread or (now < self._due and not last):
             return
@@ -237,7 +237,7 @@ class OutputMetrics:
         self._due = ended + min(LONGEST_PAUSE, max(interval, (ended - now) / COST))
 
     def _newest_values(self) -> Values:
-        """The newest step and loss, which may be in different lines, and the newest other values up to there."""
+        """The newest step and loss, which may be in different lines, and the newest other values in these lines."""
         lines = bytes(self._unread).split(b"\n")
         lines = [line for line in lines if self._hint.search(line) and rank_of(line) == 0]
         found: list[Found] = []

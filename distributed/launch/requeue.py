@@ -54,7 +54,7 @@ def requeue_if_stopped(run: EndedRun, job: str, limit: int, record: Callable[[st
 
 
 def is_batch_script() -> bool:
-    """In the shell of salloc, SLURM_TASK_PID is another process."""
+    """Whether this is the process of a batch script; in the shell of salloc, SLURM_TASK_PID is another process."""
     return os.environ.get("SLURM_TASK_PID") == str(os.getpid())
 
 
@@ -62,8 +62,8 @@ def stopped_by_slurm(run: EndedRun, job: str) -> bool:
     """Whether SLURM announced the time limit with a signal to the ranks or (B:) to this process, or preempted the job.
 
     Preemption signals both: SIGTERM kills ranks without a handler, other ranks then fail because they lose a
-    connection, and ranks that exit with 0 may not have finished. A job that scancel ends is not running any more, and
-    stop.sh sends SIGINT.
+    connection, and ranks that exit with 0 may not have finished. If the user stopped the job, its state is not RUNNING
+    (scancel), or the signal is SIGINT (stop.sh).
     """
     if not run.signal and run.code in (0, STOPPED):
         return run.code == STOPPED

@@ -2,11 +2,11 @@
 
 A launcher replaces itself by this program after its checks. Standard input has lists (transport.commands.read_lists):
 
-    inherited    NAME=VALUE of variables of the caller for the nodes
+    inherited    NAME=VALUE of the caller's variables that the nodes get
     environment  NAME=VALUE of --env and --env-file
     call         the command line of the launcher
-    before       the command line of the agent or of srun, before the options that are added here
-    after        the rest of it
+    before       the command line of the agent or of srun, up to the options that are added here
+    after        the part after these options
     notify       the command of --notify; may be empty
 """
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 MAX_STALLED = 3  # consecutive restarts without progress before giving up
 PROGRESS_SECONDS = 300.0  # an attempt that logs no steps has made progress when it ran this long
-ATTEMPT_FILES = ("errors", "ranks", "verdict.json", "hang.json", "node_*")  # others are of the whole run
+ATTEMPT_FILES = ("errors", "ranks", "verdict.json", "hang.json", "node_*")  # other files belong to the whole run
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--node", required=True, nargs=3, action="append", metavar=("NAME", "PROCESSES", "ADDRESS"), dest="nodes")
     add("--spare", nargs=3, action="append", default=[], metavar=("NAME", "PROCESSES", "ADDRESS"), dest="spares")
     add("--min-nodes", type=int, default=0, metavar="N", help="continue with fewer nodes when no spare is left")
-    add("--first-rank", type=int, default=0, metavar="N", help="of the first node")
+    add("--first-rank", type=int, default=0, metavar="N", help="first rank of the first node")
     add("--log-dir", required=True, metavar="DIR", help="the directory of all runs, relative to --cwd")
     add("--cwd", required=True, metavar="DIR", help="working directory of the ranks")
     add("--name", required=True, help="name of the script; date, time and a number are appended")
@@ -75,8 +75,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--node-env", required=True, metavar="FILE")
     add("--master", nargs=2, default=("", ""), metavar=("ADDRESS", "PORT"))
     add("--preflight", action="store_true", help="probe the nodes, and compare them; they set address and port")
-    add("--file", action="append", default=[], metavar="PATH", help="that ranks read; compared by the preflight")
-    add("--package", action="append", default=[], metavar="NAME", help="that ranks need; checked by the preflight")
+    add("--file", action="append", default=[], metavar="PATH", help="a file that ranks read; the preflight compares it")
+    add("--package", action="append", default=[], metavar="NAME", help="a package that ranks need")
     add("--run-id", action="store_true", help="give torchrun the name of the run")
     add("--sync", action="store_true", help="copy the working directory to the nodes, and follow their logs")
     add("--grace", type=int, required=True, metavar="SECONDS")
@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--slurm-job", nargs="+", default=(), metavar="NAME", help="job number and other names")
     add("--task-per-node", action="store_true", help="with srun: one task for all ranks of a node")
     add("--max-requeues", type=int, metavar="N", help="this is a batch job, which may be requeued")
-    add("--lease", type=int, metavar="SECONDS", help="of the nodes; 0: they run on without this launcher")
+    add("--lease", type=int, metavar="SECONDS", help="lease of the nodes; 0: they continue without this launcher")
     add("--attach", metavar="RUN", help="follow the nodes of this run, whose launcher has exited")
     add("--detach", action="store_true")
     add("--dry-run", action="store_true")
@@ -118,13 +118,13 @@ class Launch:
         self.code = 0
         self.seconds = 0.0  # duration of the last attempt
         self.last_step: int | None = None  # that the run has logged
-        self.step_is_guessed = False  # found in the output
+        self.step_is_guessed = False  # last_step was found in the output
         self.stalled = 0  # consecutive restarts without progress
 
     # ---- before the nodes start
 
     def print_commands(self) -> None:
-        """For --dry-run: the command of each node, with the names of its variables, without their values."""
+        """Print the command of each node, for --dry-run. Variables are printed without their values."""
         directory = f"{self.options.log_dir}/<run>"
         entries = [f"{os.fsdecode(entry).partition('=')[0]}=..." for entry in (*self.inherited, *self.environment)]
         env = ["env", *entries] if entries else []
@@ -181,7 +181,7 @@ class Launch:
         self.console.print(f"each of {count} node{'s' * (count != 1)} can connect to every other")
 
     def _probe(self, commands: LocalCommands) -> dict[str, Reply]:
-        """The replies of all nodes to the probe. Counts their processes if that was requested."""
+        """Probe all nodes, and return their replies. Replaces NPROC auto, gpu or cpu by the number of processes."""
         options = self.options
         arguments = ["--port", options.master[1] or "0", *(f"--file={path}" for path in options.file)]
         arguments += [*(f"--package={name}" for name in options.package), "--", *self.names]
@@ -247,7 +247,7 @@ class Launch:
     def detach(self) -> int:
         """Continue in a child process without a terminal, while this process exits.
 
-        Returns, in the child, a file to which the path of the run directory is written.
+        Returns, in the child, a file descriptor: the caller writes the path of the run directory to it.
         """
         log, path = self._create_log()
         source, target = os.pipe()
@@ -293,8 +293,8 @@ class Launch:
         commands = self.connect()
         address, port = self.check_nodes(commands)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)  # the part of the launcher that has written the lists
-        opened = self.detach() if options.detach else -1
+            os.waitpid(-1, os.WNOHANG)  # reap the part of the launcher that has written the lists
+        run_pipe = self.detach() if options.detach else -1
         attempt = archive_attempt(Path(options.again)) if options.again else 0
         transport = self._transport(commands)
         watch_options = Options(
@@ -311,14 +311,14 @@ class Launch:
             record_launcher(directory, address, port)
         if path := os.environ.get("MUSTER_RUN_FILE"):  # of the caller of this launcher
             Path(path).write_bytes(os.fsencode(f"{directory}\n"))
-        if opened >= 0:
-            os.write(opened, os.fsencode(directory))
-            os.close(opened)
+        if run_pipe >= 0:
+            os.write(run_pipe, os.fsencode(directory))
+            os.close(run_pipe)
         watch.open(read(directory))
         ranks = sum(node.processes for node in watch.run.nodes)
-        what = f"{ranks} process{'es' * (ranks != 1)} on {' '.join(self.names)}"
+        processes = f"{ranks} process{'es' * (ranks != 1)} on {' '.join(self.names)}"
         spares = f", spare: {' '.join(one.node for one in watch.spares)}" * bool(watch.spares)
-        self.console.record(f"run {directory.name}: {what}{spares}")
+        self.console.record(f"run {directory.name}: {processes}{spares}")
         if options.announce:
             self.console.print(options.announce.replace("{log}", f"{directory}/node_{self.names[0]}.log"))
         self.watch, self.directory = watch, directory
@@ -337,7 +337,7 @@ class Launch:
         return self.code
 
     def run_attempts(self, restarts: int = 0, start: Callable[[Watch], None] | None = None) -> None:
-        """restarts: number of earlier ones. start: of the first attempt; see Watch.attempt()."""
+        """Run attempts, and restart the run if that may help. restarts: so far. start: see Watch.attempt()."""
         logs = self._node_logs()
         while True:
             started = time.monotonic()
@@ -434,7 +434,7 @@ class Launch:
         return code
 
     def _notify(self, event: str, message: str = "") -> None:
-        """Notify of the verdict on the last attempt. message: its beginning."""
+        """Notify of the verdict on the last attempt. message: the beginning of the text."""
         verdict = read_json(self.directory / "verdict.json")
         outcome, cause = verdict.get("outcome"), verdict.get("cause", f"exit code {self.code}")
         self.watch.notifier.send(
@@ -443,8 +443,9 @@ class Launch:
         )  # fmt: skip
 
     def _should_restart(self, restarts: int) -> bool:
-        """Whether a restart may help: the call was valid, no stop was requested, and the limits of restarts, and of
-        restarts without progress, are not reached. Exit code 143 after a signal that was passed on counts as a request.
+        """Whether a restart may help: the call was valid, no stop was requested, and no limit of restarts is reached.
+
+        Exit code 143 after a signal that was passed on means that a stop was requested.
         """
         if self.watch.signal or self.code in (0, WRONG_CALL, STOPPED):
             return False
@@ -487,7 +488,7 @@ class Launch:
 
 
 def number_ranks(nodes: Sequence[RunNode], first: int) -> list[RunNode]:
-    """Set the first rank of each node. first: that of the first node."""
+    """Set the first rank of each node. first: the first rank of the first node."""
     numbered: list[RunNode] = []
     for node in nodes:
         numbered.append(replace(node, first_rank=first))
@@ -558,7 +559,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def execute(kind: type[Launch], arguments: Sequence[str]) -> int:
     """Run the launch. Returns the exit code of the run, UNFIT for unfit nodes, WRONG_CALL without a run directory."""
-    while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed standard stream: a pipe would get its number
+    while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # otherwise a pipe may get the number of a standard stream
         pass
     os.close(file)
     exit_on_signals()

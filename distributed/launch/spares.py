@@ -1,4 +1,4 @@
-"""Which nodes a run continues with when some are lost: spares take their places, or it continues with fewer nodes."""
+"""The nodes of a run after some are lost: spares take their places, or the run continues with fewer nodes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Change:
     """A node that joins or leaves the run. An entry of "changes" in run.json."""
 
-    node: str  # lost; "": none
-    by: str  # in its place; "": none
+    node: str  # the lost node; "": none
+    by: str  # the node that takes its place; "": none
     node_rank: int
     reason: str
     time: float  # Unix seconds
@@ -40,9 +40,9 @@ def arrange(
 
     Args:
         nodes: those of the last attempt. lost: name of a lost node -> reason.
-        spares: nodes that wait.
+        spares: spare nodes that are ready.
         size: number of nodes with which the run began.
-        minimum: 0 for `size`.
+        minimum: smallest number of nodes; 0: `size`.
     """
     free, now, changes = list(spares), time.time(), []
     places: list[RunNode | None] = []

@@ -27,7 +27,7 @@ from distributed.transport.commands import JobCommands
 from distributed.transport.loop import Client
 
 SRUN_GRACE = 5.0  # seconds for srun to exit after its tasks; with a lost node srun would wait for SLURM's timeout
-FIRST_WARNING = 10.0  # seconds until the first warning about missing nodes; repeated whenever the time has doubled
+FIRST_WARNING = 10.0  # seconds until the first warning about missing nodes; another one whenever the time has doubled
 NODE_FAILURE = re.compile(r"Node failure on (\S+)")  # printed by srun
 SRUN = "srun"  # name in node_srun.log and node_srun.exit
 
@@ -74,7 +74,7 @@ class Srun(Local):
         # srun passes its environment to the tasks.
         environment = {b"MUSTER_RUN_DIR": run, b"MUSTER_METRICS": run + b"/metrics.jsonl"}
         environment |= {name: value for name, _, value in (entry.partition(b"=") for entry in watch.entries())}
-        if watch.waiting:  # agents of all nodes of the run wait, or Watch.attempt() would have ended them
+        if watch.waiting:  # the agents of all nodes wait; otherwise Watch.attempt() would have ended them
             self._step.start_next_attempt()
             return
         all_nodes = [*watch.run.nodes, *watch.spares]
@@ -92,7 +92,7 @@ class Srun(Local):
         attempt = watch.attempts
 
         def give_up() -> None:
-            if attempt == watch.attempts:  # a blocked console may prevent its end
+            if attempt == watch.attempts:  # a blocked console may keep it from ending
                 watch.kill_clients()
 
         self._step.close_channel()
@@ -107,7 +107,7 @@ class JobStep:
         self.nodes = {node.name: node for node in nodes}
         self._watch = watch
         self._step = ""  # step id, as reported by tasks
-        self._closed = False  # the control channel
+        self._closed = False  # whether the control channel is closed
         self._started = self._checked = time.monotonic()  # _checked: last call of check_clock()
         self._warn_at = self._started + FIRST_WARNING
         self._lines, self._messages = Lines(), Lines()  # of the tasks, and of srun itself
@@ -188,7 +188,7 @@ class JobStep:
     # ---- reactions
 
     def check_clock(self) -> None:
-        """Look for nodes that are late, again and again until srun exits."""
+        """Check for nodes without heartbeats and for missing nodes, repeatedly until srun exits."""
         if self._closed:
             return
         self._watch.loop.call_later(HEARTBEAT_INTERVAL / 4, self.check_clock)

@@ -16,8 +16,8 @@ run starts COMMAND in a new session and waits until it exits:
                      terminated by a NUL byte, then an empty entry. FROM is - for standard input, or a file, which is
                      removed after reading
   --grace SECONDS    time between SIGTERM and SIGKILL (default: 8)
-  --lease SECONDS    stop COMMAND after this time without input from the launcher (default: only at the end of input);
-                     0: return when COMMAND has started, which runs on without a launcher; see launch/follow.py
+  --lease SECONDS    stop COMMAND after this time without input from the launcher (default: only at the end of input).
+                     0: return when COMMAND has started; it continues without a launcher, see launch/follow.py
   --terminals LIST   streams on which a progress bar stays on one line: 1, 2, or 12 if both are the same terminal
   --timeout SECONDS  stop COMMAND after this time (default: never)
   --report           when no process remains, report the exit code on standard output; see launch/node_reports.py
@@ -27,17 +27,17 @@ run starts COMMAND in a new session and waits until it exits:
 Without a lease the supervisor has no control channel and no console. It touches node_NAME.heartbeat every 3 seconds,
 and writes the times and peak memory of COMMAND to node_NAME.usage (JSON).
 
-With a lease, standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time; `kill`
-sends SIGKILL; an empty line is a heartbeat; `signal N` passes signal N on; end of file means that the launcher is lost,
-and stops COMMAND. SIGTERM, SIGINT, SIGHUP or SIGQUIT stops COMMAND; a second one kills it. Other signals are passed on
-to the ranks that handle them, or to the processes of a COMMAND that starts no ranks; without any, they stop COMMAND.
-The other commands send the same requests through the file node_NAME.stop, `signal N` through a signal. Lines of rank 0
-are copied to standard output or standard error, where COMMAND has written them, lines of no rank to standard error;
-errors of a closed or full console are ignored. The exit code is that of COMMAND, 128+n for signal n.
+With a lease, standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time. `kill`
+sends SIGKILL. `signal N` passes signal N on. An empty line is a heartbeat. At end of file, the launcher is lost, and
+COMMAND is stopped. SIGTERM, SIGINT, SIGHUP or SIGQUIT stops COMMAND; a second one kills it. Other signals are passed on
+to the ranks with a handler or, if COMMAND starts no ranks, to its processes with a handler. If there are none, COMMAND
+is stopped. The verbs stop, kill, fail, end and attempt write their request to the file node_NAME.stop; signal sends a
+signal. Lines of rank 0 are copied to the stream to which COMMAND wrote them, lines of no rank to standard error. Errors
+of a closed or full console are ignored. The exit code is that of COMMAND, 128+n for signal n.
 
 With --restarts, `fail` is a stop request after which COMMAND may stay. When it has reported the end of an attempt, and
-no other process remains, the exit code is written and reported. `attempt JSON` then starts the next attempt with new
-files, as the launcher has moved those of the last one; `end` lets COMMAND exit.
+no other process remains, the supervisor writes and reports the exit code. Then `attempt JSON` starts the next attempt
+with new files (the launcher has moved the files of the last attempt), or `end` lets COMMAND exit.
 
 A second process, the guard, kills COMMAND if the supervisor is killed. When run exits, no process started by COMMAND
 remains, in any session. sweep stops COMMAND, ends processes that remain because supervisor and guard were killed, and
@@ -153,14 +153,14 @@ def write_code(files: Files, code: int) -> None:
 
 
 def write_record(files: Files, cause: str, message: str) -> None:
-    """Record why the supervisor ended the command without a request, for the verdict."""
+    """Record for the verdict why the command was stopped without a request."""
     facts = {"node": files.name, "host": os.uname().nodename, "cause": cause, "message": message, "time": time.time()}
     with contextlib.suppress(OSError):  # stopping the command matters more
         write_reserved(files.reserved_record, files.record, to_json(facts))
 
 
 def write_signal(files: Files, number: int, sender: str) -> None:
-    """Record a signal that Muster has not sent, for the verdict. sender: such as "from SLURM"."""
+    """Record for the verdict a signal that Muster has not sent. sender: such as "from SLURM"."""
     name = signals.name(number)
     path = os.path.join(os.path.dirname(files.record), f"signal_{files.name}_{name}.json")
     with contextlib.suppress(OSError):
@@ -323,8 +323,8 @@ def send_signal(number: int, pids: Sequence[int]) -> None:
 class Guard:
     """A process in a separate process group that kills the command if the supervisor is killed.
 
-    It reads lines from a pipe that only the supervisor can write to: `sessions PID...`, of which the last one names the
-    sessions to kill, and `end` before the supervisor exits. End of file without `end` means that it was killed.
+    It reads lines from a pipe to which only the supervisor can write. The last line `sessions PID...` names the
+    sessions to kill. The supervisor writes `end` before it exits: end of file without `end` means that it was killed.
     """
 
     def __init__(self, files: Files) -> None:
@@ -423,10 +423,10 @@ class Supervisor:
         self._waits = False  # the command has ended an attempt, and waits for the next one
         self._from_command = self._to_command = -1  # pipes, see node_reports.ATTEMPT_PIPES
         self._from_command_partial = b""
-        self._attempt_ended = False  # its exit code was written and reported
+        self._attempt_ended = False  # the exit code of the attempt was written and reported
         self._lost = ""  # node that the command reports as lost
         self._terminated = False  # SIGTERM was sent to the command
-        self._ranks_killed = False  # before the command, which may stay
+        self._ranks_killed = False  # the ranks were killed, but not the command, which may stay
         self.ignores_fail = False  # the command is the agent of a spare node, and has not run an attempt
         self.ended = 0.0  # Unix seconds at which the command exited
         self._sampler = 0  # process id; 0: none
@@ -435,7 +435,7 @@ class Supervisor:
         self._kill_at = self._stop_at = float("inf")
         self._no_process_left = False
         self._outputs: dict[int, int] = {}  # pipes that the command writes to -> 1 (standard output) or 2 (error)
-        self._lines: dict[int, Lines] = {}  # by the same numbers
+        self._lines: dict[int, Lines] = {}  # by stream, 1 or 2
         self._output_ended = False
         self._log_failed = False
         self._leftovers_signalled = False
@@ -480,7 +480,7 @@ class Supervisor:
         self._start_helpers()
 
     def _open_attempt_pipes(self, env: Environment) -> list[int]:
-        """Open the pipes for the command, if it may stay. Returns its ends, which a variable names."""
+        """Open the pipes for a command that may stay. Returns its ends, and names them in ATTEMPT_PIPES of `env`."""
         if not self.options.restarts:
             return []
         self._from_command, requests = os.pipe()
@@ -490,7 +490,6 @@ class Supervisor:
         return pipes
 
     def _start_helpers(self) -> None:
-        """Start the sampler, and record the processes."""
         if self.options.sample_usage:
             self._sampler = self._start_sampler(os.getpid())
         self._record_processes()
@@ -509,7 +508,7 @@ class Supervisor:
         return pid
 
     def open_outputs(self) -> tuple[int, int]:
-        """Standard output and standard error of the command: without a console one pipe, to preserve their order."""
+        """Open standard output and standard error of the command. Without a console, one pipe preserves their order."""
         output = self._open_pipe(1)
         return output, self._open_pipe(2) if self._streams else output
 
@@ -596,7 +595,7 @@ class Supervisor:
         if not block:
             del self._outputs[pipe]
             self._output_ended = not self._outputs
-        if self._streams or self.options.sample_usage:  # lines of ranks, some of which are only for a console
+        if self._streams or self.options.sample_usage:  # lines of ranks; updates are only for a console
             block = self._complete_lines(block, stream)
         self._log_and_show(block, stream)
         if self._output_ended:
@@ -682,7 +681,7 @@ class Supervisor:
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
-            self._scan_at = self._poll_at = 0.0  # the process may have been the last one; a request sends SIGCHLD
+            self._scan_at = self._poll_at = 0.0  # it may have been the last process; request() sends SIGCHLD
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.pid:
                     if self.code is None:
@@ -702,8 +701,8 @@ class Supervisor:
             usage_sampler.stop(self._sampler)
 
     def _start_failure(self) -> int:
-        """UNFIT if the sourced script exited or replaced the wrapper's shell, so that the command never started."""
-        # The wrapper reads the block after it has sourced the script; it shares the file offset with this process.
+        """UNFIT if the sourced script exited or replaced the wrapper's shell, so that no command started; else 0."""
+        # The wrapper reads the block after it has sourced the script; both processes share the file offset.
         if os.lseek(self._block, 0, os.SEEK_CUR) == os.fstat(self._block).st_size:
             return 0
         message = "exited with code 0, so nothing was started; it is sourced and must neither exit nor exec a command"
@@ -724,7 +723,7 @@ class Supervisor:
     def _handle_requests(self) -> None:
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
-            if not (self._waits and line == b"kill"):  # for nodes that do not end their attempt
+            if not (self._waits and line == b"kill"):  # it is for nodes whose attempt has not ended
                 self._handle_request(line)
 
     def _handle_request(self, request: bytes) -> None:
@@ -771,7 +770,7 @@ class Supervisor:
             self._terminate(min(self.options.grace, FAIL_GRACE))
 
     def _read_command(self) -> None:
-        """Read from the command that its attempt has ended."""
+        """Read the command's message that its attempt has ended."""
         if not (received := os.read(self._from_command, CHUNK)):
             os.close(self._from_command)
             self._from_command = -1
@@ -791,7 +790,7 @@ class Supervisor:
                 self.report_end(waiting=True)
 
     def _end_attempt(self) -> None:
-        """Report the exit code of the attempt: its processes have ended, and the command waits for the next one."""
+        """Report the exit code of the attempt: its processes have ended, and the command waits."""
         while ready := select.select(list(self._outputs), [], [], 0)[0]:
             for pipe in ready:
                 self._read_output(pipe)
@@ -809,7 +808,7 @@ class Supervisor:
         for path in (self.files.record, self.files.pids):
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-        with contextlib.suppress(OSError):  # it may be in the request file, which would be read again
+        with contextlib.suppress(OSError):  # the request for this attempt may be in it, and would be read again
             os.unlink(self.files.request)
         try:
             log = os.open(self.files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -822,11 +821,11 @@ class Supervisor:
         self._waits = self._attempt_ended = self._no_process_left = self._log_failed = False
         self._leftovers_signalled = self._terminated = self._ranks_killed = self.ignores_fail = False
         self._start_helpers()
-        with contextlib.suppress(OSError):  # it was killed
+        with contextlib.suppress(OSError):  # the command was killed
             os.write(self._to_command, facts + b"\n")
 
     def _end_command(self) -> None:
-        """Let the command exit when its attempt has ended; at once if it waits for the next one."""
+        """Let the command exit when its attempt has ended; at once if it waits for the next attempt."""
         if self._to_command >= 0:
             os.close(self._to_command)
             self._to_command = -1
@@ -844,15 +843,15 @@ class Supervisor:
             self.stop()
 
     def processes_with_handler(self, number: int) -> list[int]:
-        """The ranks that have a handler for a signal; of a command without ranks, the topmost processes that have one.
+        """The ranks that have a handler for a signal; without ranks, the topmost processes that have one.
 
-        Below them, a process has inherited the handler, such as a worker of a DataLoader, or has one of its own, such
-        as any program written in Go.
+        A process below them is left out: it may have inherited its handler, as a worker of a DataLoader does, or have
+        one for its own use, as any program written in Go does.
         """
-        own = [self._guard.pid, self._sampler]
-        live = process_scan.live_processes(self.files.environment, [self.pid], exclude=own)
-        asked = self._ranks(live) or live
-        return process_scan.topmost([pid for pid in asked if process_scan.handles(pid, number)])
+        helpers = [self._guard.pid, self._sampler]
+        live = process_scan.live_processes(self.files.environment, [self.pid], exclude=helpers)
+        candidates = self._ranks(live) or live
+        return process_scan.topmost([pid for pid in candidates if process_scan.handles(pid, number)])
 
     def _ranks(self, live: list[int]) -> list[int]:
         return process_scan.ranks(live, self.pid)
@@ -1051,7 +1050,7 @@ def supervise(
         os.setsid()
     if not options.lease:
         reserve(files)
-    if options.restarts:  # a node that was given up, or lost its connection, may run the last attempt still
+    if options.restarts:  # on a node that was given up or disconnected, the last attempt may still run
         kill_all(lambda: process_scan.live_processes(files.environment))
     supervisor = create(files, options, received)
     source = os.path.abspath(options.source) if options.source else ""
@@ -1096,7 +1095,7 @@ def request(files: Files, what: str) -> int:
     if pid := supervisor_of(files):
         try:
             write_file(files.request, what + "\n")
-            send_signal(signal.SIGCHLD, [pid])  # it then reads the file at once
+            send_signal(signal.SIGCHLD, [pid])  # makes the supervisor read the file at once
         except OSError:  # probably a full disk
             send_signal(signal.SIGTERM, [pid])
     return UNFIT if what.startswith("attempt") and not pid else 0
@@ -1123,7 +1122,7 @@ def sweep(files: Files, grace: float) -> int:
         send_signal(signal.SIGTERM, top)
         wait_until(lambda: not process_scan.live_processes(files.environment), grace)
     kill_all(lambda: process_scan.live_processes(files.environment))
-    started = os.path.exists(files.pids) or os.path.exists(files.reserved)  # a full disk has no process ids
+    started = os.path.exists(files.pids) or os.path.exists(files.reserved)  # a full disk may have no node_NAME.pid
     if started and not wait_until(lambda: os.path.exists(files.exit), GUARD_TIMEOUT):
         if read_json(files.pids).get("boot_id", boot_id()) == boot_id():
             write_record(files, "killed", "the supervisor and its guard were killed")
@@ -1176,19 +1175,19 @@ class SupervisorOptions:
         self.report = self.sample_usage = self.restarts = False
         self.offset = ""
         self.command: list[str] = []
-        rest = list(arguments)
-        while rest:
-            option = rest.pop(0)
+        remaining = list(arguments)
+        while remaining:
+            option = remaining.pop(0)
             if option == "--":
-                self.command = rest
+                self.command = remaining
                 break
             field = option.removeprefix("--").replace("-", "_")
             if option in FLAGS:
                 setattr(self, field, True)
             elif option in TEXTS + DURATIONS:
-                if not rest or not rest[0]:
+                if not remaining or not remaining[0]:
                     raise SupervisorError(WRONG_CALL, f"{option}: needs a value")
-                value = rest.pop(0)
+                value = remaining.pop(0)
                 setattr(self, field, seconds(option, value) if option in DURATIONS else value)
             else:
                 raise SupervisorError(WRONG_CALL, f"{option}: unknown option")

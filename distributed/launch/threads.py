@@ -33,7 +33,7 @@ def cores_of_ranks(tasks: int, env: Mapping[str, str], cores: Cores) -> float:
 
 
 def _number(value: str) -> int:
-    """0: unknown."""
+    """The number; 0 if the value is not one."""
     return int(value) if value.isdecimal() else 0
 
 

@@ -1,7 +1,7 @@
 """How a launcher reaches the nodes of a run over ssh or with pdsh; see Local in watch.py, and Srun in srun.py.
 
 A transport starts all nodes of a run; other commands reach them through its `commands` (distributed/transport). With
-every transport a supervisor owns the command of a node, and reports its exit code; the watch knows nothing else.
+every transport a supervisor owns the command of a node, and reports its exit code. The watch depends on nothing else.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 REQUEST_TIMEOUT, SIGNAL_TIMEOUT = 5.0, 30.0  # seconds; a stop request is repeated, a signal is not
 PDSH = "pdsh"
 _PDSH_CODE = re.compile(r"^pdsh@[^:]*: ([^:]+): ssh exited with exit code (\d+)$")
-_PDSH_INTERRUPT = re.compile(r"^pdsh@.*(interrupt|\^Z|command in progress)")  # of Ctrl-C, which the launcher handles
+_PDSH_INTERRUPT = re.compile(r"^pdsh@.*(interrupt|\^Z|command in progress)")  # about Ctrl-C, which the launcher handles
 
 
 class Ssh(Local):
-    """Every node over ssh, with the connections that the launcher has opened."""
+    """Starts every node over ssh, with the connections that the launcher has opened."""
 
     lease: int | None = 20
     reports = True
@@ -43,11 +43,11 @@ class Ssh(Local):
 
 
 class Pdsh(Ssh):
-    """All nodes with one pdsh. Requests and the environment are sent over ssh.
+    """Starts all nodes with one pdsh. Requests and the environment are sent over ssh.
 
-    pdsh runs the same command on all nodes, and replaces %n by the position of a node, from which bash on the node
-    chooses what differs. It keeps the standard input of the nodes open without writing to it; when pdsh exits, their
-    control channels close.
+    pdsh runs the same command on all nodes, and replaces %n by the position of a node. With it, bash on the node
+    chooses the values of this node. pdsh keeps the standard input of the nodes open without writing to it; when pdsh
+    exits, their control channels close.
     """
 
     lease = None
@@ -72,8 +72,8 @@ class Pdsh(Ssh):
             return
         for name in unfit:
             write_file(f"{run}/node_{name}.exit", f"{UNFIT}\n")
-        rest = [node for node in nodes if node.node not in unfit]
-        remove = {node: ["rm", "-f", "--", f"{run}/node_{node.node}.environment"] for node in rest}
+        others = [node for node in nodes if node.node not in unfit]
+        remove = {node: ["rm", "-f", "--", f"{run}/node_{node.node}.environment"] for node in others}
         watch.calls.call_all({node: self.commands.command(node, command, "/") for node, command in remove.items()})
         watch.node_failed(UNFIT)
 
@@ -108,8 +108,8 @@ class Pdsh(Ssh):
 
         for node in nodes:
             if not watch.is_lost(node.node):
-                asked = [*watch.supervisor, *request.split(" ", 1), "--dir", str(watch.directory), "--name", node.node]
-                command = self.commands.command(node, asked, watch.options.cwd)
+                call = [*watch.supervisor, *request.split(" ", 1), "--dir", str(watch.directory), "--name", node.node]
+                command = self.commands.command(node, call, watch.options.cwd)
                 watch.calls.call(node.node, command, replied, timeout=seconds)
 
 

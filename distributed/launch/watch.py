@@ -3,8 +3,8 @@
 One event loop (loop.py) serves all nodes. A client is a local process that runs the supervisor of a node, over ssh if
 the node is another machine; pdsh and srun have one client for all nodes. Its standard input is the control channel of
 the supervisor: stop, kill, signal N, an empty line as a heartbeat; end of file means that the launcher has exited. With
-restarts, agents of a failed attempt wait for the next one, and their supervisors and clients stay. Then there are also
-the requests fail (end the attempt), attempt (start the next one) and end (there is no other).
+restarts, agents wait for the next attempt after a failed one, and their supervisors and clients stay. There are then
+three more requests: fail (end the attempt), attempt (start the next attempt) and end (no attempt follows).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ STOP_TIMEOUT = 10.0  # seconds between stop request and SIGKILL when a node has 
 CHECKPOINT_GRACE = 30.0  # seconds for the checkpoints of the other nodes when a node has stopped with a checkpoint
 REPEATED = 1.0  # seconds within which a terminal and a script may send the same signal
 NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpreter
-REPLY_TIMEOUT = 1.5  # seconds for a reply of a node whose connection was lost, if another one can take its place
-MISSED_TIMEOUT = 1.0  # seconds between the end of all other nodes and the loss of a node that they miss
-RETURN_INTERVAL = 15.0  # seconds between calls of a lost node that was replaced, and limit of a call
+REPLY_TIMEOUT = 1.5  # seconds for a reply of a node whose connection was lost, if another node can replace it
+MISSED_TIMEOUT = 1.0  # seconds after which nodes without heartbeats are given up, when all others have ended
+RETURN_INTERVAL = 15.0  # seconds between calls to a lost node that was replaced, and time limit of a call
 RECONNECT_INTERVAL = 5.0  # seconds between attempts to follow a node again
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -53,7 +53,7 @@ class AgentCommand:
     before: tuple[str, ...]
     after: tuple[str, ...]
     run_id: bool = False  # --rdzv-id names the run
-    nodes: int = 0  # if this launcher starts all of them: their number; 0: the other options are in `before`
+    nodes: int = 0  # their number, if this launcher starts all; 0: the options below are in `before`
     address: str = ""  # of the first node
     port: str = ""
 
@@ -74,11 +74,11 @@ class Options:
     python: str  # the interpreter of the nodes
     node_env: str  # config/node_env.sh
     cwd: str
-    grace: int
+    grace: int  # seconds
     inherited: tuple[bytes, ...]  # NAME=VALUE of variables for the nodes, which config/node_env.sh may change
-    environment: tuple[bytes, ...]  # of --env, which override them
+    environment: tuple[bytes, ...]  # NAME=VALUE of --env, which override `inherited`
     hang_timeout: float | None  # seconds; 0: never; None: the default
-    all_ranks_here: bool  # otherwise other launchers start the other nodes of the run
+    all_ranks_here: bool  # False: other launchers start the other nodes of the run
     lease: int | None = None  # see Watch.lease; None: that of the transport
     progress: str = ""  # --progress: a regular expression, off, or "" to guess
 
@@ -87,9 +87,9 @@ class Local:
     """How the nodes of a run are started; here on this machine. Other transports are in transport.py and srun.py."""
 
     lease: int | None = None  # see Watch.lease
-    reports = False  # the client may exit with a code of its own (ssh, pdsh): the supervisor also prints a report
+    reports = False  # True: the supervisor prints a report, as the exit code may be the client's own (ssh, pdsh)
     clients_are_nodes = True  # each node has a client of its own
-    starts_agents = True  # otherwise ranks
+    starts_agents = True  # False: it starts ranks
 
     def __init__(self, commands: LocalCommands) -> None:
         """commands: how other commands reach the nodes."""
@@ -116,7 +116,7 @@ class Local:
         watch.start_client(node.node, command, sent=watch.block())
 
     def request(self, watch: Watch, request: str) -> None:
-        """Send a request to the supervisors: stop and end to all, fail, kill and signal N to those of the attempt."""
+        """Send a request to all supervisors (stop, end), or to those of the attempt (fail, kill, signal N)."""
         for name in watch.running.keys() if watch.is_for_all(request) else watch.clients_of_attempt():
             watch.running[name].send(f"{request}\n".encode())
 
@@ -197,7 +197,7 @@ class Watch:
         self.replaces = False  # whether lost nodes are replaced, or the run continues without them
         self.spares: list[RunNode] = []
         self.lost: dict[str, str] = {}  # lost nodes of the last attempt -> reason
-        self._returning: set[Client] = set()  # calls of lost nodes
+        self._returning: set[Client] = set()  # calls to lost nodes
         self._escalation = 0  # number of the scheduled request
         self.attempts = 0  # that have ended
         self._heartbeats: threading.Thread | None = None
@@ -227,12 +227,13 @@ class Watch:
     def lease(self) -> int | None:
         """Seconds without a heartbeat after which a node stops its command.
 
-        0: it runs on without this launcher. None: no heartbeats are sent; it stops when its control channel is closed.
+        0: the command continues without this launcher. None: no heartbeats are sent; the node stops its command when
+        the control channel is closed.
         """
         return self.transport.lease if self.options.lease is None else self.options.lease
 
     def supervise(self) -> list[str]:
-        """The supervisor's command line for an attempt, except the name of the node and the agent."""
+        """The supervisor's command line for an attempt, without the name of the node and the agent."""
         program = [*self.supervisor[:-1], "launch.follow"] if self.lease == 0 else [*self.supervisor, "run"]
         command = [*program, "--dir", str(self.directory), "--grace", str(self.options.grace)]
         if self.terminals:
@@ -327,7 +328,7 @@ class Watch:
         return client
 
     def _handle_report(self, report: dict[str, Any]) -> None:
-        """Handle the end of a supervisor, whose client may not have exited. A rank may print something similar."""
+        """Handle a report of a supervisor, whose client may not have exited. A rank may print a similar line."""
         node, code = report["node"], report.get("exit_code")
         if report.get("following") and self.lease == 0:
             self._runs_on.add(node)
@@ -367,7 +368,7 @@ class Watch:
         self._await_return(spare)
 
     def _give_up_missed(self) -> None:
-        """When only nodes have not ended that other nodes miss, give them up after some time."""
+        """Give up the nodes that have not ended, after some time, if other nodes have reported all of them as lost."""
         attempt = self.attempts
 
         def give_up() -> None:
@@ -391,7 +392,7 @@ class Watch:
             self.node_ended(name, self._reported[name])
         elif name in self.unended:
             self._unreported(name, client)
-        else:  # of all nodes
+        else:  # the client of all nodes
             self.node_failed(UNFIT if client.code == UNREACHABLE else client.code)
             if client.code and len(self.unended) < len(self.run.nodes):
                 for node in sorted(self.unended):
@@ -399,7 +400,7 @@ class Watch:
             self.unended.clear()
 
     def _unreported(self, node: str, client: Client) -> None:
-        """Handle the end of a client that has not reported the exit code of its supervisor."""
+        """Handle the end of a client that has not passed on the exit code of its supervisor."""
         code = client.code
         recorded = read_code(str(self.directory / f"node_{node}.exit"))
         exited = recorded is not None
@@ -422,7 +423,7 @@ class Watch:
     def _record_connection(self, node: str, client: Client) -> None:
         """Record for the verdict how the connection was lost. The node itself may only record that it was stopped."""
         code = client.process.returncode
-        if code < 0:  # as ssh_call.py dies when ssh was killed
+        if code < 0:  # if ssh was killed, ssh_call.py ends by the same signal
             name = signals.name(-code)
             message = f"its ssh client on the launching side (process {client.process.pid}) was killed by {name}"
         else:
@@ -431,7 +432,7 @@ class Watch:
             write_json(self.directory / "errors" / f"connection_{node}.json", {"message": message, "time": time.time()})
 
     def _reconnect(self, node: str) -> None:
-        """Follow a node again that runs on without a connection. When the run ends meanwhile, the node is lost."""
+        """Follow a node again whose command continues without a connection. If the run ends first, the node is lost."""
         if node not in self._disconnected:
             self.console.record(f"{node}: connection to its supervisor lost; it runs on, connecting again")
         self._disconnected.add(node)
@@ -448,7 +449,7 @@ class Watch:
         self.loop.call_later(RECONNECT_INTERVAL, connect)
 
     def follow(self, node: RunNode, *options: str) -> None:
-        """Start the client of a node that runs already. options: of follow.py."""
+        """Start the client of a node whose command runs already. options: of follow.py."""
         self._runs_on.add(node.node)
         command = [*self.supervise(), "--name", node.node, *options]
         self.start_client(node.node, self.transport.commands.command(node, command, self.options.cwd), sent=b"")
@@ -464,7 +465,7 @@ class Watch:
         self.node_failed(code)
 
     def node_failed(self, code: int) -> None:
-        """The first failure of a node stops the others. TERMINATED is a consequence: a later code replaces it."""
+        """Stop the other nodes at the first failure. TERMINATED is a consequence of it: a later code replaces it."""
         if code and self.status in (0, TERMINATED):
             self.status = code
             if not self._requested:
@@ -490,7 +491,7 @@ class Watch:
             else:
                 self.sweep(node, grace)
 
-        if self.replaces:  # another node can take its place at once, if it does not reply
+        if self.replaces:  # if it does not reply, another node can replace it at once
             self._call_supervisor(self._node(node), "status", replied, REPLY_TIMEOUT)
         else:
             self.sweep(node, grace)
@@ -515,12 +516,12 @@ class Watch:
     def _call_supervisor(
         self, node: RunNode, verb: str, then: Callable[[Reply], None], timeout: float, *options: str
     ) -> Client:
-        asked = [*self.supervisor, verb, "--dir", str(self.directory), "--name", node.node, *options]
-        command = self.transport.commands.command(node, asked, self.options.cwd)
+        call = [*self.supervisor, verb, "--dir", str(self.directory), "--name", node.node, *options]
+        command = self.transport.commands.command(node, call, self.options.cwd)
         return self.calls.call(node.node, command, then, timeout=timeout)
 
     def _await_return(self, node: RunNode) -> None:
-        """When a lost node replies again, end what runs there. It is then a spare node."""
+        """When a lost node replies again, end its processes, and start it as a spare node."""
         if not self.transport.clients_are_nodes:  # the client of all nodes cannot start another one
             return
 
@@ -535,7 +536,7 @@ class Watch:
                 self.transport.start_node(self, node)
 
         def is_used() -> bool:
-            """Whether it is a spare node already, or has kept its place, as there was no other node."""
+            """Whether the node is a spare node already, or was kept because no other node was available."""
             return node.node in {one.node for one in [*self.run.nodes, *self.spares]} & self.running.keys()
 
         def call() -> None:
@@ -572,7 +573,7 @@ class Watch:
             spares = list(self.spares)
             self.end_agents()
             self.spares = spares
-        for client in self._returning & self.calls.running:  # it could stop a node that is started now
+        for client in self._returning & self.calls.running:  # the call could stop a node that is started now
             client.kill()
         self._reset()
         self.unended = {node.node for node in self.run.nodes}
@@ -642,8 +643,9 @@ class Watch:
                 client.send_heartbeat()
 
     def _record_unstarted(self) -> None:
-        """Where no supervisor started, write its exit code for the verdict. If its interpreter was the cause, write
-        that to the log; for a login shell, ssh_call has done so.
+        """For nodes whose supervisor was not started, write the exit code for the verdict.
+
+        If the interpreter was the cause, write that to the log; if it was the login shell, ssh_call has done so.
         """
         for node, code in self._unstarted.items():
             with contextlib.suppress(OSError):
@@ -675,7 +677,7 @@ class Watch:
         self._schedule(STOP_TIMEOUT, "abandon" if request == "kill" else "kill")
 
     def kill_clients(self) -> None:
-        """Kill the clients of the attempt, and do not wait for a blocked console. After a stop request, kill all."""
+        """Kill the clients of the attempt or, after a stop request, all clients. Do not wait for a blocked console."""
         self._disconnected.clear()
         names = self.running.keys() if self.signal else self.clients_of_attempt()
         for client in [*(self.running[name] for name in names), *self.calls.running]:
