@@ -236,8 +236,8 @@ def _names(item: str) -> list[str]:
         raise NodeListError("a host name begins with a letter or a digit: write it as in node1")
     parts = _BRACKET.split(item)  # text, content of a bracket, text, ..., text
     if wrong := _NOT_IN_A_NAME.search("".join(parts[::2])):
-        what = "its brackets do not match" if wrong[0] in "[]" else f"{wrong[0]!r} is not allowed in a host name"
-        raise NodeListError(f"{what}: write it as in node1 or node[1-8,10]")
+        problem = "its brackets do not match" if wrong[0] in "[]" else f"{wrong[0]!r} is not allowed in a host name"
+        raise NodeListError(f"{problem}: write it as in node1 or node[1-8,10]")
     numbers = [_numbers(content) for content in parts[1::2]]
     _refuse_too_many(math.prod(map(len, numbers)))
     if not numbers:

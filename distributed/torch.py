@@ -88,25 +88,25 @@ def process_group(
     world = World.from_env() if world is None else world
     if backend == "nccl" and not torch.cuda.is_available():
         raise WorldError("backend nccl needs a GPU, and PyTorch sees none: use gloo, or distributed.backend=auto")
-    here = device(world, backend, name)
-    backend = ("nccl" if here.type == "cuda" else "gloo") if backend == "auto" else backend
-    if here.type == "cuda":
-        torch.cuda.set_device(here)
+    own_device = device(world, backend, name)
+    backend = ("nccl" if own_device.type == "cuda" else "gloo") if backend == "auto" else backend
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
     limit = timedelta(seconds=timeout)
     log.debug(f"rendezvous: {explain(world).rstrip()}")
     start = time.perf_counter()
     store = _rendezvous_store(world, limit)
     _wait_for_all_ranks(world, store, limit)
     complete = time.perf_counter()
-    if here.type == "cuda":
-        check_no_shared_devices(_device_owners(world, here, store))
+    if own_device.type == "cuda":
+        check_no_shared_devices(_device_owners(world, own_device, store))
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("muster", store),
         rank=world.rank,
         world_size=world.size,
         timeout=limit,
-        device_id=here if backend == "nccl" else None,
+        device_id=own_device if backend == "nccl" else None,
     )
     ranks = f"{world.size} rank{'s' * (world.size > 1)}"
     joined = time.perf_counter() - complete
@@ -156,8 +156,8 @@ def _wait_for_all_ranks(world: World, store: dist.Store, limit: timedelta) -> No
         ) from None
 
 
-def _device_owners(world: World, here: torch.device, store: dist.Store) -> dict[int, tuple[str, str]]:
-    identity = str(torch.cuda.get_device_properties(here).uuid)
+def _device_owners(world: World, gpu: torch.device, store: dist.Store) -> dict[int, tuple[str, str]]:
+    identity = str(torch.cuda.get_device_properties(gpu).uuid)
     store.set(f"device/{world.rank}", f"{socket.gethostname()} {identity}")
     owners = (store.get(f"device/{rank}").decode().split(" ", 1) for rank in range(world.size))
     return {rank: (host, identity) for rank, (host, identity) in enumerate(owners)}

@@ -103,9 +103,9 @@ class SshCall:
             if self._from_node in ready:
                 more = os.read(self._from_node, BLOCK)
                 printed += more
-                _, found, rest = printed.partition(READY)
-                if found:
-                    return rest
+                _, separator, output = printed.partition(READY)
+                if separator:
+                    return output
                 printed = printed[-KEPT:]
                 if not more:
                     code = self._exit_code()

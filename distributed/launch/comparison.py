@@ -86,6 +86,6 @@ def no_rendezvous_address(nodes: Mapping[str, NodeFacts]) -> tuple[str, str]:
     """Why there is no rendezvous address, and the fix."""
     master, *others = nodes
     found = ", ".join(f"{nodes[name].master or 'nothing'} on {name}" for name in others)
-    own = ", ".join(nodes[master].addresses) or "only loopback"
-    fact = f"no address that all nodes can use ('{master}' resolves to {found}; its own addresses: {own})"
+    addresses = ", ".join(nodes[master].addresses) or "only loopback"
+    fact = f"no address that all nodes can use ('{master}' resolves to {found}; its own addresses: {addresses})"
     return fact, "correct the name in /etc/hosts or DNS"

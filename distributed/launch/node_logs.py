@@ -44,7 +44,7 @@ class NodeLogs:
     # ---- while the nodes run
 
     def follow(self) -> None:
-        """Copy new lines of the logs again and again, until the attempt has ended."""
+        """Copy new lines of the logs repeatedly, until the attempt has ended."""
         if self._sync:
             self._watch.loop.call_later(FOLLOW_INTERVAL, partial(self._append, self._watch.attempts))
 

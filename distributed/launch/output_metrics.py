@@ -128,29 +128,29 @@ def values_in(text: str) -> Values:
     return found
 
 
-def step_in(text: str, found: Values, epoch: re.Match[str] | None) -> re.Match[str] | None:
-    """The match of the step in a line; None: no step. found: the other values in the line."""
+def step_in(text: str, values: Values, epoch: re.Match[str] | None) -> re.Match[str] | None:
+    """The match of the step in a line; None: no step. values: the other values in the line."""
     if epoch and epoch["step"]:
         return epoch
     if bar := re.search(BAR, text):
         task = text[: bar.start()].rpartition("]")[2].rpartition(" - ")[2]
-        if "loss" in found or (re.search(TRAINING_TASK, task) and not re.search(PREPARATION, task)):
+        if "loss" in values or (re.search(TRAINING_TASK, task) and not re.search(PREPARATION, task)):
             return bar
     step = re.search(STEP, text)
-    if step and is_step(step, text, found):
+    if step and is_step(step, text, values):
         return step
-    if epoch or "loss" in found:
+    if epoch or "loss" in values:
         return next((match for pattern in BARS if (match := re.search(pattern, text))), None)
     return None
 
 
-def is_step(match: re.Match[str], text: str, found: Values) -> bool:
+def is_step(match: re.Match[str], text: str, values: Values) -> bool:
     """Whether this is the number of a step, instead of, for example, the size of a batch or step 2 of a recipe."""
-    word, has_value = match["word"].lower(), bool(found or re.search(OTHER_VALUE, text))
+    word, has_value = match["word"].lower(), bool(values or re.search(OTHER_VALUE, text))
     if word.startswith("batch"):
         return has_value and bool(match["steps"])
     if word in ("steps", "iters", "iterations", "updates"):
-        return "loss" in found
+        return "loss" in values
     return has_value or match[0].strip() == text.rstrip()
 
 
@@ -173,17 +173,17 @@ class Steps:
         self._priority, self._last, self._total, self._before = -1, 0.0, math.nan, 0.0
         self._counts_epochs = True  # until a line has a fraction of an epoch
 
-    def resolve(self, found: Values, priority: int) -> Values:
+    def resolve(self, values: Values, priority: int) -> Values:
         """Replace step and steps by those of the whole training. The result is empty if the line does not count."""
-        epoch, epochs = found.get("epoch", math.nan), found.get("epochs", math.nan)
-        step, steps = found.get("step", math.nan), found.get("steps", math.nan)
-        found = {name: value for name, value in found.items() if name not in ("step", "steps", "epochs")}
+        epoch, epochs = values.get("epoch", math.nan), values.get("epochs", math.nan)
+        step, steps = values.get("step", math.nan), values.get("steps", math.nan)
+        values = {name: value for name, value in values.items() if name not in ("step", "steps", "epochs")}
         self._counts_epochs &= math.isnan(epoch) or epoch.is_integer()
         if not priority and epoch.is_integer() and self._counts_epochs:
             step, steps, epoch = epoch, epochs, math.nan
         is_shorter = priority < 3 and steps < self._total
         if math.isnan(step) or priority < self._priority or (priority == self._priority and is_shorter):
-            return {} if priority else found
+            return {} if priority else values
         if priority > self._priority:
             self._last = self._before = 0.0
         if epoch.is_integer() and step <= steps:
@@ -197,7 +197,7 @@ class Steps:
             total = math.nan if self._before else steps
         self._priority, self._last, self._total = priority, step, steps
         counts = {"step": self._before + step, "steps": total}
-        return found | {name: int(count) for name, count in counts.items() if self._before + step <= count < STEP_LIMIT}
+        return values | {name: int(count) for name, count in counts.items() if counts["step"] <= count < STEP_LIMIT}
 
 
 class OutputMetrics:

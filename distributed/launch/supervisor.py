@@ -1087,18 +1087,18 @@ def supervise_detached(
         os._exit(UNFIT)
 
 
-def request(files: Files, what: str) -> int:
-    """Send a request to the supervisor, if it runs on this machine. what: stop, kill, fail, end or attempt JSON.
+def request(files: Files, line: str) -> int:
+    """Send a request to the supervisor, if it runs on this machine. line: stop, kill, fail, end or attempt JSON.
 
     Returns UNFIT for an attempt without a supervisor, else 0.
     """
     if pid := supervisor_of(files):
         try:
-            write_file(files.request, what + "\n")
+            write_file(files.request, line + "\n")
             send_signal(signal.SIGCHLD, [pid])  # makes the supervisor read the file at once
         except OSError:  # probably a full disk
             send_signal(signal.SIGTERM, [pid])
-    return UNFIT if what.startswith("attempt") and not pid else 0
+    return UNFIT if line.startswith("attempt") and not pid else 0
 
 
 def signal_supervisor(files: Files, number: int) -> int:

@@ -55,5 +55,5 @@ def share_cores(
     return f"{NAME}={env[NAME]} for each of {_count(ranks, 'rank')} on {_count(shared, 'core')}\n"
 
 
-def _count(number: float, what: str) -> str:
-    return f"{number:g} {what}{'' if number == 1 else 's'}"
+def _count(number: float, noun: str) -> str:
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"

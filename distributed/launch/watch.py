@@ -53,7 +53,7 @@ class AgentCommand:
     before: tuple[str, ...]
     after: tuple[str, ...]
     run_id: bool = False  # --rdzv-id names the run
-    nodes: int = 0  # their number, if this launcher starts all; 0: the options below are in `before`
+    nodes: int = 0  # number of nodes, if this launcher starts all; 0: the options below are in `before`
     address: str = ""  # of the first node
     port: str = ""
 

@@ -96,8 +96,8 @@ class SshCommands(LocalCommands):
         """
         value = os.environ.get("MUSTER_LOGIN_TIMEOUT") or "60"
         if not re.fullmatch(r"[0-9]{1,8}", value) or int(value) < 1:
-            what = "expected a whole number of seconds, 1 or more"
-            raise TransportError(WRONG_CALL, f"MUSTER_LOGIN_TIMEOUT: {what}, got '{value}'")
+            problem = "expected a whole number of seconds, 1 or more"
+            raise TransportError(WRONG_CALL, f"MUSTER_LOGIN_TIMEOUT: {problem}, got '{value}'")
         self._login_timeout = int(value)
         directory = temporary_directory(warn)
         self.synced = list(dict.fromkeys((cwd, KIT))) if cwd else []
