@@ -24,6 +24,7 @@ from distributed.jobs.job import job_id
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts/jobs/run_distributed_training.py"
 SECONDS = 60  # timeout
+pytestmark = pytest.mark.slow  # each test runs whole lists
 RUN = ("--backend", "local", "--slots", "2", "--no-tmux", "--script", "job.sh", "--jobs-config", "jobs.json")
 # Records its start; then its arguments wait for a file, write, exit, or run a command.
 SCRIPT = """#!/bin/sh

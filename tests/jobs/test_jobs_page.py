@@ -679,6 +679,7 @@ def test_the_page_needs_no_network_and_supports_dark_mode_and_print() -> None:
     assert used == known
 
 
+@pytest.mark.slow
 def test_long_texts_are_truncated() -> None:
     huge = "x" * 10**6
     facts = attempt(server=huge, reason=huge, failure=huge, last_lines=[huge] * 99, signal=huge)
@@ -689,6 +690,7 @@ def test_long_texts_are_truncated() -> None:
     assert len(page.page(made, {}, [huge] * 99)) < 250_000
 
 
+@pytest.mark.slow
 def test_the_page_of_a_thousand_jobs_is_written_quickly(tmp_path: Path) -> None:
     made = sample(16, 8, 1000)
     path = written(tmp_path, made, map(json.dumps, metrics(200)))

@@ -707,6 +707,7 @@ def test_losses_that_are_not_finite_are_shown(tmp_path: Path) -> None:
     assert tiles["Held-out loss"][0] == "not finite"
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_lines_make_a_small_page(tmp_path: Path) -> None:
     lines = (step_line(step, loss=3 + math.sin(step), grad_norm=1 + step % 7) for step in range(1, 100_001))
     text = page(write_run(tmp_path, lines))

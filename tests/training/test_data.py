@@ -549,6 +549,7 @@ def test_an_error_in_a_worker_is_raised_in_the_trainer(tmp_path: Path) -> None:
         next(iter(loader(windows, Stream(len(windows), 2), workers=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "forkserver"])  # Python's defaults before and since 3.14
 def test_a_worker_ignores_stop_signals(method: str) -> None:
     others = set(multiprocessing.active_children())
@@ -587,6 +588,7 @@ sys.exit(trainer.exitcode)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parent", ["trainer", "trainer of an agent"])
 def test_workers_exit_with_the_trainer(parent: str) -> None:
     done = subprocess.run(

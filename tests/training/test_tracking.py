@@ -126,6 +126,7 @@ print(json.dumps({"tensorboard": board, "wandb": history, "name": name, "steps":
 """
 
 
+@pytest.mark.slow
 def test_both_trackers_record_the_logged_values(tmp_path: Path) -> None:
     run = tmp_path / "train-1"
     run.mkdir()
