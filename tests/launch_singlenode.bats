@@ -740,6 +740,8 @@ refused() { # <expected text> <argument...>
   refused "'/nix/python'" --python /nix/python - 2
   refused "has no PyTorch" --python /usr/bin/python3 --script "my script.py" - 2
   refused "give one of the two" --script "my script.py" -m os - 2
+  refused "--log-dir 'empty.txt/logs': cannot be written (in $WORK); choose another directory" \
+    --detach --log-dir empty.txt/logs right.yaml 2
 }
 
 

@@ -194,7 +194,7 @@ END
 }
 
 
-@test "a node on which the working directory cannot be created is reported, and nothing starts" {
+@test "a node on which the working directory cannot be created, or a missing rsync, is reported, and nothing starts" {
   lab ssh "$N2" touch "$APART/in the way"
   mkdir -p "$APART/in the way/work"
   cd "$APART/in the way/work"
@@ -202,5 +202,8 @@ END
   run "$LAUNCH" --sync --script plain.py - 1 "$N1" "$N2"
   [ "$status" -eq 69 ]
   [[ "$output" == *"--sync: $PWD could not be copied to $N2; see the messages above"* ]]
+  run -69 unshare --mount -- bash -c 'mount --bind /dev/null "$(type -P rsync)" && exec "$@"' bash \
+    "$LAUNCH" --sync --script plain.py - 1 "$N1"
+  [[ "$output" == *"--sync: rsync: not found on this machine; install it"* ]]
   [ ! -e logs ]
 }

@@ -187,7 +187,7 @@ def test_a_list_on_this_machine(project: Project, kept: tuple[int, ...]) -> None
         first.wait_for(r"done: \S+ on local:\d after")
         first.press(CTRL_C)
         assert first.wait() == 130
-        assert re.search(rf"interrupted: \d of {len(kept)} done, .* still running", first.text)
+        assert re.search(rf"interrupted: \d of {len(kept)} done.*; \d still running", first.text)
     assert re.search(r"(?m)^\w{10} +small/fold0_special-methods ", project.call(command_with(LOCAL, "status")))
     with project.terminal(command_with(LOCAL, "resume")) as second:
         assert second.wait() == 0, second.text

@@ -274,7 +274,7 @@ class Launch:
         return target
 
     def _create_log(self) -> tuple[int, str]:
-        """Create a file detached-XXXXXX.log. Returns it open for writing, and its path."""
+        """Create a file detached-XXXXXX.log. Returns it open for writing, and its path. Exits with WRONG_CALL."""
         import tempfile
 
         try:
@@ -283,7 +283,7 @@ class Launch:
         except OSError:
             problem = f"cannot be written (in {self.options.cwd}); choose another directory"
             self.console.print(f"--log-dir '{self.options.log_dir}': {problem}", always=True)
-            sys.exit(1)
+            sys.exit(WRONG_CALL)
 
     # ---- attempts
 

@@ -27,7 +27,7 @@ PRINT_IF_SHARED = 'mkdir -p -- "$1" && cd -- "$1" || exit; [ ! -e "$2" ] || echo
 def sync_nodes(calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], log: Callable[[str], None]) -> None:
     """Copy the working directory and Muster to every node that does not share them. Raises TransportError."""
     if not shutil.which("rsync"):
-        raise TransportError(1, "--sync: rsync: not found on this machine; install it")
+        raise TransportError(UNFIT, "--sync: rsync: not found on this machine; install it")
     for directory in commands.synced:
         targets, failed = _nodes_without(calls, commands, nodes, directory)
         if targets and not failed:
@@ -45,7 +45,7 @@ def _nodes_without(
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_WRONLY, 0o600))
     except OSError as error:
-        raise TransportError(1, f"--sync: cannot write to {directory}: {error.strerror}") from None
+        raise TransportError(UNFIT, f"--sync: cannot write to {directory}: {error.strerror}") from None
     check = ["sh", "-c", PRINT_IF_SHARED, "sh", directory, commands.marker]
     replies = calls.call_all({node: commands.command(node, check) for node in nodes}, errors=INHERITED)
     os.unlink(marker)
