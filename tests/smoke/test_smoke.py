@@ -587,9 +587,10 @@ def test_a_slow_rank_is_printed_with_its_factor() -> None:
     assert [line.split()[0] for line in table[2:4]] == ["1", "0"], "the slowest is first"
 
 
-def test_three_of_many_faults_are_printed_and_all_are_in_the_json() -> None:
+def test_the_summary_of_a_check_has_three_faults_and_the_number_of_the_others() -> None:
     replies = {rank: finding(rank, replace(WRONG, rank=rank)) for rank in range(9)}
     (check, _) = summary.summarise(LAUNCH, SUMMARIES, replies, Measurements())["checks"]
+    assert re.findall(r"rank (\d) on", check["summary"]) == ["0", "1", "2"]
     assert check["summary"].endswith("; and 6 more")
     assert len(check["faults"]) == 9
 
