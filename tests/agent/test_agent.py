@@ -767,11 +767,10 @@ while True:
 """
 
 
-@pytest.mark.parametrize("held_by", HOLDS.values(), ids=HOLDS.keys())
-@pytest.mark.parametrize("run_directory", [True, False])
+@pytest.mark.parametrize(("held_by", "run_directory"), [*((name, True) for name in HOLDS), ("thread", False)])
 def test_a_rank_that_has_raised_and_does_not_exit_is_a_failure_at_once(held_by: str, run_directory: bool) -> None:
     os.mkfifo("waits")
-    body = FAILS_AND_REMAINS.format(held_by, 'raise ValueError("boom")')
+    body = FAILS_AND_REMAINS.format(HOLDS[held_by], 'raise ValueError("boom")')
     if run_directory:
         done = launch(2, body)
         assert failures() == [(1, 1, False)]

@@ -391,21 +391,20 @@ def test_a_list_is_continued_with_another_spelling_of_the_path_of_its_script(job
     assert job_list.call(*RUN, "--log-file", "second.json")[0] == 0, "output directories belong to the same jobs"
 
 
-@pytest.mark.parametrize(
-    ("jobs", "fault"),
-    [
-        ([{"n": 2, "_after": "nothing"}], "job 0: _after=nothing: no such job in this list; "),
-        ([{"n": 2, "_labels": ["x"]}], ": no server has the labels x"),
-        ([{"n": 2, "_gpus": 9}], ": _gpus=9: no matching server has more than 2"),
-        ([{"n": 9, "prefix": "p", "fold": 0}], "job 0 would write the same directory as job "),
-        ([{"prefix": "other", "fold": 0}], "experiments/other/fold0 holds the results of job "),
-        ([], "contains an empty list"),
-        ("{", "more.json, line 1, column 2: not valid JSON"),
-        (None, "cannot read it (No such file or directory)"),
-        ("a pipe", "more.json: not a regular file"),
-    ],
-)
-def test_an_added_file_with_a_fault_is_refused_and_changes_nothing(job_list: JobList, jobs: Any, fault: str) -> None:
+FAULTY_FILES: list[tuple[Any, str]] = [
+    ([{"n": 2, "_after": "nothing"}], "job 0: _after=nothing: no such job in this list; "),
+    ([{"n": 2, "_labels": ["x"]}], ": no server has the labels x"),
+    ([{"n": 2, "_gpus": 9}], ": _gpus=9: no matching server has more than 2"),
+    ([{"n": 9, "prefix": "p", "fold": 0}], "job 0 would write the same directory as job "),
+    ([{"prefix": "other", "fold": 0}], "experiments/other/fold0 holds the results of job "),
+    ([], "contains an empty list"),
+    ("{", "more.json, line 1, column 2: not valid JSON"),
+    (None, "cannot read it (No such file or directory)"),
+    ("a pipe", "more.json: not a regular file"),
+]
+
+
+def test_an_added_file_with_a_fault_is_refused_and_changes_nothing(job_list: JobList) -> None:
     other = job_list.directory / "experiments/other/fold0"
     other.mkdir(parents=True)
     (other / ".muster_job").write_text("0123456789 of job.sh\n")
@@ -414,14 +413,17 @@ def test_an_added_file_with_a_fault_is_refused_and_changes_nothing(job_list: Job
     one = job_list.start_call(*RUN)
     wait_until(lambda: job_list.starts() == 1)
     before = (job_list.directory / "results.journal").read_bytes()
-    if jobs == "a pipe":
-        os.mkfifo(job_list.directory / "more.json")
-    elif jobs is not None:
-        (job_list.directory / "more.json").write_text(jobs if isinstance(jobs, str) else json.dumps(jobs))
-    code, printed = job_list.call("add", "more.json")
-    assert (code, fault in printed) == (2, True), printed
-    assert (job_list.directory / "results.journal").read_bytes().startswith(before)
-    assert b'"event":"add' not in (job_list.directory / "results.journal").read_bytes()
+    more = job_list.directory / "more.json"
+    for jobs, fault in FAULTY_FILES:
+        more.unlink(missing_ok=True)
+        if jobs == "a pipe":
+            os.mkfifo(more)
+        elif jobs is not None:
+            more.write_text(jobs if isinstance(jobs, str) else json.dumps(jobs))
+        code, printed = job_list.call("add", "more.json")
+        assert (code, fault in printed) == (2, True), printed
+    journal = (job_list.directory / "results.journal").read_bytes()
+    assert journal.startswith(before) and b'"event":"add' not in journal
     (job_list.directory / "go").touch()
     assert one.process.wait(SECONDS) == 0
     assert job_list.starts() == 1

@@ -391,7 +391,7 @@ sys.exit(train.main())
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
 def test_fewer_or_more_ranks_train_on_the_same_samples_in_each_step(workdir: Workdir, strategy: str) -> None:
     accumulation = 2
     options = (
