@@ -94,7 +94,7 @@ def claim_spec(attempt: str, array: str) -> Facts | None:
     taken = taken_path(attempt, array)
     move(spec_path(attempt, array), taken)
     try:
-        with open(taken) as file:  # also if this element claimed it before a requeue, but did not start the command
+        with open(taken) as file:  # even if this element claimed it before a requeue, and did not start the command
             found: Facts = json.load(file)
     except FileNotFoundError:
         return None
@@ -180,7 +180,7 @@ def reason_of_end(job: str) -> tuple[str, str]:
 
 
 def reason_in(shown: str) -> tuple[str, str]:
-    """reason_of_end() from the output of `scontrol show job`."""
+    """What reason_of_end() returns for this output of `scontrol show job`."""
     facts = {name: value for name, equals, value in (word.partition("=") for word in shown.split()) if equals}
     if facts.get("Reason") == "TimeLimit":
         return "timeout", f"SLURM's time limit ({facts.get('TimeLimit', 'unknown')}) was reached"

@@ -109,8 +109,8 @@ class ServerLink:
     state: str = "connecting"  # connecting, ready, unreachable, or unusable (it failed a check)
     reason: str = ""
     disconnected_at: float = field(default_factory=time.monotonic)  # end of the last connection, else time of creation
-    failed_starts: int = 0  # consecutive ones
-    paused_until: float = 0.0  # monotonic; no new jobs before
+    failed_starts: int = 0  # consecutive failed starts
+    paused_until: float = 0.0  # monotonic time before which it gets no new jobs
     gpus_known: bool = False
 
     @property

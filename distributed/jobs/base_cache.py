@@ -91,7 +91,7 @@ class Cache:
         except BaseModelError:
             manifest = base_model.manifest_of(output, digest, **facts)
             base_model.publish(self.directory, digest, base_model.stage(self.directory, output, manifest))
-        # flock() first releases the exclusive lock. A process that gets it finds a valid base model and releases it.
+        # flock() first releases the exclusive lock. A process that gets it finds a valid model, and releases it.
         while digest in self._locks and not try_lock(self._locks[digest], exclusive=False):
             time.sleep(0.01)
         self._training.discard(digest)

@@ -202,7 +202,7 @@ def main(
     arguments: Sequence[str], execute: Callable[[list[str]], int] | None = None, help_text: str | None = __doc__,
     parser_of: Callable[[str], CommandParser | None] = subcommand_parser,
 ) -> int:  # fmt: skip
-    """Run a program and return its exit code. The other parameters are for other programs.
+    """Run a program and return its exit code. Programs other than this one set the other parameters.
 
     parser_of: returns the parser of a subcommand, whose help is then printed instead of help_text.
     """
@@ -304,7 +304,7 @@ def read_config(options: argparse.Namespace) -> ListConfig:
 
 
 def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
-    """The list with these jobs, each with its base model; if it has two phases, the jobs that train them come first.
+    """The list with these jobs, each with its base model; in a two-phase list, the jobs that train them come first.
 
     Raises ConfigError for a leak with --refuse-leaks, and as with_base_models().
     """
@@ -323,8 +323,8 @@ def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
 def added_before(config: ListConfig, state: ListState) -> list[Job]:
     """The jobs that `add` has added to a list, as they were then. The values of their _env are read from their files.
 
-    config: with the jobs of --jobs-config. Raises ConfigError for an unfinished job that has lost its _env, or a job
-    that it waits for, and for two jobs that would write the same directory.
+    config: with the jobs of --jobs-config. Raises ConfigError if an unfinished job has lost its _env or a job that it
+    waits for, or if two jobs would write the same directory.
     """
     own = {job.id for job in config.jobs}
     added = {job: each for job, each in state.jobs.items() if each.job.file and job not in own}
@@ -599,11 +599,11 @@ async def run_until_stopped(dispatcher: Dispatcher, results: Results, screen: co
     for number in supervisor.Supervisor.SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
-    writing = asyncio.ensure_future(write_periodically(results, screen))
+    writer = asyncio.ensure_future(write_periodically(results, screen))
     try:
         await dispatcher.run()
     finally:
-        writing.cancel()
+        writer.cancel()
     return received
 
 

@@ -292,9 +292,9 @@ def read_entries(
 
 
 def with_predecessors(jobs: Mapping[int, Job], listed: Sequence[Job]) -> tuple[dict[int, Job], list[str]]:
-    """The jobs with the ids of the jobs that _after names, and a message for each fault. listed: all jobs of the list.
+    """Replace the names in _after by ids of jobs. Returns the jobs, and a message for each fault.
 
-    jobs: by position in the file.
+    jobs: by position in the file. listed: all jobs of the list.
     """
     exact = {name: job for job in listed for name in (job.output, job.name, job.id)}
     found, faults = dict(jobs), []

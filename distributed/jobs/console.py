@@ -227,7 +227,7 @@ def format_row(
 
 
 def numbers(job: JobState, attempt: Attempt) -> list[str]:
-    """The cells of COLUMN_WIDTHS."""
+    """The cells of the columns in COLUMN_WIDTHS."""
     if attempt.state == "starting":
         return ["starting", "", "", "", ""]
     if not attempt.process:
@@ -244,7 +244,7 @@ def measured(job: JobState) -> list[str]:
 
 
 def figure(value: float) -> str:
-    """Three decimals, so that a column is aligned at the decimal points; two significant digits for other values."""
+    """Three decimals, so that the points of a column are aligned; two significant digits for small and large values."""
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.2g}"
 
 

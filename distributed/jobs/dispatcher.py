@@ -31,7 +31,7 @@ EARLY_FAILURE_SECONDS = 30.0  # a failure so soon after the start suggests a fau
 MAX_EARLY_FAILURES = 5  # consecutive early failures that pause the list
 RETRY_DELAYS = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before connecting, or copying results, is retried
 MAX_FAILED_COPIES = 6  # consecutive failures to copy results after which they are not copied
-MAX_LOST_COPIES = 50  # the same for connections that are lost while copying, although the server is connected
+MAX_LOST_COPIES = 50  # as MAX_FAILED_COPIES, if only the connection of the copy is lost each time
 NO_SPACE = ("No space left on device", "Disk quota exceeded")  # errors after which copying is retried without a limit
 COOLDOWN = 10.0  # seconds without new jobs after a failed start, multiplied by the number of failed starts
 GPU_INTERVAL = 10.0  # seconds between queries of GPU memory
@@ -78,7 +78,7 @@ class Dispatcher:
         self._started_at = time.monotonic()
         self._first_links: list[ServerLink] = []  # to servers that already run jobs of this list; connected first
         self._unlisted_servers: set[str] = set()  # with running or ending jobs, but not in the cluster config
-        self._early_failures = 0  # consecutive ones
+        self._early_failures = 0  # consecutive early failures
         self._failing: set[str] = set()  # failed jobs whose results are not copied yet
         self._mean_seconds = mean_seconds(jobs)
         self._avoided: dict[str, frozenset[str]] = {}  # job -> servers on which it failed
@@ -344,7 +344,7 @@ class Dispatcher:
         self._update_pool(link)
 
     def _in_use(self, gpu: Mapping[str, Any]) -> bool:
-        """Whether another process uses a GPU that has no job of this list; with unknown memory, whether it has any."""
+        """Whether another process uses a GPU without jobs of this list. If memory is unknown, any process counts."""
         limit = self.policy.gpu_free_mib
         if gpu["used"] is None or (limit is not None and not gpu["memory"]):
             return bool(gpu["processes"])
@@ -588,7 +588,7 @@ class Dispatcher:
         job = self.state.jobs[event.facts["job"]]
         if job.state == "ending" and job.last and job.last.name == event.facts["attempt"]:
             failure, reason, remains = (event.facts[name] for name in ("failure", "reason", "remains"))
-            if failure and job.last.failure:  # which remains the failure of the attempt
+            if failure and job.last.failure:  # the attempt keeps its failure
                 remains = "; ".join(filter(None, [remains, f"{failure}: {reason}"]))
             elif failure:
                 reason = "; ".join(filter(None, [reason, job.last.reason]))
@@ -697,7 +697,7 @@ class Dispatcher:
         for job in jobs:
             if self.state.jobs[job.id].state == "waiting":
                 self._enqueue(self.state.jobs[job.id])
-            if self._waiting.claimed.get(job.trains) == "ready":  # before the list had a job that trains it
+            if self._waiting.claimed.get(job.trains) == "ready":  # claimed before the list had a job that trains it
                 self.post(Event("claimed", facts={"digest": job.trains, "outcome": "ready"}))
 
     def _cancel_waiting(self) -> None:

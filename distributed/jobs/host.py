@@ -5,13 +5,13 @@ usage: module.py jobs.host serve
        module.py jobs.host follow LOG EXIT     print LOG, and lines added to it, until the file EXIT exists
 
 serve reads requests from standard input and writes replies and events to standard output, one JSON object per line.
-The first event, `hello`, has the protocol HELLO. serve exits at the end of standard input, when the dispatcher exits or
-the connection is lost, also if it only receives no heartbeats; jobs continue under their own supervisors. A server
+The first event, `hello`, has the protocol HELLO. serve exits when its standard input ends, because the dispatcher has
+exited or the connection is lost, or when no heartbeats arrive. Jobs continue under their own supervisors. A server
 runs one serve process per job list: while an older one runs, a new process replies to `open` with an error.
 
-WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`. This file is locked from before
-the supervisor is forked until it exits, so a later serve process knows whether the attempt was started. Servers may
-share a file system, so the files of each server are in LIST/servers/NAME/.
+WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`. This file is locked before the
+supervisor is forked, until the supervisor exits, so a later serve process knows whether the attempt was started.
+Servers may share a file system, so the files of each server are in LIST/servers/NAME/.
 
 Standard library only: it runs on servers without packages.
 """
@@ -162,7 +162,7 @@ class HostAttempt:
         """absent (never started, or removed), running, ended, or killed (no supervisor, and no exit code)."""
         if supervisor.read_code(self.files.exit) is not None:
             return "ended"
-        if self.locked() or supervisor.supervisor_of(self.files):  # its lock file may be removed
+        if self.locked() or supervisor.supervisor_of(self.files):  # its lock file may have been removed
             return "running"
         if supervisor.read_code(self.files.exit) is not None:  # written since the first read
             return "ended"

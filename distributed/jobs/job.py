@@ -50,7 +50,7 @@ class Options:
     expected_seconds: float | None = None
     base_model_hash: str | None = None  # of the base model that the job starts from
     nested: str | None = None  # how objects and nested lists are passed: json, dotted; None: they are refused
-    after: tuple[str, ...] = ()  # ids of jobs that must be done first; until with_predecessors(), as written
+    after: tuple[str, ...] = ()  # jobs that must be done first: names and, after with_predecessors(), ids
 
     def seconds(self, usual: float) -> float:
         """The expected duration. usual: the default for a job without _expected_seconds."""
@@ -135,12 +135,12 @@ def os_bytes(text: str) -> bytes:
 
 
 def too_big(text: str) -> bool:
-    """Whether Linux refuses a text as an argument, or as a variable with its name. Raises JobError as os_bytes()."""
+    """Whether a text is too long for Linux as an argument or as NAME=VALUE. Raises JobError as os_bytes() does."""
     return len(os_bytes(text)) > LONGEST
 
 
 def matching(jobs: Iterable[Job], selector: str) -> list[Job]:
-    """The jobs with this id, name or output directory; else with this prefix, start of an id, or part of a name."""
+    """The jobs with this id, name or output directory; if there are none, those with this prefix or part of a name."""
     jobs = list(jobs)
     tests: tuple[Callable[[Job], bool], ...] = (
         lambda job: selector in (job.id, job.name, job.output.rstrip("/")),
@@ -236,7 +236,7 @@ def text(key: str, value: Any) -> str:
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON, its floats as they were written. Others have a point, as YAML 1.1 reads 1e-05 as a string."""
+    """A value as JSON. Floats are spelled as in the file, others with a point: YAML 1.1 reads 1e-05 as a string."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json_text(key)}: {json_text(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):

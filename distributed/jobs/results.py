@@ -86,10 +86,10 @@ def phase_files(results: Path) -> tuple[Path, Path]:
     return results.with_name(f"{start}phase1_base_models.json"), results.with_name(f"{start}phase2_experiments.json")
 
 
-def with_jobs(around: Mapping[str, Any], jobs: Iterable[str]) -> str:
-    """The JSON text of an object whose `jobs` are empty, with these texts in their place."""
+def with_jobs(facts: Mapping[str, Any], jobs: Iterable[str]) -> str:
+    """The JSON text of `facts`, whose list `jobs` is empty, with these texts in the list."""
     lines = ",\n".join(jobs)
-    return encoded(around).replace(NO_JOBS, f'\n  "jobs": [\n{lines}\n  ]', 1) + "\n"
+    return encoded(facts).replace(NO_JOBS, f'\n  "jobs": [\n{lines}\n  ]', 1) + "\n"
 
 
 class Results:

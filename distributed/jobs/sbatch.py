@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from distributed.jobs.config import ConfigError
 
-# These are for SLURM's programs. Variables of jobs are in job specifications, because SLURM shows sbatch's environment.
+# For SLURM's programs. Variables of jobs are in job specifications, because SLURM shows sbatch's environment.
 PASSED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF", "SLURM_JWT",
     "KRB5CCNAME",

@@ -200,7 +200,7 @@ class HostReplyError(NotStarted):
 class HostServer(JobServer):
     """A server that runs host.py: the base class of SshServer and LocalServer. JobServer describes the methods."""
 
-    python = ""  # used without a setting; empty: found by the server
+    python = ""  # if the setting `python` is missing; empty: the server chooses
 
     def __init__(self, name: str, server: config.Server, context: ListContext) -> None:
         self.name, self.settings, self.context = name, server, context
@@ -434,7 +434,7 @@ class SshServer(HostServer):
         self._config = context.sockets / f"{name}.conf"
 
     def _ssh(self, line: str) -> list[str]:
-        """The command that runs a line of bash on the server, and sends it nothing before."""
+        """The command that runs a line of bash on the server; the line gets standard input only after its start."""
         return over_ssh(self._ssh_to_server(), self.settings.host, line, LOGIN_TIMEOUT)
 
     def _ssh_to_server(self) -> list[str]:
@@ -646,7 +646,7 @@ class SshServer(HostServer):
         code, stderr = await self._run(call, data)
         if code in (0, VANISHED):
             return
-        errors = [line for line in stderr.splitlines() if not line.startswith("rsync error:")]  # which sums them up
+        errors = [line for line in stderr.splitlines() if not line.startswith("rsync error:")]  # a summary
         cause = next((line for line in errors if line.startswith("rsync:")), "".join(errors[-1:]))
         lost = code in LOST_CONNECTION or "connection unexpectedly closed" in cause
         if lost and "No space left on device" not in cause:

@@ -122,7 +122,7 @@ class SlurmServer(JobServer):
         self._post: Callable[[Event], None] = lambda _: None
         self._python: list[str] = []
         self._max_array, self._kill_wait = 1000, 30  # elements; seconds
-        self._elements: dict[str, Element] = {}  # the submitted and held ones that have not ended, by attempt
+        self._elements: dict[str, Element] = {}  # elements that are submitted or held, and have not ended; by attempt
         self._pending: list[PendingStart] = []
         self._held: list[PendingStart] = []  # not submitted, as SLURM's queue is full
         self._held_until = 0.0

@@ -111,7 +111,7 @@ class WaitingJobs:
         return bool(awaited)
 
     def check(self) -> bool:
-        """Queue held jobs that can start now, and fail those whose predecessors will not be done.
+        """Queue held jobs that can start now, and fail those whose predecessors will never be done.
 
         Returns whether jobs have failed.
         """
