@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 KIT = Path(__file__).resolve().parent.parent
-MOMENTS = ("before", "during", "after")  # relative to the commit of a record
+MOMENTS = ("before", "during", "after")  # when a dispatcher is killed, relative to the commit of a record
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ bats_require_minimum_version 1.5.0
 
 
 setup() {
-  [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
+  [ "$(id -u)" -eq 0 ] || skip "starting nodes needs root"
   export MUSTER_LAB=$BATS_TEST_TMPDIR/lab
   PREFIX=$(tr 0-9 a-j <<<"$$") # unique among the laboratories of this machine
   N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3

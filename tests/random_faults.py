@@ -81,7 +81,7 @@ class Fault:
 
     what: str  # such as "SIGKILL of rank", "cut", "raises"
     rank: int  # that fails
-    pause: float  # seconds until a node is healed, or a stopped process continues, except a rank
+    pause: float  # seconds until a node is healed, or a stopped process that is no rank continues
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Cause:
     rank: int | None = None
 
     def explains(self, verdict: dict[str, Any]) -> bool:
-        """Whether the verdict is this one."""
+        """Whether the verdict agrees with this cause."""
         return (
             re.search(self.pattern, verdict["cause"]) is not None
             and verdict["exit_code"] in self.codes
@@ -236,7 +236,7 @@ class Place:
         subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=120)
 
     @property
-    def raise_nodes(self) -> list[str]:
+    def start_nodes(self) -> list[str]:
         """The arguments of lab.sh that start the nodes, also those that were powered off, and heal the others."""
         return ["up", "3", "--prefix", self.nodes[0][:-1]]
 
@@ -276,7 +276,7 @@ def opened(topology: str, base: Path) -> Iterator[Place]:
         if topology == "nodes":
             prefix = "f" + "".join("abcdefghij"[int(digit)] for digit in str(os.getpid()))
             place.nodes = [f"{prefix}{number}" for number in (1, 2, 3)]
-            place.lab(*place.raise_nodes)
+            place.lab(*place.start_nodes)
         yield place
     finally:
         if topology == "nodes":
@@ -391,7 +391,7 @@ class Run:
         return [one.pid for one in known.values() if one.command.startswith("ssh: ")][:1]  # a shared connection
 
     def wait_to_find(self, process: str, rank: int) -> list[int]:
-        """Like find(), when there is such a process; nothing if the run has ended before."""
+        """Like find(), but wait until there is such a process; nothing if the run ends before."""
         found: list[int] = []
 
         def is_found() -> bool:
@@ -408,7 +408,7 @@ class Run:
         return found
 
     def verdicts(self) -> list[dict[str, Any]]:
-        """Those of all attempts, in their order. An attempt whose launcher was killed has none."""
+        """The verdicts of all attempts, in their order. An attempt whose launcher was killed has none."""
         number = self.attempts_failed()
         names = [*(f"attempt_{one}/verdict.json" for one in range(1, number + 1)), "verdict.json"]
         return [json.loads(text) for text in map(self.text, names) if text]
@@ -503,7 +503,7 @@ class Player:
                 self._arm(fault)
         elif what in ("cut", "power off"):
             self.place.lab("cut" if what == "cut" else "kill", self.place.node_of(fault.rank))
-            self._undo_after(fault.pause, since, partial(self.place.lab, *self.place.raise_nodes))
+            self._undo_after(fault.pause, since, partial(self.place.lab, *self.place.start_nodes))
         elif what in DISK_FAULTS:
             self._break_disk(what)
         elif what == "damaged checkpoint":
@@ -679,7 +679,7 @@ def run_case(case: Case, place: Place, found: list[str]) -> list[str]:
 
 
 def leftover_after_failure(run: Run, bystander: Bystander, listening: set[tuple[str, str]]) -> list[str]:
-    """Without unfinished checkpoints and files of a killed program, which the next run may remove."""
+    """What the run left, without what the next run may remove: unfinished checkpoints, files of a killed program."""
     found = leftover_problems(run, bystander, listening)
     return [one for one in found if not one.startswith(f"remains: file {run.place.base / 'disk'}")]
 
@@ -689,7 +689,7 @@ def describe(run: Run) -> list[str]:
 
 
 def undisturbed(place: Place) -> None:
-    """Run the training without a fault: how long it takes to start, and its weights. Raises SystemExit."""
+    """Run the training without a fault, to learn its weights and how long it takes to start. Raises SystemExit."""
     directory = place.base / "undisturbed"
     run = Run(place, directory)
     run.wait_for(lambda: run.step() > 0)
@@ -746,7 +746,7 @@ def main(arguments: Sequence[str]) -> int:
                 shutil.rmtree(directory)
             shutil.rmtree(place.checkpoints(directory))
             if options.topology == "nodes":
-                place.lab(*place.raise_nodes)
+                place.lab(*place.start_nodes)
     for what in sorted({what for what, _ in counts}):
         print(f"{what:28} {counts[what, 'ok']:3} ok {counts[what, 'FAILED']:3} failed")
     print(f"random_faults: {len(cases) - failed} of {len(cases)} ok, {failed} failed")

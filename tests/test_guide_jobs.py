@@ -50,7 +50,7 @@ def command_with(commands: list[Command], *arguments: str) -> str:
 
 
 class Terminal:
-    """A program in a terminal of 100 x 30. Its output is inherited without escape sequences; keys can be sent to it."""
+    """A program in a terminal of 100 x 30, to which keys can be sent."""
 
     def __init__(self, line: str, project: Path, env: dict[str, str]) -> None:
         self._file, slave = pty.openpty()
@@ -72,7 +72,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """The output so far."""
+        """The output so far, without escape sequences."""
         plain = re.sub(rb"\x1b(\[[0-9;?]*[a-zA-Z]|\][^\x07\x1b]*(\x07|\x1b\\)|[()][A-Z0-9]|[=>78])", b"", self._raw)
         return plain.decode(errors="replace").replace("\r", "")
 
@@ -216,7 +216,7 @@ def servers(project: Project) -> Iterator[Project]:
         subprocess.run([LAB, "down"], env=project.env, check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="raising nodes needs root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="starting nodes needs root")
 @kept_of(0, 3, 6, full=9)
 def test_a_list_on_three_servers(servers: Project, kept: tuple[int, ...]) -> None:
     project = servers
@@ -258,7 +258,7 @@ def slurm(project: Project) -> Iterator[Project]:
         subprocess.run([LAB, "down"], env=project.env, check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="raising nodes needs root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="starting nodes needs root")
 @kept_of(0, 3, full=9)
 def test_a_list_on_slurm(slurm: Project, kept: tuple[int, ...]) -> None:
     project = slurm

@@ -24,7 +24,7 @@ KIT = Path(__file__).resolve().parents[1]
 LAB = KIT / "tests/lab/lab.sh"
 SECONDS = 150  # timeout of a command
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="raising nodes needs root")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="starting nodes needs root")
 
 
 def on_nodes(command: Command) -> bool:
@@ -54,7 +54,7 @@ def make_project(directory: Path) -> Path:
 
 
 def copy_configs(directory: Path) -> None:
-    """Copy config/, but quickstart.yaml with a model small enough for many ranks on two cores, and without end."""
+    """Copy config/. In quickstart.yaml, the model is small enough for many ranks on two cores; training never ends."""
     shutil.copytree(KIT / "config", directory)
     config = yaml.safe_load((directory / "quickstart.yaml").read_text())
     config["model"] |= {"n_layer": 1, "n_embd": 16}
@@ -117,7 +117,7 @@ def test_the_refusal_of_an_unreachable_node_is_printed_as_in_the_guide(project: 
     process = start(command, project)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 69, output
-    # Without a name server the resolver says so.
+    # Without a name server, ssh prints another error.
     output = output.replace("Temporary failure in name resolution", "Name or service not known")
     assert not not_printed(command.output, output), output
 

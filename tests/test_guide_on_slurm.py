@@ -23,7 +23,7 @@ WATCHED = (
 SHELL = "salloc --nodes=2 --ntasks-per-node=1"  # opens the shell for the following commands
 STOPPED = "75:0"  # ExitCode of a job that was stopped and wrote a checkpoint
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="raising nodes needs root")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="starting nodes needs root")
 
 
 def group_of(command: Command) -> str:
@@ -55,11 +55,11 @@ class Cluster(Project):
         return "".join(path.read_text() for path in sorted(self.directory.glob(f"logs/slurm-{job}[._]*{ending}")))
 
     def is_training(self, job: str, attempt: int) -> bool:
-        """The trainer has printed what it is about to do."""
+        """Whether the trainer of this attempt has started."""
         return self.output_of(job, "out").count("\nsteps ") == attempt
 
     def exit_codes(self, job: str) -> set[str]:
-        """Empty while it goes on."""
+        """The exit codes of a job and its elements; empty while it has not ended."""
         printed = self.call(f"scontrol show job {job}")
         unfinished = re.search(r"JobState=(?!COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", printed)
         return set() if unfinished else set(re.findall(r" ExitCode=(\S+)", printed))

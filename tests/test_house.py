@@ -196,7 +196,7 @@ def test_every_requirement_is_imported() -> None:
 
 @every_module
 def test_a_module_is_never_run_as_a_file(path: Path) -> None:
-    """Run as a file, its directory is first on sys.path, and `import torch` finds our torch.py."""
+    """Otherwise its directory is first on sys.path, and `import torch` finds our torch.py."""
     text = path.read_text()
     assert not text.startswith("#!")
     assert not path.stat().st_mode & stat.S_IXUSR

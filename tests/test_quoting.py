@@ -49,7 +49,7 @@ few_examples = settings(max_examples=12, deadline=None, database=None, suppress_
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A node of a separate laboratory."""
     if os.getuid() != 0:
-        pytest.skip("raising nodes needs root")
+        pytest.skip("starting nodes needs root")
     prefix = "w" + "".join(chr(ord("a") + int(digit)) for digit in str(os.getpid()))
     env = os.environ | {"MUSTER_LAB": str(tmp_path_factory.mktemp("lab") / "lab")}
     lab = TESTS / "lab" / "lab.sh"

@@ -27,7 +27,7 @@ def test_all_faults_are_drawn_and_it_is_known_what_they_lead_to(topology: str) -
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a disk and raising nodes needs root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a disk and starting nodes needs root")
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_20_faults(topology: str) -> None:
     command = [sys.executable, str(DRIVER), "--seed", "1", "--count", "20", "--topology", topology]

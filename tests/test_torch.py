@@ -132,7 +132,7 @@ def test_gloo_does_not_abort_a_process_that_exits_with_leave() -> None:
 
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:
-    """The identifiers stand in for those of real GPUs."""
+    """The identifiers are made up, as this machine may have no GPU."""
     check_no_shared_devices({0: ("a", "GPU-1"), 1: ("a", "GPU-2"), 2: ("b", "GPU-1")})
     with pytest.raises(WorldError) as error:
         check_no_shared_devices({0: ("a", "GPU-1"), 1: ("b", "GPU-2"), 2: ("b", "GPU-3"), 3: ("b", "GPU-2")})

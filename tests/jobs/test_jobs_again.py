@@ -325,7 +325,7 @@ def test_a_job_is_added_to_a_running_list_and_finds_the_output_of_the_job_that_i
 
 
 def test_added_jobs_stay_in_a_list_that_is_run_again_and_get_their_variables(job_list: JobList) -> None:
-    """Also if the file has other jobs now, as long as no job needs its _env."""
+    """Even if the file has other jobs now, as long as no job needs the _env in it."""
     job_list.jobs({"n": 1})
     assert job_list.call(*RUN)[0] == 0
     secret = {"n": 2, "run": "test ${#TOKEN} = 6 || touch wrong", "_env": {"TOKEN": "s3cr3t"}}

@@ -40,7 +40,7 @@ def rules(script: str = "train.py", **section: Any) -> Rules:
 
 
 def jobs_of(*entries: dict[str, Any], script: str = "train.py", plain: bool = False) -> list[Job]:
-    """Jobs that start from a base model, each with its own prefix. plain: without these two additions."""
+    """Jobs with mode full_fine_tuning, each with its own prefix. plain: without these two settings."""
     known = DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None
     listed = [each if plain else {"prefix": f"p{number}", **FULL, **each} for number, each in enumerate(entries)]
     return read_entries(listed, "jobs.json", known)

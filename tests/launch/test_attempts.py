@@ -296,7 +296,7 @@ def test_the_processes_of_an_attempt_whose_connection_was_lost_end_before_the_ne
 def test_the_end_of_an_attempt_that_was_given_up_is_not_recorded_as_that_of_the_next_one(
     start: Callable[..., Supervised]
 ) -> None:
-    """As when a node that was cut off shares the run directory."""
+    """This happens if a node that was cut off shares the run directory."""
     run = start()
     archive(run)
     run.control.close()

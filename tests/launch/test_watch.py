@@ -96,7 +96,7 @@ def test_the_first_node_that_fails_stops_the_others(directory: Path, attempt: At
 def test_an_exit_code_of_a_script_is_not_taken_for_a_lost_connection(
     directory: Path, attempt: Attempt, code: int
 ) -> None:
-    """255 is that of ssh without a connection; above 128, a signal may have ended the client."""
+    """ssh exits with 255 without a connection, and with more than 128 if a signal has ended it."""
     script = f"{report('n1', code)}; exit {code}"
     assert attempt(n1=script, n2=f"{STOPPED_ON_REQUEST}; exit 0") == code
     assert "connection" not in log_of(directory)
@@ -151,7 +151,7 @@ class Followed(Scripts):
 def test_a_node_without_a_lease_is_followed_again_until_it_reports(
     directory: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """The connection fails, then the login shell."""
+    """First the connection fails, then the login shell."""
     monkeypatch.setattr("distributed.launch.watch.RECONNECT_INTERVAL", 0.1)
     transport = Followed("exit 255", "exit 69", "kill -KILL $$", report("n1", code))
     assert new_watch(directory, transport).attempt() == code
