@@ -1,20 +1,20 @@
-"""How much of the time of a training counts, with a random fault per minute? Three laboratory nodes of 2 ranks.
+"""How much of the time of a training counts, with a random fault per minute? Three laboratory nodes, 2 ranks each.
 
 A fault is SIGKILL of a random rank, or of the agent of a random node; the times between faults are exponentially
 distributed. A fault that is due while ranks are missing waits until all ranks run. train.py saves a checkpoint after
-the interval that checkpoint.every=auto chooses, with checkpoint.mtbf as the mean time between faults. A launcher that
-gives up, because three restarts have made no progress, does no more steps until the end.
+the interval that checkpoint.every=auto chooses; checkpoint.mtbf is the mean time between faults. If a launcher gives
+up, because three restarts have made no progress, the remaining time counts as `other`.
 
-The measured time begins with the first step. The shares of this time are printed:
+The measured time begins after the first step. The shares of this time are printed:
 
     kept        duration of all steps whose result is part of the final weights: each step once, its last execution
     repeated    duration of executions of steps that a later attempt has executed again
-    restarts    from the last step of an attempt to the start of the first step of the next one
-    other       saves, and steps that a fault has cut off
+    restarts    from the last complete step of an attempt to the start of the first step of the next one
+    other       saves, and the time after a launcher has given up
 
-The duration of a step is the time between the lines of metrics.jsonl about the previous step and this one. A step
-after a save or a restart counts as the median step. With --torchrun, torchrun is measured too, started on each node
-over ssh with a c10d rendezvous. Then faults of both hit only ranks, because nothing restarts an agent of torchrun.
+The duration of a step is the time between the lines of metrics.jsonl about the previous step and this one;
+for a step after a save or a restart, the median duration is used. With --torchrun, torchrun is measured too, started on
+each node over ssh with a c10d rendezvous. Both then lose only ranks, because nothing restarts an agent of torchrun.
 Needs root.
 
     python -m benchmarks.goodput [--minutes 10] [--period 60] [--seed 1] [--torchrun]
@@ -132,7 +132,7 @@ class Training:
 
 
 def start_muster(names: Sequence[str], directory: Path, period: float) -> Training:
-    """One command, with restarts."""
+    """Start Muster's launcher, with restarts."""
     mark = f"checkpoint.dir={directory}/checkpoints"
     call = [str(KIT / "scripts/ssh/launch_torchrun_auto.sh"), "--python", sys.executable, "--max-restarts", "1000000"]
     call += ["--env", "OMP_NUM_THREADS=1", str(KIT / "config/quickstart.yaml"), str(RANKS), *names, "--", *ARGUMENTS]
@@ -146,7 +146,7 @@ def start_muster(names: Sequence[str], directory: Path, period: float) -> Traini
 
 
 def start_torchrun(names: Sequence[str], directory: Path, period: float) -> Training:
-    """torchrun on each node, with restarts."""
+    """Start torchrun on each node, with restarts."""
     mark, endpoint = f"checkpoint.dir={directory}/checkpoints", f"{names[0]}:{random.randint(20_000, 29_999)}"
     call = ["env", "OMP_NUM_THREADS=1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", f"MUSTER_OUTPUT_DIR={directory}"]
     call += [sys.executable, "-m", "torch.distributed.run"]
@@ -203,7 +203,7 @@ class Shares:
 
 
 def shares_of(records: Sequence[dict[str, Any]]) -> Shares:
-    """Divide the time of all attempts. records: lines of metrics.jsonl, one for each execution of a step."""
+    """Divide the time of all attempts. records: all lines of metrics.jsonl."""
     found = Shares()
     pairs = list(pairwise(records))
     usual = statistics.median(new["time"] - old["time"] for old, new in pairs if "loss" in old and "loss" in new)
@@ -223,7 +223,7 @@ def shares_of(records: Sequence[dict[str, Any]]) -> Shares:
 
 
 def report(name: str, training: Training, faults: dict[str, int], wall: float, end: float) -> None:
-    """Print the shares. wall: seconds until `end`, a time in Unix seconds."""
+    """Print the shares. wall: duration in seconds. end: Unix seconds."""
     shares = shares_of([record for record in training.records() if record["time"] <= end])
     counted = ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in faults.items())
     print(f"{name}: {shares.steps:,} steps and {sum(faults.values())} faults ({counted}) in {wall:.0f} s")

@@ -142,7 +142,7 @@ class PreemptionJobs:
         (directory / "bare.sh").write_text(BARE_JOB)
 
     def bare(self) -> PreemptionSeconds:
-        """A batch script with one srun line."""
+        """Preempt a batch script with one srun line."""
         python = [sys.executable, "-u", str(KIT / "train.py"), "--config", CONFIG]
         job = self._submit("bare.sh", *python, *ARGUMENTS)
         before = set(self._runs())
@@ -152,7 +152,7 @@ class PreemptionJobs:
         return seconds
 
     def muster(self) -> tuple[PreemptionSeconds, Resumption]:
-        """slurm_train.sh, until the requeued job has resumed."""
+        """Preempt slurm_train.sh, and wait until the requeued job has resumed."""
         job = self._submit(
             str(KIT / "scripts/slurm/slurm_train.sh"), "--quiet", "--python", sys.executable, CONFIG, "--", *ARGUMENTS
         )
@@ -205,7 +205,7 @@ def report(pairs: list[tuple[PreemptionSeconds, PreemptionSeconds]], resumptions
         own, peers = ([vars(seconds)[name] for seconds in side] for side in zip(*pairs, strict=True))
         print(f"{text:46} {ratio_of(own, peers)}")
     fresh, resumed = [own.first_step for own, _ in pairs], [one.first_step for one in resumptions]
-    print(f"{'the same after a requeue, against a new job':46} {ratio_of(resumed, fresh)}")
+    print(f"{'first step after a requeue, against a new job':46} {ratio_of(resumed, fresh)}")
     print(f"repeated steps: {' '.join(str(one.repeated) for one in resumptions)} (target: 0 or 1)")
 
 

@@ -1,7 +1,7 @@
-"""How the costs of the parts that could limit a run grow with 10 to 10,000 nodes, measured without nodes.
+"""How costs that could limit a run grow from 10 to 10,000 nodes, measured without nodes.
 
-Agents: rendezvous, heartbeats, end and failure records (scale_agents.py). Times with 10,000 agents are those of the
-simulation, which has two processes; the CPU time of the first node is that of a run. Run directories: verdict and
+Agents: rendezvous, heartbeats, stop and failure records (scale_agents.py). With 10,000 nodes, two processes simulate
+all nodes but the first, so only the CPU time of the first node is realistic. Run directories: verdict and
 report of a run in which a rank of each node failed, and the status of a running one. Launcher: lists of nodes, and
 lines of output. scale_nodes.py measures real launches.
 
@@ -33,9 +33,9 @@ from distributed.runs.node_status import NodeStatus, RankStatus
 from distributed.runs.query import NodeReply
 from distributed.transport.commands import Calls
 
-LINES = 500_000  # through the launcher, of all nodes together
+LINES = 500_000  # from all nodes together, through the launcher
 LOG_LINES = 1000  # of each node
-MOST_CLIENTS = 1000  # processes on this machine
+MOST_CLIENTS = 1000  # processes on this machine, one for each node; larger sizes are not measured
 
 AGENTS = {
     "rendezvous": "rendezvous, s",
@@ -91,7 +91,7 @@ def render_status(size: int) -> None:
 
 
 def lines_per_second(size: int, directory: Path) -> float | None:
-    """Lines per second that the launcher reads from the clients of all nodes, and searches for reports."""
+    """Lines per second that the launcher reads from one client process per node, and searches for reports."""
     if size > MOST_CLIENTS:
         return None
     file = directory / "lines"

@@ -42,7 +42,7 @@ class Costs:
 
     rendezvous: float | None
     rendezvous_cpu: float | None  # of the first node
-    operations: float | None  # store operations of all nodes per second, while the run trains
+    operations: float | None  # store operations of all nodes but the first per second, while the run trains
     cpu: float | None  # cores used by the first node, while the run trains
     stop: float | None  # from the first report of the end until all agents know it
     records: float | None  # until all agents have the failure records and have left

@@ -1,6 +1,6 @@
-"""Time from the command to the first all-reduce, and to the prompt: Muster's agent and launcher against torchrun.
+"""Time from the command to the first all-reduce, and to its exit: Muster's agent and launcher against torchrun.
 
-The same ten-line script is started alternately by torchrun, by Muster's agent alone, and by launch_singlenode.sh, which
+The same short script is started alternately by torchrun, by Muster's agent alone, and by launch_singlenode.sh, which
 also checks the call, creates the run directory and writes a report. Times are measured from before the command until
 rank 0 has the result of its first all-reduce, and until the command exits. Each turn also imports PyTorch once.
 
@@ -62,7 +62,7 @@ def measure(command: list[str], directory: Path) -> Seconds:
 
 
 def row(side: str, turns: Sequence[dict[str, Seconds]]) -> str:
-    """Medians of the seconds, and of the ratios of each turn."""
+    """Medians of the seconds, and of the ratios, of which each turn gives one."""
 
     def median(value: Callable[[dict[str, Seconds]], float]) -> str:
         return f"{statistics.median(map(value, turns)):8.2f}"
@@ -86,7 +86,7 @@ def main() -> int:
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
     arguments = options.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print("              seconds to the first all-reduce       seconds to the prompt")
+    print("              seconds to the first all-reduce       seconds to the exit")
     print("ranks started by        s  /torchrun   /import         s  /torchrun")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

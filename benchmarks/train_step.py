@@ -1,10 +1,10 @@
-"""How much time does train.py add to a step of a hand-written DDP loop of the same model?
+"""How much longer is a step of train.py than one of a hand-written DDP loop for the same model?
 
-Both train the same GPT with two processes on CPU and gloo in one run, alternating every few steps. train.py runs its
-whole loop: schedule, accumulation, clipping, exchange of loss and stop requests, progress lines. The hand-written loop
-is that of a tutorial: forward, backward, clip, step. It runs when train.py requests its next batch.
+Both train the same GPT in one run of two processes, without GPUs on CPUs with gloo, and alternate every few steps.
+train.py runs its whole loop: schedule, accumulation, clipping, exchange of loss and stop requests, progress lines. The
+hand-written loop is that of a tutorial: forward, backward, clip, step. It runs when train.py requests its next batch.
 
-    python benchmarks/train_step.py [--turns 12] [--steps 10] [--config FILE] [key=value ...]
+    python benchmarks/train_step.py [--turns 12] [--steps 10] [--nproc 2] [--config FILE] [key=value ...]
 """
 
 from __future__ import annotations

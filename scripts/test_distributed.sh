@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 #
-# Test communication between N processes per machine: correct results, bandwidth, slow or hung ranks.
+# Test communication between NPROC processes per node: correct results, bandwidth, slow or hung ranks.
 #
-# Usage: test_distributed.sh [options] N [NODE...]
+# Usage: test_distributed.sh [options] NPROC [NODE...]
 #        muster test ...
 #
-#   N                    number of processes per node: at most one per GPU; any number without GPUs
-#   NODE...              nodes to test over SSH: node1 user@node2 node[3-8,10] node9:4 (with 4 processes instead of N).
+#   NPROC                number of processes per node: at most one per GPU; any number without GPUs
+#   NODE...              nodes to test over SSH: node1 user@node2 node[3-8,10] node9:4 (with 4 processes there).
 #                        Default: all nodes of the SLURM allocation of this shell, else this machine
 #
 # It checks the result of each collective on every rank (all_reduce, broadcast, all_gather, reduce_scatter,
@@ -62,9 +62,9 @@ LAUNCHER_FILE=''
 
 
 parse_arguments() {
-  ((${#POSITIONAL[@]} >= 1)) || die_usage "N: missing; give the number of processes"
+  ((${#POSITIONAL[@]} >= 1)) || die_usage "NPROC: missing; give the number of processes"
   NPROC=${POSITIONAL[0]}
-  check_nproc N "$NPROC"
+  check_nproc NPROC "$NPROC"
   if [[ ${POSITIONAL[1]-}$HOSTFILE ]]; then
     LAUNCHER_FILE=$KIT/scripts/ssh/launch_torchrun_auto.sh
     return

@@ -40,7 +40,7 @@ field() { # <name> <file>; print a field of the JSON object in a file
 
 
 # bats test_tags=slow
-@test "--json prints one object and nothing else, with either agent" {
+@test "--json prints one object and nothing else, also with torchrun's agent" {
   quick --json --agent torchrun 1 >report.json
   [[ $(field verdict report.json) == ok ]]
   [[ $(field world report.json) == *"'size': 1"* ]]
@@ -58,7 +58,7 @@ field() { # <name> <file>; print a field of the JSON object in a file
 }
 
 
-@test "wrong arguments are refused in one line and start nothing" {
+@test "wrong arguments are refused with a reason and start nothing" {
   while IFS='|' read -r arguments message; do
     # shellcheck disable=SC2086
     run --separate-stderr "$TEST_DISTRIBUTED" $arguments
@@ -68,15 +68,15 @@ field() { # <name> <file>; print a field of the JSON object in a file
     [[ ${stderr_lines[0]} == "test_distributed.sh: $message"* ]] || { echo "$arguments: $stderr"; false; }
     [[ ${stderr_lines[1]} == "Try: test_distributed.sh --help" ]]
   done <<'END'
-0|N: expected a number of processes from 1 to 1024, got '0'
--1|N: expected a number of processes from 1 to 1024, got '-1'
-abc|N: expected a number of processes from 1 to 1024, got 'abc'
-2.5|N: expected a number of processes from 1 to 1024, got '2.5'
-02|N: expected a number of processes from 1 to 1024, got '02'
-|N: missing; give the number of processes
-9999|N: expected a number of processes from 1 to 1024, got '9999'
+0|NPROC: expected a number of processes from 1 to 1024, got '0'
+-1|NPROC: expected a number of processes from 1 to 1024, got '-1'
+abc|NPROC: expected a number of processes from 1 to 1024, got 'abc'
+2.5|NPROC: expected a number of processes from 1 to 1024, got '2.5'
+02|NPROC: expected a number of processes from 1 to 1024, got '02'
+|NPROC: missing; give the number of processes
+9999|NPROC: expected a number of processes from 1 to 1024, got '9999'
 2 --exclude node1|--exclude 'node1': requires NODE... or --hostfile
---nproc 2|--nproc: unknown option; give N without an option: test_distributed.sh [options] N [NODE...]
+--nproc 2|--nproc: unknown option; give NPROC without an option: test_distributed.sh [options] NPROC [NODE...]
 --max-bytes 3Q 2|--max-bytes: expected a size in bytes such as 1024, 64K, 16M or 1G, got '3Q'
 --max-bytes 512 2|--max-bytes: '512' is less than --min-bytes 1K
 --seconds 0 2|--seconds: expected a number of seconds above 0, got '0'

@@ -1,1 +1,1 @@
-"""torchrun's agent, with ranks forked from a warm process and heartbeats between the nodes of a run."""
+"""torchrun's agent, with ranks forked from a preloaded process and heartbeats between the nodes of a run."""

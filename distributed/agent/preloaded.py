@@ -60,7 +60,7 @@ class Preload:
             os.environ.__class__ = kind
 
     def is_read(self, name: str) -> bool:
-        """Whether the imports have read this variable. System variables such as HOME, without "_", are ignored."""
+        """Whether the imports have read this variable. Names without "_", such as HOME, are ignored."""
         return bool(NATIVE.fullmatch(name)) or (name in self.read and "_" in name.strip("_"))
 
     def hide(self) -> HiddenModules:
@@ -174,7 +174,7 @@ class HiddenLoader:
 
 
 def _is_same_module(module: ModuleType, found: ModuleSpec | None) -> bool:
-    """Whether `found` is the module's spec. True for None: a module that its package has created has no finder."""
+    """Whether `found` is the module's spec. None, for a module that its package has created, also is."""
     known = getattr(module, "__spec__", None)
     if found is None or known is None or found.origin == known.origin:
         return True

@@ -1,8 +1,8 @@
 """Save a training in the background, and resume it.
 
 save() stops the training only while the state is copied (distributed/checkpoint/snapshot.py). A thread writes the copy
-to disk and publishes it when it is complete (distributed/checkpoint/directory.py); a later call raises its error.
-The thread calls no collectives: only the training thread does.
+to disk and publishes it when it is complete (distributed/checkpoint/directory.py). If the thread fails, the next save()
+or wait() raises its error. The thread calls no collectives: only the training thread does.
 
     step_00000120/
         state.pt               the state, written by rank 0: `torch.load` reads it
@@ -95,7 +95,7 @@ class _PendingWrite:
     final: Path
     manifest: dict[str, Any]
     files: dict[str, Any]  # name -> what torch.save writes there
-    copy: dict[str, Any]
+    copy: dict[str, Any]  # of the state; only `shards` writes it
     shards: ShardWriter | None  # None: not sharded
     unpublished: Path  # directory of the files until they are published; without shards, the thread creates it
     start: float  # time.monotonic() at the call of save()
@@ -132,8 +132,8 @@ class Checkpoints:
         sharded: every rank writes its shards, to a directory that all nodes share. Otherwise only rank 0 writes, and
             other nodes do not need the directory.
         shard_timeout: seconds that rank 0 waits for the shards of other ranks after writing its own.
-        Raises CheckpointError when another run has locked the directory, or when it cannot be written to; raises
-        ValueError when keep is below 1.
+        Raises CheckpointError when another run or a later attempt holds the lock, or the directory cannot be written
+        to; raises ValueError when keep is below 1.
         """
         if keep < 1:
             raise ValueError(f"keep: expected 1 or more, got {keep}")
@@ -245,7 +245,7 @@ class Checkpoints:
         return self._write.exception() if self._write is not None and self._write.done() else None
 
     def wait(self) -> None:
-        """Wait until the last save is published, on every rank. Raises CheckpointError with the cause."""
+        """On every rank, wait until the last save is published. Raises CheckpointError with the cause."""
         self._finish_write()
 
     def _finish_write(self, per_rank: Any = None) -> list[Any]:
@@ -322,11 +322,11 @@ class Checkpoints:
         return self.ranks.call_on_rank_0(lambda: directory.best(self.path))
 
     def load(self, found: CheckpointInfo, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of a checkpoint: on the CPU, or in the sharded tensors of `state`.
+        """Return the state of a checkpoint: on the CPU or, if sharded, in the tensors of `state`.
 
         state: the current state of the training. The checkpoint must hold its tensors with the same shapes. When
-            sharded (from torch.distributed.checkpoint.state_dict.get_state_dict), the tensors of `state` are
-            overwritten; the number of ranks may differ from that of the saving run.
+            sharded (a result of torch.distributed.checkpoint.state_dict.get_state_dict), its tensors are overwritten;
+            the number of ranks may differ from that of the saving run.
         Raises CheckpointError when the checkpoint does not fit `state`, or cannot be read.
         """
         found.check_sharding(self.sharded)

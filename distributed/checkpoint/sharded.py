@@ -1,7 +1,7 @@
 """Save and load a state that FSDP shards, through torch.distributed.checkpoint.
 
 All ranks plan together, on the main thread. Then a thread of each rank, which calls no collectives, writes the rank's
-shards. When done, it writes a small file to the unpublished directory; rank 0 waits for these files. So all nodes
+shards. All ranks except 0 then write a small file to the same directory, and rank 0 waits for these files. So all nodes
 must share the directory.
 
 The files have torch's own format, which its tools read; for example, to write all weights to one file:
@@ -73,7 +73,7 @@ class ShardWriter:
         return self._writer.prepare_global_plan(plans)
 
     def write(self, copy: Mapping[str, Any]) -> None:
-        """Write this rank's shards. copy: the planned state, with its local tensors."""
+        """Write this rank's shards. copy: the planned state, with copies of this rank's shards."""
         self._planner.take_from(dict(copy))
         self._results = self._writer.write_data(self._plan, self._planner).wait()
         if self._rank != 0:
@@ -211,7 +211,7 @@ class _StrictPlanner(DefaultLoadPlanner):
         saved = self.metadata.state_dict_metadata.items()
         tensors = {name for name, kind in saved if isinstance(kind, TensorStorageMetadata)}
         if unknown := sorted(tensors - set(self.state_dict)):
-            raise ValueError(f"it has {unknown[0]}, and this training has no such tensor ({len(unknown)} in all)")
+            raise ValueError(f"it has tensors that this training lacks ({len(unknown)}, such as {unknown[0]})")
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:

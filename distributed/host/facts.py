@@ -1,4 +1,4 @@
-"""Collect facts of this machine for the doctor and for the comparison of nodes.
+"""Collect facts of this machine for doctor.sh and for the comparison of nodes.
 
 Each function reads one kind of facts and returns values without judging them. Unreadable facts are empty or None, never
 an exception.
@@ -26,7 +26,7 @@ from distributed.host.interpreter import (
     find_shadows,
     probe_torch,
     required_packages,
-    which_python,
+    this_python,
 )
 from distributed.host.network import interface_to, listener, mtu_of_interface, port_is_free
 from distributed.host.replies import NodeFacts
@@ -82,7 +82,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Route:
-    """The route to the other nodes."""
+    """The route to another node."""
 
     interface: str  # "": unknown
     mtu: int  # bytes; 0: unknown
@@ -105,7 +105,7 @@ def gather(directory: Path, logs: Path, port: int, env: Mapping[str, str] = os.e
         kit=str(KIT),
         directory=str(directory),
         container=in_container(),
-        interpreter=which_python(sys.executable),
+        interpreter=this_python(sys.executable),
         torch=probe_torch(sys.executable),
         packages=required_packages(KIT / "requirements.txt"),
         gpus=query_gpus(),
@@ -138,7 +138,7 @@ def in_container() -> bool:
 
 
 def find_runs(proc: Path = PROC) -> tuple[RunProcesses, ...]:
-    """The runs that have processes on this machine, found by MUSTER_RUN_DIR, without the run of this process."""
+    """The runs of processes on this machine with the variable MUSTER_RUN_DIR, except the run of this process."""
     found: dict[str, list[int]] = {}
     for process in proc.glob("[0-9]*"):
         if marker := re.search(r"(?:^|\0)MUSTER_RUN_DIR=([^\0]+)", read(process / "environ")):

@@ -46,7 +46,7 @@ class Package:
     installed: str  # "": not installed
 
 
-def which_python(executable: str) -> Interpreter:
+def this_python(executable: str) -> Interpreter:
     isolated = sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").is_dir()
     return Interpreter(executable, ".".join(map(str, sys.version_info[:3])), isolated)
 

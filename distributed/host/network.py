@@ -84,10 +84,10 @@ def address_of(name: str) -> str:
         return ""
 
 
-def own_addresses(proc: Path = Path("/proc/net")) -> tuple[str, ...]:
+def own_addresses(proc_net: Path = Path("/proc/net")) -> tuple[str, ...]:
     """IPv4 and IPv6 addresses of this machine, without loopback."""
-    found = set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", read(proc / "fib_trie")))
-    for line in read(proc / "if_inet6").splitlines():  # missing in a kernel without IPv6
+    found = set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", read(proc_net / "fib_trie")))
+    for line in read(proc_net / "if_inet6").splitlines():  # missing in a kernel without IPv6
         found.add(str(ipaddress.IPv6Address(int(line.split()[0], 16))))
     return tuple(sorted(address for address in found if not ipaddress.ip_address(address).is_loopback))
 
@@ -109,7 +109,7 @@ def interface_to(host: str) -> str:
 
 
 def use_interface_to(node: str) -> None:
-    """Set gloo's interface to that of the route to another node; its default, the host name, is often 127.0.1.1."""
+    """Let gloo use the interface to another node. By default it uses the address of the host name, often 127.0.1.1."""
     if node and (interface := interface_to(node)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 

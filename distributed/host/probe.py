@@ -1,4 +1,4 @@
-"""The node probe: print facts of a node before a launch, or for the doctor.
+"""The node probe: print facts of a node before a launch, or for doctor.sh.
 
 It runs on every node over ssh and prints a reply (host.replies). For a launch, it collects only the required facts,
 within tenths of a second. For the doctor (with --directory), the reply has all facts of the machine.
@@ -42,7 +42,7 @@ def probe(
 
     Args:
         nodes: names of all nodes, by node rank.
-        port: rendezvous port on the first node; None: any free port.
+        port: rendezvous port on the first node; None or 0: any free port.
         files: files that the ranks will read.
         packages: that the ranks will import.
         gpus: the GPUs of this machine; None: query them.
@@ -71,7 +71,7 @@ def probe(
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package can be imported. A plain directory, such as wandb creates for its files, has no origin."""
+    """Whether a package can be imported. The directory `wandb`, with files of wandb, is no package."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Set
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
-DEAD = b"ZX"  # states in /proc/PID/stat; a process that process 1 never reaps stays a zombie
+DEAD = b"ZX"  # states in /proc/PID/stat; an orphan that process 1 does not reap stays a zombie
 
 
 def run_environment(run: str, node: str) -> frozenset[bytes]:
@@ -116,10 +116,10 @@ def _scan(entries: Set[bytes], sessions: Collection[int], root: int, exclude: Co
 
 
 def ranks(pids: Iterable[int], session: int) -> list[int]:
-    """Those of these processes that an agent in this session started as ranks.
+    """The processes among `pids` that an agent in this session started as ranks.
 
     Their environment has TORCHELASTIC_RUN_ID, which an agent sets only for ranks; the processes that a rank starts
-    inherit it. Returns [] where the kernel shows the environment of the agent for ranks that the agent forked.
+    inherit it. Forked ranks are missing if the kernel shows the environment of their agent for them.
     """
     processes = table()
     mark = b"TORCHELASTIC_RUN_ID="
@@ -129,7 +129,7 @@ def ranks(pids: Iterable[int], session: int) -> list[int]:
 
 
 def topmost(pids: Collection[int]) -> list[int]:
-    """Those of these processes that descend from no other of them."""
+    """The processes among `pids` that descend from no other of them."""
     processes = table()
     return [pid for pid in pids if not any(other in pids for other in ancestors(pid, processes) if other != pid)]
 
@@ -150,12 +150,12 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> bool:
-    """Make this process the subreaper of its descendants, so that it reaps orphans. Returns whether that succeeded."""
+    """Let this process reap orphaned descendants or, with False, no longer. Returns whether that succeeded."""
     return prctl(PR_SET_CHILD_SUBREAPER, adopt)
 
 
 def prctl(option: int, value: int) -> bool:
-    """See prctl(2). Returns False if libc cannot be called; processes are then found by their environment only."""
+    """See prctl(2). Returns False if the call fails, or libc cannot be called."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 

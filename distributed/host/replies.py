@@ -23,7 +23,7 @@ MARKER = "muster-reply "  # before the JSON
 NODE_ENV = "config/node_env.sh: "  # prefix of messages about this file
 
 UNREACHABLE = "cannot be reached ({printed}); try: ssh {name} true"
-# Output of ssh -> message, for failures that last; the first match is used.
+# Output of ssh -> message, for failures that a retry does not cure; the first match is used.
 SSH_FAILURES = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": (
         "host key has changed, possibly an attack; if the change is expected, remove the old key: ssh-keygen -R {name}"
@@ -38,7 +38,7 @@ NO_MUSTER = "Muster not found ({printed}); share its directory between the nodes
 # Output of bash or Python on the node -> message; the first match is used.
 START_FAILURES = {
     ": cd: ": "working directory not found ({printed}); share it between the nodes, or launch with --sync",
-    "in_node_env.sh: line": NO_PYTHON,
+    "in_node_env.sh: line": NO_PYTHON,  # the script itself was found
     "in_node_env.sh": NO_MUSTER,
     "can't open file": NO_MUSTER,
     ": exec: ": NO_PYTHON,
@@ -57,13 +57,13 @@ class NodeFacts:
     cores: float  # usable by its ranks
     missing: Sequence[str]  # packages that the ranks need and this Python does not have
     files: Mapping[str, str | None]  # file that the ranks will read -> SHA-256; None: unreadable
-    machine: str  # the same for all names of a machine
+    machine: str  # identifier, which does not depend on the name by which the machine is reached
     addresses: tuple[str, ...]
     ssh_address: str  # its address in the ssh connection; "": not over ssh
     master: str  # the address that the first node's name resolves to; "": none
     seconds: float  # duration of that lookup
     port: int  # the requested port, or a free one
-    holder: str | None  # the process that listens on the port; None: the port is free
+    holder: str | None  # the process that listens on the port; "": unknown; None: the port is free
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Reply:
 
 
 def ssh_failure(printed: str, name: str) -> str:
-    """The message for output of ssh which shows that a retry is useless; otherwise empty. name: [user@]host."""
+    """The message for output of ssh, if it shows that a retry is useless; otherwise empty. name: [user@]host."""
     message = next((message for pattern, message in SSH_FAILURES.items() if pattern in printed), "")
     return message.format(name=name, printed=printed)
 

@@ -43,7 +43,7 @@ class Cores:
 def read_memory(proc: Path = PROC, sys_directory: Path = SYS) -> Memory:
     table = {name: int(number) * 1024 for name, number in re.findall(r"(\w+):\s+(\d+) kB", read(proc / "meminfo"))}
     total = table.get("MemTotal", 0)
-    files = ("memory.max", "memory.limit_in_bytes")  # of version 2 and 1; `max` or -1: no limit
+    files = ("memory.max", "memory.limit_in_bytes")  # of cgroup version 2 and 1; `max` or -1: no limit
     texts = [read(group / name) for group in cgroup_directories("memory", proc, sys_directory) for name in files]
     limit = min((int(text) for text in texts if text.isdigit() and int(text) < total), default=None)
     return Memory(total, table.get("MemAvailable", 0), limit)

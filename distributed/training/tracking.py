@@ -27,7 +27,7 @@ Scalars = Mapping[str, float]
 
 
 class Tracker:
-    """Writes the values of a step to metrics.jsonl and to the enabled trackers."""
+    """Writes the values of a step to metrics.jsonl and, if enabled, to TensorBoard and wandb."""
 
     def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
         """Open the trackers that `settings["logging"]` enables; they write to the directory `run`."""
@@ -102,7 +102,7 @@ def run_directory(job: Mapping[str, Any], world: World, ranks: Ranks, script: st
 def _own_run_directory(job: Mapping[str, Any], world: World, script: str) -> str:
     """Make a directory in logs or, with a prefix, in experiments/PREFIX.
 
-    A job with a prefix and a fold gets the same directory each time, so that it resumes.
+    With --prefix and --fold (training/fold.py), it is the same directory each time, so that the job resumes.
     """
     output = os.path.abspath(output_directory(job, "job", DEFAULT_PARTICIPANTS))
     return create(

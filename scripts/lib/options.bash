@@ -32,8 +32,8 @@ declare -A VARIABLE_OF=(
 # Option of torchrun, srun, mpirun, accelerate, deepspeed or train.py -> names under which Muster takes its value:
 # variables above, or arguments in usage lines.
 declare -A FAMILIAR=(
-  [--nproc]="NPROC N" [--nproc-per-node]="NPROC N" [--ntasks]="NPROC N" [--ntasks-per-node]="NPROC N" [-n]="NPROC N"
-  [--np]="NPROC N" [--num-processes]="NPROC N" [--num-gpus]="NPROC N" [--gpus]="NPROC N" [--gpus-per-node]="NPROC N"
+  [--nproc]=NPROC [--nproc-per-node]=NPROC [--ntasks]=NPROC [--ntasks-per-node]=NPROC [-n]=NPROC
+  [--np]=NPROC [--num-processes]=NPROC [--num-gpus]=NPROC [--gpus]=NPROC [--gpus-per-node]=NPROC
   [--nnodes]="NNODES NODE" [--nodes]="NNODES NODE" [--num-nodes]="NNODES NODE" [-N]="NNODES NODE"
   [--nodelist]=NODE [--hosts]=NODE [--host]=NODE [-H]=NODE [-w]=NODE
   [--node-rank]=NODE_RANK [--machine-rank]=NODE_RANK [--master-addr]=MASTER_ADDR [--main-process-ip]=MASTER_ADDR
