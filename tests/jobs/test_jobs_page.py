@@ -681,7 +681,7 @@ def test_the_page_needs_no_network_and_supports_dark_mode_and_print() -> None:
 
 @pytest.mark.slow
 def test_long_texts_are_truncated() -> None:
-    huge = "x" * 10**6
+    huge = "x" * 10**5
     facts = attempt(server=huge, reason=huge, failure=huge, last_lines=[huge] * 99, signal=huge)
     one = job(1, "done", [facts], name=huge, reason=huge, settings={huge: huge}, metrics={huge: huge})
     many = job(2, "failed", [facts], settings={f"{n}{huge[:999]}": [huge] for n in range(99)}, output=huge)
