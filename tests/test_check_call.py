@@ -47,7 +47,7 @@ def check(option: str, file: Path) -> str:
 def test_a_program_that_python_cannot_run_is_refused(
     name: str, content: bytes, expected: str, in_a_container: str, tmp_path: Path
 ) -> None:
-    """--foreign-script does not check the syntax, because the Python of a container may accept another one."""
+    """--foreign-script accepts syntax errors, because the Python of a container may accept another syntax."""
     file = tmp_path / name
     file.write_bytes(content)
     found = check("--script", file)
