@@ -1,12 +1,12 @@
-"""Print the test files that depend on changed files, for tests/run.sh --changed. Standard library only.
+"""Print the test files that depend on changed files, for tests/run.sh --changed. Uses only the standard library.
 
 A file depends on the files that it names, and on their dependencies. A Python file names its imports, and the files and
-modules in its strings. Any other file names the files outside its comments. Prints one line per test file, with the
-changed files that it depends on:
+modules in its strings. Any other file names the files that occur outside its comments. Prints one line per test file,
+with the changed files that it depends on:
 
   tests/ssh.bats: scripts/lib/ssh_config
 
-If all tests depend on a changed file, prints one line: "everything: " and the names of such files.
+If all tests use a changed file, prints only one line: "everything: " and the names of these changed files.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ KIT = Path(__file__).resolve().parents[1]
 USED_BY_ALL_TESTS = re.compile(r"requirements.*\.txt|pyproject\.toml|tests/(conftest\.py|lab/lab\.sh)")
 USE_ALL_FILES = ("tests/test_docs.py", "tests/test_house.py")
 TEST_FILE = re.compile(r"tests/([^/]+/)?test_[^/]+\.py|tests/[^/]+\.bats")
-# launcher.bash, ssh_config, runs.verdict, and muster in scripts/muster
+# Matches launcher.bash, ssh_config, runs.verdict, and muster in scripts/muster.
 FILE_NAME = re.compile(r"\w[\w-]*[._][\w.-]*\w|(?<=scripts/)\w+\b(?!/)")
 MODULE_NAME = re.compile(r"\bdistributed\.[\w.]*\w")
 
 
 def affected(changed: Collection[str], files: Collection[str], root: Path) -> dict[str, list[str]]:
-    """Return the test files among files, each with the changed files it depends on. Paths are relative to root."""
+    """Return the test files among files, each with the changed files that it depends on. Paths are relative to root."""
     by_name: dict[str, set[str]] = {}
     for file in {*files, *changed}:
         for name in names_of(Path(file)):
@@ -36,7 +36,7 @@ def affected(changed: Collection[str], files: Collection[str], root: Path) -> di
     uses: dict[str, set[str]] = {}
     for file in files:
         named = {other for name in names_in(root / file) for other in by_name.get(name, ())}
-        # Launchers name guides in messages, and train.py: only in tests, such a name is a dependency.
+        # Launchers name guides and train.py in messages. Only in a test is such a name a dependency.
         uses[file] = {n for n in named if file.startswith("tests/") or n.startswith(("distributed/", "scripts/"))}
         uses[file] |= {init for package in Path(file).parents if (init := f"{package}/__init__.py") in files}
     found = {}
@@ -73,7 +73,7 @@ def names_in(path: Path) -> Iterator[str]:
             elif isinstance(node, ast.ImportFrom):  # imports a module, or a name from a module
                 yield from (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
-                # In a string with white space, files belong to a message, and modules to a command.
+                # In a string with white space, a file is part of a message, and a module is part of a command.
                 yield from (MODULE_NAME if re.search(r"\s", node.value) else FILE_NAME).findall(node.value)
     elif path.suffix != ".md":
         yield from FILE_NAME.findall(re.sub(r"(?<!\S)#.*", "", text))

@@ -1,6 +1,6 @@
-"""Mark slow tests, and run tests that must not run concurrently in one worker.
+"""Mark slow tests, and assign tests that must not run concurrently to one worker.
 
-Tests that fork ranks, start an agent or start a laboratory are marked slow: tests/run.sh --quick leaves them out.
+Tests that fork ranks, start an agent or start a laboratory are marked slow, and tests/run.sh --quick skips them.
 The mark is derived from the source of the test, its helpers and its fixtures. A test that is slow for another reason
 has the mark in its source.
 """
@@ -30,7 +30,7 @@ SLOW_COMMANDS = ("lab.sh", "lib/agent.py", "torch.distributed.run")
 def tracked(*patterns: str, root: Path = TESTS.parent) -> list[Path]:
     """Return the files of the project that match one of these patterns, such as "scripts/**/*.sh", sorted.
 
-    Only files that git tracks: anything else in the checkout belongs to the user. In a copy without git, all files.
+    Files that git does not track belong to the user and are left out. In a copy without git, no file is left out.
     """
     if not (root / ".git").exists():
         return sorted(path for pattern in patterns for path in root.glob(pattern) if path.is_file())
@@ -41,7 +41,7 @@ def tracked(*patterns: str, root: Path = TESTS.parent) -> list[Path]:
 
 @pytest.fixture
 def mount() -> Iterator[Callable[[Path, str], None]]:
-    """A function that makes a directory with a separate disk of this size (of tmpfs), until the test has ended."""
+    """A function that creates a directory and mounts a tmpfs of this size there, until the test has ended."""
     mounted: list[Path] = []
 
     def mount_here(directory: Path, size: str) -> None:
@@ -104,7 +104,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @cache
 def slow_names(path: Path) -> frozenset[str]:
-    """Return the functions, classes and constants of a module that use RANKS or SLOW_COMMANDS, also indirectly."""
+    """Return the functions, classes and constants of a module that use RANKS or SLOW_COMMANDS, even indirectly."""
     slow, uses = {RANKS}, {}
     for node in ast.parse(path.read_text()).body:
         match node:

@@ -23,13 +23,13 @@ MOMENTS = ("before", "during", "after")  # when a dispatcher is killed, relative
 
 @dataclass(frozen=True)
 class DispatcherCall:
-    """One call of a program. kill: the moment and the number (from 1) of the record at which it is killed."""
+    """One call of a dispatcher. kill: one of MOMENTS, and the number (from 1) of the record at which it is killed."""
 
     directory: Path
     arguments: tuple[str, ...]
     kill: tuple[str, int] | None = None
     env: dict[str, str] = field(default_factory=dict)
-    two_phase: bool = False  # whether it calls run_two_phase_training.py
+    two_phase: bool = False  # calls run_two_phase_training.py instead of run_distributed_training.py
 
     @property
     def printed(self) -> str:
@@ -64,7 +64,7 @@ class Dispatchers:
 
 @contextlib.contextmanager
 def dispatchers() -> Iterator[Dispatchers]:
-    """A context manager for fixtures."""
+    """Start the process from which dispatchers are forked; end it on exit."""
     server = Dispatchers()
     try:
         yield server
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def fork_chain(programs: Sequence[Any], chain: list[dict[str, Any]]) -> IO[str]:
-    """Run a chain of calls in a forked process; the file yields their exit codes."""
+    """Run a chain of calls in a forked process. Returns a file that contains their exit codes, in this order."""
     source, target = os.pipe()
     if os.fork() == 0:
         for call in chain:
@@ -102,7 +102,7 @@ def fork_chain(programs: Sequence[Any], chain: list[dict[str, Any]]) -> IO[str]:
 
 
 def fork(program: Any, call: dict[str, Any]) -> int:
-    """Make a call in a forked process; return its id."""
+    """Make a call in a forked process. Returns the id of this process."""
     pid = os.fork()
     if pid:
         return pid
@@ -127,13 +127,13 @@ def kill_at(moment: str, number: int) -> None:
 
     commit, committed = journal.Journal.commit, 0
 
-    def commit_and_die(book: journal.Journal) -> None:
+    def commit_and_kill(book: journal.Journal) -> None:
         nonlocal committed
         pending = list(book._pending)
         kill = committed < number <= committed + len(pending)
         if kill and moment == "during":
-            before = [journal.encode(record) for record in pending[: number - committed]]
-            os.write(book._file, b"".join(before)[: -len(before[-1]) // 2])
+            encoded = [journal.encode(record) for record in pending[: number - committed]]
+            os.write(book._file, b"".join(encoded)[: -len(encoded[-1]) // 2])
         if kill and moment != "after":
             os.kill(os.getpid(), signal.SIGKILL)
         commit(book)
@@ -141,7 +141,7 @@ def kill_at(moment: str, number: int) -> None:
         if kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(journal.Journal, "commit", commit_and_die)  # noqa: B010 (mypy rejects an assignment)
+    setattr(journal.Journal, "commit", commit_and_kill)  # noqa: B010 (mypy rejects an assignment)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def _as_rank(
 class RankResult:
     """Output and exit code of a rank."""
 
-    code: int | None  # -n after signal n
+    code: int | None  # -n after signal n; None while the rank runs
     out: str
     err: str
 
@@ -100,11 +100,11 @@ class RankResult:
 class ForkedRun:
     """Started ranks and their output."""
 
-    directory: Path  # of the output
+    directory: Path  # contains the output files
     ranks: dict[int, BaseProcess]
 
     def results(self, *hanging: int) -> dict[int, RankResult]:
-        """Wait for all ranks except the hanging ones. Returns the results of all."""
+        """Wait for all ranks except the hanging ones. Returns the results of all ranks."""
         for rank, process in self.ranks.items():
             if rank not in hanging:
                 process.join(150)
@@ -113,7 +113,7 @@ class ForkedRun:
         }
 
     def out(self, rank: int = 0) -> str:
-        """The output of a rank so far."""
+        """The standard output of a rank so far."""
         return Path(self.directory, f"{rank}.out").read_text()
 
     def err(self, rank: int = 0) -> str:

@@ -11,7 +11,7 @@ during a save, during a restart, at the end). The training is faulty_train.py wi
 
 - The launcher has ended, and its exit code is that of the verdict and of the fault.
 - The verdict of each attempt that failed names a cause, node and rank that the fault explains.
-- The weights are those of an undisturbed run, bit for bit. If the run had to end before, the same command resumes it.
+- The weights are those of an undisturbed run, bit for bit. If the fault ended the run, the same command resumes it.
 - 10 seconds later no process, listening port, temporary file or lock of the run remains.
 - A process and files that do not belong to the run are unchanged.
 
@@ -44,7 +44,7 @@ from typing import Any
 KIT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(KIT))
 
-from distributed.checkpoint.directory import newest  # noqa: E402 - found only now
+from distributed.checkpoint.directory import newest  # noqa: E402 - found through sys.path
 from distributed.host import process_scan  # noqa: E402
 
 STEPS, SAVE_EVERY = 30, 4
@@ -58,7 +58,7 @@ logging: {{every: 1, sample: 0}}
 RESTARTS = 3
 LIMIT = 150.0  # seconds for one run
 LEASE = 20.0  # seconds without heartbeats after which a node is lost, at the latest
-LEFT_AFTER = 10.0  # seconds after which nothing of a run remains
+CLEAN_AFTER = 10.0  # seconds after which nothing of a run remains
 UNDO_AFTER = 30.0  # seconds after which a disk is repaired although no attempt has failed
 POLL = 0.01  # seconds
 DISK = 4 << 20  # bytes of the disk with the checkpoints
@@ -80,20 +80,20 @@ class Fault:
     """One thing that fails."""
 
     what: str  # such as "SIGKILL of rank", "cut", "raises"
-    rank: int  # that fails
+    rank: int  # the rank that fails, or a rank on the node that fails
     pause: float  # seconds until a node is healed, or a stopped process that is no rank continues
 
 
 @dataclass(frozen=True)
 class Case:
-    """A numbered draw: one or two faults at a moment of a run."""
+    """One or two faults at a moment of a run, drawn for this number."""
 
     number: int
     faults: tuple[Fault, ...]
     moment: str  # one of MOMENTS
-    fraction: float  # 0 .. 1: where in that moment
+    fraction: float  # from 0 to 1: the part of the moment that has passed
     step: int  # for the moments step, save and restart
-    victim: int  # rank that is killed first, for the moment restart
+    victim: int  # rank that is killed to cause the restart, for the moment restart
 
     def __str__(self) -> str:
         faults = " and ".join(f"{one.what} (rank {one.rank}, pause {one.pause:g} s)" for one in self.faults)
@@ -120,7 +120,7 @@ def draw(seed: int, number: int, topology: str) -> Case:
         for _ in range(1 + (rng.random() < 0.15))
     )
     moment, step = rng.choice(MOMENTS), rng.randrange(2, STEPS - 2)
-    if any(one.what == "damaged checkpoint" for one in faults):  # the run is refused without a second checkpoint
+    if any(one.what == "damaged checkpoint" for one in faults):  # without an older one, resuming is refused
         moment, step = rng.choice(("step", "save")), rng.randrange(2 * SAVE_EVERY + 2, STEPS - 2)
     return Case(number, faults, moment, rng.random(), step, rng.randrange(ranks))
 
@@ -132,10 +132,10 @@ def draw(seed: int, number: int, topology: str) -> Case:
 class Cause:
     """What the verdict on a failed attempt may be."""
 
-    pattern: str  # of its sentence
-    codes: tuple[int, ...]  # its exit code is one of these
-    node: str | None = None  # None: any
-    rank: int | None = None
+    pattern: str  # a regular expression for the cause in the verdict
+    codes: tuple[int, ...]  # the exit code in the verdict is one of these
+    node: str | None = None  # None: any node
+    rank: int | None = None  # None: any rank
 
     def explains(self, verdict: dict[str, Any]) -> bool:
         """Whether the verdict agrees with this cause."""
@@ -151,7 +151,7 @@ class Cause:
 class Expected:
     """What a fault may lead to."""
 
-    causes: tuple[Cause, ...]  # none: it has no effect
+    causes: tuple[Cause, ...]  # empty: the fault has no effect
     final: tuple[int, ...] = (0,)  # exit codes of the launcher, besides 0
     required: bool = True  # an attempt must fail if the fault hits it at a step
 
@@ -161,10 +161,10 @@ def killed(rank: int, node: str, name: str = "SIGKILL") -> Cause:
 
 
 def expected(fault: Fault, node: str, topology: str, moment: str) -> Expected:  # noqa: C901 - a table
-    """node: that of the fault's rank."""
+    """Return what a fault may lead to. node: the node of its rank."""
     what, rank = fault.what, fault.rank
     name, _, process = what.partition(" of ")
-    several, silent = topology == "nodes", fault.pause > LEASE
+    several, times_out = topology == "nodes", fault.pause > LEASE
     lost = Cause(f"^{node}: connection lost", (69, 137, 139), node)
     any_lost = Cause(": connection lost", (69, 137, 139))
     hung = Cause("^hung: ", (124,), *((node, rank) if moment in ("step", "save") else ()))
@@ -173,7 +173,7 @@ def expected(fault: Fault, node: str, topology: str, moment: str) -> Expected:  
         return Expected((hung,) if name == "SIGSTOP" else (killed(rank, node, name),))
     if process == "agent" and name == "SIGSTOP":
         unresponsive = Cause(f"^the agent on {node} died of SIGKILL", (137,), node)  # killed by its supervisor
-        return Expected((lost, unresponsive) if several else (), required=silent)
+        return Expected((lost, unresponsive) if several else (), required=times_out)
     if process == "agent":
         return Expected((Cause(f"^the agent on {node} died of {name}", (code,), node),))
     if process == "fork server":
@@ -183,24 +183,24 @@ def expected(fault: Fault, node: str, topology: str, moment: str) -> Expected:  
     if process == "launcher" and name != "SIGSTOP":
         return Expected((), (-signal.Signals[name],))
     if process == "launcher":
-        return Expected((any_lost,) if several and silent else (), required=False)  # the run may end before
+        return Expected((any_lost,) if several and times_out else (), required=False)  # or the run ends first
     if process == "ssh" and name != "SIGSTOP":
         return Expected((Cause(f"{lost.pattern}: its ssh client on the launching side", lost.codes, node),))
     if process == "ssh":
-        return Expected((lost,) if silent else ())
+        return Expected((lost,) if times_out else ())
     if process == "ssh master":
-        return Expected((any_lost,) if silent or name != "SIGSTOP" else ())
+        return Expected((any_lost,) if times_out or name != "SIGSTOP" else ())
     if process:  # the guard, or a stopped supervisor
         return Expected(())
     if what in ("cut", "power off"):
-        gone = (Cause(f"^the supervisor on {node} died of SIGKILL", (137,), node),) if what == "power off" else ()
-        return Expected((lost, *gone), (69,), required=what == "power off" or silent)
+        poweroff = (Cause(f"^the supervisor on {node} died of SIGKILL", (137,), node),) if what == "power off" else ()
+        return Expected((lost, *poweroff), (69,), required=what == "power off" or times_out)
     if what == "damaged checkpoint":
         return Expected((killed(rank, node),))
     if what in DISK_FAULTS:
         reason = {"full disk": "No space left", "read-only disk": "Read-only", "EIO": "Input/output error"}[what]
-        early = (2,) if moment in ("start", "restart") else ()
-        return Expected((Cause(f"{reason}|cannot be written|exited with code 2", (1, *early)),), early)
+        refused = (2,) if moment in ("start", "restart") else ()
+        return Expected((Cause(f"{reason}|cannot be written|exited with code 2", (1, *refused)),), refused)
     if what in REQUESTS:
         codes = {"stop.sh": (75, 143), "SIGINT": (75, 130), "SIGHUP": (75, 143, 129)}[what]
         return Expected((Cause("^stopped|^interrupted", (0, *codes)),), codes, required=False)
@@ -219,13 +219,13 @@ def expected(fault: Fault, node: str, topology: str, moment: str) -> Expected:  
 
 @dataclass
 class Place:
-    """Where the runs of this driver take place."""
+    """The machine, or the laboratory nodes, on which the trainings run."""
 
     topology: str
-    base: Path  # of all its files
+    base: Path  # directory of all files of this program
     nodes: list[str] = field(default_factory=list)
     first_step: float = 0.0  # seconds from the start of an undisturbed run to its first step
-    weights: dict[str, str] = field(default_factory=dict)  # checksums of the files of its last checkpoint
+    weights: dict[str, str] = field(default_factory=dict)  # checksums of the files of the last checkpoint of that run
 
     def node_of(self, rank: int) -> str:
         return self.nodes[rank // 2] if self.topology == "nodes" else self.nodes[0]
@@ -237,7 +237,7 @@ class Place:
 
     @property
     def start_nodes(self) -> list[str]:
-        """The arguments of lab.sh that start the nodes, also those that were powered off, and heal the others."""
+        """The arguments of lab.sh that start all nodes, restart nodes that were powered off, and heal the others."""
         return ["up", "3", "--prefix", self.nodes[0][:-1]]
 
     def listening(self) -> set[tuple[str, str]]:
@@ -305,13 +305,13 @@ def processes(directory: Path) -> dict[int, Process]:
             stat = process_scan.process(pid)
             if stat and stat.alive and re.search(re.escape(mark) + rb"(/|\0|\s|$)", command + b"\0" + environment):
                 entries = environment.decode(errors="replace").split("\0")
-                words = command.decode(errors="replace").replace("\0", " ").strip()
-                found[pid] = Process(pid, stat.parent, words, frozenset(entries))
+                command_line = command.decode(errors="replace").replace("\0", " ").strip()
+                found[pid] = Process(pid, stat.parent, command_line, frozenset(entries))
     return found
 
 
 class Run:
-    """One run of the training in a directory, from outside."""
+    """One run of the training in a directory, observed from outside."""
 
     def __init__(self, place: Place, directory: Path, hang_timeout: float = 0.0) -> None:
         self.place, self.directory = place, directory
@@ -335,12 +335,12 @@ class Run:
         return self.launcher.poll()
 
     @property
-    def files(self) -> Path:
+    def run_directory(self) -> Path:
         return self.directory / "logs/latest"
 
     def text(self, name: str) -> str:
         try:
-            return (self.files / name).read_text(errors="replace")
+            return (self.run_directory / name).read_text(errors="replace")
         except OSError:
             return ""
 
@@ -349,7 +349,7 @@ class Run:
         return max(map(int, re.findall(r'"step": (\d+)', self.text("metrics.jsonl"))), default=0)
 
     def attempts_failed(self) -> int:
-        return len(list(self.files.glob("attempt_*")))
+        return len(list(self.run_directory.glob("attempt_*")))
 
     def restarts(self) -> int:
         return self.text("launcher.log").count(": restart ")
@@ -358,7 +358,7 @@ class Run:
         return any(self.place.checkpoints(self.directory).glob("*.writing-*"))
 
     def wait_for(self, condition: Callable[[], object], limit: float = 90.0) -> bool:
-        """Wait until the condition holds. False: the run has ended before."""
+        """Wait until the condition holds. Returns False if the run ends, or the limit (seconds) passes, before that."""
         end = time.monotonic() + limit
         while not condition():
             if self.code is not None or time.monotonic() > end:
@@ -391,7 +391,7 @@ class Run:
         return [one.pid for one in known.values() if one.command.startswith("ssh: ")][:1]  # a shared connection
 
     def wait_to_find(self, process: str, rank: int) -> list[int]:
-        """Like find(), but wait until there is such a process; nothing if the run ends before."""
+        """Like find(), but wait until there is such a process. Returns an empty list if there is none within 30 s."""
         found: list[int] = []
 
         def is_found() -> bool:
@@ -402,7 +402,7 @@ class Run:
         return found
 
     def signal(self, process: str, rank: int, number: int) -> list[int]:
-        """Send a signal to the process with this role. Returns what wait_to_find() does."""
+        """Send a signal to the process with this role. Returns the ids of the processes."""
         found = self.wait_to_find(process, rank)
         send(found, number)
         return found
@@ -428,16 +428,16 @@ def default_signals() -> None:
 # ---------------------------------------------------------------- the faults
 
 
-class Player:
-    """Lets the faults of a case happen to a run."""
+class Injector:
+    """Injects the faults of a case into a run."""
 
     def __init__(self, case: Case, run: Run) -> None:
         self.case, self.run, self.place = case, run, run.place
         self.undo: list[tuple[Callable[[], object], Callable[[], object]]] = []  # condition, action
-        self.hit = True
+        self.hit = True  # False: the moment did not come, or a fault found no process
 
-    def play(self) -> None:
-        """Wait for the moment, let the faults happen, and undo them while the run goes on."""
+    def inject(self) -> None:
+        """Wait for the moment, inject the faults, and undo them while the run continues."""
         for fault in self.case.faults:
             if fault.what in SCRIPT_FAULTS and self.case.moment != "restart":
                 self._arm(fault)
@@ -509,7 +509,7 @@ class Player:
         elif what == "damaged checkpoint":
             self._damage(fault)
         elif what == "stop.sh":
-            run.wait_for(lambda: run.files.exists())
+            run.wait_for(lambda: run.run_directory.exists())
             subprocess.run([KIT / "scripts/stop.sh", "latest"], cwd=run.directory, capture_output=True, timeout=LIMIT)
         else:
             with contextlib.suppress(ProcessLookupError):
@@ -536,7 +536,7 @@ class Player:
         self.undo.append((lambda: self.run.attempts_failed() > failed or time.monotonic() > due, action))
 
     def _damage(self, fault: Fault) -> None:
-        """Overwrite bytes of the newest checkpoint, then kill a rank before the next one is published."""
+        """Overwrite bytes of the newest checkpoint, then kill a rank before the next checkpoint is published."""
         found = sorted(self.place.checkpoints(self.run.directory).glob("step_????????"))
         with contextlib.suppress(OSError), (found[-1] / "state.pt").open("r+b") as file:
             file.seek(1000)
@@ -581,11 +581,11 @@ class Bystander:
 def verdict_problems(case: Case, run: Run, hit: bool) -> Iterator[str]:
     """Compare exit code and verdicts with what the faults may lead to."""
     place, verdicts = run.place, run.verdicts()
-    wanted = [expected(one, place.node_of(one.rank), place.topology, case.moment) for one in case.faults]
-    causes = [cause for one in wanted for cause in one.causes]
+    expectations = [expected(one, place.node_of(one.rank), place.topology, case.moment) for one in case.faults]
+    causes = [cause for one in expectations for cause in one.causes]
     if case.moment == "restart":
         causes.append(killed(case.victim, place.node_of(case.victim)))
-    final = {0, *(code for one in wanted for code in one.final)}
+    final = {0, *(code for one in expectations for code in one.final)}
     if any(one.what in REQUESTS for one in case.faults):  # after a stop request no attempt follows
         final |= {code for cause in causes for code in cause.codes}
     if run.code not in final:
@@ -594,12 +594,12 @@ def verdict_problems(case: Case, run: Run, hit: bool) -> Iterator[str]:
         yield f"exit code {run.code}, but {verdicts[-1]['exit_code']} in verdict.json"
     failed = [one for one in verdicts if one["outcome"] != "ok"]
     nodes = {place.node_of(one.rank) for one in case.faults if len(case.faults) > 1}
-    for one in failed:
-        # Of two faults, one may hide the record of the other, such as that of an agent that was stopped.
-        if one["node"] not in nodes and not any(cause.explains(one) for cause in causes):
-            found = {name: one[name] for name in ("cause", "exit_code", "node", "rank")}
-            yield f"verdict {found} instead of one of {causes}"
-    required = [one.required and bool(one.causes) for one in wanted]
+    for verdict in failed:
+        # With two faults, one may hide the failure record of the other, such as the record of a stopped agent.
+        if verdict["node"] not in nodes and not any(cause.explains(verdict) for cause in causes):
+            facts = {name: verdict[name] for name in ("cause", "exit_code", "node", "rank")}
+            yield f"verdict {facts} instead of one of {causes}"
+    required = [one.required and bool(one.causes) for one in expectations]
     if hit and not failed and all(required) and case.moment in ("step", "save"):
         yield f"no attempt failed; expected {causes}"
 
@@ -618,8 +618,8 @@ def checksums(run: Run) -> dict[str, str]:
 
 
 def leftovers(run: Run, bystander: Bystander, listening: set[tuple[str, str]]) -> list[str]:
-    own = {bystander.process.pid, os.getpid()}
-    left = [f"process {pid}: {one.command}" for pid, one in processes(run.directory).items() if pid not in own]
+    excluded = {bystander.process.pid, os.getpid()}
+    left = [f"process {pid}: {one.command}" for pid, one in processes(run.directory).items() if pid not in excluded]
     left += [f"listening: {node} {port}" for node, port in run.place.listening() - listening]
     files = [path for name in ("tmp", "x") for path in (run.directory / name).iterdir()]
     files = [path for path in files if not path.name.startswith("torchinductor_")]  # PyTorch's cache
@@ -639,7 +639,7 @@ def leftovers(run: Run, bystander: Bystander, listening: set[tuple[str, str]]) -
 
 
 def leftover_problems(run: Run, bystander: Bystander, listening: set[tuple[str, str]]) -> Iterator[str]:
-    end = time.monotonic() + LEFT_AFTER
+    end = time.monotonic() + CLEAN_AFTER
     while left := leftovers(run, bystander, listening):
         if time.monotonic() > end:
             yield from (f"remains: {one}" for one in left)
@@ -650,21 +650,21 @@ def leftover_problems(run: Run, bystander: Bystander, listening: set[tuple[str, 
 # ---------------------------------------------------------------- the driver
 
 
-def run_case(case: Case, place: Place, found: list[str]) -> list[str]:
-    """Run the training with these faults. Returns what is wrong, as sentences. Appends the causes in the verdicts."""
+def run_case(case: Case, place: Place, causes: list[str]) -> list[str]:
+    """Run the training with these faults. Returns the problems, as sentences. Adds the verdicts' causes to `causes`."""
     directory = place.base / f"f{case.number}"
     bystander, listening = Bystander(place, directory), place.listening()
     run = Run(place, directory, max(8.0, 2 * place.first_step) if case.hangs else 0.0)
-    player = Player(case, run)
+    injector = Injector(case, run)
     try:
-        player.play()
+        injector.inject()
         if run.code is None:
             return [f"the launcher has not ended within {LIMIT:g} s; its processes:", *describe(run)]
-        found += [one["cause"] for one in run.verdicts()]
-        problems = list(verdict_problems(case, run, player.hit))
+        causes += [one["cause"] for one in run.verdicts()]
+        problems = list(verdict_problems(case, run, injector.hit))
         if run.code != 0:
             problems += leftover_after_failure(run, bystander, listening)
-            (directory / "fault.json").unlink(missing_ok=True)  # it may have come too late for the first run
+            (directory / "fault.json").unlink(missing_ok=True)  # the first run may have ended before this fault
             run = Run(place, directory)
             run.wait_for(lambda: False, LIMIT)
             if run.code != 0:
@@ -673,7 +673,7 @@ def run_case(case: Case, place: Place, found: list[str]) -> list[str]:
         problems += leftover_problems(run, bystander, listening)
         return problems + list(bystander.problems())
     finally:
-        player.undo_all()
+        injector.undo_all()
         bystander.close()
         send(list(processes(directory)), signal.SIGKILL)
 
@@ -729,11 +729,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"undisturbed: first step after {place.first_step:.1f} s; files in {base}", flush=True)
         for case in cases:
             started = time.monotonic()
-            found: list[str] = []
-            problems = run_case(case, place, found)
+            causes: list[str] = []
+            problems = run_case(case, place, causes)
             result = "FAILED" if problems else "ok"
             print(f"{case.number}: {result} in {time.monotonic() - started:.0f} s: {case}", flush=True)
-            print(*(f"    {cause}" for cause in found), sep="\n", flush=True)
+            print(*(f"    {cause}" for cause in causes), sep="\n", flush=True)
             for problem in problems:
                 print(f"    seed {options.seed}, fault {case.number}, {options.topology}: {problem}", flush=True)
             counts.update((one.what, result) for one in case.faults)

@@ -52,7 +52,7 @@ REPOSITORY = {
         "tests/lab/nodes.bash": ["launch.bats"],
         "tests/forked.py": ["test_status.py", "test_train.py"],
         "tests/launch.bats": ["launch.bats"],
-        "tests/test_status.py": ["test_status.py", "test_train.py"],  # imported by the second, named by test_runner.py
+        "tests/test_status.py": ["test_status.py", "test_train.py"],  # the second imports it, test_runner.py names it
         "scripts/lib/removed.bash": [],
     }.items(),
 )

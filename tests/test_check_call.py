@@ -1,4 +1,4 @@
-"""A launcher refuses a program that Python cannot run, and no program that it can."""
+"""A launcher refuses a program that Python cannot run, and accepts a program that Python can run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check(option: str, file: Path) -> str:
 def test_a_program_that_python_cannot_run_is_refused(
     name: str, content: bytes, expected: str, in_a_container: str, tmp_path: Path
 ) -> None:
-    """The Python of a container may accept another syntax."""
+    """--foreign-script accepts syntax errors, because the Python of a container may accept another syntax."""
     file = tmp_path / name
     file.write_bytes(content)
     found = check("--script", file)

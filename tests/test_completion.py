@@ -1,6 +1,6 @@
 """`muster` in bash, zsh and fish: it is on PATH after `source scripts/activate`, and Tab completes its arguments.
 
-Each shell runs on a terminal and is typed into. The candidates themselves need no shell.
+Each shell runs on a terminal and receives keys. The candidates are also tested without a shell.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SHELLS = {
     "zsh": (["zsh", "-f", "-i"], "scripts/activate"),
     "fish": (["fish", "--no-config", "-i"], "scripts/activate.fish"),
 }
-SECONDS = 60
+SECONDS = 60  # timeout of a shell
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory, also the home directory, with settings, runs, a hostfile, ssh hosts and a job list."""
+    """The working and home directory, with settings, runs, a hostfile, ssh hosts and a job list."""
     for name in ("config", ".ssh", "logs/train-1", "logs/train-2"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "config/tiny.yaml").touch()
@@ -110,14 +110,14 @@ def test_tab_completes_a_verb_an_option_a_run_and_a_file(home: Path, shell: str)
     assert "--script 'data.csv'" in printed
 
 
-def on_terminal(command: list[str], typed: str) -> str:
-    """Return what a command prints on a terminal into which this is typed."""
+def on_terminal(command: list[str], keys: str) -> str:
+    """Return what a command prints on a terminal that receives these keys."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ.update(TERM="xterm", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         os.execvp(command[0], command)
     printed, end = b"", time.monotonic() + SECONDS
-    os.write(terminal, typed.encode())
+    os.write(terminal, keys.encode())
     try:
         while time.monotonic() < end:
             if select.select([terminal], [], [], 1)[0]:

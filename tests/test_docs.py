@@ -1,6 +1,6 @@
 """The guides agree with the code.
 
-Commands run, or run with --dry-run; those that need special hardware name existing scripts and options. Each printed
+Commands are run, some with --dry-run. Commands that need special hardware name existing scripts and options. A printed
 output has the lines that its command prints today; only names of machines and runs, paths, process ids, ports and
 measured values may differ. The sources contain the messages that TROUBLESHOOTING.md explains. Tables of settings,
 options, files and exit codes agree with the code. Links have a target. The example script trains and resumes. The
@@ -40,7 +40,7 @@ from distributed.training.fold import DEFAULT_PARTICIPANTS
 
 KIT = Path(__file__).resolve().parents[1]
 GUIDES = ("README.md", "LAUNCH_GUIDE.md", "TROUBLESHOOTING.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-RUN = ("README.md", "LAUNCH_GUIDE.md")  # their commands are run where any machine can run them
+RUN = ("README.md", "LAUNCH_GUIDE.md")  # their commands are run if any machine can run them
 CONFIGS = [path.name for path in tracked("config/*.yaml")]
 COMMAND_TIMEOUT = 300  # seconds; a busy machine needs 30 for each training
 
@@ -100,7 +100,7 @@ class Command:
 
     @property
     def script(self) -> str | None:
-        """The script in scripts/ that it calls, also as an argument of another program."""
+        """The script in scripts/ that the command calls, directly or as an argument of another program."""
         paths = (word for word in self.words if word.startswith("scripts/") and not word.startswith("scripts/lib/"))
         return next((word for word in paths if word.endswith((".sh", ".py"))), None)
 
@@ -202,7 +202,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(directory: Path, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command with the environment of this Python active, as on a machine without a GPU."""
+    """Run a command with the virtual environment of this Python active, as on a machine without a GPU."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MUSTER_"))}
     path = f"{Path(sys.executable).parent}:{inherited['PATH']}"
     active = {"VIRTUAL_ENV": sys.prefix, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -283,14 +283,14 @@ def as_in_guide(text: str, project: Path) -> str:
 
 
 def test_most_commands_of_the_guides_are_run() -> None:
-    """A change of the parser above must not silently leave them out."""
+    """A change of the parser above must not silently leave commands out."""
     assert len(RUNNABLE) > 20
     assert {module_of(one.words) for one in RUNNABLE} >= set(HARMLESS_MODULES)
     assert len(RUNNABLE) > 0.5 * len(every_command(*RUN))
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_a_command_that_is_not_run_says_why(name: str) -> None:
+def test_a_command_that_is_not_run_has_a_reason(name: str) -> None:
     """Its block begins with `# Needs ...`, or it is a system program."""
     for one in commands(name):
         known = one.script or module_of(one.words) or {"train.py", "torchrun"} & set(one.words)
@@ -329,7 +329,7 @@ def test_a_command_names_existing_scripts_options_and_modules(name: str) -> None
 
 
 def options_of(command: Command) -> set[str]:
-    """Return the options that a command gives to its script, without what follows --."""
+    """Return the options that a command gives to its script, without the arguments after --."""
     words = command.words[command.words.index(str(command.script)) + 1 :]
     words = words[: words.index("--")] if "--" in words else words
     return {word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)}
@@ -363,7 +363,7 @@ def test_a_command_that_calls_train_py_directly_has_valid_settings(
 
 
 def example(opening: str = "Learn a line") -> str:
-    """Return the Python script in LAUNCH_GUIDE.md whose docstring begins so."""
+    """Return the Python script in LAUNCH_GUIDE.md whose docstring begins with this text."""
     [lines] = [lines for _, lines in blocks("LAUNCH_GUIDE.md", "python") if lines[0].startswith(f'"""{opening}')]
     return "\n".join(lines) + "\n"
 
@@ -402,7 +402,7 @@ def not_printed(transcript: Iterable[str], output: str) -> list[str]:
 
 
 def output_with(text: str) -> list[str]:
-    """Return the only output without a command in LAUNCH_GUIDE.md that contains the text."""
+    """Return the only output in LAUNCH_GUIDE.md that is printed without its command and contains the text."""
     found = [lines for _, lines in blocks("LAUNCH_GUIDE.md", "console") if text in "\n".join(lines)]
     [lines] = [lines for lines in found if not lines[0].startswith("$ ")]
     return lines
@@ -432,7 +432,7 @@ def test_a_changed_line_is_found() -> None:
     assert not_printed(["verdict: failed: rank 2 (pid 99)"], printed) == ["verdict: failed: rank 2 (pid 99)"]
 
 
-# In line 9, as in the guides.
+# Raises in line 9, as in the guides.
 FAILING = """\
 import os
 
@@ -458,7 +458,7 @@ def test_a_failed_run(new_project: Path) -> None:
     assert not [line for one in shown.values() for line in not_printed(one.output, printed)], printed
 
 
-# In line 12, as in the guide.
+# Rank 1 hangs in line 12, as in the guide.
 HANGING = """\
 import os
 import time
@@ -535,13 +535,13 @@ def test_the_end_of_a_job_list_with_a_failed_job(new_project: Path) -> None:
 
 
 def test_a_finding_of_the_doctor() -> None:
-    """Facts of three nodes made by hand: one machine has no second version of PyTorch."""
+    """The facts of three nodes are made up, because this machine has only one version of PyTorch."""
     printed = test_cluster.text_of(test_cluster.cluster(test_cluster.three(torch__version="2.12.0")))
     assert "\n".join(output_with("2.12.0, but 2.13.0")) in printed, printed
 
 
 def test_every_output_of_the_guides_is_compared() -> None:
-    """An output added to the guides needs a test, and here some words of it."""
+    """An output that is added to the guides needs a test, and an entry with some of its text in this list."""
     compared = {
         "bad sample", "verdict: failed: hung", "resuming from", "good", "where    id", "8 of 9 done",
         "2.12.0, but", "nod2: cannot be reached", "looks hung: rank 2 on node2", "scripts/lib/agent.py",
@@ -570,10 +570,10 @@ def test_the_table_of_settings_agrees_with_the_trainer(section: str) -> None:
 
 
 def test_the_table_of_arguments_of_a_job_agrees_with_the_trainer() -> None:
-    _, found, own = train_settings.parser("").format_help().partition("arguments of a job:")
-    assert found
+    _, heading, explained = train_settings.parser("").format_help().partition("arguments of a job:")
+    assert heading
     listed = [unquoted(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "Arguments of a job")]
-    assert listed == re.findall(r"^  (--[a-z_]+) [A-Z]", own, re.MULTILINE)
+    assert listed == re.findall(r"^  (--[a-z_]+) [A-Z]", explained, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -588,8 +588,8 @@ def test_the_table_of_arguments_of_a_job_agrees_with_the_trainer() -> None:
 )
 def test_the_table_of_options_agrees_with_the_help(script: str) -> None:
     listed = [unquoted(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", script)]
-    own = subprocess.run([KIT / script, "--help"], capture_output=True, text=True, check=True).stdout
-    explained = re.findall(r"^ {2,3}(--?[a-z][\w-]*)", own, re.MULTILINE)
+    text = subprocess.run([KIT / script, "--help"], capture_output=True, text=True, check=True).stdout
+    explained = re.findall(r"^ {2,3}(--?[a-z][\w-]*)", text, re.MULTILINE)
     # The table may leave out options that are in the table of launch_singlenode.sh.
     shared = {unquoted(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "scripts/ssh/launch_singlenode.sh")}
     assert listed == [option for option in explained if option in listed or option not in shared]
@@ -603,12 +603,12 @@ def test_the_table_of_verbs_agrees_with_the_programs() -> None:
 
 
 def test_the_tables_of_the_program_for_job_lists_agree_with_its_help() -> None:
-    own = help_of(JOBS)
+    text = help_of(JOBS)
     listed = [unquoted(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "Options and subcommands")]
-    assert listed == re.findall(r"^ {2}(--[a-z][\w-]*)", own, re.MULTILINE)
+    assert listed == re.findall(r"^ {2}(--[a-z][\w-]*)", text, re.MULTILINE)
     _, _, rest = text_of("LAUNCH_GUIDE.md").partition("| subcommand | what it does |")
     listed = [unquoted(row.split("|")[1].strip()).split()[0] for row in rest.partition("\n\n")[0].splitlines()[2:]]
-    assert listed == re.findall(r"^ {2}([a-z]+) .{3,}", own, re.MULTILINE)
+    assert listed == re.findall(r"^ {2}([a-z]+) .{3,}", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -683,7 +683,7 @@ def files_of_a_run() -> dict[str, re.Pattern[str]]:
 
 
 def unexplained(run: Path) -> list[str]:
-    """Return the files of a run directory that are not in that table."""
+    """Return the files of a run directory that the table of the guide does not list."""
     patterns = files_of_a_run().values()
     return [path.name for path in run.iterdir() if not any(pattern.fullmatch(path.name) for pattern in patterns)]
 
@@ -709,8 +709,8 @@ def test_the_table_of_lines_for_sbatch_agrees_with_the_script(script: str) -> No
 @pytest.mark.parametrize("script", SLURM)
 def test_the_table_of_variables_for_sbatch_agrees_with_the_help(script: str) -> None:
     listed = [unquoted(row[0]) for row in table("LAUNCH_GUIDE.md", "Variables for sbatch")]
-    _, _, own = help_of(script).partition("Environment variables:")
-    explained = re.findall(r"^ {2}([A-Z_]{2,}) ", own, re.MULTILINE)
+    _, _, text = help_of(script).partition("Environment variables:")
+    explained = re.findall(r"^ {2}([A-Z_]{2,}) ", text, re.MULTILINE)
     named_in_passing = {"CONFIG", "SCRIPT"}
     assert sorted(listed) == sorted({*explained} | named_in_passing)
 
@@ -732,7 +732,7 @@ def test_the_table_of_packages_lists_each_once() -> None:
 
 
 def test_places_in_the_code_exist() -> None:
-    """Modules such as `launch.watch`, also with a name in them: `launch.watch`: `Watch.node_lost`."""
+    """A place is a module, such as `launch.watch`, or a name in it, such as `launch.watch`: `Watch.node_lost`."""
     names = {name_of(path): path for path in modules()}
     packages = {name.partition(".")[0] for name in names if "." in name}
     places = re.findall(r"`(\w+\.\w+)`(?:: `([\w.]+)`)?", text_of("CONTRIBUTING.md"))
@@ -777,7 +777,7 @@ def test_files_that_are_named_exist(name: str) -> None:
         assert (KIT / word).exists() or word in NEVER_PRESENT, f"{name}: there is no {word}"
 
 
-NEVER_PRESENT = {"launcher.log", "tests/distributed/__init__.py"}  # created by a run; must never exist
+NEVER_PRESENT = {"launcher.log", "tests/distributed/__init__.py"}  # a run creates the first; the second is forbidden
 
 
 # ---------------------------------------------------------------- messages
@@ -831,7 +831,7 @@ def match_ratio(template: str, message: str) -> float:
 
 @cache
 def is_printed(message: str) -> bool:
-    """Return whether a string in the sources contains at least half of it, and eight characters."""
+    """Return whether a string in the sources contains at least half, and at least eight characters, of a message."""
     message = GAP + message.replace("...", GAP)
     similar = (
         text for text in message_templates() if any(len(part) >= 5 and part[:8] in message for part in text.split(GAP))
@@ -841,9 +841,9 @@ def is_printed(message: str) -> bool:
 
 
 def headings() -> list[str]:
-    own, found, _ = text_of("TROUBLESHOOTING.md").partition(f"## {FOREIGN_MESSAGES}")
-    assert found
-    return re.findall(r"^### `(.+)`$", own, re.MULTILINE)
+    text, foreign, _ = text_of("TROUBLESHOOTING.md").partition(f"## {FOREIGN_MESSAGES}")
+    assert foreign
+    return re.findall(r"^### `(.+)`$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("heading", headings())
@@ -873,7 +873,7 @@ def expected_by_tests() -> str:
 
 @pytest.mark.parametrize("heading", headings())
 def test_an_explained_message_is_expected_by_a_test(heading: str) -> None:
-    """At least ten characters of it occur in a test."""
+    """At least ten consecutive characters of the heading occur in a test."""
     parts = [re.sub(r"""["'\\`]""", "", part) for part in heading.split("...")]
     pieces = [part[start : start + 10] for part in parts for start in range(len(part) - 9)]
     assert not pieces or any(piece in expected_by_tests() for piece in pieces)

@@ -1,8 +1,8 @@
 """The examples of LAUNCH_GUIDE.md for job lists run as printed, in a terminal of 100 x 30.
 
-Jobs of train.py run on this machine, interrupted and resumed; on three servers of the laboratory, watched in tmux; and
-on SLURM. Experiments start from base models, each trained once; experiments and a base model trained by hand give
-bit-identical results. Only the soak tests run the lists in full. tests/test_docs.py runs the same commands with --plan.
+A list on this machine is interrupted and resumed. A list on three laboratory servers is watched in tmux. A list runs on
+SLURM. Experiments share base models; an experiment and a base model trained by hand give bit-identical results.
+Only the soak tests run the lists in full. tests/test_docs.py runs the same commands with --plan.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class Project:
         self.directory = make_project(directory)
         (directory / "make_jobs.py").write_text(example("Write my_jobs.json"))
         (directory / "tmux").mkdir()
-        own = ("SLURM_", "SBATCH_", "MUSTER_")
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+        dropped = ("SLURM_", "SBATCH_", "MUSTER_")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         activated = {"VIRTUAL_ENV": f"{directory}/.venv", "PATH": f"{directory}/.venv/bin:{inherited['PATH']}"}
         # Separate tmux sockets: an existing session would change the name of the session under test.
         self.env = inherited | activated | {"TMUX_TMPDIR": f"{directory}/tmux", "MUSTER_LAB": f"{directory}/lab"}
@@ -119,10 +119,10 @@ class Project:
     def terminal(self, line: str) -> contextlib.closing[Terminal]:
         return contextlib.closing(Terminal(line, self.directory, self.env))
 
-    def call(self, line: str, typed: str = "") -> str:
+    def call(self, line: str, stdin: str = "") -> str:
         """Return the output of a command with this standard input; fail if its exit code is not 0."""
         done = subprocess.run(
-            ["bash", "-c", line], cwd=self.directory, env=self.env, timeout=SECONDS, input=typed,
+            ["bash", "-c", line], cwd=self.directory, env=self.env, timeout=SECONDS, input=stdin,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{line}\n{done.stdout}"
@@ -230,14 +230,14 @@ def test_a_list_on_three_servers(servers: Project, kept: tuple[int, ...]) -> Non
             view.press(CTRL_B, b"d")
             view.wait_for(r"\[detached")
             assert view.wait() == 0
-        followed = project.call(command_with(SERVERS, "logs"))  # from before its start to its end
+        followed = project.call(command_with(SERVERS, "logs"))  # follows a job from before its start to its end
         assert "finished: " in followed
         assert running.wait() == 0, running.text
         assert f"finished: {len(kept)} of {len(kept)} done" in running.text
     results = project.results("results_servers.json")
     assert_all_done(results, project, len(kept))
     assert {attempt["server"] for job in results["jobs"] for attempt in job["attempts"]} == {"node1", "node2", "node3"}
-    assert all(sessions(project, number).startswith("ml_training: ") for number in (1, 2, 3)), "they stay"
+    assert all(sessions(project, number).startswith("ml_training: ") for number in (1, 2, 3)), "sessions stay"
     closed = project.call(command_with(SERVERS, "close"))
     assert sorted(closed.splitlines()) == [f"node{number}: removed tmux session ml_training" for number in (1, 2, 3)]
     assert not any(sessions(project, number) for number in (1, 2, 3))
@@ -278,7 +278,7 @@ def held_out_loss(run: Path) -> float:
 
 @pytest.mark.slow
 @kept_of(1, 4, full=15)
-def test_experiments_share_base_models_and_equal_those_by_hand(project: Project, kept: tuple[int, ...]) -> None:
+def test_experiments_share_base_models_and_equal_training_by_hand(project: Project, kept: tuple[int, ...]) -> None:
     directory = project.directory
     project.keep("config/two_phase_jobs.json", kept)
     [command] = [one.text for one in TWO_PHASE_COMMANDS if not one.needs]
@@ -322,7 +322,7 @@ def test_experiments_share_base_models_and_equal_those_by_hand(project: Project,
 
 
 def test_the_guide_has_commands_for_job_lists() -> None:
-    """A change of every_command() must not silently omit them."""
+    """A change of every_command() must not silently omit commands."""
     found = {argument for one in LOCAL for argument in one.words}
     assert found >= {"--backend", "--slots", "--plan", "status", "logs", "why", "cancel", "resume"}
     assert len(SERVERS) == 3

@@ -32,7 +32,7 @@ def on_nodes(command: Command) -> bool:
 
 
 def group_of(command: Command) -> str:
-    """Commands for `On node1:` and `On node2:` run together; any other command is alone in its group."""
+    """Return the key of a group: commands with `On node1:` or `On node2:` run together, any other command alone."""
     return "by hand " + Path(command.words[0]).name if " On " in command.needs else str(command)
 
 
@@ -86,7 +86,7 @@ dist.barrier()
 
 
 def start(command: Command, project: Path) -> subprocess.Popen[str]:
-    """Start the command in the project directory, on the node for which it is."""
+    """Start the command in the project directory, on the node that its block names."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "VIRTUAL_ENV"))}
     node = command.needs.partition(" On ")[2].rstrip(":")
     line = f"cd {project} && {command.text}"
@@ -103,7 +103,7 @@ def test_a_command_for_nodes_has_the_exit_code_of_the_guide(group: list[Command]
 
 
 def test_the_guide_has_commands_for_nodes() -> None:
-    """A change of the parser must not silently leave them out."""
+    """A change of the parser must not silently leave commands out."""
     scripts = {Path(command.words[0]).name for group in GROUPS for command in group}
     assert scripts >= {
         f"launch_{name}.sh" for name in ("torchrun_auto", "torchrun_multinode", "multinode", "pdsh_multinode")

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="starting nodes needs 
 
 
 def group_of(command: Command) -> str:
-    """Return the first command of its group."""
+    """Return the first command of the group to which this command belongs."""
     if command.needs.endswith("In the shell of salloc:"):
         return SHELL
     if JOB in command.words or command.words[0] == "squeue":
@@ -67,11 +67,11 @@ class Cluster(Project):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Started with the commands of the guide."""
+    """A laboratory that is started with the commands of the guide."""
     cluster = Cluster(tmp_path_factory.mktemp("project"))
     (cluster.directory / "logs").mkdir()
     (cluster.directory / "my_job.sh").write_bytes((KIT / "scripts/slurm/slurm_train.sh").read_bytes())
-    # Like a login shell: SHELL is set, which salloc starts, and OMP_NUM_THREADS is not.
+    # As in a login shell, OMP_NUM_THREADS is not set, and SHELL names the shell that salloc starts.
     cluster.env["SHELL"] = "/bin/bash"
     cluster.env.pop("OMP_NUM_THREADS", None)
     try:
@@ -122,7 +122,7 @@ def follow_job(submission: Command, others: list[Command], cluster: Cluster) -> 
 
 
 def test_the_guide_has_commands_for_slurm() -> None:
-    """A change of the parser must not silently leave them out."""
+    """A change of the parser must not silently leave commands out."""
     assert {WATCHED, SHELL} <= {group[0].text for group in GROUPS}
     programs = {word for group in GROUPS for one in group for word in one.words}
     assert programs >= {"sbatch", "salloc", "srun", "squeue", "scontrol", "scancel"}

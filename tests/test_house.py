@@ -1,7 +1,7 @@
 """Rules for all modules and scripts.
 
-Packages import only those listed for them, modules for bare nodes need the standard library alone, and every script has
-a help and refuses unknown options. New modules and scripts are found automatically.
+Packages import only the packages listed for them. Modules for bare nodes need the standard library alone. Every script
+has a help text and refuses unknown options. New modules and scripts are found automatically.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distributed.jobs.servers import KIT_FILES
 
 KIT = Path(__file__).resolve().parent.parent
 
-# The packages and top-level modules that each may import; one that is not a key may import none.
+# The packages and top-level modules that each package or module may import. If it is not a key, it may import none.
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "agent": {"exit_codes", "files", "host", "launch"},
     "checkpoint": {"exit_codes", "torch", "training"},
@@ -46,7 +46,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "world": {"nodelist"},
 }
 MAY_IMPORT_PYTORCH = {"agent", "checkpoint", "smoke", "torch", "training"}
-# They run where nothing is installed yet, and so may import only modules of this set and the standard library.
+# These modules run where nothing is installed yet, so they may import only each other and the standard library.
 STANDARD_LIBRARY_ALONE = {
     "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.directory", "exit_codes", "files",
     "health", "host", "jobs.array_task", "jobs.host", "jobs.job", "jobs.journal", "jobs.page", "jobs.panes",
@@ -133,8 +133,8 @@ def test_imports_have_no_cycle() -> None:
 
 @every_module
 def test_a_module_imports_only_allowed_packages(path: Path) -> None:
-    own = package_of(name_of(path))
-    allowed = ALLOWED_IMPORTS.get(own, set()) | {own}
+    package = package_of(name_of(path))
+    allowed = ALLOWED_IMPORTS.get(package, set()) | {package}
     for found in imports(path):
         assert not found.relative, f"{describe(path, found)} is relative; write distributed.{found.name}"
         assert found.module is None or package_of(found.module) in allowed, (
@@ -145,9 +145,9 @@ def test_a_module_imports_only_allowed_packages(path: Path) -> None:
 def test_every_allowed_import_is_used() -> None:
     found: dict[str, set[str]] = {}
     for path in modules():
-        own = package_of(name_of(path))
-        packages = {package_of(one.module) for one in imports(path) if one.module} - {own}
-        found[own] = found.get(own, set()) | packages
+        package = package_of(name_of(path))
+        packages = {package_of(one.module) for one in imports(path) if one.module} - {package}
+        found[package] = found.get(package, set()) | packages
     assert {name: packages for name, packages in found.items() if packages} == ALLOWED_IMPORTS
 
 
@@ -308,7 +308,7 @@ def test_a_program_redefines_nothing_of_the_files_it_sources(program: Path) -> N
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
 def test_the_order_in_which_files_are_sourced_does_not_matter(program: Path) -> None:
-    """common.bash is always first: it sets the directory of the others."""
+    """common.bash is always first, because it sets the directory of the other files."""
     common, *rest = sourced_by(program)
     assert common in ("common", "launcher")
     if common == "launcher":
@@ -340,17 +340,17 @@ def opening_comment(path: Path) -> str:
     lines = path.read_text().splitlines()[2:]
     end = next(number for number, line in enumerate(lines) if line != "#" and not line.startswith("# "))
     comment = "".join(line[2:] + "\n" for line in lines[:end])
-    # The arguments and options of another script, without those above and some others.
+    # Replace `(as SCRIPT except NAMES)` by the arguments and options of SCRIPT, except NAMES and those listed above.
     for found in re.finditer(r"^  \(as (\S+?)(?: except (.+))?\)$", comment, re.MULTILINE):
         [file] = tracked(f"scripts/*/{found[1]}")
         shown = re.search(r"^  \S.*?^  --help.*?$", opening_comment(file), re.DOTALL | re.MULTILINE)
         assert shown
         text = shown[0]
-        own = re.findall(r"^  (\S+)", comment[: found.start()], re.MULTILINE)
-        for name in [*own, *(found[2] or "").split()]:
+        listed = re.findall(r"^  (\S+)", comment[: found.start()], re.MULTILINE)
+        for name in [*listed, *(found[2] or "").split()]:
             entry = rf"^  {re.escape(name)}(?= |$).*\n(?:(?: {{3,}}.*)?\n)*"
             text, changes = re.subn(entry, "", text, flags=re.MULTILINE)
-            assert changes == 1 or name in own, f"{path.name}: {found[1]} has no {name}"
+            assert changes == 1 or name in listed, f"{path.name}: {found[1]} has no {name}"
         comment = comment.replace(found[0], text)
     return comment
 
@@ -375,7 +375,7 @@ def test_a_script_refuses_an_unknown_option(path: Path, tmp_path: Path) -> None:
 
 
 def test_no_file_contains_the_home_directory_of_a_person() -> None:
-    """Examples in the guides and tests are in the home directories of ada and me."""
+    """Examples in the guides and tests are in the home directories of the users ada and me."""
     private = re.compile(r"(?<![\w$}])/(?:root|Users/\w+|home/(?!(?:ada|me)\b)\w+)/")
     named = [
         f"{path.relative_to(KIT)}:{number}: {line.strip()}"
@@ -407,7 +407,7 @@ def test_the_newest_release_of_the_changelog_is_the_version() -> None:
     assert releases[0] == version()
 
 
-def test_the_workflow_for_github_runs_all_tests_and_on_other_versions_of_python_the_quick_ones() -> None:
+def test_the_github_workflow_runs_all_tests_and_the_quick_tests_also_on_other_versions_of_python() -> None:
     jobs = yaml.safe_load((KIT / ".github/workflows/ci.yml").read_text())["jobs"]
     commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
     assert {name: ["bash .ci/run" in one for one in found] for name, found in commands.items()} == {

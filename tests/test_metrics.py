@@ -109,7 +109,7 @@ def test_newest_reads_the_start_and_the_end_of_the_file(tmp_path: Path) -> None:
     assert metrics.newest(path) == {"step": 2, "steps": 9, "loss": "NaN"}
     many = range(3, 20_000)
     path.write_text('{"step": 1, "steps": 9}\n' + "".join(f'{{"step": {n}, "loss": {n / 2}}}\n' for n in many))
-    assert metrics.newest(path) == {"step": 19_999, "loss": 19_999 / 2}, "steps is left out: step is beyond it"
+    assert metrics.newest(path) == {"step": 19_999, "loss": 19_999 / 2}, "steps is left out, because step exceeds it"
     path.write_text('{"step": 1, "steps": 20000}\n' + "".join(f'{{"step": {n}, "loss": {n / 2}}}\n' for n in many))
     assert metrics.newest(path) == {"step": 19_999, "steps": 20_000, "loss": 19_999 / 2}
     path.write_text('{"step": null, "steps": 9}\n{"steps": null}\n')

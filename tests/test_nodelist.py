@@ -1,7 +1,7 @@
 """Tests of node lists.
 
 Wrong names would start a launch on the wrong machines; an order other than SLURM's would give two nodes the same rank.
-Thousands of lists are therefore compared with scontrol. Invalid lists are errors that name the invalid item.
+Thousands of lists are therefore compared with scontrol. The error of an invalid list names the invalid item.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def random_range(generator: random.Random) -> str:
 
 
 def random_item(generator: random.Random) -> str:
-    """A name with up to four brackets, without text after the last."""
+    """A name with up to four brackets, without text after the last bracket."""
     stems = ["n", "rack", "gpu-", "a.b", "x_", "7", "-", "0"]
     brackets = generator.choices([0, 1, 2, 3, 4], weights=[3, 6, 3, 2, 1])[0]
     item = generator.choice(stems[:4])

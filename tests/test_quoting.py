@@ -1,7 +1,7 @@
 """Arguments reach a node unchanged: ssh and pdsh join them, and two shells split them again.
 
-Thousands of arguments, of any bytes except NUL, go through ssh and pdsh to a node of the laboratory, and through every
-installed shell as login shell. The bats files test a few special ones.
+Thousands of arguments, which contain any bytes except NUL, are passed through ssh and pdsh to a laboratory node, and
+through each installed login shell. The bats files test a few special arguments.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def received(directory: Path, on_target: Callable[[list[str]], list[str]], sent: list[bytes]) -> list[bytes]:
-    """Return the arguments that arrive. on_target: the local command for a command on a node or in a login shell."""
+    """Return the arguments that arrive. on_target: returns the local command that runs a command on the target."""
     program = directory / "record it's.py"
     program.write_text(RECORDER, encoding="utf-8")
     command = on_target([sys.executable, str(program), "--", *map(os.fsdecode, sent)])
@@ -90,8 +90,8 @@ def test_arguments_through_a_login_shell(tmp_path: Path, shell: str, sent: list[
 
 @pytest.mark.parametrize("launcher", ["launch_torchrun_auto.sh", "launch_pdsh_multinode.sh"])
 def test_arguments_and_environment_of_a_launched_script(node: str, tmp_path: Path, launcher: str) -> None:
-    some = random.Random(0)
-    sent = [*SPECIAL, *(bytes(some.choices(range(1, 256), k=some.randrange(9))) for _ in range(400))]
+    generator = random.Random(0)
+    sent = [*SPECIAL, *(bytes(generator.choices(range(1, 256), k=generator.randrange(9))) for _ in range(400))]
     script = tmp_path / "record.py"
     script.write_text(RECORDER.replace("sys.argv", 'sys.argv + [os.environ["VALUE"]]'), encoding="utf-8")
     value = b"".join(sent)

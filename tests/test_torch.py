@@ -96,7 +96,7 @@ def test_a_single_process_needs_no_address_and_opens_no_store() -> None:
 
 @pytest.mark.parametrize(("code", "destroyed"), [(75, True), (1, False)])
 def test_sys_exit_destroys_the_group_only_with_code_75(code: int, destroyed: bool) -> None:
-    """With other codes the other ranks may have exited."""
+    """After any other code, some ranks may have exited already."""
     with pytest.raises(SystemExit), process_group(World()):
         sys.exit(code)
     assert dist.is_initialized() != destroyed
@@ -143,7 +143,7 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
 
 
 def test_the_gpu_index_is_the_local_rank_modulo_the_number_of_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stub of two GPUs."""
+    """PyTorch is made to report two GPUs."""
     world = World(rank=7, size=8, local_rank=3, local_size=4, node_rank=1, nodes=2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -279,7 +279,7 @@ def record_gradients(rank: int, directory: Path) -> None:
 
 
 def wrapped_gradients(plain: Net, strategy: str, world: World, batches: Tensor) -> dict[str, Any]:
-    """Gradients of the first micro-batch without synchronization, and of both with it."""
+    """Gradients after the first micro-batch, without synchronization, and after both, with synchronization."""
     inner = copy.deepcopy(plain)
     model = muster_torch.wrap(inner, strategy, world)
     with muster_torch.gradient_sync(model, on=False):
@@ -298,7 +298,7 @@ def wrapped_gradients(plain: Net, strategy: str, world: World, batches: Tensor) 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The records of two ranks."""
+    """What record_gradients() has written on two ranks."""
     directory = tmp_path_factory.mktemp("two_ranks")
     torchrun = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     with forked.launched(2, record_gradients, directory, env=torchrun) as launch:

@@ -49,7 +49,7 @@ HOROVOD = {  # rank 9 of 32, the second on the second of four nodes
     "HOROVOD_RANK": "9", "HOROVOD_SIZE": "32", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "8",
     "HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "4",
 }  # fmt: skip
-DAEMON = {  # of mpirun in an allocation, or another process that starts the ranks of its node
+DAEMON = {  # a daemon of mpirun in an allocation, or another process that starts the ranks of its node
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
     "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     "SLURM_STEP_NODELIST": "n[1-2]",
@@ -373,7 +373,7 @@ def test_contradictory_or_invalid_values_are_refused(env: Mapping[str, str], mes
     assert error_message(env).startswith(message)
 
 
-def test_a_process_without_only_a_local_rank_may_be_given_one() -> None:
+def test_a_process_that_lacks_only_the_local_rank_may_export_it() -> None:
     env = without(COMPLETE, "LOCAL_RANK")
     exports = ", or export LOCAL_RANK=<rank on this node> and LOCAL_WORLD_SIZE=<ranks on this node>"
     assert error_message(env).endswith(exports)
@@ -416,7 +416,7 @@ def test_any_environment_gives_a_valid_rank_or_an_error(base: dict[str, str], ex
 
 
 def position(hosts: Sequence[int], rank: int) -> dict[str, int]:
-    """The position of a rank, for the host of each rank. Hosts are numbered by their first rank."""
+    """The position of a rank. hosts: the host of each rank. Nodes are numbered in the order of their first ranks."""
     order = list(dict.fromkeys(hosts))
     return {
         "rank": rank,
@@ -442,7 +442,7 @@ def complete(at: Mapping[str, int], *extra: str) -> dict[str, str]:
 
 
 def derived(environments: Sequence[Mapping[str, str]]) -> list[dict[str, int] | None]:
-    """The position that each rank derives, None: refused."""
+    """The position that each rank derives; None if its environment is refused."""
     found: list[dict[str, int] | None] = []
     for env in environments:
         try:
@@ -455,7 +455,7 @@ def derived(environments: Sequence[Mapping[str, str]]) -> list[dict[str, int] | 
 
 
 def distribute(counts: Sequence[int], plane: int) -> list[int]:
-    """The host of each rank, with blocks of `plane` ranks on one host after the other (1: cyclic)."""
+    """The host of each rank. Blocks of `plane` ranks are placed on one host after the other; 1 is cyclic."""
     left, hosts = list(counts), []
     while any(left):
         for host, free in enumerate(left):
@@ -464,7 +464,7 @@ def distribute(counts: Sequence[int], plane: int) -> list[int]:
     return hosts
 
 
-LAYOUTS = [  # all of SLURM's distributions but arbitrary, also on some of the job's nodes
+LAYOUTS = [  # all distributions of SLURM except arbitrary, on all and on some of the job's nodes
     (distribute(counts, plane), listed)
     for listed in (1, 2, 3, 4)
     for used in range(1, listed + 1)
@@ -513,7 +513,7 @@ def test_all_ranks_in_block_or_cyclic_order_derive_their_positions_or_all_are_re
 
 
 def horovod(at: Mapping[str, int], hosts: Sequence[int]) -> dict[str, str]:
-    """horovodrun counts only the nodes that have a rank with this local rank."""
+    """The variables of horovodrun. CROSS_SIZE counts only the nodes that have a rank with this local rank."""
     peers = [host for host in dict.fromkeys(hosts) if hosts.count(host) > at["local_rank"]]
     names = {"rank": "RANK", "size": "SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_SIZE"}
     cross = {"HOROVOD_CROSS_RANK": str(peers.index(hosts[at["rank"]])), "HOROVOD_CROSS_SIZE": str(len(peers))}

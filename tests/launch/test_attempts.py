@@ -1,6 +1,6 @@
-"""A supervisor whose command stays between attempts: what it reports, and that it leaves nothing behind.
+"""A supervisor whose command stays between attempts reports the end of each attempt, and leaves no process behind.
 
-Real processes; the command is a shell that speaks the protocol of agents (launch/node_reports.py).
+The processes are real. The command is a shell that speaks the protocol of agents (launch/node_reports.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from distributed.metrics import FROM_OUTPUT
 KIT = Path(__file__).resolve().parents[2]
 SUPERVISOR = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "launch.supervisor"]
 TIMEOUT = 60.0  # seconds for events that take milliseconds on an idle machine
-# Ends each attempt with the exit code in the file "code", and prints the facts of the next one. SIGTERM ends an attempt
-# with 143, and is ignored between attempts.
+# This agent ends each attempt with the exit code in the file "code", and prints the facts of the next attempt. SIGTERM
+# ends an attempt with 143, and is ignored between attempts.
 AGENT = r"""
 read -r out in <<<"${MUSTER_ATTEMPT_PIPES//:*([0-9])/}"
 while true; do
@@ -73,7 +73,7 @@ class Supervised:
         self.control.write(f"{line}\n".encode())
 
     def call(self, *request: str) -> None:
-        """Send a request through the file."""
+        """Send a request through the request file."""
         subprocess.run([*SUPERVISOR, *request, "--dir", self.files.directory, "--name", "n1"], check=True)
 
     def end_attempt(self, code: str) -> None:
@@ -115,12 +115,12 @@ def wait_until(condition: Callable[[], object]) -> None:
 def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
     started: list[Supervised] = []
 
-    def begin(*options: str, command: str = AGENT) -> Supervised:
+    def start_one(*options: str, command: str = AGENT) -> Supervised:
         started.append(Supervised(tmp_path, *options, command=command))
         wait_until(lambda: "attempt 1" in started[0].log)
         return started[-1]
 
-    yield begin
+    yield start_one
     for run in started:
         subprocess.run([*SUPERVISOR, "sweep", "--dir", run.files.directory, "--name", "n1"], check=True)
         run.control.close()
@@ -194,7 +194,7 @@ def test_a_command_that_waits_is_ended(start: Callable[..., Supervised], how: st
         run.control.close()
     elif how == "SIGTERM":
         run.process.send_signal(signal.SIGTERM)
-    elif how == "kill":  # on the control channel it is for nodes that do not end their attempt
+    elif how == "kill":  # on the control channel, kill is only for nodes that do not end their attempt
         run.request("kill")
         run.call("kill")
     else:
@@ -227,7 +227,7 @@ def test_fail_ends_an_attempt_and_not_the_command_and_counts_once(start: Callabl
     run = start("--grace", "60")
     run.request("fail")
     assert run.report() == {"node": "n1", "exit_code": 143, "waiting": True}
-    run.request("fail")  # late
+    run.request("fail")  # arrives after the end of the attempt
     start_next_attempt(run)
     run.end_attempt("5")
     assert run.report()["exit_code"] == 5
@@ -312,7 +312,7 @@ def test_after_a_stop_request_the_command_does_not_stay(start: Callable[..., Sup
     assert run.process.wait(TIMEOUT) == 143
 
 
-def test_requests_through_the_file_do_the_same(start: Callable[..., Supervised]) -> None:
+def test_requests_through_the_file_act_as_those_on_the_control_channel(start: Callable[..., Supervised]) -> None:
     run = start()
 
     run.call("fail")

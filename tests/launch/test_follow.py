@@ -20,7 +20,7 @@ def follow(run: SupervisedRun, *options: str) -> list[str]:
 
 
 def start(run: SupervisedRun, script: str) -> None:
-    """Start a command, and return when it has printed "ready" and nothing follows it."""
+    """Start a command, and return when it has printed "ready" and no follower is connected."""
     command = follow(run, "--sample-usage", "--", "bash", "-c", script)
     subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=TIMEOUT, check=True)
     wait_until(lambda: "ready" in run.log)

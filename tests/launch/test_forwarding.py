@@ -22,11 +22,11 @@ from distributed.launch.forwarding import ForwardingError, forwarded
     ],
 )
 def test_the_last_entry_that_matches_decides(setting: str, names: str) -> None:
-    here = (
+    exported = (
         "NCCL_DEBUG CUDA_HOME HF_HOME OMP_NUM_THREADS APP_A APP_B FLAG CUDA_VISIBLE_DEVICES RANK WORLD_SIZE "
         "MASTER_PORT MUSTER_NODE TORCHELASTIC_RUN_ID PET_NNODES PATH BASH_FUNC_APP_f%% OMP_BAD%%"
     )
-    environment = {name: f"of {name}" for name in here.split()}
+    environment = {name: f"of {name}" for name in exported.split()}
     found = forwarded(environment | {"MUSTER_FORWARD": setting})
     assert sorted(found) == sorted(names.split())
     assert all(found[name] == f"of {name}" for name in found)

@@ -1,4 +1,4 @@
-"""What nodes send back and move, by whether they share the run directory with the launcher."""
+"""What nodes send back and move depends on whether they share the run directory with the launcher."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_node_that_shares_the_run_directory_sends_and_moves_nothing(directory:
 def test_an_empty_directory_is_not_removed_while_other_nodes_send_files_into_it(directory: Path) -> None:
     unpacked = directory / "unpacked"
     (unpacked / "errors").mkdir(parents=True)
-    os.utime(unpacked / "errors", (0, 0))  # older than that of the node
+    os.utime(unpacked / "errors", (0, 0))  # older than errors/ on the node
     opened = os.open(unpacked / "errors", os.O_RDONLY)
     subprocess.run([*UNPACK, "-C", str(unpacked)], input=on_node(PACK, directory), check=True)
     assert os.fstat(opened).st_nlink > 0

@@ -1,6 +1,6 @@
 """--notify: the command gets each event as JSON, delays nothing, and a failed call is one line of a log.
 
-launch_singlenode.bats has the events of a run that restarts and ends, test_jobs_again.py those of a job list.
+launch_singlenode.bats tests the events of a run that restarts and ends, test_jobs_again.py the events of a job list.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ def test_without_a_command_nothing_is_called() -> None:
 
 @pytest.fixture
 def notifying_watch(directory: Path, new_watch: Callable[..., Watch]) -> Watch:
-    """The watch of a run whose n1 loses its connection and does not reply; its notices are in the run directory."""
+    """The watch of a run whose node n1 loses its connection and does not reply. Notices are in the run directory."""
     watch = new_watch(directory, Scripts({"n1": "exit 255", "n2": "read -r request; exit 143"}, b""))
     watch.notifier = Notifier(f"cat >{directory}/note.$$", watch.console.append, directory.name, run=str(directory))
     return watch
 
 
 def test_a_lost_node_is_named_once(directory: Path, notifying_watch: Watch) -> None:
-    notifying_watch.options = replace(notifying_watch.options, python="false")  # so that no program replies there
+    notifying_watch.options = replace(notifying_watch.options, python="false")  # so that no program replies on n1
     notifying_watch.attempt()
     notifying_watch.notifier.wait()
     (notice,) = notices(directory)

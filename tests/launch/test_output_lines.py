@@ -69,7 +69,7 @@ def test_an_update_ends_with_cr_lf_and_any_other_line_with_lf(output: bytes, lin
 
 @pytest.mark.parametrize("bar", [b"\r10%|\r20%|\r30%|\n", b"10%\r|20%\r|30%\r|\n"], ids=["CR first", "CR last"])
 def test_an_update_is_shown_before_the_next_one_is_written(bar: bytes) -> None:
-    """For example of a bar with a minute between its updates."""
+    """A bar may have a minute between its updates."""
     lines = RankLines()
     shown = []
     for written in bar.split(b"|"):
@@ -85,7 +85,7 @@ def test_the_last_update_of_a_rank_that_was_killed_becomes_a_line() -> None:
 
 
 def test_an_incomplete_line_that_is_no_update_is_held_back() -> None:
-    """Part of a result, which another program may read."""
+    """It may be part of a result that another program reads."""
     lines = RankLines()
     assert lines.feed(b'10%\r20%\n{"loss": ') == b"10%\r\n20%\n"
     assert lines.feed(b"") == b""
@@ -171,8 +171,8 @@ def test_a_progress_bar_of_rank_0_stays_on_one_line_of_a_terminal(
     console = Console(terminals)
     texts = [console.feed(line, stream) for line in BAR.splitlines(keepends=True)] + [console.end()]
     output, errors = (b"".join(parts) for parts in zip(*texts, strict=True))
-    shown, rest = (output, errors) if terminals == "1" else (errors, output)
-    assert (screen_of(shown), rest) == (screen, other)
+    on_terminal, elsewhere = (output, errors) if terminals == "1" else (errors, output)
+    assert (screen_of(on_terminal), elsewhere) == (screen, other)
 
 
 def test_a_line_of_standard_output_replaces_a_progress_bar_of_standard_error_on_the_same_terminal() -> None:

@@ -1,4 +1,4 @@
-"""What a line of output says about the training, and the file that is made of such lines."""
+"""Metrics are read from lines of output, and written to a file."""
 
 # ruff: noqa: E501 (lines as other programs print them)
 
@@ -314,7 +314,7 @@ def test_without_steps_the_epoch_is_the_step() -> None:
 
 
 def written(directory: Path, *reads: list[str], expression: str = "", rank: int = 0) -> list[dict[str, Any]]:
-    """The lines of the file after the output of an attempt. reads: what each call of read() finds."""
+    """The lines of the file after the output of an attempt. reads: the lines of output before each call of read()."""
     output = OutputMetrics(str(directory / "metrics.jsonl"), expression)
     for lines in reads:
         output.feed(b"".join(f"[node1:{rank}] {line}\n".encode() for line in lines))
@@ -359,11 +359,11 @@ def test_nothing_is_read_before_an_entry_is_due(tmp_path: Path) -> None:
     assert (tmp_path / FROM_OUTPUT).exists()
 
 
-def test_only_rank_0_counts(tmp_path: Path) -> None:
+def test_only_the_output_of_rank_0_is_read(tmp_path: Path) -> None:
     assert written(tmp_path, ["step 1 loss 2.0"], rank=1) == []
 
 
-def test_a_run_that_logs_metrics_is_not_guessed(tmp_path: Path) -> None:
+def test_metrics_are_not_guessed_for_a_run_that_logs_them(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     assert written(tmp_path, ["step 1 loss 2.0"]) == []
 

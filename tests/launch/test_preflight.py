@@ -22,14 +22,14 @@ GOOD = NodeFacts(
 
 def node(number: int, code: int = 0, err: str = "", out: str | None = None, **facts: object) -> Reply:
     """The reply of node1, node2, ... with facts that differ from GOOD."""
-    own = f"10.0.0.{number}"
-    found = replace(GOOD, **{"machine": own, "addresses": (own,), "ssh_address": own, **facts})  # type: ignore[arg-type]
+    ip = f"10.0.0.{number}"
+    found = replace(GOOD, **{"machine": ip, "addresses": (ip,), "ssh_address": ip, **facts})  # type: ignore[arg-type]
     printed = f"Welcome!\n{MARKER}{json.dumps(asdict(found))}\n" if out is None else out
     return Reply(f"node{number}", code, printed, err)
 
 
 def judge(replies: list[Reply], port: int | None = None) -> tuple[list[str], list[str], str]:
-    """With two processes per node."""
+    """Return faults, warnings and the rendezvous address for two processes per node."""
     return preflight.judge({reply.node: reply for reply in replies}, {reply.node: 2 for reply in replies}, port)
 
 

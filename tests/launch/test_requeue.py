@@ -30,7 +30,7 @@ NONE, BEFORE, AFTER = "None", "2026-11-27T09:00:00", "2026-11-27T10:00:05"  # ti
         (143, signal.SIGTERM, NONE, "RUNNING", False),
     ],
 )
-def test_a_run_was_stopped_by_slurm(
+def test_a_stop_by_slurm_is_distinguished_from_other_ends(
     code: int, number: int, preempted: str, state: str, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = f"JobId=7 JobState={state} StartTime=2026-11-27T10:00:00 PreemptTime={preempted}"

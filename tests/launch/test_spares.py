@@ -1,4 +1,4 @@
-"""Which nodes a run goes on with when some are lost."""
+"""Spares replace lost nodes, or the run continues with fewer nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nodes(names: str, processes: int = 2) -> list[RunNode]:
         ("a b c", "a", "s t", 0, "s b c", [("a", "s", 0)]),
         ("a b c", "a c", "s", 2, "s b", [("a", "s", 0), ("c", "", 2)]),
         ("a b c", "c", "", 2, "a b", [("c", "", 2)]),
-        # Too few nodes would remain: lost nodes keep their places.
+        # Too few nodes would remain: lost nodes stay in the run.
         ("a b c", "c", "", 0, "a b c", []),
         ("a b c", "b c", "", 2, "a b c", []),
         ("a b c", "b c", "s", 3, "a s c", [("b", "s", 1)]),

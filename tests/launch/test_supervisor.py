@@ -1,7 +1,7 @@
 """If processes are killed, or consoles and disks are full, no process of a command remains and its end is recorded.
 
-Real processes; the command is a shell with child processes. supervisor.bats has the tests in which only the command is
-killed.
+The processes are real. The command is a shell with child processes. supervisor.bats has the tests in which only the
+command is killed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SupervisedRun:
         process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, **popen)
         self.process = process
         if block is not None:
-            self.control.write(b"\0" + block)  # no variables before --source
+            self.control.write(b"\0" + block)  # no variables are set before --source
         wait_until(lambda: "ready" in self.log or self.code is not None)
         return process
 
@@ -135,7 +135,7 @@ def test_no_process_remains_and_the_exit_code_is_recorded_whichever_process_is_k
         assert f"process {process.pid} was killed" in run.log
 
 
-def test_sweep_ends_the_rest_when_supervisor_and_guard_are_killed_together(run: SupervisedRun) -> None:
+def test_sweep_ends_the_remaining_processes_when_supervisor_and_guard_are_killed_together(run: SupervisedRun) -> None:
     process = run.start(WITH_CHILDREN)
     kill(process.pid, run.pid("guard"))
     wait_until(lambda: not (found := process_scan.process(run.pid("command"))) or not found.alive)
@@ -144,7 +144,7 @@ def test_sweep_ends_the_rest_when_supervisor_and_guard_are_killed_together(run: 
     assert (run.code, read_json(run.files.record)["cause"]) == (137, "killed")
 
 
-def test_sweep_after_a_reboot_says_so(run: SupervisedRun) -> None:
+def test_sweep_records_a_reboot_as_the_cause(run: SupervisedRun) -> None:
     process = run.start(WITH_CHILDREN)
     kill(process.pid, run.pid("guard"))
     write_json(run.files.pids, read_json(run.files.pids) | {"boot_id": "another one"})
@@ -172,7 +172,7 @@ def test_a_killed_guard_is_replaced_and_the_command_continues(run: SupervisedRun
 
 
 def test_a_zombie_is_not_waited_for(run: SupervisedRun) -> None:
-    """As in containers whose process 1 does not reap zombies."""
+    """Zombies remain in a container whose process 1 does not reap them."""
     process = run.start("sleep 300 & echo ready; exec sleep 300")
     zombie = os.fork()
     if zombie == 0:
@@ -204,7 +204,7 @@ def test_the_launcher_is_lost_when_heartbeats_time_out(run: SupervisedRun) -> No
 
 
 def test_unread_heartbeats_prevent_a_timeout(run: SupervisedRun) -> None:
-    """A disk, here a pipe as the log file, blocks the supervisor for longer than the timeout."""
+    """A slow disk blocks the supervisor for longer than the timeout. Here the log file is a pipe."""
     os.makedirs(run.files.directory)
     os.mkfifo(run.files.log)
     log = os.open(run.files.log, os.O_RDONLY | os.O_NONBLOCK)
@@ -277,7 +277,7 @@ def test_a_signal_reaches_the_handler_once_and_ends_none_of_musters_processes(
         run.control.write(f"signal {number}\n".encode())
     elif way == "command":
         run.call(f"signal {number}")
-    else:  # and its group, without the command
+    else:  # to the supervisor and the guard, but not to the command
         os.kill(run.pid("guard"), number)
         os.kill(process.pid, number)
     wait_until(lambda: "got it" in run.log)
@@ -346,7 +346,7 @@ def test_a_handler_that_a_child_has_inherited_runs_once(run: SupervisedRun, agen
     process = run.start(agent.format(shlex.join([sys.executable, "-u", "-c", FORKS])))
     os.kill(run.pid("supervisor"), signal.SIGUSR1)
     wait_until(lambda: "got it" in run.log)
-    time.sleep(0.5)  # for a second one
+    time.sleep(0.5)  # a second call would be logged in this time
     run.control.write(b"stop\n")
     assert process.wait(TIMEOUT) == 143
     assert run.log.count("got it") == 1
@@ -418,7 +418,7 @@ def test_standard_error_of_rank_0_stays_standard_error_and_the_log_has_whole_lin
 
 
 def test_a_blocked_standard_output_delays_no_message_on_standard_error(run: SupervisedRun, tmp_path: Path) -> None:
-    """For example in `launcher | less`, when a rank fails."""
+    """This happens in `launcher | less`, when a rank fails."""
     source, target = os.pipe()
     script = f"yes '[n1:0] line' & echo ready >&2; until [[ -e '{tmp_path}/go' ]]; do sleep 0.1; done; echo failed >&2"
     process = run.start(f"{script}; sleep 300", stdout=target, stderr=subprocess.PIPE)
@@ -454,11 +454,11 @@ def test_environment_values_reach_the_command_but_no_command_line_or_file(run: S
     block = b"SECRET=s3cr3t 1\nline 2\0OTHER=o\0\0"
     run.start('printf "%s|" "$SECRET" "$OTHER"; echo ready; sleep 300', "--source", str(env), block=block)
     assert "s3cr3t 1\nline 2|o|ready" in run.log
-    seen = []
+    command_lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # the process has exited
-            seen.append(path.read_bytes())
-    assert not [line for line in seen if b"s3cr3t" in line]
+            command_lines.append(path.read_bytes())
+    assert not [line for line in command_lines if b"s3cr3t" in line]
     assert not [path for path in Path(run.files.directory).glob("*.pid") if "s3cr3t" in path.read_text()]
 
 
@@ -651,9 +651,6 @@ def test_a_timeout_after_a_stop_request_is_not_recorded(run: SupervisedRun) -> N
     assert not os.path.exists(run.files.record)
 
 
-# ---------------------------------------------------------------- sweep
-
-
 def test_the_cause_is_recorded_although_directory_errors_does_not_exist(run: SupervisedRun) -> None:
     os.makedirs(run.files.directory)
     arguments = ["--dir", run.files.directory, "--name", "n1", "--grace", "8", "--timeout", "1", "--lease", "0"]
@@ -662,6 +659,9 @@ def test_the_cause_is_recorded_although_directory_errors_does_not_exist(run: Sup
         os._exit(supervisor.supervise(options, b"", b"") != 128 + signal.SIGTERM)
     assert os.waitpid(pid, 0)[1] == 0
     assert read_json(run.files.record)["cause"] == "timeout"
+
+
+# ---------------------------------------------------------------- sweep
 
 
 def test_sweep_respects_the_grace_time_and_leaves_other_processes_alone(run: SupervisedRun) -> None:
@@ -683,7 +683,7 @@ def test_sweep_continues_a_supervisor_stopped_by_sigstop(run: SupervisedRun) -> 
     assert process.wait(TIMEOUT) == 143
 
 
-# ---------------------------------------------------------------- without processes
+# ---------------------------------------------------------------- progress bars and wrong calls
 
 BAR = (
     b"[n1:0]  10%\r\n[n1:1] other\n[n1:0]  20%\r\n[n1:0] 100%\n[n1:0] loss 2\n[n1:0]  30%\r\nnode line\n[n1:0] 40%\r\n"

@@ -1,6 +1,6 @@
 """The ranks of a machine share its usable cores, unless OMP_NUM_THREADS is set.
 
-Tables of machines, containers and SLURM allocations. tests/launch_singlenode.bats tests real ranks.
+The cases are machines, containers and SLURM allocations; tests/launch_singlenode.bats tests real ranks.
 """
 
 from __future__ import annotations

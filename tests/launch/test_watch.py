@@ -1,6 +1,6 @@
 """Nodes of an attempt end, fail or lose their connection. The clients are local shell scripts.
 
-faults.bats and across_nodes.bats test the same with real nodes.
+faults.bats and across_nodes.bats test these cases with real nodes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ NewWatch = Callable[..., Watch]
 
 @pytest.fixture
 def attempt(directory: Path, new_watch: NewWatch) -> Attempt:
-    """Run the scripts of n1 and n2, or the one of `all`. Returns the exit code of the first node that failed."""
+    """Run the scripts of n1 and n2, or the script of `all`. Returns the exit code of the first node that failed."""
 
     def attempt(sent: bytes = b"", **scripts: str) -> int:
         kind = OneClient if "all" in scripts else Scripts
@@ -134,17 +134,16 @@ FOLLOWING = r"""printf '\036{"node": "n1", "following": true}\n'"""
 
 
 class Followed(Scripts):
-    """n1 runs without a lease, and each script of `again` follows it once."""
+    """n1 runs without a lease; each script of `followers` follows it once."""
 
     lease = 0
 
-    def __init__(self, *again: str) -> None:
+    def __init__(self, *followers: str) -> None:
         super().__init__({"n1": f"{FOLLOWING}; exit 255", "n2": report("n2", 0)}, b"")
-        self.commands, self.again = self, list(again)  # type: ignore[assignment]
+        self.commands, self.followers = self, list(followers)  # type: ignore[assignment]
 
     def command(self, node: RunNode, arguments: Sequence[str], cwd: str, log: str = "") -> list[str]:
-        return ["sh", "-c", self.again.pop(0)]
-
+        return ["sh", "-c", self.followers.pop(0)]
 
 
 @pytest.mark.parametrize("code", [0, 5, 255])
@@ -155,7 +154,7 @@ def test_a_node_without_a_lease_is_followed_again_until_it_reports(
     monkeypatch.setattr("distributed.launch.watch.RECONNECT_INTERVAL", 0.1)
     transport = Followed("exit 255", "exit 69", "kill -KILL $$", report("n1", code))
     assert new_watch(directory, transport).attempt() == code
-    assert not transport.again
+    assert not transport.followers
     assert log_of(directory).count("n1: connection to its supervisor lost; it runs on, connecting again\n") == 1
 
 

@@ -1,7 +1,7 @@
 """A process started by a real SLURM determines its rank, world size, node and master address.
 
 SLURM sets about twenty variables that may contradict each other: some describe the job, some the step, some come from
-the shell. So real steps are started in all usual ways, and the result is compared with where the processes ran.
+the shell. So real steps are started in all usual ways, and results are compared with the nodes on which processes ran.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def observations(slurm: None) -> Iterator[dict[str, Future[list[Observed]]]]:
-    """Step -> observed processes. The steps run concurrently."""
+    """The observed processes of each step, by its name. The steps run concurrently."""
     with ThreadPoolExecutor(6) as pool:
         yield {step.name: pool.submit(start, step) for step in STEPS}
 
 
 def steps(expected: str | None = None) -> pytest.MarkDecorator:
-    """All steps with this expectation; without one, all that must be refused."""
+    """Run a test for each step with this expectation; by default, for each step that must be refused."""
     refused = [step for step in STEPS if step.expected not in (POSITIONS, SINGLE)]
     chosen = [step for step in STEPS if step.expected == expected] if expected else refused
     return pytest.mark.parametrize("step", chosen, ids=lambda step: step.name)
@@ -130,13 +130,13 @@ def start_with_four_variables(*options: str) -> subprocess.CompletedProcess[str]
 def test_tasks_with_only_four_variables_derive_block_and_cyclic_distributions(
     slurm: None, options: str, printed: str
 ) -> None:
-    """The names of three nodes decide between the two orders."""
+    """On three nodes, a task needs its host name to choose one of the two distributions."""
     ended = start_with_four_variables(*options.split())
     assert (ended.returncode, ended.stdout) == (0, printed), ended.stderr
 
 
 def test_tasks_with_only_four_variables_and_uneven_nodes_are_refused(slurm: None) -> None:
-    """Otherwise each would train separately as rank 0 of 1."""
+    """Otherwise each task would train separately as rank 0 of 1."""
     ended = start_with_four_variables("-N2", "-n3")
     assert ended.returncode != 0
     assert ended.stderr.count("WorldError: SLURM_NODEID is not set") == 3, ended.stderr

@@ -54,9 +54,9 @@ def test_reports_are_found_wherever_the_stream_is_split(splits: list[int]) -> No
 
 def test_the_exit_code_of_a_node_is_that_of_its_first_failed_task() -> None:
     node = StepNode("n1", tasks=3)
-    for code, ended in ((0, 1.0), (137, 3.0), (1, 2.0)):  # the rank that failed first does not exit
+    for code, end_time in ((0, 1.0), (137, 3.0), (1, 2.0)):  # the rank that failed first reports last
         assert not node.ended
-        node.ends.append({"exit_code": code, "time": ended})
+        node.ends.append({"exit_code": code, "time": end_time})
     assert node.ended
     assert node.exit_code == 1
 
@@ -102,7 +102,7 @@ def test_the_message_of_an_srun_that_starts_no_task_is_reported(
 
 
 def test_an_srun_that_exits_with_0_before_its_tasks_is_a_failure(run: Path, run_step: RunStep) -> None:
-    """For example when the allocation is revoked."""
+    """This happens when the allocation is revoked."""
     assert run_step("true") == UNFIT
     assert verdict.decide(run, UNFIT).outcome == "failed"
 
@@ -165,7 +165,7 @@ def test_a_node_failure_message_may_arrive_in_parts(run: Path, run_step: RunStep
 def test_a_node_is_not_lost_while_a_disk_blocks_the_launcher(
     run: Path, new_watch: Callable[..., Watch], blocked: float, lost: bool
 ) -> None:
-    """The launcher may not have read the node's reports."""
+    """The launcher may not have read the node's reports yet."""
     node = StepNode("n1", tasks=1, last_report=time.monotonic() - 60)
     watch = new_watch(run, Srun((), (), "17", task_per_rank=True))
     step = JobStep(watch, [node])
@@ -198,7 +198,7 @@ class StartedTask:
     """A task, started as srun does, with pipes to its standard files."""
 
     def __init__(self, run: Path, script: str, rank: int = 3, grace: int = 8, agent: bool = False) -> None:
-        """script: in Python; with `agent`, in bash."""
+        """script: Python code, or bash code if `agent` is true."""
         (run / f"script_{rank}.py").write_text(f"import os, signal, sys, time\n{script}")
         env = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "MUSTER_RUN_DIR": str(run)}
         task = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "slurm.task"]
@@ -358,8 +358,8 @@ def test_a_rank_is_killed_after_the_grace_time(start: Start) -> None:
 def test_a_rank_that_has_failed_and_does_not_exit_is_reported_at_once(
     run: Path, start: Start, end: str, code: int
 ) -> None:
-    held = "import threading; threading.Thread(target=time.sleep, args=(300,)).start()\n"
-    task = start(held + end, rank=0)
+    thread = "import threading; threading.Thread(target=time.sleep, args=(300,)).start()\n"
+    task = start(thread + end, rank=0)
     task.read_until(lambda: task.reports and "failed" in task.reports[-1])
     assert task.reports[-1]["failed"] == code
     task.process.stdin.write(b"stop\n")
@@ -372,7 +372,7 @@ def test_a_rank_that_has_failed_and_does_not_exit_is_reported_at_once(
 
 
 def test_a_failed_rank_has_time_for_its_exit_handlers(run: Path, start: Start) -> None:
-    """SIGTERM, which stops the other ranks, would interrupt them."""
+    """SIGTERM, which stops the other ranks, would interrupt the handlers."""
     handler = f"lambda: (time.sleep(1), open({str(run / 'end')!r}, 'w').close())"
     task = start(f"import atexit; atexit.register({handler})\n1 / 0", rank=0)
     task.read_until(lambda: task.reports and "failed" in task.reports[-1])
@@ -449,8 +449,8 @@ COUNTS = "signal.signal({}, lambda *_: print('got it', flush=True))\n" + READY
 def test_a_handler_gets_a_signal_once_whoever_sends_it(run: Path, start: Start, number: int, sender: str) -> None:
     task = start(COUNTS.format(number), rank=0)
     task.read_until(lambda: b"ready" in task.output)
-    for one in sender.split(" and "):
-        if one == "SLURM":
+    for name in sender.split(" and "):
+        if name == "SLURM":
             signal_task(run, number)
         else:
             task.process.stdin.write(f"signal {number}\n".encode())

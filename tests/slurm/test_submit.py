@@ -19,7 +19,7 @@ TWO_KINDS = "sinfo: warning: old\na|b*|4|16|gpu:8|infinite\nmixed*|4|16|gpu:a100
 
 
 @pytest.mark.parametrize(
-    ("sinfo", "nproc", "nnodes", "given", "expected"),
+    ("sinfo", "nproc", "nnodes", "user_options", "expected"),
     [
         (LAB, 2, 4, [], "--nodes=4 --ntasks-per-node=2 --gres=gpu:2 --cpus-per-task=8"),
         (LAB, 1, 1, [], "--nodes=1 --ntasks-per-node=1 --gres=gpu:1 --cpus-per-task=8"),  # a share of the node
@@ -36,9 +36,9 @@ TWO_KINDS = "sinfo: warning: old\na|b*|4|16|gpu:8|infinite\nmixed*|4|16|gpu:a100
     ],
 )  # fmt: skip
 def test_options_for_the_first_nodes_that_fit(
-    sinfo: str, nproc: int, nnodes: int, given: list[str], expected: str
+    sinfo: str, nproc: int, nnodes: int, user_options: list[str], expected: str
 ) -> None:
-    assert choose_nodes(sinfo, nproc, nnodes, given) == expected.split()
+    assert choose_nodes(sinfo, nproc, nnodes, user_options) == expected.split()
 
 
 @pytest.mark.parametrize(
