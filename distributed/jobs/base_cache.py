@@ -91,7 +91,7 @@ class Cache:
         except BaseModelError:
             manifest = base_model.manifest_of(output, digest, **facts)
             base_model.publish(self.directory, digest, base_model.stage(self.directory, output, manifest))
-        # flock() drops the exclusive lock first. A process that then takes the lock sees a valid model, and drops the lock.
+        # flock() is not atomic: another process may take the lock in between, but releases it, as the model is valid.
         while digest in self._locks and not try_lock(self._locks[digest], exclusive=False):
             time.sleep(0.01)
         self._training.discard(digest)
