@@ -3,13 +3,13 @@
 usage: module.py jobs.array_task ARRAY
 
 ARRAY is the directory LIST/array-ID of an array that slurm_backend.py submitted. Line SLURM_ARRAY_TASK_ID (from 0) of
-its file `attempts` names the attempt. The job specification of an attempt states what to run. It is a file with mode
-0600, as it contains the environment of the job:
+its file `attempts` names the attempt. The job specification of an attempt states what to run. It has mode 0600, as it
+contains the environment of the job. Its file name shows its state, and element.json shows the element that claimed it:
 
   LIST/ATTEMPT/order         not assigned to an array
   LIST/ATTEMPT/order.ID      assigned to this array
   LIST/ATTEMPT/taken.ID      claimed by an element that has not started the command
-  LIST/ATTEMPT/element.json  the element that claimed it: host, time, array, SLURM job id
+  LIST/ATTEMPT/element.json  host, time, array and SLURM job id of the element that claimed the specification
 
 A job specification is assigned, released and claimed by renaming its file; only one process can succeed in that. Only
 the process that then removes taken.ID starts the command. So an attempt runs once, even if it is submitted or requeued
@@ -72,7 +72,7 @@ def write_spec(attempt: str, spec: Facts) -> None:
 
 
 def move(source: str, target: str) -> bool:
-    """Rename a file. False: it does not exist."""
+    """Rename a file. Returns False if it does not exist."""
     try:
         os.rename(source, target)
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def move(source: str, target: str) -> bool:
 
 
 def remove(path: str) -> bool:
-    """Remove a file. False: it does not exist."""
+    """Remove a file. Returns False if it does not exist."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -90,7 +90,7 @@ def remove(path: str) -> bool:
 
 
 def claim_spec(attempt: str, array: str) -> Facts | None:
-    """Claim the job specification of an attempt. None: it is not assigned to this array."""
+    """Claim and return the job specification of an attempt; None if it is not assigned to this array."""
     taken = taken_path(attempt, array)
     move(spec_path(attempt, array), taken)
     try:
@@ -111,19 +111,19 @@ def dispatcher_environment(environment: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in foreign and not name.startswith(prefixes)}
 
 
-def environment_blocks(spec: Facts, here: dict[str, str]) -> tuple[bytes, bytes]:
-    """Return (inherited, own) variables of the command, each as NUL-terminated NAME=VALUE entries.
+def environment_blocks(spec: Facts, node_environment: dict[str, str]) -> tuple[bytes, bytes]:
+    """The variables of the command, inherited ones and those of the job, each as NUL-terminated NAME=VALUE entries.
 
-    inherited: defaults and the dispatcher's environment, except variables that are set here. own: variables of the job,
-    applied after `setup`, which therefore cannot change them. here: the environment of this process.
+    Inherited are the defaults and the dispatcher's environment, without variables that node_environment (that of this
+    process) contains. Variables of the job are set after `setup` has run, which therefore cannot change them.
     """
-    cores = here.get("SLURM_CPUS_PER_TASK") or here.get("SLURM_CPUS_ON_NODE") or "1"
+    cores = node_environment.get("SLURM_CPUS_PER_TASK") or node_environment.get("SLURM_CPUS_ON_NODE") or "1"
     defaults = host.default_variables(cores)
     if spec["gpus"]:
         defaults["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # SLURM's numbering
     else:
         defaults["CUDA_VISIBLE_DEVICES"] = ""
-    inherited = {name: value for name, value in {**defaults, **spec["call"]}.items() if name not in here}
+    inherited = {name: value for name, value in {**defaults, **spec["call"]}.items() if name not in node_environment}
     return host.block_of(inherited), host.block_of(spec["env"])
 
 
@@ -134,7 +134,7 @@ class SlurmSupervisor(supervisor.Supervisor):
     """A supervisor that handles SLURM's SIGTERM."""
 
     def __init__(self, *args: Any, kill_wait: float) -> None:
-        """kill_wait: SLURM's seconds between SIGTERM and SIGKILL."""
+        """kill_wait: seconds between the SIGTERM and the SIGKILL of SLURM."""
         super().__init__(*args)
         self._grace_in_slurm = max(1.0, kill_wait - max(2.0, kill_wait / 5))  # leaves time to write the exit code
         self._signalled = False
@@ -142,7 +142,7 @@ class SlurmSupervisor(supervisor.Supervisor):
     def handle_signal(self, number: int) -> None:
         """Stop the command before SLURM sends SIGKILL to this process. Further signals do not shorten the grace.
 
-        Other signals (sbatch --signal=B:USR1) are passed on to the command.
+        Signals in PASSED_ON (such as USR1 of sbatch --signal=B:USR1) are passed on to the command instead.
         """
         if number in signals.PASSED_ON:
             super().handle_signal(number)
@@ -170,7 +170,7 @@ def slurm_job_id() -> str:
 
 
 def reason_of_end(job: str) -> tuple[str, str]:
-    """(cause, message): why SLURM is stopping a job; both empty if it is not stopping the job, or does not reply."""
+    """(cause, message): why SLURM is stopping a job; both empty if SLURM is not stopping it, or does not reply."""
     command = ["scontrol", "show", "job", "--oneliner", job]
     try:
         shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SCONTROL_TIMEOUT)
@@ -210,13 +210,13 @@ def run(attempt: host.HostAttempt, spec: Facts) -> int:
 def publish(spec: Facts) -> None:
     """Publish a trained base model before SLURM starts the jobs that depend on it. Raises HostError."""
     output, cache, digest = spec["env"]["MUSTER_OUTPUT_DIR"], spec["cache"], spec["trains"]
-    for tries_left in (2, 1, 0):
+    for retries_left in (2, 1, 0):
         try:
             manifest = base_model.manifest_of(output, digest, settings=spec["settings"], created=time.time())
             base_model.publish(cache, digest, base_model.stage(cache, output, manifest))
             return
         except (base_model.BaseModelError, FileNotFoundError) as error:  # a dispatcher may have cleaned the cache
-            if not tries_left:
+            if not retries_left:
                 raise host.HostError(str(error)) from None
 
 
@@ -238,7 +238,7 @@ def work(array: str) -> int:
     if not os.path.isdir(attempt.directory):
         return nothing_to_do(f"{name}: its directory was removed")
     try:
-        attempt.take_lock()  # until this process exits; without support of locks, claiming still ensures a single run
+        attempt.take_lock()  # until exit; on a file system without locks, the claim alone prevents a second run
     except host.Busy as error:
         return nothing_to_do(str(error))
     spec = claim_spec(attempt.directory, identifier)

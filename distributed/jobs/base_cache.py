@@ -1,11 +1,11 @@
 """The dispatcher's cache of base models: experiments/base_models in the working directory.
 
     cache = Cache(Path.cwd())
-    cache.claim(digest)           "ready" (use it), "train" (this process trains it) or "busy" (locked by another)
+    cache.claim(digest)           "ready" (use it), "train" (this process trains it) or "busy" (locked elsewhere)
     cache.publish(digest, output, **facts)
 
 A dispatcher holds a shared lock on each base model that it uses, and an exclusive one while it trains the base model.
-So two dispatchers never train the same one, and `cache prune` removes none in use. Locks end with their process.
+So two dispatchers never train the same base model, and `cache prune` removes none in use. Locks end with a process.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Cache:
         except BaseModelError:
             manifest = base_model.manifest_of(output, digest, **facts)
             base_model.publish(self.directory, digest, base_model.stage(self.directory, output, manifest))
-        # flock() first releases the exclusive lock. A process that gets it finds a valid model, and releases it.
+        # flock() is not atomic: another process may take the lock in between, but releases it, as the model is valid.
         while digest in self._locks and not try_lock(self._locks[digest], exclusive=False):
             time.sleep(0.01)
         self._training.discard(digest)
@@ -144,17 +144,17 @@ def refuse_other_name(path: str, manifest: Manifest) -> None:
 
 
 def prune(cwd: Path, keep: Collection[str] | None = None) -> tuple[list[str], list[str]]:
-    """Remove damaged base models, incomplete copies, and base models that are not to be kept.
+    """Remove incomplete copies, damaged base models, and valid base models whose names are not in `keep`.
 
-    keep: names; None: all valid ones. Returns the names of removed base models, and the names of base models in use,
-    which are not removed.
+    keep: None keeps all valid base models. Returns the names of removed base models, and of base models in use, which
+    are not removed.
     """
-    directory, removed, used = str(cwd / CACHE), [], []
+    directory, removed, in_use = str(cwd / CACHE), [], []
     for name in sorted({*base_model.names_in(directory), *base_model.names_of_staging(directory)}):
         path = os.path.join(directory, name)
         file = base_model.lock(directory, name, exclusive=True)
         if file is None:
-            used.append(name)
+            in_use.append(name)
             continue
         try:
             base_model.remove_staging(directory, name)
@@ -163,7 +163,7 @@ def prune(cwd: Path, keep: Collection[str] | None = None) -> tuple[list[str], li
                 removed.append(name)
         finally:
             os.close(file)
-    return removed, used
+    return removed, in_use
 
 
 def valid(path: str) -> bool:

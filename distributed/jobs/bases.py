@@ -2,11 +2,11 @@
 
     rules = Rules.of(base_models, "train.py")       the section base_models, with its defaults
     plan = plan_of(jobs, rules)                     the base models, and the jobs that start from each
-    leaks(plan)                                     jobs whose held-out participant their base model is trained on
+    leaks(plan)                                     jobs that hold out a participant their base model is trained on
 
 A base model is identified by the SHA-256 of the canonical form of the settings that determine it. The job that trains
-it gets exactly these settings, with paths spelled as in its first job, so no other setting can change its weights. Two
-things are read from disk: the settings file of a job (config), and the names of the participants in data_path.
+the base model gets only these settings, so no other setting can change the weights. Paths are spelled as in the first
+job that uses it. Only settings files (config) and the names of the participants in data_path are read from disk.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Rules:
     def settings(self, job: Job) -> dict[str, Any]:
         """The canonical form of the settings that determine the base model of a job.
 
-        Defaults are filled in, null and false are left out, 64.0 is 64, participants are sorted, and fold is a position
-        in the sorted list. Raises ValueError for contradictory settings, such as fold and participant.
+        Defaults are filled in, null and false are left out, 64.0 becomes 64, participants are sorted, and fold is a
+        position in the sorted list. Raises ValueError for contradictory settings, such as fold and participant.
         """
         complete = self._with_defaults(job.settings)
         found = {key: canonical(value) for key, value in complete.items() if self.key_classes.get(key) == "base"}
@@ -110,20 +110,20 @@ class Rules:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def held_out(self, job: Job) -> str | None:
-        """The participant that a job holds out; None if unknown or none."""
+        """The participant that a job holds out; None if there is none, or its name is unknown."""
         complete = self._with_defaults(job.settings)
-        known = self._participants(complete)
-        return fold.participant_of(complete if known is None else {**complete, "participants": known}, None)
+        names = self._participants(complete)
+        return fold.participant_of(complete if names is None else {**complete, "participants": names}, None)
 
     def trained_on(self, settings: Mapping[str, Any]) -> list[str] | None:
         """The participants that a base model is trained on; None if unknown. settings: canonical."""
         if "base_participants" in settings:
             return [str(name) for name in as_list(settings["base_participants"])]
-        known = self._participants(settings)
-        if known is None:
+        participants = self._participants(settings)
+        if participants is None:
             return None
-        held_out = fold.participant_of({**settings, "participants": known}, None)
-        return [name for name in known if name != held_out]
+        held_out = fold.participant_of({**settings, "participants": participants}, None)
+        return [name for name in participants if name != held_out]
 
     def _participants(self, settings: Mapping[str, Any]) -> list[str] | None:
         if "participants" in settings:
@@ -133,16 +133,16 @@ class Rules:
         return None
 
     def _with_defaults(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that the script gets, with their defaults."""
-        given = {**self.section.defaults, **arguments_in(settings)}
-        defaults = {} if given.get("config") else self.script_defaults  # those in a settings file are not known here
-        if given.get("data_path"):  # the default participants are those in data_path
+        """The arguments that the script gets, and the defaults of the others."""
+        explicit = {**self.section.defaults, **arguments_in(settings)}
+        defaults = {} if explicit.get("config") else self.script_defaults  # those of a settings file are unknown
+        if explicit.get("data_path"):  # the default participants are those in data_path
             defaults = without(defaults, "participants")
-        return arguments_in({**defaults, **given})
+        return arguments_in({**defaults, **explicit})
 
 
 def rules_of(base_models: Path | None, cluster: ClusterConfig | None, script: str) -> Rules:
-    """The rules of the file --base-models, else of the cluster config. Raises ConfigError."""
+    """The rules in the file base_models or, if it is None, in the cluster config. Raises ConfigError."""
     section = read_base_models(base_models) if base_models else cluster.base_models if cluster else BaseModels()
     return Rules.of(section, script)
 
@@ -165,7 +165,7 @@ def participants_at(directory: Path) -> list[str] | None:
 
 
 def script_name(script: str) -> str:
-    """One spelling of the path of a script: relative to the working directory if it is inside it, else absolute."""
+    """The path of a script in one spelling: relative if it is inside the working directory, otherwise absolute."""
     here, path = Path.cwd(), Path(os.path.abspath(script))
     inside = [each for each in (path, path.parent.resolve() / path.name) if each.is_relative_to(here)]
     return str(inside[0].relative_to(here) if inside else path)
@@ -222,7 +222,7 @@ class SharedBase:
 
     @property
     def subject(self) -> str:
-        """The base model in messages."""
+        """A description of the base model for messages."""
         return f"base {self.name} of {plural(len(self.jobs), 'job')}, the first {self.jobs[0].name}"
 
 
@@ -238,13 +238,13 @@ def plan_of(jobs: Sequence[Job], rules: Rules) -> BasePlan:
     """The base models that these jobs need.
 
     Raises:
-        ConfigError: an unclassified key, contradictory settings, an output directory inside those of base models, or a
+        ConfigError: an unclassified key, contradictory settings, an output directory inside that of base models, or a
             _base_model_hash that does not match the settings.
     """
     faults: list[str] = []
     planned: list[Job] = []
     settings: dict[str, dict[str, Any]] = {}
-    using: dict[str, list[Job]] = {}
+    jobs_by_digest: dict[str, list[Job]] = {}
     unclassified: dict[str, list[Job]] = {}
     for job in jobs:
         if job.output.startswith((f"{CACHE}/", f"{TRAINING}/")):
@@ -255,21 +255,21 @@ def plan_of(jobs: Sequence[Job], rules: Rules) -> BasePlan:
         for key in rules.unclassified(job):
             unclassified.setdefault(key, []).append(job)
         try:
-            found = rules.settings(job)
-            held_out, known = rules.held_out(job), rules.trained_on(found)
+            base_settings = rules.settings(job)
+            held_out, trained_on = rules.held_out(job), rules.trained_on(base_settings) or ()
         except ValueError as error:
             faults.append(f"{job.name}: {error}")
             continue
-        digest = rules.digest(found)
-        name, given = hash_of(digest), job.options.base_model_hash
-        if given not in (None, name):
-            faults.append(f"{job.name}: _base_model_hash={given}, but its settings give {name}; remove it")
-        settings.setdefault(digest, found)
-        leak = f"holds out {held_out}, and its base model {name} is trained on it" if held_out in (known or ()) else ""
+        digest = rules.digest(base_settings)
+        name, requested_name = hash_of(digest), job.options.base_model_hash
+        if requested_name not in (None, name):
+            faults.append(f"{job.name}: _base_model_hash={requested_name}, but its settings give {name}; remove it")
+        settings.setdefault(digest, base_settings)
+        leak = f"holds out {held_out}, and its base model {name} is trained on it" if held_out in trained_on else ""
         planned.append(replace(job, base=digest, leak=leak, options=replace(job.options, base_model_hash=name)))
-        using.setdefault(digest, []).append(planned[-1])
+        jobs_by_digest.setdefault(digest, []).append(planned[-1])
     raise_faults([unclassified_fault(key, affected, rules) for key, affected in unclassified.items()] or faults)
-    shared = {digest: SharedBase(digest, settings[digest], tuple(jobs)) for digest, jobs in using.items()}
+    shared = {digest: SharedBase(digest, settings[digest], tuple(jobs)) for digest, jobs in jobs_by_digest.items()}
     return BasePlan(tuple(planned), shared)
 
 
@@ -284,7 +284,7 @@ def unclassified_fault(key: str, jobs: Sequence[Job], rules: Rules) -> str:
 
 
 def training_job(base: SharedBase, rules: Rules, retries: int | None = None) -> Job:
-    """The job that trains a base model. GPUs, labels and environment default to those of the first job that uses it.
+    """The job that trains a base model. GPUs, labels and environment default to those of the first job in `base`.
 
     Raises:
         JobError: a default of the rules cannot be an argument.
@@ -320,7 +320,7 @@ def not_checked(plan: BasePlan, rules: Rules) -> list[SharedBase]:
 
 
 def differences(one: Job, other: Job, rules: Rules) -> list[tuple[str, str, str, str]]:
-    """(key, its class, its value in one job, in the other) of each difference; base keys first."""
+    """(key, class, value in one job, value in the other job) for each difference; base keys come first."""
     first, second = (readable(same_spelling(rules.settings(each))) for each in (one, other))
     found = [(key, "base", shown(first, key), shown(second, key)) for key in differing(first, second)]
     for key in differing(one.settings, other.settings):

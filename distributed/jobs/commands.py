@@ -95,7 +95,7 @@ PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"
 PROGRAMS = (PROGRAM, TWO_PHASE, "distributed_train_helper.py")
 BACKENDS = ("ssh", "local", "slurm")
-SHOWN = 10  # failed jobs listed at the end, and leaks in one message
+SHOWN = 10  # maximum number of failed jobs in the summary, and of leaks in one message
 WRITE_INTERVAL = 0.5  # seconds between checks whether to write the results, and between updates of the table
 BASE_OPTIONS = {  # options of run_two_phase_training.py, with their defaults
     "base_models": None, "skip_phase1": False, "refuse_leaks": False, "evict_after_copy": False,
@@ -131,7 +131,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def run_parser(two_phase: bool = False) -> CommandParser:
-    """The options for running a list. two_phase: also those of run_two_phase_training.py."""
+    """The parser of a call that runs a list. two_phase: with the options of run_two_phase_training.py."""
     parser = CommandParser(add_help=False, allow_abbrev=False)
     parser.set_defaults(two_phase=two_phase, **BASE_OPTIONS)
     if two_phase:
@@ -158,7 +158,7 @@ def run_parser(two_phase: bool = False) -> CommandParser:
 
 
 def subcommand_parser(name: str) -> CommandParser | None:
-    """The options of one of SUBCOMMANDS; None for another name."""
+    """The parser of a subcommand; None if SUBCOMMANDS does not contain this name."""
     if name not in SUBCOMMANDS:
         return None
     parser = CommandParser(prog=f"{program_name()} {name}", description=SUBCOMMANDS[name].__doc__, allow_abbrev=False)
@@ -202,9 +202,9 @@ def main(
     arguments: Sequence[str], execute: Callable[[list[str]], int] | None = None, help_text: str | None = __doc__,
     parser_of: Callable[[str], CommandParser | None] = subcommand_parser,
 ) -> int:  # fmt: skip
-    """Run a program and return its exit code. Programs other than this one set the other parameters.
+    """Run a program and return its exit code. The defaults are those of run_distributed_training.py.
 
-    parser_of: returns the parser of a subcommand, whose help is then printed instead of help_text.
+    parser_of: returns the parser of a subcommand; --help then prints the help of this parser instead of help_text.
     """
     try:
         if "--help" in arguments or "-h" in arguments:
@@ -269,7 +269,7 @@ def journal_of(results: Path) -> Path:
 
 @dataclass(frozen=True)
 class ListConfig:
-    """The options of a call, and the contents of the configurations that they name, checked."""
+    """The options of a call, and the checked contents of the configuration files that these options name."""
 
     options: argparse.Namespace
     cluster: ClusterConfig | None
@@ -304,9 +304,9 @@ def read_config(options: argparse.Namespace) -> ListConfig:
 
 
 def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
-    """The list with these jobs, each with its base model; in a two-phase list, the jobs that train them come first.
+    """The list with these jobs, each with its base model. In a two-phase list, jobs that train base models come first.
 
-    Raises ConfigError for a leak with --refuse-leaks, and as with_base_models().
+    Raises ConfigError as plan_of(), with_base_models() and with_digest(), and for a leak with --refuse-leaks.
     """
     options, cache = config.options, config.cache
     warnings: list[str] = []
@@ -321,13 +321,13 @@ def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
 
 
 def added_before(config: ListConfig, state: ListState) -> list[Job]:
-    """The jobs that `add` has added to a list, as they were then. The values of their _env are read from their files.
+    """The jobs that `add` has added to a list, as the journal has them; their values of _env are read from their files.
 
     config: with the jobs of --jobs-config. Raises ConfigError if an unfinished job has lost its _env or a job that it
     waits for, or if two jobs would write the same directory.
     """
-    own = {job.id for job in config.jobs}
-    added = {job: each for job, each in state.jobs.items() if each.job.file and job not in own}
+    ids = {job.id for job in config.jobs}
+    added = {job: each for job, each in state.jobs.items() if each.job.file and job not in ids}
     options = config.options
     rules = bases.rules_of(options.base_models, config.cluster, config.script) if options.two_phase else None
     listed = [*config.jobs, *(each.job for each in added.values())]
@@ -339,7 +339,7 @@ def added_before(config: ListConfig, state: ListState) -> list[Job]:
             env |= {job.id: job.options.env for job in jobs}
         except ConfigError as error:
             errors[file] = f" ({str(error).splitlines()[0]})"
-    found, faults = [], []
+    restored, faults = [], []
     for each in added.values():
         job, remedy = each.job, f"restore it, or run {command_line(f'cancel {each.job.id}', options.log_file)}"
         if job.options.env and job.id not in env:
@@ -348,33 +348,33 @@ def added_before(config: ListConfig, state: ListState) -> list[Job]:
             if each.state != "done":
                 continue
         for needed in job.options.after:
-            gone = needed not in own | added.keys() and (needed not in state.jobs or state.jobs[needed].state != "done")
-            if gone and each.state not in FINAL:
+            lost = needed not in ids | added.keys() and (needed not in state.jobs or state.jobs[needed].state != "done")
+            if lost and each.state not in FINAL:
                 faults.append(f"{job.name}: waits for job {needed}, which is no longer in the list; {remedy}")
         planned = rules is not None and rules.needs_base(job)  # with_bases() then finds the base model anew
-        name = None if planned else job.options.base_model_hash
-        own_options = replace(job.options, env=env.get(job.id, job.options.env), base_model_hash=name)
-        found.append(replace(job, options=own_options, base="", leak=""))
-    raise_faults([*faults, *collisions({job.id: job for job in [*config.jobs, *found]})])
-    return found
+        base_hash = None if planned else job.options.base_model_hash
+        job_options = replace(job.options, env=env.get(job.id, job.options.env), base_model_hash=base_hash)
+        restored.append(replace(job, options=job_options, base="", leak=""))
+    raise_faults([*faults, *collisions({job.id: job for job in [*config.jobs, *restored]})])
+    return restored
 
 
-def jobs_to_add(config: ListConfig, made: Sequence[JobServer], jobs: Sequence[Job], file: str) -> list[Job]:
+def jobs_to_add(config: ListConfig, job_servers: Sequence[JobServer], jobs: Sequence[Job], file: str) -> list[Job]:
     """The jobs of a file that are not in the list, and the jobs that train their base models. Raises ConfigError.
 
-    made: the running servers; they get slots for the new jobs if their number depends on the jobs, as on SLURM.
-    jobs: those of the list.
+    job_servers: servers of the running list; each gets more slots if its number of slots depends on the jobs (SLURM).
+    jobs: all jobs of the list.
     """
     listed, known = [job for job in jobs if not job.trains], {job.id for job in jobs}
-    read = read_jobs(Path(file), default_participants(config.script), config.options.retries, listed)
-    new = [replace(job, file=file) for job in read if job.id not in known]
-    found = [job for job in with_bases(config, [*listed, *new]).jobs if job.id not in known] if new else []
-    larger = make_servers(replace(config, jobs=[*jobs, *found]), "new")
-    refuse_unplaceable_jobs(found, larger)
-    refuse_foreign_outputs(replace(config, jobs=found))
-    for server, other in zip(made, larger, strict=False):
+    in_file = read_jobs(Path(file), default_participants(config.script), config.options.retries, listed)
+    new = [replace(job, file=file) for job in in_file if job.id not in known]
+    added = [job for job in with_bases(config, [*listed, *new]).jobs if job.id not in known] if new else []
+    larger = make_servers(replace(config, jobs=[*jobs, *added]), "new")
+    refuse_unplaceable_jobs(added, larger)
+    refuse_foreign_outputs(replace(config, jobs=added))
+    for server, other in zip(job_servers, larger, strict=False):
         server.pool.grow(other.pool.slots)
-    return found
+    return added
 
 
 def leak_warnings(plan: bases.BasePlan, rules: bases.Rules) -> list[str]:
@@ -389,9 +389,9 @@ def leak_warnings(plan: bases.BasePlan, rules: bases.Rules) -> list[str]:
 
 
 def with_base_models(options: argparse.Namespace, rules: bases.Rules, plan: bases.BasePlan, cache: Cache) -> list[Job]:
-    """The jobs that train base models (none with --skip-phase1), then the given jobs, each with its base model.
+    """The jobs that train base models (none with --skip-phase1), then the jobs of the plan.
 
-    Raises ConfigError if with --skip-phase1 no valid copy of a base model is in the cache.
+    Raises ConfigError if, with --skip-phase1, the cache does not contain a valid copy of each base model.
     """
     if not options.skip_phase1:
         return [*(bases.training_job(base, rules, options.retries) for base in plan.bases.values()), *plan.jobs]
@@ -401,7 +401,7 @@ def with_base_models(options: argparse.Namespace, rules: bases.Rules, plan: base
             cache.verify(base.digest)
         except BaseModelError as error:
             faults.append(f"{base.subject}: {error}; remove --skip-phase1")
-    if faults:  # not by raise_faults(): all are shown, as each must be trained
+    if faults:  # raise_faults() would omit some, but each base model must be trained
         raise ConfigError("\n".join(faults))
     return list(plan.jobs)
 
@@ -420,7 +420,7 @@ def with_digest(job: Job, cache: Cache) -> Job:
 
 
 def make_servers(config: ListConfig, list_id: str) -> list[JobServer]:
-    """The servers of a list. Raises ConfigError if a file named by ssh_key does not exist."""
+    """The servers of a list. Raises ConfigError for a missing ssh_key file, and for faults in $MUSTER_FORWARD."""
     options = config.options
     try:
         forwarded = forwarding.forwarded(os.environ)
@@ -443,9 +443,9 @@ def make_servers(config: ListConfig, list_id: str) -> list[JobServer]:
     return [servers.SshServer(server.name, server, context) for server in config.cluster.servers]
 
 
-def refuse_unplaceable_jobs(jobs: Sequence[Job], made: Sequence[JobServer]) -> None:
+def refuse_unplaceable_jobs(jobs: Sequence[Job], job_servers: Sequence[JobServer]) -> None:
     """Raises ConfigError if no server has the labels of a job and enough GPUs for it."""
-    pools = [server.pool for server in made]
+    pools = [server.pool for server in job_servers]
     faults = []
     for job in jobs:
         labels = frozenset(job.options.labels)
@@ -460,7 +460,7 @@ def refuse_unplaceable_jobs(jobs: Sequence[Job], made: Sequence[JobServer]) -> N
 def run(options: argparse.Namespace) -> int:
     """Run or continue a list. Returns the exit code."""
     config = read_config(options)
-    directory = os.path.dirname(os.path.realpath(options.log_file))  # of the file itself, if this is a link to it
+    directory = os.path.dirname(os.path.realpath(options.log_file))  # of its target if --log-file is a link
     if not os.path.isdir(directory):
         shown = directory if options.log_file.is_symlink() else options.log_file.parent
         raise CallError(f"--log-file {options.log_file}: no such directory: {shown}; create it")
@@ -471,43 +471,43 @@ def run(options: argparse.Namespace) -> int:
         return show_plan(config)
     for line in config.warnings:
         sys.stderr.write(f"{program_name()}: warning: {line}\n")
-    with Journal.open(journal_of(options.log_file)) as book:
-        state = ListState.of(book.records)
+    with Journal.open(journal_of(options.log_file)) as list_journal:
+        state = ListState.of(list_journal.records)
         refuse_other_list(state, config)
         listed = {job.id for job in config.jobs}
         if any(each.job.file and each.job.id not in listed for each in state.unfinished()):
             raise CallError(f"{options.log_file}: jobs were added while the command started; run it again")
-        about = {
+        call_options = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(options).items() if name not in NOT_STORED
         }  # fmt: skip
-        record = book.add(
+        record = list_journal.add(
             "list", list=state.id or secrets.token_hex(5), cwd=str(Path.cwd()), pid=os.getpid(),
-            host=os.uname().nodename, call=about, backend=options.backend, script=config.script,
+            host=os.uname().nodename, call=call_options, backend=options.backend, script=config.script,
             jobs=job_records(config.jobs),
         )  # fmt: skip
         state.apply(record)
-        book.commit()
-        return dispatch(book, state, config, make_servers(config, state.id))
+        list_journal.commit()
+        return dispatch(list_journal, state, config, make_servers(config, state.id))
 
 
 def refuse_existing_results(options: argparse.Namespace) -> None:
-    """Raises CallError if a file would be overwritten that does not belong to a list."""
-    book = journal_of(options.log_file)
+    """Raises CallError if a file that belongs to no list would be overwritten."""
+    journal_path = journal_of(options.log_file)
     phases = phase_files(options.log_file) if options.two_phase else ()
     for path in (options.log_file, options.log_file.with_suffix(".html"), *phases):
-        if path.exists() and not book.exists():
+        if path.exists() and not journal_path.exists():
             raise CallError(
-                f"--log-file {options.log_file}: {path} exists, but not its journal ({book}); move it away, or give "
-                "another --log-file"
+                f"--log-file {options.log_file}: {path} exists, but not its journal ({journal_path}); move it away, or "
+                "give another --log-file"
             )
 
 
 def refuse_foreign_outputs(config: ListConfig) -> None:
-    """Raises ConfigError if an output directory on this machine contains files that are not of its job.
+    """Raises ConfigError if an output directory on this machine contains files that do not belong to its job.
 
-    Files without an owner are accepted for a job that this list has started, as a user may have removed the owner file,
-    and for a base training that is not needed.
+    Files without an owner file are accepted for a job that this list has started, as a user may have removed the owner
+    file, and for a job that trains a base model which is in the cache already.
     """
     faults = []
     found = (job for job in config.jobs if host.holds_foreign_files(job.output))
@@ -527,7 +527,7 @@ def refuse_foreign_outputs(config: ListConfig) -> None:
 
 
 def refuse_other_list(state: ListState, config: ListConfig) -> None:
-    """Raises ConfigError if the journal belongs to another list."""
+    """Raises ConfigError if the journal belongs to another list, or a job has run from another base model."""
     if not state.id:
         return
     log_file, remedy = config.options.log_file, "use another --log-file for another list"
@@ -551,25 +551,25 @@ def base_conflict(known: JobState | None, job: Job) -> str:
 
 
 def dispatch(
-    book: Journal, state: ListState, config: ListConfig, made: Sequence[JobServer], drain: bool = False
+    list_journal: Journal, state: ListState, config: ListConfig, job_servers: Sequence[JobServer], drain: bool = False
 ) -> int:  # fmt: skip
-    """Run a dispatcher until it returns. Returns the exit code. made: its servers. drain: see Policy."""
+    """Run a dispatcher with these servers until it returns. Returns the exit code. drain: see Policy."""
     options, log_file = config.options, config.options.log_file
     # Jobs of a lost SLURM cluster cannot run elsewhere.
     lost_after = float("inf") if options.backend == "slurm" else float(options.lost_after)
     policy = Policy(
         options.max_failures, options.fail_fast, lost_after, options.gpu_free_mib, drain, options.evict_after_copy
     )
-    links = {server.name: ServerLink(server) for server in made}
+    links = {server.name: ServerLink(server) for server in job_servers}
     screen, results = console.ListConsole(state, links), Results(log_file, state, links)
     command = "" if drain else options.notify or os.environ.get("MUSTER_NOTIFY", "")
     files = {"list": str(absolute(log_file)), "report": str(absolute(log_file.with_suffix(".html")))}
     notifier = Notifier(command, screen.log, str(log_file), **files)
     dispatcher = Dispatcher(
-        book, state, config.jobs, links, policy, log=screen.log, on_change=results.note_change, cache=config.cache,
-        read_added=functools.partial(jobs_to_add, config, made), notify=notifier.send,
+        list_journal, state, config.jobs, links, policy, log=screen.log, on_change=results.note_change,
+        cache=config.cache, read_added=functools.partial(jobs_to_add, config, job_servers), notify=notifier.send,
     )  # fmt: skip
-    if names := next((server.context.forwarded for server in made if isinstance(server, servers.SshServer)), None):
+    if names := next((each.context.forwarded for each in job_servers if isinstance(each, servers.SshServer)), None):
         screen.log(f"forwarded to the jobs: {' '.join(names)}; {forwarding.SETTING} changes the list")
     with screen:
         done = f", {state.counts['done']} of them done" if state.counts["done"] else ""
@@ -587,7 +587,7 @@ def dispatch(
 
 
 async def run_until_stopped(dispatcher: Dispatcher, results: Results, screen: console.ListConsole) -> list[int]:
-    """Run a dispatcher until it returns, also on a signal. Returns the received signals."""
+    """Run a dispatcher until it returns; a signal interrupts it. Returns the received signals."""
     # asyncio warns of processes that exit and pipes that close; the dispatcher reports these events itself.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     received: list[int] = []
@@ -609,9 +609,9 @@ async def run_until_stopped(dispatcher: Dispatcher, results: Results, screen: co
 
 async def write_periodically(results: Results, screen: console.ListConsole) -> None:
     while True:
-        before = results.error
+        last_error = results.error
         results.write()
-        if results.error and results.error != before:
+        if results.error and results.error != last_error:
             screen.log(f"{results.error}; retrying")
         screen.refresh()
         await asyncio.sleep(WRITE_INTERVAL)
@@ -647,9 +647,9 @@ def print_summary(state: ListState, outcome: str, results: Results, log_file: Pa
     if failed:
         put(f"show the cause:  {command_line(f'why {failed[0].job.id}', log_file)}")
         put(f"run them again:  {command_line('retry failed', log_file)}")
-    if silent := [each for each in state.jobs.values() if each.reason.startswith(host.NOTHING_WRITTEN)]:
-        example = max(silent, key=lambda each: len(each.reason))  # one with new files, if there are any
-        put(f"done without results: {plural(len(silent), 'job')}; {example.job.name} {example.reason}")
+    if without_results := [each for each in state.jobs.values() if each.reason.startswith(host.NOTHING_WRITTEN)]:
+        example = max(without_results, key=lambda each: len(each.reason))  # a longer reason also names new files
+        put(f"done without results: {plural(len(without_results), 'job')}; {example.job.name} {example.reason}")
     for server in sorted({attempt.server for attempt in state.lost_attempts()}):
         stop = command_line("cancel all", log_file)
         put(f"{server}: lost; its jobs may still be running; when it is reachable again: {stop}")
@@ -671,8 +671,8 @@ def show_plan(config: ListConfig) -> int:
         pool.open = True
     state = state_of(journal_of(config.options.log_file))
     refuse_other_list(state, config)
-    left = [job for job in config.jobs if job.id not in state.jobs or state.jobs[job.id].state not in FINAL]
-    jobs = {job.id: job for job in left if not (job.trains and in_cache(config.cache, job.trains))}
+    unfinished = [job for job in config.jobs if job.id not in state.jobs or state.jobs[job.id].state not in FINAL]
+    jobs = {job.id: job for job in unfinished if not (job.trains and in_cache(config.cache, job.trains))}
     usual = mean_seconds(config.jobs)
     steps = plan(jobs.values(), pools, lambda job: job.options.seconds(usual))
     table = [("where", "id", "output")]
@@ -712,7 +712,7 @@ def show(rows: Sequence[Sequence[str]], below: Sequence[str] = ()) -> None:
 
 
 def state_of(path: Path) -> ListState:
-    """The state of the list with this journal; without a journal, that of an empty list."""
+    """The state of the list in this journal; an empty list if the journal does not exist."""
     return ListState.of(journal.read(path)[0] if path.exists() else [])
 
 
@@ -756,7 +756,7 @@ def unusable_servers(log_file: Path) -> list[str]:
 
 
 def read_metrics(state: ListState, log_file: Path) -> None:
-    """Add the metrics of running jobs; a dispatcher writes them only to the results, not to the journal."""
+    """Add the metrics of running jobs to the state. They are read from the results, as the journal lacks them."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         for entry in json.loads(log_file.read_bytes())["jobs"]:
             job = state.jobs.get(entry["id"])
@@ -816,8 +816,8 @@ def explanation(state: ListState, job: JobState, log_file: Path) -> list[str]:
         return [f"see also: {command_line(f'why {needed.job.id}', log_file)}"]
     waiting = [each for each in state.jobs.values() if each.state == "waiting" and not state.waits_for(each)]
     usual = mean_seconds(each.job for each in state.jobs.values())
-    mine = sort_key(job.job, usual, job.number)
-    before = sum(sort_key(each.job, usual, each.number) < mine for each in waiting)
+    key = sort_key(job.job, usual, job.number)
+    before = sum(sort_key(each.job, usual, each.number) < key for each in waiting)
     lines = [f"waits for a free slot, after {plural(before, 'job')} of the list"]
     needs = [f"{job.job.options.gpus or 'all'} GPUs of one server"] if job.job.options.gpus != 1 else []
     needs += [f"a server with the labels {', '.join(job.job.options.labels)}"] if job.job.options.labels else []
@@ -857,14 +857,14 @@ def logs(options: argparse.Namespace, path: Path) -> int:
 
 
 def stored_config(state: ListState, path: Path) -> ListConfig:
-    """The options of the last call that ran the list, and its jobs. Changes to the working directory of the list.
+    """The options of the last call that ran the list, and the jobs of the list.
 
-    path: of the journal.
+    Changes the working directory to that of the list. path: of the journal.
     """
-    here, log_file = Path.cwd(), absolute(path.with_suffix(".json"))
+    caller_cwd, log_file = Path.cwd(), absolute(path.with_suffix(".json"))
     os.chdir(state.list_record["cwd"])
-    if Path.cwd() == here and log_file.is_relative_to(here):
-        log_file = log_file.relative_to(here)
+    if Path.cwd() == caller_cwd and log_file.is_relative_to(caller_cwd):
+        log_file = log_file.relative_to(caller_cwd)
     stored: dict[str, Any] = {"two_phase": False, "notify": "", **BASE_OPTIONS, **state.list_record["call"]}
     for name in ("cluster_config", "jobs_config", "base_models"):
         stored[name] = Path(stored[name]) if stored.get(name) else None
@@ -890,10 +890,10 @@ def cancel(options: argparse.Namespace, path: Path) -> int:
         journal.request(path, "cancel", jobs)
     if journal.dispatcher_is_running(path):
         return wait_until_final(path, jobs)
-    with Journal.open(absolute(path)) as book:
-        state = ListState.of(book.records)
+    with Journal.open(absolute(path)) as list_journal:
+        state = ListState.of(list_journal.records)
         config = stored_config(state, path)
-        code = dispatch(book, state, config, make_servers(config, state.id), drain=True)
+        code = dispatch(list_journal, state, config, make_servers(config, state.id), drain=True)
     return code or cancel_exit_code(state, jobs)
 
 
@@ -954,20 +954,20 @@ def add(options: argparse.Namespace, path: Path) -> int:
         print(f"nothing to add: all jobs of {file} are in the list")
         return 0
     request = request_id(journal.request(path, "add", [str(file)]))
-    while not (found := [each for each in journal.read(path)[0] if each.get("request") == request]):
+    while not (replies := [each for each in journal.read(path)[0] if each.get("request") == request]):
         if journal.dispatcher_is_running(path):
             time.sleep(0.2)
             continue
-        with contextlib.suppress(JournalError), Journal.open(path) as book:
-            jobs = new_jobs(ListState.of(book.records), path, file)
-            book.add("added", request=request, jobs=job_records(jobs))
-            book.commit()
-    if refusal := found[0].get("refused"):
+        with contextlib.suppress(JournalError), Journal.open(path) as list_journal:
+            jobs = new_jobs(ListState.of(list_journal.records), path, file)
+            list_journal.add("added", request=request, jobs=job_records(jobs))
+            list_journal.commit()
+    if refusal := replies[0].get("refused"):
         raise ConfigError(refusal)
-    trained = sum("trains" in each for each in found[0]["jobs"])
+    trained = sum("trains" in each for each in replies[0]["jobs"])
     models = f" and {plural(trained, 'base model')} to train" if trained else ""
     start = "" if journal.dispatcher_is_running(path) else f"; to start: {command_line('resume', options.log_file)}"
-    print(f"added {plural(len(found[0]['jobs']) - trained, 'new job')}{models}{start}")
+    print(f"added {plural(len(replies[0]['jobs']) - trained, 'new job')}{models}{start}")
     return 0
 
 
@@ -984,17 +984,17 @@ def resume(options: argparse.Namespace, path: Path) -> int:
 
 def close(options: argparse.Namespace, path: Path) -> int:
     """Remove the tmux sessions of the list from its servers."""
-    with Journal.open(path) as book:
-        config = stored_config(state := ListState.of(book.records), path)
+    with Journal.open(path) as list_journal:
+        config = stored_config(state := ListState.of(list_journal.records), path)
         config.options.no_tmux, config.options.sync = True, False
-        made = [each for each in make_servers(config, state.id) if isinstance(each, servers.HostServer)]
+        host_servers = [each for each in make_servers(config, state.id) if isinstance(each, servers.HostServer)]
         try:
-            return max(asyncio.run(close_sessions(made)), default=0)
+            return max(asyncio.run(close_sessions(host_servers)), default=0)
         finally:
             servers.remove_sockets(state.id)
 
 
-async def close_sessions(made: Sequence[servers.HostServer]) -> list[int]:
+async def close_sessions(host_servers: Sequence[servers.HostServer]) -> list[int]:
     """Remove the session of each server, and print the outcome. Returns an exit code for each server."""
 
     async def close_session(server: servers.HostServer) -> int:
@@ -1006,7 +1006,7 @@ async def close_sessions(made: Sequence[servers.HostServer]) -> list[int]:
         print(f"{server.name}: " + (f"removed tmux session {session}" if session else "no tmux session of this list"))
         return 0
 
-    return await asyncio.gather(*map(close_session, made))
+    return await asyncio.gather(*map(close_session, host_servers))
 
 
 SUBCOMMANDS = {command.__name__: command for command in (status, logs, why, cancel, retry, add, resume, close)}

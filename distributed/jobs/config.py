@@ -28,7 +28,7 @@ from distributed.jobs.placement import GpuId
 from distributed.training.base_model import HASH
 
 LARGEST_FILE = 50 * 10**6  # bytes; about 100,000 jobs
-SHOWN = 60  # characters of a value in a message
+SHOWN = 60  # maximum number of characters of a value in a message
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 HOST = re.compile(r"[A-Za-z0-9_.:%\[\]-]+\Z")
 MIG_UUID = re.compile(r"MIG-[A-Za-z0-9/-]+\Z")
@@ -173,12 +173,12 @@ class ClusterConfig(StrictModel):
 
 
 def _with_defaults(defaults: dict[str, Any], server: dict[str, Any]) -> dict[str, Any]:
-    used = dict(defaults)
+    applicable = dict(defaults)
     if "gpu_ids" in server:
-        used.pop("gpus", None)
+        applicable.pop("gpus", None)
     if "gpus" in server:
-        used.pop("gpu_ids", None)
-    return used | server
+        applicable.pop("gpu_ids", None)
+    return applicable | server
 
 
 class OptionKeys(StrictModel):
@@ -262,7 +262,7 @@ def read_jobs(
 
     Raises:
         ConfigError: an invalid job, two jobs with equal arguments, two jobs that would write the same directory, or an
-            _after that names no job, several, or a job that waits for this one.
+            _after that matches no job, several jobs, or a job that waits for this one.
     """
     return read_entries(_parse(path), str(path), participants, retries, listed)
 
@@ -282,8 +282,8 @@ def read_entries(
             jobs[number] = _job(entry, participants, retries)
         except (JobError, ConfigError) as error:
             faults += [f"{path}: job {number}: {line}" for line in str(error).splitlines()]
-    own = {job.id for job in jobs.values()}
-    others = {job.id: job for job in listed if job.id not in own}
+    ids = {job.id for job in jobs.values()}
+    others = {job.id: job for job in listed if job.id not in ids}
     faults += [f"{path}: {fault}" for fault in collisions({**others, **jobs})]
     raise_faults(faults, f"{path}: ")
     jobs, unresolved = with_predecessors(jobs, [*others.values(), *jobs.values()])
@@ -297,7 +297,7 @@ def with_predecessors(jobs: Mapping[int, Job], listed: Sequence[Job]) -> tuple[d
     jobs: by position in the file. listed: all jobs of the list.
     """
     exact = {name: job for job in listed for name in (job.output, job.name, job.id)}
-    found, faults = dict(jobs), []
+    resolved, faults = dict(jobs), []
     for number, job in jobs.items():
         after = []
         for name in job.options.after:
@@ -311,22 +311,22 @@ def with_predecessors(jobs: Mapping[int, Job], listed: Sequence[Job]) -> tuple[d
                 close = difflib.get_close_matches(name, [each.name for each in listed], n=1)
                 remedy = f"did you mean {close[0]}?" if close else "give a prefix, or a name that --plan shows"
                 faults.append(f"job {number}: _after={name}: no such job in this list; {remedy}")
-        found[number] = replace(job, options=replace(job.options, after=tuple(dict.fromkeys(after))))
+        resolved[number] = replace(job, options=replace(job.options, after=tuple(dict.fromkeys(after))))
     by_id, workdir = {job.id: job for job in listed}, Path.cwd()
-    for number, job in found.items():
+    for number, job in resolved.items():
         outputs = "\n".join(f"{workdir}/{by_id[each].output}" for each in job.options.after)
         if too_big(f"{AFTER}={outputs}"):
             count = len(job.options.after)
             faults.append(f"job {number}: _after: {AFTER} would be too long for Linux with {count} jobs; name fewer")
     try:
-        graphlib.TopologicalSorter({job.id: job.options.after for job in found.values()}).prepare()
+        graphlib.TopologicalSorter({job.id: job.options.after for job in resolved.values()}).prepare()
     except graphlib.CycleError as error:
         cycle = error.args[1][::-1]  # each job waits for the next one
-        number = next(number for number, job in found.items() if job.id == cycle[0])
+        number = next(number for number, job in resolved.items() if job.id == cycle[0])
         names = [by_id[each].name for each in cycle]
         waits = " waits for ".join(names) if cycle[2:] else f"{names[0]} waits for itself"
         faults.append(f"job {number}: _after: {waits}; remove one of them")
-    return found, faults
+    return resolved, faults
 
 
 def raise_faults(faults: Sequence[str], prefix: str = "") -> None:
@@ -356,36 +356,36 @@ def options_of(keys: Mapping[str, Any]) -> Options:
 
 
 def collisions(jobs: Mapping[Any, Job]) -> Iterator[str]:
-    """A message for each job whose arguments equal those of another, or whose output directory is equal or inside.
+    """A message for each job with the arguments or output directory of another job, or a directory inside that one.
 
     jobs: by position in the file, or by id.
     """
-    seen: dict[str, Any] = {}
-    ids: dict[str, Any] = {}
-    lines: dict[tuple[str, ...], Any] = {}
+    by_output: dict[str, Any] = {}
+    by_id: dict[str, Any] = {}
+    by_arguments: dict[tuple[str, ...], Any] = {}
     for number, job in jobs.items():
-        line = tuple(chain(*sorted(argument_groups(job.settings, job.options.nested))))
-        if job.id in ids:
-            yield f"job {number} is the same as job {ids[job.id]}; remove one of them"
-        elif line in lines:
-            alike = ", ".join(_differences(jobs[lines[line]].settings, job.settings))
-            yield f"job {number} has the same arguments as job {lines[line]} ({alike}); remove one of them"
-        elif job.output in seen:
+        arguments = tuple(chain(*sorted(argument_groups(job.settings, job.options.nested))))
+        if job.id in by_id:
+            yield f"job {number} is the same as job {by_id[job.id]}; remove one of them"
+        elif arguments in by_arguments:
+            alike = ", ".join(_differences(jobs[by_arguments[arguments]].settings, job.settings))
+            yield f"job {number} has the same arguments as job {by_arguments[arguments]} ({alike}); remove one of them"
+        elif job.output in by_output:
             yield (
-                f"job {number} would write the same directory as job {seen[job.output]}: {job.output}; "
+                f"job {number} would write the same directory as job {by_output[job.output]}: {job.output}; "
                 "give one of them another prefix, or remove fold"
             )
-        ids.setdefault(job.id, number)
-        lines.setdefault(line, number)
-        seen.setdefault(job.output, number)
+        by_id.setdefault(job.id, number)
+        by_arguments.setdefault(arguments, number)
+        by_output.setdefault(job.output, number)
     for number, job in jobs.items():
         for parent in map(str, Path(job.output).parents):
-            if parent in seen:
-                yield f"job {number} would write into {parent}, the directory of job {seen[parent]}; change prefix"
+            if parent in by_output:
+                yield f"job {number} would write into {parent}, the directory of job {by_output[parent]}; change prefix"
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """`key: value and value` for each difference."""
+    """`KEY: VALUE and VALUE` for each key whose values differ."""
     for key in {**one, **other}:
         first, second = (json.dumps(each[key]) if key in each else "missing" for each in (one, other))
         if first != second:
@@ -416,7 +416,7 @@ def _parse(path: Path) -> Any:
 
 
 def _json_hint(error: json.JSONDecodeError) -> str:
-    """A remedy for common mistakes; empty for others."""
+    """The remedy for a common mistake; empty for other mistakes."""
     before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
     if after.startswith(("//", "/*", "#")):
         return "; JSON allows no comments; remove them"

@@ -63,7 +63,7 @@ class BufferedOutput(io.TextIOBase):
         return len(text)
 
     def drain(self, timeout: float) -> None:
-        """Wait until the buffer is empty, for `timeout` seconds at most."""
+        """Wait until the buffer is empty, at most `timeout` seconds. Writes to a full disk are no longer retried."""
         with self._changed:
             self._ending = True
             self._changed.wait_for(lambda: not self._buffer, timeout)
@@ -195,7 +195,7 @@ def rows(state: ListState, links: Mapping[str, ServerLink]) -> Iterator[SlotRow]
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Server names without domain, if they remain distinct, truncated to the width of the column."""
+    """Name of a server -> its name in the table: truncated, and without domain if these names remain distinct."""
     short = {name: name if name.replace(".", "").isdecimal() else name.partition(".")[0] for name in names}
     if len(set(short.values())) < len(names):
         short = {name: name for name in names}
@@ -280,14 +280,14 @@ def totals(state: ListState, slots: int = 0) -> str:
 
 
 def list_remaining(state: ListState, slots: int) -> float | None:
-    """Estimated seconds until all jobs have ended; None if unknown. Missing estimates: the mean of finished jobs."""
+    """Estimated seconds until all jobs have ended; None if unknown. A missing estimate is the mean of done jobs."""
     done = [job.last.seconds for job in state.jobs.values() if job.state == "done" and job.last and job.last.seconds]
     mean = sum(done) / len(done) if done else None
     total = longest = 0.0
     for job in state.unfinished():
-        known = remaining(job, job.last) if job.state == "running" and job.last else job.job.options.expected_seconds
-        known = mean if known is None else known
-        if known is None:
+        estimate = remaining(job, job.last) if job.state == "running" and job.last else job.job.options.expected_seconds
+        estimate = mean if estimate is None else estimate
+        if estimate is None:
             return None
-        total, longest = total + known, max(longest, known)
+        total, longest = total + estimate, max(longest, estimate)
     return max(longest, total / max(1, slots))

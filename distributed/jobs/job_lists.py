@@ -27,7 +27,7 @@ Settings = dict[str, Any]
 
 
 def grid(**values: Any) -> list[Settings]:
-    """One job for each combination of values. An iterable gives several values; a string, number or mapping is one.
+    """One job for each combination of values. An iterable is several values; a string, number or mapping is one value.
 
     Put a value that is itself a list, such as participants, into a list: participants=[["a", "b"]].
 
@@ -41,7 +41,7 @@ def grid(**values: Any) -> list[Settings]:
 
 
 def plain_settings(settings: Mapping[str, Any], within: str = "") -> Settings:
-    """The settings with plain() values. within: start of the keys in messages."""
+    """The settings with plain() values. within: prefix of the keys in messages."""
     for key in settings:
         if not isinstance(key, str):
             raise ValueError(f"{within}{key!r}: expected a string as key, got {type(key).__name__}")
@@ -49,7 +49,7 @@ def plain_settings(settings: Mapping[str, Any], within: str = "") -> Settings:
 
 
 def plain(key: str, value: Any) -> Any:
-    """A value as JSON has it. Arrays, tuples, ranges and other iterables become lists, paths become strings.
+    """A value in the types of JSON. Arrays, tuples, ranges and other iterables become lists, paths become strings.
 
     Raises ValueError for other types, and for sets, which have no order.
     """
@@ -78,15 +78,15 @@ def product(*lists: Iterable[Mapping[str, Any]]) -> list[Settings]:
     axes = [[plain_settings(job) for job in jobs] for jobs in lists]
     if [] in axes:
         raise ValueError(f"list {axes.index([]) + 1} of product() is empty, so there would be no job; leave it out")
-    found = []
+    combined = []
     for parts in itertools.product(*axes):
         job: Settings = {}
         for part in parts:
             for key, value in part.items():
                 if job.setdefault(key, value) != value:
                     raise ValueError(f"{key}: has the values {job[key]!r} and {value!r} in one job; remove one")
-        found.append(job)
-    return found
+        combined.append(job)
+    return combined
 
 
 def percent(share: float) -> int:
@@ -117,7 +117,7 @@ def named(jobs: Iterable[Mapping[str, Any]], pattern: str) -> list[Settings]:
 
 
 def write(jobs: Sequence[Mapping[str, Any]], path: str | Path, script: str = "train.py") -> None:
-    """Check the jobs and write them, one per line. script: the script that will run them.
+    """Check the jobs and write them to a file, one per line. script: the script that will run them.
 
     Raises:
         ConfigError: an invalid job, two jobs with equal arguments, or two jobs that would write the same directory.

@@ -55,7 +55,7 @@ from distributed.training.base_model import CACHE
 from distributed.training.fold import default_participants
 
 SHOWN = 4  # maximum number of jobs or base models listed in one message
-NUMBERS_WIDTH = 30  # columns for the numbers of the jobs of a base model
+NUMBERS_WIDTH = 30  # maximum width of the column `numbers` in the table of base models
 
 HELPER_HELP = """Show which jobs of a list share a base model, and what sharing saves.
 
@@ -95,7 +95,7 @@ def subcommand_parser(name: str) -> CommandParser | None:
 
 
 def cache_parser() -> CommandParser:
-    """The options of `cache`."""
+    """The parser of `cache`."""
     parser = CommandParser(prog=f"{commands.TWO_PHASE} cache", allow_abbrev=False)
     parser.description = "List, verify or prune the base models in the cache of the working directory."
     parser.add_argument("what", choices=("list", "verify", "prune"), help="list the base models; compare all their "
@@ -130,21 +130,21 @@ def execute_cache_command(arguments: list[str]) -> int:
     options = cache_parser().parse_args(arguments)
     if options.what == "prune":
         return prune(options)
-    found = base_cache.cached(Path.cwd(), verify=options.what == "verify")
-    settings = [bases.readable(settings_of(each)) for each in found]
+    models = base_cache.cached(Path.cwd(), verify=options.what == "verify")
+    settings = [bases.readable(settings_of(each)) for each in models]
     table = [
         (each.name, megabytes(each.size), trained_at(each), loss_of(each), "damaged" if each.fault else "ok",
          text_of(shown))
-        for each, shown in zip(found, without_common(settings), strict=True)
+        for each, shown in zip(models, without_common(settings), strict=True)
     ]  # fmt: skip
     if table:
         commands.show([("base", "size", "trained", "held-out loss", "state", "settings"), *table])
-    size = sum(each.size for each in found)
-    print(f"{terminal.plural(len(found), 'base model')}, {megabytes(size)}, in {CACHE}")
-    for each in found:
+    size = sum(each.size for each in models)
+    print(f"{terminal.plural(len(models), 'base model')}, {megabytes(size)}, in {CACHE}")
+    for each in models:
         if each.fault:
             print(f"damaged: {each.fault}")
-    return 1 if any(each.fault for each in found) else 0
+    return 1 if any(each.fault for each in models) else 0
 
 
 def trained_at(base: Cached) -> str:
@@ -178,10 +178,10 @@ def prune(options: argparse.Namespace) -> int:
                 f"{options.jobs_config}: needs none of the {len(cached)} base models in the cache; restore "
                 f"base_models, or remove {CACHE}"
             )
-    removed, used = base_cache.prune(Path.cwd(), keep)
+    removed, in_use = base_cache.prune(Path.cwd(), keep)
     for name in removed:
         print(f"removed: {name}")
-    for name in used:
+    for name in in_use:
         print(f"kept, in use: {name}")
     left = base_cache.cached(Path.cwd(), verify=False)
     print(f"{terminal.plural(len(removed), 'base model')} removed, {len(left)} left")
@@ -267,19 +267,19 @@ def cached_by_name() -> dict[str, Cached]:
 
 
 def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached], servers: int | None) -> list[str]:
-    """The lines of the report. servers: their number; None if unknown."""
+    """The lines of the report. cached: by name. servers: the number of servers; None if it is unknown."""
     found, leaks, unknown = list(plan.bases.values()), bases.leaks(plan), bases.not_checked(plan, rules)
-    starting = sum(len(base.jobs) for base in found)
+    with_base = sum(len(base.jobs) for base in found)
     if not found:
         return [f"{terminal.plural(len(plan.jobs), 'job')}; none starts from a base model: {no_base_reason(rules)}"]
     in_cache = sum(base.name in cached for base in found)
-    start = "all start" if starting == len(plan.jobs) else f"{starting} of them start"
+    start = "all start" if with_base == len(plan.jobs) else f"{with_base} of them start"
     copies = sum(min(len(base.jobs), servers or 0) for base in found)  # each server gets a base model at most once
     lines = terminal.table([
         ("script", f"{rules.script}; the names of base models depend on this path (--script-path)"),
         ("jobs", f"{len(plan.jobs)}; {start} from a base model"),
         ("base models", f"{len(found)}; {in_cache} in the cache, {len(found) - in_cache} to train"),
-        ("trainings avoided", f"{starting - len(found)} by sharing ({saved(found, rules)}), {in_cache} by the cache"),
+        ("trainings avoided", f"{with_base - len(found)} by sharing ({saved(found, rules)}), {in_cache} by the cache"),
         ("disk", disk(found, rules, cached)),
         ("copies", "unknown; give --cluster-config" if servers is None else
          f"at most {copies}, to {terminal.plural(servers, 'server')}"),
@@ -299,7 +299,7 @@ def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached
 
 
 def saved(found: Sequence[bases.SharedBase], rules: bases.Rules) -> str:
-    """The GPU time that sharing saves."""
+    """The GPU time that sharing saves, as text."""
     seconds = rules.options.expected_seconds
     if seconds is None:
         return "GPU hours unknown; set _expected_seconds in options of base_models"
@@ -309,7 +309,7 @@ def saved(found: Sequence[bases.SharedBase], rules: bases.Rules) -> str:
 
 
 def disk(found: Sequence[bases.SharedBase], rules: bases.Rules, cached: Mapping[str, Cached]) -> str:
-    """The disk space for these base models."""
+    """The disk space for these base models, as text."""
     sizes = [cached[base.name].size for base in found if base.name in cached]
     size = max(sizes, default=0) or (rules.section.expected_mb or 0.0) * 1e6
     if not size:
@@ -336,7 +336,7 @@ def base_table(plan: bases.BasePlan, cached: Mapping[str, Cached]) -> list[str]:
 
 
 def without_common(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The settings without those that are equal in all; unchanged if there is only one."""
+    """The elements without the settings that all of them share; a single element stays unchanged."""
     if len(settings) == 1:
         return [dict(settings[0])]
     return [
@@ -346,7 +346,7 @@ def without_common(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def short_ranges(numbers: Sequence[int]) -> str:
-    """Numbers as ranges, such as `0-4,7,9-11`; those beyond NUMBERS_WIDTH are replaced by `...`."""
+    """Numbers as ranges, such as `0-4,7,9-11`; ranges beyond NUMBERS_WIDTH are replaced by `...`."""
     text = ranges(numbers).replace(" ", "")
     return text if len(text) <= NUMBERS_WIDTH else f"{text[:NUMBERS_WIDTH].rpartition(',')[0]},..."
 

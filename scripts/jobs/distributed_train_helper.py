@@ -10,7 +10,7 @@ import sys
 KIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 if __name__ == "__main__":
-    # Start again, so that paths are equal on all servers; with PYTHONINSPECT, Python would not exit.
+    # UTF-8 makes paths equal on all servers. With PYTHONINSPECT, Python would not exit.
     if sys.getfilesystemencoding() != "utf-8" or os.environ.pop("PYTHONINSPECT", ""):
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.argv])
     del sys.path[0]

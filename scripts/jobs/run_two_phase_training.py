@@ -7,7 +7,7 @@ import sys
 KIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 if __name__ == "__main__":
-    # So that paths and arguments are equal on all servers; with PYTHONINSPECT, Python would not exit.
+    # UTF-8 makes paths and arguments equal on all servers. With PYTHONINSPECT, Python would not exit.
     if sys.getfilesystemencoding() != "utf-8" or os.environ.pop("PYTHONINSPECT", ""):
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.argv])
     sys.path[0] = KIT  # replaces this directory; precedes the package `distributed` of Dask
