@@ -324,8 +324,10 @@ def with_predecessors(jobs: Mapping[int, Job], listed: Sequence[Job]) -> tuple[d
         cycle = error.args[1][::-1]  # each job waits for the next one
         number = next(number for number, job in resolved.items() if job.id == cycle[0])
         names = [by_id[each].name for each in cycle]
-        waits = " waits for ".join(names) if cycle[2:] else f"{names[0]} waits for itself"
-        faults.append(f"job {number}: _after: {waits}; remove one of them")
+        problem = f"{names[0]} waits for itself; remove it"
+        if cycle[2:]:
+            problem = f"{' waits for '.join(names)}; remove one of them"
+        faults.append(f"job {number}: _after: {problem}")
     return resolved, faults
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import sys
 import threading
@@ -255,13 +256,16 @@ def clock(seconds: float) -> str:
 
 
 def remaining(job: JobState, attempt: Attempt) -> float | None:
-    """Estimated seconds until the job ends, from its steps, else from _expected_seconds; None if unknown."""
-    passed = time.time() - attempt.start
-    step, steps = job.metrics.get("step"), job.metrics.get("steps")
-    if step and steps and passed > 0:
-        return float(max(0.0, passed * (steps - step) / step))
+    """Estimated seconds until the job ends, from the steps of this attempt, else from _expected_seconds; or None.
+
+    A later attempt may resume, so only its steps after its first report count.
+    """
+    now, step, steps = time.time(), job.metrics.get("step"), job.metrics.get("steps")
+    first, began = (0.0, attempt.start) if len(job.attempts) == 1 else attempt.first_report or (math.inf, now)
+    if step and steps and step > first and now > began:
+        return float(max(0.0, (now - began) * (steps - step) / (step - first)))
     expected = job.job.options.expected_seconds
-    return None if expected is None else max(0.0, expected - passed)
+    return None if expected is None else max(0.0, expected - (now - attempt.start))
 
 
 # ---------------------------------------------------------------- totals

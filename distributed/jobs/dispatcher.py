@@ -513,7 +513,11 @@ class Dispatcher:
     def _on_progress(self, event: Event) -> None:
         attempt = self.state.open.get(event.facts["attempt"])
         if attempt:
-            self.state.jobs[attempt.job].metrics |= event.facts["metrics"]
+            metrics = event.facts["metrics"]
+            step, first = metrics.get("step"), attempt.first_report
+            if step is not None and (first is None or step < first[0]):  # the first one may be of an earlier attempt
+                attempt.first_report = (step, time.time())
+            self.state.jobs[attempt.job].metrics |= metrics
             self._on_change()
 
     def _end(self, attempt: Attempt, end: Mapping[str, Any]) -> None:

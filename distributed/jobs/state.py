@@ -47,6 +47,7 @@ class Attempt:
     failure: str = ""
     reason: str = ""
     lines: list[str] = field(default_factory=list)
+    first_report: tuple[float, float] | None = None  # (step, Unix time) when it first reported a step; not stored
 
     @property
     def name(self) -> str:

@@ -388,7 +388,7 @@ def named(name: str, *after: str) -> dict[str, Any]:
           "job 1: _after=qqq: no such job in this list; give a prefix, or a name that --plan shows"]),
         ([named("a1"), named("a2"), named("x", "a")],
          ["job 2: _after=a: matches 2 jobs (a1/fold0, a2/fold0); give one name"]),
-        ([named("a", "a")], ["job 0: _after: a/fold0 waits for itself; remove one of them"]),
+        ([named("a", "a")], ["job 0: _after: a/fold0 waits for itself; remove it"]),
         ([named("x"), named("a", "b"), named("b", "c"), named("c", "a")],
          ["job 1: _after: a/fold0 waits for b/fold0 waits for c/fold0 waits for a/fold0; remove one of them"]),
         ([*({"prefix": f"{number:0190}", "fold": 0} for number in range(700)), {"n": 1, "_after": ["0" * 190]}], None),

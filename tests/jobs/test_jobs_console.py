@@ -16,7 +16,7 @@ import subprocess
 import sys
 import termios
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 from unittest import mock
@@ -87,6 +87,16 @@ def test_a_slot_shows_job_progress_and_time_left() -> None:
     assert idle == "gpu1:1  idle"
     assert used == "gpu1:2  in use by another process"
     assert totals == "0 of 3 done, 1 running, 2 waiting"
+
+
+@pytest.mark.parametrize(("step", "left"), [(900, []), (950, ["1:00"])])
+def test_the_time_left_of_a_resumed_job_depends_on_its_steps_since_then(step: int, left: list[str]) -> None:
+    state = running(("gpu1", 0))
+    [job] = state.jobs.values()
+    job.attempts[:0] = [replace(job.attempts[0], number=0, state="ended")]
+    job.attempts[-1].first_report = (900, NOW - 60)
+    job.metrics |= {"step": step, "steps": 1000}
+    assert shown(state, link("gpu1", 1))[2].split()[-1 - len(left) :] == ["1:30", *left]
 
 
 def test_a_loss_that_is_not_finite_is_shown() -> None:
