@@ -491,7 +491,7 @@ class Service:
         return {}
 
     def gpus(self, request: Request) -> None:
-        """Reply with memory (MiB) and number of processes of each GPU and MIG instance, and with the lost GPUs."""
+        """Reply with memory (MiB or null) and number of processes of each GPU and MIG instance, and the lost GPUs."""
 
         def read_gpus() -> Reply:
             found = query_gpus()
