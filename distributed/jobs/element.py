@@ -34,10 +34,10 @@ SLURM_CAUSES = ("CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTE
 Facts = dict[str, Any]
 ANY = ""
 # What has happened to an attempt: the first row that matches decides.
-#   claim: withdrawn (the dispatcher removed the job specification), unclaimed, or claimed; when SLURM reports the end,
-#     also alive (a heartbeat was written since the last poll) or silent (heartbeat timeout)
-#   code: the exit code file is missing, unexplained (SLURM may report the cause soon), or explained
-#   slurm: the element waits, runs, or left (ended, or not listed); unsubmitted: left, and SLURM never accepted it
+#   claim: withdrawn (the dispatcher removed the job specification), unclaimed, or claimed. Once SLURM reports the end,
+#     a claimed attempt may be alive (a heartbeat was written since the last poll) or silent (heartbeat timeout)
+#   code: missing (no exit code file), unexplained (SLURM may report the cause soon), or explained
+#   slurm: waits, runs, left (the element has ended, or is not listed), or unsubmitted (SLURM never accepted it)
 EVENTS = (
     # claim        code           slurm          event
     ("withdrawn",  ANY,           "left",        "withdrawn"),
@@ -74,7 +74,7 @@ class Element(host.HostAttempt):
         self.cancel_at = math.inf  # when scancel is called; monotonic clock
         self._end_seen_at: float | None = None  # when SLURM or the exit code file first showed the end
         self._heartbeat = 0.0  # the modification time of the newest heartbeat, by the clock of the file system
-        self._heartbeat_at: float | None = None  # when it was first seen
+        self._heartbeat_at: float | None = None  # monotonic time at which a poll first found the newest heartbeat
         self._start_reported = False
 
     # ---- files
@@ -87,7 +87,7 @@ class Element(host.HostAttempt):
             return []
 
     def end(self) -> Facts:
-        """See HostAttempt. The boot id, which is that of another machine, does not determine the cause."""
+        """The facts of the event `ended`; cause and message are those of the failure record, or empty."""
         record = read_json(self.files.record)
         return super().end() | {"cause": record.get("cause", ""), "message": record.get("message", "")}
 
@@ -105,7 +105,7 @@ class Element(host.HostAttempt):
         return self.facts() | {"host": self.element().get("host", "")}
 
     def withdraw(self) -> bool:
-        """Remove the job specification, whether assigned to an array or not. False: an element has claimed it."""
+        """Remove the job specification, even if it is assigned to an array. False: an element has claimed it."""
         for _ in range(10):  # the file may be renamed meanwhile
             specs = [name for name in self.file_names() if name == SPEC or name.startswith(f"{SPEC}.")]
             if any(remove(os.path.join(self.directory, name)) for name in specs):
@@ -129,7 +129,7 @@ class Element(host.HostAttempt):
     # ---- polling
 
     def find(self) -> str:
-        """Its state after the dispatcher connects: absent, ended, held (not assigned to an array), or submitted."""
+        """The state when the dispatcher connects: absent, ended, held (not assigned to an array), or submitted."""
         if SPEC in self.file_names():
             return "held"
         known, ended = self.locate(), self.has_ended()
@@ -142,7 +142,7 @@ class Element(host.HostAttempt):
         return "submitted"
 
     def locate(self) -> bool:
-        """Find its array and index. False: it belongs to no array."""
+        """Set `array` and `index`. Returns False if the attempt belongs to no array."""
         known = [name.partition(".")[2] for name in self.file_names() if name.startswith((f"{SPEC}.", f"{TAKEN}."))]
         self.array = known[0] if known else str(self.element().get("array", ""))
         self.index = index_in(self.array_path(), self.name)
@@ -164,16 +164,16 @@ class Element(host.HostAttempt):
             self._request_stop("kill")
         elif event == "lost":
             self.delete_spec()
-            yield "ended", self._without_code(taken=True)
+            yield "ended", self._without_code(claimed=True)
         elif event == "not started" and self.withdraw():
-            yield "ended", self._without_code(taken=False)
+            yield "ended", self._without_code(claimed=False)
         elif event == "held" and move(spec_path(self.directory, self.array), spec_path(self.directory)):
             self.array, self.index, self.changed_at = "", -1, math.inf
             yield "held", {}
 
     def _observe(self, queue: SlurmQueue, now: float, progress: bool) -> tuple[str, str, str]:
         """The arguments of event_of()."""
-        current = queue.began > self.changed_at
+        current = queue.called_at > self.changed_at
         self.entry = queue.entries.get((self.array, self.index)) if current else self.entry
         left = current and (self.entry is None or self.entry.ended)
         slurm = "left" if left else "waits" if self.entry and self.entry.waits else "runs"
@@ -196,22 +196,22 @@ class Element(host.HostAttempt):
         return claim, code, slurm
 
     def _find_claim(self) -> str:
-        """Whether an element has claimed the job specification; see event_of()."""
+        """Whether the job specification is claimed or unclaimed, as event_of() expects it."""
         names = self.file_names()
         self.claimed = ELEMENT in names
         return "unclaimed" if not self.claimed and any(name.startswith(f"{SPEC}.") for name in names) else "claimed"
 
     def _find_heartbeat(self, now: float, left: bool) -> str:
-        """How a claimed attempt runs; see event_of(). left: whether SLURM reports that its element has ended."""
+        """claimed, alive or silent; see EVENTS. left: whether the element has ended, or is not listed by SLURM."""
         heartbeat = host.modification_time(self.files.heartbeat) or 0.0
-        written, self._heartbeat = heartbeat != self._heartbeat, heartbeat
-        if written or (left and self._heartbeat_at is None):
+        is_new, self._heartbeat = heartbeat != self._heartbeat, heartbeat
+        if is_new or (left and self._heartbeat_at is None):
             self._heartbeat_at = now
         if not left or self._end_seen_at is None or self._heartbeat_at is None:
             return "claimed"
         timeout = LOCKED_TIMEOUT if self.locked() else HEARTBEAT_TIMEOUT
         silent = now - self._heartbeat_at > timeout and now - self._end_seen_at > EXIT_CODE_DELAY
-        return "silent" if silent else "alive" if written and self.entry else "claimed"
+        return "silent" if silent else "alive" if is_new and self.entry else "claimed"
 
     def _poll_running(self, progress: bool) -> Iterator[tuple[str, Facts]]:
         if not self._start_reported and (process := self.process()):
@@ -231,13 +231,13 @@ class Element(host.HostAttempt):
                 os.unlink(self.output_of_element())
         end = self.end()
         if end["code"] in SLURM_EXIT_CODES and not end["cause"] and self.entry and self.entry.state in SLURM_CAUSES:
-            end["cause"], end["message"] = end_without_code(self.entry, taken=True, started=True)
+            end["cause"], end["message"] = end_without_code(self.entry, claimed=True, started=True)
         return end
 
-    def _without_code(self, taken: bool) -> Facts:
+    def _without_code(self, claimed: bool) -> Facts:
         printed = host.last_lines(self.output_of_element())
         started = os.path.exists(self.files.pids)
-        cause, message = end_without_code(self.entry, taken, started, printed[-1] if printed else "")
+        cause, message = end_without_code(self.entry, claimed, started, printed[-1] if printed else "")
         now = time.time()
         return {
             "code": None, "started": self.element().get("time", now), "ended": now, "cause": cause, "message": message,
@@ -258,7 +258,7 @@ class Element(host.HostAttempt):
             self.cancel_at = min(self.cancel_at, time.monotonic() + wait)
 
     def _request_stop(self, request: str) -> bool:
-        """Write a request to the supervisor. False: it cannot be written, so scancel must stop the job."""
+        """Write a request to the supervisor. Returns False if that fails; then scancel must stop the job."""
         try:
             write_file(self.files.request, request + "\n")
         except OSError:
@@ -288,7 +288,7 @@ def job_path(array: str) -> str:
 
 
 def assign_specs(path: str, array: str, elements: Sequence[Element]) -> None:
-    """Create the directory of an array, and assign it those job specifications that were not withdrawn."""
+    """Create the directory of an array, and assign the job specifications that were not withdrawn to the array."""
     os.mkdir(path, 0o777)
     write_file(os.path.join(path, ATTEMPTS), "".join(f"{each.name}\n" for each in elements))
     for each in elements:

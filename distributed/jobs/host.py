@@ -9,8 +9,8 @@ The first event, `hello`, has the protocol HELLO. serve exits when its standard 
 exited or the connection is lost, or when no heartbeats arrive. Jobs continue under their own supervisors. A server
 runs one serve process per job list: while an older one runs, a new process replies to `open` with an error.
 
-WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`. This file is locked before the
-supervisor is forked, until the supervisor exits, so a later serve process knows whether the attempt was started.
+WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`. This file is locked from before
+the supervisor is forked until it exits, so that a later serve process knows whether the attempt was started.
 Servers may share a file system, so the files of each server are in LIST/servers/NAME/.
 
 Standard library only: it runs on servers without packages.
@@ -52,19 +52,19 @@ from distributed.training import base_model
 from distributed.training.base_model import BaseModelError
 
 HELLO = "muster-jobs-host"
-# Seconds without a heartbeat after which a serve process ends. Less than HEARTBEAT_TIMEOUT, after which the dispatcher
-# closes a channel: a new serve process waits until the old one has ended, and must still reply.
+# Seconds without a heartbeat after which a serve process exits. A new serve process waits until the old one has exited,
+# and must reply before HEARTBEAT_TIMEOUT, after which the dispatcher closes the channel.
 CONNECTION_TIMEOUT = HEARTBEAT_TIMEOUT - 3.0
 POLL_INTERVAL = 0.2  # seconds between checks of running attempts
 PROGRESS_INTERVAL = 2.0  # seconds between reads of the metrics of running jobs
-LAST_LINES = 20  # of the output of a failed attempt
+LAST_LINES = 20  # lines of output that are reported for a failed attempt
 TAIL = 16 * 1024  # bytes read from the end of a file
 SETUP = "setup.sh"  # in the directory of an attempt: the setup lines of its server
-LOCK_TIMEOUT = 2.0  # seconds; others take the lock of an attempt briefly to check whether it is running
+LOCK_TIMEOUT = 2.0  # seconds; another process locks the file briefly when it checks whether the attempt is running
 AFTER = "MUSTER_AFTER"  # variable with the output directories of the jobs that _after names, one per line
 OWNER = ".muster_job"  # file in an output directory with the name of its job; locked while an attempt writes there
 NOTHING_WRITTEN = "wrote nothing to its output directory ($MUSTER_OUTPUT_DIR)"
-MAX_SEARCHES = 3  # attempts without results whose files are searched for in the working directory
+MAX_SEARCHES = 3  # attempts without results for which one process searches the working directory for new files
 MAX_ENTRIES, SEARCH_SECONDS = 5000, 0.5  # limits of one search
 NOT_SEARCHED = ("logs", base_model.CACHE)  # directories
 LIST_FILES = (".log", ".out", "phase1_base_models.json", "phase2_experiments.json")  # written by dispatcher and user
@@ -107,7 +107,7 @@ class Busy(HostError):
 class HostAttempt:
     """One attempt of a job on this server."""
 
-    searches = 0  # by all attempts of this process
+    searches = 0  # searches for new files by all attempts of this process
 
     def __init__(self, directory: str, server: str, output: str, grace: float) -> None:
         self.directory, self.output, self.grace = directory, output, grace
@@ -115,7 +115,7 @@ class HostAttempt:
         self.files = supervisor.Files(directory, server)
         self.kill_at = float("inf")  # monotonic time at which the supervisor is killed if it ignores a stop request
         self.metrics: dict[str, Any] = {}
-        self.sweep = ""  # a sweep of the processes, because no supervisor was found: running or done
+        self.sweep = ""  # state of the sweep of its processes if no supervisor was found: empty, running or done
 
     @property
     def lock(self) -> str:
@@ -151,7 +151,7 @@ class HostAttempt:
             write_file(os.path.join(self.directory, SETUP), "\n".join(["set +e", *lines, ""]))  # +e: a line may fail
 
     def options(self, command: list[str], timeout: float | None, setup: bool) -> supervisor.SupervisorOptions:
-        """The options of its supervisor. setup: whether the server has setup lines."""
+        """The options of the attempt's supervisor. timeout: in seconds. setup: whether the server has setup lines."""
         arguments = ["--dir", self.directory, "--name", self.files.name, "--lease", "0"]
         arguments += ["--source", os.path.join(self.directory, SETUP)] if setup else []
         options = supervisor.SupervisorOptions([*arguments, "--", *command], self.grace)
@@ -166,7 +166,7 @@ class HostAttempt:
             return "running"
         if supervisor.read_code(self.files.exit) is not None:  # written since the first read
             return "ended"
-        # A full disk has no process ids. A supervisor creates the log before it starts its command.
+        # No process ids are recorded on a full disk. A supervisor creates the log before it starts its command.
         started = os.path.exists(self.files.log) or process_scan.live_processes(self.files.environment)
         return "killed" if started else "absent"
 
@@ -200,7 +200,7 @@ class HostAttempt:
         }
 
     def note(self) -> str:
-        """A note that there are no results, and where new files are instead; empty if there are results."""
+        """A note that the attempt wrote no results, and where new files are instead; empty if there are results."""
         with contextlib.suppress(OSError):  # the job has removed the directory
             if has_results(self.output):
                 return ""
@@ -224,20 +224,20 @@ def has_results(output: str) -> bool:
 
 
 def new_files(workdir: str, since: float) -> list[str]:
-    """The directories with files changed since a time, and such files of the working directory itself.
+    """Paths relative to workdir: directories with files that changed since a time, and such files in workdir itself.
 
-    Skips output directories of jobs, files of a list, hidden files and virtual environments. Newest directories first;
-    files last, as the output of the dispatcher may be one of them.
+    Skips output directories of jobs, files of a list, hidden files and virtual environments. The newest directories
+    come first. Files come last, because one of them may be the output of the dispatcher.
     """
     found: dict[str, bool] = {}  # path -> whether it is a file of the working directory
     root = os.stat(workdir)
-    seen = {(root.st_dev, root.st_ino)}  # a link may lead to a directory above it
-    queue, left, end = [(0.0, "")], MAX_ENTRIES, time.monotonic() + SEARCH_SECONDS
-    while queue and left > 0:
+    queued = {(root.st_dev, root.st_ino)}  # a link may lead to a directory above it
+    queue, entries_left, deadline = [(0.0, "")], MAX_ENTRIES, time.monotonic() + SEARCH_SECONDS
+    while queue and entries_left > 0:
         directory = heapq.heappop(queue)[1]
         with contextlib.suppress(OSError), os.scandir(os.path.join(workdir, directory)) as scan:
-            entries = list(islice(scan, left))
-            left -= len(entries)
+            entries = list(islice(scan, entries_left))
+            entries_left -= len(entries)
             names = [entry.name for entry in entries]
             if OWNER in names or "pyvenv.cfg" in names:
                 continue
@@ -247,12 +247,12 @@ def new_files(workdir: str, since: float) -> list[str]:
                 skipped = entry.name.startswith((".", "__pycache__", *results)) or entry.name.endswith(LIST_FILES)
                 if skipped or path in NOT_SEARCHED or not path.isprintable():
                     continue
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     return sorted(found, key=found.__getitem__)
                 with contextlib.suppress(OSError):  # removed meanwhile
                     facts = entry.stat()
-                    if entry.is_dir() and (facts.st_dev, facts.st_ino) not in seen:
-                        seen.add((facts.st_dev, facts.st_ino))
+                    if entry.is_dir() and (facts.st_dev, facts.st_ino) not in queued:
+                        queued.add((facts.st_dev, facts.st_ino))
                         heapq.heappush(queue, (-facts.st_mtime, path))
                     elif entry.is_file() and facts.st_mtime >= since:
                         found[directory or path] = not directory
@@ -260,7 +260,7 @@ def new_files(workdir: str, since: float) -> list[str]:
 
 
 def with_remedy(errors: str, setting: str) -> str:
-    """The line of `errors` that has a remedy in REMEDIES, and the remedy. setting: replaces {} in the remedy."""
+    """A line of `errors` and its remedy, by the first match in REMEDIES. setting: replaces {} in the remedy."""
     lines = errors.splitlines()
     found = ((line, remedy) for sign, remedy in REMEDIES.items() for line in lines if sign in line)
     return next((f"{line.strip()}; {remedy.format(setting)}" for line, remedy in found), "")
@@ -284,7 +284,7 @@ def tail(path: str) -> bytes:
 
 
 def last_lines(path: str) -> list[str]:
-    """The last lines of a log. A full disk is noted in the last one, as messages of the job may be missing."""
+    """The last lines of a log. If the disk is full, the last line says so, as messages of the job may be missing."""
     lines = [line[:500] for line in tail(path).decode(errors="replace").splitlines()[-LAST_LINES:]]
     with contextlib.suppress(OSError):
         if not os.statvfs(os.path.dirname(path)).f_bavail:
@@ -303,7 +303,7 @@ def read_metrics(output: str) -> dict[str, Any]:
 def lock_list(directory: str) -> int:
     """Become the only serve process of this list on this server. Returns the locked file.
 
-    Waits until an older process without heartbeats has exited. Raises HostError if the older process receives them.
+    Waits until an older process exits for lack of heartbeats. Raises HostError if that process still gets heartbeats.
     """
     os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, "serve")
@@ -316,7 +316,7 @@ def lock_list(directory: str) -> int:
 
 
 def expect_heartbeat() -> None:
-    """End this process, also if it is blocked, unless this is called again within CONNECTION_TIMEOUT."""
+    """End this process, even if it is blocked, if this function is not called again within CONNECTION_TIMEOUT."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, CONNECTION_TIMEOUT)
 
@@ -331,7 +331,7 @@ class Service:
         self.workdir = self.server = self.directory = self.server_directory = ""
         self.python: list[str] = []
         self.slots: list[str] = []
-        self.attempts: dict[str, HostAttempt] = {}  # not ended
+        self.attempts: dict[str, HostAttempt] = {}  # by name; attempts that have not ended
         self.list_lock = -1
         self.bases: dict[str, list[list[int]]] = {}  # digest of a verified base model -> its signature
         self.base_locks: dict[str, int] = {}  # digest of a base model being verified or copied -> locked file
@@ -463,7 +463,7 @@ class Service:
 
     def _start(self, attempt: HostAttempt, request: Request) -> Reply:
         base = self._base_path(request["base"]) if request.get("base") else ""
-        own = job_variables(attempt.output, self.workdir, request.get("needs", ()), base)
+        server_variables = job_variables(attempt.output, self.workdir, request.get("needs", ()), base)
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, len(self.slots)))
         defaults = default_variables(str(threads))
         inherited = {name: value for name, value in defaults.items() if name not in os.environ}
@@ -472,7 +472,7 @@ class Service:
         command = [*program(self.python, request["script"], self.workdir), *request["arguments"]]
         options = attempt.options(command, request.get("timeout"), bool(request.get("setup")))
         lock = attempt.take_lock()
-        blocks = block_of(inherited), block_of(request["env"] | own)
+        blocks = block_of(inherited), block_of(request["env"] | server_variables)
         reason = supervisor.supervise_detached(options, *blocks, self._enter_supervisor)
         os.close(lock)  # the supervisor has inherited it
         if reason:
@@ -491,7 +491,7 @@ class Service:
         return {}
 
     def gpus(self, request: Request) -> None:
-        """Reply with memory (MiB, or null) and number of processes of each GPU and MIG instance, and the lost GPUs."""
+        """Reply with memory (MiB or null) and number of processes of each GPU and MIG instance, and the lost GPUs."""
 
         def read_gpus() -> Reply:
             found = query_gpus()
@@ -504,9 +504,9 @@ class Service:
                 instances = [instance.uuid for instance in gpu.instances]
                 devices.append({"index": gpu.index, "uuid": gpu.uuid, "memory": gpu.memory >> 20, "used": used,
                                 "processes": len(gpu.processes), "instances": instances})  # fmt: skip
-                for each in gpu.instances:
-                    count = len(each.processes)
-                    devices.append({"index": each.uuid, "memory": 0, "used": None, "processes": count})
+                for instance in gpu.instances:
+                    count = len(instance.processes)
+                    devices.append({"index": instance.uuid, "memory": 0, "used": None, "processes": count})
             devices += [{"index": gpu.index, "lost": gpu.reason} for gpu in found.lost]
             return {"gpus": devices, "problem": found.error}
 
@@ -526,8 +526,8 @@ class Service:
 
         busy: another process has locked the base model. copy: this process has locked it; the dispatcher copies the
         base model to the directory `staging`, then sends publish_base. A base model that was trained on this server is
-        published from its output directory instead. With `shared`, the cache is that of the dispatcher: nothing is
-        copied, and the state of an invalid base model is damaged.
+        published from its output directory instead. If `shared` is true, the server uses the dispatcher's cache:
+        nothing is copied, and an invalid base model has the state damaged.
         """
         digest, manifest = request["digest"], request["manifest"]
         signature = base_model.signature(self._base_path(digest))
@@ -556,7 +556,7 @@ class Service:
         return None
 
     def _prepare_copy(self, digest: str, manifest: dict[str, Any], output: str) -> Reply:
-        """Publish a base model that was trained on this server; otherwise create a directory to copy it to."""
+        """Publish a base model if this server has trained it; otherwise create a directory to which it is copied."""
         base_model.remove_staging(self._cache, digest)
         trained = os.path.join(self.workdir, output)
         with contextlib.suppress(BaseModelError):
@@ -571,7 +571,7 @@ class Service:
         return {"state": "copy", "staging": os.path.relpath(staging, self.workdir)}
 
     def publish_base(self, request: Request) -> None:
-        """Publish a base model from the directory `staging`; with `failed`, remove this directory."""
+        """Publish a base model from the directory `staging`. If `failed` is true, only remove this directory."""
         digest, staging = request["digest"], os.path.join(self.workdir, request["staging"])
 
         def publish() -> Reply:
@@ -624,7 +624,7 @@ class Service:
     def _in_child(
         self, work: Callable[[], Any], request: Request | None = None, handle_result: ResultHandler = lambda _: None
     ) -> None:
-        """Call `work` in a child process, as it may take seconds. Later handle its result, and reply to the request."""
+        """Call `work`, which may take seconds, in a child process. _read_child() handles its result."""
         source, target = os.pipe()
         if os.fork() == 0:
             try:
@@ -681,7 +681,7 @@ class Service:
                 self.send(event="progress", attempt=attempt.name, metrics=metrics)
 
     def _sweep(self, attempt: HostAttempt) -> None:
-        """Kill the remaining processes of an attempt, then write its exit code, unless the disk is full."""
+        """Kill the remaining processes of an attempt. Then write its exit code, which fails on a full disk."""
 
         def handle_result(found: Reply) -> None:
             attempt.sweep = "" if found else "done"
@@ -694,13 +694,13 @@ def ends_at_logout(etc: str = "/etc/systemd", linger: str = "/var/lib/systemd/li
     """Whether systemd-logind kills a user's processes at logout; see logind.conf(5)."""
     paths = sorted(glob.glob(os.path.join(etc, "logind.conf.d", "*.conf")), key=os.path.basename)
     kills = False
-    for path in (os.path.join(etc, "logind.conf"), *paths):  # the last one wins
+    for path in (os.path.join(etc, "logind.conf"), *paths):  # a later file overrides earlier ones
         with contextlib.suppress(OSError), open(path) as file:
             for line in file:
                 name, _, value = (word.strip() for word in line.partition("="))
                 kills = value.lower() in ("yes", "true", "on", "1") if name == "KillUserProcesses" else kills
     user = pwd.getpwuid(os.getuid()).pw_name
-    return kills and user != "root" and not os.path.exists(os.path.join(linger, user))  # root: KillExcludeUsers
+    return kills and user != "root" and not os.path.exists(os.path.join(linger, user))  # KillExcludeUsers has root
 
 
 def home() -> str:
@@ -708,9 +708,9 @@ def home() -> str:
 
 
 def find_workdir(requested: str, default: str) -> str:
-    """The absolute working directory: the requested one, else ~/ml-customization if it exists, else the default.
+    """The absolute path of the requested working directory.
 
-    Raises HostError.
+    If none is requested, uses ~/ml-customization or, if that does not exist, the default. Raises HostError.
     """
     if not requested:
         conventional = os.path.join(home(), "ml-customization")
@@ -745,7 +745,7 @@ def program(python: list[str], script: str, workdir: str) -> list[str]:
 
 
 def owner_of(output: str) -> str:
-    """The job whose results are in a directory, as owner_name() returns it; empty if there are no results."""
+    """The owner_name() of the job whose results are in a directory; empty if there are no results."""
     try:
         with open(os.path.join(output, OWNER)) as file:
             owner = file.read().strip()
@@ -776,7 +776,7 @@ def block_of(environment: dict[str, str]) -> bytes:
 
 
 def holds_foreign_files(output: str) -> bool:
-    """Whether an output directory holds files or links, but not OWNER, which is written before all others."""
+    """Whether an output directory contains files or links but no OWNER, although OWNER is always written first."""
     if os.path.lexists(f"{output}/{OWNER}"):
         return False
     found = (os.path.join(top, name) for top, directories, files in os.walk(output) for name in (*files, *directories))
@@ -812,7 +812,7 @@ def refuse_other_owner(output: str, job: str, script: str) -> None:
 def claim_output(output: str, job: str, script: str) -> int:
     """Lock an output directory for an attempt, and write the name of its job to OWNER.
 
-    Returns a file that stays locked as long as any process has it open. Raises JobRefused and Busy.
+    Returns a file that stays locked as long as any process has it open. Raises JobRefused or Busy.
     """
     refuse_obstacle(output)
     refuse_foreign_files(output)
@@ -829,11 +829,11 @@ def claim_output(output: str, job: str, script: str) -> int:
     return file
 
 
-def follow(log: str, end: str) -> int:
-    """Print a log, and lines added to it, until the file `end` exists."""
+def follow(log: str, exit_file: str) -> int:
+    """Print a log, and lines added to it, until the exit code file exists. Returns 0."""
     position = 0
     while True:
-        ended = os.path.exists(end)
+        ended = os.path.exists(exit_file)
         position = panes.print_new(log, position)
         if ended:
             return 0

@@ -37,12 +37,12 @@ from distributed.terminal import cut
 
 FOLD = 200  # rows of the table shown at first; report.css hides the rest
 MAX_FAILURES = 50  # failed jobs shown with their last lines
-LAST_LINES = 40  # per failed job
+LAST_LINES = 40  # lines of output shown per failed job
 MAX_CHARTS = 60  # jobs with their own chart
 MAX_TRACKS = 256  # slots on the timeline
-MAX_COLUMNS = 12  # settings, and metrics, in the table
+MAX_COLUMNS = 12  # columns of settings in the table, and as many of metrics
 MAX_POINTS = 20_000  # in the chart of all jobs
-MAX_LINES = 100_000  # lines of each kind read from all metrics files together
+MAX_LINES = 100_000  # lines of each kind (see history.read_metrics) read from all metrics files together
 MIN_LINES = 200  # lines of each kind read from each metrics file, even if MAX_LINES is then exceeded
 MAX_NOTES = 20
 LABEL_LENGTH = 24  # characters of a job's name at its curve
@@ -71,7 +71,7 @@ class JobEntry:
     attempts: tuple[Attempt, ...]
     base: str  # the base model that it starts from; empty for none
     trains: str  # the base model that it trains; empty for none
-    leak: str  # how its base model has seen its held-out data; empty if it has not
+    leak: str  # how the base model was trained on the job's held-out data; empty if it was not
 
     @property
     def last(self) -> Attempt | None:
@@ -103,14 +103,14 @@ def outcome_of(attempt: Attempt, job: JobEntry) -> str:
 
 
 def location_of(attempt: Attempt) -> str:
-    """Server, GPUs as ranges, and UUIDs of MIG instances: gpu1:0-3."""
+    """Server and GPUs of an attempt, such as gpu1:0-3. MIG instances are named by UUID."""
     indices = ranges(sorted(gpu for gpu in attempt.gpus if isinstance(gpu, int)))
     gpus = ", ".join(filter(None, [indices, *(gpu for gpu in attempt.gpus if isinstance(gpu, str))]))
     return ":".join(filter(None, [attempt.server, gpus]))
 
 
 def write(results: Path) -> Path:
-    """Write results.html next to results.json and return its path. Raises OSError, and ValueError for other content."""
+    """Write the page next to results.json and return its path. Raises OSError, or ValueError for invalid results."""
     notes: list[str] = []
     facts = json.loads(results.read_text(encoding="utf-8"))
     if not isinstance(facts, dict) or not facts.keys() >= {"list", "totals", "servers", "jobs"}:
@@ -122,7 +122,7 @@ def write(results: Path) -> Path:
 
 
 def read_curves(results: Path, jobs: Sequence[JobEntry], notes: list[str]) -> dict[str, History]:
-    """The metrics files that exist, by job id."""
+    """Read the metrics files that exist. Returns metrics by job id, and appends read errors to `notes`."""
     root, curves = working_directory(results, jobs), {}
     limit = max(MIN_LINES, MAX_LINES // max(1, len(jobs)))
     for job in jobs:
@@ -151,7 +151,7 @@ def page(
     results: Mapping[str, Any], curves: Mapping[str, History], notes: Sequence[str] = (),
     path: Path = Path("results.json"),
 ) -> str:  # fmt: skip
-    """The HTML of the page. curves: metrics by job id. notes: files that could not be read. path: of the results."""
+    """The HTML of the page. curves: metrics by job id. notes: see read_curves(). path: of results.json."""
     jobs = jobs_of(results)
     charted = with_charts(jobs, curves)
     anchors = {job.position for job in charted}
@@ -246,7 +246,7 @@ def held_out_losses(job: JobEntry, curves: Mapping[str, History]) -> list[float]
 
 
 def final(job: JobEntry, curves: Mapping[str, History]) -> dict[str, Any]:
-    """The last metrics of a job: those in the results; losses and step that are missing there come from its curve."""
+    """The last metrics of a job, from the results. Losses and step that are missing there come from its curve."""
     known: dict[str, Any] = {}
     if history := curves.get(job.id):
         for lines, key in ((history.steps, "loss"), (history.held_out, "held_out_loss")):
@@ -327,7 +327,7 @@ def link(job: JobEntry, anchors: Container[int]) -> str:
 
 
 def timeline(results: Mapping[str, Any], jobs: Sequence[JobEntry], now: float) -> str:
-    """The attempts of each slot over time; empty without slots and attempts."""
+    """The attempts of each slot over time; empty if there are neither slots nor attempts."""
     found = tracks(results, jobs, now)
     if not found:
         return ""
@@ -415,9 +415,9 @@ def job_table(jobs: Sequence[JobEntry], curves: Mapping[str, History], anchors: 
 
 
 def split_equal(columns: Sequence[Column]) -> tuple[list[Column], str]:
-    """The columns that tell jobs apart, and the others as text, such as `attempts 1, step 100 of 100`.
+    """The columns in which jobs differ, and the other columns as text, such as `attempts 1, step 100 of 100`.
 
-    Without the columns that are equal in all jobs, the table of a usual list is as wide as the page. Jobs, states and
+    The table of a usual list fits the page only if columns that are equal in all jobs are omitted. Jobs, states and
     losses are always shown.
     """
     shown, equal = [], []
@@ -445,7 +445,7 @@ def sortable_table(columns: Sequence[Column]) -> str:
 
 
 def _wrapped(title: str) -> str:
-    """A title that may be wrapped after each underscore, so that long names of numbers do not widen the table."""
+    """A title that may be wrapped after each underscore, so that a long title does not widen a column of numbers."""
     return escape(cut(title, 40)).replace("_", "_<wbr>")
 
 
@@ -457,7 +457,7 @@ def _cell(cell: Cell, style: str) -> str:
 
 
 def show_all(jobs: Sequence[JobEntry]) -> str:
-    """A checkbox that shows the rows after FOLD; empty if there are none."""
+    """A checkbox that shows the rows after the first FOLD rows; empty if there are none."""
     label, name = f"Show all {len(jobs):,} jobs, not only {FOLD}", f"all{jobs[0].position}"
     box = f'<input type="checkbox" class="all" id="{name}"><label for="{name}">{label}</label>\n'
     return box if len(jobs) > FOLD else ""
@@ -512,7 +512,7 @@ def memory_cell(attempt: Attempt | None) -> Cell:
 
 
 def metric_keys(metrics: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The metrics with a column: step and losses first."""
+    """The metrics that get a column; step and losses come first."""
     found = dict.fromkeys(key for line in metrics for key in line)
     first = [key for key in ("step", "loss", "held_out_loss") if key in found]
     return [*first, *(key for key in found if key not in {*first, "steps", "time", "event"})][:MAX_COLUMNS]
@@ -564,19 +564,19 @@ def loss_curves(jobs: Sequence[JobEntry], curves: Mapping[str, History], charted
     if not charted:
         return ""
     shown = [job_chart(job, curves[job.id]) for job in charted]
-    having = [job for job in jobs if job.id in curves and has_losses(curves[job.id])]
-    rest = ""
-    if len(having) > len(charted):
-        rest = (f'<p class="sentence">Of {len(having):,} jobs with metrics, the {len(charted)} with the lowest last '
-                "losses have their own chart.</p>\n")  # fmt: skip
-    keys, together = legend({"train": "training", "held-out": "held-out"}), comparison(having, curves)
-    return f'{together}{rest}<div class="three">\n{chr(10).join(shown)}\n</div>\n{keys}'
+    with_losses = [job for job in jobs if job.id in curves and has_losses(curves[job.id])]
+    note = ""
+    if len(with_losses) > len(charted):
+        note = (f'<p class="sentence">Of {len(with_losses):,} jobs with metrics, the {len(charted)} with the lowest '
+                "last losses have their own chart.</p>\n")  # fmt: skip
+    keys, all_jobs = legend({"train": "training", "held-out": "held-out"}), comparison(with_losses, curves)
+    return f'{all_jobs}{note}<div class="three">\n{chr(10).join(shown)}\n</div>\n{keys}'
 
 
 def comparison(jobs: Sequence[JobEntry], curves: Mapping[str, History]) -> str:
-    """One chart with the losses of all jobs: held-out losses if at least half of the jobs have a curve of them.
+    """One chart with a curve of each job; empty if fewer than two jobs have a curve, that is at least two losses.
 
-    A curve has at least two points; train.py may measure the held-out loss only once.
+    It shows held-out losses if at least half of the jobs have a curve of them, otherwise training losses.
     """
     found = {kind: [job for job in jobs if len(losses(curves[job.id], kind)) > 1] for kind in ("held-out", "training")}
     kind = "held-out" if 2 * len(found["held-out"]) >= len(jobs) else "training"
@@ -608,7 +608,7 @@ def job_chart(job: JobEntry, history: History) -> str:
 
 
 def footer(notes: Sequence[str], path: Path) -> str:
-    """Files that could not be read, and the command that writes the page."""
+    """The notes of read_curves(), and the command that writes the page again."""
     shown = [cut(note, 300) for note in notes[:MAX_NOTES]]
     if len(notes) > MAX_NOTES:
         shown.append(f"{len(notes) - MAX_NOTES:,} more notes")
@@ -618,7 +618,7 @@ def footer(notes: Sequence[str], path: Path) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Unix seconds as local date and time."""
+    """A Unix time (seconds) as local date and time."""
     return datetime.fromtimestamp(seconds, timezone.utc).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
 
 

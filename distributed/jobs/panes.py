@@ -1,9 +1,9 @@
 """A tmux session that shows the output of each slot. Jobs do not depend on it.
 
-The session is named `ml_training`, or `ml_training_2` if the name is in use. Its option @muster is the directory
-(server_directory()) of the job list and server to which it belongs. Each pane runs `view`, which reads the file that
-show() writes and prints the log of the attempt in its slot. After the list has ended, the session stays for a look
-until remove() or the next list.
+The session is named `ml_training`, or `ml_training_2` if the name is in use. It belongs to one server of one job list,
+whose server_directory() is the value of the session's option @muster. Each pane runs `view`, which reads the file that
+show() writes and prints the log of the attempt in its slot. After the list has ended, the session stays, so that the
+output can be read, until remove() or the next list removes it.
 
 Standard library only.
 """
@@ -22,10 +22,10 @@ import time
 from distributed.files import KIT, is_locked, read_json, write_file
 from distributed.launch import supervisor
 
-SESSIONS = ("ml_training", "ml_training_2")  # names to try
+SESSIONS = ("ml_training", "ml_training_2")  # names in order of preference
 TMUX_TIMEOUT = 10.0  # seconds
 POLL_INTERVAL = 0.3  # seconds between reads of a log
-BACKLOG = 64 * 1024  # bytes; a view of an existing log starts so far before its end
+BACKLOG = 64 * 1024  # bytes at the end of an existing log with which a view starts
 # Ignore the user's Python settings, and use UTF-8 in any locale: arguments must reach jobs unchanged.
 PLAIN_PYTHON = ("-I", "-S", "-X", "utf8")
 ENTRY = "scripts/lib/module.py"
@@ -62,7 +62,7 @@ def server_directory(directory: str, server: str) -> str:
 
 
 def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
-    """Create the session for these slots, unless it exists. Returns (name, note), or ("", why there is no session)."""
+    """Create the session for these slots, unless it exists. Returns (name, note), or ("", reason) without a session."""
     if not shutil.which("tmux"):
         return "", "tmux is not installed; no live view of its slots; to get one: apt-get install tmux"
     try:
@@ -98,7 +98,7 @@ def session_directory(name: str) -> str | None:
 
 
 def abandoned(directory: str) -> bool:
-    """Whether neither a serve process nor a job of this list runs on this server."""
+    """Whether no serve process and no job of a list runs on a server. directory: see server_directory()."""
     if not os.path.isabs(directory):
         return False
     list_directory, server = os.path.dirname(os.path.dirname(directory)), os.path.basename(directory)
@@ -113,7 +113,7 @@ def abandoned(directory: str) -> bool:
 
 
 def create(name: str, directory: str, slots: list[str]) -> None:
-    """Create a session with a pane for each slot, of equal size, with titles."""
+    """Create a session that has one pane for each slot. Panes have titles and equal sizes."""
     program = host_command("view", directory)
     commands = [[*program, str(number)] for number in range(len(slots))]
     tmux("new-session", "-d", "-s", name, "-x", "240", "-y", "67", "-n", "slots", *commands[0])
@@ -132,7 +132,7 @@ def create(name: str, directory: str, slots: list[str]) -> None:
 
 
 def remove(directory: str) -> str:
-    """Kill the session of this list and server. Returns its name; empty without one."""
+    """Kill the session of this list and server. Returns the name of the session; empty if there was none."""
     with contextlib.suppress(TmuxError):
         for line in tmux("list-sessions", "-F", "#{session_name}").splitlines():
             if line in SESSIONS and session_directory(line) == directory:
@@ -148,10 +148,10 @@ def slot_file(directory: str, slot: int) -> str:
     return os.path.join(directory, f"slot_{slot}.json")
 
 
-def show(directory: str, slot: int, title: str, log: str, end: str) -> None:
-    """Let the view of a slot print this log, and the exit code when the file `end` exists."""
+def show(directory: str, slot: int, title: str, log: str, exit_file: str) -> None:
+    """Let the view of a slot print this log and, as soon as the exit code file exists, the exit code."""
     with contextlib.suppress(OSError):  # jobs do not depend on the view
-        write_file(slot_file(directory, slot), json.dumps({"title": title, "log": log, "end": end}))
+        write_file(slot_file(directory, slot), json.dumps({"title": title, "log": log, "end": exit_file}))
 
 
 def view(directory: str, slot: int) -> int:
@@ -181,7 +181,7 @@ def view(directory: str, slot: int) -> int:
 
 
 def print_new(log: str, position: int) -> int:
-    """Print a log, if it exists, from a position, in bytes. Returns the new position. Raises OSError."""
+    """Print a log from a position (bytes), if the log exists. Returns the new position. Raises OSError."""
     with contextlib.suppress(FileNotFoundError), open(log, "rb") as file:
         file.seek(position)
         while block := file.read(1 << 16):
@@ -196,6 +196,6 @@ def write(data: bytes) -> None:
 
 
 def set_title(text: str) -> None:
-    """Set the title of the pane by an escape sequence."""
+    """Set the title of the pane with an escape sequence."""
     plain = "".join(letter for letter in text if letter.isprintable())
     write(f"\033]2;{plain[:120]}\033\\".encode())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from distributed.jobs.config import ConfigError
 
-# For SLURM's programs. Variables of jobs are in job specifications, because SLURM shows sbatch's environment.
+# Passed to SLURM's programs. Job specifications hold the variables of jobs, because SLURM shows sbatch's environment.
 PASSED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF", "SLURM_JWT",
     "KRB5CCNAME",
@@ -56,13 +56,13 @@ class ResourceRequest:
     """The resources of each element of an array."""
 
     gpus: int
-    minutes: int | None
+    minutes: int | None  # of --time; None: SLURM's default
     labels: tuple[str, ...]
     after: str = ""  # SLURM job id of an element that must succeed first
 
     @property
     def kind_of_refusal(self) -> str:
-        """The `kind` of NotStarted when SLURM refuses: "job" if it requests more than the defaults, else "server"."""
+        """`kind` of NotStarted if SLURM refuses: "job" if more than the defaults is requested, otherwise "server"."""
         return "job" if self.gpus > 1 or self.minutes is not None or self.labels else "server"
 
 
@@ -140,7 +140,7 @@ def sbatch_command(
 
 
 def error_message(text: str) -> str:
-    """The error output of a program of SLURM, in one line."""
+    """The last lines of the error output of one of SLURM's programs, joined to one line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for start in ("sbatch:", "squeue:", "scancel:", "scontrol:", "error:"):
         lines = [line.removeprefix(start).strip() for line in lines]
@@ -189,7 +189,7 @@ class QueueEntry:
 class SlurmQueue:
     """All elements in the output of squeue, by array and index."""
 
-    began: float = -math.inf  # time.monotonic() when squeue was called
+    called_at: float = -math.inf  # time.monotonic() when squeue was called
     entries: Mapping[tuple[str, int], QueueEntry] = field(default_factory=dict)
 
 
@@ -218,15 +218,15 @@ def leading_number(text: str, default: int) -> int:
     return int(first[0]) if first and first[0].isdecimal() else default
 
 
-def end_without_code(entry: QueueEntry | None, taken: bool, started: bool, printed: str = "") -> tuple[str, str]:
+def end_without_code(entry: QueueEntry | None, claimed: bool, started: bool, printed: str = "") -> tuple[str, str]:
     """(cause, message) of an attempt that ended without an exit code.
 
-    taken: an element has claimed the job specification. started: the command was started. printed: the last line of the
-    element's output.
+    claimed: whether an element has claimed the job specification. started: whether the command was started. printed:
+    the last line of the element's output.
     """
     state, node = (entry.state, entry.node) if entry else ("", "")
-    if state == "CANCELLED" or (not entry and not taken):
-        when = "" if taken else " before it started"
+    if state == "CANCELLED" or (not entry and not claimed):
+        when = "" if claimed else " before it started"
         return "cancelled outside", f"cancelled by scancel{when}, not through this list"
     if state == "PREEMPTED":
         return "preempted", "SLURM gave its node to a job of higher priority"
@@ -238,7 +238,7 @@ def end_without_code(entry: QueueEntry | None, taken: bool, started: bool, print
         return "node failed", f"SLURM reports that {node or 'its node'} has failed"
     if not started and printed:
         return "not started", printed
-    if not taken:
+    if not claimed:
         return "not started", f"SLURM state {state}; check that the compute nodes have the same working directory"
     if state:
         return "killed", f"its supervisor on {node or 'its node'} exited without an exit code; SLURM state {state}"

@@ -12,9 +12,9 @@ directory, Muster, and the Python interpreter. In cluster_config.json:
 
 In jobs_config.json, `_timeout` also sets --time, and `_labels` set --constraint.
 
-Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. See array_task for the
-files of an attempt, and element for what they and SLURM's queue show. Elements are submitted with --no-requeue: after
-the loss of a node, the dispatcher starts a new attempt.
+Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. array_task describes
+the files of an attempt; element derives its state from these files and SLURM's queue. Elements are submitted with
+--no-requeue: after the loss of a node, the dispatcher starts a new attempt.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ QUEUE_INTERVAL = 2.0  # seconds between calls of squeue
 BATCH_DELAY = 0.05  # seconds in which starts are collected into one array
 COMMAND_TIMEOUT = 60.0  # seconds for squeue, scancel and scontrol
 SUBMIT_TIMEOUT = 180.0  # seconds for sbatch, which has its own retries
-MAX_QUEUE_FAILURES = 3  # consecutive failures of squeue after which the connection is lost
+MAX_QUEUE_FAILURES = 3  # consecutive failures of squeue or scancel after which the connection is treated as lost
 FULL_QUEUE_DELAY = 15.0  # seconds before a submission that exceeded a limit is retried
 CANCEL_INTERVAL = 10.0  # seconds before scancel is repeated
 MAX_SCANCEL_JOBS = 200  # elements per call of scancel
@@ -68,7 +68,7 @@ Facts = dict[str, Any]
 
 
 class AnyLabels(frozenset[str]):
-    """A set that contains every label: SLURM itself refuses features that no node has."""
+    """A set that contains every label, because SLURM itself refuses a label that is not a feature of any node."""
 
     def __ge__(self, other: object) -> bool:
         return True
@@ -100,10 +100,10 @@ class PendingStart:
 
 
 class SlurmServer(JobServer):
-    """A SLURM cluster as a server, which allocates the GPUs itself. JobServer describes the methods."""
+    """A SLURM cluster as one server. SLURM allocates the GPUs. JobServer describes the methods."""
 
     def __init__(self, cluster: ClusterConfig, context: ListContext, slots_needed: int) -> None:
-        """slots_needed: by all jobs of the list together. Raises ConfigError."""
+        """slots_needed: the number of slots that all jobs of the list need together. Raises ConfigError."""
         self.name, self.context = SERVER, context
         self.settings, self._has_more_servers = cluster.servers[0], len(cluster.servers) > 1
         self._options = sbatch.checked_options(cluster.sbatch)
@@ -114,7 +114,7 @@ class SlurmServer(JobServer):
                 "run the command in workdir, or remove workdir"
             )
         slots = tuple(Slot(index, None) for index in range(max(1, min(cluster.max_queued, slots_needed))))
-        self.pool = SlotPool(SERVER, slots, AnyLabels(), all_gpus=1)  # a slot is a job in the queue, whatever it needs
+        self.pool = SlotPool(SERVER, slots, AnyLabels(), all_gpus=1)  # a slot is a queued job with any number of GPUs
         self.queues_dependents = True
         self.directory = os.path.join(context.cwd, "logs", "jobs", context.list_id)
         self._prefix = f"muster-{context.list_id}-"
@@ -122,7 +122,7 @@ class SlurmServer(JobServer):
         self._post: Callable[[Event], None] = lambda _: None
         self._python: list[str] = []
         self._max_array, self._kill_wait = 1000, 30  # elements; seconds
-        self._elements: dict[str, Element] = {}  # elements that are submitted or held, and have not ended; by attempt
+        self._elements: dict[str, Element] = {}  # by attempt; submitted or held elements that have not ended
         self._pending: list[PendingStart] = []
         self._held: list[PendingStart] = []  # not submitted, as SLURM's queue is full
         self._held_until = 0.0
@@ -216,10 +216,10 @@ class SlurmServer(JobServer):
         return out
 
     async def _query_queue(self) -> SlurmQueue:
-        began = time.monotonic()
+        called_at = time.monotonic()
         # With --states=all, squeue also shows elements that ended some minutes ago.
         options = ["--noheader", "--array", "--states=all", f"--user={os.getuid()}", f"--format={sbatch.QUEUE_FORMAT}"]
-        return SlurmQueue(began, sbatch.parse_queue(await self._call(["squeue", *options]), self._prefix))
+        return SlurmQueue(called_at, sbatch.parse_queue(await self._call(["squeue", *options]), self._prefix))
 
     # ---- reconnecting
 
@@ -301,7 +301,7 @@ class SlurmServer(JobServer):
         }  # fmt: skip
 
     async def ensure_base(self, digest: str) -> int:
-        """Copies nothing: the compute nodes share the cache."""
+        """Verify the base model. Returns 0, because nothing is copied: the compute nodes share the cache."""
         await cached_manifest(self.context.cache, digest)
         return 0
 
@@ -380,7 +380,7 @@ class SlurmServer(JobServer):
         """Handle exit code and output of sbatch."""
         job, message = out.strip().rpartition("\n")[2].partition(";")[0], sbatch.error_message(err)
         if code == 0 and job.isdecimal():
-            with contextlib.suppress(OSError):  # a full disk; the array is also found by its name
+            with contextlib.suppress(OSError):  # the disk is full; the array is also found by its name
                 await asyncio.to_thread(write_file, job_path(self._array_path(array)), f"{job}\n")
             self._register(starts, array)
         elif code == 0 or sbatch.contains_any(sbatch.NO_REPLY, err):
@@ -437,7 +437,7 @@ class SlurmServer(JobServer):
         self._hold(starts[0], reason)
 
     def _hold(self, start: PendingStart, reason: str = "") -> None:
-        """Retry a submission later. The attempt is treated as started, as its job specification can be withdrawn."""
+        """Submit an attempt later. It is reported as running: withdrawing its job specification can stop it."""
         self._held.append(start)
         self._elements[start.element.name] = start.element
         start.answer({"state": "running"})
@@ -523,15 +523,15 @@ class SlurmServer(JobServer):
     # ---- results
 
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
-        """Copy nothing: the files are shared. Waits up to COMMAND_TIMEOUT until SLURM has ended a cancelled attempt."""
+        """Wait up to COMMAND_TIMEOUT until SLURM has ended a cancelled attempt. Copies nothing: files are shared."""
         if attempt.failure != "cancelled":
             return
-        began, element = time.monotonic(), self._element_of(attempt.name, job.output)
+        start, element = time.monotonic(), self._element_of(attempt.name, job.output)
         if not element.locate():
             return
-        while self._lost and not self._lost.done() and time.monotonic() < began + COMMAND_TIMEOUT:
+        while self._lost and not self._lost.done() and time.monotonic() < start + COMMAND_TIMEOUT:
             entry = self._queue.entries.get((element.array, element.index))
-            if self._queue.began > began and (entry is None or entry.ended):
+            if self._queue.called_at > start and (entry is None or entry.ended):
                 return
             self._queue_requested = True
             await asyncio.sleep(POLL_INTERVAL / 2)
