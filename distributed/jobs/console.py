@@ -261,9 +261,9 @@ def remaining(job: JobState, attempt: Attempt) -> float | None:
     A later attempt may resume, so only its steps after its first report count.
     """
     now, step, steps = time.time(), job.metrics.get("step"), job.metrics.get("steps")
-    first, began = (0.0, attempt.start) if len(job.attempts) == 1 else attempt.first_report or (math.inf, now)
-    if step and steps and step > first and now > began:
-        return float(max(0.0, (now - began) * (steps - step) / (step - first)))
+    first, first_at = (0.0, attempt.start) if len(job.attempts) == 1 else attempt.first_report or (math.inf, now)
+    if step and steps and step > first and now > first_at:
+        return float(max(0.0, (now - first_at) * (steps - step) / (step - first)))
     expected = job.job.options.expected_seconds
     return None if expected is None else max(0.0, expected - (now - attempt.start))
 

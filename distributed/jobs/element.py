@@ -86,11 +86,6 @@ class Element(host.HostAttempt):
         except FileNotFoundError:
             return []
 
-    def end(self) -> Facts:
-        """The facts of the event `ended`; cause and message are those of the failure record, or empty."""
-        record = read_json(self.files.record)
-        return super().end() | {"cause": record.get("cause", ""), "message": record.get("message", "")}
-
     def has_ended(self) -> bool:
         return supervisor.read_code(self.files.exit) is not None and not self.locked()
 
