@@ -1,4 +1,4 @@
-"""Servers of a job list: a channel to the program `host.py` on each server, over ssh, or on this machine.
+"""Servers of a job list: a channel to the program `host.py` on each server (over ssh) or on this machine.
 
 The channel and rsync share one OpenSSH connection per server. The dispatcher copies host.py and the modules that it
 imports to ~/.cache/muster/ of each server, so a server needs only ssh, bash, tar, Python 3.10 and, unless it shares
@@ -49,7 +49,7 @@ from distributed.transport.commands import VANISHED, over_ssh, rsync_shell
 
 CONNECT_TIMEOUT = 60.0  # seconds
 LOGIN_TIMEOUT = 50.0  # seconds within which the login shell must start a command
-MAX_COPIES = 3  # attempts to copy a base model, if copies are damaged
+MAX_COPIES = 3  # how often a base model is copied if the copies are damaged
 COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has unlocked a base model
 MAX_RSYNCS = 2  # concurrent rsyncs with a server, in each direction
 MAX_ATTEMPTS_PER_RSYNC = 100
@@ -58,7 +58,7 @@ NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or new
 # Exit codes: ~/ml-customization exists; rsync is missing; a command has failed on the server, see reporting_error().
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC, FAILED = 3, 4, 5
 LOST_CONNECTION = (12, 30, 35, 255)  # exit codes of rsync
-FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # copy what the standard input of rsync names, literally
+FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # the standard input of rsync has the paths, ended by NUL
 # The files that jobs/host.py and its supervisors need on a server. Modules that only usage sampling needs are omitted.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
@@ -85,18 +85,18 @@ class ListContext:
     panes: bool = True
     sync: bool = False
     sockets: Path = Path()  # directory of ssh's sockets and configurations
-    forwarded: Mapping[str, str] = field(default_factory=dict)  # variables of the dispatcher for jobs over ssh
+    forwarded: Mapping[str, str] = field(default_factory=dict)  # the dispatcher's variables that jobs over ssh inherit
     machines: dict[tuple[str, str], str] = field(default_factory=dict)  # (host name, boot id) -> server
     cache: Cache = field(default_factory=lambda: Cache(Path()))
 
     @property
     def script_name(self) -> str:
-        """The path of the script, in the one spelling that is part of the owner of an output directory."""
+        """The path of the script as the owner file of an output directory spells it."""
         return script_name(self.script)
 
 
 def slots_of(server: config.Server) -> tuple[Slot, ...]:
-    """The slots of each GPU, slots_per_gpu each; without GPUs, slots_per_gpu CPU slots."""
+    """The slots of a server: slots_per_gpu for each GPU or, without GPUs, slots_per_gpu CPU slots."""
     gpus = [gpu for gpu in server.devices for _ in range(server.slots_per_gpu)]
     return tuple(Slot(index, gpu) for index, gpu in enumerate(gpus or [None] * server.slots_per_gpu))
 
@@ -200,7 +200,7 @@ class HostReplyError(NotStarted):
 class HostServer(JobServer):
     """A server that runs host.py: the base class of SshServer and LocalServer. JobServer describes the methods."""
 
-    python = ""  # if the setting `python` is missing; empty: the server chooses
+    python = ""  # used if the setting `python` is missing; empty: the server chooses
 
     def __init__(self, name: str, server: config.Server, context: ListContext) -> None:
         self.name, self.settings, self.context = name, server, context
@@ -254,15 +254,15 @@ class HostServer(JobServer):
     def _attach_command(self) -> str:
         return f"watch: tmux attach -t {self.session}" if self.session else ""
 
-    def _check_gpus(self, found: Mapping[str, Any]) -> str:
-        """Return a note. Raises ServerUnusable if a GPU to use does not exist, or all of them are lost."""
-        self._gpus, devices = found["gpus"], self.settings.devices
-        present = [gpu["index"] for gpu in found["gpus"] if isinstance(gpu["index"], int)]
-        instances = [gpu["index"] for gpu in found["gpus"] if isinstance(gpu["index"], str)]
-        lost = {gpu["index"]: gpu["lost"] for gpu in found["gpus"] if "lost" in gpu}
+    def _check_gpus(self, reply: Mapping[str, Any]) -> str:
+        """Return a note for the log. Raises ServerUnusable if a configured GPU does not exist, or if all are lost."""
+        self._gpus, devices = reply["gpus"], self.settings.devices
+        present = [gpu["index"] for gpu in self._gpus if isinstance(gpu["index"], int)]
+        instances = [gpu["index"] for gpu in self._gpus if isinstance(gpu["index"], str)]
+        lost = {gpu["index"]: gpu["lost"] for gpu in self._gpus if "lost" in gpu}
         missing = [gpu for gpu in devices if gpu not in present + instances]
-        if found["problem"]:
-            raise ServerUnusable(found["problem"])
+        if reply["problem"]:
+            raise ServerUnusable(reply["problem"])
         if any(isinstance(gpu, str) for gpu in missing):
             uuids = ", ".join(gpu for gpu in missing if isinstance(gpu, str))
             raise ServerUnusable(
@@ -275,7 +275,7 @@ class HostServer(JobServer):
             )
         if lost.keys() >= set(devices):
             raise ServerUnusable("; ".join(f"GPU {gpu}: {lost[gpu]}" for gpu in devices))
-        divided = [gpu for gpu in found["gpus"] if gpu["index"] in devices and gpu.get("instances")]
+        divided = [gpu for gpu in self._gpus if gpu["index"] in devices and gpu.get("instances")]
         return "; ".join(
             f"GPU {gpu['index']}: MIG is on, so a job uses only its first instance; to use all, name them in gpu_ids: "
             f"{', '.join(gpu['instances'])}" for gpu in divided
@@ -297,7 +297,7 @@ class HostServer(JobServer):
             await channel.close()
 
     async def remove_session(self) -> str:
-        """Connect, remove the tmux session of the list, and disconnect. Returns its name; empty without one.
+        """Connect, remove the tmux session of the list, and disconnect. Returns the session's name; empty without one.
 
         Script, Python and GPUs are not checked: the server may no longer be able to run jobs.
         """
@@ -366,7 +366,7 @@ class HostServer(JobServer):
         raise NotStarted(f"base {hash_of(digest)}: {found['reason']}", kind)
 
     async def _request_base(self, digest: str) -> dict[str, Any]:
-        """The reply of base() in host.py, as soon as it is not busy."""
+        """Request a base model until the reply of host.Service.base() is not `busy`; return the reply."""
         manifest = await cached_manifest(self.context.cache, digest)
         output = f"{TRAINING}/{hash_of(digest)}"
         while True:
@@ -399,7 +399,7 @@ class LocalServer(HostServer):
 
 
 def local_server(context: ListContext, slots: int | None) -> LocalServer:
-    """This machine, with `slots` slots per GPU (default: 1) or, without GPUs, CPU slots (default: half the cores)."""
+    """This machine: `slots` slots per GPU (default 1) or, without GPUs, `slots` CPU slots (default half the cores)."""
     devices: list[GpuId] = []
     found = query_gpus()
     faults = {gpu.index: gpu.reason for gpu in found.lost}
@@ -428,13 +428,13 @@ class SshServer(HostServer):
         super().__init__(name, server, context)
         self.shared = False
         self._fetching, self._sending = asyncio.Semaphore(MAX_RSYNCS), asyncio.Semaphore(MAX_RSYNCS)
-        self._to_fetch: list[tuple[list[str], asyncio.Future[None]]] = []  # directories to copy
+        self._to_fetch: list[tuple[list[str], asyncio.Future[None]]] = []  # (directories, outcome) of each attempt
         self._synced = not context.sync
         self._archive_name, self._archive = kit_archive()
         self._config = context.sockets / f"{name}.conf"
 
     def _ssh(self, line: str) -> list[str]:
-        """The command that runs a line of bash on the server; the line gets standard input only after its start."""
+        """The command that runs a line of bash on the server. Standard input is held back until the line starts."""
         return over_ssh(self._ssh_to_server(), self.settings.host, line, LOGIN_TIMEOUT)
 
     def _ssh_to_server(self) -> list[str]:
@@ -460,24 +460,24 @@ class SshServer(HostServer):
                 printed = str(error)
                 code = await process.wait()
                 stderr = await errors
-            except BaseException:  # such as CONNECT_TIMEOUT
+            except BaseException:  # such as a cancellation after CONNECT_TIMEOUT
                 await channel.close()
                 raise
             if NOT_INSTALLED in printed:
                 await self._upload()
                 continue
             if NO_PYTHON in printed:
-                found = f"python {self.settings.python}: not" if self.settings.python else "no"
-                raise ServerUnusable(f"{found} Python 3.10 or newer there: install one, or set python for this server")
+                fault = f"python {self.settings.python}: not" if self.settings.python else "no"
+                raise ServerUnusable(f"{fault} Python 3.10 or newer there: install one, or set python for this server")
             raise ssh_error(stderr or printed, code, self.settings.host)
         raise ServerUnusable("cannot copy Muster to it: the copy was removed at once; correct this on the server")
 
     def _host_program(self, arguments: str) -> str:
         """A line of bash that runs host.py, or prints NOT_INSTALLED or NO_PYTHON. Must run in the home directory."""
         workdir = self.settings.workdir or "~/ml-customization"
-        own = [self.settings.python] if self.settings.python else []
-        own += [f"{base}/{path}" for path in own for base in (workdir, self.context.cwd) if path[0] not in "~/"]
-        candidates = own or [f"{workdir}/.venv/bin/python", f"{self.context.cwd}/.venv/bin/python", "python3"]
+        paths = [self.settings.python] if self.settings.python else []
+        paths += [f"{base}/{path}" for path in paths for base in (workdir, self.context.cwd) if path[0] not in "~/"]
+        candidates = paths or [f"{workdir}/.venv/bin/python", f"{self.context.cwd}/.venv/bin/python", "python3"]
         pythons = " ".join(quoted_path(each) for each in candidates)
         plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
@@ -511,7 +511,7 @@ class SshServer(HostServer):
         except (sync_list.SyncError, OSError) as error:
             raise ServerUnusable(f"--sync: {error}") from None
         target = self.settings.workdir or str(self.context.cwd)
-        # As find_workdir() in host.py: without a setting, an existing ~/ml-customization is used.
+        # Without a setting, an existing ~/ml-customization is used, as by find_workdir() in host.py.
         default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
         line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}" + reporting_error(
             f"mkdir -p -- {quoted_path(target)}"
@@ -547,7 +547,7 @@ class SshServer(HostServer):
             raise ServerUnusable("rsync is not installed on this machine; install it (apt-get install rsync)")
 
     async def _shares_files(self) -> bool:
-        """Whether a file created in the working directory on this machine exists in that of the server."""
+        """Whether a file created in the working directory here also exists in the server's working directory."""
         try:
             file, path = tempfile.mkstemp(prefix=".muster-", dir=self.context.cwd)
         except OSError:
@@ -567,12 +567,12 @@ class SshServer(HostServer):
         return f"watch: ssh -t{port}{key} {user}{self.settings.host} tmux attach -t {self.session}"
 
     def follow_command(self, attempt: Attempt, once: bool) -> list[str]:
-        """The command that prints the log of an attempt until it ends. once: exit after its current content."""
+        """The command that prints the log of an attempt until the attempt ends. once: only the current content."""
         write_ssh_config(self._config, self.settings)
         default = f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.context.cwd))}'
         workdir = f"w={quoted_path(self.settings.workdir)}" if self.settings.workdir else default
         log = f'"$w"/{shlex.quote(f"logs/jobs/{self.context.list_id}/{attempt.name}/node_{self.name}")}'
-        end = "/" if once else f"{log}.exit"
+        end = "/" if once else f"{log}.exit"  # `follow` returns once this path exists
         line = f"cd; {workdir}; {self._host_program(f'follow {log}.log {end}')}"
         return self._ssh(line)
 
@@ -646,7 +646,7 @@ class SshServer(HostServer):
         code, stderr = await self._run(call, data)
         if code in (0, VANISHED):
             return
-        errors = [line for line in stderr.splitlines() if not line.startswith("rsync error:")]  # a summary
+        errors = [line for line in stderr.splitlines() if not line.startswith("rsync error:")]  # without the summary
         cause = next((line for line in errors if line.startswith("rsync:")), "".join(errors[-1:]))
         lost = code in LOST_CONNECTION or "connection unexpectedly closed" in cause
         if lost and "No space left on device" not in cause:
@@ -674,7 +674,7 @@ async def run_program(
         printed = await asyncio.wait_for(process.communicate(data), seconds)
     except asyncio.TimeoutError:
         raise Unreachable(f"{command[0]}: no reply within {seconds:.0f} s") from None
-    finally:  # also of a cancelled task; has no effect on a process that has exited
+    finally:  # also if the task was cancelled; kill() has no effect on a process that has exited
         with contextlib.suppress(ProcessLookupError):
             process.kill()
     out, err = (text.decode(errors="replace") for text in printed)
@@ -700,7 +700,7 @@ async def read_tail(stream: asyncio.StreamReader | None) -> str:
 
 @functools.cache
 def write_through_links() -> tuple[str, ...]:
-    """The options with which rsync keeps a symbolic link to a directory; see transport/rsync_shell.py."""
+    """The options with which rsync writes through a symbolic link to a directory; see transport/rsync_shell.py."""
     known = subprocess.run(["rsync", "--insecure-links", "--version"], stdin=subprocess.DEVNULL, capture_output=True)
     return ("--keep-dirlinks", *(["--insecure-links"] if known.returncode == 0 else []))
 
@@ -721,7 +721,7 @@ def ssh_error(stderr: str, code: int, name: str) -> Exception:
 
 
 def reporting_error(line: str) -> str:
-    """A line of bash that runs another one; if that fails, it prints its errors in one line and exits with FAILED."""
+    """A line of bash that runs `line`; on failure, it prints the errors in one line and exits with FAILED."""
     report = f"printf '%s\\n' \"${{e//$'\\n'/$'\\t'}}\" >&2; exit {FAILED}"
     return f"export LC_ALL=C; e=$({{ {line}; }} 2>&1) || {{ {report}; }}"
 
@@ -737,7 +737,7 @@ def quoted_path(path: str) -> str:
 
 
 def rsync_literal(path: str) -> str:
-    """Escape a remote path for rsync, which expands wildcards and unescapes only paths that contain them."""
+    """Escape a remote path for rsync if it contains wildcards; rsync does not unescape a path without them."""
     return re.sub(r"([*?\[\\])", r"\\\1", path) if set("*?[") & set(path) else path
 
 
