@@ -230,7 +230,7 @@ class Dispatcher:
             try:
                 note = await server.connect(self.post)
                 attempts = [each for each in self._unended_attempts() if each.server == server.name]
-                found = await server.query({each.name: self.state.jobs[each.job].job.output for each in attempts})
+                states = await server.query({each.name: self.state.jobs[each.job].job.output for each in attempts})
             except ServerUnusable as error:
                 self.post(Event("unusable", server.name, {"reason": str(error)}))
                 return
@@ -240,7 +240,7 @@ class Dispatcher:
                 failures += 1
                 continue
             failures = 0
-            self.post(Event("connected", server.name, {"note": note, "attempts": found}))
+            self.post(Event("connected", server.name, {"note": note, "attempts": states}))
             watching = asyncio.ensure_future(self._watch_gpus(link)) if server.watches_gpus else None
             try:
                 reason = await server.wait_until_lost()
@@ -267,31 +267,31 @@ class Dispatcher:
         link = self.links[event.server]
         link.state, link.reason, link.failed_starts = "ready", "", 0
         self._log("; ".join(filter(None, [f"{event.server}: connected", event.facts["note"]])))
-        for name, found in event.facts["attempts"].items():
-            self._reconcile(link, name, found)
+        for name, reply in event.facts["attempts"].items():
+            self._reconcile(link, name, reply)
         self._update_pool(link)
         self._on_change()
 
-    def _reconcile(self, link: ServerLink, name: str, found: Mapping[str, Any]) -> None:
+    def _reconcile(self, link: ServerLink, name: str, reply: Mapping[str, Any]) -> None:
         """Update an attempt from the reply of a server that was just connected."""
         attempt = self.state.attempt(name)
         if attempt is None or attempt.state == "ended":  # already reported by an event
             return
         if attempt.state == "lost":  # see _give_up_server()
-            if found["state"] == "running":
+            if reply["state"] == "running":
                 self._log(f"{link.server.name}: {self._job_name(attempt)} was declared lost but still runs; killing it")
                 self._stop(attempt, kill=True)
             else:
                 self._record_lost_ended(attempt)
-        elif found["state"] == "running":
-            self._record_running(attempt, found)
+        elif reply["state"] == "running":
+            self._record_running(attempt, reply)
             state = "runs" if attempt.process else "waits in the queue"
             self._log(f"{link.server.name}: {self._job_name(attempt)} still {state}")
             self._stopping.discard(name)  # an earlier stop request may not have reached the server
             if self.state.jobs[attempt.job].cancel:
                 self._stop(attempt)
-        elif found["state"] == "ended":
-            self._end(attempt, found)
+        elif reply["state"] == "ended":
+            self._end(attempt, reply)
         elif name in self._starting:  # the reply to the start request follows
             pass
         elif attempt.state == "starting":
@@ -387,14 +387,14 @@ class Dispatcher:
                     await self._ensure_base(server, job.base)
             except Unreachable as error:  # before the start request, so the attempt was not started
                 raise NotStarted(str(error)) from None
-            found = await server.start(attempt, job, [each.job.output for each in needed])
+            reply = await server.start(attempt, job, [each.job.output for each in needed])
         except (NotStarted, OSError) as error:
             refusal = error if isinstance(error, NotStarted) else NotStarted(str(error))
             self.post(Event("not_started", attempt.server, refusal.facts(attempt.name)))
         except Unreachable:
             pass  # the query after the reconnect shows whether it was started
         else:
-            self.post(Event("started", attempt.server, {"attempt": attempt.name, **found}))
+            self.post(Event("started", attempt.server, {"attempt": attempt.name, **reply}))
         finally:
             self._starting.discard(attempt.name)
 
@@ -411,9 +411,9 @@ class Dispatcher:
         elif self._record_running(attempt, event.facts) and self.state.jobs[attempt.job].cancel:
             self._stop(attempt)
 
-    def _record_running(self, attempt: Attempt, found: Mapping[str, Any]) -> bool:
+    def _record_running(self, attempt: Attempt, facts: Mapping[str, Any]) -> bool:
         """Record that an attempt runs, or that it waits in its server's queue. Returns False if recorded before."""
-        process = {key: found[key] for key in ("pid", "start_time", "boot_id", "host") if key in found}
+        process = {key: facts[key] for key in ("pid", "start_time", "boot_id", "host") if key in facts}
         changed = attempt.state != "running" or bool(process and not attempt.process)
         if changed:
             self._record("running", attempt=attempt.name, process=process)
@@ -579,8 +579,8 @@ class Dispatcher:
 
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
         """Return what remains of a cancelled attempt: no process, as its supervisor has exited; GPU memory in use."""
-        found = await server.query_gpus() if attempt.gpus else []
-        used = {gpu["index"]: gpu.get("used") for gpu in found}
+        gpus = await server.query_gpus() if attempt.gpus else []
+        used = {gpu["index"]: gpu.get("used") for gpu in gpus}
         shown = [f"GPU {gpu}: {used[gpu]} MiB in use" for gpu in attempt.gpus if used.get(gpu) is not None]
         return "; ".join(filter(None, ["no process remains", ", ".join(shown)]))
 

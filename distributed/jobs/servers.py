@@ -122,10 +122,10 @@ class Channel:
         while line := await self._process.stdout.readline():
             text = line.decode(errors="replace").strip()
             with contextlib.suppress(ValueError):
-                found = json.loads(text)
-                if isinstance(found, dict) and found.get("protocol") == host.HELLO:
+                message = json.loads(text)
+                if isinstance(message, dict) and message.get("protocol") == host.HELLO:
                     self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._send_heartbeats())]
-                    return found
+                    return message
             printed.append(text)
         raise EOFError("\n".join(printed))
 
@@ -134,14 +134,14 @@ class Channel:
         if self.closed.done():
             raise Unreachable(self.closed.result())
         self._next += 1
-        reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[self._next] = reply
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[self._next] = future
         assert self._process.stdin
         self._process.stdin.write(json.dumps({"id": self._next, "do": verb, **facts}).encode() + b"\n")
-        found = await reply
-        if "error" in found:
-            raise HostReplyError(found["error"], found.get("kind", "server"))
-        return found
+        reply = await future
+        if "error" in reply:
+            raise HostReplyError(reply["error"], reply.get("kind", "server"))
+        return reply
 
     async def _read(self) -> None:
         assert self._process.stdout
@@ -320,8 +320,8 @@ class HostServer(JobServer):
             reply = await self._call("query", attempts=dict(attempts), grace=self.context.grace)
         except HostReplyError as error:
             raise Unreachable(str(error)) from None
-        found: dict[str, dict[str, Any]] = reply["attempts"]
-        return found
+        states: dict[str, dict[str, Any]] = reply["attempts"]
+        return states
 
     async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
         device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
@@ -346,33 +346,33 @@ class HostServer(JobServer):
         await self._call("stop", attempt=attempt, kill=kill)
 
     async def query_gpus(self) -> list[dict[str, Any]]:
-        found = await self._call("gpus")
-        if not found["problem"]:
-            self._gpus = found["gpus"]
+        reply = await self._call("gpus")
+        if not reply["problem"]:
+            self._gpus = reply["gpus"]
         return self._gpus
 
     async def ensure_base(self, digest: str) -> int:
         copied = 0
         for _ in range(MAX_COPIES):
-            found = await self._request_base(digest)
-            if found["state"] == "copy":
-                found = await self._copy_base(digest, found["staging"])
-                copied += found.get("bytes", 0)
-            if found["state"] == "ready":
+            reply = await self._request_base(digest)
+            if reply["state"] == "copy":
+                reply = await self._copy_base(digest, reply["staging"])
+                copied += reply.get("bytes", 0)
+            if reply["state"] == "ready":
                 return copied
-            if found["state"] == "failed" or self.shared:
+            if reply["state"] == "failed" or self.shared:
                 break
-        kind = "base" if self.shared and found["state"] == "damaged" else "server"
-        raise NotStarted(f"base {hash_of(digest)}: {found['reason']}", kind)
+        kind = "base" if self.shared and reply["state"] == "damaged" else "server"
+        raise NotStarted(f"base {hash_of(digest)}: {reply['reason']}", kind)
 
     async def _request_base(self, digest: str) -> dict[str, Any]:
         """Request a base model until the reply of host.Service.base() is not `busy`; return the reply."""
         manifest = await cached_manifest(self.context.cache, digest)
         output = f"{TRAINING}/{hash_of(digest)}"
         while True:
-            found = await self._call("base", digest=digest, manifest=manifest, output=output, shared=self.shared)
-            if found["state"] != "busy":
-                return found
+            reply = await self._call("base", digest=digest, manifest=manifest, output=output, shared=self.shared)
+            if reply["state"] != "busy":
+                return reply
             await asyncio.sleep(COPY_POLL_INTERVAL)
 
     async def _copy_base(self, digest: str, staging: str) -> dict[str, Any]:
@@ -401,10 +401,10 @@ class LocalServer(HostServer):
 def local_server(context: ListContext, slots: int | None) -> LocalServer:
     """This machine: `slots` slots per GPU (default 1) or, without GPUs, `slots` CPU slots (default half the cores)."""
     devices: list[GpuId] = []
-    found = query_gpus()
-    faults = {gpu.index: gpu.reason for gpu in found.lost}
-    faults |= {gpu.index: gpu.fault for gpu in found.devices if gpu.fault}
-    for gpu in found.devices:
+    gpus = query_gpus()
+    faults = {gpu.index: gpu.reason for gpu in gpus.lost}
+    faults |= {gpu.index: gpu.fault for gpu in gpus.devices if gpu.fault}
+    for gpu in gpus.devices:
         if not gpu.fault:
             devices += [instance.uuid for instance in gpu.instances] or [gpu.index]
     cpus = slots or max(1, len(os.sched_getaffinity(0)) // 2)
@@ -412,7 +412,7 @@ def local_server(context: ListContext, slots: int | None) -> LocalServer:
         {"gpu_ids": devices, "slots_per_gpu": slots or 1} if devices else {"gpus": 0, "slots_per_gpu": cpus}
     )
     server = LocalServer("local", config.Server(host="localhost", **resources), context)
-    notes = [found.error, *(f"GPU {index}: not used: {fault}" for index, fault in sorted(faults.items()))]
+    notes = [gpus.error, *(f"GPU {index}: not used: {fault}" for index, fault in sorted(faults.items()))]
     notes.append("jobs run without GPUs" if any(notes) and not devices else "")
     server.note = "; ".join(filter(None, notes))
     return server
@@ -622,8 +622,8 @@ class SshServer(HostServer):
         except OSError as error:
             return {"state": "failed", "reason": str(error)}
         finally:
-            found = await self._call("publish_base", digest=digest, staging=staging, failed=failed)
-        return found
+            reply = await self._call("publish_base", digest=digest, staging=staging, failed=failed)
+        return reply
 
     async def send_results(self, jobs: Sequence[Job]) -> None:
         present = [job for job in jobs if (self.context.cwd / job.output).is_dir()]
@@ -756,8 +756,8 @@ def write_ssh_config(path: Path, server: config.Server) -> None:
 def make_private(directory: Path) -> None:
     """Create a directory that only this user can write to. Raises PermissionError if others can write to it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(errno.EACCES, "writable by other users; remove it", str(directory))
 
 
