@@ -43,7 +43,7 @@ class NotStarted(Exception):
 class JobServer(Protocol):
     """A server that runs jobs. Requests raise Unreachable when the connection is lost.
 
-    The methods that do nothing here are those of a server that shares the files of this machine.
+    A server that shares the files of this machine may inherit the methods that do nothing here.
     """
 
     name: str
@@ -81,7 +81,7 @@ class JobServer(Protocol):
         return
 
     async def send_results(self, jobs: Sequence[Job]) -> None:
-        """Copy the output directories of attempts on other servers to the server. Raises NotStarted and OSError."""
+        """Copy the output directories of jobs that ran elsewhere to the server. Raises NotStarted and OSError."""
         return
 
     async def query_gpus(self) -> list[dict[str, Any]]:
@@ -108,10 +108,10 @@ class ServerLink:
     server: JobServer
     state: str = "connecting"  # connecting, ready, unreachable, or unusable (it failed a check)
     reason: str = ""
-    disconnected_at: float = field(default_factory=time.monotonic)  # end of the last connection, else time of creation
+    disconnected_at: float = field(default_factory=time.monotonic)  # monotonic time; initially that of creation
     failed_starts: int = 0  # consecutive failed starts
     paused_until: float = 0.0  # monotonic time before which it gets no new jobs
-    gpus_known: bool = False
+    gpus_known: bool = False  # whether its GPUs have been queried since it connected
 
     @property
     def usable(self) -> bool:

@@ -27,25 +27,25 @@ from distributed.jobs.waiting import WaitingJobs
 from distributed.training.base_model import BaseModelError, hash_of
 
 POLL_INTERVAL = 0.5  # seconds between checks of timeouts and of the journal
-EARLY_FAILURE_SECONDS = 30.0  # a failure so soon after the start suggests a fault of all jobs: a missing package, ...
+EARLY_FAILURE_SECONDS = 30.0  # an earlier failure suggests a fault that all jobs have, such as a missing package
 MAX_EARLY_FAILURES = 5  # consecutive early failures that pause the list
 RETRY_DELAYS = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before connecting, or copying results, is retried
-MAX_FAILED_COPIES = 6  # consecutive failures to copy results after which they are not copied
-MAX_LOST_COPIES = 50  # as MAX_FAILED_COPIES, if only the connection of the copy is lost each time
+MAX_FAILED_COPIES = 6  # consecutive failures after which the results of an attempt are no longer copied
+MAX_LOST_COPIES = 50  # used instead of MAX_FAILED_COPIES if the last failure is a lost connection
 NO_SPACE = ("No space left on device", "Disk quota exceeded")  # errors after which copying is retried without a limit
-COOLDOWN = 10.0  # seconds without new jobs after a failed start, multiplied by the number of failed starts
+COOLDOWN = 10.0  # seconds without new jobs per failed start of a server; also the delay before a busy job is requeued
 GPU_INTERVAL = 10.0  # seconds between queries of GPU memory
-GPU_IN_USE_MIB = 1000  # more memory in use on a GPU without a job of this list: another process uses it
+GPU_IN_USE_MIB = 1000  # if more is in use on a GPU without a job of this list, another process uses the GPU
 
 
 @dataclass(frozen=True)
 class Policy:
     """The user's options for the dispatcher."""
 
-    max_failures: int | None = None
+    max_failures: int | None = None  # number of failed jobs that pauses the list; None: no limit
     fail_fast: bool = False
     lost_after: float = 600.0  # seconds without a connection after which the jobs of a server restart elsewhere
-    gpu_free_mib: int | None = None
+    gpu_free_mib: int | None = None  # MiB that must be free on a GPU; None: see GPU_IN_USE_MIB
     drain: bool = False  # start no jobs; return when all requests to cancel are done
     evict: bool = False  # remove the output directory of a training once its base model is in the cache
 
@@ -61,7 +61,7 @@ class Dispatcher:
     ) -> None:  # fmt: skip
         """log: prints a line. on_change: called after each change of state. cache: required for base models.
 
-        read_added: returns the jobs to add for a list and the path of a jobs file. Raises ValueError and OSError.
+        read_added: takes the jobs and the path of a jobs file; returns the jobs to add. Raises ValueError and OSError.
         notify: see launch.notify: Notifier.send().
         """
         self.journal, self.state, self.policy = journal, state, policy
@@ -85,7 +85,7 @@ class Dispatcher:
         self._placement_due = True  # whether _place() may find a job that can start
         self._starting: set[str] = set()  # attempts being started; the reply to a query may not include them yet
         self._stopping: set[str] = set()  # attempts with a stop request
-        self._slot_holders: defaultdict[str, dict[str, Attempt]] = defaultdict(dict)  # by server, then by name
+        self._slot_holders: defaultdict[str, dict[str, Attempt]] = defaultdict(dict)  # attempts by server, then by name
         self._cancellation_due = True  # whether _cancel_waiting() may find a job to cancel
         self.cache = cache
         self._waiting = WaitingJobs(
@@ -96,7 +96,7 @@ class Dispatcher:
     # ---------------------------------------------------------------- event loop
 
     async def run(self) -> None:
-        """Run until no job is left to run, the list is paused and no job runs, or interrupt() is called.
+        """Run until no job is left to run, until the list is paused and no job runs, or until interrupt() is called.
 
         With drain, return when all cancel requests are done, even if other jobs still run.
         """
@@ -111,9 +111,9 @@ class Dispatcher:
                 self._count_failure(job, job.last)
                 self._after_end(job, job.last)
         self._handle_requests()
-        busy = {each.server for each in self.state.open.values()}
-        busy |= {job.last.server for job in self.state.unfinished() if job.state == "ending" and job.last}
-        self._unlisted_servers = busy - set(self.links)
+        servers = {each.server for each in self.state.open.values()}
+        servers |= {job.last.server for job in self.state.unfinished() if job.state == "ending" and job.last}
+        self._unlisted_servers = servers - set(self.links)
         for server in sorted(self._unlisted_servers):
             restart = f"its jobs restart elsewhere after {self.policy.lost_after:.0f} s"
             self._log(f"{server}: no longer in the cluster config; {restart}")
@@ -211,8 +211,8 @@ class Dispatcher:
         busy = counts["running"] + counts["ending"]
         if self.policy.drain:
             servers = {each.server for each in self.state.lost_attempts()} & set(self.links)
-            ending = any(self.links[server].state in ("connecting", "ready") for server in servers)
-            return not ending and not any(job.cancel for job in self.state.unfinished())
+            stopping = any(self.links[server].state in ("connecting", "ready") for server in servers)
+            return not stopping and not any(job.cancel for job in self.state.unfinished())
         return not busy and (bool(self.state.paused) or not counts["waiting"])
 
     # ---------------------------------------------------------------- servers
@@ -230,7 +230,7 @@ class Dispatcher:
             try:
                 note = await server.connect(self.post)
                 attempts = [each for each in self._unended_attempts() if each.server == server.name]
-                found = await server.query({each.name: self.state.jobs[each.job].job.output for each in attempts})
+                states = await server.query({each.name: self.state.jobs[each.job].job.output for each in attempts})
             except ServerUnusable as error:
                 self.post(Event("unusable", server.name, {"reason": str(error)}))
                 return
@@ -240,7 +240,7 @@ class Dispatcher:
                 failures += 1
                 continue
             failures = 0
-            self.post(Event("connected", server.name, {"note": note, "attempts": found}))
+            self.post(Event("connected", server.name, {"note": note, "attempts": states}))
             watching = asyncio.ensure_future(self._watch_gpus(link)) if server.watches_gpus else None
             try:
                 reason = await server.wait_until_lost()
@@ -267,31 +267,31 @@ class Dispatcher:
         link = self.links[event.server]
         link.state, link.reason, link.failed_starts = "ready", "", 0
         self._log("; ".join(filter(None, [f"{event.server}: connected", event.facts["note"]])))
-        for name, found in event.facts["attempts"].items():
-            self._reconcile(link, name, found)
+        for name, reply in event.facts["attempts"].items():
+            self._reconcile(link, name, reply)
         self._update_pool(link)
         self._on_change()
 
-    def _reconcile(self, link: ServerLink, name: str, found: Mapping[str, Any]) -> None:
+    def _reconcile(self, link: ServerLink, name: str, reply: Mapping[str, Any]) -> None:
         """Update an attempt from the reply of a server that was just connected."""
         attempt = self.state.attempt(name)
         if attempt is None or attempt.state == "ended":  # already reported by an event
             return
         if attempt.state == "lost":  # see _give_up_server()
-            if found["state"] == "running":
+            if reply["state"] == "running":
                 self._log(f"{link.server.name}: {self._job_name(attempt)} was declared lost but still runs; killing it")
                 self._stop(attempt, kill=True)
             else:
                 self._record_lost_ended(attempt)
-        elif found["state"] == "running":
-            self._record_running(attempt, found)
+        elif reply["state"] == "running":
+            self._record_running(attempt, reply)
             state = "runs" if attempt.process else "waits in the queue"
             self._log(f"{link.server.name}: {self._job_name(attempt)} still {state}")
             self._stopping.discard(name)  # an earlier stop request may not have reached the server
             if self.state.jobs[attempt.job].cancel:
                 self._stop(attempt)
-        elif found["state"] == "ended":
-            self._end(attempt, found)
+        elif reply["state"] == "ended":
+            self._end(attempt, reply)
         elif name in self._starting:  # the reply to the start request follows
             pass
         elif attempt.state == "starting":
@@ -344,7 +344,7 @@ class Dispatcher:
         self._update_pool(link)
 
     def _in_use(self, gpu: Mapping[str, Any]) -> bool:
-        """Whether another process uses a GPU without jobs of this list. If memory is unknown, any process counts."""
+        """Whether another process uses a GPU without jobs of this list. If memory is unknown, one process is enough."""
         limit = self.policy.gpu_free_mib
         if gpu["used"] is None or (limit is not None and not gpu["memory"]):
             return bool(gpu["processes"])
@@ -376,25 +376,25 @@ class Dispatcher:
             return
         server, job = self.links[attempt.server].server, self.jobs[attempt.job]
         needed = [each for each in self.state.predecessors(job) if not each.job.trains]
-        written = [*self.state.jobs[job.id].attempts, *(each.last for each in needed if each.last)]
-        elsewhere = sorted({each.job for each in written if each.server != attempt.server})
+        sources = [*self.state.jobs[job.id].attempts, *(each.last for each in needed if each.last)]
+        jobs_elsewhere = sorted({each.job for each in sources if each.server != attempt.server})
         self._starting.add(attempt.name)
         try:
             try:
-                if elsewhere:
-                    await server.send_results([self.state.jobs[each].job for each in elsewhere])
+                if jobs_elsewhere:
+                    await server.send_results([self.state.jobs[each].job for each in jobs_elsewhere])
                 if job.base and not attempt.after:
                     await self._ensure_base(server, job.base)
             except Unreachable as error:  # before the start request, so the attempt was not started
                 raise NotStarted(str(error)) from None
-            found = await server.start(attempt, job, [each.job.output for each in needed])
+            reply = await server.start(attempt, job, [each.job.output for each in needed])
         except (NotStarted, OSError) as error:
             refusal = error if isinstance(error, NotStarted) else NotStarted(str(error))
             self.post(Event("not_started", attempt.server, refusal.facts(attempt.name)))
         except Unreachable:
             pass  # the query after the reconnect shows whether it was started
         else:
-            self.post(Event("started", attempt.server, {"attempt": attempt.name, **found}))
+            self.post(Event("started", attempt.server, {"attempt": attempt.name, **reply}))
         finally:
             self._starting.discard(attempt.name)
 
@@ -411,9 +411,9 @@ class Dispatcher:
         elif self._record_running(attempt, event.facts) and self.state.jobs[attempt.job].cancel:
             self._stop(attempt)
 
-    def _record_running(self, attempt: Attempt, found: Mapping[str, Any]) -> bool:
-        """Record that an attempt runs, or waits in its server's queue without a process; False: already recorded."""
-        process = {key: found[key] for key in ("pid", "start_time", "boot_id", "host") if key in found}
+    def _record_running(self, attempt: Attempt, facts: Mapping[str, Any]) -> bool:
+        """Record that an attempt runs, or that it waits in its server's queue. Returns False if recorded before."""
+        process = {key: facts[key] for key in ("pid", "start_time", "boot_id", "host") if key in facts}
         changed = attempt.state != "running" or bool(process and not attempt.process)
         if changed:
             self._record("running", attempt=attempt.name, process=process)
@@ -440,8 +440,8 @@ class Dispatcher:
             self._log(f"{event.server}: {self._job_name(attempt)} was not started: {reason}")
         if kind == "busy":
             self._busy_logged.add(job.job.id)
-            later = Event("requeue", facts={"job": job.job.id})
-            asyncio.get_running_loop().call_later(COOLDOWN, self.post, later)
+            requeue = Event("requeue", facts={"job": job.job.id})
+            asyncio.get_running_loop().call_later(COOLDOWN, self.post, requeue)
         elif kind == "base":
             if self._waiting.claimed.get(job.job.base) == "ready":
                 del self._waiting.claimed[job.job.base]
@@ -456,7 +456,7 @@ class Dispatcher:
             self._enqueue(job)
 
     def _count_failed_start(self, link: ServerLink, reason: str, permanent: bool) -> None:
-        """Place no new jobs on a server for a while; after several or permanent faults, until it reconnects."""
+        """Pause placement on a server; after MAX_FAILED_STARTS or a permanent fault, until the server reconnects."""
         if link.usable and time.monotonic() >= link.paused_until:  # simultaneous failures count once
             link.failed_starts = backend.MAX_FAILED_STARTS if permanent else link.failed_starts + 1
             link.paused_until = time.monotonic() + COOLDOWN * link.failed_starts
@@ -493,7 +493,7 @@ class Dispatcher:
         return fits and self.links[server].usable
 
     def _update_avoided_servers(self) -> None:
-        """Requeue the failed jobs whose servers to avoid have changed."""
+        """Update the queued jobs for which _servers_to_avoid() has changed."""
         for job_id, avoid in list(self._avoided.items()):
             if job_id in self.queue and self._servers_to_avoid(self.state.jobs[job_id]) != avoid:
                 self.queue.remove(job_id)
@@ -556,7 +556,7 @@ class Dispatcher:
                 failures = 0
                 await asyncio.sleep(1.0)
                 continue
-            if publishes and job.job.trains not in self._waiting.claimed:  # another list may be training it
+            if publishes and job.job.trains not in self._waiting.claimed:  # another list may be training this model
                 await asyncio.sleep(POLL_INTERVAL)
                 continue
             try:
@@ -582,9 +582,9 @@ class Dispatcher:
         self.post(Event("results_fetched", attempt.server, facts))
 
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
-        """State that no process of a cancelled attempt remains (its supervisor has exited), and GPU memory in use."""
-        found = await server.query_gpus() if attempt.gpus else []
-        used = {gpu["index"]: gpu.get("used") for gpu in found}
+        """Return what remains of a cancelled attempt: no process, as its supervisor has exited; GPU memory in use."""
+        gpus = await server.query_gpus() if attempt.gpus else []
+        used = {gpu["index"]: gpu.get("used") for gpu in gpus}
         shown = [f"GPU {gpu}: {used[gpu]} MiB in use" for gpu in attempt.gpus if used.get(gpu) is not None]
         return "; ".join(filter(None, ["no process remains", ", ".join(shown)]))
 
@@ -640,7 +640,7 @@ class Dispatcher:
             )
 
     def _pause_at_max_failures(self) -> None:
-        """Pause the list if --max-failures is reached and it is not paused yet."""
+        """Pause the list if it is not paused yet and --max-failures is reached."""
         limit, failed = self.policy.max_failures, self.state.counts["failed"] + len(self._failing)
         if limit is not None and failed >= limit and not self.state.paused:
             self._pause(f"--max-failures {limit}: {failed} job{'s' * (failed != 1)} failed")
@@ -676,7 +676,7 @@ class Dispatcher:
             self._apply_request(request_id(request), request["event"], jobs)
 
     def _apply_request(self, request: str, what: str, jobs: list[str]) -> None:
-        """Cancel unfinished jobs, or retry failed and cancelled ones."""
+        """Cancel unfinished jobs, or retry failed and cancelled jobs. request: its id. what: cancel or retry."""
         jobs = self.state.with_related(jobs) if what == "retry" else jobs
         ended = {job for job in jobs if self.state.jobs[job].state in ("failed", "cancelled")}
         self._record("request_handled", request=request, what=what, jobs=jobs)
@@ -701,7 +701,7 @@ class Dispatcher:
         for job in jobs:
             if self.state.jobs[job.id].state == "waiting":
                 self._enqueue(self.state.jobs[job.id])
-            if self._waiting.claimed.get(job.trains) == "ready":  # claimed before the list had a job that trains it
+            if self._waiting.claimed.get(job.trains) == "ready":  # claimed before this job was added
                 self.post(Event("claimed", facts={"digest": job.trains, "outcome": "ready"}))
 
     def _cancel_waiting(self) -> None:
@@ -743,11 +743,11 @@ class Dispatcher:
                 self._log(f"{server.name}: {job.job.output} not removed: {error}")
 
     async def _ensure_base(self, server: JobServer, digest: str) -> None:
-        began = time.monotonic()
+        start = time.monotonic()
         copied = await server.ensure_base(digest)
         server.pool.bases.add(digest)
         if copied:
-            took = time.monotonic() - began
+            took = time.monotonic() - start
             self._log(f"{server.name}: received base {hash_of(digest)} ({copied / 1e6:.1f} MB in {took:.1f} s)")
 
     # ---------------------------------------------------------------- timeouts and slots
@@ -769,7 +769,7 @@ class Dispatcher:
         self._pause_without_servers()
 
     def _give_up_server(self, server: str, fault: str, cause: str = "") -> None:
-        """Restart the jobs of a lost server elsewhere, also those that succeeded but whose results were not copied."""
+        """Restart the jobs of a lost server elsewhere, even if a job succeeded but its results were not copied."""
         for attempt in [each for each in self.state.open.values() if each.server == server]:
             self._lose(attempt, "server lost", f"{server} {fault}{cause}")
         for job in [each for each in self.state.unfinished() if each.state == "ending"]:
@@ -803,6 +803,6 @@ class Dispatcher:
 
 
 def gives_up_copying(error: Exception, failures: int) -> bool:
-    """Whether results are not copied because of this error. failures: consecutive ones, including this one."""
+    """Whether to stop copying the results of an attempt. failures: number of consecutive errors, including `error`."""
     limit = MAX_LOST_COPIES if isinstance(error, Unreachable) else MAX_FAILED_COPIES
     return failures >= limit and not any(sign in str(error) for sign in NO_SPACE)

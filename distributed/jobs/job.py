@@ -24,7 +24,7 @@ class JobError(ValueError):
 
 
 class JsonFloat(float):
-    """A float of a JSON file, which becomes an argument as it was written there: 0.00001, not 1e-05."""
+    """A float that becomes an argument as the JSON file spells it: 0.00001, not 1e-05."""
 
     text: str
 
@@ -50,17 +50,17 @@ class Options:
     expected_seconds: float | None = None
     base_model_hash: str | None = None  # of the base model that the job starts from
     nested: str | None = None  # how objects and nested lists are passed: json, dotted; None: they are refused
-    after: tuple[str, ...] = ()  # jobs that must be done first: names and, after with_predecessors(), ids
+    after: tuple[str, ...] = ()  # jobs that must be done first: their names, which with_predecessors() replaces by ids
 
-    def seconds(self, usual: float) -> float:
-        """The expected duration. usual: the default for a job without _expected_seconds."""
-        return usual if self.expected_seconds is None else self.expected_seconds
+    def seconds(self, default: float) -> float:
+        """The expected duration in seconds. default: for a job without _expected_seconds."""
+        return default if self.expected_seconds is None else self.expected_seconds
 
     def public(self) -> dict[str, Any]:
-        """The options that differ from their defaults, as JSON; only the names of environment variables."""
+        """The options that differ from their defaults, as JSON; of environment variables, only the names."""
         lists = {"labels": list(self.labels), "env": sorted(self.env), "after": list(self.after)}
-        found, default = {**vars(self), **lists, "gpus": self.gpus or "all"}, Options()
-        return {name: value for name, value in found.items() if value != getattr(default, name) and value != []}
+        values, default = {**vars(self), **lists, "gpus": self.gpus or "all"}, Options()
+        return {name: value for name, value in values.items() if value != getattr(default, name) and value != []}
 
     @classmethod
     def of_public(cls, public: Mapping[str, Any]) -> Options:
@@ -81,7 +81,7 @@ class Job:
     output: str  # directory, relative to the working directory
     base: str = ""  # digest of the base model that it starts from
     trains: str = ""  # digest of the base model that it trains
-    leak: str = ""  # why its result is too optimistic: its base model is trained on the participant that it holds out
+    leak: str = ""  # why its result is too optimistic: its base model is trained on the held-out participant
     file: str = ""  # the jobs file that `add` has read it from; empty for a job of --jobs-config
 
     @property
@@ -96,7 +96,7 @@ class Job:
 
 
 def job_of(settings: Mapping[str, Any], options: Options, participants: Sequence[str] | None = None) -> Job:
-    """The job with these settings. participants: the script's default for this setting, if known.
+    """The job with these settings. participants: the script's default for the setting of this name, if known.
 
     Raises:
         JobError: a setting cannot be an argument or part of the output directory.
@@ -140,7 +140,7 @@ def too_big(text: str) -> bool:
 
 
 def matching(jobs: Iterable[Job], selector: str) -> list[Job]:
-    """The jobs with this id, name or output directory; if there are none, those with this prefix or part of a name."""
+    """The jobs with this id, name or output directory; otherwise those with this start of an id or part of a name."""
     jobs = list(jobs)
     tests: tuple[Callable[[Job], bool], ...] = (
         lambda job: selector in (job.id, job.name, job.output.rstrip("/")),
@@ -152,7 +152,7 @@ def matching(jobs: Iterable[Job], selector: str) -> list[Job]:
 
 
 def muster_job(job: Job) -> str:
-    """The value of MUSTER_JOB: settings and hash of the base model; and the id, unless a setting has that name."""
+    """The value of MUSTER_JOB: settings, hash of the base model and, unless a setting is named `id`, the id."""
     base = {"_base_model_hash": job.options.base_model_hash} if job.options.base_model_hash else {}
     return json.dumps({"id": job.id, **job.settings, **base}, sort_keys=True, ensure_ascii=False)
 
@@ -160,12 +160,12 @@ def muster_job(job: Job) -> str:
 def environment(job: Job) -> dict[str, str]:
     """The variables of a job that do not depend on its server."""
     digest = job.base or job.trains
-    own = {"MUSTER_JOB": muster_job(job)} | ({"MUSTER_BASE_MODEL_DIGEST": digest} if digest else {})
-    return {**job.options.env, **own}
+    variables = {"MUSTER_JOB": muster_job(job)} | ({"MUSTER_BASE_MODEL_DIGEST": digest} if digest else {})
+    return {**job.options.env, **variables}
 
 
 def arguments(job: Job, device: str) -> list[str]:
-    """The arguments for each setting, and the device; see argument_groups().
+    """The arguments for all settings and for the device; see argument_groups().
 
     Values that start with a dash are passed unchanged. argparse accepts `--lr -5` but refuses `--name -x`; a script
     that needs such a value can read it from MUSTER_JOB.
@@ -174,38 +174,38 @@ def arguments(job: Job, device: str) -> list[str]:
         JobError: a key or value that cannot be an argument.
     """
     groups = argument_groups({**job.settings, DEVICE: device}, job.options.nested)
-    found = [argument for group in groups for argument in group]
-    for argument in found:
+    result = [argument for group in groups for argument in group]
+    for argument in result:
         if too_big(argument):
             raise JobError(f"{argument[:60]!r}...: longer than {LONGEST:,} bytes, the limit of Linux for an argument")
-    return found
+    return result
 
 
 def argument_groups(settings: Mapping[str, Any], nested: str | None) -> Iterator[list[str]]:
-    """`--key value` for each setting: a list as several values, true as a flag, false and null omitted.
+    """Yield `--key value` for each setting: several values for a list, `--key` for true, nothing for false and null.
 
     nested: see Options. Raises JobError.
     """
-    seen: set[str] = set()
+    keys: set[str] = set()
     for key, value in flattened(settings, nested == "dotted"):
-        if key in seen:
+        if key in keys:
             raise JobError(f"{key}: given by a key with a dot and by an object; remove one of them")
-        seen.add(key)
+        keys.add(key)
         if value is True:
             yield [f"--{key}"]
         elif value is not None and value is not False:
             yield [f"--{key}", *value_arguments(key, value, nested)]
 
 
-def flattened(settings: Mapping[str, Any], dotted: bool, start: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings; if dotted, {"a": {"b": 1}} as the key a.b. Raises JobError for an invalid key."""
+def flattened(settings: Mapping[str, Any], dotted: bool, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield keys and values; if dotted, {"a": {"b": 1}} becomes the key a.b. Raises JobError for an invalid key."""
     for key, value in settings.items():
         if not key or key.startswith("-") or any(letter.isspace() or letter in "=\0" for letter in key):
             raise JobError(f"key {key!r}: not a valid argument name; use letters, digits and _")
         if dotted and isinstance(value, dict) and value:
-            yield from flattened(value, dotted, f"{start}{key}.")
+            yield from flattened(value, dotted, f"{prefix}{key}.")
         else:
-            yield start + key, value
+            yield prefix + key, value
 
 
 def value_arguments(key: str, value: Any, nested: str | None) -> list[str]:
@@ -236,15 +236,15 @@ def text(key: str, value: Any) -> str:
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON. Floats are spelled as in the file, others with a point: YAML 1.1 reads 1e-05 as a string."""
+    """A value as JSON. A JsonFloat keeps its spelling; other floats get a point: YAML 1.1 reads 1e-05 as a string."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json_text(key)}: {json_text(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(json_text, value)) + "]"
     if isinstance(value, JsonFloat):
         return value.text
-    found = json.dumps(value, ensure_ascii=False)
-    return re.sub(r"^(-?\d)e", r"\1.0e", found) if isinstance(value, float) else found
+    encoded = json.dumps(value, ensure_ascii=False)
+    return re.sub(r"^(-?\d)e", r"\1.0e", encoded) if isinstance(value, float) else encoded
 
 
 def is_deeper(value: Any, levels: int) -> bool:

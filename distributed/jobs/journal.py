@@ -42,7 +42,7 @@ class Journal:
         self._file = file
         self._size = size  # bytes read so far
         self._pending: list[Record] = []
-        self._unsynced = False  # written, but not synced
+        self._unsynced = False  # whether written records are not synced yet
         self._requests: list[Record] = []
 
     @classmethod
@@ -96,16 +96,16 @@ class Journal:
     def _read_appended(self) -> bytes:
         """Read the requests in the bytes appended since the last call, which include this process's own records.
 
-        Returns what must be written before the next record: what ends a truncated line, or nothing.
+        Returns the bytes to write before the next record: they terminate a truncated line, and are empty without one.
         """
         size = os.fstat(self._file).st_size
         if size <= self._size:
             return b""
         data = os.pread(self._file, size - self._size, self._size)
-        complete, end, rest = data.rpartition(b"\n")
+        complete, end, truncated = data.rpartition(b"\n")
         self._size += len(complete + end)
         self._requests += requests_in(complete)
-        return TRUNCATED + b"\n" if rest else b""
+        return TRUNCATED + b"\n" if truncated else b""
 
 
 def encode(record: Record) -> bytes:
@@ -113,7 +113,7 @@ def encode(record: Record) -> bytes:
 
 
 def requests_in(data: bytes) -> Iterator[Record]:
-    beginnings = tuple(encode({"event": event})[:-2] for event in REQUESTS)
+    beginnings = tuple(encode({"event": event})[:-2] for event in REQUESTS)  # without the closing brace
     for text in data.split(b"\n"):
         if text.startswith(beginnings) and not text.endswith(TRUNCATED):
             with contextlib.suppress(ValueError):
@@ -150,7 +150,7 @@ def has_list(path: Path) -> bool:
 def request(path: Path, event: str, jobs: Sequence[str]) -> Record:
     """Append a request for the dispatcher of this list; if none runs, the next one handles it. Raises OSError.
 
-    jobs: ids; for `add`, the path of the jobs file, as the journal must not contain values of _env.
+    jobs: ids. For `add`: the path of the jobs file instead, as the journal must not contain values of _env.
     """
     record = {"event": event, "time": round(time.time(), 3), "jobs": list(jobs)}
     file = os.open(path, os.O_RDWR | os.O_APPEND)

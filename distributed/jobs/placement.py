@@ -35,7 +35,7 @@ class SlotPool:
     blocked: frozenset[GpuId] = frozenset()  # GPUs in use by other processes
     freed: set[GpuId] = field(default_factory=set)  # GPUs of jobs that ended after the last query of GPUs began
     lost: frozenset[GpuId] = frozenset()  # GPUs that no longer reply
-    all_gpus: int = 0  # GPUs of a job with `_gpus` "all"; 0: capacity()
+    all_gpus: int = 0  # number of GPUs of a job with `_gpus` "all"; 0: see count()
     open: bool = False  # whether jobs may be placed here now
     bases: set[str] = field(default_factory=set)  # digests of base models in the server's cache
 
@@ -46,14 +46,14 @@ class SlotPool:
             self.gpus.setdefault(slot.gpu, []).append(slot)
 
     def grow(self, slots: Sequence[Slot]) -> None:
-        """Add the slots that are beyond those of the pool."""
+        """Add the slots that the pool does not have yet. slots: all slots of the server."""
         for slot in slots[len(self.slots) :]:
             self.slots += (slot,)
             self.free.add(slot.index)
             self.gpus.setdefault(slot.gpu, []).append(slot)
 
     def capacity(self) -> int:
-        """The largest number of GPUs (on a server without GPUs: slots) for one job. It can use one MIG instance."""
+        """The largest number of GPUs or, without GPUs, of slots for one job. A job can use only one MIG instance."""
         if None in self.gpus:
             return len(self.slots)
         working = self.gpus.keys() - self.lost
@@ -68,7 +68,7 @@ class SlotPool:
         return labels <= self.labels and self.count(gpus) <= self.capacity()
 
     def slots_of(self, slots: Collection[int], gpus: Collection[GpuId]) -> set[int]:
-        """The slots of an attempt; all slots of its GPUs if the cluster config has renumbered the slots since."""
+        """The slots of an attempt; all slots of its GPUs if a newer cluster config has renumbered the slots."""
         known = {slot.index: slot.gpu for slot in self.slots if slot.index in slots}
         if set(known.values()) == set(gpus) or None in self.gpus:
             return set(known)
@@ -109,13 +109,13 @@ def sort_key(job: Job, mean: float, number: int) -> SortKey:
 
 
 def mean_seconds(jobs: Iterable[Job]) -> float:
-    """The mean of the expected times that jobs have; it is used for the jobs that have none."""
+    """The mean of the _expected_seconds of jobs (1 if no job has any); the default for the other jobs."""
     known = [job.options.expected_seconds for job in jobs if job.options.expected_seconds is not None]
     return sum(known) / len(known) if known else 1.0
 
 
 class JobQueue:
-    """The waiting jobs."""
+    """The jobs that wait for slots."""
 
     def __init__(self) -> None:
         self._heaps: dict[Requirements, list[tuple[SortKey, str]]] = {}
@@ -141,7 +141,7 @@ class JobQueue:
         return heap[0] if heap else None
 
     def place(self, pools: Mapping[str, SlotPool]) -> list[tuple[str, str, list[Slot]]]:
-        """Remove the jobs that can start now, and occupy their slots. Returns (job, server, slots) of each."""
+        """Remove the jobs that can start now, and occupy slots for them. Returns (job, server, slots) of each."""
         placed: list[tuple[str, str, list[Slot]]] = []
         reserved: set[str] = set()  # servers reserved for jobs of several GPUs
         candidates = {name: pool for name, pool in pools.items() if pool.open and pool.free}
@@ -169,7 +169,7 @@ class JobQueue:
 
 
 def best_pool(required: Requirements, pools: Iterable[SlotPool]) -> SlotPool | None:
-    """The best pool with enough free slots: one with the base model, then the one with the largest free share."""
+    """The best pool with enough free slots: with the base model, if possible, then with the largest free share."""
     allowed = (pool for pool in pools if required.allow(pool))
     fitting = [pool for pool in allowed if missing(required, pool) == 0]
     return max(
@@ -180,7 +180,7 @@ def best_pool(required: Requirements, pools: Iterable[SlotPool]) -> SlotPool | N
 
 
 def pool_to_reserve(required: Requirements, pools: Iterable[SlotPool], reserved: set[str]) -> str | None:
-    """The server with the fewest missing GPUs for a job that fits on none yet."""
+    """The server with the fewest missing GPUs for a job that does not fit on any server yet."""
     candidates = [pool for pool in pools if pool.open and required.allow(pool) and pool.name not in reserved]
     best = min(candidates, key=lambda pool: missing(required, pool), default=None)
     return best.name if best else None
@@ -197,7 +197,7 @@ def plan(
 ) -> list[tuple[float, str, str, list[Slot]]]:
     """Simulate the list: (start in seconds, job, server, slots) of each job, if every job takes its expected time.
 
-    A job starts after those of the jobs that its _after names, and after the one that trains its base model.
+    A job starts after the jobs of its _after and after the training of its base model, if these are in `jobs`.
     """
     queue, listed = JobQueue(), {job.id: (number, job) for number, job in enumerate(jobs)}
     seconds = {name: expected(job) for name, (_, job) in listed.items()}
@@ -210,17 +210,17 @@ def plan(
             dependents[each].append(name)
     ready = [name for name in listed if not needed[name]]
     running: list[tuple[float, int, str, str, list[Slot]]] = []
-    found: list[tuple[float, str, str, list[Slot]]] = []
+    starts: list[tuple[float, str, str, list[Slot]]] = []
     now = 0.0
     while True:
         for name in ready:
             number, job = listed[name]
             queue.put(job, number, seconds[name])
         for name, server, slots in queue.place(pools):
-            found.append((now, name, server, slots))
-            heapq.heappush(running, (now + seconds[name], len(found), name, server, slots))
+            starts.append((now, name, server, slots))
+            heapq.heappush(running, (now + seconds[name], len(starts), name, server, slots))
         if not running:
-            return found
+            return starts
         now, ready = running[0][0], []
         while running and running[0][0] == now:
             _, _, name, server, slots = heapq.heappop(running)

@@ -36,14 +36,14 @@ def document(state: ListState, links: Mapping[str, ServerLink], outcome: str, re
     """
     now = time.time()
     attempts = [attempt for job in state.jobs.values() for attempt in job.attempts]
-    used = sum((attempt.end or now) - attempt.start for attempt in attempts for _ in attempt.slots)
+    slot_seconds = sum((attempt.end or now) - attempt.start for attempt in attempts for _ in attempt.slots)
     active = outcome == "running" or state.open
-    until = now if active else max([state.created, *(attempt.end for attempt in attempts if attempt.end)])
+    end = now if active else max([state.created, *(attempt.end for attempt in attempts if attempt.end)])
     counts = state.counts
     totals = {
         "jobs": len(state.jobs), "waiting": counts["waiting"], "running": counts["running"] + counts["ending"],
         "done": counts["done"], "failed": counts["failed"], "cancelled": counts["cancelled"],
-        "attempts": len(attempts), "seconds": round(until - state.created, 3), "slot_seconds": round(used, 3),
+        "attempts": len(attempts), "seconds": round(end - state.created, 3), "slot_seconds": round(slot_seconds, 3),
     }  # fmt: skip
     record = state.list_record
     return {
@@ -87,7 +87,7 @@ def phase_files(results: Path) -> tuple[Path, Path]:
 
 
 def with_jobs(facts: Mapping[str, Any], jobs: Iterable[str]) -> str:
-    """The JSON text of `facts`, whose list `jobs` is empty, with these texts in the list."""
+    """The JSON text of `facts`. Its empty list `jobs` is filled with the JSON texts of the jobs."""
     lines = ",\n".join(jobs)
     return encoded(facts).replace(NO_JOBS, f'\n  "jobs": [\n{lines}\n  ]', 1) + "\n"
 
@@ -100,7 +100,7 @@ class Results:
         self.changed = True
         self.error = ""  # why results.json could not be written
         self._texts: dict[str, tuple[tuple[str, str, int], str]] = {}  # job id -> (cache key, text)
-        self._next = self._next_page = 0.0
+        self._next = self._next_page = 0.0  # monotonic times before which nothing is written
         self._page: subprocess.Popen[bytes] | None = None  # writes results.html
         self._page_start = 0.0
 
@@ -109,12 +109,12 @@ class Results:
         self.changed = True
 
     def write(self, outcome: str = "running", reason: str = "", last: bool = False) -> None:
-        """Write the results if they changed and WRITE_INTERVAL has passed. last: write always; wait for the page."""
+        """Write the results if they changed and WRITE_INTERVAL has passed. last: write always, with the page."""
         start = time.monotonic()
         if last or (self.changed and start >= self._next):
             try:
-                around = document(self.state, self.links, outcome, reason)
-                write_file(str(self.path), with_jobs(around, map(self._job, self.state.jobs.values())))
+                facts = document(self.state, self.links, outcome, reason)
+                write_file(str(self.path), with_jobs(facts, map(self._job, self.state.jobs.values())))
                 if any(job.job.base for job in self.state.jobs.values()):
                     self._write_phases(outcome)
                 self.changed, self.error = False, ""
@@ -131,15 +131,15 @@ class Results:
 
     def _write_phases(self, outcome: str) -> None:
         """Write the files of base models and of experiments."""
-        using: dict[str, list[str]] = {}
+        dependents: dict[str, list[str]] = {}  # ids of jobs, by base model
         for job in self.state.jobs.values():
             if job.job.base:
-                using.setdefault(job.job.base, []).append(job.job.id)
-        models = [base_entry(digest, self.state.trainers.get(digest), jobs) for digest, jobs in using.items()]
+                dependents.setdefault(job.job.base, []).append(job.job.id)
+        models = [base_entry(digest, self.state.trainers.get(digest), jobs) for digest, jobs in dependents.items()]
         experiments = [self._job(job) for job in self.state.jobs.values() if not job.job.trains]
-        around = {"list": self.state.id, "state": outcome, "updated": time.time()}
-        first = encoded({**around, "base_models": models}) + "\n"
-        second = with_jobs({**around, "jobs": []}, experiments)
+        facts = {"list": self.state.id, "state": outcome, "updated": time.time()}
+        first = encoded({**facts, "base_models": models}) + "\n"
+        second = with_jobs({**facts, "jobs": []}, experiments)
         for path, text in zip(phase_files(self.path), (first, second), strict=True):
             write_file(str(path), text)
 

@@ -1,4 +1,4 @@
-"""Servers of a job list: a channel to the program `host.py` on each server, over ssh, or on this machine.
+"""Servers of a job list: a channel to the program `host.py` on each server (over ssh) or on this machine.
 
 The channel and rsync share one OpenSSH connection per server. The dispatcher copies host.py and the modules that it
 imports to ~/.cache/muster/ of each server, so a server needs only ssh, bash, tar, Python 3.10 and, unless it shares
@@ -49,7 +49,7 @@ from distributed.transport.commands import VANISHED, over_ssh, rsync_shell
 
 CONNECT_TIMEOUT = 60.0  # seconds
 LOGIN_TIMEOUT = 50.0  # seconds within which the login shell must start a command
-MAX_COPIES = 3  # attempts to copy a base model, if copies are damaged
+MAX_COPIES = 3  # how often a base model is copied if the copies are damaged
 COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has unlocked a base model
 MAX_RSYNCS = 2  # concurrent rsyncs with a server, in each direction
 MAX_ATTEMPTS_PER_RSYNC = 100
@@ -58,7 +58,7 @@ NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or new
 # Exit codes: ~/ml-customization exists; rsync is missing; a command has failed on the server, see reporting_error().
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC, FAILED = 3, 4, 5
 LOST_CONNECTION = (12, 30, 35, 255)  # exit codes of rsync
-FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # copy what the standard input of rsync names, literally
+FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # the standard input of rsync has the paths, ended by NUL
 # The files that jobs/host.py and its supervisors need on a server. Modules that only usage sampling needs are omitted.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
@@ -85,18 +85,18 @@ class ListContext:
     panes: bool = True
     sync: bool = False
     sockets: Path = Path()  # directory of ssh's sockets and configurations
-    forwarded: Mapping[str, str] = field(default_factory=dict)  # variables of the dispatcher for jobs over ssh
+    forwarded: Mapping[str, str] = field(default_factory=dict)  # the dispatcher's variables that jobs over ssh inherit
     machines: dict[tuple[str, str], str] = field(default_factory=dict)  # (host name, boot id) -> server
     cache: Cache = field(default_factory=lambda: Cache(Path()))
 
     @property
     def script_name(self) -> str:
-        """The path of the script, in the one spelling that is part of the owner of an output directory."""
+        """The path of the script as the owner file of an output directory spells it."""
         return script_name(self.script)
 
 
 def slots_of(server: config.Server) -> tuple[Slot, ...]:
-    """The slots of each GPU, slots_per_gpu each; without GPUs, slots_per_gpu CPU slots."""
+    """The slots of a server: slots_per_gpu for each GPU or, without GPUs, slots_per_gpu CPU slots."""
     gpus = [gpu for gpu in server.devices for _ in range(server.slots_per_gpu)]
     return tuple(Slot(index, gpu) for index, gpu in enumerate(gpus or [None] * server.slots_per_gpu))
 
@@ -122,10 +122,10 @@ class Channel:
         while line := await self._process.stdout.readline():
             text = line.decode(errors="replace").strip()
             with contextlib.suppress(ValueError):
-                found = json.loads(text)
-                if isinstance(found, dict) and found.get("protocol") == host.HELLO:
+                message = json.loads(text)
+                if isinstance(message, dict) and message.get("protocol") == host.HELLO:
                     self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._send_heartbeats())]
-                    return found
+                    return message
             printed.append(text)
         raise EOFError("\n".join(printed))
 
@@ -134,14 +134,14 @@ class Channel:
         if self.closed.done():
             raise Unreachable(self.closed.result())
         self._next += 1
-        reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[self._next] = reply
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[self._next] = future
         assert self._process.stdin
         self._process.stdin.write(json.dumps({"id": self._next, "do": verb, **facts}).encode() + b"\n")
-        found = await reply
-        if "error" in found:
-            raise HostReplyError(found["error"], found.get("kind", "server"))
-        return found
+        reply = await future
+        if "error" in reply:
+            raise HostReplyError(reply["error"], reply.get("kind", "server"))
+        return reply
 
     async def _read(self) -> None:
         assert self._process.stdout
@@ -200,7 +200,7 @@ class HostReplyError(NotStarted):
 class HostServer(JobServer):
     """A server that runs host.py: the base class of SshServer and LocalServer. JobServer describes the methods."""
 
-    python = ""  # if the setting `python` is missing; empty: the server chooses
+    python = ""  # used if the setting `python` is missing; empty: the server chooses
 
     def __init__(self, name: str, server: config.Server, context: ListContext) -> None:
         self.name, self.settings, self.context = name, server, context
@@ -254,15 +254,15 @@ class HostServer(JobServer):
     def _attach_command(self) -> str:
         return f"watch: tmux attach -t {self.session}" if self.session else ""
 
-    def _check_gpus(self, found: Mapping[str, Any]) -> str:
-        """Return a note. Raises ServerUnusable if a GPU to use does not exist, or all of them are lost."""
-        self._gpus, devices = found["gpus"], self.settings.devices
-        present = [gpu["index"] for gpu in found["gpus"] if isinstance(gpu["index"], int)]
-        instances = [gpu["index"] for gpu in found["gpus"] if isinstance(gpu["index"], str)]
-        lost = {gpu["index"]: gpu["lost"] for gpu in found["gpus"] if "lost" in gpu}
+    def _check_gpus(self, reply: Mapping[str, Any]) -> str:
+        """Return a note for the log. Raises ServerUnusable if a configured GPU does not exist, or if all are lost."""
+        self._gpus, devices = reply["gpus"], self.settings.devices
+        present = [gpu["index"] for gpu in self._gpus if isinstance(gpu["index"], int)]
+        instances = [gpu["index"] for gpu in self._gpus if isinstance(gpu["index"], str)]
+        lost = {gpu["index"]: gpu["lost"] for gpu in self._gpus if "lost" in gpu}
         missing = [gpu for gpu in devices if gpu not in present + instances]
-        if found["problem"]:
-            raise ServerUnusable(found["problem"])
+        if reply["problem"]:
+            raise ServerUnusable(reply["problem"])
         if any(isinstance(gpu, str) for gpu in missing):
             uuids = ", ".join(gpu for gpu in missing if isinstance(gpu, str))
             raise ServerUnusable(
@@ -275,7 +275,7 @@ class HostServer(JobServer):
             )
         if lost.keys() >= set(devices):
             raise ServerUnusable("; ".join(f"GPU {gpu}: {lost[gpu]}" for gpu in devices))
-        divided = [gpu for gpu in found["gpus"] if gpu["index"] in devices and gpu.get("instances")]
+        divided = [gpu for gpu in self._gpus if gpu["index"] in devices and gpu.get("instances")]
         return "; ".join(
             f"GPU {gpu['index']}: MIG is on, so a job uses only its first instance; to use all, name them in gpu_ids: "
             f"{', '.join(gpu['instances'])}" for gpu in divided
@@ -297,7 +297,7 @@ class HostServer(JobServer):
             await channel.close()
 
     async def remove_session(self) -> str:
-        """Connect, remove the tmux session of the list, and disconnect. Returns its name; empty without one.
+        """Connect, remove the tmux session of the list, and disconnect. Returns the session's name; empty without one.
 
         Script, Python and GPUs are not checked: the server may no longer be able to run jobs.
         """
@@ -320,8 +320,8 @@ class HostServer(JobServer):
             reply = await self._call("query", attempts=dict(attempts), grace=self.context.grace)
         except HostReplyError as error:
             raise Unreachable(str(error)) from None
-        found: dict[str, dict[str, Any]] = reply["attempts"]
-        return found
+        states: dict[str, dict[str, Any]] = reply["attempts"]
+        return states
 
     async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
         device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
@@ -346,33 +346,33 @@ class HostServer(JobServer):
         await self._call("stop", attempt=attempt, kill=kill)
 
     async def query_gpus(self) -> list[dict[str, Any]]:
-        found = await self._call("gpus")
-        if not found["problem"]:
-            self._gpus = found["gpus"]
+        reply = await self._call("gpus")
+        if not reply["problem"]:
+            self._gpus = reply["gpus"]
         return self._gpus
 
     async def ensure_base(self, digest: str) -> int:
         copied = 0
         for _ in range(MAX_COPIES):
-            found = await self._request_base(digest)
-            if found["state"] == "copy":
-                found = await self._copy_base(digest, found["staging"])
-                copied += found.get("bytes", 0)
-            if found["state"] == "ready":
+            reply = await self._request_base(digest)
+            if reply["state"] == "copy":
+                reply = await self._copy_base(digest, reply["staging"])
+                copied += reply.get("bytes", 0)
+            if reply["state"] == "ready":
                 return copied
-            if found["state"] == "failed" or self.shared:
+            if reply["state"] == "failed" or self.shared:
                 break
-        kind = "base" if self.shared and found["state"] == "damaged" else "server"
-        raise NotStarted(f"base {hash_of(digest)}: {found['reason']}", kind)
+        kind = "base" if self.shared and reply["state"] == "damaged" else "server"
+        raise NotStarted(f"base {hash_of(digest)}: {reply['reason']}", kind)
 
     async def _request_base(self, digest: str) -> dict[str, Any]:
-        """The reply of base() in host.py, as soon as it is not busy."""
+        """Request a base model until the reply of host.Service.base() is not `busy`; return the reply."""
         manifest = await cached_manifest(self.context.cache, digest)
         output = f"{TRAINING}/{hash_of(digest)}"
         while True:
-            found = await self._call("base", digest=digest, manifest=manifest, output=output, shared=self.shared)
-            if found["state"] != "busy":
-                return found
+            reply = await self._call("base", digest=digest, manifest=manifest, output=output, shared=self.shared)
+            if reply["state"] != "busy":
+                return reply
             await asyncio.sleep(COPY_POLL_INTERVAL)
 
     async def _copy_base(self, digest: str, staging: str) -> dict[str, Any]:
@@ -399,12 +399,12 @@ class LocalServer(HostServer):
 
 
 def local_server(context: ListContext, slots: int | None) -> LocalServer:
-    """This machine, with `slots` slots per GPU (default: 1) or, without GPUs, CPU slots (default: half the cores)."""
+    """This machine: `slots` slots per GPU (default 1) or, without GPUs, `slots` CPU slots (default half the cores)."""
     devices: list[GpuId] = []
-    found = query_gpus()
-    faults = {gpu.index: gpu.reason for gpu in found.lost}
-    faults |= {gpu.index: gpu.fault for gpu in found.devices if gpu.fault}
-    for gpu in found.devices:
+    gpus = query_gpus()
+    faults = {gpu.index: gpu.reason for gpu in gpus.lost}
+    faults |= {gpu.index: gpu.fault for gpu in gpus.devices if gpu.fault}
+    for gpu in gpus.devices:
         if not gpu.fault:
             devices += [instance.uuid for instance in gpu.instances] or [gpu.index]
     cpus = slots or max(1, len(os.sched_getaffinity(0)) // 2)
@@ -412,7 +412,7 @@ def local_server(context: ListContext, slots: int | None) -> LocalServer:
         {"gpu_ids": devices, "slots_per_gpu": slots or 1} if devices else {"gpus": 0, "slots_per_gpu": cpus}
     )
     server = LocalServer("local", config.Server(host="localhost", **resources), context)
-    notes = [found.error, *(f"GPU {index}: not used: {fault}" for index, fault in sorted(faults.items()))]
+    notes = [gpus.error, *(f"GPU {index}: not used: {fault}" for index, fault in sorted(faults.items()))]
     notes.append("jobs run without GPUs" if any(notes) and not devices else "")
     server.note = "; ".join(filter(None, notes))
     return server
@@ -428,13 +428,13 @@ class SshServer(HostServer):
         super().__init__(name, server, context)
         self.shared = False
         self._fetching, self._sending = asyncio.Semaphore(MAX_RSYNCS), asyncio.Semaphore(MAX_RSYNCS)
-        self._to_fetch: list[tuple[list[str], asyncio.Future[None]]] = []  # directories to copy
+        self._to_fetch: list[tuple[list[str], asyncio.Future[None]]] = []  # (directories, outcome) of each attempt
         self._synced = not context.sync
         self._archive_name, self._archive = kit_archive()
         self._config = context.sockets / f"{name}.conf"
 
     def _ssh(self, line: str) -> list[str]:
-        """The command that runs a line of bash on the server; the line gets standard input only after its start."""
+        """The command that runs a line of bash on the server. Standard input is held back until the line starts."""
         return over_ssh(self._ssh_to_server(), self.settings.host, line, LOGIN_TIMEOUT)
 
     def _ssh_to_server(self) -> list[str]:
@@ -460,24 +460,24 @@ class SshServer(HostServer):
                 printed = str(error)
                 code = await process.wait()
                 stderr = await errors
-            except BaseException:  # such as CONNECT_TIMEOUT
+            except BaseException:  # such as a cancellation after CONNECT_TIMEOUT
                 await channel.close()
                 raise
             if NOT_INSTALLED in printed:
                 await self._upload()
                 continue
             if NO_PYTHON in printed:
-                found = f"python {self.settings.python}: not" if self.settings.python else "no"
-                raise ServerUnusable(f"{found} Python 3.10 or newer there: install one, or set python for this server")
+                fault = f"python {self.settings.python}: not" if self.settings.python else "no"
+                raise ServerUnusable(f"{fault} Python 3.10 or newer there: install one, or set python for this server")
             raise ssh_error(stderr or printed, code, self.settings.host)
         raise ServerUnusable("cannot copy Muster to it: the copy was removed at once; correct this on the server")
 
     def _host_program(self, arguments: str) -> str:
         """A line of bash that runs host.py, or prints NOT_INSTALLED or NO_PYTHON. Must run in the home directory."""
         workdir = self.settings.workdir or "~/ml-customization"
-        own = [self.settings.python] if self.settings.python else []
-        own += [f"{base}/{path}" for path in own for base in (workdir, self.context.cwd) if path[0] not in "~/"]
-        candidates = own or [f"{workdir}/.venv/bin/python", f"{self.context.cwd}/.venv/bin/python", "python3"]
+        paths = [self.settings.python] if self.settings.python else []
+        paths += [f"{base}/{path}" for path in paths for base in (workdir, self.context.cwd) if path[0] not in "~/"]
+        candidates = paths or [f"{workdir}/.venv/bin/python", f"{self.context.cwd}/.venv/bin/python", "python3"]
         pythons = " ".join(quoted_path(each) for each in candidates)
         plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
@@ -511,7 +511,7 @@ class SshServer(HostServer):
         except (sync_list.SyncError, OSError) as error:
             raise ServerUnusable(f"--sync: {error}") from None
         target = self.settings.workdir or str(self.context.cwd)
-        # As find_workdir() in host.py: without a setting, an existing ~/ml-customization is used.
+        # Without a setting, an existing ~/ml-customization is used, as by find_workdir() in host.py.
         default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
         line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}" + reporting_error(
             f"mkdir -p -- {quoted_path(target)}"
@@ -547,7 +547,7 @@ class SshServer(HostServer):
             raise ServerUnusable("rsync is not installed on this machine; install it (apt-get install rsync)")
 
     async def _shares_files(self) -> bool:
-        """Whether a file created in the working directory on this machine exists in that of the server."""
+        """Whether a file created in the working directory here also exists in the server's working directory."""
         try:
             file, path = tempfile.mkstemp(prefix=".muster-", dir=self.context.cwd)
         except OSError:
@@ -567,12 +567,12 @@ class SshServer(HostServer):
         return f"watch: ssh -t{port}{key} {user}{self.settings.host} tmux attach -t {self.session}"
 
     def follow_command(self, attempt: Attempt, once: bool) -> list[str]:
-        """The command that prints the log of an attempt until it ends. once: exit after its current content."""
+        """The command that prints the log of an attempt until the attempt ends. once: only the current content."""
         write_ssh_config(self._config, self.settings)
         default = f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.context.cwd))}'
         workdir = f"w={quoted_path(self.settings.workdir)}" if self.settings.workdir else default
         log = f'"$w"/{shlex.quote(f"logs/jobs/{self.context.list_id}/{attempt.name}/node_{self.name}")}'
-        end = "/" if once else f"{log}.exit"
+        end = "/" if once else f"{log}.exit"  # `follow` returns once this path exists
         line = f"cd; {workdir}; {self._host_program(f'follow {log}.log {end}')}"
         return self._ssh(line)
 
@@ -622,8 +622,8 @@ class SshServer(HostServer):
         except OSError as error:
             return {"state": "failed", "reason": str(error)}
         finally:
-            found = await self._call("publish_base", digest=digest, staging=staging, failed=failed)
-        return found
+            reply = await self._call("publish_base", digest=digest, staging=staging, failed=failed)
+        return reply
 
     async def send_results(self, jobs: Sequence[Job]) -> None:
         present = [job for job in jobs if (self.context.cwd / job.output).is_dir()]
@@ -646,7 +646,7 @@ class SshServer(HostServer):
         code, stderr = await self._run(call, data)
         if code in (0, VANISHED):
             return
-        errors = [line for line in stderr.splitlines() if not line.startswith("rsync error:")]  # a summary
+        errors = [line for line in stderr.splitlines() if not line.startswith("rsync error:")]  # without the summary
         cause = next((line for line in errors if line.startswith("rsync:")), "".join(errors[-1:]))
         lost = code in LOST_CONNECTION or "connection unexpectedly closed" in cause
         if lost and "No space left on device" not in cause:
@@ -674,7 +674,7 @@ async def run_program(
         printed = await asyncio.wait_for(process.communicate(data), seconds)
     except asyncio.TimeoutError:
         raise Unreachable(f"{command[0]}: no reply within {seconds:.0f} s") from None
-    finally:  # also of a cancelled task; has no effect on a process that has exited
+    finally:  # also if the task was cancelled; kill() has no effect on a process that has exited
         with contextlib.suppress(ProcessLookupError):
             process.kill()
     out, err = (text.decode(errors="replace") for text in printed)
@@ -700,7 +700,7 @@ async def read_tail(stream: asyncio.StreamReader | None) -> str:
 
 @functools.cache
 def write_through_links() -> tuple[str, ...]:
-    """The options with which rsync keeps a symbolic link to a directory; see transport/rsync_shell.py."""
+    """The options with which rsync writes through a symbolic link to a directory; see transport/rsync_shell.py."""
     known = subprocess.run(["rsync", "--insecure-links", "--version"], stdin=subprocess.DEVNULL, capture_output=True)
     return ("--keep-dirlinks", *(["--insecure-links"] if known.returncode == 0 else []))
 
@@ -721,7 +721,7 @@ def ssh_error(stderr: str, code: int, name: str) -> Exception:
 
 
 def reporting_error(line: str) -> str:
-    """A line of bash that runs another one; if that fails, it prints its errors in one line and exits with FAILED."""
+    """A line of bash that runs `line`; on failure, it prints the errors in one line and exits with FAILED."""
     report = f"printf '%s\\n' \"${{e//$'\\n'/$'\\t'}}\" >&2; exit {FAILED}"
     return f"export LC_ALL=C; e=$({{ {line}; }} 2>&1) || {{ {report}; }}"
 
@@ -737,7 +737,7 @@ def quoted_path(path: str) -> str:
 
 
 def rsync_literal(path: str) -> str:
-    """Escape a remote path for rsync, which expands wildcards and unescapes only paths that contain them."""
+    """Escape a remote path for rsync if it contains wildcards; rsync does not unescape a path without them."""
     return re.sub(r"([*?\[\\])", r"\\\1", path) if set("*?[") & set(path) else path
 
 
@@ -756,8 +756,8 @@ def write_ssh_config(path: Path, server: config.Server) -> None:
 def make_private(directory: Path) -> None:
     """Create a directory that only this user can write to. Raises PermissionError if others can write to it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(errno.EACCES, "writable by other users; remove it", str(directory))
 
 

@@ -1,7 +1,7 @@
 """The state of a job list, derived from the records of its journal.
 
-Every change of state is a record. It is applied when it is added to the journal, before it is written, and again when
-a restarted dispatcher reads the journal.
+Every change of state is a record. A record is applied when it is added to the journal, before the journal is written,
+and again when a restarted dispatcher reads the journal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNLISTED = "no longer in the list"  # reason of a cancelled job
 # Failures that use up no retries. After MAX_INFRASTRUCTURE_FAILURES of them the job fails, as it may be their cause.
 INFRASTRUCTURE_FAILURES = ("server lost", "server restarted", "supervisor killed")
 MAX_INFRASTRUCTURE_FAILURES = 5
-UNLIMITED_FAILURES = ("preempted",)  # use up no retries either, and never fail the job
+UNLIMITED_FAILURES = ("preempted",)  # failures that use up no retries either, and never fail the job
 NOT_COPIED = "results not copied"  # failure of an attempt that exited with 0
 FINAL_FAILURES = ("cancelled outside", "refused", NOT_COPIED)  # never retried
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError")
@@ -55,7 +55,7 @@ class Attempt:
 
     @property
     def location(self) -> str:
-        """The server and its GPUs or, without GPUs, its slots: gpu1:0,1."""
+        """The server and the GPUs or, without GPUs, the slots of the attempt, such as gpu1:0,1."""
         return f"{self.server}:{','.join(map(str, self.gpus or self.slots))}"
 
     @property
@@ -88,8 +88,8 @@ class Attempt:
     @classmethod
     def of_public(cls, job: str, public: Mapping[str, Any]) -> Attempt:
         """The inverse of public(), except for state and process."""
-        same = ("number", "server", "slots", "gpus", "start", "end", "peak_memory", "failure", "reason")
-        return cls(job, **{name: public[name] for name in same}, code=public["exit_code"], lines=public["last_lines"])
+        names = ("number", "server", "slots", "gpus", "start", "end", "peak_memory", "failure", "reason")
+        return cls(job, **{name: public[name] for name in names}, code=public["exit_code"], lines=public["last_lines"])
 
 
 @dataclass
@@ -103,7 +103,7 @@ class JobState:
     cancel: bool = False
     attempts: list[Attempt] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
-    attempts_before_retry: int = 0  # attempts before the job was last retried on request, listed again or requeued
+    attempts_before_retry: int = 0  # len(attempts) when the job was last retried on request, listed again or requeued
     next_number: int = 1  # of the next attempt; the number of an attempt that was not started is not reused
 
     @property
@@ -112,12 +112,12 @@ class JobState:
 
     @property
     def label(self) -> str:
-        """What other jobs wait for: its name, or the base model that it trains."""
+        """What other jobs wait for: the name of this job, or the base model that it trains."""
         return f"base {hash_of(self.job.trains)}" if self.job.trains else self.job.name
 
     @property
     def reason_of_dependents(self) -> str:
-        """Why the jobs that wait for it fail after it has failed or was cancelled."""
+        """The failure reason of the jobs that wait for this job, after it has failed or was cancelled."""
         return f"{self.label} {self.state}"
 
     @property
@@ -136,7 +136,7 @@ class JobState:
         return [each for each in recent if each.failure in INFRASTRUCTURE_FAILURES]
 
     def outcome(self, attempt: Attempt, listed: Job | None) -> tuple[str, str]:
-        """(state, reason) after its last attempt. listed: the job in the list; None if it was removed from the list."""
+        """(state, reason) after its last attempt. listed: the job in the list; None if it was removed."""
         if not attempt.failure:
             return "done", attempt.reason
         if self.cancel and attempt.state == "lost":
@@ -161,7 +161,7 @@ class ListState:
         self.jobs: dict[str, JobState] = {}
         self.paused = ""  # why no new jobs start; empty if they do
         self.handled_requests: set[str] = set()  # ids of requests
-        self.open: dict[str, Attempt] = {}  # by name; see Attempt.open
+        self.open: dict[str, Attempt] = {}  # attempts by name; see Attempt.open
         self.trainers: dict[str, JobState] = {}  # jobs that train base models, by digest
         self.counts = {"waiting": 0, "running": 0, "ending": 0, "done": 0, "failed": 0, "cancelled": 0}
 
@@ -197,7 +197,7 @@ class ListState:
             yield trainer
 
     def waits_for(self, job: JobState) -> JobState | None:
-        """The first predecessor that is not done; None if all are, or if `job` runs or ends."""
+        """The first predecessor that is not done; None if all are done, or if `job` is running or ending."""
         waits = job.state not in ("running", "ending")
         return next((each for each in self.predecessors(job.job) if waits and each.state != "done"), None)
 
@@ -229,7 +229,7 @@ class ListState:
         return list(dict.fromkeys(found))
 
     def find_job(self, selector: str) -> JobState:
-        """The one job with this id, name, output directory, start of an id or part of a name. Raises ValueError."""
+        """The only job that matches; see job.matching(). Raises ValueError if no job matches, or several."""
         if not selector:
             raise ValueError("job: expected an id or a name, got an empty string")
         found = matching((each.job for each in self.jobs.values()), selector)
@@ -241,14 +241,14 @@ class ListState:
         raise ValueError(f"job {selector}: matches {len(found)} jobs; give one id: {shown}")
 
     def with_related(self, jobs: Iterable[str]) -> list[str]:
-        """Add the failed or cancelled predecessors of these jobs, and the jobs that failed because of one of them."""
+        """These jobs, their failed or cancelled predecessors, and jobs that failed because of them, in list order."""
         failed = {job: each for job, each in self.jobs.items() if each.state in ("failed", "cancelled")}
         dependents: dict[str, list[str]] = {}
         for job, each in failed.items():
             dependents.setdefault(each.reason, []).append(job)
         related = dict.fromkeys(jobs)
         to_follow = [failed[job] for job in related if job in failed]
-        for each in to_follow:  # extended by the jobs found
+        for each in to_follow:  # the loop extends this list
             linked = [needed.job.id for needed in self.predecessors(each.job)]
             linked += dependents.get(each.reason_of_dependents, [])
             new = dict.fromkeys(job for job in linked if job in failed and job not in related)
@@ -286,7 +286,7 @@ class ListState:
         self._list_jobs(record, 1 + max((each.number for each in self.jobs.values()), default=-1))
 
     def _list_jobs(self, record: Record, first: int) -> None:
-        """Add the jobs of a record, or update those that are known. first: position of the first one in the list."""
+        """Add the jobs of a record, or update known jobs. first: list position of the first job of the record."""
         for number, each in enumerate(record["jobs"], first):
             written = each.get("written")
             settings = json.loads(written, parse_float=JsonFloat) if written else each["settings"]
@@ -343,7 +343,7 @@ class ListState:
             self._move(job, "waiting", record["reason"])
 
     def _apply_ended(self, record: Record) -> None:
-        """The attempt has ended, or is lost: it may still run."""
+        """The attempt has ended, or is lost and may still run."""
         if attempt := self.attempt(record["attempt"]):
             self.open.pop(attempt.name, None)
             attempt.state = record["event"]
@@ -399,7 +399,7 @@ class ListState:
 def job_records(jobs: Iterable[Job]) -> list[dict[str, Any]]:
     """The jobs of a `list` or `added` record.
 
-    `written` has the settings of added jobs with numbers as they were written, which `settings` does not keep.
+    `written` has the settings of an added job as JSON, in which numbers keep their spelling.
     """
     return [
         {"id": job.id, "settings": dict(job.settings), "options": job.options.public(), "output": job.output}
@@ -410,7 +410,7 @@ def job_records(jobs: Iterable[Job]) -> list[dict[str, Any]]:
 
 
 def classify_end(end: Mapping[str, Any], cancelled: bool) -> tuple[str, str]:
-    """(failure, reason) of an ended attempt; for success ("", its note). end: see host.HostAttempt.end()."""
+    """(failure, reason) of an ended attempt; ("", note) if it succeeded. end: see host.HostAttempt.end()."""
     code, cause, message = end.get("code"), end.get("cause", ""), end.get("message", "")
     if code == 0 and not cause and not (cancelled and end.get("stop_requested")):
         return "", end.get("note", "")

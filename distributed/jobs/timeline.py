@@ -14,8 +14,8 @@ from distributed.terminal import columns, cut
 
 NARROW = 3.0  # pixels; narrower bars of a crowded timeline share one path
 CROWDED = 4000  # a timeline with more bars is crowded
-TRACK_HEIGHTS = ((24, 22.0), (64, 16.0))  # (number of tracks, pixels): the height of a track up to that number
-MIN_HEIGHT = 11.0  # pixels, for more tracks; their bars have no labels
+TRACK_HEIGHTS = ((24, 22.0), (64, 16.0))  # (largest number of tracks, height of a track in pixels)
+MIN_HEIGHT = 11.0  # pixels, if there are more tracks; their bars have no labels
 GROUP_GAP = 6.0  # pixels between groups
 LETTER_IN_BAR = 7.0  # width of a letter in a bar, pixels
 
@@ -28,7 +28,7 @@ class Span:
     end: float  # the current time if it has not ended
     style: str  # CSS class with the colour
     title: str  # tooltip
-    label: str = ""  # drawn in the bar if it fits, else the part after its last slash if that fits
+    label: str = ""  # drawn in the bar if it fits; otherwise the part after the last slash, if that fits
     ended: bool = True
 
 
@@ -42,7 +42,7 @@ class Track:
 
 
 def draw_tracks(tracks: Sequence[Track]) -> str:
-    """The SVG of a timeline, or a sentence if there are no spans. The axis starts at the first start."""
+    """The SVG of a timeline, or a sentence if there are no spans. The axis starts with the first span."""
     spans = [span for track in tracks for span in track.spans]
     if not spans:
         return '<p class="nothing">Nothing has started yet.</p>'
@@ -51,8 +51,8 @@ def draw_tracks(tracks: Sequence[Track]) -> str:
     names = max(columns(cut(track.name, 12)) for track in tracks) * LETTER
     groups = max(columns(cut(track.group, 24)) for track in tracks) * LETTER
     tops = [6.0]  # y of each track
-    for one, other in pairwise(tracks):
-        tops.append(tops[-1] + height + GROUP_GAP * (one.group != other.group))
+    for above, below in pairwise(tracks):
+        tops.append(tops[-1] + height + GROUP_GAP * (above.group != below.group))
     box = Box(1032, tops[-1] + height + 30, left=names + groups + 24, right=28, bottom=26)
     x = Scale(begin, max(end, begin + 1e-3), box.left, box.end)
     parts = [f'<path class="axis" d="M{px(box.left)} {px(box.floor)}H{px(box.end)}"/>']
@@ -69,13 +69,13 @@ def draw_tracks(tracks: Sequence[Track]) -> str:
 
 def _track_names(tracks: Sequence[Track], tops: Sequence[float], height: float, left: float) -> Iterator[str]:
     """The name of each group next to its first track, and track names as far as they do not overlap."""
-    every, n = math.ceil(14 / height), 0
+    interval, index = math.ceil(14 / height), 0  # index: of the track in its group
     for before, track, top in zip((None, *tracks), tracks, tops, strict=False):
-        n = n + 1 if before and before.group == track.group else 0
+        index = index + 1 if before and before.group == track.group else 0
         at = top + height / 2 + 4
-        if n == 0:
+        if index == 0:
             yield text_at(left - 10, at, cut(track.group, 24), "label end")
-        if n % every == 0 and track.name:
+        if index % interval == 0 and track.name:
             yield text_at(left, at, cut(track.name, 12), "tick")
 
 
@@ -105,7 +105,7 @@ def _bars(tracks: Sequence[Track], tops: Sequence[float], height: float, x: Scal
 
 def _bar(span: Span, start: float, end: float, top: float, height: float) -> Iterator[str]:
     """A rectangle, or an arrow if the span has not ended, and its label if it fits."""
-    width = max(2.0, end - start - 1)  # a gap of one pixel
+    width = max(2.0, end - start - 1)  # with a gap of one pixel to the next bar
     style, title = escape(f"period {span.style}"), f"<title>{escape(span.title)}</title>"
     if span.ended or width < 10:
         size = f'x="{px(start)}" y="{px(top)}" width="{px(width)}" height="{px(height)}" rx="2"'

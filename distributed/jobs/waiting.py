@@ -33,10 +33,10 @@ class WaitingJobs:
         self._log, self._record, self._enqueue, self._spawn, self._post = log, record, enqueue, spawn, post
         self._claiming: set[str] = set()  # digests of base models that are being claimed
         self.claimed: dict[str, str] = {}  # digest -> ready (in the cache) or train (this list trains it)
-        self._held: defaultdict[str, dict[str, JobState]] = defaultdict(dict)  # by what they wait for, then by id
+        self._held: defaultdict[str, dict[str, JobState]] = defaultdict(dict)  # by _awaited(), then by id
 
     def _awaited(self, job: Job) -> str:
-        """What a waiting job waits for: a job, by id, or a base model, by digest; empty if it can be queued."""
+        """The id of the job or the digest of the base model that a job waits for; empty if it can be queued."""
         for needed in self._state.predecessors(job):
             if needed.state != "done" and not needed.job.trains:
                 return needed.job.id
@@ -45,7 +45,7 @@ class WaitingJobs:
         return "" if not digest or ready or self.running_training(job) else digest
 
     def running_training(self, job: Job) -> str:
-        """The running attempt that trains a job's base model, if its server queues dependent jobs; else empty."""
+        """The name of the running attempt that trains a job's base model; empty if its server queues no dependents."""
         trainer = self._state.trainers.get(job.base)
         if not trainer or not trainer.last or self.claimed.get(job.base) == "ready":
             return ""
@@ -54,13 +54,13 @@ class WaitingJobs:
         return last.name if queues and not trainer.cancel else ""
 
     def training_failed(self, attempt: Attempt, end: Mapping[str, Any]) -> bool:
-        """Whether an attempt never ran because the training of its base model failed (perhaps not yet recorded)."""
+        """Whether an attempt never ran because the training of its base model failed, which may not be recorded yet."""
         training = self._state.attempt(attempt.after) if attempt.after else None
         never_ran = end.get("code") is None and not attempt.process
         return training is not None and never_ran and (training.open or bool(training.failure))
 
     def claim(self, digest: str) -> None:
-        """Claim a base model, to use or train it; the event `claimed` follows, for handle_claim()."""
+        """Claim a base model, to use or train it. The event `claimed` follows; handle_claim() handles it."""
         if digest not in self._claiming and digest not in self.claimed:
             self._claiming.add(digest)
             self._spawn(self._wait_for_claim(digest))
@@ -84,7 +84,7 @@ class WaitingJobs:
         self._post(Event("claimed", facts={"digest": digest, "outcome": outcome}))
 
     def handle_claim(self, digest: str, outcome: str) -> None:
-        """outcome: ready or train."""
+        """Handle the event `claimed`. outcome: ready or train; see Cache.claim()."""
         self._claiming.discard(digest)
         self.claimed[digest] = outcome
         trainer = self._state.trainers.get(digest)
@@ -121,7 +121,7 @@ class WaitingJobs:
                 assert self._cache
                 self._cache.release(digest)
         awaited = [each for each, jobs in self._held.items() if jobs]
-        for each in chain(awaited, failed):  # extended by the jobs that fail
+        for each in chain(awaited, failed):  # the loop extends `failed`
             held, needed = self._held.get(each), self._state.jobs.get(each)
             if not held or (needed and needed.state not in FINAL):
                 continue
