@@ -333,7 +333,7 @@ class Dispatcher:
         known = [gpu for gpu in event.facts["gpus"] if "lost" not in gpu]
         blocked = {gpu["index"] for gpu in known if gpu["index"] not in used and self._in_use(gpu)}
         listed = {slot.gpu for slot in pool.slots if slot.gpu is not None}
-        for gpu in sorted((lost.keys() - pool.lost) & listed):
+        for gpu in sorted((lost.keys() - pool.lost) & listed, key=str):
             self._log(f"{event.server}: GPU {gpu}: not used: {lost[gpu]}")
         if new := sorted((blocked - pool.blocked) & listed, key=str):
             self._log(f"{event.server}: GPU {', '.join(map(str, new))}: in use by another process; waiting")

@@ -169,14 +169,12 @@ class JobQueue:
 
 
 def best_pool(required: Requirements, pools: Iterable[SlotPool]) -> SlotPool | None:
-    """The best pool with enough free slots: with the base model, if possible, then with the largest free share."""
-    allowed = (pool for pool in pools if required.allow(pool))
-    fitting = [pool for pool in allowed if missing(required, pool) == 0]
-    return max(
-        fitting,
-        key=lambda pool: (required.base in pool.bases, len(pool.free) / len(pool.slots), -len(pool.name)),
-        default=None,
-    )
+    """The best pool with enough free slots: with the base model, if possible, then with the largest free share.
+
+    Of equal pools, the first.
+    """
+    fitting = [pool for pool in pools if required.allow(pool) and missing(required, pool) == 0]
+    return max(fitting, key=lambda pool: (required.base in pool.bases, len(pool.free) / len(pool.slots)), default=None)
 
 
 def pool_to_reserve(required: Requirements, pools: Iterable[SlotPool], reserved: set[str]) -> str | None:
