@@ -539,11 +539,11 @@ def test_every_observation_has_an_event() -> None:
 
 
 def events_of(
-    attempt: Element, state: str = "", *, now: float = 0.0, queue_time: float | None = None
+    attempt: Element, state: str = "", *, now: float = 0.0, called_at: float | None = None
 ) -> list[tuple[str, Any]]:
     """Poll an element while SLURM shows this state or, if the state is empty, does not list it."""
     entries = {(ARRAY, 0): QueueEntry("12_0", state, "Resources", "node7")} if state else {}
-    queue = SlurmQueue(time.monotonic() if queue_time is None else queue_time, entries)
+    queue = SlurmQueue(time.monotonic() if called_at is None else called_at, entries)
     return list(attempt.poll(queue, now, progress=False))
 
 
@@ -572,7 +572,7 @@ def test_waiting_is_reported_once_and_the_end_with_the_exit_code(submitted: Elem
 
 
 def test_an_outdated_queue_is_ignored(submitted: Element) -> None:
-    assert events_of(submitted, "", queue_time=submitted.changed_at - 1) == []
+    assert events_of(submitted, "", called_at=submitted.changed_at - 1) == []
     assert os.path.exists(spec_path(submitted.directory, ARRAY))
 
 
