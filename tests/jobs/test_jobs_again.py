@@ -1,6 +1,6 @@
-"""A list that is called again, edited, cancelled, or started beside another one: real dispatchers and local jobs.
+"""A list that is run again, edited, cancelled, or started beside another one: real dispatchers and local jobs.
 
-Finished jobs stay done, corrected jobs run, no result is overwritten, and exit codes are true.
+Finished jobs stay done, corrected jobs run, no result is overwritten, and exit codes are correct.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROGRAM = Path(__file__).resolve().parents[2] / "scripts/jobs/run_distributed_tr
 SECONDS = 60  # timeout
 pytestmark = pytest.mark.slow  # each test runs whole lists
 RUN = ("--backend", "local", "--slots", "2", "--no-tmux", "--script", "job.sh", "--jobs-config", "jobs.json")
-# Records its start; then its arguments wait for a file, write, exit, or run a command.
+# Records its start. Each argument then makes it wait for a file, write a file, exit, or run a command.
 SCRIPT = """#!/bin/sh
 trap '' TERM
 echo "start $$" >>starts
@@ -138,8 +138,8 @@ def test_a_job_that_was_removed_and_added_again_runs_again(job_list: JobList) ->
 def test_a_done_job_without_results_is_reported_with_what_it_wrote_elsewhere(job_list: JobList) -> None:
     (job_list.directory / "train.py").write_text(
         "import pathlib, sys\n"
-        "given = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
-        "path = pathlib.Path('experiments', given['--prefix'], f\"fold{given['--fold']}_ada\")\n"
+        "options = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "path = pathlib.Path('experiments', options['--prefix'], f\"fold{options['--fold']}_ada\")\n"
         "path.mkdir(parents=True)\n"
         "(path / 'model.pt').write_text('weights')\n"
     )
@@ -158,7 +158,7 @@ def test_a_done_job_without_results_is_reported_with_what_it_wrote_elsewhere(job
 def test_results_of_one_script_do_not_overwrite_those_of_another(job_list: JobList) -> None:
     job_list.jobs({"write": "first", "prefix": "p", "fold": 0})
     assert job_list.call(*RUN)[0] == 0
-    other = [word.replace("job.sh", "other.sh") for word in RUN]
+    other = [argument.replace("job.sh", "other.sh") for argument in RUN]
     code, printed = job_list.call(*other)
     assert code == 2
     assert "experiments/p/fold0 holds the results of job " in printed
@@ -210,13 +210,13 @@ def test_cancel_all_also_cancels_pending_retries(job_list: JobList) -> None:
     assert job_list.starts() == 2
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_an_interrupted_cancel_does_not_report_success(job_list: JobList, beside: bool) -> None:
-    """beside: another dispatcher runs the list, and the call waits for it."""
+@pytest.mark.parametrize("with_dispatcher", [True, False])
+def test_an_interrupted_cancel_does_not_report_success(job_list: JobList, with_dispatcher: bool) -> None:
+    """with_dispatcher: a dispatcher still runs the list, and `cancel` waits for it."""
     job_list.jobs({"until": "go"})
     one = job_list.start_call(*RUN, "--grace", "30")
     wait_until(lambda: job_list.starts() == 1)
-    if not beside:
+    if not with_dispatcher:
         assert one.interrupt() == 128 + signal.SIGINT
     cancel = job_list.start_call("cancel", "all")
     journal = job_list.directory / "results.journal"
@@ -224,7 +224,7 @@ def test_an_interrupted_cancel_does_not_report_success(job_list: JobList, beside
     assert cancel.interrupt() == 128 + signal.SIGINT
     assert "Traceback" not in cancel.printed
     (job_list.directory / "go").touch()  # the job ignores SIGTERM
-    assert (one.process.wait(SECONDS) if beside else job_list.call("resume")[0]) in (0, 1), "done or cancelled"
+    assert (one.process.wait(SECONDS) if with_dispatcher else job_list.call("resume")[0]) in (0, 1), "done or cancelled"
 
 
 def test_the_plan_of_a_started_list_contains_the_remaining_jobs(job_list: JobList) -> None:
@@ -249,7 +249,7 @@ def test_status_and_why_show_unusable_servers_with_reasons(job_list: JobList) ->
     reason = "localhost-1: unreachable: ssh: connect to host localhost port 1: Connection refused"
     assert reason in job_list.call("status")[1]
     printed = job_list.call("why", job_list.results()["jobs"][0]["id"])[1]
-    assert "waits for a free slot, after 1 job of the list" in printed, "the third one has a higher priority"
+    assert "waits for a free slot, after 1 job of the list" in printed, "the third job has a higher priority"
     assert reason in printed
     printed = job_list.call("why", job_list.results()["jobs"][1]["id"])[1]
     assert "needs a server with the labels x" in printed
@@ -291,7 +291,7 @@ def test_a_printed_command_can_be_pasted_if_the_installation_path_contains_a_spa
 
 # ---------------------------------------------------------------- jobs that need others, and jobs that are added
 
-# Another working directory: the paths in MUSTER_AFTER are absolute.
+# Changes the working directory, because the paths in MUSTER_AFTER are absolute.
 NEEDS = {"prefix": "second", "fold": 0, "run": 'cd /; cat "$MUSTER_AFTER/written" >"$MUSTER_OUTPUT_DIR/found"'}
 
 
@@ -325,7 +325,7 @@ def test_a_job_is_added_to_a_running_list_and_finds_the_output_of_the_job_that_i
 
 
 def test_added_jobs_stay_in_a_list_that_is_run_again_and_get_their_variables(job_list: JobList) -> None:
-    """Even if the file has other jobs now, as long as no job needs the _env in it."""
+    """The file may contain other jobs by then, unless an added job still needs its _env from it."""
     job_list.jobs({"n": 1})
     assert job_list.call(*RUN)[0] == 0
     secret = {"n": 2, "run": "test ${#TOKEN} = 6 || touch wrong", "_env": {"TOKEN": "s3cr3t"}}
@@ -430,7 +430,7 @@ def test_an_added_file_with_a_fault_is_refused_and_changes_nothing(job_list: Job
 
 
 def test_jobs_added_while_a_list_ends_are_not_lost(job_list: JobList) -> None:
-    """Each is run by the dispatcher, or `add` prints the command that starts it."""
+    """The dispatcher runs each of these jobs, or `add` prints the command that starts it."""
     job_list.jobs({"n": 0})
     running = job_list.start_call(*RUN)
     wait_until(lambda: job_list.starts() == 1)

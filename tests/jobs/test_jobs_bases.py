@@ -242,9 +242,9 @@ def digest(settings: dict[str, Any], **section: Any) -> str:
 def test_the_order_of_keys_and_participants_has_no_effect(
     settings: dict[str, Any], names: list[str], data: st.DataObject
 ) -> None:
-    given_names = data.draw(st.permutations(names))
+    permuted = data.draw(st.permutations(names))
     keys = data.draw(st.permutations([*settings, "participants"]))
-    other = {**settings, "participants": given_names}
+    other = {**settings, "participants": permuted}
     assert digest({**settings, "participants": names}) == digest({key: other[key] for key in keys})
 
 
@@ -259,8 +259,8 @@ def test_the_digest_depends_on_the_held_out_participant_not_its_position(names: 
 
 @given(settings=SETTINGS, key=st.sampled_from(KEYS), one=VALUES, other=VALUES)
 def test_every_value_of_a_base_key_has_its_own_digest(settings: dict[str, Any], key: str, one: Any, other: Any) -> None:
-    same = type(one) is type(other) or (type(one) in (int, float) and type(other) in (int, float))
-    assume(not (same and one == other) and [] not in (one, other))
+    same_type = type(one) is type(other) or (type(one) in (int, float) and type(other) in (int, float))
+    assume(not (same_type and one == other) and [] not in (one, other))
     assert digest({**settings, key: one}) != digest({**settings, key: other})
 
 
@@ -325,12 +325,12 @@ def test_fold_and_participant_have_the_same_class_unless_both_are_listed(one: st
     ],
 )
 def test_an_invalid_section_is_refused(section: dict[str, Any], message: str, tmp_path: Path) -> None:
-    own, cluster = tmp_path / "base_models.json", tmp_path / "cluster.json"
-    own.write_text(json.dumps(section))
+    separate, cluster = tmp_path / "base_models.json", tmp_path / "cluster.json"
+    separate.write_text(json.dumps(section))
     cluster.write_text(json.dumps({"servers": [{"host": "a"}], "base_models": section}))
     with pytest.raises(ConfigError, match=re.escape(message)) as refused:
-        read_base_models(own)
-    assert str(refused.value).startswith(f"{own}: ")
+        read_base_models(separate)
+    assert str(refused.value).startswith(f"{separate}: ")
     with pytest.raises(ConfigError, match=re.escape(message)) as refused:
         read_cluster(cluster)
     assert str(refused.value).startswith(f"{cluster}: base_models")
@@ -409,12 +409,12 @@ def test_leaks_are_found_in_the_files_of_a_data_path(tmp_path: Path) -> None:
     for name in ("a.txt", "c.txt", ".hidden.txt", "notes.md"):
         (tmp_path / name).touch()
     (tmp_path / "b").mkdir()
-    where = {"data_path": str(tmp_path)}
-    found = leaking({**where, "fold": 1}, {**where, "participant": "c"}, where)
+    entry = {"data_path": str(tmp_path)}
+    found = leaking({**entry, "fold": 1}, {**entry, "participant": "c"}, entry)
     assert [line.partition("holds out ")[2].partition(",")[0] for line in found] == ["b", "c"]
-    assert not leaking({**where, "fold": 1}, {**where, "participant": "c"}, base=["fold"])
-    assert not leaking({**where, "fold": 1, "base_participants": ["a"]})
-    assert leaking({**where, "fold": 1, "participants": ["a", "c"]})[0].startswith("p0/fold1_c: holds out c")
+    assert not leaking({**entry, "fold": 1}, {**entry, "participant": "c"}, base=["fold"])
+    assert not leaking({**entry, "fold": 1, "base_participants": ["a"]})
+    assert leaking({**entry, "fold": 1, "participants": ["a", "c"]})[0].startswith("p0/fold1_c: holds out c")
 
 
 def test_a_base_model_with_unknown_participants_is_reported_as_not_checked(tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ def test_a_training_gets_paths_and_nested_values_as_its_first_job_has_them() -> 
     entries = [{"data_path": path, "o": {"lr": 0.5}, "_nested": "dotted"} for path in spellings]
     one, other = (training_job(only(plan(*each, base=["o"])), rules(base=["o"])) for each in (entries, entries[::-1]))
     assert [one.settings["data_path"], other.settings["data_path"]] == spellings
-    assert (one.id, one.output) == (other.id, other.output), "so that its output directory has the same owner"
+    assert (one.id, one.output) == (other.id, other.output), "so that the output directory has one owner"
     assert "--o.lr" in arguments(one, "cpu")
     first, second = jobs_of(*entries)
     assert bases.differences(first, second, rules(base=["o"])) == [("prefix", "experiment", '"p0"', '"p1"')]
@@ -504,11 +504,11 @@ def test_differences_list_base_keys_first() -> None:
     assert bases.differences(one, one, rules()) == []
 
 
-def test_trainings_gpu_hours_and_copies() -> None:
+def test_the_report_counts_trainings_gpu_hours_and_copies() -> None:
     section: dict[str, Any] = {"options": {"_expected_seconds": 1800}}
     made = plan({"_gpus": 4}, {}, {}, {"lr": 1}, {"lr": 1}, {"lr": 2}, **section)
     assert [len(base.jobs) for base in made.bases.values()] == [3, 2, 1]
-    # 2 trainings of 4 GPUs and 1 of 1 GPU, of half an hour each
+    # sharing saves two trainings on 4 GPUs and one on 1 GPU; each takes half an hour
     reports = ["\n".join(two_phase.report(made, rules(**section), {}, servers)) for servers in (1, 2, 9)]
     assert all(" 3 by sharing (4.5 GPU hours), 0 by the cache\n" in each for each in reports)
     assert [re.findall("at most (.), to", each) for each in reports] == [["3"], ["5"], ["6"]]

@@ -43,7 +43,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def arguments(**changes: Any) -> list[str]:
-    """The arguments of a call with --backend local. changes: options to change, None to remove one."""
+    """The arguments of a call with --backend local. changes: new values of options; None removes an option."""
     options = {**LOCAL, **{f"--{name.replace('_', '-')}": value for name, value in changes.items()}}
     return [part for name, value in options.items() if value is not None for part in (name, value)]
 
@@ -105,20 +105,20 @@ def test_a_wrong_call_is_refused_and_has_no_effect(
     ("program", "name"),
     list(zip((commands.main, two_phase.main, two_phase.helper), commands.PROGRAMS, strict=True)),
 )
-@pytest.mark.parametrize("before", ["", "status", "logs a", "cache", "cache list", "cache verify", "cache prune"])
+@pytest.mark.parametrize("command", ["", "status", "logs a", "cache", "cache list", "cache verify", "cache prune"])
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_help_is_printed_after_any_subcommand(
-    option: str, before: str, program: Callable[[list[str]], int], name: str, monkeypatch: pytest.MonkeyPatch,
+    option: str, command: str, program: Callable[[list[str]], int], name: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """A subcommand of the program prints only its own help."""
     monkeypatch.setattr(sys, "argv", [name])
-    assert program([*before.split(), option]) == 0
+    assert program([*command.split(), option]) == 0
     printed = capsys.readouterr()
     assert (printed.out.count(f"usage: {name} "), printed.err) == (1, "")
-    subcommand, _, _ = before.partition(" ")
-    own = {commands.PROGRAM: ["status", "logs"], commands.TWO_PHASE: ["status", "logs", "cache"]}
-    assert printed.out.startswith(f"usage: {name} {subcommand} [-h]") == (subcommand in own.get(name, ()))
+    subcommand, _, _ = command.partition(" ")
+    subcommands = {commands.PROGRAM: ["status", "logs"], commands.TWO_PHASE: ["status", "logs", "cache"]}
+    assert printed.out.startswith(f"usage: {name} {subcommand} [-h]") == (subcommand in subcommands.get(name, ()))
 
 
 @pytest.mark.parametrize("subcommand", commands.SUBCOMMANDS)
@@ -162,7 +162,7 @@ def test_the_trainer_of_muster_is_recognised_by_its_path_never_by_its_name(
     make: Callable[[Path], Any], script: str, directory_of_fold: str, directory: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Its participants and other defaults are not those of a script of the user, also named train.py."""
+    """A script of the user that is also named train.py does not get the participants and other defaults of Muster."""
     make(directory)
     job = {"prefix": "p", "fold": 0, "mode": "full_fine_tuning"}
     Path("jobs.json").write_text(json.dumps([job]))
@@ -174,7 +174,7 @@ def test_the_trainer_of_muster_is_recognised_by_its_path_never_by_its_name(
     assert ("participants are unknown" in capsys.readouterr().err) == (not is_trainer)
     assert two_phase.helper(["jobs.json", "--script-path", script]) == 0
     assert ("base_steps=300" in capsys.readouterr().out) == is_trainer
-    write([job | {"fold": 10}], "ten.json", "train.py")  # as this script is not that of Muster
+    write([job | {"fold": 10}], "ten.json", "train.py")  # accepted, as this train.py is not the trainer of Muster
 
 
 def test_a_socket_directory_writable_by_other_users_is_refused(directory: Path) -> None:

@@ -411,10 +411,10 @@ def test_an_after_names_a_job_by_name_directory_id_prefix_or_unique_part(tmp_pat
     jobs = jobs_of(tmp_path, {"prefix": "prep", "n": 1}, {"prefix": "prep2", "n": 1},
                    *({"m": number, "_after": name} for number, name in enumerate(ways)))  # fmt: skip
     assert [job.options.after for job in jobs[2:]] == [(first.id,)] * 6 + [(second.id,)]
-    assert jobs_of(tmp_path, {"m": 0, "_after": "x"}, {"prefix": "x"})[0].id == jobs[2].id, "no part of the settings"
+    assert jobs_of(tmp_path, {"m": 0, "_after": "x"}, {"prefix": "x"})[0].id == jobs[2].id, "_after is not a setting"
 
 
-def test_a_file_added_to_a_list_may_name_its_jobs_but_not_their_directories(tmp_path: Path) -> None:
+def test_an_added_file_may_name_jobs_of_the_list_but_not_write_their_directories(tmp_path: Path) -> None:
     listed = jobs_of(tmp_path, named("a"), {"n": 1})
     again, new = jobs_of(tmp_path, named("a"), named("b", "a", listed[1].id), listed=listed)
     assert (again.id, new.options.after) == (listed[0].id, (listed[0].id, listed[1].id))

@@ -50,7 +50,7 @@ def link(name: str, gpus: int, state: str = "ready", reason: str = "") -> Server
 
 
 def running(*locations: tuple[str, int], waiting: int = 0) -> ListState:
-    """A list with a running job on each (server, GPU), and waiting ones."""
+    """A list with a running job on each (server, GPU) and this number of waiting jobs."""
     jobs = [f"{number:010x}" for number in range(len(locations) + waiting)]
     records: list[dict[str, Any]] = [
         {"event": "list", "time": NOW, "list": "l", "jobs": [

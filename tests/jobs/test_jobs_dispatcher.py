@@ -372,7 +372,7 @@ def test_a_job_fails_after_its_last_retry(tmp_path: Path, retries: int, attempts
             await run.finished()
         assert (run.states(), run.failures()) == (["failed"], ["exit code"] * attempts)
         assert run.job_state().reason == f"attempt {attempts} on one: exit code 3"
-        assert len(one.fetched) == attempts  # also those of failed attempts
+        assert len(one.fetched) == attempts  # results of failed attempts are copied too
 
     asyncio.run(scenario())
 
@@ -457,7 +457,7 @@ def test_a_job_whose_output_directory_is_busy_can_be_cancelled(tmp_path: Path) -
 
 
 def test_jobs_without_expected_time_start_in_the_planned_order(tmp_path: Path) -> None:
-    """Their expected time is the mean of those of the other jobs."""
+    """Their expected time is the mean of the expected times of the other jobs."""
 
     async def scenario() -> None:
         one = SimulatedServer("one")
@@ -684,12 +684,12 @@ def test_a_job_continues_without_a_connection(tmp_path: Path) -> None:
 
 def test_after_a_reconnect_the_server_is_queried_before_a_start_is_repeated(tmp_path: Path) -> None:
     class LostDuringStart(SimulatedServer):
-        """A server that loses the connection while it starts a job: before the start, or after it."""
+        """A server that loses the connection before it starts a job, or after it has started the job."""
 
-        before = True
+        lost_before_start = True
 
         async def start(self, *request: Any) -> dict[str, Any]:
-            if len(self.requests) < 1 and not self.before:
+            if len(self.requests) < 1 and not self.lost_before_start:
                 await super().start(*request)
             if self.reachable and not self.run.lost:  # type: ignore[union-attr]
                 self.run.lost = True  # type: ignore[union-attr]
@@ -698,20 +698,20 @@ def test_after_a_reconnect_the_server_is_queried_before_a_start_is_repeated(tmp_
                 raise Unreachable("cable")
             return await super().start(*request)
 
-    async def scenario(before: bool) -> tuple[list[str], int]:
+    async def scenario(lost_before_start: bool) -> tuple[list[str], int]:
         one = LostDuringStart("one")
-        one.before = before
-        run = ListRun(tmp_path / str(before), one)
+        one.lost_before_start = lost_before_start
+        run = ListRun(tmp_path / str(lost_before_start), one)
         run.path.parent.mkdir()
         run.lost = False  # type: ignore[attr-defined]
         async with run:
             await run.finished()
         return [each.name for each in run.job_state().attempts], len(one.requests)
 
-    names, starts = asyncio.run(scenario(before=False))
+    names, starts = asyncio.run(scenario(lost_before_start=False))
     assert (len(names), names[0].endswith(".1"), starts) == (1, True, 1)
-    names, starts = asyncio.run(scenario(before=True))
-    assert (len(names), names[0].endswith(".2"), starts) == (1, True, 1)  # no number twice
+    names, starts = asyncio.run(scenario(lost_before_start=True))
+    assert (len(names), names[0].endswith(".2"), starts) == (1, True, 1)  # no attempt number is used twice
 
 
 def test_a_pending_start_is_not_repeated_after_a_reconnect(tmp_path: Path) -> None:
@@ -831,20 +831,20 @@ def test_a_lost_attempt_is_stopped_before_its_slot_is_reused(tmp_path: Path, res
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("back", [True, False])
-def test_a_later_cancel_stops_a_lost_attempt_if_its_server_is_back(tmp_path: Path, back: bool) -> None:
+@pytest.mark.parametrize("reconnected", [True, False])
+def test_a_later_cancel_stops_a_lost_attempt_if_its_server_is_back(tmp_path: Path, reconnected: bool) -> None:
     async def scenario() -> None:
         one, two = SimulatedServer("one"), SimulatedServer("two")
         async with ListRun(tmp_path, one, two, lost_after=0.05) as run:
             name = await lost_attempt(one, two)(run)
             await run.finished()
         assert one.running() == [name]
-        if back:
+        if reconnected:
             one.reconnect()
         async with ListRun(tmp_path, one, two, drain=True) as run:
             await run.finished()
-        assert one.running() == ([] if back else [name])
-        assert run.job_state().attempts[0].state == ("ended" if back else "lost")
+        assert one.running() == ([] if reconnected else [name])
+        assert run.job_state().attempts[0].state == ("ended" if reconnected else "lost")
         assert run.states() == ["done"]
 
     asyncio.run(scenario())
@@ -863,7 +863,7 @@ def test_a_job_whose_results_were_lost_with_a_server_runs_elsewhere(tmp_path: Pa
             one.fetch_errors = []
             one.reconnect()
             await run.wait_until(lambda: run.dispatcher.links["one"].state == "ready")
-            await run.wait_until(lambda: run.job_state().attempts[0].state == "ended")  # its files are not on `one`
+            await run.wait_until(lambda: run.job_state().attempts[0].state == "ended")  # as `one` reports
             await asyncio.sleep(1.1)  # longer than the delay before copying is retried
             assert run.states() == ["running"]
             two.end(two.running()[0])
@@ -887,14 +887,14 @@ def test_copying_results_is_retried(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-NEVER = [OSError("rsync: big: Permission denied")] * 1000
+DENIED = [OSError("rsync: big: Permission denied")] * 1000
 
 
 @pytest.mark.parametrize(
     ("errors", "code", "failures"),
     [
-        (NEVER, 0, ["results not copied"]),  # not retried, as the next attempt would have the same fault
-        (NEVER[: dispatcher.MAX_FAILED_COPIES], 3, ["exit code", ""]),
+        (DENIED, 0, ["results not copied"]),  # not retried, as the next attempt would have the same fault
+        (DENIED[: dispatcher.MAX_FAILED_COPIES], 3, ["exit code", ""]),
         ([Unreachable("rsync: not found")] * 1000, 0, ["results not copied"]),  # although the server is connected
         ([Unreachable("timeout")] * 20, 0, [""]),
         ([OSError("write failed: No space left on device (28)")] * 20, 0, [""]),
@@ -921,13 +921,13 @@ def test_a_list_ends_if_results_can_never_be_copied_and_waits_for_disk_space_and
 def test_a_cancelled_job_whose_results_can_never_be_copied_is_cancelled(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one")
-        one.outcome_of, one.fetch_errors = lambda request: UNTIL_ENDED, list(NEVER)
+        one.outcome_of, one.fetch_errors = lambda request: UNTIL_ENDED, list(DENIED)
         async with ListRun(tmp_path, one) as run:
             await run.wait_until(one.running)
             run.request("cancel", "all")
             await run.finished()
         assert run.states() == ["cancelled"]
-        assert run.job_state().reason == f"cancelled on request; no process remains; results not copied: {NEVER[0]}"
+        assert run.job_state().reason == f"cancelled on request; no process remains; results not copied: {DENIED[0]}"
 
     asyncio.run(scenario())
 
@@ -1015,7 +1015,7 @@ def test_memory_used_by_a_job_of_the_list_does_not_block_its_gpu(tmp_path: Path)
 
 def test_a_job_that_ends_while_the_gpus_are_queried_does_not_block_its_gpu(tmp_path: Path) -> None:
     class Slow(SimulatedServer):
-        """The reply to one query shows the processes of jobs that have ended since it began."""
+        """The reply to one query shows the processes of jobs that ended during the query."""
 
         query_ended: asyncio.Event | None = None
 
@@ -1064,7 +1064,7 @@ def test_no_job_starts_before_the_gpus_are_queried(tmp_path: Path) -> None:
         async with ListRun(tmp_path, one) as run:
             await run.wait_until(lambda: "one: connected" in run.log)
             assert run.states() == ["waiting"]
-            run.request("cancel", "zzz")  # when it is handled, jobs could have started
+            run.request("cancel", "zzz")  # once this request is handled, jobs could have started
             await run.wait_until(lambda: run.state.handled_requests)
             assert run.states() == ["waiting"]
             one.go.set()
@@ -1156,10 +1156,10 @@ def test_five_consecutive_early_failures_pause_the_list(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_late_failures_and_failures_between_successes_do_not_pause_the_list(tmp_path: Path) -> None:
+def test_late_failures_do_not_pause_the_list(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one")
-        one.outcome_of = lambda request: 1  # after 60 s
+        one.outcome_of = lambda request: 1  # each attempt takes 60 s
         async with ListRun(tmp_path, one, jobs=[job(number, retries=0) for number in range(7)]) as run:
             await run.finished()
         assert run.states() == ["failed"] * 7
@@ -1194,8 +1194,8 @@ def test_fail_fast_cancels_all_jobs_and_records_it(tmp_path: Path) -> None:
         assert run.states() == ["cancelled", "failed", "cancelled", "cancelled"]
         assert one.stops == [(f"{run.jobs[0].id}.1", False)]
         assert len(one.requests) == 2
-        first = [record for record in journal.read(run.path)[0] if record["event"] == "request_handled"]
-        assert [(record["what"], len(record["jobs"])) for record in first] == [("cancel", 3)]
+        handled = [record for record in journal.read(run.path)[0] if record["event"] == "request_handled"]
+        assert [(record["what"], len(record["jobs"])) for record in handled] == [("cancel", 3)]
 
     asyncio.run(scenario())
 
@@ -1424,9 +1424,9 @@ def test_no_job_starts_while_the_journal_cannot_be_written(tmp_path: Path, monke
         def write(file: int, data: bytes) -> int:
             if full and file == run.journal._file:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return written(file, data)
+            return real_write(file, data)
 
-        written = os.write
+        real_write = os.write
         async with ListRun(tmp_path, one, jobs=4) as run:
             await run.wait_until(lambda: len(run.log) >= 4)
             monkeypatch.setattr(os, "write", write)
@@ -1451,22 +1451,22 @@ def test_a_start_that_was_withdrawn_while_the_journal_was_not_writable_is_not_ex
     async def scenario() -> None:
         one = SimulatedServer("one")
         one.outcome_of = exits(UNTIL_ENDED, UNTIL_ENDED)
-        full, written = False, os.write
+        full, real_write = False, os.write
 
         def write(file: int, data: bytes) -> int:
             if full and file == run.journal._file:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return written(file, data)
+            return real_write(file, data)
 
         async with ListRun(tmp_path, one, jobs=2) as run:
             await run.wait_until(one.running)
             monkeypatch.setattr(os, "write", write)
             full = True
             one.end(one.running()[0])
-            await run.wait_until(lambda: run.job_state(1).attempts)  # decided, but not in the journal
+            await run.wait_until(lambda: run.job_state(1).attempts)  # the start is not in the journal
             one.disconnect()
             one.reconnect()
-            await run.wait_until(lambda: run.job_state(1).next_number == 3)  # not found on the server: placed again
+            await run.wait_until(lambda: run.job_state(1).next_number == 3)  # not on the server, so placed again
             full = False
             await run.wait_until(one.running)
             assert one.running() == [f"{run.jobs[1].id}.2"]
@@ -1488,7 +1488,7 @@ def test_an_edited_list_runs_added_jobs_and_not_removed_ones(tmp_path: Path) -> 
         async with edited:
             assert edited.job_state(2).state == "done"
             await edited.wait_until(lambda: one.running())
-            one.end(one.running()[0], 1)  # the one that was removed while it ran
+            one.end(one.running()[0], 1)  # the job that was removed while it ran
             await edited.finished()
         states = {each.job.settings["n"]: each.state for each in edited.state.jobs.values()}
         assert states == {9: "done", 3: "done", 0: "done", 1: "failed"}
@@ -1510,7 +1510,7 @@ def test_a_removed_job_is_not_retried_and_the_list_ends(
         async with edited:
             await edited.wait_until(lambda: "one: connected" in edited.log)
             one.outcome_of = exits()
-            one.end(one.running()[0], 137, cause="killed")  # not the job's fault: it would be retried
+            one.end(one.running()[0], 137, cause="killed")  # a job in the list would be retried
             await edited.finished()
         states = {each.job.settings["n"]: (each.state, each.reason) for each in edited.state.jobs.values()}
         assert states[0] == states[1] == ("cancelled", "no longer in the list")
@@ -1524,9 +1524,8 @@ def test_a_job_that_is_added_again_runs(tmp_path: Path) -> None:
         one = SimulatedServer("one")
         one.outcome_of = exits(1, UNTIL_ENDED)
         async with ListRun(tmp_path, one, jobs=[job(0), job(1)]) as run:
-            await run.wait_until(
-                lambda: one.running() and run.states() == ["waiting", "running"]
-            )  # for a second attempt
+            # Job 0 waits for its second attempt.
+            await run.wait_until(lambda: one.running() and run.states() == ["waiting", "running"])
             one.end(one.running()[0])
             one.disconnect()
         for jobs in ([job(1)], [job(0), job(1)]):
@@ -1555,24 +1554,24 @@ def test_an_interrupted_dispatcher_leaves_jobs_running_for_the_next_one(tmp_path
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("before", "after"), [((0, 0), (0,)), ((0, 1), (1,))])
+@pytest.mark.parametrize(("gpus", "edited_gpus"), [((0, 0), (0,)), ((0, 1), (1,))])
 def test_a_gpu_of_a_running_job_stays_occupied_when_slots_are_renumbered(
-    tmp_path: Path, before: tuple[int, ...], after: tuple[int, ...]
+    tmp_path: Path, gpus: tuple[int, ...], edited_gpus: tuple[int, ...]
 ) -> None:
-    """Two jobs run when the cluster config is edited: fewer slots on a GPU, or other GPUs."""
+    """Two jobs run when the cluster config is edited: a GPU gets fewer slots, or other GPUs are listed."""
 
     async def scenario() -> None:
         one = SimulatedServer("one", gpus=True)
-        one.pool = SlotPool("one", tuple(map(Slot, range(len(before)), before)))
+        one.pool = SlotPool("one", tuple(map(Slot, range(len(gpus)), gpus)))
         one.outcome_of = exits(UNTIL_ENDED, UNTIL_ENDED)
         run = ListRun(tmp_path, one, jobs=3)
         async with run:
             await run.wait_until(lambda: run.states() == ["running", "running", "waiting"])
-        one.pool = SlotPool("one", tuple(map(Slot, range(len(after)), after)))
-        beside: list[list[str]] = []
+        one.pool = SlotPool("one", tuple(map(Slot, range(len(edited_gpus)), edited_gpus)))
+        still_running: list[list[str]] = []
 
         def outcome(request: StartRequest) -> Outcome:
-            beside.append(one.running())
+            still_running.append(one.running())
             return 0
 
         one.outcome_of = outcome
@@ -1583,7 +1582,7 @@ def test_a_gpu_of_a_running_job_stays_occupied_when_slots_are_renumbered(
             await run.wait_until(lambda: run.job_state(0).state == "done")
             one.end(second)
             await run.finished()
-        assert (run.states(), beside) == (["done"] * 3, [[]])
+        assert (run.states(), still_running) == (["done"] * 3, [[]])
 
     asyncio.run(scenario())
 

@@ -35,7 +35,7 @@ host.main(["serve"])
 
 @contextmanager
 def serving(workdir: Path, error: str = "", heartbeat_timeout: float = 0.0) -> Iterator[subprocess.Popen[bytes]]:
-    """A serve process that has locked the list `abc` on the server `one`. error: that it replies instead."""
+    """A serve process that has locked the list `abc` on the server `one`, or has replied with this error."""
     command = [*panes.PLAIN_PYTHON, f"{KIT}/scripts/lib/module.py", "jobs.host", "serve"]
     if heartbeat_timeout:
         command = ["-c", SERVE, KIT, str(heartbeat_timeout)]
@@ -108,7 +108,7 @@ def test_a_serve_process_that_receives_no_heartbeats_exits(tmp_path: Path) -> No
 def test_a_blocked_serve_process_without_heartbeats_exits(tmp_path: Path) -> None:
     (tmp_path / "job.sh").touch()
     with serving(tmp_path, heartbeat_timeout=1.0) as process:
-        send(process, b"\n" * 10_000)  # more replies than fit into the pipe, which nobody reads
+        send(process, b"\n" * 10_000)  # more replies than fit into the pipe, which is not read
         assert process.wait(10) == -signal.SIGALRM
 
 
@@ -121,11 +121,11 @@ def test_a_later_serve_process_waits_until_one_without_heartbeats_has_exited(
     thread.join()
 
 
-# ---------------------------------------------------------------- an attempt that writes nothing where it must
+# ---------------------------------------------------------------- attempts without results
 
 
 def ended(directory: Path, *written: str) -> str:
-    """The note of an attempt that exited with 0 after it wrote these files, besides files that count as no results."""
+    """The note of an attempt that exited with 0 after it wrote these files and files that do not count as results."""
     attempt = host.HostAttempt(str(directory / "logs/jobs/abc/job.1"), "gpu1", str(directory / "experiments/mine"), 0)
     Path(attempt.directory).mkdir(parents=True)
     write(directory, "data/old.txt", "old.txt", "experiments/earlier/model.pt")
@@ -293,11 +293,11 @@ def children(pid: int, processes: dict[int, process_scan.ProcessStat]) -> list[i
 
 
 def kill_attempt(process: subprocess.Popen[bytes], guard: bool) -> None:
-    """Send SIGKILL to the supervisor that a serve process has started, and to its guard."""
+    """Send SIGKILL to the supervisor that a serve process has started and, if `guard`, to the supervisor's guard."""
     processes = process_scan.table()
-    (killed,) = children(process.pid, processes)
-    guards = [pid for pid in children(killed, processes) if processes[pid].session != pid]
-    for pid in (*guards * guard, killed):
+    (supervisor_pid,) = children(process.pid, processes)
+    guards = [pid for pid in children(supervisor_pid, processes) if processes[pid].session != pid]
+    for pid in (*(guards if guard else ()), supervisor_pid):
         os.kill(pid, signal.SIGKILL)
 
 

@@ -109,7 +109,7 @@ def test_the_output_directory_uses_the_default_participants_of_the_script() -> N
     assert job.output == f"experiments/e/fold1_{DEFAULT_PARTICIPANTS[1]}"
 
 
-def test_a_prefix_names_its_jobs_even_if_the_id_of_another_job_starts_so() -> None:
+def test_a_prefix_names_its_jobs_even_if_the_id_of_another_job_starts_with_it() -> None:
     other = made({"prefix": "other"})
     start = other.id[:3]
     named = [made({"prefix": start, "fold": fold, "participants": ["x", "y"]}) for fold in (0, 1)]
@@ -131,7 +131,7 @@ def test_only_names_of_environment_variables_are_stored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "expected"),
     [
         ("x", ["--a", "x"]),
         ("", ["--a", ""]),
@@ -152,8 +152,8 @@ def test_only_names_of_environment_variables_are_stored() -> None:
         (["x", 1, ""], ["--a", "x", "1", ""]),
     ],
 )
-def test_a_value_is_converted_to_arguments(value: Any, words: list[str]) -> None:
-    assert arguments(made({"a": value}), "cpu") == [*words, "--device", "cpu"]
+def test_a_value_is_converted_to_arguments(value: Any, expected: list[str]) -> None:
+    assert arguments(made({"a": value}), "cpu") == [*expected, "--device", "cpu"]
 
 
 @pytest.mark.parametrize("number", ["0.00001", "1e-5", "1E5", "1.10", "-0.0", "6.02e+23", "1" * 400, "0.1" + "0" * 30])
@@ -170,9 +170,9 @@ def test_a_number_of_a_list_is_passed_as_it_was_written(tmp_path: Path, number: 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_yaml_reads_a_float_of_a_program_as_a_float(number: float) -> None:
-    word = arguments(made({"a": number}), "cpu")[1]
-    assert (yaml.safe_load(word), float(word), json.loads(word)) == (number, number, number)
-    assert isinstance(yaml.safe_load(word), float)
+    argument = arguments(made({"a": number}), "cpu")[1]
+    assert (yaml.safe_load(argument), float(argument), json.loads(argument)) == (number, number, number)
+    assert isinstance(yaml.safe_load(argument), float)
 
 
 NESTED = {"o": {"lr": 1e-7, "b": [1, 2], "on": True, "off": False, "no": None, "m": {"x": "y"}}, "names": ["x", "y"]}
@@ -182,9 +182,9 @@ def test_nested_values_are_passed_as_json_or_with_dotted_keys() -> None:
     assert arguments(made(NESTED, nested="dotted"), "cpu") == [
         "--o.lr", "1.0e-07", "--o.b", "1", "2", "--o.on", "--o.m.x", "y", "--names", "x", "y", "--device", "cpu",
     ]  # fmt: skip
-    words = arguments(made({**NESTED, "l": [], "t": [[1], None], "e": {}}, nested="json"), "cpu")
-    assert json.loads(words.pop(1)) == NESTED["o"]
-    assert words == ["--o", "--names", "x", "y", "--l", "[]", "--t", "[[1], null]", "--e", "{}", "--device", "cpu"]
+    passed = arguments(made({**NESTED, "l": [], "t": [[1], None], "e": {}}, nested="json"), "cpu")
+    assert json.loads(passed.pop(1)) == NESTED["o"]
+    assert passed == ["--o", "--names", "x", "y", "--l", "[]", "--t", "[[1], null]", "--e", "{}", "--device", "cpu"]
     assert Options.of_public(Options(nested="json").public()).nested == "json"
 
 
@@ -259,9 +259,9 @@ def expected_arguments(values: Mapping[str, Any]) -> Iterator[str]:
 
 def check_arrived(directory: Path, values: Mapping[str, Any]) -> None:
     output = directory / made(values).output
-    words = (output / "cmdline").read_bytes().split(b"\0")[:-1]
-    assert words[-2:] in ([b"--device", b"cpu"], [b"--device", b"cuda:0"])
-    assert words[2:-2] == [word.encode() for word in expected_arguments(values)]
+    passed = (output / "cmdline").read_bytes().split(b"\0")[:-1]
+    assert passed[-2:] in ([b"--device", b"cpu"], [b"--device", b"cuda:0"])
+    assert passed[2:-2] == [each.encode() for each in expected_arguments(values)]
     env = dict(entry.partition(b"=")[::2] for entry in (output / "environ").read_bytes().split(b"\0"))
     assert json.loads(env[b"MUSTER_JOB"]) == {"id": made(values).id, **values}
     assert env[b"MUSTER_OUTPUT_DIR"] == os.fsencode(output)
@@ -292,8 +292,8 @@ def test_an_argument_is_not_changed_on_the_way(forked: Dispatchers, jobs: list[d
 
 
 def test_hostile_values_and_the_longest_value_arrive(forked: Dispatchers, tmp_path: Path) -> None:
-    jobs: list[dict[str, Any]] = [{"all": [word for word in HOSTILE if len(word) < 1000]}, {"a": longest("a")}]
-    jobs += [{"long": word} for word in HOSTILE if len(word) > 1000] + [{"id": "mine", "flag": True, "none": None}]
+    jobs: list[dict[str, Any]] = [{"all": [value for value in HOSTILE if len(value) < 1000]}, {"a": longest("a")}]
+    jobs += [{"long": value} for value in HOSTILE if len(value) > 1000] + [{"id": "mine", "flag": True, "none": None}]
     call = DispatcherCall(tmp_path, tuple(prepared(tmp_path, jobs)))
     assert forked.run(call) == 0, call.printed
     for values in jobs:
@@ -312,8 +312,8 @@ def test_a_number_is_passed_as_it_was_written_after_a_retry_too(forked: Dispatch
 
 def test_an_argument_is_not_changed_by_a_server_with_setup_lines(tmp_path: Path) -> None:
     """bash sources the setup lines and then execs the script."""
-    jobs: list[dict[str, Any]] = [{"all": [word for word in HOSTILE if len(word) < 1000]}]
-    jobs += [{"a": word} for word in HOSTILE[-3:]]
+    jobs: list[dict[str, Any]] = [{"all": [value for value in HOSTILE if len(value) < 1000]}]
+    jobs += [{"a": value} for value in HOSTILE[-3:]]
     secret = "a'\n$x\r é"
 
     async def run() -> None:
@@ -370,20 +370,20 @@ def test_an_argument_is_not_changed_in_another_locale(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- login shells
 
 SHELLS = [shell for shell in ("bash", "dash", "fish", "zsh", "tcsh", "ksh") if shutil.which(shell)]
-WORDS = st.lists(TEXT.filter(lambda word: len(word.encode()) < 20_000), min_size=1, max_size=12)
+ARGUMENTS = st.lists(TEXT.filter(lambda value: len(value.encode()) < 20_000), min_size=1, max_size=12)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-@given(WORDS)
+@given(ARGUMENTS)
 @settings(max_examples=15, deadline=None)
-def test_arguments_reach_a_program_through_any_login_shell(shell: str, words: list[str]) -> None:
-    line = "printf '%s\\0' " + shlex.join(words)
+def test_arguments_reach_a_program_through_any_login_shell(shell: str, passed: list[str]) -> None:
+    line = "printf '%s\\0' " + shlex.join(passed)
     done = subprocess.run([shell, "-c", for_any_shell(line)], capture_output=True, check=True)
-    assert done.stdout == b"".join(word.encode() + b"\0" for word in words)
+    assert done.stdout == b"".join(each.encode() + b"\0" for each in passed)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_hostile_arguments_reach_a_program_through_any_login_shell(shell: str) -> None:
-    words = [word for word in HOSTILE if len(word) < 20_000]
-    done = subprocess.run([shell, "-c", for_any_shell("printf '%s\\0' " + shlex.join(words))], capture_output=True)
-    assert done.stdout == b"".join(word.encode() + b"\0" for word in words)
+    passed = [each for each in HOSTILE if len(each) < 20_000]
+    done = subprocess.run([shell, "-c", for_any_shell("printf '%s\\0' " + shlex.join(passed))], capture_output=True)
+    assert done.stdout == b"".join(each.encode() + b"\0" for each in passed)

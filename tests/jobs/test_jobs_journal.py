@@ -1,7 +1,7 @@
 """The journal of a job list survives kills, full disks and concurrent writers.
 
-A committed record is read again, an uncommitted one is not, each request is read once, and the state read from a
-journal equals that of its dispatcher.
+Only committed records are read again. Each request is read once. The state read from a journal equals the state of the
+dispatcher that wrote it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_a_request_after_a_truncated_line_is_read(path: Path) -> None:
     journal.request(path, "cancel", ["a"])
     with Journal.open(path) as book:
         assert [record["event"] for record in book.records] == ["x", "cancel"]
-        assert book.requests() == []  # it is one of the records
+        assert book.requests() == []  # the request is one of the records
 
 
 DAMAGED = [b'{"event": "x", "n"', b"null", b"[]", b'{"n": 1}', b'{"event": 1}', b"", b"[" * 99_999]
@@ -175,7 +175,7 @@ def test_a_failed_sync_is_repeated_by_the_next_commit(path: Path, disk: LimitedD
         for _ in range(2):
             with pytest.raises(OSError, match="Input/output error"):
                 book.commit()
-            assert pending(book)  # the decision must not be executed yet
+            assert pending(book)  # the dispatcher must not act on the record yet
         disk.syncs = True
         book.commit()
         assert not pending(book)
@@ -260,24 +260,24 @@ for number in range(int(sys.argv[2])):
 
 
 def test_concurrent_requests_are_each_read_once(path: Path) -> None:
-    many = 150
+    count = 150
     with Journal.open(path) as book:
-        command = [sys.executable, "-c", ASK, str(path), str(many)]
+        command = [sys.executable, "-c", ASK, str(path), str(count)]
         others = [subprocess.Popen([*command, name], cwd=KIT) for name in ("a", "b")]
-        found: list[str] = []
+        read: list[str] = []
         written = 0
         while any(other.poll() is None for other in others) or written < 50:
             add(book, written, -written)
             written += 1
             book.commit()
-            found += [job for request in book.requests() for job in request["jobs"]]
-        found += [job for request in book.requests() for job in request["jobs"]]
+            read += [job for request in book.requests() for job in request["jobs"]]
+        read += [job for request in book.requests() for job in request["jobs"]]
         assert all(other.wait() == 0 for other in others)
-    wanted = sorted(f"{name}{number}" for name in ("a", "b") for number in range(many))
-    assert sorted(found) == wanted
+    expected = sorted(f"{name}{number}" for name in ("a", "b") for number in range(count))
+    assert sorted(read) == expected
     records = journal.read(path)[0]
     assert numbers(records) == [number for each in range(written) for number in (each, -each)]
-    assert sorted(job for record in records if record["event"] == "cancel" for job in record["jobs"]) == wanted
+    assert sorted(job for record in records if record["event"] == "cancel" for job in record["jobs"]) == expected
 
 
 def test_requests_written_before_or_after_a_commit_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ COMMANDS = st.lists(
 
 def possible(state: ListState, which: int, number: int, failure: str) -> dict[str, dict[str, Any]]:
     """The records that a dispatcher could write in this state: event -> facts."""
-    found: dict[str, dict[str, Any]] = {
+    records: dict[str, dict[str, Any]] = {
         "list": {"list": "abc", "jobs": job_records(JOBS[which:])},
         "added": {"request": f"a{number}", "jobs": job_records(JOBS[: number % 4])},
         "pause": {"reason": f"because of {number}"},
@@ -331,24 +331,24 @@ def possible(state: ListState, which: int, number: int, failure: str) -> dict[st
     }
     job = state.jobs.get(JOBS[which].id)
     if not job:
-        return found
+        return records
     jobs = state.select_jobs("cancel", [job.job.id])
-    found["request_handled"] = {"request": f"r{number}", "what": "cancel" if number % 2 else "retry", "jobs": jobs}
+    records["request_handled"] = {"request": f"r{number}", "what": "cancel" if number % 2 else "retry", "jobs": jobs}
     verdict = ["done", "failed", "waiting", "cancelled"][number % 4]
     if job.state == "ending" or (job.state == "waiting" and verdict == "cancelled"):
-        found["settle"] = {"job": job.job.id, "state": verdict, "reason": failure}
+        records["settle"] = {"job": job.job.id, "state": verdict, "reason": failure}
     if job.state == "waiting":
         name = f"{job.job.id}.{job.next_number}"
-        found["start"] = {"attempt": name, "server": f"s{number % 2}", "slots": [number], "gpus": []}
+        records["start"] = {"attempt": name, "server": f"s{number % 2}", "slots": [number], "gpus": []}
     if job.last and job.last.open:
-        about = {"attempt": job.last.name}
-        end = about | {"failure": failure, "reason": failure, "code": number, "metrics": {"loss": number / 3}}
-        found |= {"running": about | {"process": {"pid": number}}, "ended": end, "lost": end}
+        attempt = {"attempt": job.last.name}
+        end = attempt | {"failure": failure, "reason": failure, "code": number, "metrics": {"loss": number / 3}}
+        records |= {"running": attempt | {"process": {"pid": number}}, "ended": end, "lost": end}
         if job.last.state == "starting":
-            found["not_started"] = about | {"reason": failure}
+            records["not_started"] = attempt | {"reason": failure}
     elif job.last and job.last.state == "lost":
-        found["lost_ended"] = {"attempt": job.last.name}
-    return found
+        records["lost_ended"] = {"attempt": job.last.name}
+    return records
 
 
 def facts_of(state: ListState) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dispatchers import MOMENTS, DispatcherCall, Dispatchers, dispatchers
 from distributed.jobs import journal
 
 AT_ONCE = 13  # concurrent lists, which mostly sleep
-# Records its start; waits for the file "go" if patient; fails the first time if flaky.
+# Records its start. A patient job waits for the file "go"; a flaky one fails the first time.
 SCRIPT = """#!/bin/sh
 echo "start $*" >>"$MUSTER_OUTPUT_DIR/starts"
 if [ "$2" = patient ]; then until [ -e go ]; do sleep 0.05; done; fi
@@ -50,13 +50,13 @@ def prepared(directory: Path, jobs: Sequence[Mapping[str, Any]] = JOBS) -> Path:
 
 def outcome(directory: Path) -> dict[str, Any]:
     """The results without times, and without numbers, slots and processes of attempts."""
-    found = json.loads((directory / "results.json").read_text())
-    kept = ("failure", "exit_code", "signal", "last_lines", "server")
-    for job in found["jobs"]:
-        job["attempts"] = [{name: attempt[name] for name in kept} for attempt in job["attempts"]]
+    results = json.loads((directory / "results.json").read_text())
+    facts = ("failure", "exit_code", "signal", "last_lines", "server")
+    for job in results["jobs"]:
+        job["attempts"] = [{name: attempt[name] for name in facts} for attempt in job["attempts"]]
         job["starts"] = (directory / job["output"] / "starts").read_text().splitlines()
-    totals = {name: value for name, value in found["totals"].items() if not name.endswith("seconds")}
-    return {"jobs": found["jobs"], "totals": totals, "state": found["state"], "reason": found["reason"]}
+    totals = {name: value for name, value in results["totals"].items() if not name.endswith("seconds")}
+    return {"jobs": results["jobs"], "totals": totals, "state": results["state"], "reason": results["reason"]}
 
 
 def test_a_list_whose_dispatcher_is_killed_at_any_record_has_the_same_results(
@@ -64,9 +64,9 @@ def test_a_list_whose_dispatcher_is_killed_at_any_record_has_the_same_results(
 ) -> None:
     undisturbed = prepared(tmp_path / "undisturbed")
     assert forked.run(DispatcherCall(undisturbed, RUN)) == 0
-    wanted = outcome(undisturbed)
-    assert [len(job["starts"]) for job in wanted["jobs"]] == [1, 2]
-    assert [job["state"] for job in wanted["jobs"]] == ["done", "done"]
+    expected = outcome(undisturbed)
+    assert [len(job["starts"]) for job in expected["jobs"]] == [1, 2]
+    assert [job["state"] for job in expected["jobs"]] == ["done", "done"]
     records = len(journal.read(undisturbed / "results.journal")[0])
     fewest = 1 + 3 * 3  # list; start, ended, settle of three attempts
     assert fewest <= records <= fewest + 3  # an attempt that ends before its start is reported has no record `running`
@@ -79,11 +79,11 @@ def test_a_list_whose_dispatcher_is_killed_at_any_record_has_the_same_results(
         for kill, codes, (call, _) in zip(killed, forked.run_all(chains), chains, strict=True):
             killed_code = 0 if codes[0] == 0 and kill[1] > fewest else -9
             assert (kill, codes, call.printed) == (kill, [killed_code, 0], call.printed)
-            assert (kill, outcome(call.directory)) == (kill, wanted)
+            assert (kill, outcome(call.directory)) == (kill, expected)
 
 
 def next_call(kill: tuple[str, int]) -> tuple[str, ...]:
-    """The arguments that continue a killed list: the same call if the list was not recorded."""
+    """The arguments that continue a killed list: those of the first call if the list was not recorded."""
     return RUN if kill in [("before", 1), ("during", 1)] else ("resume",)
 
 
@@ -148,8 +148,8 @@ def test_jobs_that_are_added_are_neither_lost_nor_run_twice_if_a_dispatcher_is_k
         )
     for first in range(0, len(chains), AT_ONCE):
         codes = forked.run_all(chains[first : first + AT_ONCE])
-        for chain, found in zip(chains[first : first + AT_ONCE], codes, strict=True):
+        for chain, chain_codes in zip(chains[first : first + AT_ONCE], codes, strict=True):
             call = chain[0]
-            assert (call, found, call.printed) == (call, [-9, *[0] * (len(chain) - 1)], call.printed)
+            assert (call, chain_codes, call.printed) == (call, [-9, *[0] * (len(chain) - 1)], call.printed)
             results = outcome(call.directory)["jobs"]
             assert [(job["state"], len(job["starts"])) for job in results] == [("done", 1)] * 4, (call, call.printed)

@@ -168,7 +168,7 @@ def written(directory: Path, made: Json | str, lines: Iterable[str] = ()) -> Pat
     return path
 
 
-def seen(made: Json, curves: dict[str, History] | None = None) -> Reader:
+def read_page(made: Json, curves: dict[str, History] | None = None) -> Reader:
     reader = Reader(page.page(made, curves or {}))
     assert reader.faults == []
     return reader
@@ -203,7 +203,7 @@ def test_tiles_show_the_numbers_of_the_results() -> None:
             job(5, "cancelled", metrics={}),
         ]
     )
-    reader = seen(made)
+    reader = read_page(made)
     found = tiles(reader)
     assert found == {
         "Done": ("1", "of 5 jobs"),
@@ -222,13 +222,13 @@ def test_the_best_loss_is_the_lowest_of_all_steps_and_jobs() -> None:
     made = results([job(n, metrics={}) for n in (1, 2)])
     lines = [{"step": 1, "held_out_loss": 1.5}, {"step": 2, "held_out_loss": 1.7}]
     curves = {made["jobs"][1]["id"]: curve(lines), made["jobs"][0]["id"]: curve([{"step": 1, "held_out_loss": 1.6}])}
-    assert tiles(seen(made, curves))["Best held-out loss"] == ("1.500", "exp1/fold2_data")
+    assert tiles(read_page(made, curves))["Best held-out loss"] == ("1.500", "exp1/fold2_data")
     training = {made["jobs"][0]["id"]: curve([{"step": 1, "loss": 4.0}])}
-    assert tiles(seen(made, training))["Best training loss"] == ("4.000", "exp1/fold1_data")
+    assert tiles(read_page(made, training))["Best training loss"] == ("4.000", "exp1/fold1_data")
 
 
 def test_a_running_list_shows_the_time_of_the_results() -> None:
-    reader = seen(sample(2, 2, 6))
+    reader = read_page(sample(2, 2, 6))
     assert "running" in reader.texts
     assert any(text.startswith("As of 2023-11-1") for text in reader.texts)
 
@@ -262,7 +262,7 @@ def test_failures_show_location_reason_and_last_lines() -> None:
             job(4, "done", [failed(failure="timeout", reason=""), attempt(2, 30)]),
         ]
     )
-    texts = seen(made).texts
+    texts = read_page(made).texts
     start = texts.index("Failures")
     assert texts[start + 1] == "3 jobs failed. exit code 1: 1, SIGKILL: 1. gpu1: 1, gpu2: 1."
     for part in (
@@ -279,7 +279,7 @@ def test_failures_show_location_reason_and_last_lines() -> None:
 
 
 def test_without_failures_the_section_is_missing() -> None:
-    assert "Failures" not in seen(results([job(1, attempts=[attempt()])])).texts
+    assert "Failures" not in read_page(results([job(1, attempts=[attempt()])])).texts
 
 
 def test_failures_beyond_the_limit_are_counted() -> None:
@@ -356,7 +356,7 @@ Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def boxes(drawing: str, style: str) -> list[Rectangle]:
-    """The bounding box of each text of a class, for the width of a common font."""
+    """The bounding box of each text of a class, with the letter width of a common font."""
     found = re.findall(rf'<text x="([-\d.]+)" y="([-\d.]+)" class="{style}">([^<]*)<', drawing)
     out = []
     for x, y, text in found:
@@ -384,11 +384,11 @@ def test_labels_of_a_timeline_do_not_overlap(servers: int, slots: int, jobs: int
     at = [tuple(map(float, bar)) for bar in bars]
     names = max(box[2] for box in [*boxes(drawing, "label end"), *boxes(drawing, "tick")])
     assert all(names < x and x + wide <= width and y + high <= height - 26 for x, y, wide, high in at)
-    held = [
+    in_bar = [
         any(x <= box[0] and box[2] <= x + wide for x, y, wide, high in at if y < box[3] < y + high) for box in inside
     ]
     arrows = drawing.count('<path class="period')
-    assert held.count(False) <= arrows
+    assert in_bar.count(False) <= arrows
     assert len(boxes(drawing, "label end")) == servers
     assert bars or arrows
 
@@ -589,7 +589,7 @@ def test_jobs_are_compared_by_the_losses_of_which_they_have_curves(
         for line in lines[:logged]:
             line["loss"] = 3.0
         curves[one["id"]] = curve(lines)
-    found = [text for text in seen(made, curves).texts if re.match(r"[a-z-]+ loss of ", text)]
+    found = [text for text in read_page(made, curves).texts if re.match(r"[a-z-]+ loss of ", text)]
     assert found == ([unit] if unit else [])
 
 
@@ -597,16 +597,16 @@ def test_jobs_are_compared_by_the_losses_of_which_they_have_curves(
 def test_non_finite_losses_are_accepted(loss: Any) -> None:
     made = results([job(n, metrics={"loss": loss, "held_out_loss": loss}) for n in (1, 2)])
     lines = [{"step": 1, "loss": loss, "held_out_loss": loss}]
-    assert "No finite value was logged." in seen(made, {one["id"]: curve(lines) for one in made["jobs"]}).texts
+    assert "No finite value was logged." in read_page(made, {one["id"]: curve(lines) for one in made["jobs"]}).texts
 
 
-def test_the_last_value_of_a_metric_is_nan() -> None:
+def test_a_metric_whose_last_value_is_nan_is_shown_as_nan() -> None:
     made = results([job(n, metrics={"step": 9, "loss": loss}) for n, loss in ((1, "NaN"), (2, 2.5), (3, 1.5))])
     curves = {one["id"]: curve([{"step": 8, "loss": 0.5}, {"step": 9, "loss": math.nan}]) for one in made["jobs"]}
     text = page.page(made, curves)
     assert [row[-1] for row in rows(text)] == ["loss", "NaN", "2.500", "1.500"]
     assert '<td class="number" data-v="">NaN</td>' in text, "sorted after all numbers"
-    assert tiles(seen(made, curves))["Best training loss"][0] == "1.500"
+    assert tiles(read_page(made, curves))["Best training loss"][0] == "1.500"
 
 
 # ---------------------------------------------------------------- files
@@ -648,7 +648,7 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_an_empty_list_has_a_page() -> None:
-    texts = seen(results([])).texts
+    texts = read_page(results([])).texts
     assert "The list has no jobs." in texts and "of 0 jobs" in texts
 
 
@@ -728,7 +728,7 @@ def test_any_settings_and_metrics_have_a_page(found: list[tuple[Json, Json]], li
         path = Path(directory, "results.json")
         path.write_text(json.dumps(made), encoding="utf-8")
         assert Reader(page.write(path).read_text(encoding="utf-8")).faults == []
-    seen(made, {one["id"]: curve(lines) for one in made["jobs"]})
+    read_page(made, {one["id"]: curve(lines) for one in made["jobs"]})
 
 
 # ---------------------------------------------------------------- program

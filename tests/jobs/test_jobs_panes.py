@@ -1,4 +1,4 @@
-"""The tmux session of a server: its panes are in slot order; only that of the list is removed."""
+"""The tmux session of a server: its panes are in slot order, and only the session of the list is removed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_only_the_session_of_the_list_is_removed(tmp_path: Path, monkeypatch: py
         panes.tmux("new-session", "-d", "-s", "ml_training")
         assert panes.ensure(first, ["gpu1:0"])[0] == "ml_training_2"
         assert panes.remove(second) == ""
-        assert panes.ensure(second, ["gpu1:0"])[0] == "ml_training_2", "replaces that of a list that has ended"
+        assert panes.ensure(second, ["gpu1:0"])[0] == "ml_training_2", "replaces the session of an ended list"
         assert panes.remove(first) == ""
         assert panes.remove(second) == "ml_training_2"
         assert panes.tmux("list-sessions", "-F", "#{session_name}") == "ml_training\n"

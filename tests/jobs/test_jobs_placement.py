@@ -16,7 +16,7 @@ from distributed.jobs.placement import JobQueue, Slot, SlotPool, plan
 
 
 def pool(name: str, gpus: int = 0, slots: int = 1, labels: Iterable[str] = (), taken: Iterable[int] = ()) -> SlotPool:
-    """A pool of GPUs with this number of slots each, or without GPUs of this number of slots."""
+    """A pool with this number of slots on each GPU or, without GPUs, with this number of slots in all."""
     devices: list[int | None] = [gpu for gpu in range(gpus) for _ in range(slots)]
     devices = devices or [None] * slots
     made = SlotPool(name, tuple(Slot(index, gpu) for index, gpu in enumerate(devices)), frozenset(labels))
@@ -136,7 +136,7 @@ def test_without_gpus_a_job_of_all_gets_all_slots() -> None:
     assert names(queue(job("a", gpus=ALL_GPUS)).place(pools(pool("s", slots=3)))) == ["a@s:0,1,2"]
 
 
-def test_a_lost_gpu_gets_no_jobs_and_is_none_of_all_gpus() -> None:
+def test_a_lost_gpu_gets_no_jobs_and_does_not_count_as_one_of_all_gpus() -> None:
     server = pool("s", gpus=3)
     server.lost = frozenset({1})
     assert names(queue(job("a", gpus=ALL_GPUS)).place(pools(server))) == ["a@s:0,2"]
@@ -165,7 +165,7 @@ def test_a_job_of_several_gpus_is_not_starved() -> None:
     """Two GPUs, many short jobs, and one job that needs both GPUs."""
     server = pool("s", gpus=2, taken=[1])
     waiting = queue((job("wide", gpus=2), 9), *((job(f"n{number}"), 1) for number in range(50)))
-    assert not waiting.place(pools(server))  # GPU 0 is reserved for it
+    assert not waiting.place(pools(server))  # GPU 0 is reserved for the wide job
     server.free = {0, 1}
     assert names(waiting.place(pools(server))) == ["wide@s:0,1"]
 
@@ -198,13 +198,13 @@ def test_every_job_that_fits_somewhere_runs_once_and_no_slot_is_given_twice(
     sizes: list[tuple[int, int, int]], servers: list[tuple[int, int]]
 ) -> None:
     made = pools(*(pool(f"s{number}", gpus, slots) for number, (gpus, slots) in enumerate(servers)))
-    most = max(each.capacity() for each in made.values())
-    jobs = [job(f"j{number}", gpus, priority) for number, (gpus, _, priority) in enumerate(sizes) if gpus <= most]
+    capacity = max(each.capacity() for each in made.values())
+    jobs = [job(f"j{number}", gpus, priority) for number, (gpus, _, priority) in enumerate(sizes) if gpus <= capacity]
     seconds = {f"j{number}": float(length) for number, (_, length, _) in enumerate(sizes)}
     steps = plan(jobs, made, lambda each: seconds[each.id])
     assert sorted(name for _, name, _, _ in steps) == sorted(each.id for each in jobs)
-    wanted = {each.id: each.options.gpus for each in jobs}
-    assert all(len(slots) == wanted[name] for _, name, _, slots in steps)
+    expected = {each.id: each.options.gpus for each in jobs}
+    assert all(len(slots) == expected[name] for _, name, _, slots in steps)
     uses: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for start, name, server, slots in steps:
         assert len({slot.gpu for slot in slots}) in (1, len(slots))  # different GPUs, or none

@@ -69,30 +69,30 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def check_contract(found: dict[str, Any]) -> None:
+def check_contract(results: dict[str, Any]) -> None:
     """Check names and types against LAUNCH_GUIDE.md."""
-    assert sorted(found) == sorted(
+    assert sorted(results) == sorted(
         ["list", "created", "updated", "state", "reason", "script", "backend", "totals", "servers", "jobs"]
     )
-    assert found["state"] in ("running", "paused", "finished", "interrupted", "cancelled")
-    assert is_number(found["created"]) and is_number(found["updated"])
-    for server in found["servers"].values():
+    assert results["state"] in ("running", "paused", "finished", "interrupted", "cancelled")
+    assert is_number(results["created"]) and is_number(results["updated"])
+    for server in results["servers"].values():
         assert sorted(server) == ["reason", "slots", "state"]
         assert all(sorted(slot) == ["gpu", "name"] for slot in server["slots"])
-    for job in found["jobs"]:
+    for job in results["jobs"]:
         assert sorted(job) == sorted(
             ["id", "name", "settings", "options", "state", "reason", "output", "metrics", "attempts"]
         )
         assert job["state"] in ("waiting", "running", "done", "failed", "cancelled")
         for attempt in job["attempts"]:
             check_attempt(attempt)
-    totals = found["totals"]
-    states = [job["state"] for job in found["jobs"]]
+    totals = results["totals"]
+    states = [job["state"] for job in results["jobs"]]
     assert {name: totals[name] for name in ("waiting", "running", "done", "failed", "cancelled")} == {
         name: states.count(name) for name in ("waiting", "running", "done", "failed", "cancelled")
     }
     assert totals["jobs"] == len(states)
-    assert totals["attempts"] == sum(len(job["attempts"]) for job in found["jobs"])
+    assert totals["attempts"] == sum(len(job["attempts"]) for job in results["jobs"])
     assert sorted(set(totals) - {"jobs", "waiting", "running", "done", "failed", "cancelled", "attempts"}) == [
         "seconds", "slot_seconds",
     ]  # fmt: skip
@@ -108,11 +108,14 @@ def check_attempt(attempt: dict[str, Any]) -> None:
     assert attempt["end"] is None or attempt["end"] >= attempt["start"]
 
 
-@pytest.fixture(scope="module")
-def seen(forked: Dispatchers, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], list[str]]:
-    """A finished list: its directory, and all versions of results.json and command lines read while it ran.
+Observed = tuple[Path, list[dict[str, Any]], list[str]]
 
-    Its first job waits until results.json has shown it as running.
+
+@pytest.fixture(scope="module")
+def observed(forked: Dispatchers, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    """A finished list: its directory, and the versions of results.json and the command lines read while it ran.
+
+    The first job waits until results.json has shown it as running.
     """
     directory = prepared(tmp_path_factory.mktemp("list"), JOBS)
     path = directory / "results.json"
@@ -131,9 +134,8 @@ def seen(forked: Dispatchers, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return directory, documents, sorted(lines)
 
 
-def running_jobs(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The running jobs."""
-    return [job for job in found["jobs"] if job["state"] == "running" and job["attempts"]]
+def running_jobs(results: dict[str, Any]) -> list[dict[str, Any]]:
+    return [job for job in results["jobs"] if job["state"] == "running" and job["attempts"]]
 
 
 def command_lines() -> Iterator[str]:
@@ -141,18 +143,15 @@ def command_lines() -> Iterator[str]:
         if entry.name.isdecimal():
             try:
                 yield (entry / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:  # it exited meanwhile
+            except OSError:  # the process has exited
                 continue
 
 
-Seen = tuple[Path, list[dict[str, Any]], list[str]]
+# ---------------------------------------------------------------- while the list runs
 
 
-# ---------------------------------------------------------------- while it runs
-
-
-def test_results_are_valid_whenever_they_are_read(seen: Seen) -> None:
-    _, documents, _ = seen
+def test_results_are_valid_whenever_they_are_read(observed: Observed) -> None:
+    _, documents, _ = observed
     for found in documents:
         check_contract(found)
     assert len({found["updated"] for found in documents}) > 1
@@ -161,19 +160,19 @@ def test_results_are_valid_whenever_they_are_read(seen: Seen) -> None:
     assert updated == sorted(updated)
 
 
-def test_a_running_job_is_in_the_results(seen: Seen) -> None:
-    _, documents, _ = seen
+def test_a_running_job_is_in_the_results(observed: Observed) -> None:
+    _, documents, _ = observed
     running = [job for found in documents for job in running_jobs(found)]
     assert running
     assert all(attempt["end"] is None for job in running[:1] for attempt in job["attempts"])
 
 
-def test_no_value_of_the_environment_is_in_a_file_or_a_command_line(seen: Seen) -> None:
-    directory, documents, lines = seen
+def test_no_value_of_the_environment_is_in_a_file_or_a_command_line(observed: Observed) -> None:
+    directory, documents, lines = observed
     assert documents[-1]["jobs"][0]["options"]["env"] == ["TOKEN"]
     output = directory / documents[-1]["jobs"][0]["output"]
     assert (output / "token").read_text().split()[0] == hashlib.sha256(TOKEN.encode()).hexdigest()  # it reached the job
-    assert any("job.sh" in line and "good" in line for line in lines)  # command lines were read while it ran
+    assert any("job.sh" in line and "good" in line for line in lines)  # command lines were read while the job ran
     assert not [line for line in lines if TOKEN[:12] in line]
     files = [path for path in directory.rglob("*") if path.is_file() and path.name != "jobs.json"]
     assert len(files) > 20
@@ -183,8 +182,8 @@ def test_no_value_of_the_environment_is_in_a_file_or_a_command_line(seen: Seen) 
 # ---------------------------------------------------------------- content
 
 
-def test_each_job_has_its_settings_state_and_output(seen: Seen) -> None:
-    _, documents, _ = seen
+def test_each_job_has_its_settings_state_and_output(observed: Observed) -> None:
+    _, documents, _ = observed
     for entry, job in zip(JOBS, documents[-1]["jobs"], strict=True):
         settings = {key: value for key, value in entry.items() if not key.startswith("_")}
         made = job_of(settings, Options())
@@ -197,14 +196,14 @@ def test_each_job_has_its_settings_state_and_output(seen: Seen) -> None:
     assert documents[-1]["servers"]["local"]["state"] == "ready"
 
 
-def test_status_shows_that_the_last_loss_is_not_finite(forked: Dispatchers, seen: Seen) -> None:
-    assert forked.run(DispatcherCall(seen[0], ("status",))) == 1
-    lines = (seen[0] / "printed").read_text().splitlines()
+def test_status_shows_that_the_last_loss_is_not_finite(forked: Dispatchers, observed: Observed) -> None:
+    assert forked.run(DispatcherCall(observed[0], ("status",))) == 1
+    lines = (observed[0] / "printed").read_text().splitlines()
     assert any(re.search(r"e/fold1 +failed.* 2/2 +nan *$", line) for line in lines), "\n".join(lines)
 
 
-def test_each_attempt_has_its_failure(seen: Seen) -> None:
-    _, documents, _ = seen
+def test_each_attempt_has_its_failure(observed: Observed) -> None:
+    _, documents, _ = observed
     attempts = {job["settings"]["kind"]: job["attempts"] for job in documents[-1]["jobs"]}
     fields = ("number", "server", "exit_code", "signal", "failure", "reason", "last_lines")
     ended = {kind: [tuple(each[name] for name in fields) for each in found] for kind, found in attempts.items()}
@@ -224,8 +223,8 @@ def test_each_attempt_has_its_failure(seen: Seen) -> None:
     assert 1.0 <= attempts["slow"][0]["seconds"] < SECONDS
 
 
-def test_totals_include_all_attempts(seen: Seen) -> None:
-    directory, documents, _ = seen
+def test_totals_include_all_attempts(observed: Observed) -> None:
+    directory, documents, _ = observed
     totals = documents[-1]["totals"]
     assert (totals["jobs"], totals["done"], totals["failed"], totals["attempts"]) == (5, 1, 4, 6)
     used = sum(attempt["seconds"] for job in documents[-1]["jobs"] for attempt in job["attempts"])

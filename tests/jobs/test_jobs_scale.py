@@ -59,7 +59,7 @@ def steps(state: ListState) -> list[Any]:
         lambda: state.jobs[JOBS[0].id].metrics.update(step=2),
         lambda: end(state, 0, "done", failure="", metrics={"loss": 2.5}),
         lambda: refuse(state, 1, 1, "its disk is full"),
-        lambda: refuse(state, 1, 2, "its GPU has failed"),  # between two writes
+        lambda: refuse(state, 1, 2, "its GPU has failed"),  # started and refused between two writes
         lambda: start(state, 1, attempt=3),
         lambda: end(state, 1, "failed", attempt=3, failure="exit code", lines=["one", "two"]),
         lambda: state.apply({"event": "request_handled", "request": "r", "what": "retry", "jobs": [JOBS[1].id]}),
@@ -80,10 +80,10 @@ def test_incrementally_written_results_equal_a_new_document(state: ListState, tm
         results.changed, results._next, results._next_page = True, 0.0, float("inf")
         results.write()
         text = path.read_text()
-        found = json.loads(text)
+        document = json.loads(text)
         entries = [entry(job, state.reason_of(job)) for job in state.jobs.values()]
-        assert found["jobs"] == json.loads(json.dumps(entries))
-        assert text == json.dumps(found, indent=2, sort_keys=True) + "\n"
+        assert document["jobs"] == json.loads(json.dumps(entries))
+        assert text == json.dumps(document, indent=2, sort_keys=True) + "\n"
 
 
 def test_the_page_is_written_in_the_background(state: ListState, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ class RecordingServer(SshServer):
 
     def __init__(self, directory: Path, errors: Mapping[str, Exception]) -> None:
         super().__init__("gpu1", config.Server(host="gpu1"), ListContext("abc", directory, "x.py", sockets=directory))
-        self.copied: list[int] = []  # attempts of each rsync
+        self.copied: list[int] = []  # number of attempts in each call of rsync
         self.errors = errors
 
     async def _rsync(self, arguments: Sequence[str], data: bytes = b"") -> None:

@@ -1,7 +1,7 @@
 """Preparing a server over ssh: a fault that only a person can correct makes it unusable, and nothing is left there.
 
-The commands for the server run in real shells on this machine, with a home directory of their own. jobs_faults.bats has
-the same over ssh.
+The commands for the server run in real shells on this machine, with their own home directory. jobs_faults.bats tests
+the same faults over ssh.
 """
 
 from __future__ import annotations

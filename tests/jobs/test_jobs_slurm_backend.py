@@ -329,9 +329,9 @@ def in_array(list_directory: Path, *elements: Element) -> Path:
 
 def start_element(array: Path, index: int = 0, **env: str) -> subprocess.Popen[str]:
     """Start what SLURM would start on a node."""
-    here = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": str(index), "SLURM_ARRAY_JOB_ID": "12", **env}
+    environment = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": str(index), "SLURM_ARRAY_JOB_ID": "12", **env}
     command: list[str | Path] = [KIT / "scripts/lib/array_task.sh", KIT, sys.executable, array]
-    return subprocess.Popen(command, env=here, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def run_element(array: Path, index: int = 0, **env: str) -> tuple[int, str]:
@@ -506,7 +506,7 @@ def test_a_missing_array_or_index_is_reported(list_directory: Path) -> None:
     ("claim", "code", "slurm", "expected"),
     [
         ("unclaimed", "missing", "waits", "waits"),
-        ("unclaimed", "missing", "runs", "running"),  # SLURM starts it, or has not listed it yet
+        ("unclaimed", "missing", "runs", "running"),  # SLURM starts the element, or does not list it yet
         ("unclaimed", "missing", "left", "not started"),
         ("unclaimed", "missing", "unsubmitted", "held"),
         ("withdrawn", "missing", "waits", "nothing"),
@@ -547,8 +547,8 @@ def events_of(
     return list(attempt.poll(queue, now, progress=False))
 
 
-def kinds(found: list[tuple[str, Any]]) -> list[str]:
-    return [kind for kind, _ in found]
+def kinds(events: list[tuple[str, Any]]) -> list[str]:
+    return [kind for kind, _ in events]
 
 
 @pytest.fixture
@@ -588,7 +588,7 @@ def test_an_element_that_left_the_queue_unstarted_cannot_start_later(
 
 
 def test_a_job_specification_whose_array_slurm_never_accepted_is_released(submitted: Element) -> None:
-    os.unlink(job_path(str(Path(submitted.directory).parent / f"array-{ARRAY}")))  # not written before a kill
+    os.unlink(job_path(str(Path(submitted.directory).parent / f"array-{ARRAY}")))  # as if the dispatcher was killed
     assert kinds(events_of(submitted, "")) == ["held"]
     assert os.path.exists(spec_path(submitted.directory))
     assert (submitted.array, submitted.find()) == ("", "held")
@@ -679,7 +679,7 @@ def test_stopping_a_running_element_sends_a_request_to_its_supervisor(submitted:
     submitted.stop(kill=False)
     assert Path(submitted.files.request).read_text() == "stop\n"
     assert not submitted.cancelled
-    assert time.monotonic() < submitted.cancel_at < math.inf  # then scancel is called
+    assert time.monotonic() < submitted.cancel_at < math.inf  # the time when scancel is called
 
 
 def test_a_later_dispatcher_finds_the_state_of_an_attempt(list_directory: Path) -> None:
@@ -706,9 +706,9 @@ def test_a_later_dispatcher_finds_the_state_of_an_attempt(list_directory: Path) 
 # ---------------------------------------------------------------- the server
 
 
-def slurm_server(tmp_path: Path, wanted: int = 9, **cluster: Any) -> SlurmServer:
+def slurm_server(tmp_path: Path, slots_needed: int = 9, **cluster: Any) -> SlurmServer:
     tree = {"servers": [{"host": "slurm", "gpus": 2}], **cluster}
-    return SlurmServer(ClusterConfig.model_validate(tree), ListContext("ab", tmp_path, "train.py"), wanted)
+    return SlurmServer(ClusterConfig.model_validate(tree), ListContext("ab", tmp_path, "train.py"), slots_needed)
 
 
 def test_the_number_of_slots_is_limited_by_jobs_and_max_queued(tmp_path: Path) -> None:
@@ -810,7 +810,7 @@ def test_only_the_job_specification_contains_the_secrets_of_a_job(
     server = slurm_server(tmp_path)
     job = job_of({"name": "it's"}, Options(env={"KEY": "k3pt"}, timeout=100.0, gpus=2, labels=("b", "a")))
     resources = server._resources_for(job.options)
-    assert resources == ResourceRequest(2, 4, ("a", "b"))  # minutes: 100 s, 30 s of grace, one minute
+    assert resources == ResourceRequest(2, 4, ("a", "b"))  # 4 minutes: 100 s, 30 s of grace and 60 s, rounded up
     start = PendingStart(server._element_of("j.1", job.output), resources, job)
     written = server._spec_of(start)
     assert written["command"][-4:] == ["--name", "it's", "--device", "cuda:0"]

@@ -32,7 +32,7 @@ Result = tuple[int, str, str]  # exit code, standard output, standard error
 Call = Callable[..., Result]
 
 
-def fifteen() -> list[Settings]:
+def fifteen_jobs() -> list[Settings]:
     shares = [0.1, 0.29, 0.5, 0.75, 1.0]
     return named(grid(fold=range(3), target_batch_pct=shares, mode="full_fine_tuning"), "batch{target_batch_pct:%}")
 
@@ -41,7 +41,7 @@ def fifteen() -> list[Settings]:
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("train.py").symlink_to(KIT / "train.py")
-    write(fifteen(), "jobs.json")
+    write(fifteen_jobs(), "jobs.json")
     return tmp_path
 
 
@@ -88,7 +88,7 @@ def facts(text: str) -> dict[str, str]:
 # ---------------------------------------------------------------- what a list shares and saves
 
 
-def test_the_report_of_fifteen_jobs_on_three_base_models(helper: Call) -> None:
+def test_fifteen_jobs_on_three_base_models_are_reported(helper: Call) -> None:
     cluster(PER_FOLD)
     names = [digest[:12] for digest in digests(**PER_FOLD)]
     code, out, err = helper("jobs.json")
@@ -149,7 +149,7 @@ def test_leaks_are_counted_and_listed_with_the_remedy(helper: Call) -> None:
 
 
 def test_a_missing_data_path_is_reported_as_not_checked(helper: Call) -> None:
-    write([{**job, "data_path": "/no/such"} for job in fifteen()], "jobs.json")
+    write([{**job, "data_path": "/no/such"} for job in fifteen_jobs()], "jobs.json")
     code, out, _ = helper("jobs.json")
     assert code == 0
     name = digests()[0][:12]
@@ -182,7 +182,7 @@ def test_a_plan_contains_no_training_of_cached_base_models(capsys: pytest.Captur
     assert "17 jobs on 1 slot" in shown
 
 
-def test_a_list_without_base_models(helper: Call) -> None:
+def test_a_list_without_base_models_is_reported(helper: Call) -> None:
     write(grid(fold=range(3), prefix="x"), "jobs.json")
     assert helper("jobs.json") == (
         0,
@@ -191,8 +191,8 @@ def test_a_list_without_base_models(helper: Call) -> None:
     )
 
 
-def test_a_list_with_jobs_with_and_without_base_models(helper: Call) -> None:
-    write([*grid(fold=range(2), prefix="scratch", mode="from_scratch"), *fifteen()], "jobs.json")
+def test_jobs_without_a_base_model_are_counted_only_among_all_jobs(helper: Call) -> None:
+    write([*grid(fold=range(2), prefix="scratch", mode="from_scratch"), *fifteen_jobs()], "jobs.json")
     _, out, _ = helper("jobs.json")
     assert facts(out)["jobs"] == "17; 15 of them start from a base model"
     assert "  15    2-16     batch10/" in out
@@ -222,13 +222,13 @@ def test_numbers_of_jobs_are_shown_as_ranges(numbers: list[int], text: str) -> N
 
 
 def test_output_collisions_and_unclassified_keys_are_refused(helper: Call) -> None:
-    Path("jobs.json").write_text(json.dumps([fifteen()[0], {**fifteen()[0], "lr": 0.1}]))
+    Path("jobs.json").write_text(json.dumps([fifteen_jobs()[0], {**fifteen_jobs()[0], "lr": 0.1}]))
     code, out, err = helper("jobs.json")
     assert (code, out) == (2, "")
     assert (
         "jobs.json: job 1 would write the same directory as job 0: experiments/batch10/fold0_special-methods; " in err
     )
-    write([{**job, "dropout": 0.1} for job in fifteen()], "jobs.json")
+    write([{**job, "dropout": 0.1} for job in fifteen_jobs()], "jobs.json")
     code, out, err = helper("jobs.json")
     assert (code, out) == (2, "")
     assert "key 'dropout' of job batch10/fold0_special-methods and 14 more: not classified; list it in" in err
@@ -312,7 +312,7 @@ def test_a_number_is_never_matched_with_a_part_of_a_name(helper: Call) -> None:
 
 
 def test_explain_reports_a_job_without_a_base_model(helper: Call) -> None:
-    write([{"mode": "from_scratch", "prefix": "x", "fold": 0}, *fifteen()], "jobs.json")
+    write([{"mode": "from_scratch", "prefix": "x", "fold": 0}, *fifteen_jobs()], "jobs.json")
     assert helper("jobs.json", "explain", "1", "0")[1] == (
         "x/fold0_special-methods: uses no base model: its mode is not full_fine_tuning; see modes in base_models\n"
     )
@@ -356,7 +356,7 @@ def test_the_cache_is_listed_verified_and_pruned(directory: Path) -> None:
     damaged = bytearray((second / WEIGHTS).read_bytes())
     damaged[1000] ^= 4
     (second / WEIGHTS).write_bytes(damaged)
-    assert run_program(PROGRAM, "cache", "list", cwd=directory)[0] == 0  # it reads no weights
+    assert run_program(PROGRAM, "cache", "list", cwd=directory)[0] == 0  # `list` reads no weights
     code, out, _ = run_program(PROGRAM, "cache", "verify", cwd=directory)
     assert code == 1
     assert out.splitlines()[-1].startswith("damaged: ")

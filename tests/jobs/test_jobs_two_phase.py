@@ -52,29 +52,29 @@ def experiment(number: int, digest: str, **options: Any) -> Job:
 
 
 class Server(SimulatedServer):
-    """A simulated server whose base trainings write the files in `leaves`."""
+    """A simulated server whose base trainings write `training_files`."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.leaves: tuple[str, ...] = FILES
-        self.refuses_base: list[Exception] = []  # one per call
+        self.training_files: tuple[str, ...] = FILES
+        self.base_errors: list[Exception] = []  # one per call of ensure_base()
 
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         await super().fetch_results(attempt, job)
         if job.trains:
-            leave(Path(job.output), self.leaves)
+            write_files(Path(job.output), self.training_files)
 
     async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
         found = await super().start(attempt, job, needs)
-        return {"state": "running"} if attempt.after else found  # it waits in the queue of its server
+        return {"state": "running"} if attempt.after else found  # the attempt waits in the queue
 
     async def ensure_base(self, digest: str) -> int:
-        if self.refuses_base:
-            raise self.refuses_base.pop(0)
+        if self.base_errors:
+            raise self.base_errors.pop(0)
         return await super().ensure_base(digest)
 
 
-def leave(output: Path, names: tuple[str, ...] = FILES) -> None:
+def write_files(output: Path, names: tuple[str, ...] = FILES) -> None:
     output.mkdir(parents=True, exist_ok=True)
     for name in names:
         (output / name).write_text(json.dumps({"held_out_loss": 1.5}))
@@ -83,7 +83,7 @@ def leave(output: Path, names: tuple[str, ...] = FILES) -> None:
 def publish(digest: str) -> None:
     """Publish a base model, as an earlier list would."""
     source = Path("earlier")
-    leave(source)
+    write_files(source)
     base_model.publish(CACHE, digest, base_model.stage(CACHE, str(source), base_model.manifest_of(str(source), digest)))
 
 
@@ -135,7 +135,7 @@ def test_an_experiment_waits_for_its_base_model_only(tmp_path: Path) -> None:
 
 
 def test_base_trainings_start_before_other_jobs(tmp_path: Path) -> None:
-    """Otherwise the experiments that wait for it would run last, and the list would take longer."""
+    """Otherwise the experiments that wait for a training would run last, and the list would take longer."""
 
     async def scenario() -> None:
         one = Server("one", 1)
@@ -178,12 +178,12 @@ def test_a_failed_base_model_fails_only_its_experiments_until_a_retry(tmp_path: 
         assert {run.job_state(2).reason, run.job_state(3).reason} == {f"base {hash_of(A)} failed"}
         assert not run.job_state(2).attempts
         one.outcome_of = trains(0)
-        for word in (jobs[0].id, jobs[2].id, "failed"):
+        for argument in (jobs[0].id, jobs[2].id, "failed"):
             text = run.path.read_text()
-            run.request("retry", word)
+            run.request("retry", argument)
             async with run:
                 await run.finished()
-            assert run.states() == ["done"] * 5, word
+            assert run.states() == ["done"] * 5, argument
             run.path.write_text(text)
             base_model.remove(CACHE, hash_of(A))
             one.requests.clear()
@@ -228,7 +228,7 @@ def test_a_failed_base_training_is_retried(tmp_path: Path) -> None:
 def test_a_base_training_without_its_files_has_failed(tmp_path: Path, missing: str) -> None:
     async def scenario() -> None:
         one = Server("one")
-        one.leaves = tuple(name for name in FILES if name != missing)
+        one.training_files = tuple(name for name in FILES if name != missing)
         async with ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as run:
             await run.finished()
         assert run.states() == ["failed", "failed"]
@@ -305,7 +305,7 @@ def test_a_base_model_damaged_while_the_list_runs_is_trained_again(tmp_path: Pat
         def damage(request: StartRequest) -> Outcome:
             if request.job.settings.get("n") == 1:
                 (tmp_path / CACHE / hash_of(A) / FILES[0]).write_text("{")
-                one.refuses_base = [NotStarted("damaged", "base")] * 2
+                one.base_errors = [NotStarted("damaged", "base")] * 2
             return 0
 
         one.outcome_of = damage
@@ -321,7 +321,7 @@ def test_a_base_model_damaged_while_the_list_runs_is_trained_again(tmp_path: Pat
 
 
 def test_a_missing_base_model_without_training_fails_its_experiments(tmp_path: Path) -> None:
-    """With --skip-phase1, when it is removed after the check at the start."""
+    """With --skip-phase1, a base model may be removed after the check at the start."""
 
     async def scenario() -> None:
         one = Server("one")
@@ -377,7 +377,7 @@ def test_a_failed_training_of_one_list_is_run_by_another_list(tmp_path: Path) ->
 
 
 def test_a_base_model_is_not_published_while_another_list_holds_its_lock(tmp_path: Path) -> None:
-    """After SIGKILL of its dispatcher, another list locked the base model and trains it again."""
+    """The first dispatcher was killed; another list has locked the base model to train it again."""
 
     async def scenario() -> None:
         one = Server("one")
@@ -385,7 +385,7 @@ def test_a_base_model_is_not_published_while_another_list_holds_its_lock(tmp_pat
         run = ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)])
         async with run:
             await run.wait_until(one.running)
-        run.cache.release(A)  # as the exit of its process does
+        run.cache.release(A)  # as the exit of the dispatcher does
         other = Cache(tmp_path)
         assert other.claim(A) == "train"
         one.outcome_of = trains(0)
@@ -421,7 +421,7 @@ def test_eviction_removes_the_output_of_a_training_from_its_server(tmp_path: Pat
 
 @pytest.mark.parametrize(("ended", "refused"), [(True, True), (False, False)])
 def test_an_experiment_that_has_run_cannot_change_its_base_model(tmp_path: Path, ended: bool, refused: bool) -> None:
-    """After a change of base_models, such as of version."""
+    """A change in base_models, for example of the version, changes the base model of a job."""
 
     async def scenario() -> None:
         one = Server("one")
@@ -441,7 +441,7 @@ def test_an_experiment_that_has_run_cannot_change_its_base_model(tmp_path: Path,
 def test_a_copy_of_a_base_model_whose_connection_is_lost_is_repeated(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one")
-        one.refuses_base = [Unreachable("rsync: connection unexpectedly closed")]
+        one.base_errors = [Unreachable("rsync: connection unexpectedly closed")]
         async with ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as run:
             await run.finished()
         assert run.states() == ["done"] * 2
@@ -453,7 +453,7 @@ def test_a_copy_of_a_base_model_whose_connection_is_lost_is_repeated(tmp_path: P
 def test_eviction_keeps_the_output_if_the_server_has_no_space_for_the_base_model(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one")
-        one.refuses_base = [NotStarted("no room")]
+        one.base_errors = [NotStarted("no room")]
         async with ListRun(tmp_path, one, jobs=[trainer(A)], evict=True) as run:
             await run.finished()
         assert (run.states(), one.removed) == (["done"], [])
@@ -465,11 +465,11 @@ def test_eviction_keeps_the_output_if_the_server_has_no_space_for_the_base_model
 # ---------------------------------------------------------------- a server with a queue
 
 
-def queue_server(training: Outcome) -> Server:
-    """Like SLURM, it accepts experiments whose base model is still being trained. training: outcome of the training."""
+def queue_server(training_outcome: Outcome) -> Server:
+    """A server that, like SLURM, accepts experiments whose base model is still being trained."""
     one = Server("one", 8)
     one.queues_dependents = True
-    one.outcome_of = trains(training, UNTIL_ENDED)
+    one.outcome_of = trains(training_outcome, UNTIL_ENDED)
     return one
 
 
@@ -484,13 +484,13 @@ def test_experiments_wait_in_the_queue_of_a_server_for_their_base_model(tmp_path
                 one.end(name)
             await run.finished()
         assert run.states() == ["done"] * 3
-        assert one.bases == [], "the server copies it itself"
+        assert one.bases == [], "the server copies the base model itself"
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("seen", ["first", "last"])
-def test_experiments_of_a_base_model_that_failed_in_the_queue_are_requeued(tmp_path: Path, seen: str) -> None:
+@pytest.mark.parametrize("training_ends", ["first", "last"])
+def test_experiments_of_a_base_model_that_failed_in_the_queue_are_requeued(tmp_path: Path, training_ends: str) -> None:
     async def scenario() -> None:
         one = queue_server(UNTIL_ENDED)
         jobs = [trainer(A), experiment(1, A)]
@@ -499,7 +499,7 @@ def test_experiments_of_a_base_model_that_failed_in_the_queue_are_requeued(tmp_p
             one.outcome_of = trains(0)
             training, waiting = (f"{job.id}.1" for job in jobs)
             ends = [lambda: one.end(training, 3), lambda: one.end(waiting, None, cause="cancelled outside")]
-            for end in ends if seen == "first" else ends[::-1]:
+            for end in ends if training_ends == "first" else ends[::-1]:
                 end()
             await run.finished()
         assert run.states() == ["done", "done"]
@@ -522,7 +522,7 @@ def test_an_interrupted_list_resumes_without_a_second_training(tmp_path: Path, m
             await run.wait_until(lambda: [name for name in one.running() if (name in run.state.open) and
                                       started(one)[-1] == ("a" if moment == "training" else "1")])  # fmt: skip
         one.outcome_of = trains(0)
-        run.cache.release(A)  # as the exit of its process does
+        run.cache.release(A)  # as the exit of the dispatcher does
         async with run:
             one.end(one.running()[0])
             await run.finished()
@@ -540,7 +540,7 @@ def test_a_base_model_removed_between_two_dispatchers_is_trained_again(tmp_path:
         async with run:
             await run.wait_until(lambda: "1" in started(one))
         base_model.remove(CACHE, hash_of(A))
-        run.cache.release(A)  # as the exit of its process does
+        run.cache.release(A)  # as the exit of the dispatcher does
         one.outcome_of = trains(0)
         async with run:
             one.end(one.running()[0])
@@ -613,8 +613,8 @@ def outcome(directory: Path) -> list[Any]:
     found = json.loads((directory / "results.json").read_text())["jobs"]
     starts = [(directory / job["output"] / "starts").read_text().splitlines() for job in found]
     models = [base_model.verify(str(path)) for path in directory.glob(f"{CACHE}/[!.]*")]
-    left = [path.name for path in directory.glob(f"{CACHE}/.*incomplete*")]
-    return [[job["state"] for job in found], [len(lines) for lines in starts], len(models), left]
+    incomplete = [path.name for path in directory.glob(f"{CACHE}/.*incomplete*")]
+    return [[job["state"] for job in found], [len(lines) for lines in starts], len(models), incomplete]
 
 
 def test_a_dispatcher_killed_at_any_record_trains_its_base_model_once(tmp_path: Path, forked: Dispatchers) -> None:
