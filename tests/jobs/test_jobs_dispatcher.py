@@ -1156,13 +1156,22 @@ def test_five_consecutive_early_failures_pause_the_list(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_late_failures_do_not_pause_the_list(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fifth", [{"code": 0}, {"code": 1, "ended": 1e9 + 60}], ids=["a success", "a late failure"])
+def test_a_success_or_a_late_failure_between_early_failures_keeps_the_list_running(
+    fifth: dict[str, Any], tmp_path: Path
+) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one")
-        one.outcome_of = lambda request: 1  # each attempt takes 60 s
-        async with ListRun(tmp_path, one, jobs=[job(number, retries=0) for number in range(7)]) as run:
+        ends = iter([*[{"code": 1, "ended": 1e9 + 1}] * 4, fifth, *[{"code": 1, "ended": 1e9 + 1}] * 4])
+
+        def outcome(request: StartRequest) -> Outcome:
+            asyncio.get_running_loop().call_soon(lambda: one.end(request.attempt, **next(ends)))
+            return UNTIL_ENDED
+
+        one.outcome_of = outcome
+        async with ListRun(tmp_path, one, jobs=[job(number, retries=0) for number in range(9)]) as run:
             await run.finished()
-        assert run.states() == ["failed"] * 7
+        assert (run.state.counts["waiting"], run.state.paused) == (0, "")
 
     asyncio.run(scenario())
 
