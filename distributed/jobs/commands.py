@@ -46,8 +46,8 @@ To continue an interrupted list, run the same command again, or `resume`: jobs t
 jobs are not run again, and the others are started.
 
 Exit codes: 0 all jobs are done; 1 a job failed or was cancelled; 2 wrong call or configuration; 69 a package is
-missing; 75 the list was paused; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. After 75, 129, 130 and 143, jobs that run
-continue, and `resume` continues the list.
+missing; 75 the list was paused; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. After 129, 130 and 143, jobs that run continue;
+after these and 75, `resume` continues the list.
 """
 
 from __future__ import annotations
