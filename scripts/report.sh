@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 #
-# Write the HTML report of a run, or a page that compares several runs, and print its path. It needs no network.
+# Write the HTML report of a run, or a page that compares several runs, and print its path. The page needs no network.
 #
 # Usage: report.sh [options] [RUN...]
 #        muster report ...
 #
-#   RUN            run directory, its name in DIR, a shell pattern of such names, the number of its SLURM job, or the
+#   RUN            run directory, its name in DIR, a shell pattern of such names, a SLURM job number, or the
 #                  output directory of a job of a job list (default: latest)
 #
 #   --log-dir DIR  directory with the run directories (default: logs)
@@ -13,8 +13,8 @@
 #                  environment, ./.venv, Muster's .venv, python3)
 #   --help         show this help
 #
-# Launchers write RUN/report.html when a run ends. This script also writes it during the run; nodes that do not share
-# the run directory (--sync) then contribute only their logs. The comparison of several runs is DIR/comparison.html.
+# Launchers write RUN/report.html when a run ends. Call this script to write it during the run; of nodes that do
+# not share the run directory, it then shows only the logs. The comparison of several runs is DIR/comparison.html.
 #
 # Exit codes: 0 the report was written, 1 it could not be written, 2 wrong call.
 #

@@ -18,7 +18,7 @@
 # set when it was started. If the launcher has exited, or does not exit in time, the processes are ended on each node.
 # Then every node is checked for processes of this run. For a run that has already ended, only this check is made.
 #
-# For a batch job, the batch script is signalled; a pending job is cancelled. SLURM then ends all processes. The
+# For a batch job, the batch script is signalled, and SLURM then ends all processes; a pending job is cancelled. The
 # job is not requeued.
 #
 # Exit codes: 0 no process remains; 1 a process remains; 2 wrong call; 69 a node could not be checked.

@@ -582,7 +582,7 @@ def test_the_table_of_arguments_of_a_job_agrees_with_the_trainer() -> None:
         "scripts/ssh/launch_singlenode.sh",
         "scripts/run_ddp.sh",
         "scripts/slurm/submit.sh",
-        *SLURM,
+        "scripts/slurm/slurm_train.sh",
         "scripts/status.sh",
     ],
 )

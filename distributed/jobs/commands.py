@@ -6,8 +6,8 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --cluster-config FILE  servers (JSON); optional with --backend local
   --jobs-config FILE     jobs (JSON): a list of objects, whose keys are arguments of the script or, with the prefix _,
                          options of the job
-  --log-file FILE        results of the list (default: results.json); the journal, from which `resume` continues the
-                         list, and an HTML page have the same name with .journal and .html
+  --log-file FILE        results of the list (default: results.json). Beside it are results.html, a page, and
+                         results.journal, from which `resume` continues the list
   --backend NAME         ssh (default), local (this machine, without SSH) or slurm (sbatch arrays)
   --script PATH          script to run (default: script_path of the cluster config, or train.py)
   --slots N              local: concurrent jobs per GPU (default: 1); without GPUs, concurrent jobs in total (default:
@@ -17,14 +17,14 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
                          files but those in logs, checkpoints, experiments and .venv
   --retries N            retries of a failed job, for jobs without the option _retries (default: 1)
   --max-failures N       start no more jobs after N have failed (the list is then paused)
-  --fail-fast            when a job fails, pause the list and cancel its other jobs
+  --fail-fast            when a job fails, cancel all other jobs of the list
   --notify COMMAND       run COMMAND when the list is paused, at its first failure and at its end, with the event as
                          JSON on its standard input (default: $MUSTER_NOTIFY)
   --gpu-free-mib N       use only GPUs with at least N MiB of free memory (default: GPUs of which other processes use
                          less than 1000 MiB)
   --lost-after SECONDS   ssh: time after which the jobs of an unreachable server are restarted elsewhere (default: 600)
   --grace SECONDS        time between SIGTERM and SIGKILL (default: 30)
-  --no-tmux              create no tmux sessions, which show the output of the jobs, on the servers
+  --no-tmux              create no tmux sessions on the servers (they show the output of the jobs)
   --plan                 print where each job would run, in the order of the starts; start nothing
   --help                 show this help; after a subcommand, its own help
 
@@ -32,22 +32,22 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   logs JOB [--follow]    print the output of the last attempt of a job; --attempt N: that of attempt N
   why JOB                explain the state of a job, and show its attempts
   cancel JOB...|all      stop jobs, and verify that none of their processes remain
-  retry failed|JOB...    run failed or cancelled jobs again
+  retry failed|JOB...    run failed or cancelled jobs again, at the next `resume` if the list has ended
   add FILE               add the jobs of a file to the list, also while the list runs; the option _after of these jobs
                          may name jobs of the list
   resume                 continue the list
   close                  remove the tmux sessions of the list; without this, they remain until the next list on their
                          server
 
-JOB is an id, a name, or any unambiguous prefix of an id or part of a name. A job with the option _after starts when the
-jobs that it names are done. Each start of a job is an attempt.
+JOB is an id, a name, or an unambiguous part of one: the start of an id, or any part of a name. A job with the option
+_after starts when the jobs that it names are done. Each start of a job is an attempt.
 
-To continue an interrupted list, run the same command again, or `resume`: jobs that are still running continue, done
-jobs are not run again, and the others are started.
+To continue an interrupted list, run the same command again, or `resume`: running jobs continue, waiting jobs are
+started, and done, failed and cancelled jobs are not run again.
 
 Exit codes: 0 all jobs are done; 1 a job failed or was cancelled; 2 wrong call or configuration; 69 a package is
-missing; 75 the list was paused; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. After 129, 130 and 143, jobs that run continue;
-after these and 75, `resume` continues the list.
+missing; 75 the list was paused; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. `resume` continues the list after the last
+four codes; after the last three, running jobs continue.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def subcommand_parser(name: str) -> CommandParser | None:
     parser = CommandParser(prog=f"{program_name()} {name}", description=SUBCOMMANDS[name].__doc__, allow_abbrev=False)
     parser.add_argument("--log-file", type=results_file, default=Path("results.json"), metavar="FILE",
         help="results of the list (default: results.json)")  # fmt: skip
-    job = "an id, a name, or any unambiguous prefix of an id or part of a name"
+    job = "an id, a name, or an unambiguous part of one: the start of an id, or any part of a name"
     if name in ("logs", "why"):
         parser.add_argument("job", metavar="JOB", help=job)
     if name in ("cancel", "retry"):

@@ -8,11 +8,11 @@ usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [optio
   --jobs-config FILE       jobs (JSON); those with mode full_fine_tuning are experiments that start from a base model
   --script-path PATH       script to run (default: script_path of the cluster config, or train.py)
   --skip-phase1            train no base models; all of them must be in the cache
-  --refuse-leaks           refuse a list in which a base model is, or may be, trained on the participant (part of the
-                           data) that one of its experiments holds out for evaluation (default: print a warning, and
+  --refuse-leaks           refuse a list in which an experiment holds out a part of the data (a participant) for
+                           evaluation on which its base model is, or may be, trained (default: print a warning, and
                            mark the experiment in the results)
-  --evict-after-copy       when a base model is in the cache and on the server that trained it, remove the output
-                           directory of the training from that server
+  --evict-after-copy       once a base model is published in the cache and on the server that trained it, remove the
+                           output directory of its training from that server
   --base-models FILE       file with the section base_models, used instead of that of the cluster config
   --plan                   print the base models, and where each job would run; start nothing
   --help                   show this help; after a subcommand, its own help
@@ -22,15 +22,15 @@ All options of run_distributed_training.py are accepted; see its --help.
 Jobs that agree in the settings that determine the base model share one base model. It is trained by a job with mode
 base_only, verified, and published in the cache as experiments/base_models/HASH, where HASH is the start of the hash of
 these settings. An experiment starts when its base model has been copied to its server; each server gets one copy. The
-script reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST is the full hash.
+script reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST has the full hash.
 
   cache list               list the base models in the cache
   cache verify             compare all files of the base models with their checksums
-  cache prune              remove damaged base models and incomplete copies; with --keep-used --jobs-config FILE
-                           [--cluster-config FILE], also base models that no job of FILE needs
+  cache prune              remove damaged base models and incomplete copies; with --keep-used --jobs-config JOBS
+                           [--cluster-config FILE], also base models that no job of JOBS needs
 
 The results of each phase are also written to phase1_base_models.json and phase2_experiments.json, in the directory of
-the results; with --log-file NAME.json, their names start with NAME.
+the results; with --log-file NAME.json, to NAME.phase1_base_models.json and NAME.phase2_experiments.json.
 
 Exit codes: those of run_distributed_training.py; `cache list` and `cache verify` exit with 1 if a base model is
 damaged.
@@ -73,10 +73,10 @@ usage: distributed_train_helper.py JOBS [option...]
 
 Exit codes: 0 success, 2 wrong call or configuration.
 
-In Python, with this directory on sys.path: from distributed_train_helper import *
+In Python, with scripts/jobs on sys.path: from distributed_train_helper import *
   grid(fold=range(3), lr=[1e-3, 3e-3])   one job per combination of values
   product(jobs, others)                  one job per pair of jobs, with the settings of both
-  named(jobs, "lr{lr}-{share:%}")        set each prefix from the job's settings; :% rounds a share to percent
+  named(jobs, "lr{lr}-{share:%}")        set the prefix of each job from its other settings; {share:%} prints 0.25 as 25
   write(jobs, "jobs_config.json")        check and write the jobs; script="PATH" names a script other than train.py
 """
 
@@ -100,11 +100,12 @@ def cache_parser() -> CommandParser:
     parser.description = "List, verify or prune the base models in the cache of the working directory."
     parser.add_argument("what", choices=("list", "verify", "prune"), help="list the base models; compare all their "
         "files with their checksums; remove damaged base models and incomplete copies")  # fmt: skip
-    parser.add_argument("--keep-used", action="store_true", help="prune also base models that no job needs")
+    parser.add_argument("--keep-used", action="store_true", help="also prune base models that no job needs")
     parser.add_argument("--jobs-config", type=Path, metavar="FILE", help="the jobs, for --keep-used")
     parser.add_argument("--cluster-config", type=Path, metavar="FILE", help="file with the section base_models "
         "(default: cluster_config.json in the directory of the jobs, if it exists)")  # fmt: skip
-    parser.add_argument("--base-models", type=Path, metavar="FILE", help="the same, used instead of --cluster-config")
+    parser.add_argument("--base-models", type=Path, metavar="FILE", help="file with the section "
+        "base_models, used instead of --cluster-config")  # fmt: skip
     parser.add_argument("--script-path", metavar="PATH", help="script of the jobs (default: script_path of the cluster "
         "config, or train.py)")  # fmt: skip
     return parser

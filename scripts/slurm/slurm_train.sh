@@ -23,21 +23,21 @@
 #   --rendezvous-timeout SECONDS
 #                        with LAUNCHER=torchrun: time for all nodes to join (default: 600)
 #   --max-requeues N     how often the job may requeue itself (default: 100)
-#   --dry-run            print what would be submitted and run, submit nothing; works on a login node
+#   --dry-run            call this script without sbatch: print what would be submitted and run
 #   (as launch_singlenode.sh except NPROC --no-preflight --lease --attach --detach)
 #
 # Environment variables:
 #
 #   LAUNCHER             srun (default): one task per rank; torchrun: one agent per node
 #   MASTER_PORT          as --master-port
-#   CONTAINER            container of the ranks: a command that runs another one in it, such as
+#   CONTAINER            container of the ranks: a command that runs its arguments in it, such as
 #                        "apptainer exec --nv image.sif", or options of srun, such as
 #                        "--container-image=nvcr.io#nvidia/pytorch:25.10-py3"
 #   SRUN_ARGS            more options of srun
 #   MUSTER_KIT           Muster's directory; needed if this script was copied out of it
 #
-# The #SBATCH lines of this file are defaults: change them, or override them with options of sbatch. The whole
-# allocation is used: one rank per task.
+# The #SBATCH lines of this file are defaults: change them, or override them with options of sbatch. The run has
+# as many ranks as the job has tasks.
 #
 #SBATCH --job-name=train
 #SBATCH --nodes=2                       # number of nodes

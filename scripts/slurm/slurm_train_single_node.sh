@@ -4,20 +4,20 @@
 #
 # Usage: sbatch [sbatch's options] scripts/slurm/slurm_train_single_node.sh [options] [CONFIG...] [-- ARGUMENT...]
 #
-#   (as slurm_train.sh)
+#   (as slurm_train.sh except --spares --min-nodes)
 #
 # Environment variables:
 #
 #   LAUNCHER             srun (default): one task per rank; torchrun: one agent for all ranks
 #   MASTER_PORT          as --master-port
-#   CONTAINER            container of the ranks: a command that runs another one in it, such as
+#   CONTAINER            container of the ranks: a command that runs its arguments in it, such as
 #                        "apptainer exec --nv image.sif", or options of srun, such as
 #                        "--container-image=nvcr.io#nvidia/pytorch:25.10-py3"
 #   SRUN_ARGS            more options of srun
 #   MUSTER_KIT           Muster's directory; needed if this script was copied out of it
 #
-# The #SBATCH lines of this file are defaults: change them, or override them with options of sbatch. The whole
-# allocation is used: one rank per task.
+# The #SBATCH lines of this file are defaults: change them, or override them with options of sbatch. The run has
+# as many ranks as the job has tasks.
 #
 #SBATCH --job-name=train
 #SBATCH --nodes=1                       # for more nodes use slurm_train.sh

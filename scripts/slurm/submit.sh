@@ -12,14 +12,14 @@
 #
 #   --follow             print the state of the job, then its output; exit with its exit code. Ctrl-C leaves the job
 #                        running
-#   --template           submit nothing; print a plain batch script for you to edit and keep. It starts the same command
-#                        with srun, without Muster's options
+#   --template           submit nothing; print a plain batch script for you to edit and keep. It starts the script
+#                        with srun, without Muster
 #   (as slurm_train.sh)
 #
 # All other options are those of sbatch in their long form: --time, --partition, --account, --qos, --mem, --signal, ...
 # They override the partition, GPUs and cores that this program chooses from the list of sinfo. --array, and options
 # that this program sets, such as --nodes and --output, are refused. The job runs slurm_train.sh, whose environment
-# variables apply. The directory of --log-dir is created.
+# variables, such as LAUNCHER, apply. The directory of --log-dir is created.
 #
 # Exit codes: 0 success; 2 wrong call, or refused by SLURM; with --follow that of the job, or 130 after Ctrl-C.
 #

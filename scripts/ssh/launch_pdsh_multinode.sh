@@ -6,10 +6,9 @@
 #        muster pdsh ...
 #
 # Like launch_torchrun_auto.sh, but pdsh starts the processes on all nodes, over ssh or the transport in PDSH_RCMD_TYPE.
-# Stop requests, and the checks before the start (skipped with --no-preflight), always use ssh. --lease and --attach
-# are refused.
+# Stop requests, and the checks before the start (skipped with --no-preflight), always use ssh.
 #
-#   (as launch_torchrun_auto.sh)
+#   (as launch_torchrun_auto.sh except --lease --attach)
 #
 # ARGUMENTs are passed to the script unchanged. Exit codes are those of launch_torchrun_auto.sh.
 #

@@ -31,7 +31,7 @@
 #   --log-dir DIR        directory in which run directories are created (default: logs)
 #   --no-preflight       skip the checks of GPUs and port
 #   --lease SECONDS      stop the ranks when this launcher dies, and also when it has sent no heartbeat for SECONDS
-#                        (default: no limit); 0: let them continue in these cases
+#                        (default: only when it dies); 0: let them continue in these cases
 #   --attach RUN         follow a run that was started with --lease 0 and whose launcher has died; repeat all other
 #                        arguments of its start
 #   --detach             run in the background, detached from this terminal
@@ -40,7 +40,8 @@
 #   --help               show this help
 #
 # Exit codes: 0 success, 2 wrong call or settings, 69 this machine is unfit (a check failed), 75 stopped with a
-# checkpoint (run again to resume), 124 hung, 130 SIGINT, 143 SIGTERM, otherwise that of the rank that failed first.
+# checkpoint (the same call resumes), 130 SIGINT and 143 SIGTERM without a new checkpoint, 124 hung, otherwise that of
+# the rank that failed first.
 #
 #   launch_singlenode.sh config/quickstart.yaml 2
 #   launch_singlenode.sh --script my_train.py - 8 -- --lr 3e-4

@@ -34,8 +34,8 @@
 # same paths: on a shared file system, or copied by --sync. Your ~/.ssh/config applies; ssh must not prompt.
 #
 # Exit codes: 0 success, 2 wrong call or settings, 69 a node is unreachable or unfit, 75 stopped with a
-# checkpoint (run again to resume), 124 hung or not all nodes joined in time, 130 SIGINT, 143 SIGTERM,
-# otherwise that of the rank that failed first.
+# checkpoint (the same call resumes), 130 SIGINT and 143 SIGTERM without a new checkpoint, 124 hung or not all
+# nodes joined in time, otherwise that of the rank that failed first.
 #
 #   launch_torchrun_auto.sh config/large_multinode.yaml 8 'node[1-4]'
 #   launch_torchrun_auto.sh --script my_train.py - 2 node1 node2 -- --lr 3e-4

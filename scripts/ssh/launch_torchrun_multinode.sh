@@ -18,8 +18,8 @@
 #   --master-port PORT   the same as MASTER_PORT
 #   --rendezvous-timeout SECONDS
 #                        time for all nodes to join (default: 600)
-#   --max-restarts N     restart the run up to N times after a failure (default: 0); give it on all nodes, because a
-#                        failure on one node stops all of them
+#   --max-restarts N     restart the run up to N times after a failure (default: 0); give it on all nodes: with
+#                        Muster's agent, a failure on one node stops all of them
 #   --hang-timeout S     stop the run when the ranks of this node write no output and no metrics for S seconds
 #                        (exit code 124); 0: never. Default with several nodes: only report a run that looks hung
 #   --no-preflight       skip the checks of GPUs, MASTER_ADDR and port
@@ -29,8 +29,8 @@
 # node does not notice failures of other nodes.
 #
 # Exit codes are those of launch_singlenode.sh. 124 also means that not all nodes joined in time. 69 also means that
-# the connection to a node was lost, or that the first node refused this one: its PyTorch, script, CONFIG or NNODES
-# differ from those of the first node, its NODE_RANK is taken, or another run uses the port.
+# the connection to a node was lost, or that the first node refused this one, because PyTorch, script, CONFIG or
+# NNODES differ, NODE_RANK is taken, or another run uses the port.
 #
 #   node1$ launch_torchrun_multinode.sh config/large_multinode.yaml 8 2 0 node1
 #   node2$ launch_torchrun_multinode.sh config/large_multinode.yaml 8 2 1 node1

@@ -23,7 +23,7 @@
 # Each node has its own address, host name, /etc/hosts and sshd. The nodes share all other files, including /tmp and
 # /dev/shm, and all process ids with this machine. `ssh node1` works on this machine and on every node.
 # All nodes share the cores of this machine. sshd therefore sets OMP_NUM_THREADS to the number of cores divided by the
-# number of ranks: one rank per simulated GPU, or one per node without GPUs. SLURM sets it too, in jobs without a value.
+# number of ranks: one rank per simulated GPU, or one per node without GPUs. SLURM does so in jobs that do not set it.
 # The state of a node is up, slow, frozen, cut or dead. MUSTER_LAB (default: /run/muster-lab) is the directory of the
 # laboratory. Its file bashrc, initially empty, replaces root's ~/.bashrc on the nodes.
 #
