@@ -8,7 +8,7 @@
     python train.py --fold 0 --mode base_only                              a base model, trained on the other domains
 
 Arguments such as train.steps=100 model.n_layer=6 override settings of the file. A run with the same checkpoint.dir
-resumes from the newest checkpoint, and ends with the weights of a run that was never stopped.
+resumes from the newest checkpoint, and ends with the same weights as an uninterrupted run.
 
 Cross-validation: a participant is a domain of Python's language reference, or one text of a directory; --fold N selects
 the target, and --mode the training data (see --help). Mode base_only writes best_base_model.pt and three files about it

@@ -15,7 +15,8 @@
 # come with the fix: a sentence, or a command after a $. The most severe finding is printed last.
 #
 # Nodes are checked in parallel, and connect to each other. A node that differs from most of the others is
-# listed with both values. Findings that all nodes share are printed once; lines that are ok are not printed.
+# listed with its value and theirs. With NODE, findings that all nodes share are printed once, and only those
+# that are not ok.
 #
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
 #   --exclude NODES      exclude these nodes
@@ -31,7 +32,7 @@
 #   --quiet              do not print which nodes have not replied yet
 #   --help               show this help
 #
-# Exit codes: 0 no fault, 1 a fault, 2 wrong call, 69 a node cannot be checked.
+# Exit codes: 0 no fault (or --json), 1 a fault, 2 wrong call, 69 a node cannot be checked.
 #
 #   doctor.sh
 #   doctor.sh 'node[1-4]'

@@ -304,7 +304,7 @@ END
   lab ssh "$N1" touch "$WORK/experiments/p/fold0/result"
   lab ssh "$N1" ln -s ../far "$WORK/experiments/q"
   run -1 dispatch --sync
-  [[ "$output" == *"$WORK/experiments/p/fold0 exists, but not from a job; move it away, "* ]]
+  [[ "$output" == *"$WORK/experiments/p/fold0 contains files of no job; move it away, "* ]]
   holds 'job["b"]["state"] == "done" and job["a"]["attempts"][0]["failure"] == "refused"'
   run -0 lab ssh "$N1" ls -A -s "$WORK/experiments/p/fold0" "$WORK/far/fold0"
   [[ "$output" == *"0 result"*.muster_job* ]]
@@ -509,7 +509,7 @@ END
   [[ "$output" == *"changed: not used: host key has changed, possibly an attack; "*"ssh-keygen -R changed"* ]]
   [[ "$output" == *"password-2222: not used: "*"Permission denied"* ]]
   [[ "$output" == *"$N2: not used: workdir /nix/work: no such directory on $N2; set workdir, or use --sync"* ]]
-  [[ "$output" == *"$(address "$N2"): not used: python /nix/python: not Python 3.10 or newer there"* ]]
+  [[ "$output" == *"$(address "$N2"): not used: python /nix/python: no Python 3.10 or newer; install it"* ]]
   [[ "$output" == *"$N3: not used: rsync is not installed there"*"install it"* ]]
   [[ "$output" == *"nix.invalid: not used: "*"Could not resolve hostname"*"; try: ssh nix.invalid true"* ]]
   holds 'job["a"]["state"] == "done" and len(began) == 1'

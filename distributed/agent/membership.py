@@ -2,7 +2,7 @@
 
 torchrun's agents exchange nothing after the rendezvous: when a rank fails on one node, the others wait until their
 collectives time out, for 10 to 30 minutes. Here each agent sends heartbeats through the store of the first node, and
-the first agent that must stop writes the end of the run. The other agents read it within a second. A node is lost
+the first agent that must stop writes why the run ends. The other agents read it within a second. A node is lost
 after HEARTBEAT_TIMEOUT without heartbeats. At the end the first node publishes failure records, so that each node has
 the record of the first failure.
 
@@ -41,7 +41,7 @@ UNJOINED_REPORT_INTERVAL = 15.0  # seconds between messages of a node that has n
 RECORDS_TIMEOUT = 4.0  # seconds to wait for the failure records of all nodes
 CLOSE_TIMEOUT = 1.0  # seconds to wait for the thread
 LEAVE_TIMEOUT = 2.0  # seconds until the thread has written that this node left; on the first node, until all nodes left
-MAX_ROUNDS = 10_000  # per second, of all nodes together: in a large run, the nodes extend these intervals
+MAX_ROUNDS = 10_000  # of heartbeats per second, of all nodes together: a large run extends both heartbeat intervals
 MISSING_ROUNDS = 10  # the number of rounds after which a node reads which nodes are missing
 SHOWN_MISSING = 16  # names in a message about missing nodes
 SHARED_RECORDS = 16  # nodes whose failure records all nodes receive
@@ -208,7 +208,7 @@ class Membership:
         """Send this node's failure records and leave.
 
         Takes up to LEAVE_TIMEOUT + CLOSE_TIMEOUT; on the first node, a few rounds longer if a node has not left.
-        collect: before leaving, wait up to RECORDS_TIMEOUT for the records of the other nodes.
+        collect: wait before for the records of the other nodes, for up to RECORDS_TIMEOUT.
         """
         self._leaving = True
         self._send(f"records/{self.rank}", records or {})

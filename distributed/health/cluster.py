@@ -105,7 +105,7 @@ def judge_cluster(cluster: ClusterFacts) -> dict[str, list[Finding]]:
     return found
 
 
-SharedFindings = tuple[tuple[str, ...], list[list[Finding]]]  # nodes; the versions of each finding that they share
+SharedFindings = tuple[tuple[str, ...], list[list[Finding]]]  # nodes; for each shared finding, one per node
 
 
 def group_findings(found: Mapping[str, Sequence[Finding]]) -> list[SharedFindings]:

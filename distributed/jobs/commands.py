@@ -6,7 +6,7 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --cluster-config FILE  servers (JSON); optional with --backend local
   --jobs-config FILE     jobs (JSON): a list of objects, whose keys are arguments of the script or, with the prefix _,
                          options of the job
-  --log-file FILE        results of the list (default: results.json). Beside it are results.html, a page, and
+  --log-file FILE        results of the list (default: results.json). Beside it are the page results.html and
                          results.journal, from which `resume` continues the list
   --backend NAME         ssh (default), local (this machine, without SSH) or slurm (sbatch arrays)
   --script PATH          script to run (default: script_path of the cluster config, or train.py)
@@ -36,8 +36,8 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   add FILE               add the jobs of a file to the list, also while the list runs; the option _after of these jobs
                          may name jobs of the list
   resume                 continue the list
-  close                  remove the tmux sessions of the list; without this, they remain until the next list on their
-                         server
+  close                  remove the tmux sessions of the list; otherwise the next list on the same server removes
+                         them
 
 JOB is an id, a name, or an unambiguous part of one: the start of an id, or any part of a name. A job with the option
 _after starts when the jobs that it names are done. Each start of a job is an attempt.
@@ -46,8 +46,8 @@ To continue an interrupted list, run the same command again, or `resume`: runnin
 started, and done, failed and cancelled jobs are not run again.
 
 Exit codes: 0 all jobs are done; 1 a job failed or was cancelled; 2 wrong call or configuration; 69 a package is
-missing; 75 the list was paused; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. `resume` continues the list after the last
-four codes; after the last three, running jobs continue.
+missing; 75 the list was paused; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. `resume` continues the list after 75,
+129, 130 and 143; after a signal, running jobs continue.
 """
 
 from __future__ import annotations
@@ -323,8 +323,8 @@ def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
 def added_before(config: ListConfig, state: ListState) -> list[Job]:
     """The jobs that `add` has added to a list, as the journal has them; their values of _env are read from their files.
 
-    config: with the jobs of --jobs-config. Raises ConfigError if an unfinished job has lost its _env or a job that it
-    waits for, or if two jobs would write the same directory.
+    config: with the jobs of --jobs-config. Raises ConfigError if the _env of an unfinished job, or a job that it
+    waits for, is missing, or if two jobs would write the same directory.
     """
     ids = {job.id for job in config.jobs}
     added = {job: each for job, each in state.jobs.items() if each.job.file and job not in ids}
@@ -682,7 +682,7 @@ def show_plan(config: ListConfig) -> int:
     show(table)
     capacity = f"{plural(sum(len(pool.slots) for pool in pools.values()), 'slot')} of {plural(len(pools), 'server')}"
     print(f"{plural(len(jobs), 'job')} on {capacity}; no two jobs write the same directory")
-    if ended := len(config.jobs) - len(jobs):
+    if ended := len(config.jobs) - len(unfinished):
         print(f"not planned: {plural(ended, 'job')}, already done, failed or cancelled")
     if existing := [job.output for job in jobs.values() if host.owner_of(job.output)]:
         shown = f"{', '.join(existing[:5])}{' ...' if len(existing) > 5 else ''}"
@@ -946,7 +946,7 @@ def add(options: argparse.Namespace, path: Path) -> int:
     """Add the jobs of a file to the list, also while the list runs."""
     file, path = absolute(options.file), absolute(path)
     if file.exists() and not file.is_file():
-        raise CallError(f"{file}: not a regular file, which the dispatcher could read again; write the jobs to a file")
+        raise CallError(f"{file}: not a regular file; the dispatcher must be able to read the file again")
     jobs = new_jobs(state_of(path), path, file)
     for job in [each for each in jobs if each.leak][:SHOWN]:
         sys.stderr.write(f"{program_name()}: warning: {job.name}: {job.leak}\n")

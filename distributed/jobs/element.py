@@ -291,14 +291,14 @@ def assign_specs(path: str, array: str, elements: Sequence[Element]) -> None:
 
 
 def release_specs(path: str, array: str, elements: Sequence[Element]) -> None:
-    """Remove an array that SLURM did not accept, and release its job specifications."""
+    """Remove an array that SLURM did not accept; its job specifications can be submitted again."""
     for each in elements:
         move(spec_path(each.directory, array), spec_path(each.directory))
     shutil.rmtree(path, ignore_errors=True)
 
 
 def discard_array(path: str, elements: Sequence[Element]) -> None:
-    """Remove an array that SLURM refused, and its job specifications."""
+    """Remove an array that SLURM will never accept, and its job specifications."""
     for each in elements:
         each.delete_spec()
     shutil.rmtree(path, ignore_errors=True)

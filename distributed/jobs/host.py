@@ -10,7 +10,7 @@ exited or the connection is lost, or when no heartbeats arrive. Jobs continue un
 runs one serve process per job list: while an older one runs, a new process replies to `open` with an error.
 
 WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`. This file is locked from before
-the supervisor is forked until it exits, so that a later serve process knows whether the attempt was started.
+the supervisor is forked until it exits, so that a later serve process knows whether the attempt runs.
 Servers may share a file system, so the files of each server are in LIST/servers/NAME/.
 
 Standard library only: it runs on servers without packages.
@@ -115,7 +115,7 @@ class HostAttempt:
         self.files = supervisor.Files(directory, server)
         self.kill_at = float("inf")  # monotonic time at which the supervisor is killed if it ignores a stop request
         self.metrics: dict[str, Any] = {}
-        self.sweep = ""  # state of the sweep of its processes if no supervisor was found: empty, running or done
+        self.sweep = ""  # state of _sweep(), which kills its processes: empty, running or done
 
     @property
     def lock(self) -> str:
@@ -166,7 +166,7 @@ class HostAttempt:
             return "running"
         if supervisor.read_code(self.files.exit) is not None:  # written since the first read
             return "ended"
-        # No process ids are recorded on a full disk. A supervisor creates the log before it starts its command.
+        # On a full disk, the file of process ids is missing. The log is created before the command starts.
         started = os.path.exists(self.files.log) or process_scan.live_processes(self.files.environment)
         return "killed" if started else "absent"
 
@@ -224,7 +224,7 @@ def has_results(output: str) -> bool:
 
 
 def new_files(workdir: str, since: float) -> list[str]:
-    """Paths relative to workdir: directories with files that changed since a time, and such files in workdir itself.
+    """Directories in workdir that have files changed since a time, and changed files of workdir itself; relative paths.
 
     Skips output directories of jobs, files of a list, hidden files and virtual environments. The newest directories
     come first. Files come last, because one of them may be the output of the dispatcher.
@@ -612,7 +612,7 @@ class Service:
         os.chdir(self.workdir)
 
     def _close_inherited(self, *files: int) -> None:
-        """Close the files of serve in a child process, so that the connection and locks of serve end when it exits."""
+        """In a child process: close the files of serve, so that its connection and locks end when serve exits."""
         null = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
             os.dup2(null, number)
@@ -681,10 +681,10 @@ class Service:
                 self.send(event="progress", attempt=attempt.name, metrics=metrics)
 
     def _sweep(self, attempt: HostAttempt) -> None:
-        """Kill the remaining processes of an attempt. Then write its exit code, which fails on a full disk."""
+        """Kill the remaining processes of an attempt. Then write its exit code, unless the disk is full."""
 
-        def handle_result(found: Reply) -> None:
-            attempt.sweep = "" if found else "done"
+        def handle_result(error: Reply) -> None:
+            attempt.sweep = "" if error else "done"  # empty: try again
 
         attempt.sweep = "running"
         self._in_child(lambda: supervisor.sweep(attempt.files, 0), handle_result=handle_result)
@@ -700,7 +700,7 @@ def ends_at_logout(etc: str = "/etc/systemd", linger: str = "/var/lib/systemd/li
                 name, _, value = (word.strip() for word in line.partition("="))
                 kills = value.lower() in ("yes", "true", "on", "1") if name == "KillUserProcesses" else kills
     user = pwd.getpwuid(os.getuid()).pw_name
-    return kills and user != "root" and not os.path.exists(os.path.join(linger, user))  # KillExcludeUsers has root
+    return kills and user != "root" and not os.path.exists(os.path.join(linger, user))  # root is exempt
 
 
 def home() -> str:
@@ -797,8 +797,8 @@ def refuse_foreign_files(output: str) -> None:
     """Raise JobRefused if an output directory holds files that no job wrote."""
     if holds_foreign_files(output):
         raise JobRefused(
-            f"{output} exists, but not from a job; move it away, give this job another prefix, or let the job continue "
-            f"from its files: touch {shlex.quote(os.path.join(output, OWNER))}"
+            f"{output} contains files of no job; move it away, give this job another prefix, or let the job use these "
+            f"files: touch {shlex.quote(os.path.join(output, OWNER))}"
         )
 
 

@@ -1,8 +1,8 @@
 """Decide which job starts next, and on which server. Pure functions.
 
 Order of waiting jobs: higher priority, then trainings of base models, then longer expected time, then list order. The
-first job that fits is placed. A job of several GPUs that does not fit yet reserves a server, which gets no other jobs
-until that job fits.
+first job that fits is placed. A job of several GPUs that does not fit yet reserves a server: no later job in this
+order gets its slots.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or new
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC, FAILED = 3, 4, 5
 LOST_CONNECTION = (12, 30, 35, 255)  # exit codes of rsync
 FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # the standard input of rsync has the paths, ended by NUL
-# The files that jobs/host.py and its supervisors need on a server. Modules that only usage sampling needs are omitted.
+# The files that jobs/host.py and its supervisors need on a server. Without modules that only usage_sampler.py imports.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
     "distributed/host/__init__.py", "distributed/host/gpus.py", "distributed/host/system.py",
@@ -467,8 +467,8 @@ class SshServer(HostServer):
                 await self._upload()
                 continue
             if NO_PYTHON in printed:
-                fault = f"python {self.settings.python}: not" if self.settings.python else "no"
-                raise ServerUnusable(f"{fault} Python 3.10 or newer there: install one, or set python for this server")
+                setting = f"python {self.settings.python}: " if self.settings.python else ""
+                raise ServerUnusable(f"{setting}no Python 3.10 or newer; install it, or set python for this server")
             raise ssh_error(stderr or printed, code, self.settings.host)
         raise ServerUnusable("cannot copy Muster to it: the copy was removed at once; correct this on the server")
 

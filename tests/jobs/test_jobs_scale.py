@@ -154,7 +154,7 @@ def test_results_are_not_sent_to_a_directory_that_the_job_cannot_claim(tmp_path:
     class Refusing(RecordingServer):
         async def _call(self, verb: str, **facts: Any) -> dict[str, Any]:
             assert (verb, facts["output"], facts["job"]) == ("claim", "job0", "job0")
-            raise HostReplyError("job0 exists, but not from a job", "job")
+            raise HostReplyError("job0 contains files of no job", "job")
 
     (tmp_path / "job0").mkdir()
     server = Refusing(tmp_path, {})

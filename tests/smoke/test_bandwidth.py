@@ -12,7 +12,7 @@ from distributed.smoke.bandwidth import NodeLink, bandwidth_label, find_bottlene
 
 
 @given(count=st.integers(min_value=2, max_value=40))
-def test_each_pair_is_in_one_round_and_each_number_once_per_round(count: int) -> None:
+def test_each_pair_is_in_one_round_and_no_number_twice_per_round(count: int) -> None:
     rounds = round_robin(count)
     for pairs in rounds:
         numbers = list(itertools.chain(*pairs))
@@ -22,7 +22,7 @@ def test_each_pair_is_in_one_round_and_each_number_once_per_round(count: int) ->
 
 
 def links(count: int, fast: float = 10.0, **slow: float) -> list[NodeLink]:
-    """Return all links between node1, node2, ...; slow, in GB/s: _1_2=0.9 for a link, _3=0.9 for all links of node3."""
+    """Return all links between node1, node2, ... `slow`, in GB/s: _1_2=0.9 for a link, _3=0.9 for all of node3."""
     found = []
     for one, two in itertools.combinations(range(1, count + 1), 2):
         speeds = [slow.get(f"_{one}_{two}"), slow.get(f"_{one}"), slow.get(f"_{two}"), fast]
