@@ -23,7 +23,7 @@
 #   --rendezvous-timeout SECONDS
 #                        with LAUNCHER=torchrun: time for all nodes to join (default: 600)
 #   --max-requeues N     how often the job may requeue itself (default: 100)
-#   --dry-run            call this script without sbatch: print what would be submitted and run
+#   --dry-run            submit and start nothing; print what would be submitted and run
 #   (as launch_singlenode.sh except NPROC --no-preflight --lease --attach --detach)
 #
 # Environment variables:
