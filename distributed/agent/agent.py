@@ -96,12 +96,10 @@ class ForkedRanks(SubprocessContext):
             for n in range(self.nprocs)
         ]
         signals.make_deferrable(STOP_SIGNALS)  # torchrun's handlers raise an exception, wherever the main thread is
-        with signals.held():  # a signal must not arrive before subprocess_handlers is set
-            processes = self.server.fork(ranks)
-            records = [failure_records.RankRecord(rank.environment) for rank in ranks]
-            handlers = map(Handler, processes, records)
-            self.subprocess_handlers = dict(enumerate(handlers))  # type: ignore[arg-type]
-            Agent.latest._pcontext = self  # torchrun would set it later, or never if a signal handler raises
+        processes = self.server.fork(ranks)
+        records = [failure_records.RankRecord(rank.environment) for rank in ranks]
+        handlers = map(Handler, processes, records)
+        self.subprocess_handlers = dict(enumerate(handlers))  # type: ignore[arg-type]
 
 
 class Agent(LocalElasticAgent):
@@ -201,7 +199,8 @@ class Agent(LocalElasticAgent):
         self.records.clear()
         if self.rendezvous:
             ForkedRanks.attempt = self.rendezvous.attempt
-        return super()._start_workers(worker_group)
+        with signals.held():  # an exception of a handler must not leave ranks out of _pcontext, or end Thread.start()
+            return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         with signals.held():

@@ -525,7 +525,7 @@ def started(ranks: int, body: str, agent: list[str] = AGENT, **env: str) -> Iter
 
 
 PATCHED_SOURCE = """
-import functools, runpy, sys
+import functools, runpy, sys, threading
 
 def first(self, *arguments, **options):
     OWNER.METHOD = method
@@ -853,6 +853,20 @@ def test_a_rank_is_recorded_if_the_stop_request_arrives_while_it_starts() -> Non
     done = launch(1, "signal.pause()", agent)
     assert done.returncode == 128 + signal.SIGTERM
     assert failures() == [(0, 143, True)]
+
+
+def test_a_stop_request_that_arrives_while_a_thread_of_the_agent_starts_has_its_exit_code() -> None:
+    """An exception in Thread.start() would become a KeyError if the thread has already ended."""
+    action = """if not self.__self__.name.startswith("TailLog"):
+        threading._start_new_thread = first
+        return method(self, *arguments)
+    import os, time
+    started = method(self, *arguments)
+    time.sleep(0.5)
+    os.kill(os.getpid(), 15)
+    return started"""
+    done = launch(1, "signal.pause()", patched_agent("threading._start_new_thread", action))
+    assert (done.returncode, failures()) == (128 + signal.SIGTERM, [(0, 143, True)]), done.stderr
 
 
 def test_an_exit_code_in_a_failure_record_does_not_hide_an_exception_in_the_log() -> None:
