@@ -4,7 +4,7 @@ usage: module.py host.sync_list DIRECTORY
 
 In a git checkout, these are the tracked files and, unless git ignores them or they are below RESULTS, the untracked
 files. Submodules and nested checkouts are included. In another directory, these are all entries except RESULTS and
-VENV: rsync copies directories with their contents, but must leave out `.git`.
+VENV: rsync copies directories with their contents, and gets --exclude=.git.
 
 Standard library only.
 """

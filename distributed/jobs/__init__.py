@@ -1,1 +1,1 @@
-"""Lists of independent jobs on the GPUs of several servers."""
+"""Lists of jobs on the GPUs of several servers."""

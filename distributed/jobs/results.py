@@ -105,7 +105,7 @@ class Results:
         self._page_start = 0.0
 
     def note_change(self) -> None:
-        """The next call of write() writes the results."""
+        """Let write() write the results when they are due."""
         self.changed = True
 
     def write(self, outcome: str = "running", reason: str = "", last: bool = False) -> None:

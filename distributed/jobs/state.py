@@ -259,7 +259,7 @@ class ListState:
     # ---- records
 
     def apply(self, record: Record) -> None:
-        """Apply a record. A request takes effect only when the dispatcher records `request_handled` for it."""
+        """Apply a record. A request takes effect only through `request_handled` or, for `add`, `added`."""
         event = record["event"]
         if event not in REQUESTS:
             getattr(self, f"_apply_{event}", lambda _: None)(record)  # records of newer versions are ignored
