@@ -289,7 +289,7 @@ END
   no_specification_left
   cluster '"gpus": 1' --array=0-3
   run -2 dispatch --log-file third.json
-  [[ "$output" == *"sbatch: '--array=0-3': is set automatically; remove it"* ]]
+  [[ "$output" == *"sbatch: '--array=0-3': is reserved for Muster; remove it"* ]]
 }
 
 

@@ -179,7 +179,7 @@ END
 }
 
 
-@test "a checkout whose files git cannot list is not copied, unless the nodes share it" {
+@test "a checkout whose files git cannot list is refused, unless the nodes share it" {
   echo 'print("ran")' >plain.py
   mkdir .git
   run "$LAUNCH" --sync --script plain.py - 1 "$N1" "$N2"

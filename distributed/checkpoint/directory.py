@@ -431,7 +431,7 @@ def _lock(staging: Path) -> IO[str]:
         recorded_attempt = recorded.get("attempt", 0) if run and recorded.get("run") == run else attempt
         if not free and recorded_attempt >= attempt:
             raise CheckpointError(
-                f"{directory}: in use by another run ({_describe(recorded)}); "
+                f"{directory}: in use by {_describe(recorded)}; "
                 f"wait for it, stop it, or set another checkpoint directory"
             )
         if not free:
@@ -470,7 +470,7 @@ def taken_over(staging: Path) -> str | None:
     if recorded.get("owner") == staging.name:
         return None
     run, attempt = _this_attempt()
-    this = f"attempt {attempt} of run {run}" if run else f"process {os.getpid()}"
+    this = f"attempt {attempt + 1} of run {run}" if run else f"process {os.getpid()}"
     return (
         f"{staging.parent}: taken over by {_describe(recorded)}; {this} writes no more checkpoints here. "
         "Leave the training to the other process, or stop that one and run the same command to resume"
@@ -487,7 +487,7 @@ def _record(lock: IO[str]) -> dict[str, Any]:
 
 
 def _describe(recorded: Mapping[str, Any]) -> str:
-    attempt = f", attempt {recorded.get('attempt')} of run {recorded['run']}" if recorded.get("run") else ""
+    attempt = f", attempt {recorded.get('attempt', 0) + 1} of run {recorded['run']}" if recorded.get("run") else ""
     return f"process {recorded.get('process', '?')} on {recorded.get('host', '?')}{attempt}"
 
 

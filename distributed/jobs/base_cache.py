@@ -1,7 +1,7 @@
 """The dispatcher's cache of base models: experiments/base_models in the working directory.
 
     cache = Cache(Path.cwd())
-    cache.claim(digest)           "ready" (use it), "train" (this process trains it) or "busy" (locked elsewhere)
+    cache.claim(digest)           "ready" (use it), "train" (this process trains it) or "busy" (neither for now)
     cache.publish(digest, output, **facts)
 
 A dispatcher holds a shared lock on each base model that it uses, and an exclusive one while it trains the base model.
@@ -61,7 +61,7 @@ class Cache:
         return str(self.verify(manifest["digest"])["digest"])
 
     def claim(self, digest: str) -> str:
-        """Lock a base model. Returns `ready` to use it, `train` to train it, `busy` if another process has locked it.
+        """Lock a base model. Returns `ready` to use it, `train` to train it, `busy` if another trains it.
 
         Before it returns `train`, it removes a damaged base model.
         """
@@ -111,7 +111,7 @@ class Cached:
     """One base model of a cache."""
 
     name: str
-    fault: str  # why it is invalid; empty if it is valid or was not verified
+    fault: str  # why it is invalid; empty if no fault was found
     manifest: Manifest
 
     @property

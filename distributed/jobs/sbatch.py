@@ -18,7 +18,7 @@ PASSED_VARIABLES = (
     "KRB5CCNAME",
 )  # fmt: skip
 DROPPED_VARIABLES = ("SBATCH_WAIT", "SBATCH_EXPORT", "SBATCH_GET_USER_ENV", "SBATCH_ARRAY_INX")
-# Options that sbatch_command() or the dispatcher sets itself.
+# Options that Muster sets itself, or that would conflict with those.
 RESERVED_OPTIONS = (
     "--array", "--job-name", "--output", "--error", "--export", "--export-file", "--chdir", "--nodes", "--ntasks",
     "--wrap", "--wait", "--test-only", "--requeue", "--clusters", "--parsable", "--open-mode", "--input",
@@ -62,7 +62,7 @@ class ResourceRequest:
 
     @property
     def kind_of_refusal(self) -> str:
-        """`kind` of NotStarted if SLURM refuses: "job" if more than the defaults is requested, otherwise "server"."""
+        """`kind` of backend.NotStarted if SLURM refuses: "job" for more than the defaults, otherwise "server"."""
         return "job" if self.gpus > 1 or self.minutes is not None or self.labels else "server"
 
 
@@ -78,7 +78,7 @@ def checked_options(options: Sequence[str]) -> list[str]:
         elif any(map(str.isspace, name)):
             raise ConfigError(f"sbatch: {option!r}: contains a space; write --NAME=VALUE or two strings")
         elif name in RESERVED_OPTIONS or option[1:2] in RESERVED_LETTERS:
-            raise ConfigError(f"sbatch: {option!r}: is set automatically; remove it")
+            raise ConfigError(f"sbatch: {option!r}: is reserved for Muster; remove it")
         else:
             found.append(option)
     return found

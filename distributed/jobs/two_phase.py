@@ -21,8 +21,9 @@ All options of run_distributed_training.py are accepted; see its --help.
 
 Jobs that agree in the settings that determine the base model share one base model. It is trained by a job with mode
 base_only, verified, and published in the cache as experiments/base_models/HASH, where HASH is the start of the hash of
-these settings. An experiment starts when its base model has been copied to its server; each server gets one copy. The
-script reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST has the full hash.
+the path of the script and these settings. An experiment starts when its base model has been copied to its server; each
+server gets one copy. The script reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST
+has the full hash.
 
   cache list               list the base models in the cache
   cache verify             compare all files of the base models with their checksums

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-REPORT = b"\x1e"  # ASCII record separator, which programs do not print
+REPORT = b"\x1e"  # ASCII record separator, which programs hardly ever print
 ERROR = b"\x1f"  # ASCII unit separator: a task of srun prints it before a line of standard error
 # Heartbeats between a launcher and a task of srun, and between a dispatcher and a server, in both directions.
 HEARTBEAT_INTERVAL = 3.0  # seconds; also used by a supervisor without a lease

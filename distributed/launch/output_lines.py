@@ -1,7 +1,7 @@
-"""Lines of a node's output, and the part of them that is shown on the console; the log has all of it.
+"""Lines of a node's output, and those that are shown on the console; the log has all lines, but no updates.
 
 Lines of a rank have a prefix with node and rank, as in `[node1:3] loss 2.5`. A line that the rank's next line
-overwrites, as in a progress bar, is called an update; it ends with CR LF. Standard library only.
+overwrites, as in a progress bar, is called an update; here it ends with CR LF. Standard library only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Lines:
 
 
 class RankLines(Lines):
-    """Complete lines and updates of what a rank writes: a CR that is not part of a CR LF ends an update."""
+    """Complete lines and updates of what a rank writes: a CR without LF ends an update, and becomes CR LF."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def with_prefix(prefix: bytes, lines: bytes) -> bytes:
 
 
 def without_updates(lines: bytes) -> bytes:
-    """Remove lines that the rank's next line overwrites. For the log."""
+    """Remove updates, for the log."""
     return _UPDATE.sub(b"", lines) if b"\r\n" in lines else lines
 
 

@@ -451,7 +451,7 @@ def test_a_second_run_is_refused_until_the_first_has_exited(tmp_path: Path) -> N
     with forked.running(hold_lock, tmp_path) as (process, pipe):
         assert pipe.poll(forked.TIMEOUT)
         orphan = pipe.recv()
-        with pytest.raises(CheckpointError, match=r"in use by another run \(.*\); wait for it") as refusal:
+        with pytest.raises(CheckpointError, match=r"in use by .*; wait for it") as refusal:
             take_over(tmp_path)
         assert f"process {process.pid} on " in str(refusal.value)
         assert str(tmp_path) in str(refusal.value)
@@ -544,11 +544,11 @@ def test_a_paused_attempt_changes_nothing_after_a_take_over(ram_disk: Path, monk
                     assert found.facts["attempt"] == (7 if found.step > 1 else 0), operation
                 assert incomplete.is_dir(), operation
             if answer != "ended " or not was_published:
-                owner_now = f"process {os.getpid()} on {socket.gethostname()}, attempt 1 of run train-1"
+                owner_now = f"process {os.getpid()} on {socket.gethostname()}, attempt 2 of run train-1"
                 assert answer.startswith(
                     (
-                        f"ended {checkpoint_dir}: in use by another run ({owner_now}); wait for it, ",
-                        f"ended {checkpoint_dir}: taken over by {owner_now}; attempt 0 of run train-1 writes no more "
+                        f"ended {checkpoint_dir}: in use by {owner_now}; wait for it, ",
+                        f"ended {checkpoint_dir}: taken over by {owner_now}; attempt 1 of run train-1 writes no more "
                         "checkpoints here. Leave the training to the other process, ",
                     )
                 ), operation
@@ -584,7 +584,7 @@ def test_the_lock_of_a_lost_attempt_is_replaced(
         assert pipe.poll(forked.TIMEOUT)
         orphan = pipe.recv()
         set_attempt(monkeypatch, 1, run="train-2")
-        with pytest.raises(CheckpointError, match="in use by another run"):
+        with pytest.raises(CheckpointError, match="in use by process"):
             take_over(tmp_path)
         set_attempt(monkeypatch, 1)
         with take_over(tmp_path):

@@ -108,10 +108,10 @@ def test_the_number_of_gpus_is_replaced_and_their_type_is_kept(options: list[str
         (["gpu"], "'gpu': expected an option"),
         (["--partition=gpu", "gpu"], "'gpu': expected an option"),
         (["-p gpu"], "'-p gpu': contains a space"),
-        (["--array=0-3"], "is set automatically"),
-        (["-J", "name"], "is set automatically"),
-        (["-n4"], "is set automatically"),
-        (["--requeue"], "is set automatically"),
+        (["--array=0-3"], "is reserved for Muster"),
+        (["-J", "name"], "is reserved for Muster"),
+        (["-n4"], "is reserved for Muster"),
+        (["--requeue"], "is reserved for Muster"),
     ],
 )
 def test_invalid_options_of_sbatch_are_rejected(options: list[str], complaint: str) -> None:

@@ -580,7 +580,7 @@ def test_a_frozen_attempt_writes_no_checkpoint_after_the_run_was_restarted(workd
             restarted.signal(signal.SIGTERM)
             stopped = result_of(restarted)
     assert frozen.returncode == 1, frozen
-    assert "attempt 1 of run train-1; attempt 0 of run train-1 writes no more checkpoints here" in frozen.stderr
+    assert "attempt 2 of run train-1; attempt 1 of run train-1 writes no more checkpoints here" in frozen.stderr
     assert stopped.returncode == 75, stopped
     assert "taken over from process" in stopped.stdout
     (step,) = re.findall(r"stopped on request at step (\d+)", stopped.stdout)
