@@ -24,7 +24,7 @@
 #                        that git tracks, and untracked files that are neither ignored nor in logs, checkpoints or
 #                        experiments. Nothing is deleted on the nodes
 #   --python PATH        Python to check (default: the first of these that exists: the active venv or conda
-#                        environment, ./.venv, Muster's .venv, python3)
+#                        environment (not base), ./.venv, Muster's .venv, python3)
 #   --master-port PORT   port to check (default: 29500)
 #   --log-dir DIR        directory with the run directories (default: logs)
 #   --json               print the facts as JSON, without findings

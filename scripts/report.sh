@@ -10,7 +10,7 @@
 #
 #   --log-dir DIR  directory with the run directories (default: logs)
 #   --python PATH  Python that runs this program (default: the first of these that exists: the active venv or conda
-#                  environment, ./.venv, Muster's .venv, python3)
+#                  environment (not base), ./.venv, Muster's .venv, python3)
 #   --help         show this help
 #
 # Launchers write RUN/report.html when a run ends. Call this script to write it during the run; of nodes that do

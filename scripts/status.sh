@@ -13,7 +13,7 @@
 #   --json         print one JSON object
 #   --log-dir DIR  directory with the run directories (default: logs)
 #   --python PATH  Python that runs this program (default: the first of these that exists: the active venv or conda
-#                  environment, ./.venv, Muster's .venv, python3)
+#                  environment (not base), ./.venv, Muster's .venv, python3)
 #   --help         show this help
 #
 # It works from any terminal, also on another machine that shares the run directory, and changes nothing.

@@ -10,7 +10,7 @@
 #   --now          kill the processes immediately, without time to write a checkpoint
 #   --log-dir DIR  directory with the run directories (default: logs)
 #   --python PATH  Python that runs this program (default: the first of these that exists: the active venv or conda
-#                  environment, ./.venv, Muster's .venv, python3)
+#                  environment (not base), ./.venv, Muster's .venv, python3)
 #   --quiet        print only the result
 #   --help         show this help
 #

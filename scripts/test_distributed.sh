@@ -27,7 +27,7 @@
 #   --seconds S          seconds for the bandwidth table (default: 10)
 #   --timeout S          seconds that a rank waits for the others (default: 60)
 #   --python PATH        Python of the ranks (default: the first of these that exists: the active venv or conda
-#                        environment, ./.venv, Muster's .venv, python3)
+#                        environment (not base), ./.venv, Muster's .venv, python3)
 #   --agent fast|torchrun
 #                        program that starts the ranks. fast (default): Muster's agent, which imports PyTorch once and
 #                        forks the ranks; torchrun: PyTorch's agent

@@ -263,7 +263,7 @@ def slurm(project: Project) -> Iterator[Project]:
 def test_a_list_on_slurm(slurm: Project, kept: tuple[int, ...]) -> None:
     project = slurm
     project.keep("config/jobs_config.json", kept)
-    [line] = [one.text for one in COMMANDS if one.needs == "# Needs a SLURM cluster, for job lists."]
+    [line] = [one.text for one in COMMANDS if one.needs == "# Needs a SLURM cluster and config/cluster_config.json."]
     with project.terminal(line) as running:
         assert running.wait() == 0, running.text
         assert f"finished: {len(kept)} of {len(kept)} done" in running.text

@@ -21,7 +21,7 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --notify COMMAND       run COMMAND when the list is paused, at its first failure and at its end, with the event as
                          JSON on its standard input (default: $MUSTER_NOTIFY)
   --gpu-free-mib N       use only GPUs with at least N MiB of free memory (default: GPUs of which other processes use
-                         less than 1000 MiB)
+                         at most 1000 MiB)
   --lost-after SECONDS   ssh: time after which the jobs of an unreachable server are restarted elsewhere (default: 600)
   --grace SECONDS        time between SIGTERM and SIGKILL (default: 30)
   --no-tmux              create no tmux sessions on the servers (they show the output of the jobs)

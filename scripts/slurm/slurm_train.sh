@@ -17,7 +17,7 @@
 #                        first node)
 #   --max-restarts N     restart the run up to N times within the job after a failure (default: 0)
 #   --spares N           with --max-restarts and LAUNCHER=torchrun: keep the last N nodes of the job as spare nodes,
-#                        which replace lost ones; submit with --no-kill, or SLURM ends the job when it loses a node
+#                        which replace lost ones; submit with --no-kill, or SLURM requeues the job when it loses a node
 #   --min-nodes N        with --max-restarts and LAUNCHER=torchrun: when a node is lost and no spare node is left,
 #                        continue with fewer nodes, but at least N
 #   --rendezvous-timeout SECONDS

@@ -13,7 +13,7 @@
 #   --script PATH        script to run (default: Muster's train.py)
 #   -m MODULE            run a module instead of a script
 #   --python PATH        Python of the ranks (default: the first of these that exists: the active venv or conda
-#                        environment, ./.venv, Muster's .venv, python3)
+#                        environment (not base), ./.venv, Muster's .venv, python3)
 #   --agent fast|torchrun
 #                        program that starts the ranks. fast (default): Muster's agent, which imports PyTorch once and
 #                        forks the ranks; torchrun: PyTorch's agent

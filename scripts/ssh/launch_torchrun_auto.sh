@@ -15,7 +15,7 @@
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`; `node5 spare` is a spare node
 #   --exclude NODES      exclude these nodes
 #   --python PATH        Python of the ranks, with the same path on all nodes (default: the first of these that exists
-#                        here: the active venv or conda environment, ./.venv, Muster's .venv, python3)
+#                        here: the active venv or conda environment (not base), ./.venv, Muster's .venv, python3)
 #   --master-port PORT   port through which the ranks find each other (default: a free port of the first node)
 #   --rendezvous-timeout SECONDS
 #                        time for all nodes to join (default: 600)
