@@ -2,13 +2,14 @@
 
 200 jobs of different length on three servers of 2, 4 and 8 slots, one list after the other:
 
-  - with _expected_seconds in each job, so the longest start first; and without
+  - with _expected_seconds in each job, so that the longest start first, and without _expected_seconds
   - with a server (by default the largest) that is powered off after half of the shortest time
 
-No schedule is shorter than max(total / slots, longest). If a server is lost at second t, none is shorter than
-t + rest / remaining slots, where rest = total - slots * t + lost work: until t, every slot of a perfect schedule is
-busy, and what the jobs on the lost server did until t must be repeated. The bound includes neither the time to connect
-nor the --lost-after seconds after which a server is treated as lost. Times include the whole command. Needs root.
+No schedule is shorter than max(total / slots, longest), where total and longest are the durations of all jobs together
+and of the longest job. If a server is lost at second t, none is shorter than t + rest / remaining slots. Here rest is
+total - slots * t + lost work, because slots of a perfect schedule are always busy, and lost work is repeated. The bound
+includes neither the time to connect nor the --lost-after seconds after which a server is treated as lost. Times include
+the whole command. Needs root.
 
     python -m benchmarks.jobs_makespan [--jobs 200] [--mean 5] [--lost-after 10]
 """

@@ -230,7 +230,7 @@ def _slots(number: str) -> int:
 def _names(item: str) -> list[str]:
     """Return the names of an item such as rack[1-2]-n[08-10].
 
-    With several brackets, the last changes fastest, then the first, then the second, as in scontrol.
+    With several brackets, the last one changes fastest, the first one second, and the second one third, as in scontrol.
     """
     if not item or item[0] in "-.":
         raise NodeListError("a host name begins with a letter or a digit: write it as in node1")

@@ -15,8 +15,8 @@
 # come with the fix: a sentence, or a command after a $. The most severe finding is printed last.
 #
 # Nodes are checked in parallel, and connect to each other. A node that differs from most of the others is
-# listed with its value and theirs. With NODE, findings that all nodes share are printed once, and only those
-# that are not ok.
+# listed with its value and theirs. With NODE, lines that are ok are not printed, and findings that all nodes
+# share are printed once.
 #
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
 #   --exclude NODES      exclude these nodes

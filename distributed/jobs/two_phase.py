@@ -8,11 +8,11 @@ usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [optio
   --jobs-config FILE       jobs (JSON); those with mode full_fine_tuning are experiments that start from a base model
   --script-path PATH       script to run (default: script_path of the cluster config, or train.py)
   --skip-phase1            train no base models; all of them must be in the cache
-  --refuse-leaks           refuse a list in which an experiment holds out a part of the data (a participant) for
-                           evaluation on which its base model is, or may be, trained (default: print a warning, and
-                           mark the experiment in the results)
-  --evict-after-copy       once a base model is published in the cache and on the server that trained it, remove the
-                           output directory of its training from that server
+  --refuse-leaks           refuse a list with an experiment whose held-out part of the data (participant) is, or may
+                           be, in the training data of its base model (default: print a warning, and mark the
+                           experiment in the results)
+  --evict-after-copy       once a base model is in the cache of this machine and of the server that trained it,
+                           remove the output directory of its training from that server
   --base-models FILE       file with the section base_models, used instead of that of the cluster config
   --plan                   print the base models, and where each job would run; start nothing
   --help                   show this help; after a subcommand, its own help

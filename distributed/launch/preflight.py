@@ -22,7 +22,7 @@ from distributed.launch.comparison import (
 )
 
 SLOW_LOOKUP = 1.0  # seconds
-SYNC = "--sync (which copies no untracked file that git ignores)"
+SYNC = "--sync (which copies tracked files, and others that git does not ignore)"
 
 
 def judge(
@@ -38,8 +38,8 @@ def judge(
     nodes = {name: NodeFacts(**value) for name, value in values.items() if value is not None}
     master = next(iter(replies))
     warnings = [
-        f"{name}: looking up '{master}' took {node.seconds:.1f} s, for every connection; repair its DNS resolver, "
-        f"or add {master} to /etc/hosts"
+        f"{name}: looking up '{master}' took {node.seconds:.1f} s, which delays every connection; repair its DNS "
+        f"resolver, or add {master} to /etc/hosts"
         for name, node in nodes.items()
         if node.seconds > SLOW_LOOKUP
     ]
@@ -88,7 +88,7 @@ def differing_files(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]
 
 
 def count_processes(kind: str, reply: Reply) -> int:
-    """The number of processes for NPROC auto, gpu or cpu. 0: no GPU is visible; 1: judge() reports a fault."""
+    """The number of processes for NPROC auto, gpu or cpu. 0: no GPU is visible. 1 if judge() will report a fault."""
     from distributed.host.processes import count  # rarely needed
 
     value = reply.value()

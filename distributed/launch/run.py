@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--python", required=True, metavar="PATH", help="interpreter of the nodes")
     add("--node-env", required=True, metavar="FILE")
     add("--master", nargs=2, default=("", ""), metavar=("ADDRESS", "PORT"))
-    add("--preflight", action="store_true", help="probe the nodes, and compare them; they set address and port")
+    add("--preflight", action="store_true", help="probe the nodes; take address and port from replies")
     add("--file", action="append", default=[], metavar="PATH", help="a file that ranks read; the preflight compares it")
     add("--package", action="append", default=[], metavar="NAME", help="a package that ranks need")
     add("--run-id", action="store_true", help="give torchrun the name of the run")
@@ -293,7 +293,7 @@ class Launch:
         commands = self.connect()
         address, port = self.check_nodes(commands)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)  # reap the part of the launcher that has written the lists
+            os.waitpid(-1, os.WNOHANG)  # reap the child of the launcher that wrote to standard input
         run_pipe = self.detach() if options.detach else -1
         attempt = archive_attempt(Path(options.again)) if options.again else 0
         transport = self._transport(commands)
@@ -538,7 +538,7 @@ def archive_attempt(directory: Path, staying: Collection[str] = ()) -> int:
         for path in directory.glob(pattern):
             path.rename(target / path.name)
     for node in staying:
-        with contextlib.suppress(OSError):  # usually because the node has a directory of its own
+        with contextlib.suppress(OSError):  # the file is missing here if the node has its own run directory
             shutil.copy2(target / f"node_{node}.pid", directory)
     for name in ("errors", "ranks"):
         (directory / name).mkdir()
@@ -574,7 +574,7 @@ def execute(kind: type[Launch], arguments: Sequence[str]) -> int:
         launch.console.print(message_of(error, launch.options.program), always=True)
         launch.flush()
         return error.code
-    except OSError as error:  # such as a full disk; nodes that run stop when this process has exited
+    except OSError as error:  # such as a full disk; running nodes stop when this process exits
         launch.console.print(f"{error.filename or launch.logs}: {error.strerror}", always=True)
         launch.flush()
         return 1

@@ -51,7 +51,7 @@ class StepNode:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the node's first failed task; 0 if none failed. A failed task may be the last to exit."""
+        """The exit code of the node's first failed task; 0 if none failed. Tasks may report in another order."""
         failed = [end for end in self.ends if end["exit_code"]]
         return min(failed, key=lambda end: end["time"])["exit_code"] if failed else 0
 
@@ -74,7 +74,7 @@ class Srun(Local):
         # srun passes its environment to the tasks.
         environment = {b"MUSTER_RUN_DIR": run, b"MUSTER_METRICS": run + b"/metrics.jsonl"}
         environment |= {name: value for name, _, value in (entry.partition(b"=") for entry in watch.entries())}
-        if watch.waiting:  # the agents of all nodes wait; otherwise Watch.attempt() would have ended them
+        if watch.waiting:  # the agents of all nodes wait: Watch.attempt() has ended all agents if only some wait
             self._step.start_next_attempt()
             return
         all_nodes = [*watch.run.nodes, *watch.spares]
@@ -92,7 +92,7 @@ class Srun(Local):
         attempt = watch.attempts
 
         def give_up() -> None:
-            if attempt == watch.attempts:  # a blocked console may keep it from ending
+            if attempt == watch.attempts:  # the attempt may not have ended because the console is blocked
                 watch.kill_clients()
 
         self._step.close_channel()
@@ -227,7 +227,7 @@ class JobStep:
     # ---- control channel of the tasks
 
     def close_channel_if_all_ended(self) -> None:
-        """When all tasks have ended, let them exit, unless all agents wait for the next attempt."""
+        """When all tasks have reported their end, let them exit, unless all agents wait for the next attempt."""
         nodes = self._nodes_of_attempt()
         if not all(node.ended for node in nodes):
             return

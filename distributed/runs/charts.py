@@ -107,7 +107,7 @@ TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 108
 
 
 def time_ticks(seconds: float, count: int) -> list[tuple[float, str]]:
-    """About `count` times, starting at 0, and their labels: 0, 30 s, 1 min, 1 min 30 s."""
+    """About `count` points in time, starting at 0, and their labels: 0, 30 s, 1 min, 1 min 30 s."""
     days = 86400 * max(1.0, nice_step(seconds / 86400, count))
     step = next((step for step in TIME_STEPS if step * count >= seconds), days)
     return [(n * step, _time_text(n * step)) for n in range(math.floor(seconds / step + 1e-9) + 1)]
@@ -136,7 +136,7 @@ def _tick_count(start: float, end: float) -> int:
 
 
 def value_scale(ys: Iterable[float], start: float, end: float, *, zero: bool, count: int) -> Scale:
-    """A scale with about `count` ticks, from the first to the last tick. zero: include zero."""
+    """A scale with about `count` ticks, which begins and ends at a tick. zero: include zero."""
     low, high, apart = _extent([*ys, 0.0] if zero else ys)
     if not apart:
         low, high = low - (abs(low) / 10 or 1) * (not zero), high + (abs(high) / 10 or 1)
@@ -155,7 +155,7 @@ def _extent(values: Iterable[float]) -> tuple[float, float, bool]:
 
 
 def thin(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
-    """Keep fewer points that look the same: both ends, and the minimum, the maximum and one gap of each column."""
+    """Keep points that suffice for the same drawing: both ends, and minimum, maximum and one gap of each column."""
     if len(points) <= 2 * columns:
         return list(points)
     kept = [points[0]]

@@ -103,7 +103,7 @@ def _step(line: MetricsLine) -> float:
 
 
 def read_event_files(directory: Path) -> None:
-    """Copy values of event files to the directory of a run that has logged none, if TensorBoard is installed."""
+    """Copy values of event files to the directory of a run without metrics.jsonl, if TensorBoard is installed."""
     if not (directory / "metrics.jsonl").exists():
         command = [sys.executable, "-I", f"{KIT}/scripts/lib/module.py", "training.event_files", str(directory)]
         with suppress(OSError, subprocess.SubprocessError):

@@ -101,7 +101,7 @@ def _from_json(directory: Path, facts: dict[str, Any]) -> Run:
     """facts: the content of run.json."""
     launcher = facts["launcher"]
     state = state_of_launcher(launcher["host"], launcher["machine"], launcher["pid"], launcher["since"])
-    local = launcher["host"] if state == REMOTE else ""  # address of the nodes that are the launcher's machine
+    local = launcher["host"] if state == REMOTE else ""  # address of nodes on the launcher's machine
 
     def nodes(entries: list[dict[str, Any]]) -> tuple[RunNode, ...]:
         return tuple(RunNode(**one | {"address": one["address"] or local}) for one in entries)

@@ -29,7 +29,7 @@ class RankTiming:
     rank: int
     host: str | None
     median: float  # seconds, over all logged steps
-    ratio: float  # its median / the lower median of all ranks (the faster one of two ranks)
+    ratio: float  # its median / the lower median of all ranks (with two ranks: of the faster one)
     slow: bool  # a straggler
 
     @property

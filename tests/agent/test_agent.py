@@ -1,8 +1,8 @@
 """Under Muster's agent a script sees what it sees under torchrun, and a launch ends with the exit code of its ranks.
 
-The agent forks ranks from one process that has imported PyTorch. These tests compare the state and the exit of a script
-with a fresh interpreter and with torchrun. They pass arguments byte for byte. When a rank fails, the agent must exit
-with the code of the rank, stop the other ranks and record the failure in errors/.
+The agent forks ranks from one process that has imported PyTorch. These tests compare a script's state and exit under
+the agent with those in a fresh interpreter and under torchrun. Arguments arrive byte for byte. When a rank fails, the
+agent must exit with the code of the rank, stop the other ranks and record the failure in errors/.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def test_differences_from_torchrun_are_the_known_ones(states: tuple[dict[str, An
 
 
 def test_random_numbers_differ_between_ranks(states: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """With equal numbers of Python, NumPy or PyTorch all ranks would shuffle alike and train on the same data."""
+    """If a generator of Python, NumPy or PyTorch had equal states, all ranks would train on the same data."""
     for seen in states:
         for generator in zip(*seen["random"], strict=True):
             assert len(set(generator)) == 2, generator
@@ -855,7 +855,7 @@ def test_a_rank_is_recorded_if_the_stop_request_arrives_while_it_starts() -> Non
     assert failures() == [(0, 143, True)]
 
 
-def test_a_stop_request_that_arrives_while_a_thread_of_the_agent_starts_has_its_exit_code() -> None:
+def test_the_agent_exits_with_143_if_a_stop_request_arrives_while_one_of_its_threads_starts() -> None:
     """An exception in Thread.start() would become a KeyError if the thread has already ended."""
     action = """if not self.__self__.name.startswith("TailLog"):
         threading._start_new_thread = first
@@ -965,7 +965,7 @@ def is_rank(process: psutil.Process) -> bool:
 
 
 def test_a_run_succeeds_if_all_ranks_exit_with_0_in_spite_of_a_stop_signal() -> None:
-    """Rank 0 must leave no process that waits for other ranks: it would inherit a handler that does not exit."""
+    """Rank 0 must leave no process that waits for other ranks: such a process would inherit its handler."""
     with started(2, HANDLES_TERM, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
         while sum(map(is_rank, psutil.Process(agent.pid).children())) > 1:
             time.sleep(0.001)
@@ -1155,7 +1155,7 @@ def server_of(agent: int) -> psutil.Process:
     return server
 
 
-def test_ranks_survive_the_fork_server_and_a_restart_without_it_reports_its_exit(
+def test_ranks_survive_the_fork_server_whose_exit_is_reported_at_the_next_restart(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     os.mkfifo("end")

@@ -69,7 +69,7 @@ def test_a_single_node_needs_no_address_for_others() -> None:
         (
             [node(1), node(2, files={"a.py": None})],
             "node2: cannot read file 'a.py'; share its directory between the nodes, or launch with --sync (which "
-            "copies no untracked file that git ignores)",
+            "copies tracked files, and others that git does not ignore)",
         ),
         (
             [node(1), node(2), node(3, files={"a.py": "22"})],
