@@ -6,9 +6,10 @@
 #        muster pdsh ...
 #
 # Like launch_torchrun_auto.sh, but pdsh starts the processes on all nodes, over ssh or the transport in PDSH_RCMD_TYPE.
-# Stop requests, and the checks before the start (skipped with --no-preflight), always use ssh.
+# Stop requests, and the checks before the start (skipped with --no-preflight), always use ssh. Of the options below,
+# --lease and --attach are refused: a run stops when its launcher dies.
 #
-#   (as launch_torchrun_auto.sh except --lease --attach)
+#   (as launch_torchrun_auto.sh)
 #
 # ARGUMENTs are passed to the script unchanged. Exit codes are those of launch_torchrun_auto.sh.
 #

@@ -158,7 +158,7 @@ def test_results_are_not_sent_to_a_directory_that_the_job_cannot_claim(tmp_path:
 
     (tmp_path / "job0").mkdir()
     server = Refusing(tmp_path, {})
-    with pytest.raises(NotStarted, match="not from a job") as refused:
+    with pytest.raises(NotStarted, match="contains files of no job") as refused:
         asyncio.run(server.send_results([Job("job0", {}, Options(), "job0")]))
     assert (refused.value.kind, server.copied) == ("job", [])
 
