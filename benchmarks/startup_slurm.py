@@ -2,9 +2,9 @@
 
 The baseline is a batch script with one srun line and a script that reads its rank from SLURM's variables. Muster's
 slurm_train.sh also checks the call, creates the run directory, supervises every rank and writes a report; it is
-measured with LAUNCHER=srun and with LAUNCHER=torchrun. Times are measured until rank 0 has the result of its first
-all-reduce: from before sbatch, and from the first line of the batch script, because the time until SLURM starts a job
-varies. Needs root.
+measured with LAUNCHER=srun and with LAUNCHER=torchrun. Times are measured from before sbatch and, because the time
+until SLURM starts a job varies, from the first line of the batch script. They end when rank 0 has the result of its
+first all-reduce. Needs root.
 
     python -m benchmarks.startup_slurm [--turns 9]
 """
@@ -31,7 +31,7 @@ BARE_JOB = """#!/usr/bin/env bash
 export MASTER_ADDR=$SLURMD_NODENAME MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" "$@"
 """
-# Bash reads it before the first line of the batch script.
+# Bash reads STAMP before the first line of the batch script.
 STAMP = """echo "$EPOCHREALTIME" >"$BEGUN"
 unset BASH_ENV
 """

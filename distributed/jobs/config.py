@@ -113,7 +113,7 @@ class Server(ServerOptions):
 class BaseModels(StrictModel):
     """Which keys of a job are base, experiment or ignored, and how base models are trained; see bases.py.
 
-    The class of a key listed here replaces the class that bases.py gives it.
+    A key that is listed here belongs to this list, and not to the one of bases.py.
     """
 
     base: list[Text] = Field(default_factory=list)  # settings that determine the weights of a base model
@@ -358,7 +358,7 @@ def options_of(keys: Mapping[str, Any]) -> Options:
 
 
 def collisions(jobs: Mapping[Any, Job]) -> Iterator[str]:
-    """A message for each job with the arguments or output directory of another job, or a directory inside that one.
+    """A message for each job with the arguments of another job, or an output directory equal to or inside another's.
 
     jobs: by position in the file, or by id.
     """

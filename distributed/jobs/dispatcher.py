@@ -33,7 +33,7 @@ RETRY_DELAYS = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before connecting, or copy
 MAX_FAILED_COPIES = 6  # consecutive failures after which the results of an attempt are no longer copied
 MAX_LOST_COPIES = 50  # used instead of MAX_FAILED_COPIES if the last failure is a lost connection
 NO_SPACE = ("No space left on device", "Disk quota exceeded")  # errors after which copying is retried without a limit
-COOLDOWN = 10.0  # seconds without new jobs per failed start of a server; also the delay before a busy job is requeued
+COOLDOWN = 10.0  # seconds without new jobs on a server, times its failed starts; also the delay after NotStarted "busy"
 GPU_INTERVAL = 10.0  # seconds between queries of GPU memory
 GPU_IN_USE_MIB = 1000  # if more is in use on a GPU without a job of this list, another process uses the GPU
 
@@ -456,7 +456,7 @@ class Dispatcher:
             self._enqueue(job)
 
     def _count_failed_start(self, link: ServerLink, reason: str, permanent: bool) -> None:
-        """Pause placement on a server; after MAX_FAILED_STARTS or a permanent fault, until the server reconnects."""
+        """Place no jobs on a server for a while; after MAX_FAILED_STARTS or if permanent, place none until it reconnects."""
         if link.usable and time.monotonic() >= link.paused_until:  # simultaneous failures count once
             link.failed_starts = backend.MAX_FAILED_STARTS if permanent else link.failed_starts + 1
             link.paused_until = time.monotonic() + COOLDOWN * link.failed_starts
@@ -582,7 +582,7 @@ class Dispatcher:
         self.post(Event("results_fetched", attempt.server, facts))
 
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
-        """Return what remains of a cancelled attempt: no process, as its supervisor has exited; GPU memory in use."""
+        """Return a text: no process of a cancelled attempt remains (its supervisor has exited); GPU memory in use."""
         gpus = await server.query_gpus() if attempt.gpus else []
         used = {gpu["index"]: gpu.get("used") for gpu in gpus}
         shown = [f"GPU {gpu}: {used[gpu]} MiB in use" for gpu in attempt.gpus if used.get(gpu) is not None]

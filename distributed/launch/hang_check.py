@@ -40,7 +40,7 @@ def hang_limits(option: float | None, all_ranks_here: bool) -> tuple[float, bool
     """The timeout of HangWatch in seconds (0: no check), and whether a hang has to be certain. option: --hang-timeout.
 
     Without the option, a run is stopped only if it logs steps and no rank can make progress; any other run that looks
-    hung is only reported, such as a run whose ranks may wait for ranks of other launchers.
+    hung is only reported. So is a run whose ranks may wait for ranks of other launchers.
     """
     if option is not None:
         return option, False

@@ -53,7 +53,7 @@ class AgentCommand:
     before: tuple[str, ...]
     after: tuple[str, ...]
     run_id: bool = False  # --rdzv-id names the run
-    nodes: int = 0  # number of nodes, if this launcher starts all; 0: the options below are in `before`
+    nodes: int = 0  # number of nodes, if this launcher starts all; 0: `before` has address and port
     address: str = ""  # of the first node
     port: str = ""
 
@@ -92,7 +92,7 @@ class Local:
     starts_agents = True  # False: it starts ranks
 
     def __init__(self, commands: LocalCommands) -> None:
-        """commands: how other commands reach the nodes."""
+        """commands: run other programs on the nodes, such as status queries."""
         self.commands = commands
 
     def environment(self, inherited: dict[bytes, bytes]) -> dict[bytes, bytes]:
@@ -184,13 +184,13 @@ class Watch:
         self.calls = Calls(self.loop)
         self.notifier = Notifier("", console.append, "")
         self.restart_count, self.max_restarts = 0, 0
-        self.signal = 0  # that requested a stop
+        self.signal = 0  # the signal that requested a stop
         self._signal_time = 0.0
-        self.passed_signal = ""  # that was passed on to the ranks
+        self.passed_signal = ""  # the signal that was passed on to the ranks
         self.running: dict[str, Client] = {}  # by node, or by the name of the client of all nodes
         self.unended: set[str] = set()  # nodes whose end is not known
         self._unstarted: dict[str, int] = {}  # nodes on which the supervisor could not be started -> exit code
-        self._runs_on: set[str] = set()  # nodes without a lease whose command is known to have started
+        self._runs_on: set[str] = set()  # with --lease 0: nodes whose command is known to have started
         self._disconnected: set[str] = set()  # nodes that are to be followed again
         self.queries: set[Client] = set()  # those of a check for a hang
         self.waiting: set[str] = set()  # nodes whose agent waits for the next attempt
@@ -199,7 +199,7 @@ class Watch:
         self.lost: dict[str, str] = {}  # lost nodes of the last attempt -> reason
         self._returning: set[Client] = set()  # calls to lost nodes
         self._escalation = 0  # number of the scheduled request
-        self.attempts = 0  # that have ended
+        self.attempts = 0  # number of attempts that have ended
         self._heartbeats: threading.Thread | None = None
         self._reset()
 
@@ -328,7 +328,7 @@ class Watch:
         return client
 
     def _handle_report(self, report: dict[str, Any]) -> None:
-        """Handle a report of a supervisor, whose client may not have exited. A rank may print a similar line."""
+        """Handle a report of a supervisor, whose client may still run. A rank may have printed a line like a report."""
         node, code = report["node"], report.get("exit_code")
         if report.get("following") and self.lease == 0:
             self._runs_on.add(node)
@@ -597,7 +597,7 @@ class Watch:
             self.loop.wait(limit - time.monotonic())
 
     def end_agents(self) -> None:
-        """Let agents exit that wait for another attempt, and wait until the clients of all nodes have exited."""
+        """Let agents that wait for another attempt exit, and wait until the clients of all nodes have exited."""
         if self.waiting or self.spares:
             self._request("end")
             self._schedule(STOP_TIMEOUT, "kill")

@@ -81,7 +81,7 @@ class Evidence:
 
     @property
     def signal(self) -> SentSignal | None:
-        """The first record of the latest signal: with pdsh, supervisors record it after the launcher passed it on."""
+        """The latest signal, in its first record: with pdsh, the launcher records a signal, then each supervisor."""
         return next((one for one in self.signals if one.name == self.signals[-1].name), None)
 
 
@@ -146,7 +146,7 @@ def _merge(cause: Failure, end: Failure) -> Failure:
         return end  # the exception is from an earlier attempt
     code = cause.exit_code
     if code is None:
-        # After an exception Python exits with 1. A signal means that PyTorch's threads aborted the process meanwhile.
+        # After an exception Python exits with 1. A code above 128 means that threads of PyTorch aborted it before.
         code = 1 if cause.exception and cause.traceback and (end.exit_code or 0) > 128 else end.exit_code
     return replace(
         cause,

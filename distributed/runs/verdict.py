@@ -91,7 +91,7 @@ class Kind(IntEnum):
     TERMINATED = 8
 
 
-# Messages of ranks that lost their connection to another rank, or timed out: from torch 2.13 or its source.
+# Messages of ranks that lost a connection to another rank, or timed out: seen with torch 2.13, or in its source.
 _LOST_PEER = re.compile(
     r"""
       [Cc]onnection\ closed\ by\ (remote\ )?peer | [Cc]onnection\ reset\ by\ peer | [Cc]onnection\ refused

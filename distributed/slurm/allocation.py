@@ -1,8 +1,8 @@
 """The allocation of a SLURM job: its nodes, the ranks on each, and the cores and GPUs for them.
 
-They are read from the environment of the batch script or of salloc's shell. For a batch script, it has the number of
-GPUs of the first node only; for salloc's shell, it has none. `scontrol show job` lists the GPUs of all nodes. Standard
-library only.
+They are read from the environment of the batch script or of salloc's shell. The environment of a batch script has the
+number of GPUs of the first node only; that of salloc's shell has no number of GPUs. `scontrol show job` lists the GPUs
+of all nodes. Standard library only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Allocation:
         """Read the allocation from the environment.
 
         Args:
-            ranks: total number; 0: that of SLURM or, without --ntasks, one per GPU, and one on a node without GPU.
+            ranks: total number. 0: one per task or, without --ntasks, one per GPU and one on a node without GPU.
             job: output of `scontrol show job`; a node that it does not list is assumed to have the first node's GPUs.
 
         Raises:

@@ -231,7 +231,7 @@ class Task(supervisor.Supervisor):
         if number in signals.PROTECTED and not self._waits and not self.processes_with_handler(number):
             if number in signals.ANNOUNCEMENTS:
                 self._missed.add(number)
-            elif process_scan.start_time(self.pid):  # not if the command has exited in its handler
+            elif process_scan.start_time(self.pid):  # otherwise a handler of the command has already ended it
                 self.stop()
 
     def pass_on(self, number: int) -> None:
