@@ -456,7 +456,7 @@ class Dispatcher:
             self._enqueue(job)
 
     def _count_failed_start(self, link: ServerLink, reason: str, permanent: bool) -> None:
-        """Place no jobs on a server for a while; after MAX_FAILED_STARTS or if permanent, place none until it reconnects."""
+        """Place no jobs on a server for a while or, after MAX_FAILED_STARTS or if permanent, until it reconnects."""
         if link.usable and time.monotonic() >= link.paused_until:  # simultaneous failures count once
             link.failed_starts = backend.MAX_FAILED_STARTS if permanent else link.failed_starts + 1
             link.paused_until = time.monotonic() + COOLDOWN * link.failed_starts

@@ -12,7 +12,7 @@
 #
 #   --script PATH        script to run (default: $SCRIPT, else Muster's train.py)
 #   --agent fast|torchrun
-#                        agent with LAUNCHER=torchrun. fast (default): Muster's agent; torchrun: PyTorch's agent
+#                        agent on each node, with LAUNCHER=torchrun. fast (default): Muster's; torchrun: PyTorch's
 #   --master-port PORT   port through which the ranks find each other (default: $MASTER_PORT, else a free port of the
 #                        first node)
 #   --max-restarts N     restart the run up to N times within the job after a failure (default: 0)
@@ -23,7 +23,7 @@
 #   --rendezvous-timeout SECONDS
 #                        with LAUNCHER=torchrun: time for all nodes to join (default: 600)
 #   --max-requeues N     how often the job may requeue itself (default: 100)
-#   --dry-run            submit and start nothing; print what would be submitted and run
+#   --dry-run            print the job and the command that would be started, start nothing
 #   (as launch_singlenode.sh except NPROC --no-preflight --lease --attach --detach)
 #
 # Environment variables:

@@ -18,8 +18,8 @@
 #   --master-port PORT   the same as MASTER_PORT
 #   --rendezvous-timeout SECONDS
 #                        time for all nodes to join (default: 600)
-#   --max-restarts N     restart the run up to N times after a failure (default: 0); give it on all nodes: with
-#                        Muster's agent, a failure on one node stops all of them
+#   --max-restarts N     restart the run up to N times after a failure (default: 0); give it on all nodes, as
+#                        a failure on one node stops all of them
 #   --hang-timeout S     stop the run when the ranks of this node write no output and no metrics for S seconds
 #                        (exit code 124); 0: never. Default with several nodes: only report a run that looks hung
 #   --no-preflight       skip the checks of GPUs, MASTER_ADDR and port
