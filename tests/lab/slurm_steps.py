@@ -134,16 +134,20 @@ class Observed:
     environment: dict[str, str]
 
 
-def start(step: StepCase) -> list[Observed]:
+def clean_environment() -> dict[str, str]:
+    """The environment without variables of a launcher. For the main thread, in which pytest sets variables."""
+    return {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLE.fullmatch(name)}
+
+
+def start(step: StepCase, environment: Mapping[str, str]) -> list[Observed]:
     """Run the step on the SLURM of SLURM_CONF. Returns its processes by rank."""
     try:
-        return _start(step, timeout=60)
+        return _start(step, environment, timeout=60)
     except subprocess.TimeoutExpired:  # salloc with the shell of `script`, without code of Muster: 1 of 6,000 calls
-        return _start(step, timeout=120)
+        return _start(step, environment, timeout=120)
 
 
-def _start(step: StepCase, timeout: float) -> list[Observed]:
-    environment = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLE.fullmatch(name)}
+def _start(step: StepCase, environment: Mapping[str, str], timeout: float) -> list[Observed]:
     with tempfile.TemporaryDirectory() as directory:
         files = Path(directory, "files")
         files.mkdir()
@@ -204,7 +208,7 @@ _MACHINE_VARIABLE = re.compile(r"SLURM_(TASK_PID|STEP_LAUNCHER_PORT|NODE_ALIASES
 
 def recorded(step: StepCase) -> dict[str, object]:
     """Return the step as a record: variables common to all processes, then those of each process."""
-    observed = start(step)
+    observed = start(step, clean_environment())
     environments = [_worth_keeping(process.environment) for process in observed]
     common = dict(set.intersection(*(set(environment.items()) for environment in environments)))
     processes = [

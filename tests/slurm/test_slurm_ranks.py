@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from lab.slurm_steps import POSITIONS, SINGLE, STEPS, Observed, StepCase, positions, start
+from lab.slurm_steps import POSITIONS, SINGLE, STEPS, Observed, StepCase, clean_environment, positions, start
 
 from distributed.world import World, WorldError
 
@@ -45,7 +45,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def observations(slurm: None) -> Iterator[dict[str, Future[list[Observed]]]]:
     """The observed processes of each step, by its name. The steps run concurrently."""
     with ThreadPoolExecutor(6) as pool:
-        yield {step.name: pool.submit(start, step) for step in STEPS}
+        environment = clean_environment()
+        yield {step.name: pool.submit(start, step, environment) for step in STEPS}
 
 
 def steps(expected: str | None = None) -> pytest.MarkDecorator:
