@@ -199,7 +199,7 @@ class Agent(LocalElasticAgent):
         self.records.clear()
         if self.rendezvous:
             ForkedRanks.attempt = self.rendezvous.attempt
-        with signals.held():  # an exception of a handler must not leave ranks out of _pcontext, or end Thread.start()
+        with signals.held():  # a handler must not raise before _pcontext is set, or in Thread.start()
             return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -1,8 +1,8 @@
 """Failure records: files in errors/ of the run directory, from which the verdict is derived.
 
 A rank that fails writes rank_<rank>.json, with its traceback, before it waits for threads, exit handlers and
-destructors; the agent writes node_<name>.json with the exit codes of its ranks. Without MUSTER_RUN_DIR,
-an agent writes no file; RankRecord describes the file of a rank.
+destructors; the agent writes node_<name>.json with the exit codes of its ranks. Without MUSTER_RUN_DIR, an agent writes
+no file; RankRecord describes the file of a rank.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ class Membership:
         """Send this node's failure records and leave.
 
         Takes up to LEAVE_TIMEOUT + CLOSE_TIMEOUT; on the first node, a few rounds longer if a node has not left.
-        collect: wait before for the records of the other nodes, for up to RECORDS_TIMEOUT.
+        collect: before leaving, wait up to RECORDS_TIMEOUT for the records of the other nodes.
         """
         self._leaving = True
         self._send(f"records/{self.rank}", records or {})

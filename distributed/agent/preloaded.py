@@ -174,7 +174,7 @@ class HiddenLoader:
 
 
 def _is_same_module(module: ModuleType, found: ModuleSpec | None) -> bool:
-    """Whether `found` is the module's spec. None, for a module that its package has created, also is."""
+    """Whether `found` is the module's spec. None counts as such: its package has created the module itself."""
     known = getattr(module, "__spec__", None)
     if found is None or known is None or found.origin == known.origin:
         return True

@@ -470,7 +470,7 @@ def taken_over(staging: Path) -> str | None:
     if recorded.get("owner") == staging.name:
         return None
     run, attempt = _this_attempt()
-    this = f"attempt {attempt + 1} of run {run}" if run else f"process {os.getpid()}"
+    this = f"attempt {attempt} of run {run}" if run else f"process {os.getpid()}"
     return (
         f"{staging.parent}: taken over by {_describe(recorded)}; {this} writes no more checkpoints here. "
         "Leave the training to the other process, or stop that one and run the same command to resume"
@@ -487,14 +487,14 @@ def _record(lock: IO[str]) -> dict[str, Any]:
 
 
 def _describe(recorded: Mapping[str, Any]) -> str:
-    attempt = f", attempt {recorded.get('attempt', 0) + 1} of run {recorded['run']}" if recorded.get("run") else ""
+    attempt = f", attempt {recorded.get('attempt')} of run {recorded['run']}" if recorded.get("run") else ""
     return f"process {recorded.get('process', '?')} on {recorded.get('host', '?')}{attempt}"
 
 
 def _this_attempt() -> tuple[str, int]:
-    """Return the name of Muster's run, "" without one, and the number of restarts before this attempt."""
+    """Return the name of Muster's run, "" without one, and the number of this attempt, from 1."""
     run, count = (os.environ.get(name, "") for name in ("MUSTER_RUN_DIR", "TORCHELASTIC_RESTART_COUNT"))
-    return os.path.basename(run), int(count) if count.isdecimal() else 0
+    return os.path.basename(run), int(count) + 1 if count.isdecimal() else 1
 
 
 def _is_staging(path: Path) -> bool:

@@ -84,10 +84,10 @@ def address_of(name: str) -> str:
         return ""
 
 
-def own_addresses(proc_net: Path = Path("/proc/net")) -> tuple[str, ...]:
+def own_addresses() -> tuple[str, ...]:
     """IPv4 and IPv6 addresses of this machine, without loopback."""
-    found = set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", read(proc_net / "fib_trie")))
-    for line in read(proc_net / "if_inet6").splitlines():  # missing in a kernel without IPv6
+    found = set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", read(Path("/proc/net/fib_trie"))))
+    for line in read(Path("/proc/net/if_inet6")).splitlines():  # missing in a kernel without IPv6
         found.add(str(ipaddress.IPv6Address(int(line.split()[0], 16))))
     return tuple(sorted(address for address in found if not ipaddress.ip_address(address).is_loopback))
 

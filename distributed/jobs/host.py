@@ -10,8 +10,8 @@ exited or the connection is lost, or when no heartbeats arrive. Jobs continue un
 runs one serve process per job list: while an older one runs, a new process replies to `open` with an error.
 
 WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`. This file is locked from before
-the supervisor is forked until it exits, so that a later serve process knows whether the attempt runs.
-Servers may share a file system, so the files of each server are in LIST/servers/NAME/.
+the supervisor is forked until it exits, so that a later serve process knows whether the attempt runs. Servers may share
+a file system, so the files of each server are in LIST/servers/NAME/.
 
 Standard library only: it runs on servers without packages.
 """

@@ -23,7 +23,7 @@
 #   --rendezvous-timeout SECONDS
 #                        with LAUNCHER=torchrun: time for all nodes to join (default: 600)
 #   --max-requeues N     how often the job may requeue itself (default: 100)
-#   --dry-run            print the job and the command that would be started, start nothing
+#   --dry-run            print the job and the command that would be started; start nothing
 #   (as launch_singlenode.sh except NPROC --no-preflight --lease --attach --detach)
 #
 # Environment variables:

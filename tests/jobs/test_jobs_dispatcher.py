@@ -1162,7 +1162,8 @@ def test_a_success_or_a_late_failure_between_early_failures_keeps_the_list_runni
 ) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one")
-        ends = iter([*[{"code": 1, "ended": 1e9 + 1}] * 4, fifth, *[{"code": 1, "ended": 1e9 + 1}] * 4])
+        early = {"code": 1, "ended": 1e9 + 1}
+        ends = iter([*[early] * 4, fifth, *[early] * 4])
 
         def outcome(request: StartRequest) -> Outcome:
             asyncio.get_running_loop().call_soon(lambda: one.end(request.attempt, **next(ends)))

@@ -143,7 +143,7 @@ def start(step: StepCase, environment: Mapping[str, str]) -> list[Observed]:
     """Run the step on the SLURM of SLURM_CONF. Returns its processes by rank."""
     try:
         return _start(step, environment, timeout=60)
-    except subprocess.TimeoutExpired:  # salloc with the shell of `script`, without code of Muster: 1 of 6,000 calls
+    except subprocess.TimeoutExpired:  # salloc hung in 1 of about 6,000 calls; a step runs no code of Muster
         return _start(step, environment, timeout=120)
 
 
