@@ -2,7 +2,7 @@
 
 The ranks of a small script all-reduce in a loop; rank 0 writes the time of each step. One measurement starts a launch,
 waits for 20 steps, kills the last rank, and waits until the ranks of the next attempt have done a step. After 30 s it
-counts as failed. The sides alternate:
+counts as failed. The launchers that are compared (the sides) are measured in turn:
 
 - On this machine, launch_singlenode.sh against torchrun: with its defaults, where the ranks of all attempts use the
   store of the agent, and with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, where rank 0 of each attempt has a store.

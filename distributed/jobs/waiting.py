@@ -45,7 +45,7 @@ class WaitingJobs:
         return "" if not digest or ready or self.running_training(job) else digest
 
     def running_training(self, job: Job) -> str:
-        """The running attempt that trains a job's base model, if its server queues dependents; otherwise empty."""
+        """The running attempt that trains a job's base model, if the job can be queued behind it; otherwise empty."""
         trainer = self._state.trainers.get(job.base)
         if not trainer or not trainer.last or self.claimed.get(job.base) == "ready":
             return ""

@@ -69,7 +69,7 @@ def same_machines(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
 
 
 def rendezvous_address(nodes: Mapping[str, NodeFacts]) -> str:
-    """The address of the first node to which its name resolves on all other nodes, or the one in its ssh connection.
+    """The address to which all other nodes resolve the name of the first node, or else that of its ssh connection.
 
     If neither is an address of that node: "", or 127.0.0.1 for a single node, such as an ssh alias of this machine.
     """

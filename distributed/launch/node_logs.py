@@ -25,7 +25,7 @@ TAR_OPTIONS= tar -cf - --exclude=./checkpoints "$@\""""
 # it again, while another tar unpacks files into it.
 UNPACK = ["env", "--unset=TAR_OPTIONS", "tar", "-xf", "-", "--keep-newer-files", "--keep-directory-symlink",
     "--no-same-owner"]  # fmt: skip
-# $2: directory for the attempt. $3: a file to copy back, because the supervisor stays; "": none
+# $2: directory for the attempt. $3: a file that the next attempt also needs, because its supervisor stays; "": none
 ARCHIVE = """cd -- "$1" && { [ -e run.json ] || { mkdir -p -- "$2" && mv errors ranks node_* "$2/" &&
 { [ ! "$3" ] || cp -p -- "$2/$3" .; }; }; }"""
 

@@ -34,9 +34,9 @@ def arrange(
 ) -> tuple[list[RunNode], list[Change]]:
     """The nodes of the next attempt, by node rank, and what changes.
 
-    A spare takes the node rank and the number of processes of the lost node. Without spares, the run continues with at
-    least `minimum` nodes; otherwise a lost node keeps its place, as it may come back. A run with fewer nodes than
-    `size` grows again when there are spares.
+    A spare takes the node rank and the number of processes of the lost node. If there is no spare, the run continues
+    without the lost node. If fewer than `minimum` nodes would remain, the node keeps its place and may return. A run
+    with fewer nodes than `size` grows again when there are spares.
 
     Args:
         nodes: those of the last attempt. lost: name of a lost node -> reason.

@@ -24,10 +24,10 @@ run starts COMMAND in a new session and waits until it exits:
   --restarts         COMMAND may be an agent that stays for the next attempt; see launch/node_reports.py
   --sample-usage     record the resource usage of each rank in node_NAME.samples.jsonl; see launch/usage_sampler.py
 
-Without a lease the supervisor has no control channel and no console. It touches node_NAME.heartbeat every 3 seconds,
+With --lease 0, the supervisor has no control channel and no console. It touches node_NAME.heartbeat every 3 seconds,
 and writes the times and peak memory of COMMAND to node_NAME.usage (JSON).
 
-With a lease, standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time. `kill`
+Otherwise, standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time. `kill`
 sends SIGKILL. `signal N` passes signal N on. An empty line is a heartbeat. At end of file, the launcher is lost, and
 COMMAND is stopped. SIGTERM, SIGINT, SIGHUP or SIGQUIT stops COMMAND; a second one kills it. Other signals are passed on
 to the ranks with a handler or, if COMMAND starts no ranks, to its processes with a handler. If there are none, COMMAND
@@ -81,7 +81,7 @@ FAIL_GRACE = 3.0  # seconds for ranks to exit when another node has failed
 AGENT_GRACE = 8.0  # seconds for an agent, whose ranks were killed, to end its attempt
 LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for leftover processes
 UNKILLABLE_TIMEOUT = 5.0  # seconds to wait for a process after SIGKILL
-START_TIMEOUT = 30.0  # seconds within which a supervisor without a lease reports that it cannot start its command
+START_TIMEOUT = 30.0  # seconds within which a supervisor with --lease 0 reports that it cannot start its command
 UNRESPONSIVE_TIMEOUT = 4.0  # seconds after the grace time until an unresponsive supervisor is killed
 RESERVED = 1024  # bytes of each reserved file
 GUARD_TIMEOUT = 2.0  # seconds for the guard to write the exit code after the supervisor was killed
@@ -93,7 +93,7 @@ STALE_VARIABLES = (
 )  # fmt: skip
 STALE_PREFIXES = (b"PET_", b"TORCHELASTIC_")
 PROGRESS = b"MUSTER_PROGRESS"  # variable with the value of --progress
-ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"  # of the caller, not stale: the agent writes its failure there
+ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"  # set by the caller, therefore kept: the agent writes its failure there
 
 Environment = dict[bytes, bytes]
 
@@ -323,7 +323,7 @@ def send_signal(number: int, pids: Sequence[int]) -> None:
 class Guard:
     """A process in a separate process group that kills the command if the supervisor is killed.
 
-    It reads lines from a pipe to which only the supervisor can write. The last line `sessions PID...` names the
+    It reads lines from a pipe to which only the supervisor can write. Each line `sessions PID...` replaces the list of
     sessions to kill. The supervisor writes `end` before it exits: end of file without `end` means that it was killed.
     """
 
@@ -595,7 +595,8 @@ class Supervisor:
         if not block:
             del self._outputs[pipe]
             self._output_ended = not self._outputs
-        if self._streams or self.options.sample_usage:  # lines of ranks; updates are only for a console
+        # Progress bars are shown on a console, and metrics are read from the output of ranks: both need complete lines.
+        if self._streams or self.options.sample_usage:
             block = self._complete_lines(block, stream)
         self._log_and_show(block, stream)
         if self._output_ended:
@@ -681,7 +682,8 @@ class Supervisor:
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
-            self._scan_at = self._poll_at = 0.0  # it may have been the last process; request() sends SIGCHLD
+            self._scan_at = 0.0  # the process that exited may have been the last one
+            self._poll_at = 0.0  # request() sends SIGCHLD when it has written its file
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.pid:
                     if self.code is None:
@@ -928,7 +930,7 @@ class Supervisor:
         return process_scan.live_processes(self.files.environment, [self.pid], os.getpid(), helpers)
 
     def _find_leftovers_of_attempt(self, staying: list[int]) -> list[int]:
-        """Processes of an attempt that the command has not started itself, or that have outlived their rank."""
+        """Processes of an attempt that are not children of the command, or whose rank has exited."""
         found = children() if self._adopts else None
         if found is not None and set(found) <= set(staying):
             return []
@@ -937,7 +939,7 @@ class Supervisor:
         )
 
     def _outside_session(self, pids: list[int]) -> list[int]:
-        """Those of these processes that are not in the session of the command, such as ranks and what they started."""
+        """Those of these processes that are outside the session of the command, as all ranks are."""
         processes = process_scan.table()
         return [pid for pid in pids if pid in processes and processes[pid].session != self.pid]
 
@@ -973,7 +975,7 @@ class Supervisor:
             self._print_message(f"cannot write {self.files.exit}: {error.strerror}")
 
     def _is_replaced(self) -> bool:
-        """Whether the launcher has moved the files of this attempt: it has given this node up, and started another."""
+        """Whether the launcher has given up this node for this attempt, and has moved the files of the attempt."""
         try:
             return self.options.restarts and not os.path.samestat(os.stat(self.files.log), os.fstat(self._log))
         except OSError:
@@ -1018,7 +1020,7 @@ def _touch(path: str) -> None:
 
 
 def run(options: SupervisorOptions) -> int:
-    """Run the command. Returns its exit code; without a lease 0 when it has started. Raises SupervisorError."""
+    """Run the command. With --lease 0, returns 0 when it has started, else its exit code. Raises SupervisorError."""
     inherited, block, received = read_environment(options)
     try:
         if options.lease:

@@ -1,9 +1,9 @@
 """Check the collectives of this launch, measure their bandwidth, and find slow ranks and links.
 
-Every rank runs this program. It joins the process group and checks the result of each collective that training uses;
-the values show a missing, swapped or narrowed contribution. Then it times messages of growing size and its own compute
-work. The ranks exchange their findings through the store, not through the collectives under test, so that a broken or
-frozen rank does not prevent the report. The lowest rank that replies prints the report.
+Every rank runs this program. It joins the process group and checks the result of each collective that training uses; a
+contribution that is missing, swapped or of a narrower type changes the result. Then it times messages of growing size
+and its own compute work. The ranks exchange their findings through the store, not through the collectives under test,
+so that a broken or frozen rank does not prevent the report. The lowest rank that replies prints the report.
 
     torchrun --nproc-per-node 2 -m distributed.smoke
     srun python -m distributed.smoke --json
@@ -131,7 +131,7 @@ class RankContext:
 
 
 def signature(rank: int, count: int) -> Tensor:
-    """Return numbers from 1 to LARGEST_NUMBER: the rank's digits in that base, each shifted by its position."""
+    """Return numbers from 1 to LARGEST_NUMBER: the rank's digits in that base, plus the element's index."""
     index = torch.arange(count)
     return 1 + (rank // LARGEST_NUMBER ** (index % 4) % LARGEST_NUMBER + index) % LARGEST_NUMBER
 
@@ -407,7 +407,7 @@ def measure_link(partner: int, largest: int, context: RankContext) -> float:
 
 
 def exchange(partner: int, sent: Tensor, context: RankContext) -> float:
-    """Send and receive at the same time. Returns the larger of the two first elements, the same on both ranks."""
+    """Send and receive at the same time. Returns the first element sent or received, whichever is larger."""
     received = torch.empty_like(sent)
     both = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
     for work in dist.batch_isend_irecv(both):

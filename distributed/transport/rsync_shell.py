@@ -6,7 +6,7 @@ NAME, the host name that rsync passes, is ignored: HOST may be an address that r
 login shell before it has started rsync; see distributed/host/ssh_call.py.
 
 rsync 3.5 needs --insecure-links to write through a symbolic link, such as from `logs` to another disk. Older versions
-need only --keep-dirlinks, and refuse this option.
+need only --keep-dirlinks, and refuse --insecure-links.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 
 from distributed.host.ssh_call import TIMEOUT, NotStarted, SshCall
 
-# For sh, in single quotes, which all login shells have. $0 is `rsync`.
+# For sh. Every login shell accepts it in single quotes. $0 is `rsync`.
 RUN = '"$0" --insecure-links --version >/dev/null 2>&1 && exec "$0" --insecure-links "$@"; exec "$0" "$@"'
 
 

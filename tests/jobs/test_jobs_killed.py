@@ -123,7 +123,7 @@ def test_a_list_finishes_after_repeated_kills_of_its_dispatcher(tmp_path: Path, 
 def test_jobs_that_are_added_are_neither_lost_nor_run_twice_if_a_dispatcher_is_killed(
     tmp_path: Path, forked: Dispatchers
 ) -> None:
-    """Kills the dispatcher that finds the request, and the command that adds jobs without a dispatcher."""
+    """Kills the dispatcher while it adds the jobs, and `add` itself where no dispatcher runs."""
     more = [{"kind": "new", "_env": {"TOKEN": "s3cr3t"}, "_after": "steady"}, {"kind": "other"}]
     jobs = [{"kind": "steady", "prefix": "steady"}, {"kind": "patient"}]
     add = ("add", "more.json")

@@ -535,7 +535,7 @@ def test_target_batch_pct_gives_the_windows_of_the_participant(share: str, size:
 
 
 def test_the_base_model_of_an_experiment_may_be_trained_on_the_participant() -> None:
-    """Several folds can share a base model. A job list warns of such leaks, or refuses them with --refuse-leaks."""
+    """Several folds can share a base model. A job list warns of the leak, or refuses it with --refuse-leaks."""
     arguments = ("--fold", "0", "--base_participants", "types", "special-methods", "--mode")
     for mode in ("full_fine_tuning", "from_scratch"):
         assert job(*arguments, mode).data.base_participants == ["types", "special-methods"]
