@@ -4,8 +4,8 @@
 #
 # Usage: run_ddp.sh -n N [options] [-- ARGUMENT...]
 #
-#   -n N                 number of processes in all; on one machine also gpu: one per GPU; cpu: one per core;
-#                        auto: gpu if there are GPUs, else cpu
+#   -n N                 number of processes in total. On one machine, N may also be gpu (one per GPU), cpu (one per
+#                        core) or auto (gpu if there are GPUs, else cpu)
 #   -c CONFIG            settings file (default: Muster's config/quickstart.yaml); -: none
 #   -l LEVEL             log level of train.py: debug, info, warning or error
 #   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value

@@ -170,7 +170,7 @@ refused() { # <text> <argument of the launcher...>
 }
 
 
-@test "values of --env are not recorded: a run that may restart with others is not followed" {
+@test "values of --env are not recorded, so a run that could restart without them is not followed" {
   CALL=("$SINGLE" --lease 0 --max-restarts 1 --env A=1 --script "my script.py" - 2 --)
   start_and_kill_launcher
   refused "--env" "${CALL[0]}" --attach latest "${CALL[@]:1}"

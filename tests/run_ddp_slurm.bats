@@ -57,7 +57,7 @@ END
 }
 
 
-@test "GPUs are counted per node, and a job with different numbers runs" {
+@test "GPUs are counted per node, and a job runs on nodes with different numbers of GPUs" {
   : >none.py
   run -2 timeout 120 salloc -Q -N2 --gpus=3 bash -c '"$0" --dry-run -n 3 --script none.py; "$0" -n 4 --script none.py' \
     "$KIT/scripts/run_ddp.sh"

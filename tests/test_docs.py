@@ -40,7 +40,7 @@ from distributed.training.fold import DEFAULT_PARTICIPANTS
 
 KIT = Path(__file__).resolve().parents[1]
 GUIDES = ("README.md", "LAUNCH_GUIDE.md", "TROUBLESHOOTING.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-RUN = ("README.md", "LAUNCH_GUIDE.md")  # their commands are run if any machine can run them
+RUN = ("README.md", "LAUNCH_GUIDE.md")  # their commands are run, except those that need something
 CONFIGS = [path.name for path in tracked("config/*.yaml")]
 COMMAND_TIMEOUT = 300  # seconds; a busy machine needs 30 for each training
 
@@ -732,7 +732,7 @@ def test_the_table_of_packages_lists_each_once() -> None:
 
 
 def test_places_in_the_code_exist() -> None:
-    """A place is a module, such as `launch.watch`, or a name in it, such as `launch.watch`: `Watch.node_lost`."""
+    """A place is written as a module, `launch.watch`, or with a name in it, `launch.watch`: `Watch.node_lost`."""
     names = {name_of(path): path for path in modules()}
     packages = {name.partition(".")[0] for name in names if "." in name}
     places = re.findall(r"`(\w+\.\w+)`(?:: `([\w.]+)`)?", text_of("CONTRIBUTING.md"))

@@ -94,7 +94,7 @@ def claim_spec(attempt: str, array: str) -> Facts | None:
     taken = taken_path(attempt, array)
     move(spec_path(attempt, array), taken)
     try:
-        with open(taken) as file:  # even if this element claimed it before a requeue, and did not start the command
+        with open(taken) as file:  # exists too if this element claimed it, and was requeued before the command started
             found: Facts = json.load(file)
     except FileNotFoundError:
         return None

@@ -116,7 +116,7 @@ def load(chosen: Data, mixed: bool = False, vocab_size: int | None = None) -> Co
     whichever domains are selected. If a directory has a `val.bin`, all of it is for evaluation, and all of `train.bin`
     for training.
 
-    With a participant, or in a mode of two phases, `mode` selects the training text and the held-out text:
+    With a participant, or in one of the last three modes, `mode` selects the training text and the held-out text:
         heldout: train on all text of the other domains; hold out all text of the participant.
         single: train on the participant's text only; hold out its end.
         pooled: train on all domains without their ends; hold out the end of the participant's text.
@@ -357,8 +357,8 @@ class Windows(Dataset[Pair]):
         """Return a batch of windows: inputs and targets, LongTensor [n, block] each.
 
         Raises:
-            DataError: a token is outside the vocabulary. Checked in each batch: at the start, the scan of a file of
-                10 GB would take longer than many trainings.
+            DataError: a token is outside the vocabulary. Each batch is checked, because a scan of the whole file at the
+                start would take longer than many trainings (10 GB).
         """
         rows = self.tokens.ids.unfold(0, self.block + 1, self.block)[indices].long()  # [n, block + 1]
         if rows.max() >= self.tokens.vocab_size:

@@ -1,6 +1,7 @@
 """Optimizations for lists of many thousand jobs do not change the results; the benchmarks start.
 
-The dispatcher, journal, results and page are real; the servers are those that benchmarks/jobs_scale.py simulates.
+The dispatcher, journal, results.json and results.html are real. The servers are those that benchmarks/jobs_scale.py
+simulates.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 #
-# Job lists over SSH and on SLURM, for bats files: their command and their results. Sourced after nodes.bash, never run.
+# Run job lists over SSH and on SLURM, and read their results. For bats files; sourced after nodes.bash, never run.
 #
 # A test sets DISPATCH (the dispatcher's command) and STARTED (a file in which each job records its start: "begin NAME
 # NODE PID CUDA_VISIBLE_DEVICES").

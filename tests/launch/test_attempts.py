@@ -1,4 +1,4 @@
-"""A supervisor whose command stays between attempts reports the end of each attempt, and leaves no process behind.
+"""If its command keeps running between attempts, a supervisor reports the end of each, and leaves no process behind.
 
 The processes are real. The command is a shell that speaks the protocol of agents (launch/node_reports.py).
 """
@@ -194,7 +194,7 @@ def test_a_command_that_waits_is_ended(start: Callable[..., Supervised], how: st
         run.control.close()
     elif how == "SIGTERM":
         run.process.send_signal(signal.SIGTERM)
-    elif how == "kill":  # on the control channel, kill is only for nodes that do not end their attempt
+    elif how == "kill":  # ignored on the control channel after the end of the attempt
         run.request("kill")
         run.call("kill")
     else:
@@ -204,7 +204,7 @@ def test_a_command_that_waits_is_ended(start: Callable[..., Supervised], how: st
     assert not os.path.exists(run.files.record)  # nothing failed
 
 
-def test_a_killed_command_that_waited_is_reported_without_waiting(start: Callable[..., Supervised]) -> None:
+def test_a_command_that_was_killed_is_not_reported_as_waiting(start: Callable[..., Supervised]) -> None:
     run = start()
     run.end_attempt("3")
     run.report()
@@ -223,7 +223,7 @@ def test_a_command_that_is_killed_in_its_second_attempt_has_that_exit_code(start
     assert (run.process.wait(TIMEOUT), supervisor.read_code(run.files.exit)) == (137, 137)
 
 
-def test_fail_ends_an_attempt_and_not_the_command_and_counts_once(start: Callable[..., Supervised]) -> None:
+def test_a_fail_request_ends_only_its_attempt_and_not_the_command(start: Callable[..., Supervised]) -> None:
     run = start("--grace", "60")
     run.request("fail")
     assert run.report() == {"node": "n1", "exit_code": 143, "waiting": True}
@@ -305,7 +305,7 @@ def test_the_end_of_an_attempt_that_was_given_up_is_not_recorded_as_that_of_the_
     assert not list((run.directory / "run").glob("node_*.exit")) + list((run.directory / "run").glob("errors/*"))
 
 
-def test_after_a_stop_request_the_command_does_not_stay(start: Callable[..., Supervised]) -> None:
+def test_after_a_stop_request_the_command_exits(start: Callable[..., Supervised]) -> None:
     run = start("--grace", "60")
     run.request("stop")
     assert run.report() == {"node": "n1", "exit_code": 143}

@@ -466,7 +466,7 @@ def test_a_handler_gets_a_signal_once_whoever_sends_it(run: Path, start: Start, 
     ("number", "code"),
     [(number, 75) for number in signals.STOPPING] + [(signal.SIGALRM, 128 + signal.SIGALRM), (signal.SIGRTMIN, 162)],
 )
-def test_without_a_handler_slurms_other_signals_stop_a_rank_or_end_it(
+def test_a_signal_of_slurm_without_a_handler_requests_a_stop_or_kills_the_rank(
     run: Path, start: Start, number: int, code: int
 ) -> None:
     task = start("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n" + READY, rank=0)

@@ -199,7 +199,7 @@ def test_a_corpus_is_printed_with_its_domains(mode: str, domains: str, tmp_path:
 
 
 @pytest.mark.parametrize("mode", ["full_fine_tuning", "from_scratch"])
-def test_the_base_of_a_fold_trains_on_what_is_mixed_into_its_fine_tuning(mode: str) -> None:
+def test_the_base_model_of_a_participant_trains_on_the_text_that_is_mixed_into_its_fine_tuning(mode: str) -> None:
     base = load(mode="base_only", participant="types")
     tuned = load(mode=mode, participant="types", mixed=True)
     assert tuned.base is not None
