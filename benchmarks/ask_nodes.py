@@ -1,4 +1,4 @@
-"""Call nodes as the launchers do, without a launch. benchmarks/fan_out.py measures the time of these calls.
+"""Run a command on nodes over ssh as the launchers do, but start no run. benchmarks/fan_out.py measures its time.
 
     python -m benchmarks.ask_nodes true NODE...        run `true` on all nodes at once
     python -m benchmarks.ask_nodes preflight NODE...   probe them, and compare the replies

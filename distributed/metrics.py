@@ -111,9 +111,10 @@ def find(directory: str | os.PathLike[str]) -> str:
 
 
 def newest(path: str | os.PathLike[str], tail: int = TAIL) -> dict[str, Any]:
-    """Return the newest number of each key, from `tail` bytes at both ends; "NaN" for null, NaN and infinity.
+    """Return the newest number of each key in the first and the last `tail` bytes of a file.
 
-    The start is read too, as the first line may be the only one with `steps`. {} if the file cannot be read.
+    null, NaN and infinity are returned as "NaN". The start is read too, as the first line may be the only one with
+    `steps`. Returns {} if the file cannot be read.
     """
     try:
         with open(path, "rb") as file:

@@ -25,7 +25,8 @@ LAUNCH=scripts/ssh/launch_singlenode.sh
 SETTINGS=() # arguments of the trainer
 
 
-# The global batch must be divisible by the number of processes: 16 windows per GPU.
+# Set CONFIG, NPROC and SETTINGS. The global batch has 16 windows (training sequences) per GPU, because its size must be
+# divisible by the number of processes.
 choose_settings() {
   local gpus
   CONFIG=config/quickstart.yaml NPROC=2

@@ -88,7 +88,7 @@ python() { # <path> <reply to --version>
 }
 
 
-@test "need_value refuses an option that another option or nothing follows" {
+@test "need_value refuses an option whose value is missing, empty or another option" {
   script <<<'need_value "$@"; echo "$2"'
   run -2 "$SCRIPT" --python ''
   run -2 "$SCRIPT" --python
@@ -159,7 +159,7 @@ END
 }
 
 
-@test "run_forwarding_signals forwards every other signal, and is not ended by it" {
+@test "run_forwarding_signals also forwards signals other than SIGINT and SIGTERM, and they do not end it" {
   local name
   mkfifo "$BATS_TEST_TMPDIR/ready"
   script <<'END'
@@ -305,7 +305,7 @@ END
 @test "exported functions, of whatever name, reach a program byte for byte and never replace a command of a script" {
   script <<<'cd / && log said; exec_in_environment 2 A=1 B=2 "$KIT/a=b" -0'
   cp "$(type -P env)" "$KIT/a=b"
-  local name options=('BASH_FUNC_set%%=() {   return 1; }') # the first command of each script
+  local name options=('BASH_FUNC_set%%=() {   return 1; }') # `set` is the first command of each script
   for name in builtin unset shift declare export eval env exec local read cd log printf trap nice command; do
     options+=("BASH_FUNC_$name%%=() {   echo replaced; return 1; }")
   done
@@ -436,7 +436,7 @@ reports_failure() {
 }
 
 
-@test "functions, aliases and options that BASH_ENV sets do not change a script, and return for node_env.sh" {
+@test "functions, aliases and options that BASH_ENV sets do not change a script, and are restored for node_env.sh" {
   cat >"$BATS_TEST_TMPDIR/bash_env" <<'END'
 module() { echo "loaded $1"; }
 log() { echo "log was replaced"; }
@@ -481,7 +481,7 @@ END
   local expected variable locale
   export LOCPATH=$BATS_TEST_TMPDIR/locales
   mkdir "$LOCPATH"
-  for locale in de_DE et_EE; do # 1,5; z precedes t
+  for locale in de_DE et_EE; do # de_DE writes 1.5 as 1,5; et_EE sorts z before t
     localedef -i "$locale" -f UTF-8 "$LOCPATH/$locale.UTF-8" 2>&1 || true # the sources may not be installed
   done
   expected=$(env -u LANG -u LC_ALL "$SCRIPT")
@@ -495,7 +495,7 @@ END
 }
 
 
-@test "variables that bash assigns, limits or rejects reach a program unchanged, with at most bash's own warning" {
+@test "variables that bash assigns, obeys or rejects reach a program unchanged; bash prints at most its own warning" {
   script <<<'nested() { exec_in_environment 1 A=1 env; }; bash -c true; (bash -c true); read -r <<<x; nested'
   local variable
   export LOCPATH=$BATS_TEST_TMPDIR

@@ -119,7 +119,7 @@ def slow_names(path: Path) -> frozenset[str]:
 
 
 def used(node: ast.AST) -> Iterator[str]:
-    """Yield the names and fixtures that a node uses; RANKS stands for a slow command."""
+    """Yield the names and fixtures that a syntax node uses, and RANKS for each string with a slow command."""
     for inner in ast.walk(node):
         match inner:
             case ast.Name(id=name) | ast.arg(arg=name):

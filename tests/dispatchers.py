@@ -1,7 +1,7 @@
-"""Calls of run_distributed_training.py and run_two_phase_training.py, each in its own process, optionally killed.
+"""Run the dispatchers run_distributed_training.py and run_two_phase_training.py, and kill them at a given record.
 
-The processes are forked from one that has imported the programs. The code that kills a dispatcher at a record of its
-journal is only here, not in the product.
+Each call runs in a process that is forked from one that has imported both programs. The code that kills a dispatcher
+when it commits a given record of its journal is only here, not in the product.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def fork_chain(programs: Sequence[Any], chain: list[dict[str, Any]]) -> IO[str]:
 
 
 def fork(program: Any, call: dict[str, Any]) -> int:
-    """Make a call in a forked process. Returns the id of this process."""
+    """Make a call in a forked process. Returns the id of the forked process."""
     pid = os.fork()
     if pid:
         return pid
@@ -122,7 +122,7 @@ def fork(program: Any, call: dict[str, Any]) -> int:
 
 
 def kill_at(moment: str, number: int) -> None:
-    """Make the dispatcher in this process kill itself at a record."""
+    """Make the dispatcher in this process kill itself before, during or after the commit of the record `number`."""
     from distributed.jobs import journal
 
     commit, committed = journal.Journal.commit, 0

@@ -44,7 +44,7 @@ start_three_jobs() { # [option...]
   wait_until_started a
   wait_until_started b
   wait_until_started c
-  eventually holds 'len(last) == 3' # also in the results
+  eventually holds 'len(last) == 3' # results.json has an attempt of each job too
 }
 
 
@@ -164,7 +164,7 @@ fill() { # <directory>: fill its file system
 
 
 # bats test_tags=soak
-@test "a temporarily frozen server fails no job, and does not delay other servers if it is frozen at the start" {
+@test "no job fails on a temporarily frozen server, and a server frozen at the start does not delay the others" {
   lab freeze "$N2"
   three_jobs
   start_list
@@ -309,7 +309,7 @@ END
 }
 
 
-@test "a job on a disk that is full before its process ids are written ends, and so does the list" {
+@test "a job and its list end even if the disk is full before the process ids of the job are written" {
   small=$HOMES/$N2/small
   mkdir -p "$small"
   on "$N2" mount -t tmpfs -o size=2m tmpfs "$small"

@@ -155,7 +155,7 @@ END
 
 
 # bats test_tags=slow
-@test "--env, --env-file without leaked secrets, -m and --agent torchrun; a single rank has threads on all cores" {
+@test "--env, --env-file, -m and --agent torchrun work together, secrets do not leak, and one rank uses all cores" {
   local cores
   printf 'import os, sys\nprint(*(os.environ[name] for name in "A B OMP_NUM_THREADS".split()), sys.argv[1:])\n' >mod.py
   printf 'assert os.environ["SECRET"] == open("secret").read()\n' >>mod.py
@@ -208,7 +208,7 @@ time.sleep(300)'
 
 
 # bats test_tags=slow
-@test "standard output has only that of rank 0, and standard error that of rank 0 and the launcher's messages" {
+@test "the launcher prints stdout of rank 0 to stdout, and stderr of rank 0 and its own messages to stderr" {
   local code=0
   write_script <<'END'
 print('{"loss": ', end="", flush=True)
@@ -246,7 +246,7 @@ END
   grep -qF $'\e[K40%\r' out
   run grep '%' logs/latest/node_*.log
   [ "$output" = "[$(uname -n):0] 40%" ]
-  # Results in a file leave the bar on the terminal.
+  # If standard output goes to a file, the bar stays on the terminal.
   echo 'print("result")' >>bar.py
   command script -qec "$(printf '%q ' "$LAUNCH" --script bar.py - 1) >results" /dev/null </dev/null >out
   grep -qF $'\e[K40%\r' out
@@ -255,7 +255,7 @@ END
 
 
 # bats test_tags=slow
-@test "with torchrun's agent, which does not notice a failed rank that a thread keeps alive, SIGTERM names its error" {
+@test "after SIGTERM, the verdict names the error of a failed rank that a thread kept alive under torchrun's agent" {
   write_script <<'END'
 import threading
 if rank == 1:
@@ -281,7 +281,7 @@ END
 }
 
 
-@test "without signal handlers in the script, Ctrl-C exits with 130 and SIGTERM with 143, even if both were ignored" {
+@test "without handlers, Ctrl-C exits with 130, and SIGTERM exits with 143 even if SIGINT and SIGHUP are ignored" {
   write_script <<<'print("at work", flush=True); time.sleep(300)'
   start --script "my script.py" - 2
   wait_for_line "at work"
@@ -359,7 +359,7 @@ END
 }
 
 
-@test "the handler of a process that a rank has started does not count, and one that it has inherited does not run" {
+@test "a handler of a child of a rank does not count, and a handler that a child inherits from a rank does not run" {
   local agent
   for agent in fast torchrun; do
     write_script <<'END'
@@ -393,7 +393,7 @@ END
 }
 
 
-@test "a rank that dies of the stop after a signal is not restarted, and the verdict names the signal" {
+@test "a rank that is killed because a signal stops the run is not restarted, and the verdict names the signal" {
   echo 'import time; print("at work", flush=True); time.sleep(300)' >"my script.py"
   start --script "my script.py" --max-restarts 1 - 1
   wait_for_line "at work"
@@ -404,7 +404,7 @@ END
 }
 
 
-@test "Ctrl-C writes a checkpoint and exits with 75, the same command resumes, and a stop at the end exits with 0" {
+@test "Ctrl-C exits with 75 after a checkpoint, the same command resumes, and a stop after the last step exits with 0" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
 train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
@@ -816,7 +816,7 @@ exec "$VIRTUAL_ENV/bin/python" "\$@"
 END
   chmod +x python
   LOG_DIR=a AGENT=b node=c checks=d run -0 "$LAUNCH" --python ./python --script "my script.py" - 1
-  # Ignore the call that asks another interpreter, such as this stub, for its versions.
+  # Ignore the call of host.identity: Muster asks a Python that is not its own, such as this stub, for its versions.
   [ "$(sed -E '/host\.identity/d; s/^(-[^|]*\|)*[^|]*\/([a-z_]+)\.py\|([^|]*)\|.*/\2 \3/' calls)" = "check_call --script=my script.py
 module launch.run
 module launch.supervisor

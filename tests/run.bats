@@ -21,7 +21,8 @@ setup() {
 }
 
 
-# Each stub appends its arguments to $CALLS; its exit code and report are files in $STUBS. Python is also pip and venv.
+# Each stub appends its arguments to $CALLS; its exit code and report are files in $STUBS. The stub of
+# Python also replaces pip and venv.
 write_stubs() {
   cat >"$BATS_TEST_TMPDIR/bin/python3" <<'END'
 #!/usr/bin/env bash
@@ -86,7 +87,7 @@ without() { # <program...>
 }
 
 
-@test "the last line adds up four runs of linters, bats and pytest" {
+@test "the last line counts four linter runs, the bats tests and the pytest tests" {
   run_sh
   [ "$status" -eq 0 ]
   [ "${lines[-1]}" = "Muster: 8 passed, 0 failed, 0 skipped" ]

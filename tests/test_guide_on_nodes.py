@@ -143,7 +143,7 @@ def test_a_run_with_a_stopped_rank_is_shown_as_in_the_guide(project: Path) -> No
 
 
 def columns_of(lines: list[str]) -> list[str]:
-    """Return the lines with every measured value replaced by 0, every wait by "0 s", and one blank between columns."""
+    """Return the lines with measured values replaced by 0, durations by "0 s", and one blank between columns."""
     text = "\n".join(lines)
     text = re.sub(r"train-\d{8}-\d{6}-[0-9a-f]{4}|quickstart-\S+(?=:)", "RUN", text)
     text = re.sub(r"(?<!rank )(?<!node)\b\d[\d.,]*", "0", text)
@@ -153,8 +153,8 @@ def columns_of(lines: list[str]) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_the_laboratory_of_the_guide(project: Path) -> None:
-    """The last test: its last command removes the nodes."""
+def test_the_commands_of_the_guide_for_the_laboratory_succeed(project: Path) -> None:
+    """This must be the last test of the file, because its last command removes the nodes."""
     for command in LABORATORY:
         process = start(command, project)
         output, _ = process.communicate(timeout=SECONDS)

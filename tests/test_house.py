@@ -29,7 +29,7 @@ from distributed.jobs.servers import KIT_FILES
 
 KIT = Path(__file__).resolve().parent.parent
 
-# The packages and top-level modules that each package or module may import. If it is not a key, it may import none.
+# The packages and top-level modules that each package or module may import. One that is not a key may import none.
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "agent": {"exit_codes", "files", "host", "launch"},
     "checkpoint": {"exit_codes", "torch", "training"},
@@ -211,7 +211,7 @@ def test_nothing_is_installable() -> None:
 
 
 def test_directories_of_tests_are_those_of_the_package() -> None:
-    """They contain no __init__.py: tests/distributed/__init__.py would replace the package."""
+    """They contain no __init__.py: a file tests/distributed/__init__.py would replace the package `distributed`."""
     packages = {path.parent.name for path in modules() if path.name == "__init__.py"} - {"distributed"}
     tests = [path.relative_to(KIT / "tests") for path in tracked("tests/**/test_*.py")]
     assert {path.parts[0] for path in tests if len(path.parts) > 1} == packages

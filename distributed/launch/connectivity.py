@@ -107,7 +107,7 @@ def failed_connections(
 
 @dataclass(frozen=True)
 class ConnectionTest:
-    """The replies of all nodes to `listen` and `try`."""
+    """The replies of the nodes to the subcommands `listen` and `try` of this module."""
 
     listening: Mapping[str, Reply]
     connecting: Mapping[str, Reply]
@@ -145,8 +145,8 @@ def test_connections(
     """Let every node connect to every other node that listens.
 
     Args:
-        on_node: the local command that runs a module of the package with arguments in the environment of a node.
-        block: see environment_block().
+        on_node: on_node(node, module, arguments) returns the local command that runs a module of the package on a node.
+        block: environment variables for standard input of these commands, see environment_block().
         log: see Calls.log_waiting().
     """
     names = [node.node for node in nodes]
@@ -190,7 +190,7 @@ def test_connections(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`listen` and `try` run on a node. Returns 0."""
+    """Run the subcommand `listen` or `try` on a node. Returns 0."""
     options = _parse(arguments)
     if options.verb == "listen":
         return listen(options.nodes)

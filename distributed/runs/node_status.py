@@ -52,7 +52,7 @@ class RunProcess:
     ticks: int  # clock ticks of CPU used since its start
     memory: int  # resident bytes
     threads: int
-    local_rank: int | None  # of this process, or of the rank that started it; None: neither is known
+    local_rank: int | None  # of this process, or of the rank that started it; None: belongs to no known rank
     ticks_of_ended: int = 0  # clock ticks of CPU used by children that have exited
 
 
@@ -135,7 +135,7 @@ def _process(directory: Path, output: re.Pattern[str]) -> RunProcess:
     state, *fields = (directory / "stat").read_bytes().rpartition(b")")[2].decode().split()
     command = (directory / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
     rank: re.Match[Any] | None = None
-    with suppress(OSError):  # the fallback if the script has redirected both streams
+    with suppress(OSError):  # used if the script has redirected stdout and stderr to other files
         rank = LOCAL_RANK.search((directory / "environ").read_bytes())
     for stream in ("2", "1"):
         with suppress(OSError):
@@ -182,7 +182,7 @@ def output_files(run: Path, node: str) -> dict[int, list[Path]]:
 
 
 def last_output(files: Sequence[Path], now: float) -> tuple[float | None, str]:
-    """Seconds since the last write to any of these files, None without files; and the last line."""
+    """Return the seconds since the last write to any of these files (None if there is no file), and the last line."""
     written = []
     for file in files:
         with suppress(OSError):
@@ -268,7 +268,7 @@ def parse_py_spy(pid: int, dump: str) -> tuple[str, tuple[Frame, ...]] | None:
     """Return the result of read_stacks() from the JSON of py-spy; None if it cannot be parsed."""
     lines, stacks = [], []
     try:
-        # In a container os_thread_id may be unknown.
+        # The name identifies the main thread where os_thread_id is unknown, as in some containers.
         main_first = sorted(json.loads(dump), key=lambda one: (one["os_thread_id"] != pid, one["thread_name"] != MAIN))
         for thread in main_first:
             frames = script_frames([Frame(one["filename"], one["line"], one["name"]) for one in thread["frames"]])
@@ -339,7 +339,7 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
 
 
 def stopped_processes(run: str, node: str, processes: Sequence[RunProcess]) -> tuple[int, ...]:
-    """The ids of the supervisor and of these processes, except ranks, if they are stopped (SIGSTOP)."""
+    """Return the ids of all stopped (SIGSTOP) processes among the supervisor and those processes that are no ranks."""
     others = [one.pid for one in processes if one.local_rank is None]
     supervisor = process_scan.live_pid(read_json(Path(run, f"node_{node}.pid")).get("supervisor"))
     found = {pid: process_scan.process(pid) for pid in (supervisor, *others)}

@@ -67,7 +67,8 @@ class Ranks:
     def load(self, file: Path) -> Any:
         """Load rank 0's file on every rank, on the CPU: other nodes may not have the file, or may have an older one.
 
-        Raises OSError when rank 0 cannot read the file, and what load_safely() raises; the same on every rank.
+        Raises OSError when rank 0 cannot read the file, and the exceptions of load_safely(). Every rank raises the same
+        exception.
         """
         if self.size == 1:
             return load_safely(file)
@@ -96,8 +97,8 @@ def _read_at(file: Path, offset: int, piece: bytearray) -> None:
 def load_safely(file: Path | IO[bytes]) -> Any:
     """Load a file of torch.save() on the CPU, without running code from it.
 
-    Raises pickle.UnpicklingError when torch.save() did not write the file, or when loading it needs code. The message
-    replaces PyTorch's, which suggests loading the file anyway.
+    Raises pickle.UnpicklingError when torch.save() did not write the file, or when loading the file would run code. The
+    message replaces PyTorch's, which suggests loading the file anyway.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)

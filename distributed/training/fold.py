@@ -90,7 +90,7 @@ def output_directory(settings: Mapping[str, Any], job_id: str, default_participa
 def fold_of(settings: Mapping[str, Any]) -> int | None:
     """Return the number of the fold; None when not given.
 
-    Raises ValueError for anything but an integer, or its digits, from 0 to 999,999,999.
+    Raises ValueError unless the fold is an integer from 0 to 999,999,999, or a string of its digits.
     """
     fold = _given(settings, "fold")
     if fold is None:

@@ -20,9 +20,9 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 source "$KIT/scripts/lib/node_env.bash"
 
 
-# Set NODE_ENV_ENTRIES. All variables in this file have a prefix, because the user's environment and NODE_ENV may use
-# any other name, for functions too. The locale is C, because in UTF-8, bash's read loses the byte that follows an
-# incomplete character.
+# Set NODE_ENV_ENTRIES. Variables in this file start with NODE_ENV_, because the user's environment and NODE_ENV may
+# define any other variable. They may also define functions, so `builtin` precedes the commands of bash. The locale is
+# C, because in UTF-8, bash's read loses the byte that follows an incomplete character.
 read_entries() {
   builtin local LC_ALL=C TMOUT=0
   NODE_ENV_ENTRIES=()
@@ -52,14 +52,15 @@ main() {
   fi
   { set +xv; } 2>/dev/null # ~/.bashrc may have set -x, which would print the values
   if [[ ! $NODE_ENV_MODE ]]; then
-    read_entries 2>/dev/null # bash restores a locale that may not be installed
+    read_entries 2>/dev/null # bash warns if the locale that it restores is not installed
     export_entries
   fi
   source_node_env "$1" kill_background </dev/null >&2
   builtin shift
   { builtin set +xv; } 2>/dev/null
   if [[ $NODE_ENV_MODE != --task ]]; then
-    read_entries 2>/dev/null # only now: an unread block shows the supervisor that NODE_ENV has replaced this shell
+    # If NODE_ENV has replaced this shell, this block stays unread, which the supervisor detects.
+    read_entries 2>/dev/null
     [[ ! $NODE_ENV_MODE ]] || command exec </dev/null
     export_entries
   fi

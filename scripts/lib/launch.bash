@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 #
-# Steps shared by all launchers: check the call, build the command line of the agent, run the nodes.
+# Steps shared by all launchers: check the call, build the command line of the agent, run it on the nodes.
 #
 # Sourced, never run; it needs options.bash.
 
@@ -18,7 +18,7 @@ RUN_OPTIONS=()           # distributed/launch/run.py or attach.py, and its optio
 NODES=()                 # names, in the order of node ranks
 SPARE_NODES=()           # names of nodes that replace lost nodes
 declare -A ADDRESS=()    # node -> [user@]name for ssh
-declare -A NPROC_OF=()   # node -> number of ranks; auto, gpu or cpu: the preflight counts them
+declare -A NPROC_OF=()   # node -> number of ranks, or auto, gpu or cpu if the preflight determines the number
 RANKS=0                  # world size
 
 
@@ -118,7 +118,7 @@ check_call_on_nodes() { # <node...>
 
 
 # Set CHECKS, the options with which check_call.py reads node names, --hostfile and --exclude.
-set_node_checks() { # <number of processes on nodes that do not set it> <node...>
+set_node_checks() { # <default number of processes of a node> <node...>
   local names=("${@:2}")
   CHECKS=(--nodes "$1" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"}
     ${VALUE_NAME[--spares]:+--replace} ${SPARES:+"--spares=$SPARES"} "${names[@]/#/--node=}")
@@ -137,7 +137,8 @@ add_node() { # <name> <processes> [address for ssh: [user@]name]
 # allocation, FORWARDED. Exits when a check fails.
 run_checks() { # <option of check_call.py...>
   local facts status=0 name value processes forwarded=()
-  # Python finds the modules of the ranks only in their environment. The two variables make Python exit and print UTF-8.
+  # check_call.py looks for modules of the ranks, so it runs in their environment. The two empty variables replace the
+  # user's values, with which Python might wait for input instead of exiting, or might not print UTF-8.
   facts=$(trap '' INT && exec_in_environment $((${#ENVIRONMENT[@]} + 2)) "${ENVIRONMENT[@]}" \
     PYTHONINSPECT= PYTHONIOENCODING= \
     "$PYTHON" "$KIT/scripts/lib/check_call.py" "$@" -- "${SCRIPT_ARGS[@]}") || status=$?
@@ -210,14 +211,15 @@ ssh_run_nodes() { # <ssh or pdsh>
 
 # Replace this process by the program that connects to the nodes, makes the run directory, runs the command on all
 # nodes, restarts it after a failure, and exits with the exit code of the run. With --dry-run it only prints the command
-# of each node. Callers of this function have no local variables, which would hide variables of the user from the ranks.
+# of each node. Callers of this function must not have local variables: a local variable would hide the user's variable
+# of the same name from the ranks.
 run_nodes() { # <local, ssh, pdsh or srun> [option of distributed/launch/run.py...]
   set_run_options "$@"
   exec_module "${RUN_OPTIONS[@]}" < <(print_lists)
 }
 
 
-# Set RUN_OPTIONS. In run_nodes, the local variables of this function would hide variables of the user.
+# Set RUN_OPTIONS. This is a separate function because run_nodes must not have local variables.
 set_run_options() { # <argument of run_nodes...>
   local node program=launch.run name=${MODULE:-${WORK[0]}}
   [[ ! $ATTACH ]] || program=launch.attach

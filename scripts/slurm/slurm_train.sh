@@ -42,7 +42,7 @@
 #SBATCH --job-name=train
 #SBATCH --nodes=2                       # number of nodes
 #SBATCH --ntasks-per-node=2             # processes per node: one per GPU
-#SBATCH --gres=gpu:2                    # GPUs per node; none: for a cluster without GPUs
+#SBATCH --gres=gpu:2                    # GPUs per node; --gres=none on a cluster without GPUs
 #SBATCH --cpus-per-task=2               # cores per process, its data workers included
 ##SBATCH --mem=8G                       # memory per node, 0: all of it; if set, sbatch refuses --mem-per-cpu
 #SBATCH --time=1-00:00:00               # days-hours:minutes:seconds; the job requeues itself before this limit
@@ -82,7 +82,7 @@ main() {
     in_allocation || die_usage "not in a SLURM job; use: $(quote "${CALL[@]}") (--dry-run shows what it would do)"
     enter_node_env "$@"
     find_earlier_run
-    trap '' "${PASSED_ON[@]}" # until distributed/launch/run.py handles them
+    trap '' "${PASSED_ON[@]}" # ignore these signals until distributed/launch/run.py handles them
   fi
   slurm_check_call 0
   slurm_run_nodes --max-requeues "$MAX_REQUEUES" "${RUN_AGAIN[@]}"

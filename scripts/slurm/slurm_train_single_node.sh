@@ -22,7 +22,7 @@
 #SBATCH --job-name=train
 #SBATCH --nodes=1                       # for more nodes use slurm_train.sh
 #SBATCH --ntasks-per-node=2             # processes: one per GPU
-#SBATCH --gres=gpu:2                    # GPUs; none: for a cluster without GPUs
+#SBATCH --gres=gpu:2                    # GPUs; --gres=none on a cluster without GPUs
 #SBATCH --cpus-per-task=2               # cores per process, its data workers included
 ##SBATCH --mem=8G                       # memory, 0: all of the node; if set, sbatch refuses --mem-per-cpu
 #SBATCH --time=1-00:00:00               # days-hours:minutes:seconds; the job requeues itself before this limit

@@ -1,4 +1,4 @@
-"""The agent replaces names inside torchrun, so it is tested with the oldest supported PyTorch and with a newer one.
+"""The agent replaces functions and classes of torchrun, so its tests run with the oldest supported and a newer PyTorch.
 
 Each version has a separate environment, in which the agent's tests must pass.
 """

@@ -590,7 +590,7 @@ def load_on_ranks(rank: int, size: int, checkpoint_dir: Path) -> tuple[int, int,
         return found.step, found.ranks, is_state_2, (per_rank["draws"].tolist(), torch.randn(3).tolist())
 
 
-def test_every_rank_gets_the_state_of_rank_0_and_its_per_rank_state(tmp_path: Path) -> None:
+def test_every_rank_gets_the_state_of_rank_0_and_its_own_per_rank_state(tmp_path: Path) -> None:
     forked.ranks(2, save_on_ranks, tmp_path)
     assert not (tmp_path / "node1").exists()
     expected = []

@@ -20,7 +20,7 @@ from distributed.checkpoint.checkpoints import CheckpointError, Checkpoints
 TAKEN_OVER = r"/checkpoints: taken over by process \d+ on .*, attempt 2 of run train-1; attempt 1 of run train-1 writes"
 
 
-def test_a_save_after_a_take_over_is_an_error_on_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_raises_the_error_of_a_save_after_a_take_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_attempt(monkeypatch, 0)
     with Checkpoints(tmp_path / "checkpoints") as lost:
         lost.save(1, {"weight": torch.ones(3)})

@@ -31,7 +31,7 @@ print(*got)
 """
 
 
-def test_launchers_pass_on_the_same_signals() -> None:
+def test_bash_and_python_pass_on_the_same_signals() -> None:
     script = 'source scripts/lib/common.bash; for name in "${PASSED_ON[@]}"; do kill -l "$name"; done'
     names = subprocess.run(["bash", "-c", script], cwd=KIT, check=True, capture_output=True, text=True).stdout.split()
     script = 'for name; do [[ $name == [0-9]* ]] && echo "$name" || kill -l "$name"; done'

@@ -1,4 +1,7 @@
-"""A command gets standard input only after it has printed READY. A shell script replaces ssh, but not in bats files."""
+"""A command gets standard input only after it has printed READY.
+
+In this file, a shell script replaces ssh. The bats files run the real ssh.
+"""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_jobs_share_a_base_model(one: dict[str, Any], other: dict[str, Any], sec
 DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"participants": ["a", "b"]}, {"participants": ["a", "b", "c"]}, {}),
     ({"participants": ["a", "b"]}, {}, {}),
-    ({"participants": [1]}, {"participants": [1.0]}, {}),  # these are names, and the arguments differ
+    ({"participants": [1]}, {"participants": [1.0]}, {}),  # participants are names, here "1" and "1.0"
     ({"base_participants": ["a"]}, {}, {}),
     ({"model": "medium"}, {}, {}),
     ({"batch_size": 64}, {"batch_size": 65}, {}),
@@ -192,7 +192,7 @@ def test_the_content_of_a_settings_file_is_part_of_the_digest(tmp_path: Path) ->
     assert len(found) == 2
 
 
-def test_another_script_has_only_declared_defaults() -> None:
+def test_a_script_other_than_train_py_has_only_declared_defaults() -> None:
     assert plan({}, script="mine.py").bases[digests({}, script="mine.py")[0]].settings == {}
     declared = {"base": ["config"], "defaults": {"depth": 4, "config": "x"}}
     made = plan({}, script="mine.py", **{**declared, "base": ["depth"]})
@@ -473,7 +473,7 @@ def test_options_of_a_base_training_default_to_those_of_its_first_job() -> None:
     assert training_job(only(plan(*entries)), rules()).options.retries == 1
 
 
-def test_a_training_gets_paths_and_nested_values_as_its_first_job_has_them() -> None:
+def test_a_base_training_writes_paths_and_nested_values_as_its_first_job_does() -> None:
     spellings = ["./data//x/", "data/x"]
     entries = [{"data_path": path, "o": {"lr": 0.5}, "_nested": "dotted"} for path in spellings]
     one, other = (training_job(only(plan(*each, base=["o"])), rules(base=["o"])) for each in (entries, entries[::-1]))

@@ -317,7 +317,7 @@ def test_keys_with_an_underscore_are_options(tmp_path: Path) -> None:
     assert job.options == Options(timeout=5.0, labels=("x",), env={"A": "1"}, gpus=2)
 
 
-def test_retries_is_the_default_of_jobs_without_retries(tmp_path: Path) -> None:
+def test_the_argument_retries_applies_to_jobs_without_the_option_retries(tmp_path: Path) -> None:
     jobs = jobs_of(tmp_path, {"a": 1}, {"a": 2, "_retries": 0}, retries=3)
     assert [job.options.retries for job in jobs] == [3, 0]
 
@@ -356,7 +356,7 @@ def read_or_refused(path: Path, read: Any) -> Any:
 
 
 @given(st.lists(st.dictionaries(KEYS, VALUES, max_size=4), min_size=1, max_size=4) | VALUES)
-def test_any_list_of_jobs_is_accepted_or_refused_in_lines(directory: Path, tree: Any) -> None:
+def test_any_list_of_jobs_is_accepted_or_refused_with_lines_that_name_the_file(directory: Path, tree: Any) -> None:
     jobs = read_or_refused(write_json(directory, json.dumps(tree)), read_jobs)
     if jobs is not None:
         assert len({job.id for job in jobs}) == len({job.output for job in jobs}) == len(tree)
@@ -365,7 +365,7 @@ def test_any_list_of_jobs_is_accepted_or_refused_in_lines(directory: Path, tree:
 @given(st.dictionaries(KEYS, VALUES, max_size=4) | st.lists(st.dictionaries(KEYS, VALUES), max_size=2).map(
     lambda servers: {"servers": servers}
 ))  # fmt: skip
-def test_any_cluster_is_accepted_or_refused_in_lines(directory: Path, tree: Any) -> None:
+def test_any_cluster_is_accepted_or_refused_with_lines_that_name_the_file(directory: Path, tree: Any) -> None:
     cluster = read_or_refused(write_json(directory, json.dumps(tree)), read_cluster)
     if cluster is not None:
         assert all(isinstance(server, Server) for server in cluster.servers)
@@ -397,7 +397,9 @@ def named(name: str, *after: str) -> dict[str, Any]:
          ["job 700: _after: MUSTER_AFTER would be too long for Linux with 700 jobs; name fewer"]),
     ],
 )  # fmt: skip
-def test_an_after_that_cannot_be_met_is_refused(tmp_path: Path, jobs: list[Any], faults: list[str] | None) -> None:
+def test_an_option_after_that_cannot_be_met_is_refused(
+    tmp_path: Path, jobs: list[Any], faults: list[str] | None
+) -> None:
     path = write_json(tmp_path, jobs)
     if faults:
         assert refusal(path, read_jobs) == faults
@@ -405,7 +407,7 @@ def test_an_after_that_cannot_be_met_is_refused(tmp_path: Path, jobs: list[Any],
         read_jobs(path)
 
 
-def test_an_after_names_a_job_by_name_directory_id_prefix_or_unique_part(tmp_path: Path) -> None:
+def test_the_option_after_takes_the_name_directory_id_prefix_or_a_unique_part_of_a_job(tmp_path: Path) -> None:
     first, second = jobs_of(tmp_path, {"prefix": "prep", "n": 1}, {"prefix": "prep2", "n": 1})
     ways = (first.name, first.output, first.id, first.id[:8], "prep", f"prep/{first.id[:3]}", "ep2/")
     jobs = jobs_of(tmp_path, {"prefix": "prep", "n": 1}, {"prefix": "prep2", "n": 1},

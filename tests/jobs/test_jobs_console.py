@@ -30,7 +30,7 @@ from distributed.jobs.state import ListState
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts/jobs/run_distributed_training.py"
 SECONDS = 60  # timeout of a list
-NOW = 1.9e9  # in the tests of the table
+NOW = 1.9e9  # Unix time in the tests of the table
 
 
 # ---------------------------------------------------------------- the table
@@ -90,7 +90,7 @@ def test_a_slot_shows_job_progress_and_time_left() -> None:
 
 
 @pytest.mark.parametrize(("step", "left"), [(900, []), (950, ["1:00"])])
-def test_the_time_left_of_a_resumed_job_depends_on_its_steps_since_then(step: int, left: list[str]) -> None:
+def test_the_time_left_of_a_resumed_job_depends_on_its_steps_since_the_resume(step: int, left: list[str]) -> None:
     state = running(("gpu1", 0))
     [job] = state.jobs.values()
     job.attempts[:0] = [replace(job.attempts[0], number=0, state="ended")]

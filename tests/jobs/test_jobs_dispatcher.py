@@ -634,7 +634,7 @@ def test_jobs_are_added_while_a_list_runs_and_wait_for_its_jobs(tmp_path: Path) 
     asyncio.run(scenario())
 
 
-def test_a_paused_list_stays_paused_when_jobs_are_added_and_a_request_without_a_dispatcher_is_handled_by_the_next(
+def test_a_paused_list_stays_paused_when_jobs_are_added_and_the_next_dispatcher_handles_earlier_requests(
     tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
@@ -761,7 +761,7 @@ def lost_attempt(one: SimulatedServer, two: SimulatedServer) -> Callable[[ListRu
     return scenario
 
 
-def test_after_lost_after_seconds_a_job_runs_elsewhere(tmp_path: Path) -> None:
+def test_a_job_runs_elsewhere_once_its_server_is_unreachable_for_lost_after_seconds(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = SimulatedServer("one"), SimulatedServer("two")
         async with ListRun(tmp_path, one, two, jobs=[job(0, retries=0)], lost_after=0.05) as run:
@@ -832,7 +832,9 @@ def test_a_lost_attempt_is_stopped_before_its_slot_is_reused(tmp_path: Path, res
 
 
 @pytest.mark.parametrize("reconnected", [True, False])
-def test_a_later_cancel_stops_a_lost_attempt_if_its_server_is_back(tmp_path: Path, reconnected: bool) -> None:
+def test_a_draining_dispatcher_stops_a_lost_attempt_if_its_server_is_reachable_again(
+    tmp_path: Path, reconnected: bool
+) -> None:
     async def scenario() -> None:
         one, two = SimulatedServer("one"), SimulatedServer("two")
         async with ListRun(tmp_path, one, two, lost_after=0.05) as run:
@@ -1304,7 +1306,7 @@ def test_a_job_on_an_unreachable_server_is_cancelled_after_the_reconnect(tmp_pat
     asyncio.run(scenario())
 
 
-def test_a_job_that_was_cancelled_while_its_start_was_lost_is_not_started(tmp_path: Path) -> None:
+def test_a_job_that_is_cancelled_after_its_start_request_was_lost_is_not_started(tmp_path: Path) -> None:
     class Lost(SimulatedServer):
         async def start(self, *request: Any) -> dict[str, Any]:
             self.disconnect()

@@ -109,7 +109,7 @@ def test_the_output_directory_uses_the_default_participants_of_the_script() -> N
     assert job.output == f"experiments/e/fold1_{DEFAULT_PARTICIPANTS[1]}"
 
 
-def test_a_prefix_names_its_jobs_even_if_the_id_of_another_job_starts_with_it() -> None:
+def test_a_prefix_selects_its_jobs_even_if_the_id_of_another_job_starts_with_it() -> None:
     other = made({"prefix": "other"})
     start = other.id[:3]
     named = [made({"prefix": start, "fold": fold, "participants": ["x", "y"]}) for fold in (0, 1)]
@@ -157,7 +157,7 @@ def test_a_value_is_converted_to_arguments(value: Any, expected: list[str]) -> N
 
 
 @pytest.mark.parametrize("number", ["0.00001", "1e-5", "1E5", "1.10", "-0.0", "6.02e+23", "1" * 400, "0.1" + "0" * 30])
-def test_a_number_of_a_list_is_passed_as_it_was_written(tmp_path: Path, number: str) -> None:
+def test_a_number_in_a_job_list_is_passed_as_it_was_written(tmp_path: Path, number: str) -> None:
     path = tmp_path / "jobs.json"
     path.write_text(f'[{{"a": {number}, "b": [{number}]}}, {{"c": {{"d": {number}}}, "_nested": "json"}}]')
     one, other = config.read_jobs(path)
@@ -169,7 +169,7 @@ def test_a_number_of_a_list_is_passed_as_it_was_written(tmp_path: Path, number: 
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_yaml_reads_a_float_of_a_program_as_a_float(number: float) -> None:
+def test_yaml_reads_the_argument_for_a_python_float_as_a_float(number: float) -> None:
     argument = arguments(made({"a": number}), "cpu")[1]
     assert (yaml.safe_load(argument), float(argument), json.loads(argument)) == (number, number, number)
     assert isinstance(yaml.safe_load(argument), float)

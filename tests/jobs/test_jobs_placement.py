@@ -59,7 +59,7 @@ def test_priority_precedes_expected_time() -> None:
     assert [name for name, _, _ in waiting.place(pools(pool("s", slots=4)))] == ["b", "a", "c"]
 
 
-def test_jobs_are_distributed_by_free_share() -> None:
+def test_each_job_goes_to_the_server_with_the_largest_share_of_free_slots() -> None:
     placed = queue(*map(job, "abcde")).place(pools(pool("big", slots=4), pool("small", slots=2)))
     assert names(placed) == ["a@big:0", "b@small:0", "c@big:1", "d@big:2", "e@small:1"]
 
@@ -249,7 +249,7 @@ def test_a_planned_list_takes_at_most_four_thirds_of_the_optimum(lengths: list[i
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=200), st.integers(1, 24))
 def test_a_long_list_takes_at_most_its_lower_bound_plus_one_short_job(lengths: list[int], slots: int) -> None:
-    """No slot is idle while a job waits, and of many jobs, one of the shortest ends last."""
+    """No slot is idle while a job waits. The last job to end started at 0, or is none of the `slots` longest."""
     bound = max(sum(lengths) / slots, max(lengths))
     shortest = sorted(lengths, reverse=True)[slots:] or [0]
     assert makespan(lengths, slots) <= bound + max(shortest) * (1 - 1 / slots) + 1e-9

@@ -124,7 +124,7 @@ def test_a_suspected_hang_and_its_end_are_events(directory: Path, notifying_watc
 
 
 @pytest.mark.parametrize("option", [["--notify", "curl https://secret"], ["--notify=curl https://secret"]])
-def test_the_command_is_not_recorded_and_may_differ_with_attach(option: list[str]) -> None:
+def test_the_command_is_not_recorded_and_attach_accepts_another_one(option: list[str]) -> None:
     call = ["launch.sh", *option, "--quiet", "-", "2", "--", *option]
     shown = masked(call)
     assert "curl https://secret" not in " ".join(shown[: shown.index("--")])
@@ -133,5 +133,5 @@ def test_the_command_is_not_recorded_and_may_differ_with_attach(option: list[str
 
 
 @pytest.mark.parametrize("option", [["--notify", ""], ["--attach", ""], ["--notify="]])
-def test_an_empty_value_is_no_constant_argument(option: list[str]) -> None:
+def test_constant_arguments_contain_no_empty_value_of_notify_or_attach(option: list[str]) -> None:
     assert constant_arguments(["launch.sh", *option, "-", "2"]) == ["-", "2"]

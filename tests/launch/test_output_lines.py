@@ -1,4 +1,7 @@
-"""The console shows whole lines of rank 0, each on the stream where the rank printed it, and a progress bar live."""
+"""The console shows whole lines of rank 0, each on the stream where the rank printed it, and a progress bar live.
+
+An update is a line that the next line of the rank overwrites, as in a progress bar.
+"""
 
 from __future__ import annotations
 

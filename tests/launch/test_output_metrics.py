@@ -191,7 +191,7 @@ def values_in(text: str) -> dict[str, Any]:
     ("line", "expected"), [case for cases in LINES.values() for case in cases],
     ids=[f"{name} {n}" for name, cases in LINES.items() for n in range(1, len(cases) + 1)],
 )  # fmt: skip
-def test_the_values_in_a_line_of_a_training(line: str, expected: dict[str, Any]) -> None:
+def test_the_values_in_a_line_of_training_output_are_found(line: str, expected: dict[str, Any]) -> None:
     found = values_in(line)
     assert {name: found.get(name) for name in expected} == pytest.approx(expected, nan_ok=True)
     assert ("step" in found) == ("step" in expected)
@@ -262,7 +262,7 @@ def resolve(*lines: str, first_epoch: float | None = None) -> list[tuple[Any, An
     return [(values.get("step"), values.get("steps")) for values in found]
 
 
-def test_steps_of_epochs_with_a_number_are_those_of_the_whole_training() -> None:
+def test_a_step_in_a_numbered_epoch_becomes_a_step_of_the_whole_training() -> None:
     lines = [f"Epoch [{epoch}/2], Step [{step}/100], Loss: 0.4" for epoch in (1, 2) for step in (50, 100)]
     assert resolve(*lines) == [(50, 200), (100, 200), (150, 200), (200, 200)]
     assert [step for step, _ in resolve(*(f"Epoch: [{n}][50/100] Loss 1.0" for n in range(3)))] == [50, 150, 250]
@@ -284,7 +284,7 @@ def test_lines_that_are_slightly_out_of_order_belong_to_one_epoch() -> None:
 
 
 @pytest.mark.parametrize("task", ["Loading train images", "Map (num_proc=4)", "Processing batches"])
-def test_a_bar_of_a_preparation_is_no_training(task: str) -> None:
+def test_a_progress_bar_of_data_preparation_is_not_taken_for_training(task: str) -> None:
     lines = [f"{task}: 100%|#| 50000/50000 [00:01<00:00, 4500.5it/s]", "10%|#| 39/391 [00:01<00:01, 4.5it/s]"]
     assert resolve(*lines) == [(39, 391)]
 
@@ -314,7 +314,10 @@ def test_without_steps_the_epoch_is_the_step() -> None:
 
 
 def written(directory: Path, *reads: list[str], expression: str = "", rank: int = 0) -> list[dict[str, Any]]:
-    """The lines of the file after the output of an attempt. reads: the lines of output before each call of read()."""
+    """Return the lines that an attempt with this output writes to the file of metrics.
+
+    reads: for each call of read(), the lines of output that precede it.
+    """
     output = OutputMetrics(str(directory / "metrics.jsonl"), expression)
     for lines in reads:
         output.feed(b"".join(f"[node1:{rank}] {line}\n".encode() for line in lines))

@@ -30,7 +30,7 @@ def nodes(names: str, processes: int = 2) -> list[RunNode]:
         # A smaller run grows again.
         ("a b", "", "c", 2, "a b c", [("", "c", 2)]),
         ("a b", "b", "c d", 2, "a c d", [("b", "c", 1), ("", "d", 2)]),
-        # The last node is not given up.
+        # If all nodes are lost, all stay in the run.
         ("a b c", "a b c", "", 1, "a b c", []),
     ],
 )
@@ -43,7 +43,7 @@ def test_spares_take_the_places_of_lost_nodes(
     assert [(change.node, change.by, change.node_rank) for change in made] == changes
 
 
-def test_a_spare_takes_the_number_of_processes_and_the_message_names_both_nodes_and_the_reason() -> None:
+def test_a_spare_gets_as_many_processes_as_the_lost_node_and_the_message_names_both_and_the_reason() -> None:
     uneven = [RunNode("a", "a", 1, 0), RunNode("b", "b", 4, 1)]
     found, [change] = arrange(uneven, {"b": "connection lost"}, nodes("s", 8), 2, 0)
     assert number_ranks(found, 0) == [uneven[0], RunNode("s", "s", 4, 1)]

@@ -1,6 +1,7 @@
 """The status of a run on a node: only processes of this run, their ranks, and their last output.
 
-These tests write the files of /proc and of the run directory, and a stub replaces nvidia-smi. status.bats tests runs.
+These tests write the files of /proc and of the run directory, and a stub replaces nvidia-smi. status.bats tests real
+runs.
 """
 
 from __future__ import annotations
