@@ -1,14 +1,14 @@
 """How long does saving a checkpoint stop the training?
 
-Compares the medians of Checkpoints.save() and torch.save of the same state to the same directory, in turn. The state is
-that of a model and its AdamW, three numbers per parameter. Both write a new file and then remove the previous one, so
-that one exists at every moment. sync(2) runs before each measurement; the first saves, which allocate memory, are
-discarded.
+Calls Checkpoints.save() and torch.save alternately, with the same state and directory, and compares their median times.
+The state is that of a model and its AdamW, three numbers per parameter. Both write a new file and then remove the
+previous one, so that one exists at every moment. sync(2) runs before each measurement; the first saves, which allocate
+memory, are discarded.
 
 Expected: torch.save computes a CRC-32 and copies to the page cache with one thread. save() copies the state once in
-memory, which takes a tenth to a fifth as long on 2 cores. With overlapped=optimizer, it copies while the next gradients
-are computed; then the wait before the optimizer's step is added to the time. The background write slows concurrent
-steps by about its own CPU time when all cores compute.
+memory; on 2 cores, this takes a tenth to a fifth of the time of torch.save. With overlapped=optimizer, save() copies
+while the next gradients are computed; then the wait before the optimizer's step is added to the time. If training steps
+use all cores, the background write slows them by about the CPU time of the write.
 
     python -m benchmarks.checkpoint [--parameters 25] [--turns 15] [--directory DIRECTORY]
 
@@ -36,7 +36,7 @@ from distributed.checkpoint.checkpoints import Checkpoints
 from distributed.checkpoint.directory import final_path
 
 TARGET = 0.1
-WARM_UP = 2  # turns: the first save of each allocates
+WARM_UP = 2  # turns that are not measured: the first saves allocate memory
 WIDTH = 512
 
 
@@ -83,7 +83,7 @@ class Training:
 
 
 def measure_stops(training: Training, checkpoints: Checkpoints, directory: Path, turns: int) -> float:
-    """Measure how long each way stops the training. Returns the ratio of the medians."""
+    """Measure how long each way of saving stops the training. Returns the ratio of save(overlapped) to torch.save."""
     state, optimizer, steps = training.state(), training.optimizer, count()
 
     def overlapped() -> float:

@@ -56,7 +56,7 @@ def cut(text: str, most: int) -> str:
     """The text, cut to at most this many columns. It must not contain colours."""
     if columns(text) <= most:
         return text
-    kept, used = "", 1  # for the ellipsis
+    kept, used = "", 1  # one column for the ellipsis
     for character in text:
         used += columns(character)
         if used > most:

@@ -34,15 +34,16 @@ SLURM_VARIABLES = (
     *("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURMD_NODENAME"),
     *NODE_LIST_VARIABLES,
 )
-# The layout from launchers that set TORCHRUN_VARIABLES: torchrun and Lightning, Ray Train, DeepSpeed.
+# The variables of the layout that other launchers than SLURM and MPI set in addition to TORCHRUN_VARIABLES: torchrun
+# and Lightning, Ray Train, DeepSpeed.
 LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 NODE_RANK_VARIABLES = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")
 NODES_VARIABLES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE")
 CROSS_VARIABLES = ("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")
 LAYOUT_VARIABLES = (*LOCAL_SIZE_VARIABLES, *NODE_RANK_VARIABLES, *NODES_VARIABLES)
 # Rank, size, local rank and local size from Open MPI, MVAPICH, MPICH and Intel MPI, Cray PALS, and horovodrun. No
-# launcher of MPI gives the node rank: OMPI_COMM_WORLD_NODE_RANK is a rank on the node. CROSS_VARIABLES, of horovodrun,
-# count only the nodes that have a rank with this local rank.
+# launcher of MPI gives the node rank: OMPI_COMM_WORLD_NODE_RANK is a rank on the node. horovodrun sets CROSS_VARIABLES;
+# they count only nodes on which some rank has the local rank of this process.
 MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
@@ -50,7 +51,7 @@ MPI_VARIABLES = (
     ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", *CROSS_VARIABLES),
 )
-# Ranks that are only used in an error: those of PMIx, Cray PALS and Flux without PMI are not enough for a World.
+# Rank variables of PMIx, Cray PALS and Flux without PMI. They are not enough for a World; an error message names them.
 RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 # SLURM reserves step IDs from this one up for the batch script, the interactive step and other steps without srun.
 FIRST_SPECIAL_STEP = 4_294_967_000
@@ -94,9 +95,10 @@ class World:
         """Read the world from the variables of the launcher that started this process.
 
         The launcher is the first that applies: torchrun (also under srun); any launcher that sets all of RANK,
-        WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; srun; mpirun; none (a single process). In a task of srun
-        with the same rank and size, the layout is SLURM's. When env is os.environ, rank 0 prints each note once to
-        stderr, and the host name and the environment in which SLURM started the task are used as well.
+        WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; srun; mpirun; none (a single process). If RANK and
+        WORLD_SIZE equal the rank and size of this task of srun, the layout is SLURM's, except with torchrun. When env
+        is os.environ, rank 0 prints each note once to stderr, and the host name and the environment in which SLURM
+        started the task are used as well.
 
         Raises:
             WorldError: the environment is incomplete or contradictory, or a value is invalid.
@@ -268,8 +270,8 @@ def _layout(rank: int, size: int, local_rank: int, hints: Hints, host: int | Non
 
     With all three hints, nodes may have different numbers of ranks. Otherwise each node must have the same number, with
     ranks in block order (0, 1 on the first node) or cyclic order (0, 2 on the first of two nodes). Each rank decides
-    from its own numbers. With uneven nodes, or in plane order, at least one rank gets None, so that no training starts
-    with a wrong layout.
+    from its own numbers. With uneven nodes, or with SLURM's plane distribution, at least one rank gets None, so that no
+    training starts with a wrong layout.
 
     Args:
         host: position of this host in the list of nodes, where it is known.
@@ -294,7 +296,7 @@ def _layout(rank: int, size: int, local_rank: int, hints: Hints, host: int | Non
 
 
 def _node_rank_suffices(rank: int, size: int, local_rank: int, hints: Hints) -> bool:
-    """Return whether the layout is known with a node rank in addition to the hints."""
+    """Return whether the hints would determine the layout if they included the node rank."""
     known = hints.nodes or hints.local_size
     if hints.node_rank is not None or not known or size % known:
         return False
@@ -310,7 +312,7 @@ def _possible_nodes(rank: int, local_rank: int, size: int, nodes: int) -> set[in
 
 
 def _order_is_evident(size: int, nodes: int) -> bool:
-    """Return whether block and cyclic order put no rank on different nodes with the same local rank.
+    """Return whether a rank and its local rank always determine the node, so that block or cyclic need not be known.
 
     All ranks must decide alike: a rank that is refused never joins the others.
     """
@@ -407,8 +409,8 @@ def _is_task(env: Mapping[str, str]) -> bool:
 def _is_shell_of_job(env: Mapping[str, str]) -> bool:
     """Return whether this process is known to be in a batch script or a shell of salloc.
 
-    If the job was submitted inside a step of another job, its shell inherits the variables of that step, which may
-    differ from SLURM_NTASKS and SLURM_NNODES. In a task, they are equal.
+    If the job was submitted inside a step of another job, its shell inherits the variables of that step. In the shell,
+    SLURM_STEP_NUM_TASKS and SLURM_NTASKS may then differ, and so may the numbers of nodes.
     """
     if not env.get("SLURM_JOB_ID"):
         return False
@@ -445,10 +447,11 @@ def _position_in_step(env: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int, local_rank: int, task: tuple[int, int]) -> None:
-    """Raise WorldError if the submitting shell exported RANK and WORLD_SIZE: sbatch and srun pass them to every task.
+    """Raise WorldError if RANK and WORLD_SIZE are from the submitting shell: sbatch and srun pass them to every task.
 
-    They are valid if the tasks have started ranks of their own: SLURM then did not start the tasks with them. If that
-    is unknown, there must be one task per node, and the ranks must be in the order of the tasks.
+    RANK and WORLD_SIZE are valid if the task itself has set them for ranks that it started. The environment with which
+    SLURM started the task shows this. If that environment is unknown, there must be one task per node, and the ranks
+    must be in the order of the tasks.
     """
     number, tasks = task
     started_with = _started_with(env) if env is os.environ else {}
@@ -519,7 +522,7 @@ def _layout_of_task(env: Mapping[str, str], rank: int, size: int) -> Layout:
 
 
 def _derived_layout(env: Mapping[str, str], rank: int, size: int) -> Layout | None:
-    """Return the layout of a task for which a wrapper or container dropped SLURM_NODEID or the tasks of the nodes.
+    """Return the layout of a task if a wrapper or container removed SLURM_NODEID or TASKS_PER_NODE_VARIABLES.
 
     All nodes of the list must have the same number of tasks.
     """
@@ -563,7 +566,7 @@ def _step_size(env: Mapping[str, str]) -> int:
 
 
 def _first_task_host(env: Mapping[str, str], nodes: int) -> str:
-    """Return the host of task 0: the first of the step's hosts. A heterogeneous job orders them by component."""
+    """Return the host of task 0: the first host of the step; in a heterogeneous job, of the step's first component."""
     hosts = _unfold(expand, env, *NODE_LIST_VARIABLES)
     if len(hosts) != nodes:
         raise WorldError(

@@ -171,7 +171,7 @@ END
   write_counting_script
   for launcher in launch_torchrun_multinode.sh launch_multinode.sh; do
     for agent in fast torchrun; do
-      sed 's/^failures, ranks.*/failures, ranks = 1, 2/' -i "my script.py" # launch_multinode.sh passes --local-rank
+      sed 's/^failures, ranks.*/failures, ranks = 1, 2/' -i "my script.py" # argv may contain --local-rank
       arguments=(--agent "$agent" --max-restarts 1 --script "my script.py" - 1 2 NODE_RANK "$N1" "$PORT")
       by_hand "$N1" "$launcher" 0 "${arguments[@]}"
       first=$(wait_for_line out.0 ": run " && sed -nE 's/.*: run ([^ ]+): .*/\1/p' out.0)
@@ -188,7 +188,7 @@ END
 }
 
 
-@test "a node whose user has started it again sees the number of restarts of the first node" {
+@test "a launcher that the user starts again on the second node gets the number of restarts from the first node" {
   write_counting_script
   arguments=(--script "my script.py" - 1 2 NODE_RANK "$N1" "$PORT" -- 1 2)
   by_hand "$N1" launch_torchrun_multinode.sh 0 --max-restarts 3 "${arguments[@]}"

@@ -41,18 +41,18 @@ REPOSITORY = {
     {
         "distributed/nodes.py": ["launch.bats"],  # common.bash runs a module that imports it
         "distributed/runs/__init__.py": ["launch.bats"],
-        "distributed/jobs/page.py": ["jobs/test_page.py", "test_train.py"],  # launch.sh runs any script
+        "distributed/jobs/page.py": ["jobs/test_page.py", "test_train.py"],  # train.py is no dependency of launch.sh
         "scripts/lib/common.bash": ["launch.bats"],
         "scripts/lib/ssh_config": ["launch.bats"],
-        "scripts/lib/pdsh.bash": [],  # a comment names it
+        "scripts/lib/pdsh.bash": [],  # only a comment names it
         "scripts/muster": ["launch.bats"],
         "scripts/status.sh": ["test_status.py", "test_train.py"],
         "train.py": ["test_train.py"],
-        "GUIDE.md": [],  # a message names it
+        "GUIDE.md": [],  # only a message names it
         "tests/lab/nodes.bash": ["launch.bats"],
         "tests/forked.py": ["test_status.py", "test_train.py"],
         "tests/launch.bats": ["launch.bats"],
-        "tests/test_status.py": ["test_status.py", "test_train.py"],  # the second imports it, test_runner.py names it
+        "tests/test_status.py": ["test_status.py", "test_train.py"],  # test_runner.py only names it
         "scripts/lib/removed.bash": [],
     }.items(),
 )

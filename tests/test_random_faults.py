@@ -15,7 +15,7 @@ TOPOLOGIES = ("machine", "nodes")
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_all_faults_are_drawn_and_it_is_known_what_they_lead_to(topology: str) -> None:
+def test_every_fault_is_drawn_and_has_an_expected_result(topology: str) -> None:
     drawn = [draw(1, number, topology) for number in range(1000)]
     assert drawn == [draw(1, number, topology) for number in range(1000)]
     everything = {what for group in kinds(topology) for what in group}

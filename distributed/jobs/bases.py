@@ -6,7 +6,8 @@
 
 A base model is identified by the SHA-256 of the canonical form of the settings that determine it. The job that trains
 the base model gets only these settings, so no other setting can change the weights. Paths are spelled as in the first
-job that uses it. Only settings files (config) and the names of the participants in data_path are read from disk.
+job that starts from the base model. Only settings files (config) and the names of the participants in data_path are
+read from disk.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Rules:
     def _with_defaults(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments that the script gets, and the defaults of the others."""
         explicit = {**self.section.defaults, **arguments_in(settings)}
-        defaults = {} if explicit.get("config") else self.script_defaults  # those of a settings file are unknown
+        defaults = {} if explicit.get("config") else self.script_defaults  # a settings file may change defaults
         if explicit.get("data_path"):  # the default participants are those in data_path
             defaults = without(defaults, "participants")
         return arguments_in({**defaults, **explicit})
@@ -196,7 +197,7 @@ def canonical(value: Any) -> Any:
 
 
 def same_spelling(value: Any) -> Any:
-    """The value with equal paths as equal strings: ./a//b/ is a/b. `..` is kept, as it may follow a symbolic link."""
+    """The value with each path in one spelling: ./a//b/ becomes a/b. `..` is kept, as it may follow a symbolic link."""
     if isinstance(value, list):
         return [same_spelling(each) for each in value]
     if isinstance(value, Mapping):
@@ -310,7 +311,7 @@ def leaks(plan: BasePlan) -> list[str]:
 def not_checked(plan: BasePlan, rules: Rules) -> list[SharedBase]:
     """Base models that leaks() cannot check, because their participants are unknown on this machine.
 
-    A base model whose settings include the held-out participant is trained without it and needs no check.
+    A base model whose settings contain fold or participant is trained without that participant and needs no check.
     """
     return [
         base for base in plan.bases.values()

@@ -32,8 +32,8 @@ class TrainingData:
     def open(cls, settings: Settings, batch: Batch, ranks: Ranks, hosts: Sequence[str]) -> TrainingData:
         """Open the corpus that the settings select. Collective. hosts: the host name of each rank.
 
-        Raises DataError when there is no training data, and when ranks read different data, as with two versions of
-        Python: they would diverge silently.
+        Raises DataError when there is no training data, and when ranks read different data, which nothing else
+        would detect. The default text comes with Python, and differs between versions of Python.
         """
         of_target = target_windows(settings, batch.size)
         corpus = data.load(settings.data, mixed=of_target < batch.size, vocab_size=settings.model.vocab_size)

@@ -115,7 +115,9 @@ def sample(
     stop: threading.Event,
     autocast: torch.autocast,
 ) -> str:
-    """On rank 0, return generated text with a heading; "" on other ranks, and for token files. Collective.
+    """On rank 0, return generated text with a heading; on other ranks, return "". Collective.
+
+    If the corpus consists of token files, rank 0 returns "" too.
 
     After each token all ranks agree whether to continue: they stop after SAMPLE_SECONDS, or when one has `stop` set.
 

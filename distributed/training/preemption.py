@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from distributed.host import signals
 
-# SLURM's --signal announces a time limit with one of these: with Muster by default USR2, with Lightning USR1.
+# Before a time limit, SLURM sends the signal given with --signal: by default USR2 with Muster, USR1 with Lightning.
 STOP_SIGNALS = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
     signal.SIGPWR,
@@ -43,8 +43,8 @@ class PeerFailed(RuntimeError):
 def stop_signals() -> Iterator[threading.Event]:
     """Within the block the stop signals set the event and do nothing else.
 
-    A rank of a run keeps the handlers after a signal, because it is about to exit. Its supervisor, which may receive
-    the same signal later, ends ranks without a handler.
+    After a signal, a rank of a run keeps the handlers until it exits: its supervisor may receive the same signal later,
+    and would stop a rank that has no handler.
     """
     requested = threading.Event()
 
@@ -114,9 +114,9 @@ class StatusExchange:
         self._sent.append((step, flags, copied))
 
     def receive(self, now: bool = False) -> list[StepStatus]:
-        """Return the status of each step that is due, oldest first; with `now`, of all steps that were sent.
+        """Return the status of each step that was sent, oldest first. All ranks get the same list.
 
-        The same on every rank.
+        On a GPU, the latest step is left for the next call, unless `now` is set.
         """
         keep = 0 if now else self.delay
         return [self._status(*self._sent.popleft()) for _ in range(len(self._sent) - keep)]

@@ -29,8 +29,8 @@ declare -A VARIABLE_OF=(
   [--json]=JSON [--watch]=WATCH [--stacks]=STACKS [--now]=NOW [--certain]=CERTAIN [--fresh]=FRESH [--all]=ALL
   [--quiet]=QUIET [--follow]=FOLLOW [--template]=TEMPLATE
 )
-# Option of torchrun, srun, mpirun, accelerate, deepspeed or train.py -> names under which Muster takes its value:
-# variables above, or arguments in usage lines.
+# Option of torchrun, srun, mpirun, accelerate, deepspeed or train.py -> Muster's names for the value of this option:
+# variables of VARIABLE_OF, or arguments in usage lines.
 declare -A FAMILIAR=(
   [--nproc]=NPROC [--nproc-per-node]=NPROC [--ntasks]=NPROC [--ntasks-per-node]=NPROC [-n]=NPROC
   [--np]=NPROC [--num-processes]=NPROC [--num-gpus]=NPROC [--gpus]=NPROC [--gpus-per-node]=NPROC
@@ -50,12 +50,12 @@ MAX_RESTARTS=0 MAX_REQUEUES=100
 SPARES=''             # nodes that replace lost nodes
 MIN_NODES=''          # fewest nodes with which a run continues; empty: all nodes
 LEASE=''              # seconds; 0: none; empty: the default
-ATTACH=''             # a run that continues without its launcher
+ATTACH=''             # the run to attach to, which has lost its launcher
 NOTIFY=${MUSTER_NOTIFY-} # command that is called when the run restarts, ends or has a fault; may contain a secret
 NPROC='' CONFIG='' LEVEL=''
 BACKEND=auto MIN_BYTES=1K MAX_BYTES='' TABLE_SECONDS='' TIMEOUT=''
 SYNC=0 DETACH=0 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 ALL=0 FOLLOW=0 TEMPLATE=0 PREFLIGHT=1
-FORWARDED=()          # like ENVIRONMENT, for the nodes: variables with which this script was started
+FORWARDED=()          # NAME=VALUE of inherited variables that are passed to the nodes, in the same way as ENVIRONMENT
 ENVIRONMENT=()        # --env, --env-file: NAME=VALUE; not passed in command lines, which all users can read
 
 GRACE=${MUSTER_GRACE:-8} # seconds from the stop request to SIGKILL, in which ranks write a checkpoint

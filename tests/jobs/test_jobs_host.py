@@ -168,7 +168,7 @@ def test_an_attempt_without_results_has_a_note_with_what_it_wrote_elsewhere(
     assert ended(tmp_path, *written) == note
 
 
-def test_only_the_first_attempts_without_results_are_searched_for_files(
+def test_new_files_are_searched_for_only_after_the_first_attempts_without_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host.HostAttempt, "searches", 0)
@@ -324,7 +324,7 @@ def test_an_attempt_that_starts_on_an_almost_full_disk_ends(disk: Path, pages: i
             assert not os.path.exists(files_of(disk).directory)
             return
         assert found["state"] == "running"
-        assert pages >= 3  # for the owner, the exit code and the failure record
+        assert pages >= 3  # one page each for the owner file, the exit code and the failure record
         fill(disk, 0)
         if how == "exits":
             (disk.parent / "go").touch()

@@ -1,7 +1,7 @@
 """The journal of a job list survives kills, full disks and concurrent writers.
 
-Only committed records are read again. Each request is read once. The state read from a journal equals the state of the
-dispatcher that wrote it.
+Readers of a journal get only its committed records. The dispatcher gets each request once. The state read from a
+journal equals the state of the dispatcher that wrote it.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def test_only_one_dispatcher_can_open_the_journal(path: Path) -> None:
         pass
 
 
-def test_checking_for_a_dispatcher_does_not_block_another_one(path: Path) -> None:
+def test_checking_for_a_dispatcher_does_not_prevent_a_dispatcher_from_starting(path: Path) -> None:
     path.touch()
     ended = threading.Event()
 
@@ -280,7 +280,7 @@ def test_concurrent_requests_are_each_read_once(path: Path) -> None:
     assert sorted(job for record in records if record["event"] == "cancel" for job in record["jobs"]) == expected
 
 
-def test_requests_written_before_or_after_a_commit_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_written_during_a_commit_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are written just before the write or the sync of a commit."""
     write, sync = os.write, os.fdatasync
 

@@ -1,6 +1,6 @@
-"""distributed_train_helper.py and `cache`: what a list shares and saves, how jobs differ, what is in the cache.
+"""distributed_train_helper.py and `cache`: base models of a list, differences between jobs, content of the cache.
 
-Numbers and names are those of the plan, faults have a remedy, and read-only and wrong calls change nothing.
+Numbers and names are those of the plan, errors name a remedy, and read-only and wrong calls change nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def facts(text: str) -> dict[str, str]:
     return {line[:start].strip(): line[start:] for line in lines}
 
 
-# ---------------------------------------------------------------- what a list shares and saves
+# ---------------------------------------------------------------- base models of a list, and avoided trainings
 
 
 def test_fifteen_jobs_on_three_base_models_are_reported(helper: Call) -> None:
@@ -191,7 +191,7 @@ def test_a_list_without_base_models_is_reported(helper: Call) -> None:
     )
 
 
-def test_jobs_without_a_base_model_are_counted_only_among_all_jobs(helper: Call) -> None:
+def test_jobs_without_a_base_model_count_only_in_the_total_number_of_jobs(helper: Call) -> None:
     write([*grid(fold=range(2), prefix="scratch", mode="from_scratch"), *fifteen_jobs()], "jobs.json")
     _, out, _ = helper("jobs.json")
     assert facts(out)["jobs"] == "17; 15 of them start from a base model"

@@ -96,7 +96,7 @@ start_second_sshd() { # <node> <port> <option of sshd...>
 }
 
 
-# Run a command with the home directory ./home, which ssh reads from /etc/passwd, and from HOME for included files.
+# Run a command with the home directory ./home, set in /etc/passwd and in HOME. ssh uses HOME only for included files.
 with_home() { # <command...>
   sed "s#^\(root:.*:\)[^:]*\(:[^:]*\)#\1$PWD/home\2#" /etc/passwd >passwd
   unshare --mount -- sh -c 'mount --bind passwd /etc/passwd && HOME=$PWD/home exec "$@"' sh "$@" 3>&-
@@ -123,7 +123,8 @@ END
 }
 
 
-# Check that a signal to LAUNCH's process group reaches handlers of ranks once, and that others stop the ranks.
+# Check signals to LAUNCH's process group: ranks with a handler for a signal get it once; a signal without a handler
+# stops the ranks.
 check_signals_to_process_group() {
   cat >"my script.py" <<'END'
 import os, signal, sys, time

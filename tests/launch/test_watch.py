@@ -1,4 +1,4 @@
-"""Nodes of an attempt end, fail or lose their connection. The clients are local shell scripts.
+"""Nodes of an attempt end, fail or lose their connection. Local shell scripts replace the clients ssh and pdsh.
 
 faults.bats and across_nodes.bats test these cases with real nodes.
 """
@@ -134,7 +134,7 @@ FOLLOWING = r"""printf '\036{"node": "n1", "following": true}\n'"""
 
 
 class Followed(Scripts):
-    """n1 runs without a lease; each script of `followers` follows it once."""
+    """n1 runs without a lease and loses its connection. Each new connection runs the next script of `followers`."""
 
     lease = 0
 
@@ -150,7 +150,7 @@ class Followed(Scripts):
 def test_a_node_without_a_lease_is_followed_again_until_it_reports(
     directory: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """First the connection fails, then the login shell."""
+    """The watch connects again four times: no connection, a failing login shell, a killed client, and success."""
     monkeypatch.setattr("distributed.launch.watch.RECONNECT_INTERVAL", 0.1)
     transport = Followed("exit 255", "exit 69", "kill -KILL $$", report("n1", code))
     assert new_watch(directory, transport).attempt() == code
@@ -183,7 +183,7 @@ def test_a_node_that_does_not_read_its_environment_does_not_delay_the_others(dir
 
 
 def test_with_one_client_the_first_report_of_a_failure_stops_the_others(directory: Path, attempt: Attempt) -> None:
-    """The client prints no exit codes on standard error, as pdsh does with ssh alone."""
+    """The client prints no exit codes on standard error. pdsh prints them there only if it uses ssh."""
     waiting = f"{report('n1', 5)}; until [ -e stop ]; do sleep 0.02; done; {report('n2', 143)}; exit 143"
     assert attempt(all=waiting) == 5
     assert "connection" not in log_of(directory)

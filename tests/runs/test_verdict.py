@@ -264,7 +264,7 @@ def test_a_rank_with_only_an_exit_code_is_named_with_its_signal_or_code(code: in
     assert verdict.judge(Evidence((died(code, rank=0),), ranks={"n1": range(1)})).cause == cause
 
 
-def test_the_only_rank_without_a_record_while_all_others_waited_is_missing() -> None:
+def test_if_all_other_ranks_waited_the_only_rank_without_a_record_is_named_as_missing() -> None:
     waited = [raised("RuntimeError", WAITED, rank=rank, node="n1") for rank in (0, 1, 3)]
     hung = died(143, rank=2, node="n2", ended_by_agent=True)
     found = verdict.judge(Evidence((*waited, hung), ranks=TWO_NODES))
@@ -491,7 +491,7 @@ def test_a_hang_wins_over_all_other_failures(run: RunDirectory) -> None:
     ]
 
 
-def test_the_last_frames_are_those_of_an_installed_trainer_that_was_launched(run: RunDirectory) -> None:
+def test_frames_of_the_launched_package_are_printed_even_if_it_is_installed(run: RunDirectory) -> None:
     library = "/venv/lib/python3.11/site-packages"
     frames = [(f"{library}/trainer/cli.py", "main"), (f"{library}/torch/nn/linear.py", "forward")]
     lines = [f'  File "{file}", line 7, in {function}\n    {function}()\n' for file, function in frames]
@@ -601,7 +601,9 @@ def test_ranks_that_stop_after_a_lost_connection_did_not_stop_on_request(
         ("ada@n1", 69, "n1: connection lost: the control channel was closed"),
     ],
 )
-def test_without_ssh_a_lost_launcher_was_killed(run: RunDirectory, address: str | None, code: int, cause: str) -> None:
+def test_without_ssh_a_launcher_that_its_supervisor_lost_is_reported_as_killed(
+    run: RunDirectory, address: str | None, code: int, cause: str
+) -> None:
     run.file("run.json", {"layout": [{"node": "n1", "address": address, "first_rank": 0, "processes": 2}]})
     run.ranks_ended("n1", r0=(143, True), r1=(143, True))
     lost = {"node": "n1", "time": TIME, "cause": "launcher lost", "message": "the control channel was closed"}
@@ -815,7 +817,7 @@ def test_chained_exceptions_in_the_log_are_read_from_the_first(run: RunDirectory
 
 def test_an_abort_after_a_lost_connection_is_not_the_cause(run: RunDirectory) -> None:
     log = LOST_IN_LOG.replace("n1:0", "n1:1").replace("rank0", "rank1") + ABORTED
-    agent = TORCHRUN.partition("\n")[2]  # without the line that torchrun ended rank 0
+    agent = TORCHRUN.partition("\n")[2]  # without the line about rank 0, which torchrun ended
     agent = agent.replace("exitcode  : 42", "exitcode  : -6").replace("exitcode  : -15", "exitcode  : 3")
     run.file("node_n1.log", log + agent)
     assert (run.decide().rank, run.decide().exit_code) == (0, 3)
@@ -862,7 +864,9 @@ def test_the_stack_that_faulthandler_logs_is_the_traceback(run: RunDirectory) ->
          1, "DistNetworkError: EADDRINUSE"),
     ],
 )  # fmt: skip
-def test_an_agent_that_fails_before_its_ranks_is_named(run: RunDirectory, log: str, code: int, expected: str) -> None:
+def test_a_failed_agent_is_named_if_none_of_its_ranks_has_a_failure_record(
+    run: RunDirectory, log: str, code: int, expected: str
+) -> None:
     run.start("n1", "n2")
     run.file("node_n1.log", log)
     run.file("node_n1.exit", f"{code}\n")
