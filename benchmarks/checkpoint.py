@@ -42,8 +42,8 @@ WIDTH = 512
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="How long does saving a checkpoint stop the training?")
-    parser.add_argument("--parameters", type=float, default=25, help="of the model, in millions")
-    parser.add_argument("--turns", type=int, default=15, help="timings of each")
+    parser.add_argument("--parameters", type=float, default=25, help="parameters of the model, in millions")
+    parser.add_argument("--turns", type=int, default=15, help="number of measurements of each way of saving")
     parser.add_argument("--directory", type=Path, help="a directory on the disk to measure (default: a temporary one)")
     arguments = parser.parse_args()
     training = Training(arguments.parameters * 1e6)
