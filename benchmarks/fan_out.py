@@ -1,7 +1,8 @@
 """Time to run a command on many nodes, against pdsh, and time of the preflight check, against a single ssh.
 
-Two measurements on laboratory nodes, alternating between both sides: `true` on 16 nodes with Muster's ssh layer and
-with pdsh; and the preflight check of 3 nodes against the slowest of three single `ssh NODE true`. Needs root.
+The first measurement runs `true` on 16 laboratory nodes with Muster's ssh layer and with pdsh. The second compares the
+preflight check of 3 nodes with the slowest of three single `ssh NODE true`. In each measurement, runs of Muster and of
+the baseline alternate. Needs root.
 
     python -m benchmarks.fan_out [--turns 7]
 """

@@ -1,7 +1,8 @@
 #!/usr/bin/env bats
 #
 # The start-up file of the login shell on a node (~/.bashrc) may read standard input, start another shell, wait, exit or
-# print: a launch then works, or ends with 69 and names the file, and what it sends to the node is never printed.
+# print. In these cases a launch works, or exits with 69 and names the file. The standard input that the launch sends to
+# the node is never printed.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -59,7 +60,7 @@ launch() { # <number of nodes> <option...>
 }
 
 
-@test "a login shell that reads standard input, waits, exits or starts another shell: 69, with the file to change" {
+@test "a launch exits with 69 and names the file if a login shell reads input, waits, exits or starts another shell" {
   set_bashrc 'exec fish' 'exec tcsh' 'exec bash --norc' 'echo Password; cat' 'read -r line' 'yes' 'exit 0' \
     'set -e; echo "module: not found"; false'
   launch 9
@@ -107,7 +108,7 @@ launch() { # <number of nodes> <option...>
 }
 
 
-@test "config/node_env.sh that traces commands or reads standard input prints and gets no value of --env-file" {
+@test "config/node_env.sh can neither print nor read values of --env-file, even if it traces or reads standard input" {
   mkdir config
   echo 'set -xv; cat' >config/node_env.sh
   launch 2

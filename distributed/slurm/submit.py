@@ -19,7 +19,8 @@ SINFO = ("sinfo", "--noheader", "--format=%P|%D|%c|%G|%l")  # partition, nodes, 
 INTERVAL = 2.0  # seconds between two queries of the job
 REMEDY = "sinfo lists partitions and limits, sacctmgr show associations user=$USER your accounts and qos"
 ACTIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")
-CODES = {"COMPLETED": 0, "TIMEOUT": TIMED_OUT, "NODE_FAIL": UNFIT, "CANCELLED": TERMINATED}  # if the job's code is 0
+# The exit code for each final state of a job, if SLURM reports 0 as the job's exit code.
+CODES = {"COMPLETED": 0, "TIMEOUT": TIMED_OUT, "NODE_FAIL": UNFIT, "CANCELLED": TERMINATED}
 TEMPLATE = """\
 #!/usr/bin/env bash
 {options}
@@ -29,7 +30,7 @@ export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) WORLD_SIZE=$SLU
 code=0
 srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"' - \\
   {command} || code=$?
-[[ $code != 75 ]] || scontrol requeue "$SLURM_JOB_ID" # stopped with a checkpoint, as before the time limit
+[[ $code != 75 ]] || scontrol requeue "$SLURM_JOB_ID" # stopped with a checkpoint, such as before the time limit
 exit "$code"\
 """
 
@@ -41,7 +42,8 @@ class SubmitError(Exception):
 def choose_nodes(sinfo: str, nproc: int, nnodes: int, given: Sequence[str]) -> list[str]:
     """Return options of sbatch that choose nodes, preferably of the default partition.
 
-    sinfo: the output of SINFO. given: options of the user, which are left out. Raises SubmitError if no nodes fit.
+    sinfo: the output of SINFO. given: options of the user; options with the same names are not returned. Raises
+    SubmitError if no nodes fit.
     """
     names = {option.partition("=")[0] for option in given}
     own_gpus = any(name.startswith(("--gres", "--gpus")) for name in names)
@@ -64,7 +66,8 @@ def choose_nodes(sinfo: str, nproc: int, nnodes: int, given: Sequence[str]) -> l
         "--partition": "" if partition.endswith("*") else partition,
         "--gres": f"{kind}:{nproc}" if need else "none",
         "--cpus-per-task": cores // (int(gpus) if need else nproc),
-        "--time": limit if re.fullmatch("[0-9:]+", limit) else "",  # less than a day, the default of BATCH_SCRIPT
+        # A limit without days is lower than the --time of BATCH_SCRIPT, which is one day.
+        "--time": limit if re.fullmatch("[0-9:]+", limit) else "",
     }
     return [f"{name}={value}" for name, value in options.items() if value and name not in names]
 
@@ -130,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         listed = subprocess.run(sinfo, stdout=subprocess.PIPE, text=True)
         if listed.returncode:
-            raise SubmitError("sinfo failed, see its message above; call this on a login node of a cluster that runs")
+            raise SubmitError("sinfo failed, see its message above; call this on a login node of a running cluster")
         options = choose_nodes(listed.stdout, int(nproc), int(nnodes), sbatch_options)
         options += [f"--output={log_dir}/slurm-%j.out", f"--error={log_dir}/slurm-%j.err", *sbatch_options]
         call = ["sbatch", "--parsable", *options, str(BATCH_SCRIPT), *passed]

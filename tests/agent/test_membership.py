@@ -300,7 +300,7 @@ def serve_a_store_and_publish_later(pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_a_run_that_publishes_its_name_after_opening_the_port_is_named(
+def test_a_refusal_names_the_run_that_uses_the_port_even_if_its_name_is_published_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distributed.agent.rendezvous.OWNER_TIMEOUT", TIMEOUT)
@@ -532,7 +532,7 @@ def coordinator_of(store: TCPStore, size: int) -> tuple[membership.Coordinator, 
     return membership.Coordinator(counting, size), counting  # type: ignore[arg-type]
 
 
-def test_a_round_of_a_node_is_two_operations_until_there_is_news(join: Join) -> None:
+def test_a_node_does_two_store_operations_per_round_until_a_key_for_all_nodes_changes(join: Join) -> None:
     one, two, three = joined_members(join)
     two.close()
     two._update()
@@ -593,12 +593,12 @@ def test_a_message_about_many_missing_nodes_shows_the_first_ones(join: Join) -> 
     assert text.endswith(", node rank 16 and 983 more")
 
 
-def test_large_runs_have_fewer_rounds(join: Join) -> None:
+def test_nodes_of_a_large_run_send_heartbeats_less_often(join: Join) -> None:
     assert join(0, size=100)._interval() == membership.JOIN_INTERVAL
     assert join(0, size=20_000)._interval() == 2.0
 
 
-def test_the_first_node_may_open_a_file_for_each_rank(store: TCPStore) -> None:
+def test_the_first_node_raises_its_limit_of_open_files(store: TCPStore) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
     try:

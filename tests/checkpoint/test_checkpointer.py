@@ -1,8 +1,9 @@
 """Checkpointer: a user's script resumes bit for bit and stops on request.
 
-Restored objects continue as without a stop, with DDP, FSDP2 and one process. Every rank reads a stop request at the
-same step. Non-finite weights are not saved. Objects missing from a checkpoint are named. The example of
-LAUNCH_GUIDE.md writes a checkpoint and exits with 75 when it receives a signal, and resumes from that checkpoint.
+Training from restored objects gives the same weights as uninterrupted training, with DDP, FSDP2 and one process. Every
+rank reads a stop request at the same step. Non-finite weights are not saved. Objects missing from a checkpoint are
+named. The example of LAUNCH_GUIDE.md writes a checkpoint and exits with 75 when it receives a signal, and resumes from
+that checkpoint.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def resumes_bit_for_bit(rank: int, size: int, kind: str, path: Path) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_restored_objects_continue_bit_for_bit(tmp_path: Path, kind: str) -> None:
+def test_training_from_restored_objects_equals_uninterrupted_training_bit_for_bit(tmp_path: Path, kind: str) -> None:
     assert forked.ranks(2, resumes_bit_for_bit, kind, tmp_path) == [True, True]
 
 

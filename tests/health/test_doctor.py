@@ -257,7 +257,7 @@ def test_versions_are_compared_by_their_numbers(version: str, expected: tuple[in
 # ---------------------------------------------------------------- text
 
 
-def test_the_worst_finding_is_last_above_the_counts() -> None:
+def test_the_worst_finding_is_the_last_one_before_the_summary() -> None:
     lines = [
         checks.fault("is missing", topic="torch"),
         checks.ok("29500", topic="port"),

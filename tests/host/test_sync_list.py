@@ -1,4 +1,4 @@
-"""--sync copies the files that git does not ignore, and outside a checkout all but results; rsync copies each one."""
+"""--sync lists files that git does not ignore; outside a checkout, all but results. rsync copies each listed file."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_a_socket_directory_writable_by_other_users_is_refused(directory: Path) 
 
 
 def test_a_program_exits_although_pythoninspect_is_set() -> None:
-    """Python would show a prompt, and wait for its standard input."""
+    """With PYTHONINSPECT, Python by itself shows a prompt after a program and waits for standard input."""
     program = Path(KIT, "scripts", "jobs", "run_distributed_training.py")
     env, null = os.environ | {"PYTHONINSPECT": "1"}, subprocess.DEVNULL
     with subprocess.Popen([sys.executable, program, "--help"], env=env, stdin=subprocess.PIPE, stdout=null) as started:

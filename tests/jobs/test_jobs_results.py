@@ -70,7 +70,7 @@ def is_number(value: object) -> bool:
 
 
 def check_contract(results: dict[str, Any]) -> None:
-    """Check names and types against LAUNCH_GUIDE.md."""
+    """Check that the results have the names and types that LAUNCH_GUIDE.md documents."""
     assert sorted(results) == sorted(
         ["list", "created", "updated", "state", "reason", "script", "backend", "totals", "servers", "jobs"]
     )

@@ -3,7 +3,7 @@
 # Python environments for bats files. Sourced, never run.
 
 
-# Make ./venv, an environment with the packages of VIRTUAL_ENV, without these packages.
+# Make the environment ./venv, which has all packages of VIRTUAL_ENV except the given ones.
 make_environment_without() { # <package...>
   local site name
   site=$(echo "$VIRTUAL_ENV"/lib/python3.*/site-packages)

@@ -97,14 +97,14 @@ def test_a_run_that_stays_without_output_is_queried_less_and_less_often(
         ([LOOPS], HUNG, Wait(60)),
     ],
 )
-def test_by_default_only_a_run_that_cannot_continue_hangs(
+def test_by_default_a_run_is_treated_as_hung_only_if_it_cannot_continue(
     activities: list[Activity], with_timeout: Decision, by_default: Decision
 ) -> None:
     assert decision_on(activities, 100.0) == with_timeout
     assert decision_on(activities, 100.0, certain=True) == by_default
 
 
-def test_a_run_hangs_only_when_all_its_ranks_have_started() -> None:
+def test_a_run_is_treated_as_hung_only_after_all_its_ranks_have_started() -> None:
     assert decision_on([SLEEPS], 200.0, not_started=1) == Wait(60)
 
 
@@ -114,7 +114,7 @@ AGENT = Activity(None, "n1", 12, "T", 0.0, None)
 @pytest.mark.parametrize(
     ("silent", "certain", "decision"), [(99.0, False, Wait(60)), (100.0, False, HUNG), (100.0, True, Wait(60))]
 )
-def test_with_hang_timeout_a_run_hangs_whose_agent_is_stopped_while_ranks_start_or_have_ended(
+def test_with_hang_timeout_a_stopped_agent_means_a_hung_run_while_ranks_start_or_have_ended(
     silent: float, certain: bool, decision: Decision
 ) -> None:
     for activities, not_started in (((), 0), ((), 2), ((SLEEPS,), 1)):
@@ -134,7 +134,7 @@ def test_the_record_of_a_stopped_agent_names_its_process_and_node(tmp_path: Path
     )  # fmt: skip
 
 
-def test_the_record_has_the_suspect_with_its_stack_and_the_lines_of_the_others() -> None:
+def test_the_record_has_the_stack_of_the_suspect_and_what_each_other_rank_did() -> None:
     observed = Observation(tuple(ranks(WAITS, LOOPS, SLEEPS)), (), 0, 1.0, 0.0)
     record = hang_record(observed, 100.4, find_stall(observed.ranks, 1.0), " (--hang-timeout 90)")
     assert record["cause"].startswith("hung: no output for 100 s (--hang-timeout 90); rank 1 on n2 is not in a coll")
@@ -166,7 +166,10 @@ NODE_STATUS = {
 
 
 def check(watch: HangWatch, watched: float, query: Query, code: int = 0, **facts: Any) -> tuple[Decision, str]:
-    """Return the decision and the notice after n1 has replied. watched: seconds; facts: of the status of n1."""
+    """Return the decision and the notice after n1 has replied.
+
+    watched: seconds since the watch started. facts: changed fields of NODE_STATUS.
+    """
     output = format_reply(NODE_STATUS | facts) if code == 0 else ""
     return watch.check_replies([node_reply(watch.run.nodes[0], Reply("n1", code, output, ""))], watched, query)
 
@@ -183,7 +186,7 @@ def check(watch: HangWatch, watched: float, query: Query, code: int = 0, **facts
         (700, True, 0, {"progress": {"silent": 100.0}}, Wait(100)),
     ],
 )
-def test_a_run_hangs_after_its_timeout_and_the_cause_is_recorded(
+def test_a_run_is_treated_as_hung_after_its_timeout_and_the_cause_is_recorded(
     tmp_path: Path, watched: float, certain: bool, code: int, facts: dict[str, Any], decision: Decision
 ) -> None:
     found, _ = check(hang_watch(tmp_path, 600, certain), watched, Query(1, stacks=True), code, **facts)
@@ -204,7 +207,7 @@ def test_old_metrics_of_an_earlier_attempt_are_ignored(tmp_path: Path) -> None:
     assert check(watch, 700, Query(0), ranks=[RANK_STATUS | {"silent": 3.0}]) == (Wait(57), "")
 
 
-def test_a_step_that_was_found_in_the_output_does_not_end_a_run(tmp_path: Path) -> None:
+def test_by_default_a_run_whose_steps_were_only_found_in_its_output_is_not_stopped(tmp_path: Path) -> None:
     watch = hang_watch(tmp_path, 600, certain=True)
     (watch.run.directory / FROM_OUTPUT).write_text('{"step": 9}\n')
     assert check(watch, 700, Query(1, stacks=True))[0] == Wait(600)
@@ -265,7 +268,7 @@ def test_a_run_with_long_pauses_is_reported_again_only_after_a_longer_pause() ->
     assert notice_at(1150.0, 140.0, known)[0].startswith("the run looks hung: no output for 140 s")
 
 
-def test_recent_output_in_files_on_this_machine_ends_a_notice(tmp_path: Path) -> None:
+def test_new_output_in_files_on_this_machine_is_reported_after_a_notice(tmp_path: Path) -> None:
     watch = hang_watch(tmp_path)
     assert check(watch, 700, Query(1, stacks=True))[1].startswith("the run looks hung: no output for 700 s")
     (watch.run.directory / "node_n1.log").touch()

@@ -267,14 +267,14 @@ def test_without_a_verdict_the_event_of_a_loss_that_is_not_finite_is_the_cause(t
 # ---------------------------------------------------------------- replaced lines
 
 
-def test_a_lower_step_replaces_lines_without_an_event(tmp_path: Path) -> None:
+def test_a_lower_step_replaces_the_lines_of_later_steps_even_if_no_resume_event_was_logged(tmp_path: Path) -> None:
     lines = [step_line(10, loss=9.0), step_line(20, loss=9.0), held_out(20, 9.0), step_line(10, loss=1.0)]
     run = report.read(write_run(tmp_path, lines))
     assert run.history.series("loss") == [(10, 1.0)]
     assert run.history.held_out_losses() == []
 
 
-def test_a_held_out_loss_may_share_a_line_and_a_checkpoint_may_be_logged_later(tmp_path: Path) -> None:
+def test_a_line_with_both_losses_and_a_checkpoint_event_of_an_earlier_step_replace_nothing(tmp_path: Path) -> None:
     both = step_line(20) | {"held_out_loss": 2.0}
     run = report.read(write_run(tmp_path, [step_line(10), both, event(10, "checkpoint")]))
     assert [step for step, _ in run.history.series("loss")] == [10, 20]
@@ -400,7 +400,7 @@ def test_any_number_of_ranks_has_a_chart(tmp_path: Path, size: int) -> None:
     assert len(text) < 200_000
 
 
-def test_after_a_change_of_world_size_the_last_ranks_are_compared(tmp_path: Path) -> None:
+def test_after_a_change_of_world_size_only_values_of_the_last_world_size_are_compared(tmp_path: Path) -> None:
     lost: list[Any] = [0.1, None]
     lines = [step_line(10, [0.1, 0.9, 0.1]), step_line(20, [0.1, 0.1]), step_line(30, lost)]
     run = report.read(write_run(tmp_path, lines))
@@ -502,14 +502,14 @@ def test_event_files_are_not_read_if_another_run_wrote_some_at_the_same_time(tmp
     assert not (tmp_path / "logs" / "one" / FROM_TENSORBOARD).exists()
 
 
-def test_the_report_does_not_depend_on_event_files(tmp_path: Path) -> None:
+def test_a_damaged_event_file_does_not_prevent_a_report(tmp_path: Path) -> None:
     started = datetime.now(timezone.utc).isoformat()
     write_run(tmp_path, run=run_json(started=started, cwd=str(tmp_path)))
     (tmp_path / f"events.out.tfevents.{time.time():.0f}.n1.1.0").write_bytes(b"damaged")
     assert report.main([str(tmp_path)]) == 0
 
 
-def test_a_gpu_belongs_to_the_ranks_that_use_it_or_has_its_own_name(tmp_path: Path) -> None:
+def test_gpu_use_is_shown_by_rank_or_by_gpu_if_the_ranks_that_use_gpus_are_unknown(tmp_path: Path) -> None:
     rank, gpus = (
         (1.0, 8, 0),
         {"3": {"use": 90, "memory": 2**30, "ranks": [0]}, "4": {"use": 0, "memory": 5, "ranks": []}},
@@ -637,7 +637,7 @@ def test_labels_do_not_overlap(positions: list[float]) -> None:
     assert all(position <= 500 for position in moved)
 
 
-def test_the_readout_has_the_values_of_the_chart() -> None:
+def test_the_values_shown_at_the_pointer_are_those_of_the_chart() -> None:
     drawing = charts.lines([charts.Line(HOSTILE, [(1.0, 2.0), (2.0, math.nan), (3.0, 2.5)], "train")])
     facts = re.search(r'<script type="application/json">([^<]*)</script>', drawing)
     assert facts

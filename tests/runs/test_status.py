@@ -130,7 +130,7 @@ def test_json_has_each_node() -> None:
     assert (one["node"], one["status"]["ranks"][0]["pid"], two["status"], two["address"]) == ("n1", 100, None, "ada@n2")
 
 
-def test_a_run_that_has_ended_lasted_until_its_verdict_and_does_not_hang() -> None:
+def test_the_duration_of_an_ended_run_is_until_its_verdict_and_the_run_does_not_look_hung() -> None:
     found = judge(
         run_with_launcher(EXITED), [reply("n1", ENDED)], OK | {"written": START + 720}, RunProgress(), START + 90_000
     )
@@ -232,7 +232,7 @@ def test_the_origin_of_progress_is_shown(progress: RunProgress, shown: str) -> N
     assert text.splitlines()[0] == f"train-1: running for 12 min 0 s{shown}"
 
 
-def test_progress_is_that_of_a_node_that_does_not_share_the_run_directory(
+def test_progress_comes_from_the_reply_of_a_node_if_the_run_directory_here_has_no_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = replace(RUN, directory=tmp_path)
@@ -301,7 +301,7 @@ def test_a_run_is_found_with_its_nodes_and_its_launcher(tmp_path: Path) -> None:
     assert (found.launcher.state, found.launcher.pid) == (RUNNING, os.getpid())
 
 
-def test_a_run_directory_that_was_moved_keeps_the_mark_of_its_processes(tmp_path: Path) -> None:
+def test_a_moved_run_directory_still_has_the_path_at_launch_which_identifies_its_processes(tmp_path: Path) -> None:
     directory = create_run(tmp_path / "logs")
     moved = (tmp_path / "logs").rename(tmp_path / "old")
     found = lookup.read(moved / directory.name)

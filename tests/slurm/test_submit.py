@@ -90,7 +90,7 @@ def test_a_failing_sinfo_is_reported(programs: Path, capfd: pytest.CaptureFixtur
     assert submit.main(["submit.sh", "logs", "submit", "1", "1"]) == 2
     assert capfd.readouterr().err == (
         "sinfo: error: no controller\n"
-        "submit.sh: sinfo failed, see its message above; call this on a login node of a cluster that runs\n"
+        "submit.sh: sinfo failed, see its message above; call this on a login node of a running cluster\n"
     )
 
 

@@ -304,7 +304,10 @@ def in_process(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def forked(work: Callable[[], object], kill_at: int | None = None) -> int:
-    """Call work() in a child; return its pid. kill_at: number of the audit event (open, mkdir, ...) of SIGKILL."""
+    """Call work() in a child; return its pid.
+
+    kill_at: number of the audit event (open, mkdir, ...) at which the child kills itself with SIGKILL.
+    """
     child = os.fork()
     if child:
         return child
@@ -536,7 +539,7 @@ def test_the_permissions_of_a_base_model_are_those_of_the_umask(mask: int, cache
 
 
 def test_a_base_model_of_another_user_can_be_locked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal is simulated, because root may write to any file."""
+    """Opening the lock file for writing fails. This is simulated, because root may write to any file."""
     os.close(base_model.lock(str(cache), DIGEST, exclusive=True) or -1)
     real = os.open
 

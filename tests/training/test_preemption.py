@@ -56,7 +56,7 @@ def test_the_previous_signal_handlers_are_restored(error: type[BaseException] | 
 
 
 def test_a_rank_that_was_asked_to_stop_keeps_its_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor may receive the signal only when the rank is about to exit."""
+    """The supervisor may receive the same signal later, and then ends a rank that has no handlers."""
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     monkeypatch.setenv("MUSTER_RUN_DIR", "run")
     try:
