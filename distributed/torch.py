@@ -48,10 +48,11 @@ STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 
 
 def device(world: World, backend: str = "auto", name: str = "auto") -> torch.device:
-    """Return the device of this rank. Without a number, the GPU is the local rank modulo the number of visible GPUs.
+    """Return the device of this rank.
 
     Args:
         name: cpu, cuda, cuda:N for GPU N, or auto: a GPU if PyTorch sees one and the backend is not gloo, else cpu.
+            If the name has no GPU number, the number is the local rank modulo the number of visible GPUs.
 
     Raises:
         WorldError: PyTorch does not see the device.
@@ -142,7 +143,7 @@ def _rendezvous_store(world: World, limit: timedelta) -> dist.Store:
 
 
 def _wait_for_all_ranks(world: World, store: dist.Store, limit: timedelta) -> None:
-    """Wait until every rank has joined. Unlike that of init_process_group, the error names the missing ranks."""
+    """Wait until every rank has joined. The error names the missing ranks; init_process_group does not name them."""
     store.set(f"joined/{world.rank}", "")
     keys = [f"joined/{rank}" for rank in range(world.size)]
     try:
@@ -172,7 +173,7 @@ def check_no_shared_devices(owners: Mapping[int, tuple[str, str]]) -> None:
             host, identity = gpu
             raise WorldError(
                 f"rank {other} and rank {rank} share one GPU on {host} ({identity}): start no more processes on "
-                f"{host} than it has GPUs, and give each task its own (CUDA_VISIBLE_DEVICES)"
+                f"{host} than it has GPUs, and give each task its own GPU (CUDA_VISIBLE_DEVICES)"
             )
 
 
@@ -304,7 +305,10 @@ def _shard(model: nn.Module, world: World, dtype: torch.dtype | None) -> nn.Modu
 
 
 def gradient_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
-    """Choose whether backward passes in the block reduce gradients over all ranks. FSDP keeps the setting after it."""
+    """Return a context in which backward passes reduce gradients over all ranks only if `on` is true.
+
+    FSDP keeps this setting after the end of the context.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
     elif isinstance(model, DistributedDataParallel) and not on:

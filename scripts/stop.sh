@@ -7,7 +7,7 @@
 #
 #   RUN            run directory, its name in DIR, or the number of its SLURM job; latest: the newest run
 #
-#   --now          kill the processes immediately, without time to write a checkpoint
+#   --now          kill the processes immediately; they write no checkpoint
 #   --log-dir DIR  directory with the run directories (default: logs)
 #   --python PATH  Python that runs this program (default: the first of these that exists: the active venv or conda
 #                  environment (not base), ./.venv, Muster's .venv, python3)

@@ -70,7 +70,7 @@ smoke_test() { # <argument of test_distributed.sh...>
 }
 
 
-@test "doctor.sh does not wait for background processes of node_env.sh, and names a node where it fails" {
+@test "doctor.sh does not wait for background processes of node_env.sh, and names a node on which node_env.sh fails" {
   mkdir config
   echo "export COMPANION='$PWD'; while sleep 60; do :; done & case \$(uname -n) in *2) none ;; esac" >config/node_env.sh
   run --separate-stderr timeout 60 \
@@ -112,7 +112,7 @@ for node, found in json.load(open(sys.argv[1])).items(): print(found.get("error"
 }
 
 
-@test "test_distributed.sh names a slow node with its and the other nodes' bandwidth, also in the run directory" {
+@test "test_distributed.sh names a slow node and the bandwidths, and writes the report to the run directory too" {
   lab slow "$N3" 20000
   smoke_test --json --quiet 1 "${PREFIX}[1-3]" >report.json && status=0 || status=$?
   [ "$status" -eq 1 ]

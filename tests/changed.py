@@ -73,7 +73,8 @@ def names_in(path: Path) -> Iterator[str]:
             elif isinstance(node, ast.ImportFrom):  # imports a module, or a name from a module
                 yield from (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
-                # In a string with white space, a file is part of a message, and a module is part of a command.
+                # A string with white space may be a message or a command. A file that a message names is no dependency,
+                # but a module that a command names is one.
                 yield from (MODULE_NAME if re.search(r"\s", node.value) else FILE_NAME).findall(node.value)
     elif path.suffix != ".md":
         yield from FILE_NAME.findall(re.sub(r"(?<!\S)#.*", "", text))

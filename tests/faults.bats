@@ -165,7 +165,7 @@ END
 }
 
 
-@test "a supervisor or an agent is stopped when its ranks have ended: --hang-timeout ends the run, and names its node" {
+@test "a supervisor or an agent gets SIGSTOP before its ranks end: --hang-timeout ends the run, and names the node" {
   local program
   for program in supervisor command; do
     cat >"my script.py" <<END

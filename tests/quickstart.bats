@@ -215,7 +215,7 @@ installations() {
 }
 
 
-@test "one process per GPU, with a batch size that divides by their number" {
+@test "one process per GPU is started, and the batch size is a multiple of the number of processes" {
   GPUS=3 quickstart
   [[ "$output" == *"<config/quickstart.yaml> <3> <--> <train.batch_size=48>"* ]]
 }

@@ -227,7 +227,7 @@ END
 }
 
 
-@test "of a signal that no rank handles, no process of Muster dies, and the verdict names the signal" {
+@test "a signal that no rank handles ends no process of Muster, and the verdict names the signal" {
   local launcher
   cat >"my script.py" <<'END'
 import subprocess, sys, time
@@ -288,7 +288,7 @@ END
 }
 
 
-@test "a detached child of a rank is killed with it" {
+@test "a detached child process of a rank is killed after the rank has exited" {
   cat >"my script.py" <<'END'
 import os, subprocess
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
@@ -328,7 +328,8 @@ END
 }
 
 
-# The signal comes after a minute: it would stop ranks that have no handler yet, and the job would not be requeued.
+# SLURM sends the signal one minute after the start. An earlier signal would stop ranks that have no handler yet, and
+# the job would not be requeued.
 # bats test_tags=soak
 @test "before its time limit a job writes a checkpoint, is requeued and resumes" {
   endless_settings >tiny.yaml
@@ -466,7 +467,7 @@ enter_background_job() { # <1, 2 or 3>
 }
 
 
-# Succeed when this attempt has printed four steps. Before the first step, SLURM has no job step to signal.
+# Succeed when this attempt has printed four training steps. An earlier signal may find no job step of SLURM.
 is_training() { # <attempt> <output of rank 0>
   [ -e "$2" ] && awk -v "attempt=$1" '/resuming from/ { resumed++; steps = 0 } /^step / { steps++ }
     END { exit !(resumed == attempt - 1 && steps >= 4) }' "$2"
@@ -519,7 +520,7 @@ END
 }
 
 
-@test "requeueing ends after --max-requeues, and without progress" {
+@test "a job is not requeued after --max-requeues requeues, or after three attempts without progress" {
   enter_background_job 1
   wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]

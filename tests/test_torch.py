@@ -259,7 +259,7 @@ def record_gradients(rank: int, directory: Path) -> None:
         plain = Net()
         batches = torch.randn(world.size, 2, 2, 3)[rank]  # of this rank: 2 micro-batches of 2 windows of 3 values
 
-        # The sum of each rank's own gradients, and its mean over the ranks.
+        # The gradients of this rank, summed over its micro-batches, and then their mean over the ranks.
         (plain(batches[0]) + plain(batches[1])).backward()
         record["own"] = gradients(plain)
         for p in plain.parameters():

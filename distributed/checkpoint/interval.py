@@ -43,13 +43,14 @@ class SaveInterval:
     def __init__(self, every: int | Literal["auto"], mtbf: float, ranks: Ranks, step: int) -> None:
         """every: steps between saves; 0: never due. mtbf: for auto, in seconds. step: number of completed steps."""
         self._every, self._mtbf, self._ranks = every, mtbf, ranks
-        self._saved, self._steps, self._chosen = step, FIRST, False  # step of the last save, interval
+        # The step of the last save, the steps between saves, and whether these were computed from measurements.
+        self._saved, self._steps, self._chosen = step, FIRST, False
 
     def is_due(self, step: int, step_seconds: float, blocked: Sequence[float]) -> bool:
         """Return whether the caller must save after this step. With auto, collective if a save may be due.
 
-        step_seconds: duration of a step. blocked: seconds that each save so far has blocked the training; the
-        values of rank 0 count.
+        step_seconds: duration of a step. blocked: seconds that each save so far has blocked the training. Of both
+        arguments, only the values on rank 0 determine the interval.
         """
         if self._every != "auto":
             return self._every > 0 and step % self._every == 0

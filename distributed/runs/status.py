@@ -8,7 +8,7 @@
     node1     0  sleeping   1%    1.2G   40 s  step  120/1200  loss 2.3125 ...
     node2     1  STOPPED    0%    1.2G   41 s
 
-scripts/status.sh becomes this program, which queries the nodes, judges their replies and renders them.
+scripts/status.sh executes this program, which queries the nodes, judges their replies and renders them.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Observation:
 
     @property
     def active(self) -> tuple[Activity, ...]:
-        """The running ranks; without any, the stopped processes. They show whether the run hangs."""
+        """The processes that show whether the run hangs: the running ranks or, if there are none, `stopped`."""
         return self.ranks or self.stopped
 
 
@@ -333,7 +333,10 @@ class Viewer:
         self._timeout = STACKS_TIMEOUT if options.stacks else WATCH_TIMEOUT if options.watch else TIMEOUT
 
     def status(self) -> Status:
-        """Query the run; if it has no recent output, again with stacks, which show the rank that others wait for."""
+        """Query the run. If it has no recent output, query it again with stacks.
+
+        The stacks show the rank that the other ranks wait for.
+        """
         status = self._status(["--stacks"] * self._options.stacks)
         return self._status(["--stacks"]) if status.needs_stacks and not self._options.stacks else status
 
@@ -387,7 +390,8 @@ class Viewer:
 
 # ---------------------------------------------------------------- all runs
 
-ALL_COLUMNS = ("run", "state", "verdict", "step", "loss", "time", "started", "nodes")  # four or more are shown
+# A narrow terminal shows only the first columns, but at least four.
+ALL_COLUMNS = ("run", "state", "verdict", "step", "loss", "time", "started", "nodes")
 LONGEST_NAME = 40  # characters of the name of a run; the last 20 are date, time and a number
 END_BYTES = 4096  # read from each end of metrics.jsonl
 REASONS = {0: "", STOPPED: "with checkpoint", TIMED_OUT: "hung"}  # exit code -> reason in the table
@@ -400,7 +404,7 @@ def all_runs(logs: Path, width: int | None) -> list[str]:
     for directory in sorted(found, key=lambda one: one.name[-20:], reverse=True):  # date, time and a number
         try:
             rows.append(row_of_run(directory))
-        except (RunLookupError, TypeError, ValueError):  # such as those of another version
+        except (RunLookupError, TypeError, ValueError):  # another version may have written other fields
             damaged.append(printable(directory.name))
     lines: list[str] = [] if rows else [f"no runs in {logs}"]
     for count in range(len(ALL_COLUMNS), 3, -1) if rows else ():
@@ -469,7 +473,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def as_json(status: Status) -> str:
     facts = asdict(status) | {"exit_code": status.exit_code}
-    facts["run"]["launcher"]["where"] = facts["run"]["launcher"].pop("state")  # the published key
+    facts["run"]["launcher"]["where"] = facts["run"]["launcher"].pop("state")  # its name in the output of --json
     replies = facts.pop("replies")
     facts["nodes"] = [reply["node"] | {"status": reply["status"], "error": reply["error"]} for reply in replies]
     return json.dumps(facts, indent=2, sort_keys=True, default=str) + "\n"

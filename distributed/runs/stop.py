@@ -1,4 +1,4 @@
-"""Stop a run, and check that none of its processes remains on any node. scripts/stop.sh becomes this program."""
+"""Stop a run, and check that none of its processes remains on any node. scripts/stop.sh executes this program."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class Stop:
     # ---- the launcher
 
     def _stop_from_launcher_host(self, quiet: bool) -> int | None:
-        """Run stop.sh on the launcher's host, which shares the run directory. Returns its code; None: it failed."""
+        """Run stop.sh on the launcher's host, which shares the run directory.
+
+        Returns the exit code of stop.sh, or None if stop.sh could not be run.
+        """
         run, host = self._query.run, self._launcher.host
         options = ["--now"] * self._now + ["--quiet"] * quiet
         command = [f"{KIT}/scripts/stop.sh", "--python", run.python, *options, run.directory_at_launch]
@@ -161,7 +164,7 @@ def wait(seconds: float, interval: float, awaited: Callable[[], str], log: Calla
 def main(arguments: Sequence[str]) -> int:
     """Return 0 if no process remains, 1 if one does, 2 if there is no such run, UNFIT if a node was not checked."""
     parser = parser_of("stop", str(__doc__))
-    parser.add_argument("--now", action="store_true", help="without time to write a checkpoint")
+    parser.add_argument("--now", action="store_true", help="kill the processes immediately; they write no checkpoint")
     parser.add_argument("--quiet", action="store_true", help="print only the result")
     options = parser.parse_args(arguments)
     exit_on_signals()

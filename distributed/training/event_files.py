@@ -17,7 +17,7 @@ from pathlib import Path
 from distributed.files import read_json, write_file
 from distributed.metrics import FROM_TENSORBOARD, RESERVED, finite_or_none
 
-MOST = 1000  # values of a scalar that are read
+MOST = 1000  # maximum number of values that are read per scalar
 FILE = re.compile(r"events\.out\.tfevents\.(\d{9,})\.")  # the number is the Unix second of its creation
 LOSS = re.compile(r"(?i)(?:train(?:ing)?[/_])?loss(?:[/_]train(?:ing)?)?(?:_step)?")
 

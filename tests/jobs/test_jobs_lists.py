@@ -69,7 +69,7 @@ ARRAYS: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("value", "expected"), ARRAYS)
-def test_arrays_paths_and_iterables_are_values(value: Any, expected: list[Any], tmp_path: Path) -> None:
+def test_arrays_paths_and_iterables_are_accepted_as_values(value: Any, expected: list[Any], tmp_path: Path) -> None:
     jobs = grid(a=value)
     assert [job["a"] for job in jobs] == expected
     assert [[type(job["a"]) for job in jobs]] == [[type(each) for each in expected]]

@@ -74,7 +74,7 @@ def test_one_array_has_an_element_for_each_start_and_is_never_requeued() -> None
     assert "--array=0-0" in command_for([], CPU, count=1)
 
 
-def test_options_of_a_job_follow_those_of_the_cluster_as_sbatch_uses_the_last() -> None:
+def test_job_options_come_after_cluster_options_because_sbatch_uses_the_last_value() -> None:
     found = command_for(["--time=5", "--requeue-not", "-pgpu"], ResourceRequest(2, 12, ("a100", "ib")))
     assert found.index("--time=12") > found.index("--time=5")
     assert {"-pgpu", "--gres=gpu:2", "--constraint=a100&ib"} <= set(found)
@@ -426,7 +426,7 @@ def test_an_element_that_was_killed_before_its_command_started_may_be_requeued(l
     assert executed(list_directory) == ["j.1"]
 
 
-def test_a_withdrawn_attempt_is_not_started_by_a_late_element(
+def test_an_attempt_that_is_withdrawn_after_its_element_has_claimed_it_is_not_started(
     list_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = make_spec(list_directory)
@@ -525,7 +525,7 @@ def test_a_missing_array_or_index_is_reported(list_directory: Path) -> None:
         ("alive", "unexplained", "left", "ended"),
     ],
 )
-def test_claim_exit_code_and_slurm_s_state_determine_the_event(
+def test_the_event_follows_from_the_claim_the_exit_code_and_the_state_in_slurm(
     claim: str, code: str, slurm: str, expected: str
 ) -> None:
     assert element.event_of(claim, code, slurm) == expected
@@ -587,7 +587,7 @@ def test_an_element_that_left_the_queue_unstarted_cannot_start_later(
     assert executed(Path(submitted.directory).parent) == []
 
 
-def test_a_job_specification_whose_array_slurm_never_accepted_is_released(submitted: Element) -> None:
+def test_a_job_specification_is_released_if_slurm_never_accepted_its_array(submitted: Element) -> None:
     os.unlink(job_path(str(Path(submitted.directory).parent / f"array-{ARRAY}")))  # as if the dispatcher was killed
     assert kinds(events_of(submitted, "")) == ["held"]
     assert os.path.exists(spec_path(submitted.directory))
@@ -609,7 +609,7 @@ def test_a_running_element_is_reported_with_its_node_and_process(submitted: Elem
     assert events_of(submitted, "RUNNING") == []
 
 
-def test_an_element_that_slurm_ended_runs_until_its_heartbeats_stop(submitted: Element) -> None:
+def test_an_element_that_slurm_reports_as_ended_is_treated_as_running_until_heartbeats_stop(submitted: Element) -> None:
     mark_started(submitted)
     events_of(submitted, "RUNNING")
     now = 0.0
@@ -743,7 +743,7 @@ def test_another_working_directory_is_rejected(tmp_path: Path) -> None:
 
 
 def submit(server: SlurmServer, count: int, reply: tuple[int, str, str]) -> tuple[list[Any], list[Event]]:
-    """Handle a reply of sbatch to `count` starts; return their replies and the posted events."""
+    """Make the server handle a reply of sbatch to `count` starts. Returns the result of each start, and the events."""
     events: list[Event] = []
 
     async def submit() -> list[Any]:

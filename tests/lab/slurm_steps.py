@@ -1,7 +1,7 @@
 """Record SLURM's variables in each process of a step, for all usual ways to start a step, on a real SLURM.
 
 Each command starts processes of record_process.sh, which write their host and environment to a file. The hosts
-determine what World.from_env must return. Needs SLURM_CONF of lab.sh up 3 --slurm --gpus 2.
+determine what World.from_env must return. Needs the SLURM_CONF that `lab.sh up 3 --slurm --gpus 2` prints.
 
 Usage: python tests/lab/slurm_steps.py tests/slurm_environments.json   (replaces the records)
 """
@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+# In all commands, TELL stands for the path of record_process.sh.
 TORCHRUN = """PORT=$((10000 + RANDOM % 10000)) srun -w $N1,$N2 --ntasks-per-node=1 sh -c '
   "$PYTHON" -m torch.distributed.run --nnodes=2 --node-rank=$SLURM_NODEID \\
     --nproc-per-node=2 --master-addr=$N1 --master-port=$PORT --no-python TELL'"""
@@ -135,7 +136,10 @@ class Observed:
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment without variables of a launcher. For the main thread, in which pytest sets variables."""
+    """Return the environment without variables of a launcher.
+
+    Call this function in the main thread, because pytest changes os.environ there.
+    """
     return {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLE.fullmatch(name)}
 
 
@@ -143,7 +147,8 @@ def start(step: StepCase, environment: Mapping[str, str]) -> list[Observed]:
     """Run the step on the SLURM of SLURM_CONF. Returns its processes by rank."""
     try:
         return _start(step, environment, timeout=60)
-    except subprocess.TimeoutExpired:  # salloc hung in 1 of about 6,000 calls; a step runs no code of Muster
+    except subprocess.TimeoutExpired:
+        # salloc hung in 1 of about 6,000 calls. A step runs no code of Muster, so this retry hides no fault of Muster.
         return _start(step, environment, timeout=120)
 
 

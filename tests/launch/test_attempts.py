@@ -275,7 +275,7 @@ def test_a_command_that_does_not_end_its_attempt_after_fail_is_killed(start: Cal
 
 
 def test_the_processes_of_an_attempt_whose_connection_was_lost_end_before_the_next_one_starts(
-    start: Callable[..., Supervised]
+    start: Callable[..., Supervised],
 ) -> None:
     old = start()
     old.end_attempt("3")
@@ -294,7 +294,7 @@ def test_the_processes_of_an_attempt_whose_connection_was_lost_end_before_the_ne
 
 
 def test_the_end_of_an_attempt_that_was_given_up_is_not_recorded_as_that_of_the_next_one(
-    start: Callable[..., Supervised]
+    start: Callable[..., Supervised],
 ) -> None:
     """This happens if a node that was cut off shares the run directory."""
     run = start()

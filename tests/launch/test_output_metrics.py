@@ -58,7 +58,10 @@ LINES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ),
         ("Epoch 5: train_loss=0.312 val_loss=0.401", {"epoch": 5, "loss": 0.312}),
         ("step 40", {"step": 40}),
-        ("[rank 0] batch 12/400, loss is tensor(0.5312, grad_fn=<NllLossBackward0>)", {"step": 12, "steps": 400, "loss": 0.5312}),
+        (
+            "[rank 0] batch 12/400, loss is tensor(0.5312, grad_fn=<NllLossBackward0>)",
+            {"step": 12, "steps": 400, "loss": 0.5312},
+        ),
     ],
     "Hugging Face Trainer": [
         (
@@ -245,7 +248,27 @@ def test_there_are_twenty_logs_without_progress() -> None:
     assert len(WITHOUT_PROGRESS) >= 20
 
 
-PARTS = ["epoch", "step", "[", "]", "/", ":", "1", "9" * 400, "1e999", "loss", "nan", "12%|#|", "it/s", ",", "0", ".", " ", "=", "0it ["]
+PARTS = [
+    "epoch",
+    "step",
+    "[",
+    "]",
+    "/",
+    ":",
+    "1",
+    "9" * 400,
+    "1e999",
+    "loss",
+    "nan",
+    "12%|#|",
+    "it/s",
+    ",",
+    "0",
+    ".",
+    " ",
+    "=",
+    "0it [",
+]
 
 
 @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=30).map("".join))
@@ -393,7 +416,16 @@ def test_a_missing_directory_is_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["(" * 2000, "epoch " * 400, "1," * 1000, "%|" * 1000, "━ " * 1000, "train train_" * 160, "epoch" + " " * 1990 + "x", "loss step" + "1" * 1900],
+    [
+        "(" * 2000,
+        "epoch " * 400,
+        "1," * 1000,
+        "%|" * 1000,
+        "━ " * 1000,
+        "train train_" * 160,
+        "epoch" + " " * 1990 + "x",
+        "loss step" + "1" * 1900,
+    ],
 )
 def test_a_strange_line_is_read_in_little_time(line: str) -> None:
     assert values_in(line).get("step") is None  # a pattern that backtracks would not end

@@ -55,7 +55,7 @@ class SupervisedRun:
         process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, **popen)
         self.process = process
         if block is not None:
-            self.control.write(b"\0" + block)  # no variables are set before --source
+            self.control.write(b"\0" + block)  # the block that is set before --source is empty
         wait_until(lambda: "ready" in self.log or self.code is not None)
         return process
 
@@ -125,7 +125,7 @@ def test_no_process_remains_and_the_exit_code_is_recorded_whichever_process_is_k
         pid = run.pid(name)
         kill(pid, group=group)
         if name == "guard":
-            wait_until(lambda: run.pid("guard") != pid)  # noqa: B023 (called before the next one)
+            wait_until(lambda: run.pid("guard") != pid)  # noqa: B023 (called in this iteration only)
     wait_until(lambda: run.code is not None)
     assert run.code == 137
     assert not run.remaining()
@@ -152,7 +152,7 @@ def test_sweep_records_a_reboot_as_the_cause(run: SupervisedRun) -> None:
     assert (run.code, read_json(run.files.record)["cause"]) == (137, "rebooted")
 
 
-def test_a_stopped_guard_does_not_delay_the_end(run: SupervisedRun) -> None:
+def test_a_guard_stopped_by_sigstop_does_not_delay_the_end_of_the_supervisor(run: SupervisedRun) -> None:
     process = run.start("echo ready; sleep 300")
     os.kill(run.pid("guard"), signal.SIGSTOP)
     kill(run.pid("command"))
@@ -165,7 +165,7 @@ def test_a_killed_guard_is_replaced_and_the_command_continues(run: SupervisedRun
     for _ in range(3):
         guard = run.pid("guard")
         kill(guard)
-        wait_until(lambda: run.pid("guard") != guard)  # noqa: B023 (called before the next one)
+        wait_until(lambda: run.pid("guard") != guard)  # noqa: B023 (called in this iteration only)
     run.control.write(b"stop\n")
     assert process.wait(TIMEOUT) == 7
     assert not os.path.exists(run.files.record)
@@ -235,7 +235,7 @@ def test_one_stop_request_among_heartbeats_leads_to_sigkill_after_the_grace_time
 
 
 def ignore_signals() -> None:
-    """As nohup does, and a shell script for its background jobs."""
+    """Ignore signals, as nohup does for its command and as a shell does for the background jobs of a script."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
@@ -330,7 +330,7 @@ while True:
 
 
 @pytest.mark.parametrize("child", [CHILD, f"setsid --fork {CHILD}", f"env -u TORCHELASTIC_RUN_ID {CHILD}"])
-def test_the_handler_of_a_process_that_a_rank_has_started_does_not_keep_the_rank_running(
+def test_a_signal_stops_a_rank_without_a_handler_even_if_a_child_process_of_the_rank_has_one(
     run: SupervisedRun, child: str
 ) -> None:
     rank = f"trap 'exit 75' TERM; {child} & while true; do sleep 0.1; done"
@@ -387,7 +387,7 @@ def test_a_blocked_console_delays_neither_requests_nor_the_log(run: SupervisedRu
     os.close(target)
 
 
-def test_the_console_shows_output_of_rank_0_and_of_no_rank(run: SupervisedRun) -> None:
+def test_the_console_shows_the_output_of_rank_0_and_the_output_without_a_rank_prefix(run: SupervisedRun) -> None:
     process = run.start(
         "echo '[n1:0] loss 1'; echo '[n1:1] loss 2'; echo '[n1:10] x'; echo plain; printf '[n1:0] no end'",
         stdout=subprocess.PIPE,
@@ -651,7 +651,7 @@ def test_a_timeout_after_a_stop_request_is_not_recorded(run: SupervisedRun) -> N
     assert not os.path.exists(run.files.record)
 
 
-def test_the_cause_is_recorded_although_directory_errors_does_not_exist(run: SupervisedRun) -> None:
+def test_the_cause_is_recorded_even_if_the_errors_directory_does_not_exist(run: SupervisedRun) -> None:
     os.makedirs(run.files.directory)
     arguments = ["--dir", run.files.directory, "--name", "n1", "--grace", "8", "--timeout", "1", "--lease", "0"]
     options = SupervisorOptions([*arguments, "--", "sleep", "300"])

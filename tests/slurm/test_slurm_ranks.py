@@ -104,7 +104,8 @@ def test_every_step_is_recorded() -> None:
     assert [record["name"] for record in RECORDS] == [step.name for step in STEPS]
 
 
-# A wrapper or container that passes only these variables. The tasks print whether they derive SLURM_NODEID.
+# Simulates a wrapper or container that passes only four variables of SLURM to a task. The task then checks that World
+# derives the value of SLURM_NODEID, which is not passed, and prints the local size and the number of nodes.
 FOUR_VARIABLES = """id=$SLURM_NODEID; exec env -i "PYTHONPATH=$PYTHONPATH" "SLURM_PROCID=$SLURM_PROCID" \\
   "SLURM_NTASKS=$SLURM_NTASKS" "SLURM_LOCALID=$SLURM_LOCALID" "SLURM_NODELIST=$SLURM_NODELIST" "$@" "$id" """
 COMPARE = """import sys; from distributed.world import World
