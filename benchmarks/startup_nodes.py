@@ -26,7 +26,7 @@ RANKS = 2  # of each node
 
 
 def by_hand(names: list[str], script: Path, result: Path) -> float:
-    """Returns the seconds with torchrun, started on each node over ssh."""
+    """Return the seconds to the first all-reduce, with torchrun started on each node over ssh."""
     port = str(random.randint(20_000, 29_999))
     started_at = time.time()
     started = []
@@ -42,7 +42,7 @@ def by_hand(names: list[str], script: Path, result: Path) -> float:
 
 
 def by_launcher(names: list[str], script: Path, result: Path) -> float:
-    """Returns the seconds with one command of Muster."""
+    """Return the seconds to the first all-reduce, with one command of Muster."""
     launch = [str(KIT / "scripts/ssh/launch_torchrun_auto.sh"), "--quiet", "--python", sys.executable]
     launch += ["--env", "OMP_NUM_THREADS=1", "--script", str(script), "-", str(RANKS), *names, "--", str(result)]
     started_at = time.time()
@@ -51,7 +51,7 @@ def by_launcher(names: list[str], script: Path, result: Path) -> float:
 
 
 def main() -> int:
-    """Print the seconds and the ratio of each pair, then the medians."""
+    """Print the seconds and the ratio of each pair (one launch by hand, one by the launcher), then the medians."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--turns", type=int, default=5)
     turns = options.parse_args().turns

@@ -36,7 +36,7 @@ teardown() {
 
 # ---- lists
 
-cluster() { # <keys of the entry that describes a node> [option of sbatch...]
+cluster() { # <JSON members of the entry in `servers`> [option of sbatch...]
   local option options=''
   for option in "${@:2}"; do
     options+="${options:+, }\"$option\""
@@ -66,6 +66,7 @@ kill_dispatcher() {
 }
 
 
+# Check that no job specification remains: it contains the environment of a job.
 no_specification_left() {
   ! find logs -name 'order*' -o -name 'taken*' -o -name '.order' | grep .
 }
@@ -207,7 +208,7 @@ start_slurmctld() {
 }
 
 
-@test "a job that is added starts after the jobs it needs, and may need more GPUs than the list has jobs" {
+@test "an added job starts after the job that it needs, and its number of GPUs may exceed the number of jobs" {
   cluster '"gpus": 2'
   job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go\", \"prefix\": \"a\"}"
   start_list
@@ -621,7 +622,7 @@ slurm_marks_nodes_down_after() { # <seconds>
 # ---------------------------------------------------------------- secrets
 
 
-@test "a secret reaches the job, is in no command line and no file or output of SLURM, and later in no file at all" {
+@test "a secret reaches the job but no command line, file or output of SLURM, and no file has it after the list ends" {
   make_secret
   cluster '"gpus": 0' --exclusive
   {
@@ -696,7 +697,7 @@ waiting_for_base() { # <number>: check that this many experiments wait in SLURM'
 }
 
 
-@test "experiments leave SLURM's queue if their base training fails, return for its retry, and fail without a retry" {
+@test "experiments leave SLURM's queue if their base training fails; they are queued again if it is retried, or fail" {
   three_experiments "\"base_exit\": 3, \"base_exit_once\": \"$WORK/tried\""
   start_list
   wait_until_started base

@@ -87,7 +87,7 @@ END
 }
 
 
-@test "signals to the launcher's process group reach the ranks' handlers once on all nodes, or stop the ranks" {
+@test "signals to the launcher's process group call each rank's handler once; without a handler, the run is stopped" {
   check_signals_to_process_group
 }
 

@@ -60,7 +60,7 @@ END
 }
 
 
-@test "variables that frameworks read are forwarded, also after a restart and detached; values are in no file" {
+@test "variables that frameworks read are forwarded, also after a restart and with --detach; no file has their values" {
   make_secret
   mkdir config
   echo 'export GLOO_LOG=node NCCL_ALGO=${NCCL_ALGO:-unset}' >config/node_env.sh
@@ -124,7 +124,7 @@ PYTHON
 }
 
 
-@test "signals to the launcher's process group reach the ranks' handlers once on all nodes, or stop the ranks" {
+@test "signals to the launcher's process group call each rank's handler once; without a handler, the run is stopped" {
   check_signals_to_process_group
 }
 
@@ -190,7 +190,7 @@ PYTHON
 }
 
 
-@test "with TMOUT exported, status.sh finds the nodes of a longer run, and the run is restarted" {
+@test "with TMOUT exported, status.sh finds the nodes of a run that takes longer than TMOUT, and the run is restarted" {
   write_script <<'END'
 dist.barrier()
 if os.path.exists("tried"):

@@ -1,7 +1,7 @@
 """The commands in the guides that need SLURM run as printed, on a laboratory with SLURM.
 
-A group is a job, or the shell of salloc, with the commands that refer to it. Commands that refer to a job run while it
-is training, with its job id in place of the one in the guides.
+The test runs the commands in groups. A group is a job, or the shell of salloc, with the commands that refer to it.
+Commands that refer to a job run while it is training, with its job id in place of the one in the guides.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class ForkedProcess:
         self._wakeup = wakeup
 
     def poll(self) -> int | None:
-        """The exit code after reap() has returned it: torchrun must not see an exit that the agent has not recorded."""
+        """The exit code that reap() found, or None: torchrun must not see an exit that the agent has not recorded."""
         return self.returncode
 
     def reap(self) -> int | None:
@@ -108,7 +108,7 @@ class ForkedProcess:
         return code
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process group, or to the process until it leads its own group."""
+        """Send a signal to the process group, or to the process alone if it does not lead its own group yet."""
         if self.reap() is None:
             try:
                 os.killpg(self.pid, number)
@@ -128,7 +128,7 @@ class Wakeup:
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most this long for a wakeup; return whether there was one. One since the last call counts."""
+        """Wait at most this long for a wakeup; return whether there was one. A wakeup since the last call counts."""
         return bool(select.select([self._read], [], [], seconds)[0] and os.read(self._read, 4096))
 
 
@@ -176,7 +176,7 @@ class ForkServer:
         return self._returncode is None
 
     def close(self) -> None:
-        """Kill the server: a stopped one (SIGSTOP) would not exit by itself. Forked processes continue."""
+        """Kill the server: after SIGSTOP, it would not exit when the channel closes. Forked processes continue."""
         self._channel.close()
         if self._returncode is None:
             os.kill(self.pid, signal.SIGKILL)

@@ -28,13 +28,16 @@ class EndedRun:
 
     directory: Path
     code: int  # exit code
-    signal: int  # that requested a stop; 0: none
+    signal: int  # the signal that requested a stop; 0 if there was none
     progress: bool  # whether the last attempt made progress
     last_step: int | None  # that the run has logged
 
 
 def requeue_if_stopped(run: EndedRun, job: str, limit: int, record: Callable[[str], None]) -> None:
-    """Requeue the job if SLURM stopped its run, or if a node was lost. limit: of requeues. record: prints a line."""
+    """Requeue the job if SLURM stopped its run, or if a node was lost.
+
+    limit: maximum number of requeues. record: function that prints a line.
+    """
     if not is_batch_script() or not (stopped_by_slurm(run, job) or lost_a_node(run)):
         if run.code == STOPPED:
             record(SUBMIT)
@@ -59,11 +62,12 @@ def is_batch_script() -> bool:
 
 
 def stopped_by_slurm(run: EndedRun, job: str) -> bool:
-    """Whether SLURM announced the time limit with a signal to the ranks or (B:) to this process, or preempted the job.
+    """Whether SLURM announced the time limit with a signal, or preempted the job.
 
-    Preemption signals both: SIGTERM kills ranks without a handler, other ranks then fail because they lose a
-    connection, and ranks that exit with 0 may not have finished. If the user stopped the job, its state is not RUNNING
-    (scancel), or the signal is SIGINT (stop.sh).
+    The signal at the time limit goes to the ranks or, with sbatch --signal=B:..., to this process. Preemption sends
+    SIGTERM to the ranks and to this process, and the exit code then does not show the cause: SIGTERM kills ranks
+    without a handler, other ranks fail because they lose a connection, and ranks that exit with 0 may not have
+    finished. If the user stopped the job, its state is not RUNNING (scancel), or the signal is SIGINT (stop.sh).
     """
     if not run.signal and run.code in (0, STOPPED):
         return run.code == STOPPED

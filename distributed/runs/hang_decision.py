@@ -5,8 +5,9 @@ enough, because a long evaluation has no output either: in addition, the rank th
 CPU nor GPU, or all ranks must be idle or wait in a collective.
 
 A run that only looks hung, by the criteria of scripts/status.sh, continues. The launcher prints the text of status.sh
-once, and again when other ranks are suspected. It also prints that the run has new output. Then it reports the run
-again only after a pause that is twice as long, because long pauses may be usual for this run.
+once, and again when other ranks are suspected. If the run then has new output, the launcher prints that. It reports
+this run again only after a pause that is twice as long as the longest pause so far, because long pauses may be usual
+for this run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from distributed.runs.node_status import read_progress
 from distributed.runs.query import NodeReply
 from distributed.runs.status import Observation, observe_ranks
 
-CLOCK_TOLERANCE = 10.0  # seconds; also the duration of a query
+CLOCK_TOLERANCE = 10.0  # seconds; covers clock differences and the duration of a query
 RECOVERED = "the run no longer looks hung: it has had output or metrics"
 RECHECK = 60.0  # seconds until the next check of a run that has no output, but may make progress
 
@@ -90,7 +91,8 @@ def decide(
         if needs_stacks(observed.ranks, silent):
             return Query(1, stacks=True)
     if silent < timeout:
-        return wait(min(timeout - silent, silent, BUSY_TIMEOUT))  # twice as long each time: stacks disturb the ranks
+        # Each wait is as long as the silence so far, so the waits double: requests for stacks disturb the ranks.
+        return wait(min(timeout - silent, silent, BUSY_TIMEOUT))
     if stall and (stall.permanent or not certain):
         return HUNG
     return wait(min(timeout, RECHECK))
@@ -103,8 +105,8 @@ def wait(seconds: float) -> Wait:
 def silence_here(directory: Path, now: float) -> float:
     """Seconds since the last output or metric in files that this machine sees; infinite without such files.
 
-    All logs are here if the nodes share the run directory, as under SLURM. There, each query is a job step, and a job
-    can only have a limited number of steps.
+    If the nodes share the run directory, as under SLURM, these files include all logs, and reading them saves queries.
+    Under SLURM, each query is a job step, and the number of steps of a job is limited.
     """
     times = [path.stat().st_mtime for path in directory.glob("node_*.log")]
     times += [path.stat().st_mtime for path in directory.glob("metrics.jsonl")]
@@ -116,8 +118,8 @@ class Notified:
     """The last notice about the run that was printed."""
 
     subject: str = ""  # of the last notice; empty: the run does not look hung
-    last_output: float = math.inf  # Unix seconds, at the last notice
-    longest_pause: float = 0.0  # seconds without output, before new output of a run that had looked hung
+    last_output: float = math.inf  # Unix time of the last output before that notice
+    longest_pause: float = 0.0  # seconds; the longest pause after which a run that looked hung had new output
 
 
 def notice_on(observed: Observation, silent: float, last_notice: Notified, now: float) -> tuple[str, Notified]:
@@ -176,9 +178,10 @@ class HangWatch:
         self._notified = Notified()
 
     def check_files(self, watched: float) -> tuple[Decision, str]:
-        """Return the decision before a query, and a notice, empty for none. Waits if files here show recent output.
+        """Return the decision before a query, and a notice, empty for none.
 
-        watched: seconds since the watch started; earlier time is not counted.
+        The decision is Wait if files on this machine show recent output, otherwise Query. watched: seconds since the
+        watch started; earlier time is not counted.
         """
         silent, first = silence_here(self.run.directory, time.time()), min(self.timeout, IDLE_TIMEOUT)
         if min(silent, watched) >= first:

@@ -126,7 +126,7 @@ def _create_directory(logs: str, name: str) -> str:
 
 def _versions(python: str) -> dict[str, str | None]:
     """versions() of the ranks' interpreter; every value is None if the interpreter fails."""
-    own = versions()  # isolated from PYTHONPATH and the user's packages, so PyTorch may be missing
+    own = versions()  # this interpreter (-I) ignores PYTHONPATH and the user's packages, so PyTorch may be missing
     if own["torch"] and os.path.abspath(python) == os.path.abspath(sys.executable):
         return own
     import json

@@ -93,7 +93,7 @@ class Progress:
         self._stack.__exit__(*error)
 
     def time_waiting(self, model: nn.Module) -> None:
-        """Start `waiting` in each ddp backward pass at the gradient of the first parameter, which comes last."""
+        """Start `waiting` in each ddp backward pass at the last gradient: that of the model's first parameter."""
         first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         first.register_post_accumulate_grad_hook(lambda _: self.waiting.begin())
 

@@ -67,7 +67,7 @@ remove_variables() {
   [[ ! $encoding ]] || export LC_CTYPE=$encoding
   # Every bash that we start would complain about a locale that is not installed.
   [[ ! $encoding || ! $({ LC_CTYPE=$encoding; } 2>&1) ]] || LC_CTYPE=C.UTF-8
-  LC_COLLATE=C LC_MESSAGES=C LC_NUMERIC=C LC_TIME=C # bash keeps the locale of a variable that is unset
+  LC_COLLATE=C LC_MESSAGES=C LC_NUMERIC=C LC_TIME=C # bash would keep the old locale if these were only unset
   export -n SHELLOPTS BASHOPTS
   SECONDS=0
 } 2>/dev/null # a locale may not be installed
@@ -115,8 +115,8 @@ keep_changed_functions() {
 }
 
 
-# Restore exported variables to the values with which this script was started, because scripts use some of their names.
-# Variables that the script has unset stay unset; SLURM_* are not changed.
+# Restore exported variables to the values with which this script was started, because our scripts assign other values
+# to variables of the same names. Variables that the script has unset stay unset; SLURM_* are not changed.
 restore_environment() {
   local inherited inherited_name
   set +u # not `local -`, which would also undo POSIXLY_CORRECT

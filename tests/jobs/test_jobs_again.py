@@ -182,7 +182,7 @@ def test_files_that_no_job_wrote_are_not_overwritten_until_the_user_adopts_them(
     assert (written.read_text(), job_list.starts()) == ("a\n", 2)
 
 
-def test_a_list_continues_although_the_results_of_a_done_job_have_lost_their_owner(job_list: JobList) -> None:
+def test_a_list_continues_although_the_muster_job_file_of_a_done_job_is_missing(job_list: JobList) -> None:
     job_list.jobs({"write": "a", "prefix": "p", "fold": 0}, {"exit": 3, "_retries": 0})
     assert job_list.call(*RUN)[0] == 1
     (job_list.directory / "experiments" / "p" / "fold0" / ".muster_job").unlink()
@@ -325,7 +325,7 @@ def test_a_job_is_added_to_a_running_list_and_finds_the_output_of_the_job_that_i
 
 
 def test_added_jobs_stay_in_a_list_that_is_run_again_and_get_their_variables(job_list: JobList) -> None:
-    """The file may contain other jobs by then, unless an added job still needs its _env from it."""
+    """After `add`, its file may be changed, unless it has the _env of an added job that has not finished."""
     job_list.jobs({"n": 1})
     assert job_list.call(*RUN)[0] == 0
     secret = {"n": 2, "run": "test ${#TOKEN} = 6 || touch wrong", "_env": {"TOKEN": "s3cr3t"}}
@@ -349,7 +349,7 @@ def test_added_jobs_stay_in_a_list_that_is_run_again_and_get_their_variables(job
     assert "s3cr3t" not in (job_list.directory / "results.json").read_text()
 
 
-def test_an_added_job_that_cannot_run_any_more_is_cancelled_or_its_file_restored(job_list: JobList) -> None:
+def test_resume_is_refused_until_an_added_job_whose_file_was_deleted_is_cancelled(job_list: JobList) -> None:
     job_list.jobs({"n": 1}, {"n": 2, "prefix": "gone"})
     assert job_list.call(*RUN, "--plan")[0] == 0
     running = job_list.start_call(*RUN, "--max-failures", "1")
@@ -367,7 +367,7 @@ def test_an_added_job_that_cannot_run_any_more_is_cancelled_or_its_file_restored
     assert (code, "finished: 2 of 4 done, 1 failed, 1 cancelled" in printed) == (1, True), printed
 
 
-def test_added_jobs_get_numbers_as_written_also_after_resume(job_list: JobList) -> None:
+def test_numbers_in_the_settings_of_added_jobs_are_passed_as_written_also_after_resume(job_list: JobList) -> None:
     job_list.jobs({"n": 1})
     assert job_list.call(*RUN)[0] == 0
     (job_list.directory / "more.json").write_text(

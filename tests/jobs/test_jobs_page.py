@@ -438,7 +438,7 @@ def test_rare_styles_are_drawn_last() -> None:
     assert re.findall(r'class="period (\w+)"', drawing) == ["done", "done", "done", "failed"]
 
 
-def test_a_timeline_without_attempts_is_a_sentence() -> None:
+def test_a_sentence_replaces_the_timeline_if_there_are_no_attempts() -> None:
     text = page.page(results([job(1, "waiting")]), {})
     assert "Nothing has started yet." in text and 'svg class="timeline' not in text
 
@@ -501,14 +501,14 @@ def test_metrics_missing_in_the_results_are_read_from_the_curve() -> None:
     assert [row[-3:] for row in found] == [["step", "loss", "held_out_loss"], ["8", "not finite", "1.500"]]
 
 
-def test_settings_beyond_the_limit_are_a_sentence() -> None:
+def test_settings_beyond_the_limit_of_columns_are_listed_in_a_sentence() -> None:
     made = results([job(n, settings={f"key{k}": n for k in range(30)}) for n in (1, 2)])
     text = page.page(made, {})
     assert len([title for title in rows(text)[0] if title.startswith("key")]) == page.MAX_COLUMNS
     assert f"Other settings that differ: {', '.join(f'key{k}' for k in range(page.MAX_COLUMNS, 30))}." in text
 
 
-def test_a_long_table_is_folded_at_the_row_in_the_style_sheet() -> None:
+def test_the_style_sheet_hides_the_rows_of_a_long_table_after_the_limit() -> None:
     text = page.page(results([job(n) for n in range(page.FOLD + 1)]), {})
     assert f"tr:nth-child(n+{page.FOLD + 1}) {{ display: none; }}" in text
     assert f"Show all {page.FOLD + 1} jobs, not only {page.FOLD}" in text
@@ -577,7 +577,7 @@ def test_of_many_jobs_only_the_best_have_charts() -> None:
         ([1, 1, 1], [1, 1, 1], None),
     ],
 )
-def test_jobs_are_compared_by_the_losses_of_which_they_have_curves(
+def test_jobs_are_compared_by_held_out_losses_if_half_of_them_have_a_curve_otherwise_by_training_losses(
     held_out: list[int], training: list[int], unit: str | None
 ) -> None:
     made = results([job(n) for n in (1, 2, 3)])
@@ -622,7 +622,7 @@ def test_the_page_is_written_next_to_the_results_with_the_curves_of_its_jobs(tmp
     assert Reader(path.with_suffix(".html").read_text()).tags.count("figure") == 4
 
 
-def test_without_outputs_above_the_results_the_current_directory_is_used(
+def test_outputs_are_read_from_the_current_directory_if_no_parent_of_the_results_file_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = results([job(1)])
@@ -642,7 +642,7 @@ def test_a_corrupt_metrics_file_is_a_note(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"jobs": 7}'])
-def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_does_not_contain_results_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match=r"Expecting|not the results"):
         page.write(written(tmp_path, text))
 

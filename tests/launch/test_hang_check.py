@@ -1,4 +1,4 @@
-"""What a launcher does when its run hangs or looks hung; runs/test_hang_decision.py decides whether it does."""
+"""What a launcher does when its run hangs or looks hung; runs/test_hang_decision.py tests how this is decided."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 from distributed.exit_codes import STOPPED
 from distributed.launch import requeue
 
-NONE, BEFORE, AFTER = "None", "2026-11-27T09:00:00", "2026-11-27T10:00:05"  # times of preemption
+NONE, BEFORE, AFTER = "None", "2026-11-27T09:00:00", "2026-11-27T10:00:05"  # PreemptTime; StartTime is 10:00:00
 
 
 @pytest.mark.parametrize(

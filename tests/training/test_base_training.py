@@ -2,8 +2,8 @@
 
 base_only writes the weights with the lowest held-out loss, also if the run was stopped in between. An incomplete set
 of files never looks complete. full_fine_tuning verifies every byte of these weights and starts from them, or exits with
-2 and one line on each rank. from_scratch trains on the same batches. The losses are the same on any number of
-processes, and a resumed run ends bit for bit as an uninterrupted run.
+2 and one line on each rank. from_scratch trains on the same batches as full_fine_tuning. The losses are the same on any
+number of processes, and a resumed run ends bit for bit as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def test_the_files_of_a_base_model_have_weights_metrics_losses_and_settings(trai
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_write_the_base_model_of_one(workdir: Workdir, trained: Path, strategy: str) -> None:
+def test_two_processes_write_the_same_base_model_as_one_process(workdir: Workdir, trained: Path, strategy: str) -> None:
     result = workdir.job(*BASE, f"distributed.strategy={strategy}", nproc=2, MUSTER_OUTPUT_DIR="out")
     assert result.returncode == 0, result.stderr
     one, two = load_base_model(trained), load_base_model(workdir.path / "out")
@@ -147,7 +147,7 @@ def test_two_processes_write_the_base_model_of_one(workdir: Workdir, trained: Pa
         torch.testing.assert_close(tensor, two["model"][name], rtol=1e-3, atol=1e-4)
 
 
-def test_a_base_model_whose_training_was_stopped_is_the_same(workdir: Workdir) -> None:
+def test_a_stopped_and_resumed_training_writes_the_same_base_model_as_an_uninterrupted_one(workdir: Workdir) -> None:
     assert workdir.job(*BASE, MUSTER_OUTPUT_DIR="whole").returncode == 0
     launched = forked.launched(
         1, forked.script, str(KIT / "train.py"), *BASE, "--device", "cpu", env={"MUSTER_OUTPUT_DIR": "out"}
