@@ -304,7 +304,7 @@ END
   lab ssh "$N1" touch "$WORK/experiments/p/fold0/result"
   lab ssh "$N1" ln -s ../far "$WORK/experiments/q"
   run -1 dispatch --sync
-  [[ "$output" == *"$WORK/experiments/p/fold0 contains files of no job; move it away, "* ]]
+  [[ "$output" == *"$WORK/experiments/p/fold0 contains files that no job wrote; move it away, "* ]]
   holds 'job["b"]["state"] == "done" and job["a"]["attempts"][0]["failure"] == "refused"'
   run -0 lab ssh "$N1" ls -A -s "$WORK/experiments/p/fold0" "$WORK/far/fold0"
   [[ "$output" == *"0 result"*.muster_job* ]]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# Allocation and environment are translated to arguments of srun, or refused. Without SLURM: its variables are set here,
-# and --dry-run prints the command.
+# Allocation and environment are translated to arguments of srun, or refused. The tests do not need SLURM: they set its
+# variables, and --dry-run prints the command.
 
 bats_require_minimum_version 1.5.0
 
@@ -104,7 +104,7 @@ refuses() { # <expected text>
 }
 
 
-@test "MASTER_PORT of the environment is used without --master-port, unless RANK shows another launch" {
+@test "MASTER_PORT of the environment is the default of --master-port, but is ignored if RANK is also set" {
   in_job MASTER_PORT=29999 "$TRAIN" --dry-run -
   [[ "$output" == "env MASTER_PORT=29999 srun "* ]]
   in_job MASTER_PORT=29999 "$TRAIN" --dry-run --master-port 28888 -

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# The batch scripts on SLURM: they run CONFIG or SCRIPT with their arguments on everything that was allocated, with the
-# run directory of every launcher. status.sh and stop.sh accept the job id.
+# The batch scripts on SLURM: they run CONFIG or SCRIPT with their arguments on all allocated nodes, and create the same
+# kind of run directory as all launchers. status.sh and stop.sh accept the job id.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -66,7 +66,7 @@ positions_are() { # <expected line of each rank...>
 
 
 # bats test_tags=quick
-@test "a job trains on its nodes, with the run directory of every launcher" {
+@test "a job trains on its nodes, and creates the same kind of run directory as all launchers" {
   endless_settings | sed 's/100000/2/' >tiny.yaml
   export RANK=7 MASTER_ADDR=nowhere MASTER_PORT=1 # as from another launch; sbatch passes them on
   submit slurm_train.sh tiny.yaml -- logging.level=info
@@ -145,7 +145,7 @@ END
 }
 
 
-@test "nodes with different numbers of tasks, with one task per rank and with one agent per node" {
+@test "on nodes with different numbers of tasks, srun and torchrun set the same variables for each rank" {
   local launcher
   write_position_script
   mkdir config
@@ -205,7 +205,7 @@ END
 }
 
 
-@test "each array task has its own CONFIG, and its index for %a" {
+@test "each array task has its own CONFIG, and %a is replaced by the index of the task" {
   mkdir results
   cat >"my script.py" <<'END'
 import sys

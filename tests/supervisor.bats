@@ -74,7 +74,7 @@ remaining() {
 }
 
 
-@test "stale variables of another launch do not reach the command, except the agent's error file" {
+@test "stale variables of another launch do not reach the command, but TORCHELASTIC_ERROR_FILE does" {
   export RANK=3 WORLD_SIZE=8 PET_NNODES=2 TORCHELASTIC_USE_AGENT_STORE=True MASTER_ADDR=old
   export TORCHELASTIC_ERROR_FILE=errors.json
   start -- sh -c 'env | grep -E "^(RANK|WORLD_SIZE|PET_|MASTER_|TORCHELASTIC_(USE|ERROR))" | sort'

@@ -1,8 +1,8 @@
 """Copies of a state, from which checkpoints are written.
 
-Copies are in CPU memory (page-locked for CUDA tensors), which is reused. Only the optimizer's step changes parameters
-and optimizer state. So CPU tensors of both may be copied while the training computes the next gradients. Before that
-step, finish() copies the tensors that remain.
+Copies are in CPU memory (page-locked for CUDA tensors), which is reused. Parameters and optimizer state change only in
+the optimizer's step. So those in CPU memory may be copied while the training computes the next gradients. finish()
+copies the remaining tensors before the next step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How a launcher reaches the nodes of a run over ssh or with pdsh; see Local in watch.py, and Srun in srun.py.
+"""How a launcher starts the nodes of a run over ssh or with pdsh. watch.py and srun.py contain the other transports.
 
-A transport starts all nodes of a run; other commands reach them through its `commands` (distributed/transport). With
-every transport a supervisor owns the command of a node, and reports its exit code. The watch depends on nothing else.
+A transport starts all nodes of a run. Its `commands` (distributed/transport) run other programs on the nodes. With
+every transport, a supervisor runs the command of a node and reports its exit code; the watch relies on this alone.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Ssh(Local):
 class Pdsh(Ssh):
     """Starts all nodes with one pdsh. Requests and the environment are sent over ssh.
 
-    pdsh runs the same command on all nodes, and replaces %n by the position of a node. With it, bash on the node
-    chooses the values of this node. pdsh keeps the standard input of the nodes open without writing to it; when pdsh
-    exits, their control channels close.
+    pdsh runs the same command on all nodes, and replaces %n by the position of the node. bash on the node uses this
+    position to choose the name, the rank and the number of processes of the node. pdsh keeps the standard input of the
+    nodes open without writing to it; when pdsh exits, their control channels close.
     """
 
     lease = None
@@ -79,7 +79,7 @@ class Pdsh(Ssh):
 
     def _command(self, watch: Watch, nodes: Sequence[RunNode]) -> list[str]:
         run = str(watch.directory)
-        name, rank, processes = (f"<{os.urandom(8).hex()}>" for _ in range(3))  # marks, which shlex quotes
+        name, rank, processes = (f"<{os.urandom(8).hex()}>" for _ in range(3))  # placeholders, replaced below
         agent = watch.options.agent.on(run, name, rank, processes)
         environment = ["--environment", f"{run}/node_{name}.environment"]
         line = shlex.join([*watch.supervise(), "--name", name, *environment, "--", *agent])
@@ -136,7 +136,7 @@ class _PdshErrors:
                         self._watch.spare_is_lost(name)
                     elif int(found[2]) == UNREACHABLE:
                         self._watch.node_lost(name)
-                    elif name in self._watch.unended:  # what its login shell has printed may have damaged its report
+                    elif name in self._watch.unended:  # output of the login shell may have damaged the report
                         self._watch.node_ended(name, int(found[2]))
             shown.append(line)
         self._watch.console.show(b"".join(shown), 2)

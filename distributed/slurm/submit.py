@@ -96,7 +96,7 @@ def follow(job: str, outputs: Sequence[str], program: str) -> int:
                 stream.flush()
         text = f"{state} ({reason})" if state == "PENDING" and reason != "None" else state or "state unknown"
         if text != shown:
-            problem = "" if state else f": scontrol failed, trying again every {INTERVAL:.0f} s: {done.stderr.strip()}"
+            problem = "" if state else f": scontrol failed, retrying every {INTERVAL:.0f} s: {done.stderr.strip()}"
             sys.stderr.write(f"{program}: job {job}: {text}{problem}\n")
             shown = text
         if state and state not in ACTIVE_STATES:

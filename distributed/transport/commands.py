@@ -40,7 +40,7 @@ LIB = os.path.join(KIT, "scripts", "lib")
 PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
 PROGRESS_INTERVAL = 5.0  # seconds between two messages about nodes that have not replied
 VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
-MAX_FILES = 1 << 16  # open files of the launcher, several per node; not more, as pdsh tries to close each number
+MAX_FILES = 1 << 16  # limit of open files, several per node; pdsh tries to close every number below the limit
 MAX_PATH = 31  # bytes of the directory for temporary files: ssh allows 90 for a control socket, and uses 41 of them
 
 
@@ -101,7 +101,7 @@ class SshCommands(LocalCommands):
         self._login_timeout = int(value)
         directory = temporary_directory(warn)
         self.synced = list(dict.fromkeys((cwd, KIT))) if cwd else []
-        self.marker = f".{os.path.basename(directory)}"  # file that exists in each of `synced` while it is compared
+        self.marker = f".{os.path.basename(directory)}"  # file in `synced`, by which sync.py finds nodes that share it
         remove_at_exit([directory, *(os.path.join(one, self.marker) for one in self.synced)])
         os.symlink(f"{LIB}/ssh_config", f"{directory}/config")  # the path of Muster may have blanks
         self.options = ["-F", f"{directory}/config", "-o", f"ControlPath={directory}/%C"]
@@ -163,7 +163,7 @@ class Calls:
     """Runs short commands at the same time, on one event loop."""
 
     def __init__(self, loop: Loop | None = None) -> None:
-        """loop: default: one with exit_on_signals()."""
+        """loop: the event loop; default: a new one, and signals end this program as in exit_on_signals()."""
         self.loop = loop or Loop(lambda number: None, ())
         if not loop:
             exit_on_signals(self.loop.clients)
@@ -377,7 +377,7 @@ def try_temporary_directory(base: str) -> str:
 
 def remove_at_exit(paths: Sequence[str]) -> None:
     """Remove files and directories when this process has ended, even if SIGKILL ended it."""
-    source, target = os.pipe()  # only this process, and its forks, hold the writing end: it is not inheritable
+    source, target = os.pipe()  # forks of this process hold the writing end, but programs that it starts do not
     null = os.devnull
     files = [(os.POSIX_SPAWN_DUP2, source, 0), *((os.POSIX_SPAWN_OPEN, one, null, os.O_WRONLY, 0) for one in (1, 2))]
     script = 'cd / && read -r _; rm -rf -- "$@"'

@@ -9,7 +9,8 @@
 #   # shellcheck source=scripts/lib/common.bash
 #   source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
 #
-# Settings of a script, not of its environment: QUIET=1 disables log; with DRY_RUN=1, run only prints its command.
+# A script sets QUIET=1 to disable log(), and DRY_RUN=1 to let run() print its command without running it. Environment
+# variables with these names have no effect.
 
 # shellcheck source=scripts/lib/environment.bash
 source "${BASH_SOURCE[0]%/*}/environment.bash"
@@ -244,7 +245,7 @@ list_python() { # <path or name> <origin>
 
 
 # Run a short-lived module of distributed/ with $PYTHON and the standard library alone. Of the signals that may reach
-# the process group, only SIGTERM ends it. The working directory is KIT: paths among the arguments must be absolute.
+# the process group, only SIGTERM ends the module. The working directory is KIT: paths in arguments must be absolute.
 kit_python() { # <module> [argument...]
   (trap '' INT HUP QUIT TSTP PIPE "${PASSED_ON[@]}" && trap - TERM && cd -- "$KIT" &&
     exec "$PYTHON" -I "$KIT/scripts/lib/module.py" "$@")

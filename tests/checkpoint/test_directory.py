@@ -288,7 +288,7 @@ def test_a_directory_without_read_permission_is_an_error(ram_disk: Path, mode: i
         checkpoint_dir.chmod(0o755)
 
 
-def test_the_list_reports_an_unreadable_directory(
+def test_the_list_of_checkpoints_reports_an_unreadable_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stub_of_listdir(checkpoint_dir: Path) -> list[str]:
@@ -596,10 +596,12 @@ def test_the_lock_of_a_lost_attempt_is_replaced(
         os.kill(orphan, 9)
 
 
-# ---- the list ----
+# ---- the list of checkpoints that main() prints ----
 
 
-def test_the_list_names_every_checkpoint_and_its_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_checkpoints_shows_every_checkpoint_and_its_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_checkpoint(tmp_path, 1, score=0.25)
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith("score 0.25  good\n")
@@ -616,7 +618,9 @@ def test_the_list_names_every_checkpoint_and_its_fault(tmp_path: Path, capsys: p
     ("argument", "code", "text"),
     [("none", 2, "'none': not a directory\n"), ("--help", 0, "usage: python -m distributed.checkpoint.directory")],
 )
-def test_the_list_needs_a_directory(argument: str, code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_checkpoints_needs_a_directory(
+    argument: str, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main([argument])
     assert ended.value.code == code

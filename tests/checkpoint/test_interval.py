@@ -1,4 +1,4 @@
-"""The checkpoint interval of checkpoint.every=auto: near the optimum of the model, the same on all ranks, bounded."""
+"""The checkpoint interval of checkpoint.every=auto is near Daly's optimum, the same on all ranks, and bounded."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from distributed.training.collectives import Ranks
 
 
 def expected_time(seconds: float, cost: float, mtbf: float) -> float:
-    """Return the time per second of training, with failures at random times and restarts that take no time.
+    """Return the expected seconds that a run takes for each second of training, with a save every `seconds`.
 
-    Daly's equation 13.
+    Daly's equation 13, with failures at random times and restarts that take no time.
     """
     return mtbf * (math.exp((seconds + cost) / mtbf) - 1) / seconds
 
@@ -41,7 +41,7 @@ def saves(interval: SaveInterval, steps: int, step_seconds: float, costs: list[f
     return found
 
 
-def test_after_two_saves_the_interval_follows_from_the_second(caplog: pytest.LogCaptureFixture) -> None:
+def test_after_two_saves_the_cost_of_the_second_determines_the_interval(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     # The square root of 2 * 0.5 s * 900 s is 30 s; the first save, of 50 s, does not count.
     assert saves(SaveInterval("auto", 900, Ranks(), step=0), 150, 1.0, [50, 0.5]) == [10, 20, 50, 80, 110, 140]
@@ -64,7 +64,7 @@ def test_the_interval_is_bounded(cost: float, step_seconds: float, steps: int) -
     assert last - before == steps
 
 
-def test_an_interval_like_the_first_one_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_computed_interval_that_equals_the_initial_one_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     cost = next(cost / 1000 for cost in range(1, 1000) if round(best_interval(cost / 1000, 900)) == FIRST)
     assert saves(SaveInterval("auto", 900, Ranks(), step=0), 100, 1.0, [cost]) == [*range(FIRST, 101, FIRST)]

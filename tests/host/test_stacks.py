@@ -69,7 +69,7 @@ def test_a_call_into_c_is_shown_by_its_source_line(tmp_path: Path) -> None:
     assert stacks.with_code([Frame("/no/such/file.py", 3, "f")]) == (Frame("/no/such/file.py", 3, "f"),)
 
 
-def test_a_long_file_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_stacks_is_truncated_when_it_is_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "MAX_FILE_BYTES", 10)
     with running(REGISTERS + "wait()", tmp_path) as process:
         sizes = [

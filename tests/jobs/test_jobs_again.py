@@ -175,7 +175,7 @@ def test_files_that_no_job_wrote_are_not_overwritten_until_the_user_adopts_them(
     written.parent.mkdir(parents=True)
     written.write_text("by hand\n")
     code, printed = job_list.call(*RUN)
-    assert (code, "experiments/p/fold0 contains files of no job; move it away" in printed) == (2, True), printed
+    assert (code, "experiments/p/fold0 contains files that no job wrote; move it away" in printed) == (2, True), printed
     assert (written.read_text(), job_list.starts()) == ("by hand\n", 0)
     (written.parent / ".muster_job").touch()
     assert job_list.call(*RUN)[0] == 0

@@ -1,4 +1,4 @@
-"""The tmux session of a server: its panes are in slot order, and only the session of the list is removed."""
+"""The tmux session of a server: its panes are in slot order, and remove() ends only that of the given job list."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_panes_are_in_slot_order_row_by_row(slots: int, tmp_path: Path, monkeypa
     assert found == by_position, "the order of Ctrl-b o"
 
 
-def test_only_the_session_of_the_list_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_ends_only_the_session_of_the_given_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     first, second = (str(tmp_path / name / "servers" / "gpu1") for name in ("first", "second"))
     try:

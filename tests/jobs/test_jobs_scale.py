@@ -155,11 +155,11 @@ def test_results_are_not_sent_to_a_directory_that_the_job_cannot_claim(tmp_path:
     class Refusing(RecordingServer):
         async def _call(self, verb: str, **facts: Any) -> dict[str, Any]:
             assert (verb, facts["output"], facts["job"]) == ("claim", "job0", "job0")
-            raise HostReplyError("job0 contains files of no job", "job")
+            raise HostReplyError("job0 contains files that no job wrote", "job")
 
     (tmp_path / "job0").mkdir()
     server = Refusing(tmp_path, {})
-    with pytest.raises(NotStarted, match="contains files of no job") as refused:
+    with pytest.raises(NotStarted, match="contains files that no job wrote") as refused:
         asyncio.run(server.send_results([Job("job0", {}, Options(), "job0")]))
     assert (refused.value.kind, server.copied) == ("job", [])
 

@@ -1,7 +1,7 @@
 """Base models in a job list: each is trained once, and every experiment starts from its own.
 
 Servers are simulated as in test_jobs_dispatcher.py; the cache of base models is real. The test that kills a dispatcher
-at each of its records runs real jobs.
+at each record of its journal runs real jobs.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def publish(digest: str) -> None:
 
 
 def trains(outcome: Outcome, otherwise: Outcome = 0) -> Callable[[StartRequest], Outcome]:
-    """A script in which base trainings have one outcome, and other jobs another."""
+    """Return an `outcome_of` function of a server: base trainings have one outcome, and other jobs another."""
     return lambda request: outcome if request.job.trains else otherwise
 
 
@@ -207,7 +207,7 @@ def test_experiments_of_a_failed_base_model_count_for_max_failures(tmp_path: Pat
     asyncio.run(scenario())
 
 
-def test_the_owner_of_an_output_directory_includes_the_base_model() -> None:
+def test_the_owner_file_of_an_output_directory_includes_the_hash_of_the_base_model() -> None:
     owners = {each.owner for each in (experiment(1, A), experiment(1, B), job(1))}
     assert len(owners) == 3
 
@@ -320,7 +320,7 @@ def test_a_base_model_damaged_while_the_list_runs_is_trained_again(tmp_path: Pat
     asyncio.run(scenario())
 
 
-def test_a_missing_base_model_without_training_fails_its_experiments(tmp_path: Path) -> None:
+def test_a_missing_base_model_that_no_job_trains_fails_its_experiments(tmp_path: Path) -> None:
     """With --skip-phase1, a base model may be removed after the check at the start."""
 
     async def scenario() -> None:
@@ -421,7 +421,7 @@ def test_eviction_removes_the_output_of_a_training_from_its_server(tmp_path: Pat
 
 @pytest.mark.parametrize(("ended", "refused"), [(True, True), (False, False)])
 def test_an_experiment_that_has_run_cannot_change_its_base_model(tmp_path: Path, ended: bool, refused: bool) -> None:
-    """A change in base_models, for example of the version, changes the base model of a job."""
+    """A change in the config section base_models, for example of its version, changes the base model of a job."""
 
     async def scenario() -> None:
         one = Server("one")
@@ -438,7 +438,7 @@ def test_an_experiment_that_has_run_cannot_change_its_base_model(tmp_path: Path,
     asyncio.run(scenario())
 
 
-def test_a_copy_of_a_base_model_whose_connection_is_lost_is_repeated(tmp_path: Path) -> None:
+def test_the_copy_of_a_base_model_is_repeated_after_a_lost_connection(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one")
         one.base_errors = [Unreachable("rsync: connection unexpectedly closed")]
@@ -552,7 +552,7 @@ def test_a_base_model_removed_between_two_dispatchers_is_trained_again(tmp_path:
     asyncio.run(scenario())
 
 
-def test_an_added_experiment_gets_a_base_model_that_the_list_uses_or_trains_or_that_is_new(tmp_path: Path) -> None:
+def test_an_added_experiment_may_need_a_base_model_that_is_cached_or_in_training_or_new(tmp_path: Path) -> None:
     async def scenario() -> None:
         publish(A)
         one = Server("one", 1)
@@ -653,7 +653,7 @@ def test_added_experiments_use_the_base_models_of_the_list_and_new_ones(tmp_path
         assert outcome(directory) == [["done"] * 8, [2] * 3 + [1] * 5, 3, []]
 
 
-def test_a_job_with_a_base_model_hash_runs_without_run_two_phase_training(tmp_path: Path, forked: Dispatchers) -> None:
+def test_run_distributed_training_runs_a_job_that_has_a_base_model_hash(tmp_path: Path, forked: Dispatchers) -> None:
     directory = prepared(tmp_path / "list")
     (directory / "jobs.json").write_text(json.dumps([{"prefix": "p", "fold": 0, "_base_model_hash": hash_of(A)}]))
     call = DispatcherCall(directory, RUN)

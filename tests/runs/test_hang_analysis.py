@@ -184,7 +184,7 @@ def test_a_function_of_torch_that_synchronizes_is_known_without_its_source() -> 
          "computation or in a collective with it; it is at train.py:5 in load()"),
         ([GPU_LOADS, replace(ON_GPU, frames=SYNC), GPU_LOADS], [0, 2], False, True,
          "rank 0 on n1, rank 2 on n3 are not in a collective and use no GPU, others wait"),
-        # A healthy rank that waits is not suspected, and a long computation looks the same.
+        # No rank is suspected, because a hang cannot be distinguished from a long computation.
         ([GPU_WAITS, GPU_WAITS], [], False, False, "all ranks use their GPUs or wait for them, which may be in a"),
         ([GPU_WAITS, ON_GPU_AT_A], [], False, False, "all ranks use their GPUs or wait for them, which may be"),
         ([replace(WAITS, gpu=100), GPU_WAITS, GPU_LOADS], [2], True, True,

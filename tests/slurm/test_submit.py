@@ -109,7 +109,7 @@ esac""",
     assert submit.follow("17", ["out", "err"], "submit.sh") == 3
     assert capfd.readouterr().err.splitlines() == [
         "submit.sh: job 17: RUNNING",
-        "submit.sh: job 17: state unknown: scontrol failed, trying again every 0 s: error: no controller (2)",
+        "submit.sh: job 17: state unknown: scontrol failed, retrying every 0 s: error: no controller (2)",
         "submit.sh: job 17: RUNNING",
         "submit.sh: job 17: FAILED",
     ]

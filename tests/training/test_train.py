@@ -364,7 +364,7 @@ def test_a_run_resumes_with_another_world_size(workdir: Workdir, strategy: str) 
     assert workdir.run(2, *options, "checkpoint.dir=whole").returncode == 0
     whole = workdir.losses()
     assert workdir.run(2, *options, "train.steps=6").returncode == 0
-    # The learning rate depends on train.steps; only the position in the data and the state are equal.
+    # The losses of step 7 are only nearly equal, because the learning rate of steps 1 to 6 depends on train.steps.
     more = workdir.run(1, *options)
     assert more.returncode == 0, more.stderr
     assert "world was 2" in more.stdout
@@ -401,7 +401,7 @@ def test_fewer_or_more_ranks_train_on_the_same_samples_in_each_step(workdir: Wor
     script = workdir.wrapper(RECORDED.format(kit=str(KIT)))
 
     def run(nproc: int, steps: int, checkpoint_dir: str, code: int) -> tuple[list[list[int]], dict[int, float]]:
-        """Stop after `steps` steps, with this exit code. Return the samples of each step, in order, and the losses."""
+        """Train for `steps` steps and check the exit code. Return the samples of each step in order, and the losses."""
         stop = {"STOP_AFTER": str(steps * accumulation)}
         result = workdir.run(nproc, *options, f"checkpoint.dir={checkpoint_dir}", wrapper=script, **stop)
         assert result.returncode == code, result
