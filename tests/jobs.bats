@@ -70,7 +70,7 @@ pane_shows() { # <node> <index of the pane> <text>
 
 
 # bats test_tags=quick
-@test "nine jobs on three servers run once each, and results, status, log and page show them" {
+@test "nine jobs on three servers run once each; the results, the HTML page, status, logs and why show them" {
   cluster "$N1:2" "$N2:1" "$N3:1"
   for fold in 0 1 2 3 4 5 6 7 8; do
     echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 0.5, \"texts\": [\"it's\", \"\$x;\"]}"
@@ -100,7 +100,7 @@ pane_shows() { # <node> <index of the pane> <text>
 }
 
 
-@test "each job has separate GPUs, GPUs that other processes use are not used, and _gpus 2 are on one server" {
+@test "jobs share no GPU, use none that is in use by another process, and with _gpus 2 get two GPUs of one server" {
   stub_nvidia_smi "$N1" 0 0 70000 0
   stub_nvidia_smi "$N2" 0 0
   cluster "$N1" "$N2" "$N3"
@@ -134,7 +134,7 @@ END
 }
 
 
-@test "lost GPUs, GPUs whose memory is unknown, and MIG instances: jobs use free ones, also a job with _gpus all" {
+@test "jobs use no lost GPU, and use a MIG instance or a GPU with unknown memory if it is free, also with _gpus all" {
   stub_nvidia_smi "$N1" 0 lost unknown
   echo "GPU-2, 4194305, [N/A], python" >"$HOMES/$N1/apps"
   stub_nvidia_smi "$N2" mig
@@ -166,7 +166,7 @@ END
 }
 
 
-@test "a failed job is recorded with class and last lines, retried on another server, and leaves no process" {
+@test "a failed job is recorded with its failure and last lines, retried on another server, and leaves no process" {
   cluster "$N1:4" "$N2:4"
   job_list <<END
 {"name": "fails", "exit": 1, "_retries": 0}
@@ -193,7 +193,7 @@ END
   no_process_left
   [[ "$output" == *"show the cause:  "*"run_distributed_training.py"*" why "*"run them again:  "*"run_distributed_training.py"*" retry failed"* ]]
   run list why slow
-  [ "$status" -eq 2 ] # a job without prefix has no name
+  [ "$status" -eq 2 ] # "name" is an argument of job.py; Muster names a job by its prefix, and this job has none
   run -0 list why "$(values '[job["fault"]["id"]]')"
   [[ "$output" == *": failed"*"attempt 1 on "*": signal: killed by SIGSEGV"* ]]
 }
@@ -409,7 +409,7 @@ END
   lab ssh "$N1" tmux has-session -t =ml_training_2
   job_list <<<"{\"name\": \"d\", \"until\": \"$PWD/end\"}"
   start_list --log-file other.json
-  wait_for_line out "; this one is ml_training_2" # the session of the next list replaces it
+  wait_for_line out "; this one is ml_training_2" # the session of this list replaces that of the finished list
   : >end
   wait_for_exit "$LAUNCHER"
   run -0 list close
@@ -554,7 +554,7 @@ END
 }
 
 
-@test "a server whose login shell does not start a command is not used, and the message names the file" {
+@test "a server whose login shell does not start a command is not used; the message names the start-up file" {
   echo 'exit 0' >"$HOMES/$N2/.bashrc"
   cluster "$N1:1" "$N2:1"
   echo '{"name": "a"}' | job_list

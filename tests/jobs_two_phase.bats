@@ -36,7 +36,7 @@ enter_private_workdir() {
 }
 
 
-# Like cluster, with classes for the settings of job.py: those of base models start with base_.
+# Like cluster, with a section base_models: the settings of job.py that start with base_ determine the base model.
 two_phase_cluster() { # <node[:slots]...>
   cluster "$@"
   local base='["base_seconds", "base_until", "base_exit", "base_exit_once", "base_mb"]'
@@ -138,7 +138,7 @@ all_valid() { # <node...>
   lab ssh "$N1" touch "$WORK/go"
   wait_until_done
   [ "$(trainings)" -eq 2 ]
-  [ "$(copies)" -eq 0 ] # it was published in the shared cache where it was trained
+  [ "$(copies)" -eq 0 ] # the server that trained a base model published it in the shared cache
   for node in "$N1" "$N2" "$N3"; do
     on "$node" umount "$WORK"
   done
@@ -168,10 +168,10 @@ all_valid() { # <node...>
 }
 
 
-# ---------------------------------------------------------------- a strict script of the user
+# ---------------------------------------------------------------- a user's script that refuses unknown arguments
 
-# Change to a directory that is private on this machine and on each server. It contains a script on the servers, and
-# programs of Muster and configurations on this machine.
+# Change to a directory that is private on this machine and on each server. On all of them it contains the script. On
+# this machine it also contains the programs of Muster and a cluster configuration.
 enter_example() { # <name of the script>
   local node
   WORK="$APART/my $BATS_TEST_NUMBER example"
@@ -194,7 +194,7 @@ example() { # <program> [argument...]
 }
 
 
-@test "five batch compositions by three folds run from one base model, and each result that leaks is marked" {
+@test "15 jobs share a base model, and each job whose held-out participant the base model was trained on is marked" {
   enter_example oct1_train.py
   for fold in 0 1 2; do
     for share in 0.1 0.25 0.5 0.75 1.0; do
@@ -294,7 +294,7 @@ kill_rsync() { # <here or there>: kill the sender on this machine, or the receiv
 }
 
 
-@test "a damaged base model is copied again on a server, and trained again on this machine" {
+@test "a base model is copied again if it is damaged on a server, and trained again if it is damaged here" {
   enter_private_workdir
   two_phase_cluster "$N1:1"
   experiments 1 | job_list

@@ -9,7 +9,7 @@ Each fault is drawn from its seed and number: what fails (a process is killed or
 a disk is full, a rank raises, the run is stopped, ...; sometimes two of them), and when (during the start, at a step,
 during a save, during a restart, at the end). The training is faulty_train.py with --max-restarts. Checked afterwards:
 
-- The launcher has ended, and its exit code is that of the verdict and of the fault.
+- The launcher has ended. Its exit code is the one in the verdict, and one that the fault may cause.
 - The verdict of each attempt that failed names a cause, node and rank that the fault explains.
 - The weights are those of an undisturbed run, bit for bit. If the fault ended the run, the same command resumes it.
 - 10 seconds later no process, listening port, temporary file or lock of the run remains.
@@ -91,7 +91,7 @@ class Case:
     number: int
     faults: tuple[Fault, ...]
     moment: str  # one of MOMENTS
-    fraction: float  # from 0 to 1: the part of the moment that has passed
+    fraction: float  # from 0 to 1: elapsed part of the usual time to the first step, or seconds for the moment end
     step: int  # for the moments step, save and restart
     victim: int  # rank that is killed to cause the restart, for the moment restart
 
@@ -526,7 +526,7 @@ class Injector:
                 while True:
                     file.write(bytes(4096))
             action: Callable[[], object] = partial(filler.unlink, missing_ok=True)
-        else:  # a disk with files that are open for writing cannot be mounted read-only
+        else:  # strace lets calls fail, as a disk with files that are open for writing cannot be mounted read-only
             pids = self.run.wait_to_find("rank", 0)
             self.hit &= bool(pids)
             calls, error = ("fsync", "EIO") if what == "EIO" else ("mkdir,mkdirat,rename,renameat,renameat2", "EROFS")
@@ -595,7 +595,8 @@ def verdict_problems(case: Case, run: Run, hit: bool) -> Iterator[str]:
     failed = [one for one in verdicts if one["outcome"] != "ok"]
     nodes = {place.node_of(one.rank) for one in case.faults if len(case.faults) > 1}
     for verdict in failed:
-        # With two faults, one may hide the failure record of the other, such as the record of a stopped agent.
+        # With two faults, any cause on their nodes is accepted: the first fault may prevent the failure record of the
+        # second, because a stopped agent writes none.
         if verdict["node"] not in nodes and not any(cause.explains(verdict) for cause in causes):
             facts = {name: verdict[name] for name in ("cause", "exit_code", "node", "rank")}
             yield f"verdict {facts} instead of one of {causes}"
@@ -679,7 +680,10 @@ def run_case(case: Case, place: Place, causes: list[str]) -> list[str]:
 
 
 def leftover_after_failure(run: Run, bystander: Bystander, listening: set[tuple[str, str]]) -> list[str]:
-    """What the run left, without what the next run may remove: unfinished checkpoints, files of a killed program."""
+    """Like leftover_problems(), without files on the disk for checkpoints, such as unfinished checkpoints.
+
+    The next run may remove these files.
+    """
     found = leftover_problems(run, bystander, listening)
     return [one for one in found if not one.startswith(f"remains: file {run.place.base / 'disk'}")]
 
@@ -722,7 +726,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if os.geteuid() != 0 or not shutil.which("strace"):
         sys.exit("random_faults.py: needs root, to mount a disk and start nodes, and strace")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes the nodes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that opened() removes the nodes
     base, counts, failed = Path(tempfile.mkdtemp(prefix="rf.", dir="/tmp")), Counter[tuple[str, str]](), 0
     with opened(options.topology, base) as place:
         undisturbed(place)

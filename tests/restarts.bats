@@ -105,7 +105,7 @@ node_of() { # <attempt> <rank>
   node=$(uname -n)
   grep -qF "rank 1 on $node died of SIGKILL" logs/latest/attempt_1/verdict.json
   grep -qF "rank 0 on $node died of SIGSEGV" logs/latest/attempt_2/verdict.json
-  [ "$(<"logs/latest/attempt_1/node_$node.exit")" -ne 0 ] # that of the rank whose failure the agent noticed first
+  [ "$(<"logs/latest/attempt_1/node_$node.exit")" -ne 0 ] # the code depends on which failure the agent noticed first
   [ "$(<"logs/latest/node_$node.exit")" -eq 0 ]
   [ -d "logs/latest/attempt_2/ranks/$node" ] && [ -d "logs/latest/ranks/$node" ]
 }
@@ -217,7 +217,7 @@ END
 }
 
 
-@test "a spare node takes the place of a node that was cut off, also of the first one" {
+@test "a spare node takes the place of a node that was cut off, even if that is the first node" {
   launch 3 --spares "$N4" - 1 "$N1" "$N2" "$N3"
   lab cut "$N1"
   ranks_at_work 1 3
@@ -260,7 +260,7 @@ END
   mapfile -t frozen < <(grep -lsz "^MUSTER_NODE=$N1$" /proc/[0-9]*/environ | cut -d / -f 3; pid_of supervisor "$N1")
   kill -STOP "${frozen[@]}"
   lab cut "$N1"
-  timeout 90 sh -c 'until [ -e "$1" ]; do sleep 0.1; done' sh "$published" # of the second attempt
+  timeout 90 sh -c 'until [ -e "$1" ]; do sleep 0.1; done' sh "$published" # the second attempt publishes it
   inode=$(stat -c %i "$published")
   mv hold released
   kill -CONT "${frozen[@]}"

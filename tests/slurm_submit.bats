@@ -28,7 +28,7 @@ teardown() {
 }
 
 
-@test "a job is submitted inside another job as from a login node" {
+@test "inside another job, submit.sh calls sbatch with the same options as on a login node" {
   run -0 srun --quiet --ntasks 1 --gres gpu:1 "$SUBMIT" --dry-run --notify 'cat >note' --script "$KIT/train.py" - 2 2
   [[ "$output" == "sbatch --parsable --nodes=2 --ntasks-per-node=2 --gres=gpu:2 --cpus-per-task=4 "* ]]
   [[ "$output" != *note* ]]

@@ -213,7 +213,7 @@ def test_the_only_rank_needs_no_layout() -> None:
     assert World.from_env(complete(position([0], 0))).nodes == 1
 
 
-def test_only_an_allocation_without_srun_is_noted() -> None:
+def test_a_process_outside_an_allocation_or_started_by_srun_gets_no_note() -> None:
     assert World.from_env(ONE_NODE).notes == World.from_env({**ONE_NODE, "LOCAL_WORLD_SIZE": "4"}).notes == ()
     assert World.from_env({}).notes == World.from_env(TORCHRUN).notes == World.from_env(STEP).notes == ()
 
@@ -532,12 +532,12 @@ def test_no_training_starts_with_a_wrong_layout_derived_from_the_variables_of_ho
     assert accepted > 10
 
 
-def test_ranks_exported_before_srun_differ_from_ranks_that_a_task_starts() -> None:
+def test_rank_variables_that_differ_from_slurms_are_refused_if_the_task_had_them_and_accepted_if_it_set_them() -> None:
     """The parent has the environment of a task of srun. Its child has ranks that differ from SLURM's."""
     ranks = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", **MASTER, "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0"}
     task = {**DAEMON, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
     code = "from distributed.world import World; World.from_env()"
-    started = 'SLURM_TASK_PID=$$ "$@"; exit'  # without exit, sh would replace itself
+    started = 'SLURM_TASK_PID=$$ "$@"; exit'  # exit keeps sh as the parent: sh would exec a command that is the last
     for exported in (True, False):
         result = subprocess.run(
             ["sh", "-c", started, "sh", "env", *(f"{name}={value}" for name, value in ranks.items()),
@@ -549,8 +549,8 @@ def test_ranks_exported_before_srun_differ_from_ranks_that_a_task_starts() -> No
 
 
 @pytest.mark.parametrize("name", ["slurm_script", "another_script"])
-def test_a_batch_script_is_known_by_the_process_that_slurm_started(name: str, tmp_path: Path) -> None:
-    """The variables of an inherited step may fit those of the job."""
+def test_a_batch_script_is_recognized_by_the_command_of_the_process_slurm_task_pid(name: str, tmp_path: Path) -> None:
+    """Variables do not show it, if those of a step that the job inherited agree with those of the job."""
     script = tmp_path / name
     script.write_text('export SLURM_TASK_PID=$$\n"$@"\nexit')
     code = "from distributed.world import World; print(World.from_env().size)"

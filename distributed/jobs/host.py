@@ -797,8 +797,8 @@ def refuse_foreign_files(output: str) -> None:
     """Raise JobRefused if an output directory holds files that no job wrote."""
     if holds_foreign_files(output):
         raise JobRefused(
-            f"{output} contains files that no job wrote; move it away, give this job another prefix, or let the job use these "
-            f"files: touch {shlex.quote(os.path.join(output, OWNER))}"
+            f"{output} contains files that no job wrote; move it away, give this job another prefix, or let the job "
+            f"use these files: touch {shlex.quote(os.path.join(output, OWNER))}"
         )
 
 

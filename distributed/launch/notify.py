@@ -20,7 +20,10 @@ class Notifier:
     """Notifies of events of a run or job list. Each call runs in a thread, so that it delays nothing."""
 
     def __init__(self, command: str, log: Callable[[str], None], subject: str, **facts: object) -> None:
-        """command: run by sh; empty: none. log: prints failures, in the threads. subject, facts: in all events."""
+        """command: run by sh; an empty command disables notifications. log: prints a failure, and is called in threads.
+
+        subject: the start of each message. facts: entries of each JSON object.
+        """
         self._command, self._log, self._subject, self._facts = command, log, subject, facts
         self._calls: list[threading.Thread] = []
 

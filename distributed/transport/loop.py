@@ -18,18 +18,19 @@ from distributed.host import process_scan, signals
 
 BLOCK = 1 << 16  # bytes per read
 NULL = subprocess.DEVNULL
-INHERITED = None  # as standard output or standard error of a client: it uses that of the launcher
-# Variables for this launcher alone: the file for the path of the run directory, and whether to test connections.
+INHERITED = None  # a value of `output` and `errors` of a client: the client writes to that stream of the launcher
+# Variables that clients do not get: the file to which the launcher writes the path of the run directory, and whether it
+# tests connections.
 FOR_LAUNCHER = (b"MUSTER_RUN_FILE", b"MUSTER_TEST_CONNECTIONS")
-IGNORED_BY_CLIENTS = {  # until they set handlers: the launcher handles these, and sends requests
+IGNORED_BY_CLIENTS = {  # blocked when a client starts: the launcher handles these signals, and sends requests to nodes
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, *signals.PASSED_ON,
 }  # fmt: skip
 
 
 def inherited_environment() -> dict[bytes, bytes]:
-    """The environment for clients: that with which this process was started, without FOR_LAUNCHER.
+    """Return the environment with which this process was started, without FOR_LAUNCHER. Clients get it.
 
-    Python may have changed what os.environ shows.
+    It is read from /proc, because os.environ may contain changes by Python.
     """
     with open("/proc/self/environ", "rb") as file:
         entries = (entry.partition(b"=") for entry in file.read().split(b"\0") if entry)
@@ -111,7 +112,7 @@ class Client:
         sent: what is written to its standard input, which then stays open; None: `source` is its standard input.
         on_output, on_errors: called with blocks of standard output and standard error, which otherwise go to the files
         `output` and `errors`. timeout: seconds after which it is killed; 0: never. dies_with_launcher: let the
-        kernel kill it when the launcher dies, for a command that does not read standard input until its end.
+        kernel kill it when the launcher dies, for a command that would not notice the end of its standard input.
         """
         self.loop, self._on_exit = loop, on_exit
         self._lock = threading.Lock()  # heartbeats are sent by a thread
@@ -228,7 +229,10 @@ class Client:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def check(self) -> None:
-        """Call on_exit if the process has exited, after its output was read. A descendant may keep its pipes open."""
+        """If the process has exited, read the rest of its output, and call on_exit.
+
+        This does not wait for the end of the output, because a descendant of the process may keep the pipes open.
+        """
         if self not in self.loop.clients or self.is_running:
             return
         del self.loop.clients[self]

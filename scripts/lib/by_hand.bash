@@ -47,7 +47,7 @@ run_this_node() {
   set -- --first-rank $((NODE_RANK * NPROC)) # assumes the same NPROC on all nodes
   build_agent_command --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
-  # Ranks of this node may wait for ranks of other nodes, which this launcher cannot inspect.
+  # --part: ranks of this node may wait for ranks that other launchers started and that this launcher cannot inspect.
   ((NNODES == 1)) || set -- "$@" --part "--announce=$(announcement)"
   run_nodes local "$@"
 }
@@ -58,7 +58,7 @@ announcement() {
   local others="node rank 1"
   ((NNODES == 2)) || others="node ranks 1 to $((NNODES - 1))"
   if ((NODE_RANK == 0)); then
-    echo "waiting at $MASTER_ADDR:$MASTER_PORT for $others: run the same command there, with that NODE_RANK"
+    echo "waiting at $MASTER_ADDR:$MASTER_PORT for $others: run the same command on the other nodes, with their NODE_RANK"
   else
     echo "joining the first node at $MASTER_ADDR:$MASTER_PORT; rank 0 prints there," \
       "for the output of this node: tail -f {log}"

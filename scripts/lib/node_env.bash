@@ -24,7 +24,8 @@ node_env() {
 # Source the file. A failing command in it ends this process with EXIT_UNFIT, by the rules of `set -e`. Failures inside
 # functions, and inside files that it sources, are ignored, because conda and Lmod are not written for `set -e`.
 source_node_env() { # <config/node_env.sh> [cleanup command...]
-  NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}") NODE_ENV_DIRECTORY=$PWD # not local: the file may use any other name
+  # These variables are global, because a local variable would hide a variable of the same name that the file sets.
+  NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}") NODE_ENV_DIRECTORY=$PWD
   exec {NODE_ENV_STDERR}>&2
   trap 'node_env_exited "$?"' EXIT
   trap 'node_env_failed "$?" "$LINENO"' ERR

@@ -22,7 +22,7 @@ declare -A LONG_OPTION=([i]=--input [o]=--output [e]=--error [l]=--label [u]=--u
   [w]=--nodelist [F]=--nodefile [x]=--exclude [r]=--relative [Z]=--no-allocate [m]=--distribution [D]=--chdir [h]=--help
   [V]=--version)
 RANK_PYTHON=''
-COMMAND_IN_STEP='scripts/ssh/launch_singlenode.sh CONFIG NPROC' # remedy in a task: it uses this node only
+COMMAND_IN_STEP='scripts/ssh/launch_singlenode.sh CONFIG NPROC' # uses only this node; for the error in a task
 
 
 # Whether this is the shell of salloc or a batch script. Exits in a task of srun.
@@ -39,7 +39,7 @@ in_allocation() {
 drop_inherited_variables() {
   local job command details tasks=''
   [[ ${SLURM_JOB_ID-} && ${SLURM_TASK_PID-} ]] || return 0
-  # SLURM_TASK_PID is the first process of a batch script, or of the other job, in which salloc was called.
+  # SLURM_TASK_PID is the first process of this batch script. In the shell of salloc, it is a process of the other job.
   job=$(process_file environ | sed -n 's/^SLURM_JOB_ID=//p')
   command=$(process_file cmdline)
   if [[ $job != "$SLURM_JOB_ID" ]]; then
@@ -144,7 +144,7 @@ refuse_srun_option() { # <name of the variable> <argument> <option, perhaps abbr
   elif [[ " --export" == *" $3"* && ,$4, != *,ALL,* ]]; then
     die_usage "$1: $2: the ranks need the launcher's environment; leave it out, or use --export=ALL,NAME=VALUE"
   elif [[ " ${OTHER_REFUSED_OPTIONS[*]}" == *" $3"* ]]; then
-    die_usage "$1: $2: srun would not start the ranks, or not in the working directory; leave it out"
+    die_usage "$1: $2: with it, srun would not start the ranks, or would start them in another directory; leave it out"
   fi
 }
 
@@ -217,7 +217,7 @@ slurm_choose_port() {
 
 # ---------------------------------------------------------------- the job step
 
-# Set BEFORE and AFTER: srun and its arguments, before and after the run directory.
+# Set BEFORE and AFTER: the parts of the srun command line before and after the argument for the run directory.
 build_srun_command() {
   local resources all=("${NODES[@]}" "${SPARE_NODES[@]}")
   local srun=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#all[@]}")

@@ -1,7 +1,8 @@
-"""Sharded checkpoints: the full state is loaded on any number of ranks, or no checkpoint is published.
+"""Sharded checkpoints: a published checkpoint has the full state, which any number of ranks can load.
 
-Every rank writes. A rank may fail, be late, or run on a node that does not share the directory. Shards are uneven if
-a size does not divide by the number of ranks. Unlike PyTorch's reader, Muster runs no code from the file.
+Every rank writes. If a rank fails, is late, or runs on a node that does not share the directory, no checkpoint is
+published. Shards are uneven if a size does not divide by the number of ranks. Unlike PyTorch's reader, Muster runs no
+code from the file.
 """
 
 from __future__ import annotations
@@ -304,7 +305,7 @@ def load_bombs(rank: int, size: int, checkpoint_dir: Path) -> list[str]:
         metadata.write_bytes(intact)
         checkpoints.load(found, Training().state())
     with opened(checkpoint_dir / "numbers", rank, size) as checkpoints:
-        checkpoints.save(1, {"more": {"number": 1.5}})  # not a tensor: PyTorch reads tensors with weights_only
+        checkpoints.save(1, {"more": {"number": 1.5}})  # no tensor, because PyTorch reads tensors safely
         checkpoints.wait()
         bomb = checkpoint_dir / "bomb.pt"
         torch.save(Bomb(checkpoint_dir / "boom"), bomb)
@@ -325,7 +326,7 @@ def test_code_in_a_checkpoint_is_not_run(saved_by_two: Saved, tmp_path: Path) ->
 
 
 class Attribute:
-    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enumeration."""
+    """Is pickled as a call of getattr, the form in which Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -369,9 +370,9 @@ def break_writes(failure: str) -> None:
         patch.setattr(sharded.ShardWriter, "_write_pickle", lambda *_: None)
     else:
         patch.setattr(directory.HashedFile, "write", full)
-    if failure == "full also for the file of the failure":
+    if failure == "full, and the file that reports the failure stays empty":
         patch.setattr(Path, "write_text", lambda self, _: self.touch())
-    elif failure == "full, and the file of the failure is written slowly":
+    elif failure == "full, and the file that reports the failure is written slowly":
         patch.setattr(Path, "write_text", write_slowly)
 
 
@@ -383,8 +384,8 @@ def write_slowly(path: Path, content: str) -> None:
 
 FAILURES = {
     "full": "rank 1: [Errno 28] No space left on device",
-    "full also for the file of the failure": "rank 1: could not write its shard",
-    "full, and the file of the failure is written slowly": "rank 1: [Errno 28] No space left on device",
+    "full, and the file that reports the failure stays empty": "rank 1: could not write its shard",
+    "full, and the file that reports the failure is written slowly": "rank 1: [Errno 28] No space left on device",
     "silent": "rank 1: timed out waiting for its shard",
 }
 

@@ -69,9 +69,9 @@ def arguments(**changes: Any) -> list[str]:
          "--sync: {directory}/.git: fatal: not a git repository (or any of the parent directories): .git; repair or "),
         (arguments(jobs_config="foreign.json"), "experiments/p/fold0_a holds the results of job abc of train.py"),
         (arguments(jobs_config="by_hand.json"),
-         "experiments/hand/fold0_a contains files that no job wrote; move it away, give this job another prefix, or let "
-         "the job use these files: touch experiments/hand/fold0_a/.muster_job"),
-        ([*arguments(jobs_config="by_hand.json"), "--plan"], "experiments/hand/fold0_a contains files that no job wrote"),
+         "experiments/hand/fold0_a contains files that no job wrote; move it away, give this job another prefix, or "
+         "let the job use these files: touch experiments/hand/fold0_a/.muster_job"),
+        ([*arguments(jobs_config="by_hand.json"), "--plan"], "experiments/hand/fold0_a contains files that no job"),
         ([*arguments(jobs_config="foreign.json"), "--plan"], "experiments/p/fold0_a holds the results of job abc of"),
         (arguments(jobs_config="below_file.json"), "experiments/file: not a directory; move it away, or give this job"),
         (arguments(jobs_config="one.json", log_file="link.json"),

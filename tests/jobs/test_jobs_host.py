@@ -485,7 +485,7 @@ def test_an_output_directory_with_files_that_no_job_wrote_is_refused(
     output = tmp_path / "output"
     create(output)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(host.JobRefused, match="output contains files that no job wrote; move it away, give this job another"):
+    with pytest.raises(host.JobRefused, match="output contains files that no job wrote; move it away, give this"):
         host.claim_output(str(output), "mine", "train.py")
     assert sorted(tmp_path.rglob("*")) == before
 

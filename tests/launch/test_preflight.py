@@ -51,7 +51,7 @@ def test_the_rendezvous_address_is_the_one_that_the_other_nodes_resolve() -> Non
     assert judge([node(1), node(2), node(3)]) == ([], [], "10.0.0.1 23456")
 
 
-def test_the_rendezvous_address_is_that_of_the_ssh_connection_if_names_do_not_help() -> None:
+def test_the_rendezvous_address_is_that_of_the_ssh_connection_if_no_node_resolves_a_usable_one() -> None:
     assert judge([node(1, master="127.0.1.1"), node(2, master="")])[2] == "10.0.0.1 23456"
 
 

@@ -118,7 +118,7 @@ def test_a_command_line_can_be_pasted_into_bash(arguments: list[str], line: str)
 
 
 @pytest.mark.parametrize("unusable", ["", "relative", "/tmp/blank here", f"/tmp/{'long' * 8}"])
-def test_a_temporary_directory_is_in_tmp_without_a_usable_variable(
+def test_tmp_is_used_without_a_warning_if_xdg_runtime_dir_is_empty_relative_too_long_or_has_a_blank(
     unusable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
@@ -129,7 +129,7 @@ def test_a_temporary_directory_is_in_tmp_without_a_usable_variable(
 
 
 @pytest.mark.parametrize("unusable", ["/nowhere", "/etc/passwd", "/proc/self"])
-def test_a_variable_with_an_unusable_directory_is_reported(unusable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_xdg_runtime_dir_without_write_access_is_reported(unusable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
     messages: list[str] = []
     os.rmdir(temporary_directory(messages.append))
@@ -156,7 +156,7 @@ except TransportError as error:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting needs root")
-def test_without_any_directory_all_are_named_and_a_full_disk_counts_as_unusable() -> None:
+def test_a_full_disk_is_unusable_and_the_error_names_all_directories_if_none_is_usable() -> None:
     def made(mount: str, **variables: str) -> subprocess.CompletedProcess[str]:
         call = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-I", "-c", PROGRAM]
         return subprocess.run(call, env=os.environ | variables, capture_output=True, text=True, check=False)
