@@ -54,7 +54,7 @@ refuses() { # <expected text>
   done
   for options in --bcast=/tmp/x -D/tmp --chdir=/tmp --test-only --help -h -V; do
     in_job SRUN_ARGS="$options" "$TRAIN" --dry-run -
-    refuses "SRUN_ARGS: $options: srun would not start the ranks"
+    refuses "SRUN_ARGS: $options: with it, srun would not start the ranks"
   done
   in_job CONTAINER="--container-image=i --label" "$TRAIN" --dry-run -
   refuses "CONTAINER: --label: $streams"

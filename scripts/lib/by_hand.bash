@@ -58,7 +58,7 @@ announcement() {
   local others="node rank 1"
   ((NNODES == 2)) || others="node ranks 1 to $((NNODES - 1))"
   if ((NODE_RANK == 0)); then
-    echo "waiting at $MASTER_ADDR:$MASTER_PORT for $others: run the same command on the other nodes, with their NODE_RANK"
+    echo "waiting at $MASTER_ADDR:$MASTER_PORT for $others: run the same command there, each node with its own NODE_RANK"
   else
     echo "joining the first node at $MASTER_ADDR:$MASTER_PORT; rank 0 prints there," \
       "for the output of this node: tail -f {log}"
