@@ -91,7 +91,7 @@ class Case:
     number: int
     faults: tuple[Fault, ...]
     moment: str  # one of MOMENTS
-    fraction: float  # from 0 to 1: elapsed part of the usual time to the first step, or seconds for the moment end
+    fraction: float  # 0 to 1: delay of the fault in usual times to the first step (start, restart) or in seconds (end)
     step: int  # for the moments step, save and restart
     victim: int  # rank that is killed to cause the restart, for the moment restart
 
@@ -526,7 +526,7 @@ class Injector:
                 while True:
                     file.write(bytes(4096))
             action: Callable[[], object] = partial(filler.unlink, missing_ok=True)
-        else:  # strace lets calls fail, as a disk with files that are open for writing cannot be mounted read-only
+        else:  # strace makes writes fail; a disk with files open for writing cannot be mounted read-only
             pids = self.run.wait_to_find("rank", 0)
             self.hit &= bool(pids)
             calls, error = ("fsync", "EIO") if what == "EIO" else ("mkdir,mkdirat,rename,renameat,renameat2", "EROFS")

@@ -41,7 +41,9 @@ PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
 PROGRESS_INTERVAL = 5.0  # seconds between two messages about nodes that have not replied
 VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
 MAX_FILES = 1 << 16  # limit of open files, several per node; pdsh tries to close every number below the limit
-MAX_PATH = 31  # bytes of the directory for temporary files: ssh allows 90 for a control socket, and uses 41 of them
+# Bytes of the path in which temporary_directory() creates a directory. ssh's control sockets there then have the
+# longest path that ssh allows, 90 bytes.
+MAX_PATH = 31
 
 
 class TransportError(Exception):
@@ -125,7 +127,7 @@ class SshCommands(LocalCommands):
 
 
 def over_ssh(ssh: Sequence[str], name: str, line: str, start_timeout: float, log: str = "") -> list[str]:
-    """The local command that runs a line of bash on a node. It gets standard input after its start (host/ssh_call.py).
+    """The local command that runs a line of bash on a node. Only the line gets standard input (host/ssh_call.py).
 
     ssh: the command line of ssh up to the address. name: of the node in messages. start_timeout: seconds for the login
     shell to start the line. log: file for the reason if it is not started.
@@ -328,7 +330,7 @@ def message_of(error: TransportError, program: str) -> str:
 
 
 def temporary_directory(warn: Callable[[str], None]) -> str:
-    """Create a private directory. Its path is short enough for sockets of ssh, and has no blanks, where ssh splits it.
+    """Create a private directory. Its path is short enough for sockets of ssh, and has no blanks, which ssh does not accept.
 
     /tmp precedes TMPDIR, which may be on a file system without sockets. warn: prints a message if a preferred directory
     cannot be written. Raises TransportError if no directory can be written.
