@@ -330,7 +330,7 @@ def message_of(error: TransportError, program: str) -> str:
 
 
 def temporary_directory(warn: Callable[[str], None]) -> str:
-    """Create a private directory. Its path is short enough for sockets of ssh, and has no blanks, which ssh does not accept.
+    """Create a private directory. Its path has no blanks, and is short enough for sockets of ssh.
 
     /tmp precedes TMPDIR, which may be on a file system without sockets. warn: prints a message if a preferred directory
     cannot be written. Raises TransportError if no directory can be written.
