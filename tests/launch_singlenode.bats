@@ -506,7 +506,7 @@ print("second attempt")'
 @test "ranks see the number of restarts, their maximum and one run id, with either agent, with and without a port" {
   local options
   write_counting_script
-  for options in "" "--agent torchrun" "--master-port $((20000 + RANDOM % 9000)) --agent torchrun"; do
+  for options in "" "--master-port $((20000 + RANDOM % 9000)) --agent torchrun"; do
     # shellcheck disable=SC2086 # several options
     "$LAUNCH" $options --max-restarts 4 --script "my script.py" - 2 -- 2 2 3>&-
     all_ranks_saw 2 "0 4" "1 4" "2 4"

@@ -167,23 +167,21 @@ END
 
 
 @test "--max-restarts by hand: after a failure, all nodes join again, and ranks see the number of restarts" {
-  local launcher agent
+  local agent
   write_counting_script
-  for launcher in launch_torchrun_multinode.sh launch_multinode.sh; do
-    for agent in fast torchrun; do
-      sed 's/^failures, ranks.*/failures, ranks = 1, 2/' -i "my script.py" # argv may contain --local-rank
-      arguments=(--agent "$agent" --max-restarts 1 --script "my script.py" - 1 2 NODE_RANK "$N1" "$PORT")
-      by_hand "$N1" "$launcher" 0 "${arguments[@]}"
-      first=$(wait_for_line out.0 ": run " && sed -nE 's/.*: run ([^ ]+): .*/\1/p' out.0)
-      by_hand "$N2" "$launcher" 1 "${arguments[@]}"
-      for number in 0 1; do
-        wait_for_exit "${PIDS[number]}"
-        [ "$status" -eq 0 ]
-        grep -q "restart 1 of 1" "out.$number"
-      done
-      [ "$agent" = fast ] || first=none
-      RUN_ID=$first all_ranks_saw 2 "0 1" "1 1"
+  sed 's/^failures, ranks.*/failures, ranks = 1, 2/' -i "my script.py" # argv contains --local-rank
+  for agent in fast torchrun; do
+    arguments=(--agent "$agent" --max-restarts 1 --script "my script.py" - 1 2 NODE_RANK "$N1" "$PORT")
+    by_hand "$N1" launch_multinode.sh 0 "${arguments[@]}"
+    first=$(wait_for_line out.0 ": run " && sed -nE 's/.*: run ([^ ]+): .*/\1/p' out.0)
+    by_hand "$N2" launch_multinode.sh 1 "${arguments[@]}"
+    for number in 0 1; do
+      wait_for_exit "${PIDS[number]}"
+      [ "$status" -eq 0 ]
+      grep -q "restart 1 of 1" "out.$number"
     done
+    [ "$agent" = fast ] || first=none
+    RUN_ID=$first all_ranks_saw 2 "0 1" "1 1"
   done
 }
 

@@ -521,14 +521,14 @@ def test_stop_resume_and_the_list_of_checkpoints(new_project: Path) -> None:
 
 @pytest.mark.slow
 def test_the_end_of_a_job_list_with_a_failed_job(new_project: Path) -> None:
-    """Eight jobs train for one step; the data of the ninth do not exist."""
-    settings = {"train": {"steps": 1, "batch_size": 1, "evaluate_windows": 1}, "logging": {"sample": 0}}
-    (new_project / "one_step.yaml").write_text(yaml.safe_dump(settings))
-    job = {"prefix": "small", "config": "one_step.yaml"}
-    jobs = [job | {"prefix": f"small{number}", "fold": 0} for number in range(8)]
-    (new_project / "jobs.json").write_text(json.dumps([*jobs, job | {"fold": 4, "data_path": "missing"}]))
+    """Eight jobs end at once. The ninth calls train.py with data that do not exist."""
+    train = "os.execv(sys.executable, ['python', 'train.py', *sys.argv[1:]])"
+    (new_project / "job.py").write_text(f"import os, sys\nif 'missing' in sys.argv: {train}\n")
+    jobs = [{"prefix": f"small{number}", "fold": 0} for number in range(8)]
+    failing = {"prefix": "small", "fold": 4, "data_path": "missing"}
+    (new_project / "jobs.json").write_text(json.dumps([*jobs, failing]))
     program = "scripts/jobs/run_distributed_training.py"
-    run = ["--backend", "local", "--slots", "2", "--no-tmux", "--jobs-config", "jobs.json"]
+    run = ["--backend", "local", "--slots", "2", "--no-tmux", "--script", "job.py", "--jobs-config", "jobs.json"]
     done = call(new_project, [sys.executable, program, *run])
     assert done.returncode == 1
     assert not not_printed(output_with("8 of 9 done, 1 failed"), done.stdout), done.stdout
