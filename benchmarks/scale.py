@@ -40,7 +40,7 @@ MOST_CLIENTS = 1000  # processes on this machine, one for each node; larger size
 AGENTS = {
     "rendezvous": "rendezvous, s",
     "rendezvous_cpu": "  CPU of the first node, s",
-    "operations": "store operations per second of all nodes but the first",
+    "operations": "store operations per second, all nodes except the first",
     "cpu": "  cores used on the first node",
     "stop": "first failure until all nodes know it, s",
     "records": "  then failure records exchanged, s",

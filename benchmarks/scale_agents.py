@@ -1,8 +1,8 @@
 """Simulate the membership of a run of many agents: part of benchmarks/scale.py.
 
 The first node is a process with the real store, Membership and Coordinator. The other members are real Membership
-objects in a few processes. A schedule replaces their threads, and SHARED of them use one connection. Each process
-counts the store operations of its members.
+objects in a few processes. A schedule replaces their threads. Each group of SHARED members uses one connection. Each
+process counts the store operations of its members.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Costs:
 
     rendezvous: float | None
     rendezvous_cpu: float | None  # of the first node
-    operations: float | None  # store operations of all nodes but the first per second, while the run trains
+    operations: float | None  # store operations per second of all nodes except the first, while the run trains
     cpu: float | None  # cores used by the first node, while the run trains
     stop: float | None  # from the first report of the end until all agents know it
     records: float | None  # until all agents have the failure records and have left
@@ -185,7 +185,7 @@ class Simulation:
         return healthy, time.monotonic(), Counting.operations
 
     def _step(self) -> None:
-        """Run the step of the next member, or let a member join. A join takes as long as many steps."""
+        """Run the step of the next member, or let a member join. A join takes the time of many steps."""
         self._steps += 1
         wait = self._due[0][0] - time.monotonic() if self._due else 0.0
         if self._unjoined and (wait > 0 or self._steps % ROUNDS_PER_JOIN == 0 or not self._due):

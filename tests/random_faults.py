@@ -81,7 +81,7 @@ class Fault:
 
     what: str  # such as "SIGKILL of rank", "cut", "raises"
     rank: int  # the rank that fails, or a rank on the node that fails
-    pause: float  # seconds until a node is healed, or a stopped process that is no rank continues
+    pause: float  # seconds until a node is healed, or until a stopped process gets SIGCONT (ranks get none)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Case:
     number: int
     faults: tuple[Fault, ...]
     moment: str  # one of MOMENTS
-    fraction: float  # 0 to 1: delay of the fault in usual times to the first step (start, restart) or in seconds (end)
+    fraction: float  # 0 to 1: delay of the fault, as a part of Place.first_step (start, restart) or in seconds (end)
     step: int  # for the moments step, save and restart
     victim: int  # rank that is killed to cause the restart, for the moment restart
 

@@ -176,7 +176,7 @@ class ForkServer:
         return self._returncode is None
 
     def close(self) -> None:
-        """Kill the server: after SIGSTOP, it would not exit when the channel closes. Forked processes continue."""
+        """Kill the server, which would not exit by itself if it is stopped (SIGSTOP). Forked processes continue."""
         self._channel.close()
         if self._returncode is None:
             os.kill(self.pid, signal.SIGKILL)

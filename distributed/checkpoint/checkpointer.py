@@ -204,7 +204,7 @@ class Checkpointer:
         }  # fmt: skip
 
     def newest(self) -> CheckpointInfo | None:
-        """Return the newest valid checkpoint, or None. Raises CheckpointError if none of them is valid."""
+        """Return the newest valid checkpoint, or None if there are none. Raises CheckpointError if all are invalid."""
         return self._checkpoints.newest()
 
     def best(self) -> CheckpointInfo | None:

@@ -1,4 +1,4 @@
-"""Jobs that wait for other jobs or for base models, and this list's claims of base models.
+"""Jobs of a list that wait for other jobs or for base models, and the list's claims of base models.
 
 Of all job lists that use a cache, one claims a missing base model to train it; the others wait until it is published.
 """

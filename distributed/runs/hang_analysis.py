@@ -179,7 +179,7 @@ def _find_by_gpus(ranks: Sequence[Activity], timeout: float, exited: Sequence[st
         return None
     if suspects := [rank for rank in ranks if rank.frames and not rank.waits and not rank.gpu_busy]:
         use, them = ("uses", "it") if len(suspects) == 1 else ("use", "them")
-        gpus = f"wait for their GPUs, which may be in a computation or in a collective with {them}"
+        gpus = f"wait for their GPUs, which may be computing, or waiting in a collective for {them}"
         text = f"{_names(suspects)} not in a collective and {use} no GPU, others {gpus}"
         return Stall(text + _locations(suspects), tuple(suspects), timeout)
     if all(rank.idle for rank in ranks):
