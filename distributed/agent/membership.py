@@ -1,10 +1,10 @@
 """Membership of a run on several nodes: joining, heartbeats, the end of the run, exchange of failure records.
 
 torchrun's agents exchange nothing after the rendezvous: when a rank fails on one node, the others wait until their
-collectives time out, for 10 to 30 minutes. Here each agent sends heartbeats through the store of the first node, and
-the first agent that must stop writes why the run ends. The other agents read it within a second. A node is lost
-after HEARTBEAT_TIMEOUT without heartbeats. At the end the first node publishes failure records, so that each node has
-the record of the first failure.
+collectives time out, for 10 to 30 minutes. Here each agent sends heartbeats through the store of the first node. The
+first agent that has to stop writes the reason to the store, and the other agents read it within a second. A node is
+lost after HEARTBEAT_TIMEOUT without heartbeats. At the end the first node publishes failure records, so that each node
+has the record of the first failure.
 
 In each round a node writes its heartbeat and reads one number, the key NEWS. If the number has changed, the node reads
 the keys that are for all nodes. The first node reads the heartbeats of all nodes with few operations. The work of the
@@ -41,7 +41,7 @@ UNJOINED_REPORT_INTERVAL = 15.0  # seconds between messages of a node that has n
 RECORDS_TIMEOUT = 4.0  # seconds to wait for the failure records of all nodes
 CLOSE_TIMEOUT = 1.0  # seconds to wait for the thread
 LEAVE_TIMEOUT = 2.0  # seconds until the thread has written that this node left; on the first node, until all nodes left
-MAX_ROUNDS = 10_000  # of heartbeats per second, of all nodes together: a large run extends both heartbeat intervals
+MAX_HEARTBEATS = 10_000  # per second, of all nodes together; a large run extends both heartbeat intervals
 MISSING_ROUNDS = 10  # the number of rounds after which a node reads which nodes are missing
 SHOWN_MISSING = 16  # names in a message about missing nodes
 SHARED_RECORDS = 16  # nodes whose failure records all nodes receive
@@ -250,7 +250,7 @@ class Membership:
     def _interval(self) -> float:
         """Seconds between two rounds."""
         usual = HEARTBEAT_INTERVAL if self._complete and not self._leaving else JOIN_INTERVAL
-        return max(usual, self.size / MAX_ROUNDS)
+        return max(usual, self.size / MAX_HEARTBEATS)
 
     def _try_to_join(self) -> None:
         try:

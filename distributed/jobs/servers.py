@@ -271,7 +271,7 @@ class HostServer(JobServer):
         if missing:
             raise ServerUnusable(
                 f"GPU {', '.join(map(str, missing))}: not found: {self.name} has {plural(len(present), 'GPU')} "
-                f"({', '.join(map(str, present)) or 'none'}); correct gpus or gpu_ids (gpus 0: CPU slots)"
+                f"({', '.join(map(str, present)) or 'none'}); correct gpus or gpu_ids; gpus 0 gives CPU slots"
             )
         if lost.keys() >= set(devices):
             raise ServerUnusable("; ".join(f"GPU {gpu}: {lost[gpu]}" for gpu in devices))

@@ -427,7 +427,7 @@ class Supervisor:
         self._lost = ""  # node that the command reports as lost
         self._terminated = False  # SIGTERM was sent to the command
         self._ranks_killed = False  # the ranks were killed, but not the command, which may stay
-        self.ignores_fail = False  # the command is the agent of a spare node, and has not run an attempt
+        self.ignores_fail_requests = False  # the command is the agent of a spare node, and has not run an attempt
         self.ended = 0.0  # Unix seconds at which the command exited
         self._sampler = 0  # process id; 0: none
         self.stopping = False
@@ -768,7 +768,7 @@ class Supervisor:
 
     def _stop_attempt(self) -> None:
         """Like stop(), but ranks are killed before the command, which may stay for the next attempt."""
-        if self.code is None and not self.stopping and not self.ignores_fail:
+        if self.code is None and not self.stopping and not self.ignores_fail_requests:
             self._terminate(min(self.options.grace, FAIL_GRACE))
 
     def _read_command(self) -> None:
@@ -821,7 +821,7 @@ class Supervisor:
             self._log = log
         self.code, self._console, self._output_metrics, self._kill_at = None, None, None, float("inf")
         self._waits = self._attempt_ended = self._no_process_left = self._log_failed = False
-        self._leftovers_signalled = self._terminated = self._ranks_killed = self.ignores_fail = False
+        self._leftovers_signalled = self._terminated = self._ranks_killed = self.ignores_fail_requests = False
         self._start_helpers()
         with contextlib.suppress(OSError):  # the command was killed
             os.write(self._to_command, facts + b"\n")

@@ -89,7 +89,7 @@ class Task(supervisor.Supervisor):
         options.lease, options.sample_usage = HEARTBEAT_TIMEOUT, self.local_rank == 0
         options.restarts = not is_rank and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         super().__init__(self.files, options)
-        self.ignores_fail = "MUSTER_NODES" in env and self.files.name not in env["MUSTER_NODES"].split()
+        self.ignores_fail_requests = "MUSTER_NODES" in env and self.files.name not in env["MUSTER_NODES"].split()
         os.set_blocking(1, False)
         self._streams = self._streams[:1]  # the launcher expects only srun's own messages on standard error
 
@@ -130,7 +130,7 @@ class Task(supervisor.Supervisor):
             self._log_and_show(with_prefix(prefix, lines.feed(output, last=self._no_process_left)), stream)
 
     def _show(self, lines: bytes, stream: int) -> None:
-        """Send the lines of rank 0 and of no rank to the launcher."""
+        """Send the launcher the lines of rank 0, and lines that belong to no rank."""
         from distributed.launch.output_lines import rank_of
 
         mark = ERROR if stream == 2 else b""
@@ -231,7 +231,7 @@ class Task(supervisor.Supervisor):
         if number in signals.PROTECTED and not self._waits and not self.processes_with_handler(number):
             if number in signals.ANNOUNCEMENTS:
                 self._missed.add(number)
-            elif process_scan.start_time(self.pid):  # otherwise a handler of the command has already ended it
+            elif process_scan.start_time(self.pid):  # it has not already ended in its own handler
                 self.stop()
 
     def pass_on(self, number: int) -> None:

@@ -24,7 +24,7 @@ from distributed.training.collectives import Ranks
 from distributed.training.settings import FULL_FINE_TUNING, ConfigError, Settings
 
 DIRECTORY, DIGEST = "MUSTER_BASE_MODEL", "MUSTER_BASE_MODEL_DIGEST"  # environment variables
-REMEDY = "give --base_model DIR, or run the list with scripts/jobs/run_two_phase_training.py"
+REMEDY = "give --base_model DIR, or run a job list with scripts/jobs/run_two_phase_training.py"
 WEIGHTS, METRICS, LOSSES, CONFIG = base_model.FILES
 
 

@@ -14,7 +14,7 @@ RUN_AGAIN=()   # option of distributed/launch/run.py for a requeued job
 parse_job_arguments() {
   REQUEUES=${SLURM_RESTART_COUNT:-0}
   CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${CALL[@]:1}")
-  GRACE=${MUSTER_GRACE:-120} # long: SLURM kills the processes that remain after its KillWait, usually 30 s
+  GRACE=${MUSTER_GRACE:-120} # may be long, because SLURM kills the remaining processes after its KillWait
   [[ $SCRIPT$MODULE ]] || SCRIPT=$SCRIPT_FROM_ENVIRONMENT
   ((${#POSITIONAL[@]})) || POSITIONAL=("${CONFIG_FROM_ENVIRONMENT:-$KIT/config/quickstart.yaml}")
   choose_config "${POSITIONAL[@]}"

@@ -235,7 +235,7 @@ def test_gpus_that_exist_are_used(home: Path, ids: list[int | str], note: str) -
     ("ids", "reason"),
     [
         ([1], "GPU 1: GPU is lost; reboot the machine"),
-        ([0, 3], "GPU 3: not found: gpu1 has 3 GPUs (0, 1, 2); correct gpus or gpu_ids (gpus 0: CPU slots)"),
+        ([0, 3], "GPU 3: not found: gpu1 has 3 GPUs (0, 1, 2); correct gpus or gpu_ids; gpus 0 gives CPU slots"),
         (["MIG-b", "MIG-c"], "MIG instance MIG-c: not found: gpu1 has MIG-a, MIG-b; correct gpu_ids"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A follower shows the output of a command without a lease, passes requests on, and reports how the command ended."""
+"""With --lease 0, a follower shows the output of the command, passes requests on, and reports how the command ended."""
 
 import subprocess
 from collections.abc import Iterator

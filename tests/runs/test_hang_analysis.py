@@ -80,7 +80,7 @@ BACKWARD = (Frame(f"{LIBRARY}torch/autograd/graph.py", 800, "_engine_run_backwar
 SAVE = (Frame(f"{LIBRARY}torch/distributed/checkpoint/filesystem.py", 7, "write"), replace(CALL, line=50))
 WAITS, IN_DDP = replace(SLEEPS, frames=REDUCE), replace(SLEEPS, frames=DDP)
 LOOPS, IDLES = replace(WORKS, frames=LOOP), replace(SLEEPS, frames=LOOP)
-AT_BARRIER, ON_GPU_AT_A = replace(SLEEPS, frames=BARRIER), replace(ON_GPU, frames=LOOP)
+AT_BARRIER, ON_GPU_IN_LOOP = replace(SLEEPS, frames=BARRIER), replace(ON_GPU, frames=LOOP)
 SLOW = replace(WORKS, cpu=0.3)
 IN_BACKWARD, SAVES = replace(SLEEPS, frames=BACKWARD), replace(SLEEPS, frames=SAVE)
 
@@ -104,7 +104,7 @@ UNKNOWN_WAIT = (
         ([WAITS, SAVES], [1], True, "rank 1 on n2 is not in a collective, the other waits for it; it is at hang.py:50"),
         ([WAITS, DISK], [1], True, "rank 1 on n2 is not known to be in a collective (no stack), the other waits for i"),
         ([WAITS, DISK], [1], True, "rank 1 on n2 is waiting for a disk"),
-        ([WAITS, ON_GPU_AT_A], [1], False, "is using the GPU, in a computation or in a collective, the other waits"),
+        ([WAITS, ON_GPU_IN_LOOP], [1], False, "is using the GPU, in a computation or in a collective, the other waits"),
         ([WAITS, WAITS], [], True, "both ranks wait in the same collective, at hang.py:9: a connection is lost, or"),
         ([WAITS, AT_BARRIER], [], True, "not at the same line; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
         ([WAITS, IN_BACKWARD], [], True, "not at the same line; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
@@ -186,7 +186,7 @@ def test_a_function_of_torch_that_synchronizes_is_known_without_its_source() -> 
          "rank 0 on n1, rank 2 on n3 are not in a collective and use no GPU, others wait"),
         # No rank is suspected, because a hang cannot be distinguished from a long computation.
         ([GPU_WAITS, GPU_WAITS], [], False, False, "all ranks use their GPUs or wait for them, which may be in a"),
-        ([GPU_WAITS, ON_GPU_AT_A], [], False, False, "all ranks use their GPUs or wait for them, which may be"),
+        ([GPU_WAITS, ON_GPU_IN_LOOP], [], False, False, "all ranks use their GPUs or wait for them, which may be"),
         ([replace(WAITS, gpu=100), GPU_WAITS, GPU_LOADS], [2], True, True,
          "rank 2 on n3 is not in a collective, the others wait for it; it is at train.py:5 in load()"),
         ([replace(WAITS, gpu=100), GPU_WAITS], [], False, True,

@@ -505,7 +505,9 @@ def test_a_stream_with_invalid_sizes_is_refused(invalid: dict[str, int]) -> None
 
 
 @given(windows=st.integers(1, 60), batch=st.integers(1, 9), size=st.integers(1, 5))
-def test_the_held_out_windows_count_once_each_in_equally_many_batches(windows: int, batch: int, size: int) -> None:
+def test_each_held_out_window_counts_once_and_all_ranks_have_the_same_number_of_batches(
+    windows: int, batch: int, size: int
+) -> None:
     ranks = [list(held_out_batches(windows, batch, rank, size)) for rank in range(size)]
     weight: Counter[int] = Counter()
     for indices, weights in (pair for of_rank in ranks for pair in of_rank):
