@@ -28,7 +28,7 @@ MODULE_NAME = re.compile(r"\bdistributed\.[\w.]*\w")
 
 
 def affected(changed: Collection[str], files: Collection[str], root: Path) -> dict[str, list[str]]:
-    """Return the test files among files, each with the changed files that it depends on. Paths are relative to root."""
+    """Return the test files in `files`, each with the files in `changed` that it depends on. Paths start at `root`."""
     by_name: dict[str, set[str]] = {}
     for file in {*files, *changed}:
         for name in names_of(Path(file)):
@@ -36,7 +36,7 @@ def affected(changed: Collection[str], files: Collection[str], root: Path) -> di
     uses: dict[str, set[str]] = {}
     for file in files:
         named = {other for name in names_in(root / file) for other in by_name.get(name, ())}
-        # Launchers name guides and train.py in messages. Only in a test is such a name a dependency.
+        # Launchers name guides and train.py only in messages. Such a name is a dependency only if a test contains it.
         uses[file] = {n for n in named if file.startswith("tests/") or n.startswith(("distributed/", "scripts/"))}
         uses[file] |= {init for package in Path(file).parents if (init := f"{package}/__init__.py") in files}
     found = {}

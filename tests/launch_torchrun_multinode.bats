@@ -116,7 +116,7 @@ END
 }
 
 
-@test "a node with a different script is refused with both checksums, and the first node waits for a matching one" {
+@test "a node with a different script is refused, the message has both checksums, and the first node keeps waiting" {
   write_script <<<''
   cp "my script.py" "other.py"
   echo "# newer" >>other.py
@@ -169,7 +169,7 @@ END
 @test "--max-restarts by hand: after a failure, all nodes join again, and ranks see the number of restarts" {
   local agent
   write_counting_script
-  sed 's/^failures, ranks.*/failures, ranks = 1, 2/' -i "my script.py" # argv contains --local-rank
+  sed 's/^failures, ranks.*/failures, ranks = 1, 2/' -i "my script.py" # argv also has --local-rank, which is no number
   for agent in fast torchrun; do
     arguments=(--agent "$agent" --max-restarts 1 --script "my script.py" - 1 2 NODE_RANK "$N1" "$PORT")
     by_hand "$N1" launch_multinode.sh 0 "${arguments[@]}"

@@ -124,7 +124,7 @@ END
 }
 
 
-@test "in a job step, launch_singlenode.sh and the test of collectives use its node" {
+@test "in a job step, launch_singlenode.sh and test_distributed.sh run on the node of the task that calls them" {
   write_script <<'END'
 total = torch.ones(1)
 dist.all_reduce(total)

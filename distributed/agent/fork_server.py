@@ -86,7 +86,7 @@ class ForkedProcess:
         self._wakeup = wakeup
 
     def poll(self) -> int | None:
-        """The exit code that reap() found, or None: torchrun must not see an exit that the agent has not recorded."""
+        """The exit code that reap() found, or None. It does not reap: the agent must see an exit before torchrun."""
         return self.returncode
 
     def reap(self) -> int | None:

@@ -7,7 +7,7 @@ skipped if another one is valid. If checkpoints exist but none is usable, that i
 checkpoint".
 
 Only one attempt of one run writes to a directory: the one that `.lock` records. When an attempt takes the directory
-over from a lost attempt, it removes the `writing-...` of the lost one, which then cannot publish anything (Owner).
+over from a lost attempt, it removes the `writing-...` of the lost one, which then cannot publish anything: see Owner.
 
 Standard library only.
 
@@ -90,7 +90,7 @@ class CheckpointInfo:
         return sum(file["bytes"] for file in self.files.values())
 
     def check_sharding(self, sharded: bool) -> None:
-        """Raise CheckpointError if the checkpoint is sharded and this run's are not, or the reverse."""
+        """Raise CheckpointError if this checkpoint is sharded and those of this run are not, or the reverse."""
         if self.sharded != sharded:
             was, now = ("sharded", "unsharded") if self.sharded else ("unsharded", "sharded")
             raise CheckpointError(
@@ -185,7 +185,7 @@ def _none_usable(directory: Path, faults: Mapping[Path, str]) -> str:
 
 
 def step_directories(directory: Path) -> list[Path]:
-    """Return the published checkpoints, newest first. `.old` marks a version that Owner.publish() is replacing.
+    """Return the published checkpoints, newest first, and also each `.old` version that Owner.publish() is replacing.
 
     Raises CheckpointError when the directory exists and cannot be listed.
     """
@@ -344,8 +344,8 @@ class Owner:
         for other in filter(_is_staging, self.directory.glob("writing-*")):
             if other != self.staging:
                 os.rename(other, self.staging / other.name)
-        # A client of a network file system may still reach a renamed directory, but nothing that was moved out of it,
-        # and no removed directory.
+        # On a network file system, an earlier owner may still write to its renamed staging directory. It can reach
+        # neither the entries that were moved out of that directory nor a directory that was removed.
         while taken := next(filter(_is_staging, self.staging.rglob("writing-*")), None):
             content = self.staging / _random()
             content.mkdir()
@@ -440,7 +440,7 @@ def _lock(staging: Path) -> IO[str]:
             log.warning(f"{directory}: this file system has no locks; make sure that no other run writes here")
         record = {"process": os.getpid(), "host": socket.gethostname(), "run": run, "attempt": attempt}
         text = json.dumps({"owner": staging.name, **record}) + "\n"
-        if free:  # a later attempt may have to take over before the rename
+        if free:  # this record lets a later attempt take over even before the rename below
             previous.truncate(0)
             previous.write(text)
             previous.flush()

@@ -1,9 +1,10 @@
 """Reports of a program on a node, among the lines that it prints for the console.
 
 A report is one line: REPORT, a JSON object, a line break. A supervisor reports the exit code of its command, because
-the exit code of ssh or pdsh may be that of a lost connection. "waiting" means that the agent waits for the next
-attempt; "lost" names a node that sent no heartbeats to the agent. A follower (launch/follow.py) also reports that it
-follows the command. A task of srun also reports its start, and sends reports as heartbeats.
+the exit code of ssh or pdsh may be that of a lost connection. In a report, the key "waiting" means that the agent waits
+for the next attempt, and the key "lost" names a node that sent no heartbeats to the agent. A follower
+(launch/follow.py) also reports that it follows the command. A task of srun also reports its start, and sends reports as
+heartbeats.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ ERROR = b"\x1f"  # ASCII unit separator: a task of srun prints it before a line 
 # Heartbeats between a launcher and a task of srun, and between a dispatcher and a server, in both directions.
 HEARTBEAT_INTERVAL = 3.0  # seconds; also used by a supervisor without a lease
 HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
-# Variable with two pipes between a supervisor and its agent, each as "descriptor:inode". When an attempt has failed and
-# all its ranks have exited, the agent writes a line: its exit code, and the name of the lost node if there is one. The
-# agent of a spare node writes an empty line. Then the agent reads a line with the next attempt, in JSON. At end of
-# file, it exits.
+# Environment variable that names two pipes between a supervisor and its agent, each as "descriptor:inode". When an
+# attempt has failed and all its ranks have exited, the agent writes a line: its exit code, and the name of the lost
+# node if there is one. The agent of a spare node writes an empty line. Then the agent reads a line with the next
+# attempt, in JSON. At end of file, the agent exits.
 ATTEMPT_PIPES = "MUSTER_ATTEMPT_PIPES"
 
 

@@ -293,7 +293,7 @@ class Launch:
         commands = self.connect()
         address, port = self.check_nodes(commands)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)  # reap the child of the launcher that wrote to standard input
+            os.waitpid(-1, os.WNOHANG)  # reap the launcher's child, which wrote the lists to standard input
         run_pipe = self.detach() if options.detach else -1
         attempt = archive_attempt(Path(options.again)) if options.again else 0
         transport = self._transport(commands)
@@ -309,7 +309,7 @@ class Launch:
         directory = self.create_run()
         if watch.lease == 0:
             record_launcher(directory, address, port)
-        if path := os.environ.get("MUSTER_RUN_FILE"):  # of the caller of this launcher
+        if path := os.environ.get("MUSTER_RUN_FILE"):  # set by the program that called this launcher
             Path(path).write_bytes(os.fsencode(f"{directory}\n"))
         if run_pipe >= 0:
             os.write(run_pipe, os.fsencode(directory))
@@ -337,7 +337,7 @@ class Launch:
         return self.code
 
     def run_attempts(self, restarts: int = 0, start: Callable[[Watch], None] | None = None) -> None:
-        """Run attempts, and restart the run if that may help. restarts: so far. start: see Watch.attempt()."""
+        """Run attempts, and restart the run if that may help. restarts: number so far. start: see Watch.attempt()."""
         logs = self._node_logs()
         while True:
             started = time.monotonic()
@@ -497,7 +497,10 @@ def number_ranks(nodes: Sequence[RunNode], first: int) -> list[RunNode]:
 
 
 def terminals() -> str:
-    """The streams that are terminals: "1", "2" or, if both are the same, "12"; "" if they are different terminals."""
+    """The streams that are terminals: "1", "2" or, if both are the same terminal, "12".
+
+    Returns "" if no stream is a terminal, or if the streams are two different terminals.
+    """
     found = [stream for stream in (1, 2) if os.isatty(stream)]
     if len(found) == 2 and not os.path.sameopenfile(1, 2):
         return ""
@@ -524,9 +527,9 @@ def masked(call: Sequence[str]) -> list[str]:
 
 
 def archive_attempt(directory: Path, staying: Collection[str] = ()) -> int:
-    """Move the files of an attempt into the next attempt_<n>. Files of the whole run stay. Returns n.
+    """Move the files of the attempt that has ended into attempt_<n>. Returns n, the first number that is not used.
 
-    staying: nodes whose supervisor stays; the file with its process ids is copied.
+    Files of the whole run stay. staying: nodes whose supervisor stays; the file with its process ids is copied.
     """
     number = 1
     while (directory / f"attempt_{number}").exists():
@@ -558,7 +561,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def execute(kind: type[Launch], arguments: Sequence[str]) -> int:
-    """Run the launch. Returns the exit code of the run, UNFIT for unfit nodes, WRONG_CALL without a run directory."""
+    """Run the launch, and return its exit code.
+
+    This is the exit code of the run, UNFIT if a node is unfit, or WRONG_CALL if the run directory cannot be created.
+    """
     while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # otherwise a pipe may get the number of a standard stream
         pass
     os.close(file)

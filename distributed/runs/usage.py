@@ -27,7 +27,8 @@ class Usage:
 
     attempts: list[float] = field(default_factory=list)  # Unix seconds of the first sample of each attempt
     last: float = math.nan  # Unix seconds of the last sample
-    # Points (Unix seconds, value) by quantity and by "rank 3", or "node1 GPU 0" for a GPU whose rank is not known.
+    # series[quantity][name]: points (Unix seconds, value). The name is a rank, such as "rank 3", or a GPU whose rank is
+    # not known, such as "node1 GPU 0".
     # Quantities: cpu (cores), memory (bytes), output (bytes per second), gpu (share of time), gpu_memory (bytes).
     series: dict[str, dict[str, list[Point]]] = field(default_factory=dict)
 

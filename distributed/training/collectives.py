@@ -65,10 +65,10 @@ class Ranks:
         return values
 
     def load(self, file: Path) -> Any:
-        """Load rank 0's file on every rank, on the CPU: other nodes may not have the file, or may have an older one.
+        """Load rank 0's file into CPU memory on every rank.
 
-        Raises OSError when rank 0 cannot read the file, and the exceptions of load_safely(). Every rank raises the same
-        exception.
+        Rank 0 sends the bytes, because other nodes may not have the file, or may have an older one. Raises OSError when
+        rank 0 cannot read the file, and the exceptions of load_safely(). Every rank raises the same exception.
         """
         if self.size == 1:
             return load_safely(file)

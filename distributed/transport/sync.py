@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from distributed.transport.commands import AnyTarget, Calls, SshCommands
 
-# For sh on a node. $1: the directory. $2: a file that exists in this machine's directory.
+# For sh on a node. $1: the directory. $2: the name of a file that the launcher has just created in that directory.
 PRINT_IF_SHARED = 'mkdir -p -- "$1" && cd -- "$1" || exit; [ ! -e "$2" ] || echo "shared $2"'
 
 

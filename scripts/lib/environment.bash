@@ -11,7 +11,7 @@
 #
 # Sourced by common.bash before anything else, never run.
 
-# Tracing first: an exported SHELLOPTS would print the values below.
+# First turn tracing off, which an exported SHELLOPTS may have turned on: bash would print the values below.
 if [[ ${SHELLOPTS@a} == *x* ]]; then
   { builtin set +xv; } 2>/dev/null
 fi

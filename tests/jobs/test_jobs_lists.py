@@ -99,7 +99,7 @@ class Point:
         (1j, "complex"), ([{"a": {1}}], "set"),
     ],
 )  # fmt: skip
-def test_other_types_are_refused_with_their_key(value: Any, name: str, tmp_path: Path) -> None:
+def test_a_value_of_another_type_is_refused_and_its_key_is_named(value: Any, name: str, tmp_path: Path) -> None:
     message = rf"lr(\.a)?: expected strings, numbers, paths, .*, got {name}; convert it"
     with pytest.raises(ValueError, match=message):
         grid(fold=0, lr=value)

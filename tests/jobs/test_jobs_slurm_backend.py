@@ -65,7 +65,7 @@ def command_for(options: list[str], resources: ResourceRequest, count: int = 9) 
     )  # fmt: skip
 
 
-def test_one_array_has_an_element_for_each_start_and_is_never_requeued() -> None:
+def test_one_array_has_an_element_for_each_attempt_and_is_never_requeued() -> None:
     found = command_for([], CPU)
     assert "--array=0-8" in found
     assert found[-2:] == ["task.sh", "kit"]
@@ -697,7 +697,7 @@ def test_a_later_dispatcher_finds_the_state_of_an_attempt(list_directory: Path) 
     mark_started(other)
     assert (other.find(), other.array, other.index) == ("submitted", ARRAY, 0)
     write_file(other.files.exit, "137\n")
-    assert other.find() == "submitted"  # SLURM may know the cause
+    assert other.find() == "submitted"  # SLURM may still report why the command was killed
     os.mkdir(os.path.dirname(other.files.record))
     supervisor.write_record(other.files, "killed", "its guard was running")
     assert other.find() == "ended"
@@ -838,7 +838,7 @@ def test_an_output_directory_of_another_job_is_refused(tmp_path: Path) -> None:
         host.claim_output(str(tmp_path / "experiments" / "x"), "mine", "train.py")
 
 
-def test_a_job_of_all_gpus_gets_those_of_a_node_and_takes_one_place_in_the_queue(tmp_path: Path) -> None:
+def test_a_job_that_requests_all_gpus_gets_those_of_one_node_and_takes_one_slot(tmp_path: Path) -> None:
     server = slurm_server(tmp_path)
     assert server._resources_for(Options(gpus=ALL_GPUS)) == ResourceRequest(2, None, ())
     assert server.pool.count(ALL_GPUS) == 1

@@ -1,4 +1,4 @@
-"""What nodes send back and move depends on whether they share the run directory with the launcher."""
+"""A node sends its files to the launcher and archives them only if the two do not share the run directory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_node_with_its_own_run_directory_sends_all_but_checkpoints_and_moves_its_files(directory: Path) -> None:
+def test_a_node_with_its_own_run_directory_sends_all_but_checkpoints_and_archives_its_files(directory: Path) -> None:
     assert on_node(PRINT_LOG, directory, "node_b.log", "5") == b"two\n"
     assert names_in(on_node(PACK, directory)) == [".", "./errors", "./node_b.log", "./node_b.pid", "./ranks"]
     on_node(ARCHIVE, directory, "attempt_1", "node_b.pid")
@@ -40,7 +40,7 @@ def test_a_node_with_its_own_run_directory_sends_all_but_checkpoints_and_moves_i
     assert len([*(directory / "attempt_1").iterdir()]) == 4
 
 
-def test_a_node_that_shares_the_run_directory_sends_and_moves_nothing(directory: Path) -> None:
+def test_a_node_that_shares_the_run_directory_sends_and_archives_nothing(directory: Path) -> None:
     (directory / "run.json").write_text("{}")
     before = sorted(directory.iterdir())
     assert on_node(PRINT_LOG, directory, "node_b.log", "1") == b""

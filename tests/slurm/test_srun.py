@@ -312,7 +312,7 @@ def test_the_launcher_shows_marked_lines_on_standard_error(
     assert captured.err.decode() == "b\nagent\n1%\n"
 
 
-def test_the_console_hides_other_ranks_of_an_agent_and_the_log_has_all(run: Path, start: Start) -> None:
+def test_the_console_shows_rank_0_of_an_agent_and_the_log_has_all_ranks(run: Path, start: Start) -> None:
     task = start(
         r"printf '[n2:0] a\n[n2:1] b\nagent\n[n2:0] 10%%\r\n[n2:0] 20%%\n'; echo $6 $MASTER_ADDR", rank=0, agent=True
     )

@@ -249,7 +249,7 @@ def freezes(rank: int) -> None:
 
 
 def host_freezes(rank: int) -> None:
-    """Rank 0 hosts the store, whose timeouts do not work while its host is frozen."""
+    """Rank 0 runs the store, whose timeouts do not work while rank 0 is frozen."""
     no_pace()
     collective_checks.REPLY_GRACE, collective_checks.EXIT_TIMEOUT = 3.0, 4.0
     if rank == 0:
