@@ -1,15 +1,17 @@
-"""Time from SIGKILL of the last rank to the next step of the script, with --max-restarts 3.
+"""Time from SIGKILL of the highest rank to the next step of the script, with --max-restarts 3.
 
 The ranks of a small script all-reduce in a loop; rank 0 writes the time of each step. One measurement starts a launch,
-waits for 20 steps, kills the last rank, and waits until the ranks of the next attempt have done a step. After 30 s it
-counts as failed. The launchers that are compared (the sides) are measured in turn:
+waits for 20 steps, kills the highest rank, and waits until the ranks of the next attempt have done a step. After 30 s
+it counts as failed. The launchers that are compared (the sides) are measured in turn:
 
-- On this machine, launch_singlenode.sh against torchrun: with its defaults, where the ranks of all attempts use the
-  store of the agent, and with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, where rank 0 of each attempt has a store.
+- On this machine, launch_singlenode.sh against torchrun. torchrun is measured with its defaults, where the ranks of all
+  attempts use the store of the agent, and with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, where rank 0 of each attempt has
+  a store.
 - On laboratory nodes of 2 ranks, launch_torchrun_auto.sh. Without --before, it has no baseline.
 
 With --before, the launchers of another checkout of Muster are measured too, for example of an earlier commit in a git
-worktree. For each launcher of Muster, the events of the recovery with the median time are printed too. Nodes need root.
+worktree. For each launcher of Muster, the events of the recovery with the median time are printed too. Only the
+laboratory nodes need root.
 
     python -m benchmarks.recovery [--pairs 7] [--ranks 2 4] [--nodes 3] [--before DIR]
 """
@@ -132,7 +134,7 @@ def launched(side: Side, script: Path, events: Path, output: Path) -> Iterator[s
 
 
 def recover(side: Side, script: Path, ranks: int) -> Recovery | None:
-    """Kill the last rank of a new launch. Returns None when no step follows."""
+    """Kill the highest rank of a new launch. Returns None when no step follows."""
     events, output = script.with_name("events"), script.with_name("output")
     pids: dict[int, int] = {}  # rank -> process id
     with launched(side, script, events, output) as process, events.open() as file, output.open() as console:
@@ -150,7 +152,7 @@ def recover(side: Side, script: Path, ranks: int) -> Recovery | None:
 def kill_last(
     process: subprocess.Popen[bytes], pids: Mapping[int, int], file: TextIO, console: TextIO
 ) -> Recovery | None:
-    """Kill the last rank, and record what follows until the first step of the next attempt."""
+    """Kill the highest rank, and record what follows until the first step of the next attempt."""
     with ExitStack() as stack:
         exits = select.poll()
         for pid in pids.values():

@@ -1,6 +1,6 @@
-"""Measure what shared base models save, and whether they are copied more often than needed.
+"""Measure the time that shared base models save, and whether they are copied more often than needed.
 
-Experiments run on three servers with two slots each that share no files. Each list runs three times:
+Experiments run on three servers that share no files and have two slots each. Each list runs three times:
 
   two phases   each base model is trained once; an experiment starts when its base model is copied
   barrier      the same, but no experiment starts before all base models are trained, by an earlier list
@@ -8,9 +8,9 @@ Experiments run on three servers with two slots each that share no files. Each l
 
 The lists are 15 experiments on 1 base model, and 12 experiments on 4 base models of different training times. Training
 is `sleep`, and writes a file of --mb MiB. "predicted" is the number of avoided base trainings times their seconds, as
-in the plan; "measured" is the difference of used slot seconds. "copied" is the traffic of all network interfaces of the
-servers, relative to one copy of each base model per server that ran one of its experiments; the transfer from the
-server that trained it counts as its copy. Needs root.
+in the report of --plan; "measured" is the difference of used slot seconds. "copied" is the traffic of all network
+interfaces of the servers, relative to one copy of each base model per server that ran one of its experiments. The
+transfer from the server that trained a base model counts as this server's copy. Needs root.
 
     python -m benchmarks.two_phase [--mb 20] [--base 8] [--experiment 2]
 """

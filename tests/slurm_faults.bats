@@ -381,7 +381,7 @@ END
     LAUNCHER=$launcher SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh --max-restarts 1 - -- 1 2
     wait_for_job_exit "$JOB"
     [ "$status" -eq 0 ] || { cat "logs/slurm-$JOB.err" && false; }
-    # The first failure is a restart in the job, the second attempt is requeued, the third fails again.
+    # The first attempt fails and is restarted in the job. The second is requeued. The third fails and is restarted.
     all_ranks_saw 2 "0 1" "1 1" "2 1" "3 1"
   done
 }
@@ -467,7 +467,8 @@ enter_background_job() { # <1, 2 or 3>
 }
 
 
-# Succeed when this attempt has printed four training steps. An earlier signal may find no job step of SLURM.
+# Succeed when this attempt has printed four training steps. Before that, SLURM may not have a job step yet to which it
+# can send a signal.
 is_training() { # <attempt> <output of rank 0>
   [ -e "$2" ] && awk -v "attempt=$1" '/resuming from/ { resumed++; steps = 0 } /^step / { steps++ }
     END { exit !(resumed == attempt - 1 && steps >= 4) }' "$2"

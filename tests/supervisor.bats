@@ -1,8 +1,8 @@
 #!/usr/bin/env bats
 #
 # launch.supervisor runs one command, records its exit code and leaves no process, whatever happens to the
-# command, the supervisor or the launcher, which holds the control channel open. test_supervisor.py tests all orders of
-# killed processes.
+# command, the supervisor or the launcher, which holds the control channel open. test_supervisor.py also kills the
+# supervisor and its guard.
 
 bats_require_minimum_version 1.5.0
 

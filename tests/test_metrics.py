@@ -117,7 +117,7 @@ def test_newest_reads_the_start_and_the_end_of_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", ["null", "NaN", "Infinity", "-Infinity", "1e999", "1e300", "1" * 200])
-def test_a_newest_loss_that_is_no_usable_number_is_nan_and_such_steps_are_ignored(tmp_path: Path, last: str) -> None:
+def test_an_unusable_newest_loss_is_nan_and_an_unusable_number_of_steps_is_ignored(tmp_path: Path, last: str) -> None:
     lines = ['{"step": 1, "steps": 9, "loss": 2.5}', f'{{"step": 2, "steps": {last}, "loss": {last}}}', ""]
     (tmp_path / "m").write_text("\n".join(lines))
     found = metrics.newest(tmp_path / "m")

@@ -189,7 +189,7 @@ def check_visible(setting: str, facts: Facts) -> Iterator[Finding]:
             "training runs on the CPU",
             command="unset CUDA_VISIBLE_DEVICES",
         )
-    elif len(seen) < len(entries) and not seen[0].mig:  # with MIG, a process sees one GPU of any list
+    elif len(seen) < len(entries) and not seen[0].mig:  # with MIG, a process sees only one listed GPU
         yield fault(
             f"CUDA_VISIBLE_DEVICES={setting} lists {terminal.plural(len(entries), 'GPU')}, but CUDA uses {len(seen)}: "
             f"it ignores the first unknown GPU and the rest of the list; this machine has GPUs 0 to {count - 1}",

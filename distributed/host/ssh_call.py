@@ -125,7 +125,7 @@ class SshCall:
         os.close(self._to_node)
 
     def _exit_code(self) -> int:
-        """Wait for ssh. If it was killed, die of the same signal: an exit code above 128 may be that of the node."""
+        """Wait for ssh. If it was killed, die of the same signal: the command on the node may also exit with 128+n."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if code < 0:
             with contextlib.suppress(OSError):
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
     while arguments[0] in options:
         options[arguments[0]], arguments = arguments[1], arguments[2:]
     node, *command = arguments
-    while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed standard file: a pipe would get its number
+    while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # or pipes get the numbers of closed standard files
         pass
     os.close(file)
     try:

@@ -30,7 +30,7 @@ class AttachedLaunch(Launch):
         try:
             found = lookup.find(self.options.attach, Path(self.options.cwd), Path(self.logs))
             lookup.refuse_other_users(lookup.read(found), user(), os.geteuid())
-            self._lock = os.open(found / "launcher.log", os.O_RDWR | os.O_CREAT, 0o666)  # until this process exits
+            self._lock = os.open(found / "launcher.log", os.O_RDWR | os.O_CREAT, 0o666)  # keeps the lock until exit
             is_only = try_lock(self._lock)
             run, facts = lookup.read(found), read_json(found / "run.json")
         except lookup.RunLookupError as error:
@@ -52,7 +52,7 @@ class AttachedLaunch(Launch):
         self._require_same("the Python", run.python, self.options.python)
         if self.options.max_restarts and any(argument.startswith("--env") for argument in options):
             self._refuse("values of --env are not recorded, so a restart could get others; watch it with status.sh")
-        self._found = Path(run.directory_at_launch)  # as MUSTER_RUN_DIR of its processes, perhaps with symbolic links
+        self._found = Path(run.directory_at_launch)  # not resolved: must equal MUSTER_RUN_DIR of its processes
         self._sizes = self._read_sizes(commands)
         return str(facts["address"]), str(facts["port"])
 

@@ -21,7 +21,7 @@ run starts COMMAND in a new session and waits until it exits:
   --terminals LIST   streams on which a progress bar stays on one line: 1, 2, or 12 if both are the same terminal
   --timeout SECONDS  stop COMMAND after this time (default: never)
   --report           when no process remains, report the exit code on standard output; see launch/node_reports.py
-  --restarts         COMMAND may be an agent that stays for the next attempt; see launch/node_reports.py
+  --restarts         COMMAND may be an agent that waits for the next attempt; see launch/node_reports.py
   --sample-usage     record the resource usage of each rank in node_NAME.samples.jsonl; see launch/usage_sampler.py
 
 With --lease 0, the supervisor has no control channel and no console. It touches node_NAME.heartbeat every 3 seconds,
@@ -35,9 +35,10 @@ is stopped. The verbs stop, kill, fail, end and attempt write their request to t
 signal. Lines of rank 0 are copied to the stream to which COMMAND wrote them, lines of no rank to standard error. Errors
 of a closed or full console are ignored. The exit code is that of COMMAND, 128+n for signal n.
 
-With --restarts, `fail` is a stop request after which COMMAND may stay. When it has reported the end of an attempt, and
-no other process remains, the supervisor writes and reports the exit code. Then `attempt JSON` starts the next attempt
-with new files (the launcher has moved the files of the last attempt), or `end` lets COMMAND exit.
+With --restarts, `fail` stops the attempt, after which COMMAND may wait for the next one. When COMMAND has reported the
+end of an attempt, and no other process remains, the supervisor writes and reports the exit code. Then `attempt JSON`
+starts the next attempt with new files (the launcher has moved the files of the last attempt), or `end` lets COMMAND
+exit.
 
 A second process, the guard, kills COMMAND if the supervisor is killed. When run exits, no process started by COMMAND
 remains, in any session. sweep stops COMMAND, ends processes that remain because supervisor and guard were killed, and
@@ -137,7 +138,7 @@ def reserve(files: Files) -> None:
 
 
 def write_reserved(reserved: str, path: str, content: bytes) -> None:
-    """Write a file, into the reserved one if that exists. Raises OSError."""
+    """Write a file. If the reserved file exists, write into that and rename it. Raises OSError."""
     try:
         with open(reserved, "r+b") as file:
             file.write(content)
@@ -284,7 +285,7 @@ def kill_all(find: Callable[[], list[int]]) -> None:
 def fork() -> int:
     """os.fork(); the child blocks all signals until isolate() or default_signals().
 
-    Until then a signal to the child would be written to the pipe from which the supervisor reads its own signals.
+    Otherwise a signal to the child would be written to the pipe from which the supervisor reads its own signals.
     """
     before, pid = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()), -1
     try:
@@ -426,7 +427,7 @@ class Supervisor:
         self._attempt_ended = False  # the exit code of the attempt was written and reported
         self._lost = ""  # node that the command reports as lost
         self._terminated = False  # SIGTERM was sent to the command
-        self._ranks_killed = False  # the ranks were killed, but not the command, which may stay
+        self._ranks_killed = False  # the ranks were killed; the command may wait for the next attempt
         self.ignores_fail_requests = False  # the command is the agent of a spare node, and has not run an attempt
         self.ended = 0.0  # Unix seconds at which the command exited
         self._sampler = 0  # process id; 0: none
@@ -480,7 +481,7 @@ class Supervisor:
         self._start_helpers()
 
     def _open_attempt_pipes(self, env: Environment) -> list[int]:
-        """Open the pipes for a command that may stay. Returns its ends, and names them in ATTEMPT_PIPES of `env`."""
+        """Open pipes to a command that may wait for attempts. Returns the ends for the command; names them in `env`."""
         if not self.options.restarts:
             return []
         self._from_command, requests = os.pipe()
@@ -704,7 +705,7 @@ class Supervisor:
 
     def _start_failure(self) -> int:
         """UNFIT if the sourced script exited or replaced the wrapper's shell, so that no command started; else 0."""
-        # The wrapper reads the block after it has sourced the script; both processes share the file offset.
+        # The wrapper sources the script, then reads the block. It shares the file offset with this process.
         if os.lseek(self._block, 0, os.SEEK_CUR) == os.fstat(self._block).st_size:
             return 0
         message = "exited with code 0, so nothing was started; it is sourced and must neither exit nor exec a command"
@@ -767,7 +768,7 @@ class Supervisor:
     # ---- attempts
 
     def _stop_attempt(self) -> None:
-        """Like stop(), but ranks are killed before the command, which may stay for the next attempt."""
+        """Like stop(), but ranks are killed before the command, which may wait for the next attempt."""
         if self.code is None and not self.stopping and not self.ignores_fail_requests:
             self._terminate(min(self.options.grace, FAIL_GRACE))
 
@@ -930,7 +931,7 @@ class Supervisor:
         return process_scan.live_processes(self.files.environment, [self.pid], os.getpid(), helpers)
 
     def _find_leftovers_of_attempt(self, staying: list[int]) -> list[int]:
-        """Processes of an attempt that are not children of the command, or whose rank has exited."""
+        """Processes of the ended attempt that still run. All are outside the session of the command."""
         found = children() if self._adopts else None
         if found is not None and set(found) <= set(staying):
             return []
@@ -939,7 +940,7 @@ class Supervisor:
         )
 
     def _outside_session(self, pids: list[int]) -> list[int]:
-        """Those of these processes that are outside the session of the command, as all ranks are."""
+        """Return the processes that are not in the session of the command. Each rank has a session of its own."""
         processes = process_scan.table()
         return [pid for pid in pids if pid in processes and processes[pid].session != self.pid]
 
@@ -1020,7 +1021,7 @@ def _touch(path: str) -> None:
 
 
 def run(options: SupervisorOptions) -> int:
-    """Run the command. With --lease 0, returns 0 when it has started, else its exit code. Raises SupervisorError."""
+    """Run the command. Returns its exit code; with --lease 0, returns 0 once it has started. Raises SupervisorError."""
     inherited, block, received = read_environment(options)
     try:
         if options.lease:

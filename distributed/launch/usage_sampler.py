@@ -71,7 +71,7 @@ def record(run: str, node: str) -> None:
 
 
 def merge_pairs(samples: Sequence[Sample]) -> list[Sample]:
-    """Merge each pair: the later sample, with the GPUs of the earlier one if only that has any."""
+    """Return the later sample of each pair. A sample without GPUs gets those of the earlier sample."""
     return [{**one, **other} for one, other in zip(samples[::2], samples[1::2], strict=False)]
 
 

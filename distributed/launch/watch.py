@@ -52,7 +52,7 @@ class AgentCommand:
 
     before: tuple[str, ...]
     after: tuple[str, ...]
-    run_id: bool = False  # --rdzv-id names the run
+    run_id: bool = False  # add the option --rdzv-id with the name of the run
     nodes: int = 0  # number of nodes, if this launcher starts all; 0: `before` has address and port
     address: str = ""  # of the first node
     port: str = ""
@@ -87,7 +87,7 @@ class Local:
     """How the nodes of a run are started; here on this machine. Other transports are in transport.py and srun.py."""
 
     lease: int | None = None  # see Watch.lease
-    reports = False  # True: the supervisor prints a report, as the exit code may be the client's own (ssh, pdsh)
+    reports = False  # True: the supervisor reports its exit code, because ssh or pdsh may exit with another code
     clients_are_nodes = True  # each node has a client of its own
     starts_agents = True  # False: it starts ranks
 
@@ -192,7 +192,7 @@ class Watch:
         self._unstarted: dict[str, int] = {}  # nodes on which the supervisor could not be started -> exit code
         self._runs_on: set[str] = set()  # with --lease 0: nodes whose command is known to have started
         self._disconnected: set[str] = set()  # nodes that are to be followed again
-        self.queries: set[Client] = set()  # those of a check for a hang
+        self.queries: set[Client] = set()  # calls that query the nodes to find out whether the run hangs
         self.waiting: set[str] = set()  # nodes whose agent waits for the next attempt
         self.replaces = False  # whether lost nodes are replaced, or the run continues without them
         self.spares: list[RunNode] = []
@@ -465,7 +465,7 @@ class Watch:
         self.node_failed(code)
 
     def node_failed(self, code: int) -> None:
-        """Stop the other nodes at the first failure. TERMINATED is a consequence of it: a later code replaces it."""
+        """Stop the other nodes at the first failure. A later code replaces TERMINATED: another failure may cause it."""
         if code and self.status in (0, TERMINATED):
             self.status = code
             if not self._requested:

@@ -111,7 +111,7 @@ def submit(command: Sequence[str], log_dir: str, program: str, following: bool) 
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SubmitError(f"refused by SLURM, see its message above; {REMEDY}")
-    job = done.stdout.strip().partition(";")[0]  # 17;cluster
+    job = done.stdout.strip().partition(";")[0]  # sbatch may print "17;cluster"
     outputs = [f"{log_dir}/slurm-{job}.out", f"{log_dir}/slurm-{job}.err"]
     run = [job] if log_dir == "logs" else ["--log-dir", log_dir, job]
     status, stop = (shlex.join([f"{KIT}/scripts/{name}", *run]) for name in ("status.sh", "stop.sh"))

@@ -68,7 +68,7 @@ def test_a_list_whose_dispatcher_is_killed_at_any_record_has_the_same_results(
     assert [len(job["starts"]) for job in expected["jobs"]] == [1, 2]
     assert [job["state"] for job in expected["jobs"]] == ["done", "done"]
     records = len(journal.read(undisturbed / "results.journal")[0])
-    fewest = 1 + 3 * 3  # list; start, ended, settle of three attempts
+    fewest = 1 + 3 * 3  # record `list`; for each of three attempts, records `start`, `ended` and `settle`
     assert fewest <= records <= fewest + 3  # an attempt that ends before its start is reported has no record `running`
     kills = [(moment, number) for number in range(1, records + 1) for moment in MOMENTS]
     for first in range(0, len(kills), AT_ONCE):
@@ -136,7 +136,7 @@ def test_jobs_that_are_added_are_neither_lost_nor_run_twice_if_a_dispatcher_is_k
         return directory
 
     chains = []
-    for number in range(1, 6):  # list, added, start of three jobs
+    for number in range(1, 6):  # the records `list` and `added`, and the first records of jobs
         for moment in MOMENTS:
             path = prepared_to_add(f"{moment}-{number}")
             journal.request(path / "results.journal", "add", [str(path / "more.json")])

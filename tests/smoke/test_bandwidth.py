@@ -22,7 +22,7 @@ def test_each_pair_is_in_one_round_and_no_number_twice_per_round(count: int) -> 
 
 
 def links(count: int, fast: float = 10.0, **slow: float) -> list[NodeLink]:
-    """Return all links between node1, node2, ... `slow`, in GB/s: _1_2=0.9 for a link, _3=0.9 for all of node3."""
+    """Return the links between all nodes. slow: GB/s of one link (_1_2=0.9), or of all links of a node (_3=0.9)."""
     found = []
     for one, two in itertools.combinations(range(1, count + 1), 2):
         speeds = [slow.get(f"_{one}_{two}"), slow.get(f"_{one}"), slow.get(f"_{two}"), fast]
