@@ -159,7 +159,7 @@ END
 }
 
 
-@test "run_forwarding_signals also forwards signals other than SIGINT and SIGTERM, and they do not end it" {
+@test "run_forwarding_signals also forwards signals such as SIGHUP and SIGUSR1, and still waits for the program" {
   local name
   mkfifo "$BATS_TEST_TMPDIR/ready"
   script <<'END'
@@ -320,7 +320,7 @@ END
 }
 
 
-@test "exported functions can be called in node_env.sh, and replace no command of a script after it" {
+@test "exported functions can be called in node_env.sh, and replace no command that a script runs later" {
   script <<'END'
 cat >node_env.sh <<<'module torch; "${CHANGE[@]-true}"'
 restore_environment

@@ -29,7 +29,7 @@ teardown() {
 }
 
 
-@test "the files that git would commit are copied, sparse ones as such, and the run directory is copied back" {
+@test "the files that git would commit are copied, sparse files stay sparse, and the run directory is copied back" {
   write_script <<'END'
 dist.barrier()
 open(os.path.join(os.environ["MUSTER_RUN_DIR"], f"of rank {rank}"), "w").write(open("da ta/it").read())
@@ -135,7 +135,7 @@ END
 }
 
 
-@test "a run without a lease fails while its launcher is dead, and is restarted by the next one" {
+@test "a run without a lease that fails while its launcher is dead is restarted by the launcher that attaches to it" {
   local node call=("$LAUNCH" --sync --lease 0 --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2")
   write_script <<'END'
 dist.barrier()

@@ -8,7 +8,7 @@ usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [optio
   --jobs-config FILE       jobs (JSON); those with mode full_fine_tuning are experiments that start from a base model
   --script-path PATH       script to run (default: script_path of the cluster config, or train.py)
   --skip-phase1            train no base models; all of them must be in the cache
-  --refuse-leaks           refuse a list with an experiment whose held-out part of the data (participant) is, or may
+  --refuse-leaks           refuse a list with an experiment whose held-out participant (a part of the data) is, or may
                            be, in the training data of its base model (default: print a warning, and mark the
                            experiment in the results)
   --evict-after-copy       once a base model is in the cache of this machine and of the server that trained it,
@@ -191,7 +191,7 @@ def prune(options: argparse.Namespace) -> int:
 
 
 def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules]:
-    """The jobs and the rules for their base models. Sets the default of --cluster-config. Raises ConfigError."""
+    """The jobs and the rules for their base models. Sets a missing options.cluster_config. Raises ConfigError."""
     if not options.cluster_config and (default := options.jobs_config.parent / "cluster_config.json").is_file():
         options.cluster_config = default
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
@@ -269,7 +269,7 @@ def cached_by_name() -> dict[str, Cached]:
 
 
 def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached], servers: int | None) -> list[str]:
-    """The lines of the report. cached: by name. servers: the number of servers; None if it is unknown."""
+    """The lines of the report. cached: base models by name. servers: the number of servers; None if it is unknown."""
     found, leaks, unknown = list(plan.bases.values()), bases.leaks(plan), bases.not_checked(plan, rules)
     with_base = sum(len(base.jobs) for base in found)
     if not found:

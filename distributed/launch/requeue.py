@@ -30,7 +30,7 @@ class EndedRun:
     code: int  # exit code
     signal: int  # the signal that requested a stop; 0 if there was none
     progress: bool  # whether the last attempt made progress
-    last_step: int | None  # that the run has logged
+    last_step: int | None  # the last step that the run has logged; None if there is none
 
 
 def requeue_if_stopped(run: EndedRun, job: str, limit: int, record: Callable[[str], None]) -> None:

@@ -117,7 +117,7 @@ class Launch:
         self.logs = os.path.join(options.cwd, options.log_dir)
         self.code = 0
         self.seconds = 0.0  # duration of the last attempt
-        self.last_step: int | None = None  # that the run has logged
+        self.last_step: int | None = None  # the last step that the run has logged; None: none
         self.step_is_guessed = False  # last_step was found in the output
         self.stalled = 0  # consecutive restarts without progress
 

@@ -122,7 +122,8 @@ def find_run(argument: str, logs: Path, program: str) -> Run:
     except RunLookupError as error:
         if not JOB.fullmatch(argument):
             raise TransportError(WRONG_CALL, str(error)) from None
-    if submitted := re.search(r" WorkDir=(.*) StdErr=", slurm_job(argument)):  # from another directory
+    # The job may have been submitted in another directory.
+    if submitted := re.search(r" WorkDir=(.*) StdErr=", slurm_job(argument)):
         with contextlib.suppress(RunLookupError):
             return _look_up(argument, Path(submitted[1]), logs)
     raise _missing_run(argument, logs, program)
@@ -166,7 +167,7 @@ def _missing_run(job: str, logs: Path, program: str) -> Exception:
 
 
 def slurm_job(job: str) -> str:
-    """The output of scontrol about a job: one line, one per element of an array, or an error; empty without SLURM."""
+    """The output of scontrol: a line for the job or for each element of a job array, or an error; "" without SLURM."""
     return _printed(["scontrol", "show", "job", "--oneliner", job], errors=subprocess.STDOUT)
 
 
@@ -222,7 +223,7 @@ class RunQuery:
 
     @property
     def _commands(self) -> LocalCommands:
-        """The way to run commands on the nodes. For an ended job, they run here: its run directory is shared."""
+        """How commands run on the nodes; if the job has ended, on this machine, because the run directory is shared."""
         if self.run.job:
             return JobCommands(self.run.job) if job_runs(self.job_state) else LocalCommands()
         return self.ssh

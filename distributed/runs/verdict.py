@@ -107,7 +107,8 @@ _LOST_PEER = re.compile(
     """,
     re.VERBOSE,
 )
-# An exception of another class may be about any connection, such as one to a file server.
+# PyTorch's classes for lost connections. An exception of another class may be about any connection, such as one to a
+# file server.
 _OF_TORCH = re.compile(r"RuntimeError|Dist\w*Error|Rendezvous\w*Error")
 _ALWAYS_COLLATERAL = ("DistStoreError", "PeerFailed", "RendezvousConnectionError", "RendezvousTimeoutError")
 _TERMINATED = ("KeyboardInterrupt", "SignalException")
@@ -321,7 +322,7 @@ def _not_started(failure: Failure) -> bool:
 
 
 def name_of(failure: Failure) -> str:
-    """rank 3 on node2."""
+    """The name of the failed process in messages, such as `rank 3 on node2`."""
     if failure.node == SRUN:
         return SRUN
     name = f"the {failure.program}" if failure.rank is None else f"rank {failure.rank}"

@@ -55,7 +55,7 @@ class Base:
         """Load the weights into a model. Collective. settings: of the model, with vocab_size.
 
         Raises:
-            ConfigError: the weights cannot be loaded, or do not fit the model. The same on every rank.
+            ConfigError: the weights cannot be loaded, or do not fit the model. Every rank raises the same error.
         """
         file = self.directory / WEIGHTS
         try:
@@ -87,8 +87,8 @@ def find(settings: Settings, ranks: Ranks) -> Base | None:
     Returns None unless the mode is full_fine_tuning. Collective.
 
     Raises:
-        ConfigError: no base model is named, or it is missing, incomplete, damaged or has another digest. The same on
-            every rank.
+        ConfigError: no base model is named, or it is missing, incomplete, damaged or has another digest. Every rank
+            raises the same error.
     """
     if settings.data.mode != FULL_FINE_TUNING:
         return None

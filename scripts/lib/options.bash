@@ -281,7 +281,7 @@ parse_one_argument() { # <name of the argument> <default>
 }
 
 
-# Set FORWARDED_OPTIONS to the options in CALL and their values, without these options.
+# Set FORWARDED_OPTIONS to the options in CALL and their values, except the options given as arguments.
 forward_options_except() { # <option...>
   local number
   FORWARDED_OPTIONS=()

@@ -44,7 +44,8 @@ from distributed.runs import verdict
 KIT = Path(__file__).resolve().parents[2]
 AGENT = [sys.executable, str(KIT / "scripts/lib/agent.py"), "--standalone"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-# A rank in an interpreter without PyTorch: fast, and shows every trace of the agent.
+# Run a script as a rank in an interpreter that has not imported PyTorch. This is fast, and a comparison with a fresh
+# interpreter shows every change that Muster's worker code makes.
 RANK_MAIN = """
 import sys
 fresh = frozenset(sys.modules) - {"linecache"}  # imported by -c
@@ -241,7 +242,7 @@ def test_a_script_sees_the_same_state_as_in_a_fresh_interpreter(command: list[st
 
 
 def assert_same(rank: dict[str, Any], fresh: dict[str, Any]) -> None:
-    """Compare two states. The rank has the finder of hidden modules; it may lack runpy, which Python imports itself."""
+    """Compare two states. A rank also has the finder HiddenModules. It may lack runpy, which Python itself imports."""
     assert rank["finders"][1:] == fresh["finders"]
     assert set(rank["modules"]) <= set(fresh["modules"])
     assert rank["modules"] == fresh["modules"] or "runpy" in fresh["modules"]
@@ -289,7 +290,7 @@ print(pprint.name, input())
 """
 
 
-def test_changed_variables_that_pytorch_has_read_are_reported_and_a_shadowing_module_is_imported() -> None:
+def test_changes_to_variables_that_pytorch_has_read_are_reported_and_the_scripts_own_pprint_is_imported() -> None:
     Path("pprint.py").write_text("name = 'own'\n")
     Path("script.py").write_text(CHANGES_ENVIRONMENT)
     command = [*AGENT, "--nproc-per-node", "1", "script.py"]
@@ -486,7 +487,7 @@ def test_a_task_of_srun_gets_the_environment_that_torchrun_sets(tmp_path: Path) 
         assert process.stdin and process.stdout
         while b'"end"' not in process.stdout.readline():
             pass
-        process.stdin.close()  # the final report has been received
+        process.stdin.close()  # confirms to the task that its final report was received
     assert process.returncode == 1
     assert Path("ranks/n10/slurm/attempt_0/1/stderr.log").read_text().endswith("ValueError: boom\n")
     record = json.loads(Path("errors/rank_5.json").read_text())
@@ -796,7 +797,7 @@ RAISES = "from torch.distributed.elastic.multiprocessing.errors import record\n@
 
 
 def test_the_first_failure_is_written_to_the_error_file_of_the_agent_as_torchrun_does(tmp_path: Path) -> None:
-    """torchrun needs @record in the script. Only one rank fails: of two, torchrun may name the one that it stopped."""
+    """torchrun needs @record in the script. One rank fails: if two failed, torchrun might name one that it stopped."""
     found = []
     Path("errors").mkdir()
     raises = 'if __import__("os").environ["RANK"] == "1": raise ValueError("boom")'
@@ -914,7 +915,7 @@ def test_a_rank_that_fails_while_torchrun_checks_the_ranks_is_recorded() -> None
     assert failures() == [(0, 143, True), (1, 42, False)]
 
 
-# Rank 0 exits after rank 1, so that it would record a second SIGTERM of the agent.
+# Rank 0 exits after rank 1. If the agent sends a second SIGTERM when rank 1 exits, rank 0 records this signal.
 STOPPED_ON_REQUEST = """
 read, write = os.pipe()
 os.set_blocking(write, False)
@@ -966,7 +967,7 @@ def is_rank(process: psutil.Process) -> bool:
 
 
 def test_a_run_succeeds_if_all_ranks_exit_with_0_in_spite_of_a_stop_signal() -> None:
-    """Rank 0 must leave no process that waits for other ranks: such a process would inherit its handler."""
+    """Rank 0 exits first. If a process of rank 0 still waited for rank 1, it would handle SIGTERM as rank 0 does."""
     with started(2, HANDLES_TERM, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
         while sum(map(is_rank, psutil.Process(agent.pid).children())) > 1:
             time.sleep(0.001)
@@ -1022,7 +1023,7 @@ def test_a_signal_during_waitpid_does_not_lose_the_exit_code(monkeypatch: pytest
     ended.returncode = 3  # process.reap() has reaped it
 
 
-def test_each_rank_gets_one_sigterm_and_the_agent_exits_with_75_if_all_do() -> None:
+def test_each_rank_gets_one_sigterm_and_the_agent_exits_with_75_if_all_ranks_exit_with_75() -> None:
     os.mkfifo("end")
     os.mkfifo("started")
     patched = patched_agent("Agent._monitor_workers", "open('started', 'w').close()")

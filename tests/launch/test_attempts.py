@@ -1,4 +1,4 @@
-"""If its command keeps running between attempts, a supervisor reports the end of each, and leaves no process behind.
+"""A supervisor whose command keeps running between attempts reports the end of each attempt, and leaves no process.
 
 The processes are real. The command is a shell that speaks the protocol of agents (launch/node_reports.py).
 """
@@ -164,7 +164,9 @@ def test_the_command_runs_the_next_attempt_with_new_files(start: Callable[..., S
     assert not run.remaining()
 
 
-def test_each_attempt_adds_its_newest_step_before_its_end_is_reported(start: Callable[..., Supervised]) -> None:
+def test_the_newest_step_in_the_output_of_an_attempt_is_recorded_before_its_end_is_reported(
+    start: Callable[..., Supervised],
+) -> None:
     run = start(command=PRINTS_A_STEP)
     for count in (1, 2):
         run.end_attempt("3")
@@ -296,7 +298,7 @@ def test_the_processes_of_an_attempt_whose_connection_was_lost_end_before_the_ne
 def test_the_end_of_an_attempt_that_was_given_up_is_not_recorded_as_that_of_the_next_one(
     start: Callable[..., Supervised],
 ) -> None:
-    """This happens if a node that was cut off shares the run directory."""
+    """A node that was cut off may share the run directory. The launcher has then already moved the attempt's files."""
     run = start()
     archive(run)
     run.control.close()

@@ -61,7 +61,7 @@ def test_a_run_is_diagnosed_without_stacks(activities: list[Activity], silent: f
     assert diagnosis.hung == (text != "" and "but ranks are busy" not in text)
 
 
-def test_a_stopped_rank_has_a_command_that_continues_it() -> None:
+def test_the_diagnosis_of_stopped_ranks_has_a_command_that_continues_them() -> None:
     assert diagnose(ranks(STOPPED, WORKS, STOPPED), 1.0, 0.0).remedy == "kill -CONT 100 102"
 
 

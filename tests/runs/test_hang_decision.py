@@ -50,6 +50,7 @@ def decision_on(
     not_started: int = 0,
     stopped: tuple[Activity, ...] = (),
 ) -> Decision:
+    """Call decide(), which explains silent, certain and sampled. stacks: whether stacks have been requested."""
     observed = Observation(tuple(ranks(*activities)), (), not_started, 1.0, silent, stopped)
     stall = find_stall(observed.ranks, 1.0) if stacks and observed.ranks else None
     return decide(observed, timeout, silent, stall, certain, sampled)
@@ -220,7 +221,7 @@ def test_by_default_a_run_whose_steps_were_only_found_in_its_output_is_not_stopp
         ({"node_n1.log": 900.0, "node_n2.log": 20.0}, 700, Wait(40)),
         ({"node_n1.log": 900.0, "metrics.jsonl": 20.0}, 700, Wait(40)),
         ({"node_n1.log": 61.0}, 700, Query(0)),
-        ({"node_n1.log": 900.0}, 20, Wait(40)),  # for instance after the machine was suspended
+        ({"node_n1.log": 900.0}, 20, Wait(40)),  # the machine was suspended: only 20 s were watched
     ],
 )
 def test_nodes_are_not_queried_while_files_on_this_machine_have_recent_output(
@@ -234,7 +235,7 @@ def test_nodes_are_not_queried_while_files_on_this_machine_have_recent_output(
 
 
 def test_a_run_that_looks_hung_is_reported_once_and_again_when_that_changes(tmp_path: Path) -> None:
-    """A run without metrics, of which rank 1 sleeps although rank 0 has exited."""
+    """The run has no metrics. Rank 0 has exited with 0, and rank 1 sleeps."""
     watch = hang_watch(tmp_path, 600, certain=True)
 
     def notice_after(silent: float, **facts: Any) -> str:
