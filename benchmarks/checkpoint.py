@@ -7,8 +7,8 @@ memory, are discarded.
 
 Expected: torch.save computes a CRC-32 and copies to the page cache with one thread. save() copies the state once in
 memory; on 2 cores, this takes a tenth to a fifth of the time of torch.save. With overlapped=optimizer, save() copies
-while the next gradients are computed; then the wait before the optimizer's step is added to the time. If training steps
-use all cores, the background write slows them by about the CPU time of the write.
+while the next gradients are computed. In that case, the measured time includes the wait before the optimizer's step. If
+training steps use all cores, the background write slows them by about the CPU time of the write.
 
     python -m benchmarks.checkpoint [--parameters 25] [--turns 15] [--directory DIRECTORY]
 

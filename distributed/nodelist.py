@@ -20,7 +20,7 @@ from typing import TypeVar
 
 MAX_NODES = 250_000  # names in one list: a typing error must not fill the memory
 MAX_SLOTS = 1024  # processes on one node: a larger number is probably an ssh port
-LARGEST_HOSTFILE = 10**7  # characters: a line for each of MAX_NODES
+LARGEST_HOSTFILE = 10**7  # characters: enough for MAX_NODES lines
 SHOWN = 80  # characters of a long item in a message
 
 _ITEM = re.compile(r"(?:\[[^]]*\]|[^,])+")  # a comma inside brackets does not end it
@@ -135,7 +135,10 @@ def expand(hostlist: str) -> list[str]:
 
 
 def tasks_per_node(counts: str) -> list[int]:
-    """Return the tasks of each node from SLURM_TASKS_PER_NODE or SLURM_STEP_TASKS_PER_NODE: 2(x3),1 is 2, 2, 2, 1."""
+    """Return the number of tasks of each node. For example, 2(x3),1 gives [2, 2, 2, 1].
+
+    counts: the value of SLURM_TASKS_PER_NODE or SLURM_STEP_TASKS_PER_NODE.
+    """
     tasks: list[int] = []
     for count in counts.split(","):
         match = _TASKS.fullmatch(count)
@@ -230,7 +233,8 @@ def _slots(number: str) -> int:
 def _names(item: str) -> list[str]:
     """Return the names of an item such as rack[1-2]-n[08-10].
 
-    With several brackets, the last one changes fastest, the first one second, and the second one third, as in scontrol.
+    The order is that of scontrol: the number in the last bracket changes fastest. Of the other brackets, the first
+    changes fastest and the one before the last changes slowest.
     """
     if not item or item[0] in "-.":
         raise NodeListError("a host name begins with a letter or a digit: write it as in node1")

@@ -34,8 +34,8 @@ SLURM_VARIABLES = (
     *("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURMD_NODENAME"),
     *NODE_LIST_VARIABLES,
 )
-# The variables of the layout that other launchers than SLURM and MPI set in addition to TORCHRUN_VARIABLES: torchrun
-# and Lightning, Ray Train, DeepSpeed.
+# Variables of the layout. Each of torchrun, Lightning, Ray Train and DeepSpeed sets some of them in addition to
+# TORCHRUN_VARIABLES. SLURM and MPI have their own variables.
 LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 NODE_RANK_VARIABLES = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")
 NODES_VARIABLES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE")
@@ -43,7 +43,7 @@ CROSS_VARIABLES = ("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")
 LAYOUT_VARIABLES = (*LOCAL_SIZE_VARIABLES, *NODE_RANK_VARIABLES, *NODES_VARIABLES)
 # Rank, size, local rank and local size from Open MPI, MVAPICH, MPICH and Intel MPI, Cray PALS, and horovodrun. No
 # launcher of MPI gives the node rank: OMPI_COMM_WORLD_NODE_RANK is a rank on the node. horovodrun sets CROSS_VARIABLES;
-# they count only nodes on which some rank has the local rank of this process.
+# they count only the nodes that have a rank with the same local rank as this process.
 MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
@@ -51,7 +51,8 @@ MPI_VARIABLES = (
     ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", *CROSS_VARIABLES),
 )
-# Rank variables of PMIx, Cray PALS and Flux without PMI. They are not enough for a World; an error message names them.
+# Rank variables of PMIx, Cray PALS and Flux. If MPI_VARIABLES are not set, these are not enough for a World, and an
+# error message names them.
 RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 # SLURM reserves step IDs from this one up for the batch script, the interactive step and other steps without srun.
 FIRST_SPECIAL_STEP = 4_294_967_000
@@ -312,9 +313,9 @@ def _possible_nodes(rank: int, local_rank: int, size: int, nodes: int) -> set[in
 
 
 def _order_is_evident(size: int, nodes: int) -> bool:
-    """Return whether a rank and its local rank always determine the node, so that block or cyclic need not be known.
+    """Return whether a rank and its local rank always determine the node, whether the order is block or cyclic.
 
-    All ranks must decide alike: a rank that is refused never joins the others.
+    All ranks must get the same result. Otherwise, some ranks would wait for others that an error has ended.
     """
     return all(
         len(_possible_nodes(rank, local_rank, size, nodes)) < 2

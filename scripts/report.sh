@@ -13,8 +13,9 @@
 #                  environment (not base), ./.venv, Muster's .venv, python3)
 #   --help         show this help
 #
-# Launchers write RUN/report.html when a run ends. Call this script to write it during the run; for nodes that do not
-# share the run directory, it then shows only the logs. The comparison of several runs is DIR/comparison.html.
+# Launchers write RUN/report.html when a run ends. Call this script to write the report during the run. Such a report
+# shows only the logs of nodes that do not share the run directory. The comparison of several runs is
+# DIR/comparison.html.
 #
 # Exit codes: 0 the report was written, 1 it could not be written, 2 wrong call.
 #

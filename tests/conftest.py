@@ -1,8 +1,8 @@
 """Mark slow tests, and assign tests that must not run concurrently to one worker.
 
-Tests that fork ranks, start an agent or start a laboratory are marked slow, and tests/run.sh --quick skips them.
-The mark is derived from the source of the test, its helpers and its fixtures. A test that is slow for another reason
-has the mark in its source.
+Tests that fork ranks, start an agent or start a laboratory are marked slow, and tests/run.sh --quick skips them. A
+laboratory is a cluster of nodes on this machine; tests/lab/lab.sh starts it. The mark is derived from the source of the
+test, its helpers and its fixtures. A test that is slow for another reason has the mark in its source.
 """
 
 from __future__ import annotations

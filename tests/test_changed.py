@@ -101,7 +101,7 @@ def selected(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return capfd.readouterr().out.splitlines()
 
 
-def test_changed_files_differ_from_main_or_are_not_committed(
+def test_a_file_counts_as_changed_if_it_differs_from_main_or_is_not_committed(
     repository: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert selected(capfd) == []

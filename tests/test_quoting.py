@@ -47,7 +47,7 @@ few_examples = settings(max_examples=12, deadline=None, database=None, suppress_
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A node of a separate laboratory."""
+    """A node of a laboratory (tests/lab/lab.sh) that only the tests of this file use."""
     if os.getuid() != 0:
         pytest.skip("starting nodes needs root")
     prefix = "w" + "".join(chr(ord("a") + int(digit)) for digit in str(os.getpid()))

@@ -38,7 +38,7 @@ STEP = {  # task 5 of 7, the second on the third node, with block distribution o
     "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "n[08-10],x1",
 }  # fmt: skip
 MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-OPEN_MPI = {  # rank 3 of 4, the second on n2; OMPI_COMM_WORLD_NODE_RANK is a rank on the node
+OPEN_MPI = {  # rank 3 of 4, the second on n2; OMPI_COMM_WORLD_NODE_RANK is a local rank, not the rank of the node
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "PMIX_RANK": "3",
 }  # fmt: skip
@@ -187,7 +187,7 @@ def test_a_process_not_started_by_srun_is_rank_0_of_1_with_a_note(extra: Mapping
 
 
 @pytest.mark.parametrize("env", [{}, TORCHRUN, STEP, {**COMPLETE, "LOCAL_WORLD_SIZE": "2"}])
-def test_as_env_passes_the_rank_on_in_torchruns_variables(env: Mapping[str, str]) -> None:
+def test_from_env_reads_the_same_rank_from_the_variables_that_as_env_returns(env: Mapping[str, str]) -> None:
     world = World.from_env(env)
     passed_on = as_env(world, "run-1")
     assert values_of(passed_on)[:6] == values_of(env)[:6]
@@ -532,12 +532,13 @@ def test_no_training_starts_with_a_wrong_layout_derived_from_the_variables_of_ho
     assert accepted > 10
 
 
-def test_rank_variables_that_differ_from_slurms_are_refused_if_the_task_had_them_and_accepted_if_it_set_them() -> None:
-    """The parent has the environment of a task of srun. Its child has ranks that differ from SLURM's."""
+def test_ranks_that_differ_from_slurms_are_refused_if_srun_passed_them_and_accepted_if_the_task_set_them() -> None:
+    """The parent is a task of srun. Its child has rank variables that differ from SLURM's."""
     ranks = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", **MASTER, "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0"}
     task = {**DAEMON, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
     code = "from distributed.world import World; World.from_env()"
-    started = 'SLURM_TASK_PID=$$ "$@"; exit'  # exit keeps sh as the parent: sh would exec a command that is the last
+    # Without `exit`, the command would be the last one, and sh would exec it instead of staying its parent.
+    started = 'SLURM_TASK_PID=$$ "$@"; exit'
     for exported in (True, False):
         result = subprocess.run(
             ["sh", "-c", started, "sh", "env", *(f"{name}={value}" for name, value in ranks.items()),
@@ -549,8 +550,11 @@ def test_rank_variables_that_differ_from_slurms_are_refused_if_the_task_had_them
 
 
 @pytest.mark.parametrize("name", ["slurm_script", "another_script"])
-def test_a_batch_script_is_recognized_by_the_command_of_the_process_slurm_task_pid(name: str, tmp_path: Path) -> None:
-    """Variables do not show it, if those of a step that the job inherited agree with those of the job."""
+def test_a_batch_script_is_recognized_by_the_command_line_of_process_slurm_task_pid(name: str, tmp_path: Path) -> None:
+    """A job that was submitted inside a step inherits the variables of that step.
+
+    If the inherited variables agree with the variables of the job, they do not show that this is a batch script.
+    """
     script = tmp_path / name
     script.write_text('export SLURM_TASK_PID=$$\n"$@"\nexit')
     code = "from distributed.world import World; print(World.from_env().size)"

@@ -5,7 +5,8 @@ sys.modules has only what the script has imported, and a module in the script's 
 the same name. PyTorch reads its environment variables before the script can change them: changes of these variables are
 detected and reported. Standard library only.
 
-Known difference: if a module in the script's directory has the name of a standard one, PyTorch uses the standard one.
+Known difference: if a module in the script's directory has the name of a standard module, PyTorch uses the standard
+module. In a fresh interpreter, PyTorch would use the module of the script.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class HiddenModules:
         if not _is_same_module(module, found):
             self._forget(name)
             return found
-        if found is None:  # the module's package has created it
+        if found is None:  # no finder knows a module that its package has created
             found = ModuleSpec(name, None, is_package=hasattr(module, "__path__"))
         found.loader = HiddenLoader(self, found.loader)  # type: ignore[assignment]
         return found
@@ -103,7 +104,7 @@ class HiddenModules:
         """Return the hidden module to a script that imports it."""
         if name in READ_ENVIRONMENT_AT_IMPORT:
             self._warn_of_changes(name)
-        if name == "torch":  # importing it imports all hidden modules
+        if name == "torch":  # in a fresh interpreter, `import torch` imports all modules that are hidden here
             self.reveal()
         module = self._modules[name]
         self._show(self._with_submodules(name))
@@ -174,7 +175,7 @@ class HiddenLoader:
 
 
 def _is_same_module(module: ModuleType, found: ModuleSpec | None) -> bool:
-    """Whether `found` is the module's spec. None counts as such: its package has created the module itself."""
+    """Whether `found` is the module's spec, or None: no finder knows a module that its package has created."""
     known = getattr(module, "__spec__", None)
     if found is None or known is None or found.origin == known.origin:
         return True

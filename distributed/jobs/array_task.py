@@ -93,8 +93,9 @@ def claim_spec(attempt: str, array: str) -> Facts | None:
     """Claim and return the job specification of an attempt; None if it is not assigned to this array."""
     taken = taken_path(attempt, array)
     move(spec_path(attempt, array), taken)
+    # The file `taken` also exists if this element claimed it, and was requeued before it started the command.
     try:
-        with open(taken) as file:  # exists too if this element claimed it, and was requeued before the command started
+        with open(taken) as file:
             found: Facts = json.load(file)
     except FileNotFoundError:
         return None
@@ -112,10 +113,11 @@ def dispatcher_environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 def environment_blocks(spec: Facts, node_environment: dict[str, str]) -> tuple[bytes, bytes]:
-    """The variables of the command, inherited ones and those of the job, each as NUL-terminated NAME=VALUE entries.
+    """Two blocks of NUL-terminated NAME=VALUE entries for the command: inherited variables, and those of the job.
 
-    Inherited are the defaults and the dispatcher's environment, without variables that node_environment (that of this
-    process) contains. Variables of the job are set after `setup` has run, which therefore cannot change them.
+    The inherited variables are the defaults and the dispatcher's environment. Variables that are also in
+    node_environment, the environment of this process, are left out. The variables of the job are set after `setup` has
+    run, so `setup` cannot change them.
     """
     cores = node_environment.get("SLURM_CPUS_PER_TASK") or node_environment.get("SLURM_CPUS_ON_NODE") or "1"
     defaults = host.default_variables(cores)

@@ -2,12 +2,12 @@
 
     rules = Rules.of(base_models, "train.py")       the section base_models, with its defaults
     plan = plan_of(jobs, rules)                     the base models, and the jobs that start from each
-    leaks(plan)                                     jobs that hold out a participant their base model is trained on
+    leaks(plan)                                     jobs whose base model is trained on their held-out participant
 
 A base model is identified by the SHA-256 of the canonical form of the settings that determine it. The job that trains
-the base model gets only these settings, so no other setting can change the weights. Paths are spelled as in the first
-job that starts from the base model. Only settings files (config) and the names of the participants in data_path are
-read from disk.
+the base model gets only these settings, so no other setting can change the weights. If jobs spell the same path in
+different ways, that job gets the spelling of the first job that starts from the base model. Only settings files
+(config) and the names of the participants in data_path are read from disk.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TRAIN_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Rules:
-    """The class of each key of a job, and the defaults of missing keys."""
+    """Whether each key of a job is a base, experiment or ignored key, and the defaults of missing keys."""
 
     script: str
     section: BaseModels

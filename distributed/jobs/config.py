@@ -113,7 +113,7 @@ class Server(ServerOptions):
 class BaseModels(StrictModel):
     """Which keys of a job are base, experiment or ignored, and how base models are trained; see bases.py.
 
-    A key that is listed here belongs to this list, and not to the one of bases.py.
+    The default lists in bases.py apply to the keys that are not listed here.
     """
 
     base: list[Text] = Field(default_factory=list)  # settings that determine the weights of a base model
@@ -358,9 +358,9 @@ def options_of(keys: Mapping[str, Any]) -> Options:
 
 
 def collisions(jobs: Mapping[Any, Job]) -> Iterator[str]:
-    """A message for each job with the arguments of another job, or an output directory equal to or inside another's.
+    """Check that no two jobs have the same arguments, and that no output directory equals or contains another one.
 
-    jobs: by position in the file, or by id.
+    Yields a message for each fault. jobs: by position in the file, or by id.
     """
     by_output: dict[str, Any] = {}
     by_id: dict[str, Any] = {}

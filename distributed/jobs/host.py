@@ -5,9 +5,10 @@ usage: module.py jobs.host serve
        module.py jobs.host follow LOG EXIT     print LOG, and lines added to it, until the file EXIT exists
 
 serve reads requests from standard input and writes replies and events to standard output, one JSON object per line.
-The first event, `hello`, has the protocol HELLO. serve exits when its standard input ends, because the dispatcher has
-exited or the connection is lost, or when no heartbeats arrive. Jobs continue under their own supervisors. A server
-runs one serve process per job list: while an older one runs, a new process replies to `open` with an error.
+The first event is `hello`; its key `protocol` has the value HELLO. serve exits when its standard input ends, because
+the dispatcher has exited or the connection is lost, or when no heartbeats arrive. Jobs continue under their own
+supervisors. A server runs one serve process per job list: while an older one runs, a new process replies to `open` with
+an error.
 
 WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`. This file is locked from before
 the supervisor is forked until it exits, so that a later serve process knows whether the attempt runs. Servers may share
@@ -64,7 +65,7 @@ LOCK_TIMEOUT = 2.0  # seconds; another process locks the file briefly when it ch
 AFTER = "MUSTER_AFTER"  # variable with the output directories of the jobs that _after names, one per line
 OWNER = ".muster_job"  # file in an output directory with the name of its job; locked while an attempt writes there
 NOTHING_WRITTEN = "wrote nothing to its output directory ($MUSTER_OUTPUT_DIR)"
-MAX_SEARCHES = 3  # attempts without results for which one process searches the working directory for new files
+MAX_SEARCHES = 3  # maximum number of searches for new files that one serve process makes; see HostAttempt.note()
 MAX_ENTRIES, SEARCH_SECONDS = 5000, 0.5  # limits of one search
 NOT_SEARCHED = ("logs", base_model.CACHE)  # directories
 LIST_FILES = (".log", ".out", "phase1_base_models.json", "phase2_experiments.json")  # written by dispatcher and user
@@ -115,7 +116,7 @@ class HostAttempt:
         self.files = supervisor.Files(directory, server)
         self.kill_at = float("inf")  # monotonic time at which the supervisor is killed if it ignores a stop request
         self.metrics: dict[str, Any] = {}
-        self.sweep = ""  # state of _sweep(), which kills its processes: empty, running or done
+        self.sweep = ""  # state of Service._sweep(), which kills processes of the attempt: empty, running or done
 
     @property
     def lock(self) -> str:
@@ -231,7 +232,7 @@ def new_files(workdir: str, since: float) -> list[str]:
     """
     found: dict[str, bool] = {}  # path -> whether it is a file of the working directory
     root = os.stat(workdir)
-    queued = {(root.st_dev, root.st_ino)}  # a link may lead to a directory above it
+    queued = {(root.st_dev, root.st_ino)}  # a symbolic link may lead back to a directory that was queued before
     queue, entries_left, deadline = [(0.0, "")], MAX_ENTRIES, time.monotonic() + SEARCH_SECONDS
     while queue and entries_left > 0:
         directory = heapq.heappop(queue)[1]
@@ -241,6 +242,7 @@ def new_files(workdir: str, since: float) -> list[str]:
             names = [entry.name for entry in entries]
             if OWNER in names or "pyvenv.cfg" in names:
                 continue
+            # If there is a results.journal, all files whose names start with `results.` belong to a list.
             results = tuple(name.removesuffix("journal") for name in names if name.endswith(".journal"))
             for entry in entries:
                 path = os.path.join(directory, entry.name)
@@ -771,12 +773,12 @@ def job_variables(output: str, workdir: str, needs: Iterable[str], base: str) ->
 
 
 def block_of(environment: dict[str, str]) -> bytes:
-    """An environment block without the empty entry at its end."""
+    """Variables for the supervisor as NAME=VALUE entries, each with a NUL; without the empty entry at the end."""
     return b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
 
 
 def holds_foreign_files(output: str) -> bool:
-    """Whether an output directory contains files or links but no OWNER, although OWNER is always written first."""
+    """Whether an output directory contains files or links that no job wrote: a job always writes OWNER first."""
     if os.path.lexists(f"{output}/{OWNER}"):
         return False
     found = (os.path.join(top, name) for top, directories, files in os.walk(output) for name in (*files, *directories))

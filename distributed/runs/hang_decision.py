@@ -5,9 +5,9 @@ enough, because a long evaluation has no output either: in addition, the rank th
 CPU nor GPU, or all ranks must be idle or wait in a collective.
 
 A run that only looks hung, by the criteria of scripts/status.sh, continues. The launcher prints the text of status.sh
-once, and again when other ranks are suspected. If the run then has new output, the launcher prints that. It reports
-this run again only after a pause that is twice as long as the longest pause so far, because long pauses may be usual
-for this run.
+once, and again when other ranks are suspected. If the run then has new output, the launcher prints RECOVERED. It
+reports this run again only after a pause that is twice as long as the longest pause so far, because long pauses may be
+usual for this run.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def decide(
         if needs_stacks(observed.ranks, silent):
             return Query(1, stacks=True)
     if silent < timeout:
-        # Each wait is as long as the silence so far, so the waits double: requests for stacks disturb the ranks.
+        # Wait as long as there has been no output so far. The waits thus double, as requests for stacks disturb ranks.
         return wait(min(timeout - silent, silent, BUSY_TIMEOUT))
     if stall and (stall.permanent or not certain):
         return HUNG
@@ -117,13 +117,13 @@ def silence_here(directory: Path, now: float) -> float:
 class Notified:
     """The last notice about the run that was printed."""
 
-    subject: str = ""  # of the last notice; empty: the run does not look hung
+    subject: str = ""  # the suspected ranks and their state, as JSON; empty: the run does not look hung
     last_output: float = math.inf  # Unix time of the last output before that notice
     longest_pause: float = 0.0  # seconds; the longest pause after which a run that looked hung had new output
 
 
 def notice_on(observed: Observation, silent: float, last_notice: Notified, now: float) -> tuple[str, Notified]:
-    """Return the text of a notice, empty for none, and the facts about the last notice, including this one.
+    """Return the text of a new notice, empty for none, and the value of last_notice for the next call.
 
     silent: seconds without output, at most the time since the start of the watch.
     """
@@ -134,7 +134,7 @@ def notice_on(observed: Observation, silent: float, last_notice: Notified, now: 
     if not diagnosis.hung or silent < max(IDLE_TIMEOUT, 2 * last_notice.longest_pause):
         return "", last_notice
     stall = find_stall(observed.active, observed.seconds, observed.exited)
-    # The text cannot be the subject, because durations, CPU use and lines of code differ at each check.
+    # Subjects are compared, not texts: durations, CPU use and lines of code in a text differ at each check.
     subject = json.dumps([[rank.rank for rank in stall.suspects], observed.exited, stall.permanent])
     if subject == last_notice.subject:
         return "", last_notice

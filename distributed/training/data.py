@@ -464,10 +464,10 @@ class MixedStream:
     """
 
     def __init__(self, windows: Mixture, batch: int, of_target: int, seed: int, start: int, **share: int) -> None:
-        taken = start * of_target // batch  # of the target; exact unless the batch size has changed
+        taken = start * of_target // batch  # windows of the target; exact unless the batch size has changed
         self.target = Stream(len(windows.target), of_target, seed=seed, start=taken)
         self.base = Stream(len(windows.base), batch - of_target, seed=seed, start=start - taken)
-        self.cut = Stream(batch, batch, **share)  # checks divisibility
+        self.cut = Stream(batch, batch, **share)  # only for its attributes, and its check of divisibility
         self.first = len(windows.target)  # the first window of the base
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -487,7 +487,7 @@ def permutation(windows: int, seed: int, epoch: int) -> Tensor:
 
 
 def held_out_batches(windows: int, batch: int, rank: int = 0, size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each window exactly once over all ranks, in the same number of equal batches on every rank.
+    """Yield each window exactly once over all ranks. All batches have the same size; all ranks get the same number.
 
     Yields (indices, weights), [batch] each: padding has weight 0, every other window 1. The held-out loss is
     sum(weight x loss) / sum(weight), both summed over all ranks.
@@ -510,8 +510,8 @@ def loader(
     """
     return DataLoader(
         windows,
-        sampler=order,  # of whole batches, so that no batch is collated
-        batch_size=None,
+        sampler=order,  # yields the indices of a whole batch
+        batch_size=None,  # the Dataset returns whole batches, so no batch is collated
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=pin_memory,

@@ -1,4 +1,7 @@
-"""Which trackers the settings enable, and whether they are installed. Without PyTorch, for the launchers' checks."""
+"""Find which trackers the settings enable, and check that they are installed.
+
+The checks of the launchers use this module, so it does not import PyTorch.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 usage: module.py transport.rsync_shell SSH [ARGUMENT...] -- HOST NAME COMMAND...
 
-NAME, the host name that rsync passes, is ignored: HOST may be an address that rsync cannot parse. Nothing is sent to a
-login shell before it has started rsync; see distributed/host/ssh_call.py.
+This program connects to HOST, which may be an address that rsync cannot parse. It ignores NAME, a placeholder that
+rsync gets as host name. Nothing is sent to a login shell before it has started rsync; see
+distributed/host/ssh_call.py.
 
 rsync 3.5 needs --insecure-links to write through a symbolic link, such as from `logs` to another disk. Older versions
 need only --keep-dirlinks, and refuse --insecure-links.
@@ -15,7 +16,7 @@ import sys
 
 from distributed.host.ssh_call import TIMEOUT, NotStarted, SshCall
 
-# For sh. Every login shell accepts it in single quotes. $0 is `rsync`.
+# A script for sh, in which $0 is `rsync`. Every login shell accepts this script in single quotes.
 RUN = '"$0" --insecure-links --version >/dev/null 2>&1 && exec "$0" --insecure-links "$@"; exec "$0" "$@"'
 
 

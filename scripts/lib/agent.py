@@ -6,7 +6,7 @@ Usage: python agent.py [--plain MODULE] --nproc-per-node N [torchrun's other opt
 # ruff: noqa: E402
 import sys
 
-INITIAL_MODULES = frozenset(sys.modules)  # that the interpreter itself has imported
+INITIAL_MODULES = frozenset(sys.modules)  # the modules that the interpreter itself has imported
 
 import gc
 import itertools

@@ -9,7 +9,7 @@ unchanged. OUTPUT is the directory of the rank's output files.
 # ruff: noqa: E402
 import sys
 
-INITIAL_MODULES = frozenset(sys.modules)  # that the interpreter itself has imported
+INITIAL_MODULES = frozenset(sys.modules)  # the modules that the interpreter itself has imported
 
 import os
 from collections.abc import Sequence

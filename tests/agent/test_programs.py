@@ -1,4 +1,4 @@
-"""Unusual programs create the same files and output as under torchrun, under Muster's agent and as tasks of srun.
+"""Under Muster's agent and as tasks of srun, unusual programs create the same files and output as under torchrun.
 
 Each program has a few lines. One launch with Muster's agent and one with torchrun run all of them, one per rank, and a
 separate interpreter runs each as a task of srun does. The result under torchrun is the expected one.

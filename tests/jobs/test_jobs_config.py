@@ -184,7 +184,7 @@ def test_a_job_may_need_all_gpus_of_a_server(tmp_path: Path) -> None:
     assert Options.of_public({"gpus": "all"}) == job.options
 
 
-def test_gpus_and_gpu_ids_of_a_server_override_both_defaults(tmp_path: Path) -> None:
+def test_either_gpus_or_gpu_ids_of_a_server_overrides_both_defaults(tmp_path: Path) -> None:
     a, b = cluster_of(tmp_path, {**A, "gpu_ids": [3, 1]}, {"host": "b"}, defaults={"gpus": 4}).servers
     assert (a.devices, b.devices) == ([3, 1], [0, 1, 2, 3])
     a, b = cluster_of(tmp_path, {**A, "gpus": 0}, {"host": "b"}, defaults={"gpu_ids": [5]}).servers
@@ -397,7 +397,7 @@ def named(name: str, *after: str) -> dict[str, Any]:
          ["job 700: _after: MUSTER_AFTER would be too long for Linux with 700 jobs; name fewer"]),
     ],
 )  # fmt: skip
-def test_an_option_after_that_cannot_be_met_is_refused(
+def test_an_after_option_that_cannot_be_met_is_refused(
     tmp_path: Path, jobs: list[Any], faults: list[str] | None
 ) -> None:
     path = write_json(tmp_path, jobs)
@@ -407,7 +407,7 @@ def test_an_option_after_that_cannot_be_met_is_refused(
         read_jobs(path)
 
 
-def test_the_option_after_takes_the_name_directory_id_prefix_or_a_unique_part_of_a_job(tmp_path: Path) -> None:
+def test_the_after_option_takes_a_name_or_directory_or_id_or_prefix_of_a_job_or_a_unique_part(tmp_path: Path) -> None:
     first, second = jobs_of(tmp_path, {"prefix": "prep", "n": 1}, {"prefix": "prep2", "n": 1})
     ways = (first.name, first.output, first.id, first.id[:8], "prep", f"prep/{first.id[:3]}", "ep2/")
     jobs = jobs_of(tmp_path, {"prefix": "prep", "n": 1}, {"prefix": "prep2", "n": 1},

@@ -133,7 +133,7 @@ def test_idle_slots_are_hidden_first_and_counted(height: int) -> None:
     assert len(rows) + sum(numbers) == 40
 
 
-def test_only_kinds_with_hidden_rows_are_counted() -> None:
+def test_the_line_of_hidden_rows_does_not_mention_idle_rows_if_none_is_hidden() -> None:
     state = running(*((f"gpu{server}", 0) for server in range(10)))
     assert shown(state, *(link(f"gpu{server}", 1) for server in range(10)), height=9)[-2] == "and 6 more running"
 
@@ -146,10 +146,10 @@ def test_only_kinds_with_hidden_rows_are_counted() -> None:
         ({"held_out_loss": 2.5}, ["step", "held-out", "time", "left"]),
     ],
 )
-def test_a_loss_has_a_column_after_its_first_value(metrics: dict[str, float], titles: list[str]) -> None:
+def test_the_column_of_a_loss_appears_when_a_job_has_reported_it(metrics: dict[str, float], titles: list[str]) -> None:
     state = running(("gpu1", 0), waiting=1)
     here, elsewhere = state.jobs.values()
-    here.metrics, elsewhere.metrics = {}, metrics  # a column stays when another job starts
+    here.metrics, elsewhere.metrics = {}, metrics  # a job that is not running keeps the column in the table
     heading, row, _ = shown(state, link("gpu1", 1), width=80)[1:]
     assert heading.split() == ["slot", "job", *titles]
     assert row.startswith("gpu1:0  medium/fold0_special-methods ")

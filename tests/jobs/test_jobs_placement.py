@@ -132,11 +132,11 @@ def test_a_job_of_all_gpus_gets_those_of_the_server_that_has_room() -> None:
     assert names(waiting.place(pools(large, small))) == ["b@large:0,1,2"]
 
 
-def test_without_gpus_a_job_of_all_gets_all_slots() -> None:
+def test_a_job_of_all_gpus_gets_all_slots_of_a_server_without_gpus() -> None:
     assert names(queue(job("a", gpus=ALL_GPUS)).place(pools(pool("s", slots=3)))) == ["a@s:0,1,2"]
 
 
-def test_a_lost_gpu_gets_no_jobs_and_does_not_count_as_one_of_all_gpus() -> None:
+def test_a_lost_gpu_gets_no_jobs_and_a_job_of_all_gpus_runs_without_it() -> None:
     server = pool("s", gpus=3)
     server.lost = frozenset({1})
     assert names(queue(job("a", gpus=ALL_GPUS)).place(pools(server))) == ["a@s:0,2"]
@@ -154,7 +154,7 @@ def test_a_job_gets_one_mig_instance() -> None:
     assert server.slots_of([9], ["MIG-b"]) == {2}
 
 
-def test_without_gpus_a_job_of_several_gets_several_slots() -> None:
+def test_a_job_of_several_gpus_gets_several_slots_of_a_server_without_gpus() -> None:
     assert names(queue(job("a", gpus=3)).place(pools(pool("s", slots=4)))) == ["a@s:0,1,2"]
 
 
@@ -249,7 +249,10 @@ def test_a_planned_list_takes_at_most_four_thirds_of_the_optimum(lengths: list[i
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=200), st.integers(1, 24))
 def test_a_long_list_takes_at_most_its_lower_bound_plus_one_short_job(lengths: list[int], slots: int) -> None:
-    """No slot is idle while a job waits. The last job to end started at 0, or is none of the `slots` longest."""
+    """No slot is idle while a job waits.
+
+    The job that ends last started at 0, or is not one of the `slots` longest jobs.
+    """
     bound = max(sum(lengths) / slots, max(lengths))
     shortest = sorted(lengths, reverse=True)[slots:] or [0]
     assert makespan(lengths, slots) <= bound + max(shortest) * (1 - 1 / slots) + 1e-9

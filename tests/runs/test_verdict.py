@@ -337,7 +337,7 @@ def test_a_rank_that_another_one_names_as_missing_is_the_cause(exception: str, m
     assert with_own_error.rank == 1, "an error of a rank wins"
 
 
-def test_two_causes_closer_than_clocks_can_tell_are_both_named() -> None:
+def test_two_causes_are_both_named_if_the_clocks_do_not_show_which_was_first() -> None:
     one, other = raised("ValueError", "x", rank=0, node="n1"), died(137, rank=1, node="n2", time=TIME + 0.6)
     both = "rank 0 on n1 raised ValueError: x; too close in time to tell which was first: rank 1 on n2 died of SIGKILL"
     assert verdict.judge(Evidence((one, other))).cause == both
@@ -558,7 +558,7 @@ def test_a_node_without_any_file_is_lost(run: RunDirectory) -> None:
     [
         ({"n1": "n3", "n2": "n3", "n3": "n1"}, "n3"),
         ({"n1": "n2", "n2": "n1", "n3": "n1"}, "n1"),
-        ({"n1": "n2", "n2": "n1"}, "n2"),  # missed equally: the later one
+        ({"n1": "n2", "n2": "n1"}, "n2"),  # equal numbers: the node with the higher node rank is lost
         ({"n1": "n2"}, "n2"),
     ],
 )
@@ -601,7 +601,7 @@ def test_ranks_that_stop_after_a_lost_connection_did_not_stop_on_request(
         ("ada@n1", 69, "n1: connection lost: the control channel was closed"),
     ],
 )
-def test_without_ssh_a_launcher_that_its_supervisor_lost_is_reported_as_killed(
+def test_a_closed_control_channel_is_a_lost_connection_with_ssh_and_a_killed_launcher_without_ssh(
     run: RunDirectory, address: str | None, code: int, cause: str
 ) -> None:
     run.file("run.json", {"layout": [{"node": "n1", "address": address, "first_rank": 0, "processes": 2}]})
@@ -613,8 +613,8 @@ def test_without_ssh_a_launcher_that_its_supervisor_lost_is_reported_as_killed(
 
 
 @pytest.mark.parametrize("lost", ["n1", "n2"])
-def test_a_lost_connection_is_the_cause_also_if_its_node_was_only_stopped(run: RunDirectory, lost: str) -> None:
-    """The node may have been cut off before its ranks had started, and reachable again when it was stopped."""
+def test_a_lost_connection_is_the_cause_even_if_all_nodes_exited_with_143(run: RunDirectory, lost: str) -> None:
+    """The node may have been unreachable before its ranks started, and reachable again when it got the stop request."""
     run.start("n1", "n2")
     for node in ("n1", "n2"):
         run.file(f"node_{node}.exit", "143\n")
@@ -923,7 +923,7 @@ class CountedTuple(tuple[Failure, ...]):
         return super().__iter__()
 
 
-def test_failures_are_not_read_again_for_each_rank_that_names_a_missing_one() -> None:
+def test_failures_are_not_read_again_for_each_rank_that_names_a_missing_rank() -> None:
     reads = []
     for size in (10, 100):
         CountedTuple.read = 0

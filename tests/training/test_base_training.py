@@ -236,7 +236,9 @@ MIXED = ("--target_batch_pct", "0.5", "--target_data_pct", "0.5")
 
 
 @pytest.mark.parametrize("arguments", [(), MIXED])
-def test_two_processes_fine_tune_as_one(workdir: Workdir, base: Path, arguments: tuple[str, ...]) -> None:
+def test_two_processes_fine_tune_with_the_same_losses_as_one_process(
+    workdir: Workdir, base: Path, arguments: tuple[str, ...]
+) -> None:
     for nproc in (1, 2):
         out = f"out{nproc}"
         result = workdir.job(*FINE_TUNE, *arguments, "--base_model", str(base), nproc=nproc, MUSTER_OUTPUT_DIR=out)
@@ -360,7 +362,7 @@ def test_every_rank_reports_a_base_model_that_it_cannot_load(workdir: Workdir, b
     )
 
 
-def test_another_base_model_than_the_job_names_is_refused(workdir: Workdir, base: Path) -> None:
+def test_a_base_model_other_than_the_one_that_the_job_names_is_refused(workdir: Workdir, base: Path) -> None:
     other = DIGEST.replace("3", "4")
     result = workdir.job(*FINE_TUNE, MUSTER_BASE_MODEL=str(base), MUSTER_BASE_MODEL_DIGEST=other)
     check_refused(result, f"holds the base model {DIGEST}, expected {other}")
