@@ -12,10 +12,10 @@ The measured time begins after the first step. The shares of this time are print
     restarts    from the last complete step of an attempt to the start of the first step of the next one
     other       saves, and the time after a launcher has given up
 
-The duration of a step is the time between the lines of metrics.jsonl about the previous step and this one;
-for a step after a save or a restart, the median duration is used. With --torchrun, torchrun is measured too, started on
-each node over ssh with a c10d rendezvous. Both then lose only ranks, because nothing restarts an agent of torchrun.
-Needs root.
+metrics.jsonl has a line with a time for each step. The duration of a step is the difference between its time and that
+of the previous step; for a step after a save or a restart, the median duration is used. With --torchrun, torchrun is
+measured too, started on each node over ssh with a c10d rendezvous. In this case, only ranks are killed in both runs,
+because nothing restarts an agent of torchrun. Needs root.
 
     python -m benchmarks.goodput [--minutes 10] [--period 60] [--seed 1] [--torchrun]
 """
@@ -59,9 +59,9 @@ AGENTS = (b"agent.py", b"torch.distributed.run")  # in command lines
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of one training: all nodes share the process ids of this machine."""
+    """Finds the processes of one training on all nodes: /proc of this machine shows the processes of every node."""
 
-    mark: str  # an argument of its train.py
+    mark: str  # an argument of train.py that only the processes of this training have on their command line
 
     def ranks(self) -> list[int]:
         return [pid for pid in self._all() if any(entry.startswith(b"RANK=") for entry in _entries(pid, "environ"))]
@@ -98,7 +98,7 @@ def _parent(pid: int) -> int:
     return 0
 
 
-# ---------------------------------------------------------------- the two sides
+# ---------------------------------------------------------------- trainings with Muster and with torchrun
 
 
 @dataclass
@@ -167,7 +167,7 @@ def start_torchrun(names: Sequence[str], directory: Path, period: float) -> Trai
 
 @dataclass(frozen=True)
 class Faults:
-    """Times and processes of faults, the same for each side."""
+    """Times and processes of faults, the same for Muster and torchrun."""
 
     kinds: tuple[str, ...]
     period: float  # mean seconds between two faults

@@ -1,8 +1,9 @@
-"""Time from the command to the first all-reduce, and to its exit: Muster's agent and launcher against torchrun.
+"""Time until the first all-reduce and until the exit of a command: Muster's agent and launcher against torchrun.
 
 The same short script is started alternately by torchrun, by Muster's agent alone, and by launch_singlenode.sh, which
 also checks the call, creates the run directory and writes a report. Times are measured from before the command until
-rank 0 has the result of its first all-reduce, and until the command exits. Each turn also imports PyTorch once.
+rank 0 has the result of its first all-reduce, and until the command exits. For comparison, `import torch` alone is
+measured too. Each of the --turns runs every command once.
 
     python benchmarks/startup.py [--turns 5] [--ranks 2 8]
 """
@@ -62,7 +63,7 @@ def measure(command: list[str], directory: Path) -> Seconds:
 
 
 def row(side: str, turns: Sequence[dict[str, Seconds]]) -> str:
-    """Medians of the seconds, and of the ratios, of which each turn gives one."""
+    """Medians over all turns: of the seconds, and of the ratio of the seconds to those of torchrun or the import."""
 
     def median(value: Callable[[dict[str, Seconds]], float]) -> str:
         return f"{statistics.median(map(value, turns)):8.2f}"

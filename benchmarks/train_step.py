@@ -1,6 +1,7 @@
 """How much longer is a step of train.py than one of a hand-written DDP loop for the same model?
 
-Both train the same GPT in one run of two processes, without GPUs on CPUs with gloo, and alternate every few steps.
+Both train the same GPT in one run of two processes, and alternate every few steps. On a machine without GPUs, they use
+the CPUs and gloo.
 train.py runs its whole loop: schedule, accumulation, clipping, exchange of loss and stop requests, progress lines. The
 hand-written loop is that of a tutorial: forward, backward, clip, step. It runs when train.py requests its next batch.
 

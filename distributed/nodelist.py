@@ -93,7 +93,7 @@ def exclude(nodes: Iterable[Node], hostlist: str) -> list[Node]:
     names = {node.name for node in nodes}
     unwanted = dict.fromkeys(expand(hostlist))
     if unknown := [name for name in unwanted if name not in names]:
-        raise NodeListError(f"{unknown[0]} cannot be excluded: not one of {compact(nodes)}: check the name")
+        raise NodeListError(f"{unknown[0]} cannot be excluded: it is not one of {compact(nodes)}; check the name")
     remaining = [node for node in nodes if node.name not in unwanted]
     if not remaining:
         raise NodeListError(f"no node remains without {hostlist!r}; exclude fewer nodes")

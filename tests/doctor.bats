@@ -33,7 +33,7 @@ stub() { # <name> <text on standard input>
 }
 
 
-@test "through a link and in a directory with blanks, each line begins with its level and the last line counts faults" {
+@test "called by a symlink in a directory with blanks, it begins each line with a level and ends with the fault count" {
   ln -s "$DOCTOR" "$STUBS/link"
   run "$STUBS/link"
   local line faults=0

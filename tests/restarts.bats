@@ -291,7 +291,7 @@ END
   echo 1 >"my script.py"
   refused 2 "give --max-restarts too" --spares "$N4" --script "my script.py" - 1 "$N1"
   refused 2 "give --max-restarts too" --min-nodes 1 --script "my script.py" - 1 "$N1"
-  refused 2 "--min-nodes 2: more than the 1 nodes" --max-restarts 1 --min-nodes 2 --script "my script.py" - 1 "$N1"
+  refused 2 "--min-nodes 2: this run has fewer nodes (1)" --max-restarts 1 --min-nodes 2 --script "my script.py" - 1 "$N1"
   refused 2 "$N1 is already a node of this run" --max-restarts 1 --spares "$N1" --script "my script.py" - 1 "$N1"
   refused 2 "expected a number of nodes" --max-restarts 1 --min-nodes x --script "my script.py" - 1 "$N1"
   refused 69 "nowhere: " --max-restarts 1 --spares nowhere --script "my script.py" - 1 "$N1"

@@ -140,7 +140,7 @@ refuses() { # <expected text>
   in_job LAUNCHER=torchrun "$TRAIN" --dry-run --max-restarts 1 --spares node2 -
   refuses "--spares: in a job, expected a number of nodes, got 'node2'"
   in_job LAUNCHER=torchrun "$TRAIN" --dry-run --max-restarts 1 --spares 1 --min-nodes 2 -
-  refuses "--min-nodes 2: more than the 1 nodes of this run"
+  refuses "--min-nodes 2: this run has fewer nodes (1)"
 }
 
 

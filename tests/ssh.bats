@@ -1,7 +1,8 @@
 #!/usr/bin/env bats
 #
 # Launches use the user's ssh_config; its options that would break a launch have no effect. No unknown host key is
-# accepted, and no password is asked for. Unreachable and differing nodes are refused, all at once, each with a remedy.
+# accepted, and no password is asked for. A launch fails if nodes are unreachable or differ from the others, and reports
+# all of these nodes, each with a remedy.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -119,7 +120,7 @@ END
 
 
 @test "a different PyTorch, a different script and a slow resolver are reported with the node" {
-  # Only the version of PyTorch is present: the launch is refused before PyTorch is imported.
+  # The package torch is empty and has only a version, as the launch is refused before PyTorch is imported.
   "$VIRTUAL_ENV/bin/python" -m venv --without-pip env
   packages=$(echo "$PWD"/env/lib/python3*/site-packages)
   mkdir "$packages/torch" "$packages/torch-2.13.0.dist-info" other other/torch-2.1.0.dist-info

@@ -1,7 +1,8 @@
 """The examples of LAUNCH_GUIDE.md for job lists run as printed, in a terminal of 100 x 30.
 
 A list on this machine is interrupted and resumed. A list on three laboratory servers is watched in tmux. A list runs on
-SLURM. Experiments share base models; an experiment and a base model trained by hand give bit-identical results.
+SLURM. Experiments share base models; an experiment and a base model are trained again by hand, with results that are
+bit-identical to those of the list.
 Only the soak tests run the lists in full. tests/test_docs.py runs the same commands with --plan.
 """
 
@@ -278,7 +279,7 @@ def held_out_loss(run: Path) -> float:
 
 @pytest.mark.slow
 @kept_of(1, 4, full=15)
-def test_experiments_share_base_models_and_equal_training_by_hand(project: Project, kept: tuple[int, ...]) -> None:
+def test_experiments_share_base_models_and_match_training_by_hand(project: Project, kept: tuple[int, ...]) -> None:
     directory = project.directory
     project.keep("config/two_phase_jobs.json", kept)
     [command] = [one.text for one in TWO_PHASE_COMMANDS if not one.needs]

@@ -340,7 +340,7 @@ def test_exclude_removes_nodes_and_keeps_the_order() -> None:
 @pytest.mark.parametrize(
     ("hostlist", "message"),
     [
-        ("n9", "n9 cannot be excluded: not one of n[1-3]"),
+        ("n9", "n9 cannot be excluded: it is not one of n[1-3]"),
         ("n[1-3]", "no node remains without 'n[1-3]'"),
         ("n[1", "its brackets do not match"),
     ],

@@ -1,4 +1,4 @@
-"""Run a script in a forked or prepared process as `python script.py` would run it.
+"""Run a script in a process that already exists, as `python script.py` would run it in a new one.
 
 The agent forks ranks from a process that has imported PyTorch (`distributed.agent.fork_server`); under srun, each task
 becomes a rank itself. `become_main` resets the state of the process; `run_script` runs the script and shuts down as
@@ -48,7 +48,10 @@ PR_SET_MM, PR_SET_MM_MAP = 35, 14  # prctl(2)
 
 @dataclass(frozen=True)
 class Script:
-    """The script of a rank and its arguments. A dataclass, because torchrun replaces ${local_rank} in strings."""
+    """The script of a rank and its arguments.
+
+    torchrun would replace ${local_rank} in arguments that are strings. Strings inside a dataclass stay as they are.
+    """
 
     name: str  # a path as the user gave it, or the name of a module
     arguments: tuple[str, ...]
@@ -58,7 +61,7 @@ class Script:
 
     @property
     def file(self) -> str:
-        """The file that Python runs; of a directory, its __main__.py."""
+        """The file that Python runs: `name` or, if `name` is a directory, its __main__.py."""
         return os.path.join(self.name, "__main__.py") if os.path.isdir(self.name) else self.name
 
     def command(self, interpreter: Sequence[str]) -> list[str]:
@@ -138,7 +141,8 @@ def become_main(script: Script) -> None:
 def _set_command_line(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Set the command line and environment in /proc/self, for ps and psutil.
 
-    See prctl(2), PR_SET_MM_MAP. A kernel without CONFIG_CHECKPOINT_RESTORE refuses: ps then shows those of the agent.
+    See prctl(2), PR_SET_MM_MAP. Without CONFIG_CHECKPOINT_RESTORE, the kernel refuses the call, and ps shows
+    the command line and environment of the agent.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
@@ -169,7 +173,10 @@ def _unbuffered(stream: TextIO, number: int) -> TextIO:
 
 
 def _remove_own_modules() -> None:
-    """Remove package `distributed`: the script may import Dask's, or another version. Create a new __main__."""
+    """Remove Muster's package `distributed` from sys.modules, and create a new __main__.
+
+    The script may import another package `distributed`: that of Dask, or of another version of Muster.
+    """
     for name in [name for name in sys.modules if name.partition(".")[0] == "distributed"]:
         del sys.modules[name]
     main = ModuleType("__main__")
@@ -232,7 +239,7 @@ def _report(error: BaseException, record: failure_records.RankRecord | None) -> 
         trace = trace.tb_next
     error = error.with_traceback(trace)
     interrupted = isinstance(error, KeyboardInterrupt)
-    if record:  # first: a hook of the script may wait, or raise
+    if record:  # written first, because a sys.excepthook of the script may wait, or raise
         _record(record, 128 + signal.SIGINT if interrupted else 1, error)
     _finish_line()
     sys.excepthook(type(error), error, trace)
@@ -245,12 +252,15 @@ def _record(record: failure_records.RankRecord, code: int, error: BaseException 
     An exit would wake the parent too, but a thread, an exit handler or a destructor may keep this process from exiting.
     """
     record.write(code, error)
-    with contextlib.suppress(OSError):  # the parent has exited, and its successor belongs to another user
+    with contextlib.suppress(OSError):  # the parent has exited, and the new parent belongs to another user
         os.kill(os.getppid(), signal.SIGCHLD)
 
 
 def _finish_line() -> None:
-    """Write a line break if stderr is a file with an unfinished last line: a progress bar would hide the traceback."""
+    """Write a line break if stderr is a file with an unfinished last line, such as a progress bar.
+
+    Otherwise the traceback would begin on the line of the progress bar.
+    """
     with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr closed or removed by the script
         sys.stderr.flush()
         if stat.S_ISREG(os.fstat(2).st_mode):
@@ -285,8 +295,8 @@ def _finalise(inherited: Mapping[str, ModuleType]) -> None:
         vars(sys).pop(name, None)
     # This finder refers to __main__.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, HiddenModules)]
-    # Like the interpreter, collect once while everything is reachable: the next collection then finalises outer objects
-    # before inner ones. Otherwise a file is closed before its buffer, which was created after the file, is written.
+    # Like the interpreter, collect once while everything is reachable. The next collection then finalises outer objects
+    # before inner ones: it flushes a buffer before it closes the file under it, although the file was created first.
     gc.collect()
     launched = _package_of_main()
     script_modules = [

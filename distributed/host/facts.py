@@ -129,7 +129,7 @@ def route_to(nodes: Sequence[str]) -> Route:
     others = (node for node in nodes if node != socket.gethostname())
     name = next((found for found in map(interface_to, others) if found not in ("", "lo")), "")
     speed = read(SYS / "class/net" / name / "speed") if name else ""
-    return Route(name, mtu_of_interface(name), int(speed) if speed.isdigit() else 0)  # -1: unknown to the driver
+    return Route(name, mtu_of_interface(name), int(speed) if speed.isdigit() else 0)  # -1 in /sys: unknown
 
 
 def in_container() -> bool:
@@ -138,7 +138,7 @@ def in_container() -> bool:
 
 
 def find_runs(proc: Path = PROC) -> tuple[RunProcesses, ...]:
-    """The runs of processes on this machine with the variable MUSTER_RUN_DIR, except the run of this process."""
+    """The runs that have processes on this machine, found by their MUSTER_RUN_DIR, without the run of this process."""
     found: dict[str, list[int]] = {}
     for process in proc.glob("[0-9]*"):
         if marker := re.search(r"(?:^|\0)MUSTER_RUN_DIR=([^\0]+)", read(process / "environ")):

@@ -71,7 +71,11 @@ def probe(
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package can be imported. The directory `wandb`, with files of wandb, is no package."""
+    """Whether a package is installed.
+
+    Python can also import a directory without __init__.py, such as `wandb`, to which wandb writes its files. This
+    function returns False for it.
+    """
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 

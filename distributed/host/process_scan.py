@@ -119,7 +119,8 @@ def ranks(pids: Iterable[int], session: int) -> list[int]:
     """The processes among `pids` that an agent in this session started as ranks.
 
     Their environment has TORCHELASTIC_RUN_ID, which an agent sets only for ranks; the processes that a rank starts
-    inherit it. Forked ranks are missing if the kernel shows the environment of their agent for them.
+    inherit it. Forked ranks are not found if /proc shows the environment of the agent for them, as it does when the
+    kernel refuses the call in worker._set_command_line().
     """
     processes = table()
     mark = b"TORCHELASTIC_RUN_ID="
@@ -150,7 +151,7 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> bool:
-    """Let this process reap orphaned descendants or, with False, no longer. Returns whether that succeeded."""
+    """Make this process the parent of its orphaned descendants; adopt=False ends that. Returns whether it succeeded."""
     return prctl(PR_SET_CHILD_SUBREAPER, adopt)
 
 

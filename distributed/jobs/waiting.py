@@ -33,7 +33,7 @@ class WaitingJobs:
         self._log, self._record, self._enqueue, self._spawn, self._post = log, record, enqueue, spawn, post
         self._claiming: set[str] = set()  # digests of base models that are being claimed
         self.claimed: dict[str, str] = {}  # digest -> ready (in the cache) or train (this list trains it)
-        self._held: defaultdict[str, dict[str, JobState]] = defaultdict(dict)  # by _awaited(), then by id
+        self._held: defaultdict[str, dict[str, JobState]] = defaultdict(dict)  # result of _awaited() -> job id -> job
 
     def _awaited(self, job: Job) -> str:
         """The id of the job or the digest of the base model that a job waits for; empty if it can be queued."""
@@ -45,7 +45,10 @@ class WaitingJobs:
         return "" if not digest or ready or self.running_training(job) else digest
 
     def running_training(self, job: Job) -> str:
-        """The running attempt that trains a job's base model, if the job can be queued behind it; otherwise empty."""
+        """The name of the attempt that trains the base model of `job`, if `job` can be queued while this attempt runs.
+
+        Otherwise empty. The server of the attempt must accept such jobs (`queues_dependents`).
+        """
         trainer = self._state.trainers.get(job.base)
         if not trainer or not trainer.last or self.claimed.get(job.base) == "ready":
             return ""
@@ -54,7 +57,10 @@ class WaitingJobs:
         return last.name if queues and not trainer.cancel else ""
 
     def training_failed(self, attempt: Attempt, end: Mapping[str, Any]) -> bool:
-        """Whether an attempt never ran because the training of its base model failed, which may not be recorded yet."""
+        """Whether an attempt never ran because the training of its base model failed.
+
+        A training without a recorded end counts as failed, because the record of its failure may follow.
+        """
         training = self._state.attempt(attempt.after) if attempt.after else None
         never_ran = end.get("code") is None and not attempt.process
         return training is not None and never_ran and (training.open or bool(training.failure))

@@ -21,11 +21,12 @@ FOLLOW_TIMEOUT = 3.0  # seconds
 PRINT_LOG = 'cd -- "$1" && { [ -e run.json ] || tail -c +"$3" -- "$2"; }'  # $2: log, $3: first byte
 PACK = """cd -- "$1" && if [ -e run.json ]; then set -- --files-from=/dev/null; else set -- .; fi &&
 TAR_OPTIONS= tar -cf - --exclude=./checkpoints "$@\""""
-# On this machine, for several nodes at once. Without --keep-directory-symlink, tar removes an empty directory and makes
-# it again, while another tar unpacks files into it.
+# This command runs on this machine, once for each node, at the same time. Without --keep-directory-symlink, one tar
+# would remove and recreate an empty directory while another tar unpacks files into it.
 UNPACK = ["env", "--unset=TAR_OPTIONS", "tar", "-xf", "-", "--keep-newer-files", "--keep-directory-symlink",
     "--no-same-owner"]  # fmt: skip
-# $2: directory for the attempt. $3: a file that the next attempt also needs, because its supervisor stays; "": none
+# $2: directory for the files of the attempt. $3: pid file of a supervisor that stays for the next attempt, which needs
+# this file too; "": none.
 ARCHIVE = """cd -- "$1" && { [ -e run.json ] || { mkdir -p -- "$2" && mv errors ranks node_* "$2/" &&
 { [ ! "$3" ] || cp -p -- "$2/$3" .; }; }; }"""
 
@@ -78,7 +79,8 @@ class NodeLogs:
     def collect(self) -> None:
         """Copy the run directory of each node back, without checkpoints.
 
-        Skip nodes whose exit code is here: they share the directory, or did not start. Skip lost nodes, too.
+        Skip a node if node_NAME.exit exists on this machine: the node shares the directory, or did not start. Skip
+        lost nodes, too.
         """
         run = self._watch.directory
         self._fetched = [

@@ -1,7 +1,8 @@
-"""Lines of a node's output, and those that are shown on the console; the log has all lines, but no updates.
+"""Split the output of a node into lines, and choose the lines that the console shows.
 
 Lines of a rank have a prefix with node and rank, as in `[node1:3] loss 2.5`. A line that the rank's next line
-overwrites, as in a progress bar, is called an update; here it ends with CR LF. Standard library only.
+overwrites, as in a progress bar, is called an update. In this module, an update ends with CR LF. The log has the lines
+of all ranks, without updates. Standard library only.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ class RankLines(Lines):
         self._returned = b""  # the incomplete line, if it was already returned as an update
 
     def feed(self, output: bytes, last: bool = False) -> bytes:
-        """Returns complete lines. If `output` is empty: the incomplete line if it is an update.
+        """Returns complete lines. If `output` is empty, returns the incomplete line, but only if it is an update.
 
-        Most progress bars write the CR before an update, so the update would otherwise appear one update later.
+        Most progress bars write the CR before an update. Without this call, an update would appear when the next one is
+        written.
         """
         if not output and not last:
             return self._latest_update()

@@ -164,9 +164,10 @@ class Observation:
 def observe_ranks(
     replies: Sequence[NodeReply], progress: RunProgress, elapsed: float, launched: str = ""
 ) -> Observation:
-    """elapsed: seconds since the run or its watch started; a rank or run without any output was silent for this time.
+    """Summarise the ranks of all nodes that replied.
 
-    launched: see Run.
+    elapsed: seconds since the run started, or since the caller began to watch it; a rank or run without any output was
+    silent for this time. launched: the installed package that the run has launched, see Run.launched.
     """
     ranks = ranks_of(replies)
     activities = tuple(
@@ -427,7 +428,7 @@ def row_of_run(directory: Path) -> list[str]:
         reason = printable(exception or signal_name(code) or REASONS.get(code, f"code {code}"))
         shown = paint(f"{outcome}: {reason}" if reason else outcome, {"ok": GREEN, "failed": RED}.get(outcome, YELLOW))
     elif run.job and state == REMOTE:
-        state = job_state(run.job).partition(" ")[0].lower() or EXITED  # empty: it has ended
+        state = job_state(run.job).partition(" ")[0].lower() or EXITED  # no state: the job has ended
     name, step = printable(directory.name), f"{known['step']:,}" if "step" in known else ""
     if not step and "epoch" in known:
         step = f"epoch {known['epoch']:g}"

@@ -111,7 +111,7 @@ check_call_on_nodes() { # <node...>
   set_node_checks "$NPROC" "$@"
   check_call --forward "${CHECKS[@]}"
   [[ ! $MIN_NODES ]] || ((MIN_NODES <= ${#NODES[@]})) ||
-    die_usage "--min-nodes $MIN_NODES: more than the ${#NODES[@]} nodes of this run"
+    die_usage "--min-nodes $MIN_NODES: this run has fewer nodes (${#NODES[@]})"
   ((! ${#SPARE_NODES[@]})) || check_replacement
   ENVIRONMENT+=("MUSTER_NODES=${NODES[*]}") # agents print these names
 }

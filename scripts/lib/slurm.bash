@@ -22,7 +22,8 @@ declare -A LONG_OPTION=([i]=--input [o]=--output [e]=--error [l]=--label [u]=--u
   [w]=--nodelist [F]=--nodefile [x]=--exclude [r]=--relative [Z]=--no-allocate [m]=--distribution [D]=--chdir [h]=--help
   [V]=--version)
 RANK_PYTHON=''
-COMMAND_IN_STEP='scripts/ssh/launch_singlenode.sh CONFIG NPROC' # uses only this node; for the error in a task
+# For an error message: what to run instead in a task of srun. The command uses only the node of the task.
+COMMAND_IN_STEP='scripts/ssh/launch_singlenode.sh CONFIG NPROC'
 
 
 # Whether this is the shell of salloc or a batch script. Exits in a task of srun.
@@ -194,7 +195,7 @@ set_aside_spares() {
   is_count "${SPARES:-0}" || die_usage "--spares: in a job, expected a number of nodes, got '$SPARES'"
   number=$((${#NODES[@]} - ${SPARES:-0}))
   ((number >= 1)) || die_usage "--spares $SPARES: the job has only ${#NODES[@]} nodes; one or more must remain"
-  ((${MIN_NODES:-0} <= number)) || die_usage "--min-nodes $MIN_NODES: more than the $number nodes of this run"
+  ((${MIN_NODES:-0} <= number)) || die_usage "--min-nodes $MIN_NODES: this run has fewer nodes ($number)"
   SPARE_NODES=("${NODES[@]:number}")
   NODES=("${NODES[@]::number}")
   for node in "${SPARE_NODES[@]}"; do

@@ -189,7 +189,7 @@ def test_a_duplicate_node_rank_is_refused_and_the_message_names_the_run_and_its_
     assert run_succeeds(members)
 
 
-def test_a_node_of_another_run_is_refused_while_nodes_join_and_later(join: Join) -> None:
+def test_a_node_of_another_run_is_refused_while_nodes_join_and_after_all_have_joined(join: Join) -> None:
     first = join(0, size=2)
     assert becomes_true(lambda: first.run)
     message = refusal_of(join(1, size=2, run="other", node="node9"))
@@ -212,7 +212,7 @@ def test_reports_of_a_refused_node_are_ignored(join: Join) -> None:
     assert run_succeeds(members)
 
 
-def test_a_store_without_a_run_is_refused(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_refuses_to_join_at_a_store_without_a_run(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 0.5)
     assert refusal_of(join(1)) == "node1:29500: in use by another program; choose another --master-port"
 
@@ -320,7 +320,7 @@ def test_a_refusal_names_the_run_that_uses_the_port_even_if_its_name_is_publishe
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_port_in_use_by_another_run_is_refused_with_its_name_and_that_run_continues(
+def test_a_launch_on_the_port_of_another_run_fails_with_the_name_of_that_run_which_continues(
     tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distributed.agent.rendezvous.OWNER_TIMEOUT", TIMEOUT)
@@ -431,7 +431,7 @@ def test_a_failure_after_other_nodes_have_finished_reaches_them(join: Join) -> N
         assert [future.result().exit_code for future in finishing] == [7, 7]  # type: ignore[union-attr]
 
 
-def test_a_node_without_heartbeats_is_lost_for_all(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_nodes_report_a_node_without_heartbeats_as_lost(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two, three = joined_members(join)
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 4.0)
     two.close()
@@ -453,7 +453,7 @@ def test_a_stop_signal_after_a_node_was_lost_does_not_change_the_exit_code(
 
 
 def first_node(pipe: Connection) -> None:
-    """The membership of the first node."""
+    """Join as the first node, and wait for a signal. Runs in a forked process."""
     store = new_store()
     first = Membership(0, 2, {"node": "node1"}, "", lambda: store, "run")
     pipe.send(store.port)
@@ -532,7 +532,7 @@ def coordinator_of(store: TCPStore, size: int) -> tuple[membership.Coordinator, 
     return membership.Coordinator(counting, size), counting  # type: ignore[arg-type]
 
 
-def test_a_node_does_two_store_operations_per_round_until_a_key_for_all_nodes_changes(join: Join) -> None:
+def test_a_node_does_two_store_operations_per_round_if_there_is_no_news_for_all_nodes(join: Join) -> None:
     one, two, three = joined_members(join)
     two.close()
     two._update()
@@ -567,6 +567,7 @@ def test_in_a_large_run_all_nodes_receive_only_the_records_of_the_first_failures
     assert len(counting.operations_of(lambda: coordinator.update(end))) <= 12
     shared = json.loads(counting.store.get("records"))
     assert shared["complete"]
+    # The highest ranks failed first, see `time` above.
     latest_ranks = range(1000 - membership.SHARED_RECORDS + 1, 1000)
     assert set(map(int, shared["records"])) == {7, *latest_ranks}
 

@@ -457,7 +457,7 @@ def test_a_job_whose_output_directory_is_busy_can_be_cancelled(tmp_path: Path) -
 
 
 def test_jobs_without_expected_time_start_in_the_planned_order(tmp_path: Path) -> None:
-    """Their expected time is the mean of the expected times of the other jobs."""
+    """The planner uses the mean of the other jobs' expected times for a job that has none."""
 
     async def scenario() -> None:
         one = SimulatedServer("one")
@@ -634,7 +634,7 @@ def test_jobs_are_added_while_a_list_runs_and_wait_for_its_jobs(tmp_path: Path) 
     asyncio.run(scenario())
 
 
-def test_a_paused_list_stays_paused_when_jobs_are_added_and_the_next_dispatcher_handles_earlier_requests(
+def test_adding_jobs_does_not_end_a_pause_and_a_later_request_is_handled_by_the_next_dispatcher(
     tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
@@ -747,7 +747,10 @@ def test_a_pending_start_is_not_repeated_after_a_reconnect(tmp_path: Path) -> No
 
 
 def lost_attempt(one: SimulatedServer, two: SimulatedServer) -> Callable[[ListRun], Coroutine[Any, Any, str]]:
-    """A job starts on `one`, which is then unreachable for lost_after seconds, and runs on `two`."""
+    """A scenario in which `one` becomes unreachable while it runs a job, and the job is done on `two`.
+
+    The scenario returns the name of the lost attempt.
+    """
 
     async def scenario(run: ListRun) -> str:
         one.outcome_of, two.reachable = exits(UNTIL_ENDED), False
@@ -775,7 +778,7 @@ def test_a_job_runs_elsewhere_once_its_server_is_unreachable_for_lost_after_seco
     asyncio.run(scenario())
 
 
-def test_the_jobs_of_a_server_that_is_unusable_after_a_reconnect_run_elsewhere(tmp_path: Path) -> None:
+def test_jobs_run_elsewhere_if_their_server_is_unusable_when_the_dispatcher_reconnects(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = SimulatedServer("one"), SimulatedServer("two")
         one.outcome_of, two.reachable = exits(UNTIL_ENDED), False
@@ -814,7 +817,7 @@ def test_a_lost_attempt_is_stopped_before_its_slot_is_reused(tmp_path: Path, res
             if not resumed:
                 one.reconnect()
                 await run.wait_until(lambda: one.stops == [(name, True)])
-                assert run.job_state(1).state == "waiting"  # its slot is not free; check_start() would fail, too
+                assert run.job_state(1).state == "waiting"  # the lost attempt still has the slot
                 one.end(name, 137)
                 await run.finished()
         if resumed:
@@ -897,13 +900,13 @@ DENIED = [OSError("rsync: big: Permission denied")] * 1000
     [
         (DENIED, 0, ["results not copied"]),  # not retried, as the next attempt would have the same fault
         (DENIED[: dispatcher.MAX_FAILED_COPIES], 3, ["exit code", ""]),
-        ([Unreachable("rsync: not found")] * 1000, 0, ["results not copied"]),  # although the server is connected
+        ([Unreachable("rsync: not found")] * 1000, 0, ["results not copied"]),  # but the server is connected
         ([Unreachable("timeout")] * 20, 0, [""]),
         ([OSError("write failed: No space left on device (28)")] * 20, 0, [""]),
         ([OSError("[Errno 122] Disk quota exceeded: '/x'")] * 20, 0, [""]),
     ],
 )
-def test_a_list_ends_if_results_can_never_be_copied_and_waits_for_disk_space_and_connections(
+def test_a_list_ends_if_results_can_never_be_copied_but_it_waits_for_disk_space_or_a_connection(
     tmp_path: Path, errors: list[Exception], code: int, failures: list[str]
 ) -> None:
     async def scenario() -> None:
@@ -920,7 +923,7 @@ def test_a_list_ends_if_results_can_never_be_copied_and_waits_for_disk_space_and
     asyncio.run(scenario())
 
 
-def test_a_cancelled_job_whose_results_can_never_be_copied_is_cancelled(tmp_path: Path) -> None:
+def test_a_cancel_request_ends_a_job_whose_results_can_never_be_copied(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one")
         one.outcome_of, one.fetch_errors = lambda request: UNTIL_ENDED, list(DENIED)
@@ -1076,7 +1079,7 @@ def test_no_job_starts_before_the_gpus_are_queried(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_gpu_free_mib_sets_the_free_memory_that_a_gpu_needs(tmp_path: Path) -> None:
+def test_only_gpus_with_at_least_gpu_free_mib_of_free_memory_are_used(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one", 2, gpus=True)
         one.memory_used = {0: 79000, 1: 5000}
@@ -1424,7 +1427,7 @@ def test_a_request_for_an_unknown_job_is_logged(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-# ---------------------------------------------------------------- the disk, the list, the end
+# ---------------------------------------------------------------- full disks, edited lists, ends of dispatchers
 
 
 def test_no_job_starts_while_the_journal_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1490,7 +1493,7 @@ def test_a_start_that_was_withdrawn_while_the_journal_was_not_writable_is_not_ex
     asyncio.run(scenario())
 
 
-def test_an_edited_list_runs_added_jobs_and_not_removed_ones(tmp_path: Path) -> None:
+def test_added_jobs_of_an_edited_list_run_and_removed_jobs_do_not_start(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one")
         one.outcome_of = exits(0, UNTIL_ENDED)

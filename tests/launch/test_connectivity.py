@@ -17,7 +17,7 @@ ADDRESSES = {f"node{number}": (f"10.0.0.{number}", 4000) for number in (1, 2, 3)
 TIMED_OUT = "no reply within 3 s"
 
 
-def test_made_and_refused_connections_are_distinguished() -> None:
+def test_successful_and_refused_connections_are_distinguished() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         addresses = {"node1": server.getsockname(), "node2": free.getsockname()}

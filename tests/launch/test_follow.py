@@ -20,7 +20,7 @@ def follow(run: SupervisedRun, *options: str) -> list[str]:
 
 
 def start(run: SupervisedRun, script: str) -> None:
-    """Start a command, and return when it has printed "ready" and no follower is connected."""
+    """Start a command and end its first follower, then wait until the command has printed "ready"."""
     command = follow(run, "--sample-usage", "--", "bash", "-c", script)
     subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=TIMEOUT, check=True)
     wait_until(lambda: "ready" in run.log)
@@ -67,7 +67,7 @@ def test_the_command_runs_on_when_a_follower_loses_its_launcher(run: SupervisedR
         assert follower.wait(TIMEOUT) == 137
 
 
-def test_the_processes_of_a_killed_supervisor_are_ended_and_the_loss_is_reported(run: SupervisedRun) -> None:
+def test_if_the_supervisor_was_killed_its_processes_are_ended_and_exit_code_137_is_reported(run: SupervisedRun) -> None:
     start(run, WITH_CHILDREN)
     kill(run.pid("guard"), run.pid("supervisor"))
     with following(run) as follower:
