@@ -253,7 +253,7 @@ END
 
 
 @test "results are copied back from servers without shared files, and a retry on another server continues from them" {
-  WORK="$APART/my 'work' [k]" # like the prefix "[p]", a wildcard for shells and rsync
+  WORK="$APART/my 'work' [k]" # shells and rsync treat "[k]", and "[p]" in the prefix below, as wildcards
   enter_workdir
   write_job_script
   cat >>job.py <<'END'
@@ -347,7 +347,7 @@ END
 @test "the printed tmux command shows a live pane with the job's name for each slot" {
   cluster "$N1:8" "$N2:16"
   sed -i "s#{\"host\": \"$N1\"#&, \"labels\": [\"eight\"]#" cluster.json
-  for number in {1..12}; do # at least one job on each server, in any order of connection
+  for number in {1..12}; do # each server gets at least one job, whichever server connects first
     options=$([ "$number" -gt 1 ] || echo ', "_labels": ["eight"], "_priority": 1')
     echo "{\"name\": \"job$number\", \"prefix\": \"p$number\", \"fold\": 0, \"until\": \"$PWD/go\"$options}"
   done | job_list

@@ -2,7 +2,7 @@
 
 A rank that fails writes rank_<rank>.json, with its traceback, before it waits for threads, exit handlers and
 destructors; the agent writes node_<name>.json with the exit codes of its ranks. Without MUSTER_RUN_DIR, an agent writes
-no file; RankRecord describes the file of a rank.
+no file; RankRecord describes where a rank writes its file in this case.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def grid(**values: Any) -> list[Settings]:
 
 
 def plain_settings(settings: Mapping[str, Any], within: str = "") -> Settings:
-    """The settings with plain() values. within: prefix of the keys in messages."""
+    """Return the settings, with each value converted by plain(). within: prefix of the keys in messages."""
     for key in settings:
         if not isinstance(key, str):
             raise ValueError(f"{within}{key!r}: expected a string as key, got {type(key).__name__}")
@@ -95,7 +95,7 @@ def percent(share: float) -> int:
 
 
 class PrefixFormatter(string.Formatter):
-    """str.format() with percent() for `:%`."""
+    """Works like str.format(), except that `{share:%}` becomes percent(share)."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return str(percent(value)) if format_spec == "%" else str(super().format_field(value, format_spec))

@@ -1,4 +1,7 @@
-"""Check an attempt for a hang until the attempt ends: by its files on this machine, then by querying its nodes."""
+"""Check an attempt for a hang, repeatedly until the attempt ends.
+
+A check reads the files of the run on this machine, and queries the nodes only if these files show no recent output.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 FIRST_CHECK = 60.0  # seconds; equal to IDLE_TIMEOUT of distributed/runs/hang_analysis.py
 DEFAULT_HANG_TIMEOUT = 600.0  # seconds; for a run that logs steps, without --hang-timeout
-MAX_DELAY = 5.0  # seconds; after a longer delay of a timer, the machine or this program was suspended
+MAX_DELAY = 5.0  # seconds; if a timer is later than this, the machine or this program was suspended
 QUERY_TIMEOUT, STACKS_TIMEOUT = 15.0, 60.0  # seconds
 
 
@@ -37,10 +40,11 @@ def schedule_hang_check(watch: Watch) -> None:
 
 
 def hang_limits(option: float | None, all_ranks_here: bool) -> tuple[float, bool]:
-    """The timeout of HangWatch in seconds (0: no check), and whether a hang has to be certain. option: --hang-timeout.
+    """Return the timeout of HangWatch in seconds (0: no check), and whether the run is stopped only for a certain hang.
 
-    Without the option, a run is stopped only if it logs steps and no rank can make progress; any other run that looks
-    hung is only reported. So is a run whose ranks may wait for ranks of other launchers.
+    option: the value of --hang-timeout. Without it, a run is stopped only if it logs steps and no rank can make
+    progress; any other run that looks hung is only reported. A run whose ranks may wait for ranks of other launchers is
+    never stopped without the option.
     """
     if option is not None:
         return option, False
@@ -51,7 +55,10 @@ class HangCheck:
     """Checks an attempt until it ends."""
 
     def __init__(self, watch: Watch, hang_watch: HangWatch, since: float) -> None:
-        """since: start of the attempt, as time.monotonic(). Earlier time, and suspensions, are not counted."""
+        """since: start of the attempt, as time.monotonic().
+
+        Time without output counts only from then on, and after a suspension only from the end of the suspension.
+        """
         self._watch, self._hang_watch, self._since = watch, hang_watch, since
         self._attempt = watch.attempts
 

@@ -37,7 +37,7 @@ EPOCH = (
     rf"{START}(?:epoch(?:\(train\))?|(?P<train>train(?:ing)?))\s*[:=#]?\s*\[?\s*(?P<epoch>\d+(?:\.\d+)?)"
     rf"(?:\s*(?:/|of)\s*(?P<epochs>\d+))?\s*\]?(?:(?:\s*[:,|-]?\s*\[\s*|\s*:\s+|\s*[|-]\s*){OF})?"
 )
-ONLY_EPOCH = (  # at the start of a message, as other text has the word too
+ONLY_EPOCH = (  # only at the start of a message: elsewhere, "epoch" is often a word of other text
     r"(?i)(?:^|[\]|:>)-])\s*(?:end of )?epoch\s*[:=#]?\s*\[?\s*\d+(?:\s*/\s*\d+)?\]?\s*(?:[:|,-]|$)"
 )
 STEP = (
@@ -50,7 +50,7 @@ BAR = (  # of tqdm
     rf"(?:%\|[^|]*\|\s*|(?<!\S))(?P<step>{COUNT})(?:\s*/\s*(?P<steps>{COUNT})|it)\s*\[[^\],]*,"
     rf"\s*(?P<rate>\d+(?:\.\d+)?|\?)\s*(?P<unit>{UNIT}/s|s/{UNIT})"
 )
-BARS = (  # of Keras and rich, and a count in brackets or before its unit
+BARS = (  # bars of Keras and rich; then counts such as [10/100]; then counts such as 10/100 steps
     rf"(?:^|[━╸╺])\s*{OF}\s",
     rf"\[\s*{OF}\s*(?:\(\s*[\d.]+%\s*\)\s*)?\]",
     rf"(?i)(?<![\w/.-]){OF}\s*(?:batches|steps|iter(?:ation)?s|updates)\b",
@@ -74,7 +74,7 @@ VALUES = {
 SUMMARY = "train_runtime"  # in the last line of Hugging Face's Trainer, with the average loss
 OTHER_VALUE = r"(?i)(?<!\w)(?:time|acc\w*|ppl|perplexity|mfu|grad\w*|reward|eta|error|elapsed)\b\W*\d"
 
-GROUPS = ("step", "steps", "epoch", "epochs", "steps_per_second", *VALUES)  # of --progress
+GROUPS = ("step", "steps", "epoch", "epochs", "steps_per_second", *VALUES)  # known groups of a --progress expression
 
 Values = dict[str, float]
 Found = tuple[Values, int]  # values in a line, and how likely its step is that of the training; 0: no step
@@ -162,9 +162,9 @@ def is_evaluation(text: str, match: re.Match[str]) -> bool:
 class Steps:
     """Counts the steps of an attempt, also if the training counts from 0 or 1 in each epoch.
 
-    A step that is much lower than the previous one, or than the end of a bar, belongs to the next epoch. Lines of a
-    lower priority than an earlier line do not count, nor do progress bars with fewer steps, which usually show an
-    evaluation.
+    A step belongs to the next epoch if it is less than half of the previous step, or if it is lower than the previous
+    step and a progress bar ended at the previous step. Lines of a lower priority than an earlier line do not count, nor
+    do progress bars with fewer steps, which usually show an evaluation.
     """
 
     def __init__(self, first_epoch: float | None) -> None:
@@ -230,7 +230,7 @@ class OutputMetrics:
         self._unread.clear()
         if values:
             line = {"time": time.time()} | {name: finite_or_none(value) for name, value in values.items()}
-            with suppress(OSError), open(self._file, "ab", buffering=0) as file:  # the training matters more
+            with suppress(OSError), open(self._file, "ab", buffering=0) as file:  # a failed write must not end the run
                 file.write(json.dumps(line).encode() + b"\n")
         ended = time.monotonic()
         interval = min(LAST_INTERVAL, max(FIRST_INTERVAL, (ended - self._started) / ENTRIES))

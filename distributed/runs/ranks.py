@@ -29,7 +29,7 @@ class RankTiming:
     rank: int
     host: str | None
     median: float  # seconds, over all logged steps
-    ratio: float  # its median / the lower median of all ranks (with two ranks: of the faster one)
+    ratio: float  # this median divided by the lower median of all ranks (with two ranks: by that of the faster rank)
     slow: bool  # a straggler
 
     @property
@@ -76,9 +76,9 @@ def comparison(ranks: Sequence[RankTiming]) -> str:
     on_hosts = f" ({', '.join(hosts)})" if 0 < len(hosts) <= 3 else ""
     numbers, factor = ranges(sorted(rank.rank for rank in slow)), times(slow[0].ratio)
     if len(slow) == 1:
-        return f"Rank {numbers}{on_hosts} is {factor} slower than the median; every step waits for it."
+        return f"Rank {numbers}{on_hosts} takes {factor} as long as the median; every step waits for it."
     factor = f"{times(slow[-1].ratio)} to {factor}"
-    return f"Ranks {numbers}{on_hosts} are {factor} slower than the median; every step waits for {slow[0].name}."
+    return f"Ranks {numbers}{on_hosts} take {factor} as long as the median; every step waits for {slow[0].name}."
 
 
 def times(ratio: float) -> str:

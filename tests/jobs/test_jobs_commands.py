@@ -111,7 +111,7 @@ def test_help_is_printed_after_any_subcommand(
     option: str, command: str, program: Callable[[list[str]], int], name: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """A subcommand of the program prints only its own help."""
+    """A subcommand of the program prints only its own help; any other word prints only the help of the program."""
     monkeypatch.setattr(sys, "argv", [name])
     assert program([*command.split(), option]) == 0
     printed = capsys.readouterr()

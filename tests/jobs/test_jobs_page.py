@@ -593,8 +593,8 @@ def test_jobs_are_compared_by_held_out_losses_if_half_of_them_have_a_curve_other
     assert found == ([unit] if unit else [])
 
 
-@pytest.mark.parametrize("loss", [math.nan, None, "low", [], 1e200, True])
-def test_non_finite_losses_are_accepted(loss: Any) -> None:
+@pytest.mark.parametrize("loss", [math.nan, None, "low", [], 1e200, True])  # 1e200 is read as infinity
+def test_a_sentence_replaces_the_chart_of_a_loss_that_is_no_finite_number(loss: Any) -> None:
     made = results([job(n, metrics={"loss": loss, "held_out_loss": loss}) for n in (1, 2)])
     lines = [{"step": 1, "loss": loss, "held_out_loss": loss}]
     assert "No finite value was logged." in read_page(made, {one["id"]: curve(lines) for one in made["jobs"]}).texts
@@ -635,7 +635,7 @@ def test_outputs_are_read_from_the_current_directory_if_no_parent_of_the_results
     assert "curve-1" in page.write(path).read_text()
 
 
-def test_a_corrupt_metrics_file_is_a_note(tmp_path: Path) -> None:
+def test_a_note_counts_the_invalid_lines_of_a_metrics_file(tmp_path: Path) -> None:
     path = written(tmp_path, results([job(1)]), ['{"steps": 9}', "nonsense", "\x00\xff", '{"step": 1, "loss": 2}'])
     note = "experiments/exp1/fold1_data/metrics.jsonl: ignored 2 invalid lines"
     assert note in Reader(page.write(path).read_text()).texts

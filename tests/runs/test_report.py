@@ -365,11 +365,11 @@ def ranks_of(directory: Path, *seconds: float, nodes: Iterable[str] = ("node1",)
 @pytest.mark.parametrize(
     ("seconds", "sentence"),
     [
-        ([0.1] * 3 + [0.18] + [0.1] * 4, "Rank 3 (node1) is 1.8× slower than the median; every step waits for it."),
-        ([0.1, 0.14], "Rank 1 (node1) is 1.4× slower than the median; every step waits for it."),
-        ([0.1] * 5 + [0.15, 0.2, 0.1, 0.3], "Ranks 5-6, 8 (node1) are 1.5× to 3.0× slower than the median; "
+        ([0.1] * 3 + [0.18] + [0.1] * 4, "Rank 3 (node1) takes 1.8× as long as the median; every step waits for it."),
+        ([0.1, 0.14], "Rank 1 (node1) takes 1.4× as long as the median; every step waits for it."),
+        ([0.1] * 5 + [0.15, 0.2, 0.1, 0.3], "Ranks 5-6, 8 (node1) take 1.5× to 3.0× as long as the median; "
          "every step waits for rank 8."),
-        ([0.1, 0.1, 0.117], "Rank 2 (node1) is 1.17× slower than the median; every step waits for it."),
+        ([0.1, 0.1, 0.117], "Rank 2 (node1) takes 1.17× as long as the median; every step waits for it."),
         ([0.1, 0.1, 0.11], "No straggler: the slowest, rank 2, takes 1.10× as long as the median."),
         ([0.1, 0.13], "No straggler: the slowest, rank 1, takes 1.3× as long as the median."),
         ([0.1, 0.1], "No straggler: the slowest, rank 0, takes 1.00× as long as the median."),

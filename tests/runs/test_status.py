@@ -61,7 +61,7 @@ def run_with_launcher(state: str) -> Run:
     return replace(RUN, launcher=replace(LAUNCHER, state=state))
 
 
-def test_a_run_without_a_lease_is_shown_with_the_command_that_follows_it(tmp_path: Path) -> None:
+def test_a_run_that_continues_without_its_launcher_is_shown_with_a_command_that_attaches_to_it(tmp_path: Path) -> None:
     command = ("/k/launch.sh", "--quiet", "--attach", "x", "--lease", "0", "a b", "2", "--attach=y", "--", "--quiet")
     run = replace(run_with_launcher(EXITED), directory=tmp_path, lease=0, cwd="/my work", command=command)
     state = judge(run, [reply("n1", RANK)], FAILED, RunProgress(), START).state

@@ -416,7 +416,7 @@ def test_every_epoch_shows_every_window_exactly_once(windows: int, layout: tuple
 
 
 @given(windows=st.integers(1, 40), layout=LAYOUTS, start=st.integers(0, 150), seed=st.integers(0, 9))
-def test_many_processes_see_the_global_batches_of_one(
+def test_many_ranks_together_see_the_same_global_batches_as_a_single_rank(
     windows: int, layout: tuple[int, int, int], start: int, seed: int
 ) -> None:
     ranks, micro, micro_batches = layout
@@ -459,7 +459,7 @@ MIXED = LAYOUTS.filter(lambda layout: layout[0] * layout[1] * layout[2] > 1)
 
 
 @given(target=st.integers(1, 20), base=st.integers(1, 20), layout=MIXED, start=st.integers(0, 9), data=st.data())
-def test_each_global_batch_mixes_the_same_windows_on_any_number_of_ranks_and_resumed(
+def test_each_global_batch_mixes_the_same_windows_on_any_number_of_ranks_and_after_a_resume(
     target: int, base: int, layout: tuple[int, int, int], start: int, data: st.DataObject
 ) -> None:
     ranks, micro, micro_batches = layout
