@@ -1,9 +1,10 @@
 """Compare the time of a job list with the shortest possible time on its slots, with and without a lost server.
 
-200 jobs of different length on three servers of 2, 4 and 8 slots, one list after the other:
+Three lists of 200 jobs of different lengths run one after the other, on three servers of 2, 4 and 8 slots:
 
-  - with _expected_seconds in each job, so that the longest start first, and without _expected_seconds
-  - with a server (by default the largest) that is powered off after half of the shortest time
+  - with _expected_seconds in each job, so that the longest jobs start first
+  - without _expected_seconds
+  - with _expected_seconds and a server (by default the largest) that is powered off after half of the shortest time
 
 No schedule is shorter than max(total / slots, longest), where total and longest are the durations of all jobs together
 and of the longest job. If a server is lost at second t, none is shorter than t + rest / remaining slots. Here rest is

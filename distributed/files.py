@@ -42,7 +42,11 @@ def write_json(path: str | os.PathLike[str], value: object) -> None:
 
 
 def to_json(value: object) -> bytes:
-    """Return indented, sorted JSON. Bytes that are not UTF-8 become escapes; os.fsencode() restores the bytes."""
+    """Return indented, sorted JSON.
+
+    A string from os.fsdecode() may stand for bytes that are not UTF-8. They are written as escapes, and os.fsencode()
+    restores them from the string that is read back.
+    """
     import json
 
     try:

@@ -3,7 +3,7 @@
     from distributed import metrics
     metrics.log(step, steps=1200, loss=loss, accuracy=0.93)
 
-The launchers set MUSTER_METRICS to metrics.jsonl in the run directory, job lists to metrics.jsonl in the output
+The launchers set MUSTER_METRICS to metrics.jsonl in the run directory; job lists set it to metrics.jsonl in the output
 directory of the job. status.sh and the report read that file; launchers read it to see whether a restart made progress.
 A program that cannot import this module may append lines such as {"step": 10, "loss": 2.31} itself.
 """

@@ -99,7 +99,7 @@ for node, found in json.load(open(sys.argv[1])).items(): print(found.get("error"
 }
 
 
-@test "test_distributed.sh names a pair that cannot connect before it starts a rank" {
+@test "test_distributed.sh names a pair of nodes that cannot connect, and starts no rank" {
   block_connections_from_3_to_2
   run --separate-stderr smoke_test 1 "${PREFIX}[1-3]"
   [ "$status" -eq 69 ]

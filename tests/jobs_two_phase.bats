@@ -194,7 +194,7 @@ example() { # <program> [argument...]
 }
 
 
-@test "15 jobs share a base model, and each job whose held-out participant the base model was trained on is marked" {
+@test "15 jobs share a base model, and a job is marked if its base model was trained on its held-out participant" {
   enter_example oct1_train.py
   for fold in 0 1 2; do
     for share in 0.1 0.25 0.5 0.75 1.0; do

@@ -141,7 +141,7 @@ END
 
 
 # bats test_tags=slow
-@test "run_ddp.sh without nodes runs the same command as launch_singlenode.sh" {
+@test "run_ddp.sh outside a SLURM allocation runs the same command as launch_singlenode.sh" {
   printf 'train: {steps: 1, batch_size: 4}\n' >tiny.yaml
   run "$KIT/scripts/run_ddp.sh" -n 2 --dry-run -c tiny.yaml -l WARNING -- 'train.steps=3'
   [ "$status" -eq 0 ]
@@ -255,7 +255,7 @@ END
 
 
 # bats test_tags=slow
-@test "after SIGTERM, the verdict names the error of a failed rank that a thread kept alive under torchrun's agent" {
+@test "with torchrun's agent, the verdict after SIGTERM names the error of a rank whose process a thread kept alive" {
   write_script <<'END'
 import threading
 if rank == 1:
@@ -337,7 +337,7 @@ END
 }
 
 
-@test "a signal to the launcher or the supervisor for which no rank has a handler stops the ranks with a checkpoint" {
+@test "if no rank has a handler for a signal to the launcher or supervisor, the ranks stop with a checkpoint" {
   local name
   write_signal_script
   for name in USR2 ALRM QUIT HUP XCPU ABRT RTMIN+3; do
@@ -359,7 +359,7 @@ END
 }
 
 
-@test "a handler of a child of a rank does not count, and a handler that a child inherits from a rank does not run" {
+@test "a signal stops a rank if only the rank's child has a handler; a handler that a child inherits does not run" {
   local agent
   for agent in fast torchrun; do
     write_script <<'END'

@@ -152,7 +152,7 @@ PYTHON
 
 
 # bats test_tags=soak
-@test "a frozen node ends the run with 69, and no process of the run remains when it continues" {
+@test "a frozen node ends the run with 69, and no process of the run remains when the node continues" {
   write_endless_script
   start_endless_script - 1 "$N1" "$N3"
   lab freeze "$N3"
@@ -334,7 +334,7 @@ END
   statuses=$status
   wait_for_exit "$LAUNCHER"
   [[ "$statuses $status" == "69 0" || "$statuses $status" == "0 69" ]]
-  refused=$(grep -l "agent: .*: in use by run " out.?) # by any of its nodes
+  refused=$(grep -l "agent: .*: in use by run " out.?) # any node of the refused launch may print this
   winner=out.$((3 - ${refused#out.}))
   grep -q "in use by run $(grep -o -m1 'my-script-[^ :]*' "$winner") (first node $N1, started .*; choose another" "$refused"
   [ "$(processes_left)" -eq 0 ]

@@ -284,7 +284,7 @@ END
 }
 
 
-@test "ranks have the right positions in a container whose hook sets ranks for each task" {
+@test "ranks have the right positions if a hook of the container sets RANK and other variables in each SLURM task" {
   local hook='export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID MASTER_PORT=${MASTER_PORT-1}'
   write_position_script
   CONTAINER="sh -c '$hook MASTER_ADDR=\${MASTER_ADDR-\$0}; exec \"\$@\"' $N1" SCRIPT="my script.py" \

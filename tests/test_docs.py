@@ -40,7 +40,7 @@ from distributed.training.fold import DEFAULT_PARTICIPANTS
 
 KIT = Path(__file__).resolve().parents[1]
 GUIDES = ("README.md", "LAUNCH_GUIDE.md", "TROUBLESHOOTING.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-RUN = ("README.md", "LAUNCH_GUIDE.md")  # their commands are run, except those that need something
+RUN = ("README.md", "LAUNCH_GUIDE.md")  # the guides whose commands are run, see without_effects()
 CONFIGS = [path.name for path in tracked("config/*.yaml")]
 COMMAND_TIMEOUT = 300  # seconds; a busy machine needs 30 for each training
 
@@ -521,7 +521,7 @@ def test_stop_resume_and_the_list_of_checkpoints(new_project: Path) -> None:
 
 @pytest.mark.slow
 def test_the_end_of_a_job_list_with_a_failed_job(new_project: Path) -> None:
-    """Eight jobs end at once. The ninth calls train.py with data that do not exist."""
+    """Eight jobs exit immediately. The ninth calls train.py with data that do not exist."""
     train = "os.execv(sys.executable, ['python', 'train.py', *sys.argv[1:]])"
     (new_project / "job.py").write_text(f"import os, sys\nif 'missing' in sys.argv: {train}\n")
     jobs = [{"prefix": f"small{number}", "fold": 0} for number in range(8)]
@@ -731,8 +731,8 @@ def test_the_table_of_packages_lists_each_once() -> None:
     assert sorted(listed) == sorted({package_of(name_of(path)) for path in modules()} - {"__init__"})
 
 
-def test_places_in_the_code_exist() -> None:
-    """A place is written as a module, `launch.watch`, or with a name in it, `launch.watch`: `Watch.node_lost`."""
+def test_the_modules_and_names_in_contributing_md_exist() -> None:
+    """A module is written as `launch.watch`, and a name in a module as `launch.watch`: `Watch.node_lost`."""
     names = {name_of(path): path for path in modules()}
     packages = {name.partition(".")[0] for name in names if "." in name}
     places = re.findall(r"`(\w+\.\w+)`(?:: `([\w.]+)`)?", text_of("CONTRIBUTING.md"))
@@ -820,7 +820,7 @@ def match_ratio(template: str, message: str) -> float:
 
     Negative when the two do not match.
     """
-    best = [0.0] * (len(template) + 1)  # the template may begin before the message
+    best = [0.0] * (len(template) + 1)  # the message may begin anywhere in the template
     for letter in message:
         before, best = best, [best[0] + (0.0 if letter == GAP else -math.inf)]
         for index, other in enumerate(template):

@@ -44,6 +44,7 @@ def groups(commands: list[Command]) -> list[list[Command]]:
 
 COMMANDS = every_command(*RUN)
 GROUPS = groups([one for one in COMMANDS if one.needs.startswith("# Needs a SLURM cluster.")])
+# The commands that start the laboratory.
 UP = [one.text for one in COMMANDS if one.needs == "# Needs root, and the programs of SLURM."]
 
 

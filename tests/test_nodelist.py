@@ -171,7 +171,7 @@ def test_invalid_tasks_per_node_are_refused(counts: str, message: str) -> None:
         (["node9", "node[1-2]", "a"], [Node("node9"), Node("node1"), Node("node2"), Node("a")]),
     ],
 )
-def test_arguments_name_nodes_in_order(arguments: str | list[str], nodes: list[Node]) -> None:
+def test_nodes_are_parsed_in_the_order_of_the_arguments(arguments: str | list[str], nodes: list[Node]) -> None:
     assert parse(arguments) == nodes
 
 

@@ -138,7 +138,7 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
         check_no_shared_devices({0: ("a", "GPU-1"), 1: ("b", "GPU-2"), 2: ("b", "GPU-3"), 3: ("b", "GPU-2")})
     assert str(error.value) == (
         "rank 1 and rank 3 share one GPU on b (GPU-2): start no more processes on b than it has GPUs, and give each "
-        "task its own (CUDA_VISIBLE_DEVICES)"
+        "task its own GPU (CUDA_VISIBLE_DEVICES)"
     )
 
 

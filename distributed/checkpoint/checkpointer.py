@@ -80,7 +80,8 @@ class Checkpointer:
                 a directory that all nodes share.
             keep: number of newest checkpoints to keep; the one with the lowest score is kept in addition.
             per_rank: objects whose state differs between ranks, such as the position of a data loader.
-            stop_requested: set by the caller to request a stop; the caller then handles signals too.
+            stop_requested: an event that the caller sets to request a stop. If it is given, the Checkpointer handles no
+                signals.
             shared: other objects whose state is the same on all ranks, such as a scheduler or a gradient scaler.
         """
         grouped = dist.is_available() and dist.is_initialized()
@@ -175,7 +176,7 @@ class Checkpointer:
         """
         self._read(self._exchange.receive(now=True))
         start = time.monotonic()
-        # The loss of this step was computed with the weights before optimizer.step().
+        # A finite loss is not enough: the loss of this step was computed before optimizer.step() changed the weights.
         norm = nn.utils.get_total_norm(self._model.parameters())
         if not math.isfinite(norm.full_tensor() if isinstance(norm, DTensor) else norm):
             raise NonFiniteLoss(
@@ -212,7 +213,9 @@ class Checkpointer:
         return self._checkpoints.best()
 
     def load(self, found: CheckpointInfo) -> dict[str, Any]:
-        """Return the state of a checkpoint, on the CPU. When the model is sharded, its shards are overwritten.
+        """Return the state of a checkpoint, on the CPU.
+
+        If the model is sharded, the checkpoint is instead loaded into the tensors of the model and the optimizer.
 
         Raises CheckpointError when the checkpoint cannot be read, or does not fit the model and the optimizer.
         """
@@ -230,6 +233,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stopped = isinstance(error, SystemExit) and error.code == STOPPED  # on all ranks at the same step
+        # All ranks exit with STOPPED at the same step, so they can still wait for each other.
+        stopped = isinstance(error, SystemExit) and error.code == STOPPED
         with self._signals:
             self._checkpoints.__exit__(None if stopped else kind, error, trace)

@@ -76,7 +76,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore all generators from a result of random_state(); the GPU's only on a machine with a GPU."""
+    """Restore all generators from a result of random_state(). Without a GPU, the state of its generator is ignored."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
@@ -95,7 +95,7 @@ class _PendingWrite:
     final: Path
     manifest: dict[str, Any]
     files: dict[str, Any]  # name -> what torch.save writes there
-    copy: dict[str, Any]  # of the state; only `shards` writes it
+    copy: dict[str, Any]  # copy of the state: written by `shards` or, without shards, as one of `files`
     shards: ShardWriter | None  # None: not sharded
     unpublished: Path  # directory of the files until they are published; without shards, the thread creates it
     start: float  # time.monotonic() at the call of save()
@@ -318,15 +318,15 @@ class Checkpoints:
         return self.ranks.call_on_rank_0(lambda: directory.newest(self.path))
 
     def best(self) -> CheckpointInfo | None:
-        """Return the valid checkpoint with the lowest score, or without scores the newest. Raises as newest() does."""
+        """Return the valid checkpoint with the lowest score; if none has a score, the newest. Raises like newest()."""
         return self.ranks.call_on_rank_0(lambda: directory.best(self.path))
 
     def load(self, found: CheckpointInfo, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a checkpoint: on the CPU or, if sharded, in the tensors of `state`.
 
-        state: the current state of the training. The checkpoint must hold its tensors with the same shapes. When
-            sharded (a result of torch.distributed.checkpoint.state_dict.get_state_dict), its tensors are overwritten;
-            the number of ranks may differ from that of the saving run.
+        state: the current state of the training. The checkpoint must hold its tensors with the same shapes. If sharded,
+            `state` must hold results of torch.distributed.checkpoint.state_dict.get_state_dict, and its tensors are
+            overwritten; the number of ranks may differ from that of the saving run.
         Raises CheckpointError when the checkpoint does not fit `state`, or cannot be read.
         """
         found.check_sharding(self.sharded)

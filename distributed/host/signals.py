@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import signal
 
-ANNOUNCEMENTS = (signal.SIGUSR1, signal.SIGUSR2)  # of a time limit; a rank without a handler continues
+ANNOUNCEMENTS = (signal.SIGUSR1, signal.SIGUSR2)  # announce a time limit; a rank without a handler continues
 STOPPING = (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPWR)
 PROTECTED = (*ANNOUNCEMENTS, *STOPPING)
-# Signals that request the end of a launcher or supervisor, that do no harm by default, that cannot be handled or
-# suspend a process, and that report an error in a process.
+# Four kinds of signals are not passed on: requests to end a launcher or supervisor; signals that do no harm by default;
+# signals that cannot be handled or that suspend a process; and signals that report an error in a process.
 _STOP_REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _HARMLESS = {signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH, signal.SIGPIPE, signal.SIGXFSZ}
 _FIXED = {signal.SIGKILL, signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
@@ -68,8 +68,8 @@ def use_defaults() -> None:
 def protect() -> None:
     """In a SLURM job, let the kernel ignore those of PROTECTED that have no handler.
 
-    signal.getsignal() still returns SIG_DFL, because frameworks (Lightning) install a handler only where they find the
-    default action.
+    This calls the C function, because after signal.signal(), signal.getsignal() would no longer return SIG_DFL.
+    Frameworks (Lightning) install a handler only where signal.getsignal() returns SIG_DFL.
     """
     if "SLURM_JOB_ID" not in os.environ:
         return

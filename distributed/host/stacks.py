@@ -33,7 +33,7 @@ class Frame:
     file: str
     line: int
     function: str
-    code: str = ""  # the source line; read for the innermost frame only, as a call into C has no frame of its own
+    code: str = ""  # source line, set only in the innermost frame: it shows the call into C, which has no frame
 
 
 def register(directory: str) -> None:

@@ -38,6 +38,7 @@ ANY = ""
 #     a claimed attempt may be alive (a heartbeat was written since the last poll) or silent (heartbeat timeout)
 #   code: missing (no exit code file), unexplained (SLURM may report the cause soon), or explained
 #   slurm: waits, runs, left (the element has ended, or is not listed), or unsubmitted (SLURM never accepted it)
+#   event: overdue means that the supervisor still runs after SLURM has reported the end; it gets a kill request
 EVENTS = (
     # claim        code           slurm          event
     ("withdrawn",  ANY,           "left",        "withdrawn"),
@@ -283,7 +284,7 @@ def job_path(array: str) -> str:
 
 
 def assign_specs(path: str, array: str, elements: Sequence[Element]) -> None:
-    """Create the directory of an array, and assign the job specifications that were not withdrawn to the array."""
+    """Create the directory of an array, and assign to the array all job specifications that were not withdrawn."""
     os.mkdir(path, 0o777)
     write_file(os.path.join(path, ATTEMPTS), "".join(f"{each.name}\n" for each in elements))
     for each in elements:

@@ -69,9 +69,10 @@ def same_machines(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
 
 
 def rendezvous_address(nodes: Mapping[str, NodeFacts]) -> str:
-    """The address to which all other nodes resolve the name of the first node, or else that of its ssh connection.
+    """The address to which all other nodes resolve the name of the first node, if the first node has this address.
 
-    If neither is an address of that node: "", or 127.0.0.1 for a single node, such as an ssh alias of this machine.
+    Otherwise, the address at which the first node accepted the ssh connection, if the first node has this address.
+    Otherwise, "" for several nodes, and 127.0.0.1 for a single node, whose name may be an ssh alias of this machine.
     """
     first, *others = nodes.values()
     found = {node.master for node in others or [first]}

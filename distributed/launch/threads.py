@@ -33,7 +33,7 @@ def cores_of_ranks(tasks: int, env: Mapping[str, str], cores: Cores) -> float:
 
 
 def _number(value: str) -> int:
-    """The number; 0 if the value is not one."""
+    """The value as a number, or 0 if the value is not a non-negative integer."""
     return int(value) if value.isdecimal() else 0
 
 

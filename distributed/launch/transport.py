@@ -54,7 +54,10 @@ class Pdsh(Ssh):
     clients_are_nodes = False
 
     def start(self, watch: Watch) -> None:
-        """Write the environment to a file of mode 0600 on each node, which the supervisor removes; then start pdsh."""
+        """Write the environment to a file on each node, then start pdsh.
+
+        The file has mode 0600. The supervisor removes the file.
+        """
         if watch.waiting:
             self.request(watch, watch.next_attempt().decode().rstrip())
             return
@@ -65,7 +68,7 @@ class Pdsh(Ssh):
             commands[node] = self.commands.command(node, store, watch.options.cwd, f"{run}/node_{node.node}.log")
         replies = watch.calls.call_all(commands, sent=watch.block(), errors=INHERITED)
         codes = {name: reply.code for name, reply in replies.items()}
-        # The login shell did not start this command, and would not start the supervisor either.
+        # On these nodes, the login shell or `cd` failed before this command, and would fail before the supervisor too.
         unfit = [name for name, code in codes.items() if code == UNFIT]
         if not unfit and not watch.signal:
             watch.start_client(PDSH, self._command(watch, nodes), on_errors=_PdshErrors(watch).feed)

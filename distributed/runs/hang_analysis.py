@@ -184,7 +184,7 @@ def _find_by_gpus(ranks: Sequence[Activity], timeout: float, exited: Sequence[st
         return Stall(text + _locations(suspects), tuple(suspects), timeout)
     if all(rank.idle for rank in ranks):
         return None
-    text = "all ranks use their GPUs or wait for them, which may be in a computation or in a collective"
+    text = "all ranks use their GPUs or wait for them; the GPUs may be in a computation or in a collective"
     if exited:
         return Stall(f"{_exited(exited)}; {text}{_locations(ranks)}", timeout=timeout)
     return Stall(text + _locations(ranks))
@@ -205,7 +205,7 @@ def _find_by_stacks(ranks: Sequence[Activity], exited: Sequence[str]) -> Stall |
     elif suspects := [rank for rank in others if rank.gpu_busy]:
         text = f"{_names(suspects)} using the GPU, in a computation or in a collective"
     elif any(rank.waits_for_gpu for rank in ranks):
-        text = "all ranks wait, some in a collective, others for their GPUs, which may be in a computation"
+        text = "all ranks wait: some in a collective, others for their GPUs, which may be in a computation"
         return Stall(text + _locations(ranks))
     else:  # all others are idle in the backward pass, so they also wait
         return Stall(_all_wait(ranks, exited), permanent=True)
@@ -241,10 +241,11 @@ def _one_differs(ranks: Sequence[Activity], used: str) -> str:
         return ""
     idle_text = f"{idle[0].name} uses" if len(idle) == 1 else f"the {len(idle)} others use"
     busy_text = f"{busy[0].name} is" if len(busy) == 1 else f"the {len(busy)} others are"
-    wait = f"it waits for the other{'s' * (len(busy) > 1)}" if len(idle) == 1 else "they wait for that rank"
+    others = f"the other{'s' * (len(busy) > 1)}"
+    waits, for_whom = ("it waits", others) if len(idle) == 1 else ("they wait", "that rank")
     return (
-        f"{idle_text} no {used}, and {busy_text} busy: either {wait} in a collective, or for something "
-        "else, such as a disk, a lock or a download"
+        f"{idle_text} no {used}, and {busy_text} busy: {waits} either for {for_whom} in a collective, or for "
+        "something else, such as a disk, a lock or a download"
     )
 
 

@@ -53,7 +53,7 @@ class History:
                 self._go_back_to(step)
             start = bisect_left(self.steps, step, key=_step)
             self.steps[start:] = [one for one in self.steps[start:] if one["step"] > step or keys.isdisjoint(one)]
-            insort(self.steps, line, key=_step)  # another program may log an earlier step
+            insort(self.steps, line, key=_step)  # not append(): lines with other keys may have higher steps
 
     def _go_back_to(self, step: float) -> None:
         undone = History()
@@ -103,7 +103,10 @@ def _step(line: MetricsLine) -> float:
 
 
 def read_event_files(directory: Path) -> None:
-    """Copy values of event files to the directory of a run without metrics.jsonl, if TensorBoard is installed."""
+    """If a run has no metrics.jsonl, copy scalars from its TensorBoard event files to the run directory.
+
+    Without TensorBoard, nothing is copied.
+    """
     if not (directory / "metrics.jsonl").exists():
         command = [sys.executable, "-I", f"{KIT}/scripts/lib/module.py", "training.event_files", str(directory)]
         with suppress(OSError, subprocess.SubprocessError):

@@ -26,7 +26,7 @@ class TrainingData:
     held_out: Windows
     mixture: Mixture | None  # of the training windows and those of the base participants
     batch: Batch
-    target_windows: int  # per global batch; the other windows of a mixture are from the base participants
+    target_windows: int  # training windows per global batch; a mixture fills the rest from the base participants
 
     @classmethod
     def open(cls, settings: Settings, batch: Batch, ranks: Ranks, hosts: Sequence[str]) -> TrainingData:

@@ -45,7 +45,8 @@ source_node_env() { # <config/node_env.sh> [cleanup command...]
 }
 
 
-# `source` runs the commands before a syntax error, and then fails. It also fails if the last command of the file fails.
+# Exit with EXIT_UNFIT if the file has a syntax error. A failure of `source` does not prove a syntax error, because
+# `source` also fails if the last command of the file fails.
 check_node_env_syntax() {
   local fault
   fault=$(bash -p -O extglob -n -- "$NODE_ENV_FILE" 2>&1) || node_env_unfit "${fault%%$'\n'*}"

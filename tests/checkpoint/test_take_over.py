@@ -37,7 +37,7 @@ def test_wait_raises_the_error_of_a_save_after_a_take_over(tmp_path: Path, monke
 
 
 def take_over_while_a_rank_writes(rank: int, size: int, checkpoint_dir: Path, taker: int) -> str:
-    """Rank `taker` takes the directory over, as a later attempt does, just before it writes its shard."""
+    """Rank `taker` takes the directory over, as a later attempt does, and then writes its own shard."""
     write: Any = sharded.ShardWriter.write
     monkeypatch = pytest.MonkeyPatch()  # never undone: this process exits with the test
     set_attempt(monkeypatch, 0)

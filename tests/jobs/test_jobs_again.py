@@ -43,7 +43,7 @@ done
 
 
 class RunningCall:
-    """A call that may still run."""
+    """A process of the program, which may still run."""
 
     def __init__(self, output: Path, arguments: Sequence[str], directory: Path) -> None:
         self.output = output
@@ -291,7 +291,7 @@ def test_a_printed_command_can_be_pasted_if_the_installation_path_contains_a_spa
 
 # ---------------------------------------------------------------- jobs that need others, and jobs that are added
 
-# Changes the working directory, because the paths in MUSTER_AFTER are absolute.
+# The job changes its working directory first: this shows that the paths in MUSTER_AFTER are absolute.
 NEEDS = {"prefix": "second", "fold": 0, "run": 'cd /; cat "$MUSTER_AFTER/written" >"$MUSTER_OUTPUT_DIR/found"'}
 
 
@@ -325,7 +325,7 @@ def test_a_job_is_added_to_a_running_list_and_finds_the_output_of_the_job_that_i
 
 
 def test_added_jobs_stay_in_a_list_that_is_run_again_and_get_their_variables(job_list: JobList) -> None:
-    """After `add`, its file may be changed, unless it has the _env of an added job that has not finished."""
+    """The file given to `add` may be changed later, but must keep the _env of its jobs until they have finished."""
     job_list.jobs({"n": 1})
     assert job_list.call(*RUN)[0] == 0
     secret = {"n": 2, "run": "test ${#TOKEN} = 6 || touch wrong", "_env": {"TOKEN": "s3cr3t"}}

@@ -66,7 +66,7 @@ class Server(SimulatedServer):
 
     async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
         found = await super().start(attempt, job, needs)
-        return {"state": "running"} if attempt.after else found  # the attempt waits in the queue
+        return {"state": "running"} if attempt.after else found  # without a pid: the attempt waits in the queue
 
     async def ensure_base(self, digest: str) -> int:
         if self.base_errors:
@@ -421,7 +421,7 @@ def test_eviction_removes_the_output_of_a_training_from_its_server(tmp_path: Pat
 
 @pytest.mark.parametrize(("ended", "refused"), [(True, True), (False, False)])
 def test_an_experiment_that_has_run_cannot_change_its_base_model(tmp_path: Path, ended: bool, refused: bool) -> None:
-    """A change in the config section base_models, for example of its version, changes the base model of a job."""
+    """A change of the section base_models, such as another `version`, gives the job another base model."""
 
     async def scenario() -> None:
         one = Server("one")
@@ -623,8 +623,8 @@ def test_a_dispatcher_killed_at_any_record_trains_its_base_model_once(tmp_path: 
     expected = [["done"] * 3, [2, 1, 1], 1, []]
     assert outcome(undisturbed) == expected
     records = len(journal.read(undisturbed / "results.journal")[0])
-    fewest = 1 + 3 * 4  # list; start, ended, settle of four attempts
-    assert fewest <= records <= fewest + 4  # an attempt that ends before its start is reported has no record `running`
+    fewest = 1 + 3 * 4  # one record `list`, and `start`, `ended` and `settle` of each of the four attempts
+    assert fewest <= records <= fewest + 4  # `running` is recorded only if a start is reported before the attempt ends
     kills = [(moment, number) for number in range(1, records + 1) for moment in MOMENTS]
     for first in range(0, len(kills), CONCURRENT):
         killed = {kill: prepared(tmp_path / f"{kill[0]}-{kill[1]}") for kill in kills[first : first + CONCURRENT]}
@@ -705,7 +705,7 @@ def worked_example(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[
     return call
 
 
-def test_the_worked_example_runs_as_printed(
+def test_the_worked_example_starts_15_experiments_from_one_base_model_and_reports_their_leaks(
     worked_example: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     """Its base model is trained on all participants, also on those that the experiments hold out."""

@@ -374,7 +374,7 @@ def test_values_without_a_step_belong_to_the_step_before(tmp_path: Path) -> None
     ]
 
 
-def test_nothing_is_read_before_an_entry_is_due(tmp_path: Path) -> None:
+def test_output_is_not_read_before_the_next_line_of_metrics_is_due(tmp_path: Path) -> None:
     output = OutputMetrics(str(tmp_path / "metrics.jsonl"), "")
     output._due = float("inf")
     output.feed(b"[node1:0] step 1 loss 2.0\n")

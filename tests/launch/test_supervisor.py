@@ -55,7 +55,7 @@ class SupervisedRun:
         process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, **popen)
         self.process = process
         if block is not None:
-            self.control.write(b"\0" + block)  # the block that is set before --source is empty
+            self.control.write(b"\0" + block)  # the first of the two blocks of --environment is empty
         wait_until(lambda: "ready" in self.log or self.code is not None)
         return process
 
@@ -437,7 +437,7 @@ def test_a_blocked_standard_output_delays_no_message_on_standard_error(run: Supe
     os.close(target)
 
 
-def test_without_a_console_the_log_has_the_bytes_of_both_streams_in_their_order_at_once(run: SupervisedRun) -> None:
+def test_without_a_console_the_log_gets_the_bytes_of_both_streams_in_order_and_immediately(run: SupervisedRun) -> None:
     script = "for i in $(seq 200); do echo out $i; echo err $i >&2; done; echo ready; printf '\\r10%%'; sleep 300"
     run.start(script, "--lease", "0")
     lines = [f"{stream} {i}\n" for i in range(1, 201) for stream in ("out", "err")]

@@ -43,11 +43,11 @@ def ranks(*activities: Activity) -> list[Activity]:
         ([STOPPED, STOPPED], 0.0, "looks hung: rank 0 on n1, rank 1 on n2 are stopped"),
         ([WORKS, WORKS, SLEEPS], 119.0, ""),
         ([WORKS, WORKS, SLEEPS], 120.0,
-         "looks hung: no output for 120 s; rank 2 on n3 uses no CPU, and the 2 others are busy: either it waits "
+         "looks hung: no output for 120 s; rank 2 on n3 uses no CPU, and the 2 others are busy: it waits either "
          "for the others in a collective, or for something else"),
-        ([WORKS, SLEEPS], 130.0, "rank 1 on n2 uses no CPU, and rank 0 on n1 is busy: either it waits for the other"),
+        ([WORKS, SLEEPS], 130.0, "rank 1 on n2 uses no CPU, and rank 0 on n1 is busy: it waits either for the other"),
         ([SLEEPS, WORKS, SLEEPS], 130.0,
-         "the 2 others use no CPU, and rank 1 on n2 is busy: either they wait for that rank"),
+         "the 2 others use no CPU, and rank 1 on n2 is busy: they wait either for that rank"),
         ([WORKS, WORKS, SLEEPS, SLEEPS], 130.0, ""),  # no single rank differs
         ([WORKS], 130.0, ""),
         ([SLEEPS], 130.0, "looks hung: no output for 130 s"),
@@ -185,12 +185,12 @@ def test_a_function_of_torch_that_synchronizes_is_known_without_its_source() -> 
         ([GPU_LOADS, replace(ON_GPU, frames=SYNC), GPU_LOADS], [0, 2], False, True,
          "rank 0 on n1, rank 2 on n3 are not in a collective and use no GPU, others wait"),
         # No rank is suspected, because a hang cannot be distinguished from a long computation.
-        ([GPU_WAITS, GPU_WAITS], [], False, False, "all ranks use their GPUs or wait for them, which may be in a"),
-        ([GPU_WAITS, ON_GPU_IN_LOOP], [], False, False, "all ranks use their GPUs or wait for them, which may be"),
+        ([GPU_WAITS, GPU_WAITS], [], False, False, "all ranks use their GPUs or wait for them; the GPUs may be in a"),
+        ([GPU_WAITS, ON_GPU_IN_LOOP], [], False, False, "all ranks use their GPUs or wait for them; the GPUs may be"),
         ([replace(WAITS, gpu=100), GPU_WAITS, GPU_LOADS], [2], True, True,
          "rank 2 on n3 is not in a collective, the others wait for it; it is at train.py:5 in load()"),
         ([replace(WAITS, gpu=100), GPU_WAITS], [], False, True,
-         "all ranks wait, some in a collective, others for their"),
+         "all ranks wait: some in a collective, others for their"),
     ],
 )  # fmt: skip
 def test_under_nccl_a_rank_that_waits_for_its_gpu_is_not_suspected(

@@ -382,7 +382,7 @@ def test_stragglers_are_named(tmp_path: Path, seconds: list[float], sentence: st
 
 def test_the_host_of_a_straggler_is_named(tmp_path: Path) -> None:
     found = ranks_of(tmp_path, 0.1, 0.1, 0.1, 0.1, 0.2, 0.2, nodes=("a", "b", "c"))
-    assert ranks.comparison(found).startswith("Ranks 4-5 (c) are ")
+    assert ranks.comparison(found).startswith("Ranks 4-5 (c) take ")
     assert [rank.host for rank in found] == ["a", "a", "b", "b", "c", "c"]
 
 

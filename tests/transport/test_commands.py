@@ -30,8 +30,8 @@ def test_a_wrong_login_timeout_is_a_wrong_call(value: str, monkeypatch: pytest.M
     assert raised.value.code == 2
 
 
-def test_the_login_shell_gets_less_time_than_the_reply() -> None:
-    """Otherwise the message would be that the node did not reply in time."""
+def test_the_timeout_of_the_login_shell_is_shorter_than_the_timeout_of_the_reply() -> None:
+    """Otherwise the message about a slow login shell would be that the node did not reply in time."""
     command = SshCommands(print).command(RunNode("n1", "ada@n1", 1, 0), ["true"], timeout=20)
     assert command[command.index("--within") + 1] == "19"
 
@@ -70,7 +70,7 @@ def test_the_loop_does_not_search_all_clients_when_one_has_exited(monkeypatch: p
     assert not compared
 
 
-def test_a_command_gets_its_input_at_once_and_ends_when_the_input_is_ended() -> None:
+def test_a_command_gets_input_before_its_input_is_closed_and_exits_when_its_input_is_closed() -> None:
     calls, printed = Calls(), bytearray()
     replies: list[Reply] = []
     client = calls.call("n1", ["cat"], replies.append, sent=b"a", keep_input=True, on_output=printed.extend)
