@@ -1,9 +1,9 @@
 """Measure the cost of the dispatcher for 100 servers of 8 slots and 10,000 jobs.
 
-The servers are simulated in this process: no ssh, no job runs; each job ends after its time and reports progress until
-then, as host.py does. The journal is real, and synced in the given directory (choose one on a real disk); results.json
-and results.html are written as usual. The CPU time is that of this process, including the simulation, from the first
-connection to the last result; only the page is written by another process.
+The servers are simulated in this process, without ssh and without processes of jobs. A simulated job reports progress,
+as host.py does, and ends after its run time. The journal is real: it is synced to disk in --directory (choose one on a
+real disk). results.json and results.html are written as usual. The CPU time is that of this process, including the
+simulation, from the first connection to the last result; it excludes results.html, which another process writes.
 
     python -m benchmarks.jobs_scale [--servers 100] [--slots 8] [--jobs 10000] [--seconds 1.5] [--directory .]
 """

@@ -1,8 +1,9 @@
-"""Time and memory of a launch with 4 to 64 nodes: to start, to show the status, to stop, and to the verdict.
+"""Measure launches with 4 to 64 nodes: the time to start, show the status, stop and report a failure, and the memory.
 
-Laboratory nodes with one rank each, on one machine. Launcher, ssh, preflight check and supervisors are the real ones.
-The agent is replaced by a program that only starts its rank: 64 imports of PyTorch do not fit here. It is in a
-directory `torch` in the working directory, where `--agent torchrun` finds it. See scale.py for agents. Needs root.
+The nodes are laboratory nodes on one machine, with one rank each. Launcher, ssh, preflight check and supervisors are
+the real ones. The agent is replaced by a program that only starts its rank, because 64 processes that import PyTorch
+are too many for one machine. This program is in a directory `torch` in the working directory, where `--agent torchrun`
+finds it. scale.py measures agents. Needs root.
 
     python -m benchmarks.scale_nodes [4 8 16 32 64]
 """
@@ -82,10 +83,10 @@ def resources(launcher: int) -> tuple[int, int, float]:
     for line in children.stdout.decode(errors="replace").splitlines():
         pid, parent, command = line.split(maxsplit=2)
         commands[int(pid)] = int(parent), command
-    for _ in range(3):  # the clients, and what they have started
+    for _ in range(3):  # children, their children, and so on: the ssh clients and the processes that they started
         found |= {pid for pid, (parent, _) in commands.items() if parent in found}
     sockets = {one[1] for pid in found if (one := re.search(r"ControlPath=(\S+/)%C", commands[pid][1]))}
-    for pid, (_, command) in commands.items():  # ssh's masters are in the background
+    for pid, (_, command) in commands.items():  # ssh's shared connections are not descendants of the launcher
         if command.startswith("ssh: ") and any(directory in command for directory in sockets):
             found.add(pid)
     memory = 0.0

@@ -5,9 +5,10 @@
     python tests/random_faults.py --seed 7 --count 200 --topology nodes      3 laboratory nodes, 2 ranks each
     python tests/random_faults.py --seed 7 --only 12 --topology nodes        repeat the fault 12 of this seed
 
-Each fault is drawn from its seed and number: what fails (a process is killed or stopped, a node is cut or powered off,
-a disk is full, a rank raises, the run is stopped, ...; sometimes two of them), and when (during the start, at a step,
-during a save, during a restart, at the end). The training is faulty_train.py with --max-restarts. Checked afterwards:
+Each fault is drawn from its seed and number: what fails (a process is killed or stopped, a node is disconnected or
+powered off, a disk is full, a rank raises, the run is stopped, ...; sometimes two of them), and when (during the start,
+at a step, during a save, during a restart, at the end). The training is faulty_train.py with --max-restarts. These
+conditions are checked afterwards:
 
 - The launcher has ended. Its exit code is the one in the verdict, and one that the fault may cause.
 - The verdict of each attempt that failed names a cause, node and rank that the fault explains.
@@ -79,7 +80,7 @@ HANGS = ("hangs", "loops", "SIGSTOP of rank")
 class Fault:
     """One thing that fails."""
 
-    what: str  # such as "SIGKILL of rank", "cut", "raises"
+    what: str  # such as "SIGKILL of rank", "cut" (lab.sh cut: the node is disconnected), "raises"
     rank: int  # the rank that fails, or a rank on the node that fails
     pause: float  # seconds until a node is healed, or until a stopped process gets SIGCONT (ranks get none)
 
@@ -120,7 +121,7 @@ def draw(seed: int, number: int, topology: str) -> Case:
         for _ in range(1 + (rng.random() < 0.15))
     )
     moment, step = rng.choice(MOMENTS), rng.randrange(2, STEPS - 2)
-    if any(one.what == "damaged checkpoint" for one in faults):  # without an older one, resuming is refused
+    if any(one.what == "damaged checkpoint" for one in faults):  # the run must resume from an older checkpoint
         moment, step = rng.choice(("step", "save")), rng.randrange(2 * SAVE_EVERY + 2, STEPS - 2)
     return Case(number, faults, moment, rng.random(), step, rng.randrange(ranks))
 
@@ -183,7 +184,7 @@ def expected(fault: Fault, node: str, topology: str, moment: str) -> Expected:  
     if process == "launcher" and name != "SIGSTOP":
         return Expected((), (-signal.Signals[name],))
     if process == "launcher":
-        return Expected((any_lost,) if several and times_out else (), required=False)  # or the run ends first
+        return Expected((any_lost,) if several and times_out else (), required=False)  # the run may end first
     if process == "ssh" and name != "SIGSTOP":
         return Expected((Cause(f"{lost.pattern}: its ssh client on the launching side", lost.codes, node),))
     if process == "ssh":

@@ -77,7 +77,7 @@ class Handler:
     record: failure_records.RankRecord
 
     def close(self, death_sig: signal.Signals) -> None:
-        """Pass the agent's signal on. SIGHUP and SIGQUIT become SIGTERM, on which the rank may write a checkpoint."""
+        """Send death_sig to the rank, but SIGTERM for SIGHUP and SIGQUIT, so that the rank may write a checkpoint."""
         self.proc.signal(signal.SIGTERM if death_sig in (signal.SIGHUP, signal.SIGQUIT) else death_sig)
 
 
@@ -206,7 +206,7 @@ class Agent(LocalElasticAgent):
         with signals.held():
             # SIGCHLD ends the wait: failures that are milliseconds apart are recorded in their order.
             woken = ForkedRanks.server.wakeup.wait(POLL_INTERVAL)
-            self.reap_ranks(read_records=woken)  # no records without a wakeup: ten reads per second are too many
+            self.reap_ranks(read_records=woken)  # read records only after a wakeup, not ten times per second
             if first := self._first_failure():
                 if self.membership:
                     reason = f"rank {first.rank} failed with exit code {first.exit_code}"
@@ -292,7 +292,7 @@ class Agent(LocalElasticAgent):
         """Wait until all ranks have exited, at most this long."""
         end = time.monotonic() + seconds
         while self.has_ranks() and time.monotonic() < end:
-            signals.handle()  # before the wait: an earlier wait may have read the wakeup of a pending signal
+            signals.handle()  # an earlier wait may have consumed the wakeup of a deferred signal
             ForkedRanks.server.wakeup.wait(max(0.0, end - time.monotonic()))
 
 
@@ -394,7 +394,7 @@ def _run_attempts(options: argparse.Namespace, pipes: AttemptPipes | None) -> in
             gc.collect()
         request = pipes.next_attempt(outcome)
         _set_stop_signals(signal.SIG_DFL)
-        if request is None or pipes.at_end():  # the run ends; a signal of the supervisor may have been ignored
+        if request is None or pipes.at_end():  # the run ends; the agent may have ignored its stop signal
             return code
         apply_request(request, options)
 

@@ -38,7 +38,7 @@ def best_interval(cost: float, mtbf: float) -> float:
 
 
 class SaveInterval:
-    """Decides after each step whether a save is due, with the same result on all ranks, which make the same calls."""
+    """Decides after each step whether a save is due. All ranks must make the same calls, and get the same result."""
 
     def __init__(self, every: int | Literal["auto"], mtbf: float, ranks: Ranks, step: int) -> None:
         """every: steps between saves; 0: never due. mtbf: for auto, in seconds. step: number of completed steps."""
@@ -47,7 +47,7 @@ class SaveInterval:
         self._saved, self._steps, self._chosen = step, FIRST, False
 
     def is_due(self, step: int, step_seconds: float, blocked: Sequence[float]) -> bool:
-        """Return whether the caller must save after this step. With auto, collective if a save may be due.
+        """Return whether the caller must save after this step. With auto, a call is collective when a save may be due.
 
         step_seconds: duration of a step. blocked: seconds that each save so far has blocked the training. Of both
         arguments, only the values on rank 0 determine the interval.

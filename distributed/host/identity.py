@@ -9,7 +9,7 @@ import os
 import sys
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # typing itself would cost milliseconds
+if TYPE_CHECKING:  # importing TYPE_CHECKING from typing would take milliseconds
     from collections.abc import Sequence
 
 
@@ -30,7 +30,7 @@ def user() -> str:
 
 
 def versions(path: Sequence[str] | None = None) -> dict[str, str | None]:
-    """Versions of this interpreter and of PyTorch, which is found by its dist-info directory in `path` (sys.path)."""
+    """Versions of this interpreter and of PyTorch, whose dist-info directory is in `path` (default: sys.path)."""
     return {"python": sys.version.split()[0], "torch": _torch_version(sys.path if path is None else path)}
 
 

@@ -1,4 +1,4 @@
-"""What the dispatcher knows of a server: its requests, events and errors, and the state of its connection."""
+"""The interface between the dispatcher and a server: requests, events, errors, and the state of the connection."""
 
 from __future__ import annotations
 

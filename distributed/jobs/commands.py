@@ -95,7 +95,7 @@ PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"
 PROGRAMS = (PROGRAM, TWO_PHASE, "distributed_train_helper.py")
 BACKENDS = ("ssh", "local", "slurm")
-SHOWN = 10  # maximum number of failed jobs in the summary, and of leaks in one message
+SHOWN = 10  # maximum number of failed jobs in the summary, and of leaks (see leak_warnings) in one message
 WRITE_INTERVAL = 0.5  # seconds between checks whether to write the results, and between updates of the table
 BASE_OPTIONS = {  # options of run_two_phase_training.py, with their defaults
     "base_models": None, "skip_phase1": False, "refuse_leaks": False, "evict_after_copy": False,

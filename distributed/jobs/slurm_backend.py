@@ -12,9 +12,9 @@ directory, Muster, and the Python interpreter. In cluster_config.json:
 
 In jobs_config.json, `_timeout` also sets --time, and `_labels` set --constraint.
 
-Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. array_task describes
-the files of an attempt; element derives its state from these files and SLURM's queue. Elements are submitted with
---no-requeue: after the loss of a node, the dispatcher starts a new attempt.
+Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. array_task.py
+describes the files of an attempt; element.py derives the state of an attempt from these files and SLURM's queue.
+Elements are submitted with --no-requeue: after the loss of a node, the dispatcher starts a new attempt.
 """
 
 from __future__ import annotations
@@ -437,7 +437,7 @@ class SlurmServer(JobServer):
         self._hold(starts[0], reason)
 
     def _hold(self, start: PendingStart, reason: str = "") -> None:
-        """Submit an attempt later. It is reported as running: withdrawing its job specification can stop it."""
+        """Submit an attempt later. It is reported as running. To stop it, its job specification is withdrawn."""
         self._held.append(start)
         self._elements[start.element.name] = start.element
         start.answer({"state": "running"})

@@ -1,6 +1,6 @@
 """The state of a job list, derived from the records of its journal.
 
-Every change of state is a record. A record is applied when it is added to the journal, before the journal is written,
+Every change of state is a record. A record is applied when it is added to the journal, before it is written to disk,
 and again when a restarted dispatcher reads the journal.
 """
 

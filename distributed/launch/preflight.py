@@ -31,7 +31,7 @@ def judge(
     """Faults, warnings, and the rendezvous as "ADDRESS PORT"; "" if there is a fault.
 
     Args:
-        replies: node -> its reply, by node rank.
+        replies: node -> its reply, in the order of the node ranks.
         processes: node -> number of its ranks.
     """
     values = {name: reply.value() for name, reply in replies.items()}

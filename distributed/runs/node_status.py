@@ -339,7 +339,7 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
 
 
 def stopped_processes(run: str, node: str, processes: Sequence[RunProcess]) -> tuple[int, ...]:
-    """Return the ids of all stopped (SIGSTOP) processes among the supervisor and those processes that are no ranks."""
+    """Return the ids of stopped (SIGSTOP) processes: the supervisor, and `processes` that belong to no rank."""
     others = [one.pid for one in processes if one.local_rank is None]
     supervisor = process_scan.live_pid(read_json(Path(run, f"node_{node}.pid")).get("supervisor"))
     found = {pid: process_scan.process(pid) for pid in (supervisor, *others)}

@@ -8,7 +8,7 @@ RUN is the run directory, GRACE the seconds between SIGTERM and SIGKILL, COUNTS 
 
 The task communicates with distributed/launch/srun.py, on the launcher's side, through srun:
 
-    standard output   lines for the console (ERROR precedes a line of standard error), and reports; see
+    standard output   lines for the console (the byte ERROR precedes a line of standard error), and reports; see
                       distributed/launch/node_reports.py
     standard input    the supervisor's control channel: requests, and an empty line as a heartbeat
 
@@ -82,7 +82,7 @@ class Task(supervisor.Supervisor):
         self._passed_on: dict[int, float] = {}  # signal from the launcher -> when to send it
         self._missed: set[int] = set()  # signals that arrived before the command had a handler
         self._repeat_at = 0.0
-        # An agent restores the default actions in its ranks.
+        # An agent also ignores the signals of PASSED_ON. It restores their default actions in its ranks.
         self.IGNORED = signals.PROTECTED if is_rank else (*signals.PROTECTED, *signals.PASSED_ON)
         os.makedirs(os.path.dirname(self.files.pids), exist_ok=True)
         options = supervisor.SupervisorOptions(["--dir", run, "--name", self.files.name], grace)
@@ -202,9 +202,10 @@ class Task(supervisor.Supervisor):
         self._streams[0].put(self._report(end=end, **facts))
 
     def must_wait(self) -> bool:
-        """Wait until the launcher closes the control channel: it has then received the final reports of all tasks.
+        """Whether to continue: a task must not exit before the launcher closes the control channel.
 
-        If a failed task exited earlier, srun would kill the other tasks.
+        The launcher closes the channel after it has received the final reports of all tasks. If a failed task exited
+        earlier, srun would kill the other tasks.
         """
         in_time = time.monotonic() < self._kill_at + supervisor.UNKILLABLE_TIMEOUT
         return self._attached or (super().must_wait() and in_time)

@@ -1,4 +1,7 @@
-"""--sync lists files that git does not ignore; outside a checkout, all but results. rsync copies each listed file."""
+"""--sync lists the files that git does not ignore or, outside a checkout, all files except results and .venv.
+
+rsync copies each listed file.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,7 @@ def test_outside_a_checkout_everything_but_results_is_copied(tmp_path: Path) -> 
     assert (tmp_path / "copy" / "empty").is_dir()
 
 
-def test_any_name_and_symbolic_links_are_copied(work: Path, tmp_path: Path) -> None:
+def test_files_with_any_name_and_symbolic_links_are_copied(work: Path, tmp_path: Path) -> None:
     write(work, "tracked/x", *(f"{where}/{name}" for name in ODD_NAMES for where in ("tracked", "other")), *ODD_NAMES)
     for name, target in (("to_file", "tracked/x"), ("to_directory", "tracked"), ("dangling", "nowhere")):
         (work / name).symlink_to(target)
@@ -171,7 +174,7 @@ def test_a_file_that_vanishes_after_it_was_listed_is_left_out(work: Path, tmp_pa
     assert copied(work, tmp_path / "copy", vanishing="sub/vanishes") == {"stays"}
 
 
-def test_a_checkout_in_which_git_ignores_everything_is_an_empty_list(work: Path, tmp_path: Path) -> None:
+def test_nothing_is_copied_from_a_checkout_in_which_git_ignores_everything(work: Path, tmp_path: Path) -> None:
     write(work, "a")
     (work / ".gitignore").write_text("*\n")
     assert copied(work, tmp_path / "copy") == set()

@@ -1,4 +1,4 @@
-"""The tmux session of a server: its panes are in slot order, and remove() ends only that of the given job list."""
+"""The tmux session of a server: its panes are in slot order, and remove() ends no session of another job list."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_hang_ends_the_run_with_124_unless_it_is_ending_or_the_attempt_has_end
         (0.0, True, (0.0, False)),  # not checked
     ],
 )
-def test_ranks_that_may_wait_for_another_launcher_are_stopped_only_with_hang_timeout(
+def test_a_run_whose_ranks_may_wait_for_ranks_of_other_launchers_is_stopped_only_with_hang_timeout(
     option: float | None, all_ranks_here: bool, limits: tuple[float, bool]
 ) -> None:
     assert hang_limits(option, all_ranks_here) == limits

@@ -33,7 +33,7 @@ def test_a_sample_includes_the_children_of_each_rank(tmp_path: Path, monkeypatch
     process(proc, 21, parent=20, output=output_of(0), ticks=20)
     process(proc, 30, parent=10, output=output_of(1), ticks=7)
     fields = (proc / "20/stat").read_text().split()
-    fields[17:19] = ["3", "4"]  # CPU time of exited children; the name "(a ) b)" is three of the fields
+    fields[17:19] = ["3", "4"]  # CPU time of exited children; split() makes three fields of the name "(a ) b)"
     (proc / "20/stat").write_text(" ".join(fields))
     monkeypatch.setattr(node_status, "output_files", lambda run, node: {0: [directory, directory / "none"]})
     directory.mkdir()
