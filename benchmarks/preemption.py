@@ -1,4 +1,4 @@
-"""Cost of a preemption on SLURM: time until the checkpoint is published, until all processes exit, and to resume.
+"""Cost of a preemption on SLURM: the time to publish the checkpoint, to end all processes, and to resume the job.
 
 Two nodes of 2 ranks train alternately as a job of Muster's slurm_train.sh and as a baseline job, whose batch script is
 the line `srun python -u train.py`. Both run the same train.py: the differences are how the signal reaches it and what
@@ -50,9 +50,9 @@ class PreemptionSeconds:
     """Durations in seconds."""
 
     first_step: float  # from the start of the batch script
-    checkpoint: float  # from the signal, like the next ones
-    tasks: float
-    job: float
+    checkpoint: float  # from the signal to the published checkpoint
+    tasks: float  # from the signal to the exit of the last task
+    job: float  # from the signal to the exit of the last process of the job
 
 
 @dataclass(frozen=True)

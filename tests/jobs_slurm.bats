@@ -1,7 +1,8 @@
 #!/usr/bin/env bats
 #
-# Job lists on a real SLURM: all attempts that can start are one array, results are the same as over ssh, and after any
-# failure no job runs twice and none is lost. scancel, preemption, time limits and node failures are distinguished.
+# Job lists on a real SLURM: all attempts that can start are submitted as one job array, results are the same as over
+# ssh, and after any failure no job runs twice and none is lost. scancel, preemption, time limits and node failures are
+# distinguished.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -129,7 +130,7 @@ queue_is_empty() {
 }
 
 
-element_of() { # <name>: ARRAY_INDEX of its newest attempt
+element_of() { # <name>: print the SLURM job id (<array>_<index>) of the newest attempt of this job
   local id attempt
   id=$("$VIRTUAL_ENV/bin/python" -c '
 import json, sys
@@ -179,7 +180,7 @@ start_slurmctld() {
 # ---------------------------------------------------------------- a list
 
 
-@test "nine jobs are one array, each runs once on its own GPU, and results, table, log and page are as over ssh" {
+@test "nine jobs are one SLURM job array, each runs once on its own GPU, and all output is the same as over ssh" {
   cluster '"gpus": 1'
   for fold in 0 1 2 3 4 5 6 7 8; do
     echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 1, \"texts\": [\"it's\", \"\$x;\"]}"
@@ -208,7 +209,7 @@ start_slurmctld() {
 }
 
 
-@test "an added job starts after the job that it needs, and its number of GPUs may exceed the number of jobs" {
+@test "an added job starts after the job that it needs, and may request more GPUs than the list has jobs" {
   cluster '"gpus": 2'
   job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go\", \"prefix\": \"a\"}"
   start_list
@@ -428,7 +429,7 @@ END
 }
 
 
-@test "sbatch outlives its dispatcher, and submits attempts that resume has also submitted: none runs twice" {
+@test "if sbatch outlives its dispatcher and submits attempts that resume has submitted already, none runs twice" {
   cluster '"gpus": 0'
   printf '{"name": "%s", "until": "'"$PWD"'/go"}\n' a b c | job_list
   stub_sbatch
@@ -497,7 +498,7 @@ two_arrays() {
 }
 
 
-@test "a job that is preempted by a job in partition urgent is restarted, without a counted failure" {
+@test "a job that is preempted by a job in partition urgent is restarted, and this is not counted as a retry" {
   cluster '"gpus": 0' --exclusive
   echo "{\"name\": \"a\", \"until\": \"$PWD/go\", \"_retries\": 0}" | job_list
   start_list
@@ -514,7 +515,7 @@ two_arrays() {
 }
 
 
-@test "a job on a node that is marked DOWN is restarted elsewhere, without a counted failure" {
+@test "a job on a node that is marked DOWN is restarted elsewhere, and this is not counted as a retry" {
   local node
   cluster '"gpus": 0'
   echo "{\"name\": \"a\", \"until\": \"$PWD/go\", \"_retries\": 0}" | job_list
@@ -697,7 +698,7 @@ waiting_for_base() { # <number>: check that this many experiments wait in SLURM'
 }
 
 
-@test "experiments leave SLURM's queue if their base training fails; they are queued again if it is retried, or fail" {
+@test "if a base training fails, its experiments leave SLURM's queue; a retry queues them again, else they fail" {
   three_experiments "\"base_exit\": 3, \"base_exit_once\": \"$WORK/tried\""
   start_list
   wait_until_started base

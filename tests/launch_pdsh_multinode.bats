@@ -102,7 +102,7 @@ END
 }
 
 
-# The agents of the other nodes detect it when heartbeats time out, as with ssh.
+# As with ssh, the agents of the other nodes detect the disconnected node when heartbeats time out.
 # bats test_tags=soak
 @test "a disconnected node ends the run with 69, and its own processes exit" {
   write_endless_script

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
 # --lease 0: a run outlives its launcher, and --attach follows it again, with restarts, verdict and exit code as if the
-# launcher had never ended. With a lease, nothing of the run remains.
+# launcher had never ended. With a lease, all processes of the run exit when the launcher exits or is suspended.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -127,7 +127,7 @@ refused() { # <text> <argument of the launcher...>
 }
 
 
-@test "with a lease, nothing remains on any node when the launcher is silent, or killed" {
+@test "with a lease, all processes on all nodes exit when the launcher is suspended or killed" {
   CALL=("$AUTO" --lease 5 --script "my script.py" - 1 "$N1" "$N2" --)
   start out "${CALL[@]}"
   wait_for_line out "at work"
@@ -170,7 +170,7 @@ refused() { # <text> <argument of the launcher...>
 }
 
 
-@test "values of --env are not recorded, so a run that could restart without them is not followed" {
+@test "values of --env are not recorded, so --attach refuses a run that has --env and --max-restarts" {
   CALL=("$SINGLE" --lease 0 --max-restarts 1 --env A=1 --script "my script.py" - 2 --)
   start_and_kill_launcher
   refused "--env" "${CALL[0]}" --attach latest "${CALL[@]:1}"
@@ -185,7 +185,7 @@ refused() { # <text> <argument of the launcher...>
 }
 
 
-@test "a failure while no launcher followed is found at once, and restarts the run if that is allowed" {
+@test "--attach finds at once that the run failed while it had no launcher, and restarts it if that is allowed" {
   mkdir scratch && ln -s scratch logs
   CALL=("$AUTO" --lease 0 --script "my script.py" - 1 "$N1" "$N2" --)
   start_and_kill_launcher
@@ -203,7 +203,8 @@ refused() { # <text> <argument of the launcher...>
   attach
   wait_for_line again "at work, restart 1"
   grep -q "restart 1 of 1" again
-  run -0 "$SCRIPTS/status.sh" # restarted processes use the same path of the run directory, with its symbolic link
+  # status.sh finds the restarted processes: they, too, have the path of the run directory with the symbolic link.
+  run -0 "$SCRIPTS/status.sh"
   [[ "${lines[0]}" == *": running for "* && "$output" != *"not running"* ]]
   kill -KILL -- "-$LAUNCHER" # the restarted attempt has no lease either
   wait "$LAUNCHER" || true
@@ -214,7 +215,7 @@ refused() { # <text> <argument of the launcher...>
 }
 
 
-@test "the processes of a supervisor that was killed while no launcher followed are ended, and the loss is reported" {
+@test "if a supervisor was killed while the run had no launcher, --attach stops its processes and reports the failure" {
   CALL=("$AUTO" --lease 0 --script "my script.py" - 1 "$N1" "$N2" --)
   start_and_kill_launcher
   kill -KILL "$(pid_of supervisor "$N2")" "$(pid_of guard "$N2")"

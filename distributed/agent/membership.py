@@ -10,8 +10,8 @@ In each round a node writes its heartbeat and reads one number, the key NEWS. If
 the keys that are for all nodes. The first node reads the heartbeats of all nodes with few operations. The work of the
 store therefore grows with the number of nodes, and not with its square.
 
-The keys of a run have its id as a prefix. A refused node exits and writes at most the key "refused". The first node
-logs the value of this key, and the run continues.
+The keys of a run have its id as a prefix. A node that may not join the run (see _may_join) exits, and writes at most
+the key "refused". The first node logs the value of this key, and the run continues.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ REPORT_INTERVAL = 5.0  # seconds between messages about missing nodes
 UNJOINED_REPORT_INTERVAL = 15.0  # seconds between messages of a node that has not joined
 RECORDS_TIMEOUT = 4.0  # seconds to wait for the failure records of all nodes
 CLOSE_TIMEOUT = 1.0  # seconds to wait for the thread
-LEAVE_TIMEOUT = 2.0  # seconds until the thread has written that this node left; on the first node, until all nodes left
+# Seconds to wait until the thread has written that this node left. The first node waits until the other nodes left.
+LEAVE_TIMEOUT = 2.0
 MAX_HEARTBEATS = 10_000  # per second, of all nodes together; a large run extends both heartbeat intervals
-MISSING_ROUNDS = 10  # the number of rounds after which a node reads which nodes are missing
+MISSING_ROUNDS = 10  # until all nodes have joined, a node reads once in this many rounds which nodes are missing
 SHOWN_MISSING = 16  # names in a message about missing nodes
-SHARED_RECORDS = 16  # nodes whose failure records all nodes receive
-KEYS_PER_CALL = 400  # maximum: while a request arrives in parts, the store parses it again for each part
+SHARED_RECORDS = 16  # the first node sends the failure records of at most this many nodes to all nodes
+KEYS_PER_CALL = 400  # at most; a large request arrives in parts, and the store parses it again after each part
 MAX_FILES = 1 << 16  # open files of the first node, to which each agent and each rank of the run connects
 RUN_KEY = "muster/run"  # the PublishedRun that owns the store
 NEWS = "news"  # key of a counter: how often the keys for all nodes have changed
@@ -299,8 +300,8 @@ class Membership:
     def _claim(self, store: Store, run: PublishedRun) -> bool:
         """Claim the node rank. Returns False if the run is over.
 
-        If a node that sends no heartbeats has claimed the rank, wait until its loss ends the run. Raises
-        RendezvousFailed when that node sends a heartbeat.
+        If another node has claimed the rank, wait for a heartbeat of that node, then raise RendezvousFailed. If that
+        node sends none, its heartbeat timeout ends the run.
         """
         before = read_value(store, f"heartbeat/{self.rank}")
         while not (self._closed or is_over(store)):
@@ -330,7 +331,7 @@ class Membership:
             else:
                 self._store.set(key, json.dumps(value))
             self._has_left = self._has_left or (key == f"left/{self.rank}" and not self._coordinator)
-        if self._has_left and not self._coordinator:  # the first node closes the store when all others have left
+        if self._has_left and not self._coordinator:  # the first node continues: the other nodes need its store
             self._closed = True
             return
         self._store.set(f"heartbeat/{self.rank}", json.dumps(time.monotonic()))

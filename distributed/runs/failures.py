@@ -81,7 +81,7 @@ class Evidence:
 
     @property
     def signal(self) -> SentSignal | None:
-        """The latest signal, in its first record: with pdsh, the launcher records a signal, then each supervisor."""
+        """The first record of the latest signal: with pdsh, the launcher and each supervisor record the same signal."""
         return next((one for one in self.signals if one.name == self.signals[-1].name), None)
 
 
@@ -146,7 +146,7 @@ def _merge(cause: Failure, end: Failure) -> Failure:
         return end  # the exception is from an earlier attempt
     code = cause.exit_code
     if code is None:
-        # After an exception Python exits with 1. A code above 128 means that threads of PyTorch aborted it before.
+        # After an exception Python exits with 1. If the code is above 128, a PyTorch thread aborted the process first.
         code = 1 if cause.exception and cause.traceback and (end.exit_code or 0) > 128 else end.exit_code
     return replace(
         cause,
@@ -244,7 +244,8 @@ def _lost_connections(run: Path, warnings: list[str]) -> Iterator[Failure]:
 def _supervisor_records(run: Path, facts: Json, warnings: list[str], disconnected: Set[str]) -> Iterator[Failure]:
     """Read errors/supervisor_<name>.json of supervisors that were killed, lost their launcher or killed their agent.
 
-    disconnected: nodes whose connection the launcher lost. Its own record says more than that of the supervisor.
+    disconnected: nodes to which the launcher lost the connection. The launcher's record of the loss says more than the
+    message of the supervisor.
     """
     entries = map(mapping, listed(facts.get("layout")))
     without_ssh = {text(entry.get("node")) for entry in entries if not entry.get("address")}
@@ -253,7 +254,7 @@ def _supervisor_records(run: Path, facts: Json, warnings: list[str], disconnecte
         node, time = path.name[11:-5], _seconds(record)
         if record.get("cause") == "killed":
             yield Failure(node, time=time, exit_code=128 + signal.SIGKILL, program="supervisor")
-        elif record.get("cause") == "launcher lost" and node in without_ssh:  # there is no connection to lose
+        elif record.get("cause") == "launcher lost" and node in without_ssh:  # the launcher was killed
             yield Failure(node, time=time, exit_code=128 + signal.SIGKILL, program="launcher")
         elif (message := text(record.get("message"))) and node not in disconnected:
             yield Failure(node, time=time, message=message)
@@ -273,7 +274,7 @@ def _failed_agents(known: Evidence, logs: Logs, recorded: set[str]) -> Iterator[
         if of_ranks:
             continue
         texts = [line.text for line in log.get(None, []) if line.text.strip()]
-        # srun prints more lines after a message about node_env.sh.
+        # A message about node_env.sh is the cause, although srun prints more lines after it.
         texts = [text for text in texts if code == UNFIT and NODE_ENV in text] or texts
         last = LoggedException(None, texts[-1] if texts and code < 128 else "", "")
         yield Failure(node, exit_code=code, **(raised.get(None) or last)._asdict())

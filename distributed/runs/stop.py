@@ -22,7 +22,7 @@ END_TIMEOUT = 15.0  # seconds after the grace period for the launcher to stop it
 KILL_TIMEOUT = 5.0  # seconds for the launcher to exit when its nodes have been stopped
 CANCEL_TIMEOUT = 120.0  # seconds for a job to end after scancel
 PROGRESS_INTERVAL = 5.0  # seconds between two messages while waiting
-GRACE = 30  # grace period of a job without a run, seconds: its own value is not known
+GRACE = 30  # seconds; assumed for a job without a run directory, which would contain its grace period
 
 
 class Stop:
@@ -98,7 +98,10 @@ class Stop:
                 os.kill(pid, signal.SIGKILL)
 
     def _awaited(self) -> str:
-        """For wait(): empty if the launcher does not run. The start time is compared because process ids are reused."""
+        """Return the text that wait() logs while the launcher runs, or "" if the launcher does not run.
+
+        The start time is compared because process ids are reused.
+        """
         runs = self._launcher.state == RUNNING and start_time(self._launcher.pid) == self._launcher.since
         return f"the launcher (process {self._launcher.pid}) to exit" if runs else ""
 
@@ -148,7 +151,10 @@ def stop_job(job: str, state: str, grace: float, now: bool, messages: Messages) 
 
 
 def wait(seconds: float, interval: float, awaited: Callable[[], str], log: Callable[[str], None]) -> bool:
-    """Wait until awaited(), which describes what has not happened yet, returns "". Returns False on timeout."""
+    """Call awaited() until it returns "". Returns False on timeout.
+
+    awaited: describes the event that has not happened yet, such as "job 7 to end"; returns "" after the event.
+    """
     start = reported = time.monotonic()
     while waiting_for := awaited():
         now = time.monotonic()

@@ -113,7 +113,7 @@ def speed_of(collective: str, ranks: int, size: int, iterations: int, seconds: f
     Bus bandwidth is comparable with the hardware's: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
     algorithm = size / seconds / 1e9
-    share = (ranks - 1) / ranks  # of a message that a rank sends to the others
+    share = (ranks - 1) / ranks  # the part of each message that goes to other ranks
     bus = algorithm * {"all_reduce": 2 * share, "broadcast": 1.0}.get(collective, share)
     return Speed(collective, size, iterations, seconds, algorithm, bus)
 

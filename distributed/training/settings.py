@@ -47,7 +47,7 @@ class ConfigError(ValueError):
 
 
 def _absolute(path: Path) -> Path:
-    """Make a path absolute, relative to the working directory; ~ is the home directory."""
+    """Make a path absolute. A relative path starts at the working directory, and ~ is the home directory."""
     try:
         return path.expanduser().absolute()
     except RuntimeError:
@@ -111,7 +111,7 @@ class Data(Section):
     # A participant is a domain of the text; one of them is the target of cross-validation.
     # path: a text file, a directory of text files, a .bin token file, or a directory with train.bin.
     path: AbsolutePath | None = None
-    domains: list[str] | None = Field(None, min_length=1)  # of the text, or of the directory; null: all
+    domains: list[str] | None = Field(None, min_length=1)  # names of the participants; null: all domains of the text
     participant: str | None = Field(None, min_length=1)  # the target; null: none
     mode: Literal["heldout", "single", "pooled", "base_only", "full_fine_tuning", "from_scratch"] = "heldout"
     base_participants: list[str] | None = Field(None, min_length=1)  # of the base model; null: all but the target
@@ -525,7 +525,11 @@ ALIASES = {
 
 
 def _unknown(path: Sequence[str], value: Any) -> Iterator[tuple[str, str]]:
-    """Yield an unknown key and its remedy; or, for an unknown section, those of its keys that have a remedy, if any."""
+    """Yield an unknown key and its remedy.
+
+    For an unknown section, yield instead those of its keys that are settings of another section or of another training
+    script, if there are any.
+    """
     known = _keys_of(path[0]) if len(path) > 1 and path[0] in Settings.model_fields else [*Settings.model_fields]
     similar = difflib.get_close_matches(path[-1], known, n=1)
     inner = value if isinstance(value, Mapping) and len(path) == 1 and not similar else {}
@@ -612,7 +616,8 @@ def _apply_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | 
         found["data.participant"] = "--fold", participant
     for key, (argument, value) in found.items():
         _put(tree, key, value, argument)
-    _put(tree, "checkpoint.dir", None, "a job")  # in the run directory: jobs with one settings file must not share it
+    # Checkpoints are in the run directory: jobs with the same settings file must not have the same checkpoint.dir.
+    _put(tree, "checkpoint.dir", None, "a job")
     return {key: argument for key, (argument, _) in found.items()}
 
 

@@ -243,7 +243,8 @@ set_run_options() { # <argument of run_nodes...>
 }
 
 
-# Print lists for the standard input of distributed/launch/run.py, because all users can read arguments.
+# Print the lists that distributed/launch/run.py reads from standard input. They are not arguments, because all users
+# of a machine can read the arguments of a process.
 print_lists() {
   print_environment
   print_list call "${CALL[@]}"

@@ -1,6 +1,7 @@
-"""distributed_train_helper.py and `cache`: base models of a list, differences between jobs, content of the cache.
+"""distributed_train_helper.py, and the command `cache` of run_two_phase_training.py.
 
-Numbers and names are those of the plan, errors name a remedy, and read-only and wrong calls change nothing.
+The helper reports the base models of a job list, with the numbers and names of the plan, and the differences between
+two jobs. `cache` lists, verifies and removes base models. Errors name a remedy. Wrong calls change nothing.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def test_cached_base_models_are_not_counted_as_trainings(helper: Call) -> None:
     assert facts(helper("jobs.json")[1])["base models"] == "3; 2 in the cache, 1 to train"
 
 
-def test_unknown_numbers_name_the_missing_setting(helper: Call) -> None:
+def test_if_a_number_is_unknown_the_report_names_the_missing_setting(helper: Call) -> None:
     code, out, _ = helper("jobs.json")
     assert code == 0
     known = facts(out)
@@ -430,7 +431,7 @@ def test_a_wrong_cache_call_is_refused_and_removes_nothing(
     assert kept.exists()
 
 
-def test_unusual_manifests_are_listed_and_invalid_ones_are_damaged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusual_manifests_are_listed_and_invalid_ones_reported_as_damaged(capsys: pytest.CaptureFixture[str]) -> None:
     path = train("d" * 64, created="yesterday", settings=[1])
     train("e" * 64, settings={"participants": ["a"], "fold": 7}, held_out_loss="low")
     assert two_phase.main(["cache", "list"]) == 0

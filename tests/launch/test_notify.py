@@ -66,7 +66,7 @@ def test_the_command_gets_one_json_object_for_each_event(tmp_path: Path) -> None
         ("kill -TERM $$", "exit code -15"),
     ],
 )
-def test_a_failed_call_is_one_line(command: str, problem: str) -> None:
+def test_a_failed_call_is_reported_in_one_line(command: str, problem: str) -> None:
     failures: list[str] = []
     notifier = Notifier(command, failures.append, "train-1")
     notifier.send("end", "ok")
@@ -102,7 +102,7 @@ def notifying_watch(directory: Path, new_watch: Callable[..., Watch]) -> Watch:
     return watch
 
 
-def test_a_lost_node_is_named_once(directory: Path, notifying_watch: Watch) -> None:
+def test_a_lost_node_causes_one_notification(directory: Path, notifying_watch: Watch) -> None:
     notifying_watch.options = replace(notifying_watch.options, python="false")  # so that no program replies on n1
     notifying_watch.attempt()
     notifying_watch.notifier.wait()
@@ -133,5 +133,5 @@ def test_the_command_is_not_recorded_and_attach_accepts_another_one(option: list
 
 
 @pytest.mark.parametrize("option", [["--notify", ""], ["--attach", ""], ["--notify="]])
-def test_constant_arguments_contain_no_empty_value_of_notify_or_attach(option: list[str]) -> None:
+def test_the_arguments_that_attach_compares_exclude_notify_and_attach_with_empty_values(option: list[str]) -> None:
     assert constant_arguments(["launch.sh", *option, "-", "2"]) == ["-", "2"]

@@ -575,7 +575,7 @@ def test_a_damaged_base_model_is_removed_for_training_but_not_while_in_use(tmp_p
     assert staging_directories(path.parent) == []
 
 
-def test_publishing_over_an_existing_base_model_keeps_it_and_shares_the_lock(
+def test_publishing_over_an_existing_base_model_keeps_it_and_makes_the_lock_shared(
     tmp_path: Path, other: OtherProcess
 ) -> None:
     models = Cache(tmp_path)
@@ -622,7 +622,7 @@ def test_a_base_model_is_read_again_only_after_it_was_written(tmp_path: Path, mo
             models.verify(DIGEST)
 
 
-def test_a_name_gives_the_digest_of_a_base_model_that_is_valid(tmp_path: Path) -> None:
+def test_the_digest_of_a_name_is_returned_only_if_its_base_model_is_valid(tmp_path: Path) -> None:
     models = Cache(tmp_path)
     with pytest.raises(BaseModelError, match="there is no base model"):
         models.digest_of(NAME)
@@ -636,7 +636,7 @@ def test_a_name_gives_the_digest_of_a_base_model_that_is_valid(tmp_path: Path) -
         models.digest_of(NAME)
 
 
-def test_a_list_of_a_cache_names_what_is_damaged_and_finds_flipped_bits_when_it_verifies(tmp_path: Path) -> None:
+def test_the_list_of_base_models_reports_damage_and_finds_flipped_bits_only_when_it_verifies(tmp_path: Path) -> None:
     cache = tmp_path / CACHE
     flip(published(cache) / WEIGHTS, 3)
     good = published(cache, OTHER)
