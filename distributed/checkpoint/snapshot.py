@@ -1,8 +1,8 @@
 """Copies of a state, from which checkpoints are written.
 
 Copies are in CPU memory (page-locked for CUDA tensors), which is reused. Parameters and optimizer state change only in
-the optimizer's step. So those in CPU memory may be copied while the training computes the next gradients. finish()
-copies the remaining tensors before the next step.
+the optimizer's step. Therefore CPU tensors among them may be copied while the training computes the next gradients.
+finish() copies the tensors that are not copied yet before the next step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Snapshot:
     The first copy allocates that memory, which takes several times as long as a later one.
     """
 
-    # Of the current copy:
+    # These attributes describe the latest copy:
     _copies: dict[object, Tensor]  # identity of the original -> its copy
     _taken: dict[KeyPath, Tensor]  # key path -> memory that holds its copy
     _deferred: set[int] | None  # addresses of the CPU tensors to add to _pending; None: all CPU tensors
@@ -51,7 +51,7 @@ class Snapshot:
 
         Args:
             name: name of the state in error messages.
-            overlapped: leave the CPU tensors of this optimizer to finish(), which must run before its next step.
+            overlapped: an optimizer whose CPU tensors finish() copies later. finish() must run before its next step.
 
         Raises CheckpointError for objects that `torch.load(weights_only=True)` would refuse.
         """

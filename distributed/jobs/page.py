@@ -574,9 +574,10 @@ def loss_curves(jobs: Sequence[JobEntry], curves: Mapping[str, History], charted
 
 
 def comparison(jobs: Sequence[JobEntry], curves: Mapping[str, History]) -> str:
-    """One chart with a curve of each job; empty if fewer than two jobs have a curve, that is at least two losses.
+    """One chart with a curve of each job; empty if fewer than two jobs have a curve.
 
-    It shows held-out losses if at least half of the jobs have a curve of them, otherwise training losses.
+    A curve has at least two losses. The chart shows held-out losses if at least half of the jobs have a curve of
+    held-out losses, otherwise training losses.
     """
     found = {kind: [job for job in jobs if len(losses(curves[job.id], kind)) > 1] for kind in ("held-out", "training")}
     kind = "held-out" if 2 * len(found["held-out"]) >= len(jobs) else "training"

@@ -109,7 +109,7 @@ def sort_key(job: Job, mean: float, number: int) -> SortKey:
 
 
 def mean_seconds(jobs: Iterable[Job]) -> float:
-    """The mean of the _expected_seconds of jobs (1 if no job has any); the default for the other jobs."""
+    """The mean of the _expected_seconds of jobs (1 if no job has any), used for jobs without _expected_seconds."""
     known = [job.options.expected_seconds for job in jobs if job.options.expected_seconds is not None]
     return sum(known) / len(known) if known else 1.0
 
@@ -169,9 +169,10 @@ class JobQueue:
 
 
 def best_pool(required: Requirements, pools: Iterable[SlotPool]) -> SlotPool | None:
-    """The best pool with enough free slots: with the base model, if possible, then with the largest free share.
+    """The best pool with enough free slots.
 
-    Of equal pools, the first.
+    Pools with the job's base model in their cache are preferred, then pools with a larger share of free slots. The
+    first of equal pools is returned.
     """
     fitting = [pool for pool in pools if required.allow(pool) and missing(required, pool) == 0]
     return max(fitting, key=lambda pool: (required.base in pool.bases, len(pool.free) / len(pool.slots)), default=None)

@@ -1,7 +1,7 @@
 """Command lines of SLURM's programs, and parsers for their output. Pure functions.
 
 command = sbatch_command(options, ResourceRequest(1, None, ()), name="muster-ab-cd", count=9, ...)
-elements = parse_queue(printed, "muster-ab-")   # by array and index
+elements = parse_queue(printed, "muster-ab-")   # {("cd", 0): QueueEntry(...), ...}
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from distributed.jobs.config import ConfigError
 
-# Passed to SLURM's programs. Job specifications hold the variables of jobs, because SLURM shows sbatch's environment.
+# Variables that SLURM's programs get. The variables of jobs are in the job specifications instead, because SLURM shows
+# sbatch's environment.
 PASSED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF", "SLURM_JWT",
     "KRB5CCNAME",
@@ -45,7 +46,7 @@ ENDED_STATES = (
 WAITING_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD")
 NORMAL_REASONS = ("None", "Priority", "Resources", "Cleaning", "Prolog", "")  # ordinary reasons to wait; not shown
 IN_QUEUE = "in SLURM's queue"
-QUEUE_FORMAT = "%F|%K|%T|%r|%N|%j"  # of squeue: array, index, state, reason, node, name
+QUEUE_FORMAT = "%F|%K|%T|%r|%N|%j"  # of squeue: job id and index, state, reason, node, name of the array
 
 
 # ---------------------------------------------------------------- sbatch
@@ -62,7 +63,10 @@ class ResourceRequest:
 
     @property
     def kind_of_refusal(self) -> str:
-        """`kind` of backend.NotStarted if SLURM refuses: "job" for more than the defaults, otherwise "server"."""
+        """The `kind` of backend.NotStarted if SLURM refuses this request.
+
+        "job" if the request has several GPUs, a time or labels, which may be the cause; otherwise "server".
+        """
         return "job" if self.gpus > 1 or self.minutes is not None or self.labels else "server"
 
 
@@ -187,14 +191,17 @@ class QueueEntry:
 
 @dataclass(frozen=True)
 class SlurmQueue:
-    """All elements in the output of squeue, by array and index."""
+    """All elements in the output of squeue; see parse_queue() for the keys."""
 
     called_at: float = -math.inf  # time.monotonic() when squeue was called
     entries: Mapping[tuple[str, int], QueueEntry] = field(default_factory=dict)
 
 
 def parse_queue(text: str, prefix: str) -> dict[tuple[str, int], QueueEntry]:
-    """Parse the output of squeue in QUEUE_FORMAT, for arrays whose names begin with this prefix."""
+    """Parse the output of squeue in QUEUE_FORMAT, for arrays whose names begin with this prefix.
+
+    Each key is the name of an array without the prefix, and the index of an element.
+    """
     found = {}
     for line in text.splitlines():
         job, index, state, reason, node, name = (line.strip().split("|", 5) + [""] * 6)[:6]

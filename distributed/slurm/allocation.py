@@ -87,7 +87,8 @@ def read(ranks: int) -> Allocation:
 def gpus_of_nodes(shown: str, job: str) -> dict[str, int]:
     """Return the number of GPUs allocated to a job on each node. shown: output of `scontrol show job --details`.
 
-    For the last task of a job array the output includes the other tasks, which may run on the same nodes.
+    For the last task of a job array the output includes the other tasks, which may run on the same nodes. Their GPUs
+    are not counted.
     """
     found: dict[str, int] = {}
     for block in re.split(r"\n\s*\n", shown):

@@ -1,4 +1,6 @@
-"""Leave-one-out cross-validation: the target of a job (one of the participants), and its output directory.
+"""Leave-one-out cross-validation: the target and the output directory of a job.
+
+The target is one of the participants, usually the one whose text is used for evaluation.
 
     participant_of({"fold": 1, "participants": ["a", "b"]}, None)   -> "b"
     output_directory({"fold": 1, "prefix": "exp1"}, "3fa2b1c09d", DEFAULT_PARTICIPANTS)
@@ -21,8 +23,8 @@ from typing import Any
 from distributed.files import KIT
 from distributed.training.topics import DOMAINS
 
-DEFAULT_PARTICIPANTS = DOMAINS  # of train.py: the domains of Python's language reference
-LONGEST = 200  # bytes of a path component: file systems take 255, and fold<N>_ comes before it
+DEFAULT_PARTICIPANTS = DOMAINS  # for train.py: groups of topics in Python's language reference
+LONGEST = 200  # maximum bytes of a name in a path; file systems allow 255, and fold<N>_ may precede the name
 SHOWN = 20  # names in a message
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
@@ -30,7 +32,7 @@ short = _REPR.repr  # the repr of a value, at most a few hundred characters
 
 
 def default_participants(script: str) -> Sequence[str] | None:
-    """Return DEFAULT_PARTICIPANTS if a script is Muster's train.py, by its path or a link to it; None for any other.
+    """Return DEFAULT_PARTICIPANTS if a script is Muster's train.py or a link to it, and None for any other script.
 
     The script of a user may also be named train.py; its defaults are unknown.
     """
@@ -149,7 +151,10 @@ def _listed(settings: Mapping[str, Any]) -> list[str] | None:
 
 
 def _component(subject: str, part: str, whole: str | None = None) -> str:
-    """Return `part` unchanged. Raises ValueError when it cannot be the name of a directory."""
+    """Return `part` unchanged. Raises ValueError when it cannot be the name of a directory.
+
+    whole: the value that contains the part, for the message; None: the part is the value.
+    """
     if part in ("", ".", "..") or "/" in part or not part.isprintable() or len(part.encode()) > LONGEST:
         raise ValueError(
             f"{subject}: cannot be part of a path: got {short(part if whole is None else whole)}; use printable "

@@ -76,7 +76,8 @@ class Progress:
         self._timed_steps, self._timed_seconds = 0, 0.0
         self._tracker: Tracker | None = None
         self._stack = ExitStack()
-        # The part of a step before the last backward pass (where ranks wait for each other): shows a slow rank.
+        # Measures each step up to its last backward pass. Ranks wait for each other in that pass, so a slow rank can be
+        # recognized only by the time before it.
         self.compute = Stopwatch(here)
         # From this rank's last gradient to the end of the all-reduce. Not measured with fsdp, where ranks wait for each
         # other in every layer.

@@ -59,7 +59,8 @@ main() {
   builtin shift
   { builtin set +xv; } 2>/dev/null
   if [[ $NODE_ENV_MODE != --task ]]; then
-    # If NODE_ENV has replaced this shell, this block stays unread, which the supervisor detects.
+    # Read the second block of variables. If NODE_ENV has replaced this shell, nothing reads that block, and the
+    # supervisor detects this.
     read_entries 2>/dev/null
     [[ ! $NODE_ENV_MODE ]] || command exec </dev/null
     export_entries

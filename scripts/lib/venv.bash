@@ -7,8 +7,8 @@
 VENV=$KIT/.venv
 
 
-# Install the requirement files (names in KIT) into $VENV and set PYTHON to its Python. If a dry run would create or
-# update $VENV, PYTHON is the Python with which $VENV would be created.
+# Install the packages of the requirement files (paths relative to $KIT) into $VENV and set PYTHON to its Python. If a
+# dry run would create or update $VENV, PYTHON is the Python with which $VENV would be created.
 ensure_venv() { # <value of --python, may be empty> <requirement file...>
   local files=("${@:2}")
   files=("${files[@]/#/--requirement=}")
@@ -73,7 +73,7 @@ clear_broken_venv() {
 }
 
 
-# pip itself is installed by ensurepip, which Debian packages separately, or by the pip of $PYTHON.
+# ensure_pip needs either ensurepip, which is in a separate package on Debian, or the pip of $PYTHON.
 create_venv() {
   [[ ! -e $VENV ]] || return 0
   "$PYTHON" -m ensurepip --version &>/dev/null || "$PYTHON" -m pip --version &>/dev/null ||

@@ -187,7 +187,7 @@ MISFITS = {
     "another shape": ({"model": {"weight": torch.zeros(7)}}, r"its state\['model'\]\['weight'\] has .* \(1000,\)"),
     "one more": ({"model": {"bias": torch.zeros(1)}}, r"it has no state\['model'\]\['bias'\]"),
     "a list": ({"moments": [torch.zeros(1000)] * 3}, r"it has no state\['moments'\]\[2\]"),
-    "a number there": ({"step": torch.zeros(1)}, r"it has no state\['step'\]"),
+    "a tensor instead of a number": ({"step": torch.zeros(1)}, r"it has no state\['step'\]"),
 }
 
 
@@ -336,7 +336,7 @@ def test_the_step_waits_for_a_copy_in_another_thread(monkeypatch: pytest.MonkeyP
     assert waited
 
 
-def test_without_another_step_the_writer_thread_copies(tmp_path: Path) -> None:
+def test_if_no_optimizer_step_follows_the_writer_thread_copies_the_tensors(tmp_path: Path) -> None:
     training = SmallTraining()
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, training.state(), overlapped=training.optimizer)
@@ -364,7 +364,7 @@ def test_a_refused_state_does_not_affect_the_next_snapshot() -> None:
     assert same(copies.take(state), {"a": torch.ones(3)})
 
 
-def test_exit_waits_for_the_last_save_also_after_an_error(tmp_path: Path) -> None:
+def test_the_end_of_the_with_block_waits_for_the_last_save_even_after_an_error(tmp_path: Path) -> None:
     def save_and_fail() -> None:
         with Checkpoints(tmp_path) as checkpoints:
             checkpoints.save(1, state_of(1))
@@ -376,7 +376,9 @@ def test_exit_waits_for_the_last_save_also_after_an_error(tmp_path: Path) -> Non
     assert found is not None and found.step == 1
 
 
-def test_exit_raises_the_error_of_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_with_block_raises_the_error_of_a_failed_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def save_and_leave() -> None:
         with blocked_writer(monkeypatch) as go, Checkpoints(tmp_path / "here") as checkpoints:
             checkpoints.save(1, state_of(1))
@@ -402,7 +404,7 @@ def is_free(checkpoint_dir: Path) -> bool:
         return bool(pipe.recv())
 
 
-def test_the_directory_lock_is_released_on_exit(tmp_path: Path) -> None:
+def test_the_directory_lock_is_released_at_the_end_of_the_with_block(tmp_path: Path) -> None:
     with Checkpoints(tmp_path):
         assert not is_free(tmp_path)
     assert is_free(tmp_path)

@@ -66,7 +66,7 @@ def with_third(**changes: Any) -> dict[str, FullNodeFacts]:
 
 
 # fmt: off
-# Nodes of which node3 differs, level and topic of the finding, part of its fact, part of its fix.
+# Nodes (node3 differs from the others), level and topic of the finding, part of its fact, part of its fix.
 DIFFERENCES = [
     (three(interpreter__version="3.12.1"), "fault python", "3.12, but 3.11 on node[1-2]", "use the same version"),
     (three(torch__version="2.12.0"), "fault torch", "2.12.0, but 2.13.0 on node[1-2]", "install the same"),
@@ -164,7 +164,7 @@ def test_findings_that_differ_only_in_the_name_of_the_node_are_printed_once() ->
     assert "all nodes (values of ada)\nwarning  names  ada resolves to 127.0.1.1: works on one" in text
 
 
-def test_each_node_has_its_own_command() -> None:
+def test_commands_that_differ_between_nodes_are_printed_for_each_node() -> None:
     nodes = {
         name: node(number, runs=(RunProcesses("/logs/a", (number,), "ada", recorded=False),))
         for number, name in enumerate(NODES, 1)
@@ -205,7 +205,7 @@ def test_only_the_port_of_the_first_node_is_checked() -> None:
 # ---------------------------------------------------------------- replies
 
 
-def test_facts_survive_json_and_those_of_another_version_raise() -> None:
+def test_facts_are_unchanged_by_json_and_facts_of_another_version_are_refused() -> None:
     facts = node(1)
     assert from_json(FullNodeFacts, json.loads(json.dumps(asdict(facts)))) == facts
     without: dict[str, Any] = asdict(facts)

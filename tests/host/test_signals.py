@@ -41,7 +41,7 @@ def test_bash_and_python_pass_on_the_same_signals() -> None:
 
 @pytest.mark.parametrize("number", [int(number) for number in signals.PROTECTED])
 @pytest.mark.parametrize("job", ["7", ""])
-def test_a_rank_in_a_job_ignores_the_signal_until_it_has_a_handler(number: int, job: str) -> None:
+def test_a_rank_in_a_slurm_job_ignores_a_protected_signal_without_a_handler(number: int, job: str) -> None:
     environment = os.environ | {"SLURM_JOB_ID": job}
     if not job:
         del environment["SLURM_JOB_ID"]

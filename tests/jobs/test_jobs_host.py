@@ -1,4 +1,7 @@
-"""The program on a server: one serve process per list, replies of its child processes, and the ends of attempts."""
+"""The server's side of a job list (jobs/host.py).
+
+One serve process per list, replies of its child processes, and the ends of attempts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from distributed.jobs.state import classify_end
 from distributed.launch import supervisor
 from distributed.training import base_model
 
-# The program with a shorter heartbeat timeout.
+# A serve process with a shorter heartbeat timeout.
 SERVE = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -168,7 +171,7 @@ def test_an_attempt_without_results_has_a_note_with_what_it_wrote_elsewhere(
     assert ended(tmp_path, *written) == note
 
 
-def test_new_files_are_searched_for_only_after_the_first_attempts_without_results(
+def test_new_files_are_searched_for_only_for_the_first_few_attempts_without_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host.HostAttempt, "searches", 0)
@@ -435,6 +438,7 @@ def files_of_this_job(path: Path) -> None:
 
 
 def adopted_files(path: Path) -> None:
+    """Files that the job may use, because the user has created an empty owner file."""
     path.mkdir()
     (path / host.OWNER).touch()
     (path / "result").touch()

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 #
-# A laboratory (tests/lab/lab.sh) for a bats file, and helpers for launches on its nodes.
+# A laboratory, which is a simulated cluster on this machine (tests/lab/lab.sh), for a bats file, and helpers for
+# launches on its nodes.
 #
 # Sourced by a bats file that calls start_lab N [option...] in setup_file. Each test then has nodes N1, N2, N3 and a
 # separate working directory WORK; with --slurm, SLURM_CONF is set. A file that needs another setup, teardown or
@@ -56,6 +57,7 @@ enter_workdir() {
 }
 
 
+# Stop the processes that runs in WORK have left on the nodes.
 sweep_runs() {
   local run node
   for run in "$WORK"/logs/*/; do

@@ -259,7 +259,7 @@ def test_a_stopped_run_says_how_to_resume_if_a_checkpoint_was_written(tmp_path: 
     assert cause in text and "checkpoint written" not in text
 
 
-def test_without_a_verdict_the_event_of_a_loss_that_is_not_finite_is_the_cause(tmp_path: Path) -> None:
+def test_without_a_verdict_a_nonfinite_event_is_shown_as_the_cause(tmp_path: Path) -> None:
     run = write_run(tmp_path, [step_line(10, loss=None), event(10, "nonfinite", rank=1)])
     assert "Loss not finite at step 10: rank 1" in parsed(run).texts
 
@@ -274,7 +274,7 @@ def test_a_lower_step_replaces_the_lines_of_later_steps_even_if_no_resume_event_
     assert run.history.held_out_losses() == []
 
 
-def test_a_line_with_both_losses_and_a_checkpoint_event_of_an_earlier_step_replace_nothing(tmp_path: Path) -> None:
+def test_lines_with_both_losses_replace_nothing_and_earlier_checkpoint_events_replace_nothing(tmp_path: Path) -> None:
     both = step_line(20) | {"held_out_loss": 2.0}
     run = report.read(write_run(tmp_path, [step_line(10), both, event(10, "checkpoint")]))
     assert [step for step, _ in run.history.series("loss")] == [10, 20]
@@ -310,7 +310,7 @@ def test_a_run_that_resumed_from_another_one_shows_its_history(tmp_path: Path) -
     assert len(report.read(runs[2]).history.earlier) == 2, "a cycle ends"
 
 
-def test_another_value_at_an_earlier_step_replaces_nothing(tmp_path: Path) -> None:
+def test_a_line_of_another_metric_at_an_earlier_step_replaces_nothing(tmp_path: Path) -> None:
     lines = [{"step": step, "loss": 1.0} for step in (10, 20, 30)]
     lines[2:2] = [{"step": 10, "accuracy": 0.5}, {"step": 20, "accuracy": 0.6}]
     lines += [{"step": 25, "accuracy": 0.7}]
@@ -321,7 +321,7 @@ def test_another_value_at_an_earlier_step_replaces_nothing(tmp_path: Path) -> No
     assert (found.series("loss"), found.series("accuracy")) == ([(10, 2.0)], [(10, 0.5)])
 
 
-def test_values_of_a_script_have_charts(tmp_path: Path) -> None:
+def test_metrics_that_a_user_script_logs_have_charts(tmp_path: Path) -> None:
     lines = [{"step": step, "steps": 30, "top-5 <b>": step / 50, "never": None} for step in (10, 20)]
     reader = parsed(write_run(tmp_path, lines))
     assert "top-5 <b>" in reader.texts and "never" not in reader.texts and "Loss" not in reader.texts
@@ -847,7 +847,7 @@ def test_any_number_of_runs_without_metrics_and_settings_makes_a_page(tmp_path: 
         (("--log-dir", "logs", "*"), "exp-a exp-b other"),
     ],
 )
-def test_runs_are_named_by_names_paths_and_patterns(tmp_path: Path, arguments: Any, names: str) -> None:
+def test_runs_are_selected_by_names_paths_and_patterns(tmp_path: Path, arguments: Any, names: str) -> None:
     several(tmp_path / "logs", **{"exp-a": 0.1, "exp-b": 0.2, "other": 0.3})
     (tmp_path / "logs" / "latest").symlink_to("other")
     (tmp_path / "logs" / "exp-file").touch()
