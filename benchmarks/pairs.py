@@ -1,4 +1,7 @@
-"""Statistics of paired measurements. Both sides alternate, so a slower machine affects both."""
+"""Statistics of paired measurements.
+
+Muster and its peer are measured alternately, so a time in which the machine is slow affects both.
+"""
 
 from __future__ import annotations
 

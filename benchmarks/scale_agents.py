@@ -1,7 +1,7 @@
 """Simulate the membership of a run of many agents: part of benchmarks/scale.py.
 
 The first node is a process with the real store, Membership and Coordinator. The other members are real Membership
-objects in a few processes. A schedule replaces their threads. Each group of SHARED members uses one connection. Each
+objects in a few processes. A schedule replaces their threads. SHARED (50) members use one connection together. Each
 process counts the store operations of its members.
 """
 
@@ -31,14 +31,14 @@ SHARED = 50  # members on one connection
 PROCESSES = 2  # that simulate members
 TRAINING = 6.0  # seconds for which heartbeats are measured
 RANKS = 8  # of each node, in the failure records
-ROUNDS_PER_JOIN = 20
+ROUNDS_PER_JOIN = 20  # while steps of members are due, one call of _step() in 20 lets a member join instead
 TICK = os.sysconf("SC_CLK_TCK")
 TRACEBACK = "Traceback (most recent call last):\n" + '  File "/home/ada/train.py", line 42, in train\n' * 20
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, unless noted; None: not within the limit."""
+    """What a run of a given size costs, in seconds unless noted. None: the phase did not end within its time limit."""
 
     rendezvous: float | None
     rendezvous_cpu: float | None  # of the first node
@@ -72,11 +72,14 @@ class Member(Membership):
         """Start no thread."""
 
     def _read_members(self, store: Store) -> dict[int, membership.MemberFacts]:
-        """Return one object for all members of this process."""
+        """Return the dictionary that all members of this process share."""
         return self.all_members
 
     def step(self) -> float:
-        """Do what the thread of a Membership and then the agent do. Returns the seconds until the next step."""
+        """Do what the thread of a Membership does and, after the end of the run, what the agent does.
+
+        Returns the seconds until the next step.
+        """
         if not self._store:
             self._try_to_join()
             return 0.0 if self._store else membership.JOIN_INTERVAL
@@ -162,7 +165,12 @@ class Simulation:
         return self._counted[group]
 
     def handle(self, request: str, limit: float) -> tuple[bool, float, int]:
-        """Run the members until all are done. Returns whether they are, the time, and the count of store operations."""
+        """Run the members until all have done what is requested, or for `limit` seconds.
+
+        request: "join"; "train" for `limit` seconds; "fail" makes the first member report a failure, and waits until
+        all know it; "know" only waits until all know it; "leave". Returns whether the request succeeded, the time, and
+        the count of store operations.
+        """
         deadline, Counting.operations = time.monotonic() + limit, 0
         if request == "fail":
             self._members[0].report_end(RunEnd(name_of(1), 1, "rank 8 failed with exit code 1"))
@@ -233,6 +241,10 @@ def measure(size: int, limit: float) -> Costs:
     pipes = [one for _, one in simulated]
 
     def phase(name: str, seconds: float, others: str = "") -> tuple[float | None, int, float]:
+        """Send the request `name` to all processes, or to the first one, and the request `others` to the others.
+
+        Returns the duration in seconds (None: not done), the store operations, and the CPU seconds of the first node.
+        """
         started, before = time.monotonic(), cpu_of(first)
         for number, one in enumerate(pipes):
             one.send((others if others and number else name, seconds))

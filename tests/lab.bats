@@ -79,6 +79,7 @@ echoes() { # <text>
 }
 
 
+# Send a line, and check that the node does not echo it within 0.5 s.
 is_idle() {
   local line
   echo delayed >&"${ECHO[1]}"
@@ -311,7 +312,7 @@ END
 }
 
 
-@test "--slurm: down ends jobs, and an srun that waits for its job" {
+@test "--slurm: down ends jobs, and kills an srun process that waits for its job" {
   SLURM_CONF=$(up --slurm)
   export SLURM_CONF
   srun --nodes=3 bash -c 'trap "" TERM; echo here; while :; do sleep 0.1; done' >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &

@@ -1,6 +1,7 @@
 #!/usr/bin/env bats
 #
-# scripts/muster: its verbs are those of the programs' opening comments, and a program gets the call unchanged.
+# scripts/muster: the opening comment of each program names its verb. muster passes arguments, standard input and
+# environment unchanged to the program.
 
 bats_require_minimum_version 1.5.0
 

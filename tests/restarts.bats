@@ -93,7 +93,7 @@ node_of() { # <attempt> <rank>
 }
 
 
-@test "on one machine, the agent stays, and each attempt has its own files, verdict and count" {
+@test "on one machine, the agent stays, and each attempt has its own log files, verdict and restart count" {
   LAUNCH=$SSH/launch_singlenode.sh
   launch 2 - 2
   kill -KILL "$(rank_of 0 1)"

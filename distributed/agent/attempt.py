@@ -1,8 +1,9 @@
-"""The number of the launcher's attempt, for ranks.
+"""Pass the number of the launcher's attempt to the ranks.
 
 torchrun restarts ranks itself, and numbers its attempts in TORCHELASTIC_RESTART_COUNT. Scripts name caches and files
-after this number and TORCHELASTIC_RUN_ID. A launcher that restarts a run sets COUNT and MAXIMUM for the agents, which
-pass them on to the ranks. For each attempt, it starts new agents, or sends the facts of the attempt to waiting agents.
+after this number and TORCHELASTIC_RUN_ID. A launcher that restarts a run sets TORCHELASTIC_RESTART_COUNT and
+TORCHELASTIC_MAX_RESTARTS for the agents. The agents add torchrun's own numbers, and pass the sums to the ranks. For
+each attempt, the launcher starts new agents, or sends the facts of the attempt to waiting agents.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ class AttemptPipes:
 
     @classmethod
     def take(cls) -> AttemptPipes | None:
-        """The pipes that ATTEMPT_PIPES names, or None. Removes the variable. The fork server closes its copies."""
+        """Return the pipes that the environment variable ATTEMPT_PIPES names, or None. Removes the variable.
+
+        The fork server inherits copies of the pipes, and closes the copies.
+        """
         ends = [end.split(":") for end in os.environ.pop(ATTEMPT_PIPES, "").split()]
         with contextlib.suppress(OSError, ValueError):
             numbers = [int(number) for number, _ in ends]

@@ -105,11 +105,12 @@ def judge_cluster(cluster: ClusterFacts) -> dict[str, list[Finding]]:
     return found
 
 
-SharedFindings = tuple[tuple[str, ...], list[list[Finding]]]  # nodes; for each shared finding, one per node
+# Nodes, and the findings that they share. Each shared finding is a list, with one Finding for each of the nodes.
+SharedFindings = tuple[tuple[str, ...], list[list[Finding]]]
 
 
 def group_findings(found: Mapping[str, Sequence[Finding]]) -> list[SharedFindings]:
-    """Each finding once, with the nodes that have it, the worst last."""
+    """Group the findings by the nodes that share them. The group with the worst finding is last."""
     by_text: dict[Finding, dict[str, Finding]] = {}
     for node, findings in found.items():
         for finding in findings:

@@ -1,11 +1,12 @@
 """The dispatcher's cache of base models: experiments/base_models in the working directory.
 
     cache = Cache(Path.cwd())
-    cache.claim(digest)           "ready" (use it), "train" (this process trains it) or "busy" (neither for now)
+    cache.claim(digest)           "ready" (use it), "train" (train it) or "busy" (another process has locked it)
     cache.publish(digest, output, **facts)
 
 A dispatcher holds a shared lock on each base model that it uses, and an exclusive one while it trains the base model.
-So two dispatchers never train the same base model, and `cache prune` removes none in use. Locks end with a process.
+So two dispatchers never train the same base model, and `cache prune` removes none in use. A lock ends when
+its process exits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Cache:
         self.directory = str(cwd / CACHE)
         self._locks: dict[str, int] = {}
         self._training: set[str] = set()  # digests that are locked exclusively
-        self._verified: dict[str, list[list[int]]] = {}  # digest -> signature
+        self._verified: dict[str, list[list[int]]] = {}  # digest -> base_model.signature()
 
     def path(self, digest: str) -> str:
         """The directory of a base model, whether it exists or not."""
@@ -61,7 +62,7 @@ class Cache:
         return str(self.verify(manifest["digest"])["digest"])
 
     def claim(self, digest: str) -> str:
-        """Lock a base model. Returns `ready` to use it, `train` to train it, `busy` if another trains it.
+        """Lock a base model. Returns `ready` to use it, `train` to train it, `busy` if another process has locked it.
 
         Before it returns `train`, it removes a damaged base model.
         """
@@ -91,7 +92,8 @@ class Cache:
         except BaseModelError:
             manifest = base_model.manifest_of(output, digest, **facts)
             base_model.publish(self.directory, digest, base_model.stage(self.directory, output, manifest))
-        # flock() is not atomic: another process may take the lock in between, but releases it, as the model is valid.
+        # flock() releases the exclusive lock before it takes the shared one. Another process may take the lock in
+        # between, but soon releases it, because it finds a valid base model.
         while digest in self._locks and not try_lock(self._locks[digest], exclusive=False):
             time.sleep(0.01)
         self._training.discard(digest)

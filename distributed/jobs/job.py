@@ -140,7 +140,11 @@ def too_big(text: str) -> bool:
 
 
 def matching(jobs: Iterable[Job], selector: str) -> list[Job]:
-    """The jobs with this id, name or output directory; otherwise those with this start of an id or part of a name."""
+    """The jobs whose id, name or output directory is the selector.
+
+    If there are none: the jobs in that directory; otherwise those whose id starts with the selector; otherwise those
+    whose name contains it.
+    """
     jobs = list(jobs)
     tests: tuple[Callable[[Job], bool], ...] = (
         lambda job: selector in (job.id, job.name, job.output.rstrip("/")),

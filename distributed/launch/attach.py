@@ -51,7 +51,7 @@ class AttachedLaunch(Launch):
         self._require_same("the working directory", run.cwd, self.options.cwd)
         self._require_same("the Python", run.python, self.options.python)
         if self.options.max_restarts and any(argument.startswith("--env") for argument in options):
-            self._refuse("values of --env are not recorded, so a restart could get other values; watch it with status.sh")
+            self._refuse("values of --env are not recorded, so a restart may lose them; watch it with status.sh")
         self._found = Path(run.directory_at_launch)  # not resolved: must equal MUSTER_RUN_DIR of its processes
         self._sizes = self._read_sizes(commands)
         return str(facts["address"]), str(facts["port"])

@@ -63,5 +63,5 @@ def node_changes(facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def is_time(value: float) -> bool:
-    """Whether these are positive Unix seconds that datetime can represent."""
+    """Whether the value is a positive Unix time, in seconds, that datetime can represent."""
     return math.isfinite(value) and 0 < value < 253_000_000_000

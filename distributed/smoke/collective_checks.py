@@ -131,13 +131,20 @@ class RankContext:
 
 
 def signature(rank: int, count: int) -> Tensor:
-    """Return numbers from 1 to LARGEST_NUMBER: the rank's digits in that base, plus the element's index."""
+    """Return `count` numbers from 1 to LARGEST_NUMBER, which differ between ranks and between elements.
+
+    Each number is the sum of a digit of the rank in base LARGEST_NUMBER and the index of the element, modulo
+    LARGEST_NUMBER, plus 1.
+    """
     index = torch.arange(count)
     return 1 + (rank // LARGEST_NUMBER ** (index % 4) % LARGEST_NUMBER + index) % LARGEST_NUMBER
 
 
 def summand(rank: int, size: int, count: int) -> Tensor:
-    """Return what a rank adds to a sum: its signature on at most MAX_SUMMANDS ranks per element, 0 on the others."""
+    """Return what a rank adds to a sum.
+
+    For each element, at most MAX_SUMMANDS ranks add the element of their signature. The other ranks add 0.
+    """
     selected = (rank + torch.arange(count)) % math.ceil(size / MAX_SUMMANDS) == 0
     return signature(rank, count) * selected
 
@@ -400,7 +407,7 @@ def measure_link(partner: int, largest: int, context: RankContext) -> float:
         seconds_left -= seconds
         if seconds <= LINK_SECONDS / GROWTH and size * GROWTH <= largest:
             size *= GROWTH
-        elif repeats and seconds_left > seconds:  # another process may have used the core in one exchange
+        elif repeats and seconds_left > seconds:  # repeat: another process may have used the core during the exchange
             repeats -= 1
         else:
             return best
@@ -553,7 +560,10 @@ def missing_replies(context: RankContext, replies: Mapping[int, Findings]) -> li
 
 
 def report_and_wait(context: RankContext, replies: Mapping[int, Findings], report: Callable[[], None]) -> None:
-    """Report on the lowest rank. The other ranks then exit; rank 0, which may host the store, exits last."""
+    """Let the lowest rank that replied print the report. Then all ranks exit.
+
+    Rank 0, which may host the store, exits last.
+    """
     if context.world.rank == min(replies):
         report()
         context.store.set("reported", "")

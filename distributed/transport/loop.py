@@ -1,4 +1,7 @@
-"""The event loop of the launching side: files, timers, signals, and the clients of nodes."""
+"""The event loop of a program that runs commands on nodes: files, timers, signals, and clients.
+
+A client is a local process, for example ssh, that runs a command on a node.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if __name__ == "__main__":
     if sys.getfilesystemencoding() != "utf-8" or os.environ.pop("PYTHONINSPECT", ""):
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.argv])
     del sys.path[0]
-sys.path.insert(0, KIT)  # so that Muster's package `distributed` is found before that of Dask
+sys.path.insert(0, KIT)  # so that Muster's `distributed` is found before that of Dask
 try:
     from distributed.jobs.job_lists import grid, named, percent, product, write
 except ModuleNotFoundError as error:

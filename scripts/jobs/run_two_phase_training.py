@@ -10,7 +10,7 @@ if __name__ == "__main__":
     # UTF-8 makes paths and arguments equal on all servers. With PYTHONINSPECT, Python would not exit.
     if sys.getfilesystemencoding() != "utf-8" or os.environ.pop("PYTHONINSPECT", ""):
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.argv])
-    sys.path[0] = KIT  # replaces this directory; precedes the package `distributed` of Dask
+    sys.path[0] = KIT  # in place of this directory, so that Muster's `distributed` is found before that of Dask
     try:
         from distributed.jobs.two_phase import main
     except ModuleNotFoundError as error:

@@ -129,7 +129,7 @@ def start_with_four_variables(*options: str) -> subprocess.CompletedProcess[str]
         ("-N1 -n3", "3 1\n" * 3),
     ],
 )
-def test_tasks_with_only_four_variables_derive_block_and_cyclic_distributions(
+def test_tasks_with_only_four_variables_determine_their_node_rank_in_block_and_cyclic_distributions(
     slurm: None, options: str, printed: str
 ) -> None:
     """On three nodes, a task needs its host name to choose one of the two distributions."""

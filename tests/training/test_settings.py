@@ -276,7 +276,7 @@ def test_the_error_of_a_key_of_another_training_script_names_the_setting(text: s
     assert "\n" not in message
 
 
-def test_every_remedy_for_a_foreign_key_names_existing_settings() -> None:
+def test_every_remedy_for_a_key_of_another_training_script_names_existing_settings() -> None:
     keys = {f"{section}.{name}" for section, keys in settings() for name in type(keys).model_fields}
     for other, remedy in ALIASES.items():
         assert {word.rstrip("?") for word in remedy.split() if "." in word} <= keys, other
@@ -311,7 +311,7 @@ def test_the_error_of_an_unreadable_file_names_reason_and_directory(tmp_path: Pa
 
 
 @pytest.mark.parametrize("setting", ["data.path", "checkpoint.dir"])
-def test_a_path_without_permission_is_one_line(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_path_without_permission_is_one_line(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def stub_of_exists(path: Path) -> bool:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
@@ -406,7 +406,7 @@ def from_options(namespace: argparse.Namespace) -> Settings:
         (["train.steps=3"], "settings: train: neither batch_size nor batch_size_per_device given; set one"),
     ],
 )
-def test_without_a_file_a_missing_section_is_reported_with_the_option(arguments: list[str], message: str) -> None:
+def test_without_a_file_the_error_of_a_missing_section_names_option_config(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         from_options(options(*arguments))
     assert str(refused.value) == message

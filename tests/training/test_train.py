@@ -198,7 +198,7 @@ def test_a_run_killed_twice_ends_with_the_weights_of_an_uninterrupted_run(workdi
     assert weights(workdir.path / "checkpoints") == weights(workdir.path / "whole")
 
 
-def test_a_measured_checkpoint_interval_does_not_change_the_weights(workdir: Workdir) -> None:
+def test_an_automatic_checkpoint_interval_does_not_change_the_weights(workdir: Workdir) -> None:
     options = ("train.steps=60", "train.evaluate_every=0", "logging.sample=0")
     assert workdir.run(2, *options, "checkpoint.every=0", "checkpoint.dir=whole").returncode == 0
     measured = (*options, "checkpoint.every=auto", "checkpoint.mtbf=0.1")
