@@ -1,4 +1,4 @@
-"""Time to run a command on many nodes, against pdsh, and time of the preflight check, against a single ssh.
+"""Compare Muster with pdsh (one command on many nodes) and with a single ssh (the preflight check).
 
 The first measurement runs `true` on 16 laboratory nodes with Muster's ssh layer and with pdsh. The second compares the
 preflight check of 3 nodes with the slowest of three single `ssh NODE true`. In each measurement, runs of Muster and of

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 def exponent(sizes: Sequence[int], values: Sequence[float | None]) -> str:
-    """The exponent e of size ** e between the two largest sizes that have a value: 1.0 is linear growth."""
+    """The exponent e if values grow as size ** e, from the two largest sizes that have a value; 1.0: linear growth."""
     known = [(size, value) for size, value in zip(sizes, values, strict=True) if value]
     if len(known) < 2:
         return "–"
@@ -16,7 +16,7 @@ def exponent(sizes: Sequence[int], values: Sequence[float | None]) -> str:
 
 
 def table(head: str, sizes: Sequence[int], rows: Mapping[str, Sequence[float | None]]) -> str:
-    """The rows as text: a value for each size, – where there is none, and the exponent of growth at the end."""
+    """The rows as text: a value for each size ("–" if it is missing), then the exponent of growth."""
     width = max(map(len, (head, *rows)))
     lines = [f"{head:{width}}" + "".join(f"{size:>10,}" for size in sizes) + "  exponent"]
     for name, values in rows.items():

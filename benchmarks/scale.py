@@ -1,4 +1,4 @@
-"""How costs that could limit a run grow from 10 to 10,000 nodes, measured without nodes.
+"""Measure the costs that could limit the size of a run, for 10 to 10,000 nodes that are simulated.
 
 Agents: rendezvous, heartbeats, stop and failure records (scale_agents.py). With 10,000 nodes, two processes simulate
 all nodes but the first, so only the CPU time of the first node is realistic. Run directories: verdict and
@@ -35,7 +35,7 @@ from distributed.transport.commands import Calls
 
 LINES = 500_000  # from all nodes together, through the launcher
 LOG_LINES = 1000  # of each node
-MOST_CLIENTS = 1000  # processes on this machine, one for each node; larger sizes are not measured
+MOST_CLIENTS = 1000  # client processes, one for each node; lines per second are not measured for more nodes
 
 AGENTS = {
     "rendezvous": "rendezvous, s",
@@ -91,7 +91,7 @@ def render_status(size: int) -> None:
 
 
 def lines_per_second(size: int, directory: Path) -> float | None:
-    """Lines per second that the launcher reads from one client process per node, and searches for reports."""
+    """The number of lines per second that the launcher can read from one client per node and search for reports."""
     if size > MOST_CLIENTS:
         return None
     file = directory / "lines"

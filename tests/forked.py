@@ -1,4 +1,4 @@
-"""Run functions in forked processes that have imported PyTorch: as ranks, as a script, or in a process to be killed.
+"""Run functions in forked processes that have imported PyTorch: as ranks, or in one process that a test can kill.
 
 The processes are forked from a server that has imported PyTorch. A fork of pytest would lack pytest's threads.
 Functions must be at the top level of their module, to be picklable.

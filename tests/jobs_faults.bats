@@ -241,7 +241,8 @@ fill() { # <directory>: fill its file system
   lab cut "$N3"
   : >go
   wait_for_line out "another attempt writes there; retrying when it ends"
-  for file in experiments/*/.muster_job; do # releases its lock, as a file server does for an unreachable machine
+  # A new file has no lock: a file server, too, releases the locks of an unreachable machine.
+  for file in experiments/*/.muster_job; do
     rm "$file" && touch "$file"
   done
   wait_for_exit "$LAUNCHER"

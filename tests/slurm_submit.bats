@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# scripts/slurm/submit.sh on SLURM: it submits, follows a job and exits with its code, leaves it on Ctrl-C, and refuses
-# what SLURM would refuse.
+# scripts/slurm/submit.sh on SLURM: it submits a job, follows it, and exits with the exit code of the job. Ctrl-C leaves
+# the job running. What SLURM would refuse, submit.sh refuses.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -40,7 +40,8 @@ as_command() { # <argument...>: print the command as submit.sh prints it
 }
 
 
-# Write a script in which each rank prints its position, node and arguments; rank 0 exits once with this code.
+# Write a script in which each rank prints its position, node and arguments. In the first run of the script, rank 0
+# exits with this code; in later runs, with 0.
 write_position_script() { # <exit code>
   echo "$1" >code
   cat >"my script.py" <<'END'
@@ -81,7 +82,7 @@ follow_endless_job() {
 }
 
 
-@test "--follow prints why a job waits, and follows it until it runs" {
+@test "--follow prints why a job waits, and then its output until the job ends" {
   write_position_script 0
   start out "$SUBMIT" --hold --follow --script "my script.py" --log-dir "my logs" - 1 1
   wait_for_line out "PENDING (JobHeldUser)"
@@ -106,7 +107,7 @@ follow_endless_job() {
 }
 
 
-@test "a requeued job is followed to its end, and a job that is cancelled ends with 143" {
+@test "submit.sh follows a requeued job to its end, and exits with 143 if the job is cancelled" {
   follow_endless_job
   scontrol requeue "$JOB"
   wait_for_line out "PENDING (BeginTime)"
@@ -118,7 +119,7 @@ follow_endless_job() {
 }
 
 
-@test "--template prints a script of at most 30 lines that runs the same ranks, and requeues itself after code 75" {
+@test "--template prints a job script of at most 30 lines that starts all ranks, and requeues itself after code 75" {
   write_position_script 75
   "$SUBMIT" --template --comment "it's #1" --script "my script.py" - 2 2 -- "it's" >job.sh
   [ "$(wc -l <job.sh)" -le 30 ]

@@ -71,7 +71,7 @@ count_processes() { # <run>
 }
 
 
-@test "each rank is shown on its node, a stopped rank looks hung, and stop.sh stops only its run" {
+@test "status.sh shows each rank and reports a suspended rank as hung, and stop.sh stops only the given run" {
   start_run one 2 "$N1" "$N2"
   one=$RUN one_launcher=$LAUNCHER
   start_run two 2 "$N2" "$N3"
@@ -119,7 +119,7 @@ count_processes() { # <run>
 }
 
 
-@test "processes that outlive launcher and supervisor are shown and stopped" {
+@test "processes that remain after the launcher was killed and a supervisor was suspended are shown and stopped" {
   start_run one 2 "$N1" "$N2"
   kill -STOP "$(pid_in supervisor "$N2")"
   kill -KILL "$LAUNCHER"
@@ -133,7 +133,7 @@ count_processes() { # <run>
 }
 
 
-@test "on a machine that shares only the directory, the launcher is named, and the run can be stopped" {
+@test "on a machine that shares only the run directory, status.sh names the launcher's node, stop.sh stops the run" {
   lab ssh "$N1" sh -c 'cd "$1" && exec "$2" --python "$3/bin/python" --script "my script.py" - 1 "$4" -- one' \
     sh "$WORK" "$LAUNCH" "$VIRTUAL_ENV" "$N2" >"out one" 2>&1 3>&- &
   timeout 120 grep -qF -m1 "at work" <(tail -n +1 -F "out one" 2>/dev/null)
@@ -195,7 +195,7 @@ on_screen() { # <extended regular expression for a line>
 }
 
 
-@test "an unknown run exits with 2 and lists the newest runs" {
+@test "for an unknown run, status.sh and stop.sh exit with 2, and list the newest runs" {
   run -2 "$STATUS"
   [[ "$output" == *"RUN 'latest': no such run, and no runs in $WORK/logs"* ]]
   run -2 "$STOP"

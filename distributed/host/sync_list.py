@@ -2,9 +2,9 @@
 
 usage: module.py host.sync_list DIRECTORY
 
-In a git checkout, these are the tracked files and, unless git ignores them or they are below RESULTS, the untracked
-files. Submodules and nested checkouts are included. In another directory, these are all entries except RESULTS and
-VENV: rsync copies directories with their contents, and gets --exclude=.git.
+In a git checkout, these are the tracked files, and the untracked files that git does not ignore and that are not below
+RESULTS. Submodules and nested checkouts are included. In a directory outside of git checkouts, these are all entries
+except RESULTS and VENV: rsync copies directories with their contents, and gets --exclude=.git.
 
 Standard library only.
 """
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 
 RESULTS = (b"logs", b"checkpoints", b"experiments")
 VENV = b".venv"
-MARKER = b".muster-"  # prefix of a file's name; the file tests whether a directory is shared
+MARKER = b".muster-"  # prefix of the names of files that Muster creates to find out whether a directory is shared
 USER_SETTINGS = ("GIT_CONFIG_", "GIT_EXEC_PATH")  # prefixes of variables that git gets
 
 
@@ -36,7 +36,10 @@ def names_of(directory: str) -> list[bytes]:
 
 
 def file_list(names: Sequence[bytes]) -> bytes:
-    """The input of `rsync --from0 --files-from=-`, which would take a name that starts with # or ; for a comment."""
+    """The input of `rsync --from0 --files-from=-`.
+
+    Each name starts with ./, because rsync ignores a name that starts with # or ;.
+    """
     return b"".join(b"./" + name + b"\0" for name in names)
 
 
@@ -45,7 +48,7 @@ def is_result(name: bytes) -> bool:
 
 
 def git_directory(directory: bytes) -> bytes:
-    """The path of `.git` of the checkout with this directory; empty without one on the same file system."""
+    """The path of `.git` in this directory or in its closest parent on the same file system; empty if none has it."""
     directory = os.path.realpath(directory)
     device = os.stat(directory).st_dev
     while os.stat(directory).st_dev == device:
@@ -78,7 +81,7 @@ def names_in_checkout(root: bytes, prefix: bytes = b"") -> Iterator[bytes]:
 
 
 def list_files(directory: bytes, option: str) -> list[bytes]:
-    """The output of `git ls-files`, independent of GIT_DIR and similar variables of a hook. Raises SyncError."""
+    """The output of `git ls-files`, run without GIT_DIR and similar variables of git hooks. Raises SyncError."""
     where, subject = os.fsdecode(directory), os.fsdecode(git_directory(directory))
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env |= {name: value for name, value in os.environ.items() if name.startswith(USER_SETTINGS)}

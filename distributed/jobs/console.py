@@ -196,7 +196,7 @@ def rows(state: ListState, links: Mapping[str, ServerLink]) -> Iterator[SlotRow]
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Name of a server -> its name in the table: truncated, and without domain if these names remain distinct."""
+    """Name of a server -> its truncated name in the table, without the domain if all names are distinct without it."""
     short = {name: name if name.replace(".", "").isdecimal() else name.partition(".")[0] for name in names}
     if len(set(short.values())) < len(names):
         short = {name: name for name in names}
@@ -256,9 +256,10 @@ def clock(seconds: float) -> str:
 
 
 def remaining(job: JobState, attempt: Attempt) -> float | None:
-    """Estimated seconds until the job ends, from the steps of this attempt, else from _expected_seconds; or None.
+    """Estimated seconds until the job ends; None if unknown.
 
-    A later attempt may resume, so only its steps after its first report count.
+    The estimate is based on the steps of this attempt or, if they or their total are unknown, on _expected_seconds.
+    An attempt after the first may resume from a checkpoint, so only its steps after its first report count.
     """
     now, step, steps = time.time(), job.metrics.get("step"), job.metrics.get("steps")
     first, first_at = (0.0, attempt.start) if len(job.attempts) == 1 else attempt.first_report or (math.inf, now)
@@ -284,7 +285,10 @@ def totals(state: ListState, slots: int = 0) -> str:
 
 
 def list_remaining(state: ListState, slots: int) -> float | None:
-    """Estimated seconds until all jobs have ended; None if unknown. A missing estimate is the mean of done jobs."""
+    """Estimated seconds until all jobs have ended; None if unknown.
+
+    A job without an estimate is expected to take as long as the mean of the done jobs.
+    """
     done = [job.last.seconds for job in state.jobs.values() if job.state == "done" and job.last and job.last.seconds]
     mean = sum(done) / len(done) if done else None
     total = longest = 0.0

@@ -27,13 +27,15 @@ from distributed.jobs.waiting import WaitingJobs
 from distributed.training.base_model import BaseModelError, hash_of
 
 POLL_INTERVAL = 0.5  # seconds between checks of timeouts and of the journal
-EARLY_FAILURE_SECONDS = 30.0  # an earlier failure suggests a fault that all jobs have, such as a missing package
+EARLY_FAILURE_SECONDS = 30.0  # a failure within this time suggests a fault of all jobs, such as a missing package
 MAX_EARLY_FAILURES = 5  # consecutive early failures that pause the list
 RETRY_DELAYS = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before connecting, or copying results, is retried
 MAX_FAILED_COPIES = 6  # consecutive failures after which the results of an attempt are no longer copied
 MAX_LOST_COPIES = 50  # used instead of MAX_FAILED_COPIES if the last failure is a lost connection
 NO_SPACE = ("No space left on device", "Disk quota exceeded")  # errors after which copying is retried without a limit
-COOLDOWN = 10.0  # seconds without new jobs on a server, times its failed starts; also the delay after NotStarted "busy"
+# Seconds for which a server gets no new jobs, multiplied by the number of its failed starts. Also the seconds until a
+# job is queued again after NotStarted "busy".
+COOLDOWN = 10.0
 GPU_INTERVAL = 10.0  # seconds between queries of GPU memory
 GPU_IN_USE_MIB = 1000  # if more is in use on a GPU without a job of this list, another process uses the GPU
 
@@ -91,7 +93,7 @@ class Dispatcher:
         self._waiting = WaitingJobs(
             state, links, cache, log=log, record=self._record, enqueue=self._enqueue, spawn=self._spawn, post=self.post
         )
-        self._busy_logged: set[str] = set()  # jobs logged as waiting for another attempt
+        self._busy_logged: set[str] = set()  # jobs for which NotStarted "busy" has been logged
 
     # ---------------------------------------------------------------- event loop
 
@@ -456,7 +458,7 @@ class Dispatcher:
             self._enqueue(job)
 
     def _count_failed_start(self, link: ServerLink, reason: str, permanent: bool) -> None:
-        """Place no jobs on a server for a while or, after MAX_FAILED_STARTS or if permanent, until it reconnects."""
+        """Place no jobs on a server for a while. After MAX_FAILED_STARTS, or if permanent, wait until it reconnects."""
         if link.usable and time.monotonic() >= link.paused_until:  # simultaneous failures count once
             link.failed_starts = backend.MAX_FAILED_STARTS if permanent else link.failed_starts + 1
             link.paused_until = time.monotonic() + COOLDOWN * link.failed_starts
@@ -515,7 +517,7 @@ class Dispatcher:
         if attempt:
             metrics = event.facts["metrics"]
             step, first = metrics.get("step"), attempt.first_report
-            if step is not None and (first is None or step < first[0]):  # the first one may be of an earlier attempt
+            if step is not None and (first is None or step < first[0]):  # `first` may be from an earlier attempt
                 attempt.first_report = (step, time.time())
             self.state.jobs[attempt.job].metrics |= metrics
             self._on_change()
@@ -582,7 +584,7 @@ class Dispatcher:
         self.post(Event("results_fetched", attempt.server, facts))
 
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
-        """Return a text: no process of a cancelled attempt remains (its supervisor has exited); GPU memory in use."""
+        """Return a text for the log: "no process remains", because the supervisor has exited, and GPU memory in use."""
         gpus = await server.query_gpus() if attempt.gpus else []
         used = {gpu["index"]: gpu.get("used") for gpu in gpus}
         shown = [f"GPU {gpu}: {used[gpu]} MiB in use" for gpu in attempt.gpus if used.get(gpu) is not None]

@@ -1,9 +1,9 @@
 """A tmux session that shows the output of each slot. Jobs do not depend on it.
 
-The session is named `ml_training`, or `ml_training_2` if the name is in use. It belongs to one server of one job list,
-whose server_directory() is the value of the session's option @muster. Each pane runs `view`, which reads the file that
-show() writes and prints the log of the attempt in its slot. After the list has ended, the session stays, so that the
-output can be read, until remove() or the next list removes it.
+The session is named `ml_training`, or `ml_training_2` if the name is in use. Each session belongs to one server of one
+job list: the value of its option @muster is the server_directory() of that server. Each pane runs `view`, which reads
+the file that show() writes and prints the log of the attempt in its slot. After the list has ended, the session stays,
+so that the output can be read, until remove() or the next list removes it.
 
 Standard library only.
 """
@@ -25,7 +25,7 @@ from distributed.launch import supervisor
 SESSIONS = ("ml_training", "ml_training_2")  # names in order of preference
 TMUX_TIMEOUT = 10.0  # seconds
 POLL_INTERVAL = 0.3  # seconds between reads of a log
-BACKLOG = 64 * 1024  # bytes at the end of an existing log with which a view starts
+BACKLOG = 64 * 1024  # bytes at the end of an existing log; a view does not print what precedes them
 # Ignore the user's Python settings, and use UTF-8 in any locale: arguments must reach jobs unchanged.
 PLAIN_PYTHON = ("-I", "-S", "-X", "utf8")
 ENTRY = "scripts/lib/module.py"
@@ -57,7 +57,7 @@ def host_command(*arguments: str) -> list[str]:
 
 
 def server_directory(directory: str, server: str) -> str:
-    """The directory of one server's files, below that of its job list, which several servers may share."""
+    """The directory of one server's files. directory: that of the job list, which several servers may share."""
     return os.path.join(directory, "servers", server)
 
 

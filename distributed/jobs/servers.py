@@ -91,7 +91,7 @@ class ListContext:
 
     @property
     def script_name(self) -> str:
-        """The path of the script as the owner file of an output directory spells it."""
+        """The path of the script as Muster writes it to the file .muster_job in an output directory."""
         return script_name(self.script)
 
 
@@ -595,7 +595,7 @@ class SshServer(HostServer):
         await asyncio.shield(fetched)
 
     async def _fetch(self, batch: Sequence[tuple[list[str], asyncio.Future[None]]]) -> None:
-        """Copy a batch of results with one rsync: short jobs may end faster than one rsync per job could copy."""
+        """Copy the results of several attempts with one rsync: one rsync per attempt is too slow for short jobs."""
         directories = [directory for several, _ in batch for directory in several]
         try:
             if directories:

@@ -1,4 +1,6 @@
-"""The variables that a launcher forwards to the nodes: as with --env, but set before config/node_env.sh is sourced.
+"""The environment variables that a launcher forwards to the nodes without the option --env.
+
+They are set before config/node_env.sh is sourced, which can change them; those of --env are set after it.
 
 Each entry of FORWARDED and MUSTER_FORWARD is a name, or a prefix that ends in `*`. A `-` before it excludes these
 names. The last entry that matches a name decides; those of MUSTER_FORWARD come last.

@@ -92,7 +92,7 @@ class Srun(Local):
         attempt = watch.attempts
 
         def give_up() -> None:
-            if attempt == watch.attempts:  # the attempt may not have ended because the console is blocked
+            if attempt == watch.attempts:  # the attempt has not ended: a blocked console may be the cause
                 watch.kill_clients()
 
         self._step.close_channel()

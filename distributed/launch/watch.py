@@ -40,7 +40,7 @@ CHECKPOINT_GRACE = 30.0  # seconds for the checkpoints of the other nodes when a
 REPEATED = 1.0  # seconds within which a terminal and a script may send the same signal
 NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpreter
 REPLY_TIMEOUT = 1.5  # seconds for a reply of a node whose connection was lost, if another node can replace it
-MISSED_TIMEOUT = 1.0  # seconds after which nodes without heartbeats are given up, when all others have ended
+MISSED_TIMEOUT = 1.0  # seconds until nodes whose heartbeats the others miss are given up, when all others have ended
 RETURN_INTERVAL = 15.0  # seconds between calls to a lost node that was replaced, and time limit of a call
 RECONNECT_INTERVAL = 5.0  # seconds between attempts to follow a node again
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -465,7 +465,7 @@ class Watch:
         self.node_failed(code)
 
     def node_failed(self, code: int) -> None:
-        """Stop the other nodes at the first failure. A later code replaces TERMINATED: another failure may cause it."""
+        """Stop the other nodes at the first failure. A later code replaces TERMINATED, as a failure may cause it."""
         if code and self.status in (0, TERMINATED):
             self.status = code
             if not self._requested:

@@ -479,7 +479,7 @@ def compare(runs: Sequence[RunRecords], target: Path) -> Path:
 
 
 def all_settings(run: RunRecords) -> dict[str, str]:
-    """The call, and the settings as section.key."""
+    """The command, config, commit and versions of a run, and its settings. Keys have the form section.key."""
     sections = {"run": {key: run.run_json.get(key) for key in ("config", "git", "versions")}}
     sections["run"]["command"] = shlex.join(map(plain, listed(run.run_json.get("command"))))
     sections |= mapping(run.settings_json.get("settings"))

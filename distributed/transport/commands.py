@@ -40,9 +40,11 @@ LIB = os.path.join(KIT, "scripts", "lib")
 PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
 PROGRESS_INTERVAL = 5.0  # seconds between two messages about nodes that have not replied
 VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
-MAX_FILES = 1 << 16  # limit of open files, several per node; pdsh tries to close every number below the limit
-# Bytes of the path in which temporary_directory() creates a directory. ssh's control sockets there then have the
-# longest path that ssh allows, 90 bytes.
+# The limit of open files, of which a node needs several. A higher limit makes pdsh slow, because pdsh tries to close
+# every file descriptor below it.
+MAX_FILES = 1 << 16
+# The maximum length, in bytes, of a path in which temporary_directory() creates a directory. With this length,
+# ssh's control sockets in the directory have the longest path that ssh allows, 90 bytes.
 MAX_PATH = 31
 
 
@@ -356,7 +358,7 @@ def temporary_directory(warn: Callable[[str], None]) -> str:
 
 
 def try_temporary_directory(base: str) -> str:
-    """Create a directory. Raises OSError if a file cannot be written to it, as on a full disk, or not be removed."""
+    """Create a directory. Raises OSError if a file in it cannot be written, as on a full disk, or cannot be removed."""
     while True:
         made = os.path.join(base, f"muster-{os.urandom(4).hex()}")
         try:

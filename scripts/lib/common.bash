@@ -76,7 +76,7 @@ need_value() { # <option> [value] [rest...]
 
 
 # Print the opening comment of a script. A line `(as NAME except A --b)` stands for the arguments and options of the
-# script NAME, without A, --b and those above this line.
+# script NAME, except A, --b and those that the comment describes above this line.
 usage() { # [file; default: this program]
   local line number=0 listed=''
   while IFS= read -r line && [[ $line == '#' || $line == '# '* || $line == '#!'* ]]; do

@@ -194,7 +194,7 @@ check_options() {
     die_usage "--master-port: expected a port from 1 to 65535, got '$MASTER_PORT'"
   [[ ! $RENDEZVOUS_TIMEOUT ]] || { is_count "$RENDEZVOUS_TIMEOUT" && ((RENDEZVOUS_TIMEOUT >= 1)); } ||
     die_usage "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '$RENDEZVOUS_TIMEOUT'"
-  # A dry run may show commands of another machine, so it does not check GPUs, ports and addresses.
+  # A dry run may print commands for another machine, so it does not check GPUs, ports and addresses.
   [[ $DRY_RUN != 1 && ! $ATTACH ]] || PREFLIGHT=0 # with --attach, the run itself uses its GPUs and port
   # Python buffers output to a pipe; Muster's own agent disables that itself.
   [[ $AGENT == fast ]] || ENVIRONMENT=(PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}")

@@ -117,7 +117,7 @@ def test_a_prefix_selects_its_jobs_even_if_the_id_of_another_job_starts_with_it(
     assert matching([other, *named], other.id[:4]) == [other]
 
 
-def test_only_names_of_environment_variables_are_stored() -> None:
+def test_options_are_stored_with_the_names_but_without_the_values_of_environment_variables() -> None:
     options = Options(priority=2, timeout=5.0, labels=("x",), env={"TOKEN": "s3cr3t"}, expected_seconds=1.5)
     public = json.loads(json.dumps(options.public()))
     assert public == {"priority": 2, "timeout": 5.0, "labels": ["x"], "env": ["TOKEN"], "expected_seconds": 1.5}
@@ -216,7 +216,7 @@ HOSTILE = [
 LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0")  # no lone surrogates
 TEXT = st.sampled_from(HOSTILE) | st.text(LETTERS, max_size=20)
 SCALARS = TEXT | st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False)
-# Keys that determine the output directory.
+# Keys that determine the output directory, the device or the participants.
 RESERVED = {"fold", "prefix", "participant", "participants", "device", "data_path"}
 KEYS = st.sampled_from(["lr", "id", "é", "a.b", "a'b", "$a", "a;b", "x" * 300]) | st.text(
     st.characters(exclude_categories=["Cs", "Zs", "Zl", "Zp", "Cc"], exclude_characters="="), min_size=1, max_size=8

@@ -3,8 +3,9 @@
 # A script that records how launchers number their restarts, for bats files. Sourced, never run.
 
 
-# Write "my script.py", with arguments FAILURES RANKS: each rank appends run id, number of restarts and their maximum
-# to seen.<rank>. The first FAILURES attempts fail when all of their ranks, whose number is RANKS, have written.
+# Write "my script.py", a script with the arguments FAILURES and RANKS (the number of ranks). Each rank appends the run
+# id, the number of restarts and the maximum number of restarts to seen.<rank>, and waits until all ranks have done so.
+# The first FAILURES attempts then fail.
 write_counting_script() {
   cat >"my script.py" <<'END'
 import os, sys, time

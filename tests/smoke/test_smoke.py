@@ -248,7 +248,7 @@ def freezes(rank: int) -> None:
         at("broadcast", lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
-def host_freezes(rank: int) -> None:
+def rank_0_freezes(rank: int) -> None:
     """Rank 0 runs the store, whose timeouts do not work while rank 0 is frozen."""
     no_pace()
     collective_checks.REPLY_GRACE, collective_checks.EXIT_TIMEOUT = 3.0, 4.0
@@ -268,7 +268,7 @@ class WaitingLaunches:
     """Concurrent launches whose ranks wait until the timeout."""
 
     frozen: ForkedRun
-    host_frozen: ForkedRun
+    rank_0_frozen: ForkedRun
     dead: ForkedRun
     missing: ForkedRun
 
@@ -277,7 +277,7 @@ class WaitingLaunches:
 def waiting(start: Callable[..., ForkedRun]) -> WaitingLaunches:
     return WaitingLaunches(
         frozen=start(3, *SHORT_TIMEOUT, trouble=freezes),
-        host_frozen=start(2, *SHORT_TIMEOUT, trouble=host_freezes),
+        rank_0_frozen=start(2, *SHORT_TIMEOUT, trouble=rank_0_freezes),
         dead=start(2, *SHORT_TIMEOUT, trouble=dies),
         missing=start(2, *SHORT_TIMEOUT, only=(0,)),
     )
@@ -304,7 +304,7 @@ def test_a_rank_that_dies_is_reported(waiting: WaitingLaunches) -> None:
 
 
 def test_a_frozen_store_is_reported_by_other_ranks(waiting: WaitingLaunches) -> None:
-    result = waiting.host_frozen.results(0)[1]
+    result = waiting.rank_0_frozen.results(0)[1]
     assert result.code == 1
     assert "rank 1 on host1: expected broadcast to finish, got no result in 14 s: the store at 127.0.0.1:" in result.err
 
