@@ -373,8 +373,8 @@ def _cross(env: Mapping[str, str], size: int, local_size: int) -> tuple[int, int
     node_rank, nodes = _int(env, "HOROVOD_CROSS_RANK"), _int(env, "HOROVOD_CROSS_SIZE", positive=True)
     if local_size * nodes != size:
         raise WorldError(
-            f"HOROVOD_SIZE={size} is not HOROVOD_LOCAL_SIZE={local_size} times HOROVOD_CROSS_SIZE={nodes}; the "
-            "nodes may have different numbers of ranks; export GROUP_RANK and GROUP_WORLD_SIZE, as torchrun does"
+            f"HOROVOD_SIZE={size} is not HOROVOD_LOCAL_SIZE={local_size} times HOROVOD_CROSS_SIZE={nodes} (the "
+            "nodes may have different numbers of ranks): export GROUP_RANK and GROUP_WORLD_SIZE, as torchrun does"
         )
     return node_rank, nodes
 

@@ -354,8 +354,8 @@ NO_INTEGER = "is not a non-negative integer: unset it, or start this process wit
         ({**COMPLETE, "RANK": "9", "WORLD_SIZE": "32", "NNODES": "4"},
          "the node of rank 9 of 32 with local rank 1 is not known from number of nodes 4: export GROUP_RANK, as"),
         ({**HOROVOD, **MASTER, "HOROVOD_SIZE": "31"},
-         "HOROVOD_SIZE=31 is not HOROVOD_LOCAL_SIZE=8 times HOROVOD_CROSS_SIZE=4; the nodes may have different "
-         "numbers of ranks; export GROUP_RANK and GROUP_WORLD_SIZE"),
+         "HOROVOD_SIZE=31 is not HOROVOD_LOCAL_SIZE=8 times HOROVOD_CROSS_SIZE=4 (the nodes may have different "
+         "numbers of ranks): export GROUP_RANK and GROUP_WORLD_SIZE"),
         (without({**HYDRA, **MASTER}, "PMI_SIZE"), f"PMI_SIZE {NOT_SET}"),
         ({**HYDRA, **MASTER, "MPI_LOCALNRANKS": "3"},
          "the node of rank 3 of 4 with local rank 1 is not known from local"),
