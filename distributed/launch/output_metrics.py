@@ -89,7 +89,7 @@ def check_expression(expression: str) -> str:
     try:
         groups = sorted(re.compile(expression).groupindex)
     except (re.error, OverflowError, RecursionError) as error:
-        return f"not a regular expression of Python: {error}; correct it, or give off"
+        return f"not a regular expression of Python: {error}; correct it, or give 'off'"
     if unknown := [group for group in groups if group not in GROUPS]:
         return f"unknown group '{unknown[0]}'; the names of groups are {', '.join(GROUPS)}"
     if expression != "off" and not {"step", "epoch"} & {*groups}:

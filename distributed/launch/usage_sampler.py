@@ -1,7 +1,7 @@
 """Sample the resource usage of a node's ranks: CPU, memory, output and GPUs.
 
-A child process of the supervisor (with srun, of the node's first task) appends one JSON object per sample to
-node_<name>.samples.jsonl in the run directory:
+A child process of the supervisor appends one JSON object per sample to node_<name>.samples.jsonl in the run directory
+(with srun, where each task has a supervisor, only that of the node's first task):
 
     {"time": 1764000000.5, "ranks": {"0": {"cpu": 41.2, "memory": 1288490188, "output": 5120}},
      "gpus": {"3": {"use": 97, "memory": 17179869184, "ranks": [0]}}}
@@ -11,8 +11,8 @@ resident bytes; output: bytes since the start. The keys of "gpus" are GPU indice
 in which a kernel ran; memory: bytes in use; ranks: local ranks with processes on it. "gpus" is in few samples, because
 nvidia-smi is queried at most every 10 seconds. At MAX_SAMPLES samples, pairs are merged and the interval doubles.
 
-The supervisor imports this module before every command, so modules whose import takes milliseconds are imported only
-on use. Standard library only.
+Each supervisor imports this module when it starts, so modules whose import takes milliseconds are imported only on use.
+Standard library only.
 """
 
 from __future__ import annotations

@@ -116,7 +116,8 @@ def load(chosen: Data, mixed: bool = False, vocab_size: int | None = None) -> Co
     whichever domains are selected. If a directory has a `val.bin`, all of it is for evaluation, and all of `train.bin`
     for training.
 
-    With a participant, or in one of the last three modes, `mode` selects the training text and the held-out text:
+    With a participant, or with base_only, full_fine_tuning or from_scratch, `mode` selects the training text and the
+    held-out text:
         heldout: train on all text of the other domains; hold out all text of the participant.
         single: train on the participant's text only; hold out its end.
         pooled: train on all domains without their ends; hold out the end of the participant's text.
@@ -124,7 +125,7 @@ def load(chosen: Data, mixed: bool = False, vocab_size: int | None = None) -> Co
         full_fine_tuning, from_scratch: as single, but train on the first `target_data_pct` of each training text only.
 
     Args:
-        mixed: in the last two modes, also read the training text of base_only, as the `base` of the corpus.
+        mixed: with full_fine_tuning or from_scratch, also read the training text of base_only, as `base` of the corpus.
         vocab_size: required for token files; for text 256 or more (default: 256).
 
     Raises:
@@ -271,7 +272,7 @@ def _texts(path: Path) -> tuple[list[bytes], int]:
         what = f"no text among {len(files)} entries" if path.is_dir() else "no text in this file"
         raise DataError(
             f"data.path={path}: {what}, only what is hidden, binary or empty; give text, or tokens in files "
-            "named train.bin and val.bin (one alone: any name that ends in .bin)"
+            "named train.bin and val.bin; a single token file may have any name that ends in .bin"
         )
     return texts, len(files) - len(texts)
 

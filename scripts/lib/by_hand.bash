@@ -60,7 +60,7 @@ announcement() {
   if ((NODE_RANK == 0)); then
     echo "waiting at $MASTER_ADDR:$MASTER_PORT for $others: run the same command there, each node with its own NODE_RANK"
   else
-    echo "joining the first node at $MASTER_ADDR:$MASTER_PORT; rank 0 prints there," \
-      "for the output of this node: tail -f {log}"
+    echo "joining the first node at $MASTER_ADDR:$MASTER_PORT, where rank 0 prints its output;" \
+      "to follow the output of this node: tail -f {log}"
   fi
 }

@@ -14,7 +14,7 @@ RUN_AGAIN=()   # option of distributed/launch/run.py for a requeued job
 parse_job_arguments() {
   REQUEUES=${SLURM_RESTART_COUNT:-0}
   CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${CALL[@]:1}")
-  GRACE=${MUSTER_GRACE:-120} # may be long, because SLURM kills the remaining processes after its KillWait
+  GRACE=${MUSTER_GRACE:-120} # SLURM's own KillWait, usually shorter, ends the wait when SLURM ends a job
   [[ $SCRIPT$MODULE ]] || SCRIPT=$SCRIPT_FROM_ENVIRONMENT
   ((${#POSITIONAL[@]})) || POSITIONAL=("${CONFIG_FROM_ENVIRONMENT:-$KIT/config/quickstart.yaml}")
   choose_config "${POSITIONAL[@]}"

@@ -17,7 +17,7 @@ from test_sharded import Training, opened
 from distributed.checkpoint import directory, sharded
 from distributed.checkpoint.checkpoints import CheckpointError, Checkpoints
 
-TAKEN_OVER = r"/checkpoints: taken over by process \d+ on .*, attempt 2 of run train-1; attempt 1 of run train-1 writes"
+TAKEN_OVER = r"/checkpoints: taken over by process \d+ on .*, attempt 2 of run train-1; attempt 1 of run train-1 "
 
 
 def test_wait_raises_the_error_of_a_save_after_a_take_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

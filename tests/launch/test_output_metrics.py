@@ -437,7 +437,7 @@ def test_a_strange_line_is_read_in_little_time(line: str) -> None:
         (r"(?P<step>\d+)", ""),
         (r"(?P<epoch>\d+) (?P<lr>.+)", ""),
         ("off", ""),
-        ("(", "not a regular expression of Python: missing ), unterminated subpattern at position 0; correct it, or give off"),
+        ("(", "not a regular expression of Python: missing ), unterminated subpattern at position 0; correct it, or give 'off'"),
         (r"step \d+", "no group with the name step or epoch; mark the number of the step, as in (?P<step>[0-9]+)"),
         (r"(?P<stop>\d+)", "unknown group 'stop'; the names of groups are step, steps, epoch, epochs, steps_per_second, loss, lr, "),
     ],
