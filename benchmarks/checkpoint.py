@@ -1,9 +1,9 @@
 """How long does saving a checkpoint stop the training?
 
 Calls Checkpoints.save() and torch.save alternately, with the same state and directory, and compares their median times.
-The state is that of a model and its AdamW, three numbers per parameter. Both write a new file and then remove the
-previous one, so that one exists at every moment. sync(2) runs before each measurement; the first saves, which allocate
-memory, are discarded.
+The state is that of a model and its AdamW, three numbers per parameter. Each measurement writes a new checkpoint and
+then removes the previous one, so that one exists at every moment. sync(2) runs before each measurement; the first
+saves, which allocate memory, are discarded.
 
 Expected: torch.save computes a CRC-32 and copies to the page cache with one thread. save() copies the state once in
 memory; on 2 cores, this takes a tenth to a fifth of the time of torch.save. With overlapped=optimizer, save() copies

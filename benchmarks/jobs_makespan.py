@@ -98,7 +98,7 @@ class PowerOff:
 
 
 def with_loss(names: list[str], directory: Path, seconds: list[float], lost: int, lab: Path, after: int) -> None:
-    """Run a list during which a server is powered off. lost: its index."""
+    """Run a list during which a server is powered off. lost: index of the server. after: value of --lost-after."""
     slots, left = sum(SLOTS), sum(SLOTS) - SLOTS[lost]
     start = time.time()
     power_off = PowerOff(names[lost], lab, sum(seconds) / slots / 2)

@@ -3,7 +3,7 @@
 The same short script is started alternately by torchrun, by Muster's agent alone, and by launch_singlenode.sh, which
 also checks the call, creates the run directory and writes a report. Times are measured from before the command until
 rank 0 has the result of its first all-reduce, and until the command exits. For comparison, `import torch` alone is
-measured too. Each of the --turns runs every command once.
+measured too. One turn runs every command once; --turns is the number of turns.
 
     python benchmarks/startup.py [--turns 5] [--ranks 2 8]
 """
@@ -63,7 +63,7 @@ def measure(command: list[str], directory: Path) -> Seconds:
 
 
 def row(side: str, turns: Sequence[dict[str, Seconds]]) -> str:
-    """Medians over all turns: of the seconds, and of the ratio of the seconds to those of torchrun or the import."""
+    """A row of medians over all turns: seconds of a command, and their ratios to the seconds of torchrun and import."""
 
     def median(value: Callable[[dict[str, Seconds]], float]) -> str:
         return f"{statistics.median(map(value, turns)):8.2f}"

@@ -31,7 +31,7 @@ BARE_JOB = """#!/usr/bin/env bash
 export MASTER_ADDR=$SLURMD_NODENAME MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" "$@"
 """
-# Bash reads STAMP before the first line of the batch script.
+# BASH_ENV names a file with these commands. Bash runs them before the first line of the batch script.
 STAMP = """echo "$EPOCHREALTIME" >"$BEGUN"
 unset BASH_ENV
 """

@@ -233,8 +233,8 @@ def _slots(number: str) -> int:
 def _names(item: str) -> list[str]:
     """Return the names of an item such as rack[1-2]-n[08-10].
 
-    The order is that of scontrol: the number in the last bracket changes fastest. Of the other brackets, the first
-    changes fastest and the one before the last changes slowest.
+    The order is that of scontrol: the number in the last bracket changes fastest, then that in the first bracket, then
+    that in the second, and so on.
     """
     if not item or item[0] in "-.":
         raise NodeListError("a host name begins with a letter or a digit: write it as in node1")

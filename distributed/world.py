@@ -235,7 +235,7 @@ def _with_layout(world: World, hints: Hints) -> World:
         WorldError: the hints contradict each other or do not determine the layout.
     """
     rank, size, local_rank = world.rank, world.size, world.local_rank
-    replace(world, local_size=hints.local_size or size, nodes=hints.nodes or size)  # check the ranges
+    replace(world, local_size=hints.local_size or size, nodes=hints.nodes or size)  # raises if out of range
     all_here = size == 1 or _is_loopback(world.master_addr or "")  # no other node could reach a loopback address
     if all_here and hints.nodes is None and hints.local_size is None and rank == local_rank and not hints.node_rank:
         return world
@@ -334,7 +334,7 @@ def _mpi_variables(env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _starts_ranks_in_task(env: Mapping[str, str], names: Sequence[str]) -> bool:
-    """Return whether mpirun has started several ranks in the tasks of a job step, as Hydra does.
+    """Return whether mpirun has started several ranks in the tasks of a job step, as MPICH's mpirun (Hydra) does.
 
     With srun --mpi=pmi2, SLURM sets PMI_RANK and PMI_SIZE to the rank and size of the task.
     """
@@ -525,7 +525,7 @@ def _layout_of_task(env: Mapping[str, str], rank: int, size: int) -> Layout:
 def _derived_layout(env: Mapping[str, str], rank: int, size: int) -> Layout | None:
     """Return the layout of a task if a wrapper or container removed SLURM_NODEID or TASKS_PER_NODE_VARIABLES.
 
-    All nodes of the list must have the same number of tasks.
+    All nodes of the job step must have the same number of tasks.
     """
     if not _first_set(env, *NODE_LIST_VARIABLES) or not env.get("SLURM_LOCALID"):
         return None
@@ -603,6 +603,7 @@ def _first_set(env: Mapping[str, str], *names: str) -> str | None:
 
 
 def _alone_in_an_allocation(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a warning for a single process that runs in a SLURM job; nothing outside of a job."""
     if not env.get("SLURM_JOB_ID"):
         return ()
     note = (

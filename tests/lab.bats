@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# tests/lab/lab.sh: nodes behave like those of a cluster, each fault has exactly the documented effect, and down removes
-# everything in any state.
+# tests/lab/lab.sh: nodes behave like those of a cluster, each fault has exactly the documented effect, and the command
+# `lab.sh down` removes everything, whatever the state of the nodes.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -294,7 +294,7 @@ $N3: $N3" ]
 }
 
 
-@test "--slurm: a job preempted by partition urgent gets its --signal, and is requeued" {
+@test "--slurm: a job that a job in partition urgent preempts receives the signal of --signal, and is requeued" {
   SLURM_CONF=$(up --slurm)
   export SLURM_CONF
   cat >"$BATS_TEST_TMPDIR/job" <<'END'

@@ -704,7 +704,7 @@ refused() { # <expected text> <argument...>
   refused "--epochs: unknown option; arguments of your script go after --" --epochs 3 right.yaml 2
   refused "--hang-timout=60: unknown option; arguments of your script go after --; did you mean --hang-timeout?" \
     --hang-timout=60 right.yaml 2
-  refused "train.batch_size=3 does not divide by 2" odd.yaml 2
+  refused "train.batch_size=3 is not divisible by 2" odd.yaml 2
   refused "data.path='empty.txt': the file is empty" right.yaml 2 -- data.path=empty.txt
   refused "unrecognized arguments: --quiet" right.yaml 2 -- --quiet
   refused "NPROC: expected a number of processes from 1 to 1024, auto, gpu or cpu, got '0'" odd.yaml 0

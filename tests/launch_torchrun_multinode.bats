@@ -41,7 +41,7 @@ END
   arguments=(--env "VALUE=a 'b' \$c" --script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT" -- 'x  y' '*' $'a\nb' '')
   by_hand "$N2" launch_torchrun_multinode.sh 1 "${arguments[@]}"
   by_hand "$N1" launch_torchrun_multinode.sh 0 "${arguments[@]}"
-  wait_for_line out.0 "waiting at $N1:$PORT for node ranks 1 to 2: run the same command there, each node with its own NODE_RANK"
+  wait_for_line out.0 "waiting at $N1:$PORT for node ranks 1 to 2: run the same command on each, with its own NODE_RANK"
   wait_for_line out.1 "joining the first node at $N1:$PORT, where rank 0 prints"
   wait_for_line out.0 "agent: 2 of 3 nodes joined, waiting for node rank 2, "
   wait_for_line out.1 "agent: 2 of 3 nodes joined, waiting for node rank 2, "

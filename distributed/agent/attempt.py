@@ -62,12 +62,12 @@ class AttemptPipes:
     def take(cls) -> AttemptPipes | None:
         """Return the pipes that the environment variable ATTEMPT_PIPES names, or None. Removes the variable.
 
-        The fork server inherits copies of the pipes, and closes the copies.
+        The fork server, which starts the ranks, also inherits the pipes, but closes its copies of them.
         """
         ends = [end.split(":") for end in os.environ.pop(ATTEMPT_PIPES, "").split()]
         with contextlib.suppress(OSError, ValueError):
             numbers = [int(number) for number, _ in ends]
-            # A program between supervisor and agent may have closed the pipes, and opened other files.
+            # A program between supervisor and agent may have closed the pipes and reused their numbers for other files.
             if numbers and [str(os.fstat(number).st_ino) for number in numbers] == [inode for _, inode in ends]:
                 return cls(*numbers)
         return None

@@ -40,7 +40,7 @@ REPORT_INTERVAL = 5.0  # seconds between messages about missing nodes
 UNJOINED_REPORT_INTERVAL = 15.0  # seconds between messages of a node that has not joined
 RECORDS_TIMEOUT = 4.0  # seconds to wait for the failure records of all nodes
 CLOSE_TIMEOUT = 1.0  # seconds to wait for the thread
-# Seconds to wait until the thread has written that this node left. The first node waits until the other nodes left.
+# Seconds to wait until the thread has written that this node left; on the first node, until all other nodes have left.
 LEAVE_TIMEOUT = 2.0
 MAX_HEARTBEATS = 10_000  # per second, of all nodes together; a large run extends both heartbeat intervals
 MISSING_ROUNDS = 10  # until all nodes have joined, a node reads once in this many rounds which nodes are missing
@@ -256,7 +256,8 @@ class Membership:
     def _try_to_join(self) -> None:
         try:
             root = self._connect()
-            # Clone first: if the store of the next run replaces this store meanwhile, reading from `root` fails.
+            # Clone before reading the run: otherwise the clone might connect to the store of the next run. If that
+            # store replaces this one after the clone, reading from `root` fails, and this node tries to join again.
             clone = root.clone()  # type: ignore[attr-defined]
             if self.rank == 0:
                 self.run = publish(root, self._run_name, self._facts, self.size)

@@ -50,7 +50,7 @@ PR_SET_MM, PR_SET_MM_MAP = 35, 14  # prctl(2)
 class Script:
     """The script of a rank and its arguments.
 
-    torchrun would replace ${local_rank} in arguments that are strings. Strings inside a dataclass stay as they are.
+    The agent passes them to torchrun's code in a dataclass, because that code replaces ${local_rank} in plain strings.
     """
 
     name: str  # a path as the user gave it, or the name of a module
@@ -284,10 +284,11 @@ def shut_down(code: int) -> int:
 
 
 def _finalise(inherited: Mapping[str, ModuleType]) -> None:
-    """Remove the script and its own modules, as the interpreter's finalize_modules does, so that objects are finalised.
+    """Remove __main__ and the script's own modules from sys.modules, so that their objects are finalised.
 
-    Other installed packages stay. Removing PyTorch takes a second, and a PyTorch thread that still holds a tensor then
-    aborts even a successful process (https://github.com/pytorch/pytorch/pull/179291).
+    The interpreter's finalize_modules removes all modules. Here, other installed packages stay: removing PyTorch takes
+    a second, and a PyTorch thread that still holds a tensor then aborts even a successful process
+    (https://github.com/pytorch/pytorch/pull/179291).
     """
     threading.excepthook = lambda failed: None  # daemon threads, which an interpreter would have ended, print no errors
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
@@ -295,8 +296,9 @@ def _finalise(inherited: Mapping[str, ModuleType]) -> None:
         vars(sys).pop(name, None)
     # This finder refers to __main__.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, HiddenModules)]
-    # Like the interpreter, collect once while everything is reachable. The next collection then finalises outer objects
-    # before inner ones: it flushes a buffer before it closes the file under it, although the file was created first.
+    # Like the interpreter, collect once while everything is reachable: this puts outer objects before inner ones in the
+    # list of the collector. Otherwise the next collection would finalise objects in the order of their creation, and
+    # would close a file before it flushes the buffer above the file.
     gc.collect()
     launched = _package_of_main()
     script_modules = [
@@ -312,7 +314,7 @@ def _finalise(inherited: Mapping[str, ModuleType]) -> None:
 
 
 def _package_of_main() -> set[str]:
-    """The script's module and, if it is installed, its package: they are the user's code, wherever they are."""
+    """Return "__main__" and, if the script is in an installed package, its name: both are the user's code."""
     main = sys.modules.get("__main__")
     if main is None or not _installed(main):
         return {"__main__"}

@@ -17,7 +17,7 @@ NEW_VALUE = "the new value applies from here on"
 ROUNDING = "sums are rounded differently from here on"
 CHANGEABLE = {
     "world": "the same data in the same order; sums are rounded differently, dropout draws other numbers",
-    "batch": "resuming at the same position in the data; to keep the global batch, set train.batch_size to the former",
+    "batch": "resuming at the same position in the data; to keep the global batch, restore train.batch_size",
     "corpus": "resuming at the same position of different data",
     "seed": "the data is in another order from here on",
     "steps": "the learning rate follows the new length from here on",

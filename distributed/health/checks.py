@@ -32,7 +32,7 @@ class Finding:
 
 
 ok, warning, fault = partial(Finding, "ok"), partial(Finding, "warning"), partial(Finding, "fault")
-LEVELS = ("ok", "warning", "fault")  # in the order of printing: the worst is next to the prompt
+LEVELS = ("ok", "warning", "fault")  # in the order of printing: faults come last, so they stay in view
 
 
 # ---------------------------------------------------------------- Python and PyTorch
@@ -122,7 +122,7 @@ def check_cuda(facts: Facts) -> Iterator[Finding]:
     elif visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), gpus.devices):
         yield fault(
             f"torch sees none of {count}" + (torch.complaint and f": {torch.complaint}"),
-            "start a container with --gpus all; otherwise restart the machine or update the driver",
+            "if this is a container, start it with --gpus all; otherwise restart the machine or update the driver",
         )
 
 
@@ -348,7 +348,7 @@ def check_resolver(facts: Facts) -> Iterator[Finding]:
 
 
 def check_environment(facts: Facts) -> Iterator[Finding]:
-    """Variables that an earlier launch or a shell profile set."""
+    """Variables that were set by an earlier launch or by a shell profile."""
     env = facts.environment
     of_rank = r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)"
     left_over = [name for name in env if re.fullmatch(of_rank, name)]

@@ -1,8 +1,8 @@
 """Check whether several nodes are fit to train together, and print how they differ.
 
-scripts/doctor.sh NODE... becomes this program. It runs the node probe (host.probe) on each node, tests the connections
-between all nodes, checks each node as doctor checks a single machine, and compares the nodes. A finding that several
-nodes share is printed once.
+scripts/doctor.sh NODE... executes this program, which runs the node probe (host.probe) on each node, tests the
+connections between all nodes, checks each node as doctor checks a single machine, and compares the nodes. A finding
+that several nodes share is printed once.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def group_findings(found: Mapping[str, Sequence[Finding]]) -> list[SharedFinding
 def without_numbers(finding: Finding, node: str) -> Finding:
     """Remove numbers and the node's name from a finding, so that equal findings of several nodes can be grouped.
 
-    The command is not changed. A finding about connections is not changed either: its numbers are parts of node names
-    and addresses.
+    The shell command of the finding (Finding.command) is not changed. A finding about connections is not changed at
+    all: its numbers are parts of node names and addresses.
     """
     if finding.topic == "reach":
         return finding

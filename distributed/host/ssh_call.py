@@ -8,9 +8,9 @@ shell, which would read and print the values of --env-file. Therefore the comman
   printf '\\nmuster-ready\\n'; TMOUT=0 read -r _ || exit 69; ...
 
 This program holds standard input back until READY arrives, and drops the output before READY. If the command has not
-started within SECONDS, ssh is killed, so that the command never starts. Then, and if the login shell ends before READY,
-a message is printed and appended to FILE, and the exit code is UNFIT. Otherwise this program ends as ssh does: with the
-same exit code, or by the same signal.
+started within SECONDS, ssh is killed, so that the command never starts. In that case, or if the login shell ends before
+READY, a message is printed and appended to FILE, and the exit code is UNFIT. Otherwise this program ends as ssh does:
+with the same exit code, or by the same signal.
 
 Standard library only. It runs for every command on a node, so it imports few modules.
 """
@@ -125,7 +125,10 @@ class SshCall:
         os.close(self._to_node)
 
     def _exit_code(self) -> int:
-        """Wait for ssh. If it was killed, die of the same signal: the command on the node may also exit with 128+n."""
+        """Wait for ssh, and return its exit code. If a signal killed ssh, die of the same signal.
+
+        An exit code of 128+n would not show this, because the command on the node may exit with that code too.
+        """
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if code < 0:
             with contextlib.suppress(OSError):
@@ -137,7 +140,10 @@ class SshCall:
 
 
 def explain(reason: str, printed: bytes) -> str:
-    """The message of NotStarted. printed: the last output of the login shell, to which nothing was sent."""
+    """The message of NotStarted.
+
+    printed: the last output of the login shell. It contains no value of --env-file: these are sent only after READY.
+    """
     lines = [line for line in printed.decode(errors="replace").splitlines() if line.strip()]
     last = "".join(filter(str.isprintable, lines[-1].strip()))[:200] if lines else ""
     return (
@@ -151,7 +157,7 @@ def main(arguments: Sequence[str]) -> int:
     while arguments[0] in options:
         options[arguments[0]], arguments = arguments[1], arguments[2:]
     node, *command = arguments
-    while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # or pipes get the numbers of closed standard files
+    while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # otherwise a pipe may get the number of a standard stream
         pass
     os.close(file)
     try:

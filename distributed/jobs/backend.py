@@ -43,7 +43,8 @@ class NotStarted(Exception):
 class JobServer(Protocol):
     """A server that runs jobs. Requests raise Unreachable when the connection is lost.
 
-    A server that shares the files of this machine may inherit the methods that do nothing here.
+    Below, some methods have a default that copies and removes nothing. A server that shares the files of this machine
+    may inherit them.
     """
 
     name: str

@@ -288,7 +288,7 @@ def training_job(base: SharedBase, rules: Rules, retries: int | None = None) -> 
     """The job that trains a base model. GPUs, labels and environment default to those of the first job in `base`.
 
     Raises:
-        JobError: a default of the rules cannot be an argument.
+        JobError: a default in the section base_models cannot be passed to the script as an argument.
     """
     first = base.jobs[0].options
     defaults = {name: getattr(first, name) for name in ("gpus", "labels", "env", "nested")}

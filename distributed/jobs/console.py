@@ -245,7 +245,7 @@ def measured(job: JobState) -> list[str]:
 
 
 def figure(value: float) -> str:
-    """Three decimals, so that the points of a column are aligned; two significant digits for small and large values."""
+    """Three decimals, to align the decimal points of a column; two significant digits for small and large values."""
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.2g}"
 
 

@@ -34,8 +34,9 @@ SLURM_CAUSES = ("CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTE
 Facts = dict[str, Any]
 ANY = ""
 # What has happened to an attempt: the first row that matches decides.
-#   claim: withdrawn (the dispatcher removed the job specification), unclaimed, or claimed. Once SLURM reports the end,
-#     a claimed attempt may be alive (a heartbeat was written since the last poll) or silent (heartbeat timeout)
+#   claim: withdrawn (the dispatcher removed the job specification), unclaimed, or claimed. After SLURM has reported the
+#     end, alive replaces claimed if a heartbeat was written since the last poll, and silent replaces claimed after the
+#     heartbeat timeout
 #   code: missing (no exit code file), unexplained (SLURM may report the cause soon), or explained
 #   slurm: waits, runs, left (the element has ended, or is not listed), or unsubmitted (SLURM never accepted it)
 #   event: overdue means that the supervisor still runs after SLURM has reported the end; it gets a kill request

@@ -49,8 +49,8 @@ class RankLines(Lines):
     def feed(self, output: bytes, last: bool = False) -> bytes:
         """Returns complete lines. If `output` is empty, returns the incomplete line, but only if it is an update.
 
-        Most progress bars write the CR before an update. Without this call, an update would appear when the next one is
-        written.
+        Most progress bars write the CR before an update. Without a call with an empty `output`, an update would appear
+        only when the next update is written.
         """
         if not output and not last:
             return self._latest_update()
@@ -103,7 +103,7 @@ class Console:
                 errors.append(line.removesuffix(b"\r"))
             elif rank == 0:
                 state = text.removesuffix(b"\r")
-                # Without a terminal, an update was shown as a line: do not show it again if completed or repeated.
+                # Outside a terminal, an update was shown as a line: do not show an update or line with the same text.
                 if state != self._updates.get(stream) or shown_on in self._terminals:
                     of_rank_0.append(text)
                 self._updates[stream] = state if text.endswith(b"\r") else None

@@ -77,7 +77,8 @@ OTHER_VALUE = r"(?i)(?<!\w)(?:time|acc\w*|ppl|perplexity|mfu|grad\w*|reward|eta|
 GROUPS = ("step", "steps", "epoch", "epochs", "steps_per_second", *VALUES)  # known groups of a --progress expression
 
 Values = dict[str, float]
-Found = tuple[Values, int]  # values in a line, and how likely its step is that of the training; 0: no step
+# Values in a line, and its priority: how likely its step is a step of the training. The priority is 0 without a step.
+Found = tuple[Values, int]
 
 
 def number(text: str) -> float:
@@ -171,7 +172,8 @@ class Steps:
         """first_epoch: 0 or 1, if known from an earlier attempt."""
         self._first_epoch = first_epoch
         self._priority, self._last, self._total, self._before = -1, 0.0, math.nan, 0.0
-        self._counts_epochs = True  # until a line has a fraction of an epoch
+        # Whether the epoch of a line without a step is used as its step: until a line has a fraction of an epoch.
+        self._counts_epochs = True
 
     def resolve(self, values: Values, priority: int) -> Values:
         """Replace step and steps by those of the whole training. The result is empty if the line does not count."""

@@ -445,7 +445,7 @@ class Launch:
     def _should_restart(self, restarts: int) -> bool:
         """Whether a restart may help: the call was valid, no stop was requested, and no limit of restarts is reached.
 
-        Exit code 143 after a signal that was passed on means that a stop was requested.
+        If the launcher passed a signal on to the ranks, exit code 143 means that a stop was requested.
         """
         if self.watch.signal or self.code in (0, WRONG_CALL, STOPPED):
             return False
@@ -477,7 +477,7 @@ class Launch:
         return furthest(path)
 
     def flush(self) -> None:
-        """Wait until the console has received everything, or was closed. A signal ends this process."""
+        """Wait until the console has received everything, or was closed. Until then, a signal ends this process."""
         for number in STOPPING_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)

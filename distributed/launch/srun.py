@@ -74,7 +74,7 @@ class Srun(Local):
         # srun passes its environment to the tasks.
         environment = {b"MUSTER_RUN_DIR": run, b"MUSTER_METRICS": run + b"/metrics.jsonl"}
         environment |= {name: value for name, _, value in (entry.partition(b"=") for entry in watch.entries())}
-        if watch.waiting:  # the agents of all nodes wait: Watch.attempt() has ended all agents if only some wait
+        if watch.waiting:  # all agents wait: if only some had waited, Watch.attempt() would have ended them
             self._step.start_next_attempt()
             return
         all_nodes = [*watch.run.nodes, *watch.spares]

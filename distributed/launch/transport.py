@@ -34,7 +34,7 @@ _PDSH_INTERRUPT = re.compile(r"^pdsh@.*(interrupt|\^Z|command in progress)")  # 
 class Ssh(Local):
     """Starts every node over ssh, with the connections that the launcher has opened."""
 
-    lease: int | None = 20
+    lease: int | None = 20  # seconds; class Local describes these attributes
     reports = True
 
     def __init__(self, commands: SshCommands) -> None:
@@ -51,7 +51,7 @@ class Pdsh(Ssh):
     """
 
     lease = None
-    clients_are_nodes = False
+    clients_are_nodes = False  # the only client is pdsh
 
     def start(self, watch: Watch) -> None:
         """Write the environment to a file on each node, then start pdsh.

@@ -122,6 +122,7 @@ class Stop:
         return report_remaining(self._query.run, self._query.query([], CHECK_TIMEOUT))
 
     def _sweep(self, grace: float) -> None:
+        """Stop the remaining processes on all nodes. grace: seconds from the stop request to SIGKILL."""
         self._query.sweep(grace, grace + CHECK_TIMEOUT)
 
 

@@ -12,8 +12,8 @@ Failures are therefore ordered by kind, causes before consequences, and then by 
     a rank that lost its connection to others or timed out waiting for them: the cause was not recorded
     a rank that was stopped on request or terminated
 
-The earliest failure of the first kind is the cause. Clocks of nodes differ by up to a second, and torchrun records
-whole seconds: if two ranks raised errors within that time, the verdict names both.
+The cause is the earliest failure of the first of these kinds that occurred. Clocks of nodes differ by up to a second,
+and torchrun records whole seconds: if two ranks raised errors within that time, the verdict names both.
 
 Try it: python -m distributed.runs.verdict logs/latest
 """

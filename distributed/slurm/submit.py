@@ -73,7 +73,7 @@ def choose_nodes(sinfo: str, nproc: int, nnodes: int, given: Sequence[str]) -> l
 
 
 def template(options: Sequence[str], nproc: str, command: Sequence[str]) -> str:
-    """Return a batch script with these options, and the other #SBATCH lines of BATCH_SCRIPT."""
+    """Return a batch script with these options, and the #SBATCH lines of BATCH_SCRIPT that they do not replace."""
     defaults = re.findall(r"^#SBATCH (\S+)", BATCH_SCRIPT.read_text(), re.MULTILINE)
     by_name = {option.partition("=")[0]: f"#SBATCH {shlex.quote(option)}" for option in [*defaults, *options]}
     return TEMPLATE.format(options="\n".join(by_name.values()), nproc=nproc, command=shlex.join(command))

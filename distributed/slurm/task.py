@@ -224,7 +224,11 @@ class Task(supervisor.Supervisor):
         return super()._ranks(live) if self.rank is None else [self.pid]
 
     def handle_signal(self, number: int) -> None:
-        """Handle a signal from SLURM, which signals every process of the task: act only if no process has a handler."""
+        """Handle a signal that SLURM has sent to this process and to all other processes of the task.
+
+        A process with a handler has already received the signal. If there is none, a signal of ANNOUNCEMENTS is
+        repeated later, and a signal of STOPPING stops the command.
+        """
         if self.rank in (0, None) and number not in (signal.SIGTERM, signal.SIGINT):
             supervisor.write_signal(self.files, number, "from SLURM (--signal or scancel)")
         self._received_signals[number] = time.monotonic()
@@ -232,7 +236,7 @@ class Task(supervisor.Supervisor):
         if number in signals.PROTECTED and not self._waits and not self.processes_with_handler(number):
             if number in signals.ANNOUNCEMENTS:
                 self._missed.add(number)
-            elif process_scan.start_time(self.pid):  # it has not already ended in its own handler
+            elif process_scan.start_time(self.pid):  # the command has not already exited in its own handler
                 self.stop()
 
     def pass_on(self, number: int) -> None:

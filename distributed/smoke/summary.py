@@ -253,7 +253,7 @@ def pace_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
         ]
         for one in slowest
     ]
-    heading = ["rank", "ms per round", "times the others", "host, device"]
+    heading = ["rank", "ms per round", "ratio to others", "host, device"]
     return titled(f"compute time, slowest {len(slowest)} of {len(ranks)} ranks", [heading, *rows], right=range(3))
 
 

@@ -1,6 +1,7 @@
 """Leave-one-out cross-validation: the target and the output directory of a job.
 
-The target is one of the participants, usually the one whose text is used for evaluation.
+The data has one text per participant: a domain of Python's language reference, or a file or subdirectory of a data
+directory. The target is one of the participants, usually the one whose text is used for evaluation.
 
     participant_of({"fold": 1, "participants": ["a", "b"]}, None)   -> "b"
     output_directory({"fold": 1, "prefix": "exp1"}, "3fa2b1c09d", DEFAULT_PARTICIPANTS)

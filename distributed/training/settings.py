@@ -34,7 +34,7 @@ DIGITS = 100  # limit for an integer; Python refuses to convert more than 4,300
 CONVERSION_ERRORS = (ValueError, LookupError, AttributeError, TypeError)
 LARGEST_FILE = 10**6  # bytes; --config may name a checkpoint by mistake
 NOTHING: Mapping[str, Any] = {}
-NO_FILE = "settings"  # without --config, in messages instead of the name of the file
+NO_FILE = "settings"  # used in messages in place of a file name if there is no --config
 BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH = "base_only", "full_fine_tuning", "from_scratch"  # values of data.mode
 TWO_PHASES = (BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH)
 
@@ -101,7 +101,7 @@ class Model(Section):
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Model:
         if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd={self.n_embd} does not divide by n_head={self.n_head}: change one of them")
+            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: change one of them")
         return self
 
 
@@ -116,7 +116,7 @@ class Data(Section):
     mode: Literal["heldout", "single", "pooled", "base_only", "full_fine_tuning", "from_scratch"] = "heldout"
     base_participants: list[str] | None = Field(None, min_length=1)  # of the base model; null: all but the target
     target_data_pct: Share = 1.0  # share of the target's training text that is trained on
-    target_batch_pct: Share = 1.0  # share of each global batch that is the target's text; the rest is the base's
+    target_batch_pct: Share = 1.0  # share of the target's text in each global batch; the rest: base participants
     held_out: float = Field(0.1, gt=0.0, lt=1.0)  # share of each text, at its end, that is for evaluation
     workers: int = Field(0, ge=0)  # data loading processes per rank
     pin_memory: bool = True  # on GPUs, batches are copied from page-locked memory
@@ -309,7 +309,7 @@ def batch(settings: Settings, world: int) -> Batch:
         parts = train.accumulation
     near = max(given // parts, 1) * parts
     raise ConfigError(
-        f"train.{key}={given} does not divide by {by}{train.accumulation} "
+        f"train.{key}={given} is not divisible by {by}{train.accumulation} "
         f"micro-batch{'es' * (train.accumulation > 1)} (train.accumulation): {near} or {near + parts} would{remedy}"
     )
 
@@ -388,6 +388,8 @@ _Loader.add_implicit_resolver(
 
 def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any] = NOTHING) -> Settings:
     """Read a YAML file, override it by the arguments of a job, then by `section.key=value` arguments, and validate.
+
+    job: name in JOB_ARGUMENTS -> value.
 
     Raises ConfigError: each line names the source, the key, the value and the problem.
     """
@@ -592,7 +594,7 @@ JOB_ARGUMENTS = {
     "device": ("distributed.device", "DEVICE", "cpu, cuda or cuda:N (default: a GPU if there is one)"),
 }  # fmt: skip
 NUMERIC = ("N", "SHARE", "RATE")  # metavars of numbers, which are read as YAML; other values are taken as they are
-# Keys of the file that an argument replaces.
+# Argument -> the key that it removes from the settings, because the argument sets a key that excludes this one.
 REPLACED_KEYS = {"batch_size": "train.batch_size_per_device", "steps": "train.epochs"}
 
 

@@ -58,7 +58,7 @@ announcement() {
   local others="node rank 1"
   ((NNODES == 2)) || others="node ranks 1 to $((NNODES - 1))"
   if ((NODE_RANK == 0)); then
-    echo "waiting at $MASTER_ADDR:$MASTER_PORT for $others: run the same command there, each node with its own NODE_RANK"
+    echo "waiting at $MASTER_ADDR:$MASTER_PORT for $others: run the same command on each, with its own NODE_RANK"
   else
     echo "joining the first node at $MASTER_ADDR:$MASTER_PORT, where rank 0 prints its output;" \
       "to follow the output of this node: tail -f {log}"

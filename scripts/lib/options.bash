@@ -116,7 +116,7 @@ read_help() {
 }
 
 
-set_option() { # <option> <value; of a flag: 1>
+set_option() { # <option> <its value, or 1 for a flag>
   case $1 in
     --no-preflight) PREFLIGHT=0 ;;
     --env) add_environment --env "$2" ;;
@@ -137,11 +137,11 @@ refuse_option() { # <option>
 }
 
 
-# Print how to give this script the value of an option of another program.
+# If another program, such as torchrun, has the unknown option, print what to write for it in this script.
 explain_familiar_option() { # <unknown option>
   local option=${1%%=*} known line meaning
   option=${option//_/-}
-  [[ $option != -[!-]?* ]] || option=${option:0:2} # -N2, -np
+  [[ $option != -[!-]?* ]] || option=${option:0:2} # -N2 becomes -N, -np becomes -n
   [[ ${VALUE_NAME[$option]-none} == none || $1 == --* ]] || { printf '; write %s %s\n' "$option" "${1:2}" && return; }
   line=$(usage | grep '^Usage: ') || true
   for meaning in ${FAMILIAR[$option]-}; do
@@ -281,8 +281,8 @@ parse_one_argument() { # <name of the argument> <default>
 }
 
 
-# Set FORWARDED_OPTIONS to the options in CALL and their values, except the options given as arguments.
-forward_options_except() { # <option...>
+# Set FORWARDED_OPTIONS to the options in CALL and their values, without the options that this function is called with.
+forward_options_except() { # <option to leave out...>
   local number
   FORWARDED_OPTIONS=()
   for number in "${!GIVEN_OPTIONS[@]}"; do

@@ -1,7 +1,7 @@
 """Sharded checkpoints: a published checkpoint has the full state, which any number of ranks can load.
 
 Every rank writes. If a rank fails, is late, or runs on a node that does not share the directory, no checkpoint is
-published. Shards are uneven if a size does not divide by the number of ranks. Unlike PyTorch's reader, Muster runs no
+published. Shards are uneven if a size is not divisible by the number of ranks. Unlike PyTorch's reader, Muster runs no
 code from the file.
 """
 

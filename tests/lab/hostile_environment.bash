@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 #
-# An environment with settings that bash, its tools and Python obey, and with names that our scripts use.
+# An environment with settings that bash, common tools and Python obey, and with variables and functions that have the
+# same names as those that Muster's scripts use.
 #
 # Sourced by bats files, never run:
 #

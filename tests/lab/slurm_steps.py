@@ -138,7 +138,8 @@ class Observed:
 def clean_environment() -> dict[str, str]:
     """Return the environment without variables of a launcher.
 
-    Call this function in the main thread, because pytest changes os.environ there.
+    Call this function only in the main thread: pytest changes os.environ in that thread, so reading it in another
+    thread could fail.
     """
     return {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLE.fullmatch(name)}
 

@@ -176,7 +176,7 @@ def test_settings_are_the_same_after_a_round_trip_through_yaml() -> None:
         ("train.batch_size=null", "f.yaml: train: neither batch_size nor batch_size_per_device given"),
         ("train.batch_size_per_device=2", "f.yaml: train: both batch_size and batch_size_per_device given"),
         ("train.min_learning_rate=1", "f.yaml: train: min_learning_rate=1.0 is above learning_rate=0.0003"),
-        ("model.n_head=3", "f.yaml: model: n_embd=128 does not divide by n_head=3: change one of them"),
+        ("model.n_head=3", "f.yaml: model: n_embd=128 is not divisible by n_head=3: change one of them"),
         ("data.path=/nix", "command line: data.path='/nix': no such file or directory (working directory "),
         ("data.path=/dev/null", "command line: data.path='/dev/null': neither a file nor a directory"),
         ("data.domains=[]", "command line: data.domains=[]: List should have at least 1 item"),
@@ -374,7 +374,7 @@ def test_a_batch_size_per_device_is_split_without_a_remainder(per_device: int, w
 
 def proposals(error: ConfigError, start: str) -> list[int]:
     """The nearest smaller and larger size that the message proposes."""
-    found = re.fullmatch(rf"{re.escape(start)} does not divide by .*: (\d+) or (\d+) would(; .*)?", str(error))
+    found = re.fullmatch(rf"{re.escape(start)} is not divisible by .*: (\d+) or (\d+) would(; .*)?", str(error))
     assert found
     return [int(number) for number in found.groups()[:2]]
 
@@ -451,7 +451,7 @@ def test_main_prints_the_complete_settings(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--nproc", "3"], "train.batch_size=4 does not divide by 3 ranks x 1 micro-batch "),
+        (["--nproc", "3"], "train.batch_size=4 is not divisible by 3 ranks x 1 micro-batch "),
         (["--nproc", "0"], "--nproc: expected a number of ranks, 1 or more, got 0"),
         (["--nproc", "-1"], "--nproc: expected a number of ranks, 1 or more, got -1"),
         (["train.stepz=3"], "command line: train.stepz: unknown key; did you mean train.steps?"),

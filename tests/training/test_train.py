@@ -513,7 +513,7 @@ def test_a_setting_that_does_not_fit_the_world_size_is_refused_by_each_rank(work
     result = workdir.run(2, "train.batch_size=7")
     assert result.returncode == 2
     for name in ("train.py", "train.py, rank 1"):
-        assert f"{name}: train.batch_size=7 does not divide by 2 ranks x" in result.stderr
+        assert f"{name}: train.batch_size=7 is not divisible by 2 ranks x" in result.stderr
     assert not (workdir.path / "logs").exists()
 
 
