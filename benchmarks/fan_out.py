@@ -1,4 +1,4 @@
-"""Compare a command on many nodes with pdsh, and the preflight check with a single ssh.
+"""Compare Muster with pdsh for a command on many nodes, and Muster's preflight check with a single ssh.
 
 The first measurement runs `true` on 16 laboratory nodes with Muster's ssh layer and with pdsh. The second compares the
 preflight check of 3 nodes with the slowest of three single `ssh NODE true`. In each measurement, runs of Muster and of

@@ -1,9 +1,10 @@
-"""How much of the time of a training counts, with a random fault per minute? Three laboratory nodes, 2 ranks each.
+"""Measure the share of a training's time whose results are kept, with about one random fault per minute.
 
-A fault is SIGKILL of a random rank, or of the agent of a random node; the times between faults are exponentially
-distributed. A fault that is due while ranks are missing waits until all ranks run. train.py saves a checkpoint after
-the interval that checkpoint.every=auto chooses; checkpoint.mtbf is the mean time between faults. If a launcher gives
-up, because three restarts have made no progress, the remaining time counts as `other`.
+The training runs on three laboratory nodes with 2 ranks each. A fault is SIGKILL of a random rank, or of the agent of a
+random node; the times between faults are exponentially distributed. A fault that is due while ranks are missing waits
+until all ranks run. train.py saves a checkpoint after the interval that checkpoint.every=auto chooses; checkpoint.mtbf
+is the mean time between faults. If a launcher gives up, because three restarts have made no progress, the remaining
+time counts as `other`.
 
 The measured time begins after the first step. The shares of this time are printed:
 
@@ -67,7 +68,7 @@ class Processes:
         return [pid for pid in self._all() if any(entry.startswith(b"RANK=") for entry in _entries(pid, "environ"))]
 
     def agents(self) -> list[int]:
-        """The agents, without the processes from which they fork ranks."""
+        """The agents, without their fork servers, which have the same command line."""
         found = {pid for pid in self._all() if self._is_agent(pid)} - set(self.ranks())
         return sorted(pid for pid in found if _parent(pid) not in found)
 
@@ -167,7 +168,7 @@ def start_torchrun(names: Sequence[str], directory: Path, period: float) -> Trai
 
 @dataclass(frozen=True)
 class Faults:
-    """Times and processes of faults, the same for Muster and torchrun."""
+    """Random faults. Their delays and the choices of processes are the same for Muster and torchrun."""
 
     kinds: tuple[str, ...]
     period: float  # mean seconds between two faults
@@ -203,7 +204,7 @@ class Shares:
 
 
 def shares_of(records: Sequence[dict[str, Any]]) -> Shares:
-    """Divide the time of all attempts. records: all lines of metrics.jsonl."""
+    """Compute the shares over all attempts. records: all lines of metrics.jsonl."""
     found = Shares()
     pairs = list(pairwise(records))
     usual = statistics.median(new["time"] - old["time"] for old, new in pairs if "loss" in old and "loss" in new)

@@ -1,6 +1,7 @@
 """Statistics of paired measurements.
 
-Muster and its peer are measured alternately, so a time in which the machine is slow affects both.
+Muster and its peer, the program that it is compared with, are measured alternately, so a time in which the machine is
+slow affects both.
 """
 
 from __future__ import annotations

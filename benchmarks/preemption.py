@@ -98,7 +98,7 @@ def steps_after_resume(run: Path) -> list[dict[str, Any]]:
 
 
 def processes(job: str) -> tuple[list[int], list[int]]:
-    """Process file descriptors, see pidfd_open(2), of a job's tasks and of its other processes."""
+    """Open a file descriptor, see pidfd_open(2), for each process of a job. Returns those of tasks, and the others."""
     tasks: list[int] = []
     others: list[int] = []
     for environ in Path("/proc").glob("[0-9]*/environ"):

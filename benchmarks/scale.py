@@ -91,7 +91,7 @@ def render_status(size: int) -> None:
 
 
 def lines_per_second(size: int, directory: Path) -> float | None:
-    """The number of lines per second that the launcher can read from one client per node and search for reports."""
+    """The lines per second that the launcher can read from `size` clients and split into reports and other output."""
     if size > MOST_CLIENTS:
         return None
     file = directory / "lines"

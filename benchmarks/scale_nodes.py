@@ -2,8 +2,8 @@
 
 The nodes are laboratory nodes on one machine, with one rank each. Launcher, ssh, preflight check and supervisors are
 the real ones. The agent is replaced by a program that only starts its rank, because 64 processes that import PyTorch
-are too many for one machine. This program is in a directory `torch` in the working directory, where `--agent torchrun`
-finds it. scale.py measures agents. Needs root.
+are too many for one machine. The replacement is in a directory `torch` in the working directory, where
+`--agent torchrun` finds it. scale.py measures agents. Needs root.
 
     python -m benchmarks.scale_nodes [4 8 16 32 64]
 """
@@ -77,7 +77,11 @@ def ended(launcher: subprocess.Popen[bytes]) -> float:
 
 
 def resources(launcher: int) -> tuple[int, int, float]:
-    """Processes of the launching side, open files of the launcher itself, and memory of the processes in MB (PSS)."""
+    """Return the number of processes of the launching side, of open files of the launcher, and the memory in MB (PSS).
+
+    The launching side is the launcher, its descendants, and the processes of the shared ssh connections. The memory is
+    that of all these processes.
+    """
     commands, children = {}, subprocess.run(["ps", "-eo", "pid=,ppid=,args=", "-ww"], check=True, capture_output=True)
     found = {launcher}
     for line in children.stdout.decode(errors="replace").splitlines():

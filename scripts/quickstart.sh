@@ -45,7 +45,7 @@ choose_settings() {
 
 # Print the setting that makes the next training longer than this one.
 longer_training() {
-  local argument steps=1500 # config/quickstart.yaml has 1200
+  local argument steps=1500 # so that the default is 3000 steps; config/quickstart.yaml has 1200
   for argument in "${SCRIPT_ARGS[@]}"; do
     [[ $argument != train.epochs=* ]] || return 0
     [[ ! $argument =~ ^train\.steps=([1-9][0-9]*)$ ]] || steps=${BASH_REMATCH[1]}

@@ -86,7 +86,10 @@ class ForkedProcess:
         self._wakeup = wakeup
 
     def poll(self) -> int | None:
-        """The exit code that reap() found, or None. It does not reap: the agent must see an exit before torchrun."""
+        """The exit code that reap() found, or None.
+
+        poll() does not call reap(), so that torchrun sees an exit only after the agent has seen it.
+        """
         return self.returncode
 
     def reap(self) -> int | None:
@@ -196,7 +199,7 @@ def signals_blocked() -> Iterator[set[int]]:
     """Block all signals until the end of the block. Yields the previously blocked signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        # pthread_sigmask() calls the Python handlers of pending signals, and one may raise.
+        # This call is inside `try`, because it runs the Python handlers of pending signals, and a handler may raise.
         signal.pthread_sigmask(signal.SIG_BLOCK, ALL_SIGNALS)
         yield {int(number) for number in before}
     finally:

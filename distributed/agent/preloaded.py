@@ -95,7 +95,7 @@ class HiddenModules:
         if not _is_same_module(module, found):
             self._forget(name)
             return found
-        if found is None:  # no finder knows a module that its package has created
+        if found is None:  # a package has created the module at run time, so no finder knows the module
             found = ModuleSpec(name, None, is_package=hasattr(module, "__path__"))
         found.loader = HiddenLoader(self, found.loader)  # type: ignore[assignment]
         return found
@@ -175,7 +175,7 @@ class HiddenLoader:
 
 
 def _is_same_module(module: ModuleType, found: ModuleSpec | None) -> bool:
-    """Whether `found` is the module's spec, or None: no finder knows a module that its package has created."""
+    """Whether `found` is the module's spec. True for None: no finder knows a module that was created at run time."""
     known = getattr(module, "__spec__", None)
     if found is None or known is None or found.origin == known.origin:
         return True

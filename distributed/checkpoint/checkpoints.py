@@ -104,8 +104,8 @@ class _PendingWrite:
 class Checkpoints:
     """The checkpoints of one training in one directory.
 
-    Every rank creates one and makes the same calls, on the training thread: all methods except failed() are collectives
-    of the default process group.
+    Every rank creates a Checkpoints object and makes the same calls, on the training thread: all methods except
+    failed() are collectives of the default process group.
 
         with Checkpoints(directory, rank=world.rank, size=world.size) as checkpoints:
             if found := checkpoints.newest():
@@ -222,7 +222,7 @@ class Checkpoints:
 
     @property
     def _owner_here(self) -> Owner:
-        """The owner of the directory. Only on rank 0."""
+        """The Owner object with which this attempt writes to the directory. It exists only on rank 0."""
         assert self._owner is not None
         return self._owner
 

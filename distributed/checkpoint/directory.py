@@ -344,8 +344,8 @@ class Owner:
         for other in filter(_is_staging, self.directory.glob("writing-*")):
             if other != self.staging:
                 os.rename(other, self.staging / other.name)
-        # On a network file system, an earlier owner may still write to its renamed staging directory. It can reach
-        # neither the entries that were moved out of that directory nor a directory that was removed.
+        # On a network file system, an earlier owner may still write to its staging directory, although the directory
+        # was renamed. So the entries are moved to another directory, and the staging directory is removed.
         while taken := next(filter(_is_staging, self.staging.rglob("writing-*")), None):
             content = self.staging / _random()
             content.mkdir()
@@ -492,7 +492,7 @@ def _describe(recorded: Mapping[str, Any]) -> str:
 
 
 def _this_attempt() -> tuple[str, int]:
-    """Return the name of Muster's run, "" without one, and the number of this attempt, from 1."""
+    """Return the name of Muster's run ("" if there is none), and the number of this attempt, which starts at 1."""
     run, count = (os.environ.get(name, "") for name in ("MUSTER_RUN_DIR", "TORCHELASTIC_RESTART_COUNT"))
     return os.path.basename(run), int(count) + 1 if count.isdecimal() else 1
 

@@ -119,8 +119,8 @@ def ranks(pids: Iterable[int], session: int) -> list[int]:
     """The processes among `pids` that an agent in this session started as ranks.
 
     Their environment has TORCHELASTIC_RUN_ID, which an agent sets only for ranks; the processes that a rank starts
-    inherit it. Forked ranks are not found if /proc shows the environment of the agent for them, as it does when the
-    kernel refuses the call in worker._set_command_line().
+    inherit it. A forked rank is found only if worker._set_command_line() succeeded in it. If the kernel refused that
+    call, /proc shows the environment of the agent instead of that of the rank.
     """
     processes = table()
     mark = b"TORCHELASTIC_RUN_ID="

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
     from typing import Any
 
 MARKER = "muster-reply "  # before the JSON
-NODE_ENV = "config/node_env.sh: "  # prefix of messages about this file
+NODE_ENV = "config/node_env.sh: "  # prefix of messages about config/node_env.sh
 
 UNREACHABLE = "cannot be reached ({printed}); try: ssh {name} true"
 # Output of ssh -> message, for failures that a retry does not cure; the first match is used.
@@ -38,7 +38,7 @@ NO_MUSTER = "Muster not found ({printed}); share its directory between the nodes
 # Output of bash or Python on the node -> message; the first match is used.
 START_FAILURES = {
     ": cd: ": "working directory not found ({printed}); share it between the nodes, or launch with --sync",
-    "in_node_env.sh: line": NO_PYTHON,  # the script itself was found
+    "in_node_env.sh: line": NO_PYTHON,  # bash found the script, but the script did not find Python
     "in_node_env.sh": NO_MUSTER,
     "can't open file": NO_MUSTER,
     ": exec: ": NO_PYTHON,

@@ -1,9 +1,10 @@
 """Signals that SLURM or a user may send to any process of a run, and how ranks are protected from them.
 
 SLURM sends a signal (sbatch --signal, scancel --signal) to every process of a job step, and the default action of most
-signals ends a process. A rank with a handler gets the signal once. In a SLURM job, a rank without a handler ignores the
-signals of PROTECTED; after one of STOPPING, its supervisor stops it. Other signals end a rank without a handler: they
-are not ignored, because programs also send them to themselves (SIGALRM). Standard library only.
+signals ends a process. A rank with a handler gets the signal only once, although SLURM signals its launcher too, which
+passes signals on. In a SLURM job, a rank without a handler ignores the signals of PROTECTED; after one of STOPPING, its
+supervisor stops it. Other signals end a rank without a handler: they are not ignored, because programs also send them
+to themselves (SIGALRM). Standard library only.
 """
 
 from __future__ import annotations

@@ -154,7 +154,10 @@ class SlurmSupervisor(supervisor.Supervisor):
         self._kill_at = min(self._kill_at, time.monotonic() + self._grace_in_slurm)
 
     def finish(self) -> None:
-        """Record the cause if SLURM stopped the job. SLURM may signal the command before it signals this process."""
+        """Record the cause if SLURM stopped the job.
+
+        The exit codes of SIGTERM and SIGKILL count too, because SLURM may signal the command before this process.
+        """
         ended_by_signal = self._signalled or self.code in (128 + signal.SIGTERM, KILLED)
         if ended_by_signal and not os.path.exists(self.files.record):
             cause, message = reason_of_end(slurm_job_id())

@@ -12,9 +12,9 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --script PATH          script to run (default: script_path of the cluster config, or train.py)
   --slots N              local: concurrent jobs per GPU (default: 1); without GPUs, concurrent jobs in total (default:
                          half the number of cores)
-  --sync                 ssh: first copy the working directory to the servers: the files that git tracks or does not
-                         ignore, but no untracked ones in logs, checkpoints and experiments; outside a git checkout, all
-                         files but those in logs, checkpoints, experiments and .venv
+  --sync                 ssh: first copy the working directory to the servers: tracked files, and untracked files that
+                         git does not ignore, except those in logs, checkpoints and experiments; outside a git checkout,
+                         all files except those in logs, checkpoints, experiments and .venv
   --retries N            retries of a failed job, for jobs without the option _retries (default: 1)
   --max-failures N       start no more jobs after N have failed (the list is then paused)
   --fail-fast            when a job fails, cancel all other jobs of the list
@@ -95,7 +95,7 @@ PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"
 PROGRAMS = (PROGRAM, TWO_PHASE, "distributed_train_helper.py")
 BACKENDS = ("ssh", "local", "slurm")
-SHOWN = 10  # maximum number of failed jobs in the summary, and of leaks (see leak_warnings) in one message
+SHOWN = 10  # maximum number of failed jobs in the summary, and of data leaks (see leak_warnings) in one message
 WRITE_INTERVAL = 0.5  # seconds between checks whether to write the results, and between updates of the table
 BASE_OPTIONS = {  # options of run_two_phase_training.py, with their defaults
     "base_models": None, "skip_phase1": False, "refuse_leaks": False, "evict_after_copy": False,
@@ -306,7 +306,8 @@ def read_config(options: argparse.Namespace) -> ListConfig:
 def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
     """The list with these jobs, each with its base model. In a two-phase list, jobs that train base models come first.
 
-    Raises ConfigError as plan_of(), with_base_models() and with_digest(), and for a leak with --refuse-leaks.
+    Raises ConfigError for the same faults as plan_of(), with_base_models() and with_digest(), and with --refuse-leaks
+    also for a leak.
     """
     options, cache = config.options, config.cache
     warnings: list[str] = []
@@ -321,10 +322,11 @@ def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
 
 
 def added_before(config: ListConfig, state: ListState) -> list[Job]:
-    """The jobs that `add` has added to a list, as the journal has them; their values of _env are read from their files.
+    """The jobs that `add` has added to a list, from the journal.
 
-    config: with the jobs of --jobs-config. Raises ConfigError if the _env of an unfinished job, or a job that it
-    waits for, is missing, or if two jobs would write the same directory.
+    The journal has no values of _env; they are read again from the files that were given to `add`. config: contains
+    the jobs of --jobs-config. Raises ConfigError if the _env of an unfinished job, or a job that it waits for, is
+    missing, or if two jobs would write the same directory.
     """
     ids = {job.id for job in config.jobs}
     added = {job: each for job, each in state.jobs.items() if each.job.file and job not in ids}
@@ -351,7 +353,8 @@ def added_before(config: ListConfig, state: ListState) -> list[Job]:
             lost = needed not in ids | added.keys() and (needed not in state.jobs or state.jobs[needed].state != "done")
             if lost and each.state not in FINAL:
                 faults.append(f"{job.name}: waits for job {needed}, which is no longer in the list; {remedy}")
-        planned = rules is not None and rules.needs_base(job)  # with_bases() then finds the base model anew
+        # If the job is in a two-phase list and needs a base model, with_bases() chooses the base model again.
+        planned = rules is not None and rules.needs_base(job)
         base_hash = None if planned else job.options.base_model_hash
         job_options = replace(job.options, env=env.get(job.id, job.options.env), base_model_hash=base_hash)
         restored.append(replace(job, options=job_options, base="", leak=""))
@@ -401,7 +404,7 @@ def with_base_models(options: argparse.Namespace, rules: bases.Rules, plan: base
             cache.verify(base.digest)
         except BaseModelError as error:
             faults.append(f"{base.subject}: {error}; remove --skip-phase1")
-    if faults:  # raise_faults() would omit some, but each base model must be trained
+    if faults:  # raise_faults() would shorten a long list, but the user must see every missing base model
         raise ConfigError("\n".join(faults))
     return list(plan.jobs)
 
@@ -460,7 +463,8 @@ def refuse_unplaceable_jobs(jobs: Sequence[Job], job_servers: Sequence[JobServer
 def run(options: argparse.Namespace) -> int:
     """Run or continue a list. Returns the exit code."""
     config = read_config(options)
-    directory = os.path.dirname(os.path.realpath(options.log_file))  # of its target if --log-file is a link
+    # If --log-file is a link, this is the directory of the target.
+    directory = os.path.dirname(os.path.realpath(options.log_file))
     if not os.path.isdir(directory):
         shown = directory if options.log_file.is_symlink() else options.log_file.parent
         raise CallError(f"--log-file {options.log_file}: no such directory: {shown}; create it")
@@ -506,8 +510,9 @@ def refuse_existing_results(options: argparse.Namespace) -> None:
 def refuse_foreign_outputs(config: ListConfig) -> None:
     """Raises ConfigError if an output directory on this machine contains files that do not belong to its job.
 
-    Files without an owner file are accepted for a job that this list has started, as a user may have removed the owner
-    file, and for a job that trains a base model which is in the cache already.
+    The owner file (.muster_job) names the job of a directory. A directory without this file is accepted for a job that
+    this list has started, as a user may have removed the file, and for a job that trains a base model which is already
+    in the cache.
     """
     faults = []
     found = (job for job in config.jobs if host.holds_foreign_files(job.output))
@@ -648,7 +653,8 @@ def print_summary(state: ListState, outcome: str, results: Results, log_file: Pa
         put(f"show the cause:  {command_line(f'why {failed[0].job.id}', log_file)}")
         put(f"run them again:  {command_line('retry failed', log_file)}")
     if without_results := [each for each in state.jobs.values() if each.reason.startswith(host.NOTHING_WRITTEN)]:
-        example = max(without_results, key=lambda each: len(each.reason))  # a longer reason also names new files
+        # The longest reason also names files that the job may have written to other directories.
+        example = max(without_results, key=lambda each: len(each.reason))
         put(f"done without results: {plural(len(without_results), 'job')}; {example.job.name} {example.reason}")
     for server in sorted({attempt.server for attempt in state.lost_attempts()}):
         stop = command_line("cancel all", log_file)

@@ -34,7 +34,7 @@ MAX_FAILED_COPIES = 6  # consecutive failures after which the results of an atte
 MAX_LOST_COPIES = 50  # used instead of MAX_FAILED_COPIES if the last failure is a lost connection
 NO_SPACE = ("No space left on device", "Disk quota exceeded")  # errors after which copying is retried without a limit
 # Seconds for which a server gets no new jobs, multiplied by the number of its failed starts. Also the seconds until a
-# job is queued again after NotStarted "busy".
+# job is queued again after a NotStarted error of the kind "busy".
 COOLDOWN = 10.0
 GPU_INTERVAL = 10.0  # seconds between queries of GPU memory
 GPU_IN_USE_MIB = 1000  # if more is in use on a GPU without a job of this list, another process uses the GPU
@@ -93,7 +93,7 @@ class Dispatcher:
         self._waiting = WaitingJobs(
             state, links, cache, log=log, record=self._record, enqueue=self._enqueue, spawn=self._spawn, post=self.post
         )
-        self._busy_logged: set[str] = set()  # jobs for which NotStarted "busy" has been logged
+        self._busy_logged: set[str] = set()  # jobs for which a NotStarted error of the kind "busy" was logged
 
     # ---------------------------------------------------------------- event loop
 
@@ -517,7 +517,8 @@ class Dispatcher:
         if attempt:
             metrics = event.facts["metrics"]
             step, first = metrics.get("step"), attempt.first_report
-            if step is not None and (first is None or step < first[0]):  # `first` may be from an earlier attempt
+            # The first step that was reported may be the last one of an earlier attempt.
+            if step is not None and (first is None or step < first[0]):
                 attempt.first_report = (step, time.time())
             self.state.jobs[attempt.job].metrics |= metrics
             self._on_change()
@@ -584,7 +585,7 @@ class Dispatcher:
         self.post(Event("results_fetched", attempt.server, facts))
 
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
-        """Return a text for the log: "no process remains", because the supervisor has exited, and GPU memory in use."""
+        """Return a text for the log: no process remains (the supervisor has exited), and the GPU memory in use."""
         gpus = await server.query_gpus() if attempt.gpus else []
         used = {gpu["index"]: gpu.get("used") for gpu in gpus}
         shown = [f"GPU {gpu}: {used[gpu]} MiB in use" for gpu in attempt.gpus if used.get(gpu) is not None]

@@ -7,8 +7,8 @@ usage: module.py jobs.host serve
 serve reads requests from standard input and writes replies and events to standard output, one JSON object per line.
 The first event is `hello`; its key `protocol` has the value HELLO. serve exits when its standard input ends, because
 the dispatcher has exited or the connection is lost, or when no heartbeats arrive. Jobs continue under their own
-supervisors. A server runs one serve process per job list: while an older one runs, a new process replies to `open` with
-an error.
+supervisors. A server runs one serve process per job list. A new process waits until the older one exits for lack of
+heartbeats. If the older one still gets heartbeats, the new process replies to `open` with an error.
 
 WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`. This file is locked from before
 the supervisor is forked until it exits, so that a later serve process knows whether the attempt runs. Servers may share
@@ -68,7 +68,7 @@ NOTHING_WRITTEN = "wrote nothing to its output directory ($MUSTER_OUTPUT_DIR)"
 MAX_SEARCHES = 3  # maximum number of searches for new files that one serve process makes; see HostAttempt.note()
 MAX_ENTRIES, SEARCH_SECONDS = 5000, 0.5  # limits of one search
 NOT_SEARCHED = ("logs", base_model.CACHE)  # directories
-LIST_FILES = (".log", ".out", "phase1_base_models.json", "phase2_experiments.json")  # written by dispatcher and user
+LIST_FILES = (".log", ".out", "phase1_base_models.json", "phase2_experiments.json")  # suffixes of files of a list
 REMEDIES = {  # errors of files and programs on a server; {} is a setting that avoids the error
     "No space left on device": "free space there, or set {}",
     "Disk quota exceeded": "free space there, or set {}",
@@ -589,7 +589,7 @@ class Service:
         self._in_child(publish, request, unlock)
 
     def claim(self, request: Request) -> Reply:
-        """Claim the output directory of a job before results of an earlier attempt are copied to it."""
+        """Claim the output directory of a job before its results are copied to it from the dispatcher."""
         os.close(claim_output(os.path.join(self.workdir, request["output"]), request["job"], request["script"]))
         return {}
 
@@ -773,7 +773,7 @@ def job_variables(output: str, workdir: str, needs: Iterable[str], base: str) ->
 
 
 def block_of(environment: dict[str, str]) -> bytes:
-    """Variables for the supervisor as NAME=VALUE entries, each with a NUL; without the empty entry at the end."""
+    """Variables as NAME=VALUE entries, each terminated by a NUL, but without the empty entry that ends a sent block."""
     return b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
 
 

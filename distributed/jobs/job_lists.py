@@ -70,7 +70,9 @@ def plain(key: str, value: Any) -> Any:
 
 
 def product(*lists: Iterable[Mapping[str, Any]]) -> list[Settings]:
-    """One job for each combination of one job from each list, with the settings of all jobs in the combination.
+    """Combine every job of each list with every job of the other lists, as itertools.product() does.
+
+    Each combined job has the settings of all jobs that it is made of.
 
     Raises:
         ValueError: a list is empty, or the jobs of a combination have different values of a setting.

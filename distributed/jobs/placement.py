@@ -35,7 +35,7 @@ class SlotPool:
     blocked: frozenset[GpuId] = frozenset()  # GPUs in use by other processes
     freed: set[GpuId] = field(default_factory=set)  # GPUs of jobs that ended after the last query of GPUs began
     lost: frozenset[GpuId] = frozenset()  # GPUs that no longer reply
-    all_gpus: int = 0  # number of GPUs of a job with `_gpus` "all"; 0: see count()
+    all_gpus: int = 0  # number of GPUs of a job whose _gpus is "all"; 0: capacity()
     open: bool = False  # whether jobs may be placed here now
     bases: set[str] = field(default_factory=set)  # digests of base models in the server's cache
 
@@ -53,14 +53,17 @@ class SlotPool:
             self.gpus.setdefault(slot.gpu, []).append(slot)
 
     def capacity(self) -> int:
-        """The largest number of GPUs or, without GPUs, of slots for one job. A job can use only one MIG instance."""
+        """The largest number of GPUs for one job, or the number of slots if the server has no GPUs.
+
+        A job can use only one MIG instance.
+        """
         if None in self.gpus:
             return len(self.slots)
         working = self.gpus.keys() - self.lost
         return len([gpu for gpu in working if isinstance(gpu, int)]) or min(1, len(working))
 
     def count(self, gpus: int) -> int:
-        """The number of GPUs of a job here. gpus: see Options.gpus."""
+        """The number of GPUs that a job occupies on this server. gpus: see Options.gpus."""
         return (self.all_gpus or max(1, self.capacity())) if gpus == ALL_GPUS else gpus
 
     def fits(self, gpus: int, labels: frozenset[str]) -> bool:

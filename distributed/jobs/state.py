@@ -259,7 +259,7 @@ class ListState:
     # ---- records
 
     def apply(self, record: Record) -> None:
-        """Apply a record. A request takes effect only through `request_handled` or, for `add`, `added`."""
+        """Apply a record. A request itself changes nothing; a later record `request_handled` or `added` applies it."""
         event = record["event"]
         if event not in REQUESTS:
             getattr(self, f"_apply_{event}", lambda _: None)(record)  # records of newer versions are ignored
@@ -324,7 +324,7 @@ class ListState:
 
     def _apply_running(self, record: Record) -> None:
         if attempt := self.attempt(record["attempt"]):
-            if attempt.state == "running":  # until now, it waited in its server's queue
+            if attempt.state == "running":  # its second `running` record: it has left its server's queue
                 attempt.start = record["time"]
             attempt.state, attempt.process = "running", record["process"]
             self.jobs[attempt.job].reason = ""

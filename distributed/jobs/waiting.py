@@ -143,7 +143,7 @@ class WaitingJobs:
         return bool(failed)
 
     def _pop(self, awaited: str) -> list[JobState]:
-        """Remove and return the jobs that wait for a job or base model and are not cancelled."""
+        """Remove the jobs held for a job or base model. Returns those that still wait and are not cancelled."""
         return [job for job in self._held.pop(awaited).values() if job.state == "waiting" and not job.cancel]
 
     def _fail(self, awaited: str, reason: str) -> list[str]:

@@ -146,7 +146,7 @@ def test_connections(
 
     Args:
         on_node: on_node(node, module, arguments) returns the local command that runs a module of the package on a node.
-        block: environment variables for standard input of these commands, see environment_block().
+        block: environment variables that these commands read from standard input, see environment_block().
         log: see Calls.log_waiting().
     """
     names = [node.node for node in nodes]

@@ -1,4 +1,4 @@
-"""Follow a command that runs on this node without a lease: show its output, pass requests on, report its exit code.
+"""Follow a command that needs no launcher (--lease 0): show its output, pass requests on, report its exit code.
 
 usage: module.py launch.follow --dir DIR --name NAME [option of the supervisor...] [--offset BYTES] [-- COMMAND...]
 
@@ -6,7 +6,7 @@ If COMMAND is given, it is first started by a supervisor that needs no launcher.
 before is followed. Its output is read from node_NAME.log, from byte BYTES on, by default only new output. Standard
 input is the control channel: `stop`, `kill` and `signal N` are passed on to the supervisor. At end of file the launcher
 is lost: this program exits with 0, and the command continues. If the supervisor was killed, the processes of the
-command are ended. This program reports and exits in the same way as a supervisor with a lease. Standard library only.
+command are ended. This program reports and exits like a supervisor that has a control channel. Standard library only.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Follower:
         return bool(pid or block or any(stream.pending for stream in self._streams))
 
     def _pass_requests(self) -> bool:
-        """Wait for requests, if all output was read, and pass them on. Returns False at the end of standard input."""
+        """Pass requests on. If all output was read, wait for one first. Returns False at the end of standard input."""
         if select.select([0], [], [], 0.0 if self._behind else INTERVAL)[0]:
             if not (received := os.read(0, BLOCK)):
                 return False

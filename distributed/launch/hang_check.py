@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distributed.runs.lookup import RunNode
 
 FIRST_CHECK = 60.0  # seconds; equal to IDLE_TIMEOUT of distributed/runs/hang_analysis.py
-DEFAULT_HANG_TIMEOUT = 600.0  # seconds; for a run that logs steps, without --hang-timeout
+DEFAULT_HANG_TIMEOUT = 600.0  # seconds; used if --hang-timeout is not given and the run logs steps
 MAX_DELAY = 5.0  # seconds; if a timer is later than this, the machine or this program was suspended
 QUERY_TIMEOUT, STACKS_TIMEOUT = 15.0, 60.0  # seconds
 
@@ -40,7 +40,7 @@ def schedule_hang_check(watch: Watch) -> None:
 
 
 def hang_limits(option: float | None, all_ranks_here: bool) -> tuple[float, bool]:
-    """Return the timeout of HangWatch in seconds (0: no check), and whether the run is stopped only for a certain hang.
+    """Return the timeout of HangWatch in seconds (0: no check), and whether a hang must be certain to stop the run.
 
     option: the value of --hang-timeout. Without it, a run is stopped only if it logs steps and no rank can make
     progress; any other run that looks hung is only reported. A run whose ranks may wait for ranks of other launchers is

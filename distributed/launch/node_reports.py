@@ -1,4 +1,4 @@
-"""Reports of a program on a node, among the lines that it prints for the console.
+"""Reports that a program on a node prints for the launcher, between its lines for the console.
 
 A report is one line: REPORT, a JSON object, a line break. A supervisor reports the exit code of its command, because
 the exit code of ssh or pdsh may be that of a lost connection. In a report, the key "waiting" means that the agent waits
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 REPORT = b"\x1e"  # ASCII record separator, which programs hardly ever print
 ERROR = b"\x1f"  # ASCII unit separator: a task of srun prints it before a line of standard error
 # Heartbeats between a launcher and a task of srun, and between a dispatcher and a server, in both directions.
-HEARTBEAT_INTERVAL = 3.0  # seconds; also used by a supervisor without a lease
+HEARTBEAT_INTERVAL = 3.0  # seconds; a supervisor with --lease 0 touches its heartbeat file at the same interval
 HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
 # Environment variable that names two pipes between a supervisor and its agent, each as "descriptor:inode". When an
 # attempt has failed and all its ranks have exited, the agent writes a line: its exit code, and the name of the lost

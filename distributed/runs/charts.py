@@ -19,7 +19,7 @@ from distributed.terminal import cut
 
 Point = tuple[float, float]  # x, y; NaN as y is a gap
 
-COLUMNS = 400  # a long line is drawn with about two points per column
+COLUMNS = 400  # vertical strips of equal width in a chart; a long line has about two points in each
 MANY = 60  # a line with at least this many points is smoothed
 TINY = 1e-100  # smaller values are drawn as zero
 LETTER = 6.2  # width of a letter in a label, pixels
@@ -131,7 +131,7 @@ def step_scale(xs: Iterable[float], start: float, end: float) -> Scale:
 
 
 def _tick_count(start: float, end: float) -> int:
-    """The number of ticks of steps or times that fit."""
+    """The number of ticks that fit on an x axis."""
     return max(2, int((end - start) / 56))
 
 
@@ -276,7 +276,7 @@ def spread(positions: Sequence[float], gap: float, low: float, high: float) -> l
 
 @dataclass(frozen=True)
 class Line:
-    name: str  # shown in the read-out
+    name: str  # shown in the read-out, which shows the values under the pointer
     points: Sequence[Point]  # by rising x
     style: str  # CSS class of the colour
     label: str = ""  # at the end of the line

@@ -6,7 +6,9 @@
     errors/connection_<name>.json  the launcher lost the connection to a node
     errors/signal_<name>.json      a signal that SLURM or a user sent to the ranks, a supervisor or the launcher
     hang.json                      the launcher stopped the run because it hung
-    node_<name>.exit .log .lost    exit code and log of a node; the launcher lost the connection to it
+    node_<name>.exit               exit code of the agent of a node
+    node_<name>.log                log of a node
+    node_<name>.lost               the launcher lost the connection to a node, or got no heartbeats from it
 
 Any of these files may be missing, incomplete or damaged.
 """
@@ -129,7 +131,7 @@ def gather(run: Path) -> Evidence:
 
 
 def _nodes_not_in_attempt(facts: Json) -> set[str]:
-    """Spare nodes and lost nodes that were replaced; both may still write files. facts: the content of run.json."""
+    """Unused spare nodes, and lost nodes that left the run. All may still write files. facts: content of run.json."""
     entries = [*map(mapping, listed(facts.get("spares"))), *map(mapping, listed(facts.get("changes")))]
     return {text(entry.get("node")) for entry in entries} - _ranks_of_nodes(facts).keys()
 

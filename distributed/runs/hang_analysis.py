@@ -27,7 +27,8 @@ SHOWN = 4  # ranks listed in a text
 
 # Modules in which PyTorch waits for other ranks. Modules of subpackages, such as checkpoint and tensor, do not wait.
 COLLECTIVE = re.compile(r".*/torch/(distributed/[^/]+|nn/parallel/distributed)\.py")
-# With CUDA, a collective only enqueues a kernel. The rank waits later, at a line that needs the result: a call into C.
+# With CUDA, a collective only enqueues a kernel. The rank waits later, in a C++ function that needs the result. A stack
+# has no frame of this function, so the innermost frame is the line that calls it.
 SYNCHRONIZES = re.compile(r"\.(item|cpu|tolist|numpy)\(|synchronize\(")
 MAY_SYNCHRONIZE = re.compile(r"\.(to|nonzero|equal|copy_)\(|\b(float|int|bool)\(")
 BACKWARD = "_engine_run_backward"  # in this function, DDP waits for other ranks, in C++

@@ -5,9 +5,9 @@ enough, because a long evaluation has no output either: in addition, the rank th
 CPU nor GPU, or all ranks must be idle or wait in a collective.
 
 A run that only looks hung, by the criteria of scripts/status.sh, continues. The launcher prints the text of status.sh
-once, and again when other ranks are suspected. If the run then has new output, the launcher prints RECOVERED. It
-reports this run again only after a pause that is twice as long as the longest pause so far, because long pauses may be
-usual for this run.
+once, and again when other ranks are suspected. If the run then has new output, the launcher prints RECOVERED. After
+that, the launcher reports the run only when it has had no output for twice as long as in its longest pause so far,
+because long pauses may be usual for this run.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def state_of_launcher(host: str, launcher_machine: str, pid: int, started: int |
 
 
 def constant_arguments(command: Sequence[str]) -> list[str]:
-    """The arguments that must be the same with --attach: all but --attach, --notify, --detach and --quiet."""
+    """The arguments that a call with --attach must repeat: all but --attach, --notify, --detach and --quiet."""
     end = command.index("--") if "--" in command else len(command)
     options = iter(command[1:end])
     kept = []

@@ -229,7 +229,7 @@ class RunQuery:
         return self.ssh
 
     def call_nodes(self, command: Callable[[RunNode], list[str]], timeout: float) -> dict[RunNode, Reply]:
-        """Run a command on each node of the attempt. timeout: seconds."""
+        """Run a command on each node of the run's newest attempt. timeout: seconds."""
         calls = {node: self._commands.command(node, command(node), "/", timeout=timeout) for node in self.run.nodes}
         replies = self.calls.call_all(calls, self._log, timeout=timeout)
         return {node: replies[node.node] for node in self.run.nodes}

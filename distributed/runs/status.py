@@ -53,7 +53,7 @@ COLUMNS = ("node", "rank", "pid", "state", "cpu", "memory", "gpu", "quiet", "las
 RIGHT_ALIGNED = ("rank", "pid", "cpu", "memory", "quiet")
 WIDE = 100  # columns; on narrower terminals the pid is left out, to make room for the last line
 REFRESH_INTERVAL = 2.0  # seconds
-SAMPLE_SECONDS = 1  # of CPU use
+SAMPLE_SECONDS = 1  # duration of the measurement of CPU use
 TIMEOUT, WATCH_TIMEOUT, STACKS_TIMEOUT = 20.0, 5.0, 60.0  # seconds for a reply
 
 

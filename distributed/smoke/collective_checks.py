@@ -68,7 +68,7 @@ PACE_ROUNDS = 40
 PACE_ROUND_SECONDS = 0.025
 SLOW_FACTOR = {"cpu": 2.0, "cuda": 1.5}  # times the median of the others; a CPU is shared with the system
 
-REPLY_GRACE = 5.0  # seconds; ranks that wait for the same operation time out within this time of each other
+REPLY_GRACE = 5.0  # largest difference, in seconds, between the timeouts of ranks that wait for the same operation
 EXIT_TIMEOUT = 4 * REPLY_GRACE  # seconds to exchange findings, report and exit
 SOURCE_LINE = r"^\[[^\]]*:[0-9]+\] "  # in errors: "[/pytorch/third_party/gloo/.../pair.cc:553] "
 BEFORE_WATCHDOG = 0.9  # of the process group's timeout; at the timeout NCCL's watchdog ends the process
@@ -365,7 +365,7 @@ def reduce_seconds(seconds: float, op: Any, context: RankContext) -> float:
 def check_links(context: RankContext, largest: int) -> list[Fault]:
     """Measure the links between the first ranks of all nodes. Repeats the measurement while a link seems slow.
 
-    Returns the faults of this node on the first rank of the node, and [] on other ranks.
+    The first rank of a node returns the faults of the node. Other ranks return [].
     """
     is_leader = torch.tensor([float(context.world.local_rank == 0)], device=context.device)
     leaders = all_gather_rows(is_leader, context).flatten().nonzero().flatten().tolist()
@@ -414,7 +414,7 @@ def measure_link(partner: int, largest: int, context: RankContext) -> float:
 
 
 def exchange(partner: int, sent: Tensor, context: RankContext) -> float:
-    """Send and receive at the same time. Returns the first element sent or received, whichever is larger."""
+    """Send and receive at the same time. Returns the larger one of sent[0] and received[0]."""
     received = torch.empty_like(sent)
     both = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
     for work in dist.batch_isend_irecv(both):

@@ -19,7 +19,10 @@ log = logging.getLogger("muster")
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The windows of a corpus, and the composition of a global batch."""
+    """The windows of a corpus, and the composition of a global batch.
+
+    Base participants are the participants on whose text the base model was trained.
+    """
 
     corpus: Corpus
     train: Windows

@@ -1,4 +1,4 @@
-"""Copy scalars that a run has written for TensorBoard, below its working directory, to its run directory.
+"""Copy the scalars of a run from the TensorBoard files below its working directory to its run directory.
 
 usage: module.py training.event_files RUN
 """

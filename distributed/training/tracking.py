@@ -81,7 +81,7 @@ def run_directory(job: Mapping[str, Any], world: World, ranks: Ranks, script: st
 
     job: the arguments of the job, see settings.job_of().
 
-    Raises ConfigError when the directory cannot be made; the same on every rank.
+    Every rank raises the same ConfigError when the directory cannot be made.
     """
 
     def make() -> Path:

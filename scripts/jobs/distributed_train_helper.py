@@ -10,7 +10,8 @@ import sys
 KIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 if __name__ == "__main__":
-    # UTF-8 makes paths equal on all servers. With PYTHONINSPECT, Python would not exit.
+    # Restart Python in UTF-8 mode, which makes paths equal on all servers, and without PYTHONINSPECT, which would keep
+    # Python from exiting.
     if sys.getfilesystemencoding() != "utf-8" or os.environ.pop("PYTHONINSPECT", ""):
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.argv])
     del sys.path[0]

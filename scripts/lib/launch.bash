@@ -6,7 +6,7 @@
 
 # shellcheck disable=SC2034 # other files use these variables
 WORK=()                  # command of each rank: a script, or -m and a module
-SCRIPT_FILE=''           # the file that Python runs: --script, or the __main__.py in it
+SCRIPT_FILE=''           # the file that Python runs: --script, or __main__.py if --script is a directory
 PROGRAM_IS_LOCAL=1       # 0: the Python of the ranks and its modules are in a container, and cannot be checked here
 PACKAGES=()              # packages that the ranks need besides PyTorch; checked on the nodes
 CONFIG_ARGS=()           # --config CONFIG, or empty

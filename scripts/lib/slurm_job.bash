@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 #
-# A SLURM batch job: its arguments, its array element, and the run directory of a job that was requeued, to which
-# logs/slurm-<job> is a link. distributed/launch/requeue.py requeues the job.
+# A SLURM batch job: its arguments, its array element and, after a requeue, its earlier run directory. The link
+# logs/slurm-<job> leads to that directory. distributed/launch/requeue.py requeues the job.
 #
 # Sourced by the scripts of scripts/slurm, never run; it needs slurm.bash and the files that slurm.bash needs.
 
@@ -14,7 +14,7 @@ RUN_AGAIN=()   # option of distributed/launch/run.py for a requeued job
 parse_job_arguments() {
   REQUEUES=${SLURM_RESTART_COUNT:-0}
   CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${CALL[@]:1}")
-  GRACE=${MUSTER_GRACE:-120} # SLURM's own KillWait, usually shorter, ends the wait when SLURM ends a job
+  GRACE=${MUSTER_GRACE:-120} # if SLURM itself ends the job, it sends SIGKILL after KillWait, usually earlier
   [[ $SCRIPT$MODULE ]] || SCRIPT=$SCRIPT_FROM_ENVIRONMENT
   ((${#POSITIONAL[@]})) || POSITIONAL=("${CONFIG_FROM_ENVIRONMENT:-$KIT/config/quickstart.yaml}")
   choose_config "${POSITIONAL[@]}"

@@ -73,7 +73,8 @@ main() {
   check_config
   forward_options_except --follow --template --dry-run --notify
   set -- "${FORWARDED_OPTIONS[@]}" "$CONFIG" -- "${SCRIPT_ARGS[@]}"
-  # A dry run of the batch script checks its arguments. Variables of a job around this shell must not affect it.
+  # A dry run of the batch script checks its arguments. If this shell runs in a SLURM job, the variables of that job
+  # must not affect the dry run.
   (unset "${!SLURM_STEP@}" "${!SLURM_TASK@}" "${!SLURM_GPUS@}" "${!SLURM_ARRAY@}" SLURM_CPUS_PER_TASK SLURM_RESTART_COUNT
     exec_in_environment 5 SLURM_JOB_ID=0 "SLURM_JOB_NODELIST=node[1-$NNODES]" "SLURM_NTASKS=$((NPROC * NNODES))" \
     "SLURM_TASKS_PER_NODE=$NPROC(x$NNODES)" "SLURM_JOB_CPUS_PER_NODE=$NPROC(x$NNODES)" \

@@ -24,8 +24,8 @@ END
 }
 
 
-# Check that all ranks have seen these attempts, written as `restarts maximum`, with the same run id; remove the files.
-# The run id is the name of the newest run directory, unless RUN_ID is set.
+# Check that all ranks have seen these attempts with the same run id, and remove the files seen.<rank>. Each attempt is
+# one argument: "RESTARTS MAXIMUM". The run id is the name of the newest run directory, unless RUN_ID is set.
 all_ranks_saw() { # <number of ranks> <attempt...>
   local rank expected
   expected=$(printf "${RUN_ID:-$(basename "$(readlink -f logs/latest)")} %s\n" "${@:2}")

@@ -131,7 +131,7 @@ pid_of_job() { # <name>: the process id of its newest attempt
 }
 
 
-process_of_job() { # <supervisor, guard or command> <name>: its process id
+process_of_job() { # <supervisor, guard or command> <name>: the process id of this process of the job
   "$VIRTUAL_ENV/bin/python" -I - "$1" "$(pid_of_job "$2")" <<'END'
 import glob, json, sys
 records = [json.load(open(path)) for path in glob.glob("logs/jobs/*/*/node_*.pid")]
@@ -202,7 +202,7 @@ if job.get("alone"):
     except BlockingIOError:
         record("overlap", name, node)
 record("begin", name, node, os.getpid(), gpus or "-")
-for gpu in filter(None, gpus.split(",")):  # the stub of nvidia-smi and other jobs on this GPU read the file
+for gpu in filter(None, gpus.split(",")):  # the stub of nvidia-smi and other jobs read ~/gpu_N
     used = os.path.expanduser(f"~/gpu_{gpu}")
     if os.path.exists(used) and os.path.exists("/proc/" + open(used).read().strip()):
         record("overlap", name, node, gpu)

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 #
-# A laboratory, which is a simulated cluster on this machine (tests/lab/lab.sh), for a bats file, and helpers for
-# launches on its nodes.
+# Start a laboratory for a bats file: a simulated cluster on this machine (tests/lab/lab.sh). This file also has helpers
+# for launches on the nodes.
 #
 # Sourced by a bats file that calls start_lab N [option...] in setup_file. Each test then has nodes N1, N2, N3 and a
 # separate working directory WORK; with --slurm, SLURM_CONF is set. A file that needs another setup, teardown or
@@ -57,7 +57,7 @@ enter_workdir() {
 }
 
 
-# Stop the processes that runs in WORK have left on the nodes.
+# Stop the processes on the nodes that remain from runs in WORK.
 sweep_runs() {
   local run node
   for run in "$WORK"/logs/*/; do

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 #
-# Check that a secret from --env-file appears in no command line, which every user of the machine can read, and in no
-# file of the run.
+# Check that a secret from --env-file appears in no command line and in no file of the run. Every user of the machine
+# can read command lines.
 #
 # Sourced by bats files, never run. The secret is in the file "secret", and in no command line of the test itself.
 # Use in a test:
@@ -17,8 +17,8 @@ make_secret() {
 }
 
 
-# Search all command lines of this machine, in the background, and copy those with the secret to "seen". SEEN=yes of
-# --env must be in one of them: that proves that the search would find the secret.
+# Search all command lines of this machine, in the background, and copy arguments that contain the secret or SEEN=yes to
+# "seen". The launcher must pass SEEN=yes as an argument: if "seen" has it, the search would also find the secret.
 watch_command_lines() {
   printf '%s\nSEEN=yes\n' "$(<secret)" >patterns
   while [ ! -e stop_watching ] && kill -0 "$$"; do
