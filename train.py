@@ -5,15 +5,17 @@
     scripts/ssh/launch_singlenode.sh config/quickstart.yaml 2              two processes on this machine
     torchrun --nproc-per-node 2 train.py --config config/quickstart.yaml   two processes, started by torchrun
     python train.py --fold 0 --prefix exp1                                 one job of a cross-validation
-    python train.py --fold 0 --mode base_only                              a base model, trained on the other domains
+    python train.py --fold 0 --mode base_only                              a base model for jobs with --fold 0
 
 Arguments such as train.steps=100 model.n_layer=6 override settings of the file. A run with the same checkpoint.dir
 resumes from the newest checkpoint, and ends with the same weights as an uninterrupted run.
 
-Cross-validation: a participant is a domain of Python's language reference, or one text of a directory; --fold N selects
-the target, and --mode the training data (see --help). Mode base_only writes best_base_model.pt and three files about it
-to the run directory; mode full_fine_tuning starts from these weights. The checkpoints of a job are in its output
-directory, here experiments/exp1/fold0_special-methods.
+Cross-validation divides the text into participants. For the default text, which is Python's language reference, these
+are its domains (groups of topics); for a data directory, each text is a participant. --fold N selects one participant
+as the target, and --mode selects the training data (see --help). Mode base_only trains, by default, on all participants
+except the target. It writes best_base_model.pt and three files about it to the run directory, and mode full_fine_tuning
+starts from these weights. The checkpoints of a job are in its output directory, here
+experiments/exp1/fold0_special-methods.
 """
 
 from __future__ import annotations

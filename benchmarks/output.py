@@ -50,7 +50,7 @@ def measure(command: list[str], directory: Path) -> tuple[float, int]:
 
 
 def main() -> int:
-    """Print the ratio to torchrun for each side."""
+    """Print the times of the agent and of the launcher, and their ratios to the times of torchrun."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--pairs", type=int, default=5)
     options.add_argument("--lines", type=int, default=500_000)
@@ -65,7 +65,7 @@ def main() -> int:
             for side, command in sides.items():
                 duration, printed = measure(command, directory)
                 expected = arguments.lines * (1 if side == "launcher" else RANKS)  # its console shows only rank 0
-                if printed < expected and side != "torchrun":  # torchrun loses lines up to PyTorch 2.14
+                if printed < expected and side != "torchrun":  # torchrun of PyTorch 2.14 and earlier loses lines
                     raise SystemExit(f"{side}: {printed} lines arrived, expected {expected}")
                 seconds[side].append(duration)
         for side in ("agent", "launcher"):

@@ -1,8 +1,8 @@
 """Simulate the membership of a run of many agents: part of benchmarks/scale.py.
 
 The first node is a process with the real store, Membership and Coordinator. The other members are real Membership
-objects in a few processes. A schedule replaces their threads. SHARED (50) members use one connection together. Each
-process counts the store operations of its members.
+objects in a few processes. They have no threads: the process calls step() of each member when it is due. SHARED (50)
+members use one connection together. Each process counts the store operations of its members.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHARED = 50  # members on one connection
 PROCESSES = 2  # that simulate members
 TRAINING = 6.0  # seconds for which heartbeats are measured
 RANKS = 8  # of each node, in the failure records
-ROUNDS_PER_JOIN = 20  # while steps of members are due, one call of _step() in 20 lets a member join instead
+ROUNDS_PER_JOIN = 20  # while a joined member is due, only every 20th Simulation._step() lets a new member join
 TICK = os.sysconf("SC_CLK_TCK")
 TRACEBACK = "Traceback (most recent call last):\n" + '  File "/home/ada/train.py", line 42, in train\n' * 20
 
@@ -44,7 +44,7 @@ class Costs:
     rendezvous_cpu: float | None  # of the first node
     operations: float | None  # store operations per second of all nodes except the first, while the run trains
     cpu: float | None  # cores used by the first node, while the run trains
-    stop: float | None  # from the first report of the end until all agents know it
+    stop: float | None  # from the first report that the run has ended until all agents know it
     records: float | None  # until all agents have the failure records and have left
 
 
@@ -62,7 +62,7 @@ class Counting:
 
 
 class Member(Membership):
-    """A member without a thread: the schedule calls step()."""
+    """A member without a thread: Simulation calls step()."""
 
     left_at = 0.0
     all_members: dict[int, membership.MemberFacts]
@@ -168,8 +168,8 @@ class Simulation:
         """Run the members until all have done what is requested, or for `limit` seconds.
 
         request: "join"; "train" for `limit` seconds; "fail" makes the first member report a failure, and waits until
-        all know it; "know" only waits until all know it; "leave". Returns whether the request succeeded, the time, and
-        the count of store operations.
+        all know it; "know" only waits until all know it; "leave". Returns whether the request succeeded, the monotonic
+        time at its end, and the count of store operations.
         """
         deadline, Counting.operations = time.monotonic() + limit, 0
         if request == "fail":
@@ -241,7 +241,7 @@ def measure(size: int, limit: float) -> Costs:
     pipes = [one for _, one in simulated]
 
     def phase(name: str, seconds: float, others: str = "") -> tuple[float | None, int, float]:
-        """Send the request `name` to all processes, or to the first one, and the request `others` to the others.
+        """Send the request `name` to all processes. If `others` is given, all but the first get that request instead.
 
         Returns the duration in seconds (None: not done), the store operations, and the CPU seconds of the first node.
         """

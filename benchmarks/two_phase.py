@@ -1,16 +1,17 @@
-"""Measure the time that shared base models save, and whether they are copied more often than needed.
+"""Measure the time saved by sharing base models, and whether base models are copied more often than needed.
 
 Experiments run on three servers that share no files and have two slots each. Each list runs three times:
 
   two phases   each base model is trained once; an experiment starts when its base model is copied
-  barrier      the same, but no experiment starts before all base models are trained, by an earlier list
+  barrier      the same, but an earlier list trains all base models; the experiments start when it has ended
   alone        each experiment trains its base model itself
 
 The lists are 15 experiments on 1 base model, and 12 experiments on 4 base models of different training times. Training
 is `sleep`, and writes a file of --mb MiB. "predicted" is the number of avoided base trainings times their seconds, as
 in the report of --plan; "measured" is the difference of used slot seconds. "copied" is the traffic of all network
-interfaces of the servers, relative to one copy of each base model per server that ran one of its experiments. The
-transfer from the server that trained a base model counts as this server's copy. Needs root.
+interfaces of the servers, divided by the needed traffic: one copy of each base model for each server that ran
+experiments on this base model. The server that trained a base model receives no copy, but sends the base model once;
+that transfer counts as the server's copy. Needs root.
 
     python -m benchmarks.two_phase [--mb 20] [--base 8] [--experiment 2]
 """

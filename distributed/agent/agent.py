@@ -77,7 +77,7 @@ class Handler:
     record: failure_records.RankRecord
 
     def close(self, death_sig: signal.Signals) -> None:
-        """Send death_sig to the rank, but SIGTERM for SIGHUP and SIGQUIT, so that the rank may write a checkpoint."""
+        """Send death_sig to the rank. SIGTERM replaces SIGHUP and SIGQUIT, so that the rank may write a checkpoint."""
         self.proc.signal(signal.SIGTERM if death_sig in (signal.SIGHUP, signal.SIGQUIT) else death_sig)
 
 
@@ -394,7 +394,7 @@ def _run_attempts(options: argparse.Namespace, pipes: AttemptPipes | None) -> in
             gc.collect()
         request = pipes.next_attempt(outcome)
         _set_stop_signals(signal.SIG_DFL)
-        if request is None or pipes.at_end():  # the run ends; the agent may have ignored its stop signal
+        if request is None or pipes.at_end():  # the run ends; the supervisor's SIGTERM may have been ignored
             return code
         apply_request(request, options)
 
@@ -496,7 +496,8 @@ def follow(
 
     An update of a progress bar is written with CR LF, see `distributed.launch.output_lines`.
 
-    This replaces torchrun's tail_logfile(), which also copies incomplete lines: another rank may then continue one.
+    This replaces torchrun's tail_logfile(), which also copies incomplete lines: it may print the output of two ranks on
+    one line.
     """
     while not os.path.exists(file):
         if finished.wait(interval_sec) and not os.path.exists(file):  # the rank may have started and exited meanwhile

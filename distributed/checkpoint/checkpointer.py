@@ -169,7 +169,8 @@ class Checkpointer:
             facts: JSON values for the manifest, readable without loading tensors.
             score: lower is better, for example the held-out loss.
             overlap: copy parameters and optimizer state after save() returns, while the next gradients are computed.
-                Until the next optimizer.step() nothing else may change them, such as an evaluation with other weights.
+                The next optimizer.step() waits for the copy. Before that step, the caller must not change these
+                tensors; for example, it must not load other weights for an evaluation.
 
         Raises NonFiniteLoss when a weight is NaN or infinite, without writing a checkpoint; CheckpointError when the
         previous save failed, or the state holds objects that cannot be loaded safely; otherwise as should_stop() does.
@@ -194,7 +195,10 @@ class Checkpointer:
 
     @property
     def blocked(self) -> list[float]:
-        """Seconds that each save has blocked the training of this rank, including its wait in optimizer.step()."""
+        """Seconds that each save has blocked the training of this rank.
+
+        With overlap, they include the time for which optimizer.step() has waited for the copy.
+        """
         return self._checkpoints.blocked
 
     def _state(self) -> dict[str, Any]:

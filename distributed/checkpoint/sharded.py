@@ -73,7 +73,7 @@ class ShardWriter:
         return self._writer.prepare_global_plan(plans)
 
     def write(self, copy: Mapping[str, Any]) -> None:
-        """Write this rank's shards. copy: the planned state, with copies of this rank's shards."""
+        """Write this rank's shards. copy: the state of __init__(), with each tensor replaced by a copy of its shard."""
         self._planner.take_from(dict(copy))
         self._results = self._writer.write_data(self._plan, self._planner).wait()
         if self._rank != 0:

@@ -2,7 +2,7 @@
 
 Copies are in CPU memory (page-locked for CUDA tensors), which is reused. Parameters and optimizer state change only in
 the optimizer's step. Therefore CPU tensors among them may be copied while the training computes the next gradients.
-finish() copies the tensors that are not copied yet before the next step.
+Before the next step, finish() copies the tensors that are not copied yet.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def names_in_checkout(root: bytes, prefix: bytes = b"") -> Iterator[bytes]:
     directory = os.path.join(root, prefix)
 
     @functools.cache
-    def is_behind_link(parent: bytes) -> bool:  # git treats such a file as deleted
+    def is_behind_link(parent: bytes) -> bool:  # git treats files below a symbolic link as deleted
         return os.path.realpath(os.path.join(directory, parent)) != os.path.join(os.path.realpath(directory), parent)
 
     for option in ("--cached", "--others"):

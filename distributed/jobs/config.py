@@ -111,7 +111,7 @@ class Server(ServerOptions):
 
 
 class BaseModels(StrictModel):
-    """Which keys of a job are base, experiment or ignored, and how base models are trained; see bases.py.
+    """The class of each key of a job (base, experiment or ignored), and how base models are trained; see bases.py.
 
     The default lists in bases.py apply to the keys that are not listed here.
     """
@@ -258,7 +258,8 @@ def read_jobs(
 ) -> list[Job]:
     """The jobs in the order of the file. participants, retries: defaults for jobs without them.
 
-    listed: jobs of the list to which the file is added. The file may contain them again; its _after may name them.
+    listed: the jobs that are already in the list when the command `add` adds this file to it. The file may contain
+    these jobs again, and its _after may name them.
 
     Raises:
         ConfigError: an invalid job, two jobs with equal arguments, two jobs that would write the same directory, or an
@@ -294,7 +295,7 @@ def read_entries(
 def with_predecessors(jobs: Mapping[int, Job], listed: Sequence[Job]) -> tuple[dict[int, Job], list[str]]:
     """Replace the names in _after by ids of jobs. Returns the jobs, and a message for each fault.
 
-    jobs: by position in the file. listed: all jobs of the list.
+    jobs: the jobs of the file, by position. listed: these jobs, and those that are in the list already.
     """
     exact = {name: job for job in listed for name in (job.output, job.name, job.id)}
     resolved, faults = dict(jobs), []

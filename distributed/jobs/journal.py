@@ -1,13 +1,13 @@
 """The write-ahead log of a job list: one JSON object per line, append-only.
 
-    with Journal.open(path) as journal:            # the only dispatcher of this list
+    with Journal.open(path) as journal:            # locks the file: a list has only one dispatcher
         journal.add("start", attempt="3fa2b1c09d.1", server="gpu1")
-        journal.commit()                           # written and synced; now execute the decision
+        journal.commit()                           # writes and syncs the record; now the attempt may be started
 
 Other processes append requests (`cancel`, `retry`, `add`) with request(); the dispatcher reads them with
-Journal.requests(). A line without a newline was truncated by a crash or a full disk. It is ignored, as its decision was
-never executed, and the next writer terminates it with TRUNCATED. It is not removed, as another process may have
-appended lines after it.
+Journal.requests(). A line without a newline was truncated by a crash or a full disk. The line is ignored, because the
+dispatcher does nothing before the record of its decision is complete. The next writer terminates the line with
+TRUNCATED. The line is not removed, because another process may have appended lines after it.
 """
 
 from __future__ import annotations

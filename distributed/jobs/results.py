@@ -22,8 +22,8 @@ from distributed.jobs.backend import ServerLink
 from distributed.jobs.state import JobState, ListState
 from distributed.training.base_model import CACHE, hash_of
 
-WRITE_INTERVAL = 1.0  # minimum seconds between two writes of results.json; at least 20 times the time of a write
-PAGE_INTERVAL = 30.0  # minimum seconds between two writes of results.html; at least 50 times the time of a write
+WRITE_INTERVAL = 1.0  # minimum seconds between writes of results.json, or 20 times the duration of a write if longer
+PAGE_INTERVAL = 30.0  # minimum seconds between writes of results.html, or 50 times the duration of a write if longer
 RUN_MODULE = Path(KIT, "scripts", "lib", "module.py")
 NO_JOBS = '\n  "jobs": []'  # occurs once in the text of document(), as deeper objects are indented further
 

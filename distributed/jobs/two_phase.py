@@ -20,8 +20,8 @@ usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [optio
 All options of run_distributed_training.py are accepted; see its --help.
 
 Jobs that agree in the settings that determine the base model share one base model. It is trained by a job with mode
-base_only, verified, and published in the cache as experiments/base_models/HASH, where HASH is the start of the hash of
-the path of the script and these settings. An experiment starts when its base model has been copied to its server; each
+base_only, verified, and published in the cache as experiments/base_models/HASH. HASH is the first 12 digits of a hash
+of these settings and of the script's path. An experiment starts when its base model has been copied to its server; each
 server gets one copy. The script reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST
 has the full hash.
 
@@ -234,7 +234,7 @@ def execute_helper(arguments: list[str]) -> int:
 def planned_job(jobs: Sequence[Job], selector: str) -> Job:
     """The only job with this position, id, name or part of a name. Raises CallError."""
     numbers = f"a number from 0 to {len(jobs) - 1}"
-    if selector.isdecimal():  # a position, never a part of a name
+    if selector.isdecimal():  # an id, a complete name or a position, but not a part of a name
         named = [job for job in jobs if selector in (job.id, job.name)]
         found = named or list(jobs[int(selector) : int(selector) + 1])
     else:

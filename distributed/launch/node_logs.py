@@ -25,8 +25,8 @@ TAR_OPTIONS= tar -cf - --exclude=./checkpoints "$@\""""
 # would remove and recreate an empty directory while another tar unpacks files into it.
 UNPACK = ["env", "--unset=TAR_OPTIONS", "tar", "-xf", "-", "--keep-newer-files", "--keep-directory-symlink",
     "--no-same-owner"]  # fmt: skip
-# $2: directory for the files of the attempt. $3: pid file of a supervisor that stays for the next attempt, which needs
-# this file too; "": none.
+# $2: directory to which the files of the attempt are moved. $3: pid file of a supervisor that stays for the next
+# attempt; a copy of this file remains in the run directory. If no supervisor stays, $3 is empty.
 ARCHIVE = """cd -- "$1" && { [ -e run.json ] || { mkdir -p -- "$2" && mv errors ranks node_* "$2/" &&
 { [ ! "$3" ] || cp -p -- "$2/$3" .; }; }; }"""
 

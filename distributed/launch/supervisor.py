@@ -18,7 +18,8 @@ run starts COMMAND in a new session and waits until it exits:
   --grace SECONDS    time between SIGTERM and SIGKILL (default: 8)
   --lease SECONDS    stop COMMAND after this time without input from the launcher (default: only at the end of input).
                      0: return when COMMAND has started; it continues without a launcher, see launch/follow.py
-  --terminals LIST   streams on which a progress bar stays on one line: 1, 2, or 12 if both are the same terminal
+  --terminals LIST   numbers of the streams on which a progress bar stays on one line: 1 (standard output), 2 (standard
+                     error), or 12 (both streams, if they are the same terminal)
   --timeout SECONDS  stop COMMAND after this time (default: never)
   --report           when no process remains, report the exit code on standard output; see launch/node_reports.py
   --restarts         COMMAND may be an agent that waits for the next attempt; see launch/node_reports.py
@@ -30,10 +31,11 @@ and writes the times and peak memory of COMMAND to node_NAME.usage (JSON).
 Otherwise, standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time. `kill`
 sends SIGKILL. `signal N` passes signal N on. An empty line is a heartbeat. At end of file, the launcher is lost, and
 COMMAND is stopped. SIGTERM, SIGINT, SIGHUP or SIGQUIT stops COMMAND; a second one kills it. Other signals are passed on
-to the ranks with a handler or, if COMMAND starts no ranks, to its processes with a handler. If there are none, COMMAND
-is stopped. The verbs stop, kill, fail, end and attempt write their request to the file node_NAME.stop; signal sends a
-signal. Lines of rank 0 are copied to the stream to which COMMAND wrote them, lines of no rank to standard error. Errors
-of a closed or full console are ignored. The exit code is that of COMMAND, 128+n for signal n.
+to the ranks with a handler or, if COMMAND starts no ranks, to its processes with a handler. If no process has a
+handler, COMMAND is stopped. The verbs stop, kill, fail, end and attempt write their request to the file node_NAME.stop;
+signal sends a signal. Lines of rank 0 are copied to the stream to which COMMAND wrote them. Lines without the prefix of
+a rank are copied to standard error. Lines of other ranks are not shown. Errors of a closed or full console are ignored.
+The exit code is that of COMMAND, 128+n for signal n.
 
 With --restarts, `fail` stops the attempt, after which COMMAND may wait for the next one. When COMMAND has reported the
 end of an attempt, and no other process remains, the supervisor writes and reports the exit code. Then `attempt JSON`
@@ -42,8 +44,8 @@ exit.
 
 A second process, the guard, kills COMMAND if the supervisor is killed. When run exits, no process started by COMMAND
 remains, in any session. sweep stops COMMAND, ends processes that remain because supervisor and guard were killed, and
-waits until all have exited; without --grace it sends only SIGKILL. status prints JSON: "state" is absent, running,
-ended (with "exit_code") or killed.
+waits until all have exited; without --grace it sends only SIGKILL. status prints JSON: the value of "state" is
+"absent", "running", "ended" (with "exit_code") or "killed".
 
 Standard library only. The supervisor starts before every command, so it imports few modules, some only on use.
 """
@@ -154,14 +156,14 @@ def write_code(files: Files, code: int) -> None:
 
 
 def write_record(files: Files, cause: str, message: str) -> None:
-    """Record for the verdict why the command was stopped without a request."""
+    """Record why the command was stopped without a request. The verdict, printed at the end of a run, shows it."""
     facts = {"node": files.name, "host": os.uname().nodename, "cause": cause, "message": message, "time": time.time()}
     with contextlib.suppress(OSError):  # stopping the command matters more
         write_reserved(files.reserved_record, files.record, to_json(facts))
 
 
 def write_signal(files: Files, number: int, sender: str) -> None:
-    """Record for the verdict a signal that Muster has not sent. sender: such as "from SLURM"."""
+    """Record a signal that Muster has not sent, so that the verdict can name it. sender: such as "from SLURM"."""
     name = signals.name(number)
     path = os.path.join(os.path.dirname(files.record), f"signal_{files.name}_{name}.json")
     with contextlib.suppress(OSError):
@@ -231,7 +233,7 @@ def parse_environment(block: bytes) -> Environment:
 
 def environment(block: bytes, files: Files) -> Environment:
     """The command's environment: that of the supervisor without stale variables, updated with the block."""
-    with open("/proc/self/environ", "rb") as file:  # Python has changed what os.environ shows
+    with open("/proc/self/environ", "rb") as file:  # os.environ may have an LC_CTYPE that Python has set
         env = parse_environment(file.read())
     env = {
         name: value
@@ -350,7 +352,7 @@ class Guard:
         self.send("end")
         os.close(self._lifeline)
         with contextlib.suppress(ChildProcessError):
-            os.kill(self.pid, signal.SIGKILL)  # not reaped yet: its number is in use
+            os.kill(self.pid, signal.SIGKILL)  # until waitpid(), no other process can have this pid
             os.waitpid(self.pid, 0)
 
     def close(self) -> None:
@@ -705,7 +707,7 @@ class Supervisor:
 
     def _start_failure(self) -> int:
         """UNFIT if the sourced script exited or replaced the wrapper's shell, so that no command started; else 0."""
-        # The wrapper sources the script, then reads the block. It shares the file offset with this process.
+        # The wrapper sources the script, then reads the block, which moves the file offset that both processes share.
         if os.lseek(self._block, 0, os.SEEK_CUR) == os.fstat(self._block).st_size:
             return 0
         message = "exited with code 0, so nothing was started; it is sourced and must neither exit nor exec a command"
@@ -726,7 +728,7 @@ class Supervisor:
     def _handle_requests(self) -> None:
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
-            if not (self._waits and line == b"kill"):  # it is for nodes whose attempt has not ended
+            if not (self._waits and line == b"kill"):  # `kill` is for nodes whose attempt has not ended
                 self._handle_request(line)
 
     def _handle_request(self, request: bytes) -> None:

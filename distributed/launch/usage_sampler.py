@@ -1,7 +1,8 @@
 """Sample the resource usage of a node's ranks: CPU, memory, output and GPUs.
 
-A child process of the supervisor appends one JSON object per sample to node_<name>.samples.jsonl in the run directory
-(with srun, where each task has a supervisor, only that of the node's first task):
+A child process of the supervisor appends one JSON object per sample to node_<name>.samples.jsonl in the run directory.
+With srun, each task has a supervisor, and only the supervisor of the node's first task has this child process. One
+sample:
 
     {"time": 1764000000.5, "ranks": {"0": {"cpu": 41.2, "memory": 1288490188, "output": 5120}},
      "gpus": {"3": {"use": 97, "memory": 17179869184, "ranks": [0]}}}

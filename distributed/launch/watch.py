@@ -1,10 +1,11 @@
 """Watch the nodes of a run: start them, stop the others at the first failure, pass signals on.
 
 One event loop (loop.py) serves all nodes. A client is a local process that runs the supervisor of a node, over ssh if
-the node is another machine; pdsh and srun have one client for all nodes. Its standard input is the control channel of
-the supervisor: stop, kill, signal N, an empty line as a heartbeat; end of file means that the launcher has exited. With
-restarts, agents wait for the next attempt after a failed one, and their supervisors and clients stay. There are then
-three more requests: fail (end the attempt), attempt (start the next attempt) and end (no attempt follows).
+the node is another machine; pdsh and srun have one client for all nodes. The standard input of a client is the control
+channel of the supervisor. The launcher writes the requests stop, kill and signal N to it, and an empty line as a
+heartbeat. End of file means that the launcher has exited. With restarts, agents wait for the next attempt after a
+failed one, and their supervisors and clients stay. There are then three more requests: fail (end the attempt), attempt
+(start the next attempt) and end (no attempt follows).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CHECKPOINT_GRACE = 30.0  # seconds for the checkpoints of the other nodes when a
 REPEATED = 1.0  # seconds within which a terminal and a script may send the same signal
 NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpreter
 REPLY_TIMEOUT = 1.5  # seconds for a reply of a node whose connection was lost, if another node can replace it
-MISSED_TIMEOUT = 1.0  # seconds until nodes whose heartbeats the others miss are given up, when all others have ended
+MISSED_TIMEOUT = 1.0  # seconds until the remaining nodes are given up, when other nodes have reported each as lost
 RETURN_INTERVAL = 15.0  # seconds between calls to a lost node that was replaced, and time limit of a call
 RECONNECT_INTERVAL = 5.0  # seconds between attempts to follow a node again
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -50,8 +51,8 @@ STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 class AgentCommand:
     """The command line of the agent on each node."""
 
-    before: tuple[str, ...]
-    after: tuple[str, ...]
+    before: tuple[str, ...]  # the part before the options that on() adds
+    after: tuple[str, ...]  # the part after these options
     run_id: bool = False  # add the option --rdzv-id with the name of the run
     nodes: int = 0  # number of nodes, if this launcher starts all; 0: `before` has address and port
     address: str = ""  # of the first node
@@ -194,11 +195,11 @@ class Watch:
         self._disconnected: set[str] = set()  # nodes that are to be followed again
         self.queries: set[Client] = set()  # calls that query the nodes to find out whether the run hangs
         self.waiting: set[str] = set()  # nodes whose agent waits for the next attempt
-        self.replaces = False  # whether lost nodes are replaced, or the run continues without them
+        self.replaces = False  # whether the run can continue after losing nodes: with spare nodes or with fewer nodes
         self.spares: list[RunNode] = []
         self.lost: dict[str, str] = {}  # lost nodes of the last attempt -> reason
         self._returning: set[Client] = set()  # calls to lost nodes
-        self._escalation = 0  # number of the scheduled request
+        self._escalation = 0  # identifies the newest scheduled request; older ones are not sent
         self.attempts = 0  # number of attempts that have ended
         self._heartbeats: threading.Thread | None = None
         self._reset()
@@ -368,7 +369,7 @@ class Watch:
         self._await_return(spare)
 
     def _give_up_missed(self) -> None:
-        """Give up the nodes that have not ended, after some time, if other nodes have reported all of them as lost."""
+        """If other nodes have reported all nodes that still run as lost, give these up after MISSED_TIMEOUT."""
         attempt = self.attempts
 
         def give_up() -> None:
@@ -421,7 +422,7 @@ class Watch:
         self.node_ended(node, code if recorded is None else recorded)
 
     def _record_connection(self, node: str, client: Client) -> None:
-        """Record for the verdict how the connection was lost. The node itself may only record that it was stopped."""
+        """Record for the verdict how the connection was lost. The node possibly records only that it was stopped."""
         code = client.process.returncode
         if code < 0:  # if ssh was killed, ssh_call.py ends by the same signal
             name = signals.name(-code)
@@ -465,7 +466,10 @@ class Watch:
         self.node_failed(code)
 
     def node_failed(self, code: int) -> None:
-        """Stop the other nodes at the first failure. A later code replaces TERMINATED, as a failure may cause it."""
+        """Stop the other nodes at the first failure, and keep its code as the status.
+
+        If that code is TERMINATED, a later code replaces it, because the later failure may have caused the SIGTERM.
+        """
         if code and self.status in (0, TERMINATED):
             self.status = code
             if not self._requested:
@@ -591,7 +595,7 @@ class Watch:
         return self.status
 
     def wait_for_spares(self) -> None:
-        """Wait until all spare nodes are ready, for some time, or until a stop request."""
+        """Wait until all spare nodes are ready, START_TIMEOUT has passed, or a stop is requested."""
         limit = time.monotonic() + START_TIMEOUT
         while {node.node for node in self.spares} - self.waiting and time.monotonic() < limit and not self.signal:
             self.loop.wait(limit - time.monotonic())

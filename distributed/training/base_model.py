@@ -150,7 +150,7 @@ def staging_prefix(digest: str) -> str:
 
 
 def remove_staging(cache: str, digest: str) -> None:
-    """Remove the directories that interrupted copies and removals left. The caller must hold the exclusive lock."""
+    """Remove the directories of interrupted copies and removals. The caller must hold the exclusive lock."""
     for name in os.listdir(cache):
         if name.startswith(staging_prefix(digest)):
             shutil.rmtree(os.path.join(cache, name), ignore_errors=True)

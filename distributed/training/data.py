@@ -116,11 +116,11 @@ def load(chosen: Data, mixed: bool = False, vocab_size: int | None = None) -> Co
     whichever domains are selected. If a directory has a `val.bin`, all of it is for evaluation, and all of `train.bin`
     for training.
 
-    With a participant, or with base_only, full_fine_tuning or from_scratch, `mode` selects the training text and the
-    held-out text:
-        heldout: train on all text of the other domains; hold out all text of the participant.
-        single: train on the participant's text only; hold out its end.
-        pooled: train on all domains without their ends; hold out the end of the participant's text.
+    A participant is a domain of the text; data.participant names one of them, the target. With a target, or with
+    base_only, full_fine_tuning or from_scratch, `mode` selects the training text and the held-out text:
+        heldout: train on all text of the other domains; hold out all text of the target.
+        single: train on the target's text only; hold out its end.
+        pooled: train on all domains without their ends; hold out the end of the target's text.
         base_only: train on the base participants; hold out their ends.
         full_fine_tuning, from_scratch: as single, but train on the first `target_data_pct` of each training text only.
 
@@ -278,7 +278,7 @@ def _texts(path: Path) -> tuple[list[bytes], int]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return all files below the directory by name. Hidden and linked directories are listed, but not entered."""
+    """Return all files below the directory, sorted. Hidden and linked directories are listed, but not entered."""
 
     def refuse(fault: OSError) -> None:
         raise DataError(f"cannot read {fault.filename}: {fault.strerror}") from fault

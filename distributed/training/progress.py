@@ -50,7 +50,7 @@ class Stopwatch:
             return math.nan
         if self.cuda:
             self._spans[-1][1].synchronize()
-            seconds = [start.elapsed_time(end) / 1000 for start, end in self._spans]  # milliseconds
+            seconds = [start.elapsed_time(end) / 1000 for start, end in self._spans]  # elapsed_time() is in ms
         else:
             seconds = [end - start for start, end in self._spans]
         self.reset()

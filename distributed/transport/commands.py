@@ -129,7 +129,9 @@ class SshCommands(LocalCommands):
 
 
 def over_ssh(ssh: Sequence[str], name: str, line: str, start_timeout: float, log: str = "") -> list[str]:
-    """The local command that runs a line of bash on a node. Only the line gets standard input (host/ssh_call.py).
+    """The local command that runs a line of bash on a node.
+
+    The line gets the standard input; start-up files of the login shell cannot read it (see host/ssh_call.py).
 
     ssh: the command line of ssh up to the address. name: of the node in messages. start_timeout: seconds for the login
     shell to start the line. log: file for the reason if it is not started.

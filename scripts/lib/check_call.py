@@ -32,13 +32,13 @@ from importlib.machinery import PathFinder
 from importlib.util import MAGIC_NUMBER, find_spec
 
 KIT = os.path.abspath(f"{__file__}/../../..")
-RANKS_PER_CORE = 4  # more cause a warning
+RANKS_PER_CORE = 4  # a larger number of ranks per core causes a warning
 LARGEST_SCRIPT = 10_000_000  # bytes; the syntax of a larger file is not checked
 OTHER_SUFFIXES = (".json", ".yaml", ".yml", ".toml", ".sh", ".ps1")  # JSON, for example, is an expression of Python
 
 
 class CheckFailed(Exception):
-    """args: `usage` or `unfit`, message."""
+    """A check has failed. Its two arguments are the kind (`usage` or `unfit`) and the message."""
 
 
 def is_module(name: str) -> bool:

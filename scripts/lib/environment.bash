@@ -15,7 +15,7 @@
 if [[ ${SHELLOPTS@a} == *x* ]]; then
   { builtin set +xv; } 2>/dev/null
 fi
-POSIXLY_CORRECT=1 # `unset` is then never a function
+POSIXLY_CORRECT=1 # in POSIX mode, no function can replace the builtin `unset`
 \unset -f builtin command
 builtin set +k +o posix # also unsets POSIXLY_CORRECT
 builtin unset -v FUNCNEST
@@ -119,7 +119,7 @@ keep_changed_functions() {
 # to variables of the same names. Variables that the script has unset stay unset; SLURM_* are not changed.
 restore_environment() {
   local inherited inherited_name
-  set +u # not `local -`, which would also undo POSIXLY_CORRECT
+  set +u # not `local -`: on return, it would also unset the POSIXLY_CORRECT that restore_removed has exported
   for inherited in "${INHERITED[@]}"; do
     inherited_name=${inherited%%=*}
     [[ $inherited_name =~ ^[A-Za-z_][A-Za-z_0-9]*$ ]] || continue

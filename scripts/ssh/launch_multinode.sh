@@ -3,7 +3,8 @@
 # Start this node's part of a run on several nodes, for scripts that require --local-rank=N.
 #
 # Like launch_torchrun_multinode.sh, but the first argument of each rank is --local-rank=N, as with
-# torch.distributed.launch, torchrun's predecessor. With --agent torchrun, torch.distributed.launch starts the ranks.
+# torch.distributed.launch, torchrun's predecessor. With --agent torchrun, ranks are started by torch.distributed.launch
+# instead of torchrun.
 #
 # Usage: launch_multinode.sh [options] CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT] [-- ARGUMENT...]
 #
