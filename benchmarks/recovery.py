@@ -10,7 +10,7 @@ it counts as failed. The launchers that are compared (the sides) are measured in
 - On laboratory nodes of 2 ranks, launch_torchrun_auto.sh. Without --before, it has no baseline.
 
 With --before, the launchers of another checkout of Muster are measured too, for example of an earlier commit in a git
-worktree. For each launcher of Muster, the events of the recovery with the median time are printed too. Only the
+worktree. For each launcher of Muster, the events of one recovery, that of median duration, are printed too. Only the
 laboratory nodes need root.
 
     python -m benchmarks.recovery [--pairs 7] [--ranks 2 4] [--nodes 3] [--before DIR]

@@ -26,9 +26,9 @@ class NotStarted(Exception):
     """A server did not start an attempt.
 
     kind: server (a fault of this server, possibly temporary), unusable (this server cannot start any job), job (no
-    server can start this job), busy (retry later: another attempt writes to the output directory, or the training of
-    the base model is not in the server's queue yet), or base (the base model of the job is missing or damaged in the
-    dispatcher's cache).
+    server can start this job), busy (retry later: another attempt writes to the output directory, or the job that
+    trains the base model must enter SLURM's queue first), or base (the base model of the job is missing or damaged in
+    the dispatcher's cache).
     """
 
     def __init__(self, reason: str, kind: str = "server") -> None:

@@ -95,7 +95,7 @@ class Server(ServerOptions):
     @model_validator(mode="after")
     def _check_gpus_match(self) -> Server:
         if self.gpu_ids is not None and "gpus" in self.model_fields_set and len(self.gpu_ids) != self.gpus:
-            raise ValueError(f"gpus={self.gpus}, but gpu_ids has {len(self.gpu_ids)}; remove one of the two")
+            raise ValueError(f"gpus={self.gpus}, but gpu_ids lists {len(self.gpu_ids)}; remove one of the two")
         return self
 
     @property

@@ -12,7 +12,7 @@ resident bytes; output: bytes since the start. The keys of "gpus" are GPU indice
 in which a kernel ran; memory: bytes in use; ranks: local ranks with processes on it. "gpus" is in few samples, because
 nvidia-smi is queried at most every 10 seconds. At MAX_SAMPLES samples, pairs are merged and the interval doubles.
 
-Each supervisor imports this module when it starts, so modules whose import takes milliseconds are imported only on use.
+Each supervisor imports this module when it starts, so modules that take milliseconds to import are imported on use.
 Standard library only.
 """
 

@@ -179,7 +179,7 @@ def _find_by_gpus(ranks: Sequence[Activity], timeout: float, exited: Sequence[st
     if len(ranks) == 1 or any(rank.in_collective for rank in ranks) or not any(rank.waits for rank in ranks):
         return None
     if suspects := [rank for rank in ranks if rank.frames and not rank.waits and not rank.gpu_busy]:
-        use, them = ("uses", "it") if len(suspects) == 1 else ("use", "them")
+        use, them = ("uses", "that rank") if len(suspects) == 1 else ("use", "those ranks")
         gpus = f"wait for their GPUs, which may be computing, or waiting in a collective for {them}"
         text = f"{_names(suspects)} not in a collective and {use} no GPU, others {gpus}"
         return Stall(text + _locations(suspects), tuple(suspects), timeout)
@@ -264,11 +264,11 @@ def _exited(exited: Sequence[str]) -> str:
     return f"{', '.join(exited[:SHOWN])}{', ...' * (len(exited) > SHOWN)} ended with exit code 0"
 
 
-def _locations(ranks: Sequence[Activity], only: str = "it") -> str:
-    """The current line of each rank, to be appended to a text. only: the subject if there is a single rank."""
+def _locations(ranks: Sequence[Activity], subject: str = "it") -> str:
+    """The current line of each rank, to be appended to a text. subject: of the clause about a single rank."""
     known = [rank for rank in ranks if rank.frames]
     if not known:
         return ""
     if len(ranks) == 1:
-        return f"; {only} is at {known[0].line}"
+        return f"; {subject} is at {known[0].line}"
     return "; " + _list(known, lambda rank: f"{rank.name} at {rank.line}")

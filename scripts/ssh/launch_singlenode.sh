@@ -23,7 +23,7 @@
 #   --max-restarts N     restart the run up to N times after a failure (default: 0)
 #   --hang-timeout S     stop a run that writes no output and no metrics for S seconds (exit code 124); 0: never.
 #                        Default: stop a run that logs steps (metrics.jsonl) once no rank has been able to progress for
-#                        600 s; never stop other runs
+#                        600 s; never stop a run that logs none
 #   --notify COMMAND     run COMMAND when the run looks hung, loses a node, restarts or ends, with the event as JSON on
 #                        its standard input (default: $MUSTER_NOTIFY)
 #   --progress REGEX     regular expression of Python for the lines in which rank 0 prints a step, as in

@@ -143,7 +143,7 @@ def test_an_invalid_cluster_is_refused(tmp_path: Path, tree: Any, faults: list[s
         ({"gpu_ids": ["0"]}, "gpu_ids: expected distinct non-negative integers, or UUIDs of MIG instances (MIG-..., "),
         ({"gpu_ids": ["MIG-a", "MIG-a"]}, "gpu_ids: expected distinct non-negative integers"),
         ({"gpu_ids": "MIG-a"}, 'gpu_ids="MIG-a": expected distinct non-negative integers'),
-        ({"gpu_ids": [0], "gpus": 2}, "gpus=2, but gpu_ids has 1; remove one of the two"),
+        ({"gpu_ids": [0], "gpus": 2}, "gpus=2, but gpu_ids lists 1; remove one of the two"),
         ({"port": 0}, "port=0: Input should be greater than or equal to 1"),
         ({"port": "22"}, 'port="22": Input should be a valid integer'),
         ({"slots_per_gpu": 0}, "slots_per_gpu=0: Input should be greater than or equal to 1"),

@@ -764,7 +764,7 @@ def lost_attempt(one: SimulatedServer, two: SimulatedServer) -> Callable[[ListRu
     return scenario
 
 
-def test_a_job_runs_elsewhere_once_its_server_is_unreachable_for_lost_after_seconds(tmp_path: Path) -> None:
+def test_a_job_runs_elsewhere_once_its_server_has_been_unreachable_for_the_time_limit(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = SimulatedServer("one"), SimulatedServer("two")
         async with ListRun(tmp_path, one, two, jobs=[job(0, retries=0)], lost_after=0.05) as run:
@@ -1069,7 +1069,7 @@ def test_no_job_starts_before_the_gpus_are_queried(tmp_path: Path) -> None:
         async with ListRun(tmp_path, one) as run:
             await run.wait_until(lambda: "one: connected" in run.log)
             assert run.states() == ["waiting"]
-            run.request("cancel", "zzz")  # once this request is handled, jobs could have started
+            run.request("cancel", "zzz")  # when this is handled, the dispatcher has had time to start a job
             await run.wait_until(lambda: run.state.handled_requests)
             assert run.states() == ["waiting"]
             one.go.set()
@@ -1079,7 +1079,7 @@ def test_no_job_starts_before_the_gpus_are_queried(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_only_gpus_with_at_least_gpu_free_mib_of_free_memory_are_used(tmp_path: Path) -> None:
+def test_only_gpus_with_the_required_free_memory_are_used(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one", 2, gpus=True)
         one.memory_used = {0: 79000, 1: 5000}

@@ -1,6 +1,6 @@
 """Which job starts next, and where: priority, expected time, and list order; no job starves; no slot is used twice.
 
-The length of a planned list is compared with the optimum, by Graham's bound.
+The duration of a planned list is compared with the shortest possible one, by Graham's bound.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def test_every_job_that_fits_somewhere_runs_once_and_no_slot_is_given_twice(
     assert steps == plan(jobs, repeated, lambda each: seconds[each.id])
 
 
-# ---------------------------------------------------------------- length of a planned list
+# ---------------------------------------------------------------- duration of a planned list
 
 
 def makespan(lengths: list[int], slots: int) -> float:
@@ -248,7 +248,9 @@ def test_a_planned_list_takes_at_most_four_thirds_of_the_optimum(lengths: list[i
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=200), st.integers(1, 24))
-def test_a_long_list_takes_at_most_its_lower_bound_plus_one_short_job(lengths: list[int], slots: int) -> None:
+def test_a_list_takes_at_most_its_lower_bound_plus_the_longest_of_the_later_jobs(
+    lengths: list[int], slots: int
+) -> None:
     """No slot is idle while a job waits.
 
     The job that ends last started at 0, or is not one of the `slots` longest jobs.

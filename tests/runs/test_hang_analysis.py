@@ -181,7 +181,7 @@ def test_a_function_of_torch_that_synchronizes_is_known_without_its_source() -> 
     [
         ([GPU_WAITS, GPU_LOADS, GPU_WAITS], [1], False, True,
          "rank 1 on n2 is not in a collective and uses no GPU, others wait for their GPUs, which may be "
-         "computing, or waiting in a collective for it; it is at train.py:5 in load()"),
+         "computing, or waiting in a collective for that rank; it is at train.py:5 in load()"),
         ([GPU_LOADS, replace(ON_GPU, frames=SYNC), GPU_LOADS], [0, 2], False, True,
          "rank 0 on n1, rank 2 on n3 are not in a collective and use no GPU, others wait"),
         # No rank is suspected, because a hang cannot be distinguished from a long computation.
