@@ -19,7 +19,7 @@ LAB = KIT / "tests/lab/lab.sh"
 @contextmanager
 def nodes(count: int, *options: str, prefix: str = "bench") -> Iterator[tuple[list[str], Path]]:
     """Start nodes; yield their names and a directory that they share. options: options of `lab.sh up`."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs `finally`
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that `finally` is executed
     with tempfile.TemporaryDirectory() as name:
         env = os.environ | {"MUSTER_LAB": f"{name}/lab"}
         command = [str(LAB), "up", str(count), "--prefix", prefix, *options]
@@ -46,6 +46,6 @@ def submit(arguments: list[str], directory: Path, env: Mapping[str, str]) -> str
 
 
 def wait_for(job: str, env: Mapping[str, str]) -> None:
-    """Wait until a job has ended. Not with `sbatch --wait`, which checks only after 10 s, and again 30 s later."""
+    """Wait until a job has ended. `sbatch --wait` would be slower: it checks after 10 s, and again 30 s later."""
     while subprocess.run(["squeue", "--noheader", "--jobs", job], env=env, stdout=subprocess.PIPE, check=True).stdout:
         time.sleep(0.2)

@@ -127,7 +127,7 @@ receive() {
 }
 
 
-@test "OMP_NUM_THREADS divides the cores among nodes and GPUs, over SSH and under SLURM, unless it is set" {
+@test "OMP_NUM_THREADS is the number of cores divided by that of GPUs, over SSH and under SLURM, unless it is set" {
   local cores threads
   cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
   threads=$((cores >= 12 ? cores / 6 : 1)) # three nodes with two ranks each
@@ -294,7 +294,7 @@ $N3: $N3" ]
 }
 
 
-@test "--slurm: a job that a job in partition urgent preempts receives the signal of --signal, and is requeued" {
+@test "--slurm: a job receives the signal of --signal and is requeued, if a job in partition urgent preempts it" {
   SLURM_CONF=$(up --slurm)
   export SLURM_CONF
   cat >"$BATS_TEST_TMPDIR/job" <<'END'

@@ -23,7 +23,7 @@ CHANGE = 1.5  # factor by which an interval must change to replace the previous 
 
 
 def best_interval(cost: float, mtbf: float) -> float:
-    """Return the seconds of training between two saves that lose the least time to saves and to repeated steps.
+    """Return the interval between saves, in seconds of training, that minimizes the time for saves and repeated steps.
 
     cost: seconds that a save blocks the training. mtbf: mean time between failures, in seconds.
 

@@ -5,9 +5,9 @@
     leaks(plan)                                     jobs whose base model is trained on their held-out participant
 
 A base model is identified by the SHA-256 of the canonical form of the settings that determine it. The job that trains
-the base model gets only these settings, so no other setting can change the weights. If jobs spell the same path in
-different ways, that job gets the spelling of the first job that starts from the base model. Only settings files
-(config) and the names of the participants in data_path are read from disk.
+the base model gets only these settings, so no other setting can change the weights. If the jobs that start from a base
+model spell the same path in different ways, the job that trains the base model gets the spelling of the first of them.
+Only settings files (config) and the names of the participants in data_path are read from disk.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class SlurmServer(JobServer):
         return element, state, facts
 
     def _orphaned_elements(self) -> list[str]:
-        """SLURM job ids of waiting elements without an attempt, such as those whose job specification was withdrawn."""
+        """SLURM job ids of waiting elements that belong to no known attempt, such as a withdrawn one."""
         known = {(each.array, each.index) for each in self._elements.values()}
         return [entry.job for key, entry in self._queue.entries.items() if entry.waits and key not in known]
 

@@ -75,7 +75,7 @@ class Follower:
         return bool(pid or block or any(stream.pending for stream in self._streams))
 
     def _pass_requests(self) -> bool:
-        """Pass requests on. If all output was read, wait for one first. Returns False at the end of standard input."""
+        """Pass requests on. If all output was read, wait up to INTERVAL for requests. Returns False at end of file."""
         if select.select([0], [], [], 0.0 if self._behind else INTERVAL)[0]:
             if not (received := os.read(0, BLOCK)):
                 return False

@@ -60,7 +60,7 @@ class SentSignal:
     """A signal other than SIGTERM and SIGINT that SLURM or a user has sent."""
 
     name: str  # SIGUSR1
-    sender: str  # such as "from SLURM", or "to the launcher"
+    sender: str  # the sender or the receiver, such as "from SLURM" or "to the launcher"
     time: float | None  # Unix seconds
 
     def __str__(self) -> str:
@@ -291,8 +291,9 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents:
     if reported := lost_by_launcher.keys() & known.ranks.keys():
         nodes |= reported
     else:
-        # An agent records the node whose heartbeats timed out. If the network splits, each side misses the other: the
-        # node that most agents miss is lost; if two nodes are missed equally, the one with the higher node rank.
+        # An agent records the node whose heartbeats timed out. If the network splits, each side records a node of the
+        # other side. The node that most agents recorded is lost. If two nodes were recorded equally often, the one with
+        # the higher node rank is lost.
         missed = Counter(lost for agent in agents if (lost := text(agent.get("lost"))))
         order = {node: n for n, node in enumerate(known.ranks)}
         most_missed = max(missed, key=lambda node: (missed[node], order.get(node, 0)), default="")

@@ -236,7 +236,7 @@ class Task(supervisor.Supervisor):
         if number in signals.PROTECTED and not self._waits and not self.processes_with_handler(number):
             if number in signals.ANNOUNCEMENTS:
                 self._missed.add(number)
-            elif process_scan.start_time(self.pid):  # the command has not already exited in its own handler
+            elif process_scan.start_time(self.pid):  # the command still runs: no handler has ended it
                 self.stop()
 
     def pass_on(self, number: int) -> None:

@@ -40,8 +40,8 @@ LIB = os.path.join(KIT, "scripts", "lib")
 PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
 PROGRESS_INTERVAL = 5.0  # seconds between two messages about nodes that have not replied
 VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
-# The limit of open files, of which a node needs several. A higher limit makes pdsh slow, because pdsh tries to close
-# every file descriptor below it.
+# This process raises its limit of open files to at most this number, as it opens several files for each node. A higher
+# limit makes pdsh slow, because pdsh tries to close every file descriptor below the limit.
 MAX_FILES = 1 << 16
 # The maximum length, in bytes, of a path in which temporary_directory() creates a directory. With this length,
 # ssh's control sockets in the directory have the longest path that ssh allows, 90 bytes.
@@ -105,7 +105,8 @@ class SshCommands(LocalCommands):
         self._login_timeout = int(value)
         directory = temporary_directory(warn)
         self.synced = list(dict.fromkeys((cwd, KIT))) if cwd else []
-        self.marker = f".{os.path.basename(directory)}"  # file in `synced`, by which sync.py finds nodes that share it
+        # sync.py creates a file of this name in each directory of `synced`, to find the nodes that share the directory.
+        self.marker = f".{os.path.basename(directory)}"
         remove_at_exit([directory, *(os.path.join(one, self.marker) for one in self.synced)])
         os.symlink(f"{LIB}/ssh_config", f"{directory}/config")  # the path of Muster may have blanks
         self.options = ["-F", f"{directory}/config", "-o", f"ControlPath={directory}/%C"]

@@ -572,7 +572,7 @@ def test_a_job_starts_when_the_jobs_that_it_needs_are_done_and_finds_their_resul
     asyncio.run(scenario())
 
 
-def test_jobs_that_need_a_failed_or_cancelled_one_fail_and_are_retried_with_it(tmp_path: Path) -> None:
+def test_a_job_fails_if_a_job_that_it_needs_failed_or_was_cancelled_and_a_retry_includes_both(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one", 2)
         a, b, other = job(1, retries=0), job(2), job(9)
@@ -868,7 +868,7 @@ def test_a_job_whose_results_were_lost_with_a_server_runs_elsewhere(tmp_path: Pa
             one.fetch_errors = []
             one.reconnect()
             await run.wait_until(lambda: run.dispatcher.links["one"].state == "ready")
-            await run.wait_until(lambda: run.job_state().attempts[0].state == "ended")  # as `one` reports
+            await run.wait_until(lambda: run.job_state().attempts[0].state == "ended")  # reported by server `one`
             await asyncio.sleep(1.1)  # longer than the delay before copying is retried
             assert run.states() == ["running"]
             two.end(two.running()[0])

@@ -224,7 +224,7 @@ KEYS = st.sampled_from(["lr", "id", "é", "a.b", "a'b", "$a", "a;b", "x" * 300])
 
 
 def fits(values: dict[str, Any]) -> bool:
-    """Whether a job with these settings is short enough; it must not be refused for another reason."""
+    """Whether a job with these settings is short enough. The test fails if the job is refused for another reason."""
     with contextlib.suppress(JobError):
         made(values)
         return True

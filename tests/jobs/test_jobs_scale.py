@@ -1,4 +1,4 @@
-"""Optimizations for lists of many thousand jobs do not change the results; the benchmarks start.
+"""Optimizations for lists of many thousand jobs do not change the results, and the benchmarks can be started.
 
 The dispatcher, journal, results.json and results.html are real. The servers are those that benchmarks/jobs_scale.py
 simulates.
@@ -53,7 +53,7 @@ def refuse(state: ListState, number: int, attempt: int, reason: str) -> None:
 
 
 def steps(state: ListState) -> list[Any]:
-    """All changes of a job that results.json shows."""
+    """Functions, each of which makes one change of a job. results.json shows all these changes."""
     return [
         lambda: start(state, 0),
         lambda: state.jobs[JOBS[0].id].metrics.update(step=1),
@@ -165,7 +165,7 @@ def test_results_are_not_sent_to_a_directory_that_the_job_cannot_claim(tmp_path:
 
 
 @pytest.mark.parametrize(("code", "expected"), [(24, None), (23, "file has vanished: x"), (12, "file has vanished: x")])
-def test_only_files_that_vanish_while_rsync_copies_are_no_error(
+def test_an_exit_code_of_rsync_is_an_error_unless_it_means_that_files_vanished_during_the_copy(
     code: int, expected: str | None, tmp_path: Path
 ) -> None:
     class Vanishing(SshServer):

@@ -12,7 +12,7 @@ from distributed.smoke.bandwidth import NodeLink, bandwidth_label, find_bottlene
 
 
 @given(count=st.integers(min_value=2, max_value=40))
-def test_each_pair_is_in_one_round_and_no_number_twice_per_round(count: int) -> None:
+def test_each_pair_of_numbers_is_in_one_round_and_no_round_has_a_number_twice(count: int) -> None:
     rounds = round_robin(count)
     for pairs in rounds:
         numbers = list(itertools.chain(*pairs))

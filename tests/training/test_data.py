@@ -80,7 +80,7 @@ def text_of(tokens: Tokens) -> bytes:
 # ---------------------------------------------------------------- Python's language reference
 
 
-def test_the_embedded_text_is_the_language_reference_in_domains_of_like_size() -> None:
+def test_the_embedded_text_is_the_language_reference_in_domains_of_similar_sizes() -> None:
     corpus = load()
     sizes = {domain: len(REFERENCE[domain].encode()) for domain in DOMAINS}
     assert corpus.kind == "bytes"
@@ -394,7 +394,7 @@ LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))  # 
 
 
 def windows_of_steps(windows: int, batch: int, steps: int, ranks: int = 1, micro: int = 1, **more: int) -> list[int]:
-    """Return the windows of `steps` steps: in each step rank by rank, the micro-batches of a rank in order."""
+    """Return the windows of `steps` steps. In each step, all windows of rank 0 precede those of rank 1, and so on."""
     streams = [iter(Stream(windows, batch, rank=r, size=ranks, micro=micro, **more)) for r in range(ranks)]
     micro_batches = batch // ranks // micro
     return [
@@ -518,7 +518,7 @@ def test_each_held_out_window_counts_once_and_all_ranks_have_the_same_number_of_
     assert {len(of_rank) for of_rank in ranks} == {-(-windows // (batch * size))}
 
 
-def test_the_rest_of_the_held_out_windows_is_shared_among_the_ranks() -> None:
+def test_held_out_windows_that_do_not_fill_a_batch_on_each_rank_are_divided_evenly_among_the_ranks() -> None:
     loads = [sum(w.sum().item() for _, w in held_out_batches(18, 4, rank, 3)) for rank in range(3)]
     assert loads == [6, 6, 6]
 

@@ -31,7 +31,7 @@ def test_a_wrong_login_timeout_is_a_wrong_call(value: str, monkeypatch: pytest.M
 
 
 def test_the_timeout_of_the_login_shell_is_shorter_than_the_timeout_of_the_reply() -> None:
-    """Otherwise the message about a slow login shell would be that the node did not reply in time."""
+    """Otherwise, if the login shell is slow, the message would be only that the node did not reply in time."""
     command = SshCommands(print).command(RunNode("n1", "ada@n1", 1, 0), ["true"], timeout=20)
     assert command[command.index("--within") + 1] == "19"
 
