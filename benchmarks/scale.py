@@ -1,9 +1,10 @@
 """Measure the costs that could limit the size of a run, for 10 to 10,000 nodes that are simulated.
 
-Agents: rendezvous, heartbeats, stop and failure records (scale_agents.py). With 10,000 nodes, two processes simulate
-all nodes but the first, so only the CPU time of the first node is realistic. Run directories: verdict and
-report of a run in which a rank of each node failed, and the status of a running one. Launcher: lists of nodes, and
-lines of output. scale_nodes.py measures real launches.
+Agents: rendezvous, heartbeats, the stop after the first failure, and the exchange of failure records
+(scale_agents.py). With 10,000 nodes, two processes simulate all nodes but the first, so only the CPU time of the first
+node is realistic. Run directories: verdict and report of a run in which a rank of each node failed, and the status of a
+running one. Launcher: parsing lists of nodes, and reading the output of all nodes. scale_nodes.py measures real
+launches.
 
     python -m benchmarks.scale [--limit 120] [10 100 1000 10000]
 """

@@ -1,10 +1,10 @@
 """The guides agree with the code.
 
-Commands are run, some with --dry-run. Commands that need special hardware name existing scripts and options. A printed
-output has the lines that its command prints today; only names of machines and runs, paths, process ids, ports and
-measured values may differ. The sources contain the messages that TROUBLESHOOTING.md explains. Tables of settings,
-options, files and exit codes agree with the code. Links have a target. The example script trains and resumes. The
-arithmetic in each config is correct.
+Commands are run, some with --dry-run. A command that needs special hardware is not run, but its scripts and options
+must exist. A printed output has the lines that its command prints today; only names of machines and runs, paths,
+process ids, ports and measured values may differ. The sources contain the messages that TROUBLESHOOTING.md explains.
+Tables of settings, options, files and exit codes agree with the code. Links have a target. The example script trains
+and resumes. The arithmetic in each config is correct.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Set
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
-DEAD = b"ZX"  # states in /proc/PID/stat; an orphan that process 1 does not reap stays a zombie
+# States in /proc/PID/stat of a process that has exited. A zombie counts as dead, because an orphan stays a zombie if
+# process 1 does not reap it.
+DEAD = b"ZX"
 
 
 def run_environment(run: str, node: str) -> frozenset[bytes]:
@@ -119,8 +121,8 @@ def ranks(pids: Iterable[int], session: int) -> list[int]:
     """The processes among `pids` that an agent in this session started as ranks.
 
     Their environment has TORCHELASTIC_RUN_ID, which an agent sets only for ranks; the processes that a rank starts
-    inherit it. A forked rank is found only if worker._set_command_line() succeeded in it. If the kernel refused that
-    call, /proc shows the environment of the agent instead of that of the rank.
+    inherit it. A forked rank calls worker._set_command_line(), which also sets the environment that /proc shows. If the
+    kernel refuses that call, /proc shows the environment of the agent, and the rank is not found.
     """
     processes = table()
     mark = b"TORCHELASTIC_RUN_ID="

@@ -93,7 +93,8 @@ def claim_spec(attempt: str, array: str) -> Facts | None:
     """Claim and return the job specification of an attempt; None if it is not assigned to this array."""
     taken = taken_path(attempt, array)
     move(spec_path(attempt, array), taken)
-    # The file `taken` also exists if this element claimed it, and was requeued before it started the command.
+    # The file `taken` may exist already: this element claimed the specification, and SLURM requeued the element before
+    # the command was started.
     try:
         with open(taken) as file:
             found: Facts = json.load(file)

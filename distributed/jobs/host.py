@@ -108,7 +108,7 @@ class Busy(HostError):
 class HostAttempt:
     """One attempt of a job on this server."""
 
-    searches = 0  # searches for new files by all attempts of this process
+    searches = 0  # how many times this process has searched for new files, for all its attempts together
 
     def __init__(self, directory: str, server: str, output: str, grace: float) -> None:
         self.directory, self.output, self.grace = directory, output, grace
@@ -208,7 +208,8 @@ class HostAttempt:
             os.utime(self.output)  # an NFS client may have cached the listing
             if has_results(self.output):
                 return ""
-        started = modification_time(os.path.join(self.output, OWNER))  # by the clock of the file system
+        # The time is read from a file, because modification times of other files also use the file system's clock.
+        started = modification_time(os.path.join(self.output, OWNER))
         if started is None or HostAttempt.searches >= MAX_SEARCHES:
             return NOTHING_WRITTEN
         HostAttempt.searches += 1
@@ -773,7 +774,10 @@ def job_variables(output: str, workdir: str, needs: Iterable[str], base: str) ->
 
 
 def block_of(environment: dict[str, str]) -> bytes:
-    """Variables as NAME=VALUE entries, each terminated by a NUL, but without the empty entry that ends a sent block."""
+    """Variables as NAME=VALUE entries, each terminated by a NUL.
+
+    The empty entry that follows each block in environment_block() is left out.
+    """
     return b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
 
 

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from distributed.runs.lookup import Run, RunNode
 
 STOP_TIMEOUT = 10.0  # seconds between stop request and SIGKILL when a node has failed
-CHECKPOINT_GRACE = 30.0  # seconds for the checkpoints of the other nodes when a node has stopped with a checkpoint
-REPEATED = 1.0  # seconds within which a terminal and a script may send the same signal
+CHECKPOINT_GRACE = 30.0  # seconds that the other nodes have to write a checkpoint after one node exited with STOPPED
+REPEATED = 1.0  # seconds after a stop signal in which SIGHUP or SIGQUIT is ignored as a copy; see _handle_signal()
 NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpreter
 REPLY_TIMEOUT = 1.5  # seconds for a reply of a node whose connection was lost, if another node can replace it
-MISSED_TIMEOUT = 1.0  # seconds until the remaining nodes are given up, when other nodes have reported each as lost
+MISSED_TIMEOUT = 1.0  # seconds until the running nodes are given up, after other nodes have reported all of these lost
 RETURN_INTERVAL = 15.0  # seconds between calls to a lost node that was replaced, and time limit of a call
 RECONNECT_INTERVAL = 5.0  # seconds between attempts to follow a node again
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -54,7 +54,7 @@ class AgentCommand:
     before: tuple[str, ...]  # the part before the options that on() adds
     after: tuple[str, ...]  # the part after these options
     run_id: bool = False  # add the option --rdzv-id with the name of the run
-    nodes: int = 0  # number of nodes, if this launcher starts all; 0: `before` has address and port
+    nodes: int = 0  # number of nodes, if on() adds the options for nodes and address; 0: `before` has these options
     address: str = ""  # of the first node
     port: str = ""
 
@@ -85,7 +85,7 @@ class Options:
 
 
 class Local:
-    """How the nodes of a run are started; here on this machine. Other transports are in transport.py and srun.py."""
+    """Starts the nodes of a run on this machine. Its subclasses in transport.py and srun.py start them elsewhere."""
 
     lease: int | None = None  # see Watch.lease
     reports = False  # True: the supervisor reports its exit code, because ssh or pdsh may exit with another code
@@ -234,7 +234,7 @@ class Watch:
         return self.transport.lease if self.options.lease is None else self.options.lease
 
     def supervise(self) -> list[str]:
-        """The supervisor's command line for an attempt, without the name of the node and the agent."""
+        """The supervisor's command line for an attempt, without the node's name and without the agent's command."""
         program = [*self.supervisor[:-1], "launch.follow"] if self.lease == 0 else [*self.supervisor, "run"]
         command = [*program, "--dir", str(self.directory), "--grace", str(self.options.grace)]
         if self.terminals:
@@ -369,7 +369,7 @@ class Watch:
         self._await_return(spare)
 
     def _give_up_missed(self) -> None:
-        """If other nodes have reported all nodes that still run as lost, give these up after MISSED_TIMEOUT."""
+        """Give up the nodes that still run after MISSED_TIMEOUT, if other nodes have reported all of them as lost."""
         attempt = self.attempts
 
         def give_up() -> None:
@@ -422,7 +422,7 @@ class Watch:
         self.node_ended(node, code if recorded is None else recorded)
 
     def _record_connection(self, node: str, client: Client) -> None:
-        """Record for the verdict how the connection was lost. The node possibly records only that it was stopped."""
+        """Record for the verdict how the connection was lost, because the node's own record may only say "stopped"."""
         code = client.process.returncode
         if code < 0:  # if ssh was killed, ssh_call.py ends by the same signal
             name = signals.name(-code)
@@ -706,7 +706,8 @@ class Watch:
             return
         hangup = number in (signal.SIGHUP, signal.SIGQUIT)
         if self.signal:
-            # A terminal sends these to its whole process group, and a script in that group forwards them as well.
+            # A terminal sends SIGHUP and SIGQUIT to its whole process group. A script in that group may forward the
+            # signal, so this process receives it twice: the second one is no request to kill the run.
             if not hangup or time.monotonic() > self._signal_time + REPEATED:
                 self._request("kill")
                 self._schedule(STOP_TIMEOUT, "abandon")

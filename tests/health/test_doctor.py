@@ -222,7 +222,8 @@ def test_valid_settings_get_no_finding() -> None:
         {"environment": {"NCCL_SOCKET_IFNAME": "^docker,lo"}},
         {"environment": {"NCCL_SOCKET_IFNAME": "=ib0"}},
         {"environment": {"CUDA_VISIBLE_DEVICES": "2,3"}},
-        {"torch__capabilities": ("sm_89", "sm_120", "sm_130")},  # supported by sm_80, and by translating compute_120
+        # sm_89 runs the code for sm_80. The driver compiles compute_120 (PTX) for sm_120 and sm_130.
+        {"torch__capabilities": ("sm_89", "sm_120", "sm_130")},
         {"names": replace(LOOPBACK, outward="")},  # a machine without a network
         {"gpus__devices": (BUSY, *GPUS[1:]), "environment": {"CUDA_VISIBLE_DEVICES": "1"}},  # GPU 0 is hidden
     ):
@@ -300,7 +301,7 @@ def write(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-def test_limits_of_all_parent_control_groups_version_2_are_read(tmp_path: Path) -> None:
+def test_with_control_groups_version_2_the_limits_of_all_parent_groups_are_read(tmp_path: Path) -> None:
     write(
         tmp_path,
         {
@@ -316,7 +317,7 @@ def test_limits_of_all_parent_control_groups_version_2_are_read(tmp_path: Path) 
     assert read_cores(tmp_path, tmp_path).quota == 2.5
 
 
-def test_limits_of_control_groups_version_1_are_read(tmp_path: Path) -> None:
+def test_with_control_groups_version_1_the_limits_are_read(tmp_path: Path) -> None:
     write(
         tmp_path,
         {

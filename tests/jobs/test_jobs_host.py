@@ -408,7 +408,7 @@ def test_an_attempt_whose_files_are_damaged_ends(disk: Path, damage: str, how: s
 
 
 def check_end(process: subprocess.Popen[bytes], disk: Path, damage: str, how: str) -> None:
-    if how == "exits" and damage != "no pid and lock file":  # without both files, the attempt counts as ended
+    if how == "exits" and damage != "no pid and lock file":  # if both files are missing, the attempt counts as ended
         (disk.parent / "go").touch()
     failure, reason = next_end(process)
     if how == "exits" and damage in ("empty pid file", "no pid file", "no lock file"):
@@ -447,7 +447,9 @@ def adopted_files(path: Path) -> None:
 @pytest.mark.parametrize(
     "create", [nothing, Path.mkdir, empty_directories, link_to_an_empty_directory, files_of_this_job, adopted_files]
 )
-def test_an_output_directory_without_files_of_others_is_claimed(create: Callable[[Path], None], tmp_path: Path) -> None:
+def test_an_output_directory_that_is_empty_or_belongs_to_this_job_is_claimed(
+    create: Callable[[Path], None], tmp_path: Path
+) -> None:
     output = tmp_path / "output"
     create(output)
     was_link = output.is_symlink()

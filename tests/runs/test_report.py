@@ -274,7 +274,7 @@ def test_a_lower_step_replaces_the_lines_of_later_steps_even_if_no_resume_event_
     assert run.history.held_out_losses() == []
 
 
-def test_lines_with_both_losses_replace_nothing_and_earlier_checkpoint_events_replace_nothing(tmp_path: Path) -> None:
+def test_a_line_with_both_losses_or_a_checkpoint_event_of_an_earlier_step_replaces_nothing(tmp_path: Path) -> None:
     both = step_line(20) | {"held_out_loss": 2.0}
     run = report.read(write_run(tmp_path, [step_line(10), both, event(10, "checkpoint")]))
     assert [step for step, _ in run.history.series("loss")] == [10, 20]

@@ -140,7 +140,7 @@ END = (REPORT + b'{"node": "n1", "tasks": 1, "end": {"rank": 0, "exit_code": 0}}
         'printf %s "$1"; echo $$ >"$2"; exec >&- 2>&-; exec sleep 300',  # srun remains, without output
     ],
 )
-def test_a_step_ends_with_srun_and_not_with_the_end_of_its_output(
+def test_a_step_ends_when_srun_exits_and_not_when_its_output_ends(
     run: Path, run_step: RunStep, tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An srun that does not exit after its tasks is killed."""
@@ -466,7 +466,7 @@ def test_a_handler_gets_a_signal_once_whoever_sends_it(run: Path, start: Start, 
     ("number", "code"),
     [(number, 75) for number in signals.STOPPING] + [(signal.SIGALRM, 128 + signal.SIGALRM), (signal.SIGRTMIN, 162)],
 )
-def test_a_signal_of_slurm_without_a_handler_requests_a_stop_or_kills_the_rank(
+def test_a_signal_of_slurm_requests_a_stop_or_kills_the_rank_if_the_rank_has_no_handler(
     run: Path, start: Start, number: int, code: int
 ) -> None:
     task = start("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n" + READY, rank=0)
