@@ -31,7 +31,7 @@ SHARED = 50  # members on one connection
 PROCESSES = 2  # that simulate members
 TRAINING = 6.0  # seconds for which heartbeats are measured
 RANKS = 8  # of each node, in the failure records
-ROUNDS_PER_JOIN = 20  # while a joined member is due, only every 20th Simulation._step() lets a new member join
+ROUNDS_PER_JOIN = 20  # while steps of joined members are due, only every 20th _step() lets another member join
 TICK = os.sysconf("SC_CLK_TCK")
 TRACEBACK = "Traceback (most recent call last):\n" + '  File "/home/ada/train.py", line 42, in train\n' * 20
 
@@ -209,7 +209,7 @@ class Simulation:
 
 
 def simulate(pipe: Connection, port: int, ranks: range, size: int) -> None:
-    """Answer requests through the pipe: what to do, and for how many seconds at most."""
+    """Do what the requests in the pipe name, within the seconds that they give, and send the results back."""
     simulation = Simulation(port, ranks, size)
     while True:
         pipe.send(simulation.handle(*pipe.recv()))

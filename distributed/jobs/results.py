@@ -25,7 +25,7 @@ from distributed.training.base_model import CACHE, hash_of
 WRITE_INTERVAL = 1.0  # minimum seconds between writes of results.json, or 20 times the duration of a write if longer
 PAGE_INTERVAL = 30.0  # minimum seconds between writes of results.html, or 50 times the duration of a write if longer
 RUN_MODULE = Path(KIT, "scripts", "lib", "module.py")
-NO_JOBS = '\n  "jobs": []'  # occurs once in the text of document(), as deeper objects are indented further
+NO_JOBS = '\n  "jobs": []'  # occurs once in the JSON of document(), as deeper objects are indented further
 
 
 def document(state: ListState, links: Mapping[str, ServerLink], outcome: str, reason: str = "") -> dict[str, Any]:

@@ -68,7 +68,7 @@ PACE_ROUNDS = 40
 PACE_ROUND_SECONDS = 0.025
 SLOW_FACTOR = {"cpu": 2.0, "cuda": 1.5}  # times the median of the others; a CPU is shared with the system
 
-REPLY_GRACE = 5.0  # largest difference, in seconds, between the timeouts of ranks that wait for the same operation
+REPLY_GRACE = 5.0  # ranks that wait for the same operation time out at most this many seconds apart
 EXIT_TIMEOUT = 4 * REPLY_GRACE  # seconds to exchange findings, report and exit
 SOURCE_LINE = r"^\[[^\]]*:[0-9]+\] "  # in errors: "[/pytorch/third_party/gloo/.../pair.cc:553] "
 BEFORE_WATCHDOG = 0.9  # of the process group's timeout; at the timeout NCCL's watchdog ends the process

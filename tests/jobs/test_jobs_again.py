@@ -388,7 +388,7 @@ def test_a_list_is_continued_with_another_spelling_of_the_path_of_its_script(job
     job_list.jobs({"n": 1, "write": "text"}, {"n": 3, "write": "text"})
     code, printed = job_list.call(*RUN, "--script", script.format(job_list.directory))
     assert (code, job_list.starts()) == (0, 3), printed
-    assert job_list.call(*RUN, "--log-file", "second.json")[0] == 0, "output directories belong to the same jobs"
+    assert job_list.call(*RUN, "--log-file", "second.json")[0] == 0, "the output directories belong to the same jobs"
 
 
 FAULTY_FILES: list[tuple[Any, str]] = [
@@ -460,7 +460,7 @@ def test_a_list_notifies_of_its_pause_its_first_failure_and_its_end(job_list: Jo
     assert "failed: attempt 1 on local: exit code 3" in by_event["first failure"]["message"]
 
 
-def test_resume_keeps_the_command_of_notify_and_cancel_does_not_call_it(job_list: JobList) -> None:
+def test_resume_keeps_the_notify_command_but_cancel_does_not_call_it(job_list: JobList) -> None:
     job_list.jobs({"n": 1, "exit": 3, "_retries": 0}, {"n": 2})
     assert job_list.call(*RUN, "--slots", "1", "--max-failures", "1", "--notify", "cat >note.$$")[0] == 75
     count = len(list(job_list.directory.glob("note.*")))

@@ -1,4 +1,4 @@
-"""A node sends its files to the launcher and archives them only if the two do not share the run directory."""
+"""Only a node that does not share the run directory with the launcher sends its files to it and archives them."""
 
 from __future__ import annotations
 

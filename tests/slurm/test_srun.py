@@ -291,7 +291,7 @@ def test_lines_of_standard_error_are_marked_and_updates_of_a_progress_bar_are_se
     monkeypatch.chdir(run)
     task = start(BAR, rank=0)
     for step in (1, 2):
-        task.read_until(lambda: b"step %d\r\n" % step in task.output)  # noqa: B023 (called before the next one)
+        task.read_until(lambda: b"step %d\r\n" % step in task.output)  # noqa: B023 (called in this iteration only)
         Path(f"shown {step}").touch()
     task.end()
     assert task.close() == 0
