@@ -2,8 +2,8 @@
 
 The nodes are laboratory nodes on one machine, with one rank each. Launcher, ssh, preflight check and supervisors are
 the real ones. The agent is replaced by a program that only starts its rank, because 64 processes that import PyTorch
-are too many for one machine. The replacement is in a directory `torch` in the working directory, where
-`--agent torchrun` finds it. scale.py measures agents. Needs root.
+are too many for one machine. The replacement is in a stub package `torch` in the working directory, which
+`--agent torchrun` imports instead of PyTorch. scale.py measures agents. Needs root.
 
     python -m benchmarks.scale_nodes [4 8 16 32 64]
 """
@@ -77,10 +77,10 @@ def ended(launcher: subprocess.Popen[bytes]) -> float:
 
 
 def resources(launcher: int) -> tuple[int, int, float]:
-    """Return the number of processes of the launching side, of open files of the launcher, and the memory in MB (PSS).
+    """Return the number of processes of the launching side, the launcher's number of open files, and the memory.
 
     The launching side is the launcher, its descendants, and the processes of the shared ssh connections. The memory is
-    that of all these processes.
+    the PSS of all these processes, in MB.
     """
     commands, children = {}, subprocess.run(["ps", "-eo", "pid=,ppid=,args=", "-ww"], check=True, capture_output=True)
     found = {launcher}

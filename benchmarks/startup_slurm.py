@@ -1,7 +1,7 @@
 """Time from sbatch to the first all-reduce on 2 nodes of 2 ranks: Muster's batch script against a plain srun.
 
 The baseline is a batch script with one srun line and a script that reads its rank from SLURM's variables. Muster's
-slurm_train.sh also checks the call, creates the run directory, supervises every rank and writes a report; it is
+slurm_train.sh also checks its arguments, creates the run directory, supervises every rank and writes a report. It is
 measured with LAUNCHER=srun and with LAUNCHER=torchrun. Times are measured from before sbatch and, because the time
 until SLURM starts a job varies, from the first line of the batch script. They end when rank 0 has the result of its
 first all-reduce. Needs root.

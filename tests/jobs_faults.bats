@@ -186,7 +186,7 @@ fill() { # <directory>: fill its file system
 # ---------------------------------------------------------------- servers
 
 
-@test "jobs of a powered-off server run elsewhere without a counted failure, and none runs again when it is back" {
+@test "jobs of a powered-off server run elsewhere without using a retry, and none runs again after the server is back" {
   start_three_jobs --lost-after 5
   lost=$(job_on "$N3")
   lab kill "$N3"
@@ -233,7 +233,7 @@ fill() { # <directory>: fill its file system
 
 
 # bats test_tags=soak
-@test "cancel all stops an attempt on a lost server that is back after the end of the list" {
+@test "if a lost server is reachable again after the end of the list, cancel all stops the attempt that runs there" {
   start_three_jobs --lost-after 2
   lost=$(job_on "$N3")
   pid=$(pid_of_job "$lost")
@@ -241,7 +241,7 @@ fill() { # <directory>: fill its file system
   lab cut "$N3"
   : >go
   wait_for_line out "another attempt writes there; retrying when it ends"
-  # A new file has no lock: a file server, too, releases the locks of an unreachable machine.
+  # Replace the locked files by new files, as if a file server had released the locks of an unreachable machine.
   for file in experiments/*/.muster_job; do
     rm "$file" && touch "$file"
   done

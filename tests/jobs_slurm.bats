@@ -229,7 +229,7 @@ start_slurmctld() {
 }
 
 
-@test "failures are classified as over ssh, a failed job is retried, and no process remains" {
+@test "failures are classified in the same way as over ssh, a failed job is retried, and no process remains" {
   cluster '"gpus": 0'
   job_list <<END
 {"name": "fails", "exit": 7, "_retries": 0}

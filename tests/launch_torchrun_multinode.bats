@@ -100,7 +100,7 @@ END
 }
 
 
-@test "a stop request on one node: all nodes write one checkpoint and exit with 75" {
+@test "after a stop request on one node, the nodes write one checkpoint together, and all exit with 75" {
   endless_settings >tiny.yaml
   by_hand "$N1" launch_torchrun_multinode.sh 0 tiny.yaml 1 2 0 "$N1" "$PORT"
   by_hand "$N2" launch_torchrun_multinode.sh 1 tiny.yaml 1 2 1 "$N1" "$PORT"

@@ -224,7 +224,7 @@ def test_directories_of_tests_are_those_of_the_package() -> None:
     )
 
 
-def test_tests_that_fork_ranks_start_an_agent_or_start_a_laboratory_are_marked_slow(tmp_path: Path) -> None:
+def test_a_test_is_marked_slow_if_it_forks_ranks_or_starts_an_agent_or_a_laboratory(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("""
 import forked
 from test_guide_on_nodes import KIT, LAB

@@ -414,7 +414,7 @@ with process_group(backend="gloo") as world:
 """
 
 
-def test_an_error_inside_the_group_keeps_its_traceback_and_ends_the_other_ranks_collective(tmp_path: Path) -> None:
+def test_an_error_inside_the_group_keeps_its_traceback_and_ends_the_collective_of_other_ranks(tmp_path: Path) -> None:
     """No agent stops the other rank, and the timeout of its collective is ten minutes."""
     (tmp_path / "failing.py").write_text(FAILING)
     with forked.launched(2, forked.script, str(tmp_path / "failing.py")) as launch:

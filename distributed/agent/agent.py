@@ -95,7 +95,7 @@ class ForkedRanks(SubprocessContext):
             RankSpec(self.script, {**os.environ, **variables[n]}, self.stdouts[n], self.stderrs[n])
             for n in range(self.nprocs)
         ]
-        signals.make_deferrable(STOP_SIGNALS)  # torchrun's handlers raise an exception, wherever the main thread is
+        signals.make_deferrable(STOP_SIGNALS)  # torchrun's handlers raise an exception at any point of the main thread
         processes = self.server.fork(ranks)
         records = [failure_records.RankRecord(rank.environment) for rank in ranks]
         handlers = map(Handler, processes, records)
@@ -365,7 +365,7 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
         # torchrun's random delay of up to 0.3 s spreads the load of many nodes. A standalone run has one node.
         dynamic_rendezvous._delay = lambda seconds: None
     if options.max_restarts:
-        # With the shared store, restarts often fail (torch 2.13: 12 of 34 succeeded; with separate stores, 23 of 23).
+        # With the shared store, many restarts fail (torch 2.13: 22 of 34; with separate stores, none of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # sys.path without its first entry, the directory of this program. A rank inserts the directory of its script.
     arguments, path = tuple(options.training_script_args), tuple(sys.path[1:])
@@ -394,7 +394,7 @@ def _run_attempts(options: argparse.Namespace, pipes: AttemptPipes | None) -> in
             gc.collect()
         request = pipes.next_attempt(outcome)
         _set_stop_signals(signal.SIG_DFL)
-        if request is None or pipes.at_end():  # the run ends; the supervisor's SIGTERM may have been ignored
+        if request is None or pipes.at_end():  # the run ends; at_end() finds this even if SIGTERM was ignored
             return code
         apply_request(request, options)
 

@@ -362,7 +362,7 @@ class Membership:
         self._closed = self._closed or (not self._coordinator and bool(read_value(store, "closing")))
 
     def _read_members(self, store: Store) -> dict[int, MemberFacts]:
-        """All members, with their names only. Names from the launcher save each node from reading all names."""
+        """All members, with their names only. Names are read from the store only if the launcher passed none."""
         names = self._names.values() if len(self._names) == self.size else json.loads(store.get("members"))
         return {rank: {"node": name} for rank, name in enumerate(names)}
 
@@ -376,7 +376,7 @@ class Membership:
         """The message that is due `seconds` after the last one; "" for none."""
         if not self._store:
             return self._status if seconds >= UNJOINED_REPORT_INTERVAL else ""
-        # A launcher that passes the names shows the output of all nodes: one report is enough.
+        # A launcher that has passed the names shows the output of all nodes, so only the first node reports.
         reports = self._coordinator or not self._names
         return self._missing_nodes() if self._missing.count and reports and seconds >= REPORT_INTERVAL else ""
 

@@ -2,9 +2,9 @@
 
 SLURM sends a signal (sbatch --signal, scancel --signal) to every process of a job step, and the default action of most
 signals ends a process. A rank with a handler gets the signal only once, although SLURM signals its launcher too, which
-passes signals on. In a SLURM job, a rank without a handler ignores the signals of PROTECTED; after one of STOPPING, its
-supervisor stops it. Other signals end a rank without a handler: they are not ignored, because programs also send them
-to themselves (SIGALRM). Standard library only.
+passes signals on. In a SLURM job, a rank without a handler ignores the signals in PROTECTED, but its supervisor stops
+the rank after a signal in STOPPING. Other signals end a rank without a handler: they are not ignored, because programs
+also send them to themselves (SIGALRM). Standard library only.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
         journal.commit()                           # writes and syncs the record; now the attempt may be started
 
 Other processes append requests (`cancel`, `retry`, `add`) with request(); the dispatcher reads them with
-Journal.requests(). A line without a newline was truncated by a crash or a full disk. The line is ignored, because the
-dispatcher does nothing before the record of its decision is complete. The next writer terminates the line with
-TRUNCATED. The line is not removed, because another process may have appended lines after it.
+Journal.requests(). A line without a newline was truncated by a crash or a full disk. The line can be ignored, because
+the dispatcher carries out a decision only after its record was written completely. The next writer terminates the line
+with TRUNCATED. The line is not removed, because another process may have appended lines after it.
 """
 
 from __future__ import annotations

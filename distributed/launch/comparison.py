@@ -69,9 +69,11 @@ def same_machines(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
 
 
 def rendezvous_address(nodes: Mapping[str, NodeFacts]) -> str:
-    """The address to which all other nodes resolve the name of the first node, if the first node has this address.
+    """The address at which all nodes reach the first node: the earliest of these that is an address of the first node.
 
-    Otherwise, the address at which the first node accepted the ssh connection, if the first node has this address.
+    - the address to which all other nodes resolve its name
+    - the address at which it accepted the ssh connection
+
     Otherwise, "" for several nodes, and 127.0.0.1 for a single node, whose name may be an ssh alias of this machine.
     """
     first, *others = nodes.values()

@@ -86,7 +86,7 @@ LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for leftover process
 UNKILLABLE_TIMEOUT = 5.0  # seconds to wait for a process after SIGKILL
 START_TIMEOUT = 30.0  # seconds within which a supervisor with --lease 0 reports that it cannot start its command
 UNRESPONSIVE_TIMEOUT = 4.0  # seconds after the grace time until an unresponsive supervisor is killed
-RESERVED = 1024  # bytes of each reserved file
+RESERVED = 1024  # bytes of each file that reserve() allocates
 GUARD_TIMEOUT = 2.0  # seconds for the guard to write the exit code after the supervisor was killed
 WRAPPER = os.path.join(KIT, "scripts", "lib", "in_node_env.sh")
 # Variables that another launch may have left in the environment. PET_* would change torchrun's options.
@@ -430,7 +430,7 @@ class Supervisor:
         self._lost = ""  # node that the command reports as lost
         self._terminated = False  # SIGTERM was sent to the command
         self._ranks_killed = False  # the ranks were killed; the command may wait for the next attempt
-        self.ignores_fail_requests = False  # the command is the agent of a spare node, and has not run an attempt
+        self.ignores_fail_requests = False  # true until the agent of a spare node runs its first attempt
         self.ended = 0.0  # Unix seconds at which the command exited
         self._sampler = 0  # process id; 0: none
         self.stopping = False
@@ -899,7 +899,7 @@ class Supervisor:
     # ---- end
 
     def _end_leftovers(self, now: float) -> None:
-        """Send SIGTERM, then SIGKILL, to leftover processes. While the command runs, only SIGKILL."""
+        """Send SIGTERM, then SIGKILL, to leftover processes. After the grace time of the command, send only SIGKILL."""
         self._scan_at = now + SCAN_INTERVAL
         leftovers = self._find_leftovers()
         if now >= self._kill_at:
@@ -951,7 +951,7 @@ class Supervisor:
         if self._output_metrics:
             self._output_metrics.read(last=True)
         with contextlib.suppress(OSError):
-            os.unlink(self.files.reserved_record)  # on a full disk, this is the space for the next file
+            os.unlink(self.files.reserved_record)  # on a full disk, this frees space for the next file
         if not self.options.lease:
             self._write_usage()
         if not self._attempt_ended:

@@ -91,7 +91,7 @@ def decide(
         if needs_stacks(observed.ranks, silent):
             return Query(1, stacks=True)
     if silent < timeout:
-        # Wait as long as there has been no output so far. The waits thus double, as requests for stacks disturb ranks.
+        # Each wait doubles the time without output, because requests for stacks disturb ranks.
         return wait(min(timeout - silent, silent, BUSY_TIMEOUT))
     if stall and (stall.permanent or not certain):
         return HUNG

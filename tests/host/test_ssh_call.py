@@ -40,7 +40,7 @@ def test_end_of_file_arrives() -> None:
 
 
 @pytest.mark.parametrize("reader", ["cat >received; exit 5", "read -rn 1 && echo $REPLY >received", "cat >received &"])
-def test_a_program_that_does_not_start_the_command_gets_nothing(tmp_path: Path, reader: str) -> None:
+def test_a_login_shell_that_does_not_start_the_command_gets_no_input(tmp_path: Path, reader: str) -> None:
     code, out, err = call(f"cd '{tmp_path}'; echo Password:; {reader}", within=1, log=tmp_path / "log")
     assert (code, out) == (UNFIT, b"")
     assert err.startswith(f"node1: {LOGIN_SHELL}") and " (it printed: Password:); its start-up file there " in err
@@ -78,7 +78,7 @@ def test_a_closed_standard_output_does_not_stop_the_command(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("start", [PRINT_READY, ""])
-def test_a_killed_ssh_is_not_taken_for_an_exit_code_of_the_command(start: str) -> None:
+def test_a_signal_that_kills_ssh_is_distinguished_from_an_exit_code_of_the_command(start: str) -> None:
     code, _, err = call(start + "kill -KILL $$")
     assert code == -9
     assert re.fullmatch(r"ssh \(process [0-9]+\) was killed by signal 9\n", err)

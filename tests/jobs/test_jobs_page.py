@@ -446,7 +446,7 @@ def test_a_sentence_replaces_the_timeline_if_there_are_no_attempts() -> None:
 # ---------------------------------------------------------------- table
 
 
-def test_differing_settings_are_columns_and_equal_ones_a_sentence() -> None:
+def test_settings_that_differ_are_columns_and_equal_settings_are_listed_in_a_sentence() -> None:
     first, second = job(1, attempts=[attempt()]), job(2, attempts=[failed(), attempt(2, 25, 30)])
     second["settings"] = {"fold": 2, "epochs": 10, "extra": "a"}
     text = page.page(results([first, second]), {})

@@ -1,4 +1,4 @@
-"""With --lease 0, a follower shows the output of the command, passes requests on, and reports how the command ended."""
+"""launch.follow shows the output of a command with --lease 0, passes requests on, and reports how the command ended."""
 
 import subprocess
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""Nodes of an attempt end, fail or lose their connection. Local shell scripts replace the clients ssh and pdsh.
+"""The reaction of the watch of an attempt to nodes that end, fail or lose their connection.
 
-faults.bats and across_nodes.bats test these cases with real nodes.
+Local shell scripts replace the clients ssh and pdsh. faults.bats and across_nodes.bats use real nodes.
 """
 
 from __future__ import annotations
