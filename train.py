@@ -14,8 +14,8 @@ Cross-validation divides the text into participants. For the default text, which
 are its domains (groups of topics); for a data directory, each text is a participant. --fold N selects one participant
 as the target, and --mode selects the training data (see --help). Mode base_only trains, by default, on all participants
 except the target. It writes best_base_model.pt and three files about it to the run directory, and mode full_fine_tuning
-starts from these weights. The checkpoints of a job are in its output directory, here
-experiments/exp1/fold0_special-methods.
+starts from these weights. The checkpoints of a job are in its output directory: with --fold 0 --prefix exp1, as above,
+this is experiments/exp1/fold0_special-methods.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
 
         # ---------------------------------------------------------------- end
 
-        if held_out_loss is None:  # the checkpoint is of the last step, so no step was run
+        if held_out_loss is None:  # this call resumed from the checkpoint of the last step, and ran no step
             held_out_loss = evaluate(model, dataset.held_out, held_out_windows, batch, ranks, autocast)
             progress.log_held_out(step, held_out_loss)
         text = sample(

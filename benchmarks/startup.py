@@ -36,7 +36,7 @@ IMPORT = "import sys, time, torch; open(sys.argv[1], 'w').write(str(time.time())
 
 
 class Seconds(NamedTuple):
-    """Seconds from before the command."""
+    """Two durations of one command, both measured from just before its start."""
 
     first: float  # until the first all-reduce
     prompt: float  # until the command has exited

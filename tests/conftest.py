@@ -70,7 +70,7 @@ def signal_handlers() -> Iterator[None]:
 
 @pytest.fixture
 def new_watch(signal_handlers: None) -> Callable[..., Watch]:
-    """A function that returns the watch of a launch."""
+    """A function that returns the launcher's Watch, which starts and watches the nodes, for a run directory."""
 
     def new_watch(run: Path, transport: Local, quiet: bool = False) -> Watch:
         options = Options(

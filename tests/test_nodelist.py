@@ -1,7 +1,8 @@
 """Tests of node lists.
 
-Wrong names would start a launch on the wrong machines; an order other than SLURM's would give two nodes the same rank.
-Thousands of lists are therefore compared with scontrol. The error of an invalid list names the invalid item.
+With wrong names, a launch would start on the wrong machines. Muster numbers the nodes of a job in the order of the
+names, and SLURM numbers them too: if the two orders differed, two nodes could get the same node rank. Thousands of
+lists are therefore compared with scontrol. The error of an invalid list names the invalid item.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def test_every_fault_is_drawn_and_has_an_expected_result(topology: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a disk and starting nodes needs root")
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_20_faults(topology: str) -> None:
+def test_20_trainings_with_random_faults_end_as_expected(topology: str) -> None:
     command = [sys.executable, str(DRIVER), "--seed", "1", "--count", "20", "--topology", topology]
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     assert done.returncode == 0, done.stdout

@@ -517,7 +517,7 @@ class Dispatcher:
         if attempt:
             metrics = event.facts["metrics"]
             step, first = metrics.get("step"), attempt.first_report
-            # The first step that was reported may be the last one of an earlier attempt.
+            # The first report may still contain the last step of an earlier attempt. A lower step then replaces it.
             if step is not None and (first is None or step < first[0]):
                 attempt.first_report = (step, time.time())
             self.state.jobs[attempt.job].metrics |= metrics
@@ -585,7 +585,10 @@ class Dispatcher:
         self.post(Event("results_fetched", attempt.server, facts))
 
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
-        """Return a text for the log: no process remains (the supervisor has exited), and the GPU memory in use."""
+        """Return a text for the log: that no process remains, and how much memory of the attempt's GPUs is in use.
+
+        No process remains, because the supervisor, which waits for all of them, has exited.
+        """
         gpus = await server.query_gpus() if attempt.gpus else []
         used = {gpu["index"]: gpu.get("used") for gpu in gpus}
         shown = [f"GPU {gpu}: {used[gpu]} MiB in use" for gpu in attempt.gpus if used.get(gpu) is not None]

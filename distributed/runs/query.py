@@ -206,8 +206,8 @@ class RunQuery:
     def update(self) -> None:
         """Update the state of the launcher and of the SLURM job. When the job has ended, its launcher has exited too.
 
-        Call this before the nodes are queried. In the other order, a launcher that exits between the two calls would
-        make the processes of a running run look like processes that remain.
+        Call this before the nodes are queried. In the other order, the run may end between the two calls; processes
+        that were found while it was active would then be reported as processes that remain after its end.
         """
         run = self.run
         launcher = run.launcher
@@ -223,7 +223,10 @@ class RunQuery:
 
     @property
     def _commands(self) -> LocalCommands:
-        """How commands run on the nodes; if the job has ended, on this machine, because the run directory is shared."""
+        """The way to run a command for a node: over ssh or, for a SLURM job, inside the job.
+
+        If the job has ended, the command runs on this machine, which shares the run directory with the node.
+        """
         if self.run.job:
             return JobCommands(self.run.job) if job_runs(self.job_state) else LocalCommands()
         return self.ssh

@@ -17,8 +17,8 @@ from distributed.runs.page_parts import card, ranges
 SLOW_FACTOR = 1.15  # a straggler takes more than this many times the median of all ranks
 MAX_LINES = 16  # with more ranks, a chart shows their median and range instead of a line for each rank
 MAX_COLOURED = 4  # with more ranks, all lines have the same colour and no labels
-MAX_STRAGGLERS = 3  # number of stragglers with a line among more than MAX_LINES ranks
-COLUMNS = 120  # sections of the x axis, each with one median and one range, with more than MAX_LINES ranks
+MAX_STRAGGLERS = 3  # with more than MAX_LINES ranks, at most this many stragglers have a line of their own
+COLUMNS = 120  # with more than MAX_LINES ranks, the x axis has this many sections, each with one median and one range
 SMALL = 314  # width of a small chart, pixels; three fit side by side
 
 
@@ -29,7 +29,7 @@ class RankTiming:
     rank: int
     host: str | None
     median: float  # seconds, over all logged steps
-    ratio: float  # this median divided by statistics.median_low() of all ranks; of two ranks, that is the faster one's
+    ratio: float  # `median` divided by median_low() of the medians of all ranks; with two ranks, by that of the faster
     slow: bool  # a straggler
 
     @property

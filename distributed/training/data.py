@@ -121,7 +121,7 @@ def load(chosen: Data, mixed: bool = False, vocab_size: int | None = None) -> Co
         heldout: train on all text of the other domains; hold out all text of the target.
         single: train on the target's text only; hold out its end.
         pooled: train on all domains without their ends; hold out the end of the target's text.
-        base_only: train on the base participants; hold out their ends.
+        base_only: train on the base participants (default: all but the target); hold out the ends of their texts.
         full_fine_tuning, from_scratch: as single, but train on the first `target_data_pct` of each training text only.
 
     Args:

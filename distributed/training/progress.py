@@ -94,7 +94,10 @@ class Progress:
         self._stack.__exit__(*error)
 
     def time_waiting(self, model: nn.Module) -> None:
-        """Start `waiting` in each ddp backward pass at the last gradient: that of the model's first parameter."""
+        """In each ddp backward pass, start `waiting` when the gradient of the model's first parameter is ready.
+
+        The backward pass computes this gradient last.
+        """
         first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         first.register_post_accumulate_grad_hook(lambda _: self.waiting.begin())
 
@@ -109,7 +112,10 @@ class Progress:
             self._tracker.log(step, event=name, **values)
 
     def step_seconds(self, step: int) -> float:
-        """Return the mean duration of the reported steps; before the first report, of those since restart_clock()."""
+        """Return the mean seconds per step, over all steps that log_step() has reported.
+
+        Before the first report, the mean is over the steps since restart_clock().
+        """
         if self._timed_steps:
             return self._timed_seconds / self._timed_steps
         return (time.perf_counter() - self._from_time) / max(step - self._from_step, 1)

@@ -415,7 +415,7 @@ def test_no_node_leaves_before_all_have_finished(join: Join, store: TCPStore) ->
         assert [future.result() for future in finishing] == [None, None]
 
 
-def test_finish_with_a_timeout_does_not_leave_the_run(join: Join) -> None:
+def test_a_node_does_not_leave_the_run_when_its_call_of_finish_times_out(join: Join) -> None:
     one, *_ = joined_members(join)
     with pytest.raises(TimeoutError):
         one.finish(0)
@@ -545,7 +545,7 @@ def test_a_node_does_two_store_operations_per_round_if_there_is_no_news_for_all_
     assert counting.operations_of(two._update) == ["set", "add"]
 
 
-def test_the_operations_of_the_first_node_do_not_grow_with_each_node(store: TCPStore) -> None:
+def test_the_first_node_needs_only_a_few_more_store_operations_for_1000_nodes_than_for_100(store: TCPStore) -> None:
     rounds = {}
     for size in (100, 1000):
         coordinator, counting = coordinator_of(store, size)
@@ -553,7 +553,8 @@ def test_the_operations_of_the_first_node_do_not_grow_with_each_node(store: TCPS
         assert len(coordinator.members) == size
         rounds[size] = joining, len(counting.operations_of(lambda: coordinator.update(None)))  # noqa: B023
     assert max(rounds[100]) <= 10
-    extra = 2 * (1000 // membership.KEYS_PER_CALL + 1)  # blocks of keys: members and heartbeats
+    # The keys of members, and those of heartbeats, are read in blocks of KEYS_PER_CALL, with one operation for each.
+    extra = 2 * (1000 // membership.KEYS_PER_CALL + 1)
     assert [large - small <= extra for small, large in zip(*rounds.values(), strict=True)] == [True, True]
 
 

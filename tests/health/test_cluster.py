@@ -131,7 +131,7 @@ def test_healthy_nodes_are_one_row_and_a_summary() -> None:
     ]
 
 
-def test_shared_findings_are_printed_once_and_the_worst_last() -> None:
+def test_a_finding_of_several_nodes_is_printed_once_and_the_nodes_with_the_worst_finding_come_last() -> None:
     short: dict[str, Any] = {"shm__free": 2**20}
     nodes = {
         "node1": node(1, **short),

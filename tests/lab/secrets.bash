@@ -18,7 +18,8 @@ make_secret() {
 
 
 # Search all command lines of this machine, in the background, and copy arguments that contain the secret or SEEN=yes to
-# "seen". The launcher must pass SEEN=yes as an argument: if "seen" has it, the search would also find the secret.
+# "seen". SEEN=yes is no secret, and proves that the search works: the launcher passes it in a command line, so "seen"
+# must contain it.
 watch_command_lines() {
   printf '%s\nSEEN=yes\n' "$(<secret)" >patterns
   while [ ! -e stop_watching ] && kill -0 "$$"; do

@@ -22,7 +22,7 @@ from distributed.transport.commands import LocalCommands
 
 @pytest.fixture
 def watch(tmp_path: Path, new_watch: Callable[..., Watch]) -> Watch:
-    """The watch of a run with --quiet."""
+    """The Watch of a launcher with --quiet, for a run with one node."""
     run = create(
         str(tmp_path), "train", nodes=[RunNode("n1", "", 1, 0)], script="train.py", config=None, cwd="/",
         python="python3", command=["x"], launcher=os.getpid(),

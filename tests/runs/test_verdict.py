@@ -186,7 +186,8 @@ DIRECT = "The above exception was the direct cause of the following exception"
     [
         ([LOST, OWN], DIRECT, Kind.COLLATERAL, OWN),  # raise ValueError("own") from lost
         ([LOST, OWN], "During handling of the above exception, another exception occurred", Kind.COLLATERAL, OWN),
-        # dist.barrier() in `finally` fails after the ValueError; or a healthy rank was handling a StopIteration
+        # Two cases look the same: a rank fails, and then its dist.barrier() in `finally` fails too; or a healthy rank
+        # loses its connection while it handles a harmless exception, such as StopIteration.
         ([OWN, LOST], "During handling of the above exception, another exception occurred", Kind.UNCLEAR, OWN),
         ([("KeyError", "'x'"), OWN], DIRECT, Kind.OWN_ERROR, OWN),
     ],
@@ -914,7 +915,7 @@ def test_only_logs_that_may_contain_an_exception_are_parsed(run: RunDirectory, m
 
 
 class CountedTuple(tuple[Failure, ...]):
-    """Failures that count how often all of them are read."""
+    """A tuple of failures that counts how often it is iterated."""
 
     read = 0
 
