@@ -142,7 +142,7 @@ class PreemptionJobs:
         (directory / "bare.sh").write_text(BARE_JOB)
 
     def bare(self) -> PreemptionSeconds:
-        """Preempt a batch script with one srun line."""
+        """Preempt the baseline job, whose batch script is one srun line."""
         python = [sys.executable, "-u", str(KIT / "train.py"), "--config", CONFIG]
         job = self._submit("bare.sh", *python, *ARGUMENTS)
         before = set(self._runs())

@@ -42,8 +42,9 @@ NODES_VARIABLES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE")
 CROSS_VARIABLES = ("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")
 LAYOUT_VARIABLES = (*LOCAL_SIZE_VARIABLES, *NODE_RANK_VARIABLES, *NODES_VARIABLES)
 # Rank, size, local rank and local size from Open MPI, MVAPICH, MPICH and Intel MPI, Cray PALS, and horovodrun. No
-# launcher of MPI gives the node rank: OMPI_COMM_WORLD_NODE_RANK is a rank on the node. horovodrun sets CROSS_VARIABLES;
-# they count only the nodes that have a rank with the same local rank as this process.
+# launcher of MPI gives the node rank: despite its name, OMPI_COMM_WORLD_NODE_RANK is the rank of a process within its
+# node. horovodrun sets CROSS_VARIABLES; they count only the nodes that have a rank with the same local rank as this
+# process.
 MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
@@ -567,7 +568,10 @@ def _step_size(env: Mapping[str, str]) -> int:
 
 
 def _first_task_host(env: Mapping[str, str], nodes: int) -> str:
-    """Return the host of task 0: the first host of the step; in a heterogeneous job, of the step's first component."""
+    """Return the host of task 0.
+
+    This is the first host of the step or, in a heterogeneous job, the first host of the step's first component.
+    """
     hosts = _unfold(expand, env, *NODE_LIST_VARIABLES)
     if len(hosts) != nodes:
         raise WorldError(
@@ -583,7 +587,10 @@ def _first_task_host(env: Mapping[str, str], nodes: int) -> str:
 
 
 def _hosts_of_components(env: Mapping[str, str]) -> list[str]:
-    """Return the hosts of a heterogeneous job in the order of its tasks: SLURM sorts the step's list by name."""
+    """Return the hosts of a heterogeneous job in the order of its tasks.
+
+    The node list of the step does not have this order, because SLURM sorts it by name.
+    """
     components = _int(env, "SLURM_HET_SIZE") if env.get("SLURM_HET_SIZE") else 0
     lists = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(components)]
     return [host for name in lists if env.get(name) for host in _unfold(expand, env, name)]

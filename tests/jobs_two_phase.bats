@@ -36,7 +36,8 @@ enter_private_workdir() {
 }
 
 
-# Like cluster, with a section base_models: the settings of job.py that start with base_ determine the base model.
+# Write cluster.json as cluster() does, and add a section base_models: the settings of job.py that start with base_
+# determine the base model.
 two_phase_cluster() { # <node[:slots]...>
   cluster "$@"
   local base='["base_seconds", "base_until", "base_exit", "base_exit_once", "base_mb"]'

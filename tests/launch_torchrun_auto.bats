@@ -309,7 +309,7 @@ END
 }
 
 
-@test "a tracker is required on the nodes, not on the launching machine" {
+@test "the package of a tracker, such as wandb, must be installed on the nodes, but not on the launching machine" {
   make_environment_without wandb
   printf 'train: {steps: 1, batch_size: 4}\nlogging: {wandb: offline}\n' >tiny.yaml
   refused 69 "$N2: the package wandb is not installed, and the settings enable this tracker; install it for that Python" \

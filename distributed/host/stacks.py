@@ -33,7 +33,7 @@ class Frame:
     file: str
     line: int
     function: str
-    code: str = ""  # source line, set only in the innermost frame: it shows the call into C, which has no frame
+    code: str = ""  # source line, set only in the innermost frame; it may call a C function, which has no frame
 
 
 def register(directory: str) -> None:

@@ -653,7 +653,7 @@ def print_summary(state: ListState, outcome: str, results: Results, log_file: Pa
         put(f"show the cause:  {command_line(f'why {failed[0].job.id}', log_file)}")
         put(f"run them again:  {command_line('retry failed', log_file)}")
     if without_results := [each for each in state.jobs.values() if each.reason.startswith(host.NOTHING_WRITTEN)]:
-        # The longest reason also names files that the job may have written to other directories.
+        # Some reasons also name files that the job may have written to other directories. These reasons are longer.
         example = max(without_results, key=lambda each: len(each.reason))
         put(f"done without results: {plural(len(without_results), 'job')}; {example.job.name} {example.reason}")
     for server in sorted({attempt.server for attempt in state.lost_attempts()}):

@@ -111,7 +111,7 @@ class Server(ServerOptions):
 
 
 class BaseModels(StrictModel):
-    """The class of each key of a job (base, experiment or ignored), and how base models are trained; see bases.py.
+    """Which keys of a job are base, experiment or ignored keys, and how base models are trained; see bases.py.
 
     The default lists in bases.py apply to the keys that are not listed here.
     """

@@ -112,7 +112,7 @@ class JobState:
 
     @property
     def label(self) -> str:
-        """What other jobs wait for: the name of this job, or the base model that it trains."""
+        """The name of this job or, if it trains a base model, `base HASH`, for messages about jobs that wait for it."""
         return f"base {hash_of(self.job.trains)}" if self.job.trains else self.job.name
 
     @property

@@ -33,7 +33,8 @@ class WaitingJobs:
         self._log, self._record, self._enqueue, self._spawn, self._post = log, record, enqueue, spawn, post
         self._claiming: set[str] = set()  # digests of base models that are being claimed
         self.claimed: dict[str, str] = {}  # digest -> ready (in the cache) or train (this list trains it)
-        self._held: defaultdict[str, dict[str, JobState]] = defaultdict(dict)  # result of _awaited() -> job id -> job
+        # Job or base model, as returned by _awaited() -> the jobs that wait for it, by id.
+        self._held: defaultdict[str, dict[str, JobState]] = defaultdict(dict)
 
     def _awaited(self, job: Job) -> str:
         """The id of the job or the digest of the base model that a job waits for; empty if it can be queued."""

@@ -5,8 +5,8 @@ A launcher replaces itself by this program after its checks. Standard input has 
     inherited    NAME=VALUE of the caller's variables that the nodes get
     environment  NAME=VALUE of --env and --env-file
     call         the command line of the launcher
-    before       the command line of the agent or of srun, up to the options that are added here
-    after        the part after these options
+    before       the beginning of the command line of the agent or of srun; this program appends options to it
+    after        the rest of this command line, which follows the appended options
     notify       the command of --notify; may be empty
 """
 

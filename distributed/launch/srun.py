@@ -245,7 +245,7 @@ class JobStep:
         return [self.nodes[node.node] for node in self._watch.run.nodes]
 
     def close_channel(self) -> None:
-        """Close the control channel, so that all tasks exit. Cancels and kills srun if srun does not exit."""
+        """Close the control channel, so that all tasks exit. If srun does not exit, cancel the step and kill srun."""
         if self._closed:
             return
         self._closed = True

@@ -169,7 +169,7 @@ def test_results_of_one_script_do_not_overwrite_those_of_another(job_list: JobLi
     assert job_list.starts() == 1
 
 
-def test_files_that_no_job_wrote_are_not_overwritten_until_the_user_adopts_them(job_list: JobList) -> None:
+def test_files_that_no_job_wrote_are_overwritten_only_if_the_user_adds_an_owner_file(job_list: JobList) -> None:
     job_list.jobs({"write": "a", "prefix": "p", "fold": 0}, {"write": "b", "prefix": "p", "fold": 1})
     written = job_list.directory / "experiments" / "p" / "fold0" / "written"
     written.parent.mkdir(parents=True)

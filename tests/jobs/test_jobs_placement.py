@@ -248,12 +248,12 @@ def test_a_planned_list_takes_at_most_four_thirds_of_the_optimum(lengths: list[i
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=200), st.integers(1, 24))
-def test_a_list_takes_at_most_its_lower_bound_plus_the_longest_of_the_later_jobs(
+def test_a_planned_list_takes_at_most_its_lower_bound_plus_the_longest_job_that_has_to_wait(
     lengths: list[int], slots: int
 ) -> None:
-    """No slot is idle while a job waits.
+    """The `slots` longest jobs start at 0, and no slot is idle while one of the other jobs waits.
 
-    The job that ends last started at 0, or is not one of the `slots` longest jobs.
+    The job that ends last is either one of the `slots` longest jobs, or a job that had to wait.
     """
     bound = max(sum(lengths) / slots, max(lengths))
     shortest = sorted(lengths, reverse=True)[slots:] or [0]

@@ -490,7 +490,7 @@ def test_experiments_wait_in_the_queue_of_a_server_for_their_base_model(tmp_path
 
 
 @pytest.mark.parametrize("training_ends", ["first", "last"])
-def test_experiments_of_a_base_model_that_failed_in_the_queue_are_requeued(tmp_path: Path, training_ends: str) -> None:
+def test_queued_experiments_whose_base_training_has_failed_are_requeued(tmp_path: Path, training_ends: str) -> None:
     async def scenario() -> None:
         one = queue_server(UNTIL_ENDED)
         jobs = [trainer(A), experiment(1, A)]

@@ -123,7 +123,7 @@ def test_every_line_gets_the_prefix() -> None:
         (b"a [n1:0] b\n", None, b"", b"a [n1:0] b\n"),
     ],
 )
-def test_lines_of_rank_0_of_other_ranks_and_of_no_rank_are_distinguished(
+def test_the_console_recognises_whether_a_line_is_from_rank_0_another_rank_or_no_rank(
     line: bytes, rank: int | None, shown: bytes, plain: bytes
 ) -> None:
     assert rank_of(line) == rank
@@ -131,7 +131,7 @@ def test_lines_of_rank_0_of_other_ranks_and_of_no_rank_are_distinguished(
     assert Console().feed(b"[n1:0] \n[n1:12] \n" + line, OUTPUT) == (b"\n" + shown, plain)
 
 
-def test_rank_0_keeps_its_streams_and_lines_of_no_rank_are_for_standard_error() -> None:
+def test_lines_of_rank_0_stay_on_their_stream_and_lines_of_no_rank_go_to_standard_error() -> None:
     lines = b"[n1:0] a\nnode\n[n1:1] b\n[n1:0] c\n"
     assert Console().feed(lines, OUTPUT) == (b"a\nc\n", b"node\n")
     assert Console().feed(lines, ERRORS) == (b"", b"a\nnode\nc\n")

@@ -72,7 +72,7 @@ def cache(tmp_path: Path) -> Path:
 # ---------------------------------------------------------------- verify
 
 
-def test_a_manifest_holds_the_digest_the_size_and_the_checksum_of_each_file_and_facts(cache: Path) -> None:
+def test_a_manifest_contains_the_digest_facts_and_the_size_and_checksum_of_each_file(cache: Path) -> None:
     manifest = base_model.verify(str(published(cache)), DIGEST)
     assert manifest["digest"] == DIGEST
     assert manifest["seconds"] == 7.5
@@ -511,7 +511,7 @@ def test_a_lock_is_either_shared_or_exclusive(cache: Path) -> None:
     os.close(free)
 
 
-def test_one_process_trains_and_prune_keeps_a_base_model_in_use(tmp_path: Path, other: OtherProcess) -> None:
+def test_one_process_trains_a_base_model_and_prune_keeps_it_while_in_use(tmp_path: Path, other: OtherProcess) -> None:
     models, output = Cache(tmp_path), trained(tmp_path / "out")
     assert models.claim(DIGEST) == "train"
     assert models.claim(DIGEST) == "train"
@@ -636,7 +636,7 @@ def test_the_digest_of_a_name_is_returned_only_if_its_base_model_is_valid(tmp_pa
         models.digest_of(NAME)
 
 
-def test_the_list_of_base_models_reports_damage_and_finds_flipped_bits_only_when_it_verifies(tmp_path: Path) -> None:
+def test_the_list_of_base_models_reports_flipped_bits_only_if_verified_but_other_damage_always(tmp_path: Path) -> None:
     cache = tmp_path / CACHE
     flip(published(cache) / WEIGHTS, 3)
     good = published(cache, OTHER)
