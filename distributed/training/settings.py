@@ -310,7 +310,7 @@ def batch(settings: Settings, world: int) -> Batch:
     near = max(given // parts, 1) * parts
     raise ConfigError(
         f"train.{key}={given} is not divisible by {by}{train.accumulation} "
-        f"micro-batch{'es' * (train.accumulation > 1)} (train.accumulation): {near} or {near + parts} would{remedy}"
+        f"micro-batch{'es' * (train.accumulation > 1)} (train.accumulation): {near} or {near + parts} would be{remedy}"
     )
 
 

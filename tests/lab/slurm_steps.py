@@ -40,6 +40,8 @@ _LAUNCHER_VARIABLE = re.compile(
 # Expected result of World.from_env: positions of ranks, a single process, or (any other text) the error message.
 POSITIONS, SINGLE = "positions", "single process"
 
+_TIMED_OUT = 124  # exit code of coreutils' timeout
+
 
 @dataclass(frozen=True)
 class StepCase:
@@ -147,24 +149,26 @@ def clean_environment() -> dict[str, str]:
 def start(step: StepCase, environment: Mapping[str, str]) -> list[Observed]:
     """Run the step on the SLURM of SLURM_CONF. Returns its processes by rank."""
     try:
-        return _start(step, environment, timeout=60)
-    except subprocess.TimeoutExpired:
+        return _start(step, environment)
+    except subprocess.CalledProcessError as error:
+        if error.returncode != _TIMED_OUT:
+            raise
         # salloc hung in 1 of about 6,000 calls. A step runs no code of Muster, so this retry hides no fault of Muster.
-        return _start(step, environment, timeout=120)
+        return _start(step, environment)
 
 
-def _start(step: StepCase, environment: Mapping[str, str], timeout: float) -> list[Observed]:
+def _start(step: StepCase, environment: Mapping[str, str]) -> list[Observed]:
     with tempfile.TemporaryDirectory() as directory:
         files = Path(directory, "files")
         files.mkdir()
         tell = Path(directory, "record_process.sh")  # a path without spaces, for the nested shells of a command
         tell.symlink_to(TELL)
         subprocess.run(
-            ["bash", "-c", step.command.replace("TELL", str(tell))],
+            # SIGTERM: salloc and srun release their allocation. After SIGKILL it would stay, and block later steps.
+            ["timeout", "--kill-after=10", "60", "bash", "-c", step.command.replace("TELL", str(tell))],
             env={**environment, **node_variables(), "RECORDS": str(files), "PYTHON": sys.executable},
             stdout=subprocess.PIPE,
             check=True,
-            timeout=timeout,
         )
         return sorted((_observed(file.read_text()) for file in files.iterdir()), key=_rank)
 

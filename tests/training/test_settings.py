@@ -374,7 +374,7 @@ def test_a_batch_size_per_device_is_split_without_a_remainder(per_device: int, w
 
 def proposals(error: ConfigError, start: str) -> list[int]:
     """The nearest smaller and larger size that the message proposes."""
-    found = re.fullmatch(rf"{re.escape(start)} is not divisible by .*: (\d+) or (\d+) would(; .*)?", str(error))
+    found = re.fullmatch(rf"{re.escape(start)} is not divisible by .*: (\d+) or (\d+) would be(; .*)?", str(error))
     assert found
     return [int(number) for number in found.groups()[:2]]
 
