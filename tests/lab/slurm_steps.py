@@ -167,7 +167,7 @@ def _start(step: StepCase, environment: Mapping[str, str]) -> list[Observed]:
             # SIGTERM: salloc and srun release their allocation. After SIGKILL it would stay, and block later steps.
             ["timeout", "--kill-after=10", "60", "bash", "-c", step.command.replace("TELL", str(tell))],
             env={**environment, **node_variables(), "RECORDS": str(files), "PYTHON": sys.executable},
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             check=True,
         )
         return sorted((_observed(file.read_text()) for file in files.iterdir()), key=_rank)
