@@ -124,7 +124,7 @@ def resume(
     checkpointer.restore(found)
     for group, (weight_decay, betas) in zip(optimizer.param_groups, configured, strict=True):
         group.update(weight_decay=weight_decay, betas=betas)  # restore() sets those of the checkpoint
-    log.info(compatibility.complete(found, facts["steps"], settings) or f"resuming from {found.path}")
+    log.info(compatibility.already_complete(found, facts["steps"], settings) or f"resuming from {found.path}")
     return found
 
 

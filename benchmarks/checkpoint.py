@@ -89,7 +89,7 @@ def measure_stops(training: Training, checkpoints: Checkpoints, directory: Path,
     def overlapped() -> float:
         return timed(lambda: checkpoints.save(next(steps), state, overlapped=optimizer)) + training.step()
 
-    def at_once() -> float:
+    def plain() -> float:
         return timed(lambda: checkpoints.save(next(steps), state))
 
     def torch_save() -> float:
@@ -100,7 +100,7 @@ def measure_stops(training: Training, checkpoints: Checkpoints, directory: Path,
                 other.unlink()
         return seconds
 
-    ways = {"save(overlapped=optimizer)": overlapped, "save()": at_once, "torch.save()": torch_save}
+    ways = {"save(overlapped=optimizer)": overlapped, "save()": plain, "torch.save()": torch_save}
     timings = {name: Timings(name) for name in ways}
     for turn in range(turns + WARM_UP):
         for name, way in ways.items() if turn % 2 else reversed(ways.items()):
@@ -109,10 +109,10 @@ def measure_stops(training: Training, checkpoints: Checkpoints, directory: Path,
             checkpoints.wait()
             if turn >= WARM_UP:
                 timings[name].seconds.append(seconds)
-    overlapped_median, at_once_median, torch_save_median = (timing.median for timing in timings.values())
+    overlapped_median, plain_median, torch_save_median = (timing.median for timing in timings.values())
     print(f"training stopped: {',  '.join(map(str, timings.values()))}")
-    ratio, at_once_ratio = overlapped_median / torch_save_median, at_once_median / torch_save_median
-    print(f"ratio to torch.save: {ratio:.3f} (target {TARGET} at most), {at_once_ratio:.3f}")
+    ratio, plain_ratio = overlapped_median / torch_save_median, plain_median / torch_save_median
+    print(f"ratio to torch.save: {ratio:.3f} (target {TARGET} at most), {plain_ratio:.3f}")
     return ratio
 
 

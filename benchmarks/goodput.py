@@ -107,7 +107,7 @@ class Training:
     """A running training."""
 
     processes: Processes
-    launchers: list[subprocess.Popen[bytes]]
+    launchers: list[subprocess.Popen[bytes]]  # Muster: one launcher; torchrun: an ssh client for each node
     output: Path
     metrics: Callable[[], Path]
 
@@ -182,9 +182,9 @@ class Faults:
             time.sleep(0.1)
             if time.monotonic() < due or len(running := training.processes.ranks()) < ranks:
                 continue
-            kind, share = dice.choice(self.kinds), dice.random()
+            kind, fraction = dice.choice(self.kinds), dice.random()
             pids = running if kind == "rank" else training.processes.agents()
-            os.kill(pids[int(share * len(pids))], signal.SIGKILL)
+            os.kill(pids[int(fraction * len(pids))], signal.SIGKILL)
             counts[kind] += 1
             due = time.monotonic() + dice.expovariate(1 / self.period)
         return counts

@@ -59,8 +59,8 @@ def measure(config: Path, overrides: list[str], steps: int) -> None:
     """Train 2 * steps steps, and print the figures of the second half; the first half warms up."""
     settings = read(config, [*QUIET, f"train.steps={2 * steps}", f"logging.every={steps}", *overrides])
     with process_group() as world:
-        split = batch(settings, world.size)
-        train.train(settings, {}, world, split, threading.Event())
+        global_batch = batch(settings, world.size)
+        train.train(settings, {}, world, global_batch, threading.Event())
         dtype = train.choose_precision(settings.train.precision, device(world))
         peak = peak_flops(device(world), dtype) * world.size
         if world.rank == 0:
@@ -71,7 +71,7 @@ def measure(config: Path, overrides: list[str], steps: int) -> None:
             flops_per_token = 6 * parameters + 12 * model.n_layer * model.n_embd * model.block_size
             achieved = speed * flops_per_token
             print(f"{parameters:,} parameters, {dtype}, compile={settings.train.compile}, "
-                  f"{world.size} x {device(world).type}: {split}")  # fmt: skip
+                  f"{world.size} x {device(world).type}: {global_batch}")  # fmt: skip
             print(f"tokens per second {speed:12,.0f}")
             print(f"share of the peak {achieved / peak:12.1%}  ({achieved:.3g} of {peak:.3g} FLOP/s)")
 

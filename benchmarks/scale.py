@@ -116,7 +116,7 @@ def lines_per_second(size: int, directory: Path) -> float | None:
 
 
 def measure_files(size: int) -> dict[str, float | None]:
-    """The values of all parts except agents."""
+    """All values for one size, except those of the agents."""
     with tempfile.TemporaryDirectory() as name:
         run = Path(name, "run")
         write_run(run, size)

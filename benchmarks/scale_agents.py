@@ -209,7 +209,7 @@ class Simulation:
 
 
 def simulate(pipe: Connection, port: int, ranks: range, size: int) -> None:
-    """Do what the requests in the pipe name, within the seconds that they give, and send the results back."""
+    """Receive requests (name, seconds) through the pipe, handle them, and send the results back."""
     simulation = Simulation(port, ranks, size)
     while True:
         pipe.send(simulation.handle(*pipe.recv()))

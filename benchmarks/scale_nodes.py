@@ -82,9 +82,9 @@ def resources(launcher: int) -> tuple[int, int, float]:
     The launching side is the launcher, its descendants, and the processes of the shared ssh connections. The memory is
     the PSS of all these processes, in MB.
     """
-    commands, children = {}, subprocess.run(["ps", "-eo", "pid=,ppid=,args=", "-ww"], check=True, capture_output=True)
+    commands, listing = {}, subprocess.run(["ps", "-eo", "pid=,ppid=,args=", "-ww"], check=True, capture_output=True)
     found = {launcher}
-    for line in children.stdout.decode(errors="replace").splitlines():
+    for line in listing.stdout.decode(errors="replace").splitlines():
         pid, parent, command = line.split(maxsplit=2)
         commands[int(pid)] = int(parent), command
     for _ in range(3):  # children, their children, and so on: the ssh clients and the processes that they started

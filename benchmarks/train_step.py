@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace) -> None:
     times: dict[str, list[float]] = {"by hand": [], "train.py": []}
     with process_group() as world:
         step = by_hand(settings, world)
-        split, batches = batch(settings, world.size), TrainingData.batches
+        global_batch, batches = batch(settings, world.size), TrainingData.batches
 
         def interleaved(self: TrainingData, *args: Any, **kwargs: Any) -> Iterator[Any]:
             """Yield train.py's batches; before each turn of train.py, run a turn of the hand-written loop."""
@@ -89,7 +89,7 @@ def measure(options: argparse.Namespace) -> None:
                     step()
                 by_hand_seconds = synchronized_time() - start
                 start = synchronized_time()
-                for _ in range(options.steps * split.accumulation):
+                for _ in range(options.steps * global_batch.accumulation):
                     yield next(source)  # train.py requests the next batch after the step
                 train_seconds = synchronized_time() - start
                 if turn:  # the first turn warms up
@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace) -> None:
 
         TrainingData.batches = interleaved  # type: ignore[method-assign]
         with contextlib.suppress(Measured):
-            train.train(settings, {}, world, split, threading.Event())
+            train.train(settings, {}, world, global_batch, threading.Event())
         if world.rank == 0:
             ratios = [own / peer for own, peer in zip(times["train.py"], times["by hand"], strict=True)]
             for name, seconds in times.items():

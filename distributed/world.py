@@ -281,8 +281,8 @@ def _layout(rank: int, size: int, local_rank: int, hints: Hints, host: int | Non
     local_size, node_rank, nodes = hints
     if local_size and node_rank is not None and nodes:
         fits = local_rank <= rank and node_rank < nodes and local_size + nodes - 1 <= size
-        whole = nodes > 1 or (local_size, local_rank) == (size, rank)
-        return (local_size, node_rank, nodes) if fits and whole else None
+        fits_single_node = nodes > 1 or (local_size, local_rank) == (size, rank)  # a single node has all ranks
+        return (local_size, node_rank, nodes) if fits and fits_single_node else None
     known = nodes or local_size
     if not known or size % known:
         return None

@@ -45,7 +45,7 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/launcher.bash"
 # ---------------------------------------------------------------- this machine
 
 check_this_machine() {
-  [[ $PYTHON_OPTION || $JSON == 1 ]] || find_python
+  [[ $PYTHON_OPTION || $JSON == 1 ]] || report_unusable_python
   pick_python "$PYTHON_OPTION"
   set -- health.doctor --directory "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}"
   ((!JSON)) || set -- "$@" --json
@@ -58,7 +58,7 @@ check_this_machine() {
 
 
 # Without --python, an unusable Python is a fault of this machine, not a wrong call.
-find_python() {
+report_unusable_python() {
   local message
   if ! message=$(pick_python 2>&1); then
     message=${message%%$'\n'*}

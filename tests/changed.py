@@ -28,7 +28,10 @@ MODULE_NAME = re.compile(r"\bdistributed\.[\w.]*\w")
 
 
 def affected(changed: Collection[str], files: Collection[str], root: Path) -> dict[str, list[str]]:
-    """Return the test files in `files`, each with the files in `changed` that it depends on. Paths start at `root`."""
+    """Return the test files in `files`, each with the files in `changed` that it depends on.
+
+    Paths are relative to `root`.
+    """
     by_name: dict[str, set[str]] = {}
     for file in {*files, *changed}:
         for name in names_of(Path(file)):

@@ -189,7 +189,7 @@ END
 }
 
 
-@test "pick_python: --python, else the active environment, ./.venv, Muster's .venv, python3" {
+@test "pick_python prefers --python, then the active environment, ./.venv, Muster's .venv and python3, in this order" {
   script <<<'pick_python "${1-}"; printf "%s\n" "$PYTHON"'
   cd "$BATS_TEST_TMPDIR/elsewhere"
   python "$BATS_TEST_TMPDIR/path/python3" 'Python 3.13.0'
@@ -226,7 +226,7 @@ END
 }
 
 
-@test "the symbolic link of a virtual environment is not resolved" {
+@test "pick_python does not resolve the symbolic link bin/python of a virtual environment" {
   script <<<'pick_python; printf "%s\n" "$PYTHON"'
   cd "$BATS_TEST_TMPDIR/elsewhere"
   python "$BATS_TEST_TMPDIR/real/python" 'Python 3.12.1'
@@ -418,7 +418,7 @@ reports_failure() {
 }
 
 
-@test "a node_env.sh that replaces the ERR trap is refused; if it redirects stderr, its failure is still reported" {
+@test "a node_env.sh that replaces the ERR trap is refused; a failure in one that redirects stderr is still reported" {
   script <<<'source_node_env "$1"; echo reached; echo heard >&2'
   cd "$BATS_TEST_TMPDIR"
   for trap in "trap 'echo mine' ERR" 'trap - ERR'; do

@@ -22,7 +22,7 @@ from distributed.launch.watch import AgentCommand, Console, Local, Options, Watc
 from distributed.runs.lookup import read
 
 TESTS = Path(__file__).resolve().parent
-RANKS = "forked"  # the module that forks ranks
+SLOW_MODULE = "forked"  # forks ranks
 GUIDE = "tests/test_guide_"  # these files start laboratories whose nodes have the same names
 SLOW_COMMANDS = ("lab.sh", "lib/agent.py", "torch.distributed.run")
 
@@ -104,8 +104,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @cache
 def slow_names(path: Path) -> frozenset[str]:
-    """Return the functions, classes and constants of a module that use RANKS or SLOW_COMMANDS, even indirectly."""
-    slow, uses = {RANKS}, {}
+    """Return which functions, classes and constants of a module use SLOW_MODULE or SLOW_COMMANDS, even indirectly."""
+    slow, uses = {SLOW_MODULE}, {}
     for node in ast.parse(path.read_text()).body:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]):
@@ -119,10 +119,10 @@ def slow_names(path: Path) -> frozenset[str]:
 
 
 def used(node: ast.AST) -> Iterator[str]:
-    """Yield the names and fixtures that a syntax node uses, and RANKS for each string with a slow command."""
+    """Yield the names and fixtures that a syntax node uses, and SLOW_MODULE for each string with a slow command."""
     for inner in ast.walk(node):
         match inner:
             case ast.Name(id=name) | ast.arg(arg=name):
                 yield name
             case ast.Constant(value=str(text)) if any(command in text for command in SLOW_COMMANDS):
-                yield RANKS
+                yield SLOW_MODULE

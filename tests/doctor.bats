@@ -33,7 +33,7 @@ stub() { # <name> <text on standard input>
 }
 
 
-@test "called by a symlink in a directory with blanks, it begins each line with a level and ends with the fault count" {
+@test "doctor.sh works through a symlink and in a directory with blanks, and ends with the number of faults" {
   ln -s "$DOCTOR" "$STUBS/link"
   run "$STUBS/link"
   local line faults=0

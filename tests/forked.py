@@ -33,11 +33,11 @@ _context.set_forkserver_preload(PRELOADED)
 
 def ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Return what `function(rank, size, *args)` returns on each rank of a gloo world. Raises the first error."""
-    end = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + TIMEOUT
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         store = Path(directory, "store")
         started = [stack.enter_context(running(_as_rank, rank, size, store, function, args)) for rank in range(size)]
-        results = [_receive(rank, pipe, end) for rank, (_, pipe) in enumerate(started)]
+        results = [_receive(rank, pipe, deadline) for rank, (_, pipe) in enumerate(started)]
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -58,9 +58,9 @@ def running(function: Callable[..., Any], *args: Any) -> Iterator[tuple[BaseProc
         process.join()
 
 
-def _receive(rank: int, pipe: Connection, end: float) -> Any:
+def _receive(rank: int, pipe: Connection, deadline: float) -> Any:
     try:
-        in_time = pipe.poll(max(0.0, end - time.monotonic()))
+        in_time = pipe.poll(max(0.0, deadline - time.monotonic()))
         return pickle.loads(pipe.recv_bytes()) if in_time else AssertionError(f"rank {rank} hangs")
     except EOFError:
         return AssertionError(f"rank {rank} died")
@@ -121,10 +121,10 @@ class ForkedRun:
 
     def wait_for(self, text: str) -> None:
         """Wait until rank 0 has printed this text."""
-        end = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + TIMEOUT
         while text not in self.out():
             assert self.ranks[0].is_alive(), f"rank 0 exited without {text!r}: {self.out()}{self.err()}"
-            assert time.monotonic() < end, f"no {text!r} in {TIMEOUT} s: {self.out()}{self.err()}"
+            assert time.monotonic() < deadline, f"no {text!r} in {TIMEOUT} s: {self.out()}{self.err()}"
             time.sleep(0.01)
 
     def signal(self, number: int, *ranks: int) -> None:

@@ -662,7 +662,7 @@ END
 # ---------------------------------------------------------------- interactive use
 
 
-@test "Ctrl-C stops only the dispatcher; logs and status work; a second dispatcher is refused" {
+@test "while a list runs, logs and status work and a second dispatcher is refused; Ctrl-C stops only the dispatcher" {
   cluster "$N1" "$N2"
   job_list <<END
 {"name": "a", "until": "$PWD/go", "prefix": "x", "fold": 0}
@@ -696,7 +696,7 @@ END
 }
 
 
-@test "logs --follow prints a log to its end, and a closed output does not stop the list" {
+@test "logs --follow prints a log to its end, and a dispatcher whose standard output is closed completes its list" {
   cluster "$N1"
   job_list <<END
 {"name": "a", "until": "$PWD/go", "prefix": "x", "fold": 0}

@@ -209,7 +209,7 @@ start_slurmctld() {
 }
 
 
-@test "an added job starts after the job that it needs, and may request more GPUs than the list has jobs" {
+@test "an added job starts after the job that it needs, even if it requests more GPUs than the list had jobs" {
   cluster '"gpus": 2'
   job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go\", \"prefix\": \"a\"}"
   start_list
@@ -403,7 +403,7 @@ END
   for number in {1..24}; do
     echo "{\"name\": \"j$number\", \"seconds\": 0.5}"
   done | job_list
-  sed -i '1s/^{/{"max_queued": 6, /' cluster.json # in several arrays
+  sed -i '1s/^{/{"max_queued": 6, /' cluster.json # so several arrays are submitted
   for number in 1 2 4 7 8 11 14 18 23 29 36 44 53 63 74; do
     start_list
     timeout 60 bash -c 'until [ "$(wc -l 2>/dev/null <results.journal)" -ge "$1" ]; do sleep 0.01; done' bash "$number"
@@ -698,7 +698,7 @@ waiting_for_base() { # <number>: check that this many experiments wait in SLURM'
 }
 
 
-@test "if a base training fails, its experiments leave SLURM's queue; a retry queues them again, else they fail" {
+@test "if a base training fails, its experiments leave SLURM's queue; they are queued again if it is retried, or fail" {
   three_experiments "\"base_exit\": 3, \"base_exit_once\": \"$WORK/tried\""
   start_list
   wait_until_started base

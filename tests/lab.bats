@@ -349,9 +349,9 @@ END
 
 
 @test "up and down work after an up that was killed halfway" {
-  for moment in settings switch "$N3/sshd.pid"; do
+  for file in settings switch "$N3/sshd.pid"; do
     "$BATS_TEST_DIRNAME/lab/lab.sh" up 3 --prefix "$PREFIX" 3>&- &
-    wait_until test -e "$MUSTER_LAB/$moment"
+    wait_until test -e "$MUSTER_LAB/$file"
     kill -KILL $! || true
     wait $! || true
     up

@@ -303,7 +303,6 @@ END
 }
 
 
-# bats test_tags=slow
 # Write a script that handles SIGUSR1 and SIGTERM, and prints one line for each.
 write_signal_script() {
   write_script <<'END'
@@ -317,6 +316,7 @@ END
 }
 
 
+# bats test_tags=slow
 @test "a signal to the launcher, alone or with its group, or to the supervisor reaches the ranks' handlers once" {
   local agent
   write_signal_script
@@ -807,7 +807,7 @@ END
 
 
 # bats test_tags=slow
-@test "the launcher starts Python twice before the ranks and never after them, and passes its environment on unchanged" {
+@test "the launcher starts no more than four Python programs, and passes its environment on unchanged" {
   write_script <<<'import os; assert [os.environ[name] for name in "LOG_DIR AGENT node checks".split()] == list("abcd")'
   cat >python <<END
 #!/bin/sh

@@ -21,8 +21,8 @@ setup() {
 }
 
 
-# Start a launcher on a node, with output to out.<node rank>. NODE_RANK in arguments is replaced by the node rank.
-by_hand() { # <node> <launcher> <node rank> <argument...>
+# Start a launcher on a node, with output to out.<number>. NODE_RANK in arguments is replaced by the number.
+by_hand() { # <node> <launcher> <number> <argument...>
   local arguments=("${@:4}")
   start "out.$3" lab ssh "$1" env "WORK=$WORK" bash -c 'cd -- "$WORK" && exec "$@"' bash \
     "$KIT/scripts/ssh/$2" --python "$VIRTUAL_ENV/bin/python" "${arguments[@]//NODE_RANK/$3}"
@@ -149,7 +149,7 @@ END
   by_hand "$N1" launch_torchrun_multinode.sh 0 "${arguments[@]}" 2 0 "$N1" "$PORT"
   by_hand "$N2" launch_torchrun_multinode.sh 1 "${arguments[@]}" 2 1 "$N1" "$PORT"
   wait_for_line out.0 "at work"
-  by_hand "$N3" launch_torchrun_multinode.sh 2 "${arguments[@]}" 2 1 "$N1" "$PORT" # belongs to another launch
+  by_hand "$N3" launch_torchrun_multinode.sh 2 "${arguments[@]}" 2 1 "$N1" "$PORT"
   by_hand "$N1" launch_torchrun_multinode.sh 3 "${arguments[@]}" 2 0 "$N1" "$PORT"
   for number in 2 3; do
     wait_for_exit "${PIDS[number]}"

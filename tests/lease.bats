@@ -203,7 +203,7 @@ refused() { # <text> <argument of the launcher...>
   attach
   wait_for_line again "at work, restart 1"
   grep -q "restart 1 of 1" again
-  # status.sh finds the restarted processes: they, too, have the path of the run directory with the symbolic link.
+  # MUSTER_RUN_DIR of the restarted processes also contains the symbolic link, so status.sh finds them.
   run -0 "$SCRIPTS/status.sh"
   [[ "${lines[0]}" == *": running for "* && "$output" != *"not running"* ]]
   kill -KILL -- "-$LAUNCHER" # the restarted attempt has no lease either

@@ -51,7 +51,7 @@ set_bashrc() { # <commands...>
 }
 
 
-# Launch on the nodes up to the one with this number. The secret of --env-file must not be printed or logged.
+# Launch on the nodes 1 to <number of nodes>, and check that the secret of --env-file is neither printed nor logged.
 launch() { # <number of nodes> <option...>
   run timeout 100 "$LAUNCH" --env-file secrets.env --script script.py "${@:2}" - 1 "${PREFIX}[1-$1]" </dev/null
   echo "$output"

@@ -23,7 +23,7 @@ setup() {
 }
 
 
-# VERSION, GPUS, PIP_FAILS, NO_PIP and PIP_WAITS=FIFO in the environment set its behavior.
+# The environment variables VERSION, GPUS, PIP_FAILS, NO_PIP and PIP_WAITS=FIFO set the behavior of the stub.
 stub_python() { # <path>
   cat >"$1" <<'END'
 #!/usr/bin/env bash

@@ -111,7 +111,7 @@ node_of() { # <attempt> <rank>
 }
 
 
-@test "over ssh, all agents stay" {
+@test "over ssh, all agents stay for the next attempt" {
   launch 3 - 1 "$N1" "$N2" "$N3"
   kill -KILL "$(rank_of 0 2)"
   ranks_at_work 1 3
@@ -145,7 +145,7 @@ node_of() { # <attempt> <rank>
 }
 
 
-@test "with pdsh, all agents stay" {
+@test "with pdsh, all agents stay for the next attempt" {
   LAUNCH=$SSH/launch_pdsh_multinode.sh
   launch 2 - 1 "$N1" "$N2"
   kill -KILL "$(rank_of 0 1)"
@@ -155,7 +155,7 @@ node_of() { # <attempt> <rank>
 }
 
 
-@test "nodes that are started by hand keep their agents" {
+@test "nodes that are started by hand keep their agents for the next attempt" {
   LAUNCH=$SSH/launch_torchrun_multinode.sh
   write_steady_script
   call=(env -C "$PWD" "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 2)
@@ -188,7 +188,7 @@ END
 }
 
 
-@test "a stop request, and the death of the launcher, end a run whose agents have stayed" {
+@test "a stop request, or the death of the launcher, ends a run whose agents have stayed for a second attempt" {
   launch 2 - 1 "$N1" "$N2"
   kill -KILL "$(rank_of 0 1)"
   ranks_at_work 1 2

@@ -278,7 +278,7 @@ END
 }
 
 
-@test "SIGTERM between two runners stops pytest" {
+@test "SIGTERM stops pytest also while run.sh itself prints" {
   run_sh # creates .venv: the next call prints less
   mkfifo "$BATS_TEST_TMPDIR/full" "$STUBS/pytest.waits"
   exec 9<>"$BATS_TEST_TMPDIR/full"

@@ -236,7 +236,8 @@ finish_pytest() {
 }
 
 
-# Ctrl-C also interrupts pytest. SIGTERM does not reach pytest, and would end it before laboratories are stopped.
+# Wait until pytest has exited. Ctrl-C reaches pytest too, but SIGTERM does not: then send SIGINT, because SIGTERM would
+# end pytest before laboratories are stopped.
 stop_pytest() { # <INT or TERM>
   [[ $PYTEST_PID ]] || return 0
   [[ $1 == INT ]] || kill -INT "$PYTEST_PID" 2>/dev/null || true

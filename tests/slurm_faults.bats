@@ -271,7 +271,7 @@ END
 }
 
 
-@test "a killed supervisor, or a killed srun, kills its ranks" {
+@test "after a supervisor or srun is killed, no rank remains" {
   local program
   printf 'import time\nprint("at work", flush=True)\ntime.sleep(1000)\n' >"my script.py"
   for program in "$VIRTUAL_ENV/bin/python -I -S $KIT/scripts/lib/module.py slurm.task rank" "srun --export ALL "; do

@@ -135,7 +135,7 @@ END
 }
 
 
-@test "a run without a lease that fails while its launcher is dead is restarted by the launcher that attaches to it" {
+@test "with --lease 0, a run that failed after its launcher was killed is restarted by a launcher that attaches to it" {
   local node call=("$LAUNCH" --sync --lease 0 --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2")
   write_script <<'END'
 dist.barrier()

@@ -16,7 +16,7 @@ setup() {
 }
 
 
-# With small messages, short measurements, and a timeout for a busy machine.
+# Run test_distributed.sh with small messages and short measurements, and with a timeout that suits a busy machine.
 quick() { # <option or N...>
   "$TEST_DISTRIBUTED" --quiet --max-bytes 4K --seconds 0.1 --timeout 120 "$@"
 }

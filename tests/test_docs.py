@@ -426,7 +426,7 @@ def new_project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_changed_line_is_found() -> None:
+def test_not_printed_returns_the_lines_that_the_output_lacks() -> None:
     printed = "one 1\nverdict: failed: rank 1 (pid 7)\n"
     assert not_printed(["verdict: failed: rank 1 (pid 99)", "one ..."], printed) == []
     assert not_printed(["verdict: failed: rank 2 (pid 99)"], printed) == ["verdict: failed: rank 2 (pid 99)"]
@@ -447,7 +447,7 @@ for step in range(1, 9):
 
 
 @pytest.mark.slow
-def test_a_failed_run(new_project: Path) -> None:
+def test_a_failed_run_has_the_exit_code_and_output_of_the_guides(new_project: Path) -> None:
     (new_project / "my_train.py").write_text(FAILING)
     shown = {one.file: one for one in every_command(*RUN) if "bad sample" in "".join(one.output)}
     assert set(shown) == set(RUN)
@@ -480,7 +480,7 @@ main()
 
 
 @pytest.mark.slow
-def test_the_verdict_of_a_hang(new_project: Path) -> None:
+def test_a_run_that_hangs_prints_the_verdict_of_the_guide(new_project: Path) -> None:
     (new_project / "my_train.py").write_text(HANGING)
     launch = "scripts/ssh/launch_singlenode.sh --hang-timeout 3 --script my_train.py - 2"
     done = call(new_project, launch.split())
@@ -490,7 +490,7 @@ def test_the_verdict_of_a_hang(new_project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stop_resume_and_the_list_of_checkpoints(new_project: Path) -> None:
+def test_a_stopped_run_its_resumption_and_its_checkpoints_are_printed_as_in_the_guides(new_project: Path) -> None:
     stopped, resumed = commands_with("run the same command again to resume") + commands_with("\nresuming from")
     assert stopped.words == resumed.words
     with subprocess.Popen(
@@ -520,7 +520,7 @@ def test_stop_resume_and_the_list_of_checkpoints(new_project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_end_of_a_job_list_with_a_failed_job(new_project: Path) -> None:
+def test_a_job_list_with_a_failed_job_prints_the_output_of_the_guide(new_project: Path) -> None:
     """Eight jobs exit immediately. The ninth calls train.py with data that do not exist."""
     train = "os.execv(sys.executable, ['python', 'train.py', *sys.argv[1:]])"
     (new_project / "job.py").write_text(f"import os, sys\nif 'missing' in sys.argv: {train}\n")
@@ -534,7 +534,7 @@ def test_the_end_of_a_job_list_with_a_failed_job(new_project: Path) -> None:
     assert not not_printed(output_with("8 of 9 done, 1 failed"), done.stdout), done.stdout
 
 
-def test_a_finding_of_the_doctor() -> None:
+def test_a_finding_of_the_doctor_is_printed_as_in_the_guide() -> None:
     """The facts of three nodes are made up, because this machine has only one version of PyTorch."""
     printed = test_cluster.text_of(test_cluster.cluster(test_cluster.three(torch__version="2.12.0")))
     assert "\n".join(output_with("2.12.0, but 2.13.0")) in printed, printed

@@ -169,7 +169,7 @@ def project(tmp_path: Path) -> Iterator[Project]:
 
 @pytest.mark.slow
 @kept_of(0, 3, 6, 7, full=9)
-def test_a_list_on_this_machine(project: Project, kept: tuple[int, ...]) -> None:
+def test_an_interrupted_list_resumes_and_runs_each_job_once(project: Project, kept: tuple[int, ...]) -> None:
     project.keep("config/jobs_config.json", kept)
     with project.terminal(command_with(LOCAL, "--slots")) as first:
         first.wait_for(r"slot +job +step +time +left")
@@ -219,7 +219,7 @@ def servers(project: Project) -> Iterator[Project]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="starting nodes needs root")
 @kept_of(0, 3, 6, full=9)
-def test_a_list_on_three_servers(servers: Project, kept: tuple[int, ...]) -> None:
+def test_a_list_runs_on_three_servers_and_is_watched_in_tmux(servers: Project, kept: tuple[int, ...]) -> None:
     project = servers
     assert project.call("python make_jobs.py") == "9 jobs\n"
     project.keep("my_jobs.json", kept)
@@ -261,7 +261,7 @@ def slurm(project: Project) -> Iterator[Project]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="starting nodes needs root")
 @kept_of(0, 3, full=9)
-def test_a_list_on_slurm(slurm: Project, kept: tuple[int, ...]) -> None:
+def test_a_list_runs_on_slurm(slurm: Project, kept: tuple[int, ...]) -> None:
     project = slurm
     project.keep("config/jobs_config.json", kept)
     [line] = [one.text for one in COMMANDS if one.needs == "# Needs a SLURM cluster and config/cluster_config.json."]

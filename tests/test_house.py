@@ -181,8 +181,8 @@ def test_servers_of_a_job_list_get_exactly_the_files_that_they_import() -> None:
                 module = Path("distributed", *one.module.split(".")).with_suffix(".py")
                 unvisited |= {str(module), *(f"{package}/__init__.py" for package in module.parents[:-1])} - found
     names = ("in_node_env.sh", "environment.bash", "common.bash", "node_env.bash")
-    by_the_supervisor = {f"scripts/lib/{name}" for name in names}
-    assert set(KIT_FILES) == found | by_the_supervisor
+    used_by_the_supervisor = {f"scripts/lib/{name}" for name in names}
+    assert set(KIT_FILES) == found | used_by_the_supervisor
     assert len(KIT_FILES) == len(set(KIT_FILES))
 
 

@@ -135,7 +135,7 @@ def is_refused(hostlist: str) -> bool:
     ("counts", "tasks"),
     [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("8(x2)", [8, 8]), ("3,1(x2),3", [3, 1, 1, 3])],
 )
-def test_tasks_per_node_of_slurm(counts: str, tasks: list[int]) -> None:
+def test_slurms_tasks_per_node_are_expanded(counts: str, tasks: list[int]) -> None:
     assert tasks_per_node(counts) == tasks
 
 
@@ -296,7 +296,7 @@ node5:8\r
 """
 
 
-def test_a_hostfile_in_deepspeeds_format() -> None:
+def test_a_hostfile_in_deepspeeds_format_is_parsed() -> None:
     assert parse_hostfile(HOSTFILE) == [
         Node("node1", slots=4),
         Node("node2", slots=2),

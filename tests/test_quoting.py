@@ -71,7 +71,7 @@ def received(directory: Path, on_target: Callable[[list[str]], list[str]], sent:
 @few_examples
 @given(sent=argument_lists)
 @example(sent=SPECIAL)
-def test_arguments_through_ssh(node: str, tmp_path: Path, sent: list[bytes]) -> None:
+def test_ssh_passes_arguments_unchanged(node: str, tmp_path: Path, sent: list[bytes]) -> None:
     ssh, target = SshCommands(print), RunNode(node, node, 1, 0)
     assert received(tmp_path, lambda command: ssh.command(target, command, str(tmp_path)), sent) == sent
 
@@ -80,7 +80,7 @@ def test_arguments_through_ssh(node: str, tmp_path: Path, sent: list[bytes]) -> 
 @settings(few_examples, max_examples=4)
 @given(sent=argument_lists)
 @example(sent=SPECIAL)
-def test_arguments_through_a_login_shell(tmp_path: Path, shell: str, sent: list[bytes]) -> None:
+def test_a_login_shell_passes_arguments_unchanged(tmp_path: Path, shell: str, sent: list[bytes]) -> None:
 
     def in_shell(command: list[str]) -> list[str]:
         return [shell, "-c", for_any_shell(f"exec {shlex.join(command)}")]
@@ -89,7 +89,7 @@ def test_arguments_through_a_login_shell(tmp_path: Path, shell: str, sent: list[
 
 
 @pytest.mark.parametrize("launcher", ["launch_torchrun_auto.sh", "launch_pdsh_multinode.sh"])
-def test_arguments_and_environment_of_a_launched_script(node: str, tmp_path: Path, launcher: str) -> None:
+def test_a_launched_script_gets_arguments_and_env_unchanged(node: str, tmp_path: Path, launcher: str) -> None:
     generator = random.Random(0)
     sent = [*SPECIAL, *(bytes(generator.choices(range(1, 256), k=generator.randrange(9))) for _ in range(400))]
     script = tmp_path / "record.py"

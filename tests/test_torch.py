@@ -185,7 +185,7 @@ ONE, TWO = World(), World(size=2)
         ("ddp", ONE, "ddp"), ("ddp", TWO, "ddp"), ("fsdp", ONE, "fsdp"), ("fsdp", TWO, "fsdp"),
     ],
 )  # fmt: skip
-def test_strategies_that_match_the_number_of_processes(strategy: str, world: World, expected: str) -> None:
+def test_strategies_that_match_the_number_of_processes_are_accepted(strategy: str, world: World, expected: str) -> None:
     assert muster_torch.resolve(strategy, world) == expected
 
 

@@ -296,9 +296,9 @@ class Agent(LocalElasticAgent):
             ForkedRanks.server.wakeup.wait(max(0.0, end - time.monotonic()))
 
 
-def _shell_code(code: int) -> int:
-    """The exit code as a shell reports it, 128+n for signal n. code: of a process, -n for signal n."""
-    return code if code >= 0 else 128 - code
+def _shell_code(returncode: int) -> int:
+    """The exit code as a shell reports it: 128+n for a process that signal n ended (returncode -n)."""
+    return returncode if returncode >= 0 else 128 - returncode
 
 
 # Names inside torchrun that this module replaces or calls: owner, name, required parameters.
@@ -332,11 +332,11 @@ def unsupported(options: argparse.Namespace) -> str:
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     if python != sys.executable:
         return f"PYTHON_EXEC={python} differs from the agent's Python {sys.executable}"
-    difference = unexpected()
+    difference = missing_internal()
     return f"PyTorch {torch.__version__}: {difference}" if difference else ""
 
 
-def unexpected() -> str:
+def missing_internal() -> str:
     """The first thing that this module needs and torchrun's internals lack; "" if nothing is missing."""
     for owner, name, parameters in INTERNALS:
         lacks = f"{owner.__name__} has no {name}"
@@ -394,7 +394,8 @@ def _run_attempts(options: argparse.Namespace, pipes: AttemptPipes | None) -> in
             gc.collect()
         request = pipes.next_attempt(outcome)
         _set_stop_signals(signal.SIG_DFL)
-        if request is None or pipes.at_end():  # the run ends; at_end() finds this even if SIGTERM was ignored
+        # The supervisor may have ended the run after the request, while this process ignored SIGTERM.
+        if request is None or pipes.at_end():
             return code
         apply_request(request, options)
 

@@ -463,8 +463,8 @@ class Coordinator:
         self._shared = live <= self._records.keys()
         if self._shared or now >= self._share_at:
             self._share_at = math.inf
-            first = sorted(self._records, key=lambda rank: (self.members[rank]["node"] != end.node, self._failed(rank)))
-            shared = {rank: self._records[rank] for rank in first[:SHARED_RECORDS]}
+            ranks = sorted(self._records, key=lambda rank: (self.members[rank]["node"] != end.node, self._failed(rank)))
+            shared = {rank: self._records[rank] for rank in ranks[:SHARED_RECORDS]}
             publish_news(self._store, "records", {"complete": self._shared, "records": shared})
 
     def _failed(self, rank: int) -> float:

@@ -107,7 +107,7 @@ def changes(checkpoint: CheckpointInfo, facts: Mapping[str, Any]) -> Iterator[st
             yield f"{name} was {checkpoint.facts[name]} in {checkpoint.path}, now it is {facts[name]}: {meaning}"
 
 
-def complete(checkpoint: CheckpointInfo, steps: int, settings: Settings) -> str:
+def already_complete(checkpoint: CheckpointInfo, steps: int, settings: Settings) -> str:
     """The message for a run whose last step is done; empty for any other."""
     if checkpoint.step < steps:
         return ""

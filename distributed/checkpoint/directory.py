@@ -354,7 +354,8 @@ class Owner:
             try:
                 taken.rmdir()
             except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # the earlier owner has made another entry
+                # If the earlier owner has made another entry, the loop moves that entry too.
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
         self._restore_replaced()
         _sync_directory(self.directory)

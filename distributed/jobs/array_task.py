@@ -157,7 +157,8 @@ class SlurmSupervisor(supervisor.Supervisor):
     def finish(self) -> None:
         """Record the cause if SLURM stopped the job.
 
-        The exit codes of SIGTERM and SIGKILL count too, because SLURM may signal the command before this process.
+        SLURM is asked for the cause if this process was signalled, or if the exit code is that of SIGTERM or SIGKILL:
+        SLURM may signal the command before this process.
         """
         ended_by_signal = self._signalled or self.code in (128 + signal.SIGTERM, KILLED)
         if ended_by_signal and not os.path.exists(self.files.record):

@@ -43,8 +43,8 @@ class NotStarted(Exception):
 class JobServer(Protocol):
     """A server that runs jobs. Requests raise Unreachable when the connection is lost.
 
-    Below, some methods have a default that copies and removes nothing. A server that shares the files of this machine
-    may inherit them.
+    The methods that copy or remove results do nothing by default. A server that shares the files of this machine may
+    inherit these methods.
     """
 
     name: str
@@ -109,7 +109,7 @@ class ServerLink:
     server: JobServer
     state: str = "connecting"  # connecting, ready, unreachable, or unusable (it failed a check)
     reason: str = ""
-    disconnected_at: float = field(default_factory=time.monotonic)  # monotonic time; initially that of creation
+    disconnected_at: float = field(default_factory=time.monotonic)  # monotonic time; initially the creation time
     failed_starts: int = 0  # consecutive failed starts
     paused_until: float = 0.0  # monotonic time before which it gets no new jobs
     gpus_known: bool = False  # whether its GPUs have been queried since it connected

@@ -904,7 +904,7 @@ def cancel(options: argparse.Namespace, path: Path) -> int:
 
 
 def cancel_exit_code(state: ListState, jobs: Sequence[str]) -> int:
-    """1 if a process of these jobs may still be running, else 0."""
+    """1 if one of these jobs has not ended, or if a lost attempt of any job may still be running; else 0."""
     return 1 if state.lost_attempts() or any(state.jobs[job].state not in FINAL for job in jobs) else 0
 
 

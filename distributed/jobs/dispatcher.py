@@ -346,7 +346,10 @@ class Dispatcher:
         self._update_pool(link)
 
     def _in_use(self, gpu: Mapping[str, Any]) -> bool:
-        """Whether another process uses a GPU without jobs of this list. If memory is unknown, one process is enough."""
+        """Whether another process uses a GPU. Called only for GPUs on which no job of this list runs.
+
+        If the memory that the decision needs is unknown, one process is enough.
+        """
         limit = self.policy.gpu_free_mib
         if gpu["used"] is None or (limit is not None and not gpu["memory"]):
             return bool(gpu["processes"])
@@ -552,7 +555,7 @@ class Dispatcher:
 
     async def _fetch_results(self, job: JobState, attempt: Attempt) -> None:
         link, publishes = self.links.get(attempt.server), bool(job.job.trains and not attempt.failure)
-        logged = remains = failure = reason = ""
+        logged = note = failure = reason = ""
         failures = 0
         while job.state == "ending" and job.last is attempt:
             if not link or link.state != "ready":
@@ -564,7 +567,7 @@ class Dispatcher:
                 continue
             try:
                 if attempt.failure == "cancelled":
-                    remains = await self._cancellation_result(link.server, attempt)
+                    note = await self._cancellation_result(link.server, attempt)
                 await link.server.fetch_results(attempt, job.job)
                 if publishes:
                     await self._publish(link.server, job, attempt)
@@ -581,7 +584,7 @@ class Dispatcher:
                     logged = str(error)
                     self._log(f"{self._job_name(attempt)}: cannot copy results: {logged}; retrying")
             await asyncio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS)) - 1])
-        facts = {"job": job.job.id, "attempt": attempt.name, "remains": remains, "failure": failure, "reason": reason}
+        facts = {"job": job.job.id, "attempt": attempt.name, "note": note, "failure": failure, "reason": reason}
         self.post(Event("results_fetched", attempt.server, facts))
 
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
@@ -597,18 +600,18 @@ class Dispatcher:
     def _on_results_fetched(self, event: Event) -> None:
         job = self.state.jobs[event.facts["job"]]
         if job.state == "ending" and job.last and job.last.name == event.facts["attempt"]:
-            failure, reason, remains = (event.facts[name] for name in ("failure", "reason", "remains"))
+            failure, reason, note = (event.facts[name] for name in ("failure", "reason", "note"))
             if failure and job.last.failure:  # the attempt keeps its failure
-                remains = "; ".join(filter(None, [remains, f"{failure}: {reason}"]))
+                note = "; ".join(filter(None, [note, f"{failure}: {reason}"]))
             elif failure:
                 reason = "; ".join(filter(None, [reason, job.last.reason]))
                 self._record("rejected", attempt=job.last.name, failure=failure, reason=reason)
                 self._count_failure(job, job.last)
-            self._settle(job, job.last, remains)
+            self._settle(job, job.last, note)
 
-    def _settle(self, job: JobState, attempt: Attempt, remains: str = "") -> None:
+    def _settle(self, job: JobState, attempt: Attempt, note: str = "") -> None:
         state, reason = job.outcome(attempt, self.jobs.get(job.job.id))
-        reason = "; ".join(filter(None, [reason, remains]))
+        reason = "; ".join(filter(None, [reason, note]))
         self._record("settle", job=job.job.id, state=state, reason=reason)
         self._log_outcome(job, attempt, state, reason)
         if state == "failed" and self.state.counts["failed"] == 1:

@@ -146,7 +146,10 @@ class Element(host.HostAttempt):
         return bool(self.array)
 
     def poll(self, queue: SlurmQueue, now: float, progress: bool) -> Iterator[tuple[str, Facts]]:
-        """Yield events and their facts: waits, started, progress, ended, or held (SLURM never accepted its array)."""
+        """Yield events and their facts: waits, started, progress, ended, or held (SLURM never accepted its array).
+
+        now: monotonic time. progress: whether to read the metrics, which may lead to the event `progress`.
+        """
         event = event_of(*self._observe(queue, now, progress))
         if self.claimed and event in ("running", "overdue", "ended", "lost"):
             yield from self._poll_running(progress and event == "running")

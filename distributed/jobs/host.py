@@ -100,7 +100,7 @@ class JobRefused(HostError):
 
 
 class Busy(HostError):
-    """Another attempt writes to the output directory."""
+    """Another attempt writes to the output directory, or the attempt is already running."""
 
     kind = "busy"
 
@@ -776,7 +776,7 @@ def job_variables(output: str, workdir: str, needs: Iterable[str], base: str) ->
 def block_of(environment: dict[str, str]) -> bytes:
     """Variables as NAME=VALUE entries, each terminated by a NUL.
 
-    The empty entry that follows each block in environment_block() is left out.
+    environment_block() in transport/commands.py also ends each block with an empty entry; this function does not.
     """
     return b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
 

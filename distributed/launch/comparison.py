@@ -69,12 +69,15 @@ def same_machines(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
 
 
 def rendezvous_address(nodes: Mapping[str, NodeFacts]) -> str:
-    """The address at which all nodes reach the first node: the earliest of these that is an address of the first node.
+    """The address at which all nodes reach the first node.
 
-    - the address to which all other nodes resolve its name
-    - the address at which it accepted the ssh connection
+    It is the first of these candidates that exists and is an address of the first node:
 
-    Otherwise, "" for several nodes, and 127.0.0.1 for a single node, whose name may be an ssh alias of this machine.
+    1. the address to which all other nodes resolve the name of the first node
+    2. the address at which the first node accepted the ssh connection
+
+    If there is none, returns "" for several nodes, and 127.0.0.1 for a single node, whose name may be an ssh alias of
+    this machine.
     """
     first, *others = nodes.values()
     found = {node.master for node in others or [first]}

@@ -65,7 +65,7 @@ class Follower:
 
     def _show_more(self, log: BinaryIO) -> bool:
         """Show new output. Returns whether there may be more: the supervisor runs, or the console is slow."""
-        pid = supervisor.supervisor_of(self._files)  # before the output is read
+        pid = supervisor.supervisor_of(self._files)  # must precede log.read(), or the last output could be missed
         slow = any(len(stream.pending) > BACKLOG for stream in self._streams)
         block = b"" if slow else log.read(BLOCK)
         self._behind = bool(block)

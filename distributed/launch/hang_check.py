@@ -31,7 +31,7 @@ def schedule_hang_check(watch: Watch) -> None:
 
     def start() -> None:
         if attempt == watch.attempts:
-            from distributed.runs.hang_decision import HangWatch  # only now: most runs have ended before
+            from distributed.runs.hang_decision import HangWatch  # not at the top: most runs end before the first check
 
             HangCheck(watch, HangWatch(watch.run, timeout, certain), started).check()
 
@@ -40,7 +40,7 @@ def schedule_hang_check(watch: Watch) -> None:
 
 
 def hang_limits(option: float | None, all_ranks_here: bool) -> tuple[float, bool]:
-    """Return the timeout of HangWatch in seconds (0: no check), and whether a hang must be certain to stop the run.
+    """Return the timeout of HangWatch in seconds (0: no check), and whether only a permanent stall stops the run.
 
     option: the value of --hang-timeout. Without it, a run is stopped only if it logs steps and no rank can make
     progress; any other run that looks hung is only reported. A run whose ranks may wait for ranks of other launchers is
@@ -74,7 +74,7 @@ class HangCheck:
         try:
             decision = check()
         except Exception as error:  # noqa: BLE001
-            self._watch.console.record(f"the check for a hang failed, and no other follows: {error!r}")
+            self._watch.console.record(f"the check for a hang failed, and no other check follows: {error!r}")
         else:
             self.handle(*decision)
 

@@ -1,4 +1,4 @@
-"""Copy logs and run directories of nodes that do not share the run directory back to this machine."""
+"""Copy logs and run directories to this machine, from nodes that do not share the run directory with it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ STEP = (
     rf"(?P<step>{COUNT})\]?(?:\s*(?:/|of|out of)\s*(?P<steps>{COUNT}))?"
 )
 UNIT = r"(?:it|iter|batch|step|update)"
-BAR = (  # of tqdm
+BAR = (  # a progress bar of tqdm
     rf"(?:%\|[^|]*\|\s*|(?<!\S))(?P<step>{COUNT})(?:\s*/\s*(?P<steps>{COUNT})|it)\s*\[[^\],]*,"
     rf"\s*(?P<rate>\d+(?:\.\d+)?|\?)\s*(?P<unit>{UNIT}/s|s/{UNIT})"
 )
@@ -106,14 +106,14 @@ def parse(text: str) -> Found | None:
     found, epoch = values_in(text), re.search(EPOCH, text)
     if epoch and epoch["train"] and not epoch["step"]:
         epoch = None
-    place = step_in(text, found, epoch)
-    if place and is_evaluation(text, place):
+    step = step_in(text, found, epoch)
+    if step and is_evaluation(text, step):
         return None
     if epoch and not is_evaluation(text, epoch):
         found |= {name: number(epoch[name]) for name in ("epoch", "epochs") if epoch[name]}
-    if place:
-        found |= {name: number(place[name]) for name in ("step", "steps") if place[name]}
-        return found, 1 + (place.re.pattern in (STEP, EPOCH)) + 2 * ("loss" in found)
+    if step:
+        found |= {name: number(step[name]) for name in ("step", "steps") if step[name]}
+        return found, 1 + (step.re.pattern in (STEP, EPOCH)) + 2 * ("loss" in found)
     return (found, 0) if "loss" in found or ("epoch" in found and re.search(ONLY_EPOCH, text)) else None
 
 
@@ -172,7 +172,7 @@ class Steps:
         """first_epoch: 0 or 1, if known from an earlier attempt."""
         self._first_epoch = first_epoch
         self._priority, self._last, self._total, self._before = -1, 0.0, math.nan, 0.0
-        # Whether the epoch of a line without a step is used as its step: until a line has a fraction of an epoch.
+        # True: a line without a step counts its epoch as its step. A line with a fraction of an epoch sets it to False.
         self._counts_epochs = True
 
     def resolve(self, values: Values, priority: int) -> Values:

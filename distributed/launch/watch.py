@@ -41,7 +41,7 @@ CHECKPOINT_GRACE = 30.0  # seconds that the other nodes have to write a checkpoi
 REPEATED = 1.0  # seconds after a stop signal in which SIGHUP or SIGQUIT is ignored as a copy; see _handle_signal()
 NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpreter
 REPLY_TIMEOUT = 1.5  # seconds for a reply of a node whose connection was lost, if another node can replace it
-MISSED_TIMEOUT = 1.0  # seconds until the running nodes are given up, after other nodes have reported all of these lost
+MISSED_TIMEOUT = 1.0  # seconds until running nodes are given up, if other nodes have reported all of them as lost
 RETURN_INTERVAL = 15.0  # seconds between calls to a lost node that was replaced, and time limit of a call
 RECONNECT_INTERVAL = 5.0  # seconds between attempts to follow a node again
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -572,8 +572,8 @@ class Watch:
 
         start: called instead of transport.start(), for nodes that run already.
         """
-        stays = self.transport.clients_are_nodes or self.waiting >= {node.node for node in self.run.nodes}
-        if self.running and not stays:
+        keeps_clients = self.transport.clients_are_nodes or self.waiting >= {node.node for node in self.run.nodes}
+        if self.running and not keeps_clients:
             spares = list(self.spares)
             self.end_agents()
             self.spares = spares
@@ -640,7 +640,10 @@ class Watch:
             self.loop.forget(stream.number)
 
     def _send_heartbeats(self, interval: float) -> None:
-        """A node that misses heartbeats stops its command. In a thread, because a disk may block the main thread."""
+        """Send heartbeats. Runs in a thread of its own, because a disk may block the main thread.
+
+        A node that misses heartbeats stops its command.
+        """
         while True:
             time.sleep(interval)
             for client in list(self.running.values()):

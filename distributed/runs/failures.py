@@ -283,7 +283,10 @@ def _failed_agents(known: Evidence, logs: Logs, recorded: set[str]) -> Iterator[
 
 
 def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents: Sequence[Json]) -> list[Failure]:
-    """Nodes without a record when other nodes have an exit code, and nodes whose connection or heartbeats were lost."""
+    """The nodes that the launcher recorded as lost or, if there are none, the node that most agents recorded as lost.
+
+    If any node has an exit code, the result also has the nodes without a record.
+    """
     started = known.exits and SRUN not in known.exits
     recorded = {*known.exits, *(failure.node for failure in failures)}
     nodes = {node for node in known.ranks if started and node not in recorded}

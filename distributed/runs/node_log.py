@@ -13,7 +13,7 @@ LAST_LINES = 30  # a rank that printed more lines after a traceback did not end 
 FATAL = "Fatal Python error: "
 TRACEBACK = "Traceback (most recent call last):"
 
-# Texts in a log that may contain an exception; without any of them, most logs of a large run need not be parsed.
+# A log with an exception contains one of these texts. The other logs, most logs of a large run, need not be parsed.
 EXCEPTIONS = (TRACEBACK, FATAL, "terminate called after throwing an instance of ")
 
 _PREFIX = re.compile(r"\[([^\]\s:]*):(?:(\d{1,9})|[^\]\s]*)\] ?")

@@ -55,7 +55,7 @@ def listed(value: object) -> list[Any]:
 
 
 def node_changes(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """When and why a node replaced another one, from the content of run.json."""
+    """When and why nodes joined or left the run, from the content of run.json."""
     changes = [entry for entry in map(mapping, listed(facts.get("changes"))) if text(entry.get("message"))]
     times = [number(entry.get("time")) for entry in changes]
     clocks = [time.strftime("%H:%M:%S ", time.localtime(one)) if is_time(one) else "" for one in times]

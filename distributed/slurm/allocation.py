@@ -36,12 +36,14 @@ class Allocation:
     gpus: tuple[int, ...] = ()  # on each node
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str], ranks: int = 0, job: str = "") -> Allocation:
+    def from_env(cls, env: Mapping[str, str], ranks: int = 0, job_info: str = "") -> Allocation:
         """Read the allocation from the environment.
 
         Args:
-            ranks: total number. 0: one per task or, without --ntasks, one per GPU and one on a node without GPU.
-            job: output of `scontrol show job`; a node that it does not list is assumed to have the first node's GPUs.
+            ranks: total number of ranks. 0: SLURM's number of tasks. If the job has no number of tasks, each node has
+                one rank per GPU, or one rank if it has no GPU.
+            job_info: output of `scontrol show job`. A node that it does not list is assumed to have as many GPUs as
+                the first node.
 
         Raises:
             AllocationError: there is no allocation, or the allocation does not fit these ranks.
@@ -49,7 +51,7 @@ class Allocation:
         try:
             nodes = tuple(expand(_required(env, "SLURM_JOB_NODELIST")))
             cores = tuple(tasks_per_node(_required(env, "SLURM_JOB_CPUS_PER_NODE")))
-            of_node = gpus_of_nodes(job, env.get("SLURM_JOB_ID", ""))
+            of_node = gpus_of_nodes(job_info, env.get("SLURM_JOB_ID", ""))
             first = int(env.get("SLURM_GPUS_ON_NODE") or 0)
             gpus = tuple(of_node.get(node, first) for node in nodes)
             tasks = _layout(env, gpus, ranks)

@@ -106,7 +106,10 @@ def follow(job: str, outputs: Sequence[str], program: str) -> int:
 
 
 def submit(command: Sequence[str], log_dir: str, program: str, following: bool) -> int:
-    """Call sbatch, and print how to watch the job. Return the exit code of the job if it is followed, else 0."""
+    """Call sbatch, and print how to watch the job.
+
+    Returns the exit code of the job if it is followed, or 130 after Ctrl-C; otherwise 0.
+    """
     Path(log_dir).mkdir(parents=True, exist_ok=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:

@@ -268,7 +268,7 @@ class Task(supervisor.Supervisor):
 def agent_options(run: str, counts: Sequence[int], env: Mapping[str, str]) -> list[str]:
     """Return torchrun's options for this node. counts: ranks on each node."""
     number, name = int(env["SLURM_NODEID"]), env["SLURMD_NODENAME"]
-    members = env["MUSTER_NODES"].split() if "MUSTER_NODES" in env else counts  # other nodes are spare
+    members = env["MUSTER_NODES"].split() if "MUSTER_NODES" in env else counts  # MUSTER_NODES lists no spare nodes
     node_rank = members.index(name) if name in members else number
     return [
         *("--rdzv-id", os.path.basename(run), "--nnodes", str(len(members)), "--node-rank", str(node_rank)),

@@ -58,7 +58,7 @@ GROWTH = 4  # from one message size to the next
 LARGEST = {"cpu": 64 * 2**20, "cuda": 2**30}  # bytes; links between GPUs need larger messages for full bandwidth
 MAX_ITERATIONS = 1024
 
-SMALLEST_LINK = 64 * 1024  # bytes
+SMALLEST_LINK = 64 * 1024  # bytes of the first message that measures a link, if --max-bytes allows this size
 LINK_SECONDS = 0.25  # for the messages of one pair of nodes
 LINK_REPEATS = 10  # of the largest message, within LINK_SECONDS
 LINK_ATTEMPTS = 3  # a measurement of all links is repeated while a link seems slow

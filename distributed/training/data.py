@@ -461,23 +461,24 @@ class MixedStream:
         batch 8, of_target 2, 2 ranks, micro 2:   rank 0 [T T] [B B]   rank 1 [B B] [B B]
 
     start: the number of windows that all ranks together have trained on, as for Stream; both streams resume.
-    share: rank, size and micro, as for Stream.
+    options: rank, size and micro, as for Stream.
     """
 
-    def __init__(self, windows: Mixture, batch: int, of_target: int, seed: int, start: int, **share: int) -> None:
+    def __init__(self, windows: Mixture, batch: int, of_target: int, seed: int, start: int, **options: int) -> None:
         taken = start * of_target // batch  # windows of the target; exact unless the batch size has changed
         self.target = Stream(len(windows.target), of_target, seed=seed, start=taken)
         self.base = Stream(len(windows.base), batch - of_target, seed=seed, start=start - taken)
-        self.cut = Stream(batch, batch, **share)  # only for its attributes, and its check of divisibility
+        # This Stream checks divisibility, and its attributes give this rank's part of a batch. It is never iterated.
+        self.part = Stream(batch, batch, **options)
         self.first = len(windows.target)  # the first window of the base
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's micro-batches from `start` on, endlessly; each new iterator begins at `start`."""
-        begin, end = self.cut.first, self.cut.first + self.cut.share
+        begin, end = self.part.first, self.part.first + self.part.share
         for target, base in zip(self.target, self.base, strict=True):
             whole = target + [self.first + window for window in base]
-            for position in range(begin, end, self.cut.micro):
-                yield whole[position : position + self.cut.micro]
+            for position in range(begin, end, self.part.micro):
+                yield whole[position : position + self.part.micro]
 
 
 def permutation(windows: int, seed: int, epoch: int) -> Tensor:

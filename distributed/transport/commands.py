@@ -181,7 +181,7 @@ class Calls:
         self,
         name: str,
         command: list[str],
-        then: Callable[[Reply], None] = lambda reply: None,
+        on_reply: Callable[[Reply], None] = lambda reply: None,
         *,
         timeout: float = 0.0,
         sent: bytes | None = None,
@@ -191,11 +191,11 @@ class Calls:
         errors: int | None = NULL,
         on_output: Callable[[bytes], None] | None = None,
     ) -> Client:
-        """Run a command; then call then() with its exit code and what it has written.
+        """Start a command. When it has exited, the loop calls on_reply() with its exit code and what it has written.
 
-        timeout: seconds after which it is killed; 0: never. sent, source: its standard input, as bytes or as a file.
-        keep_input: leave standard input open after `sent`. output, errors: files for its standard output and standard
-        error; NULL: they are in the reply. on_output: called with blocks of its standard output.
+        timeout: seconds after which the command is killed; 0: never. sent, source: its standard input, as bytes or as a
+        file. keep_input: leave standard input open after `sent`. output, errors: files for its standard output and
+        standard error; NULL: they are in the reply. on_output: called with blocks of its standard output.
         """
         files = [os.memfd_create(stream) for stream in ("output", "errors")]
 
@@ -206,7 +206,7 @@ class Calls:
                 os.lseek(file, 0, os.SEEK_SET)
                 with open(file, "rb") as opened:
                     texts.append(opened.read().decode(errors="replace"))
-            then(Reply(name, client.code, texts[0], texts[1], time.time()))
+            on_reply(Reply(name, client.code, texts[0], texts[1], time.time()))
 
         client = Client(
             self.loop,

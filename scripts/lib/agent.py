@@ -44,7 +44,7 @@ def main() -> int:
         network.use_interface_to(launcher_options.get("--master-addr", ""))
     # By default Python buffers output to a pipe in large blocks.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    signals.ignore()  # only the ranks handle them
+    signals.ignore()  # only ranks handle the signals in PASSED_ON
 
     from distributed.agent.attempt import AttemptPipes
 

@@ -16,7 +16,7 @@ usage: check_call.py [option...] -- [SCRIPT-ARGUMENT...]
   --replace             with --nodes: print spare nodes as `spare`, because they replace lost nodes
   --forward             with --nodes: print the names of variables that are forwarded to the nodes
 
-Prints one fact per line for check_call in launch.bash. The last line is `ok`, `usage MESSAGE` or `unfit MESSAGE`.
+Prints one fact per line for run_checks in launch.bash. The last line is `ok`, `usage MESSAGE` or `unfit MESSAGE`.
 """
 
 import sys

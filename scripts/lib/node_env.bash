@@ -69,8 +69,8 @@ node_env_failed() { # <exit code> <line>
 }
 
 
-# Whether the last `set -e` or `set +e` above this line is `set +e`. $- does not show it: `e` is never set while the
-# file is sourced: with it, a failure inside a function would end this process too.
+# Whether the last `set -e` or `set +e` above this line is `set +e`. $- does not show it, because
+# source_node_env turns `e` off: with `e`, a failure inside a function would end this process too.
 node_env_may_fail() { # <line>
   [[ $(head -n "$1" -- "$NODE_ENV_FILE" | grep -oE '^[[:blank:]]*set [-+]e' | tail -n 1) == *+e ]]
 }

@@ -331,7 +331,7 @@ if __name__ == "__main__":
 
 
 def test_data_loaders_work_with_classes_of_the_script() -> None:
-    """Also with objects that a spawned worker returns: in the worker, the script is the module __mp_main__."""
+    """In a spawned worker, the script is the module __mp_main__, so the rank must unpickle classes of that module."""
     Path("loaders.py").write_text(LOADERS)
     done = run(*AGENT, "--nproc-per-node", "1", "loaders.py")
     assert done.returncode == 0, done.stderr
@@ -423,7 +423,7 @@ def test_files_left_open_are_flushed(end: str, code: int) -> None:
 
 @pytest.mark.parametrize("arguments", [("-m", "trainer.cli"), ("site-packages/trainer/cli.py",)])
 def test_files_that_an_installed_trainer_left_open_are_flushed(arguments: tuple[str, ...]) -> None:
-    """What was launched is the user's code, also if it is installed as a package."""
+    """The package of a launched program is the user's code, even if the package is installed."""
     package = Path("site-packages/trainer")
     package.mkdir(parents=True)
     (package / "helper.py").write_text("file = open('helper', 'w')\nfile.write('a line')\n")
@@ -750,7 +750,7 @@ HOLDS = {
         "    threading.Thread(target=time.sleep, args=(1000,)).start()"
     ),
 }
-# Rank 1 fails once rank 0 waits. Rank 0 writes the time at which it was stopped.
+# Rank 1 fails as soon as rank 0 waits for a signal. Rank 0 writes the time at which it was stopped.
 FAILS_AND_REMAINS = """
 import time
 if rank:
@@ -1101,7 +1101,7 @@ def test_torchruns_agent_runs_the_script_if_its_internals_are_not_as_expected() 
 
 
 def test_torchruns_internals_are_as_expected() -> None:
-    assert agent.unexpected() == ""
+    assert agent.missing_internal() == ""
 
 
 @pytest.mark.parametrize(("owner", "name", "parameters"), agent.INTERNALS)
@@ -1110,14 +1110,14 @@ def test_a_missing_name_in_torchrun_is_detected(
 ) -> None:
     if parameters:
         monkeypatch.setattr(owner, name, lambda other: None)
-        assert agent.unexpected().startswith(f"{owner.__name__} has no {name}(")
+        assert agent.missing_internal().startswith(f"{owner.__name__} has no {name}(")
     monkeypatch.setattr(owner, name, None)
-    assert agent.unexpected() == f"{owner.__name__} has no {name}"
+    assert agent.missing_internal() == f"{owner.__name__} has no {name}"
 
 
 def test_a_missing_attribute_in_torchrun_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(agent.ATTRIBUTES, SubprocessContext, {"envs", "elsewhere"})
-    assert agent.unexpected() == "SubprocessContext has no elsewhere"
+    assert agent.missing_internal() == "SubprocessContext has no elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -1143,8 +1143,8 @@ def test_unsupported_options_are_left_to_torchruns_agent(
     assert agent.unsupported(agent.parse(arguments.split())) == reason
 
 
-FIRST_ATTEMPT = """
-while "TORCHELASTIC_RESTART_COUNT" in os.environ:
+WAITS_THEN_EXITS = """
+if "TORCHELASTIC_RESTART_COUNT" in os.environ:
     with open("ready", "w") as ready:
         ready.write(str(rank))
     os.open("end", os.O_RDONLY)
@@ -1157,12 +1157,12 @@ def server_of(agent: int) -> psutil.Process:
     return server
 
 
-def test_ranks_survive_the_fork_server_whose_exit_is_reported_at_the_next_restart(
+def test_ranks_survive_a_killed_fork_server_and_its_exit_is_reported_at_the_next_restart(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     os.mkfifo("end")
     restarting = [*AGENT, "--max-restarts", "1"]
-    with started(1, FIRST_ATTEMPT, restarting, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
+    with started(1, WAITS_THEN_EXITS, restarting, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
         server = server_of(agent.pid)
         server.kill()
         Path("end").write_text("")
@@ -1174,7 +1174,7 @@ def test_ranks_survive_the_fork_server_whose_exit_is_reported_at_the_next_restar
 
 def test_a_stopped_fork_server_does_not_delay_the_end_of_a_run() -> None:
     os.mkfifo("end")
-    with started(1, FIRST_ATTEMPT.replace("sys.exit(3)", "sys.exit(0)")) as agent:
+    with started(1, WAITS_THEN_EXITS.replace("sys.exit(3)", "sys.exit(0)")) as agent:
         server_of(agent.pid).suspend()
         Path("end").write_text("")
         assert agent.wait(TIMEOUT) == 0

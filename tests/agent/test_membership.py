@@ -320,7 +320,7 @@ def test_a_refusal_names_the_run_that_uses_the_port_even_if_its_name_is_publishe
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_launch_on_the_port_of_another_run_fails_with_the_name_of_that_run_which_continues(
+def test_a_launch_on_the_port_of_another_run_fails_with_the_name_of_that_run_and_that_run_continues(
     tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distributed.agent.rendezvous.OWNER_TIMEOUT", TIMEOUT)
@@ -569,8 +569,8 @@ def test_in_a_large_run_all_nodes_receive_only_the_records_of_the_first_failures
     shared = json.loads(counting.store.get("records"))
     assert shared["complete"]
     # The highest ranks failed first, see `time` above.
-    latest_ranks = range(1000 - membership.SHARED_RECORDS + 1, 1000)
-    assert set(map(int, shared["records"])) == {7, *latest_ranks}
+    highest_ranks = range(1000 - membership.SHARED_RECORDS + 1, 1000)
+    assert set(map(int, shared["records"])) == {7, *highest_ranks}
 
 
 def test_the_records_that_have_arrived_are_shared_before_the_nodes_stop_waiting(

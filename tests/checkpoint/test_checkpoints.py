@@ -210,11 +210,11 @@ def test_a_fresh_optimizer_without_moments_fits(tmp_path: Path) -> None:
 class Bomb:
     """Malicious content of a file: creates a directory when it is unpickled."""
 
-    def __init__(self, checkpoint_dir: Path) -> None:
-        self.checkpoint_dir = checkpoint_dir
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-        return os.mkdir, (str(self.checkpoint_dir),)
+        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("name", ["state.pt", "ranks.pt"])

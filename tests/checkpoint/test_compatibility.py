@@ -9,11 +9,11 @@ import pytest
 
 from distributed.checkpoint.compatibility import (
     CHANGEABLE,
+    already_complete,
     changeable,
     changes,
     check_base_model,
     check_resumable,
-    complete,
 )
 from distributed.checkpoint.directory import CheckpointError, CheckpointInfo
 from distributed.training.settings import ConfigError, Settings
@@ -116,15 +116,15 @@ def test_every_changed_setting_is_reported_with_its_effect() -> None:
 
 def test_every_training_setting_is_reported_or_has_no_effect_on_the_result() -> None:
     no_effect = {"base_steps", "base_model", "epochs", "compile", "gradient_checkpointing", "evaluate_every"}
-    as_batch = {"batch_size", "batch_size_per_device"}
-    assert type(settings().train).model_fields.keys() - no_effect - as_batch <= CHANGEABLE.keys()
+    reported_as_batch = {"batch_size", "batch_size_per_device"}
+    assert type(settings().train).model_fields.keys() - no_effect - reported_as_batch <= CHANGEABLE.keys()
 
 
 @pytest.mark.parametrize(("steps", "length"), [(7, {"steps": 7}), (5, {"epochs": 1})])
 def test_a_complete_run_gets_a_message_with_the_remedy(steps: int, length: dict[str, int]) -> None:
     now = settings(train={**length, "batch_size": 1})
-    assert complete(info(), 8, now) == ""
-    assert complete(info(), steps, now) == (
+    assert already_complete(info(), 8, now) == ""
+    assert already_complete(info(), steps, now) == (
         f"nothing left to do: c/step_00000007 has 7 of {steps} steps; raise train.{next(iter(length))} to continue, or "
         "set another checkpoint.dir to start over"
     )

@@ -76,7 +76,7 @@ def test_an_interval_given_in_steps_is_used_as_it_is(every: int, expected: list[
     assert saves(SaveInterval(every, 1.0, Ranks(), step=0), 5, 1.0, [1.0]) == expected
 
 
-def test_a_resumed_run_measures_again() -> None:
+def test_the_first_save_of_a_resumed_run_is_due_after_the_initial_interval() -> None:
     interval = SaveInterval("auto", 900, Ranks(), step=7)
     assert not interval.is_due(7 + FIRST - 1, 1.0, [])
     assert interval.is_due(7 + FIRST, 1.0, [])

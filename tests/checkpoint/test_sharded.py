@@ -285,11 +285,13 @@ def test_an_unsharded_checkpoint_refuses_shards(tmp_path: Path) -> None:
 
 
 class Bomb:
-    def __init__(self, checkpoint_dir: Path) -> None:
-        self.checkpoint_dir = checkpoint_dir
+    """Malicious content of a file: creates a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (str(self.checkpoint_dir),)
+        return os.mkdir, (str(self.path),)
 
 
 def load_bombs(rank: int, size: int, checkpoint_dir: Path) -> list[str]:

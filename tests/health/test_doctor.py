@@ -102,7 +102,7 @@ FULL = tuple(replace(gpu, memory_used=79 * GIB, processes=BUSY.processes) for gp
 SLOW = NameLookups("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", (), 5.01),))
 LOOPBACK = NameLookups("node1", "10.0.0.5", Lookup("node1", ("127.0.1.1",)), ())
 NAMELESS = NameLookups("node1", "10.0.0.5", Lookup("node1", error="Name or service not known"), ())
-ROOT = Space("logs", "/data/log s", 900 * GIB, 500 * GIB)
+LOGS = Space("logs", "/data/log s", 900 * GIB, 500 * GIB)
 
 # fmt: off
 # Name, changed facts, level and topic, part of the fact, part of the fix or command.
@@ -151,13 +151,13 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("no memory", {"memory__available": 400 * MIB}, "fault memory", "400 MiB of 512.0 GiB", "ps aux"),
     ("job's memory limit", {"memory__limit": 2 * GIB},
      "warning memory", "2.0 GiB of 2.0 GiB (limit of this container or job) free", "ps aux"),
-    ("full disk", {"disks": (replace(ROOT, free=MIB),)},
+    ("full disk", {"disks": (replace(LOGS, free=MIB),)},
      "fault disk", "logs: 1 MiB free", "du -xh '/data/log s'"),
-    ("small disk", {"disks": (replace(ROOT, free=5 * GIB),)},
+    ("small disk", {"disks": (replace(LOGS, free=5 * GIB),)},
      "warning disk", "5.0 GiB free in /data", "free some space"),
-    ("read-only disk", {"disks": (replace(ROOT, writable=False),)},
+    ("read-only disk", {"disks": (replace(LOGS, writable=False),)},
      "fault disk", "cannot be written", "ls -ld"),
-    ("no inodes", {"disks": (replace(ROOT, inodes_free=False),)},
+    ("no inodes", {"disks": (replace(LOGS, inodes_free=False),)},
      "fault disk", "inodes", "df -i '/data/log s'"),
     ("docker's shm", {"shm": Space("/dev/shm", "/dev/shm", 64 * MIB, 64 * MIB), "container": True},
      "fault /dev/shm", "only 64 MiB: ranks and data loader workers are killed by SIGBUS", "--shm-size=8g or --ipc="),

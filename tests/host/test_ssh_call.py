@@ -22,7 +22,10 @@ SECRET = b"k3pt\0secret\n"
 
 
 def call(script: str, sent: bytes = SECRET, within: int = 60, log: Path | None = None) -> tuple[int, bytes, str]:
-    """Run a shell script in place of ssh. Return exit code, standard output and standard error. within: seconds."""
+    """Run a shell script in place of ssh. Return exit code, standard output and standard error.
+
+    within: the timeout for READY, in seconds.
+    """
     options = ["--within", f"{within}", *(["--log", str(log)] if log else [])]
     done = subprocess.run(
         [*PROGRAM, *options, "node1", "bash", "-c", script], input=sent, capture_output=True, timeout=60

@@ -72,9 +72,10 @@ def test_a_call_into_c_is_shown_by_its_source_line(tmp_path: Path) -> None:
 def test_the_file_of_stacks_is_truncated_when_it_is_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "MAX_FILE_BYTES", 10)
     with running(REGISTERS + "wait()", tmp_path) as process:
-        sizes = [
-            (stacks.stack_of(process.pid, str(tmp_path)), Path(tmp_path, stacks.FILE).stat().st_size)[1] for _ in "123"
-        ]
+        sizes = []
+        for _ in range(3):
+            stacks.stack_of(process.pid, str(tmp_path))
+            sizes.append(Path(tmp_path, stacks.FILE).stat().st_size)
     assert sizes[0] == sizes[1] == sizes[2] > 10
 
 
@@ -103,7 +104,7 @@ def test_the_stack_of_a_stopped_process_times_out(tmp_path: Path, monkeypatch: p
 
 
 def wait_for_the_other(rank: int, size: int, directory: str) -> None:
-    """Rank 1 joins each collective once the stack of rank 0 shows that rank 0 waits in it."""
+    """Rank 1 joins a collective as soon as the stack of rank 0 shows that rank 0 waits in this collective."""
     import torch
     import torch.distributed as dist
 

@@ -367,7 +367,7 @@ def test_resume_is_refused_until_an_added_job_whose_file_was_deleted_is_cancelle
     assert (code, "finished: 2 of 4 done, 1 failed, 1 cancelled" in printed) == (1, True), printed
 
 
-def test_numbers_in_the_settings_of_added_jobs_are_passed_as_written_also_after_resume(job_list: JobList) -> None:
+def test_a_resumed_list_passes_numbers_of_added_jobs_as_they_were_written(job_list: JobList) -> None:
     job_list.jobs({"n": 1})
     assert job_list.call(*RUN)[0] == 0
     (job_list.directory / "more.json").write_text(

@@ -111,7 +111,7 @@ def test_help_is_printed_after_any_subcommand(
     option: str, command: str, program: Callable[[list[str]], int], name: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """A subcommand of the program prints only its own help; any other word prints only the help of the program."""
+    """After a subcommand of the program, --help prints the help of the subcommand, otherwise that of the program."""
     monkeypatch.setattr(sys, "argv", [name])
     assert program([*command.split(), option]) == 0
     printed = capsys.readouterr()
@@ -189,7 +189,7 @@ def test_a_socket_directory_writable_by_other_users_is_refused(directory: Path) 
 
 
 def test_a_program_exits_although_pythoninspect_is_set() -> None:
-    """With PYTHONINSPECT, Python by itself shows a prompt after a program and waits for standard input."""
+    """PYTHONINSPECT would make Python show a prompt after the program and wait for standard input."""
     program = Path(KIT, "scripts", "jobs", "run_distributed_training.py")
     env, null = os.environ | {"PYTHONINSPECT": "1"}, subprocess.DEVNULL
     with subprocess.Popen([sys.executable, program, "--help"], env=env, stdin=subprocess.PIPE, stdout=null) as started:

@@ -326,7 +326,7 @@ def test_a_list_of_jobs_is_done_and_their_results_are_copied(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
-def test_a_job_of_two_gpus_gets_two_of_a_server(tmp_path: Path) -> None:
+def test_a_job_that_needs_two_gpus_gets_two_gpus_of_a_server(tmp_path: Path) -> None:
     async def scenario() -> None:
         server = SimulatedServer("one", 3, gpus=True)
         async with ListRun(tmp_path, server, jobs=[job(1, gpus=2)]) as run:
@@ -572,7 +572,9 @@ def test_a_job_starts_when_the_jobs_that_it_needs_are_done_and_finds_their_resul
     asyncio.run(scenario())
 
 
-def test_a_job_fails_if_a_job_that_it_needs_failed_or_was_cancelled_and_a_retry_includes_both(tmp_path: Path) -> None:
+def test_a_job_fails_if_a_job_that_it_needs_failed_or_was_cancelled_and_a_retry_of_either_retries_both(
+    tmp_path: Path,
+) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one", 2)
         a, b, other = job(1, retries=0), job(2), job(9)
@@ -900,7 +902,8 @@ DENIED = [OSError("rsync: big: Permission denied")] * 1000
     [
         (DENIED, 0, ["results not copied"]),  # not retried, as the next attempt would have the same fault
         (DENIED[: dispatcher.MAX_FAILED_COPIES], 3, ["exit code", ""]),
-        ([Unreachable("rsync: not found")] * 1000, 0, ["results not copied"]),  # but the server is connected
+        # The server is connected, so copying ends after MAX_LOST_COPIES of these errors.
+        ([Unreachable("rsync: not found")] * 1000, 0, ["results not copied"]),
         ([Unreachable("timeout")] * 20, 0, [""]),
         ([OSError("write failed: No space left on device (28)")] * 20, 0, [""]),
         ([OSError("[Errno 122] Disk quota exceeded: '/x'")] * 20, 0, [""]),
@@ -1481,7 +1484,8 @@ def test_a_start_that_was_withdrawn_while_the_journal_was_not_writable_is_not_ex
             await run.wait_until(lambda: run.job_state(1).attempts)  # the start is not in the journal
             one.disconnect()
             one.reconnect()
-            await run.wait_until(lambda: run.job_state(1).next_number == 3)  # not on the server, so placed again
+            # Attempt 1 is not on the server, so the job is placed again, as attempt 2.
+            await run.wait_until(lambda: run.job_state(1).next_number == 3)
             full = False
             await run.wait_until(one.running)
             assert one.running() == [f"{run.jobs[1].id}.2"]
@@ -1573,7 +1577,7 @@ def test_an_interrupted_dispatcher_leaves_jobs_running_for_the_next_one(tmp_path
 def test_a_gpu_of_a_running_job_stays_occupied_when_slots_are_renumbered(
     tmp_path: Path, gpus: tuple[int, ...], edited_gpus: tuple[int, ...]
 ) -> None:
-    """Two jobs run when the cluster config is edited: a GPU gets fewer slots, or other GPUs are listed."""
+    """The cluster config is edited while two jobs run: a GPU gets fewer slots, or is no longer listed."""
 
     async def scenario() -> None:
         one = SimulatedServer("one", gpus=True)

@@ -171,7 +171,7 @@ def test_an_attempt_without_results_has_a_note_with_what_it_wrote_elsewhere(
     assert ended(tmp_path, *written) == note
 
 
-def test_new_files_are_searched_for_only_for_the_first_few_attempts_without_results(
+def test_the_search_for_new_files_is_limited_to_the_first_attempts_without_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host.HostAttempt, "searches", 0)

@@ -300,7 +300,7 @@ def test_hostile_values_and_the_longest_value_arrive(forked: Dispatchers, tmp_pa
         check_arrived(tmp_path, values)
 
 
-def test_a_number_is_passed_as_it_was_written_after_a_retry_too(forked: Dispatchers, tmp_path: Path) -> None:
+def test_a_retry_passes_a_number_as_it_was_written(forked: Dispatchers, tmp_path: Path) -> None:
     call = prepared(tmp_path, [])
     numbers = ["--lr", "0.00001", "--wd", "1E-5"]
     (tmp_path / "args.py").write_text("import sys; open('seen', 'a').write(' '.join(sys.argv[1:5]) + '\\n'); exit(1)")

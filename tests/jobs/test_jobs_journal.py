@@ -251,7 +251,6 @@ def test_checking_for_a_dispatcher_does_not_prevent_a_dispatcher_from_starting(p
 
 ASK = """
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from distributed.jobs import journal
 for number in range(int(sys.argv[2])):

@@ -88,7 +88,8 @@ def next_call(kill: tuple[str, int]) -> tuple[str, ...]:
 
 
 def test_a_running_job_is_found_after_its_dispatcher_was_killed(tmp_path: Path, forked: Dispatchers) -> None:
-    call = DispatcherCall(prepared(tmp_path / "list", [{"kind": "patient"}]), RUN, ("after", 3))  # list, start, running
+    # The dispatcher is killed after its third record. The first three are `list`, `start` and `running`.
+    call = DispatcherCall(prepared(tmp_path / "list", [{"kind": "patient"}]), RUN, ("after", 3))
     with ThreadPoolExecutor(1) as pool:
         codes = pool.submit(forked.run_all, [[call, DispatcherCall(call.directory, ("resume",))]])
         while " still runs\n" not in call.printed and not codes.done():
@@ -123,7 +124,7 @@ def test_a_list_finishes_after_repeated_kills_of_its_dispatcher(tmp_path: Path, 
 def test_jobs_that_are_added_are_neither_lost_nor_run_twice_if_a_dispatcher_is_killed(
     tmp_path: Path, forked: Dispatchers
 ) -> None:
-    """Kills the dispatcher while it adds the jobs, and `add` itself where no dispatcher runs."""
+    """The dispatcher is killed while it adds the jobs. If no dispatcher runs, `add` itself is killed."""
     more = [{"kind": "new", "_env": {"TOKEN": "s3cr3t"}, "_after": "steady"}, {"kind": "other"}]
     jobs = [{"kind": "steady", "prefix": "steady"}, {"kind": "patient"}]
     add = ("add", "more.json")

@@ -561,7 +561,7 @@ def submitted(list_directory: Path) -> Element:
     return attempt
 
 
-def test_waiting_is_reported_once_and_the_end_with_the_exit_code(submitted: Element) -> None:
+def test_waiting_is_reported_once_and_the_end_is_reported_with_the_exit_code(submitted: Element) -> None:
     assert events_of(submitted, "PENDING") == [("waits", {"reason": "in SLURM's queue"})]
     assert events_of(submitted, "PENDING") == []
     run_element(Path(submitted.directory).parent / f"array-{ARRAY}")
@@ -636,7 +636,7 @@ def test_a_killed_command_gets_the_cause_from_slurm_s_later_state(submitted: Ele
     assert classify_end(found[1][1], cancelled=False)[0] == failure
 
 
-def test_waiting_for_slurm_s_cause_times_out(submitted: Element) -> None:
+def test_waiting_for_slurm_to_report_the_cause_of_an_end_times_out(submitted: Element) -> None:
     mark_started(submitted)
     write_file(submitted.files.exit, "143\n")
     assert events_of(submitted, "COMPLETING", now=1.0) == []

@@ -688,7 +688,7 @@ CALL = ("run_two_phase_training.py", "--cluster-config", "cluster_config.json", 
 
 @pytest.fixture
 def worked_example(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Five batch compositions by three folds, and a function that calls a program of Muster in their directory."""
+    """Write a list of five batch compositions times three folds; return a function that calls a program of Muster."""
     jobs = [
         {"prefix": f"batch{round(100 * share)}", "fold": fold, "target_batch_pct": share, "participants": NAMES,
          "mode": "full_fine_tuning"}
@@ -708,7 +708,7 @@ def worked_example(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[
 def test_the_worked_example_starts_15_experiments_from_one_base_model_and_reports_their_leaks(
     worked_example: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """Its base model is trained on all participants, also on those that the experiments hold out."""
+    """The base model is trained on all participants, also on those that the experiments hold out."""
     shown = worked_example(*HELP)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "script             train.py; " in shown.stdout  # the default, without --script-path

@@ -8,7 +8,7 @@
 #   write_hostile_environment
 #   bash with_hostile_environment LAUNCH --script compare.py ...
 #
-# Rank 0 prints "differs: []" if it has all variables unchanged, and then exits with 7. config/node_env.sh calls an
+# Rank 0 prints "differs: []" if it has all variables unchanged. Every rank exits with 7. config/node_env.sh calls an
 # exported function, which writes "loaded torch" to the file "modules".
 
 write_hostile_environment() {

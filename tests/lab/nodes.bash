@@ -98,8 +98,8 @@ start_second_sshd() { # <node> <port> <option of sshd...>
 }
 
 
-# Run a command with the home directory ./home. It is set in /etc/passwd, because ssh ignores HOME except for included
-# files, and in HOME.
+# Run a command with the home directory ./home, set in both /etc/passwd and HOME: ssh uses HOME to find included files,
+# and the entry in /etc/passwd for everything else.
 with_home() { # <command...>
   sed "s#^\(root:.*:\)[^:]*\(:[^:]*\)#\1$PWD/home\2#" /etc/passwd >passwd
   unshare --mount -- sh -c 'mount --bind passwd /etc/passwd && HOME=$PWD/home exec "$@"' sh "$@" 3>&-

@@ -188,7 +188,9 @@ def test_processes_of_an_attempt_end_before_it_is_reported(start: Callable[..., 
 
 
 @pytest.mark.parametrize("how", ["stop", "kill", "end", "the launcher exits", "SIGTERM"])
-def test_a_command_that_waits_is_ended(start: Callable[..., Supervised], how: str) -> None:
+def test_a_command_that_waits_for_the_next_attempt_ends_when_it_is_stopped_or_the_launcher_exits(
+    start: Callable[..., Supervised], how: str
+) -> None:
     run = start()
     run.end_attempt("3")
     assert run.report()["waiting"]
@@ -215,7 +217,7 @@ def test_a_command_that_was_killed_is_not_reported_as_waiting(start: Callable[..
     assert run.process.wait(TIMEOUT) == 3
 
 
-def test_a_command_that_is_killed_in_its_second_attempt_has_that_exit_code(start: Callable[..., Supervised]) -> None:
+def test_a_command_that_is_killed_in_its_second_attempt_has_exit_code_137(start: Callable[..., Supervised]) -> None:
     run = start()
     run.end_attempt("3")
     run.report()
@@ -243,7 +245,7 @@ def test_the_ranks_are_killed_before_a_command_that_cannot_stop_them(start: Call
     assert run.report() == {"node": "n1", "exit_code": 143, "waiting": True}
 
 
-def test_a_signal_does_not_end_a_command_that_waits(start: Callable[..., Supervised]) -> None:
+def test_a_signal_does_not_end_a_command_that_waits_for_the_next_attempt(start: Callable[..., Supervised]) -> None:
     run = start()
     run.end_attempt("3")
     run.report()
@@ -252,7 +254,7 @@ def test_a_signal_does_not_end_a_command_that_waits(start: Callable[..., Supervi
     wait_until(lambda: "attempt 2" in run.log)
 
 
-def test_leftovers_of_a_later_attempt_end_too(start: Callable[..., Supervised]) -> None:
+def test_processes_of_the_second_attempt_end_when_the_command_is_killed(start: Callable[..., Supervised]) -> None:
     run = start(command="setsid sleep 300 & " + AGENT.replace('echo "got', 'setsid sleep 301 & echo "got'))
     run.end_attempt("3")
     run.report()
@@ -284,7 +286,7 @@ def test_the_processes_of_an_attempt_whose_connection_was_lost_end_before_the_ne
     assert old.report()["waiting"]
     command = old.pid("command")
     archive(old)
-    os.kill(old.process.pid, signal.SIGSTOP)  # it has not noticed yet that its connection is lost
+    os.kill(old.process.pid, signal.SIGSTOP)  # the old supervisor cannot notice that its connection is lost
     run = start()
     assert run.pid("command") != command
     found = process_scan.process(command)

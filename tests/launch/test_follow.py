@@ -20,7 +20,7 @@ def follow(run: SupervisedRun, *options: str) -> list[str]:
 
 
 def start(run: SupervisedRun, script: str) -> None:
-    """Start a command and end its first follower, then wait until the command has printed "ready"."""
+    """Start a command with a follower that exits at once, and wait until the command has printed "ready"."""
     command = follow(run, "--sample-usage", "--", "bash", "-c", script)
     subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=TIMEOUT, check=True)
     wait_until(lambda: "ready" in run.log)

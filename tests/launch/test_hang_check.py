@@ -64,7 +64,7 @@ def test_a_hang_ends_the_run_with_124_unless_it_is_ending_or_the_attempt_has_end
     ("option", "all_ranks_here", "limits"),
     [
         (None, True, (600.0, True)),
-        (None, False, (math.inf, False)),  # started by hand: only reported
+        (None, False, (math.inf, False)),  # other launchers start the other ranks: a hang is only reported
         (30.0, False, (30.0, False)),
         (0.0, True, (0.0, False)),  # not checked
     ],

@@ -200,7 +200,7 @@ def test_the_values_in_a_line_of_training_output_are_found(line: str, expected: 
     assert ("step" in found) == ("step" in expected)
 
 
-def test_lines_of_more_than_twelve_programs_are_known() -> None:
+def test_lines_of_at_least_twelve_programs_are_known() -> None:
     assert len(LINES) >= 12
 
 
@@ -244,7 +244,7 @@ def test_no_step_is_found_in_a_log_without_progress(log: str, tmp_path: Path) ->
     assert not any("step" in line for line in written(tmp_path, log.splitlines()))
 
 
-def test_there_are_twenty_logs_without_progress() -> None:
+def test_there_are_at_least_twenty_logs_without_progress() -> None:
     assert len(WITHOUT_PROGRESS) >= 20
 
 

@@ -1,4 +1,4 @@
-"""Whether SLURM stopped a run, from its exit code, the signal to the launcher and the output of scontrol."""
+"""The exit code of a run, the signal to its launcher and the output of scontrol show whether SLURM stopped the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run looks hung, and which rank the others wait for: never a guess, always with the evidence.
+"""A diagnosis states whether a run looks hung, which rank the others wait for, and the evidence.
 
 A long step, an evaluation or a checkpoint has no output either, and ranks that hang in NCCL show busy GPUs.
 """
@@ -238,7 +238,7 @@ def test_what_was_launched_is_the_users_code_wherever_it_is_installed(run_json: 
     assert f"rank 0 on n1 at {line}{library}; rank 1 on n2" in find_stall(ranks(waits, at_barrier), 1.0).text
 
 
-def test_with_stacks_the_timeout_is_the_same() -> None:
+def test_stacks_do_not_change_the_time_after_which_a_run_looks_hung() -> None:
     activities = ranks(WAITS, LOOPS)
     assert not diagnose(activities, 1.0, 119.0).hung
     assert diagnose(activities, 1.0, 130.0).text.startswith(

@@ -79,7 +79,7 @@ def test_a_rank_that_redirected_stdout_and_stderr_is_identified_by_its_environme
     assert list(node_status.processes_by_rank(node_status.processes_of(RUN, "n1", tmp_path))) == [2]
 
 
-def test_cpu_is_measured_for_processes_in_both_samples(tmp_path: Path) -> None:
+def test_cpu_use_counts_only_processes_that_are_in_both_samples(tmp_path: Path) -> None:
     process(tmp_path / "a", 1, ticks=100)
     process(tmp_path / "b", 1, ticks=100 + node_status.TICK)
     process(tmp_path / "b", 2, ticks=5000)

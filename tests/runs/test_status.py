@@ -352,7 +352,7 @@ def test_the_run_of_another_user_is_refused(tmp_path: Path) -> None:
 
 
 def finished_run(logs: Path, number: int, verdict: dict[str, Any] | None, **changes: Any) -> Path:
-    """Create a run that was started on day `number` of January 2025. changes: of run.json."""
+    """Create a run that was started on day `number` of January 2025. changes: changed fields of run.json."""
     nodes = [RunNode("node1", "", 1, 0), RunNode("node2", "", 1, 1)]
     made = run_directory.create(
         str(logs), "train", nodes=nodes, script="train.py", config=None, cwd="/", python="python3", command=["x"],
@@ -371,7 +371,7 @@ def finished_run(logs: Path, number: int, verdict: dict[str, Any] | None, **chan
     return directory
 
 
-def test_the_table_of_all_runs_has_the_newest_first_and_each_verdict_in_three_words(tmp_path: Path) -> None:
+def test_the_table_of_all_runs_has_the_newest_first_and_a_short_form_of_each_verdict(tmp_path: Path) -> None:
     exited = {"launcher": {"host": "h", "machine": identity.machine(), "pid": 1, "since": 0, "grace": 8}}
     remote = {"launcher": {"host": "h", "machine": "another", "pid": 1, "since": 1, "grace": 8}}
     verdicts = {

@@ -111,10 +111,10 @@ def test_gpus_in_the_output_of_scontrol_are_counted(gres: str, gpus: int) -> Non
 
 def test_gpus_are_counted_on_every_node() -> None:
     uneven = UNEVEN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
-    assert Allocation.from_env(uneven, job=SHOWN).gpus == (2, 1)
+    assert Allocation.from_env(uneven, job_info=SHOWN).gpus == (2, 1)
     with pytest.raises(AllocationError, match=r"n09: 2 processes, but 1 GPU allocated"):
-        Allocation.from_env(EVEN, job=SHOWN)
-    assert Allocation.from_env(NO_TASKS, job=SHOWN).tasks == (2, 1), "one process for each GPU"
+        Allocation.from_env(EVEN, job_info=SHOWN)
+    assert Allocation.from_env(NO_TASKS, job_info=SHOWN).tasks == (2, 1), "one process for each GPU"
 
 
 def test_jobs_with_consecutive_ids_try_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:

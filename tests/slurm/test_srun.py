@@ -441,13 +441,13 @@ def test_a_signal_before_its_handler_is_set_is_repeated(run: Path, start: Start,
     assert (task.end()["exit_code"], task.close()) == (75, 75)
 
 
-COUNTS = "signal.signal({}, lambda *_: print('got it', flush=True))\n" + READY
+PRINTS_AT_SIGNAL = "signal.signal({}, lambda *_: print('got it', flush=True))\n" + READY
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGQUIT, signal.SIGRTMIN])
 @pytest.mark.parametrize("sender", ["SLURM", "launcher", "SLURM and launcher", "launcher and SLURM"])
 def test_a_handler_gets_a_signal_once_whoever_sends_it(run: Path, start: Start, number: int, sender: str) -> None:
-    task = start(COUNTS.format(number), rank=0)
+    task = start(PRINTS_AT_SIGNAL.format(number), rank=0)
     task.read_until(lambda: b"ready" in task.output)
     for name in sender.split(" and "):
         if name == "SLURM":

@@ -35,7 +35,7 @@ TWO_KINDS = "sinfo: warning: old\na|b*|4|16|gpu:8|infinite\nmixed*|4|16|gpu:a100
          "--nodes=1 --ntasks-per-node=2 --gres=gpu:v100:2 --cpus-per-task=8"),
     ],
 )  # fmt: skip
-def test_options_for_the_first_nodes_that_fit(
+def test_the_options_request_the_first_nodes_that_fit(
     sinfo: str, nproc: int, nnodes: int, user_options: list[str], expected: str
 ) -> None:
     assert choose_nodes(sinfo, nproc, nnodes, user_options) == expected.split()

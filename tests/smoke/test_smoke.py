@@ -348,7 +348,7 @@ def on_own_node(rank: int) -> None:
 
 
 def on_a_slow_node(rank: int) -> None:
-    """All messages of rank 2 are late."""
+    """Rank 2 delays its messages of SMALLEST_LINK bytes or more by 0.1 s."""
     on_own_node(rank)
     if rank == 2:
         original = dist.batch_isend_irecv

@@ -331,7 +331,10 @@ def code_of(child: int) -> int:
 
 
 def publish_and_be_killed(cache: Path, initial_state: str) -> tuple[int, list[str]]:
-    """Return (number of kills, faults). initial_state: of the cache: nothing, valid or damaged."""
+    """Publish in child processes that are killed, each at a later audit event. Return (number of kills, faults).
+
+    initial_state: the state of the cache before each child publishes: nothing, valid or damaged.
+    """
     faults = []
     for number in itertools.count():
         shutil.rmtree(cache, ignore_errors=True)
@@ -370,7 +373,7 @@ def state_of(cache: Path) -> str:
 
 
 @pytest.mark.parametrize("initial_state", ["nothing", "valid", "damaged"])
-def test_a_process_killed_at_any_event_leaves_nothing_or_a_valid_base_model(initial_state: str, cache: Path) -> None:
+def test_a_process_killed_at_any_audit_event_damages_no_base_model(initial_state: str, cache: Path) -> None:
     kills, faults = in_process(publish_and_be_killed, cache, initial_state)
     assert not faults
     assert kills > 20
@@ -562,7 +565,9 @@ def test_a_lock_is_released_when_its_process_exits(tmp_path: Path, other: OtherP
     assert models.claim(DIGEST) == "train"
 
 
-def test_a_damaged_base_model_is_removed_for_training_but_not_while_in_use(tmp_path: Path, other: OtherProcess) -> None:
+def test_a_claim_removes_a_damaged_base_model_but_not_while_another_process_uses_it(
+    tmp_path: Path, other: OtherProcess
+) -> None:
     models, path = Cache(tmp_path), published(tmp_path / CACHE)
     base_model.new_staging(models.directory, DIGEST)  # of a process that was killed
     assert other("claim", DIGEST) == models.claim(DIGEST) == "ready"

@@ -573,7 +573,7 @@ from distributed.training.data import Stream, Windows, load, loader
 from distributed.training.settings import Data
 
 def train():
-    global batches  # referenced until exit, as by a traceback
+    global batches  # referenced until exit, as an object in a traceback is
     windows = Windows(load(Data()).train, 64)
     batches = iter(loader(windows, Stream(len(windows), 8), workers=2))
     next(batches)

@@ -187,9 +187,9 @@ def test_a_run_killed_twice_ends_with_the_weights_of_an_uninterrupted_run(workdi
     nproc, strategy = STRATEGIES[name]
     options = (f"distributed.strategy={strategy}",)
     assert workdir.run(nproc, *options, "checkpoint.dir=whole").returncode == 0
-    for victim in (3, 7):
+    for step in (3, 7):
         with workdir.start(nproc, *options) as training:
-            training.wait_for(f"step {victim:>2}/12")
+            training.wait_for(f"step {step:>2}/12")
             training.signal(signal.SIGKILL)
     last = workdir.run(nproc, *options)
     assert last.returncode == 0, last.stderr

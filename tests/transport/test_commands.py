@@ -1,4 +1,4 @@
-"""Commands for nodes: temporary directories, their removal, replies. Over a real ssh, bats files test them."""
+"""Commands for nodes: temporary directories, their removal, replies. The bats files run commands over a real ssh."""
 
 from __future__ import annotations
 
@@ -157,17 +157,17 @@ except TransportError as error:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting needs root")
 def test_a_full_disk_is_unusable_and_the_error_names_all_directories_if_none_is_usable() -> None:
-    def made(mount: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run_with_mount(mount: str, **variables: str) -> subprocess.CompletedProcess[str]:
         call = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-I", "-c", PROGRAM]
         return subprocess.run(call, env=os.environ | variables, capture_output=True, text=True, check=False)
 
-    full = made("mount -t tmpfs -o size=4k none /mnt", XDG_RUNTIME_DIR="/mnt")
+    full = run_with_mount("mount -t tmpfs -o size=4k none /mnt", XDG_RUNTIME_DIR="/mnt")
     assert full.stdout.startswith("/tmp/muster-")
     assert "XDG_RUNTIME_DIR='/mnt': cannot create files there (No space left on device); using /tmp" in full.stderr
     os.rmdir(full.stdout.strip())
     if str(KIT).startswith("/tmp/"):
         return
-    none = made("mount -t tmpfs -o ro none /tmp", XDG_RUNTIME_DIR="/nowhere", TMPDIR="/nope")
+    none = run_with_mount("mount -t tmpfs -o ro none /tmp", XDG_RUNTIME_DIR="/nowhere", TMPDIR="/nope")
     assert none.returncode == 1
     first = "XDG_RUNTIME_DIR='/nowhere': cannot create files there (No such file or directory); /tmp: cannot"
     assert none.stderr.startswith(first)
