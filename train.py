@@ -80,10 +80,10 @@ def learning_rate(step: int, steps: int, settings: Settings) -> float:
     return train.min_learning_rate + decay * (train.learning_rate - train.min_learning_rate)
 
 
-def choose_precision(precision: str, here: torch.device) -> torch.dtype:
+def choose_precision(precision: str, own_device: torch.device) -> torch.dtype:
     """The dtype of matrix products: auto is bf16 on a GPU that supports it, otherwise fp32."""
     if precision == "auto":
-        return torch.bfloat16 if here.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+        return torch.bfloat16 if own_device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
@@ -92,13 +92,13 @@ def evaluate(
     model: nn.Module, windows: Windows, count: int, batch: Batch, ranks: Ranks, autocast: torch.autocast
 ) -> float:
     """Mean held-out loss of the first `count` windows, in nats per token. Collective: ranks split the windows."""
-    here = next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64, device=here)
+    own_device = next(model.parameters()).device
+    sums = torch.zeros(2, dtype=torch.float64, device=own_device)
     model.eval()
     with autocast:
         for indices, weights in held_out_batches(count, batch.micro, ranks.rank, ranks.size):
-            inputs, targets = (tensor.to(here) for tensor in windows[indices])
-            losses, weights = model(inputs, targets).double(), weights.to(here)
+            inputs, targets = (tensor.to(own_device) for tensor in windows[indices])
+            losses, weights = model(inputs, targets).double(), weights.to(own_device)
             sums += torch.stack([(losses * weights).sum(), weights.sum()])
     model.train()
     dist.all_reduce(sums)
@@ -133,7 +133,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
 ) -> int:
     """Train until the last step, or until `stop` is set on any rank. Returns the exit code: 0, or 75 when stopped."""
     ranks, first_rank = Ranks(world.rank, world.size), world.rank == 0
-    here = device(world, settings.distributed.backend, settings.distributed.device)
+    own_device = device(world, settings.distributed.backend, settings.distributed.device)
     torch.set_float32_matmul_precision("high")
 
     # ---------------------------------------------------------------- data
@@ -150,13 +150,13 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
     seed(settings.train.seed)  # the same on every rank: all ranks start with the same weights
     model_settings = settings.model.model_dump()
     model_settings["vocab_size"] = settings.model.vocab_size or dataset.corpus.vocab_size or 256
-    gpt = GPT(settings.model, model_settings["vocab_size"], settings.train.gradient_checkpointing).to(here)
+    gpt = GPT(settings.model, model_settings["vocab_size"], settings.train.gradient_checkpointing).to(own_device)
     if base:
         base.load_into(gpt, model_settings, ranks)
     parameters = sum(parameter.numel() for parameter in gpt.parameters())
     if settings.train.compile:
         gpt.compile()
-    dtype = choose_precision(settings.train.precision, here)
+    dtype = choose_precision(settings.train.precision, own_device)
     strategy = resolve(settings.distributed.strategy, world)
     model = wrap(
         gpt, strategy, world,
@@ -164,8 +164,8 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
         dtype=dtype if dtype == torch.bfloat16 else None,
     )  # fmt: skip
     optimizer = make_optimizer(model, settings)
-    autocast = torch.autocast(here.type, dtype, enabled=dtype != torch.float32)
-    scaler = torch.amp.GradScaler(here.type, enabled=dtype == torch.float16)
+    autocast = torch.autocast(own_device.type, dtype, enabled=dtype != torch.float32)
+    scaler = torch.amp.GradScaler(own_device.type, enabled=dtype == torch.float16)
     seed(settings.train.seed, world.rank)  # different on every rank: each draws its own dropout masks
 
     # ---------------------------------------------------------------- checkpoint
@@ -190,12 +190,12 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
 
     if first_rank:
         world_facts = {"size": world.size, "nodes": len(set(hosts)), "strategy": strategy,
-                       "backend": dist.get_backend(), "device": here.type}  # fmt: skip
+                       "backend": dist.get_backend(), "device": own_device.type}  # fmt: skip
         write_json(run / "settings.json", {
             "settings": settings.model_dump(mode="json"), "world": world_facts, "machine": tracking.describe_machine(),
             "model": {"parameters": parameters, "precision": facts["precision"]},
         })  # fmt: skip
-    log.info(f"model  {parameters:,} parameters, {facts['precision']}, {strategy} on {world.size} x {here.type} "
+    log.info(f"model  {parameters:,} parameters, {facts['precision']}, {strategy} on {world.size} x {own_device.type} "
              f"({dist.get_backend()})")  # fmt: skip
     log.info(f"data   {dataset.corpus}")
     if base:
@@ -207,7 +207,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
 
     # ---------------------------------------------------------------- loop
 
-    with checkpointer, Progress(run, settings, ranks, here, steps, batch.tokens) as progress:
+    with checkpointer, Progress(run, settings, ranks, own_device, steps, batch.tokens) as progress:
         if strategy == "ddp":
             progress.time_waiting(gpt)
         if found:
@@ -215,7 +215,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
         else:
             progress.event(step, "start", steps=steps)
         if step < steps:
-            batches = dataset.batches(settings, ranks, windows_seen, here)
+            batches = dataset.batches(settings, ranks, windows_seen, own_device)
         progress.restart_clock(step)
         first_step, held_out_loss, stopping = step + 1, None, False
 
@@ -227,10 +227,10 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
             # Forward and backward. step_loss = sum over micro-batches of loss / accumulation: this rank's mean.
             # Ranks average their gradients during the backward pass of the last micro-batch only.
             progress.compute.begin()
-            step_loss = torch.zeros((), device=here)
+            step_loss = torch.zeros((), device=own_device)
             for micro in range(batch.accumulation):
                 last = micro == batch.accumulation - 1
-                inputs, targets = (tensor.to(here, non_blocking=True) for tensor in next(batches))
+                inputs, targets = (tensor.to(own_device, non_blocking=True) for tensor in next(batches))
                 with gradient_sync(model, on=last):
                     with autocast:
                         loss = model(inputs, targets).mean() / batch.accumulation

@@ -1,8 +1,8 @@
 """Time from SIGKILL of the highest rank to the next step of the script, with --max-restarts 3.
 
 The ranks of a small script all-reduce in a loop; rank 0 writes the time of each step. One measurement starts a launch,
-waits for 20 steps, kills the highest rank, and waits until the ranks of the next attempt have done a step. After 30 s
-it counts as failed. The launchers that are compared (the sides) are measured in turn:
+waits for 20 steps, kills the highest rank, and waits until the ranks of the next attempt have done a step. A recovery
+that takes longer than 30 s counts as failed. The launchers that are compared (the sides) are measured in turn:
 
 - On this machine, launch_singlenode.sh against torchrun. torchrun is measured with its defaults, where the ranks of all
   attempts use the store of the agent, and with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, where rank 0 of each attempt has

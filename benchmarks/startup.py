@@ -38,8 +38,8 @@ IMPORT = "import sys, time, torch; open(sys.argv[1], 'w').write(str(time.time())
 class Seconds(NamedTuple):
     """Two durations of one command, both measured from just before its start."""
 
-    first: float  # until the first all-reduce
-    prompt: float  # until the command has exited
+    to_all_reduce: float  # to the first all-reduce; for `import torch`: to the end of the import
+    to_exit: float
 
 
 def commands(script: Path, ranks: int) -> dict[str, list[str]]:
@@ -71,11 +71,11 @@ def row(side: str, turns: Sequence[dict[str, Seconds]]) -> str:
     return "  ".join(
         [
             f"{side:12}",
-            median(lambda turn: turn[side].first),
-            median(lambda turn: turn[side].first / turn["torchrun"].first),
-            median(lambda turn: turn[side].first / turn["import torch"].first),
-            median(lambda turn: turn[side].prompt),
-            median(lambda turn: turn[side].prompt / turn["torchrun"].prompt),
+            median(lambda turn: turn[side].to_all_reduce),
+            median(lambda turn: turn[side].to_all_reduce / turn["torchrun"].to_all_reduce),
+            median(lambda turn: turn[side].to_all_reduce / turn["import torch"].to_all_reduce),
+            median(lambda turn: turn[side].to_exit),
+            median(lambda turn: turn[side].to_exit / turn["torchrun"].to_exit),
         ]
     )
 

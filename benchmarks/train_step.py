@@ -46,9 +46,9 @@ class Measured(Exception):
 
 def by_hand(settings: Settings, world: World) -> Callable[[], None]:
     """Return a function that does one step of a tutorial's loop."""
-    target, corpus = device(world), data.load(Data())
+    own_device, corpus = device(world), data.load(Data())
     torch.manual_seed(0)
-    model = DistributedDataParallel(GPT(settings.model, corpus.vocab_size).to(target))
+    model = DistributedDataParallel(GPT(settings.model, corpus.vocab_size).to(own_device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
     windows = data.Windows(corpus.train, settings.model.block_size)
     batch_size = batch(settings, world.size).micro
@@ -56,7 +56,7 @@ def by_hand(settings: Settings, world: World) -> Callable[[], None]:
 
     def step() -> None:
         inputs, targets = windows[torch.randint(len(windows), (batch_size,), generator=generator)]
-        loss = model(inputs.to(target), targets.to(target)).mean()
+        loss = model(inputs.to(own_device), targets.to(own_device)).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 #
 # Sourced on every node before a training starts. A config/node_env.sh in the working directory replaces this file. A
-# command that fails ends the launch with 69, unless `|| true` or an earlier `set +e` allows it. Background processes
-# end with the run. Nothing is set by default. Examples:
+# command that fails ends the launch with exit code 69, unless `|| true` or an earlier `set +e` allows it. Background
+# processes end with the run. Nothing is set by default. Examples:
 #
 #   module load cuda/12.8
 #   source /opt/conda/etc/profile.d/conda.sh

@@ -118,7 +118,7 @@ fails_with() { # <exit code> <text of the verdict> <argument of LAUNCH...>
 }
 
 
-@test "rank 0 is killed on the first node, which hosts the rendezvous" {
+@test "rank 0 is killed on the first node, which hosts the rendezvous: the verdict names the rank and its signal" {
   faulty_script
   fails_with 137 "rank 0 on $N1 died of SIGKILL" "$N1" "$N2" -- killed 0
   detected_within 1 "$N1"
@@ -214,7 +214,7 @@ END
 
 
 # bats test_tags=soak
-@test "the agent of the first node, which hosts the rendezvous, is killed" {
+@test "the agent of the first node, which hosts the rendezvous, is killed: the verdict names the agent" {
   faulty_script
   launch - 1 "$N1" "$N2"
   kill -KILL "$(pid_of command "$N1")"
@@ -268,7 +268,7 @@ with socket.create_server(("", 29500)):
 }
 
 
-@test "closing a terminal ends its run as SIGTERM does, and no other run on the same nodes" {
+@test "closing a terminal ends its run as SIGTERM does, and does not end another run on the same nodes" {
   faulty_script
   mkdir other_run
   cp "my script.py" other_run

@@ -209,7 +209,7 @@ start_slurmctld() {
 }
 
 
-@test "an added job starts after the job that it needs, even if it requests more GPUs than the list had jobs" {
+@test "an added job that requests 2 GPUs starts after the job that it needs, even if the list began with one slot" {
   cluster '"gpus": 2'
   job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go\", \"prefix\": \"a\"}"
   start_list
@@ -698,7 +698,7 @@ waiting_for_base() { # <number>: check that this many experiments wait in SLURM'
 }
 
 
-@test "if a base training fails, its experiments leave SLURM's queue; they are queued again if it is retried, or fail" {
+@test "if a base training fails, its experiments leave SLURM's queue; a retry of it queues them again, without a retry they fail" {
   three_experiments "\"base_exit\": 3, \"base_exit_once\": \"$WORK/tried\""
   start_list
   wait_until_started base

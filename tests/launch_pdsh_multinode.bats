@@ -80,7 +80,7 @@ END
   kill -INT -- "-$LAUNCHER"
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 75 ]
-  grep -q "^stopped on request at step" out # the last line of output
+  grep -q "^stopped on request at step" out
   [ "$(find "check points" -maxdepth 1 -name 'step_*' | wc -l)" -eq 1 ]
   run ! grep -q interrupt out # pdsh prints no message about it
   [ "$(processes_left)" -eq 0 ]

@@ -603,7 +603,7 @@ hide_py_spy() {
 
 
 # bats test_tags=slow
-@test "a run that is probably dead is reported on the console and in launcher.log, although it logs no steps" {
+@test "a run that looks hung is reported on the console and in launcher.log, even if it logs no steps" {
   cat >"my script.py" <<'END'
 import os, time
 if os.environ["RANK"] == "1":

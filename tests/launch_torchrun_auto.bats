@@ -115,7 +115,7 @@ PYTHON
   kill -INT -- "-$LAUNCHER"
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 75 ]
-  grep -q "^stopped on request at step" out # the last line of output
+  grep -q "^stopped on request at step" out
   [ "$(processes_left)" -eq 0 ]
   step=$(find "check points" -name 'step_*' -printf '%f' | sed 's/step_0*//')
   run "$LAUNCH" tiny.yaml 1 "$N1" "$N2" -- train.steps=$((step + 1))

@@ -154,7 +154,7 @@ class Expected:
 
     causes: tuple[Cause, ...]  # empty: the fault has no effect
     final: tuple[int, ...] = (0,)  # exit codes of the launcher, besides 0
-    required: bool = True  # an attempt must fail if the fault hits it at a step
+    required: bool = True  # an attempt must fail if the fault hits it at a step or during a save
 
 
 def killed(rank: int, node: str, name: str = "SIGKILL") -> Cause:

@@ -133,7 +133,8 @@ if rank == 0:
     print(int(total), socket.gethostname(), *(os.environ[name] for name in names), flush=True)
 dist.destroy_process_group()
 END
-  # As in Jupyter and in srun --pty bash. The second task exists so that SLURM's variables describe two tasks.
+  # Task 0 stands for a Jupyter session, or for a shell of srun --pty bash. The second task exists so that SLURM's
+  # variables describe two tasks.
   run -0 timeout 200 srun -Q -N2 --ntasks-per-node=1 --cpus-per-task=2 env -u OMP_NUM_THREADS bash -c '
     [[ $SLURM_PROCID == 0 ]] || exit 0
     exec "$0"/scripts/ssh/launch_singlenode.sh --script "my script.py" - 2' "$KIT"

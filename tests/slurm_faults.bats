@@ -127,7 +127,7 @@ END
 }
 
 
-@test "a node is cut off: it is lost before SLURM detects it, its ranks exit, and the job is requeued on other nodes" {
+@test "a cut-off node is detected before SLURM detects it, its ranks exit, and the job is requeued on other nodes" {
   submit_endless_script
   lab cut "$N2"
   wait_for_line "logs/slurm-$JOB.err" "verdict: "

@@ -26,7 +26,8 @@ teardown() {
 }
 
 
-# Write a script in which each rank writes its rank, sizes, host and arguments to positions/RANK. Without PyTorch.
+# Write a script in which each rank writes its rank, sizes, host and arguments to positions/RANK, and
+# torchrun's variables to variables.RANK. The script does not use PyTorch.
 write_position_script() {
   mkdir -p positions
   cat >"my script.py" <<'END'

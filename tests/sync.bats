@@ -98,7 +98,7 @@ wait_for_log() { # <node> <text>
 }
 
 
-@test "a rank that fails is reported with its traceback, also after a restart, and pdsh passes arguments unchanged" {
+@test "with pdsh, the exception of a rank is reported, also after a restart, and files of both attempts are copied" {
   write_script <<'END'
 run, node = os.environ["MUSTER_RUN_DIR"], os.environ["MUSTER_NODE"]
 if rank == 0:

@@ -86,7 +86,7 @@ def complete(*words: str) -> list[str]:
         "no-such-verb --s": [],
     }.items(),
 )
-def test_the_candidates_for_a_word(home: Path, call: str, expected: list[str]) -> None:
+def test_muster_complete_prints_the_candidates_for_the_last_word(home: Path, call: str, expected: list[str]) -> None:
     assert sorted(complete(*call.split(" "))) == expected
 
 

@@ -291,7 +291,7 @@ def test_most_commands_of_the_guides_are_run() -> None:
 
 @pytest.mark.parametrize("name", RUN)
 def test_a_command_that_is_not_run_has_a_reason(name: str) -> None:
-    """Its block begins with `# Needs ...`, or it is a system program."""
+    """Its block begins with `# Needs ...`, or it calls a program of Muster, torchrun or a system program."""
     for one in commands(name):
         known = one.script or module_of(one.words) or {"train.py", "torchrun"} & set(one.words)
         assert one.needs or known or one.words[0] in SYSTEM_PROGRAMS, (

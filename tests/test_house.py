@@ -210,8 +210,8 @@ def test_nothing_is_installable() -> None:
     assert not (KIT / "setup.py").exists()
 
 
-def test_directories_of_tests_are_those_of_the_package() -> None:
-    """They contain no __init__.py: a file tests/distributed/__init__.py would replace the package `distributed`."""
+def test_each_package_has_one_directory_of_tests_with_the_same_name() -> None:
+    """The directories have no __init__.py: tests/distributed/__init__.py would replace the package `distributed`."""
     packages = {path.parent.name for path in modules() if path.name == "__init__.py"} - {"distributed"}
     tests = [path.relative_to(KIT / "tests") for path in tracked("tests/**/test_*.py")]
     assert {path.parts[0] for path in tests if len(path.parts) > 1} == packages

@@ -219,7 +219,6 @@ def test_a_process_outside_an_allocation_or_started_by_srun_gets_no_note() -> No
 
 
 def test_rank_0_prints_a_note_once() -> None:
-    """In a separate interpreter with its own environment."""
     code = "from distributed.world import World; World.from_env(); World.from_env()"
     for env, notes in (
         ({**ONE_NODE, "RANK": "0", "LOCAL_RANK": "0"}, 0),
@@ -429,6 +428,7 @@ def position(hosts: Sequence[int], rank: int) -> dict[str, int]:
 
 
 def four_variables(at: Mapping[str, int], listed: int) -> dict[str, str]:
+    """The variables of FOUR for the rank at a position. listed: the number of nodes in SLURM_NODELIST."""
     return {
         "SLURM_PROCID": str(at["rank"]), "SLURM_NTASKS": str(at["size"]), "SLURM_LOCALID": str(at["local_rank"]),
         "SLURM_NODELIST": f"n[1-{listed}]",
@@ -436,6 +436,7 @@ def four_variables(at: Mapping[str, int], listed: int) -> dict[str, str]:
 
 
 def complete(at: Mapping[str, int], *extra: str) -> dict[str, str]:
+    """The variables of COMPLETE for the rank at a position. extra: keys of the position that also become variables."""
     names = {"local_size": "LOCAL_WORLD_SIZE", "node_rank": "NODE_RANK", "nodes": "NNODES"}
     ranks = {"RANK": at["rank"], "WORLD_SIZE": at["size"], "LOCAL_RANK": at["local_rank"]}
     return {name: str(value) for name, value in (ranks | {names[key]: at[key] for key in extra}).items()} | MASTER

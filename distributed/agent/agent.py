@@ -66,7 +66,7 @@ class RankFailure:
     pid: int
     time: float  # Unix seconds of its failure record; without a record, the time at which the agent reaped it
     exit_code: int  # from the record; without a record, that of the process. 128+n for signal n
-    ended_by_agent: bool  # by SIGTERM or SIGKILL after another rank had failed
+    ended_by_agent: bool  # the agent stopped this rank after another failure or after a stop request
 
 
 @dataclass(frozen=True)

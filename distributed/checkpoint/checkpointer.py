@@ -151,7 +151,7 @@ class Checkpointer:
 
         Raises as should_stop() does.
         """
-        self._read(self._exchange.receive(now=True))
+        self._read(self._exchange.receive(include_latest=True))
         return self._loss
 
     def _read(self, received: list[StepStatus]) -> None:
@@ -175,7 +175,7 @@ class Checkpointer:
         Raises NonFiniteLoss when a weight is NaN or infinite, without writing a checkpoint; CheckpointError when the
         previous save failed, or the state holds objects that cannot be loaded safely; otherwise as should_stop() does.
         """
-        self._read(self._exchange.receive(now=True))
+        self._read(self._exchange.receive(include_latest=True))
         start = time.monotonic()
         # A finite loss is not enough: the loss of this step was computed before optimizer.step() changed the weights.
         norm = nn.utils.get_total_norm(self._model.parameters())

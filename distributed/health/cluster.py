@@ -61,7 +61,10 @@ class ClusterFacts:
 
 
 def cluster_facts(replies: Mapping[str, Reply], test: ConnectionTest | None) -> ClusterFacts:
-    """replies: of all nodes to the probe. test: of connections between the nodes that replied; None: not tested."""
+    """Collect the facts and failures of all nodes from their replies to the probe and from the connection test.
+
+    test: None if the connections were not tested.
+    """
     found = {node: facts_of(reply) for node, reply in replies.items()}
     facts = {node: value for node, value in found.items() if isinstance(value, FullNodeFacts)}
     failed = {node: value for node, value in found.items() if isinstance(value, str)}

@@ -44,7 +44,7 @@ def probe(
         nodes: names of all nodes, by node rank.
         port: rendezvous port on the first node; None or 0: any free port.
         files: files that the ranks will read.
-        packages: that the ranks will import.
+        packages: names of packages that the ranks will import.
         gpus: the GPUs of this machine; None: query them.
     """
     gpus = gpus or query_gpus()

@@ -171,7 +171,7 @@ class SlurmSupervisor(supervisor.Supervisor):
 def slurm_job_id() -> str:
     """The SLURM job id of this element, such as 123_4.
 
-    SLURM_JOB_ID is not used: for one element of an array, it is the id of the whole array.
+    SLURM_JOB_ID is not used: in one element of each array, its value is the id of the whole array.
     """
     return f"{os.environ.get('SLURM_ARRAY_JOB_ID', '')}_{os.environ['SLURM_ARRAY_TASK_ID']}"
 
@@ -245,7 +245,8 @@ def work(array: str) -> int:
     if not os.path.isdir(attempt.directory):
         return nothing_to_do(f"{name}: its directory was removed")
     try:
-        attempt.take_lock()  # until exit; on a file system without locks, the claim alone prevents a second run
+        # The lock is held until exit. On a file system without locks, the claim alone prevents a second run.
+        attempt.take_lock()
     except host.Busy as error:
         return nothing_to_do(str(error))
     spec = claim_spec(attempt.directory, identifier)

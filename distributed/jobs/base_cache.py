@@ -5,8 +5,8 @@
     cache.publish(digest, output, **facts)
 
 A dispatcher holds a shared lock on each base model that it uses, and an exclusive one while it trains the base model.
-So two dispatchers never train the same base model, and `cache prune` removes none in use. A lock ends when
-its process exits.
+So two dispatchers never train the same base model, and `cache prune` never removes a base model in use. A lock ends
+when its process exits.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ class Rules:
         """The SHA-256 of canonical settings, including the content of the settings file that they name."""
         form = {"form": FORM, "version": self.section.version, "script": self.script}
         form["settings"] = same_spelling(settings)
-        if isinstance(path := settings.get("config"), str) and (content := content_at(path)):
-            form["config"] = content
+        if isinstance(path := settings.get("config"), str) and (content_hash := content_hash_at(path)):
+            form["config"] = content_hash
         text = json.dumps(form, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -149,7 +149,7 @@ def rules_of(base_models: Path | None, cluster: ClusterConfig | None, script: st
 
 
 @cache
-def content_at(path: str) -> str | None:
+def content_hash_at(path: str) -> str | None:
     """The SHA-256 of a settings file; None if it is not on this machine."""
     try:
         return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()

@@ -333,7 +333,10 @@ def with_predecessors(jobs: Mapping[int, Job], listed: Sequence[Job]) -> tuple[d
 
 
 def raise_faults(faults: Sequence[str], prefix: str = "") -> None:
-    """Raise ConfigError if there are faults: the first 20, and a line with `prefix` that counts the remaining ones."""
+    """Raise ConfigError if there are faults.
+
+    The message has the first 20 of them and, if there are more, a line that starts with `prefix` and counts the others.
+    """
     if faults:
         more = [f"{prefix}and {len(faults) - 20} more faults"] if len(faults) > 20 else []
         raise ConfigError("\n".join([*faults[:20], *more]))

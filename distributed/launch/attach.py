@@ -31,7 +31,7 @@ class AttachedLaunch(Launch):
             found = lookup.find(self.options.attach, Path(self.options.cwd), Path(self.logs))
             lookup.refuse_other_users(lookup.read(found), user(), os.geteuid())
             self._lock = os.open(found / "launcher.log", os.O_RDWR | os.O_CREAT, 0o666)  # keeps the lock until exit
-            is_only = try_lock(self._lock)
+            has_lock = try_lock(self._lock)
             run, facts = lookup.read(found), read_json(found / "run.json")
         except lookup.RunLookupError as error:
             self._refuse(str(error))
@@ -41,7 +41,7 @@ class AttachedLaunch(Launch):
             self._refuse(f"the run has ended with a verdict; see {found}/verdict.json")
         if run.launcher.state == lookup.REMOTE:
             self._refuse(f"its launcher is process {run.launcher.pid} on {run.launcher.host}; attach there")
-        if run.launcher.state == lookup.RUNNING or not is_only:
+        if run.launcher.state == lookup.RUNNING or not has_lock:
             self._refuse(f"its launcher, process {run.launcher.pid}, still runs")
         arguments = lookup.constant_arguments(masked(self.call))
         options = arguments[: arguments.index("--")] if "--" in arguments else arguments

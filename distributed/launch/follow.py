@@ -4,9 +4,10 @@ usage: module.py launch.follow --dir DIR --name NAME [option of the supervisor..
 
 If COMMAND is given, it is first started by a supervisor that needs no launcher. Otherwise the command that was started
 before is followed. Its output is read from node_NAME.log, from byte BYTES on, by default only new output. Standard
-input is the control channel: `stop`, `kill` and `signal N` are passed on to the supervisor. At end of file the launcher
-is lost: this program exits with 0, and the command continues. If the supervisor was killed, the processes of the
-command are ended. This program reports and exits like a supervisor that has a control channel. Standard library only.
+input is the control channel: `stop`, `kill` and `signal N` are passed on to the supervisor. End of file means that the
+launcher is lost: this program exits with 0, and the command continues. If the supervisor was killed, the processes of
+the command are ended. This program reports and exits like a supervisor that has a control channel. Standard library
+only.
 """
 
 from __future__ import annotations

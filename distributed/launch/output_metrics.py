@@ -171,7 +171,7 @@ class Steps:
     def __init__(self, first_epoch: float | None) -> None:
         """first_epoch: 0 or 1, if known from an earlier attempt."""
         self._first_epoch = first_epoch
-        self._priority, self._last, self._total, self._before = -1, 0.0, math.nan, 0.0
+        self._priority, self._last, self._total, self._offset = -1, 0.0, math.nan, 0.0
         # True: a line without a step counts its epoch as its step. A line with a fraction of an epoch sets it to False.
         self._counts_epochs = True
 
@@ -187,18 +187,18 @@ class Steps:
         if math.isnan(step) or priority < self._priority or (priority == self._priority and is_shorter):
             return {} if priority else values
         if priority > self._priority:
-            self._last = self._before = 0.0
+            self._last = self._offset = 0.0
         if epoch.is_integer() and step <= steps:
             if self._first_epoch is None:
                 self._first_epoch = min(epoch, 1.0)
-            self._before, total = max(0.0, epoch - self._first_epoch) * steps, epochs * steps
+            self._offset, total = max(0.0, epoch - self._first_epoch) * steps, epochs * steps
         else:
             if step < self._last / 2 or (step < self._last and self._last >= self._total):
                 continues = math.isnan(steps) or steps == self._total
-                self._before = self._before + (self._last if math.isnan(steps) else steps) if continues else 0.0
-            total = math.nan if self._before else steps
+                self._offset = self._offset + (self._last if math.isnan(steps) else steps) if continues else 0.0
+            total = math.nan if self._offset else steps
         self._priority, self._last, self._total = priority, step, steps
-        counts = {"step": self._before + step, "steps": total}
+        counts = {"step": self._offset + step, "steps": total}
         return values | {name: int(count) for name, count in counts.items() if counts["step"] <= count < STEP_LIMIT}
 
 

@@ -134,7 +134,7 @@ def read_code(path: str) -> int | None:
 
 
 def reserve(files: Files) -> None:
-    """Allocate the files of exit code and record now: the disk may be full when the command exits. Raises OSError."""
+    """Allocate the files of the exit code and of the failure record: the disk may be full later. Raises OSError."""
     for path in (files.reserved, files.reserved_record):
         write_file(path, " " * RESERVED)
 
@@ -299,7 +299,7 @@ def fork() -> int:
 
 
 def isolate(kept: int = -1) -> None:
-    """In a helper process of the supervisor: ignore signals that stop the supervisor, and close its files.
+    """In a helper process: ignore the signals that the supervisor handles, and close the supervisor's files.
 
     kept: a file descriptor that stays open, with the number 3.
     """
@@ -813,7 +813,7 @@ class Supervisor:
         for path in (self.files.record, self.files.pids):
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-        with contextlib.suppress(OSError):  # the request for this attempt may be in it, and would be read again
+        with contextlib.suppress(OSError):  # the file may have the request for this attempt, which would be read again
             os.unlink(self.files.request)
         try:
             log = os.open(self.files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

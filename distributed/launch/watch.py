@@ -271,7 +271,7 @@ class Watch:
         return [*self.options.environment, *(f"{name}={value}".encode() for name, value in variables.items())]
 
     def next_attempt(self) -> bytes:
-        """The request for a supervisor whose agent waits."""
+        """The request that makes a waiting agent start the next attempt."""
         agent = self.options.agent
         facts = {
             "environment": self._counts,

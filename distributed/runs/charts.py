@@ -123,7 +123,7 @@ def _time_text(seconds: float) -> str:
 
 
 def step_scale(xs: Iterable[float], start: float, end: float) -> Scale:
-    """A scale from the first to the last step."""
+    """A scale from the lowest to the highest of these steps or seconds."""
     low, high, apart = _extent(xs)
     if not apart:
         low, high = low - 1, high + 1

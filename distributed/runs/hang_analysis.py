@@ -192,7 +192,7 @@ def _find_by_gpus(ranks: Sequence[Activity], timeout: float, exited: Sequence[st
 
 
 def _find_by_stacks(ranks: Sequence[Activity], exited: Sequence[str]) -> Stall | None:
-    """The stall if ranks in a collective wait for ranks that are in none; None if no stack shows a collective."""
+    """The stall if the stack of a rank shows that it is in a collective; otherwise None."""
     waiting = [rank for rank in ranks if rank.waits]
     others = [rank for rank in ranks if not rank.waits]
     if not any(rank.in_collective for rank in ranks):

@@ -79,7 +79,8 @@ def decide(
     is permanent. sampled: the replies have the CPU use of the ranks.
     """
     first = min(timeout, IDLE_TIMEOUT)
-    if not observed.ranks or observed.not_started:  # the run is starting or ending
+    if not observed.ranks or observed.not_started:
+        # The run is starting or ending. observed.stopped: agents and other processes of Muster in state T (SIGSTOP).
         return HUNG if observed.stopped and not certain and silent >= timeout else wait(first)
     if silent < first:
         return wait(first - silent)
@@ -91,7 +92,7 @@ def decide(
         if needs_stacks(observed.ranks, silent):
             return Query(1, stacks=True)
     if silent < timeout:
-        # Each wait doubles the time without output, because requests for stacks disturb ranks.
+        # The wait grows with the time without output, because requests for stacks disturb ranks.
         return wait(min(timeout - silent, silent, BUSY_TIMEOUT))
     if stall and (stall.permanent or not certain):
         return HUNG

@@ -38,7 +38,7 @@ Log = dict[int | None, list[LogLine]]  # rank -> its lines; None -> lines withou
 def read_log(path: Path, node: str, containing: Sequence[str] = ()) -> Log:
     """The lines at the end of a node's log, by rank; empty if the log cannot be read.
 
-    containing: return an empty log if it has none of these texts.
+    containing: if this is not empty, and the end of the log has none of these texts, the result is empty.
     """
     try:
         with path.open("rb") as file:

@@ -135,7 +135,8 @@ def _process(directory: Path, output: re.Pattern[str]) -> RunProcess:
     state, *fields = (directory / "stat").read_bytes().rpartition(b")")[2].decode().split()
     command = (directory / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
     rank: re.Match[Any] | None = None
-    with suppress(OSError):  # used if the script has redirected stdout and stderr to other files
+    # The environment is used if the script has redirected stdout and stderr to other files.
+    with suppress(OSError):
         rank = LOCAL_RANK.search((directory / "environ").read_bytes())
     for stream in ("2", "1"):
         with suppress(OSError):

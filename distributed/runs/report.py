@@ -356,7 +356,7 @@ def training_charts(run: RunRecords, all_marks: Sequence[Mark], events: Sequence
         drawn = earlier_lines(history, key) + ([line] if key == "lr" else charts.smoothed(line))
         small.append(card(title, unit, charts.lines(drawn, events, width=ranks.SMALL, height=190, zero=zero)))
     if not loss and not small:
-        remedy = "Call metrics.log(step, loss=...), or say with --progress REGEX how the script prints a step."
+        remedy = "Call metrics.log(step, loss=...), or describe the lines with steps by --progress REGEX."
         return f'<p class="nothing">No metrics were logged, and no step was found in the output. {remedy}</p>'
     return f"{loss}\n{side_by_side(small)}"
 

@@ -345,7 +345,7 @@ def describe(failure: Failure, verb: str = "") -> str:
 
 
 def _location(failure: Failure, launched: str) -> str:
-    """The innermost frame of the user's code in the traceback; empty if there is none."""
+    """The innermost frame of the user's code in the traceback; empty if there is none. launched: see is_library()."""
     frames = list(_FRAME.finditer(decisive_exception(failure).traceback))
     user_frames = [frame for frame in frames if not is_library(frame[1], launched)] or frames
     if not user_frames:
@@ -450,7 +450,7 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
 
 
 def _last_frames(verdict: Verdict, launched: str) -> Iterator[str]:
-    """The last frames of the user's code, then the message."""
+    """The last frames of the user's code, then the message. launched: see is_library()."""
     if verdict.traceback.startswith(FATAL):  # starts with the innermost frame
         yield from verdict.traceback.splitlines()[:SHOWN_LINES]
         return

@@ -290,7 +290,7 @@ def first_fault(name: str, context: RankContext) -> Fault | None:
 class Message:
     whole: Tensor
     other: Tensor  # as large as whole
-    part: Tensor  # whole divided by the number of ranks
+    part: Tensor  # its length is that of whole divided by the number of ranks
 
     @classmethod
     def of(cls, size: int, context: RankContext) -> Message:
@@ -510,8 +510,8 @@ def begin_check(name: str, context: RankContext, findings: Findings) -> bool:
     return True
 
 
-def device_label(where: torch.device) -> str:
-    return f"{where} {torch.cuda.get_device_name(where)}" if where.type == "cuda" else str(where)
+def device_label(device: torch.device) -> str:
+    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
 def brief(error: BaseException) -> str:
@@ -683,9 +683,9 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"distributed.smoke: {error}\n")
         return 2
     torch.set_num_threads(1)  # with more threads the ranks of a node would slow each other
-    where = device(world, options.backend)
+    own_device = device(world, options.backend)
     host = os.environ.get("MUSTER_NODE") or socket.gethostname()
-    reporter = Reporter(world, where, host, options)
+    reporter = Reporter(world, own_device, host, options)
     watchdog = Watchdog(reporter.time_out)
     watchdog.restart("join", options.timeout + EXIT_TIMEOUT)
     with ExitStack() as group:
@@ -695,6 +695,6 @@ def main(arguments: Sequence[str]) -> int:
             reporter.fail("join", f"{world.size} ranks", brief(error))
         store = PrefixStore("smoke", _get_default_store())
         try:
-            return run_in_group(RankContext(world, where, host, store, options.timeout, watchdog), reporter)
+            return run_in_group(RankContext(world, own_device, host, store, options.timeout, watchdog), reporter)
         except dist.DistError as error:
             reporter.fail("reply", f"a connection to {reporter.rendezvous}", brief(error))

@@ -201,7 +201,7 @@ def _two_phases(corpus: Callable[..., Corpus], chosen: Data, mixed: bool) -> Cor
 
 
 def split(data: bytes, share: float) -> tuple[bytes, bytes]:
-    """Split a text into training text and held-out text, its last `share`."""
+    """Return training text and held-out text. The held-out text is the last `share` (0 to 1) of the data."""
     cut = len(data) - int(len(data) * share)
     return data[:cut], data[cut:]
 

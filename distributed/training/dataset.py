@@ -66,12 +66,12 @@ class TrainingData:
         epochs = steps * self.target_windows / len(self.train)
         return f"{mix}steps  {steps:,} ({epochs:.1f} epochs of {len(self.train):,} windows{participant})"
 
-    def batches(self, settings: Settings, ranks: Ranks, start: int, here: torch.device) -> Iterator[Pair]:
+    def batches(self, settings: Settings, ranks: Ranks, start: int, device: torch.device) -> Iterator[Pair]:
         """Yield this rank's micro-batches without end: inputs and targets, LongTensor [micro, block] each.
 
-        start: number of windows that all ranks together have trained on so far. here: the device that uses them.
+        start: number of windows that all ranks together have trained on so far. device: the device that uses them.
         """
-        seed, pin_memory = settings.train.seed, settings.data.pin_memory and here.type == "cuda"
+        seed, pin_memory = settings.train.seed, settings.data.pin_memory and device.type == "cuda"
         log.debug(
             f"data: {len(self.train):,} windows of {self.corpus.name}, order of seed {seed} from position {start:,}"
         )

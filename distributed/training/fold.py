@@ -165,7 +165,10 @@ def _component(subject: str, part: str, whole: str | None = None) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the end of a message about an unknown name: the nearest of the known names, if any, and all of them."""
+    """Return the end of a message about an unknown name: the most similar known name, if any, and a list of names.
+
+    The list has the first SHOWN known names and, if there are more, the number of the others.
+    """
     near = difflib.get_close_matches(name, known, 1, 0.4)
     listed = ", ".join(known[:SHOWN]) + (f" and {len(known) - SHOWN} more" if len(known) > SHOWN else "")
     return (f"did you mean {near[0]!r}? There are " if near else "there are ") + listed

@@ -113,12 +113,12 @@ class StatusExchange:
             copied.record()
         self._sent.append((step, flags, copied))
 
-    def receive(self, now: bool = False) -> list[StepStatus]:
+    def receive(self, include_latest: bool = False) -> list[StepStatus]:
         """Return the status of each step that was sent, oldest first. All ranks get the same list.
 
-        On a GPU, the latest step is left for the next call, unless `now` is set.
+        On a GPU, the latest step is left for the next call, unless `include_latest` is set.
         """
-        keep = 0 if now else self.delay
+        keep = 0 if include_latest else self.delay
         return [self._status(*self._sent.popleft()) for _ in range(len(self._sent) - keep)]
 
     def _status(self, step: int, flags: torch.Tensor, copied: torch.cuda.Event | None) -> StepStatus:

@@ -26,8 +26,8 @@ log = logging.getLogger("muster")
 class Stopwatch:
     """Measures one section of each step on this rank: by CUDA events on a GPU, by the clock on a CPU."""
 
-    def __init__(self, here: torch.device) -> None:
-        self.cuda = here.type == "cuda"
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
         self._spans: list[tuple[Any, Any]] = []
         self._start: Any = None
 
@@ -68,20 +68,20 @@ class Progress:
     """Measures steps and reports them on rank 0. Every rank makes the same calls: log_step() is collective."""
 
     def __init__(
-        self, run: Path, settings: Settings, ranks: Ranks, here: torch.device, steps: int, tokens: int
+        self, run: Path, settings: Settings, ranks: Ranks, device: torch.device, steps: int, tokens: int
     ) -> None:
         """steps: in total. tokens: per step, over all ranks."""
-        self._run, self._settings, self._ranks, self._here = run, settings, ranks, here
+        self._run, self._settings, self._ranks, self._device = run, settings, ranks, device
         self._steps, self._tokens = steps, tokens
         self._timed_steps, self._timed_seconds = 0, 0.0
         self._tracker: Tracker | None = None
         self._stack = ExitStack()
         # Measures each step up to its last backward pass. Ranks wait for each other in that pass, so a slow rank can be
         # recognized only by the time before it.
-        self.compute = Stopwatch(here)
+        self.compute = Stopwatch(device)
         # From this rank's last gradient to the end of the all-reduce. Not measured with fsdp, where ranks wait for each
         # other in every layer.
-        self.waiting = Stopwatch(here)
+        self.waiting = Stopwatch(device)
 
     def __enter__(self) -> Progress:
         if self._ranks.rank == 0:
@@ -156,7 +156,7 @@ class Progress:
 
     def _gather(self, value: float) -> list[float]:
         """Return each rank's value, rounded to six decimals. Collective."""
-        values = torch.zeros(self._ranks.size, device=self._here)
+        values = torch.zeros(self._ranks.size, device=self._device)
         values[self._ranks.rank] = value
         dist.all_reduce(values)
         return [round(each, 6) for each in values.tolist()]

@@ -77,7 +77,7 @@ class JobCommands(LocalCommands):
     """Runs commands on a node of a running SLURM job, as a step that shares the resources of the running tasks."""
 
     def __init__(self, job: str) -> None:
-        """job: its number."""
+        """job: number of the SLURM job."""
         # Unset variables of another job, which this process may be in, and variables that act like options of srun.
         names = [name for name in os.environ if name.startswith(("SLURM_", "SRUN_")) and name != "SLURM_CONF"]
         srun = ["srun", "--overlap", "--jobid", job, "--nodes", "1", "--ntasks", "1", "--input", "none", "--quiet"]
@@ -134,8 +134,8 @@ def over_ssh(ssh: Sequence[str], name: str, line: str, start_timeout: float, log
 
     The line gets the standard input; start-up files of the login shell cannot read it (see host/ssh_call.py).
 
-    ssh: the command line of ssh up to the address. name: of the node in messages. start_timeout: seconds for the login
-    shell to start the line. log: file for the reason if it is not started.
+    ssh: the command line of ssh up to the address. name: name of the node in messages. start_timeout: seconds for the
+    login shell to start the line. log: file to which the reason is written if the line is not started.
     """
     call = [sys.executable, *PLAIN_PYTHON, f"{LIB}/module.py", "host.ssh_call", "--within", f"{start_timeout:g}"]
     return [*call, *(["--log", log] if log else []), name, *ssh, for_any_shell(f"{STARTED}; {line}")]

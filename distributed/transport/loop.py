@@ -76,7 +76,7 @@ class Loop:
             due = self._timers[0][0] - time.monotonic()
             limit = due if limit is None else min(limit, due)
         for file, _ in self._poll.poll(None if limit is None else max(0.0, 1000 * limit)):
-            if file in self._files:  # not forgotten since
+            if file in self._files:  # a function called in this loop may have forgotten it
                 self._files[file]()
         while self._timers and self._timers[0][0] <= time.monotonic():
             heapq.heappop(self._timers)[2]()

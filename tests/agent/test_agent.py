@@ -915,29 +915,6 @@ def test_a_rank_that_fails_while_torchrun_checks_the_ranks_is_recorded() -> None
     assert failures() == [(0, 143, True), (1, 42, False)]
 
 
-# Rank 0 exits after rank 1. If the agent sends a second SIGTERM when rank 1 exits, rank 0 records this signal.
-STOPPED_ON_REQUEST = """
-read, write = os.pipe()
-os.set_blocking(write, False)
-signal.set_wakeup_fd(write)
-signal.signal(signal.SIGTERM, lambda number, frame: None)
-end = open("end", "w" if rank else "r")
-with open("ready", "w") as ready:
-    ready.write(str(rank))
-received = os.read(read, 1)
-if not rank:
-    end.read()
-os.set_blocking(read, False)
-try:
-    received += os.read(read, 9)
-except BlockingIOError:
-    pass
-with open(f"signals_{rank}", "wb") as file:
-    file.write(received)
-sys.exit(75)
-"""
-
-
 def test_a_stop_signal_during_the_exchange_of_records_does_not_change_the_exit_code() -> None:
     agent = patched_agent("Agent.exchange_records", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
     done = launch(1, "sys.exit(42)", agent)
@@ -967,7 +944,7 @@ def is_rank(process: psutil.Process) -> bool:
 
 
 def test_a_run_succeeds_if_all_ranks_exit_with_0_in_spite_of_a_stop_signal() -> None:
-    """Rank 0 exits first. If a process of rank 0 still waited for rank 1, it would handle SIGTERM as rank 0 does."""
+    """The agent receives SIGTERM when rank 0 has exited without leaving a process, and rank 1 still runs."""
     with started(2, HANDLES_TERM, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
         while sum(map(is_rank, psutil.Process(agent.pid).children())) > 1:
             time.sleep(0.001)
@@ -1021,6 +998,29 @@ def test_a_signal_during_waitpid_does_not_lose_the_exit_code(monkeypatch: pytest
         signal.signal(signal.SIGUSR1, before)
     assert process.reap() == 3
     ended.returncode = 3  # process.reap() has reaped it
+
+
+# Rank 0 exits after rank 1. If the agent sends a second SIGTERM when rank 1 exits, rank 0 records this signal.
+STOPPED_ON_REQUEST = """
+read, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+end = open("end", "w" if rank else "r")
+with open("ready", "w") as ready:
+    ready.write(str(rank))
+received = os.read(read, 1)
+if not rank:
+    end.read()
+os.set_blocking(read, False)
+try:
+    received += os.read(read, 9)
+except BlockingIOError:
+    pass
+with open(f"signals_{rank}", "wb") as file:
+    file.write(received)
+sys.exit(75)
+"""
 
 
 def test_each_rank_gets_one_sigterm_and_the_agent_exits_with_75_if_all_ranks_exit_with_75() -> None:

@@ -523,7 +523,7 @@ class CountingStore:
 
 
 def coordinator_of(store: TCPStore, size: int) -> tuple[membership.Coordinator, CountingStore]:
-    """The coordinator of a run in which all other nodes have joined."""
+    """The coordinator of a run that all nodes have joined."""
     run = membership.publish(store, "large", {"node": "node0"}, size)
     counting = CountingStore(membership_store(store, run))
     for rank in range(size):

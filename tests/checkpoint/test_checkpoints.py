@@ -493,7 +493,7 @@ def test_a_run_killed_during_a_save_resumes_from_a_valid_checkpoint(tmp_path: Pa
             assert all(directory.STEP.fullmatch(path.name) for path in tmp_path.glob("step_*"))
 
 
-def test_a_wrong_keep_is_refused(tmp_path: Path) -> None:
+def test_a_value_of_keep_below_1_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep: expected 1 or more, got 0"):
         Checkpoints(tmp_path, keep=0)
 

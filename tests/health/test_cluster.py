@@ -243,7 +243,9 @@ def test_a_node_without_a_reply_to_the_connection_test_is_a_fault(kind: str) -> 
     assert text.splitlines()[-1].startswith("2 nodes: 1 fit for training")
 
 
-def test_exit_codes_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_is_1_for_an_unfit_node_and_69_for_an_unreachable_one_and_json_lists_both(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     now = time.time()
     all_replies = replies(
         node1=asdict(replace(node(1), now=now)), node2=asdict(node(2, torch__version="2.12.0")), node3=None,

@@ -119,7 +119,7 @@ def test_a_lost_gpu_does_not_hide_the_others(path_directory: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("value", ["[GPU is lost]", "[Unknown Error]"])
-def test_the_row_of_a_lost_gpu_is_no_gpu(path_directory: Path, value: str) -> None:
+def test_a_gpu_whose_row_has_only_error_values_is_reported_as_lost(path_directory: Path, value: str) -> None:
     rows = f"0, GPU-00, 550.0, 81920, 4, Disabled, {A100}\n1{f', {value}' * 6}\n"
     stub(path_directory, "nvidia-smi", f"#!/bin/sh\ncase $* in *query-gpu*) printf '{rows}' ;; esac\n")
     found = query_gpus()
@@ -127,7 +127,7 @@ def test_the_row_of_a_lost_gpu_is_no_gpu(path_directory: Path, value: str) -> No
     assert found.lost == (LostGpu(1, f"{value[1:-1]}; reboot the machine"),)
 
 
-def test_an_error_for_every_gpu_is_one_error(path_directory: Path, tmp_path: Path) -> None:
+def test_if_no_gpu_replies_the_error_is_reported_once(path_directory: Path, tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     stub(path_directory, "nvidia-smi", f"#!/bin/sh\necho '{LOST}'; exit 15\n")
     found = query_gpus(dev=tmp_path, sys_directory=tmp_path)

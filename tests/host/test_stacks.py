@@ -1,7 +1,7 @@
 """A rank's stack can be read without a debugger and without side effects.
 
 The signal that requests a stack would kill a process without a handler. In a process that has closed the file for the
-stack, the handler could write into another file. Such processes are not signalled.
+stack, the handler could write into another file. Processes of both kinds are not signalled.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_a_process_that_has_closed_the_file_is_not_signalled(tmp_path: Path) -> 
     assert Path(tmp_path, "mine").read_text() == ""
 
 
-def test_the_stack_of_a_stopped_process_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_stack_of_a_stopped_process_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "STACK_TIMEOUT", 0.1)
     with running(REGISTERS + "wait()", tmp_path) as process:
         os.kill(process.pid, signal.SIGSTOP)

@@ -1,6 +1,7 @@
-"""--sync lists the files that git does not ignore or, outside a checkout, all files except results and .venv.
+"""--sync lists the files that git does not ignore or, outside a checkout, all files except .venv.
 
-rsync copies each listed file.
+Untracked files in the top-level directories logs, checkpoints and experiments are not listed. rsync copies each listed
+file.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def test_the_content_of_a_settings_file_is_part_of_the_digest(tmp_path: Path) ->
     found = set()
     for content in ("model: small", "model: medium"):
         path.write_text(content)
-        bases.content_at.cache_clear()
+        bases.content_hash_at.cache_clear()
         found |= set(digests({"config": str(path)}))
     assert len(found) == 2
 
@@ -267,7 +267,7 @@ def test_every_value_of_a_base_key_has_its_own_digest(settings: dict[str, Any], 
 # ---------------------------------------------------------------- classes of keys
 
 
-def test_an_unclassified_key_is_refused_once() -> None:
+def test_an_unclassified_key_is_refused_with_one_message_for_all_its_jobs() -> None:
     many = [{"fold": fold, "prefix": "x", "dropout": 0.1} for fold in range(8)]
     assert refusal(*many) == [
         f"key 'dropout' of job x/fold0_{DEFAULT_PARTICIPANTS[0]} and 7 more: not classified; list it in base_models: "
@@ -300,7 +300,7 @@ def test_a_listed_key_does_not_keep_its_default_class() -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [("fold", "participant"), ("participant", "fold")])
-def test_fold_and_participant_have_the_same_class_unless_both_are_listed(one: str, other: str) -> None:
+def test_listing_fold_or_participant_under_base_adds_the_other_unless_it_is_listed(one: str, other: str) -> None:
     assert rules(base=[one]).key_classes[other] == "base"
     assert rules(base=[one], experiment=[other]).key_classes[other] == "experiment"
     assert rules(base=[one], ignored=[other]).key_classes[other] == "ignored"

@@ -416,7 +416,7 @@ def test_the_after_option_takes_a_name_or_directory_or_id_or_prefix_of_a_job_or_
     assert jobs_of(tmp_path, {"m": 0, "_after": "x"}, {"prefix": "x"})[0].id == jobs[2].id, "_after is not a setting"
 
 
-def test_an_added_file_may_name_jobs_of_the_list_but_not_write_their_directories(tmp_path: Path) -> None:
+def test_jobs_of_an_added_file_may_wait_for_listed_jobs_but_not_write_their_directories(tmp_path: Path) -> None:
     listed = jobs_of(tmp_path, named("a"), {"n": 1})
     again, new = jobs_of(tmp_path, named("a"), named("b", "a", listed[1].id), listed=listed)
     assert (again.id, new.options.after) == (listed[0].id, (listed[0].id, listed[1].id))

@@ -148,8 +148,8 @@ def test_the_line_of_hidden_rows_does_not_mention_idle_rows_if_none_is_hidden() 
 )
 def test_the_column_of_a_loss_appears_when_a_job_has_reported_it(metrics: dict[str, float], titles: list[str]) -> None:
     state = running(("gpu1", 0), waiting=1)
-    here, elsewhere = state.jobs.values()
-    here.metrics, elsewhere.metrics = {}, metrics  # a job that is not running keeps the column in the table
+    running_job, waiting_job = state.jobs.values()
+    running_job.metrics, waiting_job.metrics = {}, metrics  # a job that is not running keeps the column in the table
     heading, row, _ = shown(state, link("gpu1", 1), width=80)[1:]
     assert heading.split() == ["slot", "job", *titles]
     assert row.startswith("gpu1:0  medium/fold0_special-methods ")

@@ -1349,7 +1349,9 @@ def test_a_cancelled_job_whose_results_are_being_copied_is_not_retried(tmp_path:
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_cancelling_an_ended_job_has_no_effect_and_it_can_be_retried(tmp_path: Path, code: int) -> None:
+def test_cancelling_an_ended_job_has_no_effect_and_a_retry_request_reruns_it_only_if_it_failed(
+    tmp_path: Path, code: int
+) -> None:
     async def scenario() -> None:
         one = SimulatedServer("one", 2)
         run = ListRun(tmp_path, one, jobs=[job(0, retries=0), job(1)])

@@ -459,7 +459,7 @@ def test_settings_that_differ_are_columns_and_equal_settings_are_listed_in_a_sen
     assert "Equal in all jobs: server:GPU gpu1:0, peak memory 3.0 GiB, step 100 of 200." in text
 
 
-def test_the_table_of_one_job_shows_everything() -> None:
+def test_in_the_table_of_one_job_no_column_is_omitted_as_equal_in_all_jobs() -> None:
     [titles, _] = rows(page.page(results([job(1, attempts=[attempt()])]), {}))
     assert titles == ["job", "state", "server:GPU", "attempts", "duration", "peak memory", "step", "loss",
                       "held_out_loss"]  # fmt: skip

@@ -239,7 +239,7 @@ def test_gpus_that_exist_are_used(home: Path, ids: list[int | str], note: str) -
         (["MIG-b", "MIG-c"], "MIG instance MIG-c: not found: gpu1 has MIG-a, MIG-b; correct gpu_ids"),
     ],
 )
-def test_a_server_without_the_gpus_to_use_is_unusable(home: Path, ids: list[int | str], reason: str) -> None:
+def test_a_server_without_the_requested_gpus_is_unusable(home: Path, ids: list[int | str], reason: str) -> None:
     with pytest.raises(ServerUnusable) as caught:
         server(home, gpu_ids=ids)._check_gpus({"gpus": [WORKS, LOST, *DIVIDED], "problem": ""})
     assert str(caught.value) == reason

@@ -1,7 +1,7 @@
 """distributed_train_helper.py, and the command `cache` of run_two_phase_training.py.
 
-The helper reports the base models of a job list, with the numbers and names of the plan, and the differences between
-two jobs. `cache` lists, verifies and removes base models. Errors name a remedy. Wrong calls change nothing.
+The helper reports the base models of a job list, the trainings that they avoid, and the differences between two jobs.
+`cache` lists, verifies and removes base models. Errors name a remedy. Wrong calls change nothing.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ enter_workdir() {
 }
 
 
-# Stop the processes on the nodes that remain from runs in WORK.
+# Stop the processes that runs in WORK have left on the nodes.
 sweep_runs() {
   local run node
   for run in "$WORK"/logs/*/; do

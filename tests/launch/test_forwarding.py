@@ -21,7 +21,7 @@ from distributed.launch.forwarding import ForwardingError, forwarded
         ("-missing missing", "NCCL_DEBUG CUDA_HOME HF_HOME OMP_NUM_THREADS"),
     ],
 )
-def test_the_last_entry_that_matches_decides(setting: str, names: str) -> None:
+def test_the_last_entry_that_matches_a_variable_decides_whether_it_is_forwarded(setting: str, names: str) -> None:
     exported = (
         "NCCL_DEBUG CUDA_HOME HF_HOME OMP_NUM_THREADS APP_A APP_B FLAG CUDA_VISIBLE_DEVICES RANK WORLD_SIZE "
         "MASTER_PORT MUSTER_NODE TORCHELASTIC_RUN_ID PET_NNODES PATH BASH_FUNC_APP_f%% OMP_BAD%%"
@@ -33,6 +33,6 @@ def test_the_last_entry_that_matches_decides(setting: str, names: str) -> None:
 
 
 @pytest.mark.parametrize("entry", ["*", "A=B", "-", "A**", "*A", "--A", "Ä", "RANK", "MASTER_PORT", "PET_*"])
-def test_a_wrong_entry_is_refused(entry: str) -> None:
+def test_a_wrong_entry_of_muster_forward_is_refused(entry: str) -> None:
     with pytest.raises(ForwardingError, match=r"^MUSTER_FORWARD"):
         forwarded({"MUSTER_FORWARD": f"GOOD {entry}"})

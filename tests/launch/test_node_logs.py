@@ -1,4 +1,4 @@
-"""Only a node that does not share the run directory with the launcher sends its files to it and archives them."""
+"""A node with its own run directory sends its files to the launcher and archives them; other nodes do neither."""
 
 from __future__ import annotations
 

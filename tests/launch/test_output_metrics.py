@@ -442,6 +442,6 @@ def test_a_strange_line_is_read_in_little_time(line: str) -> None:
         (r"(?P<stop>\d+)", "unknown group 'stop'; the names of groups are step, steps, epoch, epochs, steps_per_second, loss, lr, "),
     ],
 )  # fmt: skip
-def test_the_value_of_the_option_is_checked(expression: str, fault: str) -> None:
+def test_the_value_of_the_option_progress_is_checked(expression: str, fault: str) -> None:
     found = check_expression(expression)
     assert found.startswith(fault) and bool(found) == bool(fault)

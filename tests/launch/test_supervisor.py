@@ -258,7 +258,7 @@ def test_signals_that_were_blocked_at_the_start_are_handled(run: SupervisedRun) 
 
 
 OTHER_SIGNALS = ["USR1", "ALRM", "XCPU", "ABRT", "RTMIN+20"]
-COUNTS = "import signal, sys, time; signal.signal({}, lambda *_: print('got it')); print('ready'); time.sleep(300)"
+HANDLES_ANY = "import signal, sys, time; signal.signal({}, lambda *_: print('got it')); print('ready'); time.sleep(300)"
 
 
 def number_of(name: str) -> int:
@@ -271,11 +271,11 @@ def test_a_signal_reaches_the_handler_once_and_ends_none_of_musters_processes(
     run: SupervisedRun, name: str, way: str
 ) -> None:
     number = number_of(name)
-    command = shlex.join([sys.executable, "-u", "-c", COUNTS.format(number)])
+    command = shlex.join([sys.executable, "-u", "-c", HANDLES_ANY.format(number)])
     process = run.start(f"exec {command}", "--sample-usage")
     if way == "control channel":
         run.control.write(f"signal {number}\n".encode())
-    elif way == "command":
+    elif way == "command":  # the verb `signal` of the supervisor's command line
         run.call(f"signal {number}")
     else:  # to the supervisor and the guard, but not to the command
         os.kill(run.pid("guard"), number)
@@ -287,7 +287,7 @@ def test_a_signal_reaches_the_handler_once_and_ends_none_of_musters_processes(
 
 
 def test_a_signal_to_a_forked_helper_is_not_taken_for_one_to_the_supervisor() -> None:
-    """They share the pipe for signals until the helper is isolated."""
+    """A helper shares the supervisor's pipe for signals until isolate() is called."""
     before = signal.getsignal(signal.SIGUSR1)
     ends = signals.catch({signal.SIGUSR1})
     try:
@@ -463,7 +463,7 @@ def test_environment_values_reach_the_command_but_no_command_line_or_file(run: S
 
 
 @pytest.mark.parametrize("node_env", ["exec true", "trap : EXIT; exit 0"])
-def test_a_node_env_that_exits_or_replaces_the_shell_gives_69(
+def test_the_exit_code_is_69_if_node_env_exits_or_replaces_the_shell(
     run: SupervisedRun, tmp_path: Path, node_env: str
 ) -> None:
     env = tmp_path / "node_env.sh"

@@ -62,7 +62,7 @@ def decision_on(
         ([WORKS, WORKS], 0.0, False, Wait(60)),
         ([WORKS, WORKS], 59.5, False, Wait(1)),
         ([WORKS, WORKS], 60.0, False, Query(1)),
-        ([WORKS, WORKS], 60.0, True, Wait(60)),  # without stacks, because reading them disturbs the ranks
+        ([WORKS, WORKS], 60.0, True, Wait(60)),  # stacks are not requested: a request would disturb ranks
         ([SLEEPS, SLEEPS], 60.0, True, Query(1, stacks=True)),
         ([WORKS, SLEEPS], 120.0, True, Query(1, stacks=True)),
         ([WORKS, WORKS], 300.0, False, Query(1, stacks=True)),
@@ -234,7 +234,7 @@ def test_nodes_are_not_queried_while_files_on_this_machine_have_recent_output(
     assert watch.check_files(watched) == (decision, "")
 
 
-def test_a_run_that_looks_hung_is_reported_once_and_again_when_that_changes(tmp_path: Path) -> None:
+def test_a_run_that_looks_hung_is_reported_once_and_again_when_its_state_changes(tmp_path: Path) -> None:
     """The run has no metrics. Rank 0 has exited with 0, and rank 1 sleeps."""
     watch = hang_watch(tmp_path, 600, certain=True)
 

@@ -173,7 +173,7 @@ def test_stacks_of_py_spy_are_cut_to_frames_of_the_script() -> None:
 
 
 def test_without_py_spy_a_rank_writes_its_own_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """If the rank does not write one, the text shows where its threads wait in the kernel."""
+    """If the rank writes no stack, the text shows where its threads wait in the kernel."""
     monkeypatch.setattr(node_status, "path_of_py_spy", lambda: None)
     me = RunProcess(os.getpid(), 1, "R", "", 0, 0, 1, 0)
     text, frames = node_status.read_stacks(me, str(tmp_path))

@@ -130,7 +130,7 @@ def test_json_has_each_node() -> None:
     assert (one["node"], one["status"]["ranks"][0]["pid"], two["status"], two["address"]) == ("n1", 100, None, "ada@n2")
 
 
-def test_the_duration_of_an_ended_run_is_until_its_verdict_and_the_run_does_not_look_hung() -> None:
+def test_an_ended_run_lasted_until_its_verdict_and_does_not_look_hung() -> None:
     found = judge(
         run_with_launcher(EXITED), [reply("n1", ENDED)], OK | {"written": START + 720}, RunProgress(), START + 90_000
     )

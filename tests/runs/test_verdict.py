@@ -648,7 +648,9 @@ def test_an_agent_that_its_supervisor_killed_did_not_die_by_itself(run: RunDirec
 
 
 @pytest.mark.parametrize(("signaled", "outcome"), [(False, "failed"), (True, "stopped")])
-def test_a_node_that_missed_heartbeats_did_not_stop_on_request(run: RunDirectory, signaled: bool, outcome: str) -> None:
+def test_a_node_that_missed_heartbeats_stopped_on_request_only_if_the_launcher_received_a_signal(
+    run: RunDirectory, signaled: bool, outcome: str
+) -> None:
     """The supervisor of the first node stops its ranks, and thereby all others, with exit code 143."""
     run.file(
         "run.json", {"layout": [{"node": n, "address": n, "processes": 1, "first_rank": n == "n2"} for n in TWO_NODES]}

@@ -58,7 +58,10 @@ def no_trouble(rank: int) -> None:
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[..., ForkedRun]]:
-    """start(size, *arguments, trouble=..., only=ranks): the ranks of a launch, killed after the tests."""
+    """start(size, *arguments, trouble=..., only=...) starts a launch, which is killed after the tests.
+
+    only: start only these ranks.
+    """
     with ExitStack() as stack:
 
         def start(size: int, *arguments: str, trouble: Trouble = no_trouble, only: tuple[int, ...] = ()) -> ForkedRun:

@@ -83,7 +83,7 @@ def test_a_manifest_contains_the_digest_facts_and_the_size_and_checksum_of_each_
 
 
 @pytest.mark.parametrize("missing", FILES)
-def test_an_output_directory_without_a_file_is_refused_and_the_file_named(missing: str, tmp_path: Path) -> None:
+def test_an_output_directory_that_lacks_a_file_is_refused_and_the_file_is_named(missing: str, tmp_path: Path) -> None:
     source = Path(trained(tmp_path / "out"))
     (source / missing).unlink()
     with pytest.raises(BaseModelError, match=f"{missing}: No such file or directory: a job with mode base_only must"):
@@ -417,7 +417,7 @@ def publish_concurrently(cache: Path) -> list[int]:
 
         def work(staging: str, ready: int = ready, go: int = go) -> None:
             os.close(go)
-            os.read(ready, 1)  # until all have started
+            os.read(ready, 1)  # returns when all children have started
             base_model.publish(str(cache), DIGEST, staging)
 
         children = [forked(lambda staging=staging: work(staging)) for staging in staged]  # type: ignore[misc]
@@ -592,7 +592,7 @@ def test_publishing_over_an_existing_base_model_keeps_it_and_makes_the_lock_shar
     assert other("claim", DIGEST) == models.claim(DIGEST) == "ready"
 
 
-def test_publishing_without_a_file_fails_and_keeps_the_lock(tmp_path: Path) -> None:
+def test_publishing_an_output_directory_that_lacks_a_file_fails_and_keeps_the_lock(tmp_path: Path) -> None:
     models, output = Cache(tmp_path), trained(tmp_path / "out")
     Path(output, FILES[2]).unlink()
     assert models.claim(DIGEST) == "train"

@@ -368,7 +368,7 @@ def test_a_base_model_other_than_the_one_that_the_job_names_is_refused(workdir: 
     check_refused(result, f"holds the base model {DIGEST}, expected {other}")
 
 
-def test_the_argument_overrides_the_environment(workdir: Workdir, base: Path) -> None:
+def test_the_argument_base_model_overrides_the_variable_muster_base_model(workdir: Workdir, base: Path) -> None:
     result = workdir.job(*FINE_TUNE, "--base_model", str(base), MUSTER_BASE_MODEL="nowhere")
     assert result.returncode == 0, result.stderr
     check_refused(

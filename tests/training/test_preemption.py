@@ -99,7 +99,7 @@ def received_statuses(rank: int, size: int, delay: int, dtype: torch.dtype) -> l
         loss = torch.tensor(losses[rank], dtype=dtype)
         exchange.send(step, loss, stop=rank in stopping, failed=rank in failing)
         received.append(exchange.receive())
-    return [*received, exchange.receive(now=True), exchange.receive(now=True)]
+    return [*received, exchange.receive(include_latest=True), exchange.receive(include_latest=True)]
 
 
 @pytest.mark.parametrize(
@@ -156,5 +156,5 @@ def test_the_failed_rank_raises_its_cause_and_the_others_name_it(
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_no_rank_raises_without_a_failure_or_on_a_stop_request(stop: bool) -> None:
+def test_without_a_failure_no_rank_raises_even_on_a_stop_request(stop: bool) -> None:
     StepStatus(7, 1.0, stop, (), ()).raise_for(0, None, HOSTS)
