@@ -10,7 +10,7 @@ memory; on 2 cores, this takes a tenth to a fifth of the time of torch.save. Wit
 while the next gradients are computed. In that case, the measured time includes the wait before the optimizer's step. If
 training steps use all cores, the background write slows them by about the CPU time of the write.
 
-    python -m benchmarks.checkpoint [--parameters 25] [--turns 15] [--directory DIRECTORY]
+    python -m benchmarks.checkpoint [--parameters 25] [--repetitions 15] [--directory DIRECTORY]
 
 Exits with 1 when save(overlapped=...), as in train.py, stops the training for more than a tenth of torch.save's time.
 """
@@ -36,21 +36,21 @@ from distributed.checkpoint.checkpoints import Checkpoints
 from distributed.checkpoint.directory import final_path
 
 TARGET = 0.1
-WARM_UP = 2  # turns that are not measured: the first saves allocate memory
+WARM_UP = 2  # repetitions that are not measured: the first saves allocate memory
 WIDTH = 512
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="How long does saving a checkpoint stop the training?")
     parser.add_argument("--parameters", type=float, default=25, help="parameters of the model, in millions")
-    parser.add_argument("--turns", type=int, default=15, help="number of measurements of each way of saving")
+    parser.add_argument("--repetitions", type=int, default=15, help="number of measurements of each way of saving")
     parser.add_argument("--directory", type=Path, help="a directory on the disk to measure (default: a temporary one)")
     arguments = parser.parse_args()
     training = Training(arguments.parameters * 1e6)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         print(f"{training.bytes / 1e6:.0f} MB of state, {torch.get_num_threads()} threads, {directory}")
         with Checkpoints(Path(directory, "muster"), keep=1) as checkpoints:
-            ratio = measure_stops(training, checkpoints, Path(directory), arguments.turns)
+            ratio = measure_stops(training, checkpoints, Path(directory), arguments.repetitions)
             measure_slowdown(training, checkpoints)
     return 0 if ratio <= TARGET else 1
 
@@ -82,7 +82,7 @@ class Training:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
-def measure_stops(training: Training, checkpoints: Checkpoints, directory: Path, turns: int) -> float:
+def measure_stops(training: Training, checkpoints: Checkpoints, directory: Path, repetitions: int) -> float:
     """Measure how long each way of saving stops the training. Returns the ratio of save(overlapped) to torch.save."""
     state, optimizer, steps = training.state(), training.optimizer, count()
 
@@ -102,12 +102,12 @@ def measure_stops(training: Training, checkpoints: Checkpoints, directory: Path,
 
     ways = {"save(overlapped=optimizer)": overlapped, "save()": plain, "torch.save()": torch_save}
     timings = {name: Timings(name) for name in ways}
-    for turn in range(turns + WARM_UP):
-        for name, way in ways.items() if turn % 2 else reversed(ways.items()):
+    for repetition in range(repetitions + WARM_UP):
+        for name, way in ways.items() if repetition % 2 else reversed(ways.items()):
             os.sync()
             seconds = way()
             checkpoints.wait()
-            if turn >= WARM_UP:
+            if repetition >= WARM_UP:
                 timings[name].seconds.append(seconds)
     overlapped_median, plain_median, torch_save_median = (timing.median for timing in timings.values())
     print(f"training stopped: {',  '.join(map(str, timings.values()))}")

@@ -4,7 +4,7 @@ The first measurement runs `true` on 16 laboratory nodes with Muster's ssh layer
 preflight check of 3 nodes with the slowest of three single `ssh NODE true`. In each measurement, runs of Muster and of
 the baseline alternate. Needs root.
 
-    python -m benchmarks.fan_out [--turns 7]
+    python -m benchmarks.fan_out [--repetitions 7]
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ def slowest_ssh(names: list[str]) -> float:
     return max(run("ssh", name, "true") for name in names)
 
 
-def alternate(turns: int, muster: Callable[[], float], baseline: Callable[[], float]) -> list[tuple[float, float]]:
+def alternate(
+    repetitions: int, muster: Callable[[], float], baseline: Callable[[], float]
+) -> list[tuple[float, float]]:
     """Returns pairs of seconds (muster, baseline), without the first, which warms caches."""
     pairs = []
-    for turn in range(turns + 1):
-        pair = (muster(), baseline()) if turn % 2 else tuple(reversed((baseline(), muster())))
+    for repetition in range(repetitions + 1):
+        pair = (muster(), baseline()) if repetition % 2 else tuple(reversed((baseline(), muster())))
         pairs.append((pair[0], pair[1]))
     return pairs[1:]
 
@@ -48,17 +50,17 @@ def alternate(turns: int, muster: Callable[[], float], baseline: Callable[[], fl
 def main() -> int:
     """Print the medians, and the median ratio or difference of the pairs."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--turns", type=int, default=7)
-    turns = options.parse_args().turns
+    options.add_argument("--repetitions", type=int, default=7, help="number of measured repetitions")
+    repetitions = options.parse_args().repetitions
     with nodes(16) as (names, _):
         muster = partial(run, *ASK_NODES, "true", *names)
         pdsh = partial(run, "pdsh", "-S", "-f", "16", "-w", ",".join(names), "true")
-        pairs = alternate(turns, muster, pdsh)
+        pairs = alternate(repetitions, muster, pdsh)
         ratio = statistics.median(own / peer for own, peer in pairs)
         own, peer = (statistics.median(side) for side in zip(*pairs, strict=True))
         print(f"true on 16 nodes: Muster {own:.2f} s, pdsh {peer:.2f} s, ratio {ratio:.2f} (target: at most 1.0)")
         preflight = partial(run, *ASK_NODES, "preflight", *names[:3])
-        pairs = alternate(turns, preflight, partial(slowest_ssh, names[:3]))
+        pairs = alternate(repetitions, preflight, partial(slowest_ssh, names[:3]))
         excess = statistics.median(own - peer for own, peer in pairs)
         own, peer = (statistics.median(side) for side in zip(*pairs, strict=True))
         print(

@@ -1,6 +1,6 @@
 """Measure the time per job of a list of many short jobs, and compare it with GNU parallel over the same connections.
 
-1,000 jobs of `true` on three servers with 8 slots each, alternately as a job list and by `parallel --sshlogin
+This runs 1,000 jobs of `true` on three servers with 8 slots each, alternately as a job list and by `parallel --sshlogin
 8/SERVER,...`. Both use Muster's ssh configuration, in which all sessions with a server share one connection
 (ControlMaster). Times include the whole command. The servers share their files, so nothing is copied. With --copied,
 each server has its own files, and each job writes a file, which Muster and parallel (by --return) copy back.

@@ -88,29 +88,29 @@ class PowerOff:
 
     def __init__(self, name: str, lab: Path, after: float) -> None:
         self.command, self.env = [str(LAB), "kill", name], os.environ | {"MUSTER_LAB": str(lab)}
-        self.done = 0.0  # Unix seconds
+        self.done_at = 0.0  # Unix seconds; 0 before the server is powered off
         self._timer = threading.Timer(after, self._run)
         self._timer.start()
 
     def _run(self) -> None:
         subprocess.run(self.command, env=self.env, check=True)
-        self.done = time.time()
+        self.done_at = time.time()
 
 
-def with_loss(names: list[str], directory: Path, seconds: list[float], lost: int, lab: Path, after: int) -> None:
-    """Run a list during which a server is powered off. lost: index of the server. after: value of --lost-after."""
+def with_loss(names: list[str], directory: Path, seconds: list[float], lost: int, lab: Path, lost_after: int) -> None:
+    """Run a list during which a server is powered off. lost: index of the server. lost_after: see --lost-after."""
     slots, left = sum(SLOTS), sum(SLOTS) - SLOTS[lost]
     start = time.time()
     power_off = PowerOff(names[lost], lab, sum(seconds) / slots / 2)
-    elapsed, results = run(names, directory, seconds, True, ["--lost-after", str(after)])
+    elapsed, results = run(names, directory, seconds, True, ["--lost-after", str(lost_after)])
     attempts = [attempt for job in results["jobs"] for attempt in job["attempts"]]
-    lost_work = [max(0.0, power_off.done - each["start"]) for each in attempts if each["failure"] == "server lost"]
-    if not power_off.done or not lost_work:
+    lost_work = [max(0.0, power_off.done_at - each["start"]) for each in attempts if each["failure"] == "server lost"]
+    if not power_off.done_at or not lost_work:
         sys.exit("no attempt was lost")
-    moment = power_off.done - start
-    shortest = moment + (sum(seconds) - slots * moment + sum(lost_work)) / left
+    t = power_off.done_at - start  # see the docstring of this module
+    shortest = t + (sum(seconds) - slots * t + sum(lost_work)) / left
     print(
-        f"{names[lost]} ({SLOTS[lost]} slots, {len(lost_work)} jobs on it) lost after {moment:.1f} s: {elapsed:.1f} s, "
+        f"{names[lost]} ({SLOTS[lost]} slots, {len(lost_work)} jobs on it) lost after {t:.1f} s: {elapsed:.1f} s, "
         f"bound {shortest:.1f} s, ratio {elapsed / shortest:.3f} (target: at most 1.05)"
     )
 

@@ -8,7 +8,7 @@ the checkpoint has its final name, until the last task exits, and until the last
 Then Muster's job requeues itself and resumes. Repeated steps are counted; the target is at most one. The time
 from the first line of the batch script to the first new step is compared with that of the first start. Needs root.
 
-    python -m benchmarks.preemption [--turns 7]
+    python -m benchmarks.preemption [--repetitions 7]
 """
 
 from __future__ import annotations
@@ -212,15 +212,15 @@ def report(pairs: list[tuple[PreemptionSeconds, PreemptionSeconds]], resumptions
 def main() -> int:
     """Print all measurements, then medians and ratios."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--turns", type=int, default=7)
-    count = options.parse_args().turns
+    options.add_argument("--repetitions", type=int, default=7, help="number of measured repetitions")
+    count = options.parse_args().repetitions
     os.environ.pop("PYTHONUNBUFFERED", None)
     pairs, resumptions = [], []
     with slurm(2, gpus=2) as (env, directory):
         jobs = PreemptionJobs(directory, env)
         jobs.bare()  # warms the page cache
-        for turn in range(count):
-            peer = jobs.bare() if turn % 2 else None
+        for repetition in range(count):
+            peer = jobs.bare() if repetition % 2 else None
             own, resumption = jobs.muster()
             peer = peer or jobs.bare()
             pairs.append((own, peer))

@@ -3,9 +3,9 @@
 The same short script is started alternately by torchrun, by Muster's agent alone, and by launch_singlenode.sh, which
 also checks the call, creates the run directory and writes a report. Times are measured from before the command until
 rank 0 has the result of its first all-reduce, and until the command exits. For comparison, `import torch` alone is
-measured too. One turn runs every command once; --turns is the number of turns.
+measured too. One repetition runs every command once; --repetitions is the number of repetitions.
 
-    python benchmarks/startup.py [--turns 5] [--ranks 2 8]
+    python benchmarks/startup.py [--repetitions 5] [--ranks 2 8]
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ def measure(command: list[str], directory: Path) -> Seconds:
     return Seconds(float(result.read_text()) - started_at, time.time() - started_at)
 
 
-def row(side: str, turns: Sequence[dict[str, Seconds]]) -> str:
-    """A row of medians over all turns: seconds of a command, and their ratios to the seconds of torchrun and import."""
+def row(side: str, repetitions: Sequence[dict[str, Seconds]]) -> str:
+    """A row of medians over all repetitions: seconds of a command, and their ratios to those of torchrun and import."""
 
     def median(value: Callable[[dict[str, Seconds]], float]) -> str:
-        return f"{statistics.median(map(value, turns)):8.2f}"
+        return f"{statistics.median(map(value, repetitions)):8.2f}"
 
     return "  ".join(
         [
             f"{side:12}",
-            median(lambda turn: turn[side].to_all_reduce),
-            median(lambda turn: turn[side].to_all_reduce / turn["torchrun"].to_all_reduce),
-            median(lambda turn: turn[side].to_all_reduce / turn["import torch"].to_all_reduce),
-            median(lambda turn: turn[side].to_exit),
-            median(lambda turn: turn[side].to_exit / turn["torchrun"].to_exit),
+            median(lambda repetition: repetition[side].to_all_reduce),
+            median(lambda repetition: repetition[side].to_all_reduce / repetition["torchrun"].to_all_reduce),
+            median(lambda repetition: repetition[side].to_all_reduce / repetition["import torch"].to_all_reduce),
+            median(lambda repetition: repetition[side].to_exit),
+            median(lambda repetition: repetition[side].to_exit / repetition["torchrun"].to_exit),
         ]
     )
 
@@ -83,7 +83,7 @@ def row(side: str, turns: Sequence[dict[str, Seconds]]) -> str:
 def main() -> int:
     """Print a table of medians."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--turns", type=int, default=5)
+    options.add_argument("--repetitions", type=int, default=5, help="number of measured repetitions")
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
     arguments = options.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -96,11 +96,12 @@ def main() -> int:
             sides = commands(directory / "first.py", ranks)
             for command in sides.values():
                 measure(command, directory)  # warm the page cache
-            turns = [
-                {side: measure(command, directory) for side, command in sides.items()} for _ in range(arguments.turns)
+            repetitions = [
+                {side: measure(command, directory) for side, command in sides.items()}
+                for _ in range(arguments.repetitions)
             ]
             for side in sides:
-                print(f"{ranks:5} {row(side, turns)}", flush=True)
+                print(f"{ranks:5} {row(side, repetitions)}", flush=True)
     return 0
 
 

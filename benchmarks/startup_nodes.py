@@ -4,7 +4,7 @@ By hand means that the torchrun commands of all nodes are started over ssh at th
 The launcher is one command, which also checks the nodes and writes a report. Times are measured from before the command
 until rank 0 has the result of its first all-reduce. Needs root.
 
-    python -m benchmarks.startup_nodes [--turns 5]
+    python -m benchmarks.startup_nodes [--repetitions 5]
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def by_launcher(names: list[str], script: Path, result: Path) -> float:
 def main() -> int:
     """Print the seconds and the ratio of each pair (one launch by hand, one by the launcher), then the medians."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--turns", type=int, default=5)
-    turns = options.parse_args().turns
+    options.add_argument("--repetitions", type=int, default=5, help="number of measured repetitions")
+    repetitions = options.parse_args().repetitions
     os.environ.pop("PYTHONUNBUFFERED", None)
     with nodes(3) as (names, directory):
         script, result = directory / "first.py", directory / "result"
         script.write_text(SCRIPT)
         by_launcher(names, script, result)  # warm the page cache
         pairs = []
-        for turn in range(turns):
-            sides = [by_hand, by_launcher] if turn % 2 else [by_launcher, by_hand]
+        for repetition in range(repetitions):
+            sides = [by_hand, by_launcher] if repetition % 2 else [by_launcher, by_hand]
             seconds = {side.__name__: side(names, script, result) for side in sides}
             pairs.append((seconds["by_hand"], seconds["by_launcher"]))
             print(

@@ -6,7 +6,7 @@ measured with LAUNCHER=srun and with LAUNCHER=torchrun. Times are measured from 
 until SLURM starts a job varies, from the first line of the batch script. They end when rank 0 has the result of its
 first all-reduce. Needs root.
 
-    python -m benchmarks.startup_slurm [--turns 9]
+    python -m benchmarks.startup_slurm [--repetitions 9]
 """
 
 from __future__ import annotations
@@ -85,33 +85,33 @@ class StartupJobs:
         return StartupSeconds(end - started, end - float(self.started.read_text()))
 
 
-def report(turns: list[dict[str, StartupSeconds]]) -> None:
+def report(repetitions: list[dict[str, StartupSeconds]]) -> None:
     """Print the ratios of Muster's two launchers to the plain srun."""
     for name in ("from_batch_script", "from_sbatch"):
-        seconds = {side: [vars(turn[side])[name] for turn in turns] for side in turns[0]}
+        seconds = {side: [vars(repetition[side])[name] for repetition in repetitions] for side in repetitions[0]}
         for side in ("srun", "torchrun"):
             print(f"{name:18} {side:9} {ratio_of(seconds[side], seconds['bare'])}")
     print("target: with srun at most 1.1")
 
 
 def main() -> int:
-    """Print the seconds of every turn, and the ratios."""
+    """Print the seconds of every repetition, and the ratios."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--turns", type=int, default=9)
-    count = options.parse_args().turns
+    options.add_argument("--repetitions", type=int, default=9, help="number of measured repetitions")
+    count = options.parse_args().repetitions
     os.environ.pop("PYTHONUNBUFFERED", None)
-    turns = []
+    repetitions = []
     with slurm(2, gpus=2) as (env, directory):
         jobs = StartupJobs(directory, env)
         order = [jobs.bare, jobs.srun, jobs.torchrun]
-        for turn in range(count + 1):
+        for repetition in range(count + 1):
             order = order[1:] + order[:1]
             starts = {job.__name__: job() for job in order}
-            if turn:  # the first one warms the page cache
-                turns.append({name: starts[name] for name in ("bare", "srun", "torchrun")})
-                seconds = [f"{side} {start.from_batch_script:.2f} s" for side, start in turns[-1].items()]
+            if repetition:  # the first one warms the page cache
+                repetitions.append({name: starts[name] for name in ("bare", "srun", "torchrun")})
+                seconds = [f"{side} {start.from_batch_script:.2f} s" for side, start in repetitions[-1].items()]
                 print(*seconds, sep="   ", flush=True)
-    report(turns)
+    report(repetitions)
     return 0
 
 

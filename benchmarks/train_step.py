@@ -5,7 +5,7 @@ the CPUs and gloo.
 train.py runs its whole loop: schedule, accumulation, clipping, exchange of loss and stop requests, progress lines. The
 hand-written loop is that of a tutorial: forward, backward, clip, step. It runs when train.py requests its next batch.
 
-    python benchmarks/train_step.py [--turns 12] [--steps 10] [--nproc 2] [--config FILE] [key=value ...]
+    python benchmarks/train_step.py [--repetitions 12] [--steps 10] [--nproc 2] [--config FILE] [key=value ...]
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ QUIET = ("train.evaluate_every=0", "checkpoint.every=0", "logging.level=warning"
 
 
 class Measured(Exception):
-    """Raised after the last turn to stop train.py."""
+    """Raised after the last repetition to stop train.py."""
 
 
 def by_hand(settings: Settings, world: World) -> Callable[[], None]:
@@ -73,7 +73,7 @@ def synchronized_time() -> float:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Run the turns in this rank; rank 0 prints."""
+    """Run the repetitions in this rank; rank 0 prints."""
     settings = read(options.config, [*QUIET, *options.overrides])
     times: dict[str, list[float]] = {"by hand": [], "train.py": []}
     with process_group() as world:
@@ -81,9 +81,9 @@ def measure(options: argparse.Namespace) -> None:
         global_batch, batches = batch(settings, world.size), TrainingData.batches
 
         def interleaved(self: TrainingData, *args: Any, **kwargs: Any) -> Iterator[Any]:
-            """Yield train.py's batches; before each turn of train.py, run a turn of the hand-written loop."""
+            """Yield train.py's batches; run a repetition of the hand-written loop before each of train.py."""
             source = batches(self, *args, **kwargs)
-            for turn in range(options.turns + 1):
+            for repetition in range(options.repetitions + 1):
                 start = synchronized_time()
                 for _ in range(options.steps):
                     step()
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace) -> None:
                 for _ in range(options.steps * global_batch.accumulation):
                     yield next(source)  # train.py requests the next batch after the step
                 train_seconds = synchronized_time() - start
-                if turn:  # the first turn warms up
+                if repetition:  # the first repetition warms up
                     times["by hand"].append(by_hand_seconds / options.steps)
                     times["train.py"].append(train_seconds / options.steps)
             raise Measured
@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace) -> None:
 def main() -> int:
     """Start the ranks; in a rank, measure."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--turns", type=int, default=12)
+    options.add_argument("--repetitions", type=int, default=12, help="number of measured repetitions")
     options.add_argument("--steps", type=int, default=10)
     options.add_argument("--config", type=Path, default=KIT / "config/quickstart.yaml")
     options.add_argument("--nproc", type=int, default=2)

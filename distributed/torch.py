@@ -181,7 +181,7 @@ def check_no_shared_devices(owners: Mapping[int, tuple[str, str]]) -> None:
 
 
 def resolve(strategy: str, world: World) -> str:
-    """Return the strategy; auto becomes ddp or single. Raises WorldError if it is unknown or unfit for this world."""
+    """Return the strategy; auto becomes ddp or single. Raises WorldError for an unknown or unsuitable strategy."""
     if strategy not in STRATEGIES:
         raise WorldError(f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
     if strategy == "auto":

@@ -468,7 +468,7 @@ print("at work", flush=True); time.sleep(300)'
 
 
 # bats test_tags=slow
-@test "a closed or full console loses only its own output" {
+@test "if the console is closed or full, the run succeeds and its log is complete" {
   write_script <<<'
 for number in range(20000):
     print("line", number)'

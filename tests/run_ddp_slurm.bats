@@ -115,7 +115,7 @@ END
 }
 
 
-@test "a call inside a job step is refused" {
+@test "run_ddp.sh and test_distributed.sh refuse to start in a job step, and name the command for one node" {
   run timeout 60 srun -Q -n1 "$KIT/scripts/run_ddp.sh" -n 1 -c - --script /dev/null
   [ "$status" -eq 2 ]
   [[ "$output" == *"not through srun; for this node alone: scripts/ssh/launch_singlenode.sh CONFIG NPROC"* ]]
@@ -124,7 +124,7 @@ END
 }
 
 
-@test "in a job step, launch_singlenode.sh and test_distributed.sh run on the node of the task that calls them" {
+@test "in a job step, launch_singlenode.sh, and test_distributed.sh without SLURM_JOB_ID, run on the node of the task" {
   write_script <<'END'
 total = torch.ones(1)
 dist.all_reduce(total)

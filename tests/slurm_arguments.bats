@@ -201,14 +201,14 @@ refuses() { # <expected text>
 
 @test "stop.sh waits until SLURM has ended the job, and prints its state" {
   mkdir bin
-  printf '%s\n' '#!/bin/sh' '[ -e shown ] || echo COMPLETING None' >bin/squeue
+  printf '%s\n' '#!/bin/sh' '[ -e ended ] || echo COMPLETING None' >bin/squeue
   printf '%s\n' '#!/bin/sh' 'echo "$@" >>cancelled' >bin/scancel
   chmod +x bin/*
   PATH=$PWD/bin:$PATH "$KIT/scripts/stop.sh" 7 >out 2>&1 3>&- &
   until grep -q 'waiting for' out; do
     sleep 0.1
   done
-  touch shown
+  touch ended
   wait $!
   [[ "$(<out)" == "stop.sh: waiting for job 7 (COMPLETING) to end: "*" s, at most 120 s"$'\n'"job 7 has ended"* ]]
 }

@@ -13,7 +13,7 @@ setup_file() {
   export APART=$BATS_FILE_TMPDIR/apart LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
   mkdir "$APART"
   start_lab 2 --private "$APART"
-  # The login shell prints Welcome before the streams of rsync, tar and logs, but not for the commands of these tests.
+  # The login shell prints Welcome before Muster's commands, which contain rsync or bash, but not before the tests' own.
   echo 'case $BASH_EXECUTION_STRING in *rsync* | *bash*) echo Welcome ;; esac' >"$MUSTER_LAB/bashrc"
 }
 

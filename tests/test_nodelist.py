@@ -435,7 +435,7 @@ def test_comments_of_a_hostfile_need_not_be_utf_8(tmp_path: Path) -> None:
         (["a"], "/no", "nodes are given both as arguments and by --hostfile; use one of them"),
     ],
 )
-def test_a_call_without_nodes_with_a_huge_hostfile_or_with_two_sources_of_nodes_is_refused(
+def test_missing_nodes_a_huge_hostfile_and_two_sources_of_nodes_are_each_refused(
     arguments: list[str], hostfile: str | None, message: str
 ) -> None:
     with pytest.raises(NodeListError) as error:

@@ -200,7 +200,7 @@ def test_strategies_that_match_the_number_of_processes_are_accepted(strategy: st
         ("deepspeed", f"strategy 'deepspeed' is not one of {', '.join(STRATEGIES)}"),
     ],
 )
-def test_strategies_that_do_not_match_are_refused(
+def test_a_strategy_that_is_unknown_or_for_another_number_of_processes_is_refused(
     function: Callable[[str, World], object], strategy: str, message: str
 ) -> None:
     with pytest.raises(WorldError) as error:
@@ -273,7 +273,7 @@ def record_gradients(rank: int, directory: Path) -> None:
             record[strategy] = wrapped_gradients(plain, strategy, world, batches)
         record["auto"] = type(muster_torch.wrap(plain, "auto", world)).__name__
         plain(batches[0]).backward()
-        record["own of the first"] = gradients(plain)
+        record["first micro-batch"] = gradients(plain)
     record["destroyed"] = not dist.is_initialized()
     (directory / f"rank_{rank}.json").write_text(json.dumps(record))
 
@@ -324,7 +324,7 @@ def test_gradients_are_the_mean_over_the_ranks(records: list[dict[str, Any]], st
 
 def test_without_synchronization_each_rank_has_its_own_gradients(records: list[dict[str, Any]]) -> None:
     for record in records:
-        for gradient, own in zip(record["ddp"]["unsynchronized"], record["own of the first"], strict=True):
+        for gradient, own in zip(record["ddp"]["unsynchronized"], record["first micro-batch"], strict=True):
             assert gradient == pytest.approx(own, rel=1e-5)
         assert record["fsdp"]["unsynchronized"] == [None, None], "FSDP sets gradients only after the last micro-batch"
     assert records[0]["ddp"]["unsynchronized"] != records[1]["ddp"]["unsynchronized"]

@@ -180,10 +180,10 @@ class Agent(LocalElasticAgent):
             if code is None and not record:
                 continue
             exit_code = record.get("exit_code") or _shell_code(code or 0)
-            rank, failed = self._worker_group.workers[local_rank].global_rank, record.get("time") or time.time()
+            rank, failed_at = self._worker_group.workers[local_rank].global_rank, record.get("time") or time.time()
             if not ended_by_agent and exit_code != STOPPED:
                 sys.stderr.write(f"agent: rank {rank} (pid {process.pid}) failed with exit code {exit_code}\n")
-            self.failures[local_rank] = RankFailure(rank, local_rank, process.pid, failed, exit_code, ended_by_agent)
+            self.failures[local_rank] = RankFailure(rank, local_rank, process.pid, failed_at, exit_code, ended_by_agent)
             if record:
                 self.records[f"rank_{rank}.json"] = record
         if not ended_by_agent:

@@ -300,10 +300,11 @@ def _finalise(inherited: Mapping[str, ModuleType]) -> None:
     # list of the collector. Otherwise the next collection would finalise objects in the order of their creation, and
     # would close a file before it flushes the buffer above the file.
     gc.collect()
-    launched = _package_of_main()
+    script_packages = _package_of_main()
     script_modules = [
         name for name, module in sys.modules.items()
-        if inherited.get(name) is not module and (name.partition(".")[0] in launched or not _installed(module))
+        if inherited.get(name) is not module
+        and (name.partition(".")[0] in script_packages or not _installed(module))
     ]  # fmt: skip
     remaining = [weakref.ref(_ModuleNames(vars(sys.modules.pop(name)))) for name in script_modules]
     gc.collect()

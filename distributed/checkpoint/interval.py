@@ -28,8 +28,8 @@ def best_interval(cost: float, mtbf: float) -> float:
     cost: seconds that a save blocks the training. mtbf: mean time between failures, in seconds.
 
     Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
-    Computer Systems 22 (2006), equation 37. The square root alone is of J. W. Young, A first order approximation to the
-    optimum checkpoint interval, Communications of the ACM 17 (1974).
+    Computer Systems 22 (2006), equation 37. The first square root alone is the formula of J. W. Young, A first order
+    approximation to the optimum checkpoint interval, Communications of the ACM 17 (1974).
     """
     if cost >= 2 * mtbf:
         return mtbf

@@ -86,7 +86,7 @@ class SshCall:
         return self._exit_code()
 
     def _wait_until_ready(self, timeout: float) -> bytes:
-        """Returns the output after READY. Keeps standard input, so that its writer does not wait."""
+        """Returns the output after READY. Buffers standard input, so that its writer does not block."""
         printed = b""
         end = time.monotonic() + timeout
         poll = select.poll()

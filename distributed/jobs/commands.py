@@ -300,7 +300,7 @@ def read_config(options: argparse.Namespace) -> ListConfig:
         raise ConfigError(f"script {script}: no such file in {Path.cwd()}; give its path with --script")
     jobs = read_jobs(options.jobs_config, default_participants(script), options.retries)
     config = ListConfig(options, cluster, script, jobs, Cache(Path.cwd()))
-    return with_bases(config, [*jobs, *added_before(config, state_of(journal_of(options.log_file)))])
+    return with_bases(config, [*jobs, *previously_added(config, state_of(journal_of(options.log_file)))])
 
 
 def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
@@ -321,7 +321,7 @@ def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
     return replace(config, jobs=[with_digest(job, cache) for job in jobs], warnings=warnings)
 
 
-def added_before(config: ListConfig, state: ListState) -> list[Job]:
+def previously_added(config: ListConfig, state: ListState) -> list[Job]:
     """The jobs that `add` has added to a list, from the journal.
 
     The journal has no values of _env; they are read again from the files that were given to `add`. config: contains

@@ -454,7 +454,7 @@ def _kind(value: Any) -> str:
 
 
 def _explain(error: ValidationError, source: str, prefix: str = "", within: str = "") -> Iterator[str]:
-    """A line for each fault. prefix: of the keys, such as `_`. within: the only section that the file contains."""
+    """One line per fault. prefix: precedes each key, such as `_`. within: the only section that the file contains."""
     for fault in error.errors():
         location = [str(part) for part in fault["loc"]]
         key = prefix + ".".join(location)

@@ -241,10 +241,13 @@ def measured(job: JobState) -> list[str]:
     """Step, loss and held-out loss; each is empty until the job reports it."""
     step, steps = job.metrics.get("step"), job.metrics.get("steps")
     progress = "" if step is None else f"{step:,.0f}" + (f"/{steps:,.0f}" if steps else "")
-    return [progress, *(figure(float(job.metrics[name])) if name in job.metrics else "" for name in LOSSES.values())]
+    return [
+        progress,
+        *(aligned_number(float(job.metrics[name])) if name in job.metrics else "" for name in LOSSES.values()),
+    ]
 
 
-def figure(value: float) -> str:
+def aligned_number(value: float) -> str:
     """Three decimals, to align the decimal points of a column; two significant digits for small and large values."""
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.2g}"
 

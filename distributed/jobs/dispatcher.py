@@ -590,7 +590,7 @@ class Dispatcher:
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
         """Return a text for the log: that no process remains, and how much memory of the attempt's GPUs is in use.
 
-        No process remains, because the supervisor, which waits for all of them, has exited.
+        No process remains, because the supervisor waits for all processes of the attempt, and it has exited.
         """
         gpus = await server.query_gpus() if attempt.gpus else []
         used = {gpu["index"]: gpu.get("used") for gpu in gpus}
@@ -622,9 +622,10 @@ class Dispatcher:
         self._failing.discard(job.job.id)
 
     def _count_failure(self, job: JobState, attempt: Attempt) -> None:
-        """Count an attempt if it failed. Pause the list at a limit of failures; with fail_fast, also cancel other jobs.
+        """Count an attempt if it failed. Pause the list at a limit of failures.
 
-        An ended attempt is counted before its results are copied, so that no other job starts meanwhile.
+        With fail_fast, a failed job pauses the list and cancels all other unfinished jobs. An ended attempt is counted
+        before its results are copied, so that no other job starts meanwhile.
         """
         fails = job.outcome(attempt, self.jobs.get(job.job.id))[0] == "failed"
         if fails:

@@ -96,7 +96,7 @@ class Job:
 
 
 def job_of(settings: Mapping[str, Any], options: Options, participants: Sequence[str] | None = None) -> Job:
-    """The job with these settings. participants: the script's default for the setting of this name, if known.
+    """The job with these settings. participants: the script's default for the setting `participants`, if known.
 
     Raises:
         JobError: a setting cannot be an argument or part of the output directory.

@@ -29,7 +29,7 @@ from distributed.files import KIT, write_file
 from distributed.jobs.state import Attempt
 from distributed.jobs.timeline import Span, Track, draw_tracks
 from distributed.runs import charts, page_parts
-from distributed.runs.charts import Line, duration, figure
+from distributed.runs.charts import Line, duration, number_text
 from distributed.runs.history import History, read_metrics
 from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, ranges, section, tile_list
 from distributed.runs.records import number
@@ -526,9 +526,9 @@ def metric_cell(metrics: Mapping[str, Any], key: str) -> Cell:
         return "NaN", math.nan
     if isinstance(metrics[key], bool) or not isinstance(metrics[key], (int, float)):
         return escape(cut(plain(metrics[key]), 60)), None
-    text = loss_text(value) if key.endswith("loss") else figure(value)
+    text = loss_text(value) if key.endswith("loss") else number_text(value)
     if key == "step" and number(metrics.get("steps")) > 0:
-        text += f" of {figure(number(metrics['steps']))}"
+        text += f" of {number_text(number(metrics['steps']))}"
     return escape(text), value
 
 

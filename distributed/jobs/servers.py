@@ -59,7 +59,8 @@ NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or new
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC, FAILED = 3, 4, 5
 LOST_CONNECTION = (12, 30, 35, 255)  # exit codes of rsync
 FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # the standard input of rsync has the paths, ended by NUL
-# The files that jobs/host.py and its supervisors need on a server, without modules that only usage_sampler.py imports.
+# The files that jobs/host.py and its supervisors need on a server. The list leaves out distributed/runs/, because
+# usage_sampler.py imports it only to take samples, and supervisors of jobs take none.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
     "distributed/host/__init__.py", "distributed/host/gpus.py", "distributed/host/system.py",

@@ -156,7 +156,7 @@ def trained_at(base: Cached) -> str:
 
 def loss_of(base: Cached) -> str:
     loss = base.manifest.get("held_out_loss")
-    return console.figure(loss) if isinstance(loss, int | float) else "-"
+    return console.aligned_number(loss) if isinstance(loss, int | float) else "-"
 
 
 def settings_of(base: Cached) -> dict[str, Any]:

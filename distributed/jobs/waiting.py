@@ -108,9 +108,9 @@ class WaitingJobs:
             self._enqueue(trainer)
 
     def hold(self, job: JobState, listed: Job) -> bool:
-        """Hold a job until what it waits for is done.
+        """Hold a job that must wait for another job or for a base model.
 
-        Returns False if it can be queued. listed: the job as the current jobs file defines it.
+        Returns False if the job can be queued. listed: the job as the current jobs file defines it.
         """
         awaited = self._awaited(listed)
         if awaited and not listed.trains:  # a job that trains is queued by handle_claim()

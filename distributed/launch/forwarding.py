@@ -2,8 +2,8 @@
 
 They are set before config/node_env.sh is sourced, which can change them; those of --env are set after it.
 
-Each entry of FORWARDED and MUSTER_FORWARD is a name, or a prefix that ends in `*`. A `-` before it excludes these
-names. The last entry that matches a name decides; those of MUSTER_FORWARD come last.
+Each entry of FORWARDED and MUSTER_FORWARD is a name, or a prefix that ends in `*`. An entry with a leading `-` excludes
+the names that match it. The last entry that matches a name decides; those of MUSTER_FORWARD come last.
 """
 
 from __future__ import annotations

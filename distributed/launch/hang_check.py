@@ -26,14 +26,14 @@ QUERY_TIMEOUT, STACKS_TIMEOUT = 15.0, 60.0  # seconds
 
 def schedule_hang_check(watch: Watch) -> None:
     """Check the next attempt of a run for a hang, unless --hang-timeout is 0."""
-    timeout, certain = hang_limits(watch.options.hang_timeout, watch.options.all_ranks_here)
+    timeout, permanent_only = hang_limits(watch.options.hang_timeout, watch.options.all_ranks_here)
     started, attempt = time.monotonic(), watch.attempts
 
     def start() -> None:
         if attempt == watch.attempts:
             from distributed.runs.hang_decision import HangWatch  # not at the top: most runs end before the first check
 
-            HangCheck(watch, HangWatch(watch.run, timeout, certain), started).check()
+            HangCheck(watch, HangWatch(watch.run, timeout, permanent_only), started).check()
 
     if timeout:
         watch.loop.call_later(min(timeout, FIRST_CHECK), start)
@@ -87,7 +87,7 @@ class HangCheck:
             self._watch.console.record(notice, always=True)
             self._watch.notifier.send("recovery" if notice == RECOVERED else "hang", notice)
         if isinstance(decision, Hung):
-            self._watch.hangs(decision.record)
+            self._watch.stop_hung_run(decision.record)
         elif isinstance(decision, Wait):
             due = time.monotonic() + decision.seconds
             self._watch.loop.call_later(decision.seconds, partial(self.check, due))

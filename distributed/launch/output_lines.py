@@ -103,7 +103,7 @@ class Console:
                 errors.append(line.removesuffix(b"\r"))
             elif rank == 0:
                 state = text.removesuffix(b"\r")
-                # Outside a terminal, an update was shown as a line: do not show an update or line with the same text.
+                # Outside a terminal, an update is shown as a line. Skip the next update or line if it is equal.
                 if state != self._updates.get(stream) or shown_on in self._terminals:
                     of_rank_0.append(text)
                 self._updates[stream] = state if text.endswith(b"\r") else None

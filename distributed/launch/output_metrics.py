@@ -172,7 +172,7 @@ class Steps:
         """first_epoch: 0 or 1, if known from an earlier attempt."""
         self._first_epoch = first_epoch
         self._priority, self._last, self._total, self._offset = -1, 0.0, math.nan, 0.0
-        # True: a line without a step counts its epoch as its step. A line with a fraction of an epoch sets it to False.
+        # Whether a line's epoch is used as its step if it has no step. False after a line with a fraction of an epoch.
         self._counts_epochs = True
 
     def resolve(self, values: Values, priority: int) -> Values:

@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--progress", default="", metavar="REGEX")
     add("--part", action="store_true", help="other launchers start the other nodes")
     add("--announce", default="", metavar="TEXT", help="print this at the start; {log} is this node's log")
-    add("--again", metavar="RUN", help="use the existing directory of this requeued run")
+    add("--existing-run", metavar="RUN", help="use the existing directory of this requeued run")
     add("--slurm-job", nargs="+", default=(), metavar="NAME", help="job number and other names")
     add("--task-per-node", action="store_true", help="with srun: one task for all ranks of a node")
     add("--max-requeues", type=int, metavar="N", help="this is a batch job, which may be requeued")
@@ -117,7 +117,7 @@ class Launch:
         self.logs = os.path.join(options.cwd, options.log_dir)
         self.code = 0
         self.seconds = 0.0  # duration of the last attempt
-        self.last_step: int | None = None  # the last step that the run has logged; None: none
+        self.last_step: int | None = None  # highest step that was logged or found in the output; None: no step
         self.step_is_guessed = False  # last_step was found in the output
         self.stalled = 0  # consecutive restarts without progress
 
@@ -230,7 +230,7 @@ class Launch:
                 self.logs, options.name, nodes=nodes, spares=known[len(self.names) :],
                 script=options.script, config=options.config, cwd=options.cwd,
                 python=options.python, command=masked(self.call), launcher=os.getpid(), grace=options.grace,
-                slurm_job=options.slurm_job, again=options.again,
+                slurm_job=options.slurm_job, existing=options.existing_run,
             )  # fmt: skip
         except OSError as error:
             path = error.filename or self.logs
@@ -295,7 +295,7 @@ class Launch:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)  # reap the launcher's child, which wrote the lists to standard input
         run_pipe = self.detach() if options.detach else -1
-        attempt = archive_attempt(Path(options.again)) if options.again else 0
+        attempt = archive_attempt(Path(options.existing_run)) if options.existing_run else 0
         transport = self._transport(commands)
         watch_options = Options(
             agent=self._agent(address, port), python=options.python, node_env=options.node_env, cwd=options.cwd,

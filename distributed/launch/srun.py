@@ -218,7 +218,7 @@ class JobStep:
         if self._watch.is_spare(node.name):
             self._watch.spare_is_lost(node.name)
             return
-        self._watch.note_lost(node.name, reason or "no heartbeat")
+        self._watch.notify_lost(node.name, reason or "no heartbeat")
         self._write_file(f"node_{node.name}.lost", f"{reason}\n")
         self.print(f"{node.name}: {reason or f'no heartbeat for {HEARTBEAT_TIMEOUT:.0f} s'}; stopping the other nodes")
         self._watch.node_failed(UNFIT)

@@ -690,7 +690,7 @@ class Supervisor:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.pid:
                     if self.code is None:
-                        self._ended(_exit_code(ended[1]) or self._start_failure())
+                        self._record_end(_exit_code(ended[1]) or self._start_failure())
                     self._end_command()
                 elif ended[0] == self._sampler:
                     self._sampler = 0
@@ -699,8 +699,8 @@ class Supervisor:
                     self._guard = Guard(self.files)
                     self._record_processes()
 
-    def _ended(self, code: int) -> None:
-        """The command, or its attempt, has ended with this exit code."""
+    def _record_end(self, code: int) -> None:
+        """Keep the exit code and the end time of the command, or of its attempt, and stop the sampler."""
         self.code, self.ended = code, time.time()
         if self._sampler:
             usage_sampler.stop(self._sampler)
@@ -789,7 +789,7 @@ class Supervisor:
                 return  # not from the agent
             self._waits = True
             self._kill_at, self._scan_at = float("inf"), 0.0
-            self._ended(int(code or 0))
+            self._record_end(int(code or 0))
             if not code:  # the agent of a spare node
                 self._no_process_left = self._attempt_ended = True
                 self.report_end(waiting=True)

@@ -66,7 +66,7 @@ class Pdsh(Ssh):
         for node in nodes:
             store = ["sh", "-c", script, "sh", run, f"{run}/node_{node.node}.environment"]
             commands[node] = self.commands.command(node, store, watch.options.cwd, f"{run}/node_{node.node}.log")
-        replies = watch.calls.call_all(commands, sent=watch.block(), errors=INHERITED)
+        replies = watch.calls.call_all(commands, sent=watch.environment_blocks(), errors=INHERITED)
         codes = {name: reply.code for name, reply in replies.items()}
         # On these nodes, the login shell or `cd` failed before this command, and would fail before the supervisor too.
         unfit = [name for name, code in codes.items() if code == UNFIT]
@@ -85,7 +85,7 @@ class Pdsh(Ssh):
         name, rank, processes = (f"<{os.urandom(8).hex()}>" for _ in range(3))  # placeholders, replaced below
         agent = watch.options.agent.on(run, name, rank, processes)
         environment = ["--environment", f"{run}/node_{name}.environment"]
-        line = shlex.join([*watch.supervise(), "--name", name, *environment, "--", *agent])
+        line = shlex.join([*watch.supervisor_command(), "--name", name, *environment, "--", *agent])
         for mark, expansion in ((name, '"${names[$3]}"'), (processes, '"${processes[$3]}"'), (rank, '"$3"')):
             line = line.replace(mark, f"'{expansion}'")
         names, counts = shlex.join(node.node for node in nodes), " ".join(str(node.processes) for node in nodes)

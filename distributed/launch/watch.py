@@ -112,9 +112,9 @@ class Local:
         """Start the agent of a node, or of a spare node, whose rank does not matter."""
         run = str(watch.directory)
         agent = watch.options.agent.on(run, node.node, str(rank), str(node.processes))
-        arguments = [*watch.supervise(), "--name", node.node, "--environment", "-", "--", *agent]
+        arguments = [*watch.supervisor_command(), "--name", node.node, "--environment", "-", "--", *agent]
         command = self.commands.command(node, arguments, watch.options.cwd, f"{run}/node_{node.node}.log")
-        watch.start_client(node.node, command, sent=watch.block())
+        watch.start_client(node.node, command, sent=watch.environment_blocks())
 
     def request(self, watch: Watch, request: str) -> None:
         """Send a request to all supervisors (stop, end), or to those of the attempt (fail, kill, signal N)."""
@@ -233,7 +233,7 @@ class Watch:
         """
         return self.transport.lease if self.options.lease is None else self.options.lease
 
-    def supervise(self) -> list[str]:
+    def supervisor_command(self) -> list[str]:
         """The supervisor's command line for an attempt, without the node's name and without the agent's command."""
         program = [*self.supervisor[:-1], "launch.follow"] if self.lease == 0 else [*self.supervisor, "run"]
         command = [*program, "--dir", str(self.directory), "--grace", str(self.options.grace)]
@@ -281,7 +281,7 @@ class Watch:
         }
         return f"attempt {json.dumps(facts)}\n".encode()
 
-    def block(self) -> bytes:
+    def environment_blocks(self) -> bytes:
         """Both environment blocks for the supervisor."""
         return environment_block(self.options.inherited, self.entries())
 
@@ -452,7 +452,7 @@ class Watch:
     def follow(self, node: RunNode, *options: str) -> None:
         """Start the client of a node whose command runs already. options: of follow.py."""
         self._runs_on.add(node.node)
-        command = [*self.supervise(), "--name", node.node, *options]
+        command = [*self.supervisor_command(), "--name", node.node, *options]
         self.start_client(node.node, self.transport.commands.command(node, command, self.options.cwd), sent=b"")
 
     def _login_shell_failed(self, node: str) -> bool:
@@ -555,13 +555,13 @@ class Watch:
 
     def mark_lost(self, node: str, reason: str = "connection lost") -> None:
         """Record for the verdict that a node does not reply."""
-        self.note_lost(node, reason)
+        self.notify_lost(node, reason)
         if self.replaces:
             self._await_return(self._node(node))
         with contextlib.suppress(OSError):
             (self.directory / f"node_{node}.lost").touch()
 
-    def note_lost(self, node: str, reason: str) -> None:
+    def notify_lost(self, node: str, reason: str) -> None:
         self.lost[node] = reason
         self.notifier.send("lost node", f"{node} is lost: {reason}", host=node)
 
@@ -735,7 +735,7 @@ class Watch:
     def is_ending(self) -> bool:
         return bool(self.status or self._requested)
 
-    def hangs(self, record: dict[str, Any]) -> None:
+    def stop_hung_run(self, record: dict[str, Any]) -> None:
         """Stop a run that hangs. record: the content of hang.json."""
         with contextlib.suppress(OSError):
             write_json(self.directory / "hang.json", record)

@@ -28,7 +28,7 @@ LETTER = 6.2  # width of a letter in a label, pixels
 # ---------------------------------------------------------------- numbers as text
 
 
-def figure(value: float) -> str:
+def number_text(value: float) -> str:
     """About four significant digits, with thousands separators: 12,346  2.313  0.0003  3e-5."""
     if not math.isfinite(value):
         return "not finite"
@@ -43,13 +43,13 @@ def compact(value: float) -> str:
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if size <= abs(value) < 1e15:
             return f"{value / size:,.3g} {letter}"
-    return figure(value)
+    return number_text(value)
 
 
 def duration(seconds: float) -> str:
     """0 s, 81 ms, 4.2 s, 3 min 20 s, 5 h 2 min, 3 d 4 h."""
     if 0 < seconds < 1:
-        return f"{figure(float(f'{seconds * 1000:.3g}'))} ms"
+        return f"{number_text(float(f'{seconds * 1000:.3g}'))} ms"
     whole = round(seconds)
     for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size and seconds >= 60:
@@ -376,7 +376,9 @@ def _marks(box: Box, x: Scale, marks: Sequence[Mark], notes: bool, seconds: bool
     for (at, style), group in groupby(inside, key=lambda mark: (round(x(mark.x) / 3) * 3, mark.style)):
         close = list(group)
         texts = [
-            f"{mark.text} after {_time_text(round(mark.x))}" if seconds else f"{mark.text} at step {figure(mark.x)}"
+            f"{mark.text} after {_time_text(round(mark.x))}"
+            if seconds
+            else f"{mark.text} at step {number_text(mark.x)}"
             for mark in close
         ]
         title = "; ".join([*dict.fromkeys(texts)][:9])

@@ -71,22 +71,27 @@ HUNG = Hung({})
 
 
 def decide(
-    observed: Observation, timeout: float, silent: float, stall: Stall | None, certain: bool, sampled: bool = True
+    observed: Observation,
+    timeout: float,
+    silent: float,
+    stall: Stall | None,
+    permanent_only: bool,
+    sampled: bool = True,
 ) -> Decision:
     """What the launcher does next: stop the run, query the nodes again with more options, or wait.
 
-    silent: seconds without output. stall: None if stacks have not been requested yet. certain: stop only if the stall
-    is permanent. sampled: the replies have the CPU use of the ranks.
+    silent: seconds without output. stall: None if stacks have not been requested yet. permanent_only: stop only if the
+    stall is permanent. sampled: the replies have the CPU use of the ranks.
     """
-    first = min(timeout, IDLE_TIMEOUT)
+    idle_timeout = min(timeout, IDLE_TIMEOUT)
     if not observed.ranks or observed.not_started:
         # The run is starting or ending. observed.stopped: agents and other processes of Muster in state T (SIGSTOP).
-        return HUNG if observed.stopped and not certain and silent >= timeout else wait(first)
-    if silent < first:
-        return wait(first - silent)
+        return HUNG if observed.stopped and not permanent_only and silent >= timeout else wait(idle_timeout)
+    if silent < idle_timeout:
+        return wait(idle_timeout - silent)
     if stall is None:
         if silent >= timeout:
-            return Query(5 if certain else 1, stacks=True)
+            return Query(5 if permanent_only else 1, stacks=True)
         if not sampled:
             return Query(1)
         if needs_stacks(observed.ranks, silent):
@@ -94,7 +99,7 @@ def decide(
     if silent < timeout:
         # The wait grows with the time without output, because requests for stacks disturb ranks.
         return wait(min(timeout - silent, silent, BUSY_TIMEOUT))
-    if stall and (stall.permanent or not certain):
+    if stall and (stall.permanent or not permanent_only):
         return HUNG
     return wait(min(timeout, RECHECK))
 
@@ -173,9 +178,9 @@ def hang_record(observed: Observation, silent: float, stall: Stall, option: str)
 class HangWatch:
     """Checks repeatedly whether a run hangs."""
 
-    def __init__(self, run: Run, timeout: float, certain: bool) -> None:
-        """timeout: seconds without output; infinite: the run is never stopped. certain: see decide()."""
-        self.run, self.timeout, self.certain = run, timeout, certain
+    def __init__(self, run: Run, timeout: float, permanent_only: bool) -> None:
+        """timeout: seconds without output; infinite: the run is never stopped. permanent_only: see decide()."""
+        self.run, self.timeout, self.permanent_only = run, timeout, permanent_only
         self._notified = Notified()
 
     def check_files(self, watched: float) -> tuple[Decision, str]:
@@ -184,10 +189,10 @@ class HangWatch:
         The decision is Wait if files on this machine show recent output, otherwise Query. watched: seconds since the
         watch started; earlier time is not counted.
         """
-        silent, first = silence_here(self.run.directory, time.time()), min(self.timeout, IDLE_TIMEOUT)
-        if min(silent, watched) >= first:
+        silent, idle_timeout = silence_here(self.run.directory, time.time()), min(self.timeout, IDLE_TIMEOUT)
+        if min(silent, watched) >= idle_timeout:
             return Query(0), ""
-        return wait(first - min(silent, watched)), self._notice_on(Observation((), (), 0, 0.0, silent), silent)
+        return wait(idle_timeout - min(silent, watched)), self._notice_on(Observation((), (), 0, 0.0, silent), silent)
 
     def check_replies(self, replies: Sequence[NodeReply], watched: float, query: Query) -> tuple[Decision, str]:
         """Return the decision after a query, and a notice, empty for none."""
@@ -198,14 +203,14 @@ class HangWatch:
         if len(statuses) < len(replies):  # the missing node may make progress
             return wait(min(self.timeout, RECHECK)), ""
         logs_metrics = progress.silent is not None or any(status.progress.silent is not None for status in statuses)
-        timeout = math.inf if self.certain and not logs_metrics else self.timeout
+        timeout = math.inf if self.permanent_only and not logs_metrics else self.timeout
         stall = None
         if query.stacks and observed.ranks:
             stall = find_stall(observed.ranks, observed.seconds, observed.exited)
-        decision = decide(observed, timeout, silent, stall, self.certain, query.seconds > 0)
+        decision = decide(observed, timeout, silent, stall, self.permanent_only, query.seconds > 0)
         if decision == HUNG:
             stall = stall or find_stall(observed.stopped, observed.seconds)
-            option = "" if self.certain else f" (--hang-timeout {self.timeout:.0f})"
+            option = "" if self.permanent_only else f" (--hang-timeout {self.timeout:.0f})"
             return Hung(hang_record(observed, silent, stall, option)), ""
         if isinstance(decision, Wait) and (observed.stopped or (observed.ranks and not observed.not_started)):
             return decision, self._notice_on(observed, silent)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed import nodelist
-from distributed.runs.charts import figure
+from distributed.runs.charts import number_text
 
 Tile = tuple[str, str, str]  # name, value, note
 
@@ -74,7 +74,7 @@ def plain(value: Any) -> str:
 
 
 def loss_text(loss: float) -> str:
-    return f"{loss:.3f}" if 0.01 <= abs(loss) < 1000 else figure(loss)
+    return f"{loss:.3f}" if 0.01 <= abs(loss) < 1000 else number_text(loss)
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -82,7 +82,7 @@ def comparison(ranks: Sequence[RankTiming]) -> str:
 
 
 def times(ratio: float) -> str:
-    """1.8×; small ratios with two decimals: 1.17×."""
+    """A ratio as text, such as 1.8×. A ratio below 1.25 has two decimals, such as 1.17×."""
     return f"{ratio:.2f}×" if ratio < 1.25 else f"{ratio:,.1f}×"
 
 

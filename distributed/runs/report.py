@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from distributed import metrics
 from distributed.files import KIT, write_file
 from distributed.runs import charts, ranks
-from distributed.runs.charts import Line, Mark, compact, duration, figure
+from distributed.runs.charts import Line, Mark, compact, duration, number_text
 from distributed.runs.history import History, Point, read_event_files, read_metrics
 from distributed.runs.lookup import RunLookupError, find
 from distributed.runs.node_log import read_log
@@ -182,7 +182,7 @@ def outcome_of(run: RunRecords) -> Outcome:
         return Outcome("failed", "No cause was recorded.")
     more = ", ".join(f"{key} {plain(value)}" for key, value in event.items() if key not in ("step", "time", "event"))
     problem = "Loss not finite" if event["event"] == "nonfinite" else "Failure"
-    return Outcome("failed", f"{problem} at step {figure(event['step'])}" + (f": {more}" if more else "."))
+    return Outcome("failed", f"{problem} at step {number_text(event['step'])}" + (f": {more}" if more else "."))
 
 
 def heading(run: RunRecords) -> str:
@@ -243,13 +243,17 @@ def training_tiles(run: RunRecords) -> Iterator[Tile]:
         step, loss = losses[-1]
         shown = next((point for point in reversed(losses) if math.isfinite(point[1])), None)
         if shown and not math.isfinite(loss):
-            yield "Training loss", "not finite", f"{loss_text(shown[1])} at step {figure(shown[0])}"
+            yield "Training loss", "not finite", f"{loss_text(shown[1])} at step {number_text(shown[0])}"
         else:
-            yield "Training loss", loss_text(loss), f"{origin}at step {figure(step)}"
+            yield "Training loss", loss_text(loss), f"{origin}at step {number_text(step)}"
     if losses := history.held_out_losses():
         step, loss = losses[-1]
-        best, when = min(((loss, step) for step, loss in losses if math.isfinite(loss)), default=(loss, step))
-        note = f"best {loss_text(best)} at step {figure(when)}" if best < loss else f"at step {figure(step)}"
+        best, best_step = min(((loss, step) for step, loss in losses if math.isfinite(loss)), default=(loss, step))
+        note = (
+            f"best {loss_text(best)} at step {number_text(best_step)}"
+            if best < loss
+            else f"at step {number_text(step)}"
+        )
         yield "Held-out loss", loss_text(loss), note
     if rates := finite(history.series("tokens_per_second")):
         rate = statistics.median(rates)
@@ -259,7 +263,11 @@ def training_tiles(run: RunRecords) -> Iterator[Tile]:
         step = lines[-1]["step"]
         planned = next((number(line["steps"]) for line in reversed(lines) if "steps" in line), math.nan)
         planned = planned if math.isfinite(planned) else number(run.setting("train", "steps"))
-        yield "Steps", figure(step), origin + (f"of {figure(planned)}" if step <= planned < math.inf else "done")
+        yield (
+            "Steps",
+            number_text(step),
+            origin + (f"of {number_text(planned)}" if step <= planned < math.inf else "done"),
+        )
 
 
 def run_tiles(run: RunRecords) -> Iterator[Tile]:
@@ -275,7 +283,7 @@ def run_tiles(run: RunRecords) -> Iterator[Tile]:
         count = int(nodes) if nodes > 0 else len(run.nodes)
         nodes_text = f"on {count} node{'s' * (count != 1)}" if count else ""
         world = [plain(run.fact("world", key)) for key in ("strategy", "backend", "device") if run.fact("world", key)]
-        yield "Ranks", figure(run.size), ", ".join(filter(None, [nodes_text, *world]))
+        yield "Ranks", number_text(run.size), ", ".join(filter(None, [nodes_text, *world]))
     parameters = number(run.fact("model", "parameters"))
     if math.isfinite(parameters):
         layers, width = run.setting("model", "n_layer"), run.setting("model", "n_embd")

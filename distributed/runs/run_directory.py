@@ -47,19 +47,19 @@ def create(
     launcher: int = 0,
     grace: int = 8,
     slurm_job: Sequence[str] = (),
-    again: str | None = None,
+    existing: str | None = None,
 ) -> str:
     """Create a run directory in `logs`, write its run.json, and return its absolute path.
 
     config: None if the script gets no settings file. python: interpreter of the ranks. launcher: its pid; default: the
     parent process. grace: seconds from a stop request to SIGKILL. slurm_job: the job number and, for an element of an
-    array, also ARRAY_INDEX, such as 17_3. again: an existing directory to use instead of a new one, for a run that
+    array, also ARRAY_INDEX, such as 17_3. existing: an existing directory to use instead of a new one, for a run that
     SLURM requeued or a job that resumes.
 
     Raises OSError if the directory cannot be written; an incomplete new directory is removed.
     """
     pid, zone = launcher or os.getppid(), time.strftime("%z")
-    directory = again or _create_directory(os.path.abspath(logs), name)
+    directory = existing or _create_directory(os.path.abspath(logs), name)
     facts = {
         "run": os.path.basename(directory),
         "directory": directory,  # MUSTER_RUN_DIR of its processes
@@ -76,10 +76,10 @@ def create(
     }  # fmt: skip
     try:
         for part in ("errors", "ranks"):
-            os.makedirs(os.path.join(directory, part), exist_ok=bool(again))
+            os.makedirs(os.path.join(directory, part), exist_ok=bool(existing))
         write_json(os.path.join(directory, "run.json"), facts)
     except OSError:
-        if not again:
+        if not existing:
             import shutil
 
             shutil.rmtree(directory, ignore_errors=True)

@@ -66,7 +66,7 @@ def choose_nodes(sinfo: str, nproc: int, nnodes: int, given: Sequence[str]) -> l
         "--partition": "" if partition.endswith("*") else partition,
         "--gres": f"{kind}:{nproc}" if need else "none",
         "--cpus-per-task": cores // (int(gpus) if need else nproc),
-        # A limit without days is lower than the --time of BATCH_SCRIPT, which is one day.
+        # A partition's limit without days is shorter than one day, the --time of BATCH_SCRIPT, and replaces it.
         "--time": limit if re.fullmatch("[0-9:]+", limit) else "",
     }
     return [f"{name}={value}" for name, value in options.items() if value and name not in names]

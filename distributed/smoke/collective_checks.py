@@ -71,7 +71,7 @@ SLOW_FACTOR = {"cpu": 2.0, "cuda": 1.5}  # times the median of the others; a CPU
 REPLY_GRACE = 5.0  # ranks that wait for the same operation time out at most this many seconds apart
 EXIT_TIMEOUT = 4 * REPLY_GRACE  # seconds to exchange findings, report and exit
 SOURCE_LINE = r"^\[[^\]]*:[0-9]+\] "  # in errors: "[/pytorch/third_party/gloo/.../pair.cc:553] "
-BEFORE_WATCHDOG = 0.9  # of the process group's timeout; at the timeout NCCL's watchdog ends the process
+BEFORE_WATCHDOG = 0.9  # a wait ends at this share of the process group's timeout; at the timeout NCCL ends the process
 
 
 class Watchdog:

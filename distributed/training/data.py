@@ -122,7 +122,8 @@ def load(chosen: Data, mixed: bool = False, vocab_size: int | None = None) -> Co
         single: train on the target's text only; hold out its end.
         pooled: train on all domains without their ends; hold out the end of the target's text.
         base_only: train on the base participants (default: all but the target); hold out the ends of their texts.
-        full_fine_tuning, from_scratch: as single, but train on the first `target_data_pct` of each training text only.
+        full_fine_tuning, from_scratch: as single, but only the first part of each training text is used;
+            `target_data_pct` is the share that is used (above 0, up to 1).
 
     Args:
         mixed: with full_fine_tuning or from_scratch, also read the training text of base_only, as `base` of the corpus.

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     cwd, first, last = times.pop(run)
     if not (run / "verdict.json").exists():
         last = time.time()
-    if any(other == cwd and start <= last and first <= end for other, start, end in times.values()):
+    if any(other_cwd == cwd and start <= last and first <= end for other_cwd, start, end in times.values()):
         return 0  # it is not known which of these runs has written a file
     for file in find(cwd, first, last):
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -40,7 +40,10 @@ class Tracker:
             self._open_wandb(run, settings)
 
     def log(self, step: int, **values: Any) -> None:
-        """Write values of one step to metrics.jsonl, NaN and infinity as null; finite floats also to the trackers."""
+        """Write the values of one step to metrics.jsonl, with null for NaN and infinity.
+
+        Also send the finite floats among them to the trackers.
+        """
         written = metrics.append(self._file, step, values)
         scalars = {name: value for name, value in written.items() if isinstance(value, float)}
         for write in self._scalars:
@@ -108,7 +111,7 @@ def _own_run_directory(job: Mapping[str, Any], world: World, script: str) -> str
     return create(
         os.path.dirname(output) if "prefix" in job else "logs", "train",
         nodes=[RunNode(socket.gethostname(), "", world.local_size, 0)], script=script, config=None, cwd=os.getcwd(),
-        python=sys.executable, command=sys.argv, again=output if {"prefix", "fold"} <= job.keys() else None,
+        python=sys.executable, command=sys.argv, existing=output if {"prefix", "fold"} <= job.keys() else None,
     )  # fmt: skip
 
 

@@ -110,8 +110,8 @@ class SshCommands(LocalCommands):
         remove_at_exit([directory, *(os.path.join(one, self.marker) for one in self.synced)])
         os.symlink(f"{LIB}/ssh_config", f"{directory}/config")  # the path of Muster may have blanks
         self.options = ["-F", f"{directory}/config", "-o", f"ControlPath={directory}/%C"]
-        least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(least, min(most, MAX_FILES)), most))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_FILES)), hard))
 
     def ssh(self, node: Target) -> list[str]:
         return ["ssh", *self.options, "--", node.address]

@@ -21,7 +21,7 @@ from distributed.host import process_scan, signals
 
 BLOCK = 1 << 16  # bytes per read
 NULL = subprocess.DEVNULL
-INHERITED = None  # a value of `output` and `errors` of a client: the client writes to that stream of the launcher
+INHERITED = None  # value of `output` or `errors` of a client that writes to the same stream as the launcher
 # Variables that clients do not get: the file to which the launcher writes the path of the run directory, and whether it
 # tests connections.
 FOR_LAUNCHER = (b"MUSTER_RUN_FILE", b"MUSTER_TEST_CONNECTIONS")

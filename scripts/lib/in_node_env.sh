@@ -5,8 +5,8 @@
 # Usage: in_node_env.sh [--exec|--task] NODE_ENV COMMAND [ARGUMENT...]
 #
 #   NODE_ENV   shell script that is sourced first
-#   --exec     replace this process by COMMAND; the caller ends background processes of NODE_ENV. Without --exec, they
-#              are ended after COMMAND
+#   --exec     replace this process by COMMAND; the caller ends background processes of NODE_ENV. Without an option,
+#              they are ended after COMMAND
 #   --task     like --exec, in a task of srun: srun passes the environment, and COMMAND gets all of standard input
 #
 # Standard input starts with blocks of variables, so that no command line contains their values. Without an option there

@@ -10,7 +10,7 @@ SCRIPT_FILE=''           # the file that Python runs: --script, or __main__.py i
 PROGRAM_IS_LOCAL=1       # 0: the Python of the ranks and its modules are in a container, and cannot be checked here
 PACKAGES=()              # packages that the ranks need besides PyTorch; checked on the nodes
 CONFIG_ARGS=()           # --config CONFIG, or empty
-MASTER_ADDR=''           # address of the first node, with MASTER_PORT
+MASTER_ADDR=''           # name or address of the first node; the other nodes connect to its port MASTER_PORT
 PLAIN_AGENT=torch.distributed.run # module for --agent torchrun
 FAST_OPTIONS=()          # options of Muster's own agent
 BEFORE=() AFTER=()       # command line of the agent or of srun, before and after options that launch.run inserts

@@ -59,7 +59,7 @@ drop_inherited_variables() {
   [[ $details == *" ArrayTaskId="* ]] || unset "${!SLURM_ARRAY_@}"
   [[ $details != *" Restarts=0 "* ]] || unset SLURM_RESTART_COUNT
   [[ $details == *" TresPerTask="* ]] || unset SLURM_GPUS_PER_TASK
-  # In a job without --ntasks, these two variables are those of the other job.
+  # In a job without --ntasks, SLURM_NTASKS and SLURM_NPROCS are those of the other job.
   [[ ! $tasks || ${SLURM_NTASKS-} != "$tasks" || $details == *" NumTasks=$tasks "* ]] || unset SLURM_NTASKS SLURM_NPROCS
 }
 

@@ -6,8 +6,8 @@
 # Sourced by the scripts of scripts/slurm, never run; it needs slurm.bash and the files that slurm.bash needs.
 
 # shellcheck disable=SC2034 # other files use these variables
-REQUEUES=0     # including requeues by SLURM
-RUN_AGAIN=()   # option of distributed/launch/run.py for a requeued job
+REQUEUES=0      # including requeues by SLURM
+EXISTING_RUN=() # option of distributed/launch/run.py for a requeued job
 
 
 # Set CONFIG and the options of the job, from the arguments or the environment of sbatch.
@@ -74,7 +74,7 @@ sbatch_default() { # <option of sbatch>
 }
 
 
-# If the job was requeued, set RUN_AGAIN, which names its run directory. Exits if that run has succeeded.
+# If the job was requeued, set EXISTING_RUN, which names its run directory. Exits if that run has succeeded.
 find_earlier_run() {
   local directory times="$REQUEUES times"
   ((REQUEUES != 1)) || times="1 time"
@@ -84,5 +84,5 @@ find_earlier_run() {
     log "the run has already succeeded; nothing to do"
     exit
   fi
-  RUN_AGAIN=(--again "$directory")
+  EXISTING_RUN=(--existing-run "$directory")
 }

@@ -85,7 +85,7 @@ main() {
     trap '' "${PASSED_ON[@]}" # ignore these signals until distributed/launch/run.py handles them
   fi
   slurm_check_call 0
-  slurm_run_nodes --max-requeues "$MAX_REQUEUES" "${RUN_AGAIN[@]}"
+  slurm_run_nodes --max-requeues "$MAX_REQUEUES" "${EXISTING_RUN[@]}"
 }
 
 main "$@"

@@ -797,7 +797,10 @@ RAISES = "from torch.distributed.elastic.multiprocessing.errors import record\n@
 
 
 def test_the_first_failure_is_written_to_the_error_file_of_the_agent_as_torchrun_does(tmp_path: Path) -> None:
-    """torchrun needs @record in the script. One rank fails: if two failed, torchrun might name one that it stopped."""
+    """torchrun needs @record in the script.
+
+    Only rank 1 fails, because after two failures torchrun might name a rank that torchrun itself has stopped.
+    """
     found = []
     Path("errors").mkdir()
     raises = 'if __import__("os").environ["RANK"] == "1": raise ValueError("boom")'
@@ -1088,7 +1091,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_torchruns_agent_runs_the_script_if_its_internals_are_not_as_expected() -> None:
+def test_torchruns_agent_runs_the_script_if_torchruns_internals_are_not_as_expected() -> None:
     """The script has default signal handlers even if the caller ignores signals."""
     Path("other_torch.py").write_text(OTHER_TORCH)
     Path("script.py").write_text("import signal, sys\nprint(signal.getsignal(signal.SIGUSR2).name, *sys.argv[1:])\n")

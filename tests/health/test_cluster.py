@@ -87,12 +87,12 @@ DIFFERENCES = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("nodes", "line", "fact", "fix"), DIFFERENCES, ids=[row[2] for row in DIFFERENCES])
+@pytest.mark.parametrize(("nodes", "level_and_topic", "fact", "fix"), DIFFERENCES, ids=[row[2] for row in DIFFERENCES])
 def test_a_node_that_differs_is_named_with_both_values(
-    nodes: dict[str, FullNodeFacts], line: str, fact: str, fix: str
+    nodes: dict[str, FullNodeFacts], level_and_topic: str, fact: str, fix: str
 ) -> None:
     [(name, found)] = compare(nodes, dict.fromkeys(nodes, 0.0))
-    assert (name, f"{found.level} {found.topic}") == ("node3", line)
+    assert (name, f"{found.level} {found.topic}") == ("node3", level_and_topic)
     assert fact in found.fact and fix in found.fix
 
 
@@ -104,19 +104,20 @@ def test_equal_nodes_and_small_differences_give_no_finding() -> None:
 
 
 def test_clocks_are_compared_between_nodes_not_with_this_machine() -> None:
-    [(name, line)] = compare(three(), {"node1": -60.0, "node2": -67.4, "node3": -60.1})
-    assert (name, line.fact, line.command) == ("node2", "7 s behind the others", "sudo timedatectl set-ntp true")
+    [(name, finding)] = compare(three(), {"node1": -60.0, "node2": -67.4, "node3": -60.1})
+    assert (name, finding.fact, finding.command) == ("node2", "7 s behind the others", "sudo timedatectl set-ntp true")
 
 
 def test_a_missing_torch_is_not_also_reported_as_different() -> None:
-    assert not [line for _, line in compare(three(torch=Torch()), dict.fromkeys(NODES, 0.0)) if line.topic == "torch"]
+    findings = compare(three(torch=Torch()), dict.fromkeys(NODES, 0.0))
+    assert not [finding for _, finding in findings if finding.topic == "torch"]
 
 
 def test_a_first_node_without_a_usable_address_is_a_fault() -> None:
     nodes = {name: replace(facts, master="127.0.1.1", ssh_address="") for name, facts in three().items()}
-    [(name, line)] = compare(nodes, dict.fromkeys(NODES, 0.0))
-    assert (name, line.fix) == ("node1", "correct the name in /etc/hosts or DNS")
-    assert line.fact.startswith("no address that all nodes can use ('node1' resolves to 127.0.1.1 on node2")
+    [(name, finding)] = compare(nodes, dict.fromkeys(NODES, 0.0))
+    assert (name, finding.fix) == ("node1", "correct the name in /etc/hosts or DNS")
+    assert finding.fact.startswith("no address that all nodes can use ('node1' resolves to 127.0.1.1 on node2")
 
 
 # ---------------------------------------------------------------- text

@@ -95,7 +95,7 @@ def test_a_subdirectory_of_a_checkout_is_copied_without_ignored_files(work: Path
     assert listed(work / "sub") == {"x"}
 
 
-def test_outside_a_checkout_everything_but_results_is_copied(tmp_path: Path) -> None:
+def test_outside_a_checkout_everything_but_results_and_venv_is_copied(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     write(plain, "a/b/c", "logs/x", "checkpoints/x", "experiments/x", ".venv/x", "a/logs/y", ".gitignore", *ODD_NAMES)
     write(checkout(plain / "nested"), "x")
@@ -196,7 +196,7 @@ def test_a_checkout_of_another_user_is_refused(work: Path, nested: str) -> None:
     assert str(refused.value).endswith(f"git config --global --add safe.directory {work / nested}")
 
 
-def test_a_checkout_is_refused_without_git(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_is_refused_if_git_is_not_installed(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(work, "sub/a")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(sync_list.SyncError, match=f"{work}/.git: this is a git checkout, but git is not installed"):

@@ -498,7 +498,7 @@ def test_the_end_of_an_attempt_is_classified(end: dict[str, Any], verdict: tuple
     assert classify_end(end, cancelled=False) == verdict
 
 
-def test_an_attempt_that_ends_after_a_cancel_is_cancelled_unless_it_succeeded() -> None:
+def test_an_attempt_of_a_cancelled_job_succeeds_only_with_exit_code_0_and_without_a_stop_request() -> None:
     assert classify_end({"code": 143}, cancelled=True) == ("cancelled", "cancelled on request")
     assert classify_end({"code": 0}, cancelled=True) == ("", "")
     assert classify_end({"code": 0, "stop_requested": True}, cancelled=True) == ("cancelled", "cancelled on request")

@@ -127,7 +127,7 @@ def test_a_later_serve_process_waits_until_one_without_heartbeats_has_exited(
 # ---------------------------------------------------------------- attempts without results
 
 
-def ended(directory: Path, *written: str) -> str:
+def note_of_attempt(directory: Path, *written: str) -> str:
     """The note of an attempt that exited with 0 after it wrote these files and files that do not count as results."""
     attempt = host.HostAttempt(str(directory / "logs/jobs/abc/job.1"), "gpu1", str(directory / "experiments/mine"), 0)
     Path(attempt.directory).mkdir(parents=True)
@@ -168,14 +168,15 @@ def test_an_attempt_without_results_has_a_note_with_what_it_wrote_elsewhere(
     written: list[str], note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host.HostAttempt, "searches", 0)
-    assert ended(tmp_path, *written) == note
+    assert note_of_attempt(tmp_path, *written) == note
 
 
 def test_the_search_for_new_files_is_limited_to_the_first_attempts_without_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host.HostAttempt, "searches", 0)
-    notes = [ended(tmp_path / str(number), "a", "b/c", "d/e", "f/g") for number in range(host.MAX_SEARCHES + 1)]
+    written = ("a", "b/c", "d/e", "f/g")
+    notes = [note_of_attempt(tmp_path / str(number), *written) for number in range(host.MAX_SEARCHES + 1)]
     assert [note.endswith(", ...") for note in notes] == [True] * host.MAX_SEARCHES + [False]
     assert notes[-1] == host.NOTHING_WRITTEN
 

@@ -282,7 +282,7 @@ def forked() -> Iterator[Dispatchers]:
 @given(LISTS)
 # Failing examples are not shrunk, as each step would run a list.
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
-def test_an_argument_is_not_changed_on_the_way(forked: Dispatchers, jobs: list[dict[str, Any]]) -> None:
+def test_random_arguments_reach_the_script_unchanged(forked: Dispatchers, jobs: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name).resolve()
         call = DispatcherCall(directory, tuple(prepared(directory, jobs)))

@@ -382,8 +382,8 @@ def test_labels_of_a_timeline_do_not_overlap(servers: int, slots: int, jobs: int
     assert all(box[0] >= 0 and box[2] <= width and box[1] >= 0 and box[3] <= height for box in labels)
     bars = re.findall(r'<rect class="period \w+" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', drawing)
     at = [tuple(map(float, bar)) for bar in bars]
-    names = max(box[2] for box in [*boxes(drawing, "label end"), *boxes(drawing, "tick")])
-    assert all(names < x and x + wide <= width and y + high <= height - 26 for x, y, wide, high in at)
+    labels_right = max(box[2] for box in [*boxes(drawing, "label end"), *boxes(drawing, "tick")])
+    assert all(labels_right < x and x + wide <= width and y + high <= height - 26 for x, y, wide, high in at)
     in_bar = [
         any(x <= box[0] and box[2] <= x + wide for x, y, wide, high in at if y < box[3] < y + high) for box in inside
     ]

@@ -256,8 +256,8 @@ def test_a_planned_list_takes_at_most_its_lower_bound_plus_the_longest_job_that_
     The job that ends last is either one of the `slots` longest jobs, or a job that had to wait.
     """
     bound = max(sum(lengths) / slots, max(lengths))
-    shortest = sorted(lengths, reverse=True)[slots:] or [0]
-    assert makespan(lengths, slots) <= bound + max(shortest) * (1 - 1 / slots) + 1e-9
+    waiting = sorted(lengths, reverse=True)[slots:] or [0]
+    assert makespan(lengths, slots) <= bound + max(waiting) * (1 - 1 / slots) + 1e-9
 
 
 def test_grahams_worst_case_is_reproduced() -> None:

@@ -718,7 +718,7 @@ def test_the_number_of_slots_is_limited_by_jobs_and_max_queued(tmp_path: Path) -
     assert all(slot.gpu is None for slot in slurm_server(tmp_path).pool.slots)
 
 
-def test_added_jobs_may_need_more_slots_than_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_jobs_to_a_list_adds_slots_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "more.json").write_text(json.dumps([{"n": 1}, {"n": 2, "_gpus": 4}]))
     server = slurm_server(tmp_path, 1)

@@ -512,15 +512,15 @@ def test_queued_experiments_whose_base_training_has_failed_are_requeued(tmp_path
 # ---------------------------------------------------------------- resuming
 
 
-@pytest.mark.parametrize("moment", ["training", "experiment"])
-def test_an_interrupted_list_resumes_without_a_second_training(tmp_path: Path, moment: str) -> None:
+@pytest.mark.parametrize("running_job", ["training", "experiment"])
+def test_an_interrupted_list_resumes_without_a_second_training(tmp_path: Path, running_job: str) -> None:
     async def scenario() -> None:
         one = Server("one")
-        one.outcome_of = trains(UNTIL_ENDED) if moment == "training" else trains(0, UNTIL_ENDED)
+        one.outcome_of = trains(UNTIL_ENDED) if running_job == "training" else trains(0, UNTIL_ENDED)
         run = ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)])
         async with run:
             await run.wait_until(lambda: [name for name in one.running() if (name in run.state.open) and
-                                      started(one)[-1] == ("a" if moment == "training" else "1")])  # fmt: skip
+                                      started(one)[-1] == ("a" if running_job == "training" else "1")])  # fmt: skip
         one.outcome_of = trains(0)
         run.cache.release(A)  # as the exit of the dispatcher does
         async with run:

@@ -164,7 +164,8 @@ def _start(step: StepCase, environment: Mapping[str, str]) -> list[Observed]:
         tell = Path(directory, "record_process.sh")  # a path without spaces, for the nested shells of a command
         tell.symlink_to(TELL)
         subprocess.run(
-            # SIGTERM: salloc and srun release their allocation. After SIGKILL it would stay, and block later steps.
+            # timeout sends SIGTERM first, on which salloc and srun release their allocation. After SIGKILL alone, the
+            # allocation would stay and block later steps.
             ["timeout", "--kill-after=10", "60", "bash", "-c", step.command.replace("TELL", str(tell))],
             env={**environment, **node_variables(), "RECORDS": str(files), "PYTHON": sys.executable},
             stdout=subprocess.DEVNULL,

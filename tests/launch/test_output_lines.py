@@ -113,7 +113,7 @@ def test_every_line_gets_the_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "rank", "shown", "plain"),
+    ("line", "rank", "output", "errors"),
     [
         (b"[n1:0] a] b\n", 0, b"a] b\n", b""),
         (b"[n1:0] \n", 0, b"\n", b""),
@@ -124,11 +124,11 @@ def test_every_line_gets_the_prefix() -> None:
     ],
 )
 def test_the_console_recognises_whether_a_line_is_from_rank_0_another_rank_or_no_rank(
-    line: bytes, rank: int | None, shown: bytes, plain: bytes
+    line: bytes, rank: int | None, output: bytes, errors: bytes
 ) -> None:
     assert rank_of(line) == rank
-    assert Console().feed(line, OUTPUT) == (shown, plain)
-    assert Console().feed(b"[n1:0] \n[n1:12] \n" + line, OUTPUT) == (b"\n" + shown, plain)
+    assert Console().feed(line, OUTPUT) == (output, errors)
+    assert Console().feed(b"[n1:0] \n[n1:12] \n" + line, OUTPUT) == (b"\n" + output, errors)
 
 
 def test_lines_of_rank_0_stay_on_their_stream_and_lines_of_no_rank_go_to_standard_error() -> None:

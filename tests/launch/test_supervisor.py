@@ -405,7 +405,7 @@ echo '[n1:1] other' >&2; printf '[n1:0] traceback' >&2
 """
 
 
-def test_standard_error_of_rank_0_stays_standard_error_and_the_log_has_whole_lines_of_both(run: SupervisedRun) -> None:
+def test_the_console_keeps_both_streams_of_rank_0_apart_and_the_log_has_whole_lines_of_each(run: SupervisedRun) -> None:
     process = run.start(MIXED, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     output, errors = process.communicate(timeout=TIMEOUT)
     assert output.decode() == "".join(f"result {i}\n" for i in range(1, 501))

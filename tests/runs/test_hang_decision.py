@@ -46,14 +46,14 @@ def decision_on(
     timeout: float = 100.0,
     sampled: bool = True,
     stacks: bool = True,
-    certain: bool = False,
+    permanent_only: bool = False,
     not_started: int = 0,
     stopped: tuple[Activity, ...] = (),
 ) -> Decision:
-    """Call decide(), which explains silent, certain and sampled. stacks: whether stacks have been requested."""
+    """Call decide(), which explains silent, permanent_only and sampled. stacks: whether stacks have been requested."""
     observed = Observation(tuple(ranks(*activities)), (), not_started, 1.0, silent, stopped)
     stall = find_stall(observed.ranks, 1.0) if stacks and observed.ranks else None
-    return decide(observed, timeout, silent, stall, certain, sampled)
+    return decide(observed, timeout, silent, stall, permanent_only, sampled)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_by_default_a_run_is_treated_as_hung_only_if_it_cannot_continue(
     activities: list[Activity], with_timeout: Decision, by_default: Decision
 ) -> None:
     assert decision_on(activities, 100.0) == with_timeout
-    assert decision_on(activities, 100.0, certain=True) == by_default
+    assert decision_on(activities, 100.0, permanent_only=True) == by_default
 
 
 def test_a_run_is_treated_as_hung_only_after_all_its_ranks_have_started() -> None:
@@ -113,13 +113,15 @@ AGENT = Activity(None, "n1", 12, "T", 0.0, None)
 
 
 @pytest.mark.parametrize(
-    ("silent", "certain", "decision"), [(99.0, False, Wait(60)), (100.0, False, HUNG), (100.0, True, Wait(60))]
+    ("silent", "permanent_only", "decision"), [(99.0, False, Wait(60)), (100.0, False, HUNG), (100.0, True, Wait(60))]
 )
 def test_with_hang_timeout_a_stopped_agent_means_a_hung_run_while_ranks_start_or_have_ended(
-    silent: float, certain: bool, decision: Decision
+    silent: float, permanent_only: bool, decision: Decision
 ) -> None:
     for activities, not_started in (((), 0), ((), 2), ((SLEEPS,), 1)):
-        found = decision_on(activities, silent, certain=certain, not_started=not_started, stopped=(AGENT,))
+        found = decision_on(
+            activities, silent, permanent_only=permanent_only, not_started=not_started, stopped=(AGENT,)
+        )
         assert found == decision
 
 
@@ -147,13 +149,13 @@ def test_the_record_has_the_stack_of_the_suspect_and_what_each_other_rank_did() 
     ]
 
 
-def hang_watch(logs: Path, timeout: float = math.inf, certain: bool = False) -> HangWatch:
+def hang_watch(logs: Path, timeout: float = math.inf, permanent_only: bool = False) -> HangWatch:
     """The watch of a run with one rank on the node n1."""
     directory = create(
         str(logs), "train", nodes=[RunNode("n1", "", 1, 0)], script="train.py", config=None, cwd="/", python="python3",
         command=["x"], launcher=os.getpid(),
     )  # fmt: skip
-    return HangWatch(read(Path(directory)), timeout, certain)
+    return HangWatch(read(Path(directory)), timeout, permanent_only)
 
 
 RANK_STATUS = {
@@ -176,7 +178,7 @@ def check(watch: HangWatch, watched: float, query: Query, code: int = 0, **facts
 
 
 @pytest.mark.parametrize(
-    ("watched", "certain", "code", "facts", "decision"),
+    ("watched", "permanent_only", "code", "facts", "decision"),
     [
         (700, False, 0, {}, HUNG),
         (599, False, 0, {}, Wait(1)),  # the time before the watch started is ignored
@@ -188,14 +190,14 @@ def check(watch: HangWatch, watched: float, query: Query, code: int = 0, **facts
     ],
 )
 def test_a_run_is_treated_as_hung_after_its_timeout_and_the_cause_is_recorded(
-    tmp_path: Path, watched: float, certain: bool, code: int, facts: dict[str, Any], decision: Decision
+    tmp_path: Path, watched: float, permanent_only: bool, code: int, facts: dict[str, Any], decision: Decision
 ) -> None:
-    found, _ = check(hang_watch(tmp_path, 600, certain), watched, Query(1, stacks=True), code, **facts)
+    found, _ = check(hang_watch(tmp_path, 600, permanent_only), watched, Query(1, stacks=True), code, **facts)
     if decision != HUNG:
         assert found == decision
         return
     assert isinstance(found, Hung)
-    option = "" if certain else " (--hang-timeout 600)"
+    option = "" if permanent_only else " (--hang-timeout 600)"
     assert found.record["cause"] == (
         f"hung: no output for {facts.get('progress', {}).get('silent', 700.0):.0f} s{option}; no rank used CPU in 1.0 s"
     )
@@ -209,7 +211,7 @@ def test_old_metrics_of_an_earlier_attempt_are_ignored(tmp_path: Path) -> None:
 
 
 def test_by_default_a_run_whose_steps_were_only_found_in_its_output_is_not_stopped(tmp_path: Path) -> None:
-    watch = hang_watch(tmp_path, 600, certain=True)
+    watch = hang_watch(tmp_path, 600, permanent_only=True)
     (watch.run.directory / FROM_OUTPUT).write_text('{"step": 9}\n')
     assert check(watch, 700, Query(1, stacks=True))[0] == Wait(600)
 
@@ -236,7 +238,7 @@ def test_nodes_are_not_queried_while_files_on_this_machine_have_recent_output(
 
 def test_a_run_that_looks_hung_is_reported_once_and_again_when_its_state_changes(tmp_path: Path) -> None:
     """The run has no metrics. Rank 0 has exited with 0, and rank 1 sleeps."""
-    watch = hang_watch(tmp_path, 600, certain=True)
+    watch = hang_watch(tmp_path, 600, permanent_only=True)
 
     def notice_after(silent: float, **facts: Any) -> str:
         exited = RANK_STATUS | {"pid": None, "silent": 5000.0}
@@ -294,4 +296,4 @@ def test_a_long_computation_and_a_run_that_starts_or_ends_are_not_reported(
 
 def test_a_rank_that_uses_its_gpu_is_not_idle() -> None:
     on_gpu = [replace(SLEEPS, gpu=100), SLEEPS]
-    assert decision_on(on_gpu, 100.0, certain=True) == Wait(60)
+    assert decision_on(on_gpu, 100.0, permanent_only=True) == Wait(60)

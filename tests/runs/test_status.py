@@ -276,7 +276,7 @@ def test_remaining_processes_are_reported_for_each_node() -> None:
         (2, "python: can't open file '/k/scripts/lib/module.py'", "Muster not found"),
     ],
 )
-def test_a_node_without_a_reply_has_a_reason(code: int, err: str, why: str) -> None:
+def test_the_error_of_a_node_without_a_reply_states_the_reason(code: int, err: str, why: str) -> None:
     found = query.node_reply(RunNode("n1", "n1", 1, 0), Reply("n1", code, "Welcome!\n", err))
     assert found.status is None and why in found.error
 

@@ -203,13 +203,13 @@ def test_the_first_exception_of_a_chain_decides(
 # ---------------------------------------------------------------- which was first
 
 _consequences = st.builds(
-    lambda error, rank, later: raised(*error, rank=rank, node=f"n{rank % 3}", time=TIME + later),
+    lambda error, rank, offset: raised(*error, rank=rank, node=f"n{rank % 3}", time=TIME + offset),
     st.sampled_from(CONSEQUENCES),
     st.integers(0, 63),
     st.floats(-600, 600),
 )
 _terminated = st.builds(
-    lambda code, rank, later: died(code, rank=rank, time=TIME + later, ended_by_agent=True),
+    lambda code, rank, offset: died(code, rank=rank, time=TIME + offset, ended_by_agent=True),
     st.sampled_from([143, 137, 1]),
     st.integers(0, 63),
     st.floats(-600, 600),

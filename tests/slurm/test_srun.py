@@ -384,10 +384,10 @@ def test_a_failed_rank_has_time_for_its_exit_handlers(run: Path, start: Start) -
 def test_a_task_that_has_failed_and_not_exited_stops_the_others(run: Path, run_step: RunStep) -> None:
     """The other task ends when it is requested to."""
     other, failed = {"node": "n1"}, {"node": "n1", "failed": 5, "tasks": 2}
-    end = {"rank": 1, "local_rank": 1, "pid": 7, "time": 2.0, "exit_code": 143, "ended_by_agent": True}
-    first = end | {"rank": 0, "local_rank": 0, "time": 1.0, "exit_code": 5, "ended_by_agent": False}
+    end_1 = {"rank": 1, "local_rank": 1, "pid": 7, "time": 2.0, "exit_code": 143, "ended_by_agent": True}
+    end_0 = end_1 | {"rank": 0, "local_rank": 0, "time": 1.0, "exit_code": 5, "ended_by_agent": False}
     reports = [
-        f"\\036{json.dumps(report)}\\n" for report in (other, failed, {**other, "end": end}, {**other, "end": first})
+        f"\\036{json.dumps(report)}\\n" for report in (other, failed, {**other, "end": end_1}, {**other, "end": end_0})
     ]
     script = f"printf '{reports[0]}{reports[1]}'; until read line && [ \"$line\" = stop ]; do :; done; "
     script += f"printf '{reports[2]}{reports[3]}'; exit 9"

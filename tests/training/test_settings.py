@@ -518,7 +518,7 @@ def test_every_argument_of_a_base_model_is_a_setting(tmp_path: Path) -> None:
     assert (plain.train.base_model, plain.train.base_steps) == (None, None)
 
 
-def test_base_steps_are_the_steps_only_in_mode_base_only() -> None:
+def test_base_steps_override_steps_in_mode_base_only_and_not_in_other_modes() -> None:
     assert job("--mode", "base_only").train.steps == 300
     assert job("--mode", "base_only", "--steps", "5").train.steps == 5
     assert job("--mode", "base_only", "--steps", "5", "--base_steps", "7").train.steps == 7

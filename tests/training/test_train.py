@@ -647,7 +647,7 @@ def test_a_job_resumes_in_its_output_directory(workdir: Workdir) -> None:
     assert not (workdir.path / "logs").exists()
 
 
-def test_two_ranks_have_the_output_directory_of_their_job(workdir: Workdir) -> None:
+def test_a_job_with_two_ranks_writes_to_its_output_directory(workdir: Workdir) -> None:
     assert workdir.job(*FOLD, "--steps", "2", nproc=2).returncode == 0
     run = workdir.path / "experiments/exp1/fold1_compound-statements"
     assert json.loads((run / "settings.json").read_text())["world"]["size"] == 2
