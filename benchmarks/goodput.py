@@ -1,10 +1,10 @@
 """Measure the share of a training's time whose results are kept, with about one random fault per minute.
 
 The training runs on three laboratory nodes with 2 ranks each. A fault is SIGKILL of a random rank, or of the agent of a
-random node; the times between faults are exponentially distributed. A fault that is due while ranks are missing waits
-until all ranks run. train.py saves a checkpoint after the interval that checkpoint.every=auto chooses; checkpoint.mtbf
-is the mean time between faults. If a launcher gives up, because three restarts have made no progress, the remaining
-time counts as `other`.
+random node; the times between faults are exponentially distributed. If ranks are missing when a fault is due, the fault
+is delayed until all ranks run. train.py saves a checkpoint after the interval that checkpoint.every=auto chooses;
+checkpoint.mtbf is the mean time between faults. If a launcher gives up, because three restarts have made no progress,
+the remaining time counts as `other`.
 
 The measured time begins after the first step. The shares of this time are printed:
 

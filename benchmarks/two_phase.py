@@ -10,8 +10,8 @@ The lists are 15 experiments on 1 base model, and 12 experiments on 4 base model
 is `sleep`, and writes a file of --mb MiB. "predicted" is the number of avoided base trainings times their seconds, as
 in the report of --plan; "measured" is the difference of used slot seconds. "copied" is the traffic of all network
 interfaces of the servers, divided by the needed traffic: one copy of each base model for each server that ran
-experiments on this base model. The server that trained a base model sends it once and receives no copy, so this
-transfer counts in place of its copy. Needs root.
+experiments on this base model. The server that trained a base model receives no copy, but sends the base model once,
+which is the same traffic. Needs root.
 
     python -m benchmarks.two_phase [--mb 20] [--base 8] [--experiment 2]
 """

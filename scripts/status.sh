@@ -16,10 +16,10 @@
 #                  environment (not base), ./.venv, Muster's .venv, python3)
 #   --help         show this help
 #
-# It works from any terminal, also on another machine that shares the run directory, and changes nothing.
-# A run in which a rank is stopped, or ranks wait and nothing is printed, is shown as "looks hung", with the reasons.
-# After a minute or two without output of the run, this script reads the stacks of the ranks, to find the rank that the
-# others wait for.
+# It works from any terminal, also on another machine that shares the run directory, and changes nothing. A run in which
+# a rank is suspended (SIGSTOP), or ranks wait and nothing is printed, is shown as "looks hung", with the reasons. After
+# a minute or two without output of the run, this script reads the stacks of the ranks, to find the rank that the others
+# wait for.
 #
 # Exit codes: 0 the run is active or has succeeded; 1 it failed, looks hung, or left processes running;
 # 2 wrong call; 69 no fault is known, but a node could not be queried; 130 Ctrl-C.

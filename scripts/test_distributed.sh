@@ -71,6 +71,7 @@ parse_arguments() {
   fi
   [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': requires NODE... or --hostfile"
   ((!SYNC)) || die_usage "--sync: requires NODE... or --hostfile"
+  # In a task of srun, in_allocation exits with an error message that names this command.
   COMMAND_IN_STEP="env -u SLURM_JOB_ID scripts/test_distributed.sh $NPROC"
   if in_allocation; then
     LAUNCHER_FILE=$KIT/scripts/run_ddp.sh

@@ -226,7 +226,7 @@ END
 
 
 # bats test_tags=soak
-@test "a port that is in use after preflight is reported" {
+@test "a port is in use by another program, and preflight is skipped: the verdict names the port" {
   faulty_script
   lab ssh "$N1" python3 -c '
 import socket, time

@@ -54,7 +54,7 @@ dispatch() { # [option...]
 }
 
 
-# Start in the background; LAUNCHER is the dispatcher, "out" its output.
+# Start the dispatcher in the background. LAUNCHER is its process id. Its output is written to the file "out".
 start_list() {
   start out "${DISPATCH[@]}" "${OPTIONS[@]}"
 }

@@ -64,7 +64,7 @@ traces() {
 }
 
 
-# Open a connection to a node, whose other end echoes its input.
+# Start cat on a node over ssh, so that the node echoes each line that it receives.
 connect() { # <argument of ssh...>
   coproc ECHO { exec ssh "$@" cat 3>&- 2>"$BATS_TEST_TMPDIR/connection"; }
   echoes first

@@ -359,7 +359,7 @@ END
 }
 
 
-@test "a signal stops a rank if only the rank's child has a handler; a handler that a child inherits does not run" {
+@test "a signal stops a rank without a handler even if its child has one; a child does not run a handler it inherited" {
   local agent
   for agent in fast torchrun; do
     write_script <<'END'

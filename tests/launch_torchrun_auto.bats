@@ -178,7 +178,7 @@ PYTHON
 
 @test "variables, options and functions that bash and Python obey do not change a launch, a status or a stop" {
   write_hostile_environment
-  echo : >config/node_env.sh # the old file called the function `module`, which the nodes do not have
+  echo : >config/node_env.sh # replaces a file that calls the function `module`, which the nodes do not have
   run -7 timeout 120 bash with_hostile_environment "$LAUNCH" --script compare.py - 1 "$N1" "$N2"
   [[ "$output" == *"differs: "*"exited with code 7"* && "$output" != *replaced* ]]
   write_endless_script

@@ -169,7 +169,8 @@ END
 @test "--max-restarts by hand: after a failure, all nodes join again, and ranks see the number of restarts" {
   local agent
   write_counting_script
-  sed 's/^failures, ranks.*/failures, ranks = 1, 2/' -i "my script.py" # argv also has --local-rank, which is no number
+  # The script expects two numbers as its arguments, but launch_multinode.sh also passes --local-rank=N.
+  sed 's/^failures, ranks.*/failures, ranks = 1, 2/' -i "my script.py"
   for agent in fast torchrun; do
     arguments=(--agent "$agent" --max-restarts 1 --script "my script.py" - 1 2 NODE_RANK "$N1" "$PORT")
     by_hand "$N1" launch_multinode.sh 0 "${arguments[@]}"
@@ -231,7 +232,7 @@ END
 
 @test "--dry-run prints the command of this node, and starts nothing" {
   write_script <<<''
-  # a1 has no address here, and this machine is not 192.0.2.1.
+  # --dry-run does not check MASTER_ADDR: 192.0.2.1 is no address of this machine, and a1 cannot be resolved.
   run -0 "$KIT/scripts/ssh/launch_multinode.sh" --dry-run --script "my script.py" - 4 2 0 192.0.2.1
   run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --dry-run --script "my script.py" - 4 2 1 a1 -- 'x y'
   [ "$status" -eq 0 ]

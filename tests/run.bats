@@ -148,7 +148,7 @@ without() { # <program...>
 }
 
 
-@test "FILE runs only that file, relative to the current directory" {
+@test "with FILE, only that file runs; a relative path starts at the current directory" {
   cd "$KIT/tests"
   run_sh a.bats
   [[ "$(<"$CALLS")" == "bats "*" $KIT/tests/a.bats" ]]

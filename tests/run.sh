@@ -180,8 +180,8 @@ run_linters() {
 }
 
 
-# Print the matching files, each followed by a NUL byte: in a checkout only files that git tracks, because other files
-# belong to the user; in a copy without git all files.
+# Print the matching files, each followed by a NUL byte. In a checkout, files that git does not track are left out,
+# because they belong to the user.
 list_sources() { # <pattern...>
   local pattern file matches=()
   for pattern; do
@@ -236,8 +236,8 @@ finish_pytest() {
 }
 
 
-# Wait until pytest has exited. Ctrl-C reaches pytest too, but SIGTERM does not: then send SIGINT, because SIGTERM would
-# end pytest before laboratories are stopped.
+# Wait until pytest has exited. Ctrl-C also reaches pytest. SIGTERM reaches only this script, which then sends SIGINT to
+# pytest, because SIGTERM would end pytest before laboratories are stopped.
 stop_pytest() { # <INT or TERM>
   [[ $PYTEST_PID ]] || return 0
   [[ $1 == INT ]] || kill -INT "$PYTEST_PID" 2>/dev/null || true

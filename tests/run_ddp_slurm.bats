@@ -124,7 +124,7 @@ END
 }
 
 
-@test "in a job step, launch_singlenode.sh, and test_distributed.sh without SLURM_JOB_ID, run on the node of the task" {
+@test "in a job step, launch_singlenode.sh uses the task's node, as does test_distributed.sh without SLURM_JOB_ID" {
   write_script <<'END'
 total = torch.ones(1)
 dist.all_reduce(total)

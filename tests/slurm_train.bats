@@ -334,7 +334,7 @@ END
 }
 
 
-@test "every option and variable of sbatch for memory overrides the script's default, and the job runs" {
+@test "with each option and each variable of sbatch for memory, the job gets the requested memory and runs" {
   local requested expected options
   printf 'print("at work")\n' >"my script.py"
   while read -r requested expected; do

@@ -242,7 +242,7 @@ def test_of_values(): assert KIT
     assert found == {f"test_{how}" for how in ("of_a_fixture", "by_a_helper", "of_an_imported_name", "by_a_class")}
 
 
-def test_a_bats_file_that_starts_a_laboratory_has_the_tag() -> None:
+def test_a_bats_file_that_starts_a_laboratory_has_the_tag_laboratory() -> None:
     for path in bash_files(".bats"):
         text = path.read_text()
         uses_laboratory = re.search(r"lab/(nodes\.bash|lab\.sh)", text) is not None

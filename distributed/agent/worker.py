@@ -354,7 +354,7 @@ def _skip_exit_handlers() -> None:
     Handlers of libraries that are already loaded are skipped: those of PyTorch take 0.3 s.
     """
     libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)  # _exit(code): handlers run in reverse order of registration
+    libc.on_exit(libc._exit, None)  # calls _exit(code) before the handlers registered earlier
     libc.__cxa_atexit(libc.fflush, None, None)  # fflush(NULL)
 
 

@@ -265,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(cluster: ClusterFacts, in_json: bool) -> int:
-    """Print the findings. Returns the exit code of the program."""
+    """Print the findings, or the facts as JSON. Returns the exit code of the program."""
     if in_json:
         sys.stdout.write(as_json(cluster))
     elif len(cluster.nodes) == 1 and cluster.facts:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 RESULTS = (b"logs", b"checkpoints", b"experiments")
 VENV = b".venv"
 MARKER = b".muster-"  # prefix of the names of files that Muster creates to find out whether a directory is shared
-USER_SETTINGS = ("GIT_CONFIG_", "GIT_EXEC_PATH")  # prefixes of variables that git gets
+USER_SETTINGS = ("GIT_CONFIG_", "GIT_EXEC_PATH")  # prefixes of the GIT_ variables that git inherits
 
 
 class SyncError(Exception):

@@ -62,7 +62,10 @@ class JobServer(Protocol):
         """Return the state of each attempt, and monitor those that run. attempts: name -> output directory."""
 
     async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
-        """Start an attempt; return its state. needs: output directories of the jobs in _after. Raises NotStarted."""
+        """Start an attempt; return its state. Raises NotStarted.
+
+        needs: output directories of the jobs that the option _after of `job` names.
+        """
 
     async def stop(self, attempt: str, kill: bool) -> None:
         """Ask an attempt to stop; the event `ended` follows. kill: without a grace period."""

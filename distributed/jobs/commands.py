@@ -978,7 +978,7 @@ def add(options: argparse.Namespace, path: Path) -> int:
 
 
 def new_jobs(state: ListState, path: Path, file: Path) -> list[Job]:
-    """See jobs_to_add(). path: of the journal."""
+    """The jobs that `add` adds for this file; see jobs_to_add(). path: of the journal."""
     config = stored_config(state, path)
     return jobs_to_add(config, [], [job for job in config.jobs if not state.jobs[job.id].unlisted], str(file))
 

@@ -374,8 +374,11 @@ def collisions(jobs: Mapping[Any, Job]) -> Iterator[str]:
         if job.id in by_id:
             yield f"job {number} is the same as job {by_id[job.id]}; remove one of them"
         elif arguments in by_arguments:
-            alike = ", ".join(_differences(jobs[by_arguments[arguments]].settings, job.settings))
-            yield f"job {number} has the same arguments as job {by_arguments[arguments]} ({alike}); remove one of them"
+            differing = ", ".join(_differences(jobs[by_arguments[arguments]].settings, job.settings))
+            yield (
+                f"job {number} has the same arguments as job {by_arguments[arguments]} ({differing}); "
+                "remove one of them"
+            )
         elif job.output in by_output:
             yield (
                 f"job {number} would write the same directory as job {by_output[job.output]}: {job.output}; "

@@ -669,7 +669,7 @@ class Dispatcher:
         else:
             self._log(f"{state}: {job.job.name} on {attempt.location}{took}{cause}")
 
-    # ---------------------------------------------------------------- cancelling
+    # ---------------------------------------------------------------- requests to cancel, retry and add jobs
 
     def _handle_requests(self) -> None:
         new = [*self.journal.records, *self.journal.requests()]

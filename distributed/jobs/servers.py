@@ -728,7 +728,7 @@ def reporting_error(line: str) -> str:
 
 
 def reported_error(stderr: str, setting: str) -> str:
-    """An error that reporting_error() has printed, and its remedy. setting: see host.REMEDIES."""
+    """An error that reporting_error() has printed, and its remedy. setting: a setting that avoids the error."""
     return host.with_remedy(last_line(stderr).replace("\t", "\n"), setting)
 
 

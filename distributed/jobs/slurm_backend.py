@@ -129,7 +129,7 @@ class SlurmServer(JobServer):
         self._queue = SlurmQueue()
         self._to_cancel: list[str] = []  # SLURM job ids of elements
         self._queue_requested = False  # whether fetch_results() waits for the next output of squeue
-        self._files = asyncio.Lock()  # held while a thread accesses elements
+        self._elements_lock = asyncio.Lock()  # held while a thread accesses elements
         self._submitting: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] | None = None
@@ -226,7 +226,7 @@ class SlurmServer(JobServer):
     async def query(self, attempts: Mapping[str, str]) -> dict[str, Facts]:
         queue = await self._query_queue()
         found: dict[str, Facts] = {}
-        async with self._files:
+        async with self._elements_lock:
             self._elements, self._held, self._queue = {}, [], queue
             results = await asyncio.to_thread(list, itertools.starmap(self._find, attempts.items()))
         for element, state, facts in results:
@@ -485,7 +485,7 @@ class SlurmServer(JobServer):
                     found.extend((each, kind, facts) for kind, facts in each.poll(queue, now, progress))
             return found
 
-        async with self._files:
+        async with self._elements_lock:
             elements = [each for each in self._elements.values() if each.array]
             events = await asyncio.to_thread(poll, elements)
         for element, kind, facts in events:
@@ -514,7 +514,7 @@ class SlurmServer(JobServer):
         element = self._elements.get(attempt)
         if not element:
             return
-        async with self._files:
+        async with self._elements_lock:
             await asyncio.to_thread(element.stop, kill)
         if element.cancelled and not element.array:
             self._elements.pop(attempt, None)

@@ -216,7 +216,8 @@ class ListState:
     def select_jobs(self, what: str, selectors: Iterable[str]) -> list[str]:
         """The ids of the jobs that a request names by `all`, `failed`, ids, prefixes of ids, or names.
 
-        Raises ValueError if an id or name matches no job, or several.
+        what: cancel or retry; for cancel, `all` selects only the unfinished jobs. Raises ValueError if an id or name
+        matches no job, or several.
         """
         found: list[str] = []
         for selector in selectors:

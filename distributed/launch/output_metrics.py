@@ -19,7 +19,7 @@ from contextlib import suppress
 from distributed.launch.output_lines import rank_of
 from distributed.metrics import FROM_OUTPUT, STEP_LIMIT, finite_or_none
 
-FIRST_INTERVAL, LAST_INTERVAL = 0.25, 5.0  # seconds between two entries, at the start and at most
+MIN_INTERVAL, MAX_INTERVAL = 0.25, 5.0  # seconds between two entries
 ENTRIES = 1000  # the interval is the duration of the attempt so far, divided by this number, within these limits
 COST = 0.01  # maximum share of time that is spent on reading
 LONGEST_PAUSE = 60.0  # seconds without reading, after a read that took long
@@ -212,7 +212,7 @@ class OutputMetrics:
         self._hint = re.compile(b"") if expression else HINT
         self._unread = bytearray()
         self._started = time.monotonic()
-        self._due = self._started + FIRST_INTERVAL
+        self._due = self._started + MIN_INTERVAL
         first_epoch = None
         with suppress(OSError, ValueError, LookupError, TypeError), open(self._file, "rb") as file:
             first_epoch = min(json.loads(file.readline())["epoch"], 1.0)
@@ -235,7 +235,7 @@ class OutputMetrics:
             with suppress(OSError), open(self._file, "ab", buffering=0) as file:  # a failed write must not end the run
                 file.write(json.dumps(line).encode() + b"\n")
         ended = time.monotonic()
-        interval = min(LAST_INTERVAL, max(FIRST_INTERVAL, (ended - self._started) / ENTRIES))
+        interval = min(MAX_INTERVAL, max(MIN_INTERVAL, (ended - self._started) / ENTRIES))
         self._due = ended + min(LONGEST_PAUSE, max(interval, (ended - now) / COST))
 
     def _newest_values(self) -> Values:

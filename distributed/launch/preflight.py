@@ -1,7 +1,7 @@
 """Check before a launch that the nodes can train together.
 
-All nodes run the node probe (host.probe) at the same time, within tenths of a second. In the launcher, `judge`
-compares the replies, reports each fault with its remedy, and chooses the rendezvous address:
+All nodes run the node probe (host.probe) at the same time. The probe takes tenths of a second. In the launcher,
+`judge` compares the replies, reports each fault with its remedy, and chooses the rendezvous address:
 
     node1: 2 processes, but 1 GPU; start fewer there (node1:1)
     node3: PyTorch 2.12.0, but PyTorch 2.13.0 elsewhere; install the same version on all nodes

@@ -483,7 +483,7 @@ class Supervisor:
         self._start_helpers()
 
     def _open_attempt_pipes(self, env: Environment) -> list[int]:
-        """Open pipes to a command that may wait for attempts. Returns the ends for the command; names them in `env`."""
+        """Open pipes to a command that may wait for attempts. Adds the command's ends to `env`, and returns them."""
         if not self.options.restarts:
             return []
         self._from_command, requests = os.pipe()
@@ -1164,7 +1164,7 @@ def status(files: Files) -> dict[str, object]:
 # ---------------------------------------------------------------- command line
 
 VERBS = ("run", "stop", "kill", "fail", "end", "attempt", "signal", "sweep", "status")
-# Each is a field of SupervisorOptions.
+# Each of these options sets the field of SupervisorOptions that has its name.
 FLAGS = ("--report", "--sample-usage", "--restarts")
 TEXTS = ("--dir", "--name", "--source", "--environment", "--terminals", "--offset")  # --offset: of follow.py
 DURATIONS = ("--grace", "--lease", "--timeout")

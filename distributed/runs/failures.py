@@ -113,11 +113,11 @@ def gather(run: Path) -> Evidence:
         changes=node_changes(facts),
     )
     logs = {path.name[5:-4]: path for path in sorted(run.glob("node_*.log")) if path.name[5:-4] not in excluded}
-    ended = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("failures"))]
-    of_workers = [_from_record(read_object(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
+    from_agents = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("failures"))]
+    from_ranks = [_from_record(read_object(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
     # A rank that called sys.exit() has recorded no exception; it may have printed one.
-    ends = prefer(ended, (one for one in of_workers if not one.exception), _torchrun_summaries(logs))
-    causes = prefer((one for one in of_workers if one.exception), _exceptions_in_logs(logs, ends))
+    ends = prefer(from_agents, (one for one in from_ranks if not one.exception), _torchrun_summaries(logs))
+    causes = prefer((one for one in from_ranks if one.exception), _exceptions_in_logs(logs, ends))
     failures = [_merge(causes[key], ends[key]) for key in sorted(causes.keys() & ends.keys())]
     either = causes | ends
     failures += [either[key] for key in sorted(causes.keys() ^ ends.keys())]

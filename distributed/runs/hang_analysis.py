@@ -265,7 +265,7 @@ def _exited(exited: Sequence[str]) -> str:
 
 
 def _locations(ranks: Sequence[Activity], subject: str = "it") -> str:
-    """The current line of each rank, to be appended to a text. subject: of the clause about a single rank."""
+    """The current line of each rank, to be appended to a text. subject: how the text refers to a single rank."""
     known = [rank for rank in ranks if rank.frames]
     if not known:
         return ""

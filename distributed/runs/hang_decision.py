@@ -108,7 +108,7 @@ def wait(seconds: float) -> Wait:
     return Wait(max(1, math.ceil(seconds)))
 
 
-def silence_here(directory: Path, now: float) -> float:
+def seconds_without_output(directory: Path, now: float) -> float:
     """Seconds since the last output or metric in files that this machine sees; infinite without such files.
 
     If the nodes share the run directory, as under SLURM, these files include all logs, and reading them saves queries.
@@ -189,7 +189,7 @@ class HangWatch:
         The decision is Wait if files on this machine show recent output, otherwise Query. watched: seconds since the
         watch started; earlier time is not counted.
         """
-        silent, idle_timeout = silence_here(self.run.directory, time.time()), min(self.timeout, IDLE_TIMEOUT)
+        silent, idle_timeout = seconds_without_output(self.run.directory, time.time()), min(self.timeout, IDLE_TIMEOUT)
         if min(silent, watched) >= idle_timeout:
             return Query(0), ""
         return wait(idle_timeout - min(silent, watched)), self._notice_on(Observation((), (), 0, 0.0, silent), silent)

@@ -58,7 +58,7 @@ class RunRecords:
     verdict: Mapping[str, Any]  # verdict.json
     history: History
     usage: Usage
-    notes: Sequence[str]  # about files that could not be read
+    notes: Sequence[str]  # about files that could not be read, and about nodes that joined or left
     nodes: Sequence[str]  # in the order of their node ranks
     started: datetime | None
     directory: Path  # absolute

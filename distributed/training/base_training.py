@@ -52,7 +52,7 @@ class Base:
         return isinstance(known, list) and participant in known
 
     def load_into(self, model: nn.Module, settings: Mapping[str, Any], ranks: Ranks) -> None:
-        """Load the weights into a model. Collective. settings: of the model, with vocab_size.
+        """Load the weights into a model. Collective. settings: the model's settings, with vocab_size.
 
         Raises:
             ConfigError: the weights cannot be loaded, or do not fit the model. Every rank raises the same error.
@@ -103,7 +103,8 @@ def _verified(named: str | Path | None) -> Base:
         found = base_model.verify(str(directory), os.environ.get(DIGEST) or None)["digest"]
     except BaseModelError as error:
         raise ConfigError(f"{error}; {REMEDY}") from None
-    return Base(directory, str(found), read_json(directory / METRICS))  # for messages; {} if it holds no JSON object
+    # Only log messages use the metrics, so {} is accepted: read_json() returns it if the file holds no JSON object.
+    return Base(directory, str(found), read_json(directory / METRICS))
 
 
 # ---------------------------------------------------------------- writing

@@ -69,7 +69,8 @@ class TrainingData:
     def batches(self, settings: Settings, ranks: Ranks, start: int, device: torch.device) -> Iterator[Pair]:
         """Yield this rank's micro-batches without end: inputs and targets, LongTensor [micro, block] each.
 
-        start: number of windows that all ranks together have trained on so far. device: the device that uses them.
+        start: number of windows that all ranks together have trained on so far. device: the device that uses the
+        micro-batches.
         """
         seed, pin_memory = settings.train.seed, settings.data.pin_memory and device.type == "cuda"
         log.debug(

@@ -102,7 +102,7 @@ class Progress:
         first.register_post_accumulate_grad_hook(lambda _: self.waiting.begin())
 
     def restart_clock(self, step: int) -> None:
-        """Measure from now on: the time since the last step was not spent on training."""
+        """Measure the steps after `step` from now on. The time since the last log_step() is not counted."""
         self._from_step, self._from_time = step, time.perf_counter()
         self.waiting.reset()
 

@@ -535,12 +535,12 @@ def _unknown(path: Sequence[str], value: Any) -> Iterator[tuple[str, str]]:
     known = _keys_of(path[0]) if len(path) > 1 and path[0] in Settings.model_fields else [*Settings.model_fields]
     similar = difflib.get_close_matches(path[-1], known, n=1)
     inner = value if isinstance(value, Mapping) and len(path) == 1 and not similar else {}
-    found = [(f"{path[0]}.{name}", remedy) for name in inner if (remedy := _setting_named(str(name)))]
+    found = [(f"{path[0]}.{name}", remedy) for name in inner if (remedy := _remedy_for(str(name)))]
     near = f"did you mean {'.'.join([*path[:-1], *similar])}?" if similar else f"known are {', '.join(known)}"
-    yield from found or [(".".join(path), _setting_named(path[-1]) or near)]
+    yield from found or [(".".join(path), _remedy_for(path[-1]) or near)]
 
 
-def _setting_named(name: str) -> str:
+def _remedy_for(name: str) -> str:
     """Return the remedy for a key of another section or another training script; empty for any other key."""
     name = name.lower().replace("-", "_")
     same = [f"{section}.{name}" for section in Settings.model_fields if name in _keys_of(section)]
@@ -629,13 +629,13 @@ def _participant(job: Mapping[str, Any]) -> str | None:
         output_directory(job, "job", DEFAULT_PARTICIPANTS)
         if "participants" in job or not {"fold", "participant"} & job.keys():
             return participant_of(job, None)
-        known = _in_directory(job["data_path"]) if "data_path" in job else DEFAULT_PARTICIPANTS
+        known = _participants_in(job["data_path"]) if "data_path" in job else DEFAULT_PARTICIPANTS
         return participant_of({**job, "participants": list(known)}, None)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def _in_directory(path: str) -> list[str]:
+def _participants_in(path: str) -> list[str]:
     try:
         return list(participants_in(_absolute(Path(path))))
     except ValueError as error:

@@ -25,7 +25,8 @@ INHERITED = None  # value of `output` or `errors` of a client that writes to the
 # Variables that clients do not get: the file to which the launcher writes the path of the run directory, and whether it
 # tests connections.
 FOR_LAUNCHER = (b"MUSTER_RUN_FILE", b"MUSTER_TEST_CONNECTIONS")
-IGNORED_BY_CLIENTS = {  # blocked when a client starts: the launcher handles these signals, and sends requests to nodes
+# Clients start with these signals blocked: the launcher handles the signals, and sends requests to the nodes.
+BLOCKED_IN_CLIENTS = {
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, *signals.PASSED_ON,
 }  # fmt: skip
 
@@ -132,7 +133,7 @@ class Client:
             opened.append(output := self._pipe(on_output))
         if on_errors:
             opened.append(errors := self._pipe(on_errors))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_BY_CLIENTS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_IN_CLIENTS)
         try:
             self.process = subprocess.Popen(
                 command, stdin=source, stdout=output, stderr=errors, env=environment, start_new_session=True,

@@ -26,8 +26,9 @@ source "${BASH_SOURCE[0]%/*}/environment.bash"
   EXIT_TERMINATED=143  # SIGTERM
 }
 
-# Signals that SLURM or a user may send and that end a process by default, without INT, TERM, HUP and QUIT; 34 to 64 are
-# the real-time signals. A launcher passes all of them on to the ranks (distributed/host/signals.py has the same list).
+# Signals other than INT, TERM, HUP and QUIT that SLURM or a user may send and that end a process by default; 34 to 64
+# are the real-time signals. A launcher passes all these signals on to the ranks. distributed/host/signals.py has the
+# same list.
 PASSED_ON=(USR1 USR2 ABRT ALRM VTALRM PROF XCPU IO PWR STKFLT {34..64})
 
 PROGRAM=${0##*/}                       # name in messages

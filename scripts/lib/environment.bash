@@ -23,7 +23,8 @@ builtin unset -v FUNCNEST
 INHERITED=()          # NAME=VALUE of all variables with which this script was started
 REMOVED_FUNCTIONS=''  # functions that this file has removed, as source text for node_env.sh
 BY_ENV=()             # NAME=VALUE of functions, and of variables that bash cannot export: the program `env` sets them
-NOT_EXPORTABLE='SHELLOPTS|BASHOPTS|BASH_VERSINFO|UID|EUID|PPID|FUNCNEST' # read-only; FUNCNEST limits nested calls
+# Read-only variables, and FUNCNEST, which limits the nesting of function calls.
+NOT_EXPORTABLE='SHELLOPTS|BASHOPTS|BASH_VERSINFO|UID|EUID|PPID|FUNCNEST'
 NOT_EXPORTABLE+='|NODE_ENV_*|NOT_EXPORTABLE|BY_ENV|INHERITED|REMOVED|REMOVED_FUNCTIONS' # variables of ours
 NOT_EXPORTABLE+='|inherited|inherited_name|removed_name'
 

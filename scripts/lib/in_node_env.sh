@@ -6,7 +6,7 @@
 #
 #   NODE_ENV   shell script that is sourced first
 #   --exec     replace this process by COMMAND; the caller ends background processes of NODE_ENV. Without an option,
-#              they are ended after COMMAND
+#              this script ends these processes after COMMAND
 #   --task     like --exec, in a task of srun: srun passes the environment, and COMMAND gets all of standard input
 #
 # Standard input starts with blocks of variables, so that no command line contains their values. Without an option there
@@ -21,8 +21,8 @@ source "$KIT/scripts/lib/node_env.bash"
 
 
 # Set NODE_ENV_ENTRIES. Variables in this file start with NODE_ENV_, because the user's environment and NODE_ENV may
-# define any other variable. They may also define functions, so `builtin` precedes the commands of bash. The locale is
-# C, because in UTF-8, bash's read loses the byte that follows an incomplete character.
+# define any other variable. NODE_ENV and the user's environment may also define functions, so `builtin` precedes the
+# commands of bash. The locale is C, because in UTF-8, bash's read loses the byte that follows an incomplete character.
 read_entries() {
   builtin local LC_ALL=C TMOUT=0
   NODE_ENV_ENTRIES=()

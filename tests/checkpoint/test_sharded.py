@@ -307,7 +307,7 @@ def load_bombs(rank: int, size: int, checkpoint_dir: Path) -> list[str]:
         metadata.write_bytes(intact)
         checkpoints.load(found, Training().state())
     with opened(checkpoint_dir / "numbers", rank, size) as checkpoints:
-        checkpoints.save(1, {"more": {"number": 1.5}})  # PyTorch loads only tensors with weights_only=True
+        checkpoints.save(1, {"more": {"number": 1.5}})  # PyTorch loads a number with weights_only=False
         checkpoints.wait()
         bomb = checkpoint_dir / "bomb.pt"
         torch.save(Bomb(checkpoint_dir / "boom"), bomb)

@@ -1,4 +1,4 @@
-"""A later attempt takes a checkpoint directory over: ranks of the earlier one publish nothing, and report why.
+"""Ranks of an attempt publish nothing, and report why, after a later attempt has taken over the checkpoint directory.
 
 The file operations of a take-over are tested in test_directory.py.
 """

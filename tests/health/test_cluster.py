@@ -262,7 +262,7 @@ def test_the_exit_code_is_1_for_an_unfit_node_and_69_for_an_unreachable_one_and_
     assert shown("node1", "node3") == 69
     capsys.readouterr()
     assert shown("node1") == 0
-    assert "ok       torch     2.13.0" in capsys.readouterr().out, "one node is printed like this machine"
+    assert "ok       torch     2.13.0" in capsys.readouterr().out, "the report of a single node lists ok findings"
     assert shown(*NODES, in_json=True) == 69
     facts = json.loads(capsys.readouterr().out)
     assert facts["node2"]["facts"]["torch"]["version"] == "2.12.0"

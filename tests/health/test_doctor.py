@@ -199,7 +199,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
 # fmt: on
 
 
-def test_no_command_kills_a_run() -> None:
+def test_no_fix_or_command_of_a_finding_kills_a_run() -> None:
     findings = [finding for row in BROKEN for finding in problems(change(**row[1]))]
     assert not [finding for finding in findings if re.search(r"\bkill\b", f"{finding.fix} {finding.command}")]
 

@@ -188,7 +188,7 @@ def test_cards_without_a_driver_are_found_on_the_pci_bus(tmp_path: Path) -> None
     assert nvidia_cards(tmp_path) == 1
 
 
-def test_host_processes_prints_the_number_of_visible_gpus(
+def test_the_module_host_processes_prints_the_number_of_visible_gpus(
     path_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stub(path_directory, "nvidia-smi", STUB_NVIDIA_SMI.format(pid=os.getpid()))
@@ -200,7 +200,7 @@ def test_host_processes_prints_the_number_of_visible_gpus(
     assert capsys.readouterr() == ("2\n1\n0\n", "")
 
 
-def test_host_processes_prints_0_and_the_error_of_the_driver(
+def test_the_module_host_processes_prints_0_and_the_error_of_the_driver(
     path_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stub(path_directory, "nvidia-smi", "#!/bin/sh\necho 'GPU is lost'; exit 15\n")

@@ -214,17 +214,18 @@ def test_cancel_all_also_cancels_pending_retries(job_list: JobList) -> None:
 def test_an_interrupted_cancel_does_not_report_success(job_list: JobList, with_dispatcher: bool) -> None:
     """with_dispatcher: a dispatcher still runs the list, and `cancel` waits for it."""
     job_list.jobs({"until": "go"})
-    one = job_list.start_call(*RUN, "--grace", "30")
+    dispatcher = job_list.start_call(*RUN, "--grace", "30")
     wait_until(lambda: job_list.starts() == 1)
     if not with_dispatcher:
-        assert one.interrupt() == 128 + signal.SIGINT
+        assert dispatcher.interrupt() == 128 + signal.SIGINT
     cancel = job_list.start_call("cancel", "all")
     journal = job_list.directory / "results.journal"
     wait_until(lambda: any(json.loads(line)["event"] == "request_handled" for line in journal.read_text().splitlines()))
     assert cancel.interrupt() == 128 + signal.SIGINT
     assert "Traceback" not in cancel.printed
     (job_list.directory / "go").touch()  # the job ignores SIGTERM
-    assert (one.process.wait(SECONDS) if with_dispatcher else job_list.call("resume")[0]) in (0, 1), "done or cancelled"
+    code = dispatcher.process.wait(SECONDS) if with_dispatcher else job_list.call("resume")[0]
+    assert code in (0, 1), "done or cancelled"
 
 
 def test_the_plan_of_a_started_list_contains_the_remaining_jobs(job_list: JobList) -> None:
@@ -410,7 +411,7 @@ def test_an_added_file_with_a_fault_is_refused_and_changes_nothing(job_list: Job
     (other / ".muster_job").write_text("0123456789 of job.sh\n")
     (other / "result").touch()
     job_list.jobs({"n": 1, "until": "go", "prefix": "p", "fold": 0})
-    one = job_list.start_call(*RUN)
+    dispatcher = job_list.start_call(*RUN)
     wait_until(lambda: job_list.starts() == 1)
     before = (job_list.directory / "results.journal").read_bytes()
     more = job_list.directory / "more.json"
@@ -425,7 +426,7 @@ def test_an_added_file_with_a_fault_is_refused_and_changes_nothing(job_list: Job
     journal = (job_list.directory / "results.journal").read_bytes()
     assert journal.startswith(before) and b'"event":"add' not in journal
     (job_list.directory / "go").touch()
-    assert one.process.wait(SECONDS) == 0
+    assert dispatcher.process.wait(SECONDS) == 0
     assert job_list.starts() == 1
 
 

@@ -399,7 +399,9 @@ def test_a_held_out_participant_in_the_training_data_is_a_leak() -> None:
         ({"fold": 0}, {"defaults": {"participants": ABC, "base_participants": ["b"]}}, None),
     ],
 )
-def test_leaks_are_found_and_only_leaks(entry: dict[str, Any], section: dict[str, Any], leak: str | None) -> None:
+def test_a_leak_is_reported_exactly_if_the_base_model_is_trained_on_the_held_out_participant(
+    entry: dict[str, Any], section: dict[str, Any], leak: str | None
+) -> None:
     found = leaking(entry, script="mine.py", **section)
     assert [line.partition("holds out ")[2].partition(",")[0] for line in found] == ([leak] if leak else [])
     assert not not_checked(plan(entry, script="mine.py", **section), rules("mine.py", **section))
@@ -456,7 +458,7 @@ def test_a_base_training_has_mode_base_only_even_if_mode_is_a_base_key() -> None
     assert training_job(only(plan({}, base=["mode"])), rules(base=["mode"])).settings["mode"] == "base_only"
 
 
-def test_options_of_a_base_training_default_to_those_of_its_first_job() -> None:
+def test_a_base_training_defaults_to_gpus_labels_and_env_of_its_first_job_and_the_highest_priority() -> None:
     entries: list[dict[str, Any]] = [
         {"_gpus": 2, "_labels": ["x"], "_env": {"A": "1"}, "_timeout": 5, "_retries": 7, "_priority": -1},
         {"_gpus": 4, "_priority": 3, "_expected_seconds": 9},

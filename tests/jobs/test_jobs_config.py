@@ -317,7 +317,7 @@ def test_keys_with_an_underscore_are_options(tmp_path: Path) -> None:
     assert job.options == Options(timeout=5.0, labels=("x",), env={"A": "1"}, gpus=2)
 
 
-def test_the_argument_retries_applies_to_jobs_without_the_option_retries(tmp_path: Path) -> None:
+def test_jobs_without_the_option_retries_get_the_value_of_the_argument_retries(tmp_path: Path) -> None:
     jobs = jobs_of(tmp_path, {"a": 1}, {"a": 2, "_retries": 0}, retries=3)
     assert [job.options.retries for job in jobs] == [3, 0]
 

@@ -766,7 +766,7 @@ def lost_attempt(one: SimulatedServer, two: SimulatedServer) -> Callable[[ListRu
     return scenario
 
 
-def test_a_job_runs_elsewhere_once_its_server_has_been_unreachable_for_the_time_limit(tmp_path: Path) -> None:
+def test_a_job_runs_elsewhere_after_its_server_has_been_unreachable_for_longer_than_lost_after(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = SimulatedServer("one"), SimulatedServer("two")
         async with ListRun(tmp_path, one, two, jobs=[job(0, retries=0)], lost_after=0.05) as run:

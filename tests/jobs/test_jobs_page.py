@@ -243,7 +243,7 @@ def test_a_running_list_shows_the_time_of_the_results() -> None:
         ("connecting", "", None),
     ],
 )
-def test_a_server_without_jobs_is_shown_with_its_reason(state: str, reason: str, text: str | None) -> None:
+def test_a_warning_names_a_server_that_gets_no_jobs_and_the_reason(state: str, reason: str, text: str | None) -> None:
     servers = {"gpu1": server("gpu1", 1), "gpu2": server("gpu2", 0, state=state, reason=reason)}
     found = page.page(results([job(1)], servers=servers), {})
     assert re.findall(r'<p class="warning">(.*)</p>', found) == ([text] if text else [])
@@ -278,7 +278,7 @@ def test_failures_show_location_reason_and_last_lines() -> None:
         assert texts[at : at + len(part)] == part
 
 
-def test_without_failures_the_section_is_missing() -> None:
+def test_a_page_without_failures_has_no_failures_section() -> None:
     assert "Failures" not in read_page(results([job(1, attempts=[attempt()])])).texts
 
 

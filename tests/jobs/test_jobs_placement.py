@@ -268,15 +268,15 @@ def test_grahams_worst_case_is_reproduced() -> None:
 
 
 def test_a_planned_job_starts_after_all_jobs_that_it_needs() -> None:
-    def after(name: str, *needed: str, base: str = "", trains: str = "") -> Job:
+    def make_job(name: str, *needed: str, base: str = "", trains: str = "") -> Job:
         return Job(name, {}, Options(after=needed), name, base, trains)
 
     jobs = [
-        after("c", "a", "b", "done", base="x"),
-        after("a"),
-        after("b", "a"),
-        after("t", trains="x"),
-        after("d", "c"),
+        make_job("c", "a", "b", "done", base="x"),
+        make_job("a"),
+        make_job("b", "a"),
+        make_job("t", trains="x"),
+        make_job("d", "c"),
     ]
     lengths = {"a": 1.0, "b": 2.0, "t": 5.0}
     planned = plan(jobs, pools(pool("s", slots=9)), lambda each: lengths.get(each.id, 1.0))

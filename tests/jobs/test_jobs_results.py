@@ -284,7 +284,9 @@ def state() -> ListState:
     return made
 
 
-def test_results_are_written_after_changes_with_a_minimum_interval(tmp_path: Path, state: ListState) -> None:
+def test_changed_results_are_written_after_a_minimum_interval_and_the_last_ones_at_once(
+    tmp_path: Path, state: ListState
+) -> None:
     path = tmp_path / "results.json"
     results = Results(path, state, {})
     results.write()

@@ -1,8 +1,4 @@
-"""Optimizations for lists of many thousand jobs do not change the results, and the benchmarks can be started.
-
-The dispatcher, journal, results.json and results.html are real. The servers are those that benchmarks/jobs_scale.py
-simulates.
-"""
+"""Optimizations for lists of many thousand jobs do not change the results, and the benchmarks can be started."""
 
 from __future__ import annotations
 

@@ -636,14 +636,14 @@ def test_a_killed_command_gets_the_cause_from_slurm_s_later_state(submitted: Ele
     assert classify_end(found[1][1], cancelled=False)[0] == failure
 
 
-def test_waiting_for_slurm_to_report_the_cause_of_an_end_times_out(submitted: Element) -> None:
+def test_an_end_that_slurm_does_not_explain_is_reported_after_a_timeout(submitted: Element) -> None:
     mark_started(submitted)
     write_file(submitted.files.exit, "143\n")
     assert events_of(submitted, "COMPLETING", now=1.0) == []
     assert kinds(events_of(submitted, "COMPLETING", now=2.0 + element.CAUSE_TIMEOUT)) == ["started", "ended"]
 
 
-def test_slurm_s_state_is_accepted_after_a_heartbeat_timeout(submitted: Element) -> None:
+def test_an_end_that_slurm_reports_after_a_heartbeat_timeout_needs_no_second_timeout(submitted: Element) -> None:
     mark_started(submitted)
     Path(submitted.files.heartbeat).touch()
     entries = {(ARRAY, 0): QueueEntry("12_0", "RUNNING")}

@@ -297,10 +297,10 @@ def test_the_processes_of_an_attempt_whose_connection_was_lost_end_before_the_ne
     assert run.report() == {"node": "n1", "exit_code": 4, "waiting": True}
 
 
-def test_the_end_of_an_attempt_that_was_given_up_is_not_recorded_as_that_of_the_next_one(
+def test_the_end_of_an_attempt_is_not_recorded_after_the_launcher_has_moved_the_files_of_the_attempt(
     start: Callable[..., Supervised],
 ) -> None:
-    """A node that was cut off may share the run directory. The launcher has then already moved the attempt's files."""
+    """If a node is cut off, the launcher moves the files of the attempt. The node may share the run directory."""
     run = start()
     archive(run)
     run.control.close()

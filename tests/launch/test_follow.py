@@ -54,7 +54,7 @@ def test_a_signal_is_passed_on_and_old_output_is_not_shown(run: SupervisedRun) -
         assert follower.stdout.readline() == b"got USR1\n"
 
 
-def test_the_command_runs_on_when_a_follower_loses_its_launcher(run: SupervisedRun) -> None:
+def test_the_command_continues_when_a_follower_loses_its_launcher(run: SupervisedRun) -> None:
     start(run, WAITS)
     with following(run) as follower:
         follower.stdin.close()

@@ -133,5 +133,7 @@ def test_the_command_is_not_recorded_and_attach_accepts_another_one(option: list
 
 
 @pytest.mark.parametrize("option", [["--notify", ""], ["--attach", ""], ["--notify="]])
-def test_the_arguments_that_attach_compares_exclude_notify_and_attach_with_empty_values(option: list[str]) -> None:
+def test_attach_does_not_compare_the_options_notify_and_attach_even_if_their_values_are_empty(
+    option: list[str],
+) -> None:
     assert constant_arguments(["launch.sh", *option, "-", "2"]) == ["-", "2"]

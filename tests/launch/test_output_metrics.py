@@ -365,7 +365,7 @@ def test_step_and_loss_may_be_on_different_lines(tmp_path: Path) -> None:
     assert written(tmp_path, [values, f"{bar}\r"]) == [line]
 
 
-def test_values_without_a_step_belong_to_the_step_before(tmp_path: Path) -> None:
+def test_values_without_a_step_belong_to_the_previous_step(tmp_path: Path) -> None:
     bar, evaluation = "12%|#| 60/500 [00:10<01:13,  6.00it/s]", "10%|#| 2/20 [00:10<01:13,  30.00it/s]"
     assert written(tmp_path, ["loss 3.0"], [bar], ["{'loss': 2.3, 'epoch': 1.0}"], [evaluation], ["loss 2.0"]) == [
         {"step": 60, "steps": 500, "steps_per_second": 6.0},

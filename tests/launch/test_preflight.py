@@ -53,11 +53,11 @@ def test_the_rendezvous_address_is_the_one_that_the_other_nodes_resolve() -> Non
 
 def test_the_rendezvous_address_is_that_of_the_ssh_connection_if_no_node_resolves_a_usable_one() -> None:
     assert judge([node(1, master="127.0.1.1"), node(2, master="")])[2] == "10.0.0.1 23456"
+    assert judge([node(1, master="127.0.1.1"), node(2, master="127.0.1.1")])[2] == "10.0.0.1 23456"
 
 
 def test_a_single_node_needs_no_address_for_others() -> None:
     assert judge([node(1, master="", ssh_address="127.0.0.1")]) == ([], [], "127.0.0.1 23456")
-    assert judge([node(1, master="127.0.1.1"), node(2, master="127.0.1.1")])[2] == "10.0.0.1 23456"
 
 
 @pytest.mark.parametrize(

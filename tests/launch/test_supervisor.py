@@ -1,7 +1,7 @@
 """If processes are killed, or consoles and disks are full, no process of a command remains and its end is recorded.
 
-The processes are real. The command is a shell with child processes. supervisor.bats has the tests in which only the
-command is killed.
+The processes are real. The command is a shell with child processes. supervisor.bats has the tests in which neither
+the supervisor nor its guard is killed.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def number_of(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", OTHER_SIGNALS)
-@pytest.mark.parametrize("way", ["supervisor", "control channel", "command"])
+@pytest.mark.parametrize("way", ["supervisor", "control channel", "command line"])
 def test_a_signal_reaches_the_handler_once_and_ends_none_of_musters_processes(
     run: SupervisedRun, name: str, way: str
 ) -> None:
@@ -275,7 +275,7 @@ def test_a_signal_reaches_the_handler_once_and_ends_none_of_musters_processes(
     process = run.start(f"exec {command}", "--sample-usage")
     if way == "control channel":
         run.control.write(f"signal {number}\n".encode())
-    elif way == "command":  # the verb `signal` of the supervisor's command line
+    elif way == "command line":  # the verb `signal`
         run.call(f"signal {number}")
     else:  # to the supervisor and the guard, but not to the command
         os.kill(run.pid("guard"), number)

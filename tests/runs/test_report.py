@@ -88,7 +88,7 @@ def settings_json(**changes: Any) -> Json:
 
 
 def write_run(directory: Path, lines: Iterable[Json] = (), tail: str = "", **files: Json | str) -> Path:
-    """Write metrics.jsonl (tail: more text) and JSON files, given as objects or as any text, to a run directory."""
+    """Write metrics.jsonl (lines, then the text `tail`) and NAME.json for each of `files` to a run directory."""
     metrics = "".join(json.dumps(line) + "\n" for line in lines) + tail
     texts = {f"{name}.json": value if isinstance(value, str) else json.dumps(value) for name, value in files.items()}
     for name, text in (({"metrics.jsonl": metrics} if metrics else {}) | texts).items():
@@ -509,7 +509,7 @@ def test_a_damaged_event_file_does_not_prevent_a_report(tmp_path: Path) -> None:
     assert report.main([str(tmp_path)]) == 0
 
 
-def test_gpu_use_is_shown_by_rank_or_by_gpu_if_the_ranks_that_use_gpus_are_unknown(tmp_path: Path) -> None:
+def test_gpu_use_is_shown_per_rank_but_per_gpu_if_the_ranks_that_use_the_gpus_are_unknown(tmp_path: Path) -> None:
     rank, gpus = (
         (1.0, 8, 0),
         {"3": {"use": 90, "memory": 2**30, "ranks": [0]}, "4": {"use": 0, "memory": 5, "ranks": []}},

@@ -207,7 +207,7 @@ def test_progress_is_the_newest_values_in_metrics_jsonl(tmp_path: Path) -> None:
     assert (found.step, found.steps, found.loss, found.silent) == (2, 9, "NaN", 0.0)
 
 
-def test_metrics_of_the_run_replace_those_that_were_found_elsewhere(tmp_path: Path) -> None:
+def test_metrics_jsonl_takes_precedence_over_metrics_from_the_output_or_from_tensorboard(tmp_path: Path) -> None:
     (tmp_path / FROM_OUTPUT).write_text('{"time": 1, "step": 7, "steps": 90, "loss": 2.5, "epoch": 0.5}\n')
     guessed = RunProgress(7, 90, 2.5, None, 0.5, "from the output")
     assert read_progress(tmp_path, 0.0) == guessed
@@ -240,7 +240,7 @@ def test_progress_comes_from_the_reply_of_a_node_if_the_run_directory_here_has_n
     assert node.status
     node = replace(node, status=replace(node.status, progress=RunProgress(7, silent=3.0, origin="from the output")))
 
-    class Found:
+    class QueryStub:
         job_state = ""
 
         def update(self) -> None:
@@ -249,7 +249,7 @@ def test_progress_comes_from_the_reply_of_a_node_if_the_run_directory_here_has_n
         def query(self, options: list[str], timeout: float) -> list[NodeReply]:
             return [no_reply("n2"), node]
 
-    viewer = status.Viewer(Namespace(stacks=False, watch=True), Found())  # type: ignore[arg-type]
+    viewer = status.Viewer(Namespace(stacks=False, watch=True), QueryStub())  # type: ignore[arg-type]
     assert viewer.status().progress == RunProgress(7, origin="from the output")
 
 

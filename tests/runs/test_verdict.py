@@ -265,7 +265,7 @@ def test_a_rank_with_only_an_exit_code_is_named_with_its_signal_or_code(code: in
     assert verdict.judge(Evidence((died(code, rank=0),), ranks={"n1": range(1)})).cause == cause
 
 
-def test_if_all_other_ranks_waited_the_only_rank_without_a_record_is_named_as_missing() -> None:
+def test_the_only_rank_without_a_record_is_named_as_missing_if_all_other_ranks_waited() -> None:
     waited = [raised("RuntimeError", WAITED, rank=rank, node="n1") for rank in (0, 1, 3)]
     hung = died(143, rank=2, node="n2", ended_by_agent=True)
     found = verdict.judge(Evidence((*waited, hung), ranks=TWO_NODES))

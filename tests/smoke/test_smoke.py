@@ -604,7 +604,7 @@ def test_a_check_that_did_not_run_is_skipped() -> None:
     assert (check["status"], check["summary"]) == ("skipped", "an earlier check failed")
 
 
-def test_a_size_that_was_not_measured_is_a_dash() -> None:
+def test_a_bandwidth_that_was_not_measured_is_printed_as_a_dash() -> None:
     speeds = [
         summary.speed_of(name, 2, size, 1, 0.001)
         for name, size in (("all_reduce", 1024), ("broadcast", 1024), ("broadcast", 4096))

@@ -258,7 +258,9 @@ def test_publishing_over_a_damaged_base_model_replaces_it(damage: Callable[[Path
     assert staging_directories(cache) == []
 
 
-def test_a_full_disk_leaves_nothing(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_on_a_full_disk_is_removed(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = trained(tmp_path / "out")
     known = base_model.manifest_of(source, DIGEST)
 

@@ -38,7 +38,7 @@ ABC = ("a", "b", "c")
         ({"participant": "y", "participants": ["x", "y"]}, ABC, "y"),
         ({"participant": 2, "participants": [1, 2, 3]}, None, "2"),
         ({"fold": 1, "participant": "y", "participants": ["x", "y"]}, None, "y"),
-        ({"fold": 0, "participant": "p"}, ABC, "p"),  # the script may accept more than the default list
+        ({"fold": 0, "participant": "p"}, ABC, "p"),  # p is not in the default list, but the script may accept it
         ({"fold": 1, "data_path": "books"}, ABC, None),
         ({"fold": 1, "data_path": "books", "participants": ["x", "y"]}, ABC, "y"),
         ({"fold": 1, "participant": None, "participants": False, "data_path": None}, ABC, "b"),

@@ -56,7 +56,7 @@ def test_the_previous_signal_handlers_are_restored(error: type[BaseException] | 
 
 
 def test_a_rank_that_was_asked_to_stop_keeps_its_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor may receive the same signal later, and then ends a rank that has no handlers."""
+    """The supervisor may receive the same signal later, and would stop a rank that has no handlers."""
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     monkeypatch.setenv("MUSTER_RUN_DIR", "run")
     try:
@@ -143,7 +143,7 @@ DISK_FULL = OSError("no space left")
         ((1,), (2,), 1, None, PeerFailed, "rank 2 on n2 failed at step 7"),
     ],
 )
-def test_the_failed_rank_raises_its_cause_and_the_others_name_it(
+def test_the_failed_rank_raises_its_cause_and_the_other_ranks_name_the_failed_rank(
     not_finite: tuple[int, ...], failed: tuple[int, ...], rank: int, cause: OSError | None, error: type[Exception],
     message: str,
 ) -> None:  # fmt: skip

@@ -673,7 +673,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["train.steps=2", "--nodes", "4", "--x", "train.seed=2"], 2, "unrecognized arguments: --nodes --x; settings"),
     ],
 )
-def test_the_launchers_check_accepts_exactly_the_trainers_arguments(
+def test_the_call_check_of_the_launchers_accepts_exactly_the_arguments_of_train_py(
     tmp_path: Path, arguments: list[str], code: int, message: str
 ) -> None:
     (tmp_path / "tiny.yaml").write_text("train: {steps: 1, batch_size: 4}")
