@@ -14,8 +14,8 @@
 #   --help         show this help
 #
 # Launchers write RUN/report.html when a run ends. Call this script to write the report earlier. Until the run ends, the
-# report has no files from nodes that do not share the run directory; with --sync, it has their logs. The comparison of
-# several runs is DIR/comparison.html.
+# report has no files from nodes that do not share the run directory, except their logs if the launcher got --sync. The
+# comparison of several runs is DIR/comparison.html.
 #
 # Exit codes: 0 the report was written, 1 it could not be written, 2 wrong call.
 #

@@ -370,7 +370,8 @@ class Dispatcher:
             self._avoided.pop(job_id, None)
             gpus = [slot.gpu for slot in slots if slot.gpu is not None]
             name = f"{job_id}.{job.next_number}"
-            more = {"after": after} if (after := self._waiting.running_training(self.jobs[job_id])) else {}
+            training = self._waiting.running_training(self.jobs[job_id])
+            more = {"after": training} if training else {}
             self._record("start", attempt=name, server=server, slots=[slot.index for slot in slots], gpus=gpus, **more)
             attempt = job.attempts[-1]
             self._occupy_slots(attempt)
@@ -388,7 +389,7 @@ class Dispatcher:
             try:
                 if jobs_elsewhere:
                     await server.send_results([self.state.jobs[each].job for each in jobs_elsewhere])
-                if job.base and not attempt.after:
+                if job.base and not attempt.queued_after:  # if set, the training is still queued there
                     await self._ensure_base(server, job.base)
             except Unreachable as error:  # before the start request, so the attempt was not started
                 raise NotStarted(str(error)) from None

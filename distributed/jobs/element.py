@@ -312,5 +312,5 @@ def discard_array(path: str, elements: Sequence[Element]) -> None:
 def resources_of(element: Element) -> ResourceRequest:
     """The resources of an attempt whose job specification is not assigned to an array."""
     with open(spec_path(element.directory)) as file:
-        gpus, minutes, labels, *after = json.load(file)["needs"]
-    return ResourceRequest(gpus, minutes, tuple(labels), *after)
+        gpus, minutes, labels, *queued_after = json.load(file)["needs"]
+    return ResourceRequest(gpus, minutes, tuple(labels), *queued_after)

@@ -59,7 +59,7 @@ class ResourceRequest:
     gpus: int
     minutes: int | None  # of --time; None: SLURM's default
     labels: tuple[str, ...]
-    after: str = ""  # SLURM job id of an element that must succeed first
+    queued_after: str = ""  # SLURM job id of an element that must succeed first
 
     @property
     def kind_of_refusal(self) -> str:
@@ -135,8 +135,8 @@ def sbatch_command(
         command.append(f"--constraint={'&'.join([*constraint(options), *resources.labels])}")
     if resources.minutes is not None:
         command.append(f"--time={resources.minutes}")
-    if resources.after:
-        command += [f"--dependency=afterok:{resources.after}", "--kill-on-invalid-dep=yes"]
+    if resources.queued_after:
+        command += [f"--dependency=afterok:{resources.queued_after}", "--kill-on-invalid-dep=yes"]
     return [
         "sbatch", "--parsable", *command, f"--job-name={name}", f"--array=0-{count - 1}", "--nodes=1", "--ntasks=1",
         "--no-requeue", "--export=ALL", f"--chdir={directory}", f"--output={output}", f"--error={output}", *script,

@@ -81,7 +81,7 @@ class PendingStart:
     element: Element
     resources: ResourceRequest
     job: Job | None = None  # None: the job specification is already written
-    needs: Sequence[str] = ()  # output directories of the jobs in _after
+    needs: Sequence[str] = ()  # output directories of the jobs that the option _after names
     reply: asyncio.Future[Facts] | None = None  # None: start() no longer waits for it
 
     def answer(self, found: Facts) -> None:
@@ -261,8 +261,9 @@ class SlurmServer(JobServer):
 
     async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> Facts:
         reply: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
-        after = await asyncio.to_thread(self._slurm_id, attempt.after) if attempt.after else ""
-        element, resources = self._element_of(attempt.name, job.output), self._resources_for(job.options, after)
+        training = attempt.queued_after
+        queued_after = await asyncio.to_thread(self._slurm_id, training) if training else ""
+        element, resources = self._element_of(attempt.name, job.output), self._resources_for(job.options, queued_after)
         self._pending.append(PendingStart(element, resources, job, needs, reply))
         self._submit_soon()
         return await reply
@@ -274,11 +275,11 @@ class SlurmServer(JobServer):
                 return f"{file.read().strip()}_{element.index}"
         raise NotStarted("the training of its base model is not in SLURM's queue", "busy")
 
-    def _resources_for(self, options: Options, after: str = "") -> ResourceRequest:
+    def _resources_for(self, options: Options, queued_after: str = "") -> ResourceRequest:
         seconds = None if options.timeout is None else options.timeout + self.context.grace + TIME_MARGIN
         return ResourceRequest(
             (options.gpus or len(self.settings.devices)) if self.settings.devices else 0,
-            None if seconds is None else math.ceil(seconds / 60), tuple(sorted(options.labels)), after,
+            None if seconds is None else math.ceil(seconds / 60), tuple(sorted(options.labels)), queued_after,
         )  # fmt: skip
 
     def _spec_of(self, start: PendingStart) -> Facts:
@@ -294,7 +295,7 @@ class SlurmServer(JobServer):
             "workdir": cwd, "setup": bool(self.settings.setup), "gpus": resources.gpus,
             "timeout": None if job.options.timeout is None else max(1, round(job.options.timeout)),
             "grace": float(self.context.grace), "kill_wait": self._kill_wait,
-            "needs": [resources.gpus, resources.minutes, list(resources.labels), resources.after],
+            "needs": [resources.gpus, resources.minutes, list(resources.labels), resources.queued_after],
             "trains": job.trains, "cache": self.context.cache.directory, "settings": dict(job.settings),
             "call": array_task.dispatcher_environment(dict(os.environ)),
             "env": environment(job) | host.job_variables(element.output, cwd, start.needs, base),

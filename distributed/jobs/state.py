@@ -38,7 +38,7 @@ class Attempt:
     slots: list[int]
     gpus: list[GpuId]
     start: float  # Unix time of the decision to start it, later replaced by the start time of its command
-    after: str = ""  # name of the attempt that trains its base model; empty if the base model was ready
+    queued_after: str = ""  # name of the attempt that trains its base model; empty if the base model was ready
     state: str = "starting"  # starting, running (or waiting in its server's queue), ended, lost
     process: dict[str, Any] = field(default_factory=dict)  # pid, start_time, boot_id; on SLURM also host
     end: float | None = None

@@ -62,7 +62,7 @@ class WaitingJobs:
 
         A training without a recorded end counts as failed, because the record of its failure may follow.
         """
-        training = self._state.attempt(attempt.after) if attempt.after else None
+        training = self._state.attempt(attempt.queued_after) if attempt.queued_after else None
         never_ran = end.get("code") is None and not attempt.process
         return training is not None and never_ran and (training.open or bool(training.failure))
 

@@ -194,8 +194,7 @@ def test_the_content_of_a_settings_file_is_part_of_the_digest(tmp_path: Path) ->
 
 def test_a_script_other_than_train_py_has_only_declared_defaults() -> None:
     assert plan({}, script="mine.py").bases[digests({}, script="mine.py")[0]].settings == {}
-    declared = {"base": ["config"], "defaults": {"depth": 4, "config": "x"}}
-    made = plan({}, script="mine.py", **{**declared, "base": ["depth"]})
+    made = plan({}, script="mine.py", base=["depth"], defaults={"depth": 4, "config": "x"})
     assert [dict(base.settings) for base in made.bases.values()] == [{"config": "x", "depth": 4}]
 
 

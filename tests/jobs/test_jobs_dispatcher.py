@@ -140,7 +140,7 @@ class SimulatedServer:
     async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
         self._call()
         assert self.run
-        request = StartRequest(attempt.name, job, attempt.slots, attempt.gpus, attempt.after, needs)
+        request = StartRequest(attempt.name, job, attempt.slots, attempt.gpus, attempt.queued_after, needs)
         self.run.check_start(self, request)
         self.requests.append(request)
         outcome = self.outcome_of(request)

@@ -66,7 +66,7 @@ class Server(SimulatedServer):
 
     async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
         found = await super().start(attempt, job, needs)
-        return {"state": "running"} if attempt.after else found  # without a pid: the attempt waits in the queue
+        return {"state": "running"} if attempt.queued_after else found  # without a pid: the attempt waits in the queue
 
     async def ensure_base(self, digest: str) -> int:
         if self.base_errors:
