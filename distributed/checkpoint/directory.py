@@ -429,8 +429,8 @@ def _lock(staging: Path) -> IO[str]:
             free = not locks
         previous.seek(0)
         recorded = _record(previous)
-        recorded_attempt = recorded.get("attempt", 0) if run and recorded.get("run") == run else attempt
-        if not free and recorded_attempt >= attempt:
+        earlier_attempt = run and recorded.get("run") == run and recorded.get("attempt", 0) < attempt
+        if not free and not earlier_attempt:
             raise CheckpointError(
                 f"{directory}: in use by {_describe(recorded)}; "
                 f"wait for it, stop it, or set another checkpoint directory"

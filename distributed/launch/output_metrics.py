@@ -195,7 +195,8 @@ class Steps:
         else:
             if step < self._last / 2 or (step < self._last and self._last >= self._total):
                 continues = math.isnan(steps) or steps == self._total
-                self._offset = self._offset + (self._last if math.isnan(steps) else steps) if continues else 0.0
+                counted = self._offset + (self._last if math.isnan(steps) else steps)
+                self._offset = counted if continues else 0.0
             total = math.nan if self._offset else steps
         self._priority, self._last, self._total = priority, step, steps
         counts = {"step": self._offset + step, "steps": total}
