@@ -58,6 +58,7 @@ name, *arguments = arguments[1:] if is_module else arguments
 run_script(Script(name, tuple(arguments), is_module, path), Preload(fresh))
 """
 RANK = [sys.executable, "-c", RANK_MAIN, str(KIT)]
+FRESH = ["env", "--default-signal=HUP", sys.executable, "-u"]  # a rank handles SIGHUP even if nohup started the tests
 TIMEOUT = 120  # seconds until a launch is treated as hanging
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
@@ -238,7 +239,7 @@ def test_a_script_sees_the_same_state_as_in_a_fresh_interpreter(command: list[st
     Path("other").mkdir()
     Path("other/inspect_state.py").write_text(INSPECT)
     Path("linked.py").symlink_to("other/inspect_state.py")
-    assert_same(inspect("rank", *RANK, *command), inspect("fresh", sys.executable, "-u", *command))
+    assert_same(inspect("rank", *RANK, *command), inspect("fresh", *FRESH, *command))
 
 
 def assert_same(rank: dict[str, Any], fresh: dict[str, Any]) -> None:
@@ -269,7 +270,7 @@ def compiled() -> str:
 @pytest.mark.parametrize("program", [directory, zip_file, compiled])
 def test_a_directory_zip_file_or_pyc_sees_the_same_state_as_in_a_fresh_interpreter(program: Callable[[], str]) -> None:
     name = program()
-    assert_same(inspect("rank", *RANK, name), inspect("fresh", sys.executable, "-u", name))
+    assert_same(inspect("rank", *RANK, name), inspect("fresh", *FRESH, name))
 
 
 def test_a_script_may_import_another_package_named_distributed() -> None:

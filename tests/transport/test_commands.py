@@ -90,7 +90,9 @@ def test_a_signal_ends_the_program_and_its_commands(number: int) -> None:
         "calls = Calls()\n"
         "calls.call('n1', ['sh', '-c', 'echo $$ >&2; sleep 1000; true'], errors=None); calls.wait()"
     )
-    with subprocess.Popen([sys.executable, "-I", "-c", program], stderr=subprocess.PIPE, text=True) as process:
+    # nohup, by which these tests may be started, makes a program ignore SIGHUP.
+    call = ["env", "--default-signal=HUP", sys.executable, "-I", "-c", program]
+    with subprocess.Popen(call, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         group = int(process.stderr.readline())
         process.send_signal(number)
