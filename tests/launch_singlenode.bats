@@ -693,6 +693,8 @@ refused() { # <expected text> <argument...>
   echo 'x y' >broken.py
   : >empty.txt
   refused "expected CONFIG and NPROC"
+  refused "CONFIG 'my script.py': is a script; to run it, give --script my\\ script.py, and - as CONFIG" "my script.py" 2
+  refused "CONFIG 'train.py': is a script" train.py
   refused "'nix.yaml'" nix.yaml 2
   refused "did you mean train.steps" typo.yaml 2
   refused "broken.yaml, line" broken.yaml 2

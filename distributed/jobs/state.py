@@ -19,10 +19,11 @@ from distributed.training.base_model import hash_of
 
 FINAL = ("done", "failed", "cancelled")
 UNLISTED = "no longer in the list"  # reason of a cancelled job
-# Failures that use up no retries. After MAX_INFRASTRUCTURE_FAILURES of them the job fails, as it may be their cause.
+# Failures that do not count against retries. After MAX_INFRASTRUCTURE_FAILURES of them the job fails: it may be their
+# cause.
 INFRASTRUCTURE_FAILURES = ("server lost", "server restarted", "supervisor killed")
 MAX_INFRASTRUCTURE_FAILURES = 5
-UNLIMITED_FAILURES = ("preempted",)  # failures that use up no retries either, and never fail the job
+UNLIMITED_FAILURES = ("preempted",)  # do not count against retries either, and never fail the job
 NOT_COPIED = "results not copied"  # failure of an attempt that exited with 0
 FINAL_FAILURES = ("cancelled outside", "refused", NOT_COPIED)  # never retried
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError")
@@ -126,7 +127,7 @@ class JobState:
         return self.state == "cancelled" and self.reason == UNLISTED
 
     def counted_failures(self) -> list[Attempt]:
-        """The failed attempts that use up retries."""
+        """The failed attempts that count against the retries."""
         uncounted = ("", *INFRASTRUCTURE_FAILURES, *UNLIMITED_FAILURES)
         return [each for each in self.attempts[self.attempts_before_retry :] if each.failure not in uncounted]
 

@@ -1,4 +1,4 @@
-"""Check before a launch that every node can connect to every other node.
+"""Check that every node can connect to every other node, for doctor.sh and test_distributed.sh.
 
 Without a connection, ranks would wait and print nothing. Each node listens at the address that its ranks will use, then
 connects to all other nodes at the same time. The launcher reads the replies and reports failed connections:
