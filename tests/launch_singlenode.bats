@@ -693,8 +693,9 @@ refused() { # <expected text> <argument...>
   echo 'x y' >broken.py
   : >empty.txt
   refused "expected CONFIG and NPROC"
-  refused "CONFIG 'my script.py': is a script; to run it, give --script my\\ script.py, and - as CONFIG" "my script.py" 2
-  refused "CONFIG 'train.py': is a script" train.py
+  refused "CONFIG 'my script.py': not a settings file; to run this script, give --script my\\ script.py, and - as CONFIG" "my script.py" 2
+  refused "CONFIG 'train.py': not a settings file; to run this script" train.py
+  refused "CONFIG 'nix.py': no such file" --script "my script.py" nix.py 2
   refused "'nix.yaml'" nix.yaml 2
   refused "did you mean train.steps" typo.yaml 2
   refused "broken.yaml, line" broken.yaml 2

@@ -151,7 +151,7 @@ refuses() { # <text of the message> <argument...>
   refuses "Requested node configuration is not available"$'\n'"submit.sh: refused by SLURM, see its message above; sinfo" \
     --mem 100G - 1 1
   refuses "submit.sh: CONFIG 'none.yaml': no such file" none.yaml 1 1
-  refuses "submit.sh: CONFIG 'train.py': is a script; to run it, give --script train.py" train.py 1 1
+  refuses "submit.sh: CONFIG 'train.py': not a settings file; to run this script, give --script train.py" train.py 1 1
   refuses "train.batch_size=7 is not divisible by 2 ranks" "$KIT/config/quickstart.yaml" 1 2 -- train.batch_size=7
   refuses "--nodes: unknown option; give NNODES without an option" --nodes 2 - 1 1
   refuses "--scrpt: unknown option" --scrpt x - 1 1

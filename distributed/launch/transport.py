@@ -66,7 +66,7 @@ class Pdsh(Ssh):
         for node in nodes:
             store = ["sh", "-c", script, "sh", run, f"{run}/node_{node.node}.environment"]
             commands[node] = self.commands.command(node, store, watch.options.cwd, f"{run}/node_{node.node}.log")
-        replies = watch.calls.call_all(commands, sent=watch.environment_blocks(), errors=INHERITED)
+        replies = watch.calls.call_all(commands, sent=watch.environment_block(), errors=INHERITED)
         codes = {name: reply.code for name, reply in replies.items()}
         # On these nodes, the login shell or `cd` failed before this command, and would fail before the supervisor too.
         unfit = [name for name, code in codes.items() if code == UNFIT]

@@ -114,7 +114,7 @@ class Local:
         agent = watch.options.agent.on(run, node.node, str(rank), str(node.processes))
         arguments = [*watch.supervisor_command(), "--name", node.node, "--environment", "-", "--", *agent]
         command = self.commands.command(node, arguments, watch.options.cwd, f"{run}/node_{node.node}.log")
-        watch.start_client(node.node, command, sent=watch.environment_blocks())
+        watch.start_client(node.node, command, sent=watch.environment_block())
 
     def request(self, watch: Watch, request: str) -> None:
         """Send a request to all supervisors (stop, end), or to those of the attempt (fail, kill, signal N)."""
@@ -281,8 +281,8 @@ class Watch:
         }
         return f"attempt {json.dumps(facts)}\n".encode()
 
-    def environment_blocks(self) -> bytes:
-        """Both environment blocks for the supervisor."""
+    def environment_block(self) -> bytes:
+        """The environment of the nodes' commands, for the standard input of a supervisor."""
         return environment_block(self.options.inherited, self.entries())
 
     # ---- clients

@@ -84,8 +84,7 @@ def decide(
     stall is permanent. sampled: the replies have the CPU use of the ranks.
     """
     idle_timeout = min(timeout, IDLE_TIMEOUT)
-    if not observed.ranks or observed.not_started:
-        # The run is starting or ending. observed.stopped: agents and other processes of Muster in state T (SIGSTOP).
+    if not observed.ranks or observed.not_started:  # the run is starting or ending
         return HUNG if observed.stopped and not permanent_only and silent >= timeout else wait(idle_timeout)
     if silent < idle_timeout:
         return wait(idle_timeout - silent)

@@ -62,7 +62,7 @@ class Run:
     lease: int | None = None  # 0: the nodes continue without the launcher
     cwd: str = ""
     spares: tuple[RunNode, ...] = ()  # spare nodes, which may replace lost ones
-    changes: tuple[dict[str, object], ...] = ()  # replaced nodes, see launch.spares
+    changes: tuple[dict[str, object], ...] = ()  # nodes that joined or left, see launch.spares
 
 
 def find(argument: str, cwd: Path, logs: Path) -> Path:

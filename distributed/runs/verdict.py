@@ -67,7 +67,7 @@ class Verdict:
     message: str = ""
     traceback: str = ""
     collateral: tuple[Json, ...] = ()  # the other failures: "node", "rank", "message"
-    changes: tuple[str, ...] = ()  # replaced nodes, see records.node_changes()
+    changes: tuple[str, ...] = ()  # nodes that joined or left, see records.node_changes()
 
 
 def decide(run: Path, launcher_code: int | None = None) -> Verdict:

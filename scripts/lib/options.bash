@@ -179,7 +179,8 @@ suggest_option() { # <unknown option>
 check_options() {
   local config=${POSITIONAL[0]-$CONFIG}
   [[ $config != *.py || ! ${VALUE_NAME[--script]-} || $SCRIPT$MODULE$SCRIPT_FROM_ENVIRONMENT ]] ||
-    die_usage "CONFIG '$config': is a script; to run it, give --script $(quote "$config"), and - as CONFIG"
+    die_usage "CONFIG '$config': not a settings file; to run this script," \
+      "give --script $(quote "$config"), and - as CONFIG"
   [[ ! $SCRIPT || ! $MODULE ]] ||
     die_usage "--script '$SCRIPT' and -m '$MODULE' cannot be combined; give one of the two"
   [[ $AGENT == fast || $AGENT == torchrun ]] || die_usage "--agent: expected fast or torchrun, got '$AGENT'"
