@@ -10,6 +10,8 @@ import errno
 import os
 import time
 
+from distributed.trust import PRIVATE, parse_json, read_bytes, regular_file
+
 KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -19,15 +21,14 @@ def version() -> str:
         return file.read().strip()
 
 
-def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
+def write_file(path: str | os.PathLike[str], content: str | bytes, mode: int = PRIVATE) -> None:
     """Write a temporary file and rename it to `path`: readers see the old or the new content. Raises OSError.
 
-    If `path` is a symbolic link, the link stays, and the file that it points to is written.
+    A symbolic link at `path` is replaced: resolve a path that the user has given. mode: restricted by the umask.
     """
-    path = os.path.realpath(path)
-    temporary = f"{path}.{os.urandom(4).hex()}"
+    temporary = f"{os.fspath(path)}.{os.urandom(4).hex()}"
     try:
-        with open(temporary, "wb") as file:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except OSError:
@@ -36,9 +37,9 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
         raise
 
 
-def write_json(path: str | os.PathLike[str], value: object) -> None:
+def write_json(path: str | os.PathLike[str], value: object, mode: int = PRIVATE) -> None:
     """Write indented, sorted JSON with write_file(). Raises OSError."""
-    write_file(path, to_json(value))
+    write_file(path, to_json(value), mode)
 
 
 def to_json(value: object) -> bytes:
@@ -58,11 +59,8 @@ def to_json(value: object) -> bytes:
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
     """Return the JSON object in a file; {} if the file is missing, unreadable or not a JSON object."""
-    import json
-
     try:
-        with open(path, "rb") as file:
-            value = json.load(file)
+        value = parse_json(read_bytes(path))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -94,7 +92,7 @@ def try_lock(file: int, exclusive: bool = True, seconds: float = 0.0, required: 
 def is_locked(path: str | os.PathLike[str]) -> bool:
     """Whether a process holds an exclusive lock on a file; False without a file. Raises OSError if that is unknown."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular_file) as file:
             return not try_lock(file.fileno(), exclusive=False, required=True)
     except FileNotFoundError:
         return False

@@ -31,18 +31,21 @@ KIT = Path(__file__).resolve().parent.parent
 
 # The packages and top-level modules that each package or module may import. One that is not a key may import none.
 ALLOWED_IMPORTS: dict[str, set[str]] = {
-    "agent": {"exit_codes", "files", "host", "launch"},
-    "checkpoint": {"exit_codes", "torch", "training"},
-    "health": {"exit_codes", "host", "launch", "nodelist", "terminal", "transport"},
-    "host": {"exit_codes"},
-    "jobs": {"exit_codes", "files", "host", "launch", "metrics", "runs", "terminal", "training", "transport"},
-    "launch": {"exit_codes", "files", "host", "metrics", "nodelist", "runs", "transport", "world"},
-    "runs": {"exit_codes", "files", "host", "metrics", "nodelist", "terminal", "transport"},
-    "slurm": {"exit_codes", "files", "host", "launch", "nodelist"},
-    "smoke": {"files", "terminal", "torch", "world"},
+    "agent": {"exit_codes", "files", "host", "launch", "trust"},
+    "checkpoint": {"exit_codes", "torch", "training", "trust"},
+    "files": {"trust"},
+    "health": {"exit_codes", "host", "launch", "nodelist", "terminal", "transport", "trust"},
+    "host": {"exit_codes", "trust"},
+    "jobs": {"exit_codes", "files", "host", "launch", "metrics", "runs", "terminal", "training", "transport", "trust"},
+    "launch": {"exit_codes", "files", "host", "metrics", "nodelist", "runs", "transport", "trust", "world"},
+    "metrics": {"trust"},
+    "runs": {"exit_codes", "files", "host", "metrics", "nodelist", "terminal", "transport", "trust"},
+    "slurm": {"exit_codes", "files", "host", "launch", "nodelist", "trust"},
+    "smoke": {"files", "terminal", "torch", "trust", "world"},
+    "terminal": {"trust"},
     "torch": {"agent", "exit_codes", "world"},
-    "transport": {"exit_codes", "files", "host"},
-    "training": {"files", "host", "metrics", "runs", "world"},
+    "transport": {"exit_codes", "files", "host", "trust"},
+    "training": {"files", "host", "metrics", "runs", "trust", "world"},
     "world": {"nodelist"},
 }
 MAY_IMPORT_PYTORCH = {"agent", "checkpoint", "smoke", "torch", "training"}
@@ -52,7 +55,7 @@ STANDARD_LIBRARY_ALONE = {
     "health", "host", "jobs.array_task", "jobs.host", "jobs.job", "jobs.journal", "jobs.page", "jobs.panes",
     "jobs.placement", "jobs.state", "jobs.timeline", "launch", "metrics", "nodelist", "runs", "slurm",
     "smoke.bandwidth", "smoke.summary", "terminal", "training.base_model", "training.fold", "training.topics",
-    "transport", "world",
+    "transport", "trust", "world",
 }  # fmt: skip
 
 SCRIPTS = [

@@ -63,6 +63,7 @@ FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # the standard input 
 # usage_sampler.py imports it only to take samples, and supervisors of jobs take none.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
+    "distributed/trust.py",
     "distributed/host/__init__.py", "distributed/host/gpus.py", "distributed/host/system.py",
     "distributed/host/process_scan.py", "distributed/host/signals.py",
     "distributed/jobs/__init__.py", "distributed/jobs/host.py", "distributed/jobs/panes.py",

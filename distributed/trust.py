@@ -1,0 +1,359 @@
+"""What others can write is data: the checks of everything that Muster reads and has not just written itself.
+
+Others are other users of the machine, nodes, ranks and jobs. Their files, replies, archives and messages go through the
+functions of this module:
+
+    foreign()           nothing is used that another user owns or can write
+    regular_file()      a file is opened without following a link and without waiting, with a private mode
+    parse_json()        JSON with bounded size and depth; ValueError is its only exception
+    checked()           a value has the declared types and ranges, or ValueError names the part that has not
+    printable()         text without control sequences
+    unpack(), place()   files of a node go into a new directory, and from there, without links, to their place
+
+Standard library only. Supervisors import this module before every command, so most imports are inside functions.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+PRIVATE = 0o600  # mode of new files
+PRIVATE_DIRECTORY = 0o700
+MAX_TEXT = 64 << 20  # bytes of a JSON value or of a file that is read whole
+MAX_DEPTH = 40  # of nested JSON
+LARGEST = 1 << 63  # numbers are smaller
+MAX_FILES = 200_000  # of one archive
+MAX_BYTES = 64 << 30  # of one archive
+MIN_FREE = 1 << 30  # bytes that an archive leaves free on the disk
+MAX_NAME = 64 << 10  # bytes of a name in an archive
+STALLED = 60.0  # seconds without a byte of an archive
+
+
+# ---------------------------------------------------------------- owners and modes
+
+
+def user_name(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user id {uid}"
+
+
+def writable_by_others(facts: os.stat_result) -> bool:
+    """Whether users other than the owner can write, according to the mode. A group that only has its owner is none."""
+    if facts.st_mode & stat.S_IWOTH:
+        return True
+    return bool(facts.st_mode & stat.S_IWGRP) and not _is_private_group(facts.st_uid, facts.st_gid)
+
+
+def _is_private_group(uid: int, gid: int) -> bool:
+    """Whether the group has the user's name and no other member, as systems create it that set umask 002."""
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def foreign(path: str | os.PathLike[str], facts: os.stat_result, owners: tuple[int, ...] = ()) -> str:
+    """Why this user must not use a file or directory; "" if only this user, or one of `owners`, can write it."""
+    if facts.st_uid not in (os.geteuid(), *owners):
+        return f"{os.fspath(path)}: belongs to {user_name(facts.st_uid)}, and you are {user_name(os.geteuid())}"
+    if writable_by_others(facts):
+        return f"{os.fspath(path)}: other users can write it (mode {stat.S_IMODE(facts.st_mode):o})"
+    return ""
+
+
+def foreign_ancestor(directory: str) -> str:
+    """Why another user can replace a directory, or one above it; "" if only this user and root can.
+
+    Other users may create files in a directory if it has the sticky bit, as /tmp has.
+    """
+    path = os.path.realpath(directory)
+    while True:
+        facts = os.stat(path)
+        if facts.st_mode & stat.S_ISVTX and facts.st_uid in (0, os.geteuid()):
+            problem = ""
+        else:
+            problem = foreign(path, facts, owners=(0,))
+        if problem or path == "/":
+            return problem
+        path = os.path.dirname(path)
+
+
+# ---------------------------------------------------------------- files
+
+
+def regular_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Open a regular file without following a link and without waiting; a new file is private. Raises OSError.
+
+    It is the `opener` of open(): open(path, "rb", opener=regular_file).
+    """
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, PRIVATE)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", os.fspath(path)) from None
+        if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return file
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The content of a regular file. Raises OSError, also if it has more than MAX_TEXT bytes."""
+    with open(path, "rb", opener=regular_file) as file:
+        content = file.read(MAX_TEXT + 1)
+    if len(content) > MAX_TEXT:
+        raise OSError(errno.EFBIG, f"has more than {MAX_TEXT >> 20} MiB", os.fspath(path))
+    return content
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The content of a regular file as text. Raises OSError."""
+    return read_bytes(path).decode(errors="replace")
+
+
+# ---------------------------------------------------------------- values
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+    """The value of a JSON text. Raises ValueError, also if the text is too long or too deeply nested."""
+    import json
+
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"more than {MAX_TEXT >> 20} MiB")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep") from None
+    brackets = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    if brackets > MAX_DEPTH:
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            level = [part for one in level if isinstance(one, (list, dict)) for part in _parts(one)]
+        if any(isinstance(one, (list, dict)) for one in level):
+            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    return value
+
+
+def _parts(value: list[Any] | dict[str, Any]) -> list[Any]:
+    return value if isinstance(value, list) else list(value.values())
+
+
+def checked(kind: Any, value: Any, name: str = "value") -> Any:
+    """The value, converted to the declared kind. Raises ValueError, which names the part that has another type.
+
+    kind: bool, int (below 2**63), float (finite), str, None, object (anything), a range of integers; unions, lists,
+    tuples, sequences and mappings of kinds; a dictionary from key to kind, where a key with a final "?" may be missing;
+    a dataclass. Unknown keys and fields are refused. Text loses its control characters, except line breaks and tabs.
+    """
+    import contextlib
+    import types
+
+    origin: Any = getattr(kind, "__origin__", None)
+    parts: Any = getattr(kind, "__args__", ())
+    if isinstance(kind, types.UnionType):
+        for part in parts:
+            with contextlib.suppress(ValueError):
+                return checked(part, value, name)
+    elif isinstance(value, dict) and (isinstance(kind, dict) or hasattr(kind, "__dataclass_fields__")):
+        return _checked_fields(kind, value, name)
+    elif isinstance(value, dict) and len(parts) == 2 and parts[1] is not ...:
+        return {checked(parts[0], key, name): checked(parts[1], one, f"{name}.{key}") for key, one in value.items()}
+    elif isinstance(value, (list, tuple)) and origin and (len(parts) == 1 or parts[1] is ...):
+        found = [checked(parts[0], one, f"{name}[{number}]") for number, one in enumerate(value)]
+        return tuple(found) if origin is tuple else found
+    elif _is_a(value, kind):
+        return printable(value, "\n\t") if isinstance(value, str) else float(value) if kind is float else value
+    expected = "an object" if isinstance(kind, dict) else getattr(kind, "__name__", kind)
+    raise ValueError(f"{printable(name)}: expected {expected}, got {shown(value)}")
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value is kind or (isinstance(kind, type) and isinstance(value, kind) and kind not in (int, float))
+    if isinstance(kind, range):
+        return isinstance(value, int) and value in kind
+    return kind in (object, float, type(value)) and abs(value) < LARGEST
+
+
+def _checked_fields(kind: Any, value: dict[str, Any], name: str) -> Any:
+    if isinstance(kind, dict):
+        kinds = {key.rstrip("?"): one for key, one in kind.items()}
+        needed = {key for key in kind if not key.endswith("?")}
+    else:
+        import inspect
+        from dataclasses import MISSING
+
+        kinds = _kinds[kind] = _kinds.get(kind) or inspect.get_annotations(kind, eval_str=True)
+        fields = kind.__dataclass_fields__.values()
+        needed = {one.name for one in fields if one.default is MISSING and one.default_factory is MISSING}
+    if wrong := (needed - value.keys()) or (value.keys() - kinds.keys()):
+        raise ValueError(f"{name}: {'no' if wrong <= needed else 'unknown key'} {shown(min(wrong))}")
+    found = {key: checked(kinds[key], one, key) for key, one in value.items()}
+    return found if isinstance(kind, dict) else kind(**found)
+
+
+_kinds: dict[Any, dict[str, Any]] = {}  # dataclass -> the kinds of its fields
+
+
+def shown(value: object) -> str:
+    """A short representation of a value, for messages."""
+    import reprlib
+
+    return printable(reprlib.repr(value))
+
+
+# ---------------------------------------------------------------- text
+
+
+def printable(text: str, kept: str = "") -> str:
+    """The text without control sequences; other control characters, except `kept`, become blanks."""
+    if text.isprintable():
+        return text
+    import re
+
+    text = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)", "", text)
+    return "".join(letter if letter.isprintable() or letter in kept else " " for letter in text)
+
+
+# ---------------------------------------------------------------- files of a node
+
+
+class Refused(Exception):
+    """An archive is damaged, stalls, or is larger than allowed. The message says which."""
+
+
+class _Stream:
+    """The bytes of an archive. Raises Refused if none arrive for STALLED seconds."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def read(self, size: int) -> bytes:
+        import select
+
+        poll = select.poll()
+        poll.register(self._file, select.POLLIN)
+        if not poll.poll(1000 * STALLED):
+            raise Refused(f"no data for {STALLED:.0f} s")
+        return os.read(self._file, size)
+
+
+def unpack(source: int, directory: str, expects: Callable[[str], bool]) -> list[str]:
+    """Unpack a tar archive from a pipe into a new directory. Returns the names of what was left out. Raises Refused.
+
+    Only regular files and directories whose relative names expects() accepts are unpacked, with private modes. No name
+    leads outside of the directory.
+    """
+    import shutil
+    import tarfile
+    import time
+
+    class Member(tarfile.TarInfo):
+        @classmethod
+        def frombuf(cls, buf: Any, encoding: str, errors: str) -> Any:
+            member = super().frombuf(buf, encoding, errors)
+            if member.type in (b"L", b"K", b"x", b"g", b"X") and member.size > MAX_NAME:  # tarfile would read it whole
+                raise Refused("a name in it is too long")
+            return member
+
+    left_out, count, size = [], 0, 0
+    try:
+        stream: Any = _Stream(source)
+        with tarfile.open(fileobj=stream, mode="r|", bufsize=1 << 18, tarinfo=Member) as archive:
+            while member := archive.next():
+                archive.members = []  # type: ignore[attr-defined]  # do not keep all of them
+                disk, name = os.statvfs(directory), os.path.normpath(member.name)
+                count, size = count + 1, size + max(0, member.size)
+                if count > MAX_FILES or size > MAX_BYTES or member.size > disk.f_bavail * disk.f_frsize - MIN_FREE:
+                    raise Refused(f"{count} files with {size >> 20} MiB are more than the limits or the disk allow")
+                path = os.path.join(directory, name)
+                if name in (".", "..") or name.startswith(("/", "../")) or not expects(name):
+                    left_out += [name] * (name != ".")
+                elif member.isdir():
+                    os.makedirs(path, PRIVATE_DIRECTORY, exist_ok=True)
+                elif member.isreg() and (content := archive.extractfile(member)):
+                    os.makedirs(os.path.dirname(path), PRIVATE_DIRECTORY, exist_ok=True)
+                    with open(path, "wb", opener=regular_file) as file:
+                        shutil.copyfileobj(content, file, 1 << 18)
+                    os.utime(path, (0, min(max(0, member.mtime), time.time())))
+                else:
+                    left_out.append(name)
+    except Refused:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a damaged archive causes in tarfile
+        raise Refused(f"cannot be unpacked ({type(error).__name__}: {error})") from None
+    return left_out
+
+
+def place(source: str, target: str, mask: int, name: str = "") -> list[str]:
+    """Move files and directories from a directory of a node's files to their place. Returns the names left out.
+
+    No link below `target` is followed. Special files, and links that lead outside of it, are left out. A file that is
+    newer there stays. mask: permissions that are kept. name: of the directory, in the result.
+    """
+    left_out = []
+    os.makedirs(target, mask & 0o777, exist_ok=True)
+    for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
+        facts, goal, below = entry.stat(follow_symlinks=False), os.path.join(target, entry.name), name + entry.name
+        try:
+            there: os.stat_result | None = os.lstat(goal)
+        except FileNotFoundError:
+            there = None
+        if stat.S_ISDIR(facts.st_mode):
+            if there and not stat.S_ISDIR(there.st_mode):
+                os.unlink(goal)
+            left_out += place(entry.path, goal, mask, f"{below}/")
+        elif there and stat.S_ISDIR(there.st_mode):
+            left_out.append(below)
+        elif stat.S_ISREG(facts.st_mode):
+            if there and there.st_mtime > facts.st_mtime:
+                continue
+            if facts.st_mode & 0o7777 & ~mask:
+                os.chmod(entry.path, facts.st_mode & mask)
+            _move(entry.path, goal)
+        elif stat.S_ISLNK(facts.st_mode) and _leads_inside(os.readlink(entry.path), below):
+            _move(entry.path, goal)
+        else:
+            left_out.append(below)
+    return left_out
+
+
+def _move(path: str, goal: str) -> None:
+    try:
+        os.rename(path, goal)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        import shutil
+
+        temporary = f"{goal}.{os.urandom(4).hex()}"
+        shutil.copy2(path, temporary, follow_symlinks=False)
+        os.rename(temporary, goal)
+
+
+def _leads_inside(link: str, name: str) -> bool:
+    """Whether the link `name` leads to a place below the directory to which the name is relative.
+
+    Only names may follow the first ones that are "..": behind another link, ".." would lead elsewhere.
+    """
+    parts = [part for part in link.split("/") if part not in ("", ".")]
+    up = next((number for number, part in enumerate(parts) if part != ".."), len(parts))
+    return not link.startswith("/") and ".." not in parts[up:] and up <= name.count("/")
