@@ -137,9 +137,13 @@ def _rendezvous_store(world: World, limit: timedelta) -> dist.Store:
         return store
     if world.master_addr is None or world.master_port is None:
         return dist.HashStore()
-    return dist.TCPStore(
-        world.master_addr, world.master_port, world.size, world.rank == 0, limit, wait_for_workers=False
-    )
+    address, port, serves, listening = world.master_addr, world.master_port, world.rank == 0, None
+    if world.nodes == 1:
+        # By itself, the store listens on all interfaces, although only ranks of this node need it.
+        address = "::1" if address == "::1" else "127.0.0.1"
+        family = socket.AF_INET6 if address == "::1" else socket.AF_INET
+        listening = socket.create_server((address, port), family=family).detach() if serves else None
+    return dist.TCPStore(address, port, world.size, serves, limit, wait_for_workers=False, master_listen_fd=listening)
 
 
 def _wait_for_all_ranks(world: World, store: dist.Store, limit: timedelta) -> None:

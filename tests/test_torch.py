@@ -403,6 +403,30 @@ def test_joining_ends_at_the_timeout(tmp_path: Path) -> None:
     assert "WorldError: rank 1 of 2 did not join within 2 s; read the output of the missing ranks" in result.err
 
 
+LISTENING = """
+import json, os, socket
+from pathlib import Path
+import torch.distributed as dist
+from distributed.torch import process_group
+with process_group(backend="gloo") as world:
+    if world.rank == 0:
+        inodes = {os.readlink(file)[8:-1] for file in Path("/proc/self/fd").iterdir() if file.is_socket()}
+        lines = [line.split() for file in ("tcp", "tcp6") for line in open(f"/proc/self/net/{file}").readlines()[1:]]
+        print({fields[1].partition(":")[0] for fields in lines if fields[3] == "0A" and fields[9] in inodes})
+    dist.barrier()
+"""
+
+
+def test_the_store_of_ranks_on_one_node_listens_on_loopback_only(tmp_path: Path) -> None:
+    """Without an agent, rank 0 has the store. No name server knows the master address."""
+    (tmp_path / "listening.py").write_text(LISTENING)
+    env = {"MASTER_ADDR": "node1.invalid"}
+    with forked.launched(2, forked.script, str(tmp_path / "listening.py"), env=env) as launch:
+        results = launch.results()
+    assert results[0].code == results[1].code == 0, results
+    assert results[0].out == "{'0100007F'}\n"
+
+
 FAILING = """
 import torch, torch.distributed as dist
 from distributed.torch import process_group

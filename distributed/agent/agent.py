@@ -36,7 +36,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import tail_log
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher import api as launcher
 
@@ -44,7 +44,7 @@ from distributed.agent import failure_records
 from distributed.agent.attempt import Attempt, AttemptPipes, stable_run_id
 from distributed.agent.fork_server import ForkedProcess, ForkServer, ForkServerError, signals
 from distributed.agent.membership import Membership, RendezvousFailed, RunEnd
-from distributed.agent.rendezvous import Rendezvous, log
+from distributed.agent.rendezvous import Rendezvous, log, loopback_store
 from distributed.agent.worker import RankSpec, Script
 from distributed.exit_codes import STOPPED
 from distributed.launch.output_lines import RankLines, with_prefix
@@ -116,6 +116,7 @@ class Agent(LocalElasticAgent):
         self.succeeded: list[int] = []  # ranks that exited with 0 before the agent stopped others
         if isinstance(spec.rdzv_handler, StaticTCPRendezvous):
             spec.rdzv_handler = self.rendezvous = Rendezvous(spec.rdzv_handler, self.script)
+            spec.master_addr = self.rendezvous.master_addr
         Agent.latest = self
 
     @property
@@ -314,6 +315,8 @@ INTERNALS: list[tuple[Any, str, set[str]]] = [
     (elastic_multiprocessing, "SubprocessContext", {"envs"}),
     (SubprocessContext, "_start", set()),
     (tail_log, "tail_logfile", {"header", "file", "dst", "finished", "interval_sec", "log_line_filter"}),
+    (c10d_rendezvous_backend, "_create_tcp_store", {"params"}),
+    (dynamic_rendezvous.DynamicRendezvousHandler, "_create_tcp_store_server", {"master_addr", "master_port"}),
 ]
 # Attributes of torchrun's objects that this module uses.
 ATTRIBUTES: dict[type, set[str]] = {
@@ -364,6 +367,11 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
     if options.standalone:
         # torchrun's random delay of up to 0.3 s spreads the load of many nodes. A standalone run has one node.
         dynamic_rendezvous._delay = lambda seconds: None
+        options.local_addr = "127.0.0.1"
+        c10d_rendezvous_backend._create_tcp_store = lambda params: loopback_store()
+        dynamic_rendezvous.DynamicRendezvousHandler._create_tcp_store_server = (  # type: ignore[method-assign]
+            lambda self, master_addr, master_port: loopback_store()
+        )
     if options.max_restarts:
         # With the shared store, many restarts fail (torch 2.13: 22 of 34; with separate stores, none of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

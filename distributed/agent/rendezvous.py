@@ -7,6 +7,7 @@ reports missing nodes, refuses incompatible nodes, names the run that uses the p
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import socket
@@ -38,6 +39,7 @@ from distributed.agent.worker import Script
 NO_RUN_ID = "none"  # torchrun's default for --rdzv-id
 CONNECT_TIMEOUT = 5.0  # seconds to wait for a connection
 OWNER_TIMEOUT = 5.0  # seconds to find out which run uses a port
+READ_TIMEOUT = timedelta(seconds=60)  # torchrun's, for the store of a standalone run
 
 
 class Rendezvous(StaticTCPRendezvous):
@@ -46,6 +48,8 @@ class Rendezvous(StaticTCPRendezvous):
     def __init__(self, base: StaticTCPRendezvous, script: Script) -> None:
         seconds = int(base.timeout.total_seconds())
         super().__init__(base.master_addr, base.master_port, base.rank, base.world_size, base.run_id, seconds)
+        if self.world_size == 1:
+            self.master_addr = loopback(self.master_addr)
         self.script = script
         self.membership: Membership | None = None
         self.attempt = Attempt.from_env()  # next_rendezvous() replaces it by that of the first node
@@ -81,9 +85,11 @@ class Rendezvous(StaticTCPRendezvous):
 
     def _serve(self) -> TCPStore:
         try:
+            if self.world_size == 1:
+                return loopback_store(self.master_addr, self.master_port, self.timeout)
             return self._tcp_store(is_master=True)
-        except DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
+        except (DistNetworkError, OSError) as error:
+            if "EADDRINUSE" not in str(error) and getattr(error, "errno", 0) != errno.EADDRINUSE:
                 raise
             owner = self._owner() or "another program"
             raise RendezvousFailed(
@@ -125,6 +131,24 @@ class Rendezvous(StaticTCPRendezvous):
             timeout=self.timeout,
             wait_for_workers=False,  # Membership.wait_for_all waits and reports missing nodes
         )
+
+
+def loopback(address: str) -> str:
+    """The address at which the processes of a single node reach its store. address: the requested one."""
+    return "::1" if address == "::1" else "127.0.0.1"
+
+
+def loopback_store(address: str = "127.0.0.1", port: int = 0, timeout: timedelta = READ_TIMEOUT) -> TCPStore:
+    """A new store that other machines cannot reach: stores have no passwords. Raises OSError if the port is in use.
+
+    By itself, TCPStore listens on all interfaces. address: of the loopback interface. port: 0 for any free port.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, port), family=family)
+    port = listening.getsockname()[1]
+    return TCPStore(
+        address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
 
 def member_facts(script: Script, nodes: int) -> dict[str, str]:

@@ -15,6 +15,7 @@ import re
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -1215,6 +1216,46 @@ sys.meta_path.insert(0, PausedImport())
 del sys.argv[0], sys.path[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+
+
+# ---------------------------------------------------------------- addresses on which a run listens
+
+LISTEN = """
+import json, os, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ranks = [None] * dist.get_world_size()
+dist.all_gather_object(ranks, os.getpid())
+names = [os.readlink(f) for pid in [*ranks, os.getppid()] for f in Path(f"/proc/{pid}/fd").iterdir() if f.exists()]
+inodes = {name[8:-1] for name in names if name.startswith("socket:[")}
+lines = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/self/net", file).read_text().splitlines()[1:]]
+addresses = sorted({fields[1].partition(":")[0] for fields in lines if fields[3] == "0A" and fields[9] in inodes})
+if dist.get_rank() == 0:
+    print(json.dumps([os.environ["MASTER_ADDR"], os.environ["TORCHELASTIC_USE_AGENT_STORE"], *addresses]), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+LOOPBACK, LOOPBACK_6 = "0100007F", "00000000000000000000000001000000"  # as in proc_pid_net(5)
+
+
+@pytest.mark.parametrize(
+    ("options", "address", "listening"),
+    [
+        (["--standalone"], "127.0.0.1", [LOOPBACK]),
+        (["--master-addr", "127.0.0.1"], "127.0.0.1", [LOOPBACK]),
+        (["--master-addr", "node1.invalid"], "127.0.0.1", [LOOPBACK]),
+        (["--master-addr", "::1"], "::1", [LOOPBACK_6, LOOPBACK]),
+    ],
+)
+def test_a_run_on_one_node_listens_on_loopback_only(options: list[str], address: str, listening: list[str]) -> None:
+    if options != ["--standalone"]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            options = [*options, "--master-port", str(free.getsockname()[1])]
+    Path("listen.py").write_text(LISTEN)
+    done = run(*AGENT[:2], *options, "--nproc-per-node", "2", "--", "listen.py", GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [address, "True", *listening]
 
 
 # ---------------------------------------------------------------- without processes
