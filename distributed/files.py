@@ -10,7 +10,7 @@ import errno
 import os
 import time
 
-from distributed.trust import PRIVATE, parse_json, read_bytes, regular_file
+from distributed.trust import PRIVATE, PRIVATE_DIRECTORY, parse_json, read_bytes, regular_file
 
 KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -19,6 +19,15 @@ def version() -> str:
     """The version of Muster."""
     with open(os.path.join(KIT, "VERSION")) as file:
         return file.read().strip()
+
+
+def make_private_directory(path: str) -> None:
+    """Create a directory, and missing ones above it, which no other user can enter. Raises OSError."""
+    before = os.umask(0o777 & ~PRIVATE_DIRECTORY)
+    try:
+        os.makedirs(path, exist_ok=True)
+    finally:
+        os.umask(before)
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes, mode: int = PRIVATE) -> None:
@@ -35,6 +44,12 @@ def write_file(path: str | os.PathLike[str], content: str | bytes, mode: int = P
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def user_file(path: str | os.PathLike[str]) -> str:
+    """The path of a file that a user names: where a symbolic link leads, unless another user has made the link."""
+    follows = not os.path.islink(path) or os.lstat(path).st_uid == os.geteuid()
+    return os.path.realpath(path) if follows else os.fspath(path)
 
 
 def write_json(path: str | os.PathLike[str], value: object, mode: int = PRIVATE) -> None:

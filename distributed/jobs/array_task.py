@@ -37,9 +37,15 @@ from distributed.host import signals
 from distributed.jobs import host
 from distributed.launch import supervisor
 from distributed.training import base_model
+from distributed.trust import checked, parse_json, read_bytes, read_text, regular_file
 
 SERVER = "slurm"  # the name of the server, also in the names of the supervisor's files
 SPEC, TAKEN, NEW = "order", "taken", ".order"
+SPECIFICATION = {  # see trust.checked(), and slurm_backend.SlurmServer._spec_of()
+    "command": list[str], "script": str, "owner?": str, "workdir": str, "setup": bool, "gpus": int,
+    "timeout": float | None, "grace": float, "kill_wait": int, "needs": list[object], "trains?": str, "cache?": str,
+    "settings?": dict[str, object], "call": dict[str, str], "env": dict[str, str],
+}  # fmt: skip
 ATTEMPTS = "attempts"  # in an array's directory: the names of its attempts, one per line
 ELEMENT = "element.json"
 SCONTROL_TIMEOUT = 3.0  # seconds
@@ -65,9 +71,8 @@ def taken_path(attempt: str, array: str) -> str:
 def write_spec(attempt: str, spec: Facts) -> None:
     """Write a job specification atomically, readable by this user only. Raises OSError."""
     new = os.path.join(attempt, NEW)
-    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(file, "w") as target:
-        json.dump(spec, target)
+    with open(new, "w", opener=regular_file) as file:
+        json.dump(spec, file)
     os.rename(new, spec_path(attempt))
 
 
@@ -96,10 +101,14 @@ def claim_spec(attempt: str, array: str) -> Facts | None:
     # The file `taken` may exist already: this element claimed the specification, and SLURM requeued the element before
     # the command was started.
     try:
-        with open(taken) as file:
-            found: Facts = json.load(file)
+        return read_spec(taken)
     except FileNotFoundError:
         return None
+
+
+def read_spec(path: str) -> Facts:
+    """Read a job specification. Raises OSError and ValueError."""
+    found: Facts = checked(SPECIFICATION, parse_json(read_bytes(path)), path)
     return found
 
 
@@ -232,8 +241,7 @@ def publish(spec: Facts) -> None:
 
 def names_in(array: str) -> list[str]:
     """The names of the attempts of an array, by index. Raises OSError."""
-    with open(os.path.join(array, ATTEMPTS)) as file:
-        return file.read().split()
+    return read_text(os.path.join(array, ATTEMPTS)).split()
 
 
 def work(array: str) -> int:

@@ -8,7 +8,6 @@ writes heartbeats, the attempt is treated as running even if SLURM reports its e
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -19,10 +18,11 @@ from typing import Any
 
 from distributed.exit_codes import KILLED
 from distributed.files import read_json, write_file
-from distributed.jobs import host
+from distributed.jobs import array_task, host
 from distributed.jobs.array_task import ATTEMPTS, ELEMENT, NEW, SERVER, SPEC, TAKEN, move, names_in, remove, spec_path
 from distributed.jobs.sbatch import QueueEntry, ResourceRequest, SlurmQueue, end_without_code
 from distributed.launch import supervisor
+from distributed.trust import PRIVATE_DIRECTORY
 
 HEARTBEAT_TIMEOUT = 30.0  # seconds; longer than a file on NFS may take to appear on this machine
 LOCKED_TIMEOUT = 180.0  # heartbeat timeout of a supervisor that still holds its lock
@@ -289,7 +289,7 @@ def job_path(array: str) -> str:
 
 def assign_specs(path: str, array: str, elements: Sequence[Element]) -> None:
     """Create the directory of an array, and assign to the array all job specifications that were not withdrawn."""
-    os.mkdir(path, 0o777)
+    os.mkdir(path, PRIVATE_DIRECTORY)
     write_file(os.path.join(path, ATTEMPTS), "".join(f"{each.name}\n" for each in elements))
     for each in elements:
         move(spec_path(each.directory), spec_path(each.directory, array))
@@ -311,6 +311,5 @@ def discard_array(path: str, elements: Sequence[Element]) -> None:
 
 def resources_of(element: Element) -> ResourceRequest:
     """The resources of an attempt whose job specification is not assigned to an array."""
-    with open(spec_path(element.directory)) as file:
-        gpus, minutes, labels, *queued_after = json.load(file)["needs"]
+    gpus, minutes, labels, *queued_after = array_task.read_spec(spec_path(element.directory))["needs"]
     return ResourceRequest(gpus, minutes, tuple(labels), *queued_after)

@@ -30,6 +30,7 @@ import select
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -51,6 +52,7 @@ from distributed.launch import supervisor
 from distributed.launch.node_reports import HEARTBEAT_TIMEOUT
 from distributed.training import base_model
 from distributed.training.base_model import BaseModelError
+from distributed.trust import PRIVATE, PRIVATE_DIRECTORY, foreign, read_text, regular_file
 
 HELLO = "muster-jobs-host"
 # Seconds without a heartbeat after which a serve process exits. A new serve process waits until the old one has exited,
@@ -131,7 +133,7 @@ class HostAttempt:
 
     def take_lock(self) -> int:
         """Lock the attempt until all copies of the returned file are closed. Raises Busy if another process has it."""
-        file = os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o600)
+        file = regular_file(self.lock, os.O_RDWR | os.O_CREAT)
         if not try_lock(file, seconds=LOCK_TIMEOUT):
             os.close(file)
             raise Busy(f"{self.name}: already running")
@@ -139,7 +141,7 @@ class HostAttempt:
 
     def create(self, job: str, script: str) -> int:
         """Create the directory of the attempt and claim the output directory. Returns the file of claim_output()."""
-        os.mkdir(self.directory, 0o777)
+        os.mkdir(self.directory, PRIVATE_DIRECTORY)
         try:
             return claim_output(self.output, job, script)
         except (HostError, OSError):
@@ -279,7 +281,7 @@ def modification_time(path: str) -> float | None:
 def tail(path: str) -> bytes:
     """The last bytes of a file; empty if it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular_file) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
             return file.read()
     except OSError:
@@ -303,14 +305,38 @@ def read_metrics(output: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- one serve process per job list
 
 
+def make_directories(path: str, mode: int = 0o755) -> None:
+    """Create a directory, and those above it, which only this user can write to. Raises OSError."""
+    parent = os.path.dirname(path)
+    if parent and not os.path.isdir(parent):
+        make_directories(parent, mode)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, mode)
+
+
+def list_directory(workdir: str, list_id: str) -> str:
+    """Create the private directory of a list, and return its path. Raises OSError if others own it or can write to it.
+
+    The user may have replaced `logs` by a link.
+    """
+    make_directories(os.path.join(workdir, "logs"))
+    path = os.path.join(workdir, "logs", "jobs", list_id)
+    make_directories(path, PRIVATE_DIRECTORY)
+    facts = os.lstat(path)
+    if problem := foreign(path, facts) or ("" if stat.S_ISDIR(facts.st_mode) else f"{path}: not a directory"):
+        raise PermissionError(errno.EACCES, problem.removeprefix(f"{path}: "), path)
+    os.chmod(path, PRIVATE_DIRECTORY)  # earlier versions created it with the umask of the user
+    return path
+
+
 def lock_list(directory: str) -> int:
     """Become the only serve process of this list on this server. Returns the locked file.
 
     Waits until an older process exits for lack of heartbeats. Raises HostError if that process still gets heartbeats.
     """
-    os.makedirs(directory, exist_ok=True)
+    make_directories(directory, PRIVATE_DIRECTORY)
     path = os.path.join(directory, "serve")
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    file = regular_file(path, os.O_RDWR | os.O_CREAT)
     if not try_lock(file, seconds=CONNECTION_TIMEOUT + 1.0, required=True):
         os.close(file)
         raise HostError(f"{path}: locked by another process; is another machine running this list?")
@@ -418,7 +444,7 @@ class Service:
                     "or set workdir"
                 )
             self.python = find_python(request["python"], self.workdir)
-        self.directory = os.path.join(self.workdir, "logs", "jobs", request["list"])
+        self.directory = list_directory(self.workdir, request["list"])
         self.server_directory = panes.server_directory(self.directory, self.server)
         self.list_lock = lock_list(self.server_directory)
         expect_heartbeat()
@@ -750,11 +776,18 @@ def program(python: list[str], script: str, workdir: str) -> list[str]:
 def owner_of(output: str) -> str:
     """The owner_name() of the job whose results are in a directory; empty if there are no results."""
     try:
-        with open(os.path.join(output, OWNER)) as file:
-            owner = file.read().strip()
+        owner = read_text(os.path.join(output, OWNER)).strip()
     except FileNotFoundError:
         return ""
+    except OSError as error:
+        raise not_a_file(error) from None
     return owner if has_results(output) else ""
+
+
+def not_a_file(error: OSError) -> Exception:
+    """The exception for an error of regular_file() on an owner file. A job may have replaced it by a link or FIFO."""
+    refused = error.errno in (errno.ELOOP, errno.EINVAL)
+    return JobRefused(f"{error.filename}: {error.strerror}; remove it") if refused else error
 
 
 def owner_name(job: str, script: str) -> str:
@@ -822,9 +855,14 @@ def claim_output(output: str, job: str, script: str) -> int:
     """
     refuse_obstacle(output)
     refuse_foreign_files(output)
-    os.makedirs(output, exist_ok=True)
-    file = os.open(os.path.join(output, OWNER), os.O_RDWR | os.O_CREAT, 0o666)
+    make_directories(output)
     try:
+        file = regular_file(os.path.join(output, OWNER), os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise not_a_file(error) from None
+    try:
+        with contextlib.suppress(PermissionError):  # another user's file
+            os.fchmod(file, PRIVATE)  # otherwise others could lock it; earlier versions created it with mode 0644
         if not try_lock(file):
             raise Busy(f"{output}: another attempt writes there; retrying when it ends")
         refuse_other_owner(output, job, script)

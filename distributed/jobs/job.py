@@ -15,7 +15,7 @@ from distributed.training.fold import output_directory
 ID_LENGTH = 10  # hexadecimal digits: 2^40 ids; a list with two equal ids is refused
 LONGEST = 131_071  # bytes of an argument or variable in Linux (MAX_ARG_STRLEN without the final NUL)
 DEVICE = "device"  # argument that the dispatcher sets
-MAX_LEVELS = 50  # of nested objects and lists; writers of JSON in Python have a limit too
+MAX_LEVELS = 30  # of nested objects and lists; results and journal add some, and trust.parse_json() has a limit too
 ALL_GPUS = 0  # value of Options.gpus
 
 

@@ -18,10 +18,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from distributed.files import write_file
+from distributed.files import user_file, write_file
 from distributed.jobs.config import read_entries
 from distributed.jobs.job import json_text
 from distributed.training.fold import default_participants
+from distributed.trust import SHARED
 
 Settings = dict[str, Any]
 
@@ -128,4 +129,4 @@ def write(jobs: Sequence[Mapping[str, Any]], path: str | Path, script: str = "tr
     lines = ",\n".join(f"  {json_text(plain_settings(job))}" for job in jobs)
     text = f"[\n{lines}\n]\n"
     read_entries(json.loads(text), str(path), default_participants(script))
-    write_file(str(path), text)
+    write_file(user_file(path), text, SHARED)

@@ -8,6 +8,8 @@ Other processes append requests (`cancel`, `retry`, `add`) with request(); the d
 Journal.requests(). A line without a newline was truncated by a crash or a full disk. The line can be ignored, because
 the dispatcher carries out a decision only after its record was written completely. The next writer terminates the line
 with TRUNCATED. The line is not removed, because another process may have appended lines after it.
+
+A journal names programs and configurations, which its readers use. So only its owner may use it, and it is private.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.files import is_locked, try_lock
+from distributed.files import is_locked, try_lock, user_file
+from distributed.trust import PRIVATE, checked, foreign, parse_json, regular_file
 
 REQUESTS = ("cancel", "retry", "add")
+REQUEST = {"event": str, "time": float, "jobs": list[str]}  # see trust.checked()
 TRUNCATED = b"\x18"  # the last character of a truncated line; never part of JSON
 LOCK_TIMEOUT = 0.5  # seconds; dispatcher_is_running() holds the lock briefly
 
@@ -49,8 +53,9 @@ class Journal:
     @contextlib.contextmanager
     def open(cls, path: Path) -> Iterator[Journal]:
         """Lock and read the journal; close and unlock it at the end. Raises JournalError and OSError."""
-        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = open_journal(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
+            os.fchmod(file, PRIVATE)  # otherwise others could lock it; earlier versions created it with mode 0644
             if not try_lock(file, seconds=LOCK_TIMEOUT, required=True):
                 raise JournalError(
                     f"{path}: a dispatcher already runs this list; check it with `status`, or stop it first"
@@ -108,6 +113,21 @@ class Journal:
         return TRUNCATED + b"\n" if truncated else b""
 
 
+def open_journal(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a journal. Raises JournalError if others own it or can write to it, and OSError."""
+    found = user_file(path)
+    try:
+        file = regular_file(found, flags)
+    except PermissionError:
+        if problem := foreign(path, os.stat(found)):
+            raise JournalError(problem) from None
+        raise
+    if problem := foreign(path, os.fstat(file)):
+        os.close(file)
+        raise JournalError(problem)
+    return file
+
+
 def encode(record: Record) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
@@ -117,22 +137,23 @@ def requests_in(data: bytes) -> Iterator[Record]:
     for text in data.split(b"\n"):
         if text.startswith(beginnings) and not text.endswith(TRUNCATED):
             with contextlib.suppress(ValueError):
-                yield json.loads(text)
+                yield checked(REQUEST, parse_json(text))
 
 
 def read(path: Path) -> tuple[list[Record], int]:
     """Return all records, and the size of the complete lines in bytes. Raises JournalError for an invalid line."""
-    data = path.read_bytes()
+    with open(open_journal(path), "rb") as file:
+        data = file.read()
     complete = data[: data.rfind(b"\n") + 1]
     records = []
     for number, text in enumerate(complete.split(b"\n")[:-1], 1):
         if text.endswith(TRUNCATED):
             continue
         try:
-            record = json.loads(text)
-            if not isinstance(record, dict) or not isinstance(record.get("event"), str):
-                raise ValueError
-        except (ValueError, RecursionError):
+            record = checked(dict, parse_json(text))
+            if checked(str, record.get("event")) in REQUESTS:
+                checked(REQUEST, record)
+        except ValueError:
             raise JournalError(
                 f"{path}, line {number}: damaged; cannot tell which jobs were started. Restore the file, or use "
                 "another --log-file"
@@ -143,7 +164,7 @@ def read(path: Path) -> tuple[list[Record], int]:
 
 def has_list(path: Path) -> bool:
     """Whether the journal has a `list` record: a dispatcher may have been killed before writing it. Raises OSError."""
-    with path.open("rb") as file:
+    with open(open_journal(path), "rb") as file:
         return any(text.startswith(b'{"event":"list"') and text.endswith(b"}\n") for text in file)
 
 
@@ -153,7 +174,7 @@ def request(path: Path, event: str, jobs: Sequence[str]) -> Record:
     jobs: ids. For `add`: the path of the jobs file instead, as the journal must not contain values of _env.
     """
     record = {"event": event, "time": round(time.time(), 3), "jobs": list(jobs)}
-    file = os.open(path, os.O_RDWR | os.O_APPEND)
+    file = open_journal(path, os.O_RDWR | os.O_APPEND)
     try:
         size, data = os.fstat(file).st_size, encode(record)
         if size and os.pread(file, 1, size - 1) != b"\n":
@@ -172,4 +193,4 @@ def request_id(request: Record) -> str:
 
 def dispatcher_is_running(path: Path) -> bool:
     """Whether a dispatcher runs this list."""
-    return is_locked(path)
+    return is_locked(user_file(path))

@@ -25,7 +25,7 @@ from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
-from distributed.files import KIT, write_file
+from distributed.files import KIT, user_file, write_file
 from distributed.jobs.state import Attempt
 from distributed.jobs.timeline import Span, Track, draw_tracks
 from distributed.runs import charts, page_parts
@@ -34,6 +34,7 @@ from distributed.runs.history import History, read_metrics
 from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, ranges, section, tile_list
 from distributed.runs.records import number
 from distributed.terminal import cut
+from distributed.trust import SHARED, regular_file
 
 FOLD = 200  # rows of the table shown at first; report.css hides the rest
 MAX_FAILURES = 50  # failed jobs shown with their last lines
@@ -112,12 +113,14 @@ def location_of(attempt: Attempt) -> str:
 def write(results: Path) -> Path:
     """Write the page next to results.json and return its path. Raises OSError, or ValueError for invalid results."""
     notes: list[str] = []
-    facts = json.loads(results.read_text(encoding="utf-8"))
+    with open(user_file(results), "rb", opener=regular_file) as file:
+        facts = json.load(file)
     if not isinstance(facts, dict) or not facts.keys() >= {"list", "totals", "servers", "jobs"}:
         raise ValueError("not the results of a job list")
     curves = read_curves(results, jobs_of(facts), notes)
     target = results.with_suffix(".html")
-    write_file(target, page(facts, curves, notes, results.absolute()).encode(errors="replace"))
+    text = page(facts, curves, notes, results.absolute())
+    write_file(user_file(target), text.encode(errors="replace"), SHARED)
     return target
 
 

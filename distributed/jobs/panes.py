@@ -21,6 +21,7 @@ import time
 
 from distributed.files import KIT, is_locked, read_json, write_file
 from distributed.launch import supervisor
+from distributed.trust import checked, printable, regular_file
 
 SESSIONS = ("ml_training", "ml_training_2")  # names in order of preference
 TMUX_TIMEOUT = 10.0  # seconds
@@ -30,6 +31,7 @@ BACKLOG = 64 * 1024  # bytes at the end of an existing log; a view does not prin
 PLAIN_PYTHON = ("-I", "-S", "-X", "utf8")
 ENTRY = "scripts/lib/module.py"
 HOST = "jobs.host"
+SLOT = {"title": str, "log": str, "end": str}  # the file of a slot; see trust.checked()
 
 
 class TmuxError(Exception):
@@ -158,31 +160,33 @@ def view(directory: str, slot: int) -> int:
     """Print the logs of a slot's attempts, one after the other. Never returns."""
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):  # keys pressed in the pane
         signal.signal(number, signal.SIG_IGN)
-    shown: dict[str, object] = {}
+    shown: dict[str, str] = {}
     position, end_shown = 0, True
     set_title(f"slot {slot}: idle")
     while True:
-        found = read_json(slot_file(directory, slot))
+        found = {}
+        with contextlib.suppress(ValueError):
+            found = checked(SLOT, read_json(slot_file(directory, slot)))
         if found and found != shown:
             shown, end_shown = found, False
-            set_title(str(found["title"]))
+            set_title(found["title"])
             position = 0
             with contextlib.suppress(OSError):
-                position = max(0, os.stat(str(found["log"])).st_size - BACKLOG)
-            write(f"\n--- {found['title']}\n".encode())
-        ended = bool(shown) and os.path.exists(str(shown["end"]))
+                position = max(0, os.stat(found["log"]).st_size - BACKLOG)
+            write(f"\n--- {printable(found['title'])}\n".encode(errors="replace"))
+        ended = bool(shown) and os.path.exists(shown["end"])
         with contextlib.suppress(OSError):
-            position = print_new(str(shown["log"]), position) if shown else 0
+            position = print_new(shown["log"], position) if shown else 0
         if ended and not end_shown:
             end_shown = True
             set_title(f"slot {slot}: idle")
-            write(f"--- ended with exit code {supervisor.read_code(str(shown['end']))}\n".encode())
+            write(f"--- ended with exit code {supervisor.read_code(shown['end'])}\n".encode())
         time.sleep(POLL_INTERVAL)
 
 
 def print_new(log: str, position: int) -> int:
     """Print a log from a position (bytes), if the log exists. Returns the new position. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError), open(log, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open(log, "rb", opener=regular_file) as file:
         file.seek(position)
         while block := file.read(1 << 16):
             position += len(block)
@@ -197,5 +201,4 @@ def write(data: bytes) -> None:
 
 def set_title(text: str) -> None:
     """Set the title of the pane with an escape sequence."""
-    plain = "".join(letter for letter in text if letter.isprintable())
-    write(f"\033]2;{plain[:120]}\033\\".encode())
+    write(f"\033]2;{printable(text)[:120]}\033\\".encode(errors="replace"))

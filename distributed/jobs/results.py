@@ -16,11 +16,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.files import KIT, write_file
+from distributed.files import KIT, user_file, write_file
 from distributed.jobs import page
 from distributed.jobs.backend import ServerLink
 from distributed.jobs.state import JobState, ListState
 from distributed.training.base_model import CACHE, hash_of
+from distributed.trust import SHARED
 
 WRITE_INTERVAL = 1.0  # minimum seconds between writes of results.json, or 20 times the duration of a write if longer
 PAGE_INTERVAL = 30.0  # minimum seconds between writes of results.html, or 50 times the duration of a write if longer
@@ -114,7 +115,8 @@ class Results:
         if last or (self.changed and start >= self._next):
             try:
                 facts = document(self.state, self.links, outcome, reason)
-                write_file(str(self.path), with_jobs(facts, map(self._job, self.state.jobs.values())))
+                text = with_jobs(facts, map(self._job, self.state.jobs.values()))
+                write_file(user_file(self.path), text, SHARED)
                 if any(job.job.base for job in self.state.jobs.values()):
                     self._write_phases(outcome)
                 self.changed, self.error = False, ""
@@ -141,7 +143,7 @@ class Results:
         first = encoded({**facts, "base_models": models}) + "\n"
         second = with_jobs({**facts, "jobs": []}, experiments)
         for path, text in zip(phase_files(self.path), (first, second), strict=True):
-            write_file(str(path), text)
+            write_file(user_file(path), text, SHARED)
 
     def _job(self, job: JobState) -> str:
         """The JSON text of one job. The text of a job that is not running is cached."""

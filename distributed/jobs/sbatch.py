@@ -205,7 +205,7 @@ def parse_queue(text: str, prefix: str) -> dict[tuple[str, int], QueueEntry]:
     found = {}
     for line in text.splitlines():
         job, index, state, reason, node, name = (line.strip().split("|", 5) + [""] * 6)[:6]
-        if name.startswith(prefix) and index.isdecimal():
+        if name.startswith(prefix) and index.isdecimal() and job.isdecimal():
             found[name.removeprefix(prefix), int(index)] = QueueEntry(f"{job}_{index}", state, reason, node)
     return found
 

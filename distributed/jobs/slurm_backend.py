@@ -51,6 +51,7 @@ from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.sbatch import ResourceRequest, SlurmQueue, sbatch_command
 from distributed.jobs.servers import ListContext, cached_manifest, run_program
 from distributed.jobs.state import Attempt
+from distributed.trust import read_text
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol")
 POLL_INTERVAL = 0.5  # seconds between reads of the files of elements
@@ -149,7 +150,7 @@ class SlurmServer(JobServer):
             raise ServerUnusable(f"script {self.context.script}: not in {self.context.cwd}; copy it there")
         try:
             self._python = await asyncio.to_thread(self._find_python)
-            os.makedirs(self.directory, exist_ok=True)
+            host.list_directory(str(self.context.cwd), self.context.list_id)
         except host.HostError as error:
             raise ServerUnusable(str(error)) from None
         config = await self._call(["scontrol", "show", "config"])
@@ -271,8 +272,10 @@ class SlurmServer(JobServer):
     def _slurm_id(self, attempt: str) -> str:
         """The SLURM job id of a submitted attempt, such as 123_4. Raises NotStarted."""
         if (element := self._elements.get(attempt)) and element.array:
-            with contextlib.suppress(OSError), open(job_path(self._array_path(element.array))) as file:
-                return f"{file.read().strip()}_{element.index}"
+            with contextlib.suppress(OSError):
+                job = read_text(job_path(self._array_path(element.array))).strip()
+                if job.isdecimal():
+                    return f"{job}_{element.index}"
         raise NotStarted("the training of its base model is not in SLURM's queue", "busy")
 
     def _resources_for(self, options: Options, queued_after: str = "") -> ResourceRequest:
@@ -504,7 +507,7 @@ class SlurmServer(JobServer):
         ]
         jobs = [each.entry.job for each in due if each.entry] + self._to_cancel
         for index in range(0, len(jobs), MAX_SCANCEL_JOBS):
-            await self._call(["scancel", *jobs[index : index + MAX_SCANCEL_JOBS]])
+            await self._call(["scancel", "--", *jobs[index : index + MAX_SCANCEL_JOBS]])
         self._to_cancel = []
         for each in due:
             each.cancel_at = now + CANCEL_INTERVAL

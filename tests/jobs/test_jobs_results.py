@@ -308,7 +308,7 @@ def test_a_failed_write_keeps_the_old_results_and_is_retried(
     results.write(last=True)
     before = path.read_text()
 
-    def full(path: str, text: str) -> None:
+    def full(path: str, text: str, mode: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:

@@ -1,0 +1,224 @@
+"""For a job list, what other users, servers and jobs can write is data: nothing is executed, followed or awaited."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.files import KIT, user_file
+from distributed.jobs import commands, host, journal
+from distributed.jobs.job import Options, job_of
+from distributed.jobs.journal import Journal, JournalError
+from distributed.jobs.state import job_records
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as a second user")
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory that other users can read."""
+    made = Path(tempfile.mkdtemp())
+    made.chmod(0o755)
+    monkeypatch.chdir(made)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def as_nobody(work: Callable[[], Any]) -> str:
+    """Call a function as another user. Returns its result, or the name of its exception, as text."""
+    source, target = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            text = str(work())
+        except BaseException as error:  # noqa: BLE001 - the parent process gets its name
+            text = type(error).__name__
+        os.write(target, text.encode())
+        os._exit(0)
+    os.close(target)
+    with open(source) as file:
+        found = file.read()
+    os.waitpid(child, 0)
+    return found
+
+
+def mode_of(path: Path | str) -> int:
+    return stat.S_IMODE(os.lstat(path).st_mode)
+
+
+# ---------------------------------------------------------------- the journal
+
+
+def write_journal(path: Path, **call: Any) -> None:
+    """A journal with one job. Its commands would run a program: the recorded interpreter."""
+    jobs = [job_of({"n": 1}, Options())]
+    with Journal.open(path) as book:
+        book.add("list", list="abc", cwd=str(path.parent), call=call, backend="local", script="job.py",
+                 jobs=job_records(jobs))  # fmt: skip
+        book.commit()
+
+
+COMMANDS = [["status"], ["why", "experiments"], ["logs", "experiments"], ["cancel", "all"], ["retry", "failed"],
+            ["add", "jobs.json"], ["resume"], ["close"]]  # fmt: skip
+
+
+@as_root
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
+def test_the_journal_of_another_user_is_refused_with_the_name_of_its_owner(
+    arguments: list[str], directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_journal(directory / "results.journal")
+    os.chown(directory / "results.journal", NOBODY, NOBODY)
+    before = (directory / "results.journal").read_bytes()
+    assert commands.main(arguments) == 2
+    assert "results.journal: belongs to nobody, and you are root" in capsys.readouterr().err
+    assert (directory / "results.journal").read_bytes() == before
+
+
+@as_root
+def test_another_user_who_calls_status_gets_the_name_of_the_owner(directory: Path) -> None:
+    write_journal(directory / "results.journal")
+    command = [sys.executable, f"{KIT}/scripts/jobs/run_distributed_training.py", "status"]
+    if as_nobody(lambda: os.access(sys.executable, os.X_OK)) != "True":
+        assert as_nobody(lambda: journal.read(directory / "results.journal")) == "JournalError"
+        return
+    done = subprocess.run(command, user=NOBODY, capture_output=True, text=True, check=False)
+    assert (done.returncode, "belongs to root, and you are nobody" in done.stderr) == (2, True)
+
+
+def test_a_journal_that_others_can_write_is_refused(directory: Path) -> None:
+    write_journal(directory / "results.journal")
+    (directory / "results.journal").chmod(0o666)
+    with pytest.raises(JournalError, match="other users can write to it"):
+        journal.read(directory / "results.journal")
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_a_journal_is_private_also_if_an_earlier_version_has_created_it(directory: Path) -> None:
+    path = directory / "results.journal"
+    write_journal(path)
+    assert mode_of(path) == 0o600
+    path.chmod(0o644)
+    write_journal(path)
+    assert mode_of(path) == 0o600
+
+
+def lock(path: Path) -> None:
+    fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX)
+
+
+@as_root
+def test_another_user_cannot_lock_the_files_of_a_list(directory: Path) -> None:
+    write_journal(directory / "results.journal")
+    os.close(host.claim_output("experiments/a", "a", "job.py"))
+    for path in (directory / "results.journal", directory / "experiments/a/.muster_job"):
+        assert as_nobody(partial(lock, path)) == "PermissionError"
+
+
+@as_root
+def test_a_link_of_another_user_is_not_followed_to_the_file_of_this_user(directory: Path) -> None:
+    mine, planted, own = directory / "mine", directory / "planted.json", directory / "own.json"
+    mine.write_text("mine")
+    for link in (planted, own):
+        link.symlink_to(mine)
+    os.lchown(planted, NOBODY, NOBODY)
+    assert [user_file(planted), user_file(own)] == [str(planted), str(mine)]
+    planted.rename(directory / "planted.journal")
+    with pytest.raises(OSError, match="symbolic link"):
+        write_journal(directory / "planted.journal")
+    assert mine.read_text() == "mine"
+
+
+# ---------------------------------------------------------------- files of jobs
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_files_of_a_list_are_private_and_results_are_written_by_their_owner_only(directory: Path) -> None:
+    private = host.list_directory(str(directory), "abc")
+    attempt = host.HostAttempt(f"{private}/job.1", "gpu1", str(directory / "experiments/a/b"), 0)
+    os.close(attempt.create("job", "job.py"))
+    assert {mode_of(each) for each in ("logs/jobs", private, attempt.directory)} == {0o700}
+    assert {mode_of(each) for each in ("logs", "experiments", "experiments/a", "experiments/a/b")} == {0o755}
+    assert mode_of("experiments/a/b/.muster_job") == 0o600
+
+
+def test_files_of_an_earlier_version_become_private(directory: Path) -> None:
+    (directory / "logs/jobs/abc").mkdir(parents=True)
+    (directory / "experiments").mkdir()
+    (directory / "experiments/.muster_job").touch(0o644)
+    host.list_directory(str(directory), "abc")
+    os.close(host.claim_output("experiments", "job", "job.py"))
+    assert (mode_of("logs/jobs/abc"), mode_of("experiments/.muster_job")) == (0o700, 0o600)
+
+
+@as_root
+def test_the_directory_of_a_list_that_another_user_has_created_is_refused(directory: Path) -> None:
+    (directory / "logs/jobs/abc").mkdir(parents=True)
+    os.chown(directory / "logs/jobs/abc", NOBODY, NOBODY)
+    with pytest.raises(PermissionError, match="belongs to nobody"):
+        host.list_directory(str(directory), "abc")
+
+
+def replace_by_fifo(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def replace_by_link(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to("/etc/passwd")
+
+
+@pytest.mark.parametrize("replace", [replace_by_fifo, replace_by_link])
+def test_files_that_a_job_replaces_are_neither_awaited_nor_followed(
+    replace: Callable[[Path], None], directory: Path
+) -> None:
+    private = Path(host.list_directory(str(directory), "abc"))
+    attempt = host.HostAttempt(str(private / "job.1"), "gpu1", str(directory / "experiments/a"), 0)
+    os.close(attempt.create("job", "job.py"))
+    Path(attempt.files.exit).write_text("1")
+    names = [attempt.files.log, attempt.files.pids, attempt.files.usage, attempt.files.record]
+    for path in [*map(Path, names), directory / "experiments/a/metrics.jsonl", directory / "experiments/a/.muster_job"]:
+        replace(path)
+    end = attempt.end()
+    assert (end["code"], end["metrics"], end["lines"], end["message"]) == (1, {}, [], "")
+    replace(Path(attempt.files.exit))
+    assert attempt.end()["code"] is None
+    with pytest.raises(host.JobRefused, match=r"\.muster_job: .*; remove it"):
+        host.claim_output("experiments/a", "job", "job.py")
+    with pytest.raises(host.JobRefused, match=r"\.muster_job: .*; remove it"):
+        host.refuse_other_owner("experiments/a", "job", "job.py")
+    replace(Path(attempt.lock))
+    assert not attempt.locked()
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"title": 5}', "[" * 100_000, '{"title": "", "log": "/etc/passwd"}'])
+def test_a_damaged_job_specification_is_refused(text: str, directory: Path) -> None:
+    from distributed.jobs import array_task
+
+    (directory / "order").write_text(text)
+    with pytest.raises(ValueError, match=r"order|levels"):
+        array_task.read_spec("order")
