@@ -436,6 +436,92 @@ reports_failure() {
 }
 
 
+@test "a node_env.sh that other users can change is refused with the path and the remedy, and is not sourced" {
+  script <<<'restore_environment; source_node_env "$1" echo cleaned up'
+  local top="$BATS_TEST_TMPDIR/my work" file
+  mkdir -p "$top/config"
+  file="$top/config/node_env.sh"
+  echo 'echo SOURCED' >"$file"
+  run -0 "$SCRIPT" "$file"
+  [ "$output" = SOURCED ]
+  chmod 666 "$file"
+  MUSTER_NODE=node1 run -69 "$SCRIPT" "$file"
+  [ "$output" = "node1: $file: other users can write it (mode 666); call: chmod go-w ${file/ /\\ }"$'\n''cleaned up' ]
+  IFS=6: POSIXLY_CORRECT=1 LC_ALL=none run -69 "$SCRIPT" "$file"
+  [[ "$output" != *SOURCED* ]]
+  chmod 602 "$file"
+  run -69 "$SCRIPT" "$file"
+  chmod 644 "$file"
+  ln -s "$file" "$BATS_TEST_TMPDIR/link.sh"
+  local directory
+  for directory in "$top/config/" "$top/"; do
+    chmod 777 "$directory"
+    for name in "$file" "$BATS_TEST_TMPDIR/link.sh"; do
+      run -69 "$SCRIPT" "$name"
+      [ "${lines[0]}" = "$name: $directory: other users can write it (mode 777); call: chmod go-w ${directory/ /\\ }" ]
+    done
+    chmod 1777 "$directory" # like /tmp: others cannot replace the entries
+    run -0 "$SCRIPT" "$file"
+    chmod 755 "$directory"
+  done
+}
+
+
+@test "node_env.sh may belong to the caller, root and the owner of Muster's directory, and not to another user" {
+  ((!EUID)) || skip "only root can give files to other users"
+  script <<<'source_node_env "$1"'
+  mkdir -p "$BATS_TEST_TMPDIR/config"
+  local file="$BATS_TEST_TMPDIR/config/node_env.sh" number
+  echo 'echo SOURCED' >"$file"
+  for path in "$file" "${file%/*}/"; do
+    chown 23456 "$path"
+    run -69 "$SCRIPT" "$file"
+    [[ "$output" == *"$path: belongs to UNKNOWN (user id 23456), who could run commands as you; use a copy of your own" ]]
+    chown -R 23456 "$KIT"
+    run -0 "$SCRIPT" "$file"
+    chown -R 0 "$KIT"
+    chown 0 "$path"
+  done
+  # Another user calls it: root's file is accepted, the file of a third user is not.
+  chmod 755 "$BATS_TEST_TMPDIR" "$BATS_TMPDIR" "$BATS_RUN_TMPDIR" "${BATS_TEST_TMPDIR%/*}"
+  run -0 setpriv --reuid=23456 --regid=23456 --clear-groups "$SCRIPT" "$file"
+  chown 34567 "$file"
+  run -69 setpriv --reuid=23456 --regid=23456 --clear-groups "$SCRIPT" "$file"
+}
+
+
+@test "a group that only has the owner may write node_env.sh, and any other group may not" {
+  ((!EUID)) || skip "only root can create users and groups"
+  script <<<'source_node_env "$1"'
+  mkdir -p "$BATS_TEST_TMPDIR/config"
+  local file="$BATS_TEST_TMPDIR/config/node_env.sh"
+  echo : >"$file"
+  chmod 664 "$file"
+  run -0 "$SCRIPT" "$file" # root's group is root
+  chgrp daemon "$file"
+  run -69 "$SCRIPT" "$file"
+  [[ "$output" == *"$file: other users can write it (mode 664); call: chmod go-w $file" ]]
+  # A private group with a second member is not private.
+  printf '#!/bin/sh\necho root:x:0:bob\n' >"$BATS_TEST_TMPDIR/getent"
+  chmod +x "$BATS_TEST_TMPDIR/getent"
+  chgrp root "$file"
+  PATH="$BATS_TEST_TMPDIR:$PATH" run -69 "$SCRIPT" "$file"
+}
+
+
+@test "in a container whose user namespace does not contain root, directories of root are accepted" {
+  unshare --user true 2>/dev/null || skip "no user namespaces"
+  ((!EUID)) || skip "only root can give files to other users"
+  script <<<'source_node_env "$1"; echo "$(stat -c %u "$1")"'
+  mkdir -p "$BATS_TEST_TMPDIR/config"
+  echo : >"$BATS_TEST_TMPDIR/config/node_env.sh"
+  chmod 755 "$BATS_TEST_TMPDIR" "$BATS_TMPDIR" "$BATS_RUN_TMPDIR" "${BATS_TEST_TMPDIR%/*}"
+  run -0 setpriv --reuid=23456 --regid=23456 --clear-groups unshare --user --map-user=23456 \
+    "$SCRIPT" "$BATS_TEST_TMPDIR/config/node_env.sh"
+  [ "$output" = 65534 ]
+}
+
+
 @test "functions, aliases and options that BASH_ENV sets do not change a script, and are restored for node_env.sh" {
   cat >"$BATS_TEST_TMPDIR/bash_env" <<'END'
 module() { echo "loaded $1"; }

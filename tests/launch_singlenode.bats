@@ -845,6 +845,21 @@ with socket.create_server(("", 0)) as server:
 }
 
 
+@test "a launch is refused if other users can write in Muster's directory, and root may use that of another user" {
+  cp -r "$KIT"/{scripts,distributed,config,VERSION,train.py} .
+  local path launch=(scripts/ssh/launch_singlenode.sh --dry-run --script distributed/__init__.py - 1)
+  for path in . distributed distributed/agent scripts/lib/common.bash; do
+    chmod o+w "$path"
+    run -69 "${launch[@]}"
+    [[ "$output" == "launch_singlenode.sh: $WORK"*": other users can write it (mode "*"); call: chmod -R go-w $(printf %q "$WORK")" ]]
+    run -0 scripts/ssh/launch_singlenode.sh --help
+    chmod o-w "$path"
+  done
+  ((EUID)) || chown -R 23456 .
+  run -0 "${launch[@]}"
+}
+
+
 # Write a stub: it prints what nvidia-smi prints with --format=csv,noheader,nounits.
 write_nvidia_smi() { # <number of GPUs>
   mkdir -p stub

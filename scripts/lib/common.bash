@@ -69,6 +69,45 @@ die_usage() { # <message...>
 }
 
 
+# Set FOREIGN to why another user can change Muster's directory or one of these files and directories, because of its
+# owner or mode, as OpenSSH's StrictModes does; empty if only the caller, root and the owner of Muster's directory can.
+# Entries of a directory with the sticky bit, such as /tmp, are safe. Used where variables that bash obeys are restored.
+find_foreign() { # <path...>
+  local facts fact number safe=' ' owner='' uid gid mode path paths=("$KIT" "$@")
+  FOREIGN=''
+  mapfile -t facts <<<"$(stat -L -c %u:%g:%A -- "${paths[@]}" 2>/dev/null)" # %A: such as drwxrwxrwt
+  ((${#facts[@]} == ${#paths[@]})) || return 0 # a path is missing: whatever uses it reports this
+  for number in "${!facts[@]}"; do
+    fact=${facts[number]} path=${paths[number]}
+    [[ $safe != *" $fact "* ]] || continue
+    uid=${fact%%:*} gid=${fact#*:} mode=${fact##*:}
+    gid=${gid%:*} owner=${owner:-$uid}
+    if [[ $uid != @("$owner"|"$EUID"|0) ]] && ! is_unmapped "$uid"; then
+      FOREIGN="$path: belongs to $(stat -L -c '%U (user id %u)' -- "$path"), who could run commands as you;"
+      FOREIGN+=" use a copy of your own"
+    elif [[ $mode == @(?????w*|????????w?) && $mode != d????????[tT] ]] &&
+      { [[ $mode == ????????w? ]] || ! is_private_group "$gid" "$(stat -L -c %U -- "$path")"; }; then
+      FOREIGN="$path: other users can write it (mode $(stat -L -c %a -- "$path")); call: chmod go-w $(quote "$path")"
+      [[ $path/ != "$KIT"/* ]] || FOREIGN="${FOREIGN%% call: *} call: chmod -R go-w $(quote "$KIT")"
+    fi
+    [[ ! $FOREIGN ]] || return 0
+    safe+="$fact "
+  done
+}
+
+
+# Whether the group has only this user, as on systems that set umask 002.
+is_private_group() { # <group id> <user name>
+  [[ $(getent group "$1" 2>/dev/null) == "$2":*:@(|"$2") ]]
+}
+
+
+# Whether a container shows this user id for root and all other users whom its user namespace does not contain.
+is_unmapped() { # <user id>
+  [[ $1 == 65534 && $(</proc/self/uid_map) != *' 4294967295' ]]
+}
+
+
 # Exit when the value of an option is missing or empty (often an unset variable).
 need_value() { # <option> [value] [rest...]
   [[ ${2-} ]] || die_usage "$1 needs a value"

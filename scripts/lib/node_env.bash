@@ -27,6 +27,7 @@ source_node_env() { # <config/node_env.sh> [cleanup command...]
   # These variables are global, because a local variable would hide a variable of the same name that the file sets.
   NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}") NODE_ENV_DIRECTORY=$PWD
   exec {NODE_ENV_STDERR}>&2
+  check_node_env
   trap 'node_env_exited "$?"' EXIT
   trap 'node_env_failed "$?" "$LINENO"' ERR
   set +eu +o pipefail
@@ -42,6 +43,18 @@ source_node_env() { # <config/node_env.sh> [cleanup command...]
   ((NODE_ENV_STATUS == 0)) || check_node_env_syntax
   command exec 2>&"$NODE_ENV_STDERR" {NODE_ENV_STDERR}>&-
   builtin cd -- "$NODE_ENV_DIRECTORY"
+}
+
+
+# Exit with EXIT_UNFIT if another user can change the file: its commands run as the caller.
+check_node_env() {
+  local path paths=("$NODE_ENV_FILE")
+  [[ ! -L $NODE_ENV_FILE && ! -L ${NODE_ENV_FILE%/*} ]] || paths+=("$(readlink -f -- "$NODE_ENV_FILE")")
+  for path in "${paths[@]}"; do
+    paths+=("${path%/*}/" "${path%/*/*}/")
+  done
+  find_foreign "${paths[@]}"
+  [[ ! $FOREIGN ]] || node_env_unfit "$NODE_ENV_FILE: ${FOREIGN#"$NODE_ENV_FILE: "}"
 }
 
 
