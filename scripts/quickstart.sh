@@ -14,7 +14,7 @@
 #
 # It trains with the settings in config/quickstart.yaml, with one process per GPU, or with two processes if there is no
 # GPU. All files are in Muster's directory: packages in .venv, runs in logs, models in checkpoints. Packages are
-# installed again only when requirements.txt has changed.
+# installed again only when requirements.lock has changed.
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
@@ -113,7 +113,7 @@ main() {
   ((${#POSITIONAL[@]} == 0)) ||
     die_usage "'${POSITIONAL[0]}': unknown argument; settings go after --, such as -- train.steps=100"
   cd -- "$KIT"
-  ensure_venv "$PYTHON_OPTION" requirements.txt
+  ensure_venv "$PYTHON_OPTION" requirements.lock
   choose_settings
   train
   [[ $DRY_RUN == 1 ]] || print_next_steps

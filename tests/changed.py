@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 KIT = Path(__file__).resolve().parents[1]
-USED_BY_ALL_TESTS = re.compile(r"requirements.*\.txt|pyproject\.toml|tests/(conftest\.py|lab/lab\.sh)")
+USED_BY_ALL_TESTS = re.compile(r"requirements.*\.(txt|lock)|pyproject\.toml|tests/(conftest\.py|lab/lab\.sh)")
 USE_ALL_FILES = ("tests/test_docs.py", "tests/test_house.py")
 TEST_FILE = re.compile(r"tests/([^/]+/)?test_[^/]+\.py|tests/[^/]+\.bats")
 # Matches launcher.bash, ssh_config, runs.verdict, and muster in scripts/muster.

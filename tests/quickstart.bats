@@ -15,7 +15,8 @@ setup() {
   mkdir -p "$KIT/scripts/lib" "$KIT/scripts/ssh" "$BATS_TEST_TMPDIR/bin"
   cp "$BATS_TEST_DIRNAME"/../scripts/lib/{environment,common,options,venv}.bash "$KIT/scripts/lib"
   cp "$BATS_TEST_DIRNAME"/../scripts/quickstart.sh "$KIT/scripts"
-  echo 'torch==2.13.0' >"$KIT/requirements.txt"
+  printf 'torch==2.13.0\nrich>=13.7,<16\n' >"$KIT/requirements.txt"
+  echo 'rich==15.0.0 --hash=sha256:0' >"$KIT/requirements.lock"
   stub_python "$BATS_TEST_TMPDIR/bin/python3"
   stub_launcher "$KIT/scripts/ssh/launch_singlenode.sh"
   PATH="$BATS_TEST_TMPDIR/bin:$PATH"
@@ -33,7 +34,7 @@ case "$*" in
   "-m ensurepip --version" | "-m pip --version") [[ ! ${NO_PIP-} ]] ;;
   "-m venv "*) mkdir -p "${@: -1}/bin" && cp -- "$0" "${@: -1}/bin/python" ;;
   "-m pip install "*)
-    if [[ ${PIP_WAITS-} ]]; then
+    if [[ ${PIP_WAITS-} && $* == *--require-hashes* ]]; then
       trap 'exit 1' INT
       echo started >"$PIP_WAITS"
       read -r _ <"$PIP_WAITS.go"
@@ -69,7 +70,7 @@ quickstart() {
 
 
 installations() {
-  grep -c '^-m pip install' "$CALLS"
+  grep -c '^-m pip install torch' "$CALLS"
 }
 
 
@@ -78,7 +79,8 @@ installations() {
   [ "$status" -eq 0 ]
   [ "$(grep -v -e --version -e host.processes "$CALLS")" = "\
 -m venv --without-pip $KIT/.venv
--m pip install --requirement=requirements.txt" ]
+-m pip install --require-hashes --requirement=requirements.lock
+-m pip install torch==2.13.0" ]
   [ "${lines[0]}" = "launch <--python> <$KIT/.venv/bin/python> <config/quickstart.yaml> <2> in <$KIT>" ]
   [[ "$output" == *"What to do next:"*"scripts/test_distributed.sh 2"* ]]
 }
@@ -93,11 +95,15 @@ installations() {
 }
 
 
-@test "changed requirements are installed into the existing .venv" {
+@test "a changed lock file or version of PyTorch is installed into the existing .venv" {
   quickstart
-  echo 'rich' >>"$KIT/requirements.txt"
+  echo 'numpy==2.4.6 --hash=sha256:0' >>"$KIT/requirements.lock"
   quickstart
   [ "$(installations)" -eq 2 ]
+  sed -i 's/2.13.0/2.13.1/' "$KIT/requirements.txt"
+  quickstart
+  [ "$(installations)" -eq 3 ]
+  [[ "$(<"$CALLS")" == *"-m pip install torch==2.13.1"* ]]
   [ "$(grep -c '^-m venv' "$CALLS")" -eq 1 ]
 }
 
@@ -184,7 +190,7 @@ installations() {
   VERSION=3.9.18 quickstart
   [ "$status" -eq 2 ]
   [[ "$stderr" == *"Python 3.9.18, older than 3.10; choose another with --python PATH"* ]]
-  [ "$(ls -A "$KIT")" = "$(printf 'requirements.txt\nscripts')" ]
+  [ "$(ls -A "$KIT")" = "$(printf '%s\n' requirements.lock requirements.txt scripts)" ]
 }
 
 
@@ -263,11 +269,12 @@ installations() {
 
 @test "--dry-run prints all commands and writes nothing" {
   quickstart --dry-run
-  [[ "$stderr" == *"+ $(printf %q "$KIT/.venv/bin/python") -m pip install --requirement=requirements.txt"$'\n'* ]]
+  [[ "$stderr" == *"+ $(printf %q "$KIT/.venv/bin/python") -m pip install --require-hashes --requirement=requirements.lock"$'\n'* ]]
+  [[ "$stderr" == *"-m pip install torch==2.13.0"$'\n'* ]]
   [ "$status" -eq 0 ]
   [[ "$stderr" == *"-m venv "*"-m pip install "*"launch_singlenode.sh --python "* ]]
   [ -z "$output" ]
-  [ "$(ls -A "$KIT")" = "$(printf 'requirements.txt\nscripts')" ]
+  [ "$(ls -A "$KIT")" = "$(printf '%s\n' requirements.lock requirements.txt scripts)" ]
 }
 
 

@@ -13,7 +13,8 @@ setup() {
   mkdir -p "$KIT/scripts/lib" "$KIT/tests" "$STUBS" "$BATS_TEST_TMPDIR/bin"
   cp "$BATS_TEST_DIRNAME"/../scripts/lib/{environment,common,venv}.bash "$KIT/scripts/lib"
   cp "$BATS_TEST_DIRNAME/run.sh" "$KIT/tests"
-  touch "$KIT"/requirements{,-test,-trackers}.txt "$KIT/pyproject.toml" "$KIT/tests"/{a.bats,test_a.py}
+  touch "$KIT"/requirements{,-test}.lock "$KIT/pyproject.toml" "$KIT/tests"/{a.bats,test_a.py}
+  echo 'torch==2.13.0' >"$KIT/requirements.txt"
   write_stubs
   PATH="$BATS_TEST_TMPDIR/bin:$PATH"
   stub_bats 0 $'1..2\nok 1 works\nok 2 works too'

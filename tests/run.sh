@@ -35,7 +35,6 @@ TOOLS=(
   pdsh:pdsh rsync:rsync tmux:tmux fish:fish tcsh:tcsh zsh:zsh
 )
 
-REQUIREMENTS=(requirements.txt requirements-trackers.txt requirements-test.txt)
 SCOPE=all # or files, changed, linters
 SOAK=
 QUICK=
@@ -270,7 +269,7 @@ main() {
   parse_arguments "$@"
   cd -- "$KIT"
   install_system_packages
-  ensure_venv "$BASE_PYTHON" "${REQUIREMENTS[@]}"
+  ensure_venv "$BASE_PYTHON" requirements.lock requirements-test.lock
   activate_venv
   RESULTS=$(mktemp -d)
   # The directory of laboratories. In the environment, it identifies the processes of this test run.

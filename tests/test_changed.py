@@ -114,7 +114,9 @@ def test_a_file_counts_as_changed_if_it_differs_from_main_or_is_not_committed(
     assert selected(capfd) == ["tests/c.bats: tests/c.bats", "tests/test_d.py: tests/test_d.py"]
 
 
-@pytest.mark.parametrize("file", ["requirements-test.txt", "pyproject.toml", "tests/conftest.py", "tests/lab/lab.sh"])
+@pytest.mark.parametrize(
+    "file", ["requirements-test.txt", "requirements.lock", "pyproject.toml", "tests/conftest.py", "tests/lab/lab.sh"]
+)
 def test_a_changed_file_that_all_tests_use_selects_everything(
     file: str, repository: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

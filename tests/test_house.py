@@ -422,3 +422,11 @@ def test_the_github_workflow_runs_all_tests_and_the_quick_tests_also_on_other_ve
     assert jobs["quick"]["strategy"]["matrix"] == {"python": ["3.10", "3.13"]}
     for command in chain(*commands.values()):
         subprocess.run(["bash", "-n", "-c", command], check=True)
+
+
+def test_every_action_of_the_github_workflow_is_pinned_by_its_commit() -> None:
+    """The owner of an action can move a tag to another commit. The comment says which version the commit is."""
+    uses = re.findall(r"\buses:(.*)", (KIT / ".github/workflows/ci.yml").read_text())
+    assert uses
+    for action in uses:
+        assert re.fullmatch(r" [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action

@@ -1,22 +1,20 @@
 # shellcheck shell=bash
 #
-# Muster's virtual environment, $KIT/.venv: created when missing, updated when the requirements have changed, created
-# again when an installation was interrupted. Sourced after common.bash.
+# Muster's virtual environment, $KIT/.venv: created when missing, updated when a lock file has changed, created again when
+# an installation was interrupted. Sourced after common.bash.
 
 # shellcheck disable=SC2034 # other files use these variables
 VENV=$KIT/.venv
 
 
-# Install the packages of the requirement files (paths relative to $KIT) into $VENV and set PYTHON to its Python. If a
-# dry run would create or update $VENV, PYTHON is the Python with which $VENV would be created.
-ensure_venv() { # <value of --python, may be empty> <requirement file...>
-  local files=("${@:2}")
-  files=("${files[@]/#/--requirement=}")
+# Install the packages of the lock files (paths relative to $KIT) and PyTorch into $VENV, and set PYTHON to its Python. If
+# a dry run would create or update $VENV, PYTHON is the Python with which $VENV would be created.
+ensure_venv() { # <value of --python, may be empty> <lock file...>
   if ! venv_is_current "${@:2}"; then
     base_python "$1"
     if [[ $DRY_RUN == 1 ]]; then
       show "$PYTHON" -m venv "$VENV"
-      show "$VENV/bin/python" -m pip install "${files[@]}"
+      install_with show "${@:2}"
       return
     fi
     build_venv "${@:2}" 9>>"$VENV.lock"
@@ -25,8 +23,8 @@ ensure_venv() { # <value of --python, may be empty> <requirement file...>
 }
 
 
-# Each installed requirement file has a stamp: the version of Python and the checksum of the file.
-venv_is_current() { # <requirement file...>
+# Each installed lock file has a stamp: the version of Python, and a checksum of the file and of PyTorch's version.
+venv_is_current() { # <lock file...>
   local file
   [[ -x $VENV/bin/python && ! -e $VENV/unfinished ]] || return
   for file; do
@@ -35,8 +33,13 @@ venv_is_current() { # <requirement file...>
 }
 
 
-stamp() { # <requirement file>
-  "$VENV/bin/python" --version && sha256sum <"$KIT/$1"
+stamp() { # <lock file>
+  "$VENV/bin/python" --version && { required_torch && cat -- "$KIT/$1"; } | sha256sum
+}
+
+
+required_torch() {
+  grep '^torch==' -- "$KIT/requirements.txt"
 }
 
 
@@ -50,13 +53,13 @@ base_python() { # <value of --python, may be empty>
 
 
 # Descriptor 9 holds a lock: a concurrent call waits and then has nothing to install.
-build_venv() ( # <requirement file...>
+build_venv() ( # <lock file...>
   cd -- "$KIT" || exit
   flock --nonblock 9 || { log "waiting for another installation into $VENV" && flock 9; }
   if ! venv_is_current "$@"; then
     clear_broken_venv
     create_venv
-    install_requirements "$@"
+    install_packages "$@"
   fi
 )
 
@@ -84,17 +87,26 @@ create_venv() {
 
 
 # The file "unfinished" remains when the installer is killed; clear_broken_venv then removes $VENV.
-install_requirements() { # <requirement file...>
-  local file install=("$VENV/bin/python" -m pip install "${@/#/--requirement=}")
+install_packages() { # <lock file...>
+  local file
   trap 'exit "$EXIT_INTERRUPTED"' INT
   log "installing $*: takes minutes the first time; output: tail -f $(quote "$VENV/install.log")"
-  show "${install[@]}"
+  install_with show "$@"
   : >"$VENV/unfinished"
-  { ensure_pip && "${install[@]}"; } >"$VENV/install.log" 2>&1 || report_pip_failure
+  { ensure_pip && install_with run "$@"; } >"$VENV/install.log" 2>&1 || report_pip_failure
   for file; do
     stamp "$file" >"$VENV/$file.stamp"
   done
   rm -- "$VENV/unfinished"
+}
+
+
+# PyTorch has no hash, because builds for several kinds of GPU and for CPUs have the same version. All packages that it
+# needs, except CUDA's libraries, are in the lock files and are therefore installed first.
+install_with() { # <show or run> <lock file...>
+  local install=("$VENV/bin/python" -m pip install) locks=("${@:2}")
+  "$1" "${install[@]}" --require-hashes "${locks[@]/#/--requirement=}" &&
+    "$1" "${install[@]}" "$(required_torch)"
 }
 
 
