@@ -59,6 +59,7 @@ def by_list(names: list[str], script: Path, jobs: int, round_number: int) -> flo
 def by_parallel(names: list[str], script: Path, copied: bool, jobs: int, round_number: int) -> float:
     """Run GNU parallel; return its seconds."""
     files = script.parent / f"parallel{round_number}"
+    files.mkdir(0o700)
     write_ssh_config(files / "ssh", Server(host="any"))
     command = ["parallel", "--will-cite", "--ssh", f"ssh -F {files}/ssh", "--workdir", str(script.parent)]
     command += ["--sshlogin", ",".join(f"{SLOTS}/{name}" for name in names), "--joblog", f"{files}/joblog"]

@@ -77,7 +77,7 @@ pane_shows() { # <node> <index of the pane> <text>
   done | job_list
   run -0 dispatch
   [[ "$output" == *"finished: 9 of 9 done"* ]]
-  [ -z "$(find /tmp "${XDG_RUNTIME_DIR:-/tmp}" -maxdepth 1 -name "muster-*-$(basename logs/jobs/*)")" ]
+  [ -z "$(find logs/jobs -name 'sockets.*')" ]
   holds 'r["state"] == "finished" and r["totals"]["done"] == r["totals"]["attempts"] == 9'
   holds 'sorted(began) == sorted(job) and all(each["state"] == "done" for each in r["jobs"])'
   holds '{last[name]["server"] for name in job} == {"'"$N1"'", "'"$N2"'", "'"$N3"'"}'

@@ -127,7 +127,7 @@ fill() { # <directory>: fill its file system
 
 @test "when all connections are killed, jobs continue, and are found again on reconnect" {
   start_three_jobs
-  connections=$(grep -lsa "/muster-$(id -u)-$(values 'r["list"].split()')/" /proc/[0-9]*/cmdline || true)
+  connections=$(grep -lsaF "$(cat logs/jobs/*/sockets.*)/" /proc/[0-9]*/cmdline || true)
   [ "$(wc -l <<<"$connections")" -ge 6 ] # a master and a client for each server
   : >seen
   while read -r file; do

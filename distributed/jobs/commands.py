@@ -431,7 +431,7 @@ def make_servers(config: ListConfig, list_id: str) -> list[JobServer]:
         raise ConfigError(str(error)) from None
     context = servers.ListContext(
         list_id, Path.cwd(), config.script, grace=float(options.grace), panes=not options.no_tmux, sync=options.sync,
-        sockets=servers.sockets_directory(list_id), cache=config.cache, forwarded=forwarded,
+        cache=config.cache, forwarded=forwarded,
     )  # fmt: skip
     if options.backend == "local":
         return [servers.local_server(context, options.slots)]
@@ -587,7 +587,7 @@ def dispatch(
     notifier.send("end", totals, verdict=outcome, exit_code=code, cause=dispatcher.interrupted or state.paused)
     notifier.wait()
     screen.flush()
-    servers.remove_sockets(state.id)
+    servers.remove_sockets(Path.cwd(), state.id)
     return code
 
 
@@ -857,7 +857,7 @@ def logs(options: argparse.Namespace, path: Path) -> int:
             return 0 if code in (0, -signal.SIGINT) else 1
         finally:
             if not journal.dispatcher_is_running(path):  # a dispatcher uses the same sockets
-                servers.remove_sockets(state.id)
+                servers.remove_sockets(Path.cwd(), state.id)
     panes.print_new(str(log), 0)
     return 0
 
@@ -997,7 +997,7 @@ def close(options: argparse.Namespace, path: Path) -> int:
         try:
             return max(asyncio.run(close_sessions(host_servers)), default=0)
         finally:
-            servers.remove_sockets(state.id)
+            servers.remove_sockets(Path.cwd(), state.id)
 
 
 async def close_sessions(host_servers: Sequence[servers.HostServer]) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import hashlib
 import io
@@ -45,7 +44,8 @@ from distributed.jobs.state import Attempt
 from distributed.launch.node_reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from distributed.terminal import plural
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
-from distributed.transport.commands import VANISHED, over_ssh, rsync_shell
+from distributed.transport.commands import VANISHED, TransportError, over_ssh, rsync_shell, temporary_directory
+from distributed.trust import read_bytes
 
 CONNECT_TIMEOUT = 60.0  # seconds
 LOGIN_TIMEOUT = 50.0  # seconds within which the login shell must start a command
@@ -86,7 +86,6 @@ class ListContext:
     grace: float = 30.0  # seconds between SIGTERM and SIGKILL
     panes: bool = True
     sync: bool = False
-    sockets: Path = Path()  # directory of ssh's sockets and configurations
     forwarded: Mapping[str, str] = field(default_factory=dict)  # the dispatcher's variables that jobs over ssh inherit
     machines: dict[tuple[str, str], str] = field(default_factory=dict)  # (host name, boot id) -> server
     cache: Cache = field(default_factory=lambda: Cache(Path()))
@@ -433,7 +432,7 @@ class SshServer(HostServer):
         self._to_fetch: list[tuple[list[str], asyncio.Future[None]]] = []  # (directories, outcome) of each attempt
         self._synced = not context.sync
         self._archive_name, self._archive = kit_archive()
-        self._config = context.sockets / f"{name}.conf"
+        self._config = Path()  # of ssh
 
     def _ssh(self, line: str) -> list[str]:
         """The command that runs a line of bash on the server. Standard input is held back until the line starts."""
@@ -442,8 +441,12 @@ class SshServer(HostServer):
     def _ssh_to_server(self) -> list[str]:
         return ["ssh", "-F", str(self._config), "--", self.settings.host]
 
-    async def _prepare(self) -> None:
+    def _write_config(self) -> None:
+        self._config = sockets_directory(self.context.cwd, self.context.list_id) / f"{self.name}.conf"
         write_ssh_config(self._config, self.settings)
+
+    async def _prepare(self) -> None:
+        self._write_config()
         if not self._synced:
             await self._sync()
 
@@ -570,7 +573,7 @@ class SshServer(HostServer):
 
     def follow_command(self, attempt: Attempt, once: bool) -> list[str]:
         """The command that prints the log of an attempt until the attempt ends. once: only the current content."""
-        write_ssh_config(self._config, self.settings)
+        self._write_config()
         default = f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.context.cwd))}'
         workdir = f"w={quoted_path(self.settings.workdir)}" if self.settings.workdir else default
         log = f'"$w"/{shlex.quote(f"logs/jobs/{self.context.list_id}/{attempt.name}/node_{self.name}")}'
@@ -750,38 +753,56 @@ def write_ssh_config(path: Path, server: config.Server) -> None:
         "IdentityFile": server.ssh_key and f'"{server.ssh_key}"', "IdentitiesOnly": "yes" if server.ssh_key else None,
     }  # fmt: skip
     lines = [f"  {name} {value}" for name, value in options.items() if value is not None]
-    text = "\n".join(["Host *", *lines, f'Include "{KIT}/scripts/lib/ssh_config"', ""])
-    make_private(path.parent)
-    write_file(str(path), text)
+    write_file(path, "\n".join(["Host *", *lines, f'Include "{KIT}/scripts/lib/ssh_config"', ""]))
 
 
-def make_private(directory: Path) -> None:
-    """Create a directory that only this user can write to. Raises PermissionError if others can write to it."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(errno.EACCES, "writable by other users; remove it", str(directory))
+def sockets_record(cwd: Path, list_id: str) -> Path:
+    """The file with the path of sockets_directory(). Machines that share the working directory have one each."""
+    return Path(cwd, "logs", "jobs", list_id, f"sockets.{os.uname().nodename}")
 
 
-def sockets_directory(list_id: str) -> Path:
-    """The directory of ssh's control sockets for a list. Short, as the length of a socket's path is limited."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
-    fits = len(base) < 20 and not any(map(str.isspace, base)) and os.path.isdir(base)
-    base = base if fits and os.access(base, os.W_OK | os.X_OK) else "/tmp"
-    return Path(base, f"muster-{os.getuid()}-{list_id}")
+def recorded_sockets(cwd: Path, list_id: str) -> Path | None:
+    """The sockets_directory() of a list if it exists, and only this user can write to it and to its record."""
+    try:
+        found = Path(os.fsdecode(read_bytes(sockets_record(cwd, list_id), own=True)))
+        facts = found.lstat()
+    except OSError:
+        return None
+    private = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077
+    return found if private and re.fullmatch("muster-[0-9a-f]{8}", found.name) else None
 
 
-def remove_sockets(list_id: str) -> None:
+def sockets_directory(cwd: Path, list_id: str) -> Path:
+    """The directory of ssh's control sockets and configurations for a list. Creates it unless it exists.
+
+    Its name is random, as another user could create a directory of a known name first. Raises OSError.
+    """
+    host.list_directory(str(cwd), list_id)
+    if found := recorded_sockets(cwd, list_id):
+        return found
+    try:
+        made = temporary_directory(lambda _: None)
+    except TransportError as error:
+        raise OSError(str(error)) from None
+    write_file(sockets_record(cwd, list_id), made)
+    return Path(made)
+
+
+def remove_sockets(cwd: Path, list_id: str) -> None:
     """Close the SSH connections of a list, each when its last session has ended, and remove their sockets."""
-    directory = sockets_directory(list_id)
+    if not (directory := recorded_sockets(cwd, list_id)):
+        return
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
-            if path.is_socket():
-                stop = ["ssh", "-F", "none", "-O", "stop", "-S", str(path), "any"]
+            is_socket = stat.S_ISSOCK(path.lstat().st_mode)
+            if is_socket:
+                stop = ["ssh", "-F", "none", "-O", "stop", "-S", str(path), "--", "any"]
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     subprocess.run(stop, stdin=subprocess.DEVNULL, capture_output=True, timeout=5)
-            path.unlink(missing_ok=True)
+            if is_socket or ".conf" in path.name:
+                path.unlink(missing_ok=True)
         directory.rmdir()
+        sockets_record(cwd, list_id).unlink()
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from distributed.files import KIT
-from distributed.jobs import commands, config, host, servers, two_phase
+from distributed.jobs import commands, host, two_phase
 from distributed.jobs.job_lists import write
 
 LOCAL = {"--backend": "local", "--slots": "2", "--jobs-config": "jobs.json"}
@@ -177,29 +177,9 @@ def test_the_trainer_of_muster_is_recognised_by_its_path_never_by_its_name(
     write([job | {"fold": 10}], "ten.json", "train.py")  # accepted, as this train.py is not the trainer of Muster
 
 
-def test_a_socket_directory_writable_by_other_users_is_refused(directory: Path) -> None:
-    path = directory / "sockets" / "a.conf"
-    servers.write_ssh_config(path, config.Server(host="a"))
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-    path.unlink()
-    path.parent.chmod(0o777)
-    with pytest.raises(PermissionError, match="writable by other users; remove it"):
-        servers.write_ssh_config(path, config.Server(host="a"))
-    assert not list(path.parent.iterdir())
-
-
 def test_a_program_exits_although_pythoninspect_is_set() -> None:
     """PYTHONINSPECT would make Python show a prompt after the program and wait for standard input."""
     program = Path(KIT, "scripts", "jobs", "run_distributed_training.py")
     env, null = os.environ | {"PYTHONINSPECT": "1"}, subprocess.DEVNULL
     with subprocess.Popen([sys.executable, program, "--help"], env=env, stdin=subprocess.PIPE, stdout=null) as started:
         assert started.wait(60) == 0
-
-
-def test_sockets_are_in_tmp_if_xdg_runtime_dir_is_missing_or_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for base in ("/nowhere", "/etc/passwd", "/proc"):
-        monkeypatch.setenv("XDG_RUNTIME_DIR", base)
-        monkeypatch.setattr(os, "access", lambda path, mode: path != "/proc")  # root may write anywhere
-        assert servers.sockets_directory("list").parent == Path("/tmp")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/dev/shm")
-    assert servers.sockets_directory("list").parent == Path("/dev/shm")

@@ -102,7 +102,7 @@ class RecordingServer(SshServer):
     """A server that records rsync calls instead of running them."""
 
     def __init__(self, directory: Path, errors: Mapping[str, Exception]) -> None:
-        super().__init__("gpu1", config.Server(host="gpu1"), ListContext("abc", directory, "x.py", sockets=directory))
+        super().__init__("gpu1", config.Server(host="gpu1"), ListContext("abc", directory, "x.py"))
         self.copied: list[int] = []  # number of attempts in each call of rsync
         self.errors = errors
 
@@ -168,7 +168,7 @@ def test_an_exit_code_of_rsync_is_an_error_unless_it_means_that_files_vanished_d
         async def _run(self, command: Sequence[str], data: bytes = b"") -> tuple[int, str]:
             return code, "file has vanished: x"
 
-    server = Vanishing("gpu1", config.Server(host="gpu1"), ListContext("abc", tmp_path, "x.py", sockets=tmp_path))
+    server = Vanishing("gpu1", config.Server(host="gpu1"), ListContext("abc", tmp_path, "x.py"))
     try:
         found = asyncio.run(server._rsync([]))
     except (Unreachable, OSError) as error:

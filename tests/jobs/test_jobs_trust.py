@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from distributed.files import KIT, user_file
-from distributed.jobs import commands, host, journal
+from distributed.jobs import commands, host, journal, servers
 from distributed.jobs.job import Options, job_of
 from distributed.jobs.journal import Journal, JournalError
 from distributed.jobs.state import job_records
@@ -222,3 +223,73 @@ def test_a_damaged_job_specification_is_refused(text: str, directory: Path) -> N
     (directory / "order").write_text(text)
     with pytest.raises(ValueError, match=r"order|levels"):
         array_task.read_spec("order")
+
+
+# ---------------------------------------------------------------- the directory of ssh's sockets
+
+
+def test_the_directory_of_sockets_has_a_random_name_and_is_found_again_and_removed(directory: Path) -> None:
+    made = servers.sockets_directory(directory, "abc")
+    try:
+        assert (mode_of(made), servers.sockets_directory(directory, "abc")) == (0o700, made)
+        assert servers.sockets_directory(directory, "other") != made
+        (made / "gpu1.conf").touch()
+        bind(made / "socket")
+    finally:
+        servers.remove_sockets(directory, "abc")
+        servers.remove_sockets(directory, "other")
+    assert not made.exists()
+    assert not list(directory.rglob("sockets.*"))
+
+
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+
+
+def test_a_sockets_directory_that_was_removed_is_created_again(directory: Path) -> None:
+    servers.sockets_directory(directory, "abc").rmdir()
+    assert servers.sockets_directory(directory, "abc").is_dir()
+    servers.remove_sockets(directory, "abc")
+
+
+def link_to_home(recorded: Path, record: Path, home: Path) -> None:
+    recorded.rmdir()
+    recorded.symlink_to(home)
+
+
+def owner_is_another_user(recorded: Path, record: Path, home: Path) -> None:
+    os.chown(recorded, NOBODY, NOBODY)
+
+
+def record_of_another_user(recorded: Path, record: Path, home: Path) -> None:
+    record.write_text(str(home))
+    os.chown(record, NOBODY, NOBODY)
+
+
+def record_names_home(recorded: Path, record: Path, home: Path) -> None:
+    record.write_text(str(home))
+
+
+@as_root
+@pytest.mark.parametrize("plant", [link_to_home, owner_is_another_user, record_of_another_user, record_names_home])
+def test_clean_up_removes_nothing_from_a_planted_directory(
+    plant: Callable[[Path, Path, Path], None], directory: Path
+) -> None:
+    home = directory / "home"
+    home.mkdir(0o700)
+    recorded, record = servers.sockets_directory(directory, "abc"), servers.sockets_record(directory, "abc")
+    for place in (home, recorded):
+        (place / "gpu1.conf").touch()
+    if plant is link_to_home:
+        (recorded / "gpu1.conf").unlink()
+    try:
+        plant(recorded, record, home)
+        servers.remove_sockets(directory, "abc")
+        assert (home / "gpu1.conf").exists()
+        assert plant is record_names_home or plant is record_of_another_user or (recorded / "gpu1.conf").exists()
+        assert servers.sockets_directory(directory, "abc") not in (home, recorded)
+        servers.remove_sockets(directory, "abc")
+        assert (home / "gpu1.conf").exists()
+    finally:
+        recorded.unlink() if recorded.is_symlink() else shutil.rmtree(recorded)
