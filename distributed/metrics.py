@@ -20,6 +20,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from distributed.trust import SHARED, regular_file
+
 FROM_OUTPUT = "metrics_from_output.jsonl"  # beside metrics.jsonl, see distributed/launch/output_metrics.py
 FROM_TENSORBOARD = "metrics_from_tensorboard.jsonl"  # in the run directory, see distributed/training/event_files.py
 ORIGINS = {"metrics.jsonl": "", FROM_TENSORBOARD: "from TensorBoard", FROM_OUTPUT: "from the output"}
@@ -54,7 +56,7 @@ def log(step: int, **values: Any) -> None:
             raise ValueError(f"metrics.log: {name}: expected one number, got {count}")
     path = os.environ.get("MUSTER_METRICS")
     if path and os.environ.get("RANK", "0") == "0":
-        append(path, step, {name: _number(name, value) for name, value in values.items()})
+        append(os.path.realpath(path), step, {name: _number(name, value) for name, value in values.items()})
 
 
 def _step(name: str, step: object) -> int:
@@ -86,7 +88,7 @@ def append(path: str | os.PathLike[str], step: int, values: Mapping[str, Any]) -
     written = {name: finite_or_none(value) for name, value in values.items()}
     line = json.dumps({"step": step, "time": time.time(), **written}) + "\n"
     try:
-        with open(path, "ab", buffering=0) as file:
+        with open(regular_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, SHARED), "ab", buffering=0) as file:
             file.write(line.encode())
     except OSError as error:
         if (name := os.fspath(path)) not in _warned:
@@ -117,7 +119,7 @@ def newest(path: str | os.PathLike[str], tail: int = TAIL) -> dict[str, Any]:
     `steps`. Returns {} if the file cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular_file) as file:
             text = file.read(tail)
             file.seek(max(len(text), os.fstat(file.fileno()).st_size - tail))
             text += b"\n" * (file.tell() > len(text)) + file.read()
@@ -143,7 +145,7 @@ def newest(path: str | os.PathLike[str], tail: int = TAIL) -> dict[str, Any]:
 def furthest(path: str | os.PathLike[str]) -> int | None:
     """Return the highest step in a file, over all attempts; None if the file has no step."""
     steps = []
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open(path, "rb", opener=regular_file) as file:
         for line in file:
             # Skip incomplete lines, and lines without a step.
             with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):

@@ -14,6 +14,8 @@ import textwrap
 import unicodedata
 from collections.abc import Collection, Sequence
 
+from distributed.trust import LAYOUT, printable
+
 RED, GREEN, YELLOW, BOLD, DIM = "1;31", "32", "33", "1", "2"
 GAP = "  "  # between the columns of a table
 MIN_WIDTH = 8  # of the last column of a table
@@ -33,9 +35,11 @@ def plain(text: str) -> str:
 
 
 def show(text: str) -> None:
-    """Print a text, with colours if standard output is a terminal that supports them."""
+    """Print a text without control sequences, with colours if standard output is a terminal that supports them."""
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    sys.stdout.write(text if colours else plain(text))
+    parts = re.split(r"(\x1b\[[\d;]*m)", text)  # every second part is a colour
+    parts[::2] = [printable(part, LAYOUT) for part in parts[::2]]
+    sys.stdout.write("".join(parts if colours else parts[::2]))
     sys.stdout.flush()
 
 

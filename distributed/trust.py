@@ -21,17 +21,19 @@ import stat
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import tarfile
     from collections.abc import Callable
     from typing import Any
 
-PRIVATE = 0o600  # mode of new files
+PRIVATE, SHARED = 0o600, 0o644  # modes of new files; the umask restricts them further
 PRIVATE_DIRECTORY = 0o700
+LAYOUT = "\n\t"  # characters that printable() may keep
 MAX_TEXT = 64 << 20  # bytes of a JSON value or of a file that is read whole
 MAX_DEPTH = 40  # of nested JSON
 LARGEST = 1 << 63  # numbers are smaller
 MAX_FILES = 200_000  # of one archive
-MAX_BYTES = 64 << 30  # of one archive
-MIN_FREE = 1 << 30  # bytes that an archive leaves free on the disk
+MAX_BYTES = 64 << 30  # of one archive, or of one log of a node
+MIN_FREE = 64 << 20  # bytes that files of a node leave free on the disk
 MAX_NAME = 64 << 10  # bytes of a name in an archive
 STALLED = 60.0  # seconds without a byte of an archive
 
@@ -68,11 +70,15 @@ def _is_private_group(uid: int, gid: int) -> bool:
 
 
 def foreign(path: str | os.PathLike[str], facts: os.stat_result, owners: tuple[int, ...] = ()) -> str:
-    """Why this user must not use a file or directory; "" if only this user, or one of `owners`, can write it."""
-    if facts.st_uid not in (os.geteuid(), *owners):
-        return f"{os.fspath(path)}: belongs to {user_name(facts.st_uid)}, and you are {user_name(os.geteuid())}"
+    """Why this user must not use a file or directory; "" if nobody else but `owners` can write to it."""
+    name, user = os.fspath(path), os.geteuid()
+    if facts.st_uid not in (user, *owners):
+        owner = user_name(facts.st_uid)
+        call = f"; call this program as its owner: runuser -u {owner} -- PROGRAM ..." if user == 0 else ""
+        return f"{name}: belongs to {owner}, and you are {user_name(user)}{call}"
     if writable_by_others(facts):
-        return f"{os.fspath(path)}: other users can write it (mode {stat.S_IMODE(facts.st_mode):o})"
+        mode = stat.S_IMODE(facts.st_mode)
+        return f"{name}: other users can write to it (mode {mode:o}); if you trust its content: chmod go-w {name}"
     return ""
 
 
@@ -89,20 +95,20 @@ def foreign_ancestor(directory: str) -> str:
         else:
             problem = foreign(path, facts, owners=(0,))
         if problem or path == "/":
-            return problem
+            return problem.partition("; ")[0]
         path = os.path.dirname(path)
 
 
 # ---------------------------------------------------------------- files
 
 
-def regular_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Open a regular file without following a link and without waiting; a new file is private. Raises OSError.
+def regular_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = PRIVATE) -> int:
+    """Open a regular file without following a link and without waiting. mode: of a new file. Raises OSError.
 
     It is the `opener` of open(): open(path, "rb", opener=regular_file).
     """
     try:
-        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, PRIVATE)
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", os.fspath(path)) from None
@@ -115,9 +121,11 @@ def regular_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     return file
 
 
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The content of a regular file. Raises OSError, also if it has more than MAX_TEXT bytes."""
+def read_bytes(path: str | os.PathLike[str], own: bool = False) -> bytes:
+    """The content of a regular file. own: it must not be foreign(). Raises OSError, also above MAX_TEXT bytes."""
     with open(path, "rb", opener=regular_file) as file:
+        if own and (problem := foreign(path, os.fstat(file.fileno()))):
+            raise OSError(errno.EPERM, problem)
         content = file.read(MAX_TEXT + 1)
     if len(content) > MAX_TEXT:
         raise OSError(errno.EFBIG, f"has more than {MAX_TEXT >> 20} MiB", os.fspath(path))
@@ -160,14 +168,14 @@ def checked(kind: Any, value: Any, name: str = "value") -> Any:
     """The value, converted to the declared kind. Raises ValueError, which names the part that has another type.
 
     kind: bool, int (below 2**63), float (finite), str, None, object (anything), a range of integers; unions, lists,
-    tuples, sequences and mappings of kinds; a dictionary from key to kind, where a key with a final "?" may be missing;
-    a dataclass. Unknown keys and fields are refused. Text loses its control characters, except line breaks and tabs.
+    tuples, sequences and mappings of kinds; [kind] for a list; a dictionary from key to kind, in which a key with a
+    final "?" may be missing; a dataclass. Unknown keys and fields are refused. Text may have any characters.
     """
     import contextlib
     import types
 
     origin: Any = getattr(kind, "__origin__", None)
-    parts: Any = getattr(kind, "__args__", ())
+    parts: Any = getattr(kind, "__args__", kind if isinstance(kind, list) else ())
     if isinstance(kind, types.UnionType):
         for part in parts:
             with contextlib.suppress(ValueError):
@@ -176,11 +184,11 @@ def checked(kind: Any, value: Any, name: str = "value") -> Any:
         return _checked_fields(kind, value, name)
     elif isinstance(value, dict) and len(parts) == 2 and parts[1] is not ...:
         return {checked(parts[0], key, name): checked(parts[1], one, f"{name}.{key}") for key, one in value.items()}
-    elif isinstance(value, (list, tuple)) and origin and (len(parts) == 1 or parts[1] is ...):
+    elif isinstance(value, (list, tuple)) and parts and (len(parts) == 1 or parts[1] is ...):
         found = [checked(parts[0], one, f"{name}[{number}]") for number, one in enumerate(value)]
         return tuple(found) if origin is tuple else found
     elif _is_a(value, kind):
-        return printable(value, "\n\t") if isinstance(value, str) else float(value) if kind is float else value
+        return float(value) if kind is float else value
     expected = "an object" if isinstance(kind, dict) else getattr(kind, "__name__", kind)
     raise ValueError(f"{printable(name)}: expected {expected}, got {shown(value)}")
 
@@ -201,8 +209,12 @@ def _checked_fields(kind: Any, value: dict[str, Any], name: str) -> Any:
         import inspect
         from dataclasses import MISSING
 
-        kinds = _kinds[kind] = _kinds.get(kind) or inspect.get_annotations(kind, eval_str=True)
-        fields = kind.__dataclass_fields__.values()
+        if kind not in _kinds:
+            bases = [base for base in reversed(kind.__mro__) if "__annotations__" in vars(base)]
+            _kinds[kind] = {
+                key: one for base in bases for key, one in inspect.get_annotations(base, eval_str=True).items()
+            }
+        kinds, fields = _kinds[kind], kind.__dataclass_fields__.values()
         needed = {one.name for one in fields if one.default is MISSING and one.default_factory is MISSING}
     if wrong := (needed - value.keys()) or (value.keys() - kinds.keys()):
         raise ValueError(f"{name}: {'no' if wrong <= needed else 'unknown key'} {shown(min(wrong))}")
@@ -259,12 +271,10 @@ class _Stream:
 def unpack(source: int, directory: str, expects: Callable[[str], bool]) -> list[str]:
     """Unpack a tar archive from a pipe into a new directory. Returns the names of what was left out. Raises Refused.
 
-    Only regular files and directories whose relative names expects() accepts are unpacked, with private modes. No name
-    leads outside of the directory.
+    Only regular files and directories that expects() accepts are unpacked, with private modes; the name of a directory
+    ends with a slash. No name leads outside. After Refused, the directory has the complete files that were received.
     """
-    import shutil
     import tarfile
-    import time
 
     class Member(tarfile.TarInfo):
         @classmethod
@@ -284,17 +294,10 @@ def unpack(source: int, directory: str, expects: Callable[[str], bool]) -> list[
                 count, size = count + 1, size + max(0, member.size)
                 if count > MAX_FILES or size > MAX_BYTES or member.size > disk.f_bavail * disk.f_frsize - MIN_FREE:
                     raise Refused(f"{count} files with {size >> 20} MiB are more than the limits or the disk allow")
-                path = os.path.join(directory, name)
-                if name in (".", "..") or name.startswith(("/", "../")) or not expects(name):
-                    left_out += [name] * (name != ".")
-                elif member.isdir():
-                    os.makedirs(path, PRIVATE_DIRECTORY, exist_ok=True)
-                elif member.isreg() and (content := archive.extractfile(member)):
-                    os.makedirs(os.path.dirname(path), PRIVATE_DIRECTORY, exist_ok=True)
-                    with open(path, "wb", opener=regular_file) as file:
-                        shutil.copyfileobj(content, file, 1 << 18)
-                    os.utime(path, (0, min(max(0, member.mtime), time.time())))
-                else:
+                is_inside = name != ".." and not name.startswith(("/", "../"))
+                if is_inside and (member.isdir() or member.isreg()) and expects(name + "/" * member.isdir()):
+                    _extract(archive, member, os.path.join(directory, name))
+                elif name != ".":
                     left_out.append(name)
     except Refused:
         raise
@@ -303,11 +306,27 @@ def unpack(source: int, directory: str, expects: Callable[[str], bool]) -> list[
     return left_out
 
 
-def place(source: str, target: str, mask: int, name: str = "") -> list[str]:
+def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
+    import shutil
+    import time
+
+    content = archive.extractfile(member)
+    os.makedirs(os.path.dirname(path) if content else path, PRIVATE_DIRECTORY, exist_ok=True)
+    if content:
+        try:
+            with open(path, "wb", opener=regular_file) as file:
+                shutil.copyfileobj(content, file, 1 << 18)
+            os.utime(path, (0, min(max(0, member.mtime), time.time())))
+        except BaseException:
+            os.unlink(path)
+            raise
+
+
+def place(source: str, target: str, mask: int, name: str = "", keeps_newer: bool = True) -> list[str]:
     """Move files and directories from a directory of a node's files to their place. Returns the names left out.
 
-    No link below `target` is followed. Special files, and links that lead outside of it, are left out. A file that is
-    newer there stays. mask: permissions that are kept. name: of the directory, in the result.
+    No link below `target` is followed. Special files, and links that lead outside of it, are left out. mask: permissions
+    that are kept. name: of the directory, in the result. keeps_newer: whether a file that is newer there stays.
     """
     left_out = []
     os.makedirs(target, mask & 0o777, exist_ok=True)
@@ -320,11 +339,11 @@ def place(source: str, target: str, mask: int, name: str = "") -> list[str]:
         if stat.S_ISDIR(facts.st_mode):
             if there and not stat.S_ISDIR(there.st_mode):
                 os.unlink(goal)
-            left_out += place(entry.path, goal, mask, f"{below}/")
+            left_out += place(entry.path, goal, mask, f"{below}/", keeps_newer)
         elif there and stat.S_ISDIR(there.st_mode):
             left_out.append(below)
         elif stat.S_ISREG(facts.st_mode):
-            if there and there.st_mtime > facts.st_mtime:
+            if keeps_newer and there and there.st_mtime > facts.st_mtime:
                 continue
             if facts.st_mode & 0o7777 & ~mask:
                 os.chmod(entry.path, facts.st_mode & mask)

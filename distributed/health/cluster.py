@@ -22,7 +22,7 @@ from distributed.health.checks import LEVELS, Finding, fault, judge, size
 from distributed.health.differences import compare
 from distributed.health.doctor import render, render_findings
 from distributed.host.facts import FullNodeFacts
-from distributed.host.replies import Reply, from_json
+from distributed.host.replies import Reply
 from distributed.launch.connectivity import REMEDY, ConnectionTest, FailedConnection, test_connections
 from distributed.nodelist import compact
 from distributed.transport.commands import (
@@ -79,13 +79,7 @@ def cluster_facts(replies: Mapping[str, Reply], test: ConnectionTest | None) -> 
 
 def facts_of(reply: Reply) -> FullNodeFacts | str:
     """The facts in a reply, or why it has none."""
-    value = reply.value()
-    if value is None:
-        return reply.failure_message()
-    try:
-        return from_json(FullNodeFacts, value)
-    except (TypeError, KeyError) as error:
-        return f"runs another version of Muster ({error}); use the same version on all nodes"
+    return reply.value(FullNodeFacts) or reply.failure_message(FullNodeFacts)
 
 
 # ---------------------------------------------------------------- judge

@@ -5,15 +5,14 @@ A node prints one line of JSON after a marker, because a login shell may print o
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 
 from distributed.exit_codes import UNFIT
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.host.ssh_call import UNREACHABLE as SSH_FAILED
+from distributed.trust import checked, parse_json
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
@@ -76,15 +75,22 @@ class Reply:
     err: str
     arrived: float = 0.0  # Unix seconds at which its last line arrived, by the clock of the launcher's host
 
-    def value(self) -> Any:
-        """The JSON value, or None. The reply may be incomplete."""
-        marked = [line for line in self.out.splitlines() if line.startswith(MARKER)]
-        with contextlib.suppress(ValueError):
-            return json.loads(marked[-1].removeprefix(MARKER)) if marked else None
-        return None
+    def value(self, kind: Any = object) -> Any:
+        """The JSON value, see trust.checked(); None without a valid one, see failure_message()."""
+        return self._read(kind)[0]
 
-    def failure_message(self) -> str:
-        """Why there is no value, and the remedy."""
+    def _read(self, kind: Any) -> tuple[Any, str]:
+        """The JSON value, and why it is invalid. The reply may be incomplete."""
+        marked = [line for line in self.out.splitlines() if line.startswith(MARKER)]
+        try:
+            return (checked(kind, parse_json(marked[-1].removeprefix(MARKER)), "reply"), "") if marked else (None, "")
+        except ValueError as error:
+            return None, f"invalid reply ({error}); use the same version of Muster on all nodes"
+
+    def failure_message(self, kind: Any = object) -> str:
+        """Why there is no value of this kind, and the remedy."""
+        if self.code == 0 and (problem := self._read(kind)[1]):
+            return problem
         if self.code == UNFIT and (fault := [line for line in self.err.splitlines() if NODE_ENV in line]):
             return fault[-1]  # in_node_env.sh has added the remedy
         if self.code == UNFIT and LOGIN_SHELL in self.err:  # ssh_call has added the remedy, and the name of the node
@@ -105,23 +111,3 @@ def ssh_failure(printed: str, name: str) -> str:
 def format_reply(value: Any) -> str:
     """A reply as a node prints it."""
     return MARKER + json.dumps(value) + "\n"
-
-
-def from_json(kind: Any, value: Any) -> Any:
-    """The inverse of asdict() for a dataclass: restores dataclasses and tuples of them.
-
-    Raises TypeError or KeyError when parts are missing or unknown, as in the reply of another version.
-    """
-    if getattr(kind, "__origin__", None) is tuple:
-        return tuple(from_json(kind.__args__[0], part) for part in value)
-    if isinstance(kind, type) and is_dataclass(kind):
-        kinds = _kinds_of_fields(kind)
-        return kind(**{name: from_json(kinds[name], part) for name, part in value.items()})
-    return value
-
-
-@functools.cache
-def _kinds_of_fields(kind: Any) -> dict[str, Any]:
-    from typing import get_type_hints  # rarely needed
-
-    return get_type_hints(kind)

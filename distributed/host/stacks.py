@@ -112,8 +112,8 @@ def with_code(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """The frames, with the source line of the innermost one if this machine has the file."""
     import linecache  # not at the top: this module is imported in every rank
 
-    if not frames:
-        return ()
+    if not frames or not os.path.isfile(frames[0].file):  # a rank may name any file, such as a FIFO
+        return tuple(frames)
     code = linecache.getline(frames[0].file, frames[0].line).strip()
     return (replace(frames[0], code=code), *frames[1:])
 

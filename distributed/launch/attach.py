@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from distributed.exit_codes import UNFIT, WRONG_CALL
 from distributed.files import read_json, try_lock
-from distributed.host.identity import user
 from distributed.launch.run import Launch, execute, masked
 from distributed.runs import lookup
 from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, TransportError, quote
+from distributed.trust import PRIVATE, checked, parse_json, regular_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,8 +28,9 @@ class AttachedLaunch(Launch):
         """Check that this call may take over the run. Returns the master address and port. Exits if it may not."""
         try:
             found = lookup.find(self.options.attach, Path(self.options.cwd), Path(self.logs))
-            lookup.refuse_other_users(lookup.read(found), user(), os.geteuid())
-            self._lock = os.open(found / "launcher.log", os.O_RDWR | os.O_CREAT, 0o666)  # keeps the lock until exit
+            lookup.read(found)
+            self._lock = regular_file(found / "launcher.log", os.O_RDWR | os.O_CREAT)  # keeps the lock until exit
+            os.fchmod(self._lock, PRIVATE)  # older versions wrote a file that others can lock
             has_lock = try_lock(self._lock)
             run, facts = lookup.read(found), read_json(found / "run.json")
         except lookup.RunLookupError as error:
@@ -90,7 +90,11 @@ class AttachedLaunch(Launch):
         for name, reply in Calls().call_all(calls, self.console.print).items():
             if reply.code:
                 raise TransportError(UNFIT, f"{name}: cannot attach: {reply.failure_message()}")
-            sizes[name] = json.loads(reply.out.splitlines()[-1]).get("log_bytes", 0)
+            try:
+                status = checked(dict[str, object], parse_json((reply.out.splitlines() or [""])[-1]))
+                sizes[name] = checked(range(1 << 60), status.get("log_bytes", 0))
+            except ValueError as error:
+                raise TransportError(UNFIT, f"{name}: cannot attach: invalid reply ({error})") from None
         return sizes
 
 

@@ -28,6 +28,9 @@ CONNECT_TIMEOUT = 3.0  # seconds; allows for one lost packet
 END_TIMEOUT = 5.0  # seconds for a listener to exit
 REMEDY = "open TCP between the nodes, on all ports above 1023 (firewall, security group, network policy)"
 
+LISTENING = {"address": str, "port": range(1, 1 << 16)}  # reply of `listen`
+ERRORS = dict[str, str]  # reply of `try`
+
 
 # ---------------------------------------------------------------- on each node
 
@@ -36,7 +39,7 @@ def listen(nodes: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
     """Print the address and port of a listening socket, and listen until end of standard input."""
     address = listening_address(nodes, env)
     with socket.create_server(("", 0), backlog=1024) as server:  # the kernel completes connections without accept()
-        sys.stdout.write(format_reply([address, server.getsockname()[1]]))
+        sys.stdout.write(format_reply({"address": address, "port": server.getsockname()[1]}))
         sys.stdout.flush()
         sys.stdin.read()
     return 0
@@ -100,7 +103,7 @@ def failed_connections(
     found: dict[tuple[str, str], tuple[str, ...]] = {}
     for node, errors in results.items():
         for other, error in errors.items():
-            if error and other != node:
+            if error and other != node and other in addresses:
                 found[other, error] = (*found.get((other, error), ()), node)
     return [FailedConnection(nodes, to, addresses[to][0], error) for (to, error), nodes in found.items()]
 
@@ -114,12 +117,13 @@ class ConnectionTest:
 
     def missing(self) -> dict[str, str]:
         """Node -> why it has no reply."""
-        replies = [*self.connecting.values(), *self.listening.values()]
-        return {reply.node: reply.failure_message() for reply in replies if reply.value() is None}
+        kinds: list[tuple[Reply, object]] = [(reply, ERRORS) for reply in self.connecting.values()]
+        kinds += [(reply, LISTENING) for reply in self.listening.values()]
+        return {reply.node: reply.failure_message(kind) for reply, kind in kinds if reply.value(kind) is None}
 
     def failed(self) -> list[FailedConnection]:
         """Failed connections between nodes that replied."""
-        results = {node: reply.value() or {} for node, reply in self.connecting.items()}
+        results = {node: reply.value(ERRORS) or {} for node, reply in self.connecting.items()}
         return failed_connections(results, addresses_of(self.listening))
 
     def faults(self) -> list[str]:
@@ -131,8 +135,8 @@ class ConnectionTest:
 
 def addresses_of(listening: Mapping[str, Reply]) -> dict[str, tuple[str, int]]:
     """The address and port of each node that replied."""
-    values = {node: reply.value() for node, reply in listening.items()}
-    return {node: (value[0], value[1]) for node, value in values.items() if value}
+    values = {node: reply.value(LISTENING) for node, reply in listening.items()}
+    return {node: (value["address"], value["port"]) for node, value in values.items() if value}
 
 
 def test_connections(
@@ -176,7 +180,7 @@ def test_connections(
         calls.loop.wait()
     listening = replies()
     tries = ["try", *(f"{node}={host}:{port}" for node, (host, port) in addresses_of(listening).items())]
-    reached = [node for node in nodes if listening[node.node].value() is not None]
+    reached = [node for node in nodes if listening[node.node].value(LISTENING) is not None]
     commands = {node: on_node(node, "launch.connectivity", tries) for node in reached}
     connecting = calls.call_all(commands, log, sent=block)
     for listener in listeners:

@@ -20,6 +20,7 @@ from distributed.launch import supervisor
 from distributed.launch.node_reports import format_report
 from distributed.launch.output_lines import OUTPUT, Console, Lines
 from distributed.launch.supervisor import BACKLOG, BLOCK, ConsoleStream, SupervisorError, SupervisorOptions
+from distributed.trust import regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Follower:
         """Returns the exit code of the command, UNFIT if none was started, or 0 at the end of standard input."""
         files = self._files
         try:
-            log = open(files.log, "rb", buffering=0)  # noqa: SIM115
+            log = open(files.log, "rb", buffering=0, opener=regular_file)  # noqa: SIM115
         except FileNotFoundError:  # the command was not started
             log = open(os.devnull, "rb", buffering=0)  # noqa: SIM115
         log.seek(int(self._options.offset or 0), os.SEEK_SET if self._options.offset else os.SEEK_END)

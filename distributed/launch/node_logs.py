@@ -1,11 +1,19 @@
-"""Copy logs and run directories to this machine, from nodes that do not share the run directory with it."""
+"""Copy logs and run directories to this machine, from nodes that do not share the run directory with it.
+
+The files of each node first go into a new directory of their own, see trust.unpack(). A node speaks only for itself:
+the files of other nodes, of their ranks and of the launcher are left out.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import tempfile
+import threading
 from functools import partial
 
+from distributed import metrics, trust
 from distributed.host.replies import Reply
 from distributed.transport.loop import INHERITED
 
@@ -19,15 +27,15 @@ FOLLOW_TIMEOUT = 3.0  # seconds
 # Programs for sh on a node. $1: the run directory. If it contains run.json, the node shares it with the launcher, and
 # there is nothing to copy or to move.
 PRINT_LOG = 'cd -- "$1" && { [ -e run.json ] || tail -c +"$3" -- "$2"; }'  # $2: log, $3: first byte
-PACK = """cd -- "$1" && if [ -e run.json ]; then set -- --files-from=/dev/null; else set -- .; fi &&
-TAR_OPTIONS= tar -cf - --exclude=./checkpoints "$@\""""
-# This command runs on this machine, once for each node, at the same time. Without --keep-directory-symlink, one tar
-# would remove and recreate an empty directory while another tar unpacks files into it.
-UNPACK = ["env", "--unset=TAR_OPTIONS", "tar", "-xf", "-", "--keep-newer-files", "--keep-directory-symlink",
-    "--no-same-owner"]  # fmt: skip
+PACK = """cd -- "$1" && if [ -e run.json ]; then set -- --files-from=/dev/null; else set -- -- .; fi &&
+TAR_OPTIONS= tar -cf - --exclude=./checkpoints --exclude='./attempt_*' "$@\""""
+OF_LAUNCHER = ("run.json", "launcher.log", "verdict.json", "report.html", "hang.json", "stalled_attempts")
+OF_NODE = ("log", "exit", "pid", "stop", "samples.jsonl")  # the files node_NAME.*
+OF_RUN = (*metrics.ORIGINS, "settings.json")  # rank 0 writes them
+SHOWN = 3  # names in a warning
 # $2: directory to which the files of the attempt are moved. $3: pid file of a supervisor that stays for the next
 # attempt; a copy of this file remains in the run directory. If no supervisor stays, $3 is empty.
-ARCHIVE = """cd -- "$1" && { [ -e run.json ] || { mkdir -p -- "$2" && mv errors ranks node_* "$2/" &&
+ARCHIVE = """umask 077 && cd -- "$1" && { [ -e run.json ] || { mkdir -p -- "$2" && mv errors ranks node_* "$2/" &&
 { [ ! "$3" ] || cp -p -- "$2/$3" .; }; }; }"""
 
 
@@ -37,6 +45,9 @@ class NodeLogs:
     def __init__(self, watch: Watch, sync: bool) -> None:
         self._watch, self._sync = watch, sync
         self._fetched: list[RunNode] = []  # nodes whose run directory was copied back
+        self._threads: list[threading.Thread] = []  # they unpack the files of nodes
+        # By node: the new directory with its files, the names of what was left out, and why files are missing.
+        self._received: dict[RunNode, tuple[str, list[str], str]] = {}
 
     def _on_node(self, node: RunNode, script: str, *arguments: str) -> list[str]:
         line = ["sh", "-c", script, "sh", str(self._watch.directory), *arguments]
@@ -66,13 +77,27 @@ class NodeLogs:
         """Append the bytes that the log on the node has and the local copy lacks."""
         log = self._watch.directory / f"node_{node.node}.log"
         try:
-            file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            file = trust.regular_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError:  # such as a full disk
             then(Reply(node.node, 1, "", ""))
             return
+
+        def append(block: bytes) -> None:
+            disk = os.fstatvfs(file)
+            with contextlib.suppress(OSError):
+                while block and disk.f_bavail * disk.f_frsize > trust.MIN_FREE:
+                    block = block[os.write(file, block) :]
+            if block:
+                client.kill()
+
+        def ended(reply: Reply) -> None:
+            os.close(file)
+            then(reply)
+
         command = self._on_node(node, PRINT_LOG, log.name, str(os.fstat(file).st_size + 1))
-        self._watch.calls.call(node.node, command, then, timeout=timeout, output=file)
-        os.close(file)
+        client = self._watch.calls.call(
+            node.node, command, ended, timeout=timeout, on_output=append, most=trust.MAX_BYTES
+        )
 
     # ---- after an attempt
 
@@ -94,6 +119,11 @@ class NodeLogs:
             else:
                 self._fetch(node)
         self._watch.calls.wait()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        for node in sorted(self._received, key=lambda node: node.first_rank):
+            self._place(node, *self._received.pop(node))
 
     def _fetch_after(self, node: RunNode, reply: Reply) -> None:
         if reply.code:
@@ -102,18 +132,59 @@ class NodeLogs:
         self._fetch(node)
 
     def _fetch(self, node: RunNode) -> None:
-        codes: list[int] = []
-
-        def ended(reply: Reply) -> None:
-            codes.append(reply.code)
-            if len(codes) == 2 and any(codes):
-                self._warn(node, f"{self._watch.directory} could not be copied back; look for it on the node")
-
+        try:
+            directory = tempfile.mkdtemp(prefix=f".from_{node.node}-", dir=self._watch.directory)
+        except OSError as error:
+            self._warn(node, f"its files could not be copied back ({error}); look for them on the node")
+            return
         source, target = os.pipe()
-        self._watch.calls.call(node.node, [*UNPACK, "-C", str(self._watch.directory)], ended, source=source)
-        self._watch.calls.call(node.node, self._on_node(node, PACK), ended, output=target, errors=INHERITED)
-        os.close(source)
+        self._threads.append(threading.Thread(target=self._unpack, args=(node, source, directory), daemon=True))
+        self._threads[-1].start()
+        self._watch.calls.call(node.node, self._on_node(node, PACK), output=target, errors=INHERITED)
         os.close(target)
+
+    def _unpack(self, node: RunNode, source: int, directory: str) -> None:
+        """Unpack the files of a node. Runs in a thread."""
+
+        def expects(name: str) -> bool:  # agents also keep failure records of other nodes, see _place()
+            nodes = self._watch.run.nodes if name.startswith("errors/") else (node,)
+            return any(is_expected(one, name) for one in nodes)
+
+        try:
+            self._received[node] = directory, trust.unpack(source, directory, expects), ""
+        except trust.Refused as error:
+            self._received[node] = directory, [], f"incomplete: {error}"
+        finally:
+            os.close(source)
+
+    def _place(self, node: RunNode, received: str, left_out: list[str], problem: str) -> None:
+        """Move the files of a node to their place.
+
+        Files of the whole run are those of the node of rank 0, if it has any. Records of other nodes count only for
+        lost nodes, whose own records are missing.
+        """
+        run = self._watch.directory
+        try:
+            records = [f"errors/{name}" for name in os.listdir(os.path.join(received, "errors"))]
+        except FileNotFoundError:
+            records = []
+        lost = [one for one in self._watch.run.nodes if self._watch.is_lost(one.node)]
+        others = [name for name in records if not is_expected(node, name)]
+        unwanted = {name for name in others if not any(is_expected(one, name) for one in lost)}
+        unwanted |= {name for name in (*others, *(OF_RUN if node.first_rank else ())) if (run / name).exists()}
+        try:
+            for name in unwanted:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(received, name))
+            left_out = left_out + trust.place(received, str(run), 0o700)
+        except OSError as error:
+            problem = f"incomplete: {error.filename}: {error.strerror}"
+        shutil.rmtree(received, ignore_errors=True)
+        if left_out:
+            names = ", ".join(left_out[:SHOWN]) + ", ..." * (len(left_out) > SHOWN)
+            self._warn(node, f"not copied back, as links, special files, or files that other programs write: {names}")
+        if problem:
+            self._warn(node, f"the copy of its files in {run} is {problem}; look for them on the node")
 
     def archive(self, directory: str) -> None:
         """Archive the last attempt on the nodes too, so that its files are not copied back again."""
@@ -123,5 +194,26 @@ class NodeLogs:
             if reply.code:
                 self._warn(node, f"files of the last attempt in {self._watch.directory} could not be moved")
 
+    def _warn_of(self, node: RunNode, left_out: list[str]) -> None:
+        if left_out:
+            names = ", ".join(left_out[:SHOWN]) + ", ..." * (len(left_out) > SHOWN)
+            self._warn(node, f"not copied back, as links, special files or files of others: {names}")
+
     def _warn(self, node: RunNode, problem: str) -> None:
         self._watch.console.print(f"warning: {node.node}: {problem}", always=True)
+
+
+def is_expected(node: RunNode, name: str) -> bool:
+    """Whether a node may send a file or directory. name: relative; that of a directory ends with a slash."""
+    top, slash, below = name.partition("/")
+    if top == "errors" and slash:
+        rank = below.removeprefix("rank_").removesuffix(".json")
+        of_rank = below == f"rank_{rank}.json" and rank.isdecimal()
+        of_node = [f"{kind}_{node.node}.json" for kind in ("node", "supervisor")]
+        is_own = of_rank and node.first_rank <= int(rank) < node.first_rank + node.processes
+        return is_own or below in ("", *of_node) or below.startswith(f"signal_{node.node}_SIG")
+    if top == "ranks" and slash:
+        return below.partition("/")[0] in ("", node.node)
+    if top.startswith("node_") or top in OF_RUN:
+        return name in (*OF_RUN, *(f"node_{node.node}.{kind}" for kind in OF_NODE))
+    return top not in (*OF_LAUNCHER, "errors", "ranks") and not top.startswith((".", "attempt_"))

@@ -9,14 +9,15 @@ heartbeats.
 
 from __future__ import annotations
 
-import contextlib
+from distributed.trust import checked, parse_json
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-REPORT = b"\x1e"  # ASCII record separator, which programs hardly ever print
+REPORT = b"\x1e"  # ASCII record separator; supervisors remove it from the output of their command
+MAX_REPORT = 1 << 20  # bytes
 ERROR = b"\x1f"  # ASCII unit separator: a task of srun prints it before a line of standard error
 # Heartbeats between a launcher and a task of srun, and between a dispatcher and a server, in both directions.
 HEARTBEAT_INTERVAL = 3.0  # seconds; a supervisor with --lease 0 touches its heartbeat file at the same interval
@@ -26,6 +27,7 @@ HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
 # node if there is one. The agent of a spare node writes an empty line. Then the agent reads a line with the next
 # attempt, in JSON. At end of file, the agent exits.
 ATTEMPT_PIPES = "MUSTER_ATTEMPT_PIPES"
+REPORT_TOKEN = "MUSTER_REPORT_TOKEN"  # variable of a supervisor, which its command does not get
 
 
 def format_report(**facts: object) -> bytes:
@@ -35,14 +37,13 @@ def format_report(**facts: object) -> bytes:
 
 
 def parse_report(line: bytes) -> dict[str, Any]:
-    """Return the report; {} if the line is not a report: a rank may print the REPORT character."""
-    import json
-
-    with contextlib.suppress(ValueError):
-        report = json.loads(line)
-        if isinstance(report, dict) and isinstance(report.get("node"), str):
-            return report
-    return {}
+    """Raises ValueError."""
+    code = range(256)
+    end = {"rank": int | None, "local_rank?": int, "pid?": int, "time?": float, "exit_code": code}
+    end |= {"ended_by_agent?": bool}
+    of_task = {"step?": str, "tasks?": range(1, 1 << 16), "failed?": code, "end?": end}
+    report = {"node": str, "exit_code?": code, "waiting?": bool, "lost?": str, "following?": bool, "token?": str}
+    return checked(report | of_task, parse_json(line), "report")
 
 
 class ReportParser:
@@ -51,16 +52,18 @@ class ReportParser:
     def __init__(self) -> None:
         self._partial = b""
 
-    def feed(self, received: bytes) -> Iterator[bytes | dict[str, Any]]:
-        self._partial += received
-        while self._partial:
-            output, separator, rest = self._partial.partition(REPORT)
+    def feed(self, received: bytes) -> Iterator[bytes | dict[str, Any] | ValueError]:
+        """Yields reports, output, and why a report is invalid."""
+        received, self._partial = self._partial + received, b""
+        while received:
+            output, separator, rest = received.partition(REPORT)
             if output:
                 yield output
-            line, newline, rest = rest.partition(b"\n")
-            if separator and not newline:
+            line, newline, received = rest.partition(b"\n")
+            if separator and not newline and len(line) < MAX_REPORT:
                 self._partial = separator + line
-                return
-            self._partial = rest
-            if separator:
-                yield parse_report(line) or separator + line + newline
+            elif separator:
+                try:
+                    yield parse_report(line)
+                except ValueError as error:
+                    yield error

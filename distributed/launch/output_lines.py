@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from distributed.launch.node_reports import ERROR, REPORT
+
 OUTPUT, ERRORS = 1, 2  # standard output and standard error: their numbers as file descriptors
 _PREFIX = re.compile(rb"\[[^\]: \n]*:(\d+)")  # prefix of a rank's line, without the closing "] "
 _UPDATE = re.compile(rb"^\[[^\]: \n]*:\d+\] [^\n]*\r\n", re.MULTILINE)
@@ -92,6 +94,7 @@ class Console:
 
     def feed(self, lines: bytes, stream: int) -> tuple[bytes, bytes]:
         """Returns what to write to standard output and to standard error. stream: to which the lines were written."""
+        lines = without_marks(lines)
         output: list[bytes] = []
         errors: list[bytes] = []
         of_errors = stream == ERRORS or len(self._terminals) == 2
@@ -137,6 +140,11 @@ class Console:
 def with_prefix(prefix: bytes, lines: bytes) -> bytes:
     """Put the prefix before each of the complete lines."""
     return prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n" if lines else b""
+
+
+def without_marks(lines: bytes) -> bytes:
+    """Remove the bytes that mark reports and standard error for the launcher, so that no output can imitate them."""
+    return lines.translate(None, REPORT + ERROR) if REPORT in lines or ERROR in lines else lines
 
 
 def without_updates(lines: bytes) -> bytes:

@@ -18,6 +18,7 @@ from contextlib import suppress
 
 from distributed.launch.output_lines import rank_of
 from distributed.metrics import FROM_OUTPUT, STEP_LIMIT, finite_or_none
+from distributed.trust import parse_json, regular_file
 
 MIN_INTERVAL, MAX_INTERVAL = 0.25, 5.0  # seconds between two entries
 ENTRIES = 1000  # the interval is the duration of the attempt so far, divided by this number, within these limits
@@ -215,8 +216,8 @@ class OutputMetrics:
         self._started = time.monotonic()
         self._due = self._started + MIN_INTERVAL
         first_epoch = None
-        with suppress(OSError, ValueError, LookupError, TypeError), open(self._file, "rb") as file:
-            first_epoch = min(json.loads(file.readline())["epoch"], 1.0)
+        with suppress(OSError, ValueError, LookupError, TypeError), open(self._file, "rb", opener=regular_file) as file:
+            first_epoch = min(parse_json(file.readline())["epoch"], 1.0)
         self._steps, self._step = Steps(first_epoch), Values()  # _step: the newest one, for lines without a step
 
     def feed(self, lines: bytes) -> None:
@@ -233,7 +234,10 @@ class OutputMetrics:
         self._unread.clear()
         if values:
             line = {"time": time.time()} | {name: finite_or_none(value) for name, value in values.items()}
-            with suppress(OSError), open(self._file, "ab", buffering=0) as file:  # a failed write must not end the run
+            with (
+                suppress(OSError),
+                open(self._file, "ab", buffering=0, opener=regular_file) as file,
+            ):  # a failed write must not end the run
                 file.write(json.dumps(line).encode() + b"\n")
         ended = time.monotonic()
         interval = min(MAX_INTERVAL, max(MIN_INTERVAL, (ended - self._started) / ENTRIES))

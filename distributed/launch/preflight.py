@@ -34,8 +34,7 @@ def judge(
         replies: node -> its reply, in the order of the node ranks.
         processes: node -> number of its ranks.
     """
-    values = {name: reply.value() for name, reply in replies.items()}
-    nodes = {name: NodeFacts(**value) for name, value in values.items() if value is not None}
+    nodes = {name: facts for name, reply in replies.items() if (facts := reply.value(NodeFacts))}
     master = next(iter(replies))
     warnings = [
         f"{name}: looking up '{master}' took {node.seconds:.1f} s, which delays every connection; repair its DNS "
@@ -44,7 +43,11 @@ def judge(
         if node.seconds > SLOW_LOOKUP
     ]
     if len(nodes) < len(replies):
-        return [f"{name}: {replies[name].failure_message()}" for name in replies if name not in nodes], warnings, ""
+        return (
+            [f"{name}: {replies[name].failure_message(NodeFacts)}" for name in replies if name not in nodes],
+            warnings,
+            "",
+        )
     faults = [f"{name}: {fault}" for name, fault in incompatible_nodes(nodes, processes)]
     address = rendezvous_address(nodes)
     if not faults and not address:
@@ -80,7 +83,7 @@ def incompatible_nodes(nodes: Mapping[str, NodeFacts], processes: Mapping[str, i
 def differing_files(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
     """Each node on which a file that the ranks will read is missing or different."""
     for file in next(iter(nodes.values())).files:
-        checksums = {name: node.files[file] or "" for name, node in nodes.items()}
+        checksums = {name: node.files.get(file) or "" for name, node in nodes.items()}
         for name in (name for name, checksum in checksums.items() if not checksum):
             yield name, f"cannot read file '{file}'; share its directory between the nodes, or launch with {SYNC}"
         for name, *_ in differences(checksums):
@@ -91,6 +94,5 @@ def count_processes(kind: str, reply: Reply) -> int:
     """The number of processes for NPROC auto, gpu or cpu. 0: no GPU is visible. 1 if judge() will report a fault."""
     from distributed.host.processes import count  # rarely needed
 
-    value = reply.value()
-    facts = None if value is None else NodeFacts(**value)
+    facts = reply.value(NodeFacts)
     return 1 if facts is None or facts.gpu_error else count(kind, facts.gpus, facts.cores)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
-from distributed.files import KIT, read_json, write_json
+from distributed.files import KIT, make_private_directory, read_json, write_json
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
 from distributed.launch.hang_check import schedule_hang_check
@@ -47,6 +47,7 @@ from distributed.transport.commands import (
     quote,
     read_lists,
 )
+from distributed.trust import LAYOUT, PRIVATE_DIRECTORY, foreign, printable
 
 if TYPE_CHECKING:
     from distributed.host.replies import Reply
@@ -237,12 +238,16 @@ class Launch:
             reason = f"{path}: {error.strerror}; choose another directory with --log-dir"
             self._print(f"run_directory: cannot create a run directory: {reason}")
             sys.exit(WRONG_CALL)
-        for message in run_directory.link_to(directory, self.names, options.slurm_job):
+        messages = run_directory.link_to(directory, self.names, options.slurm_job)
+        if problem := foreign(directory, os.stat(directory)):  # of a file system without owners or modes
+            refused = "status.sh, stop.sh and report.sh will refuse this run; choose another --log-dir"
+            messages.append(f"warning: {problem.partition('; ')[0]}; {refused}")
+        for message in messages:
             self._print(f"run_directory: {message}")
         return Path(directory)
 
     def _print(self, line: str) -> None:
-        self.console.show(os.fsencode(f"{line}\n"), 2)
+        self.console.show(f"{printable(line, LAYOUT)}\n".encode(), 2)
 
     def detach(self) -> int:
         """Continue in a child process without a terminal, while this process exits.
@@ -278,7 +283,7 @@ class Launch:
         import tempfile
 
         try:
-            os.makedirs(self.logs, exist_ok=True)
+            make_private_directory(self.logs)
             return tempfile.mkstemp(".log", "detached-", self.logs)
         except OSError:
             problem = f"cannot be written (in {self.options.cwd}); choose another directory"
@@ -314,7 +319,7 @@ class Launch:
         if run_pipe >= 0:
             os.write(run_pipe, os.fsencode(directory))
             os.close(run_pipe)
-        watch.open(read(directory))
+        watch.open(read(directory, created=True))
         ranks = sum(node.processes for node in watch.run.nodes)
         processes = f"{ranks} process{'es' * (ranks != 1)} on {' '.join(self.names)}"
         spares = f", spare: {' '.join(one.node for one in watch.spares)}" * bool(watch.spares)
@@ -388,7 +393,7 @@ class Launch:
         watch.options = replace(watch.options, agent=agent)
         recorded = [vars(change) | {"message": change.message} for change in changes]
         run_directory.change_nodes(str(self.directory), nodes, watch.spares, recorded)
-        watch.open(read(self.directory))
+        watch.open(read(self.directory, created=True))
 
     def _rendezvous_of(self, nodes: Sequence[RunNode]) -> tuple[str, str]:
         """The address and port of the rendezvous of these nodes."""
@@ -400,7 +405,7 @@ class Launch:
         from distributed.host.replies import NodeFacts
         from distributed.launch.comparison import rendezvous_address
 
-        facts = {node.node: NodeFacts(**self.replies[node.node].value()) for node in nodes}
+        facts = {node.node: self.replies[node.node].value(NodeFacts) for node in nodes}
         return rendezvous_address(facts) or first, str(facts[first].port)
 
     def _transport(self, commands: LocalCommands) -> Local:
@@ -430,7 +435,7 @@ class Launch:
             code = INTERRUPTED if stopped == signal.SIGINT else TERMINATED
         resume = RESUME if self.options.max_requeues is None else ""  # requeue.py prints whether the job is requeued
         code, text = conclude(self.directory, code, bool(stopped), resume)
-        self.console.show(os.fsencode(text + write_report(self.directory)), 2)
+        self.console.show(printable(text + write_report(self.directory), LAYOUT).encode(), 2)
         return code
 
     def _notify(self, event: str, message: str = "") -> None:
@@ -535,7 +540,7 @@ def archive_attempt(directory: Path, staying: Collection[str] = ()) -> int:
     while (directory / f"attempt_{number}").exists():
         number += 1
     target = directory / f"attempt_{number}"
-    target.mkdir()
+    target.mkdir(PRIVATE_DIRECTORY)
     shutil.copy2(directory / "run.json", target)
     for pattern in ATTEMPT_FILES:
         for path in directory.glob(pattern):
@@ -544,7 +549,7 @@ def archive_attempt(directory: Path, staying: Collection[str] = ()) -> int:
         with contextlib.suppress(OSError):  # the file is missing here if the node has its own run directory
             shutil.copy2(target / f"node_{node}.pid", directory)
     for name in ("errors", "ranks"):
-        (directory / name).mkdir()
+        make_private_directory(str(directory / name))
     return number
 
 

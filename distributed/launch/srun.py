@@ -25,6 +25,7 @@ from distributed.launch.watch import Local, Watch
 from distributed.nodelist import expand
 from distributed.transport.commands import JobCommands
 from distributed.transport.loop import Client
+from distributed.trust import regular_file
 
 SRUN_GRACE = 5.0  # seconds for srun to exit after its tasks; with a lost node srun would wait for SLURM's timeout
 FIRST_WARNING = 10.0  # seconds until the first warning about missing nodes; another one whenever the time has doubled
@@ -53,7 +54,7 @@ class StepNode:
     def exit_code(self) -> int:
         """The exit code of the node's first failed task; 0 if none failed. Tasks may report in another order."""
         failed = [end for end in self.ends if end["exit_code"]]
-        return min(failed, key=lambda end: end["time"])["exit_code"] if failed else 0
+        return min(failed, key=lambda end: end.get("time", 0.0))["exit_code"] if failed else 0
 
 
 class Srun(Local):
@@ -148,7 +149,7 @@ class JobStep:
         messages = self._messages.feed(received, last=not received)
         if messages and not all(len(node.ends) == node.tasks for node in self._nodes_of_attempt()):
             self._watch.console.show(self._console.message(messages), 2)
-        with suppress(OSError), (self.run / f"node_{SRUN}.log").open("ab") as log:
+        with suppress(OSError), open(self.run / f"node_{SRUN}.log", "ab", opener=regular_file) as log:
             log.write(received)
         for failed in NODE_FAILURE.findall(messages.decode(errors="replace")):
             for name in expand(failed):
@@ -166,7 +167,8 @@ class JobStep:
         if not (node := self.nodes.get(report["node"])):
             return
         node.last_report = time.monotonic()
-        self._step = report.get("step") or self._step
+        if re.fullmatch(rf"{self._watch.run.job}\.\d+", report.get("step", ""), re.ASCII):
+            self._step = report["step"]
         node.tasks = report.get("tasks") or node.tasks  # SLURM may have distributed them differently
         if self._watch.is_spare(node.name):
             if report.get("waiting"):
@@ -259,7 +261,7 @@ class JobStep:
 
     def _cancel(self) -> None:
         if self._step and self._client.is_running:
-            scancel = ["scancel", "--quiet", self._step]
+            scancel = ["scancel", "--quiet", "--", self._step]
             with suppress(OSError):
                 subprocess.Popen(scancel, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

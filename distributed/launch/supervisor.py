@@ -61,10 +61,11 @@ import time
 from functools import partial
 
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
-from distributed.files import KIT, read_json, to_json, write_file, write_json
+from distributed.files import KIT, make_private_directory, read_json, to_json, write_file, write_json
 from distributed.host import process_scan, signals
 from distributed.launch import usage_sampler
-from distributed.launch.node_reports import ATTEMPT_PIPES, HEARTBEAT_INTERVAL, format_report
+from distributed.launch.node_reports import ATTEMPT_PIPES, HEARTBEAT_INTERVAL, REPORT_TOKEN, format_report
+from distributed.trust import read_bytes, regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -127,8 +128,7 @@ class Files:
 
 def read_code(path: str) -> int | None:
     try:
-        with open(path) as file:
-            return int(file.read())
+        return int(read_bytes(path))
     except (OSError, ValueError):
         return None
 
@@ -142,7 +142,7 @@ def reserve(files: Files) -> None:
 def write_reserved(reserved: str, path: str, content: bytes) -> None:
     """Write a file. If the reserved file exists, write into that and rename it. Raises OSError."""
     try:
-        with open(reserved, "r+b") as file:
+        with open(reserved, "r+b", opener=regular_file) as file:
             file.write(content)
             file.truncate()
         os.replace(reserved, path)
@@ -216,7 +216,7 @@ def read_environment(options: SupervisorOptions) -> tuple[bytes, bytes, bytes]:
 def read_block_file(path: str) -> tuple[bytes, bytes]:
     """Read both environment blocks from a file and remove the file."""
     try:
-        source = os.open(path, os.O_RDONLY)
+        source = regular_file(path)
         os.unlink(path)
         try:
             return read_blocks(source)[:2]
@@ -371,7 +371,7 @@ def _guard_main(files: Files, lifeline: int, supervisor: int) -> None:
     message = f"process {supervisor} was killed"
     write_record(files, "killed", message)
     kill_all(lambda: process_scan.live_processes(files.environment, sessions))
-    with contextlib.suppress(OSError), open(files.log, "a") as log:
+    with contextlib.suppress(OSError), open(files.log, "a", opener=regular_file) as log:
         print(f"supervisor: {message}; its guard has killed the command", file=log)
     with contextlib.suppress(OSError):
         write_code(files, KILLED)
@@ -426,6 +426,7 @@ class Supervisor:
         self._waits = False  # the command has ended an attempt, and waits for the next one
         self._from_command = self._to_command = -1  # pipes, see node_reports.ATTEMPT_PIPES
         self._from_command_partial = b""
+        self._token: dict[str, str] = {}  # part of each report, see Watch.tokens
         self._attempt_ended = False  # the exit code of the attempt was written and reported
         self._lost = ""  # node that the command reports as lost
         self._terminated = False  # SIGTERM was sent to the command
@@ -449,7 +450,7 @@ class Supervisor:
         self._metrics, self._progress = "", ""  # path of metrics.jsonl, and the value of --progress
         self._output_metrics: OutputMetrics | None = None  # of the attempt
         self._streams = [ConsoleStream(1), ConsoleStream(2)] if options.lease else []
-        self._log = os.open(files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._log = regular_file(files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._signals = self._catch_signals()
         self._adopts = process_scan.adopt_orphans()
         self._guard = Guard(files)
@@ -462,6 +463,8 @@ class Supervisor:
             command = [WRAPPER, "--exec", source, *command]
         self._source, self._block = source, _memory_file(block + b"\0") if source else os.open(os.devnull, os.O_RDONLY)
         outputs, pipes, parent = self.open_outputs(), self._open_attempt_pipes(env), os.getpid()
+        if token := env.pop(REPORT_TOKEN.encode(), b""):
+            self._token = {"token": token.decode()}
         self._stop_at = time.monotonic() + self.options.timeout
         self._metrics, self._progress = (os.fsdecode(env.get(name, b"")) for name in (b"MUSTER_METRICS", PROGRESS))
         self._started = time.time()
@@ -812,11 +815,11 @@ class Supervisor:
         """Start the next attempt. facts: JSON, for the command."""
         for path in (self.files.record, self.files.pids):
             with contextlib.suppress(OSError):
-                os.makedirs(os.path.dirname(path), exist_ok=True)
+                make_private_directory(os.path.dirname(path))
         with contextlib.suppress(OSError):  # the file may have the request for this attempt, which would be read again
             os.unlink(self.files.request)
         try:
-            log = os.open(self.files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            log = regular_file(self.files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             self._print_message(f"{self.files.log}: {error.strerror}: output is added to the log of the last attempt")
         else:
@@ -966,7 +969,7 @@ class Supervisor:
     def report_end(self, **facts: object) -> None:
         """Report the exit code of the command, or of its attempt."""
         if self.options.report and self._streams:
-            self._streams[0].put(format_report(node=self.files.name, exit_code=self.code, **facts))
+            self._streams[0].put(format_report(node=self.files.name, exit_code=self.code, **self._token, **facts))
 
     def _write_code(self) -> None:
         if self._is_replaced():
@@ -1007,16 +1010,16 @@ def _memory_file(block: bytes) -> int:
 
 def _requested(files: Files) -> bytes:
     try:
-        with open(files.request, "rb") as file:
-            return file.read().strip()
+        return read_bytes(files.request).strip()
     except OSError:
         return b""
 
 
 def _touch(path: str) -> None:
     with contextlib.suppress(OSError):
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666))
-        os.utime(path)
+        file = regular_file(path, os.O_WRONLY | os.O_CREAT)
+        os.utime(file)
+        os.close(file)
 
 
 # ---------------------------------------------------------------- commands
@@ -1050,7 +1053,7 @@ def supervise(
     create: makes the supervisor.
     """
     files = options.files
-    os.makedirs(os.path.dirname(files.record), exist_ok=True)
+    make_private_directory(os.path.dirname(files.record))
     with contextlib.suppress(PermissionError):  # already a session leader
         os.setsid()
     if not options.lease:

@@ -61,13 +61,20 @@ class Pdsh(Ssh):
         if watch.waiting:
             self.request(watch, watch.next_attempt().decode().rstrip())
             return
-        run, script = str(watch.directory), 'mkdir -p -- "$1" && umask 077 && cat >"$2"'
-        commands, nodes = {}, [*watch.run.nodes, *watch.spares]
+        run, script = str(watch.directory), 'umask 077 && mkdir -p -- "$1" && cat >"$2"'
+        codes: dict[str, int] = {}
+        nodes, calls = [*watch.run.nodes, *watch.spares], []
+        watch.tokens = {node.node: os.urandom(16).hex() for node in nodes}
+
+        def stored(reply: Reply) -> None:
+            codes[reply.node] = reply.code
+
         for node in nodes:
             store = ["sh", "-c", script, "sh", run, f"{run}/node_{node.node}.environment"]
-            commands[node] = self.commands.command(node, store, watch.options.cwd, f"{run}/node_{node.node}.log")
-        replies = watch.calls.call_all(commands, sent=watch.environment_block(), errors=INHERITED)
-        codes = {name: reply.code for name, reply in replies.items()}
+            command = self.commands.command(node, store, watch.options.cwd, f"{run}/node_{node.node}.log")
+            sent = watch.environment_block(node.node)
+            calls.append(watch.calls.call(node.node, command, stored, sent=sent, errors=INHERITED))
+        watch.calls.wait(calls)
         # On these nodes, the login shell or `cd` failed before this command, and would fail before the supervisor too.
         unfit = [name for name, code in codes.items() if code == UNFIT]
         if not unfit and not watch.signal:

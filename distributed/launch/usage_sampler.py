@@ -24,6 +24,7 @@ import signal
 import time
 
 from distributed.files import write_file
+from distributed.trust import regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def record(run: str, node: str) -> None:
             samples.append(sample)
             with contextlib.suppress(OSError):  # usually a full disk
                 if len(samples) < MAX_SAMPLES:
-                    with open(path, "a") as file:
+                    with open(path, "a", opener=regular_file) as file:
                         file.write(json.dumps(sample) + "\n")
                 else:
                     samples, interval = merge_pairs(samples), 2 * interval

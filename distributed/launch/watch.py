@@ -23,15 +23,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.exit_codes import STOPPED, TERMINATED, TIMED_OUT, UNFIT
-from distributed.files import write_json
+from distributed.files import write_file, write_json
 from distributed.host import signals
 from distributed.host.replies import Reply
 from distributed.host.ssh_call import LOGIN_SHELL, UNREACHABLE
-from distributed.launch.node_reports import ReportParser
+from distributed.launch.node_reports import REPORT_TOKEN, ReportParser
 from distributed.launch.notify import Notifier
 from distributed.launch.supervisor import BACKLOG, START_TIMEOUT, ConsoleStream, read_code
 from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, LocalCommands, environment_block
 from distributed.transport.loop import INHERITED, Client, Loop
+from distributed.trust import LAYOUT, printable, read_text, regular_file, shown
 
 if TYPE_CHECKING:
     from distributed.runs.lookup import Run, RunNode
@@ -144,7 +145,7 @@ class Console:
     def print(self, message: str, always: bool = False) -> None:
         """Print a message, unless --quiet was given."""
         if always or not self._quiet:
-            self.show(os.fsencode(f"{self._program}: {message}\n"), 2)
+            self.show(f"{self._program}: {printable(message, LAYOUT)}\n".encode(), 2)
 
     def record(self, message: str, always: bool = False) -> None:
         """Print a message and append it to launcher.log."""
@@ -154,14 +155,14 @@ class Console:
     def append(self, message: str) -> None:
         """Append a message to launcher.log."""
         if self.log:
-            with contextlib.suppress(OSError), self.log.open("ab") as log:
-                log.write(os.fsencode(f"{time.strftime('%F %T')} {message}\n"))
+            with contextlib.suppress(OSError), open(self.log, "ab", opener=regular_file) as log:
+                log.write(f"{time.strftime('%F %T')} {printable(message, LAYOUT)}\n".encode())
 
     def leave_terminal(self) -> None:
         """The terminal was closed: write to launcher.log, unless standard error is a file."""
         if self.log and not os.path.isfile("/dev/fd/2"):
             with contextlib.suppress(OSError):
-                log = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                log = regular_file(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
                 os.dup2(log, 1)
                 os.dup2(log, 2)
                 os.close(log)
@@ -194,6 +195,7 @@ class Watch:
         self._runs_on: set[str] = set()  # with --lease 0: nodes whose command is known to have started
         self._disconnected: set[str] = set()  # nodes that are to be followed again
         self.queries: set[Client] = set()  # calls that query the nodes to find out whether the run hangs
+        self.tokens: dict[str, str] = {}  # with pdsh: node -> what its reports contain
         self.waiting: set[str] = set()  # nodes whose agent waits for the next attempt
         self.replaces = False  # whether the run can continue after losing nodes: with spare nodes or with fewer nodes
         self.spares: list[RunNode] = []
@@ -281,9 +283,10 @@ class Watch:
         }
         return f"attempt {json.dumps(facts)}\n".encode()
 
-    def environment_block(self) -> bytes:
-        """The environment of the nodes' commands, for the standard input of a supervisor."""
-        return environment_block(self.options.inherited, self.entries())
+    def environment_block(self, node: str = "") -> bytes:
+        """The environment of a node's command, for its supervisor. node: needed if the nodes have tokens."""
+        token = [f"{REPORT_TOKEN}={self.tokens[node]}".encode()] if self.tokens else []
+        return environment_block([*self.options.inherited, *token], self.entries())
 
     # ---- clients
 
@@ -307,6 +310,9 @@ class Watch:
             for item in parser.feed(received):
                 if isinstance(item, bytes):
                     show(item)
+                elif isinstance(item, ValueError) or not self._may_report(name, item):
+                    reason = item if isinstance(item, ValueError) else f"about {shown(item['node'])}"
+                    self.console.record(f"{name}: invalid report, ignored ({reason})")
                 else:
                     handle_report(item)
 
@@ -328,8 +334,17 @@ class Watch:
         )
         return client
 
+    def _may_report(self, client: str, report: dict[str, Any]) -> bool:
+        """Whether a client has the right to report about the node: a node speaks for itself only.
+
+        With pdsh, each node has a token of its own. The nodes of srun share their files, as parts of one job.
+        """
+        if self.tokens:
+            return self.tokens.get(report["node"]) == report.get("token")
+        return report["node"] == client or not self.transport.clients_are_nodes
+
     def _handle_report(self, report: dict[str, Any]) -> None:
-        """Handle a report of a supervisor, whose client may still run. A rank may have printed a line like a report."""
+        """Handle a report of a supervisor, whose client may still run."""
         node, code = report["node"], report.get("exit_code")
         if report.get("following") and self.lease == 0:
             self._runs_on.add(node)
@@ -457,7 +472,7 @@ class Watch:
 
     def _login_shell_failed(self, node: str) -> bool:
         with contextlib.suppress(OSError):
-            return f"{node}: {LOGIN_SHELL}" in (self.directory / f"node_{node}.log").read_text(errors="replace")
+            return f"{node}: {LOGIN_SHELL}" in read_text(self.directory / f"node_{node}.log")
         return False
 
     def node_ended(self, node: str, code: int) -> None:
@@ -559,7 +574,7 @@ class Watch:
         if self.replaces:
             self._await_return(self._node(node))
         with contextlib.suppress(OSError):
-            (self.directory / f"node_{node}.lost").touch()
+            os.close(regular_file(self.directory / f"node_{node}.lost", os.O_WRONLY | os.O_CREAT))
 
     def notify_lost(self, node: str, reason: str) -> None:
         self.lost[node] = reason
@@ -658,9 +673,9 @@ class Watch:
             with contextlib.suppress(OSError):
                 if code != UNFIT:
                     remedy = f"cannot be started on {node}; name an interpreter of that node with --python"
-                    with (self.directory / f"node_{node}.log").open("a") as log:
+                    with open(self.directory / f"node_{node}.log", "a", opener=regular_file) as log:
                         print(f"{self.options.python}: {remedy}", file=log)
-                (self.directory / f"node_{node}.exit").write_text(f"{code}\n")
+                write_file(self.directory / f"node_{node}.exit", f"{code}\n")
         self._unstarted.clear()
 
     # ---- requests

@@ -30,6 +30,7 @@ from distributed.host.replies import NODE_ENV
 from distributed.runs.node_log import EXCEPTIONS, LoggedException, last_exception, read_log
 from distributed.runs.records import integer, listed, mapping, node_changes, number, read_object, text
 from distributed.runs.user_code import launched_package
+from distributed.trust import read_text
 
 STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
 SRUN = "srun"  # name of the "node" whose files have the output of srun
@@ -173,7 +174,7 @@ def _exit_codes(run: Path, warnings: list[str]) -> dict[str, int]:
     codes = {}
     for path in sorted(run.glob("node_*.exit")):
         try:
-            codes[path.name[5:-5]] = range(256)[int(path.read_text())]
+            codes[path.name[5:-5]] = range(256)[int(read_text(path))]
         except (OSError, ValueError, IndexError) as error:
             warnings.append(f"{path}: ignored: no exit code in it ({error})")
     return codes
@@ -290,7 +291,7 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents:
     started = known.exits and SRUN not in known.exits
     recorded = {*known.exits, *(failure.node for failure in failures)}
     nodes = {node for node in known.ranks if started and node not in recorded}
-    lost_by_launcher = {path.name[5:-5]: path.read_text(errors="replace") for path in run.glob("node_*.lost")}
+    lost_by_launcher = {path.name[5:-5]: _first_line(path) for path in run.glob("node_*.lost")}
     if reported := lost_by_launcher.keys() & known.ranks.keys():
         nodes |= reported
     else:
@@ -303,7 +304,14 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents:
         # A disconnected node stops its ranks and exits with one of these codes. With another code, it failed before.
         if most_missed and known.exits.get(most_missed, UNFIT) in (UNFIT, *STOP_CODES):
             nodes.add(most_missed)
-    return [Failure(node, message=lost_by_launcher.get(node, "").partition("\n")[0]) for node in sorted(nodes)]
+    return [Failure(node, message=lost_by_launcher.get(node, "")) for node in sorted(nodes)]
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return read_text(path).partition("\n")[0]
+    except OSError:
+        return ""
 
 
 def _exit_code(value: object) -> int | None:

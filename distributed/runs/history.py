@@ -18,6 +18,7 @@ from typing import Any
 from distributed.files import KIT
 from distributed.metrics import RESERVED, STEP_LIMIT
 from distributed.runs.records import is_time, listed, number
+from distributed.trust import regular_file
 
 EVENT_FILES_TIMEOUT = 60.0  # seconds
 
@@ -120,7 +121,7 @@ def read_metrics(path: Path, notes: list[str], most: int = 0) -> History:
     """
     history, invalid, incomplete = History(), 0, False
     try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
+        with open(path, encoding="utf-8", errors="replace", opener=regular_file) as lines:
             for text in _select(list(lines), most, path.name, notes) if most else lines:
                 line = _parse(text)
                 invalid, incomplete = invalid + (line is None), line is None and not text.endswith("\n")

@@ -1,12 +1,12 @@
 """Find a run: its directory, its nodes, and whether its launcher still runs.
 
 RUN is a run directory, its name in logs, or the number of its SLURM job. All other facts are in run.json, so any
-machine that shares the directory can find the run.
+machine that shares the directory can find the run. The programs that use them run its Python and stop its processes, so
+a directory that another user owns or can write to is refused.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -17,15 +17,23 @@ from typing import Any
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
 from distributed.runs.user_code import launched_package
+from distributed.trust import checked, foreign, parse_json, read_bytes
 
 # States of a launcher. REMOTE: on another machine, state unknown. IN_JOB: the batch script of a running SLURM job.
 RUNNING, EXITED, REMOTE, IN_JOB = "running", "exited", "remote", "job"
 NEWEST = 5  # number of runs listed in an error
-JOB = re.compile(r"\d+(_\d+)?")  # number of a SLURM job, such as 17, or of an array element, such as 17_3
+JOB = re.compile(r"\d+(_\d+)?", re.ASCII)  # number of a SLURM job, such as 17, or of an array element, such as 17_3
+# The parts of run.json that are read here.
+NODE = {"node": str, "address": str | None, "processes": range(1 << 20), "first_rank": range(1 << 30)}
+RUN_JSON: dict[str, object] = {
+    "directory": str, "python": str, "user": str, "started": str, "command": list[str], "layout": [NODE],
+    "launcher": {"host": str, "pid": range(1, 1 << 22), "since": int | None, "machine": str, "grace": range(1 << 30)},
+    "slurm_job?": str | None, "lease?": int | None, "cwd?": str, "spares?": [NODE], "changes?": [dict],
+}  # fmt: skip
 
 
 class RunLookupError(ValueError):
-    """The run does not exist, its run.json cannot be used, or another user started it."""
+    """The run does not exist, its run.json cannot be used, or another user could have written it."""
 
 
 @dataclass(frozen=True)
@@ -83,27 +91,38 @@ def find(argument: str, cwd: Path, logs: Path) -> Path:
     raise RunLookupError(f"RUN '{argument}': no such run, and no runs in {logs}; name its directory with --log-dir")
 
 
-def read(directory: Path) -> Run:
-    """Read run.json and check whether the launcher still runs. Raises RunLookupError if run.json cannot be used."""
+def read(directory: Path, created: bool = False) -> Run:
+    """Read run.json and check whether the launcher still runs. Raises RunLookupError if run.json must not be used.
+
+    created: this process has created the directory, so its owner and mode are not checked.
+    """
     try:
-        facts = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        if not created and (problem := foreign(directory, directory.stat())):
+            raise RunLookupError(problem)
+        facts = parse_json(read_bytes(directory / "run.json", own=not created))
+    except (OSError, ValueError) as error:
         raise RunLookupError(f"{directory}/run.json: cannot be read ({error})") from None
     if not isinstance(facts, dict) or not {"directory", "launcher", "layout", "python"} <= facts.keys():
         raise RunLookupError(f"{directory}/run.json: incomplete, or written by an older version of Muster")
     try:
         return _from_json(directory, facts)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, ValueError) as error:
         raise RunLookupError(f"{directory}/run.json: damaged ({type(error).__name__}: {error})") from None
 
 
-def _from_json(directory: Path, facts: dict[str, Any]) -> Run:
-    """facts: the content of run.json."""
-    launcher = facts["launcher"]
+def _from_json(directory: Path, content: dict[str, Any]) -> Run:
+    """content: that of run.json."""
+    known = {name.rstrip("?") for name in RUN_JSON}
+    facts = checked(RUN_JSON, {name: value for name, value in content.items() if name in known}, "run.json")
+    launcher, job = facts["launcher"], facts.get("slurm_job") or ""
     state = state_of_launcher(launcher["host"], launcher["machine"], launcher["pid"], launcher["since"])
     local = launcher["host"] if state == REMOTE else ""  # address of nodes on the launcher's machine
+    if job and not JOB.fullmatch(job):
+        raise ValueError(f"slurm_job: expected a number, got {job!r}")
 
     def nodes(entries: list[dict[str, Any]]) -> tuple[RunNode, ...]:
+        if any("/" in one["node"] for one in entries):
+            raise ValueError("node: expected a name without a slash")
         return tuple(RunNode(**one | {"address": one["address"] or local}) for one in entries)
 
     return Run(
@@ -115,8 +134,8 @@ def _from_json(directory: Path, facts: dict[str, Any]) -> Run:
         command=tuple(facts["command"]),
         launcher=Launcher(launcher["host"], launcher["pid"], launcher["since"], state, launcher["grace"]),
         nodes=nodes(facts["layout"]),
-        job=facts.get("slurm_job") or "",
-        launched=launched_package(facts),
+        job=job,
+        launched=launched_package(content),
         lease=facts.get("lease"),
         cwd=facts.get("cwd", ""),
         spares=nodes(facts.get("spares", [])),
@@ -144,10 +163,3 @@ def constant_arguments(command: Sequence[str]) -> list[str]:
         elif argument not in ("--detach", "--quiet") and not argument.startswith(("--attach=", "--notify=")):
             kept.append(argument)
     return [*kept, *command[end:]]
-
-
-def refuse_other_users(run: Run, caller: str, uid: int) -> None:
-    if uid != 0 and run.user != caller:
-        raise RunLookupError(
-            f"{run.directory}: started by {run.user}; you are {caller} and cannot inspect processes of other users"
-        )

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from distributed.trust import regular_file
+
 LOG_TAIL = 1 << 20  # bytes read from the end of a log
 LAST_LINES = 30  # a rank that printed more lines after a traceback did not end because of it
 FATAL = "Fatal Python error: "
@@ -41,7 +43,7 @@ def read_log(path: Path, node: str, containing: Sequence[str] = ()) -> Log:
     containing: if this is not empty, and the end of the log has none of these texts, the result is empty.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular_file) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - LOG_TAIL))
             end = file.read()

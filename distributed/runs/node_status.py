@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import glob
-import json
 import os
 import re
 import shutil
@@ -31,6 +30,7 @@ from distributed.host.gpus import count, mebibytes, query, query_rows, table
 from distributed.host.replies import format_reply
 from distributed.host.stacks import Frame, script_frames, stack_of, with_code
 from distributed.host.system import PROC, read, run_program
+from distributed.trust import parse_json, printable, regular_file
 
 TAIL = 8192  # bytes at the end of a rank's output in which to find the last line
 MAIN = "MainThread"  # name of the main thread in py-spy
@@ -196,7 +196,7 @@ def last_output(files: Sequence[Path], now: float) -> tuple[float | None, str]:
 def last_line(file: Path) -> str:
     """The last line that is not empty, or the last state of a progress bar, without control sequences."""
     try:
-        with file.open("rb") as content:
+        with open(file, "rb", opener=regular_file) as content:
             content.seek(-min(TAIL, os.fstat(content.fileno()).st_size), os.SEEK_END)
             text = content.read().decode(errors="replace")
     except OSError:
@@ -205,12 +205,6 @@ def last_line(file: Path) -> str:
         if shown := printable(line).strip():
             return shown
     return ""
-
-
-def printable(line: str) -> str:
-    """The line without control sequences; other control characters become blanks."""
-    line = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)", "", line)
-    return "".join(character if character.isprintable() else " " for character in line)
 
 
 def query_gpus() -> tuple[dict[str, GpuUsage], list[tuple[str, int]], str]:
@@ -270,7 +264,7 @@ def parse_py_spy(pid: int, dump: str) -> tuple[str, tuple[Frame, ...]] | None:
     lines, stacks = [], []
     try:
         # The name identifies the main thread where os_thread_id is unknown, as in some containers.
-        main_first = sorted(json.loads(dump), key=lambda one: (one["os_thread_id"] != pid, one["thread_name"] != MAIN))
+        main_first = sorted(parse_json(dump), key=lambda one: (one["os_thread_id"] != pid, one["thread_name"] != MAIN))
         for thread in main_first:
             frames = script_frames([Frame(one["filename"], one["line"], one["name"]) for one in thread["frames"]])
             state = "active" if thread["active"] else "idle"

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
-from distributed.host.identity import user
-from distributed.host.replies import Reply, from_json
+from distributed.host.replies import Reply
 from distributed.runs import node_status
 from distributed.runs.lookup import (
     EXITED,
@@ -27,7 +26,6 @@ from distributed.runs.lookup import (
     RunNode,
     find,
     read,
-    refuse_other_users,
 )
 from distributed.terminal import cut
 from distributed.transport.commands import (
@@ -40,6 +38,7 @@ from distributed.transport.commands import (
     SshCommands,
     TransportError,
 )
+from distributed.trust import user_name
 
 SHOWN = 3  # processes listed for a node
 SHOWN_CHARACTERS = 40  # of a command in that list
@@ -66,9 +65,9 @@ def status_command(run: Run, node: RunNode, options: Sequence[str]) -> list[str]
 
 
 def node_reply(node: RunNode, reply: Reply) -> NodeReply:
-    if (value := reply.value()) is not None:
-        return NodeReply(node, from_json(node_status.NodeStatus, value))
-    return NodeReply(node, None, "did not reply in time" if reply.code == KILLED else reply.failure_message())
+    status = reply.value(node_status.NodeStatus)
+    error = "did not reply in time" if reply.code == KILLED else reply.failure_message(node_status.NodeStatus)
+    return NodeReply(node, status, "" if status else error)
 
 
 def remaining_processes(status: node_status.NodeStatus) -> str:
@@ -114,14 +113,16 @@ def parser_of(program: str, description: str) -> argparse.ArgumentParser:
 def find_run(argument: str, logs: Path, program: str) -> Run:
     """Find a run by its directory, its name in `logs`, or the number of its SLURM job.
 
-    Raises TransportError if there is no such run, its run.json cannot be used, or another user started it. Raises
-    JobWithoutRun for a job that has not started its run.
+    Raises TransportError if there is no such run, or another user owns it or its job. Raises JobWithoutRun for a job
+    that has not started its run.
     """
     try:
         return _look_up(argument, Path.cwd(), logs)
     except RunLookupError as error:
         if not JOB.fullmatch(argument):
             raise TransportError(WRONG_CALL, str(error)) from None
+    if owner := job_owner(argument):
+        raise TransportError(WRONG_CALL, f"job {argument}: belongs to {owner}")
     # The job may have been submitted in another directory.
     if submitted := re.search(r" WorkDir=(.*) StdErr=", slurm_job(argument)):
         with contextlib.suppress(RunLookupError):
@@ -130,9 +131,7 @@ def find_run(argument: str, logs: Path, program: str) -> Run:
 
 
 def _look_up(argument: str, base: Path, logs: Path) -> Run:
-    run = read(find(argument, base, base / logs))
-    refuse_other_users(run, user(), os.geteuid())
-    return run
+    return read(find(argument, base, base / logs))
 
 
 class JobWithoutRun(Exception):
@@ -175,6 +174,13 @@ def job_state(job: str) -> str:
     """State and reason of a SLURM job, such as PENDING Resources; empty if it has ended or squeue failed."""
     printed = _printed(["squeue", "--noheader", "--jobs", job, "--format", "%T %r"])
     return (printed.splitlines() or [""])[0]
+
+
+def job_owner(job: str) -> str:
+    """The owner of a SLURM job if that is another user, else "": root could stop the jobs of all users."""
+    uids = _printed(["squeue", "--noheader", "--jobs", job, "--format", "%U"]).split()
+    others = [int(uid) for uid in uids if uid.isdecimal() and int(uid) != os.geteuid()]
+    return user_name(others[0]) if others else ""
 
 
 def job_runs(state: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -10,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from distributed.metrics import HUGE
+from distributed.trust import parse_json, read_text
 
 
 def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return the JSON object in a file; {} if it cannot be read. Appends why to `notes`, unless the file is missing."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        value = parse_json(read_text(path))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         notes.append(f"{path}: ignored: unreadable, incomplete or damaged ({error})")
         return {}
     if not isinstance(value, dict):

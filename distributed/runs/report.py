@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distributed import metrics
-from distributed.files import KIT, write_file
+from distributed.files import KIT, make_private_directory, write_file
 from distributed.runs import charts, ranks
 from distributed.runs.charts import Line, Mark, compact, duration, number_text
 from distributed.runs.history import History, Point, read_event_files, read_metrics
 from distributed.runs.lookup import RunLookupError, find
 from distributed.runs.node_log import read_log
-from distributed.runs.node_status import printable
 from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, section, spans, tile_list
 from distributed.runs.records import integer, is_time, listed, mapping, node_changes, number, read_object, text
 from distributed.runs.usage import Usage, read_usage
+from distributed.trust import foreign, printable
 
 MAX_CHARTS = 24  # charts of values that a script has logged under its own names
 MAX_LINES = 20  # of output
@@ -122,7 +122,11 @@ def _resumed_from(directory: Path, history: History) -> list[History]:
     seen = {directory}
     while event := next((event for event in history.events if event["event"] == "resume"), None):
         path = Path(str(event.get("run")))  # the directory of all runs may have been moved
-        found_at = (one.resolve() for one in (path, directory.parent / path.name) if one.is_dir())
+        found_at = (
+            one.resolve()
+            for one in (path, directory.parent / path.name)
+            if one.is_dir() and not foreign(one, one.stat())
+        )
         directory = next(found_at, directory)
         if directory in seen or len(seen) > MAX_RUNS:
             break
@@ -535,8 +539,13 @@ def directories(argument: str, cwd: Path, logs: Path) -> list[Path]:
     for base in (cwd, logs):
         named = [base / name for name in sorted(glob.glob(argument, root_dir=base))]
         if found := [one.resolve() for one in named if any((one / name).is_file() for name in FILES)]:
-            return found
-    return [find(argument, cwd, logs)]
+            break
+    else:
+        found = [find(argument, cwd, logs)]
+    for directory in found:
+        if problem := foreign(directory, directory.stat()):
+            raise RunLookupError(problem)
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -560,7 +569,7 @@ def main(arguments: Sequence[str]) -> int:
         if len(found) == 1:
             page = write(found[0])
         else:
-            logs.mkdir(parents=True, exist_ok=True)
+            make_private_directory(str(logs))
             page = compare([*map(read, found)], logs / "comparison.html")
         print(page)
     except OSError as error:

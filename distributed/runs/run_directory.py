@@ -14,13 +14,15 @@ Every launch runs this module, so it avoids slow imports.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
 
-from distributed.files import KIT, read_json, version, write_json
+from distributed.files import KIT, make_private_directory, read_json, version, write_json
 from distributed.host.identity import machine, user, versions
 from distributed.host.process_scan import start_time
+from distributed.trust import PRIVATE_DIRECTORY, foreign
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing costs milliseconds
@@ -56,8 +58,11 @@ def create(
     array, also ARRAY_INDEX, such as 17_3. existing: an existing directory to use instead of a new one, for a run that
     SLURM requeued or a job that resumes.
 
-    Raises OSError if the directory cannot be written; an incomplete new directory is removed.
+    Raises OSError if the directory cannot be written, or if others can write to an existing one; an incomplete new
+    directory is removed.
     """
+    if existing and (problem := foreign(existing, os.stat(existing))):
+        raise OSError(errno.EPERM, problem.partition(": ")[2], existing)
     pid, zone = launcher or os.getppid(), time.strftime("%z")
     directory = existing or _create_directory(os.path.abspath(logs), name)
     facts = {
@@ -76,7 +81,7 @@ def create(
     }  # fmt: skip
     try:
         for part in ("errors", "ranks"):
-            os.makedirs(os.path.join(directory, part), exist_ok=bool(existing))
+            make_private_directory(os.path.join(directory, part))
         write_json(os.path.join(directory, "run.json"), facts)
     except OSError:
         if not existing:
@@ -111,14 +116,14 @@ def change_nodes(
 
 
 def _create_directory(logs: str, name: str) -> str:
-    os.makedirs(logs, exist_ok=True)
+    make_private_directory(logs)
     # Keep letters and digits of all alphabets, and . _ -, so that the name needs no quotes.
     plain = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).lstrip(".-")
     plain = plain.encode()[:MAX_NAME].decode(errors="ignore") or "run"
     while True:
         directory = os.path.join(logs, f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}")
         try:
-            os.mkdir(directory)
+            os.mkdir(directory, PRIVATE_DIRECTORY)
         except FileExistsError:  # created by another launch: two launches never share a directory
             continue
         return directory

@@ -32,7 +32,7 @@ from distributed.host.signals import signal_name
 from distributed.runs.charts import duration
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, RunLookupError, constant_arguments, read
-from distributed.runs.node_status import GpuUsage, RankStatus, RunProgress, printable, read_progress
+from distributed.runs.node_status import GpuUsage, RankStatus, RunProgress, read_progress
 from distributed.runs.query import (
     JobWithoutRun,
     NodeReply,
@@ -46,6 +46,7 @@ from distributed.runs.records import node_changes, read_object
 from distributed.runs.verdict import decide
 from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint
 from distributed.transport.commands import Messages, TransportError, exit_on_signals
+from distributed.trust import printable
 
 FALLBACK = (120, 40)  # columns and lines without a terminal
 STATES = {"R": "running", "D": "disk", "T": "STOPPED", "t": "STOPPED"} | dict.fromkeys("SIW", "sleeping")
@@ -394,26 +395,27 @@ class Viewer:
 # A narrow terminal shows only the first columns, but at least four.
 ALL_COLUMNS = ("run", "state", "verdict", "step", "loss", "time", "started", "nodes")
 LONGEST_NAME = 40  # characters of the name of a run; the last 20 are date, time and a number
+MAX_FAULTS = 5  # messages about runs that are not shown
 END_BYTES = 4096  # read from each end of metrics.jsonl
 REASONS = {0: "", STOPPED: "with checkpoint", TIMED_OUT: "hung"}  # exit code -> reason in the table
 
 
 def all_runs(logs: Path, width: int | None) -> list[str]:
     """A table of the runs in a directory, the newest first, from their files and squeue; no node is queried."""
-    rows, damaged = [], []
+    rows, faults = [], []
     found = (path.parent for path in logs.glob("*/run.json") if not path.parent.is_symlink())
     for directory in sorted(found, key=lambda one: one.name[-20:], reverse=True):  # date, time and a number
         try:
             rows.append(row_of_run(directory))
-        except (RunLookupError, TypeError, ValueError):  # another version may have written other fields
-            damaged.append(printable(directory.name))
+        except (RunLookupError, TypeError, ValueError) as error:  # another version may have written other fields
+            faults.append(f"not shown: {error if isinstance(error, RunLookupError) else f'{directory}: {error}'}")
     lines: list[str] = [] if rows else [f"no runs in {logs}"]
     for count in range(len(ALL_COLUMNS), 3, -1) if rows else ():
         cells = [[paint(head, DIM) for head in ALL_COLUMNS[:count]], *(row[:count] for row in rows)]
         lines = terminal.table(cells, (3, 4), width)
         if width is None or max(map(terminal.columns, lines)) <= width:
             break
-    return [*lines, *([f"run.json or verdict.json cannot be read: {', '.join(damaged)}"] if damaged else [])]
+    return [*lines, *faults[:MAX_FAULTS], *([f"not shown: {len(faults)} runs in all"] if faults[MAX_FAULTS:] else [])]
 
 
 def row_of_run(directory: Path) -> list[str]:

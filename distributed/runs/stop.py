@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from distributed.host.process_scan import start_time
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, RunNode
 from distributed.runs.query import JobWithoutRun, RunQuery, find_run, job_runs, job_state, parser_of, report_remaining
 from distributed.transport.commands import Messages, TransportError, exit_on_signals
+from distributed.trust import PRIVATE, regular_file
 
 CHECK_TIMEOUT = 15.0  # seconds for a node to report the remaining processes
 END_TIMEOUT = 15.0  # seconds after the grace period for the launcher to stop its nodes and write the report
@@ -44,11 +44,13 @@ class Stop:
             return 0
         if state == REMOTE and (code := self._stop_from_launcher_host(quiet)) is not None:
             return code
-        with open(run.directory / "run.json") as file:
+        with open(run.directory / "run.json", opener=regular_file) as file:
+            os.fchmod(file.fileno(), PRIVATE)  # so that no other user can lock it; older versions wrote it readable
             # A second SIGTERM makes the launcher kill its ranks, so only one stop.sh may send SIGTERM.
             if not try_lock(file.fileno(), required=True):
                 self._log(f"another stop.sh is stopping {self._name}: waiting for it")
-                fcntl.flock(file, fcntl.LOCK_EX)
+                limit = self._launcher.grace + END_TIMEOUT + KILL_TIMEOUT + self._grace + CHECK_TIMEOUT
+                try_lock(file.fileno(), seconds=limit, required=True)
             if state == EXITED:
                 self._log(f"{self._name}: its launcher has already exited")
             self._stop_launcher()
@@ -140,11 +142,11 @@ def stop_job(job: str, state: str, grace: float, now: bool, messages: Messages) 
 
     if job_runs(state) and not now:
         messages.log(f"stopping job {job}; {describe_grace(now, grace)}")
-        subprocess.run(["scancel", "--batch", "--signal=INT", job], check=False)
+        subprocess.run(["scancel", "--batch", "--signal=INT", "--", job], check=False)
         if not wait(grace + END_TIMEOUT, 0.5, awaited, messages.log):
             messages.log(f"job {job} does not end; cancelling it")
     if state:
-        subprocess.run(["scancel", job], check=False)
+        subprocess.run(["scancel", "--", job], check=False)
     if not wait(CANCEL_TIMEOUT, 0.5, awaited, messages.log):
         problem = f"still {state.partition(' ')[0]} after scancel"
         raise TransportError(1, f"job {job}: {problem}; see scontrol show job {job}")

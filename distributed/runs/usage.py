@@ -6,7 +6,6 @@ distributed/launch/usage_sampler.py writes the samples. Samples that cannot be r
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 from distributed.runs.history import Point
 from distributed.runs.records import is_time, listed, mapping, number, read_object
+from distributed.trust import parse_json, read_text
 
 SAMPLES = 200  # per rank and attempt, enough for a chart
 
@@ -65,9 +65,9 @@ def _samples(path: Path) -> list[Mapping[str, Any]]:
     """The samples with rising times, at most about SAMPLES, evenly spaced."""
     found: list[Mapping[str, Any]] = []
     with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                sample = mapping(json.loads(line))
+        for line in read_text(path).splitlines():
+            with contextlib.suppress(ValueError):
+                sample = mapping(parse_json(line))
                 if is_time(number(sample.get("time"))) and not (found and sample["time"] <= found[-1]["time"]):
                     found.append(sample)
     return found[:: math.ceil(len(found) / SAMPLES) or 1]

@@ -41,6 +41,7 @@ from distributed.runs.failures import SRUN, Evidence, Failure, Json, gather
 from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
 from distributed.runs.records import read_object
 from distributed.runs.user_code import is_library, launched_package
+from distributed.trust import LAYOUT, foreign, printable
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 CLOCK_TOLERANCE = 1.0  # seconds; the order of two failures on different nodes is unknown within this time
@@ -498,8 +499,10 @@ def main(arguments: Sequence[str]) -> int:
     run = parser.parse_args(arguments).run
     if not run.is_dir():
         parser.error(f"'{run}' is not a run directory; choose one in logs/")
+    if problem := foreign(run, run.stat()):
+        parser.error(problem)
     code, text = conclude(run)
-    sys.stderr.write(text)
+    sys.stderr.write(printable(text, LAYOUT))
     return code
 
 

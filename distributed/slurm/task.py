@@ -131,10 +131,10 @@ class Task(supervisor.Supervisor):
 
     def _show(self, lines: bytes, stream: int) -> None:
         """Send the launcher the lines of rank 0, and lines that belong to no rank."""
-        from distributed.launch.output_lines import rank_of
+        from distributed.launch.output_lines import rank_of, without_marks
 
         mark = ERROR if stream == 2 else b""
-        shown = [mark + line + b"\n" for line in lines.split(b"\n")[:-1] if not rank_of(line)]
+        shown = [mark + line + b"\n" for line in without_marks(lines).split(b"\n")[:-1] if not rank_of(line)]
         self._streams[0].put(b"".join(shown))
 
     def _show_message(self, line: bytes) -> None:
@@ -148,7 +148,7 @@ class Task(supervisor.Supervisor):
         if self.rank is None or self._failure or self.stopping:
             return
         record = read_json(self._record)
-        if record.get("pid") == self.pid and isinstance(record.get("exit_code"), int):
+        if record.get("pid") == self.pid and record.get("exit_code") in range(1, 256):
             self._failure = record
             self._streams[0].put(self._report(failed=record["exit_code"]))
 

@@ -7,6 +7,7 @@ short commands on many nodes at the same time, and collects their replies.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import resource
@@ -14,12 +15,14 @@ import shlex
 import signal
 import sys
 import time
+from functools import partial
 
 from distributed.exit_codes import UNFIT, WRONG_CALL
 from distributed.files import KIT
 from distributed.host.replies import Reply
 from distributed.host.ssh_call import STARTED, for_any_shell
 from distributed.transport.loop import NULL, Client, Loop, inherited_environment
+from distributed.trust import LAYOUT, foreign_ancestor, printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 LIB = os.path.join(KIT, "scripts", "lib")
 PLAIN_PYTHON = ("-I", "-S")  # starts faster, and ignores the user's environment
 PROGRESS_INTERVAL = 5.0  # seconds between two messages about nodes that have not replied
+MAX_REPLY = 64 << 20  # bytes of the output of a command in Calls; a command that writes more is killed
 VANISHED = 24  # exit code of rsync: files were removed while it copied their directory
 # This process raises its limit of open files to at most this number, as it opens several files for each node. A higher
 # limit makes pdsh slow, because pdsh tries to close every file descriptor below the limit.
@@ -190,34 +194,44 @@ class Calls:
         output: int | None = NULL,
         errors: int | None = NULL,
         on_output: Callable[[bytes], None] | None = None,
+        most: int = MAX_REPLY,
     ) -> Client:
         """Start a command. When it has exited, the loop calls on_reply() with its exit code and what it has written.
 
         timeout: seconds after which the command is killed; 0: never. sent, source: its standard input, as bytes or as a
         file. keep_input: leave standard input open after `sent`. output, errors: files for its standard output and
-        standard error; NULL: they are in the reply. on_output: called with blocks of its standard output.
+        standard error; NULL: they are in the reply. on_output: called with blocks of its standard output, which then
+        are not in the reply. most: bytes of a stream after which the command is killed.
         """
-        files = [os.memfd_create(stream) for stream in ("output", "errors")]
+        texts, sizes = (bytearray(), bytearray()), [0, 0]  # of standard output and standard error
+
+        def receive(stream: int, block: bytes) -> None:
+            sizes[stream] += len(block)
+            if sizes[stream] > most:
+                client.kill()
+            elif on_output and stream == 0:
+                on_output(block)
+            else:
+                texts[stream].extend(block)
 
         def ended(client: Client) -> None:
             self.running.discard(client)
-            texts = []
-            for file in files:
-                os.lseek(file, 0, os.SEEK_SET)
-                with open(file, "rb") as opened:
-                    texts.append(opened.read().decode(errors="replace"))
-            on_reply(Reply(name, client.code, texts[0], texts[1], time.time()))
+            code, (out, err) = client.code, (text.decode(errors="replace") for text in texts)
+            if max(sizes) > most:
+                code, out, err = UNFIT, "", f"its reply has more than {most >> 20} MiB"
+            on_reply(Reply(name, code, out, err, time.time()))
 
         client = Client(
             self.loop,
             command,
             self.environment,
             on_exit=ended,
-            on_output=on_output,
+            on_output=partial(receive, 0) if output == NULL else None,
+            on_errors=partial(receive, 1) if errors == NULL else None,
             sent=sent,
             source=source,
-            output=files[0] if output == NULL else output,
-            errors=files[1] if errors == NULL else errors,
+            output=output,
+            errors=errors,
             timeout=timeout,
         )
         self.running.add(client)
@@ -322,7 +336,7 @@ class Messages:
 
     def print(self, message: str) -> None:
         with contextlib.suppress(OSError):
-            os.write(2, os.fsencode(f"{self._program}: {message}\n"))
+            os.write(2, f"{self._program}: {printable(message, LAYOUT)}\n".encode())
 
     def print_error(self, error: TransportError) -> int:
         """Print an error. Returns the exit code of the program."""
@@ -347,6 +361,10 @@ def temporary_directory(warn: Callable[[str], None]) -> str:
         if not base.startswith("/") or re.search(r"\s", base) or len(os.fsencode(base)) > MAX_PATH:
             continue
         try:
+            if problem := foreign_ancestor(
+                base
+            ):  # its owner could replace the directory, which has a configuration of ssh
+                raise OSError(errno.EPERM, problem)
             made = try_temporary_directory(base)
         except OSError as error:
             subject = name if name == base else f"{name}='{base}'"

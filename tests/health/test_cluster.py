@@ -21,7 +21,7 @@ from distributed.host.dns import Lookup
 from distributed.host.facts import Facts, FullNodeFacts, Route, RunProcesses
 from distributed.host.gpus import Gpus
 from distributed.host.interpreter import Torch
-from distributed.host.replies import Reply, format_reply, from_json
+from distributed.host.replies import Reply, format_reply
 from distributed.host.resources import Memory
 from distributed.host.system import GIB
 from distributed.launch.connectivity import ConnectionTest, FailedConnection
@@ -208,11 +208,12 @@ def test_only_the_port_of_the_first_node_is_checked() -> None:
 
 def test_facts_are_unchanged_by_json_and_facts_of_another_version_are_refused() -> None:
     facts = node(1)
-    assert from_json(FullNodeFacts, json.loads(json.dumps(asdict(facts)))) == facts
+    assert Reply("node1", 0, format_reply(asdict(facts)), "").value(FullNodeFacts) == facts
     without: dict[str, Any] = asdict(facts)
     del without["route"]
-    with pytest.raises(TypeError, match="route"):
-        from_json(FullNodeFacts, without)
+    reply = Reply("node1", 0, format_reply(without), "")
+    assert reply.value(FullNodeFacts) is None
+    assert "invalid reply (reply: no 'route'); use the same version" in reply.failure_message(FullNodeFacts)
 
 
 def replies(**values: Any) -> dict[str, Reply]:
@@ -227,7 +228,7 @@ def test_nodes_without_a_usable_reply_have_a_reason() -> None:
     found = cluster_facts(replies(node1=asdict(node(1)), node2=None, node3={"python": "3.11"}), None)
     assert list(found.facts) == ["node1"]
     assert found.failed["node2"] == "cannot be reached (ssh: no route); try: ssh node2 true"
-    assert found.failed["node3"].startswith("runs another version of Muster (")
+    assert found.failed["node3"].startswith("invalid reply (reply: no 'addresses'); use the same version of Muster")
 
 
 @pytest.mark.parametrize("kind", ["listening", "connecting"])
@@ -235,7 +236,8 @@ def test_a_node_without_a_reply_to_the_connection_test_is_a_fault(kind: str) -> 
     facts = replies(node1=asdict(node(1)), node2=asdict(node(2)))
     reached = {"node1": "", "node2": ""}
     test = ConnectionTest(
-        replies(node1=["10.0.0.1", 4711], node2=["10.0.0.2", 4711]), replies(node1=reached, node2=reached)
+        replies(**{f"node{n}": {"address": f"10.0.0.{n}", "port": 4711} for n in (1, 2)}),
+        replies(node1=reached, node2=reached),
     )
     assert cluster_facts(facts, test).failed == {}
     missing = {kind: {**getattr(test, kind), **replies(node2=None)}}

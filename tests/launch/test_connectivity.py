@@ -65,7 +65,10 @@ def test_the_listening_address_is_that_of_gloos_interface_or_of_the_ssh_connecti
 
 
 def test_failed_connections_are_reported_if_all_nodes_have_replied() -> None:
-    listening = {node: Reply(node, 0, f"Welcome!\n{format_reply(ADDRESSES[node])}", "") for node in ("node1", "node2")}
+    listening = {}
+    for node in ("node1", "node2"):
+        address, port = ADDRESSES[node]
+        listening[node] = Reply(node, 0, "Welcome!\n" + format_reply({"address": address, "port": port}), "")
     reached = {"node1": "", "node2": ""}
 
     def faults(second: Reply, **first: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tarfile
 from io import BytesIO
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launch.node_logs import ARCHIVE, PACK, PRINT_LOG, UNPACK
+from distributed.launch.node_logs import ARCHIVE, PACK, PRINT_LOG
 
 
 def on_node(program: str, directory: Path, *arguments: str) -> bytes:
@@ -47,14 +46,3 @@ def test_a_node_that_shares_the_run_directory_sends_and_archives_nothing(directo
     assert names_in(on_node(PACK, directory)) == []
     on_node(ARCHIVE, directory, "attempt_1", "node_b.pid")
     assert sorted(directory.iterdir()) == before
-
-
-def test_an_empty_directory_is_not_removed_while_other_nodes_send_files_into_it(directory: Path) -> None:
-    unpacked = directory / "unpacked"
-    (unpacked / "errors").mkdir(parents=True)
-    os.utime(unpacked / "errors", (0, 0))  # older than errors/ on the node
-    opened = os.open(unpacked / "errors", os.O_RDONLY)
-    subprocess.run([*UNPACK, "-C", str(unpacked)], input=on_node(PACK, directory), check=True)
-    assert os.fstat(opened).st_nlink > 0
-    os.close(opened)
-    assert (unpacked / "node_b.log").exists()

@@ -203,6 +203,15 @@ def test_the_launcher_is_lost_when_heartbeats_time_out(run: SupervisedRun) -> No
     assert "no heartbeat from the launcher for 1 s" in str(read_json(run.files.record)["message"])
 
 
+LOG_MAY_BE_A_PIPE = f"""
+import os, sys
+sys.path.insert(0, {str(KIT)!r})
+from distributed.launch import supervisor
+supervisor.regular_file = os.open
+sys.exit(supervisor.main(sys.argv[1:]))
+"""
+
+
 def test_unread_heartbeats_prevent_a_timeout(run: SupervisedRun) -> None:
     """A slow disk blocks the supervisor for longer than the timeout. Here the log file is a pipe."""
     os.makedirs(run.files.directory)
@@ -210,6 +219,7 @@ def test_unread_heartbeats_prevent_a_timeout(run: SupervisedRun) -> None:
     log = os.open(run.files.log, os.O_RDONLY | os.O_NONBLOCK)
     script = "yes | head -c 300000; exec sleep 300"
     command = run.command("run", "--lease", "1", "--", "bash", "-c", script)
+    command = [sys.executable, "-c", LOG_MAY_BE_A_PIPE, *command[command.index("launch.supervisor") + 1 :]]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
     wait_until(lambda: struct.unpack("i", fcntl.ioctl(log, termios.FIONREAD, bytes(4)))[0] >= 1 << 16)
     assert process.stdin

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.host.replies import Reply, from_json
+from distributed.host.replies import Reply
 from distributed.host.stacks import Frame
 from distributed.runs import node_status
 from distributed.runs.node_status import RunProcess
@@ -188,5 +188,5 @@ def test_without_py_spy_a_rank_writes_its_own_stack(monkeypatch: pytest.MonkeyPa
 
 def test_the_status_of_a_node_survives_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert node_status.main(["--run", RUN, "--node", "n1", "--count", "2", "--first-rank", "4"]) == 0
-    found = from_json(node_status.NodeStatus, Reply("n1", 0, capsys.readouterr().out, "").value())
+    found = Reply("n1", 0, capsys.readouterr().out, "").value(node_status.NodeStatus)
     assert [(rank.rank, rank.local_rank, rank.pid) for rank in found.ranks] == [(4, 0, None), (5, 1, None)]
