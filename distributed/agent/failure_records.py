@@ -15,10 +15,21 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from distributed.files import write_file
+from distributed.trust import checked, parse_json, read_bytes
+
+EXIT_CODES = range(1, 256)
+FAILURE: Any = {  # see agent.RankFailure
+    "rank": int, "local_rank?": int, "pid?": int, "time": float, "exit_code": EXIT_CODES, "ended_by_agent": bool,
+}  # fmt: skip
+OF_AGENT: Any = {"node?": str, "failures": list[FAILURE], "succeeded?": list[int], "lost?": str | None}
+OF_RANK: Any = {
+    "rank": int, "local_rank": int, "node": str, "pid": int, "time": float, "exit_code": EXIT_CODES,
+    "exception?": str, "message?": str, "traceback?": str,
+}  # fmt: skip
+MAX_FIELD = 1 << 16  # characters of a text that the agents exchange: their store refuses values of 8 MiB
 
 Records = Mapping[str, Mapping[str, Any]]  # name of a file in errors/ -> its content
 
@@ -61,9 +72,12 @@ class RankRecord:
         _write(self._path, record)
 
     def read(self, pid: int) -> Mapping[str, Any]:
-        """The record that the process with this id has written; {} if it has written none."""
-        record = _read(self._path)
-        return record if record.get("pid") == pid else {}
+        """The record that the process with this id has written; {} if it has written no valid one."""
+        try:
+            record = _checked_record(_read(self._path))
+        except ValueError:
+            return {}
+        return record if record["pid"] == pid else {}
 
 
 def node_record(failures: Sequence[Mapping[str, Any]], succeeded: Sequence[int], lost: str | None) -> Records:
@@ -107,6 +121,22 @@ def write_missing(records: Records) -> None:
     write({name: record for name, record in records.items() if not _read(_path(name))})
 
 
+def checked_records(value: object, node: str) -> Records:
+    """The records that another node has sent, without those of other nodes' ranks. Raises ValueError."""
+    sent = checked(Mapping[str, object], value, "records")
+    name = f"node_{node}.json"
+    if name not in sent:
+        return {}
+    agent = checked(OF_AGENT, sent[name], name)
+    ranks = {f"rank_{failure['rank']}.json" for failure in agent["failures"]}
+    return {name: agent} | {name: _checked_record(sent[name]) for name in sorted(ranks & sent.keys())}
+
+
+def _checked_record(value: object) -> Mapping[str, Any]:
+    record = checked(OF_RANK, value, "record")
+    return {key: one[-MAX_FIELD:] if isinstance(one, str) else one for key, one in record.items()}
+
+
 def _path(name: str) -> str:
     run = os.environ.get("MUSTER_RUN_DIR")
     return f"{run}/errors/{name}" if run else ""
@@ -114,7 +144,8 @@ def _path(name: str) -> str:
 
 def _read(path: str) -> Mapping[str, Any]:
     try:
-        return json.loads(Path(path).read_bytes()) if path else {}
+        record = parse_json(read_bytes(path)) if path else {}
+        return record if isinstance(record, dict) else {}
     except (OSError, ValueError):
         return {}
 

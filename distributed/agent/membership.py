@@ -12,6 +12,8 @@ store therefore grows with the number of nodes, and not with its square.
 
 The keys of a run have its id as a prefix. A node that may not join the run (see _may_join) exits, and writes at most
 the key "refused". The first node logs the value of this key, and the run continues.
+
+Whoever reaches the store can write to it. Values of unexpected types end the run, with a message that names their key.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import json
 import math
 import queue
 import resource
+import sys
 import threading
 import time
 import uuid
@@ -29,8 +32,9 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
-from distributed.agent.failure_records import Records, first_failure
+from distributed.agent.failure_records import Records, checked_records, first_failure
 from distributed.exit_codes import TIMED_OUT, UNFIT
+from distributed.trust import checked, parse_json, printable, shown
 
 HEARTBEAT_INTERVAL = 0.5  # seconds
 JOIN_INTERVAL = 0.05  # seconds between heartbeats while nodes join or finish
@@ -54,6 +58,7 @@ NEWS = "news"  # key of a counter: how often the keys for all nodes have changed
 T = TypeVar("T")
 MemberFacts = Mapping[str, str]  # values must be equal on all nodes, except those of OWN_FACTS
 OWN_FACTS = ("node", "attempt", "process")
+END: Any = {"node": str, "exit_code": range(1, 256), "reason": str, "lost?": bool}  # see RunEnd
 
 
 @dataclass(frozen=True)
@@ -239,9 +244,15 @@ class Membership:
         except RendezvousFailed as refusal:
             self._refusal = refusal
             return
+        except ValueError as error:
+            self._refusal = RendezvousFailed(f"{self._address}: {error}; choose another --master-port")
+            return
         try:
             while not self._closed:
-                self._update()
+                try:
+                    self._update()
+                except ValueError as error:
+                    self.report_end(self._end or RunEnd(self._facts["node"], UNFIT, str(error)))
                 self._last_contact = time.monotonic()
                 self._wake.wait(self._interval())
                 self._wake.clear()
@@ -306,7 +317,8 @@ class Membership:
         """
         before = read_value(store, f"heartbeat/{self.rank}")
         while not (self._closed or is_over(store)):
-            holder = json.loads(store.compare_set(f"member/{self.rank}", "", json.dumps(self._facts)))
+            key = f"member/{self.rank}"
+            holder = published_facts(key, store.compare_set(key, "", json.dumps(self._facts)))
             if holder == self._facts:
                 return True
             if read_value(store, f"heartbeat/{self.rank}") != before:
@@ -342,7 +354,7 @@ class Membership:
             keys = [f"left/{rank}" for rank in self._live_ranks() - {0}]
             self._has_left = self._leaving and has_keys(self._store, keys)
         elif not self._complete and self._rounds % MISSING_ROUNDS == 0:
-            self._missing = Missing(**(read_value(self._store, "missing") or asdict(self._missing)))
+            self._missing = read_value(self._store, "missing", Missing) or self._missing
         self._rounds += 1
         if (news := self._store.add(NEWS, 0)) != self._news:
             self._news = news
@@ -355,16 +367,22 @@ class Membership:
             self._complete = True
         self._end = self._end or read_end(store)
         self._all_done = self._all_done or bool(read_value(store, "all done"))
-        if self._end and (shared := read_value(store, "records")):
-            self.records = {int(rank): records for rank, records in shared["records"].items()}
-            self.records.pop(self.rank, None)
+        if self._end and (shared := read_value(store, "records", {"complete": bool, "records": Mapping[str, object]})):
+            others = {rank: member["node"] for rank, member in self.members.items() if rank != self.rank}
+            records = {rank: (shared["records"].get(str(rank), None), node) for rank, node in others.items()}
+            self.records = {rank: valid_records(rank, *sent) for rank, sent in records.items() if sent[0] is not None}
             self._has_records = shared["complete"]
         self._closed = self._closed or (not self._coordinator and bool(read_value(store, "closing")))
 
     def _read_members(self, store: Store) -> dict[int, MemberFacts]:
         """All members, with their names only. Names are read from the store only if the launcher passed none."""
-        names = self._names.values() if len(self._names) == self.size else json.loads(store.get("members"))
-        return {rank: {"node": name} for rank, name in enumerate(names)}
+        names = list(self._names.values()) if len(self._names) == self.size else read_value(store, "members", list[str])
+        if len(names) != self.size:
+            raise ValueError(f"members: {len(names)} names, expected {self.size}")
+        members: dict[int, MemberFacts] = {rank: {"node": name} for rank, name in enumerate(names)}
+        for facts in members.values():
+            check_node("members", facts)
+        return members
 
     # ---------------------------------------------------------------- used by the agent and the thread
 
@@ -434,12 +452,12 @@ class Coordinator:
     def _admit(self) -> None:
         absent = [rank for rank in range(self._size) if rank not in self.members]
         for rank, facts in read_all(self._store, "member", absent):
-            self.members[rank] = json.loads(facts)
+            self.members[rank] = published_facts(f"member/{rank}", facts)
         absent = [rank for rank in absent if rank not in self.members]
         self.missing = Missing(len(absent), absent[:SHOWN_MISSING])
         self._store.set("missing", json.dumps(asdict(self.missing)))
         if self._store.check(["refused"]):
-            self.refused = self._store.get("refused").decode()
+            self.refused = self._store.get("refused").decode(errors="replace")
         if not absent and not read_end(self._store):
             publish_news(self._store, "members", [self.members[rank]["node"] for rank in range(self._size)])
 
@@ -458,7 +476,7 @@ class Coordinator:
         """Share all failure records or, shortly before the nodes stop waiting, those that have arrived."""
         live, now = live_ranks(self.members, end), time.monotonic()
         for rank, records in read_all(self._store, "records", sorted(live - self._records.keys())):
-            self._records[rank] = json.loads(records)
+            self._records[rank] = valid_records(rank, records, self.members[rank]["node"])
             self._share_at = min(self._share_at, now + RECORDS_TIMEOUT - 2 * HEARTBEAT_INTERVAL)
         self._shared = live <= self._records.keys()
         if self._shared or now >= self._share_at:
@@ -495,8 +513,10 @@ def publish(root: Store, name: str, facts: MemberFacts, size: int = 1) -> Publis
 
 def read_run(root: Store) -> PublishedRun | None:
     """The published run, or None."""
-    published = read_value(root, RUN_KEY)
-    return PublishedRun(**published) if published else None
+    run: PublishedRun | None = read_value(root, RUN_KEY, PublishedRun)
+    if run:
+        check_node(RUN_KEY, run.facts)
+    return run
 
 
 def membership_store(root: Store, run: PublishedRun) -> Store:
@@ -529,14 +549,45 @@ def live_ranks(members: Mapping[int, MemberFacts], end: RunEnd | None) -> set[in
 
 def read_end(store: Store) -> RunEnd | None:
     """The reported end of the run, or None."""
-    end = read_value(store, "end")
+    end = read_value(store, "end", END)
     return RunEnd(**end) if end else None
 
 
-def read_value(store: Store, key: str) -> Any:
-    """The value of a key, or None."""
+def read_value(store: Store, key: str, kind: Any = object) -> Any:
+    """The value of a key, or None. kind: see trust.checked(). Raises ValueError, which names the key."""
     value = store.get(key) if store.check([key]) else b""
-    return json.loads(value) if value else None
+    return decoded(key, value, kind) if value else None
+
+
+def decoded(key: str, value: bytes, kind: Any) -> Any:
+    try:
+        return checked(kind, parse_json(value))
+    except ValueError as error:
+        rank = key.partition("/")[2]
+        origin = f"node rank {rank}: invalid data" if rank.isdecimal() else "invalid data in the store"
+        raise ValueError(f"{origin} ({key}: {error})") from None
+
+
+def published_facts(key: str, value: bytes) -> MemberFacts:
+    """The facts that a node has published under the key. Raises ValueError."""
+    facts: MemberFacts = decoded(key, value, Mapping[str, str])
+    check_node(key, facts)
+    return facts
+
+
+def check_node(key: str, facts: MemberFacts) -> None:
+    """Raise ValueError unless the facts have the name of a node. Files are named after it."""
+    if not 0 < len(name := facts.get("node", "")) < 256 or "/" in name:
+        raise ValueError(f"{key}: invalid name of a node ({shown(name)})")
+
+
+def valid_records(rank: int, value: object, node: str) -> Records:
+    """The failure records that a node has sent; none, with a message, if they are invalid. value: JSON or its value."""
+    try:
+        return checked_records(parse_json(value) if isinstance(value, bytes) else value, node)
+    except ValueError as error:
+        sys.stderr.write(f"agent: node rank {rank}: invalid failure records ({printable(str(error))})\n")
+        return {}
 
 
 def read_all(store: Store, kind: str, ranks: Sequence[int]) -> Iterator[tuple[int, bytes]]:

@@ -35,6 +35,7 @@ from distributed.agent.membership import (
     read_run,
 )
 from distributed.agent.worker import Script
+from distributed.trust import printable
 
 NO_RUN_ID = "none"  # torchrun's default for --rdzv-id
 CONNECT_TIMEOUT = 5.0  # seconds to wait for a connection
@@ -63,7 +64,7 @@ class Rendezvous(StaticTCPRendezvous):
             self._store = self._store or self._serve()
         run = self._join(run_name, facts) if self.world_size > 1 else publish(self._connect(), run_name, facts)
         assert self._store
-        self.attempt = Attempt.parse(run.facts["attempt"])
+        self.attempt = Attempt.parse(run.facts.get("attempt", ""))
         self.run_id = run.name
         return RendezvousInfo(
             PrefixStore(run.id, self._store),
@@ -112,7 +113,8 @@ class Rendezvous(StaticTCPRendezvous):
         found: list[PublishedRun | None] = []
 
         def query() -> None:
-            with suppress(RuntimeError):  # no store, a store that was just closed, or one without a run
+            # No store, a store that was just closed, one without a run, or the store of another program.
+            with suppress(RuntimeError, ValueError):
                 store = self._tcp_store(is_master=False)
                 store.wait([RUN_KEY], timedelta(seconds=OWNER_TIMEOUT))  # the run may not be published yet
                 found.append(read_run(store))
@@ -174,4 +176,4 @@ def checksum(file: str) -> str:
 
 
 def log(line: str) -> None:
-    sys.stderr.write(f"agent: {line}\n")
+    sys.stderr.write(f"agent: {printable(line)}\n")  # other nodes have sent parts of it

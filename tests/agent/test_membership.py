@@ -501,6 +501,105 @@ def test_a_node_that_has_left_does_not_use_the_store(join: Join, store: TCPStore
     assert two.finish() is None
 
 
+# ---------------------------------------------------------------- values of unexpected types
+
+DEEP = "[" * 100_000
+BAD_RUN = ["5", "[1]", "{}", DEEP, "\udcff", '{"id": "a", "name": 1, "started": 1.0, "facts": {"node": "n"}}',
+           '{"id": "a", "name": "b", "started": 1.0, "facts": {"node": "../n"}}']  # fmt: skip
+
+
+@pytest.mark.parametrize("value", BAD_RUN)
+def test_a_node_refuses_a_store_with_another_kind_of_run(join: Join, store: TCPStore, value: str) -> None:
+    store.set(membership.RUN_KEY, value.encode(errors="surrogateescape"))  # type: ignore[arg-type]
+    message = refusal_of(join(1))
+    assert message.startswith(
+        ("node1:29500: invalid data in the store (muster/run: ", "node1:29500: muster/run: invalid ")
+    )
+    assert message.endswith("; choose another --master-port") and len(message) < 400
+
+
+@pytest.mark.parametrize("value", ["5", '{"process": "x"}', '{"node": 1}', '{"node": "a/b"}', DEEP])
+def test_a_node_with_invalid_facts_ends_the_run_with_its_rank(join: Join, store: TCPStore, value: str) -> None:
+    one = join(0, size=2)
+    assert becomes_true(lambda: one.run)
+    assert one.run
+    membership_store(store, one.run).set("member/1", value)
+    with pytest.raises(RendezvousFailed, match=r"node1: (node rank 1: invalid data|member/1: invalid)") as failure:
+        one.wait_for_all(TIMEOUT, ignore)
+    assert failure.value.exit_code == 69
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("end", '{"lost": ["x"]}'), ("end", '{"node": "n", "exit_code": 256, "reason": "r"}'), ("end", DEEP),
+        ("end", '{"node": "n", "exit_code": 0, "reason": "r"}'), ("records", "5"), ("all done", DEEP),
+    ],
+)  # fmt: skip
+def test_an_invalid_value_for_all_nodes_ends_the_run_with_a_message(
+    join: Join, store: TCPStore, key: str, value: str
+) -> None:
+    one, two, three = joined_members(join)
+    assert one.run
+    if key == "records":
+        two.report_end(RunEnd("node2", 1, "rank 1 failed with exit code 1"))
+        assert becomes_true(lambda: one.end() and three.end())
+    keys = membership_store(store, one.run)
+    keys.set(key, value)
+    keys.add(membership.NEWS, 1)
+    assert becomes_true(lambda: one.end() and two.end() and three.end())
+    ends = {member.end().reason.partition(" (")[0] for member in (one, two, three)}  # type: ignore[union-attr]
+    assert ends <= {"invalid data in the store", "rank 1 failed with exit code 1"}
+    run_concurrently(*(lambda one=one: one.leave({}, collect=True) for one in (one, two, three)))
+
+
+def test_invalid_failure_records_are_reported_with_the_rank_of_their_node_and_ignored(
+    join: Join, store: TCPStore, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, two, three = joined_members(join)
+    assert one.run
+    failure = {"rank": 1, "time": 1.0, "exit_code": 3, "ended_by_agent": False}
+    sent: Records = {
+        "node_node2.json": {"failures": [failure]}, "node_node1.json": {"failures": []}, "../x": {},
+        "rank_1.json": {"rank": 1, "local_rank": 0, "node": "node2", "pid": 5, "time": 1.0, "exit_code": 3},
+        "rank_2.json": {"rank": 2},
+    }  # fmt: skip
+    membership_store(store, one.run).set("records/2", '{"node_node3.json": {"failures": [{"rank": "\x1b[31m"}]}}')
+    two.report_end(RunEnd("node2", 3, "rank 1 failed with exit code 3"))
+    assert becomes_true(lambda: one.end() and three.end())
+    run_concurrently(lambda: one.leave({}, collect=True), lambda: two.leave(sent, collect=True))
+    assert one.records[1] == {name: sent[name] for name in ("node_node2.json", "rank_1.json")}
+    assert "agent: node rank 2: invalid failure records (" in (printed := capfd.readouterr().err)
+    assert "\x1b" not in printed
+
+
+RECORD = {"rank": 0, "local_rank": 0, "node": "n", "pid": 7, "time": 1.0, "exit_code": 3, "message": "m" * 100_000}
+BAD_RECORDS = {
+    "deep": DEEP, "number": "5", "list": "[]", "text": '"x"', "bytes": "\udcff",
+    **{name: json.dumps(RECORD | {name: value}) for name, value in
+       {"exit_code": 0, "time": "x", "rank": [], "message": 5, "more": 1}.items()},
+}  # fmt: skip
+
+
+def test_only_valid_failure_records_of_a_rank_are_used(tmp_path: Path) -> None:
+    record = failure_records.RankRecord({"MUSTER_RUN_DIR": str(tmp_path)})
+    (tmp_path / "errors").mkdir()
+    file = tmp_path / "errors/rank_0.json"
+    file.write_text(json.dumps(RECORD))
+    assert record.read(7) == RECORD | {"message": "m" * failure_records.MAX_FIELD}
+    assert record.read(8) == {}
+    for name, content in BAD_RECORDS.items():
+        file.write_text(content, errors="surrogateescape")
+        assert record.read(7) == {}, name
+    file.unlink()
+    os.mkfifo(file)
+    assert record.read(7) == {}
+    file.unlink()
+    (tmp_path / "other").write_text(json.dumps(RECORD))
+    file.symlink_to(tmp_path / "other")
+    assert record.read(7) == {}
+
+
 # ---------------------------------------------------------------- large runs: operations on the store
 
 
