@@ -6,20 +6,34 @@ In a git checkout, these are the tracked files, and the untracked files that git
 RESULTS. Submodules and nested checkouts are included. In a directory outside of git checkouts, these are all entries
 except RESULTS and VENV: rsync copies directories with their contents, and gets --exclude=.git.
 
+secrets_warning() says which untracked files look like secrets. They are copied nevertheless.
+
 Standard library only.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import re
+import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from distributed.trust import printable, regular_file
 
 RESULTS = (b"logs", b"checkpoints", b"experiments")
 VENV = b".venv"
 MARKER = b".muster-"  # prefix of the names of files that Muster creates to find out whether a directory is shared
+SECRET = re.compile(
+    rb"\.env(\.(?!(example|sample|template|dist)$).*)?|id_(rsa|dsa|ecdsa|ed25519)(_sk)?|.*\.(pem|key|p12|pfx)|[._]netrc"
+    rb"|\.?credentials(\.(json|ya?ml|ini|toml|txt|csv))?|\.git-credentials|\.npmrc|\.pypirc|\.pgpass|kubeconfig"
+)  # names of files
+LARGEST_SECRET = 1 << 16  # bytes; the mode of a larger file says nothing
+SEARCHED = 100_000  # untracked files, at most, among which secrets are searched
+JOURNAL = b".journal"  # next to the results of a job list, which are private but not secret
 USER_SETTINGS = ("GIT_CONFIG_", "GIT_EXEC_PATH")  # prefixes of the GIT_ variables that git inherits
 
 
@@ -27,15 +41,65 @@ class SyncError(Exception):
     """git cannot list the files of a checkout. The message states problem and remedy."""
 
 
-def names_of(directory: str) -> list[bytes]:
-    """The names of the files to copy, relative to the directory. Raises SyncError and OSError."""
+def names_of(directory: str) -> dict[bytes, bool]:
+    """The names of the files to copy, relative to the directory, each with whether git tracks the file.
+
+    Raises SyncError and OSError.
+    """
     path = os.fsencode(directory)
     if git_directory(path):
-        return list(dict.fromkeys(names_in_checkout(path)))
-    return [name for name in os.listdir(path) if name != VENV and not is_result(name)]
+        return dict(names_in_checkout(path))
+    return {name: False for name in os.listdir(path) if name != VENV and not is_result(name)}
 
 
-def file_list(names: Sequence[bytes]) -> bytes:
+def secrets_warning(directory: str, names: Mapping[bytes, bool]) -> str:
+    """A warning about the untracked files among names_of(directory) that look like secrets; "" if none does."""
+    path = os.fsencode(directory)
+    untracked = [os.path.join(path, name) for name, is_tracked in names.items() if not is_tracked]
+    # In a private directory, the mode of a file does not say that its owner regards it as secret.
+    modes_tell = bool(os.stat(path).st_mode & 0o077)
+    files = itertools.islice(itertools.chain.from_iterable(map(_files_in, untracked)), SEARCHED)
+    found = sorted(os.path.relpath(file, path) for file in files if _looks_secret(file, modes_tell))
+    if not found:
+        return ""
+    shown = printable(os.fsdecode(b", ".join(found[:3])))
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    remedy = "list such files in .gitignore" if git_directory(path) else "move such files to another directory"
+    return f"{shown}{more}: may be secret and will be copied; {remedy}"
+
+
+def _files_in(path: bytes) -> Iterator[bytes]:
+    """A file itself, or all files below a directory. Links are not followed."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        yield path
+        return
+    for directory, directories, files in os.walk(path):
+        directories[:] = [name for name in directories if name != b".git"]
+        yield from (os.path.join(directory, file) for file in files)
+
+
+def _looks_secret(path: bytes, modes_tell: bool) -> bool:
+    """Judge a file by its name, or by a mode that lets only its owner read it. A .pem file may be a public certificate.
+
+    rsync reports files that cannot be read.
+    """
+    try:
+        facts = os.lstat(path)
+        if not stat.S_ISREG(facts.st_mode) or os.path.exists(os.path.splitext(path)[0] + JOURNAL):
+            return False
+        if modes_tell and not facts.st_mode & 0o177 and facts.st_size <= LARGEST_SECRET:
+            return True
+        if not SECRET.fullmatch(os.path.basename(path)):
+            return False
+        if not path.endswith(b".pem"):
+            return True
+        with open(path, "rb", opener=regular_file) as file:
+            return b" PRIVATE KEY-----" in file.read(LARGEST_SECRET)
+    except OSError:
+        return False
+
+
+def file_list(names: Iterable[bytes]) -> bytes:
     """The input of `rsync --from0 --files-from=-`.
 
     Each name starts with ./, because rsync ignores a name that starts with # or ;.
@@ -59,8 +123,11 @@ def git_directory(directory: bytes) -> bytes:
     return b""
 
 
-def names_in_checkout(root: bytes, prefix: bytes = b"") -> Iterator[bytes]:
-    """The names of the files to copy from root/prefix, which is in a checkout. Some occur twice."""
+def names_in_checkout(root: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, bool]]:
+    """The names of the files to copy from root/prefix, which is in a checkout, and whether git tracks them.
+
+    Some occur twice.
+    """
     directory = os.path.join(root, prefix)
 
     @functools.cache
@@ -75,7 +142,7 @@ def names_in_checkout(root: bytes, prefix: bytes = b"") -> Iterator[bytes]:
             if (parent := os.path.dirname(name.rstrip(b"/"))) and is_behind_link(parent):
                 continue
             if os.path.islink(path) or not os.path.isdir(path):
-                yield prefix + name
+                yield prefix + name, option == "--cached"
             elif os.path.lexists(os.path.join(path, b".git")):  # a submodule or a nested checkout
                 yield from names_in_checkout(root, prefix + name.rstrip(b"/") + b"/")
 

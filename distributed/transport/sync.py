@@ -64,6 +64,8 @@ def _copy(
         raise TransportError(UNFIT, f"--sync: {error}") from None
     except OSError as error:
         raise TransportError(UNFIT, f"--sync: {error.filename}: {error.strerror}") from None
+    if warning := sync_list.secrets_warning(directory, names):
+        log(f"--sync: warning: {warning}")
     options = ["--archive", "--compress", "--sparse", "--keep-dirlinks", "--protect-args", "--recursive", "--from0"]
     options += ["--files-from=-", "--ignore-missing-args", "--exclude=.git"]
     calls_of = {}

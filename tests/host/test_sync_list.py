@@ -221,3 +221,70 @@ def test_the_program_prints_names_or_the_error(work: Path) -> None:
     assert sorted(printed.split(b"\0")) == [b"", b"./a b", b"./c"]
     done = subprocess.run([*call[:-1], str(work / "none")], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{work}/none: No such file or directory\n")
+
+
+SECRETS = (
+    ".env", "sub/.env.production", "id_rsa", ".ssh/id_ed25519", "tls.key", ".netrc", "credentials", ".npmrc", "kubeconfig",
+    ".aws/credentials.json", "node.pem",
+)  # fmt: skip
+NO_SECRETS = (
+    ".env.example",
+    ".env.sample",
+    "id_rsa.pub",
+    "credentials.py",
+    "keys.py",
+    "environment",
+    "certificate.pem",
+)
+PRIVATE = ("wandb_env", "token.json", "a b")  # files that only their owner can read
+
+
+def write_secrets(directory: Path) -> None:
+    write(directory, *SECRETS, *NO_SECRETS, *PRIVATE, "results.json", "results.journal", "large", "run.sh")
+    (directory / "node.pem").write_text("comment\n-----BEGIN RSA PRIVATE KEY-----\n")
+    (directory / "certificate.pem").write_text("-----BEGIN CERTIFICATE-----\n")
+    (directory / "large").write_bytes(bytes(1 << 20))
+    (directory / "link.key").symlink_to("/nowhere")
+    for name in (*PRIVATE, "results.json", "results.journal", "large"):
+        (directory / name).chmod(0o600)
+    (directory / "run.sh").chmod(0o700)
+    directory.chmod(0o755)
+
+
+def warning(directory: Path) -> str:
+    return sync_list.secrets_warning(str(directory), sync_list.names_of(str(directory)))
+
+
+@pytest.mark.parametrize("name", [*SECRETS, *PRIVATE])
+def test_an_untracked_file_that_looks_like_a_secret_is_named(work: Path, name: str) -> None:
+    write_secrets(work)
+    (work / ".gitignore").write_text("".join(f"/{other}\n" for other in (*SECRETS, *PRIVATE) if other != name))
+    assert warning(work) == f"{name}: may be secret and will be copied; list such files in .gitignore"
+
+
+def test_tracked_files_and_other_files_are_not_called_secrets(work: Path) -> None:
+    write_secrets(work)
+    git(work, "add", "--force", *SECRETS, *PRIVATE)
+    assert warning(work) == ""
+
+
+def test_at_most_three_secrets_are_named_without_control_characters(work: Path) -> None:
+    write(work, "\x1b[31m.key", "b.key", "c.key", "d.key", "e.key")
+    assert (
+        warning(work)
+        == ".key, b.key, c.key and 2 more: may be secret and will be copied; list such files in .gitignore"
+    )
+
+
+def test_outside_of_a_checkout_all_files_may_be_secrets(tmp_path: Path) -> None:
+    write_secrets(tmp_path / "project")
+    found = warning(tmp_path / "project")
+    assert found.endswith(f"and {len(SECRETS) + len(PRIVATE) - 3} more: may be secret and will be copied; "
+                          "move such files to another directory")  # fmt: skip
+
+
+def test_in_a_private_directory_the_mode_of_a_file_says_nothing(work: Path) -> None:
+    write(work, "a.json")
+    (work / "a.json").chmod(0o600)
+    work.chmod(0o700)
+    assert warning(work) == ""
