@@ -29,8 +29,10 @@ PRIVATE, SHARED = 0o600, 0o644  # modes of new files; the umask restricts them f
 PRIVATE_DIRECTORY = 0o700
 LAYOUT = "\n\t"  # characters that printable() may keep
 MAX_TEXT = 64 << 20  # bytes of a JSON value or of a file that is read whole
-MAX_DEPTH = 40  # of nested JSON
+MAX_DEPTH = 40  # of nested JSON, and of directories
 LARGEST = 1 << 63  # numbers are smaller
+SHOWN = 200  # characters of a value in a message
+MAX_LINES, LONGEST_LINE = 30, 1000  # of a message
 MAX_FILES = 200_000  # of one archive
 MAX_BYTES = 64 << 30  # of one archive, or of one log of a node
 MIN_FREE = 64 << 20  # bytes that files of a node leave free on the disk
@@ -100,6 +102,18 @@ def foreign_ancestor(directory: str) -> str:
 
 
 # ---------------------------------------------------------------- files
+
+
+def make_directories(path: str | os.PathLike[str], mode: int = 0o755) -> None:
+    """Make a directory, and those above it, which only this user can write to whatever the umask is. Raises OSError."""
+    if not os.path.isdir(path):
+        if parent := os.path.dirname(path):
+            make_directories(parent, mode)
+        try:
+            os.mkdir(path, mode)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
 
 
 def regular_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = PRIVATE) -> int:
@@ -226,10 +240,21 @@ _kinds: dict[Any, dict[str, Any]] = {}  # dataclass -> the kinds of its fields
 
 
 def shown(value: object) -> str:
-    """A short representation of a value, for messages."""
+    """A representation of a value for messages, of at most SHOWN characters."""
     import reprlib
 
-    return printable(reprlib.repr(value))
+    brief = reprlib.Repr()
+    brief.maxlevel, brief.maxstring, brief.maxother, brief.maxlong = 2, SHOWN, SHOWN, SHOWN
+    text = printable(brief.repr(value))
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def bounded(message: str) -> str:
+    """A message about a file or a call of any size: at most MAX_LINES lines, with at most LONGEST_LINE characters each."""
+    lines = message.split("\n")
+    if len(lines) > MAX_LINES:
+        lines[MAX_LINES - 1 :] = ["and more"]
+    return "\n".join(printable(line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}...") for line in lines)
 
 
 # ---------------------------------------------------------------- text
@@ -294,7 +319,7 @@ def unpack(source: int, directory: str, expects: Callable[[str], bool]) -> list[
                 count, size = count + 1, size + max(0, member.size)
                 if count > MAX_FILES or size > MAX_BYTES or member.size > disk.f_bavail * disk.f_frsize - MIN_FREE:
                     raise Refused(f"{count} files with {size >> 20} MiB are more than the limits or the disk allow")
-                is_inside = name != ".." and not name.startswith(("/", "../"))
+                is_inside = name != ".." and not name.startswith(("/", "../")) and name.count("/") < MAX_DEPTH
                 if is_inside and (member.isdir() or member.isreg()) and expects(name + "/" * member.isdir()):
                     _extract(archive, member, os.path.join(directory, name))
                 elif name != ".":
@@ -325,8 +350,8 @@ def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> No
 def place(source: str, target: str, mask: int, name: str = "", keeps_newer: bool = True) -> list[str]:
     """Move files and directories from a directory of a node's files to their place. Returns the names left out.
 
-    No link below `target` is followed. Special files, and links that lead outside of it, are left out. mask: permissions
-    that are kept. name: of the directory, in the result. keeps_newer: whether a file that is newer there stays.
+    No link below `target` is followed. Special files, and links that lead outside of it, are left out.
+    mask: permissions that are kept. name: of the directory, in the result. keeps_newer: a newer file there stays.
     """
     left_out = []
     os.makedirs(target, mask & 0o777, exist_ok=True)
@@ -336,7 +361,7 @@ def place(source: str, target: str, mask: int, name: str = "", keeps_newer: bool
             there: os.stat_result | None = os.lstat(goal)
         except FileNotFoundError:
             there = None
-        if stat.S_ISDIR(facts.st_mode):
+        if stat.S_ISDIR(facts.st_mode) and below.count("/") < MAX_DEPTH:
             if there and not stat.S_ISDIR(there.st_mode):
                 os.unlink(goal)
             left_out += place(entry.path, goal, mask, f"{below}/", keeps_newer)

@@ -96,9 +96,9 @@ def read(directory: Path, created: bool = False) -> Run:
 
     created: this process has created the directory, so its owner and mode are not checked.
     """
+    if not created and (problem := foreign(directory, directory.stat())):
+        raise RunLookupError(problem)
     try:
-        if not created and (problem := foreign(directory, directory.stat())):
-            raise RunLookupError(problem)
         facts = parse_json(read_bytes(directory / "run.json", own=not created))
     except (OSError, ValueError) as error:
         raise RunLookupError(f"{directory}/run.json: cannot be read ({error})") from None

@@ -1,0 +1,223 @@
+"""A run directory of another user, or one that others can write to, is refused by every program that uses it.
+
+The other users are real: root starts the programs as `nobody`, and gives files to `daemon`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pwd
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.runs import run_directory
+from distributed.runs.lookup import RunNode
+
+KIT = Path(__file__).resolve().parents[2]
+VICTIM, ATTACKER = "nobody", "daemon"
+PROGRAMS = ("status.sh", "stop.sh", "report.sh")
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as other users")
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory in which all users may create files, as in /tmp."""
+    made = Path(tempfile.mkdtemp())
+    made.chmod(0o1777)
+    yield made
+    shutil.rmtree(made)
+
+
+def uid(user: str) -> int:
+    return pwd.getpwnam(user).pw_uid
+
+
+def give(path: Path, user: str) -> None:
+    for one in (path, *path.rglob("*")):
+        os.chown(one, uid(user), pwd.getpwnam(user).pw_gid, follow_symlinks=False)
+
+
+def ids_of(user: str) -> dict[str, Any]:
+    """Arguments of subprocess.run() for a program that runs as this user."""
+    return {"user": uid(user), "group": pwd.getpwnam(user).pw_gid, "extra_groups": []} if user != "root" else {}
+
+
+@cache
+def python_of(user: str) -> str:
+    """A Python that the user can run, and that can read Muster. Skips the test if there is none."""
+    for python in (os.path.realpath(sys.executable), "/usr/bin/python3"):
+        call = [python, "-c", f"import sys; open({str(KIT / 'VERSION')!r}); assert sys.version_info >= (3, 10)"]
+        with suppress(OSError):
+            if subprocess.run(call, **ids_of(user), capture_output=True, cwd="/").returncode == 0:
+                return python
+    pytest.skip(f"{user} cannot run a Python or read Muster's directory")
+
+
+def run_as(user: str, program: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Call a script as a user."""
+    env = os.environ | {"HOME": str(cwd), "TMPDIR": str(cwd), "XDG_RUNTIME_DIR": ""}
+    command = [str(KIT / "scripts" / program), "--python", python_of(user), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, **ids_of(user))
+
+
+def planted_run(logs: Path, owner: str) -> tuple[Path, Path]:
+    """A run directory whose run.json names a program as Python. Returns it, and the file that this program writes."""
+    proof = logs / "called"
+    program = logs / "python"
+    program.write_text(f"#!/bin/sh\nid >{proof}\n")
+    program.chmod(0o755)
+    directory = Path(
+        run_directory.create(
+            str(logs), "train", nodes=[RunNode("n1", "", 1, 0)], script="train.py", config=None, cwd="/",
+            python=str(program), command=["train.py"], launcher=os.getpid(),
+        )
+    )  # fmt: skip
+    facts = json.loads((directory / "run.json").read_text())
+    proof.unlink()  # written when create() asked this Python for its version
+    facts["user"] = VICTIM  # what the file says about its owner must not matter
+    (directory / "run.json").write_text(json.dumps(facts))
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    give(directory, owner)
+    return directory, proof
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("user", [VICTIM, "root"])
+def test_the_run_of_another_user_is_refused_and_its_python_is_not_called(shared: Path, program: str, user: str) -> None:
+    directory, proof = planted_run(shared, ATTACKER)
+    done = run_as(user, program, directory, cwd=shared)
+    assert done.returncode == 2
+    assert f"{directory}: belongs to {ATTACKER}, and you are {user}" in done.stderr
+    assert (f"runuser -u {ATTACKER} -- " in done.stderr) == (user == "root")
+    assert not proof.exists() and not (directory / "report.html").exists()
+
+
+@pytest.mark.parametrize(  # a report executes nothing, so it may read a run.json that others can write to
+    ("program", "name"), [*((program, ".") for program in PROGRAMS), *((one, "run.json") for one in PROGRAMS[:2])]
+)
+def test_a_run_that_others_can_write_to_is_refused(shared: Path, program: str, name: str) -> None:
+    directory, proof = planted_run(shared, VICTIM)
+    (directory / name).chmod(0o777)
+    done = run_as(VICTIM, program, directory, cwd=shared)
+    assert done.returncode == 2, done.stderr
+    assert "other users can write to it (mode 777); if you trust its content: chmod go-w" in done.stderr
+    assert not proof.exists()
+
+
+def test_a_run_json_of_another_user_in_an_own_directory_is_refused(shared: Path) -> None:
+    directory, proof = planted_run(shared, VICTIM)
+    os.chown(directory / "run.json", uid(ATTACKER), -1)
+    done = run_as(VICTIM, "status.sh", directory, cwd=shared)
+    assert done.returncode == 2 and f"belongs to {ATTACKER}" in done.stderr
+    assert not proof.exists()
+
+
+def test_the_table_of_all_runs_names_what_it_does_not_show(shared: Path) -> None:
+    (shared / "logs").mkdir(mode=0o755)
+    directory, _ = planted_run(shared / "logs", ATTACKER)
+    done = run_as(VICTIM, "status.sh", "--all", cwd=shared)
+    assert f"not shown: logs/{directory.name}: belongs to {ATTACKER}, and you are {VICTIM}" in done.stdout
+
+
+def test_an_own_run_is_reported_and_a_planted_link_is_replaced(shared: Path) -> None:
+    directory, _ = planted_run(shared, VICTIM)
+    (precious := shared / "precious").write_text("keep")
+    give(precious, VICTIM)
+    (directory / "report.html").symlink_to(precious)
+    give(directory, VICTIM)
+    done = run_as(VICTIM, "report.sh", directory, cwd=shared)
+    assert done.returncode == 0, done.stderr
+    assert precious.read_text() == "keep"
+    assert not (directory / "report.html").is_symlink() and (directory / "report.html").stat().st_size > 1000
+
+
+def test_stop_does_not_wait_for_a_lock_of_another_user(shared: Path) -> None:
+    """The run is one of version 0.1.0, whose run.json others can read and therefore lock."""
+    directory, _ = planted_run(shared, VICTIM)
+    facts = json.loads((directory / "run.json").read_text())
+    facts["launcher"] |= {"pid": 1, "since": 0, "grace": 0}
+    (directory / "run.json").write_text(json.dumps(facts))
+    with open(directory / "run.json") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        command = [python_of(VICTIM), "-c", STOP_SOON, str(directory)]
+        env = os.environ | {"TMPDIR": str(shared)}
+        done = subprocess.run(command, cwd=KIT, env=env, capture_output=True, text=True, timeout=60, **ids_of(VICTIM))
+    assert "another stop.sh is stopping" in done.stderr and "Traceback" not in done.stderr
+    assert stat.S_IMODE((directory / "run.json").stat().st_mode) == 0o600
+
+
+STOP_SOON = f"""
+import sys
+sys.path.insert(0, {str(KIT)!r})
+from distributed.runs import stop
+stop.END_TIMEOUT = stop.KILL_TIMEOUT = stop.CHECK_TIMEOUT = 0.5
+sys.exit(stop.main(["--program", "stop.sh", "--log-dir", "logs", sys.argv[1]]))
+"""
+
+
+@pytest.fixture
+def slurm(shared: Path) -> Callable[..., dict[str, str]]:
+    """A function that makes stubs of SLURM's programs, with a job of a user. Returns the environment with them."""
+
+    def stubs(owner: str, workdir: Path) -> dict[str, str]:
+        (programs := shared / "bin").mkdir()
+        for name, script in {
+            "squeue": f'case "$*" in *%U*) echo {uid(owner)} ;; *) echo "RUNNING None" ;; esac',
+            "scontrol": f'echo "JobId=17 JobName=x JobState=RUNNING ExitCode=0:0 WorkDir={workdir} StdErr=/e StdIn=/i"',
+            "scancel": f'echo "$*" >>{shared}/cancelled',
+        }.items():
+            (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+            (programs / name).chmod(0o755)
+        return {"PATH": f"{programs}:{os.environ['PATH']}"}
+
+    return stubs
+
+
+@pytest.mark.parametrize("program", ["status.sh", "stop.sh"])
+def test_the_slurm_job_of_another_user_is_refused_and_its_directory_is_not_read(
+    shared: Path, slurm: Callable[..., dict[str, str]], program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir := shared / "theirs" / "logs").mkdir(parents=True)
+    directory, proof = planted_run(workdir, ATTACKER)
+    (workdir / "slurm-17").symlink_to(directory.name)
+    monkeypatch.setenv("PATH", slurm(ATTACKER, workdir.parent)["PATH"])
+    done = run_as("root", program, "17", cwd=shared)
+    assert done.returncode == 2 and f"job 17: belongs to {ATTACKER}" in done.stderr
+    assert not proof.exists() and not (shared / "cancelled").exists()
+
+
+@pytest.mark.parametrize("umask", [0, 0o002, 0o077])
+def test_a_run_directory_is_private_whatever_the_umask(shared: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        made = run_directory.create(
+            str(shared / "new" / "logs"), "train", nodes=[RunNode("n1", "", 1, 0)], script="train.py", config=None,
+            cwd="/", python=sys.executable, command=["train.py"],
+        )  # fmt: skip
+    finally:
+        os.umask(before)
+    for path in (Path(made), *Path(made).rglob("*"), Path(made).parent):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_an_existing_run_directory_of_another_user_is_not_used_again(shared: Path) -> None:
+    directory, _ = planted_run(shared, ATTACKER)
+    with pytest.raises(PermissionError, match=f"belongs to {ATTACKER}"):
+        run_directory.create(
+            str(shared), "train", nodes=[RunNode("n1", "", 1, 0)], script="train.py", config=None, cwd="/",
+            python=sys.executable, command=["train.py"], existing=str(directory),
+        )  # fmt: skip
