@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -24,6 +23,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributed.files import read_json, try_lock, write_json
+from distributed.trust import (
+    PRIVATE,
+    checked,
+    make_directories,
+    parse_json,
+    read_bytes,
+    regular_file,
+    writable_by_others,
+)
 
 CACHE = "experiments/base_models"
 TRAINING = "experiments/base_training"  # output directories of the jobs that train base models
@@ -34,6 +42,9 @@ HASH_LENGTH = 12  # hexadecimal digits of the digest that name a base model
 HASH = re.compile(r"[0-9a-f]{12}\Z")
 DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 BLOCK = 1 << 20  # bytes read at once
+ENTRY: Any = {"bytes": range(1 << 63), "sha256": str}  # of a file in the manifest
+
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 Manifest = dict[str, Any]
 
@@ -56,7 +67,8 @@ def manifest_of(directory: str, digest: str, **facts: Any) -> Manifest:
     for name in FILES:
         path = os.path.join(directory, name)
         try:
-            files[name] = {"bytes": os.path.getsize(path), "sha256": sha256(path)}
+            file = os.path.realpath(path)  # a script may write links
+            files[name] = {"bytes": os.path.getsize(file), "sha256": sha256(file)}
         except OSError as error:
             raise BaseModelError(f"{path}: {error.strerror}: a job with mode base_only must write it") from None
     loss = read_json(os.path.join(directory, "base_metrics.json")).get("held_out_loss")
@@ -65,7 +77,7 @@ def manifest_of(directory: str, digest: str, **facts: Any) -> Manifest:
 
 def sha256(path: str) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular_file) as file:
         while block := file.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
@@ -87,16 +99,14 @@ def read_manifest(directory: str) -> Manifest:
     """Read only the manifest of a base model. Raises BaseModelError when it is missing or damaged."""
     path = os.path.join(directory, MANIFEST)
     try:
-        with open(path, "rb") as file:
-            manifest = json.load(file)
-        sizes = [manifest["files"][name]["bytes"] for name in FILES]
-        digests = [manifest["digest"], *(manifest["files"][name]["sha256"] for name in FILES)]
-        valid = all(isinstance(size, int) for size in sizes) and all(map(DIGEST.match, digests))
+        manifest = parse_json(read_bytes(path))
+        entries = [checked(ENTRY, manifest["files"][name]) for name in FILES]
+        valid = all(map(DIGEST.match, [manifest["digest"], *(entry["sha256"] for entry in entries)]))
     except FileNotFoundError:
         raise BaseModelError(f"{directory}: there is no base model") from None
     except OSError as error:
         raise BaseModelError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError):
         valid = False
     if not valid:
         raise BaseModelError(f"{path}: damaged; remove {directory} and train the base model again")
@@ -108,7 +118,7 @@ def check_files(directory: str, manifest: Mapping[str, Any]) -> None:
     for name in FILES:
         path, expected = os.path.join(directory, name), manifest["files"][name]
         try:
-            if (size := os.path.getsize(path)) != expected["bytes"]:
+            if (size := os.lstat(path).st_size) != expected["bytes"]:
                 raise BaseModelError(f"{path}: damaged: it has {size:,} bytes, expected {expected['bytes']:,}")
             if sha256(path) != expected["sha256"]:
                 raise BaseModelError(f"{path}: damaged: its checksum is not the one in {MANIFEST}")
@@ -127,10 +137,13 @@ def size_of(manifest: Mapping[str, Any]) -> int:
 def stage(cache: str, source: str, manifest: Mapping[str, Any]) -> str:
     """Copy a base model's files and a manifest to a new staging directory, and return its path, for publish()."""
     staging = new_staging(cache, manifest["digest"])
+    mode = allowed_mode(cache) & 0o666
     try:
         for name in FILES:
-            shutil.copyfile(os.path.join(source, name), os.path.join(staging, name))
-        write_json(os.path.join(staging, MANIFEST), dict(manifest))
+            path, new = os.path.realpath(os.path.join(source, name)), os.path.join(staging, name)
+            with open(path, "rb", opener=regular_file) as file, open(os.open(new, NEW_FILE, mode), "wb") as copy:
+                shutil.copyfileobj(file, copy, BLOCK)
+        write_json(os.path.join(staging, MANIFEST), dict(manifest), mode)
     except OSError:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -139,10 +152,15 @@ def stage(cache: str, source: str, manifest: Mapping[str, Any]) -> str:
 
 def new_staging(cache: str, digest: str) -> str:
     """Make an empty staging directory in the cache. Its name is not that of a base model."""
-    os.makedirs(cache, exist_ok=True)
+    make_directories(cache)
     path = os.path.join(cache, f"{staging_prefix(digest)}{secrets.token_hex(4)}")
-    os.mkdir(path)  # with the user's umask, unlike mkdtemp
+    os.mkdir(path, allowed_mode(cache))
     return path
+
+
+def allowed_mode(cache: str) -> int:
+    """The permissions that the umask may leave in a cache. Others can write if they can write to the cache itself."""
+    return 0o777 if writable_by_others(os.stat(cache)) else 0o755
 
 
 def staging_prefix(digest: str) -> str:
@@ -209,14 +227,19 @@ def lock(cache: str, digest: str, exclusive: bool, seconds: float = 0.0) -> int 
     """Lock a base model: exclusively to train, copy or remove it, otherwise to use it.
 
     Returns a file descriptor that holds the lock until all its copies are closed; None: another process still has the
-    lock after `seconds`.
+    lock after `seconds`. Users who cannot write to the cache cannot open its locks, so they cannot block it. They may
+    use its base models, and get a descriptor that locks nothing.
     """
-    os.makedirs(cache, exist_ok=True)
+    make_directories(cache)
     path = os.path.join(cache, f".{hash_of(digest)}.lock")
+    is_private = not writable_by_others(os.stat(cache))
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError:  # another user's file: a read-only descriptor is enough for a lock
-        file = os.open(path, os.O_RDONLY)
+        file = regular_file(path, os.O_RDWR | os.O_CREAT, PRIVATE if is_private else 0o666)
+    except PermissionError:
+        return os.memfd_create("lock")
+    facts = os.fstat(file)
+    if is_private and facts.st_mode & 0o077 and facts.st_uid == os.geteuid():  # of an earlier version
+        os.fchmod(file, PRIVATE)
     if try_lock(file, exclusive, seconds):
         return file
     os.close(file)
@@ -251,7 +274,7 @@ def names_of_staging(cache: str) -> list[str]:
 def signature(directory: str) -> list[list[int]]:
     """Return inode, size and times of all files. While they are unchanged, no verification is needed."""
     try:
-        found = [os.stat(os.path.join(directory, name)) for name in (*FILES, MANIFEST)]
+        found = [os.lstat(os.path.join(directory, name)) for name in (*FILES, MANIFEST)]
     except OSError:
         return []
     return [[each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns] for each in found]

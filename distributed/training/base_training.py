@@ -9,6 +9,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from distributed.training import base_model
 from distributed.training.base_model import BaseModelError
 from distributed.training.collectives import Ranks
 from distributed.training.settings import FULL_FINE_TUNING, ConfigError, Settings
+from distributed.trust import SHARED, regular_file
 
 DIRECTORY, DIGEST = "MUSTER_BASE_MODEL", "MUSTER_BASE_MODEL_DIGEST"  # environment variables
 REMEDY = "give --base_model DIR, or run a job list with scripts/jobs/run_two_phase_training.py"
@@ -134,10 +136,13 @@ def write(
         "settings": settings.model_dump(mode="json"), "arguments": dict(job), "digest": os.environ.get(DIGEST) or None,
     }  # fmt: skip
     for name, value in ((METRICS, facts), (LOSSES, losses), (CONFIG, config)):
-        write_json(str(run / name), value)
+        write_json(str(run / name), value, SHARED)
     content = {"model": dict(weights), "model_settings": dict(model), "corpus": facts["corpus"]}
     incomplete = run / f".{WEIGHTS}.incomplete"
-    with incomplete.open("wb") as file:  # given a path, torch.save would write its name into the file
+    incomplete.unlink(missing_ok=True)
+    with open(
+        incomplete, "xb", opener=partial(regular_file, mode=SHARED)
+    ) as file:  # given a path, torch.save would write its name into the file
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())

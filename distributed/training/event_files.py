@@ -16,6 +16,7 @@ from pathlib import Path
 
 from distributed.files import read_json, write_file
 from distributed.metrics import FROM_TENSORBOARD, RESERVED, finite_or_none
+from distributed.trust import regular_file
 
 MOST = 1000  # maximum number of values that are read per scalar
 FILE = re.compile(r"events\.out\.tfevents\.(\d{9,})\.")  # the number is the Unix second of its creation
@@ -28,14 +29,18 @@ def find(top: str, first: float, last: float) -> Iterator[str]:
         below[:] = [name for name in below if name[0] != "." and name != "site-packages"]
         for name in files:
             if (match := FILE.match(name)) and first <= int(match[1]) <= last:
-                yield os.path.join(directory, name)
+                try:
+                    os.close(regular_file(path := os.path.join(directory, name)))
+                except OSError:  # for example a FIFO, which would block
+                    continue
+                yield path
 
 
 def runs(logs: Path) -> Iterator[tuple[Path, str, float, float]]:
     """Run directory, working directory, and start and end in Unix seconds of each run."""
     for path in logs.glob("*/run.json"):
         facts, verdict = read_json(path), path.parent / "verdict.json"
-        with suppress(KeyError, ValueError):
+        with suppress(KeyError, ValueError, OverflowError, OSError):
             started = int(datetime.fromisoformat(str(facts["started"])).timestamp())
             written = [verdict] if verdict.exists() else path.parent.iterdir()
             if not path.parent.is_symlink():
@@ -46,6 +51,8 @@ def runs(logs: Path) -> Iterator[tuple[Path, str, float, float]]:
 def main(arguments: Sequence[str]) -> int:
     run, lines = Path(arguments[0]).resolve(), []
     times = {directory: (cwd, first, last) for directory, cwd, first, last in runs(run.parent)}
+    if run not in times:
+        return 0
     cwd, first, last = times.pop(run)
     if not (run / "verdict.json").exists():
         last = time.time()

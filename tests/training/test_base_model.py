@@ -6,20 +6,23 @@ base model when several claim it. A base model in use is not removed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -127,7 +130,7 @@ DIRECTORY_DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
     (shutil.rmtree, "there is no base model"),
     (as_file, "cannot be read: Not a directory"),
     (lambda path: (path / MANIFEST).unlink(), "there is no base model"),
-    (lambda path: as_directory(path / MANIFEST), "cannot be read: Is a directory"),
+    (lambda path: as_directory(path / MANIFEST), "cannot be read: not a regular file"),
 ]
 DAMAGES = DIRECTORY_DAMAGES + [
     (lambda directory, name=name, change=change: change(directory / name), message)
@@ -264,11 +267,11 @@ def test_a_copy_that_fails_on_a_full_disk_is_removed(
     source = trained(tmp_path / "out")
     known = base_model.manifest_of(source, DIGEST)
 
-    def full(_: str, target: str) -> None:
-        Path(target).write_text("a part")
-        raise OSError(errno.ENOSPC, "No space left on device", target)
+    def full(_: object, copy: IO[bytes], length: int) -> None:
+        copy.write(b"a part")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shutil, "copyfile", full)
+    monkeypatch.setattr(shutil, "copyfileobj", full)
     with pytest.raises(OSError, match="No space left on device"):
         base_model.stage(str(cache), source, known)
     assert list(cache.iterdir()) == []
@@ -533,30 +536,103 @@ def test_one_process_trains_a_base_model_and_prune_keeps_it_while_in_use(tmp_pat
 
 
 @pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
-def test_the_permissions_of_a_base_model_are_those_of_the_umask(mask: int, cache: Path) -> None:
+def test_the_permissions_of_a_base_model_follow_the_umask(mask: int, cache: Path) -> None:
     before = os.umask(mask)
     try:
         directory = published(cache)
     finally:
         os.umask(before)
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o777 & ~mask
-    assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o666 & ~mask}
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o755 & ~mask
+    assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o644 & ~mask}
 
 
-def test_a_base_model_of_another_user_can_be_locked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening the lock file for writing fails. This is simulated, because root may write to any file."""
-    os.close(base_model.lock(str(cache), DIGEST, exclusive=True) or -1)
-    real = os.open
+@pytest.mark.parametrize("mask", [0, 0o002, 0o022])
+def test_nobody_else_can_write_to_a_base_model_whatever_the_umask_is_unless_others_can_write_to_the_cache(
+    mask: int, cache: Path
+) -> None:
+    before = os.umask(mask)
+    try:
+        os.close(base_model.lock(str(cache), DIGEST, exclusive=True) or -1)
+        directory = published(cache)
+        assert not any(path.stat().st_mode & 0o022 for path in (cache.parent, cache, directory, *directory.iterdir()))
+        lock = cache / f".{NAME}.lock"
+        assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+        lock.chmod(0o644)  # as earlier versions created it
+        os.close(base_model.lock(str(cache), DIGEST, exclusive=True) or -1)
+        assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+        shutil.rmtree(cache)
+        cache.mkdir()
+        cache.chmod(0o777)
+        os.close(base_model.lock(str(cache), DIGEST, exclusive=True) or -1)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in published(cache).iterdir()} == {0o666 & ~mask}
+        assert stat.S_IMODE(lock.stat().st_mode) == 0o666 & ~mask
+    finally:
+        os.umask(before)
 
-    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_RDWR:
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return real(path, flags, mode)
 
-    monkeypatch.setattr(os, "open", refuse)
+def use_as_another_user(pipe: Connection, cache: Path) -> None:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    locked = []
+    for path in cache.glob(".*.lock"):
+        with contextlib.suppress(PermissionError):
+            locked.append(os.open(path, os.O_RDONLY))
     file = base_model.lock(str(cache), DIGEST, exclusive=False)
-    assert file is not None
-    os.close(file)
+    found = base_model.verify(str(cache / NAME), DIGEST)["digest"]
+    pipe.send((locked, file is not None, found, Cache(cache.parents[1]).claim(DIGEST)))
+    signal.pause()
+
+
+def test_another_user_can_use_a_base_model_and_cannot_lock_it(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory() as top:  # pytest's directory is private
+        os.chmod(top, 0o755)
+        cache = Path(top, base_model.CACHE)
+        os.close(base_model.lock(str(cache), DIGEST, exclusive=True) or -1)
+        published(cache)
+        receiver, sender = _context.Pipe()
+        other = _context.Process(target=use_as_another_user, args=(sender, cache))
+        other.start()
+        sender.close()
+        try:
+            assert receiver.poll(TIMEOUT)
+            assert receiver.recv() == ([], True, DIGEST, "ready")
+            file = base_model.lock(str(cache), DIGEST, exclusive=True)
+            assert file is not None
+            os.close(file)
+        finally:
+            other.kill()
+            other.join()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
+@pytest.mark.parametrize("name", [base_model.WEIGHTS, base_model.MANIFEST])
+def test_a_base_model_with_a_link_or_a_special_file_is_refused(cache: Path, kind: str, name: str) -> None:
+    directory = published(cache)
+    file = (directory / name).rename(cache / "elsewhere")
+    if kind == "link":
+        (directory / name).symlink_to(file)
+    elif kind == "fifo":
+        os.mkfifo(directory / name)
+    else:
+        (directory / name).mkdir()
+    with pytest.raises(BaseModelError, match=re.escape(str(directory / name))):
+        base_model.verify(str(directory), DIGEST)
+
+
+def test_a_script_may_write_links_and_a_fifo_in_its_output_is_refused(tmp_path: Path, cache: Path) -> None:
+    output = Path(trained(tmp_path / "out"))
+    (output / base_model.WEIGHTS).rename(output / "last.pt")
+    (output / base_model.WEIGHTS).symlink_to("last.pt")
+    manifest = base_model.manifest_of(str(output), DIGEST)
+    base_model.publish(str(cache), DIGEST, base_model.stage(str(cache), str(output), manifest))
+    assert not (cache / NAME / base_model.WEIGHTS).is_symlink()
+    (output / base_model.WEIGHTS).unlink()
+    os.mkfifo(output / base_model.WEIGHTS)
+    with pytest.raises(BaseModelError, match="not a regular file"):
+        base_model.manifest_of(str(output), DIGEST)
 
 
 def test_a_lock_is_released_when_its_process_exits(tmp_path: Path, other: OtherProcess) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from distributed.training import event_files
 from distributed.training.trackers import TrackerMissing, check
 from distributed.training.tracking import Tracker, describe_machine
 
@@ -193,3 +194,12 @@ def test_the_machine_is_described() -> None:
     assert kibibytes
     assert machine["memory_bytes"] == int(kibibytes[1]) * 1024
     assert machine["cpu"]
+
+
+def test_only_regular_event_files_are_read(tmp_path: Path) -> None:
+    """A FIFO would block the report."""
+    names = [f"events.out.tfevents.{1_700_000_000 + number}.n1" for number in range(3)]
+    (tmp_path / names[0]).touch()
+    (tmp_path / names[1]).symlink_to(names[0])
+    os.mkfifo(tmp_path / names[2])
+    assert list(event_files.find(str(tmp_path), 1e9, 2e9)) == [str(tmp_path / names[0])]
