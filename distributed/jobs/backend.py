@@ -80,9 +80,9 @@ class JobServer(Protocol):
         """Remove the server's copy of an output directory."""
         return
 
-    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
-        """Copy the results of an attempt to this machine. Raises OSError."""
-        return
+    async def fetch_results(self, attempt: Attempt, job: Job) -> Sequence[str]:
+        """Copy the results of an attempt to this machine. Returns the names of files left out. Raises OSError."""
+        return ()
 
     async def send_results(self, jobs: Sequence[Job]) -> None:
         """Copy the output directories of jobs that ran elsewhere to the server. Raises NotStarted and OSError."""

@@ -26,6 +26,7 @@ from distributed.jobs.host import AFTER
 from distributed.jobs.job import ALL_GPUS, Job, JobError, JsonFloat, Options, argument_groups, job_of, matching, too_big
 from distributed.jobs.placement import GpuId
 from distributed.training.base_model import HASH
+from distributed.trust import bounded
 
 LARGEST_FILE = 50 * 10**6  # bytes; about 100,000 jobs
 SHOWN = 60  # maximum number of characters of a value in a message
@@ -39,6 +40,9 @@ Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00\n]*$")]
 
 class ConfigError(ValueError):
     """An invalid configuration. The message reports one fault per line, with its remedy; see also raise_faults()."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(bounded(message))
 
 
 def _is_gpu_id(value: Any) -> bool:
@@ -309,7 +313,8 @@ def with_predecessors(jobs: Mapping[int, Job], listed: Sequence[Job]) -> tuple[d
                 several = ", ".join(each.name for each in matches[:5]) + (", ..." if matches[5:] else "")
                 faults.append(f"job {number}: _after={name}: matches {len(matches)} jobs ({several}); give one name")
             else:
-                close = difflib.get_close_matches(name, [each.name for each in listed], n=1)
+                names = [each.name for each in listed] if len(faults) < 20 else []  # a comparison takes time
+                close = difflib.get_close_matches(name, names, n=1)
                 remedy = f"did you mean {close[0]}?" if close else "give a prefix, or a name that --plan shows"
                 faults.append(f"job {number}: _after={name}: no such job in this list; {remedy}")
         resolved[number] = replace(job, options=replace(job.options, after=tuple(dict.fromkeys(after))))
@@ -441,8 +446,7 @@ def _json_hint(error: json.JSONDecodeError) -> str:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"key {twice!r} is given twice in one object; remove one")
     return found
 

@@ -37,6 +37,7 @@ NO_SPACE = ("No space left on device", "Disk quota exceeded")  # errors after wh
 # job is queued again after a NotStarted error of the kind "busy".
 COOLDOWN = 10.0
 GPU_INTERVAL = 10.0  # seconds between queries of GPU memory
+SHOWN = 5  # maximum number of names in a message
 GPU_IN_USE_MIB = 1000  # if more is in use on a GPU without a job of this list, another process uses the GPU
 
 
@@ -569,7 +570,7 @@ class Dispatcher:
             try:
                 if attempt.failure == "cancelled":
                     note = await self._cancellation_result(link.server, attempt)
-                await link.server.fetch_results(attempt, job.job)
+                self._log_left_out(attempt, job.job.output, await link.server.fetch_results(attempt, job.job))
                 if publishes:
                     await self._publish(link.server, job, attempt)
                 break
@@ -587,6 +588,13 @@ class Dispatcher:
             await asyncio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS)) - 1])
         facts = {"job": job.job.id, "attempt": attempt.name, "note": note, "failure": failure, "reason": reason}
         self.post(Event("results_fetched", attempt.server, facts))
+
+    def _log_left_out(self, attempt: Attempt, output: str, names: Sequence[str]) -> None:
+        """Log files that were not copied. names: relative to the output directory."""
+        if names:
+            shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
+            rule = "only files, directories and links inside of it are copied"
+            self._log(f"{attempt.server}: not copied to {output}: {shown}; {rule}")
 
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
         """Return a text for the log: that no process remains, and how much memory of the attempt's GPUs is in use.

@@ -321,12 +321,17 @@ def list_directory(workdir: str, list_id: str) -> str:
     """
     make_directories(os.path.join(workdir, "logs"))
     path = os.path.join(workdir, "logs", "jobs", list_id)
+    make_private(path)
+    return path
+
+
+def make_private(path: str) -> None:
+    """Create a private directory, and those above it. Raises OSError if others own it or can write to it."""
     make_directories(path, PRIVATE_DIRECTORY)
     facts = os.lstat(path)
-    if problem := foreign(path, facts) or ("" if stat.S_ISDIR(facts.st_mode) else f"{path}: not a directory"):
+    if problem := foreign(path, facts) if stat.S_ISDIR(facts.st_mode) else "not a directory":
         raise PermissionError(errno.EACCES, problem.removeprefix(f"{path}: "), path)
     os.chmod(path, PRIVATE_DIRECTORY)  # earlier versions created it with the umask of the user
-    return path
 
 
 def lock_list(directory: str) -> int:

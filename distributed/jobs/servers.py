@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import hashlib
 import io
@@ -45,7 +46,7 @@ from distributed.launch.node_reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOU
 from distributed.terminal import plural
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 from distributed.transport.commands import VANISHED, TransportError, over_ssh, rsync_shell, temporary_directory
-from distributed.trust import read_bytes
+from distributed.trust import PRIVATE_DIRECTORY, place, read_bytes
 
 CONNECT_TIMEOUT = 60.0  # seconds
 LOGIN_TIMEOUT = 50.0  # seconds within which the login shell must start a command
@@ -58,6 +59,9 @@ NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or new
 # Exit codes: ~/ml-customization exists; rsync is missing; a command has failed on the server, see reporting_error().
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC, FAILED = 3, 4, 5
 LOST_CONNECTION = (12, 30, 35, 255)  # exit codes of rsync
+# Options of rsync. Results are received in a new directory without links to directories, see SshServer._receive().
+SENDING = ("--archive", "--sparse")
+RECEIVING = ("--links", "--perms", "--times", "--sparse", "--chmod=Du+rwx,Fu+rw,go-w", f"--exclude={host.OWNER}")
 FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # the standard input of rsync has the paths, ended by NUL
 # The files that jobs/host.py and its supervisors need on a server. The list leaves out distributed/runs/, because
 # usage_sampler.py imports it only to take samples, and supervisors of jobs take none.
@@ -429,7 +433,9 @@ class SshServer(HostServer):
         super().__init__(name, server, context)
         self.shared = False
         self._fetching, self._sending = asyncio.Semaphore(MAX_RSYNCS), asyncio.Semaphore(MAX_RSYNCS)
-        self._to_fetch: list[tuple[list[str], asyncio.Future[None]]] = []  # (directories, outcome) of each attempt
+        # (directories, names of files left out) of each attempt whose results are to be fetched
+        self._to_fetch: list[tuple[list[str], asyncio.Future[list[str]]]] = []
+        self._fetched_partly: set[str] = set()  # output directories of attempts whose results will be fetched again
         self._synced = not context.sync
         self._archive_name, self._archive = kit_archive()
         self._config = Path()  # of ssh
@@ -531,8 +537,8 @@ class SshServer(HostServer):
         elif code:
             raise ssh_error(stderr, code, self.settings.host)
         target = target.removeprefix("~/")
-        options = [*FILES_FROM, "--ignore-missing-args", "--exclude=.git"]
-        arguments = [*options, f"{self.context.cwd}/", f"server:{rsync_literal(target)}/"]
+        options = [*FILES_FROM, *write_through_links(), "--ignore-missing-args", "--exclude=.git"]
+        arguments = [*options, "--", f"{self.context.cwd}/", f"server:{rsync_literal(target)}/"]
         try:
             await self._rsync(arguments, sync_list.file_list(names))
         except OSError as error:
@@ -583,28 +589,31 @@ class SshServer(HostServer):
 
     # ---- results
 
-    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
+    async def fetch_results(self, attempt: Attempt, job: Job) -> Sequence[str]:
         if self.shared:
-            return
+            return ()
         try:
             os.close(host.claim_output(str(self.context.cwd / job.output), job.owner, self.context.script_name))
         except host.HostError as error:
             raise (Unreachable if error.kind == "busy" else OSError)(str(error)) from None
         log = f"logs/jobs/{self.context.list_id}/{attempt.name}"
-        fetched: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        fetched: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
         self._to_fetch.append(([job.output, log], fetched))
         async with self._fetching:
             if not fetched.done():
                 batch, self._to_fetch = self._to_fetch[:MAX_ATTEMPTS_PER_RSYNC], self._to_fetch[MAX_ATTEMPTS_PER_RSYNC:]
                 await self._fetch(batch)
-        await asyncio.shield(fetched)
+        return await asyncio.shield(fetched)
 
-    async def _fetch(self, batch: Sequence[tuple[list[str], asyncio.Future[None]]]) -> None:
+    async def _fetch(self, batch: Sequence[tuple[list[str], asyncio.Future[list[str]]]]) -> None:
         """Copy the results of several attempts with one rsync: one rsync per attempt is too slow for short jobs."""
-        directories = [directory for several, _ in batch for directory in several]
+        if not batch:
+            return
+        self._fetched_partly |= {several[0] for several, _ in batch}
         try:
-            if directories:
-                await self._copy(directories, f"server:{rsync_literal(self.workdir)}/", f"{self.context.cwd}/")
+            staging = self._staging()
+            await self._receive([directory for several, _ in batch for directory in several], staging)
+            left_out = await asyncio.to_thread(self._place, staging, [several for several, _ in batch])
         except (Unreachable, OSError) as error:
             if isinstance(error, OSError) and len(batch) > 1:  # the error may concern only one attempt
                 for each in batch:
@@ -613,8 +622,49 @@ class SshServer(HostServer):
             for _, fetched in batch:
                 fetched.set_exception(error)
         else:
-            for _, fetched in batch:
-                fetched.set_result(None)
+            for (_, fetched), names in zip(batch, left_out, strict=True):
+                fetched.set_result(names)
+            self._fetched_partly -= {several[0] for several, _ in batch}
+            if not self._fetched_partly:  # remove also what the server has sent without a request
+                os.rename(staging, unused := f"{staging}.{os.urandom(4).hex()}")
+                asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, unused, True)
+
+    def _staging(self) -> str:
+        """Create the private directory that receives results, on the disk of the results. Raises OSError.
+
+        An interrupted copy leaves complete files there, which the next one does not copy again.
+        """
+        parent = os.path.realpath(self.context.cwd / "experiments")
+        path = os.path.join(parent, f".muster-{self.context.list_id}-{self.name}")
+        host.make_private(path)
+        return path
+
+    async def _receive(self, directories: Sequence[str], staging: str) -> None:
+        """Copy directories from the server, except files that are unchanged since an earlier copy."""
+        arguments = [*FILES_FROM, f"--compare-dest={self.context.cwd}", "--"]
+        arguments += [f"server:{rsync_literal(self.workdir)}/", f"{staging}/"]
+        await self._rsync(arguments, names_for_rsync(directories), RECEIVING)
+
+    def _place(self, staging: str, batch: Sequence[Sequence[str]]) -> list[list[str]]:
+        """Move the results of attempts to their places. Returns for each attempt what was left out of its output.
+
+        batch: output and log directory of each attempt. The user may have replaced these directories, and those above
+        them, by links. Other links are not followed.
+        """
+        resolved, found = functools.cache(os.path.realpath), []
+        for directories in batch:
+            left_out = []
+            for directory, mask in zip(directories, (0o755, PRIVATE_DIRECTORY), strict=True):
+                source, target = os.path.join(staging, directory), os.path.join(self.context.cwd, directory)
+                above = os.path.dirname(source)
+                if resolved(above) != above or os.path.islink(source):
+                    raise OSError(errno.ELOOP, "the server has replaced it by a link", directory)
+                if os.path.isdir(source):  # otherwise removed while it was copied
+                    target = os.path.join(resolved(os.path.dirname(target)), os.path.basename(target))
+                    target = resolved(target) if os.path.islink(target) else target
+                    left_out.append(place(source, target, mask, keeps_newer=False))
+            found.append(left_out[0] if left_out else [])
+        return found
 
     async def _copy_base(self, digest: str, staging: str) -> dict[str, Any]:
         """Copy a base model to a staging directory on the server. host.py then verifies the copy and renames it."""
@@ -622,7 +672,7 @@ class SshServer(HostServer):
         try:
             async with self._sending:
                 target = f"server:{rsync_literal(self.workdir)}/{rsync_literal(staging)}/"
-                await self._rsync([f"{self.context.cache.path(digest)}/", target])
+                await self._rsync([*write_through_links(), "--", f"{self.context.cache.path(digest)}/", target])
             failed = False
         except OSError as error:
             return {"state": "failed", "reason": str(error)}
@@ -637,16 +687,12 @@ class SshServer(HostServer):
         for job in present:
             await self._call("claim", output=job.output, job=job.owner, script=self.context.script_name)
         async with self._sending:
-            outputs = [job.output for job in present]
-            await self._copy(outputs, f"{self.context.cwd}/", f"server:{rsync_literal(self.workdir)}/")
+            names = names_for_rsync([job.output for job in present])
+            target = f"server:{rsync_literal(self.workdir)}/"
+            await self._rsync([*FILES_FROM, *write_through_links(), "--", f"{self.context.cwd}/", target], names)
 
-    async def _copy(self, directories: Sequence[str], source: str, target: str) -> None:
-        """Copy directories recursively."""
-        names = b"".join(os.fsencode(f"{name}/") + b"\0" for name in directories)
-        await self._rsync([*FILES_FROM, source, target], names)
-
-    async def _rsync(self, arguments: Sequence[str], data: bytes = b"") -> None:
-        options = ["--archive", "--sparse", *write_through_links(), "--protect-args", "--timeout=60"]
+    async def _rsync(self, arguments: Sequence[str], data: bytes = b"", options: Sequence[str] = SENDING) -> None:
+        options = [*options, "--protect-args", "--timeout=60"]
         call = ["rsync", *options, "-e", rsync_shell(self._ssh_to_server()), *arguments]
         code, stderr = await self._run(call, data)
         if code in (0, VANISHED):
@@ -708,6 +754,11 @@ def write_through_links() -> tuple[str, ...]:
     """The options with which rsync writes through a symbolic link to a directory; see transport/rsync_shell.py."""
     known = subprocess.run(["rsync", "--insecure-links", "--version"], stdin=subprocess.DEVNULL, capture_output=True)
     return ("--keep-dirlinks", *(["--insecure-links"] if known.returncode == 0 else []))
+
+
+def names_for_rsync(directories: Sequence[str]) -> bytes:
+    """The standard input of rsync with FILES_FROM, for whole directories."""
+    return b"".join(os.fsencode(f"{name}/") + b"\0" for name in directories)
 
 
 def last_line(text: str) -> str:

@@ -526,16 +526,17 @@ class SlurmServer(JobServer):
 
     # ---- results
 
-    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
+    async def fetch_results(self, attempt: Attempt, job: Job) -> Sequence[str]:
         """Wait up to COMMAND_TIMEOUT until SLURM has ended a cancelled attempt. Copies nothing: files are shared."""
         if attempt.failure != "cancelled":
-            return
+            return ()
         start, element = time.monotonic(), self._element_of(attempt.name, job.output)
         if not element.locate():
-            return
+            return ()
         while self._lost and not self._lost.done() and time.monotonic() < start + COMMAND_TIMEOUT:
             entry = self._queue.entries.get((element.array, element.index))
             if self._queue.called_at > start and (entry is None or entry.ended):
-                return
+                break
             self._queue_requested = True
             await asyncio.sleep(POLL_INTERVAL / 2)
+        return ()

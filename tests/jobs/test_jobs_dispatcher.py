@@ -66,6 +66,7 @@ class SimulatedServer:
         self.requests: list[StartRequest] = []
         self.stops: list[tuple[str, bool]] = []
         self.fetched: list[str] = []
+        self.left_out: list[str] = []  # returned by fetch_results()
         self.sent: list[str] = []
         self.bases: list[str] = []  # digests of requested base models
         self.removed: list[str] = []  # output directories
@@ -155,11 +156,12 @@ class SimulatedServer:
         if self.stops_on_request and attempt in self.running():
             self.end(attempt, 137 if kill else 143, stop_requested=True)
 
-    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
+    async def fetch_results(self, attempt: Attempt, job: Job) -> Sequence[str]:
         self._call()
         if self.fetch_errors:
             raise self.fetch_errors.pop(0)
         self.fetched.append(attempt.name)
+        return self.left_out
 
     async def send_results(self, jobs: Sequence[Job]) -> None:
         self._call()

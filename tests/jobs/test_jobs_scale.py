@@ -106,7 +106,7 @@ class RecordingServer(SshServer):
         self.copied: list[int] = []  # number of attempts in each call of rsync
         self.errors = errors
 
-    async def _rsync(self, arguments: Sequence[str], data: bytes = b"") -> None:
+    async def _rsync(self, arguments: Sequence[str], data: bytes = b"", options: Sequence[str] = ()) -> None:
         names = data.decode().split("\0")
         self.copied.append(sum(name.startswith("logs/") for name in names))
         await asyncio.sleep(0.01)
@@ -115,11 +115,11 @@ class RecordingServer(SshServer):
                 raise error
 
 
-def fetched(server: RecordingServer, count: int) -> list[BaseException | None]:
-    """Fetch the results of `count` attempts at once; return the error of each, or None."""
+def fetched(server: RecordingServer, count: int) -> list[BaseException | Sequence[str]]:
+    """Fetch the results of `count` attempts at once; return the error of each, or the names of files left out."""
     attempts = [Attempt(f"job{number}", 1, "gpu1", [], [], 0.0) for number in range(count)]
 
-    async def fetch_all() -> list[BaseException | None]:
+    async def fetch_all() -> list[BaseException | Sequence[str]]:
         jobs = [Job(each.job, {}, Options(), each.job) for each in attempts]
         return await asyncio.gather(*map(server.fetch_results, attempts, jobs), return_exceptions=True)
 
@@ -128,7 +128,7 @@ def fetched(server: RecordingServer, count: int) -> list[BaseException | None]:
 
 def test_results_of_attempts_that_end_together_are_copied_by_one_rsync(tmp_path: Path) -> None:
     server = RecordingServer(tmp_path, {})
-    assert fetched(server, 250) == [None] * 250
+    assert fetched(server, 250) == [[]] * 250
     assert sum(server.copied) == 250
     assert max(server.copied) <= MAX_ATTEMPTS_PER_RSYNC
     assert len(server.copied) <= MAX_RSYNCS + 3
@@ -137,7 +137,7 @@ def test_results_of_attempts_that_end_together_are_copied_by_one_rsync(tmp_path:
 def test_an_error_of_one_result_does_not_fail_the_rest_of_its_batch(tmp_path: Path) -> None:
     error = OSError("job5: Permission denied")
     found = fetched(RecordingServer(tmp_path, {"job5": error}), 20)
-    assert found == [error if number == 5 else None for number in range(20)]
+    assert found == [error if number == 5 else [] for number in range(20)]
 
 
 def test_a_lost_connection_fails_the_whole_batch(tmp_path: Path) -> None:

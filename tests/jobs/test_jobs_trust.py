@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
@@ -10,7 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from typing import Any
 import pytest
 
 from distributed.files import KIT, user_file
-from distributed.jobs import commands, host, journal, servers
-from distributed.jobs.job import Options, job_of
+from distributed.jobs import commands, config, host, journal, servers
+from distributed.jobs.job import Job, Options, job_of
 from distributed.jobs.journal import Journal, JournalError
-from distributed.jobs.state import job_records
+from distributed.jobs.state import Attempt, job_records
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as a second user")
@@ -223,6 +224,189 @@ def test_a_damaged_job_specification_is_refused(text: str, directory: Path) -> N
     (directory / "order").write_text(text)
     with pytest.raises(ValueError, match=r"order|levels"):
         array_task.read_spec("order")
+
+
+# ---------------------------------------------------------------- results from a server
+
+
+class ServerHere(servers.SshServer):
+    """A server whose commands run on this machine, and whose working directory is `remote`. Its results: `job`."""
+
+    job = Job("j", {}, Options(), "experiments/p/j")
+
+    def __init__(self, cwd: Path, remote: Path) -> None:
+        super().__init__("gpu1", config.Server(host="gpu1"), servers.ListContext("abc", cwd, "job.py"))
+        self.workdir, self.results, self.attempts = str(remote), remote / self.job.output, 0
+        self.log = remote / "logs/jobs/abc"
+
+    def _ssh_to_server(self) -> list[str]:
+        return ["bash", "-c", 'eval "$2"', "--", "gpu1"]
+
+    def end_attempt(self) -> list[str]:
+        """Fetch the results of a new attempt."""
+        self.attempts += 1
+        attempt = Attempt("j", self.attempts, "gpu1", [], [], 0.0)
+        (self.log / attempt.name).mkdir(parents=True)
+        (self.log / attempt.name / "node_gpu1.log").write_text("line")
+        self.results.mkdir(parents=True, exist_ok=True)
+        return list(asyncio.run(self.fetch_results(attempt, self.job)))
+
+
+@pytest.fixture
+def server(directory: Path) -> ServerHere:
+    (directory / "here").mkdir()
+    (directory / "remote").mkdir()
+    (directory / "outside").mkdir()
+    return ServerHere(directory / "here", directory / "remote")
+
+
+@pytest.fixture
+def results(server: ServerHere) -> Path:
+    """The directory here that gets the results."""
+    return server.context.cwd / server.job.output
+
+
+def make_link(path: Path, target: Path | str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_link_of_one_attempt_is_not_followed_by_the_files_of_the_next(
+    inside: bool, server: ServerHere, results: Path, directory: Path
+) -> None:
+    (server.results / "other").mkdir(parents=True)
+    make_link(server.results / "sub", "other" if inside else directory / "outside")
+    assert server.end_attempt() == ([] if inside else ["sub"])
+    assert (results / "sub").is_symlink() == inside
+    (server.results / "sub").unlink()
+    (server.results / "sub").mkdir()
+    (server.results / "sub/file").write_text("x")
+    assert server.end_attempt() == []
+    assert (results / "sub/file").read_text() == "x"
+    assert not list((directory / "outside").iterdir()) + list((results / "other").iterdir())
+
+
+def test_a_link_here_below_the_directory_of_a_job_is_replaced(
+    server: ServerHere, results: Path, directory: Path
+) -> None:
+    make_link(results / "sub", directory / "outside")
+    make_link(results / "file", directory / "outside/file")
+    make_link(results / host.OWNER, results / "owner")
+    (results / host.OWNER).unlink()
+    (results / host.OWNER).touch()
+    (server.results / "sub").mkdir(parents=True)
+    (server.results / "sub/file").write_text("x")
+    (server.results / "file").write_text("y")
+    assert server.end_attempt() == []
+    assert ((results / "sub/file").read_text(), (results / "file").read_text()) == ("x", "y")
+    assert not list((directory / "outside").iterdir())
+
+
+@as_root
+def test_special_files_do_not_arrive_and_permissions_are_cut(server: ServerHere, results: Path) -> None:
+    (server.results / "tools").mkdir(parents=True)
+    os.mkfifo(server.results / "fifo")
+    os.mknod(server.results / "device", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    bind(server.results / "socket")
+    for name, mode in (("setuid", 0o6777), ("unreadable", 0o0), ("tools", 0o1577)):
+        (server.results / name).touch()
+        (server.results / name).chmod(mode)
+    server.end_attempt()
+    assert sorted(path.name for path in results.iterdir()) == [".muster_job", "setuid", "tools", "unreadable"]
+    assert [mode_of(results / name) for name in ("setuid", "tools", "unreadable")] == [0o755, 0o755, 0o600]
+    log = server.context.cwd / "logs/jobs/abc/j.1"
+    assert (mode_of(log), mode_of(log / "node_gpu1.log")) == (0o700, 0o600)
+
+
+@pytest.mark.parametrize("linked", ["experiments", "experiments/p", "experiments/p/j", "logs"])
+def test_links_of_the_user_to_another_disk_are_followed(
+    linked: str, server: ServerHere, mount: Callable[[Path, str], None], tmp_path: Path
+) -> None:
+    mount(tmp_path / "disk", "4m")
+    make_link(server.context.cwd / linked, tmp_path / "disk")
+    (server.results / "sub").mkdir(parents=True)
+    (server.results / "sub/file").write_text("x")
+    make_link(server.results / "newest", "sub/file")
+    assert server.end_attempt() == []
+    assert (server.context.cwd / linked).is_symlink()
+    assert (server.context.cwd / server.job.output / "newest").read_text() == "x"
+    assert (server.context.cwd / "logs/jobs/abc/j.1/node_gpu1.log").read_text() == "line"
+    assert not list(tmp_path.rglob(".muster-abc*")) + list(server.context.cwd.rglob(".muster-abc*"))
+
+
+def test_unchanged_files_are_not_copied_again_and_a_file_that_is_older_there_arrives(
+    server: ServerHere, results: Path
+) -> None:
+    server.results.mkdir(parents=True)
+    for name in ("same", "changed"):
+        (server.results / name).write_text("x" * 1000)
+    server.end_attempt()
+    before = (results / "same").stat().st_ino
+    (server.results / "changed").write_text("y")
+    os.utime(server.results / "changed", (10**9, 10**9))  # the clock of the next server is late
+    server.end_attempt()
+    assert (results / "same").stat().st_ino == before
+    assert (results / "changed").read_text() == "y"
+
+
+def test_an_interrupted_copy_continues_with_the_files_that_are_complete(
+    server: ServerHere, results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.results.mkdir(parents=True)
+    (server.results / "file").write_text("x")
+
+    def cut(*arguments: object) -> list[list[str]]:
+        raise OSError("interrupted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "_place", cut)
+        with pytest.raises(OSError, match="interrupted"):
+            server.end_attempt()
+    (staging,) = (server.context.cwd / "experiments").glob(".muster-*")
+    assert mode_of(staging) == 0o700
+    received = (staging / server.job.output / "file").stat().st_ino
+    server.end_attempt()
+    assert ((results / "file").stat().st_ino, staging.exists()) == (received, False)
+
+
+def test_a_server_that_sends_a_link_in_place_of_a_directory_gets_nothing_moved(
+    server: ServerHere, results: Path, directory: Path
+) -> None:
+    (directory / "outside/p/j").mkdir(parents=True)
+    (directory / "outside/p/j/file").write_text("mine")
+    staging = Path(server._staging())
+    make_link(staging / "experiments", directory / "outside")
+    with pytest.raises(OSError, match="replaced it by a link"):
+        server._place(str(staging), [[server.job.output, "logs/jobs/abc/j.1"]])
+    assert (directory / "outside/p/j/file").exists()
+    assert not (results / "file").exists()
+
+
+def test_what_a_server_sends_without_a_request_is_removed(server: ServerHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    received = server._receive
+
+    async def receive(directories: Sequence[str], staging: str) -> None:
+        await received(directories, staging)
+        Path(staging, "more/of").mkdir(parents=True)
+        Path(staging, "run.json").touch()
+
+    monkeypatch.setattr(server, "_receive", receive)
+    server.end_attempt()
+    assert sorted(path.name for path in server.context.cwd.iterdir()) == ["experiments", "logs"]
+    assert [path.name for path in (server.context.cwd / "experiments").iterdir()] == ["p"]
+
+
+@as_root
+def test_results_are_not_received_in_a_directory_of_another_user(server: ServerHere) -> None:
+    planted = Path(server._staging())
+    os.chown(planted, NOBODY, NOBODY)
+    with pytest.raises(PermissionError, match="belongs to nobody"):
+        server.end_attempt()
+    planted.rmdir()
+    make_link(planted, "/tmp")
+    with pytest.raises(PermissionError, match="not a directory"):
+        server.end_attempt()
 
 
 # ---------------------------------------------------------------- the directory of ssh's sockets

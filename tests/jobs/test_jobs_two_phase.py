@@ -59,10 +59,11 @@ class Server(SimulatedServer):
         self.training_files: tuple[str, ...] = FILES
         self.base_errors: list[Exception] = []  # one per call of ensure_base()
 
-    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
-        await super().fetch_results(attempt, job)
+    async def fetch_results(self, attempt: Attempt, job: Job) -> Sequence[str]:
+        left_out = await super().fetch_results(attempt, job)
         if job.trains:
             write_files(Path(job.output), self.training_files)
+        return left_out
 
     async def start(self, attempt: Attempt, job: Job, needs: Sequence[str]) -> dict[str, Any]:
         found = await super().start(attempt, job, needs)
