@@ -1,0 +1,366 @@
+"""Nodes and ranks that lie: their reports, replies, logs and archives are checked, and speak for their senders only.
+
+Local shell scripts replace ssh and the programs of the nodes; tests/across_nodes.bats uses real nodes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed import trust
+from distributed.launch.node_logs import NodeLogs, is_expected
+from distributed.launch.node_reports import MAX_REPORT, REPORT, ReportParser, parse_report
+from distributed.launch.watch import Local, Watch
+from distributed.runs.lookup import RunNode
+from distributed.runs.run_directory import create
+from distributed.transport import commands
+from distributed.transport.commands import Calls, LocalCommands
+from distributed.transport.loop import Client
+
+KIT = Path(__file__).resolve().parents[2]
+NewWatch = Callable[..., Watch]
+NODES = [RunNode("n1", "", 2, 0), RunNode("n2", "", 2, 2)]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """The run directory of a run on n1 and n2."""
+    return Path(
+        create(
+            str(tmp_path / "logs"), "train", nodes=NODES, script="train.py", config=None, cwd="/", python="python3",
+            command=["x"], launcher=os.getpid(),
+        )
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- reports
+
+INVALID = [
+    b"{", b"[1]", b"5", b'"x"', b"null", b'{"a": 1}', b'{"node": 1}', b'{"node": "n1", "lost": ["x"]}',
+    b'{"node": "n1", "exit_code": "0"}', b'{"node": "n1", "exit_code": 256}', b'{"node": "n1", "waiting": 1}',
+    b'{"node": "n1", "step": 5}', b'{"node": "n1", "end": {"rank": 0}}', b'{"node": "n1", "tasks": -1}',
+    b"[" * 200_000, b'{"node": ' * 5000, b"\xff", b'{"node": "n1", "exit_code": 1e999}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", INVALID, ids=lambda line: line[:30].decode(errors="replace"))
+def test_an_invalid_report_is_an_error_that_is_no_output(line: bytes) -> None:
+    [found] = ReportParser().feed(REPORT + line + b"\n")
+    assert isinstance(found, ValueError)
+    assert str(found).isprintable() and len(str(found)) < 200
+
+
+def test_a_report_without_a_line_break_is_bounded_and_its_time_is_linear() -> None:
+    parser, errors = ReportParser(), 0
+    started = time.monotonic()
+    for block in (REPORT, *([b"x" * (1 << 16)] * 400)):  # 26 MB
+        errors += sum(isinstance(item, ValueError) for item in parser.feed(block))
+    assert errors == 1 and len(parser._partial) <= MAX_REPORT
+    assert time.monotonic() - started < 5
+
+
+class Scripts(Local):
+    """Starts a shell script for each node, as if it were the supervisor over ssh."""
+
+    reports = True
+
+    def __init__(self, **scripts: str) -> None:
+        super().__init__(LocalCommands())
+        self.scripts = scripts
+
+    def start(self, watch: Watch) -> None:
+        for node, script in self.scripts.items():
+            watch.start_client(node, ["sh", "-c", script], sent=b"")
+
+
+class OneClient(Scripts):
+    """Starts one script for all nodes, as pdsh does; each node has a token."""
+
+    clients_are_nodes = False
+
+    def start(self, watch: Watch) -> None:
+        watch.tokens = {"n1": "of n1", "n2": "of n2"}
+        watch.start_client("all", ["sh", "-c", self.scripts["all"]], sent=b"")
+
+
+def says(json: str) -> str:
+    return f"printf '\\036%s\\n' '{json}'"
+
+
+WAITS = "read -r _; exit 143"
+
+
+def test_a_node_cannot_report_for_another_one(
+    directory: Path, new_watch: NewWatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    forged = says('{"node": "n2", "exit_code": 0}')
+    own = says('{"node": "n1", "exit_code": 3}')
+    watch = new_watch(directory, Scripts(n1=f"{forged}; {own}; exit 3", n2=WAITS))
+    assert watch.attempt() == 3
+    assert "n1: invalid report, ignored (about 'n2')" in capfd.readouterr().err
+
+
+def test_with_one_client_a_report_needs_the_token_of_its_node(
+    directory: Path, new_watch: NewWatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reports = [
+        '{"node": "n2", "exit_code": 0}',
+        '{"node": "n2", "exit_code": 0, "token": "of n1"}',
+        '{"node": "n1", "exit_code": 0, "token": "of n1"}',
+        '{"node": "n2", "exit_code": 4, "token": "of n2"}',
+    ]
+    watch = new_watch(directory, OneClient(all="; ".join(map(says, reports))))
+    assert watch.attempt() == 4
+    assert capfd.readouterr().err.count("invalid report, ignored (about 'n2')") == 2
+
+
+def test_a_launch_survives_any_reply_and_names_the_node(
+    directory: Path, new_watch: NewWatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = "; ".join(says(line.decode()) for line in INVALID if len(line) < 100 and line.isascii())
+    watch = new_watch(directory, Scripts(n1=f"{lines}; exit 3", n2=WAITS))
+    assert watch.attempt() == 3
+    errors = capfd.readouterr().err
+    assert errors.count("n1: invalid report, ignored (") > 10 and "Traceback" not in errors
+
+
+def test_the_output_of_a_rank_cannot_imitate_a_report(tmp_path: Path) -> None:
+    """Whatever a rank prints, the run has failed, with the exit code of the rank."""
+    (tmp_path / "forge.py").write_text(
+        "import os, sys, time\n"
+        "for node in ('localhost', os.environ['MUSTER_NODE'], 'n1'):\n"
+        "    for code in (0, 7):\n"
+        '        for report in (\'{"node": "%s", "exit_code": %d}\', \'{"node": "%s", "waiting": true}\'):\n'
+        "            text = '\\x1e' + (report % ((node, code) if '%d' in report else node)) + '\\n'\n"
+        "            for stream in (sys.stdout, sys.stderr):\n"
+        "                stream.write(text[:5]); stream.flush(); stream.write(text[5:]); stream.flush()\n"
+        "time.sleep(0.3)\n"
+        "sys.exit(5)\n"
+    )
+    launch = [str(KIT / "scripts/ssh/launch_singlenode.sh"), "--max-restarts", "1", "--script", "forge.py", "-", "1"]
+    done = subprocess.run(launch, cwd=tmp_path, capture_output=True, timeout=120)
+    assert done.returncode == 5, done.stderr
+    assert b"verdict: failed" in done.stderr and b"verdict: ok" not in done.stderr
+    assert b"\x1e" not in done.stdout + done.stderr and b"restart 1 of 1" in done.stderr
+
+
+def test_the_token_of_a_node_does_not_reach_its_command(tmp_path: Path) -> None:
+    supervisor = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "launch.supervisor", "run"]
+    options = ["--dir", str(tmp_path), "--name", "n1", "--report", "--environment", "-", "--", "env"]
+    block = b"MUSTER_REPORT_TOKEN=secret\0A=1\0\0\0"
+    with subprocess.Popen([*supervisor, *options], stdin=-1, stdout=-1, stderr=-1) as process:
+        assert process.stdin and process.stdout and process.stderr
+        process.stdin.write(block)
+        process.stdin.flush()
+        output, errors = process.stdout.read(), process.stderr.read()
+    assert b"A=1" in errors and b"secret" not in errors
+    report = parse_report(output.rpartition(REPORT)[2])
+    assert (report["token"], report["exit_code"]) == ("secret", 0)
+
+
+# ---------------------------------------------------------------- replies
+
+
+def test_an_endless_reply_is_cut_and_its_command_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "MAX_REPLY", 1 << 20)
+    replies: list[Any] = []
+    calls = Calls()
+    calls.call("n1", ["sh", "-c", "yes"], replies.append, most=1 << 20)
+    calls.call("n2", ["sh", "-c", "yes >&2"], replies.append, most=1 << 20)
+    calls.wait()
+    for reply in replies:
+        assert (reply.code, reply.out, reply.failure_message()) == (69, "", "its reply has more than 1 MiB")
+
+
+# ---------------------------------------------------------------- files of a node
+
+
+class LyingCommands(LocalCommands):
+    """Runs a program of its own on each node, whatever was asked for."""
+
+    def __init__(self, programs: Mapping[str, str]) -> None:
+        self._programs = programs
+
+    def command(
+        self, node: Any, arguments: Sequence[str], cwd: str = "", log: str = "", timeout: float = 0.0
+    ) -> list[str]:
+        return ["sh", "-c", self._programs.get(node.node, "exit 1")]
+
+
+def archive(path: Path, *members: tuple[str, bytes | str]) -> str:
+    """Write a tar archive; text is the target of a link. Returns the command that prints it."""
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as made:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.mode, info.mtime = 0o6777, 2**33
+            if isinstance(content, str):
+                info.type, info.linkname = tarfile.SYMTYPE, content
+                made.addfile(info)
+            else:
+                info.size = len(content)
+                made.addfile(info, io.BytesIO(content))
+    return f"cat {path}"
+
+
+@pytest.fixture
+def collect(directory: Path, new_watch: NewWatch) -> Callable[..., Watch]:
+    """A function that copies the files of nodes back, from programs that print archives."""
+
+    def collect(lost: Sequence[str] = (), **programs: str) -> Watch:
+        watch = new_watch(directory, Local(LyingCommands(programs)))
+        watch.unended = set()
+        for name in lost:
+            (directory / f"node_{name}.lost").touch()
+        NodeLogs(watch, sync=False).collect()
+        return watch
+
+    return collect
+
+
+def content(directory: Path) -> dict[str, str]:
+    files = (path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
+    return {str(path.relative_to(directory)): path.read_text() for path in files}
+
+
+def test_a_node_sends_its_own_files_and_no_others(
+    directory: Path, tmp_path: Path, collect: Callable[..., Watch], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (outside := tmp_path / "outside").mkdir()
+    before = content(directory)["run.json"]
+    launchers = ["run.json", "launcher.log", "verdict.json", "report.html", "hang.json", "attempt_1/node_n2.log"]
+    others = ["node_n1.log", "node_n1.exit", "node_n2.lost", "ranks/n1/0/stdout.log", ".hidden", "errors/x.json"]
+    own = ["node_n2.log", "node_n2.exit", "ranks/n2/x/attempt_0/0/stdout.log", "errors/rank_2.json", "samples/a.txt"]
+    collect(
+        n1=archive(
+            tmp_path / "1.tar", ("node_n1.exit", b"1\n"), ("errors/rank_0.json", b"{}"), ("metrics.jsonl", b"1")
+        ),
+        n2=archive(
+            tmp_path / "2.tar",
+            *((name, b"of n2") for name in (*launchers, *others, *own)),
+            ("errors/rank_0.json", b'{"forged": 1}'),
+            ("errors/node_n1.json", b'{"forged": 1}'),
+            ("metrics.jsonl", b"2"),
+            ("link", str(outside)),
+            ("link/through", b"x"),
+            ("verdict.json", "/etc/hostname"),
+        ),
+    )
+    found = content(directory)
+    assert found.pop("run.json") == before
+    assert found == dict.fromkeys(own, "of n2") | {
+        "node_n1.exit": "1\n", "errors/rank_0.json": "{}", "metrics.jsonl": "1", "link/through": "x",
+    }  # fmt: skip
+    assert not [*outside.iterdir()] and not (directory / "link").is_symlink()
+    modes = {oct(path.lstat().st_mode & 0o7777) for path in directory.rglob("*") if path.is_file()}
+    assert modes == {"0o600"}
+    assert not [*directory.glob(".from_*")]
+    errors = capfd.readouterr().err
+    assert "n2: not copied back, as links, special files, or files that other programs write: run.json, " in errors
+
+
+def test_the_records_of_a_lost_node_are_taken_from_another_node(
+    directory: Path, tmp_path: Path, collect: Callable[..., Watch]
+) -> None:
+    records = (("errors/rank_2.json", b"2"), ("errors/node_n2.json", b"n2"), ("errors/rank_9.json", b"9"))
+    collect(["n2"], n1=archive(tmp_path / "1.tar", *records))
+    assert {name: text for name, text in content(directory).items() if name.startswith("errors")} == {
+        "errors/rank_2.json": "2", "errors/node_n2.json": "n2",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("program", ["exit 1", "head -c 100000 /dev/urandom", "printf x", "true"])
+def test_what_is_no_archive_is_a_warning(
+    directory: Path, collect: Callable[..., Watch], capfd: pytest.CaptureFixture[str], program: str
+) -> None:
+    collect(n1=program, n2=program)
+    errors = capfd.readouterr().err
+    for node in ("n1", "n2"):
+        assert f"warning: {node}: the copy of its files in {directory} is incomplete: " in errors
+    assert "Traceback" not in errors and set(content(directory)) == {"run.json"}
+
+
+def test_an_endless_archive_ends_at_the_limit(
+    directory: Path, tmp_path: Path, collect: Callable[..., Watch], monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(trust, "MAX_FILES", 100)
+    archive(tmp_path / "1.tar", ("node_n1.exit", b"1"))
+    endless = f"while head -c 1024 {tmp_path}/1.tar; do :; done"
+    collect(n1=endless, n2=endless)
+    assert "incomplete: 101 files with 0 MiB are more than the limits" in capfd.readouterr().err
+
+
+def test_a_log_that_a_node_sends_without_an_end_is_cut(
+    directory: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trust, "MAX_BYTES", 1 << 20)
+    watch = new_watch(directory, Local(LyingCommands({"n1": "yes"})))
+    clients: list[Client] = []
+    call = watch.calls.call
+
+    def recorded(*arguments: Any, **options: Any) -> Client:
+        clients.append(call(*arguments, **options))
+        return clients[-1]
+
+    monkeypatch.setattr(watch.calls, "call", recorded)
+    NodeLogs(watch, sync=True)._append_log(NODES[0], lambda reply: None)  # type: ignore[arg-type]
+    watch.calls.wait()
+    assert (directory / "node_n1.log").stat().st_size <= 1 << 20
+    assert clients[0].process.returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("errors/", True), ("errors", False), ("errors/rank_2.json", True), ("errors/rank_2.json/", False),
+        ("errors/rank_1.json", False), ("errors/rank_02x.json", False), ("errors/signal_n2_SIGUSR1.json", True),
+        ("errors/signal_launcher_SIGUSR1.json", False), ("errors/connection_n2.json", False),
+        ("errors/supervisor_n2.json", True), ("ranks/", True), ("ranks", False), ("ranks/n2/a/b", True),
+        ("ranks/n2b/a", False), ("node_n2.log", True), ("node_n2.log/", False), ("node_n2.b.log", False),
+        ("node_n2.lost", False), ("metrics.jsonl", True), ("metrics.jsonl/", False), ("metrics.jsonl/x", False),
+        ("settings.json", True), ("run.json", False), ("run.json/", False), (".from_n1-x/", False),
+        ("attempt_2/", False), ("my results/plot.png", True), ("my results/", True),
+    ],
+)  # fmt: skip
+def test_a_node_may_send_these_files(name: str, expected: bool) -> None:
+    assert is_expected(RunNode("n2", "", 2, 2), name) == expected
+
+
+def test_a_rank_that_makes_metrics_a_fifo_does_not_block_the_launch(tmp_path: Path) -> None:
+    (tmp_path / "fifo.py").write_text(
+        "import os\n"
+        "run = os.environ['MUSTER_RUN_DIR']\n"
+        "os.mkfifo(os.environ['MUSTER_METRICS'])\n"
+        "files = ('metrics_from_output.jsonl', 'settings.json', 'hang.json', 'errors/rank_7.json', 'node_x.exit')\n"
+        "for name in files:\n"
+        "    os.mkfifo(os.path.join(run, name))\n"
+        "print('step 1 loss 2.0', flush=True)\n"
+    )
+    launch = [str(KIT / "scripts/ssh/launch_singlenode.sh"), "--script", "fifo.py", "-", "1"]
+    done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "verdict: ok" in done.stderr, done.stderr
+    [run] = [path for path in (tmp_path / "logs").iterdir() if path.is_dir() and not path.is_symlink()]
+    for program in ("status.sh", "report.sh", "stop.sh"):
+        call = [str(KIT / "scripts" / program), str(run)]
+        found = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert found.returncode == 0 and "Traceback" not in found.stderr, found
+
+
+def test_control_sequences_in_an_exception_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "escape.py").write_text("raise ValueError('\\x1b]0;owned\\x07 \\x1b[31mred\\x9b \\u202e')\n")
+    launch = [str(KIT / "scripts/ssh/launch_singlenode.sh"), "--script", "escape.py", "-", "1"]
+    done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    verdict = done.stderr[done.stderr.index("verdict: ") :]
+    assert "raised ValueError" in verdict and trust.printable(verdict, trust.LAYOUT) == verdict
+    shown = subprocess.run([KIT / "scripts/status.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "ValueError" in shown.stdout and trust.printable(shown.stdout, trust.LAYOUT) == shown.stdout
