@@ -18,12 +18,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from distributed.trust import bounded
+
 MAX_NODES = 250_000  # names in one list: a typing error must not fill the memory
 MAX_SLOTS = 1024  # processes on one node: a larger number is probably an ssh port
 LARGEST_HOSTFILE = 10**7  # characters: enough for MAX_NODES lines
+LONGEST_NAME = 255  # characters of a name, without its numbers in brackets
+MAX_BRACKETS = 10  # in a name
 SHOWN = 80  # characters of a long item in a message
 
-_ITEM = re.compile(r"(?:\[[^]]*\]|[^,])+")  # a comma inside brackets does not end it
+# A comma inside brackets does not end it. An open bracket without its end takes the rest: no character is read twice.
+_ITEM = re.compile(r"(?:\[[^]]*(?:\]|\Z)|[^,])+")
 _BRACKET = re.compile(r"\[([^][]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
@@ -36,6 +41,9 @@ T = TypeVar("T")
 
 class NodeListError(ValueError):
     """A node list is invalid; the message names the item and the remedy."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(bounded(message))
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ def exclude(nodes: Iterable[Node], hostlist: str) -> list[Node]:
         raise NodeListError(f"{unknown[0]} cannot be excluded: it is not one of {compact(nodes)}; check the name")
     remaining = [node for node in nodes if node.name not in unwanted]
     if not remaining:
-        raise NodeListError(f"no node remains without {hostlist!r}; exclude fewer nodes")
+        raise NodeListError(f"no node remains without {_shortened(hostlist)}; exclude fewer nodes")
     return remaining
 
 
@@ -143,7 +151,7 @@ def tasks_per_node(counts: str) -> list[int]:
     for count in counts.split(","):
         match = _TASKS.fullmatch(count)
         if not match:
-            raise NodeListError(f"{count!r} is not a number of tasks: write it as in 2(x3),1")
+            raise NodeListError(f"{_shortened(count)} is not a number of tasks: write it as in 2(x3),1")
         times = int(match[2] or 1)
         _refuse_too_many(len(tasks) + times)
         tasks += [int(match[1])] * times
@@ -176,10 +184,11 @@ def _hostfile_line(fields: list[str]) -> list[Node]:
     nodes = [replace(node, spare=spare) for _, some in _each_item(fields[0], _nodes) for node in some]
     if len(fields) == 1:
         return nodes
+    line = _shortened(" ".join(fields))
     if len(fields) > 2 or not fields[1].startswith("slots="):
-        raise NodeListError(f"{' '.join(fields)!r}: this line is not understood: write it as in node1 slots=4")
+        raise NodeListError(f"{line}: this line is not understood: write it as in node1 slots=4")
     if any(node.slots for node in nodes):
-        raise NodeListError(f"{' '.join(fields)!r}: the number of processes is given twice: leave one out")
+        raise NodeListError(f"{line}: the number of processes is given twice: leave one out")
     slots = _slots(fields[1].removeprefix("slots="))
     return [replace(node, slots=slots) for node in nodes]
 
@@ -214,7 +223,7 @@ def _nodes(item: str) -> list[Node]:
     if "@" in item:
         user, _, names = item.partition("@")
         if not _USER.fullmatch(user):
-            raise NodeListError(f"{user!r} is not a user name: write it as in user@node1")
+            raise NodeListError(f"{_shortened(user)} is not a user name: write it as in user@node1")
     if ":" in names.rpartition("]")[2]:
         names, _, number = names.partition(":")
         slots = _slots(number)
@@ -224,7 +233,7 @@ def _nodes(item: str) -> list[Node]:
 def _slots(number: str) -> int:
     if not re.fullmatch("[1-9][0-9]{0,3}", number) or int(number) > MAX_SLOTS:
         raise NodeListError(
-            f"{number!r} is not a number of processes: write 1 to {MAX_SLOTS}, as in node1:4 "
+            f"{_shortened(number)} is not a number of processes: write 1 to {MAX_SLOTS}, as in node1:4 "
             "(an ssh port belongs in ~/.ssh/config)"
         )
     return int(number)
@@ -242,6 +251,10 @@ def _names(item: str) -> list[str]:
     if wrong := _NOT_IN_A_NAME.search("".join(parts[::2])):
         problem = "its brackets do not match" if wrong[0] in "[]" else f"{wrong[0]!r} is not allowed in a host name"
         raise NodeListError(f"{problem}: write it as in node1 or node[1-8,10]")
+    if sum(map(len, parts[::2])) > LONGEST_NAME or len(parts) // 2 > MAX_BRACKETS:
+        raise NodeListError(
+            f"a name has at most {LONGEST_NAME} characters and {MAX_BRACKETS} brackets: write shorter names"
+        )
     numbers = [_numbers(content) for content in parts[1::2]]
     _refuse_too_many(math.prod(map(len, numbers)))
     if not numbers:
@@ -257,7 +270,7 @@ def _numbers(content: str) -> list[str]:
     for piece in content.split(","):
         match = _RANGE.fullmatch(piece)
         if not match:
-            raise NodeListError(f"{piece!r} is not a range of numbers: write it as in node[1-8,10]")
+            raise NodeListError(f"{_shortened(piece)} is not a range of numbers: write it as in node[1-8,10]")
         low, high = match[1], match[2] or match[1]
         if int(low) > int(high):
             raise NodeListError(f"the range {piece} runs backwards: write {high}-{low}")

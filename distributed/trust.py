@@ -31,7 +31,6 @@ LAYOUT = "\n\t"  # characters that printable() may keep
 MAX_TEXT = 64 << 20  # bytes of a JSON value or of a file that is read whole
 MAX_DEPTH = 40  # of nested JSON, and of directories
 LARGEST = 1 << 63  # numbers are smaller
-SHOWN = 200  # characters of a value in a message
 MAX_LINES, LONGEST_LINE = 30, 1000  # of a message
 MAX_FILES = 200_000  # of one archive
 MAX_BYTES = 64 << 30  # of one archive, or of one log of a node
@@ -239,18 +238,18 @@ def _checked_fields(kind: Any, value: dict[str, Any], name: str) -> Any:
 _kinds: dict[Any, dict[str, Any]] = {}  # dataclass -> the kinds of its fields
 
 
-def shown(value: object) -> str:
-    """A representation of a value for messages, of at most SHOWN characters."""
+def shown(value: object, length: int = 60) -> str:
+    """A representation of a value for messages, of at most `length` characters."""
     import reprlib
 
     brief = reprlib.Repr()
-    brief.maxlevel, brief.maxstring, brief.maxother, brief.maxlong = 2, SHOWN, SHOWN, SHOWN
+    brief.maxlevel, brief.maxstring, brief.maxother, brief.maxlong = 3, length, length, length
     text = printable(brief.repr(value))
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def bounded(message: str) -> str:
-    """A message about a file or a call of any size: at most MAX_LINES lines, with at most LONGEST_LINE characters each."""
+    """A message with at most MAX_LINES lines, with at most LONGEST_LINE characters each, and no control characters."""
     lines = message.split("\n")
     if len(lines) > MAX_LINES:
         lines[MAX_LINES - 1 :] = ["and more"]

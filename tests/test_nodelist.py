@@ -11,7 +11,7 @@ import os
 import random
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -147,7 +147,7 @@ def test_slurms_tasks_per_node_are_expanded(counts: str, tasks: list[int]) -> No
         ("2,x", "'x' is not a number of tasks"),
         ("-1", "'-1' is not a number of tasks"),
         ("1(x9999999)", "more than 250,000 names"),
-        ("1(x" + "9" * 5000, "is not a number of tasks"),
+        ("1(x" + "9" * 5000, "...' is not a number of tasks"),
     ],
 )
 def test_invalid_tasks_per_node_are_refused(counts: str, message: str) -> None:
@@ -441,3 +441,20 @@ def test_missing_nodes_a_huge_hostfile_and_two_sources_of_nodes_are_each_refused
     with pytest.raises(NodeListError) as error:
         requested(arguments, hostfile, None)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "node[1-999999999]", "[" * 300_000, "[a" * 300_000, "a" + "[1-250000]" * 2000, "x" * 200_000 + "[1-250000]",
+        "a" + "[1]" * 200_000, "1a" * 60_000, "," * 300_000, "x" * 300_000 + "$", "a:" + "9" * 300_000,
+        "n[" + "1," * 300_000 + "1]", "a,\x1b[31m" + "x" * 300_000,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("read", [parse, expand, lambda text: parse_hostfile(f"{text} slots=4")])
+@pytest.mark.timeout(10)
+def test_a_list_of_any_size_is_refused_at_once_with_a_short_message(read: Callable[[str], object], text: str) -> None:
+    with pytest.raises(NodeListError) as refused:
+        read(text)
+    assert len(str(refused.value)) < 500
+    assert str(refused.value).isprintable()

@@ -14,22 +14,21 @@ as JSON values; null and false mean that the argument is not given. Standard lib
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distributed.files import KIT
 from distributed.training.topics import DOMAINS
+from distributed.trust import shown
 
 DEFAULT_PARTICIPANTS = DOMAINS  # for train.py: groups of topics in Python's language reference
 LONGEST = 200  # maximum bytes of a name in a path; file systems allow 255, and fold<N>_ may precede the name
 SHOWN = 20  # names in a message
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
-short = _REPR.repr  # the repr of a value, at most a few hundred characters
+short = functools.partial(shown, length=200)  # a value in a message
 
 
 def default_participants(script: str) -> Sequence[str] | None:
@@ -59,14 +58,17 @@ def participant_of(settings: Mapping[str, Any], default: Sequence[str] | None) -
     if listed is None or (chosen is None and fold is None):
         return chosen
     if chosen is not None and chosen not in listed:
-        raise ValueError(f"participant: expected one of the participants, got {chosen!r}; {nearest(chosen, listed)}")
+        raise ValueError(
+            f"participant: expected one of the participants, got {short(chosen)}; {nearest(chosen, listed)}"
+        )
     if fold is None:
         return chosen
     if fold >= len(listed):
         raise ValueError(f"fold: out of range for {len(listed)} participants: got {fold}; give 0 to {len(listed) - 1}")
     if chosen not in (None, listed[fold]):
         raise ValueError(
-            f"participant: contradicts fold {fold}, which is {listed[fold]!r}: got {chosen!r}; set only one of them"
+            f"participant: contradicts fold {fold}, which is {short(listed[fold])}: got {short(chosen)}; "
+            "set only one of them"
         )
     return listed[fold]
 

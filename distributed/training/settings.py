@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
+import itertools
 import math
 import re
 import sys
@@ -28,11 +29,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from distributed.files import version
 from distributed.training.fold import DEFAULT_PARTICIPANTS, output_directory, participant_of, participants_in, short
+from distributed.trust import MAX_LINES, bounded
 
 DIGITS = 100  # limit for an integer; Python refuses to convert more than 4,300
 # Raised by PyYAML for `!!int x`, `!!bool x`, `!!timestamp x`.
 CONVERSION_ERRORS = (ValueError, LookupError, AttributeError, TypeError)
 LARGEST_FILE = 10**6  # bytes; --config may name a checkpoint by mistake
+MOST_VALUES = 20_000  # in a file, where each alias counts as a copy of what it refers to
 NOTHING: Mapping[str, Any] = {}
 NO_FILE = "settings"  # used in messages in place of a file name if there is no --config
 BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH = "base_only", "full_fine_tuning", "from_scratch"  # values of data.mode
@@ -41,6 +44,9 @@ TWO_PHASES = (BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH)
 
 class ConfigError(ValueError):
     """The settings are wrong; each line of the message is one fault."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(bounded(message))
 
 
 # ---------------------------------------------------------------- the settings
@@ -354,7 +360,23 @@ def target_windows(settings: Settings, size: int) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 3e-4 is a number, 2026-11-21 is a string, and a duplicate key is an error."""
+    """YAML in which 3e-4 is a number, 2026-11-21 is a string, and a duplicate key is an error.
+
+    A small file whose aliases refer to lists of aliases, or to themselves, can stand for any number of values.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        root = super().get_single_node()
+        count, unvisited = 0, [root] if root else []
+        while unvisited:
+            node = unvisited.pop()
+            if (count := count + 1) + len(unvisited) > MOST_VALUES:
+                raise yaml.MarkedYAMLError(problem=f"more than {MOST_VALUES:,} values", problem_mark=node.start_mark)
+            if isinstance(node, yaml.SequenceNode):
+                unvisited += node.value
+            elif isinstance(node, yaml.MappingNode):
+                unvisited += (part for pair in node.value for part in pair)
+        return root
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -406,7 +428,8 @@ def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, str(path or NO_FILE), origins))) from None
+        lines = itertools.islice(_explain(error, str(path or NO_FILE), origins), MAX_LINES + 1)
+        raise ConfigError("\n".join(lines)) from None
     if participant not in (None, settings.data.participant):
         other = settings.data.participant
         raise ConfigError(f"data.participant={other}: contradicts --fold or --participant ({participant}); give one")

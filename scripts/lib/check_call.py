@@ -236,6 +236,7 @@ def check_settings(config: str, arguments: list[str], ranks: int, ranks_are_loca
     from distributed.checkpoint.directory import CheckpointError, list_checkpoints
     from distributed.training import trackers
     from distributed.training.settings import ConfigError, for_ranks, holds_settings, parser
+    from distributed.trust import bounded
 
     if {"--help", "-h", "--version"} & set(arguments):  # train.py prints only the help or its version
         return
@@ -255,7 +256,7 @@ def check_settings(config: str, arguments: list[str], ranks: int, ranks_are_loca
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
     except (ConfigError, CheckpointError) as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{bounded(str(error))}\n")
         try:
             is_other_file = not holds_settings(options.config)
         except ConfigError:
@@ -296,8 +297,10 @@ def main() -> None:
             print_master(options.master, options.node_rank)
         print("ok")
     except CheckFailed as error:
+        from distributed.trust import bounded
+
         kind, message = error.args
-        print(kind, " ".join(message.splitlines()))
+        print(kind, " ".join(bounded(message).splitlines()))
 
 
 if __name__ == "__main__":

@@ -455,3 +455,29 @@ def test_directories_collide_if_equal_or_nested(outputs: list[str]) -> None:
         for other in outputs[:number]
     )
     assert (not list(collisions(jobs))) == disjoint
+
+
+def read_jobs_in_a_list(path: Path) -> list[Job]:
+    path.write_text(f"[{path.read_text()}, {path.read_text()}]")
+    return read_jobs(path)
+
+
+OVERSIZED = {
+    "a long key": {"k" * 300_000: 1},
+    "many keys": dict.fromkeys(map(str, range(20_000)), 1),
+    "a long value": {"servers": [{"host": "a", "port": "9" * 300_000}]},
+    "deep lists": {"servers": [{"host": json.loads("[" * 500 + "]" * 500)}]},
+    "a key that is given twice, after many others": "{{{}}}".format(
+        ", ".join(f'"{k}": 1' for k in [*range(60_000), 0])
+    ),
+    "a long key that is given twice": '{{"{}": 1, "{}": 1}}'.format("k" * 300_000, "k" * 300_000),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("tree", OVERSIZED.values(), ids=OVERSIZED)
+@pytest.mark.parametrize("read", [read_cluster, read_jobs, read_jobs_in_a_list])
+def test_a_file_of_any_size_is_refused_with_a_short_message(tmp_path: Path, read: Any, tree: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(write_json(tmp_path, tree))
+    assert len(str(refused.value)) < 20_000
