@@ -7,7 +7,6 @@ short commands on many nodes at the same time, and collects their replies.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import resource
@@ -360,14 +359,13 @@ def temporary_directory(warn: Callable[[str], None]) -> str:
     for name, base in candidates.items():
         if not base.startswith("/") or re.search(r"\s", base) or len(os.fsencode(base)) > MAX_PATH:
             continue
+        subject = name if name == base else f"{name}='{base}'"
         try:
-            if problem := foreign_ancestor(
-                base
-            ):  # its owner could replace the directory, which has a configuration of ssh
-                raise OSError(errno.EPERM, problem)
+            if problem := foreign_ancestor(base):  # who can replace the configuration of ssh can run commands
+                faults.append(f"{subject}: not safe ({problem})")
+                continue
             made = try_temporary_directory(base)
         except OSError as error:
-            subject = name if name == base else f"{name}='{base}'"
             faults.append(f"{subject}: cannot create files there ({error.strerror})")
             continue
         if faults:

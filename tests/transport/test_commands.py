@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -144,6 +145,26 @@ def test_the_directory_of_xdg_runtime_dir_is_used(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/dev/shm")
     os.rmdir(made := temporary_directory(print))
     assert made.startswith("/dev/shm/muster-")
+
+
+@pytest.mark.parametrize("kind", ["another user owns a directory above it", "others can write to it"])
+def test_a_directory_that_another_user_could_replace_is_not_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner of a parent directory could rename the directory, and put in one with a configuration of ssh."""
+    above = tempfile.mkdtemp(prefix="t", dir="/tmp")
+    os.mkdir(base := f"{above}/a")
+    if kind.startswith("others"):
+        os.chmod(base, 0o777)
+    elif os.geteuid():
+        pytest.skip("only root can give a directory to another user")
+    else:
+        os.chown(above, 65534, -1)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+    messages: list[str] = []
+    os.rmdir(made := temporary_directory(messages.append))
+    assert made.startswith("/tmp/muster-") and os.listdir(base) == []
+    assert messages[0].startswith(f"warning: XDG_RUNTIME_DIR='{base}': not safe ({above}")
+    os.rmdir(base)
+    os.rmdir(above)
 
 
 PROGRAM = f"""
