@@ -89,12 +89,12 @@ def foreign_ancestor(directory: str) -> str:
     Other users may create files in a directory if it has the sticky bit, as /tmp has.
     """
     path = os.path.realpath(directory)
+    with open("/proc/self/uid_map") as file:  # in a container, nobody stands for users that its namespace does not have
+        owners = (0,) if file.read().split()[-1] == "4294967295" else (0, 65534)
     while True:
         facts = os.stat(path)
-        if facts.st_mode & stat.S_ISVTX and facts.st_uid in (0, os.geteuid()):
-            problem = ""
-        else:
-            problem = foreign(path, facts, owners=(0,))
+        is_sticky = facts.st_mode & stat.S_ISVTX and facts.st_uid in (*owners, os.geteuid())
+        problem = "" if is_sticky else foreign(path, facts, owners)
         if problem or path == "/":
             return problem.partition("; ")[0]
         path = os.path.dirname(path)
@@ -112,7 +112,12 @@ def make_directories(path: str | os.PathLike[str], mode: int = 0o755) -> None:
             os.mkdir(path, mode)
         except FileExistsError:
             if not os.path.isdir(path):
-                raise
+                raise NotADirectoryError(errno.ENOTDIR, "Not a directory", os.fspath(path)) from None
+
+
+def allowed_mode(directory: str | os.PathLike[str]) -> int:
+    """Permissions that the umask may leave on new entries of a directory: others can write if they can write there."""
+    return 0o777 if writable_by_others(os.stat(directory)) else 0o755
 
 
 def regular_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = PRIVATE) -> int:

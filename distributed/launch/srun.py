@@ -25,7 +25,7 @@ from distributed.launch.watch import Local, Watch
 from distributed.nodelist import expand
 from distributed.transport.commands import JobCommands
 from distributed.transport.loop import Client
-from distributed.trust import regular_file
+from distributed.trust import printable, regular_file
 
 SRUN_GRACE = 5.0  # seconds for srun to exit after its tasks; with a lost node srun would wait for SLURM's timeout
 FIRST_WARNING = 10.0  # seconds until the first warning about missing nodes; another one whenever the time has doubled
@@ -298,7 +298,7 @@ class JobStep:
                 self.mark_lost(node, "srun exited before its tasks")
 
     def print(self, message: str) -> None:
-        self._watch.console.show(self._console.message(f"step: {message}".encode()), 2)
+        self._watch.console.show(self._console.message(f"step: {printable(message)}".encode()), 2)
 
     def _write_file(self, name: str, content: str | Json) -> None:
         """Write text or JSON. Prints errors, such as a full disk, instead of raising them."""

@@ -126,7 +126,8 @@ def processes_of(run: str, node: str, proc: Path = PROC) -> list[RunProcess]:
     found, entries = [], process_scan.run_environment(run, node)
     for pid in process_scan.with_environment(entries, process_scan.pids(str(proc)), str(proc)):
         with suppress(OSError):  # it has exited
-            found.append(_process(proc / str(pid), output))
+            if (proc / str(pid)).stat().st_uid == os.geteuid():  # root sees the environment of all users
+                found.append(_process(proc / str(pid), output))
     return sorted(found, key=lambda one: one.pid)
 
 

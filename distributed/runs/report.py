@@ -561,7 +561,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         found = [*dict.fromkeys(one for argument in options.runs for one in directories(argument, options.cwd, logs))]
     except RunLookupError as error:
-        sys.stderr.write(f"report.sh: {error}\nTry: report.sh --help\n")
+        sys.stderr.write(f"report.sh: {printable(str(error))}\nTry: report.sh --help\n")
         return 2
     try:
         for run in found:

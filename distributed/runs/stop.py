@@ -15,7 +15,7 @@ from distributed.host.process_scan import start_time
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, RunNode
 from distributed.runs.query import JobWithoutRun, RunQuery, find_run, job_runs, job_state, parser_of, report_remaining
 from distributed.transport.commands import Messages, TransportError, exit_on_signals
-from distributed.trust import PRIVATE, regular_file
+from distributed.trust import LAYOUT, PRIVATE, printable, regular_file
 
 CHECK_TIMEOUT = 15.0  # seconds for a node to report the remaining processes
 END_TIMEOUT = 15.0  # seconds after the grace period for the launcher to stop its nodes and write the report
@@ -116,7 +116,7 @@ class Stop:
             self._log(f"{self._name}: processes remain on its nodes; {describe_grace(self._now, self._grace)}")
             self._sweep(self._grace)
             lines, code = self._check()
-        print("\n".join(lines))
+        print(printable("\n".join(lines), LAYOUT))
         return code
 
     def _check(self) -> tuple[list[str], int]:
