@@ -33,14 +33,32 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
+
+from distributed.trust import (
+    PRIVATE,
+    allowed_mode,
+    checked,
+    make_directories,
+    parse_json,
+    printable,
+    read_bytes,
+    regular_file,
+)
 
 log = logging.getLogger(__name__)
 
 STEP = re.compile(r"step_(\d{8,})(\.old)?")
 STAGING = re.compile(r"writing-.+-\d+-[0-9a-f]{8}")  # the staging directory of an Owner
 MIB = 2**20
+ENTRY: Any = {"bytes": range(1 << 63), "sha256": str}
+MANIFEST: Any = {  # see CheckpointInfo
+    "step": range(1 << 63), "score": float | None, "ranks": range(1, 1 << 31), "sharded": bool, "written": str,
+    "facts": dict, "files": Mapping[str, ENTRY],
+}  # fmt: skip
+LOCK: Any = {"owner": str, "process": int, "host": str, "run": str, "attempt": int}  # the record in a lock file
 # Errors of a file system that has no locks, or that cannot sync a directory.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -71,14 +89,16 @@ class CheckpointInfo:
     def read(cls, path: Path) -> CheckpointInfo:
         """Read the manifest only. Raises CheckpointError when it is missing, unreadable or damaged."""
         file = path / "manifest.json"
-        fields = ("step", "score", "ranks", "sharded", "written", "facts", "files")
         try:
-            manifest = json.loads(file.read_bytes())
+            manifest = parse_json(read_bytes(file))
             checksum = manifest.pop("sha256")
-            found = cls(path, **{field: manifest[field] for field in fields})
+            found = cls(path, **{field: checked(kind, manifest[field], field) for field, kind in MANIFEST.items()})
+            for name in found.files:
+                if "/" in name or name in ("", ".", "..") or not name.isprintable():
+                    raise ValueError(f"{name!r}: not the name of a file")
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file}: damaged: not a valid manifest: {error!r}") from error
         if checksum != _checksum(manifest):
             raise CheckpointError(f"{file}: its checksum does not match: it is damaged")
@@ -106,7 +126,7 @@ class CheckpointInfo:
     def _fault_of(self, name: str) -> str | None:
         file, expected = self.path / name, self.files[name]
         try:
-            if (size := file.stat().st_size) != expected["bytes"]:
+            if (size := file.lstat().st_size) != expected["bytes"]:
                 return f"{file}: {size} bytes instead of {expected['bytes']}: it was cut short or overwritten"
             if _sha256(file) != expected["sha256"]:
                 return f"{file}: its checksum does not match: it is damaged"
@@ -117,7 +137,7 @@ class CheckpointInfo:
     def check_readable(self) -> None:
         """Raise OSError when one of its files cannot be opened and read. Reads one byte of each."""
         for name in self.files:
-            with (self.path / name).open("rb") as stream:
+            with open(self.path / name, "rb", opener=regular_file) as stream:
                 stream.read(1)
 
 
@@ -207,7 +227,7 @@ def _score(found: CheckpointInfo) -> float:
 
 def _sha256(file: Path) -> str:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(4 * MIB))
-    with file.open("rb", buffering=0) as stream:
+    with open(file, "rb", buffering=0, opener=regular_file) as stream:
         while count := stream.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
@@ -224,7 +244,7 @@ class HashedFile(io.FileIO):
     """A new file that computes the SHA-256 of its content. close() syncs it to disk."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, "xb")
+        super().__init__(path, "xb", opener=partial(regular_file, mode=allowed_mode(path.parent) & 0o666))
         self._sha256, self._written = hashlib.sha256(), 0
 
     def write(self, data: Any) -> int:
@@ -293,7 +313,7 @@ class Owner:
         """Make the directory in which the checkpoint of a step is written. Raises OSError."""
         unpublished = final_path(self.staging, step)
         shutil.rmtree(unpublished, ignore_errors=True)
-        unpublished.mkdir()
+        unpublished.mkdir(allowed_mode(self.staging))
         return unpublished
 
     def publish(self, unpublished: Path, manifest: Mapping[str, Any]) -> None:
@@ -393,8 +413,8 @@ def take_over(directory: Path) -> Owner:
     with ExitStack() as on_error:
         on_error.callback(shutil.rmtree, staging, ignore_errors=True)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            staging.mkdir()
+            make_directories(directory)
+            staging.mkdir(allowed_mode(directory))
             owner = Owner(directory, staging, _lock(staging))
             on_error.callback(owner.close)
             while True:
@@ -415,11 +435,13 @@ def _lock(staging: Path) -> IO[str]:
     """Replace the lock file by one that records this process, and lock it.
 
     A lock of lockf(3), unlike one of flock(2), is released when this process ends, even if forked data workers run. It
-    is also released when this process closes any descriptor of the same file.
+    is also released when this process closes any descriptor of the same file. Users who cannot write to the directory
+    cannot open the file: with any lock on it they could block the owner.
     """
     directory, path = staging.parent, staging.with_name(".lock")
+    opener = partial(regular_file, mode=0o666 if allowed_mode(directory) == 0o777 else PRIVATE)
     run, attempt = _this_attempt()
-    with path.open("a+") as previous:
+    with open(path, "a+", opener=opener) as previous:
         locks = free = True
         try:
             fcntl.lockf(previous, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -445,7 +467,7 @@ def _lock(staging: Path) -> IO[str]:
             previous.truncate(0)
             previous.write(text)
             previous.flush()
-        lock = (staging / "lock").open("x")
+        lock = open(staging / "lock", "x", opener=opener)  # noqa: SIM115 - closing it would release the lock
         if locks:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lock.write(text)
@@ -464,7 +486,7 @@ def taken_over(staging: Path) -> str | None:
     if os.path.exists(staging):  # reading the lock file would release the lock
         return None
     try:
-        with staging.with_name(".lock").open() as lock:
+        with open(staging.with_name(".lock"), opener=regular_file) as lock:
             recorded = _record(lock)
     except OSError:
         return None
@@ -481,15 +503,15 @@ def taken_over(staging: Path) -> str | None:
 def _record(lock: IO[str]) -> dict[str, Any]:
     """Return the record in a lock file; {} if it is empty or damaged."""
     try:
-        found = json.load(lock)
+        record: dict[str, Any] = checked(LOCK, parse_json(lock.read(MIB)))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record
 
 
 def _describe(recorded: Mapping[str, Any]) -> str:
-    attempt = f", attempt {recorded.get('attempt')} of run {recorded['run']}" if recorded.get("run") else ""
-    return f"process {recorded.get('process', '?')} on {recorded.get('host', '?')}{attempt}"
+    attempt = f", attempt {recorded['attempt']} of run {recorded['run']}" if recorded.get("run") else ""
+    return printable(f"process {recorded.get('process', '?')} on {recorded.get('host', '?')}{attempt}")
 
 
 def _this_attempt() -> tuple[str, int]:
@@ -528,7 +550,7 @@ def main(arguments: list[str]) -> int:
             found = CheckpointInfo.read(path)
             faults.append(found.fault())
             score = "" if found.score is None else f"  score {found.score:g}"
-            print(f"{path}  {found.bytes / 1e6:.1f} MB  {found.written}{score}  {faults[-1] or 'good'}")
+            print(f"{path}  {found.bytes / 1e6:.1f} MB  {printable(found.written)}{score}  {faults[-1] or 'good'}")
         except CheckpointError as error:
             faults.append(str(error))
             print(f"{path}  {error}")

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
 from distributed.checkpoint.directory import CheckpointError, FileEntries, open_hashed
 from distributed.training.collectives import Ranks, load_safely, refusal
+from distributed.trust import SHARED, regular_file
 
 POLL_INTERVAL = 0.05  # seconds between two checks for a file of another rank
 VISIBILITY_TIMEOUT = 10.0  # seconds within which a new directory must be visible on every node
@@ -84,7 +86,7 @@ class ShardWriter:
         file = self._file(self._rank, "failed")
         incomplete = file.with_suffix(".half")
         with suppress(OSError):
-            incomplete.write_text(f"rank {self._rank}: {cause}")
+            _write(incomplete, f"rank {self._rank}: {cause}".encode())
         with suppress(OSError):
             os.rename(incomplete, file)
 
@@ -115,11 +117,16 @@ class ShardWriter:
 
     def _write_pickle(self, file: Path, content: object) -> None:
         incomplete = file.with_suffix(".half")
-        incomplete.write_bytes(pickle.dumps(content))
+        _write(incomplete, pickle.dumps(content))
         os.rename(incomplete, file)
 
     def _file(self, rank: int, outcome: str) -> Path:
         return self._directory / f"rank_{rank}.{outcome}"
+
+
+def _write(file: Path, content: bytes) -> None:
+    with open(file, "wb", opener=partial(regular_file, mode=SHARED)) as stream:
+        stream.write(content)
 
 
 class _CopyPlanner(DefaultSavePlanner):
@@ -170,6 +177,7 @@ def load(directory: Path, state: dict[str, Any], ranks: Ranks) -> None:
     `state` differ in name or shape.
     """
     reader = _SafeReader(directory)
+    reader.fs = _RegularFiles()
     if fault := next(filter(None, ranks.all_gather(reader.fault(ranks.rank))), None):
         raise CheckpointError(fault)
     try:
@@ -190,10 +198,13 @@ class _SafeReader(dcp.FileSystemReader):
         """Read the metadata. Returns the error on this rank, or None."""
         file = Path(self.path, ".metadata")
         try:
-            self._metadata: Metadata = _unpickle(file.read_bytes())
+            with open(file, "rb", opener=regular_file) as stream:
+                self._metadata: Metadata = _unpickle(stream.read())
+            if any("/" in entry.relative_path for entry in self._metadata.storage_data.values()):
+                return f"{file}: not loaded: it names a file that is not in the checkpoint"
         except OSError as error:
             return f"{file}: cannot be read on rank {rank}: {error}"
-        except pickle.UnpicklingError as error:
+        except (pickle.UnpicklingError, AttributeError, TypeError) as error:
             return f"{file}: not loaded: {error}"
         return None
 
@@ -201,6 +212,15 @@ class _SafeReader(dcp.FileSystemReader):
         self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
+
+
+class _RegularFiles(FileSystem):
+    """The reader's files. Links are not followed."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with open(path, mode, opener=regular_file) as stream:
+            yield stream
 
 
 class _StrictPlanner(DefaultLoadPlanner):
@@ -238,4 +258,9 @@ def _member(kind: object, name: str) -> Enum:
 
 
 def _unpickle(content: bytes) -> Any:
-    return _Unpickler(io.BytesIO(content)).load()
+    try:
+        return _Unpickler(io.BytesIO(content)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a damaged pickle causes
+        raise pickle.UnpicklingError(f"damaged ({type(error).__name__})") from None

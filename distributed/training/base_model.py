@@ -25,6 +25,7 @@ from typing import Any
 from distributed.files import read_json, try_lock, write_json
 from distributed.trust import (
     PRIVATE,
+    allowed_mode,
     checked,
     make_directories,
     parse_json,
@@ -156,11 +157,6 @@ def new_staging(cache: str, digest: str) -> str:
     path = os.path.join(cache, f"{staging_prefix(digest)}{secrets.token_hex(4)}")
     os.mkdir(path, allowed_mode(cache))
     return path
-
-
-def allowed_mode(cache: str) -> int:
-    """The permissions that the umask may leave in a cache. Others can write if they can write to the cache itself."""
-    return 0o777 if writable_by_others(os.stat(cache)) else 0o755
 
 
 def staging_prefix(digest: str) -> str:

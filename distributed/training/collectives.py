@@ -18,6 +18,8 @@ from typing import IO, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from distributed.trust import regular_file
+
 T = TypeVar("T")
 PIECE = 64 * 2**20  # bytes sent at once
 
@@ -71,7 +73,8 @@ class Ranks:
         rank 0 cannot read the file, and the exceptions of load_safely(). Every rank raises the same exception.
         """
         if self.size == 1:
-            return load_safely(file)
+            with open(file, "rb", opener=regular_file) as stream:
+                return load_safely(stream)
         device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         content, rest = io.BytesIO(), self.call_on_rank_0(lambda: file.stat().st_size)
         while rest:
@@ -88,7 +91,7 @@ class Ranks:
 
 def _read_at(file: Path, offset: int, piece: bytearray) -> None:
     """Fill the piece with the bytes of the file at the offset."""
-    with file.open("rb") as stream:
+    with open(file, "rb", opener=regular_file) as stream:
         stream.seek(offset)
         if stream.readinto(piece) < len(piece):
             raise OSError(f"{file} became shorter while it was read")

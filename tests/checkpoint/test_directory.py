@@ -15,6 +15,7 @@ import random
 import resource
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -216,15 +217,15 @@ def test_a_directory_without_checkpoints_has_no_newest_or_best(tmp_path: Path) -
 @contextmanager
 def stub_of_open(*broken: Path, error: int) -> Iterator[None]:
     """Simulate a failing disk or file server: opening these files raises the error."""
-    really_open = Path.open
+    really_open = os.open
 
-    def fail_or_open(path: Path, *args: Any, **kwargs: Any) -> Any:
-        if path in broken:
+    def fail_or_open(path: Path | str, *args: Any, **kwargs: Any) -> int:
+        if Path(path) in broken:
             raise OSError(error, os.strerror(error), str(path))
         return really_open(path, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "open", fail_or_open)
+        patch.setattr(os, "open", fail_or_open)
         yield
 
 
@@ -429,6 +430,105 @@ def test_all_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pyt
     before = [Path(line).name for line in log[:named]]
     assert before[-4:] == ["state.pt", "ranks.pt", "manifest.json", "step_00000001"]
     assert log[named + 1] == str(tmp_path)
+
+
+# ---- what others can write ----
+
+
+@pytest.mark.parametrize("name", ["state.pt", "manifest.json"])
+@pytest.mark.parametrize("kind", ["link", "FIFO"])
+def test_a_checkpoint_with_a_link_or_a_fifo_is_skipped(
+    tmp_path: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(tmp_path, 1)
+    file = write_checkpoint(tmp_path, 2) / name
+    content = file.rename(tmp_path / "content")
+    if kind == "link":
+        file.symlink_to(content)
+    else:
+        os.mkfifo(file)
+    found = newest(tmp_path)
+    assert found is not None and found.step == 1
+    assert caplog.messages[0].startswith(f"skipping a checkpoint: {file}: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "2"), ("step", -1), ("score", "x"), ("ranks", [1]), ("sharded", 1), ("written", 5), ("facts", []),
+        ("files", []), ("files", {"state.pt": {"bytes": "1", "sha256": ""}}), ("files", {"state.pt": 5}),
+        *(("files", {name: {"bytes": 0, "sha256": ""}}) for name in ("../a", "/etc/passwd", "..", "", "\x1b[31m")),
+    ],
+)  # fmt: skip
+def test_a_manifest_with_another_type_or_name_is_damaged_even_if_its_checksum_matches(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    file = write_checkpoint(tmp_path, 2) / "manifest.json"
+    manifest = json.loads(file.read_text()) | {key: value}
+    del manifest["sha256"]
+    file.write_text(json.dumps(manifest | {"sha256": directory._checksum(manifest)}))
+    with pytest.raises(CheckpointError, match="none is usable") as refused:
+        newest(tmp_path)
+    assert f"{file}: damaged: not a valid manifest: " in str(refused.value)
+    assert "\x1b" not in str(refused.value)
+
+
+def test_a_deeply_nested_manifest_is_damaged_and_such_a_lock_is_empty(tmp_path: Path) -> None:
+    file = write_checkpoint(tmp_path, 2) / "manifest.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"not a valid manifest: ValueError\('nested more than 40 levels deep'\)"):
+        CheckpointInfo.read(file.parent)
+    for record in ("[" * 100_000, '{"run": 5}', '{"attempt": "x", "run": "train-1"}', "5"):
+        (tmp_path / ".lock").write_text(record)
+        take_over(tmp_path).close()
+
+
+@pytest.mark.parametrize("mask", [0, 0o002, 0o022, 0o077])
+def test_nobody_else_can_write_to_checkpoints_or_open_the_lock_whatever_the_umask_is(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        found = write_checkpoint(tmp_path / "new" / "checkpoints", 1)
+    finally:
+        os.umask(before)
+    directories, files = (found, found.parent, found.parent.parent), list(found.iterdir())
+    assert {stat.S_IMODE(path.stat().st_mode) for path in directories} == {0o755 & ~mask}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o644 & ~mask}
+    assert stat.S_IMODE((found.parent / ".lock").stat().st_mode) == 0o600
+
+
+def test_users_who_share_a_directory_on_purpose_can_write_to_its_checkpoints(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    before = os.umask(0)
+    try:
+        found = write_checkpoint(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(found.stat().st_mode) == 0o777
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (*found.iterdir(), tmp_path / ".lock")} == {0o666}
+
+
+def lock_as_another_user(pipe: Connection, path: Path) -> None:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    try:
+        with path.open("rb") as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            pipe.send("locked")
+            pipe.recv()
+    except OSError as error:
+        pipe.send(error.strerror)
+
+
+def test_another_user_who_can_read_checkpoints_cannot_lock_the_directory(ram_disk: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    ram_disk.chmod(0o755)
+    checkpoint_dir = write_checkpoint(ram_disk / "checkpoints", 1).parent
+    with forked.running(lock_as_another_user, checkpoint_dir / ".lock") as (_, pipe):
+        assert pipe.poll(forked.TIMEOUT)
+        assert pipe.recv() == "Permission denied"
+        take_over(checkpoint_dir).close()
 
 
 # ---- one writer per directory ----

@@ -327,6 +327,39 @@ def test_code_in_a_checkpoint_is_not_run(saved_by_two: Saved, tmp_path: Path) ->
         assert text.endswith(": not loaded: it requests posix.mkdir, which no checkpoint needs; do not trust this file")
 
 
+def load_names_and_links(rank: int, size: int, checkpoint_dir: Path) -> list[str]:
+    messages = []
+    with opened(checkpoint_dir, rank, size) as checkpoints:
+        found = newest(checkpoints)
+        metadata, shard = found.path / ".metadata", found.path / "__0_0.distcp"
+        intact = metadata.read_bytes()
+        elsewhere = sharded._unpickle(intact)
+        next(iter(elsewhere.storage_data.values())).relative_path = "../__0_0.distcp"
+        for content in (pickle.dumps(elsewhere), b"", pickle.dumps(5), b"damaged"):
+            metadata.write_bytes(content)
+            with pytest.raises(CheckpointError) as caught:
+                checkpoints.load(found, Training().state())
+            messages.append(str(caught.value))
+        metadata.write_bytes(intact)
+        shard.rename(checkpoint_dir / shard.name)
+        for make in (lambda: shard.symlink_to(checkpoint_dir / shard.name), lambda: os.mkfifo(shard)):
+            make()
+            with pytest.raises(CheckpointError) as caught:
+                checkpoints.load(found, Training().state())
+            messages.append(str(caught.value))
+            shard.unlink()
+    return messages
+
+
+def test_shards_outside_of_a_checkpoint_links_and_fifos_are_not_read(saved_by_two: Saved, tmp_path: Path) -> None:
+    shutil.copytree(saved_by_two.checkpoint_dir, tmp_path, dirs_exist_ok=True)
+    outside, *damaged, link, fifo = forked.ranks(1, load_names_and_links, tmp_path)[0]
+    assert outside.endswith("/.metadata: not loaded: it names a file that is not in the checkpoint")
+    assert all("/.metadata: not loaded: " in message for message in damaged)
+    assert "is a symbolic link, which is not followed" in link
+    assert "not a regular file" in fifo
+
+
 class Attribute:
     """Is pickled as a call of getattr, the form in which Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
 
@@ -373,13 +406,13 @@ def break_writes(failure: str) -> None:
     else:
         patch.setattr(directory.HashedFile, "write", full)
     if failure == "full, and the file that reports the failure stays empty":
-        patch.setattr(Path, "write_text", lambda self, _: self.touch())
+        patch.setattr(sharded, "_write", lambda path, _: path.touch())
     elif failure == "full, and the file that reports the failure is written slowly":
-        patch.setattr(Path, "write_text", write_slowly)
+        patch.setattr(sharded, "_write", write_slowly)
 
 
-def write_slowly(path: Path, content: str) -> None:
-    with path.open("w") as file:
+def write_slowly(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
         time.sleep(10 * sharded.POLL_INTERVAL)
         file.write(content)
 
