@@ -37,11 +37,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from distributed import terminal
-from distributed.files import write_json
+from distributed.files import user_file, write_json
 from distributed.smoke import summary
 from distributed.smoke.bandwidth import NodeLink, find_bottlenecks, round_robin
 from distributed.smoke.summary import Fault, Findings, Measurements, Pace, Speed
 from distributed.torch import device, process_group
+from distributed.trust import SHARED
 from distributed.world import World, WorldError
 
 # torch 2.13 introduced these names; since then the old names warn.
@@ -534,7 +535,18 @@ def exchange_findings(findings: Findings, context: RankContext) -> dict[int, Fin
     in_step = time.monotonic() - context.since
     wait_for(context.store, list(keys.values()), max(0.0, context.timeout - in_step) + REPLY_GRACE)
     published = {rank: key for rank, key in keys.items() if context.store.check([key])}
-    return {rank: Findings.from_json(context.store.get(key)) for rank, key in published.items()}
+    return {rank: read_findings(rank, context.store.get(key)) for rank, key in published.items()}
+
+
+def read_findings(rank: int, content: bytes) -> Findings:
+    """Return the findings that a rank has published; a fault of this rank if they are invalid."""
+    try:
+        found = Findings.from_json(content)
+        if {found.rank, *(fault.rank for fault in found.faults)} != {rank}:
+            raise ValueError("another rank")
+        return found
+    except ValueError as error:
+        return Findings(rank, "?", "?", faults=[Fault("reply", rank, "?", "findings", f"invalid data ({error})")])
 
 
 def wait_for(store: Store, keys: list[str], seconds: float) -> None:
@@ -547,7 +559,7 @@ def missing_replies(context: RankContext, replies: Mapping[int, Findings]) -> li
     """Return a fault for each rank that did not reply, with the rank's last step."""
 
     def stored(key: str) -> str:
-        return context.store.get(key).decode() if context.store.check([key]) else "unknown"
+        return context.store.get(key).decode(errors="replace") if context.store.check([key]) else "unknown"
 
     return [
         Fault(
@@ -638,7 +650,8 @@ class Reporter:
 
     def report(self, report: Mapping[str, Any]) -> None:
         if self.options.json_file:
-            write_json(Path(os.environ.get("MUSTER_RUN_DIR", ""), self.options.json_file), report)
+            path = Path(os.environ.get("MUSTER_RUN_DIR", ""), self.options.json_file)
+            write_json(user_file(path), report, SHARED)
             sys.stderr.write(f"distributed.smoke: {terminal.plain(summary.verdict_line(report))}\n")
         else:
             summary.show(report, self.options.json)

@@ -18,6 +18,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from distributed import terminal
+from distributed.trust import checked, parse_json, read_bytes, shown
 
 REMEDIES = {
     "join": "check that every rank was started and can reach the master address and port",
@@ -92,8 +93,20 @@ class Findings:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Findings:
-        facts = json.loads(text)
-        return cls(**{**facts, "faults": [Fault(**fault) for fault in facts["faults"]]})
+        """Raises ValueError."""
+        found: Findings = checked(cls, parse_json(text), "findings")
+        return found
+
+
+FAULT: Any = {"check": str, "rank": int, "host": str, "expected": str, "got": str, "case": str, "text": str}
+CHECK: Any = {"name": str, "status": str, "summary": str, "remedy": str | None, "faults": list[FAULT]}
+RANK: Any = {
+    "rank": int, "host": str, "device": str, "compute_seconds?": float, "factor?": float, "slow?": bool,
+}  # fmt: skip
+REPORT: Any = {  # see summarise()
+    "verdict": str, "checks": list[CHECK], "bandwidth": list[Speed], "ranks": list[RANK],
+    "world": {"size": int, "nodes": int, "launcher": str, "backend": str, "torch": str},
+}  # fmt: skip
 
 
 @dataclass
@@ -292,8 +305,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("report", type=Path, metavar="REPORT.json", help="written by distributed.smoke --json-file")
     options = parser.parse_args(arguments)
     try:
-        report = json.loads(options.report.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        report = checked(REPORT, parse_json(read_bytes(options.report)), "report")
+        report["bandwidth"] = [asdict(speed) for speed in report["bandwidth"]]
+        if unknown := {check["status"] for check in report["checks"]} - STATUS.keys():
+            raise ValueError(f"unknown status {shown(min(unknown))}")
+    except (OSError, ValueError) as error:
         parser.error(f"'{options.report}': cannot read the report: {error}")
     show(report, options.json)
     return 0 if report["verdict"] == "ok" else 1

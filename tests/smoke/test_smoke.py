@@ -629,11 +629,39 @@ def test_a_report_is_printed_from_its_file(
     assert json.loads(capsys.readouterr().out) == report
 
 
-@pytest.mark.parametrize("text", [None, "{"])
+INVALID = {
+    "number": "5", "list": "[]", "deep": "[" * 100_000, "bytes": "\udcff", "empty": "{}", "more": '{"x": 1}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", INVALID.values(), ids=INVALID)
+def test_invalid_findings_of_a_rank_are_a_fault_of_this_rank(text: str) -> None:
+    found = collective_checks.read_findings(3, text.encode(errors="surrogateescape"))
+    assert (found.rank, [fault.rank for fault in found.faults]) == (3, [3])
+    assert str(found.faults[0]).startswith("rank 3 on ?: expected findings, got invalid data (")
+    assert len(str(found.faults[0])) < 400
+    assert collective_checks.read_findings(3, finding(2).to_json().encode()).faults[0].rank == 3
+
+
+@pytest.mark.parametrize("text", [None, "{", *INVALID.values()])
 def test_an_unreadable_report_is_refused(text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     if text is not None:
-        file.write_text(text)
+        file.write_text(text, errors="surrogateescape")
     with pytest.raises(SystemExit, match="2"):
         summary.main([str(file)])
     assert f"'{file}': cannot read the report" in capsys.readouterr().err
+
+
+def test_a_report_with_an_unknown_status_and_a_fifo_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = summary.summarise(LAUNCH, SUMMARIES, {0: finding(0)}, Measurements())
+    report["checks"][0]["status"] = "\x1b[31m"
+    write_json(tmp_path / "report.json", report)
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("report.json", "fifo"):
+        with pytest.raises(SystemExit, match="2"):
+            summary.main([str(tmp_path / name)])
+    printed = capsys.readouterr().err
+    assert "unknown status" in printed and "not a regular file" in printed and "\x1b" not in printed
