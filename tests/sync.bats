@@ -14,7 +14,8 @@ setup_file() {
   mkdir "$APART"
   start_lab 2 --private "$APART"
   # The login shell prints Welcome before Muster's commands, which contain rsync or bash, but not before the tests' own.
-  echo 'case $BASH_EXECUTION_STRING in *rsync* | *bash*) echo Welcome ;; esac' >"$MUSTER_LAB/bashrc"
+  echo 'case $BASH_EXECUTION_STRING in *rsync* | *bash*) echo Welcome ;; esac' >"$BATS_FILE_TMPDIR/bashrc"
+  cat "$BATS_FILE_TMPDIR/bashrc" >"$MUSTER_LAB/bashrc"
 }
 
 
@@ -25,6 +26,7 @@ setup() {
 
 
 teardown() {
+  cat "$BATS_FILE_TMPDIR/bashrc" >"$MUSTER_LAB/bashrc"
   sweep_runs
 }
 
@@ -119,6 +121,41 @@ END
   [ "$(cat logs/latest/metrics.jsonl)" = $'{"step": 1}\n{"step": 1}' ]
   compgen -G "logs/latest/attempt_1/node_$N2.samples.jsonl" && compgen -G "logs/latest/node_$N2.samples.jsonl"
   grep -q 'attempt 2' logs/latest/report.html
+}
+
+
+@test "a node with another program in place of tar changes no file of the launching side, and speaks only for itself" {
+  local programs=$BATS_FILE_TMPDIR/programs
+  mkdir "$programs" crafted crafted/errors
+  echo keep >precious
+  (
+    cd crafted
+    echo '{"python": "/bin/false", "directory": "/", "launcher": {}, "layout": []}' >run.json
+    ln -s "$WORK/precious" launcher.log
+    ln -s "$WORK/precious" verdict.json
+    ln -s "$WORK/precious" metrics.jsonl
+    mkfifo hang.json pipe
+    echo 7 >"node_$N1.exit"
+    echo 0 >"node_$N2.exit"
+    echo '{"rank": 0, "node": "x", "exit_code": 7, "exception": "Forged", "message": "forged"}' >errors/rank_0.json
+    cp errors/rank_0.json "errors/node_$N1.json"
+    install -m 6777 /dev/null "of $N2"
+    tar -cf "$programs/archive" .
+  )
+  printf '#!/bin/sh\nexec cat "%s"\n' "$programs/archive" >"$programs/tar"
+  chmod +x "$programs/tar"
+  echo "[[ \$(uname -n) != $N2 ]] || PATH='$programs':\$PATH" >>"$MUSTER_LAB/bashrc"
+  write_script <<<"dist.barrier()"
+  run "$LAUNCH" --sync --script "my script.py" - 1 "$N1" "$N2"
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"$N2: not copied back, as links, special files, or files that other programs write: "*.json,* ]]
+  [[ "$output" != *Forged* && "$output" != *Traceback* ]]
+  [ "$(cat precious)" = keep ]
+  [ "$(cat logs/latest/node_*.exit)" = $'0\n0' ]
+  [ "$(stat -c %a "logs/latest/of $N2")" = 600 ]
+  [ -z "$(find logs/latest/ -type l -o -type p)" ]
+  run grep -c '"/bin/false"' logs/latest/run.json
+  [ "$output" = 0 ]
 }
 
 

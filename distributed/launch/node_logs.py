@@ -30,7 +30,8 @@ PRINT_LOG = 'cd -- "$1" && { [ -e run.json ] || tail -c +"$3" -- "$2"; }'  # $2:
 PACK = """cd -- "$1" && if [ -e run.json ]; then set -- --files-from=/dev/null; else set -- -- .; fi &&
 TAR_OPTIONS= tar -cf - --exclude=./checkpoints --exclude='./attempt_*' "$@\""""
 OF_LAUNCHER = ("run.json", "launcher.log", "verdict.json", "report.html", "hang.json", "stalled_attempts")
-OF_NODE = ("log", "exit", "pid", "stop", "samples.jsonl")  # the files node_NAME.*
+# The files node_NAME.* of a supervisor, except node_NAME.environment, which has secrets.
+OF_NODE = ("log", "exit", "pid", "stop", "samples.jsonl", "heartbeat", "usage", "reserved", "reserved_record")
 OF_RUN = (*metrics.ORIGINS, "settings.json")  # rank 0 writes them
 SHOWN = 3  # names in a warning
 # $2: directory to which the files of the attempt are moved. $3: pid file of a supervisor that stays for the next
@@ -181,7 +182,7 @@ class NodeLogs:
             problem = f"incomplete: {error.filename}: {error.strerror}"
         shutil.rmtree(received, ignore_errors=True)
         if left_out:
-            names = ", ".join(left_out[:SHOWN]) + ", ..." * (len(left_out) > SHOWN)
+            names = ", ".join(sorted(left_out)[:SHOWN]) + ", ..." * (len(left_out) > SHOWN)
             self._warn(node, f"not copied back, as links, special files, or files that other programs write: {names}")
         if problem:
             self._warn(node, f"the copy of its files in {run} is {problem}; look for them on the node")
@@ -196,7 +197,7 @@ class NodeLogs:
 
     def _warn_of(self, node: RunNode, left_out: list[str]) -> None:
         if left_out:
-            names = ", ".join(left_out[:SHOWN]) + ", ..." * (len(left_out) > SHOWN)
+            names = ", ".join(sorted(left_out)[:SHOWN]) + ", ..." * (len(left_out) > SHOWN)
             self._warn(node, f"not copied back, as links, special files or files of others: {names}")
 
     def _warn(self, node: RunNode, problem: str) -> None:
