@@ -77,7 +77,7 @@ class RankRecord:
             record = _checked_record(_read(self._path))
         except ValueError:
             return {}
-        return record if record["pid"] == pid else {}
+        return record if (record["pid"], record["rank"]) == (pid, self._rank) else {}
 
 
 def node_record(failures: Sequence[Mapping[str, Any]], succeeded: Sequence[int], lost: str | None) -> Records:

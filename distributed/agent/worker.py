@@ -38,6 +38,7 @@ from typing import Any, NoReturn, TextIO
 from distributed.agent import failure_records
 from distributed.agent.preloaded import HiddenModules, Preload
 from distributed.host import signals, stacks
+from distributed.trust import PRIVATE
 
 IMPORTLIB = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 LOST_OUTPUT = 120  # exit code of an interpreter that could not flush its output
@@ -84,7 +85,7 @@ def run_rank(preload: Preload, rank: RankSpec) -> NoReturn:
     """Become this rank. The fork server calls this in a new process."""
     for path, number in ((rank.stdout, 1), (rank.stderr, 2)):
         if path:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, PRIVATE)
             os.dup2(file, number)
             os.close(file)
     os.environ.clear()

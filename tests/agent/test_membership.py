@@ -577,7 +577,7 @@ RECORD = {"rank": 0, "local_rank": 0, "node": "n", "pid": 7, "time": 1.0, "exit_
 BAD_RECORDS = {
     "deep": DEEP, "number": "5", "list": "[]", "text": '"x"', "bytes": "\udcff",
     **{name: json.dumps(RECORD | {name: value}) for name, value in
-       {"exit_code": 0, "time": "x", "rank": [], "message": 5, "more": 1}.items()},
+       {"rank": 1, "exit_code": 0, "time": "x", "node": [], "message": 5, "more": 1}.items()},
 }  # fmt: skip
 
 
