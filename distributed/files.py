@@ -10,7 +10,7 @@ import errno
 import os
 import time
 
-from distributed.trust import PRIVATE, PRIVATE_DIRECTORY, parse_json, read_bytes, regular_file
+from distributed.trust import PRIVATE, parse_json, read_bytes, regular_file
 
 KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -19,15 +19,6 @@ def version() -> str:
     """The version of Muster."""
     with open(os.path.join(KIT, "VERSION")) as file:
         return file.read().strip()
-
-
-def make_private_directory(path: str) -> None:
-    """Create a directory, and missing ones above it, which no other user can enter. Raises OSError."""
-    before = os.umask(0o777 & ~PRIVATE_DIRECTORY)
-    try:
-        os.makedirs(path, exist_ok=True)
-    finally:
-        os.umask(before)
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes, mode: int = PRIVATE) -> None:

@@ -168,18 +168,12 @@ def parse_json(text: str | bytes | bytearray) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} levels deep") from None
-    brackets = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
-    if brackets > MAX_DEPTH:
-        level = [value]
-        for _ in range(MAX_DEPTH):
-            level = [part for one in level if isinstance(one, (list, dict)) for part in _parts(one)]
-        if any(isinstance(one, (list, dict)) for one in level):
-            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
-    return value
-
-
-def _parts(value: list[Any] | dict[str, Any]) -> list[Any]:
-    return value if isinstance(value, list) else list(value.values())
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (list, dict))]
+        if not (level := [part for parts in level for part in parts]):
+            return value
+    raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
 
 
 def checked(kind: Any, value: Any, name: str = "value") -> Any:
@@ -224,15 +218,11 @@ def _checked_fields(kind: Any, value: dict[str, Any], name: str) -> Any:
         kinds = {key.rstrip("?"): one for key, one in kind.items()}
         needed = {key for key in kind if not key.endswith("?")}
     else:
-        import inspect
         from dataclasses import MISSING
+        from typing import get_type_hints
 
-        if kind not in _kinds:
-            bases = [base for base in reversed(kind.__mro__) if "__annotations__" in vars(base)]
-            _kinds[kind] = {
-                key: one for base in bases for key, one in inspect.get_annotations(base, eval_str=True).items()
-            }
-        kinds, fields = _kinds[kind], kind.__dataclass_fields__.values()
+        kinds = _kinds[kind] = _kinds.get(kind) or get_type_hints(kind)
+        fields = kind.__dataclass_fields__.values()
         needed = {one.name for one in fields if one.default is MISSING and one.default_factory is MISSING}
     if wrong := (needed - value.keys()) or (value.keys() - kinds.keys()):
         raise ValueError(f"{name}: {'no' if wrong <= needed else 'unknown key'} {shown(min(wrong))}")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
-from distributed.files import KIT, make_private_directory, read_json, write_json
+from distributed.files import KIT, read_json, write_json
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
 from distributed.launch.hang_check import schedule_hang_check
@@ -47,7 +47,7 @@ from distributed.transport.commands import (
     quote,
     read_lists,
 )
-from distributed.trust import LAYOUT, PRIVATE_DIRECTORY, foreign, printable
+from distributed.trust import LAYOUT, PRIVATE_DIRECTORY, foreign, make_directories, printable
 
 if TYPE_CHECKING:
     from distributed.host.replies import Reply
@@ -283,7 +283,7 @@ class Launch:
         import tempfile
 
         try:
-            make_private_directory(self.logs)
+            make_directories(self.logs, PRIVATE_DIRECTORY)
             return tempfile.mkstemp(".log", "detached-", self.logs)
         except OSError:
             problem = f"cannot be written (in {self.options.cwd}); choose another directory"
@@ -549,7 +549,7 @@ def archive_attempt(directory: Path, staying: Collection[str] = ()) -> int:
         with contextlib.suppress(OSError):  # the file is missing here if the node has its own run directory
             shutil.copy2(target / f"node_{node}.pid", directory)
     for name in ("errors", "ranks"):
-        make_private_directory(str(directory / name))
+        make_directories(str(directory / name), PRIVATE_DIRECTORY)
     return number
 
 

@@ -61,11 +61,11 @@ import time
 from functools import partial
 
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
-from distributed.files import KIT, make_private_directory, read_json, to_json, write_file, write_json
+from distributed.files import KIT, read_json, to_json, write_file, write_json
 from distributed.host import process_scan, signals
 from distributed.launch import usage_sampler
 from distributed.launch.node_reports import ATTEMPT_PIPES, HEARTBEAT_INTERVAL, REPORT_TOKEN, format_report
-from distributed.trust import read_bytes, regular_file
+from distributed.trust import PRIVATE_DIRECTORY, make_directories, read_bytes, regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -815,7 +815,7 @@ class Supervisor:
         """Start the next attempt. facts: JSON, for the command."""
         for path in (self.files.record, self.files.pids):
             with contextlib.suppress(OSError):
-                make_private_directory(os.path.dirname(path))
+                make_directories(os.path.dirname(path), PRIVATE_DIRECTORY)
         with contextlib.suppress(OSError):  # the file may have the request for this attempt, which would be read again
             os.unlink(self.files.request)
         try:
@@ -1053,7 +1053,7 @@ def supervise(
     create: makes the supervisor.
     """
     files = options.files
-    make_private_directory(os.path.dirname(files.record))
+    make_directories(os.path.dirname(files.record), PRIVATE_DIRECTORY)
     with contextlib.suppress(PermissionError):  # already a session leader
         os.setsid()
     if not options.lease:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distributed import metrics
-from distributed.files import KIT, make_private_directory, write_file
+from distributed.files import KIT, write_file
 from distributed.runs import charts, ranks
 from distributed.runs.charts import Line, Mark, compact, duration, number_text
 from distributed.runs.history import History, Point, read_event_files, read_metrics
@@ -33,7 +33,7 @@ from distributed.runs.node_log import read_log
 from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, section, spans, tile_list
 from distributed.runs.records import integer, is_time, listed, mapping, node_changes, number, read_object, text
 from distributed.runs.usage import Usage, read_usage
-from distributed.trust import foreign, printable
+from distributed.trust import PRIVATE_DIRECTORY, foreign, make_directories, printable
 
 MAX_CHARTS = 24  # charts of values that a script has logged under its own names
 MAX_LINES = 20  # of output
@@ -569,7 +569,7 @@ def main(arguments: Sequence[str]) -> int:
         if len(found) == 1:
             page = write(found[0])
         else:
-            make_private_directory(str(logs))
+            make_directories(str(logs), PRIVATE_DIRECTORY)
             page = compare([*map(read, found)], logs / "comparison.html")
         print(page)
     except OSError as error:

@@ -19,10 +19,10 @@ import os
 import sys
 import time
 
-from distributed.files import KIT, make_private_directory, read_json, version, write_json
+from distributed.files import KIT, read_json, version, write_json
 from distributed.host.identity import machine, user, versions
 from distributed.host.process_scan import start_time
-from distributed.trust import PRIVATE_DIRECTORY, foreign
+from distributed.trust import PRIVATE_DIRECTORY, foreign, make_directories
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing costs milliseconds
@@ -81,7 +81,7 @@ def create(
     }  # fmt: skip
     try:
         for part in ("errors", "ranks"):
-            make_private_directory(os.path.join(directory, part))
+            make_directories(os.path.join(directory, part), PRIVATE_DIRECTORY)
         write_json(os.path.join(directory, "run.json"), facts)
     except OSError:
         if not existing:
@@ -116,7 +116,7 @@ def change_nodes(
 
 
 def _create_directory(logs: str, name: str) -> str:
-    make_private_directory(logs)
+    make_directories(logs, PRIVATE_DIRECTORY)
     # Keep letters and digits of all alphabets, and . _ -, so that the name needs no quotes.
     plain = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).lstrip(".-")
     plain = plain.encode()[:MAX_NAME].decode(errors="ignore") or "run"
