@@ -18,7 +18,7 @@ make_lock() { # <lock file> <uv's arguments...>
   run "$DIRECTORY/bin/uv" pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-header \
     --no-annotate --output-file "$made" "${@:2}"
   {
-    echo "# Made by tests/lock.sh: packages with the SHA-256 of each of their files. Installed with pip --require-hashes."
+    echo "# Made by tests/lock.sh: packages, with the SHA-256 of each of their files, for pip --require-hashes."
     awk '/^[^ ]/ { left_out = /^(torch|triton|cuda-[a-z]+|nvidia-[a-z0-9-]+)==/ } !left_out' "$made"
   } >"$1.new"
   mv -- "$1.new" "$1"

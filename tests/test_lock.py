@@ -72,7 +72,8 @@ def test_the_tests_use_the_versions_of_the_quickstart(lock: str, python: str) ->
     assert locked("requirements.lock", python).items() <= locked(lock, python).items()
 
 
-def test_the_advice_for_the_cpu_build_has_the_required_version(lock: str) -> None:
+def test_the_advice_for_builds_of_pytorch_has_the_required_version(lock: str) -> None:
     text = (KIT / FILES[lock][0]).read_text()
     (required,) = re.findall("^torch==.*", text, re.MULTILINE)
+    assert f"-m pip install {required}\n" in (KIT / "TROUBLESHOOTING.md").read_text()
     assert re.search(rf"^#   \S+ -m pip install --no-deps --index-url https://\S+ {re.escape(required)}$", text, re.M)

@@ -292,9 +292,11 @@ def read_config(options: argparse.Namespace) -> ListConfig:
         raise CallError(f"--sync: only for --backend ssh; with --backend {options.backend} nothing is copied")
     if options.sync:
         try:
-            sync_list.names_of(str(Path.cwd()))
+            names = sync_list.names_of(str(Path.cwd()))
         except sync_list.SyncError as error:
             raise ConfigError(f"--sync: {error}") from None
+        if warning := sync_list.secrets_warning(str(Path.cwd()), names):
+            sys.stderr.write(f"{program_name()}: warning: --sync: {warning}\n")
     script = options.script or (cluster.script_path if cluster else "train.py")
     if options.backend == "local" and not Path(script).is_file():
         raise ConfigError(f"script {script}: no such file in {Path.cwd()}; give its path with --script")

@@ -1,14 +1,14 @@
 # shellcheck shell=bash
 #
-# Muster's virtual environment, $KIT/.venv: created when missing, updated when a lock file has changed, created again when
-# an installation was interrupted. Sourced after common.bash.
+# Muster's virtual environment, $KIT/.venv: created when missing, updated when a lock file has changed, created again
+# when an installation was interrupted. Sourced after common.bash.
 
 # shellcheck disable=SC2034 # other files use these variables
 VENV=$KIT/.venv
 
 
-# Install the packages of the lock files (paths relative to $KIT) and PyTorch into $VENV, and set PYTHON to its Python. If
-# a dry run would create or update $VENV, PYTHON is the Python with which $VENV would be created.
+# Install the packages of the lock files (paths relative to $KIT) and PyTorch into $VENV, and set PYTHON to its Python.
+# If a dry run would create or update $VENV, PYTHON is the Python with which $VENV would be created.
 ensure_venv() { # <value of --python, may be empty> <lock file...>
   if ! venv_is_current "${@:2}"; then
     base_python "$1"

@@ -101,6 +101,17 @@ def test_a_wrong_call_is_refused_and_has_no_effect(
     assert sorted(directory.rglob("*")) == before
 
 
+def test_sync_warns_of_untracked_files_that_look_like_secrets(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / ".git").rmdir()
+    (directory / ".env").touch()
+    call = arguments(backend="ssh", slots=None, cluster_config="servers.json", jobs_config="one.json")
+    commands.main([*call, "--sync", "--plan"])
+    found = "warning: --sync: .env: may be secret and will be copied; move such files to another directory\n"
+    assert capsys.readouterr().err.count(found) == 1
+
+
 @pytest.mark.parametrize(
     ("program", "name"),
     list(zip((commands.main, two_phase.main, two_phase.helper), commands.PROGRAMS, strict=True)),
