@@ -25,6 +25,7 @@ import signal
 import time
 
 from distributed.exit_codes import UNFIT
+from distributed.trust import regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -167,6 +168,6 @@ def main(arguments: Sequence[str]) -> int:
             line = os.fsencode(f"{node}: {error.reason}\n")
             with contextlib.suppress(OSError):
                 os.write(2, line)
-                with open(options["--log"], "ab") as log:
+                with open(options["--log"], "ab", opener=regular_file) as log:
                     log.write(line)
         return error.code

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from distributed.host import process_scan
+from distributed.trust import regular_file
 
 SIGNAL = signal.SIGRTMIN + 9  # a real-time signal that neither Python, NCCL nor SLURM uses
 FILE = "stacks.log"
@@ -41,7 +42,7 @@ def register(directory: str) -> None:
     import faulthandler
 
     with suppress(OSError):  # a full disk, or too few file descriptors: the stack is then not available
-        file = os.open(os.path.join(directory, FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = regular_file(os.path.join(directory, FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             number = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, MIN_FILE_DESCRIPTOR)
         finally:
@@ -54,7 +55,7 @@ def stack_of(pid: int, directory: str) -> tuple[Frame, ...]:
     path = os.path.join(directory, FILE)
     with suppress(OSError):
         if writes_stack_to(pid, path):
-            with open(path, "r+b", buffering=0) as file:
+            with open(path, "r+b", buffering=0, opener=regular_file) as file:
                 if file.seek(0, os.SEEK_END) > MAX_FILE_BYTES:
                     file.truncate(0)
                 start = file.seek(0, os.SEEK_END)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from distributed.exit_codes import STOPPED, UNFIT
 from distributed.files import write_file
+from distributed.trust import read_bytes
 
 MAX_STALLED = 3  # consecutive attempts without progress before giving up
 STALLED_FILE = "stalled_attempts"  # in the run directory: how many attempts in a row made no progress
@@ -94,7 +95,7 @@ def count_stalled_attempts(run: EndedRun) -> int:
     file, stalled = run.directory / STALLED_FILE, 0
     if not run.progress:
         with suppress(OSError, ValueError):
-            stalled = int(file.read_text())
+            stalled = int(read_bytes(file))
         stalled += 1
     with suppress(OSError):
         write_file(file, f"{stalled}\n")

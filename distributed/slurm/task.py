@@ -31,6 +31,7 @@ from distributed.files import KIT, read_json
 from distributed.host import process_scan, signals
 from distributed.launch import supervisor
 from distributed.launch.node_reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, format_report
+from distributed.trust import PRIVATE_DIRECTORY, make_directories, regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Task(supervisor.Supervisor):
         self._repeat_at = 0.0
         # An agent also ignores the signals of PASSED_ON. It restores their default actions in its ranks.
         self.IGNORED = signals.PROTECTED if is_rank else (*signals.PROTECTED, *signals.PASSED_ON)
-        os.makedirs(os.path.dirname(self.files.pids), exist_ok=True)
+        make_directories(os.path.dirname(self.files.pids), PRIVATE_DIRECTORY)
         options = supervisor.SupervisorOptions(["--dir", run, "--name", self.files.name], grace)
         options.lease, options.sample_usage = HEARTBEAT_TIMEOUT, self.local_rank == 0
         options.restarts = not is_rank and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -110,11 +111,11 @@ class Task(supervisor.Supervisor):
         from distributed.launch.output_lines import RankLines
 
         self._interval = COPY_INTERVAL
-        os.makedirs(self.files.output, exist_ok=True)
+        make_directories(self.files.output, PRIVATE_DIRECTORY)
         paths = [os.path.join(self.files.output, f"{name}.log") for name in ("stdout", "stderr")]
-        stdout, stderr = (os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666) for path in paths)
+        stdout, stderr = (regular_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in paths)
         for path in paths:
-            file = os.open(path, os.O_RDONLY)
+            file = regular_file(path)
             os.lseek(file, 0, os.SEEK_END)  # skip the output of an earlier attempt
             self._output_files.append((file, RankLines()))
         return stdout, stderr
