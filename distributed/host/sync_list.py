@@ -28,8 +28,9 @@ RESULTS = (b"logs", b"checkpoints", b"experiments")
 VENV = b".venv"
 MARKER = b".muster-"  # prefix of the names of files that Muster creates to find out whether a directory is shared
 SECRET = re.compile(
-    rb"\.env(\.(?!(example|sample|template|dist)$).*)?|id_(rsa|dsa|ecdsa|ed25519)(_sk)?|.*\.(pem|key|p12|pfx)|[._]netrc"
-    rb"|\.?credentials(\.(json|ya?ml|ini|toml|txt|csv))?|\.git-credentials|\.npmrc|\.pypirc|\.pgpass|kubeconfig"
+    rb"\.env(rc|\.(?!(example|sample|template|dist)$).*)?|id_(rsa|dsa|ecdsa|ed25519)(_sk)?|.*\.(pem|key|p12|pfx)|[._]netrc"
+    rb"|\.?credentials(\.(json|ya?ml|ini|toml|txt|csv))?|\.git-credentials|\.npmrc|\.pypirc|\.pgpass|kubeconfig",
+    re.IGNORECASE | re.DOTALL,
 )  # names of files
 LARGEST_SECRET = 1 << 16  # bytes; the mode of a larger file says nothing
 SEARCHED = 100_000  # untracked files, at most, among which secrets are searched
@@ -85,13 +86,13 @@ def _looks_secret(path: bytes, modes_tell: bool) -> bool:
     """
     try:
         facts = os.lstat(path)
-        if not stat.S_ISREG(facts.st_mode) or os.path.exists(os.path.splitext(path)[0] + JOURNAL):
+        if not stat.S_ISREG(facts.st_mode):
             return False
         if modes_tell and not facts.st_mode & 0o177 and facts.st_size <= LARGEST_SECRET:
-            return True
+            return not os.path.exists(os.path.splitext(path)[0] + JOURNAL)
         if not SECRET.fullmatch(os.path.basename(path)):
             return False
-        if not path.endswith(b".pem"):
+        if not path.lower().endswith(b".pem"):
             return True
         with open(path, "rb", opener=regular_file) as file:
             return b" PRIVATE KEY-----" in file.read(LARGEST_SECRET)

@@ -224,8 +224,8 @@ def test_the_program_prints_names_or_the_error(work: Path) -> None:
 
 
 SECRETS = (
-    ".env", "sub/.env.production", "id_rsa", ".ssh/id_ed25519", "tls.key", ".netrc", "credentials", ".npmrc", "kubeconfig",
-    ".aws/credentials.json", "node.pem",
+    ".env", "sub/.env.production", "id_rsa", ".ssh/id_ed25519", "tls.key", ".netrc", "credentials", ".npmrc",
+    "kubeconfig", ".aws/credentials.json", "node.pem", ".envrc", "A.KEY",
 )  # fmt: skip
 NO_SECRETS = (
     ".env.example",
