@@ -44,7 +44,7 @@ SPEC, TAKEN, NEW = "order", "taken", ".order"
 SPECIFICATION = {  # see trust.checked(), and slurm_backend.SlurmServer._spec_of()
     "command": list[str], "script": str, "owner?": str, "workdir": str, "setup": bool, "gpus": int,
     "timeout": float | None, "grace": float, "kill_wait": int, "needs": list[object], "trains?": str, "cache?": str,
-    "settings?": dict[str, object], "call": dict[str, str], "env": dict[str, str],
+    "settings?": dict, "call": dict[str, str], "env": dict[str, str],
 }  # fmt: skip
 ATTEMPTS = "attempts"  # in an array's directory: the names of its attempts, one per line
 ELEMENT = "element.json"

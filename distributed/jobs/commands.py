@@ -56,7 +56,6 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import json
 import logging
 import os
 import secrets
@@ -72,9 +71,9 @@ from typing import Any, NoReturn
 
 from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
-from distributed.files import version
+from distributed.files import user_file, version
 from distributed.host import signals, sync_list
-from distributed.jobs import bases, console, host, journal, panes, servers
+from distributed.jobs import bases, console, host, journal, page, panes, servers
 from distributed.jobs.backend import JobServer, ServerLink, ServerUnusable, Unreachable
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import ClusterConfig, ConfigError, collisions, raise_faults, read_cluster, read_jobs
@@ -90,6 +89,7 @@ from distributed.runs.charts import duration
 from distributed.terminal import plural
 from distributed.training.base_model import BaseModelError, hash_of
 from distributed.training.fold import default_participants
+from distributed.trust import checked, parse_json, printable, read_bytes
 
 PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"
@@ -114,6 +114,11 @@ def program_name() -> str:
     """The name of the running program, for messages."""
     name = Path(sys.argv[0]).name
     return name if name in PROGRAMS else PROGRAM
+
+
+def say(line: str) -> None:
+    """Print a line without control characters, which texts of servers and jobs may contain."""
+    print(printable(line), flush=True)
 
 
 class CallError(Exception):
@@ -234,7 +239,8 @@ def main(
 
 def report_error(message: str) -> int:
     for line in message.splitlines():
-        sys.stderr.write(line + "\n" if line.startswith("Try: ") else f"{program_name()}: {line}\n")
+        start = "" if line.startswith("Try: ") else f"{program_name()}: "
+        sys.stderr.write(f"{start}{printable(line)}\n")
     return WRONG_CALL
 
 
@@ -689,13 +695,13 @@ def show_plan(config: ListConfig) -> int:
         table.append((f"{server}:{where}", job_id, jobs[job_id].output))
     show(table)
     capacity = f"{plural(sum(len(pool.slots) for pool in pools.values()), 'slot')} of {plural(len(pools), 'server')}"
-    print(f"{plural(len(jobs), 'job')} on {capacity}; no two jobs write the same directory")
+    say(f"{plural(len(jobs), 'job')} on {capacity}; no two jobs write the same directory")
     if ended := len(config.jobs) - len(unfinished):
-        print(f"not planned: {plural(ended, 'job')}, already done, failed or cancelled")
+        say(f"not planned: {plural(ended, 'job')}, already done, failed or cancelled")
     if existing := [job.output for job in jobs.values() if host.owner_of(job.output)]:
         shown = f"{', '.join(existing[:5])}{' ...' if len(existing) > 5 else ''}"
-        print(f"existing output directories, continued by their jobs: {shown}")
-    print("nothing was started")
+        say(f"existing output directories, continued by their jobs: {shown}")
+    say("nothing was started")
     return 0
 
 
@@ -716,7 +722,7 @@ def show(rows: Sequence[Sequence[str]], below: Sequence[str] = ()) -> None:
     for number, line in enumerate(terminal.table(rows)):
         terminal.show((line if number else terminal.paint(line, terminal.BOLD)) + "\n")
         if below and below[number]:
-            print(below[number])
+            say(below[number])
 
 
 def state_of(path: Path) -> ListState:
@@ -738,38 +744,44 @@ def status(options: argparse.Namespace, path: Path) -> int:
         table.append((job.job.id, job.job.name, shown_state(job, requested), location, took, *console.measured(job)))
     reasons = [f"            {reason}" if (reason := state.reason_of(job)) else "" for job in state.jobs.values()]
     show(table, ["", *reasons])
-    print(console.totals(state))
+    say(console.totals(state))
     if any(True for _ in state.unfinished()) or requested:
         resume = command_line("resume", options.log_file)
         stopped = f"no dispatcher is running; to continue: {resume}"
-        print("a dispatcher is running this list" if is_running else stopped)
+        say("a dispatcher is running this list" if is_running else stopped)
     for file in (file for file, event in requested.items() if event == "add"):
-        print(f"add requested: {file}")
+        say(f"add requested: {file}")
     if state.paused:
-        print(f"paused: {state.paused}")
+        say(f"paused: {state.paused}")
     for line in unusable_servers(options.log_file) if is_running else ():
-        print(line)
+        say(line)
     return 1 if state.counts["failed"] else 0
 
 
 def unusable_servers(log_file: Path) -> list[str]:
     """A line for each server that gets no jobs, with the reason that the dispatcher wrote to the results."""
     labels = {"unusable": "not used: ", "unreachable": "unreachable: "}
-    try:
-        known = json.loads(log_file.read_bytes())["servers"]
-        found = [(name, labels.get(each["state"], ""), each["reason"]) for name, each in known.items()]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [f"{name}: {state}{reason}" for name, state, reason in found if reason]
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        for name, server in checked(dict, checked(dict, read_results(log_file)).get("servers")).items():
+            each = checked(page.SERVER, server)
+            if each["reason"]:
+                found.append(f"{name}: {labels.get(each['state'], '')}{each['reason']}")
+    return found
+
+
+def read_results(log_file: Path) -> Any:
+    """The results of a list. Raises OSError and ValueError."""
+    return parse_json(read_bytes(user_file(log_file)))
 
 
 def read_metrics(state: ListState, log_file: Path) -> None:
     """Add the metrics of running jobs to the state. They are read from the results, as the journal lacks them."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        for entry in json.loads(log_file.read_bytes())["jobs"]:
+    with contextlib.suppress(OSError, ValueError):
+        for entry in checked([page.JOB], checked(dict, read_results(log_file)).get("jobs")):
             job = state.jobs.get(entry["id"])
             if job and job.state == "running":
-                job.metrics |= entry["metrics"]
+                job.metrics |= host.checked_facts({"metrics": dict}, {"metrics": entry["metrics"]})["metrics"]
 
 
 def shown_state(job: JobState, requested: Mapping[str, str]) -> str:
@@ -788,14 +800,14 @@ def why(options: argparse.Namespace, path: Path) -> int:
     job = state.find_job(options.job)
     repeated = any(job.reason.endswith(attempt.failure_text) for attempt in job.attempts if attempt.failure)
     reason = "" if repeated else state.reason_of(job)
-    print(f"{job.job.id}  {job.job.name}: {job.state}" + (f": {reason}" if reason else ""))
-    print(f"  output: {job.job.output}")
+    say(f"{job.job.id}  {job.job.name}: {job.state}" + (f": {reason}" if reason else ""))
+    say(f"  output: {job.job.output}")
     for attempt in job.attempts:
-        print("  " + attempt_line(attempt))
+        say("  " + attempt_line(attempt))
         for line in attempt.lines:
-            print(f"      {line}")
+            say(f"      {line}")
     for line in explanation(state, job, options.log_file):
-        print(f"  {line}")
+        say(f"  {line}")
     return 0
 
 
@@ -892,7 +904,7 @@ def cancel(options: argparse.Namespace, path: Path) -> int:
         retried = (job for each in pending if each["event"] == "retry" for job in each["jobs"])
         jobs = list(dict.fromkeys([*jobs, *retried]))
     if not jobs and not state.lost_attempts():
-        print("nothing to cancel: no job is waiting or running")
+        say("nothing to cancel: no job is waiting or running")
         return 0
     if jobs:
         journal.request(path, "cancel", jobs)
@@ -921,7 +933,7 @@ def wait_until_final(path: Path, jobs: Sequence[str]) -> int:
             if job.state not in FINAL or job.job.id in printed | requested:
                 continue
             printed.add(job.job.id)
-            print(f"{job.state}: {job.job.name}" + (f": {job.reason}" if job.reason else ""), flush=True)
+            say(f"{job.state}: {job.job.name}" + (f": {job.reason}" if job.reason else ""))
         if len(printed) == len(jobs):
             return cancel_exit_code(state, jobs)
         if not journal.dispatcher_is_running(path):
@@ -942,11 +954,11 @@ def retry(options: argparse.Namespace, path: Path) -> int:
     selected = state.select_jobs("retry", options.jobs)
     jobs = [job for job in selected if state.jobs[job].state in ("failed", "cancelled")]
     if not jobs:
-        print("nothing to retry: no such job failed or was cancelled")
+        say("nothing to retry: no such job failed or was cancelled")
         return 0
     journal.request(path, "retry", jobs)
     start = "" if journal.dispatcher_is_running(path) else f"; to start: {command_line('resume', options.log_file)}"
-    print(f"requeued {plural(len(jobs), 'job')}{start}")
+    say(f"requeued {plural(len(jobs), 'job')}{start}")
     return 0
 
 
@@ -959,7 +971,7 @@ def add(options: argparse.Namespace, path: Path) -> int:
     for job in [each for each in jobs if each.leak][:SHOWN]:
         sys.stderr.write(f"{program_name()}: warning: {job.name}: {job.leak}\n")
     if not jobs:
-        print(f"nothing to add: all jobs of {file} are in the list")
+        say(f"nothing to add: all jobs of {file} are in the list")
         return 0
     request = request_id(journal.request(path, "add", [str(file)]))
     while not (replies := [each for each in journal.read(path)[0] if each.get("request") == request]):
@@ -975,7 +987,7 @@ def add(options: argparse.Namespace, path: Path) -> int:
     trained = sum("trains" in each for each in replies[0]["jobs"])
     models = f" and {plural(trained, 'base model')} to train" if trained else ""
     start = "" if journal.dispatcher_is_running(path) else f"; to start: {command_line('resume', options.log_file)}"
-    print(f"added {plural(len(replies[0]['jobs']) - trained, 'new job')}{models}{start}")
+    say(f"added {plural(len(replies[0]['jobs']) - trained, 'new job')}{models}{start}")
     return 0
 
 
@@ -1009,9 +1021,9 @@ async def close_sessions(host_servers: Sequence[servers.HostServer]) -> list[int
         try:
             session = await server.remove_session()
         except (ServerUnusable, Unreachable) as error:
-            print(f"{server.name}: {error}")
+            say(f"{server.name}: {error}")
             return 1
-        print(f"{server.name}: " + (f"removed tmux session {session}" if session else "no tmux session of this list"))
+        say(f"{server.name}: " + (f"removed tmux session {session}" if session else "no tmux session of this list"))
         return 0
 
     return await asyncio.gather(*map(close_session, host_servers))

@@ -21,6 +21,7 @@ from distributed.jobs.backend import ServerLink
 from distributed.jobs.state import Attempt, JobState, ListState
 from distributed.runs.charts import duration
 from distributed.terminal import GAP, columns, cut, pad, plural
+from distributed.trust import printable
 
 MAX_BUFFERED = 1 << 20  # bytes
 CHUNK = 4096  # bytes per write
@@ -116,6 +117,7 @@ class ListConsole:
 
     def log(self, line: str) -> None:
         """Print a message with the time."""
+        line = printable(line)
         kind = line.partition(":")[0]
         stamp = time.strftime("%H:%M:%S")
         if self._live:
@@ -125,7 +127,7 @@ class ListConsole:
 
     def write_line(self, line: str) -> None:
         """Print a line without the time."""
-        self._output.write(line + "\n")
+        self._output.write(printable(line) + "\n")
 
     def flush(self) -> None:
         """Wait until all lines are written, for FLUSH_TIMEOUT at most."""
@@ -167,6 +169,7 @@ def overview(state: ListState, links: Mapping[str, ServerLink], width: int, heig
     usable = sum(len(link.server.pool.slots) for link in links.values() if link.state == "ready")
     lines.append(Text(totals(state, usable), style="bold"))
     for line in lines:
+        line.plain = printable(line.plain)
         line.truncate(width, overflow="ellipsis")
     return lines
 

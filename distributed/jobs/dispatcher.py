@@ -278,7 +278,7 @@ class Dispatcher:
     def _reconcile(self, link: ServerLink, name: str, reply: Mapping[str, Any]) -> None:
         """Update an attempt from the reply of a server that was just connected."""
         attempt = self.state.attempt(name)
-        if attempt is None or attempt.state == "ended":  # already reported by an event
+        if attempt is None or attempt.state == "ended" or attempt.server != link.server.name:  # ended: see _on_ended()
             return
         if attempt.state == "lost":  # see _give_up_server()
             if reply["state"] == "running":
@@ -510,7 +510,7 @@ class Dispatcher:
 
     def _on_ended(self, event: Event) -> None:
         attempt = self.state.attempt(event.facts["attempt"])
-        if attempt is None:
+        if attempt is None or attempt.server != event.server:  # a server reports only its own attempts
             return
         if attempt.state == "lost":
             self._record_lost_ended(attempt)
@@ -519,7 +519,7 @@ class Dispatcher:
 
     def _on_progress(self, event: Event) -> None:
         attempt = self.state.open.get(event.facts["attempt"])
-        if attempt:
+        if attempt and attempt.server == event.server:
             metrics = event.facts["metrics"]
             step, first = metrics.get("step"), attempt.first_report
             # The first report may still contain the last step of an earlier attempt. A lower step then replaces it.

@@ -93,7 +93,9 @@ class Element(host.HostAttempt):
 
     def element(self) -> Facts:
         """The record that an element wrote when it claimed the job specification; empty before."""
-        return read_json(os.path.join(self.directory, ELEMENT))
+        found = read_json(os.path.join(self.directory, ELEMENT))
+        kinds: Facts = {"host": str, "array": str, "job": str, "started": float}
+        return host.known_facts(kinds, {"started": found.get("time"), **found})
 
     def process(self) -> Facts:
         """Process id, start time, boot id and host of its command; empty before the command has started."""
@@ -141,7 +143,8 @@ class Element(host.HostAttempt):
     def locate(self) -> bool:
         """Set `array` and `index`. Returns False if the attempt belongs to no array."""
         known = [name.partition(".")[2] for name in self.file_names() if name.startswith((f"{SPEC}.", f"{TAKEN}."))]
-        self.array = known[0] if known else str(self.element().get("array", ""))
+        array = known[0] if known else self.element().get("array", "")
+        self.array = array if array.isalnum() else ""
         self.index = index_in(self.array_path(), self.name)
         return bool(self.array)
 
@@ -240,7 +243,8 @@ class Element(host.HostAttempt):
         cause, message = end_without_code(self.entry, claimed, started, printed[-1] if printed else "")
         now = time.time()
         return {
-            "code": None, "started": self.element().get("time", now), "ended": now, "cause": cause, "message": message,
+            "code": None, "started": self.element().get("started", now), "ended": now, "cause": cause,
+            "message": message,
             "lines": host.last_lines(self.files.log) or printed, "metrics": host.read_metrics(self.output),
         }  # fmt: skip
 

@@ -52,7 +52,7 @@ from distributed.launch import supervisor
 from distributed.launch.node_reports import HEARTBEAT_TIMEOUT
 from distributed.training import base_model
 from distributed.training.base_model import BaseModelError
-from distributed.trust import PRIVATE, PRIVATE_DIRECTORY, foreign, read_text, regular_file
+from distributed.trust import PRIVATE, PRIVATE_DIRECTORY, checked, foreign, parse_json, read_text, regular_file, shown
 
 HELLO = "muster-jobs-host"
 # Seconds without a heartbeat after which a serve process exits. A new serve process waits until the old one has exited,
@@ -82,6 +82,29 @@ REMEDIES = {  # errors of files and programs on a server; {} is a setting that a
     "command not found": "install it there",
     "": "correct this on the server",
 }
+MAX_LINE, MAX_TEXT = 500, 10_000  # characters of a line of output, and of other texts in a reply or an event
+LATEST = 1e11  # seconds; times are earlier
+# Facts in replies and events; see trust.checked().
+END = {
+    "code": int | None, "stop_requested": bool, "started": float | None, "ended": float | None,
+    "peak_memory": int | None, "cause": str, "message": str, "lines": list[str], "metrics": dict,
+    "note": str,
+}  # fmt: skip
+PROCESS = {"pid?": int, "start_time?": int, "boot_id?": str | None}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "open": {"server": str, "list": str, "default_workdir": str, "script": str, "workdir": str, "remote": bool,
+             "panes": bool, "python": str, "slots": list[str]},
+    "query": {"attempts": dict[str, str], "grace?": float},
+    "start": {"attempt": str, "job": str, "output": str, "slots": list[int], "title": str, "script": str,
+              "setup?": list[str], "script_name": str, "arguments": list[str], "env": dict[str, str],
+              "timeout?": float | None, "grace": float, "needs?": list[str], "base?": str,
+              "inherited?": dict[str, str]},
+    "stop": {"attempt": str, "kill": bool}, "gpus": {}, "exists": {"path": str},
+    "claim": {"output": str, "job": str, "script": str},
+    "base": {"digest": str, "manifest": dict, "output": str, "shared": bool},
+    "publish_base": {"digest": str, "staging": str, "failed": bool},
+    "remove_output": {"output": str}, "remove_session": {},
+}  # fmt: skip
 CHILD_KILLED = "a child process of jobs.host was killed; check the memory of the server"
 
 Request = dict[str, Any]
@@ -177,13 +200,14 @@ class HostAttempt:
         """The process id, start time and boot id of a running attempt."""
         pids = read_json(self.files.pids)
         command = pids.get("command")
-        return {"boot_id": pids.get("boot_id"), **(command if isinstance(command, dict) else {})}
+        known = {"boot_id": pids.get("boot_id"), **(command if isinstance(command, dict) else {})}
+        return known_facts({name.rstrip("?"): kind for name, kind in PROCESS.items()}, known)
 
     def end(self) -> dict[str, Any]:
         """The facts of the event `ended`."""
-        code = supervisor.read_code(self.files.exit)
-        usage = read_json(self.files.usage)
-        record = read_json(self.files.record)
+        code = known_facts(END, {"code": supervisor.read_code(self.files.exit)}).get("code")
+        usage = known_facts(END, read_json(self.files.usage))
+        record = known_facts(END, read_json(self.files.record))
         ended = usage.get("ended") or modification_time(self.files.exit)
         cause, message = record.get("cause", ""), record.get("message", "")
         if not cause and (self.sweep or code is None):
@@ -220,6 +244,34 @@ class HostAttempt:
         more = ", ..." if found[3:] else ""
         new = f"; new files elsewhere on {self.files.name}: {', '.join(found[:3])}{more}" if found else ""
         return NOTHING_WRITTEN + new
+
+
+def checked_facts(kind: dict[str, Any], value: Any) -> dict[str, Any]:
+    """Facts of the declared kind (see trust.checked()), with limits: long texts are cut. Raises ValueError."""
+    facts: dict[str, Any] = checked(kind, value, "message")
+    for name, each in facts.items():
+        if name in ("started", "ended") and each is not None and not 0 <= each < LATEST:
+            raise ValueError(f"{name}: expected a time, got {shown(each)}")
+        if name == "lines":
+            facts[name] = [line[:MAX_LINE] for line in each[-LAST_LINES:]]
+        elif name == "metrics":
+            facts[name] = {key: one for key, one in each.items() if one == "NaN" or is_metric(one)}
+        elif isinstance(each, str):
+            facts[name] = each[:MAX_TEXT]
+    return facts
+
+
+def is_metric(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < metrics.HUGE
+
+
+def known_facts(kinds: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
+    """The facts of these kinds in a file that a job may have changed; others are left out."""
+    found: dict[str, Any] = {}
+    for name in kinds.keys() & value.keys():
+        with contextlib.suppress(ValueError):
+            found |= checked_facts({name: kinds[name]}, {name: value[name]})
+    return found
 
 
 def has_results(output: str) -> bool:
@@ -290,7 +342,7 @@ def tail(path: str) -> bytes:
 
 def last_lines(path: str) -> list[str]:
     """The last lines of a log. If the disk is full, the last line says so, as messages of the job may be missing."""
-    lines = [line[:500] for line in tail(path).decode(errors="replace").splitlines()[-LAST_LINES:]]
+    lines = [line[:MAX_LINE] for line in tail(path).decode(errors="replace").splitlines()[-LAST_LINES:]]
     with contextlib.suppress(OSError):
         if not os.statvfs(os.path.dirname(path)).f_bavail:
             lines[-1:] = ["; ".join((*lines[-1:], "no space left on the disk with its log"))]
@@ -417,22 +469,28 @@ class Service:
                 expect_heartbeat()
             self.send(event="heartbeat")
             return
-        request = json.loads(line)
         handlers: dict[str, Callable[[Request], Reply | None]] = {
             "open": self.open, "query": self.query, "start": self.start, "stop": self.stop, "gpus": self.gpus,
             "exists": self.exists, "claim": self.claim, "base": self.base, "publish_base": self.publish_base,
             "remove_output": self.remove_output, "remove_session": self.remove_session,
         }  # fmt: skip
+        number = 0
         try:
-            reply = handlers[request["do"]](request)
+            request: Request = checked(dict, parse_json(line), "request")
+            number = checked(int, request.get("id"), "id")
+            verb = checked(str, request.get("do"), "do")
+            checked({"id": int, "do": str, **REQUESTS.get(verb, {})}, request, verb)
+            reply = handlers[verb](request) if verb in REQUESTS else {"error": f"unknown request {shown(verb)}"}
+        except ValueError as error:
+            self.send(reply=number, error=f"invalid request ({error})")
         except HostError as error:
-            self.send(reply=request["id"], error=str(error), kind=error.kind)
+            self.send(reply=number, error=str(error), kind=error.kind)
         except OSError as error:
             reason = f"{error.filename or self.server_directory or self.workdir}: {error.strerror}"
-            self.send(reply=request["id"], error=with_remedy(reason, "another workdir"))
+            self.send(reply=number, error=with_remedy(reason, "another workdir"))
         else:
             if reply is not None:
-                self.send(reply=request["id"], **reply)
+                self.send(reply=number, **reply)
 
     # ---- requests
 
@@ -685,7 +743,7 @@ class Service:
             os.close(file)
             del self._children[file]
             try:
-                result = json.loads(output)
+                result = checked(dict, parse_json(output))
             except ValueError:  # the output is empty or truncated
                 result = {"state": "failed", "reason": CHILD_KILLED, "gpus": [], "problem": CHILD_KILLED}
             handle_result(result)

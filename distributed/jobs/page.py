@@ -11,7 +11,6 @@ Standard library only.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -34,7 +33,7 @@ from distributed.runs.history import History, read_metrics
 from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, ranges, section, tile_list
 from distributed.runs.records import number
 from distributed.terminal import cut
-from distributed.trust import SHARED, regular_file
+from distributed.trust import SHARED, checked, parse_json, printable, regular_file, shown
 
 FOLD = 200  # rows of the table shown at first; report.css hides the rest
 MAX_FAILURES = 50  # failed jobs shown with their last lines
@@ -52,6 +51,23 @@ LEGEND = {"done": "done", "failed": "failed", "lost": "server lost", "cancelled"
           "running": "running"}  # fmt: skip
 STATE_STYLES = {"finished": "finished", "running": "open", "paused": "stopped", "interrupted": "stopped",
                 "cancelled": "stopped"}  # fmt: skip
+
+# results.json; see trust.checked() and results.document().
+ATTEMPT = {
+    "number": int, "server": str, "slots": [int], "gpus": [int | str], "start": float, "end": float | None,
+    "seconds": float | None, "exit_code": int | None, "signal": str | None, "peak_memory": int | None,
+    "failure": str, "reason": str, "last_lines": [str],
+}  # fmt: skip
+JOB = {
+    "id": str, "name": str, "settings": dict, "options": dict, "state": str, "reason": str, "output": str,
+    "metrics": dict, "attempts": [ATTEMPT], "trains_base_model?": str, "leak?": str,
+}  # fmt: skip
+SERVER = {"slots": list, "state": str, "reason": str}
+RESULTS = {
+    "list": str, "created": float, "updated": float, "state": str, "reason": str, "script": str, "backend": str,
+    "totals": dict[str, float], "servers": dict, "jobs": [JOB],
+}  # fmt: skip
+JOB_STATES = ("waiting", "running", "done", "failed", "cancelled")
 
 
 # ---------------------------------------------------------------- reading and writing
@@ -85,7 +101,7 @@ def jobs_of(results: Mapping[str, Any]) -> list[JobEntry]:
         JobEntry(
             position, job["id"], job["name"], job["state"], job["reason"], job["output"], job["settings"],
             job["metrics"], tuple(Attempt.of_public(job["id"], each) for each in job["attempts"]),
-            job["options"].get("base_model_hash", ""), job.get("trains_base_model", ""),
+            str(job["options"].get("base_model_hash", "")), job.get("trains_base_model", ""),
             job.get("leak", ""),
         )
         for position, job in enumerate(results["jobs"], 1)
@@ -114,9 +130,17 @@ def write(results: Path) -> Path:
     """Write the page next to results.json and return its path. Raises OSError, or ValueError for invalid results."""
     notes: list[str] = []
     with open(user_file(results), "rb", opener=regular_file) as file:
-        facts = json.load(file)
-    if not isinstance(facts, dict) or not facts.keys() >= {"list", "totals", "servers", "jobs"}:
-        raise ValueError("not the results of a job list")
+        facts = parse_json(file.read())
+    try:
+        checked(RESULTS, facts, "results")
+        states = [(facts["state"], tuple(STATE_STYLES)), *((job["state"], JOB_STATES) for job in facts["jobs"])]
+        for server in facts["servers"].values():
+            checked(SERVER, server, "server")
+        for state, known in states:
+            if state not in known:
+                raise ValueError(f"state: expected one of {', '.join(known)}, got {shown(state)}")
+    except ValueError as error:
+        raise ValueError(f"not the results of a job list: {error}") from None
     curves = read_curves(results, jobs_of(facts), notes)
     target = results.with_suffix(".html")
     text = page(facts, curves, notes, results.absolute())
@@ -640,8 +664,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"RESULTS_JSON: expected the results.json of a job list, got {str(results)!r}")
     try:
         print(write(results))
-    except (OSError, ValueError) as error:
-        print(f"page: {results}: cannot write the page: {error}", file=sys.stderr)
+    except (OSError, ValueError, OverflowError) as error:
+        print(printable(f"page: {results}: cannot write the page: {error}"), file=sys.stderr)
         return 1
     return 0
 

@@ -46,7 +46,7 @@ from distributed.launch.node_reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOU
 from distributed.terminal import plural
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 from distributed.transport.commands import VANISHED, TransportError, over_ssh, rsync_shell, temporary_directory
-from distributed.trust import PRIVATE_DIRECTORY, place, read_bytes
+from distributed.trust import MAX_TEXT, PRIVATE_DIRECTORY, checked, parse_json, place, read_bytes, shown
 
 CONNECT_TIMEOUT = 60.0  # seconds
 LOGIN_TIMEOUT = 50.0  # seconds within which the login shell must start a command
@@ -63,6 +63,24 @@ LOST_CONNECTION = (12, 30, 35, 255)  # exit codes of rsync
 SENDING = ("--archive", "--sparse")
 RECEIVING = ("--links", "--perms", "--times", "--sparse", "--chmod=Du+rwx,Fu+rw,go-w", f"--exclude={host.OWNER}")
 FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # the standard input of rsync has the paths, ended by NUL
+MAX_GREETING = 1 << 20  # bytes that a login shell may print before jobs.host starts
+# Messages of jobs.host; see trust.checked(). A server may send anything else: then the connection is treated as lost.
+STATE: dict[str, Any] = {"state": str, **host.PROCESS}
+GPU = {"index": int | str, "uuid?": str, "memory": int, "used": int | None, "processes": int, "instances?": list[str]}
+LOST_GPU = {"index": int | str, "lost": str}
+BASE = {"state": str, "reason?": str, "staging?": str, "bytes?": int}
+GREETING = {"event": str, "protocol": str, "host": str, "boot_id": str}
+EVENTS: dict[str, dict[str, Any]] = {
+    "heartbeat": {}, "ended": {"attempt": str, **host.END}, "progress": {"attempt": str, "metrics": dict},
+}  # fmt: skip
+REPLIES: dict[str, dict[str, Any]] = {
+    "open": {"workdir": str, "rsync": bool, "session": str, "note": str, "bases": list[str]},
+    "query": {"attempts": dict[str, object]},
+    "start": {"state": str} | {f"{name.rstrip('?')}?": kind for name, kind in {**host.PROCESS, **host.END}.items()},
+    "gpus": {"gpus": list[object], "problem": str, "state?": str, "reason?": str}, "exists": {"exists": bool},
+    "base": BASE, "publish_base": {f"{name.rstrip('?')}?": kind for name, kind in BASE.items()},
+    "remove_session": {"session": str}, "remove_output": {"state?": str, "reason?": str},
+}  # fmt: skip
 # The files that jobs/host.py and its supervisors need on a server. The list leaves out distributed/runs/, because
 # usage_sampler.py imports it only to take samples, and supervisors of jobs take none.
 KIT_FILES = (
@@ -120,19 +138,25 @@ class Channel:
     async def hello(self) -> dict[str, Any]:
         """Return the first message of host.py. Skips the output of a login shell.
 
-        Raises EOFError with the output if host.py did not start.
+        Raises EOFError with the output if host.py did not start, and ServerUnusable if the output is too long.
         """
         assert self._process.stdout
-        printed: list[str] = []
-        while line := await self._process.stdout.readline():
+        printed = ""
+        while len(printed) < MAX_GREETING:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # longer than the limit of the stream
+                break
+            if not line:
+                raise EOFError(printed.strip())
             text = line.decode(errors="replace").strip()
             with contextlib.suppress(ValueError):
-                message = json.loads(text)
+                message = parse_json(text)
                 if isinstance(message, dict) and message.get("protocol") == host.HELLO:
                     self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._send_heartbeats())]
-                    return message
-            printed.append(text)
-        raise EOFError("\n".join(printed))
+                    return self._checked(GREETING, message)
+            printed += text + "\n"
+        raise ServerUnusable(f"prints more than {MAX_GREETING >> 20} MiB before Muster starts; correct its login shell")
 
     async def call(self, verb: str, **facts: Any) -> dict[str, Any]:
         """Send a request and return the reply. Raises Unreachable and HostReplyError."""
@@ -145,29 +169,65 @@ class Channel:
         self._process.stdin.write(json.dumps({"id": self._next, "do": verb, **facts}).encode() + b"\n")
         reply = await future
         if "error" in reply:
+            reply = self._checked({"error": str, "kind?": str}, reply)
             raise HostReplyError(reply["error"], reply.get("kind", "server"))
+        reply = self._checked(REPLIES.get(verb, {}), reply)
+        if verb == "query":
+            return {"attempts": {name: self._state(each) for name, each in self._requested(reply, facts).items()}}
+        for gpu in reply["gpus"] if verb == "gpus" else ():
+            self._checked(LOST_GPU if isinstance(gpu, dict) and "lost" in gpu else GPU, gpu)
         return reply
+
+    def _requested(self, reply: dict[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+        """The states of attempts in a reply to a query, which are those in the request."""
+        return self._checked(dict.fromkeys(facts["attempts"], object), reply["attempts"])
+
+    def _state(self, value: Any) -> dict[str, Any]:
+        ended = isinstance(value, dict) and value.get("state") == "ended"
+        return self._checked({**STATE, **host.END} if ended else STATE, value)
+
+    def _checked(self, kind: dict[str, Any], value: Any) -> dict[str, Any]:
+        """A message of the declared kind; see trust.checked(). Otherwise, close the connection; raises Unreachable."""
+        try:
+            found = host.checked_facts(kind, value)
+        except ValueError as error:
+            self._end(f"invalid reply ({error})")
+            raise Unreachable(self.closed.result()) from None
+        return found
 
     async def _read(self) -> None:
         assert self._process.stdout
-        received = b""
+        received = bytearray()  # an incomplete line
         try:
             while block := await self._process.stdout.read(1 << 18):
                 self._last_received = time.monotonic()
-                *lines, received = (received + block).split(b"\n")
+                *lines, rest = block.split(b"\n")
                 for line in lines:
-                    self._handle(json.loads(line))
-        except (OSError, ValueError) as error:
+                    self._handle(parse_json(received + line))
+                    received.clear()
+                received += rest
+                if len(received) > MAX_TEXT:
+                    raise ValueError(f"more than {MAX_TEXT >> 20} MiB without a line break")
+        except OSError as error:
             self._end(f"connection failed: {error}")
+        except ValueError as error:
+            self._end(f"invalid reply ({error})")
         self._end("connection closed")
 
-    def _handle(self, message: dict[str, Any]) -> None:
-        if "reply" in message:
-            future = self._waiting.pop(message.pop("reply"), None)
+    def _handle(self, message: Any) -> None:
+        """Handle a reply or an event. Raises ValueError if it is invalid."""
+        facts: dict[str, Any] = checked(dict, message, "message")
+        if "reply" in facts:
+            future = self._waiting.pop(checked(int, facts.pop("reply"), "reply"), None)
             if future and not future.done():
-                future.set_result(message)
-        elif (kind := message.pop("event")) != "heartbeat":
-            self._post(Event(kind, self._name, message))
+                future.set_result(facts)
+            return
+        kind = checked(str, facts.pop("event", None), "event")
+        if kind not in EVENTS:
+            raise ValueError(f"unknown event {shown(kind)}")
+        facts = host.checked_facts(EVENTS[kind], facts)
+        if kind != "heartbeat":
+            self._post(Event(kind, self._name, facts))
 
     async def _send_heartbeats(self) -> None:
         assert self._process.stdin
@@ -361,14 +421,14 @@ class HostServer(JobServer):
         for _ in range(MAX_COPIES):
             reply = await self._request_base(digest)
             if reply["state"] == "copy":
-                reply = await self._copy_base(digest, reply["staging"])
+                reply = {"state": "failed"} | await self._copy_base(digest, reply.get("staging", ""))
                 copied += reply.get("bytes", 0)
             if reply["state"] == "ready":
                 return copied
             if reply["state"] == "failed" or self.shared:
                 break
         kind = "base" if self.shared and reply["state"] == "damaged" else "server"
-        raise NotStarted(f"base {hash_of(digest)}: {reply['reason']}", kind)
+        raise NotStarted(f"base {hash_of(digest)}: {reply.get('reason', reply['state'])}", kind)
 
     async def _request_base(self, digest: str) -> dict[str, Any]:
         """Request a base model until the reply of host.Service.base() is not `busy`; return the reply."""
@@ -721,15 +781,20 @@ async def run_program(
     process = await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
     )
+    assert process.stdin and process.stdout and process.stderr
+    process.stdin.write(data)
+    process.stdin.close()
+    ended = asyncio.gather(read_output(process.stdout), read_output(process.stderr), process.wait())
     try:
-        printed = await asyncio.wait_for(process.communicate(data), seconds)
+        out, err, code = await asyncio.wait_for(ended, seconds)
+    except ValueError as error:
+        raise Unreachable(f"{command[0]}: {error}") from None
     except asyncio.TimeoutError:
         raise Unreachable(f"{command[0]}: no reply within {seconds:.0f} s") from None
     finally:  # also if the task was cancelled; kill() has no effect on a process that has exited
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-    out, err = (text.decode(errors="replace") for text in printed)
-    return process.returncode or 0, out, err
+    return code, out.decode(errors="replace"), err.decode(errors="replace")
 
 
 async def cached_manifest(cache: Cache, digest: str) -> dict[str, Any]:
@@ -738,6 +803,16 @@ async def cached_manifest(cache: Cache, digest: str) -> dict[str, Any]:
         return await asyncio.to_thread(cache.verify, digest)
     except BaseModelError as error:
         raise NotStarted(f"base {hash_of(digest)}: {error}", "base") from None
+
+
+async def read_output(stream: asyncio.StreamReader) -> bytes:
+    """The output of a command. Raises ValueError if it is longer than MAX_TEXT."""
+    output = bytearray()
+    while block := await stream.read(1 << 18):
+        output += block
+        if len(output) > MAX_TEXT:
+            raise ValueError(f"prints more than {MAX_TEXT >> 20} MiB")
+    return bytes(output)
 
 
 async def read_tail(stream: asyncio.StreamReader | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import shutil
 import socket
@@ -11,6 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,8 @@ from typing import Any
 import pytest
 
 from distributed.files import KIT, user_file
-from distributed.jobs import commands, config, host, journal, servers
+from distributed.jobs import commands, config, host, journal, panes, servers
+from distributed.jobs.backend import Event, ServerUnusable, Unreachable
 from distributed.jobs.job import Job, Options, job_of
 from distributed.jobs.journal import Journal, JournalError
 from distributed.jobs.state import Attempt, job_records
@@ -477,3 +480,185 @@ def test_clean_up_removes_nothing_from_a_planted_directory(
         assert (home / "gpu1.conf").exists()
     finally:
         recorded.unlink() if recorded.is_symlink() else shutil.rmtree(recorded)
+
+
+# ---------------------------------------------------------------- messages of a server
+
+# A server that prints its first argument, then replies to each request with the next one. {id} is that of the request.
+LYING = """
+import json, sys
+write = lambda text: print(text, flush=True)
+write(sys.argv[1])
+replies = iter(sys.argv[2:])
+for line in sys.stdin:
+    if line.strip():
+        write(next(replies).replace("{id}", str(json.loads(line)["id"])))
+"""
+HELLO = json.dumps({"event": "hello", "protocol": host.HELLO, "host": "h", "boot_id": "b"})
+OPENED = '{"reply": {id}, "workdir": "/w", "rsync": true, "session": "", "note": "", "bases": []}'
+END: dict[str, Any] = {
+    "code": 1, "stop_requested": False, "started": 1.0, "ended": 2.0, "peak_memory": 1, "cause": "", "message": "",
+    "lines": ["line"], "metrics": {"loss": 1e30}, "note": "",
+}  # fmt: skip
+
+
+class LyingServer(servers.LocalServer):
+    """A server that sends these texts."""
+
+    def __init__(self, *texts: str) -> None:
+        context = servers.ListContext("abc", Path.cwd(), "job.py", panes=False)
+        super().__init__("gpu1", config.Server(host="gpu1", gpus=0), context)
+        self.command = [sys.executable, "-I", "-S", "-c", LYING, *texts]
+
+    async def _open_channel(self, post: Callable[[Event], None]) -> servers.Channel:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*self.command, stdin=pipe, stdout=pipe, limit=1 << 24)
+        channel = servers.Channel(process, self.name, post)
+        try:
+            await channel.hello()
+        except BaseException:
+            await channel.close()
+            raise
+        return channel
+
+
+def talk(*texts: str, query: Sequence[str] = ()) -> tuple[str, list[Event], dict[str, Any]]:
+    """Connect to a server that sends these texts, and query attempts. Returns why it failed, its events, the states."""
+    events: list[Event] = []
+    server = LyingServer(*texts)
+
+    async def connect() -> tuple[str, list[Event], dict[str, Any]]:
+        states: dict[str, Any] = {}
+        try:
+            await server.connect(events.append)
+            states = await server.query(dict.fromkeys(query, "o")) if query else {}
+            reason = await asyncio.wait_for(server.wait_until_lost(), 5) if not query else ""
+        except (ServerUnusable, Unreachable) as error:
+            reason = str(error)
+        finally:
+            await server.close()
+        return reason, events, states
+
+    return asyncio.run(connect())
+
+
+DEEP = "[" * 100_000
+STRANGE = ['{"a":1}', "[1]", "5", '"x"', DEEP, "x", '{"reply": [1]}', '{"reply": "1"}', '{"reply": {id}}',
+           '{"event": 5}',
+           '{"event": "task_failed", "error": "x"}', '{"event": "connected", "note": "", "attempts": {}}',
+           '{"reply": {id}, "error": 5}', OPENED.replace('"/w"', "5"), OPENED.replace("[]", "[5]"),
+           OPENED.replace("true", '"yes"'), OPENED.replace('"note": "",', "")]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", STRANGE, ids=range(len(STRANGE)))
+def test_an_invalid_reply_is_reported_and_ends_the_connection(text: str, directory: Path) -> None:
+    assert talk(HELLO, text)[0].startswith("invalid reply (")
+
+
+WRONG = [("code", "0"), ("code", 1.5), ("code", True), ("stop_requested", 1), ("started", "x"), ("started", 1e18),
+         ("ended", -1), ("ended", []), ("peak_memory", "1"), ("cause", 5), ("message", {}), ("lines", "line"),
+         ("lines", [5]), ("metrics", [1]), ("note", None), ("attempt", 5), ("more", 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_an_invalid_fact_in_the_end_of_an_attempt_is_reported(name: str, value: Any, directory: Path) -> None:
+    event = {"event": "ended", "attempt": "a.1", **END, name: value}
+    reason, events, _ = talk(HELLO, f"{OPENED}\n{json.dumps(event)}")
+    assert reason.startswith("invalid reply (")
+    assert name in reason
+    assert events == []
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        {}, {"b.1": {"state": "absent"}}, {"a.1": {"state": "absent"}, "b.1": {"state": "absent"}}, {"a.1": 5},
+        {"a.1": {"state": 5}}, {"a.1": {"state": "running", "pid": "x"}}, {"a.1": {"state": "ended"}},
+    ],
+)  # fmt: skip
+def test_a_reply_to_a_query_that_does_not_describe_the_attempts_is_invalid(
+    states: dict[str, Any], directory: Path
+) -> None:
+    reply = json.dumps({"reply": 2, "attempts": states})
+    assert talk(HELLO, OPENED, reply, query=["a.1"])[0].startswith("invalid reply (")
+
+
+def test_a_valid_reply_is_used_with_limited_texts_and_numbers_as_metrics(directory: Path) -> None:
+    strange = {"loss": 1e30, "a": "NaN", "b": "x", "c": [1], "d": True, "e": 10**400, "f": float("nan")}
+    end = {**END, "metrics": strange, "lines": ["x" * 999] * 30, "message": "x" * 20_000}
+    reply = json.dumps({"reply": 2, "attempts": {"a.1": {"state": "ended", **end}}})
+    reason, _, states = talk(HELLO, OPENED, reply, query=["a.1"])
+    found = states["a.1"]
+    assert (reason, found["metrics"]) == ("", {"loss": 1e30, "a": "NaN"})
+    assert (len(found["lines"]), len(found["lines"][0]), len(found["message"])) == (20, 500, 10_000)
+
+
+GPUS = [5, {}, {"index": {}}, {"index": 0, "memory": 1, "used": "x", "processes": 0}, {"index": 0, "lost": 5}]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_an_invalid_gpu_is_reported(gpu: Any, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = LyingServer.__init__
+
+    def with_gpu(self: LyingServer, *texts: str) -> None:
+        before(self, *texts)
+        self.watches_gpus = True
+
+    monkeypatch.setattr(LyingServer, "__init__", with_gpu)
+    reply = json.dumps({"reply": 2, "gpus": [gpu], "problem": ""})
+    assert talk(HELLO, OPENED, reply)[0].startswith("invalid reply (")
+
+
+def test_a_long_line_is_read_in_linear_time_and_an_endless_one_is_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = time.process_time()
+    assert talk(HELLO, f"{OPENED}\n".replace("{id}", "1") + '"' + "x" * 100)[0] != ""
+    monkeypatch.setattr(servers, "MAX_TEXT", 1 << 20)
+    endless = LYING.replace("write(sys.argv[1])", "write(sys.argv[1])\nsys.stdout.write('x' * (20 << 20))")
+    monkeypatch.setattr(sys.modules[__name__], "LYING", endless)
+    assert talk(HELLO, OPENED)[0] == "invalid reply (more than 1 MiB without a line break)"
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize("line", ["'x' * 100 + chr(10)", "'x' * 100_000_000"])
+def test_a_server_that_prints_without_end_before_its_first_message_is_unusable(
+    line: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flood = f"import sys\nwhile True: sys.stdout.write({line})"
+    monkeypatch.setattr(sys.modules[__name__], "LYING", flood)
+    assert talk()[0] == "prints more than 1 MiB before Muster starts; correct its login shell"
+
+
+@pytest.mark.parametrize("hello", [HELLO.replace('"h"', "[]"), HELLO.replace('"b"', "5")])
+def test_an_invalid_first_message_is_reported(hello: str, directory: Path) -> None:
+    assert talk(hello)[0].startswith("invalid reply (")
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"a":1}', b"[1]", b"5", b"x", b"[" * 100_000, b'{"id": 1, "do": "more"}', b'{"id": 1, "do": []}',
+             b'{"id": 1, "do": "stop", "attempt": 5, "kill": false}', b'{"id": 1, "do": "start"}']
+)  # fmt: skip
+def test_jobs_host_replies_to_an_invalid_request_with_an_error(line: bytes, directory: Path) -> None:
+    command = [*panes.PLAIN_PYTHON, f"{KIT}/scripts/lib/module.py", "jobs.host", "serve"]
+    requests = line + b'\n{"id": 7, "do": "exists", "path": "x"}\n'
+    done = subprocess.run([sys.executable, *command], input=requests, capture_output=True, check=True, timeout=60)
+    _, error, reply = map(json.loads, done.stdout.splitlines())
+    assert error["error"].startswith(("invalid request (", "unknown request"))
+    assert (reply, done.stderr) == ({"reply": 7, "exists": False}, b"")
+
+
+def test_a_job_cannot_end_the_connection_by_what_it_writes_to_its_files(directory: Path) -> None:
+    private = host.list_directory(str(directory), "abc")
+    attempt = host.HostAttempt(f"{private}/job.1", "gpu1", str(directory / "experiments/a"), 0)
+    os.close(attempt.create("job", "job.py"))
+    Path(attempt.files.record).parent.mkdir(exist_ok=True)
+    for name, facts in {
+        "usage": {"started": "x", "ended": 1e300, "peak_memory": [1]}, "record": {"cause": 5, "message": {}},
+        "pids": {"boot_id": 5, "command": {"pid": "x", "start_time": {}, "more": 1}},
+    }.items():  # fmt: skip
+        Path(getattr(attempt.files, name)).write_text(json.dumps(facts))
+    Path(attempt.files.exit).write_text("9" * 1000)
+    Path("experiments/a/metrics.jsonl").write_text('{"loss": 1e30, "x": [1], "step": 1e99}\n[1]\n' + DEEP)
+    host.checked_facts(host.END, attempt.end())
+    host.checked_facts(host.PROCESS, attempt.facts())
