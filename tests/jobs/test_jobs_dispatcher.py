@@ -942,6 +942,29 @@ def test_a_cancel_request_ends_a_job_whose_results_can_never_be_copied(tmp_path:
     asyncio.run(scenario())
 
 
+def test_a_server_reports_only_its_own_attempts_and_files_that_were_not_copied_are_logged(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one, two = SimulatedServer("one"), SimulatedServer("two")
+        one.outcome_of = two.outcome_of = lambda request: UNTIL_ENDED
+        one.left_out = [f"link{number}" for number in range(7)]
+        async with ListRun(tmp_path, one, two, jobs=2) as run:
+            await run.wait_until(lambda: one.running() and two.running())
+            own, other = one.running()[0], two.running()[0]
+            forged = {"attempt": own, "code": 0, "metrics": {"loss": 0.0}}
+            for kind in ("progress", "ended"):
+                two._post(Event(kind, "two", forged))
+            one.end(own, 0, metrics={"loss": 1.0})
+            two.end(other, 0)
+            await run.finished()
+        assert run.state.jobs[own.partition(".")[0]].metrics == {"loss": 1.0}
+        assert run.state.jobs[own.partition(".")[0]].attempts[0].end == 1e9 + 60
+        output = run.state.jobs[own.partition(".")[0]].job.output
+        rule = "only files, directories and links inside of it are copied"
+        assert f"one: not copied to {output}: link0, link1, link2, link3, link4 and 2 more; {rule}" in run.log
+
+    asyncio.run(scenario())
+
+
 def test_sending_files_of_an_earlier_attempt_is_retried(tmp_path: Path) -> None:
     class Full(SimulatedServer):
         failing = 2

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 from distributed.files import KIT, user_file
-from distributed.jobs import commands, config, host, journal, panes, servers
+from distributed.jobs import commands, config, console, host, journal, page, panes, servers
 from distributed.jobs.backend import Event, ServerUnusable, Unreachable
 from distributed.jobs.job import Job, Options, job_of
 from distributed.jobs.journal import Journal, JournalError
-from distributed.jobs.state import Attempt, job_records
+from distributed.jobs.state import Attempt, ListState, job_records
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as a second user")
@@ -662,3 +662,54 @@ def test_a_job_cannot_end_the_connection_by_what_it_writes_to_its_files(director
     Path("experiments/a/metrics.jsonl").write_text('{"loss": 1e30, "x": [1], "step": 1e99}\n[1]\n' + DEEP)
     host.checked_facts(host.END, attempt.end())
     host.checked_facts(host.PROCESS, attempt.facts())
+
+
+# ---------------------------------------------------------------- terminal and page
+
+ESCAPES = "\x1b]0;title\x07\x1b[2Jcause\r\n12:00:00  done: forged"
+
+
+def test_texts_of_jobs_are_printed_without_control_characters(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_journal(directory / "results.journal")
+    job = job_of({"n": 1}, Options()).id
+    with Journal.open(directory / "results.journal") as book:
+        book.add("start", attempt=f"{job}.1", server="gpu1", slots=[0], gpus=[])
+        book.add("ended", attempt=f"{job}.1", failure="exit code", reason=ESCAPES, lines=[ESCAPES], code=1)
+        book.add("settle", job=job, state="failed", reason=ESCAPES)
+        book.add("pause", reason=ESCAPES)
+        book.commit()
+    for arguments in (["status"], ["why", job]):
+        commands.main(arguments)
+    printed = capsys.readouterr().out
+    assert "cause" in printed
+    assert not [letter for letter in printed if not letter.isprintable() and letter != "\n"]
+    assert not [line for line in printed.splitlines() if line.startswith("12:00:00")]
+
+
+def test_the_log_of_a_dispatcher_has_one_line_for_each_message(capfd: pytest.CaptureFixture[str]) -> None:
+    screen = console.ListConsole(ListState(), {})
+    screen.log(ESCAPES)
+    screen.write_line(ESCAPES)
+    screen.flush()
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.partition("cause")[2] for line in lines] == ["  12:00:00  done: forged"] * 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("jobs", [5]), ("state", "<script>"), ("totals", {"jobs": "x"}), ("created", []), ("servers", {"a": 5}),
+     ("jobs", json.loads(DEEP[:500] + "]" * 500))],
+)  # fmt: skip
+def test_a_page_is_not_written_from_invalid_results(key: str, value: Any, directory: Path) -> None:
+    totals = dict.fromkeys(("jobs", "done", "failed", "cancelled", "waiting", "running", "attempts"), 0)
+    facts = {
+        "list": "abc", "created": 1.0, "updated": 2.0, "state": "finished", "reason": "", "script": "job.py",
+        "backend": "ssh", "totals": totals | {"seconds": 1.0, "slot_seconds": 1.0}, "servers": {}, "jobs": [],
+    }  # fmt: skip
+    (directory / "results.json").write_text(json.dumps(facts))
+    page.write(directory / "results.json")
+    (directory / "results.json").write_text(json.dumps({**facts, key: value}))
+    with pytest.raises(ValueError, match=r"not the results of a job list|levels"):
+        page.write(directory / "results.json")
