@@ -187,6 +187,8 @@ def slurm_job_id() -> str:
 
 def reason_of_end(job: str) -> tuple[str, str]:
     """(cause, message): why SLURM is stopping a job; both empty if SLURM is not stopping it, or does not reply."""
+    if not job.replace("_", "").isdecimal():
+        return "", ""
     command = ["scontrol", "show", "job", "--oneliner", job]
     try:
         shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SCONTROL_TIMEOUT)

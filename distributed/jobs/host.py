@@ -961,6 +961,9 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         if error.errno == errno.EPIPE:
             return 0
-        raise
+        if arguments[:1] != ["follow"]:
+            raise
+        sys.stderr.write(f"{error.filename}: {error.strerror}\n")  # a job has replaced its log by a link or FIFO
+        return 1
     sys.stderr.write(__doc__ or "")
     return 0 if arguments == ["--help"] else WRONG_CALL

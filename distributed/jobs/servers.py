@@ -39,7 +39,7 @@ from distributed.jobs.backend import Event, JobServer, NotStarted, ServerUnusabl
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.bases import script_name
 from distributed.jobs.job import Job, arguments, environment
-from distributed.jobs.panes import ENTRY, HOST, PLAIN_PYTHON, host_command
+from distributed.jobs.panes import ENTRY, HOST, PLAIN_PYTHON, SESSIONS, host_command
 from distributed.jobs.placement import GpuId, Slot, SlotPool
 from distributed.jobs.state import Attempt
 from distributed.launch.node_reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
@@ -301,7 +301,8 @@ class HostServer(JobServer):
             workdir=self.settings.workdir or ("" if remote else cwd), remote=remote, panes=self.context.panes,
             python=self.settings.python or self.python, slots=[f"{self.name}:{slot.index}" for slot in self.pool.slots],
         )  # fmt: skip
-        self.workdir, self.session = opened["workdir"], opened["session"]
+        self.workdir = opened["workdir"]
+        self.session = opened["session"] if opened["session"] in SESSIONS else ""  # part of a command that is printed
         self.pool.bases = set(opened["bases"])
         note = self._check_gpus(await self._channel.call("gpus")) if self.watches_gpus else ""
         await self._after_open(opened)
@@ -564,7 +565,7 @@ class SshServer(HostServer):
     async def _upload(self) -> None:
         line = (
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster"; n="$d/jobs-{self._archive_name}"; '
-            '{ [ "${XDG_CACHE_HOME-}" ] || cd; } && mkdir -p "$d" && t=$(mktemp -d "$d/new-XXXXXX") && { '
+            '{ [ "${XDG_CACHE_HOME-}" ] || cd; } && mkdir -p -- "$d" && t=$(mktemp -d "$d/new-XXXXXX") && { '
             'tar -xf - -C "$t" && touch "$t/complete" && '
             '{ mv -T "$t" "$n" 2>/dev/null || [ -e "$n/complete" ] || { rm -rf "$n" && mv -T "$t" "$n"; }; }; '
             's=$?; rm -rf "$t"; [ "$s" = 0 ]; }'

@@ -713,3 +713,27 @@ def test_a_page_is_not_written_from_invalid_results(key: str, value: Any, direct
     (directory / "results.json").write_text(json.dumps({**facts, key: value}))
     with pytest.raises(ValueError, match=r"not the results of a job list|levels"):
         page.write(directory / "results.json")
+
+
+@pytest.mark.parametrize("replace", [replace_by_fifo, replace_by_link])
+def test_following_a_log_that_a_job_has_replaced_ends_with_an_error(
+    replace: Callable[[Path], None], directory: Path
+) -> None:
+    replace(directory / "node_gpu1.log")
+    command = panes.host_command("follow", str(directory / "node_gpu1.log"), "/")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"{directory}/node_gpu1.log: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_printed_command_contains_no_session_name_that_a_server_has_invented(directory: Path) -> None:
+    server = LyingServer(HELLO, OPENED.replace('"session": ""', '"session": "x; rm -rf ~"'))
+
+    async def connect() -> str:
+        try:
+            return await server.connect(lambda _: None)
+        finally:
+            await server.close()
+
+    assert asyncio.run(connect()) == ""
