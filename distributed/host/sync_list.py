@@ -14,27 +14,24 @@ Standard library only.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import re
-import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from distributed.trust import printable, regular_file
+from distributed.trust import printable
 
 RESULTS = (b"logs", b"checkpoints", b"experiments")
 VENV = b".venv"
 MARKER = b".muster-"  # prefix of the names of files that Muster creates to find out whether a directory is shared
+# Names of files that look like secrets; the files of the second expression only if their mode is 0600 or 0400.
 SECRET = re.compile(
-    rb"\.env(rc|\.(?!(example|sample|template|dist)$).*)?|id_(rsa|dsa|ecdsa|ed25519)(_sk)?|.*\.(pem|key|p12|pfx)|[._]netrc"
-    rb"|\.?credentials(\.(json|ya?ml|ini|toml|txt|csv))?|\.git-credentials|\.npmrc|\.pypirc|\.pgpass|kubeconfig",
-    re.IGNORECASE | re.DOTALL,
-)  # names of files
-LARGEST_SECRET = 1 << 16  # bytes; the mode of a larger file says nothing
-SEARCHED = 100_000  # untracked files, at most, among which secrets are searched
-JOURNAL = b".journal"  # next to the results of a job list, which are private but not secret
+    rb"\.env(?!\.(example|sample|template|dist)$)(\..*|rc)?|id_(rsa|dsa|ecdsa|ed25519)(_sk)?|.*\.(key|p12|pfx)"
+    rb"|[._]netrc|\.?credentials(\.(json|ya?ml|ini|toml|txt))?|\.git-credentials|\.npmrc|\.pypirc|\.pgpass|kubeconfig",
+    re.IGNORECASE,
+)
+SECRET_IF_PRIVATE = re.compile(rb".*[_.-]env|.*\.pem|.*(secret|token|password).*", re.IGNORECASE)
 USER_SETTINGS = ("GIT_CONFIG_", "GIT_EXEC_PATH")  # prefixes of the GIT_ variables that git inherits
 
 
@@ -57,47 +54,26 @@ def secrets_warning(directory: str, names: Mapping[bytes, bool]) -> str:
     """A warning about the untracked files among names_of(directory) that look like secrets; "" if none does."""
     path = os.fsencode(directory)
     untracked = [os.path.join(path, name) for name, is_tracked in names.items() if not is_tracked]
-    # In a private directory, the mode of a file does not say that its owner regards it as secret.
-    modes_tell = bool(os.stat(path).st_mode & 0o077)
-    files = itertools.islice(itertools.chain.from_iterable(map(_files_in, untracked)), SEARCHED)
-    found = sorted(os.path.relpath(file, path) for file in files if _looks_secret(file, modes_tell))
+    found = sorted(os.path.relpath(file, path) for one in untracked for file in _files_in(one) if _looks_secret(file))
     if not found:
         return ""
-    shown = printable(os.fsdecode(b", ".join(found[:3])))
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     remedy = "list such files in .gitignore" if git_directory(path) else "move such files to another directory"
-    return f"{shown}{more}: may be secret and will be copied; {remedy}"
+    return f"{printable(os.fsdecode(b', '.join(found[:3])))}{more}: may be secret and will be copied; {remedy}"
 
 
 def _files_in(path: bytes) -> Iterator[bytes]:
-    """A file itself, or all files below a directory. Links are not followed."""
-    if os.path.islink(path) or not os.path.isdir(path):
-        yield path
-        return
-    for directory, directories, files in os.walk(path):
-        directories[:] = [name for name in directories if name != b".git"]
+    """A file itself, or all files below a directory, as rsync copies it."""
+    yield path
+    for directory, _, files in os.walk(path):
         yield from (os.path.join(directory, file) for file in files)
 
 
-def _looks_secret(path: bytes, modes_tell: bool) -> bool:
-    """Judge a file by its name, or by a mode that lets only its owner read it. A .pem file may be a public certificate.
-
-    rsync reports files that cannot be read.
-    """
-    try:
-        facts = os.lstat(path)
-        if not stat.S_ISREG(facts.st_mode):
-            return False
-        if modes_tell and not facts.st_mode & 0o177 and facts.st_size <= LARGEST_SECRET:
-            return not os.path.exists(os.path.splitext(path)[0] + JOURNAL)
-        if not SECRET.fullmatch(os.path.basename(path)):
-            return False
-        if not path.lower().endswith(b".pem"):
-            return True
-        with open(path, "rb", opener=regular_file) as file:
-            return b" PRIVATE KEY-----" in file.read(LARGEST_SECRET)
-    except OSError:
-        return False
+def _looks_secret(path: bytes) -> bool:
+    name = os.path.basename(path)
+    if SECRET.fullmatch(name):
+        return os.path.isfile(path)
+    return bool(SECRET_IF_PRIVATE.fullmatch(name)) and os.path.isfile(path) and not os.stat(path).st_mode & 0o177
 
 
 def file_list(names: Iterable[bytes]) -> bytes:
