@@ -52,7 +52,17 @@ from distributed.launch import supervisor
 from distributed.launch.node_reports import HEARTBEAT_TIMEOUT
 from distributed.training import base_model
 from distributed.training.base_model import BaseModelError
-from distributed.trust import PRIVATE, PRIVATE_DIRECTORY, checked, foreign, parse_json, read_text, regular_file, shown
+from distributed.trust import (
+    PRIVATE,
+    PRIVATE_DIRECTORY,
+    checked,
+    foreign,
+    make_directories,
+    parse_json,
+    read_text,
+    regular_file,
+    shown,
+)
 
 HELLO = "muster-jobs-host"
 # Seconds without a heartbeat after which a serve process exits. A new serve process waits until the old one has exited,
@@ -355,15 +365,6 @@ def read_metrics(output: str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- one serve process per job list
-
-
-def make_directories(path: str, mode: int = 0o755) -> None:
-    """Create a directory, and those above it, which only this user can write to. Raises OSError."""
-    parent = os.path.dirname(path)
-    if parent and not os.path.isdir(parent):
-        make_directories(parent, mode)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, mode)
 
 
 def list_directory(workdir: str, list_id: str) -> str:
