@@ -73,7 +73,7 @@ from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
 from distributed.files import user_file, version
 from distributed.host import signals, sync_list
-from distributed.jobs import bases, console, host, journal, page, panes, servers
+from distributed.jobs import bases, console, host, journal, panes, servers
 from distributed.jobs.backend import JobServer, ServerLink, ServerUnusable, Unreachable
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import ClusterConfig, ConfigError, collisions, raise_faults, read_cluster, read_jobs
@@ -89,7 +89,7 @@ from distributed.runs.charts import duration
 from distributed.terminal import plural
 from distributed.training.base_model import BaseModelError, hash_of
 from distributed.training.fold import default_participants
-from distributed.trust import checked, parse_json, printable, read_bytes
+from distributed.trust import parse_json, printable, read_bytes
 
 PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"
@@ -761,27 +761,21 @@ def status(options: argparse.Namespace, path: Path) -> int:
 def unusable_servers(log_file: Path) -> list[str]:
     """A line for each server that gets no jobs, with the reason that the dispatcher wrote to the results."""
     labels = {"unusable": "not used: ", "unreachable": "unreachable: "}
-    found = []
-    with contextlib.suppress(OSError, ValueError):
-        for name, server in checked(dict, checked(dict, read_results(log_file)).get("servers")).items():
-            each = checked(page.SERVER, server)
-            if each["reason"]:
-                found.append(f"{name}: {labels.get(each['state'], '')}{each['reason']}")
-    return found
-
-
-def read_results(log_file: Path) -> Any:
-    """The results of a list. Raises OSError and ValueError."""
-    return parse_json(read_bytes(user_file(log_file)))
+    try:
+        known = parse_json(read_bytes(user_file(log_file)))["servers"]
+        found = [(name, labels.get(each["state"], ""), each["reason"]) for name, each in known.items()]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [f"{name}: {state}{reason}" for name, state, reason in found if reason]
 
 
 def read_metrics(state: ListState, log_file: Path) -> None:
     """Add the metrics of running jobs to the state. They are read from the results, as the journal lacks them."""
-    with contextlib.suppress(OSError, ValueError):
-        for entry in checked([page.JOB], checked(dict, read_results(log_file)).get("jobs")):
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        for entry in parse_json(read_bytes(user_file(log_file)))["jobs"]:
             job = state.jobs.get(entry["id"])
             if job and job.state == "running":
-                job.metrics |= host.checked_facts({"metrics": dict}, {"metrics": entry["metrics"]})["metrics"]
+                job.metrics |= entry["metrics"]
 
 
 def shown_state(job: JobState, requested: Mapping[str, str]) -> str:

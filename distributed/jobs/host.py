@@ -101,20 +101,6 @@ END = {
     "note": str,
 }  # fmt: skip
 PROCESS = {"pid?": int, "start_time?": int, "boot_id?": str | None}
-REQUESTS: dict[str, dict[str, Any]] = {
-    "open": {"server": str, "list": str, "default_workdir": str, "script": str, "workdir": str, "remote": bool,
-             "panes": bool, "python": str, "slots": list[str]},
-    "query": {"attempts": dict[str, str], "grace?": float},
-    "start": {"attempt": str, "job": str, "output": str, "slots": list[int], "title": str, "script": str,
-              "setup?": list[str], "script_name": str, "arguments": list[str], "env": dict[str, str],
-              "timeout?": float | None, "grace": float, "needs?": list[str], "base?": str,
-              "inherited?": dict[str, str]},
-    "stop": {"attempt": str, "kill": bool}, "gpus": {}, "exists": {"path": str},
-    "claim": {"output": str, "job": str, "script": str},
-    "base": {"digest": str, "manifest": dict, "output": str, "shared": bool},
-    "publish_base": {"digest": str, "staging": str, "failed": bool},
-    "remove_output": {"output": str}, "remove_session": {},
-}  # fmt: skip
 CHILD_KILLED = "a child process of jobs.host was killed; check the memory of the server"
 
 Request = dict[str, Any]
@@ -470,28 +456,22 @@ class Service:
                 expect_heartbeat()
             self.send(event="heartbeat")
             return
+        request = json.loads(line)
         handlers: dict[str, Callable[[Request], Reply | None]] = {
             "open": self.open, "query": self.query, "start": self.start, "stop": self.stop, "gpus": self.gpus,
             "exists": self.exists, "claim": self.claim, "base": self.base, "publish_base": self.publish_base,
             "remove_output": self.remove_output, "remove_session": self.remove_session,
         }  # fmt: skip
-        number = 0
         try:
-            request: Request = checked(dict, parse_json(line), "request")
-            number = checked(int, request.get("id"), "id")
-            verb = checked(str, request.get("do"), "do")
-            checked({"id": int, "do": str, **REQUESTS.get(verb, {})}, request, verb)
-            reply = handlers[verb](request) if verb in REQUESTS else {"error": f"unknown request {shown(verb)}"}
-        except ValueError as error:
-            self.send(reply=number, error=f"invalid request ({error})")
+            reply = handlers[request["do"]](request)
         except HostError as error:
-            self.send(reply=number, error=str(error), kind=error.kind)
+            self.send(reply=request["id"], error=str(error), kind=error.kind)
         except OSError as error:
             reason = f"{error.filename or self.server_directory or self.workdir}: {error.strerror}"
-            self.send(reply=number, error=with_remedy(reason, "another workdir"))
+            self.send(reply=request["id"], error=with_remedy(reason, "another workdir"))
         else:
             if reply is not None:
-                self.send(reply=number, **reply)
+                self.send(reply=request["id"], **reply)
 
     # ---- requests
 

@@ -724,6 +724,9 @@ class SshServer(HostServer):
                     target = os.path.join(resolved(os.path.dirname(target)), os.path.basename(target))
                     target = resolved(target) if os.path.islink(target) else target
                     left_out.append(place(source, target, mask, keeps_newer=False))
+                    for name in left_out[-1]:
+                        if stat.S_ISREG(os.lstat(os.path.join(source, name)).st_mode):
+                            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), os.path.join(target, name))
             found.append(left_out[0] if left_out else [])
         return found
 

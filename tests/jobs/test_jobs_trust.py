@@ -353,6 +353,15 @@ def test_unchanged_files_are_not_copied_again_and_a_file_that_is_older_there_arr
     assert (results / "changed").read_text() == "y"
 
 
+def test_a_file_whose_place_has_a_directory_is_an_error(server: ServerHere, results: Path) -> None:
+    server.results.mkdir(parents=True)
+    (server.results / "file").write_text("x")
+    (results / "file").mkdir(parents=True)
+    (results / host.OWNER).touch()
+    with pytest.raises(IsADirectoryError):
+        server.end_attempt()
+
+
 def test_an_interrupted_copy_continues_with_the_files_that_are_complete(
     server: ServerHere, results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -633,19 +642,6 @@ def test_a_server_that_prints_without_end_before_its_first_message_is_unusable(
 @pytest.mark.parametrize("hello", [HELLO.replace('"h"', "[]"), HELLO.replace('"b"', "5")])
 def test_an_invalid_first_message_is_reported(hello: str, directory: Path) -> None:
     assert talk(hello)[0].startswith("invalid reply (")
-
-
-@pytest.mark.parametrize(
-    "line", [b'{"a":1}', b"[1]", b"5", b"x", b"[" * 100_000, b'{"id": 1, "do": "more"}', b'{"id": 1, "do": []}',
-             b'{"id": 1, "do": "stop", "attempt": 5, "kill": false}', b'{"id": 1, "do": "start"}']
-)  # fmt: skip
-def test_jobs_host_replies_to_an_invalid_request_with_an_error(line: bytes, directory: Path) -> None:
-    command = [*panes.PLAIN_PYTHON, f"{KIT}/scripts/lib/module.py", "jobs.host", "serve"]
-    requests = line + b'\n{"id": 7, "do": "exists", "path": "x"}\n'
-    done = subprocess.run([sys.executable, *command], input=requests, capture_output=True, check=True, timeout=60)
-    _, error, reply = map(json.loads, done.stdout.splitlines())
-    assert error["error"].startswith(("invalid request (", "unknown request"))
-    assert (reply, done.stderr) == ({"reply": 7, "exists": False}, b"")
 
 
 def test_a_job_cannot_end_the_connection_by_what_it_writes_to_its_files(directory: Path) -> None:
