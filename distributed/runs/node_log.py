@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ _PREFIX = re.compile(r"\[([^\]\s:]*):(?:(\d{1,9})|[^\]\s]*)\] ?")
 _RANK_MARK = re.compile(r"\[rank(\d{1,9})\]: ?")
 _THROWN = re.compile(r"^terminate called after throwing an instance of '(.+)'\n +what\(\): +(.*)", re.MULTILINE)
 _CHAIN = re.compile(
-    r"\n+(?:During handling of the above exception, another exception occurred"
+    r"(?<!\n)\n+(?:During handling of the above exception, another exception occurred"
     r"|The above exception was the direct cause of the following exception):\n+"
 )
 
@@ -80,9 +81,7 @@ def parse_exception(block: str) -> LoggedException:
     """Parse the exception of one traceback: `Class: message` after the last frame."""
     lines = block.splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
-    rest = lines[frames[-1] + 1 :] if frames else lines
-    while rest and rest[0].startswith("  "):
-        del rest[0]
+    rest = dropwhile(lambda line: line.startswith("  "), lines[frames[-1] + 1 :] if frames else lines)
     name, _, message = "\n".join(rest).strip().partition(": ")
     return LoggedException(_class_name(name), message, block)
 

@@ -39,7 +39,7 @@ from distributed.host.signals import signal_name
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.runs.failures import SRUN, Evidence, Failure, Json, gather
 from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
-from distributed.runs.records import read_object
+from distributed.runs.records import integer, listed, mapping, number, read_object, text
 from distributed.runs.user_code import is_library, launched_package
 from distributed.trust import LAYOUT, foreign, printable
 
@@ -99,7 +99,7 @@ _LOST_PEER = re.compile(
     | [Bb]roken\ pipe | Socket\ closed | Socket\ Timeout
     | Timed\ out\ waiting\ \d+\ ?ms\ for\ (send|recv)\ operation | connectFullMesh\ failed
     | failed\ to\ pass\ monitoredBarrier | successfully\ reached\ monitoredBarrier,\ but\ received\ errors
-    | (recvValue\w*|recvVector|recvBytes|sendBytes)\ failed | [Ff]ailed\ to\ recv,\ got\ 0\ bytes
+    | (recvValue\w{0,50}|recvVector|recvBytes|sendBytes)\ failed | [Ff]ailed\ to\ recv,\ got\ 0\ bytes
     | client\ socket\ has\ (failed|timed\ out) | connection\ to\ the\ C10d\ store\ has\ failed
     | wait\ timeout\ after\ \d+ms | Timed\ out\ after\ \d+\ seconds\ waiting\ for\ clients
     | [Ww]atchdog\ caught\ collective\ operation\ timeout | NCCL\ timeout | NCCL\ communicator\ was\ aborted
@@ -116,10 +116,11 @@ _TERMINATED = ("KeyboardInterrupt", "SignalException")
 _NAMES_A_RANK = re.compile(
     r"[Rr]anks? \[?(\d{1,9})[\d, ]*\]? (?:failed to pass monitoredBarrier|are the lagging ranks)"
     r"|\[(\d{1,9})[\d, ]*\] finished collective #\d+, but didn't join"
-    r"|\brank (\d{1,9}) on .+? (?:failed at step|is not finite)"
+    r"|\brank (\d{1,9}) on .{1,300}? (?:failed at step|is not finite)"
 )
 _NOISE = re.compile(
-    r"\[/\S+\.(?:cc|cpp|h):\d+\] |\s+(?:This is typically caused by|Original exception:|Exception raised from).*",
+    r"\[/\S{1,300}\.(?:cc|cpp|h):\d+\] "
+    r"|(?<!\s)\s+(?:This is typically caused by|Original exception:|Exception raised from).*",
     re.DOTALL,
 )
 
@@ -235,15 +236,19 @@ def judge(evidence: Evidence, launcher_code: int | None = None, signaled: bool =
 
 
 def _hung(hang: Json) -> Verdict:
-    others = [{key: one.get(key) for key in ("node", "rank", "message")} for one in hang.get("others", [])]
+    others = [
+        {"node": text(one.get("node")), "rank": integer(one.get("rank")), "message": text(one.get("message"))}
+        for one in map(mapping, listed(hang.get("others")))
+    ]
+    time = number(hang.get("time"))
     return Verdict(
         outcome="failed",
         exit_code=TIMED_OUT,
-        cause=hang.get("cause", "hung"),
-        node=hang.get("node"),
-        rank=hang.get("rank"),
-        time=hang.get("time"),
-        traceback=hang.get("traceback", ""),
+        cause=text(hang.get("cause")) or "hung",
+        node=text(hang.get("node")) or None,
+        rank=integer(hang.get("rank")),
+        time=time if math.isfinite(time) else None,
+        traceback=text(hang.get("traceback")),
         collateral=tuple(others),
     )
 
@@ -396,7 +401,7 @@ _HINTS = {
     "--shm-size",
     r"SIGSEGV": "native code crashed: an extension, a driver or PyTorch{stack}",
     r"SIGABRT": "native code aborted; its message is in the log",
-    r"(?i:cuda|hip)\b.*out of memory|OutOfMemoryError": "use a smaller batch; `nvidia-smi` on {node} shows the "
+    r"(?i:cuda|hip)\b.{0,300}out of memory|OutOfMemoryError": "use a smaller batch; `nvidia-smi` on {node} shows the "
     "processes that use a GPU",
     r"\b(_Array)?MemoryError|[Cc]an(no|')t allocate memory|not enough memory": "main memory of {node}, or the limit of "
     "its container or job, is exhausted: check `free -h` there; use fewer ranks per node or a smaller batch",

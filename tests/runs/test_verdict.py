@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -690,14 +691,16 @@ def test_damaged_and_incomplete_files_are_ignored_with_a_warning(run: RunDirecto
 
 _keys = st.sampled_from([
     "rank", "local_rank", "node", "pid", "time", "exit_code", "exception", "message", "traceback", "failures",
-    "succeeded", "ended_by_agent", "layout", "processes", "first_rank",
+    "succeeded", "ended_by_agent", "layout", "processes", "first_rank", "others", "cause",
 ])  # fmt: skip
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_keys, inner, max_size=6),
     max_leaves=12,
 )
-_files = st.sampled_from(["run.json", "errors/rank_0.json", "errors/node_n1.json", "node_n1.log", "node_n1.exit"])
+_files = st.sampled_from([
+    "run.json", "errors/rank_0.json", "errors/node_n1.json", "node_n1.log", "node_n1.exit", "hang.json",
+])  # fmt: skip
 
 
 @settings(deadline=None)
@@ -712,6 +715,25 @@ def test_any_content_of_the_files_gives_a_verdict(files: dict[str, Any], launche
         found = verdict.decide(Path(directory), launcher)
         assert 0 <= found.exit_code <= 255 and (found.exit_code == 0) == (found.outcome == "ok")
         assert verdict.render(found, Path(directory))
+
+
+@pytest.mark.parametrize("others", [[1], {"a": 1}, 5, [{"rank": [], "node": {}, "message": 1}]])
+def test_a_record_of_a_hang_with_other_types_gives_a_verdict(run: RunDirectory, others: Any) -> None:
+    run.file("hang.json", {"cause": 7, "node": [], "rank": True, "time": "x", "traceback": {}, "others": others})
+    found = run.decide(124)
+    assert (found.exit_code, found.cause, found.node, found.rank, found.time) == (124, "hung", None, None, None)
+    assert "hung" in verdict.render(found, run.path)
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    ["\n", "  \n", "[/", " ", "rank 1 on ", "cuda ", "recvValue", "[rank0]: ", "Traceback (most recent call last):\n"],
+)
+def test_long_messages_and_tracebacks_take_little_time(run: RunDirectory, repeated: str) -> None:
+    long, began = repeated * (200_000 // len(repeated)), process_time()
+    run.rank(0, "ValueError", f"x{long}x", traceback=f"{long}x", exit_code=1)
+    assert verdict.render(run.decide(), run.path)
+    assert process_time() - began < 10, "the time grows with the square of the length"
 
 
 # ---------------------------------------------------------------- failures known only from the log
