@@ -396,7 +396,7 @@ def job_table(jobs: Sequence[JobEntry], curves: Mapping[str, History], anchors: 
     notes: list[Column] = [("note", [(escape(cut(reason, 300)), None) for reason in reasons])]
     columns: list[Column] = [
         ("job", [(link(job, anchors), None) for job in jobs]),
-        ("state", [(f'<span class="{job.state}">{job.state}</span>', None) for job in jobs]),
+        ("state", [(f'<span class="{escape(job.state)}">{escape(job.state)}</span>', None) for job in jobs]),
         *(bases if any(job.base for job in jobs) else []),
         *(leaks if any(job.leak for job in jobs) else []),
         *(notes if any(reasons) else []),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from distributed.files import to_json
+from distributed.trust import LAYOUT, printable
 
 LIMIT = 10.0  # seconds after which the command is killed
 TAIL = 1000  # bytes at the end of its output, whose last line is shown
@@ -30,7 +31,9 @@ class Notifier:
     def send(self, event: str, message: str, **facts: object) -> None:
         if self._command:
             about = {"event": event, "message": f"{self._subject}: {message}", "time": time.time()}
-            content = to_json({**about, **self._facts, **facts})
+            known = {**about, **self._facts, **facts}
+            texts = {name: printable(value, LAYOUT) for name, value in known.items() if isinstance(value, str)}
+            content = to_json(known | texts)
             call = threading.Thread(target=self._call, args=(event, content), daemon=True)
             with contextlib.suppress(RuntimeError):  # no more threads can be started
                 call.start()
