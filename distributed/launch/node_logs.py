@@ -14,7 +14,9 @@ import threading
 from functools import partial
 
 from distributed import metrics, trust
+from distributed.files import read_json
 from distributed.host.replies import Reply
+from distributed.runs.records import integer, listed, mapping
 from distributed.transport.loop import INHERITED
 
 TYPE_CHECKING = False
@@ -173,6 +175,11 @@ class NodeLogs:
         others = [name for name in records if not is_expected(node, name)]
         unwanted = {name for name in others if not any(is_expected(one, name) for one in lost)}
         unwanted |= {name for name in (*others, *(OF_RUN if node.first_rank else ())) if (run / name).exists()}
+        for name in records:
+            owner = next((one for one in (node, *lost) if is_expected(one, name)), node)
+            if name not in unwanted and not is_about(owner, os.path.join(received, name)):
+                unwanted.add(name)
+                left_out = [*left_out, name]
         try:
             for name in unwanted:
                 with contextlib.suppress(FileNotFoundError):
@@ -195,13 +202,18 @@ class NodeLogs:
             if reply.code:
                 self._warn(node, f"files of the last attempt in {self._watch.directory} could not be moved")
 
-    def _warn_of(self, node: RunNode, left_out: list[str]) -> None:
-        if left_out:
-            names = ", ".join(sorted(left_out)[:SHOWN]) + ", ..." * (len(left_out) > SHOWN)
-            self._warn(node, f"not copied back, as links, special files or files of others: {names}")
-
     def _warn(self, node: RunNode, problem: str) -> None:
         self._watch.console.print(f"warning: {node.node}: {problem}", always=True)
+
+
+def is_about(node: RunNode, path: str) -> bool:
+    """Whether a failure record is about this node and its ranks alone, or is no record."""
+    record = read_json(path)
+    entries = [record, *map(mapping, listed(record.get("failures")))]
+    ranks = [*listed(record.get("succeeded")), *(entry["rank"] for entry in entries if "rank" in entry)]
+    own = range(node.first_rank, node.first_rank + node.processes)
+    is_own = all(entry.get("node", node.node) == node.node for entry in entries)
+    return is_own and all(integer(rank) in own for rank in ranks)
 
 
 def is_expected(node: RunNode, name: str) -> bool:

@@ -6,6 +6,7 @@ Local shell scripts replace ssh and the programs of the nodes; tests/across_node
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -276,6 +277,27 @@ def test_the_records_of_a_lost_node_are_taken_from_another_node(
     assert {name: text for name, text in content(directory).items() if name.startswith("errors")} == {
         "errors/rank_2.json": "2", "errors/node_n2.json": "n2",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "counts"),
+    [
+        ("rank_2", {"node": "n2", "rank": 2, "exception": "ValueError"}, True),
+        ("rank_2", {"node": "n1", "rank": 2}, False),
+        ("rank_2", {"node": "n2", "rank": 0}, False),
+        ("rank_2", {"node": "n2", "rank": "2"}, False),
+        ("node_n2", {"node": "n2", "failures": [{"rank": 3, "exit_code": 1}], "succeeded": [2], "lost": "n1"}, True),
+        ("node_n2", {"node": "n1", "failures": []}, False),
+        ("node_n2", {"node": "n2", "failures": [{"rank": 3, "node": "n1"}]}, False),
+        ("node_n2", {"node": "n2", "failures": [{"rank": 0, "exit_code": 1}]}, False),
+        ("node_n2", {"node": "n2", "failures": [], "succeeded": [0]}, False),
+    ],
+)
+def test_a_failure_record_counts_only_if_it_is_about_the_node_that_sent_it(
+    directory: Path, tmp_path: Path, collect: Callable[..., Watch], name: str, record: dict[str, Any], counts: bool
+) -> None:
+    collect(n2=archive(tmp_path / "2.tar", (f"errors/{name}.json", json.dumps(record).encode())))
+    assert (directory / "errors" / f"{name}.json").exists() == counts
 
 
 @pytest.mark.parametrize("program", ["exit 1", "head -c 100000 /dev/urandom", "printf x", "true"])
