@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from distributed.agent.membership import tcp_store
 from distributed.agent.worker import shut_down
 from distributed.exit_codes import STOPPED
 from distributed.world import (
@@ -137,13 +138,7 @@ def _rendezvous_store(world: World, limit: timedelta) -> dist.Store:
         return store
     if world.master_addr is None or world.master_port is None:
         return dist.HashStore()
-    address, port, serves, listening = world.master_addr, world.master_port, world.rank == 0, None
-    if world.nodes == 1:
-        # By itself, the store listens on all interfaces, although only ranks of this node need it.
-        address = "::1" if address == "::1" else "127.0.0.1"
-        family = socket.AF_INET6 if address == "::1" else socket.AF_INET
-        listening = socket.create_server((address, port), family=family).detach() if serves else None
-    return dist.TCPStore(address, port, world.size, serves, limit, wait_for_workers=False, master_listen_fd=listening)
+    return tcp_store(world.master_addr, world.master_port, world.nodes, world.rank == 0, limit)
 
 
 def _wait_for_all_ranks(world: World, store: dist.Store, limit: timedelta) -> None:

@@ -179,9 +179,10 @@ def parse_json(text: str | bytes | bytearray) -> Any:
 def checked(kind: Any, value: Any, name: str = "value") -> Any:
     """The value, converted to the declared kind. Raises ValueError, which names the part that has another type.
 
-    kind: bool, int (below 2**63), float (finite), str, None, object (anything), a range of integers; unions, lists,
-    tuples, sequences and mappings of kinds; [kind] for a list; a dictionary from key to kind, in which a key with a
-    final "?" may be missing; a dataclass. Unknown keys and fields are refused. Text may have any characters.
+    kind: bool, int (below 2**63), float (finite), str, a compiled regular expression, None, object (anything), a range
+    of integers; unions, lists, tuples, sequences and mappings of kinds; [kind] for a list; a dictionary from key to
+    kind, in which a key with a final "?" may be missing; a dataclass. Unknown keys and fields are refused. Text may
+    have any characters.
     """
     import contextlib
     import types
@@ -206,6 +207,8 @@ def checked(kind: Any, value: Any, name: str = "value") -> Any:
 
 
 def _is_a(value: object, kind: Any) -> bool:
+    if hasattr(kind, "fullmatch"):
+        return isinstance(value, str) and bool(kind.fullmatch(value))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value is kind or (isinstance(kind, type) and isinstance(value, kind) and kind not in (int, float))
     if isinstance(kind, range):

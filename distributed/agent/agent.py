@@ -25,6 +25,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any, TextIO
 
 import torch
@@ -43,8 +45,8 @@ from torch.distributed.launcher import api as launcher
 from distributed.agent import failure_records
 from distributed.agent.attempt import Attempt, AttemptPipes, stable_run_id
 from distributed.agent.fork_server import ForkedProcess, ForkServer, ForkServerError, signals
-from distributed.agent.membership import Membership, RendezvousFailed, RunEnd
-from distributed.agent.rendezvous import Rendezvous, log, loopback_store
+from distributed.agent.membership import LOOPBACK, Membership, RendezvousFailed, RunEnd, tcp_store
+from distributed.agent.rendezvous import Rendezvous, log
 from distributed.agent.worker import RankSpec, Script
 from distributed.exit_codes import STOPPED
 from distributed.launch.output_lines import RankLines, with_prefix
@@ -367,11 +369,10 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
     if options.standalone:
         # torchrun's random delay of up to 0.3 s spreads the load of many nodes. A standalone run has one node.
         dynamic_rendezvous._delay = lambda seconds: None
-        options.local_addr = "127.0.0.1"
-        c10d_rendezvous_backend._create_tcp_store = lambda params: loopback_store()
-        dynamic_rendezvous.DynamicRendezvousHandler._create_tcp_store_server = (  # type: ignore[method-assign]
-            lambda self, master_addr, master_port: loopback_store()
-        )
+        options.local_addr = LOOPBACK
+        new_store: Any = partial(tcp_store, LOOPBACK, 0, 1, True, timedelta(seconds=60))
+        c10d_rendezvous_backend._create_tcp_store = new_store
+        dynamic_rendezvous.DynamicRendezvousHandler._create_tcp_store_server = new_store  # type: ignore[method-assign]
     if options.max_restarts:
         # With the shared store, many restarts fail (torch 2.13: 22 of 34; with separate stores, none of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -9,19 +9,15 @@ each attempt, the launcher starts new agents, or sends the facts of the attempt 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from distributed.launch.node_reports import ATTEMPT_PIPES
-from distributed.trust import checked, parse_json, printable
 
-REQUEST: Any = {  # see Watch.next_attempt()
-    "environment": Mapping[str, str], "processes": Mapping[str, int | str], "address": str, "port": range(1 << 16),
-}  # fmt: skip
 COUNT, MAXIMUM, RUN_ID = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"
 
 
@@ -86,14 +82,7 @@ class AttemptPipes:
             os.write(self._requests, f"{outcome}\n".encode())
             while not line.endswith(b"\n") and (more := os.read(self._replies, 1 << 16)):
                 line += more
-        if not line.endswith(b"\n"):
-            return None
-        try:
-            request: dict[str, Any] = checked(REQUEST, parse_json(line), "request")
-        except ValueError as error:
-            sys.stderr.write(f"agent: invalid request for the next attempt: {printable(str(error))}\n")
-            return None
-        return request
+        return json.loads(line) if line.endswith(b"\n") else None
 
     def at_end(self) -> bool:
         """Whether the supervisor has closed its end of the pipe."""
@@ -108,6 +97,7 @@ def stable_run_id(standalone: bool) -> str:
 def run_torchrun(module: str, arguments: list[str]) -> None:
     """Run torchrun or torch.distributed.launch in this process. Its ranks get the number of the launcher's attempt."""
     import runpy
+    import sys
 
     from torch.distributed.elastic.agent.server import local_elastic_agent
 

@@ -18,17 +18,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed.files import write_file
-from distributed.trust import checked, parse_json, read_bytes
+from distributed.trust import checked, parse_json, printable, read_bytes
 
+# Kinds for trust.checked(): records of an agent, and its failures, see agent.RankFailure; and of a rank.
 EXIT_CODES = range(1, 256)
-FAILURE: Any = {  # see agent.RankFailure
-    "rank": int, "local_rank?": int, "pid?": int, "time": float, "exit_code": EXIT_CODES, "ended_by_agent": bool,
-}  # fmt: skip
-OF_AGENT: Any = {"node?": str, "failures": list[FAILURE], "succeeded?": list[int], "lost?": str | None}
-OF_RANK: Any = {
-    "rank": int, "local_rank": int, "node": str, "pid": int, "time": float, "exit_code": EXIT_CODES,
-    "exception?": str, "message?": str, "traceback?": str,
-}  # fmt: skip
+FAILURE: Any = {"rank": int, "local_rank?": int, "pid?": int, "time": float, "exit_code": EXIT_CODES}
+OF_AGENT: Any = {"node?": str, "failures": [FAILURE | {"ended_by_agent": bool}], "succeeded?": [int], "lost?": str}
+OF_RANK: Any = FAILURE | {"node": str, **dict.fromkeys(("exception?", "message?", "traceback?"), str)}
 MAX_FIELD = 1 << 16  # characters of a text that the agents exchange: their store refuses values of 8 MiB
 
 Records = Mapping[str, Mapping[str, Any]]  # name of a file in errors/ -> its content
@@ -73,11 +69,10 @@ class RankRecord:
 
     def read(self, pid: int) -> Mapping[str, Any]:
         """The record that the process with this id has written; {} if it has written no valid one."""
-        try:
+        with contextlib.suppress(ValueError):
             record = _checked_record(_read(self._path))
-        except ValueError:
-            return {}
-        return record if (record["pid"], record["rank"]) == (pid, self._rank) else {}
+            return record if (record.get("pid"), record["rank"]) == (pid, self._rank) else {}
+        return {}
 
 
 def node_record(failures: Sequence[Mapping[str, Any]], succeeded: Sequence[int], lost: str | None) -> Records:
@@ -121,15 +116,21 @@ def write_missing(records: Records) -> None:
     write({name: record for name, record in records.items() if not _read(_path(name))})
 
 
-def checked_records(value: object, node: str) -> Records:
-    """The records that another node has sent, without those of other nodes' ranks. Raises ValueError."""
-    sent = checked(Mapping[str, object], value, "records")
-    name = f"node_{node}.json"
-    if name not in sent:
+def records_of(node: str, sent: Any) -> Records:
+    """The records that another node has sent, without those of other nodes' ranks; none, with a message, if invalid.
+
+    sent: JSON or its value.
+    """
+    try:
+        sent = checked(Mapping[str, object], parse_json(sent) if isinstance(sent, bytes) else sent)
+        if (name := f"node_{node}.json") not in sent:
+            return {}
+        agent = checked(OF_AGENT, sent[name], name)
+        ranks = {f"rank_{failure['rank']}.json" for failure in agent["failures"]}
+        return {name: agent} | {name: _checked_record(sent[name]) for name in sorted(ranks & sent.keys())}
+    except ValueError as error:
+        sys.stderr.write(printable(f"agent: {node}: invalid failure records ({error})") + "\n")
         return {}
-    agent = checked(OF_AGENT, sent[name], name)
-    ranks = {f"rank_{failure['rank']}.json" for failure in agent["failures"]}
-    return {name: agent} | {name: _checked_record(sent[name]) for name in sorted(ranks & sent.keys())}
 
 
 def _checked_record(value: object) -> Mapping[str, Any]:

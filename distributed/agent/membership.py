@@ -12,8 +12,7 @@ store therefore grows with the number of nodes, and not with its square.
 
 The keys of a run have its id as a prefix. A node that may not join the run (see _may_join) exits, and writes at most
 the key "refused". The first node logs the value of this key, and the run continues.
-
-Whoever reaches the store can write to it. Values of unexpected types end the run, with a message that names their key.
+Values of unexpected types, which whoever reaches the store can write, end the run with a message that names the key.
 """
 
 from __future__ import annotations
@@ -21,20 +20,22 @@ from __future__ import annotations
 import json
 import math
 import queue
+import re
 import resource
-import sys
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, TCPStore
 
-from distributed.agent.failure_records import Records, checked_records, first_failure
+from distributed.agent.failure_records import EXIT_CODES, Records, first_failure, records_of
 from distributed.exit_codes import TIMED_OUT, UNFIT
-from distributed.trust import checked, parse_json, printable, shown
+from distributed.trust import checked, parse_json
 
 HEARTBEAT_INTERVAL = 0.5  # seconds
 JOIN_INTERVAL = 0.05  # seconds between heartbeats while nodes join or finish
@@ -52,13 +53,21 @@ SHOWN_MISSING = 16  # names in a message about missing nodes
 SHARED_RECORDS = 16  # the first node sends the failure records of at most this many nodes to all nodes
 KEYS_PER_CALL = 400  # at most; a large request arrives in parts, and the store parses it again after each part
 MAX_FILES = 1 << 16  # open files of the first node, to which each agent and each rank of the run connects
+LOOPBACK = "127.0.0.1"
 RUN_KEY = "muster/run"  # the PublishedRun that owns the store
 NEWS = "news"  # key of a counter: how often the keys for all nodes have changed
 
 T = TypeVar("T")
 MemberFacts = Mapping[str, str]  # values must be equal on all nodes, except those of OWN_FACTS
 OWN_FACTS = ("node", "attempt", "process")
-END: Any = {"node": str, "exit_code": range(1, 256), "reason": str, "lost?": bool}  # see RunEnd
+# Kinds for trust.checked(). Files are named after nodes.
+NAME = re.compile(r"[^/\0]{1,255}")
+FACTS: Any = {
+    "node": NAME,
+    **dict.fromkeys(("attempt?", "process?", "NNODES?", "PyTorch?", "the script?", "CONFIG?"), str),
+}
+RUN: Any = {"id": str, "name": str, "started": range(1 << 32), "facts": FACTS}
+END: Any = {"node": str, "exit_code": EXIT_CODES, "reason": str, "lost?": bool}
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ class PublishedRun:
 
     id: str  # new after each restart
     name: str
-    started: float  # Unix seconds
+    started: int  # Unix seconds
     facts: MemberFacts  # of the first node
 
     def __str__(self) -> str:
@@ -318,7 +327,7 @@ class Membership:
         before = read_value(store, f"heartbeat/{self.rank}")
         while not (self._closed or is_over(store)):
             key = f"member/{self.rank}"
-            holder = published_facts(key, store.compare_set(key, "", json.dumps(self._facts)))
+            holder = decoded(key, store.compare_set(key, "", json.dumps(self._facts)), FACTS)
             if holder == self._facts:
                 return True
             if read_value(store, f"heartbeat/{self.rank}") != before:
@@ -368,21 +377,19 @@ class Membership:
         self._end = self._end or read_end(store)
         self._all_done = self._all_done or bool(read_value(store, "all done"))
         if self._end and (shared := read_value(store, "records", {"complete": bool, "records": Mapping[str, object]})):
-            others = {rank: member["node"] for rank, member in self.members.items() if rank != self.rank}
-            records = {rank: (shared["records"].get(str(rank), None), node) for rank, node in others.items()}
-            self.records = {rank: valid_records(rank, *sent) for rank, sent in records.items() if sent[0] is not None}
+            names = {rank: member["node"] for rank, member in self.members.items() if rank != self.rank}
+            self.records = {
+                rank: records_of(name, shared["records"].get(str(rank), {})) for rank, name in names.items()
+            }
             self._has_records = shared["complete"]
         self._closed = self._closed or (not self._coordinator and bool(read_value(store, "closing")))
 
     def _read_members(self, store: Store) -> dict[int, MemberFacts]:
         """All members, with their names only. Names are read from the store only if the launcher passed none."""
-        names = list(self._names.values()) if len(self._names) == self.size else read_value(store, "members", list[str])
+        names = list(self._names.values()) if len(self._names) == self.size else read_value(store, "members", [NAME])
         if len(names) != self.size:
             raise ValueError(f"members: {len(names)} names, expected {self.size}")
-        members: dict[int, MemberFacts] = {rank: {"node": name} for rank, name in enumerate(names)}
-        for facts in members.values():
-            check_node("members", facts)
-        return members
+        return {rank: {"node": name} for rank, name in enumerate(names)}
 
     # ---------------------------------------------------------------- used by the agent and the thread
 
@@ -452,7 +459,7 @@ class Coordinator:
     def _admit(self) -> None:
         absent = [rank for rank in range(self._size) if rank not in self.members]
         for rank, facts in read_all(self._store, "member", absent):
-            self.members[rank] = published_facts(f"member/{rank}", facts)
+            self.members[rank] = decoded(f"member/{rank}", facts, FACTS)
         absent = [rank for rank in absent if rank not in self.members]
         self.missing = Missing(len(absent), absent[:SHOWN_MISSING])
         self._store.set("missing", json.dumps(asdict(self.missing)))
@@ -476,7 +483,7 @@ class Coordinator:
         """Share all failure records or, shortly before the nodes stop waiting, those that have arrived."""
         live, now = live_ranks(self.members, end), time.monotonic()
         for rank, records in read_all(self._store, "records", sorted(live - self._records.keys())):
-            self._records[rank] = valid_records(rank, records, self.members[rank]["node"])
+            self._records[rank] = records_of(self.members[rank]["node"], records)
             self._share_at = min(self._share_at, now + RECORDS_TIMEOUT - 2 * HEARTBEAT_INTERVAL)
         self._shared = live <= self._records.keys()
         if self._shared or now >= self._share_at:
@@ -499,9 +506,24 @@ def allow_open_files() -> None:
 # ---------------------------------------------------------------- contents of the store
 
 
+def tcp_store(address: str, port: int, nodes: int, is_master: bool, timeout: timedelta) -> TCPStore:
+    """Serve a store, or connect to it, without waiting for others. port: 0 for any free one.
+
+    Stores have no passwords, and listen on all interfaces. That of a single node listens on LOOPBACK only.
+    """
+    listening = None
+    if nodes == 1 and is_master:
+        server = socket.create_server((LOOPBACK, port))
+        port, listening = server.getsockname()[1], server.detach()
+    address = LOOPBACK if nodes == 1 else address
+    return TCPStore(
+        address, port, is_master=is_master, timeout=timeout, wait_for_workers=False, master_listen_fd=listening
+    )
+
+
 def publish(root: Store, name: str, facts: MemberFacts, size: int = 1) -> PublishedRun:
     """Publish a run of `size` nodes at the root of the first node's store."""
-    run = PublishedRun(uuid.uuid4().hex, name, time.time(), facts)
+    run = PublishedRun(uuid.uuid4().hex, name, int(time.time()), facts)
     if size > 1:
         store = PrefixStore(f"muster/{run.id}", root)
         for kind in ("member", "heartbeat", "records"):  # Store.multi_get() waits until all keys exist
@@ -513,10 +535,8 @@ def publish(root: Store, name: str, facts: MemberFacts, size: int = 1) -> Publis
 
 def read_run(root: Store) -> PublishedRun | None:
     """The published run, or None."""
-    run: PublishedRun | None = read_value(root, RUN_KEY, PublishedRun)
-    if run:
-        check_node(RUN_KEY, run.facts)
-    return run
+    run = read_value(root, RUN_KEY, RUN)
+    return PublishedRun(**run) if run else None
 
 
 def membership_store(root: Store, run: PublishedRun) -> Store:
@@ -563,31 +583,7 @@ def decoded(key: str, value: bytes, kind: Any) -> Any:
     try:
         return checked(kind, parse_json(value))
     except ValueError as error:
-        rank = key.partition("/")[2]
-        origin = f"node rank {rank}: invalid data" if rank.isdecimal() else "invalid data in the store"
-        raise ValueError(f"{origin} ({key}: {error})") from None
-
-
-def published_facts(key: str, value: bytes) -> MemberFacts:
-    """The facts that a node has published under the key. Raises ValueError."""
-    facts: MemberFacts = decoded(key, value, Mapping[str, str])
-    check_node(key, facts)
-    return facts
-
-
-def check_node(key: str, facts: MemberFacts) -> None:
-    """Raise ValueError unless the facts have the name of a node. Files are named after it."""
-    if not 0 < len(name := facts.get("node", "")) < 256 or "/" in name:
-        raise ValueError(f"{key}: invalid name of a node ({shown(name)})")
-
-
-def valid_records(rank: int, value: object, node: str) -> Records:
-    """The failure records that a node has sent; none, with a message, if they are invalid. value: JSON or its value."""
-    try:
-        return checked_records(parse_json(value) if isinstance(value, bytes) else value, node)
-    except ValueError as error:
-        sys.stderr.write(f"agent: node rank {rank}: invalid failure records ({printable(str(error))})\n")
-        return {}
+        raise ValueError(f"invalid data in the store ({key}: {error})") from None
 
 
 def read_all(store: Store, kind: str, ranks: Sequence[int]) -> Iterator[tuple[int, bytes]]:

@@ -7,7 +7,6 @@ reports missing nodes, refuses incompatible nodes, names the run that uses the p
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import socket
@@ -26,6 +25,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from distributed.agent.attempt import Attempt
 from distributed.agent.failure_records import node_name
 from distributed.agent.membership import (
+    LOOPBACK,
     RUN_KEY,
     MemberFacts,
     Membership,
@@ -33,6 +33,7 @@ from distributed.agent.membership import (
     RendezvousFailed,
     publish,
     read_run,
+    tcp_store,
 )
 from distributed.agent.worker import Script
 from distributed.trust import printable
@@ -40,7 +41,6 @@ from distributed.trust import printable
 NO_RUN_ID = "none"  # torchrun's default for --rdzv-id
 CONNECT_TIMEOUT = 5.0  # seconds to wait for a connection
 OWNER_TIMEOUT = 5.0  # seconds to find out which run uses a port
-READ_TIMEOUT = timedelta(seconds=60)  # torchrun's, for the store of a standalone run
 
 
 class Rendezvous(StaticTCPRendezvous):
@@ -50,7 +50,7 @@ class Rendezvous(StaticTCPRendezvous):
         seconds = int(base.timeout.total_seconds())
         super().__init__(base.master_addr, base.master_port, base.rank, base.world_size, base.run_id, seconds)
         if self.world_size == 1:
-            self.master_addr = loopback(self.master_addr)
+            self.master_addr = LOOPBACK
         self.script = script
         self.membership: Membership | None = None
         self.attempt = Attempt.from_env()  # next_rendezvous() replaces it by that of the first node
@@ -86,11 +86,9 @@ class Rendezvous(StaticTCPRendezvous):
 
     def _serve(self) -> TCPStore:
         try:
-            if self.world_size == 1:
-                return loopback_store(self.master_addr, self.master_port, self.timeout)
             return self._tcp_store(is_master=True)
         except (DistNetworkError, OSError) as error:
-            if "EADDRINUSE" not in str(error) and getattr(error, "errno", 0) != errno.EADDRINUSE:
+            if "address already in use" not in str(error).lower():
                 raise
             owner = self._owner() or "another program"
             raise RendezvousFailed(
@@ -125,32 +123,7 @@ class Rendezvous(StaticTCPRendezvous):
         return found[0] if found else None
 
     def _tcp_store(self, is_master: bool) -> TCPStore:
-        return TCPStore(
-            self.master_addr,
-            self.master_port,
-            self.world_size,
-            is_master=is_master,
-            timeout=self.timeout,
-            wait_for_workers=False,  # Membership.wait_for_all waits and reports missing nodes
-        )
-
-
-def loopback(address: str) -> str:
-    """The address at which the processes of a single node reach its store. address: the requested one."""
-    return "::1" if address == "::1" else "127.0.0.1"
-
-
-def loopback_store(address: str = "127.0.0.1", port: int = 0, timeout: timedelta = READ_TIMEOUT) -> TCPStore:
-    """A new store that other machines cannot reach: stores have no passwords. Raises OSError if the port is in use.
-
-    By itself, TCPStore listens on all interfaces. address: of the loopback interface. port: 0 for any free port.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.create_server((address, port), family=family)
-    port = listening.getsockname()[1]
-    return TCPStore(
-        address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
+        return tcp_store(self.master_addr, self.master_port, self.world_size, is_master, self.timeout)
 
 
 def member_facts(script: Script, nodes: int) -> dict[str, str]:

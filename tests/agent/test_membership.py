@@ -504,27 +504,28 @@ def test_a_node_that_has_left_does_not_use_the_store(join: Join, store: TCPStore
 # ---------------------------------------------------------------- values of unexpected types
 
 DEEP = "[" * 100_000
-BAD_RUN = ["5", "[1]", "{}", DEEP, "\udcff", '{"id": "a", "name": 1, "started": 1.0, "facts": {"node": "n"}}',
-           '{"id": "a", "name": "b", "started": 1.0, "facts": {"node": "../n"}}']  # fmt: skip
+BAD_RUN = ["5", "[1]", "{}", DEEP, "\udcff", '{"id": "a", "name": 1, "started": 1, "facts": {"node": "n"}}',
+           '{"id": "a", "name": "b", "started": 1000000000000000, "facts": {"node": "n"}}',
+           '{"id": "a", "name": "b", "started": 1, "facts": {"node": "../n"}}']  # fmt: skip
 
 
 @pytest.mark.parametrize("value", BAD_RUN)
 def test_a_node_refuses_a_store_with_another_kind_of_run(join: Join, store: TCPStore, value: str) -> None:
     store.set(membership.RUN_KEY, value.encode(errors="surrogateescape"))  # type: ignore[arg-type]
     message = refusal_of(join(1))
-    assert message.startswith(
-        ("node1:29500: invalid data in the store (muster/run: ", "node1:29500: muster/run: invalid ")
-    )
+    assert message.startswith("node1:29500: invalid data in the store (muster/run: ")
     assert message.endswith("; choose another --master-port") and len(message) < 400
 
 
-@pytest.mark.parametrize("value", ["5", '{"process": "x"}', '{"node": 1}', '{"node": "a/b"}', DEEP])
+@pytest.mark.parametrize(
+    "value", ["5", '{"process": "x"}', '{"node": 1}', '{"node": "a/b"}', '{"node": "a\\u0000"}', DEEP]
+)
 def test_a_node_with_invalid_facts_ends_the_run_with_its_rank(join: Join, store: TCPStore, value: str) -> None:
     one = join(0, size=2)
     assert becomes_true(lambda: one.run)
     assert one.run
     membership_store(store, one.run).set("member/1", value)
-    with pytest.raises(RendezvousFailed, match=r"node1: (node rank 1: invalid data|member/1: invalid)") as failure:
+    with pytest.raises(RendezvousFailed, match=r"node1: invalid data in the store \(member/1: ") as failure:
         one.wait_for_all(TIMEOUT, ignore)
     assert failure.value.exit_code == 69
 
@@ -569,7 +570,7 @@ def test_invalid_failure_records_are_reported_with_the_rank_of_their_node_and_ig
     assert becomes_true(lambda: one.end() and three.end())
     run_concurrently(lambda: one.leave({}, collect=True), lambda: two.leave(sent, collect=True))
     assert one.records[1] == {name: sent[name] for name in ("node_node2.json", "rank_1.json")}
-    assert "agent: node rank 2: invalid failure records (" in (printed := capfd.readouterr().err)
+    assert "agent: node3: invalid failure records (" in (printed := capfd.readouterr().err)
     assert "\x1b" not in printed
 
 
@@ -682,7 +683,7 @@ def test_the_records_that_have_arrived_are_shared_before_the_nodes_stop_waiting(
     records: Records = {"node_node2.json": {"failures": []}}
     two.leave(records)  # node 3 sends heartbeats, but no records
     assert becomes_true(lambda: three.records)
-    assert three.records == {1: records}
+    assert three.records == {0: {}, 1: records}
     assert not three._has_records
 
 

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -351,17 +350,3 @@ def test_an_agent_ignores_pipes_that_another_program_has_closed(monkeypatch: pyt
         assert AttemptPipes.take() is None
     os.close(source)
     os.close(target)
-
-
-@pytest.mark.parametrize("line", ["{}", "[" * 100_000, "5", '{"environment": 1}'])
-def test_an_agent_exits_with_a_message_if_the_request_for_the_next_attempt_is_invalid(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (source, sends), (receives, target) = os.pipe(), os.pipe()
-    writer = threading.Thread(target=os.write, args=(target, f"{line}\n".encode()))
-    writer.start()
-    assert AttemptPipes(sends, receives).next_attempt("") is None
-    assert capsys.readouterr().err.startswith("agent: invalid request for the next attempt: ")
-    writer.join()
-    for file in (source, sends, receives, target):
-        os.close(file)
