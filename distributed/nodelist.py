@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from distributed.trust import bounded
-
 MAX_NODES = 250_000  # names in one list: a typing error must not fill the memory
 MAX_SLOTS = 1024  # processes on one node: a larger number is probably an ssh port
 LARGEST_HOSTFILE = 10**7  # characters: enough for MAX_NODES lines
@@ -41,9 +39,6 @@ T = TypeVar("T")
 
 class NodeListError(ValueError):
     """A node list is invalid; the message names the item and the remedy."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(bounded(message))
 
 
 @dataclass(frozen=True)
@@ -252,9 +247,7 @@ def _names(item: str) -> list[str]:
         problem = "its brackets do not match" if wrong[0] in "[]" else f"{wrong[0]!r} is not allowed in a host name"
         raise NodeListError(f"{problem}: write it as in node1 or node[1-8,10]")
     if sum(map(len, parts[::2])) > LONGEST_NAME or len(parts) // 2 > MAX_BRACKETS:
-        raise NodeListError(
-            f"a name has at most {LONGEST_NAME} characters and {MAX_BRACKETS} brackets: write shorter names"
-        )
+        raise NodeListError(f"more than {LONGEST_NAME} characters or {MAX_BRACKETS} brackets: write shorter names")
     numbers = [_numbers(content) for content in parts[1::2]]
     _refuse_too_many(math.prod(map(len, numbers)))
     if not numbers:
