@@ -407,7 +407,7 @@ def all_runs(logs: Path, width: int | None) -> list[str]:
     for directory in sorted(found, key=lambda one: one.name[-20:], reverse=True):  # date, time and a number
         try:
             rows.append(row_of_run(directory))
-        except (RunLookupError, TypeError, ValueError) as error:  # another version may have written other fields
+        except (RunLookupError, TypeError, ValueError, OverflowError) as error:  # such as a file of another version
             faults.append(f"not shown: {error if isinstance(error, RunLookupError) else f'{directory}: {error}'}")
     lines: list[str] = [] if rows else [f"no runs in {logs}"]
     for count in range(len(ALL_COLUMNS), 3, -1) if rows else ():
@@ -425,7 +425,7 @@ def row_of_run(directory: Path) -> list[str]:
     state, started, end, shown = run.launcher.state, datetime.fromisoformat(run.started), time.time(), ""
     if verdict := read_object(path := directory / "verdict.json", []):
         state, end = "ended", path.stat().st_mtime
-        outcome, code = str(verdict.get("outcome")), int(verdict.get("exit_code", 1))
+        outcome, code = printable(str(verdict.get("outcome"))), int(verdict.get("exit_code", 1))
         exception = str(verdict.get("exception") or "").rpartition(".")[2]
         reason = printable(exception or signal_name(code) or REASONS.get(code, f"code {code}"))
         shown = paint(f"{outcome}: {reason}" if reason else outcome, {"ok": GREEN, "failed": RED}.get(outcome, YELLOW))

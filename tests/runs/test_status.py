@@ -424,6 +424,19 @@ def test_the_table_of_all_runs_fits_and_is_readable_for_odd_names(tmp_path: Path
     assert lines[1].startswith("long_long_long_long…20250102-030405-9f3a  ended  failed: Odd Name  ~epoch 0.5")
 
 
+@pytest.mark.parametrize(
+    ("verdict", "shown"),
+    [
+        ({"outcome": "ok", "exit_code": float("inf")}, "not shown: "),
+        ({"outcome": "ok", "exit_code": []}, "not shown: "),
+        ({"outcome": "a\nb", "exit_code": 0}, " a b "),
+    ],
+)
+def test_the_table_of_all_runs_survives_any_verdict(tmp_path: Path, verdict: dict[str, Any], shown: str) -> None:
+    finished_run(tmp_path, 2, verdict)
+    assert shown in plain(status.all_runs(tmp_path, None)[1])
+
+
 def test_status_all_prints_the_table_and_takes_no_run(tmp_path: Path) -> None:
     script = [str(Path(__file__).resolve().parents[2] / "scripts/status.sh"), "--python", sys.executable, "--all"]
     finished_run(tmp_path / "logs", 2, {"outcome": "ok", "exit_code": 0})
