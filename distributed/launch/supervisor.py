@@ -1010,7 +1010,7 @@ def _memory_file(block: bytes) -> int:
 
 def _requested(files: Files) -> bytes:
     try:
-        return read_bytes(files.request).strip()
+        return read_bytes(files.request, own=True).strip()  # another user may have replaced the run directory
     except OSError:
         return b""
 

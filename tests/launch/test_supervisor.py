@@ -724,3 +724,13 @@ def test_a_wrong_call_names_the_option_and_the_value(arguments: list[str], messa
     with pytest.raises(SupervisorError) as refused:
         SupervisorOptions(arguments)
     assert refused.value.args == (2, message)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_a_request_of_another_user_who_has_replaced_the_run_directory_is_ignored(tmp_path: Path) -> None:
+    files = Files(str(tmp_path), "n1")
+    assert supervisor.request(files, "stop") == 0 and not Path(files.request).exists()
+    Path(files.request).write_text('attempt {"environment": {"LD_PRELOAD": "/tmp/evil.so"}}\n')
+    assert supervisor._requested(files).startswith(b"attempt ")
+    os.chown(files.request, 65534, 65534)
+    assert supervisor._requested(files) == b""
