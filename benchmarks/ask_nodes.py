@@ -1,7 +1,7 @@
 """Run a command on nodes over ssh as the launchers do, but start no run. benchmarks/fan_out.py times this program.
 
-    python -m benchmarks.ask_nodes true NODE...        run `true` on all nodes at once
-    python -m benchmarks.ask_nodes preflight NODE...   probe them, and compare the replies
+python -m benchmarks.ask_nodes true NODE...        run `true` on all nodes at once
+python -m benchmarks.ask_nodes preflight NODE...   probe them, and compare the replies
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distributed.trust import SHARED, regular_file
@@ -27,6 +27,7 @@ FROM_TENSORBOARD = "metrics_from_tensorboard.jsonl"  # in the run directory, see
 ORIGINS = {"metrics.jsonl": "", FROM_TENSORBOARD: "from TensorBoard", FROM_OUTPUT: "from the output"}
 RESERVED = ("time", "event", "rank_seconds", "wait_share")  # keys that train.py and append() write
 TAIL = 64 * 1024  # bytes read from each end of a file
+MAX_READ = 1 << 30  # bytes read from the end of a file
 HUGE = 1e100  # readers treat larger numbers as infinity, so that sums and scales stay finite
 STEP_LIMIT = 2**53  # larger integers are not exact as floats
 
@@ -142,11 +143,20 @@ def newest(path: str | os.PathLike[str], tail: int = TAIL) -> dict[str, Any]:
     return found
 
 
+def last_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
+    """The lines in the last MAX_READ bytes of a file; longer ones than TAIL bytes are split. Raises OSError."""
+    with open(path, "rb", opener=regular_file) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_READ:
+            file.seek(size - MAX_READ)
+            file.readline(TAIL)
+        yield from iter(lambda: file.readline(TAIL), b"")
+
+
 def furthest(path: str | os.PathLike[str]) -> int | None:
-    """Return the highest step in a file, over all attempts; None if the file has no step."""
+    """Return the highest step in the last MAX_READ bytes of a file, over all attempts; None if there is no step."""
     steps = []
-    with contextlib.suppress(OSError), open(path, "rb", opener=regular_file) as file:
-        for line in file:
+    with contextlib.suppress(OSError):
+        for line in last_lines(path):
             # Skip incomplete lines, and lines without a step.
             with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
                 steps.append(int(json.loads(line)["step"]))

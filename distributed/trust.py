@@ -302,9 +302,15 @@ def unpack(source: int, directory: str, expects: Callable[[str], bool]) -> list[
         @classmethod
         def frombuf(cls, buf: Any, encoding: str, errors: str) -> Any:
             member = super().frombuf(buf, encoding, errors)
-            if member.type in (b"L", b"K", b"x", b"g", b"X") and member.size > MAX_NAME:  # tarfile would read it whole
-                raise Refused("a name in it is too long")
+            is_name = member.type in (b"L", b"K", b"x", b"X")  # tarfile reads it whole
+            if (is_name and member.size > MAX_NAME) or member.type in (b"S", b"g"):  # S, g: headers without a limit
+                raise Refused("a header in it is too long")
             return member
+
+        def _proc_gnusparse_10(self, *_: Any) -> None:
+            raise Refused("a sparse file")
+
+        _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10
 
     left_out, count, size = [], 0, 0
     try:
@@ -316,8 +322,8 @@ def unpack(source: int, directory: str, expects: Callable[[str], bool]) -> list[
                 count, size = count + 1, size + max(0, member.size)
                 if count > MAX_FILES or size > MAX_BYTES or member.size > disk.f_bavail * disk.f_frsize - MIN_FREE:
                     raise Refused(f"{count} files with {size >> 20} MiB are more than the limits or the disk allow")
-                is_inside = name != ".." and not name.startswith(("/", "../")) and name.count("/") < MAX_DEPTH
-                if is_inside and (member.isdir() or member.isreg()) and expects(name + "/" * member.isdir()):
+                is_regular = member.isdir() or member.isreg()
+                if is_regular and _is_inside(name) and expects(name + "/" * member.isdir()):
                     _extract(archive, member, os.path.join(directory, name))
                 elif name != ".":
                     left_out.append(name)
@@ -326,6 +332,10 @@ def unpack(source: int, directory: str, expects: Callable[[str], bool]) -> list[
     except Exception as error:  # noqa: BLE001 - whatever a damaged archive causes in tarfile
         raise Refused(f"cannot be unpacked ({type(error).__name__}: {error})") from None
     return left_out
+
+
+def _is_inside(name: str) -> bool:
+    return name != ".." and not name.startswith(("/", "../")) and name.count("/") < MAX_DEPTH
 
 
 def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:

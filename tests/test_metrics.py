@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +146,18 @@ def test_furthest_is_the_highest_step_of_all_attempts(
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert metrics.furthest(file) == step
+
+
+def test_only_the_end_of_a_huge_file_is_read_and_a_line_without_an_end_is_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)  # a sparse file
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"step": 7}\n')
+    monkeypatch.setattr(metrics, "MAX_READ", 1 << 20)
+    started = time.monotonic()
+    assert metrics.furthest(path) == 7
+    assert max(map(len, metrics.last_lines(path))) <= metrics.TAIL
+    assert time.monotonic() - started < 5

@@ -326,6 +326,19 @@ def test_a_damaged_archive_is_refused_without_another_exception(tmp_path: Path, 
     assert set(tree(tmp_path / "new")) <= {"first"}
 
 
+@pytest.mark.parametrize(
+    ("type_", "headers"), [(b"S", {}), (b"g", {}), (b"0", {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"})]
+)
+def test_headers_without_a_limit_are_refused(
+    tmp_path: Path, unpacked: Unpack, type_: bytes, headers: dict[str, str]
+) -> None:
+    info, _ = member("first")
+    info.type, info.pax_headers = type_, headers
+    with pytest.raises(trust.Refused, match=r"too long|sparse"):
+        unpacked(info.tobuf(tarfile.PAX_FORMAT if headers else tarfile.USTAR_FORMAT) + bytes(2048))
+    assert tree(tmp_path / "new") == []
+
+
 def test_an_archive_that_stalls_is_refused(tmp_path: Path, unpacked: Unpack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "STALLED", 0.1)
     source, target = os.pipe()

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TextIO
 
 import torch
@@ -370,9 +369,12 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
         # torchrun's random delay of up to 0.3 s spreads the load of many nodes. A standalone run has one node.
         dynamic_rendezvous._delay = lambda seconds: None
         options.local_addr = LOOPBACK
-        new_store: Any = partial(tcp_store, LOOPBACK, 0, 1, True, timedelta(seconds=60))
+
+        def new_store(*_: Any) -> Any:
+            return tcp_store(LOOPBACK, 0, 1, True, timedelta(seconds=60))
+
         c10d_rendezvous_backend._create_tcp_store = new_store
-        dynamic_rendezvous.DynamicRendezvousHandler._create_tcp_store_server = new_store  # type: ignore[method-assign]
+        dynamic_rendezvous.DynamicRendezvousHandler._create_tcp_store_server = new_store  # type: ignore
     if options.max_restarts:
         # With the shared store, many restarts fail (torch 2.13: 22 of 34; with separate stores, none of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

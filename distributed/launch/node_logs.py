@@ -229,4 +229,5 @@ def is_expected(node: RunNode, name: str) -> bool:
         return below.partition("/")[0] in ("", node.node)
     if top.startswith("node_") or top in OF_RUN:
         return name in (*OF_RUN, *(f"node_{node.node}.{kind}" for kind in OF_NODE))
-    return top not in (*OF_LAUNCHER, "errors", "ranks") and not top.startswith((".", "attempt_"))
+    is_run = "run.json" in below.split("/")  # status.sh would take the directory for a run
+    return top not in (*OF_LAUNCHER, "errors", "ranks") and not top.startswith((".", "attempt_")) and not is_run

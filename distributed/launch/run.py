@@ -47,7 +47,7 @@ from distributed.transport.commands import (
     quote,
     read_lists,
 )
-from distributed.trust import LAYOUT, PRIVATE_DIRECTORY, foreign, make_directories, printable
+from distributed.trust import LAYOUT, PRIVATE_DIRECTORY, foreign, foreign_ancestor, make_directories, printable
 
 if TYPE_CHECKING:
     from distributed.host.replies import Reply
@@ -239,9 +239,10 @@ class Launch:
             self._print(f"run_directory: cannot create a run directory: {reason}")
             sys.exit(WRONG_CALL)
         messages = run_directory.link_to(directory, self.names, options.slurm_job)
-        if problem := foreign(directory, os.stat(directory)):  # of a file system without owners or modes
-            refused = "status.sh, stop.sh and report.sh will refuse this run; choose another --log-dir"
-            messages.append(f"warning: {problem.partition('; ')[0]}; {refused}")
+        if problem := foreign_ancestor(directory):
+            refused = "status.sh, stop.sh and report.sh will refuse this run"  # of a file system without modes
+            effect = refused if foreign(directory, os.stat(directory)) else "they could replace the run directory"
+            messages.append(f"warning: {problem}; {effect}; choose another --log-dir")
         for message in messages:
             self._print(f"run_directory: {message}")
         return Path(directory)

@@ -30,7 +30,7 @@ from distributed.host.replies import NODE_ENV
 from distributed.runs.node_log import EXCEPTIONS, LoggedException, last_exception, read_log
 from distributed.runs.records import integer, listed, mapping, node_changes, number, read_object, text
 from distributed.runs.user_code import launched_package
-from distributed.trust import read_text
+from distributed.trust import printable, read_text
 
 STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
 SRUN = "srun"  # name of the "node" whose files have the output of srun
@@ -176,7 +176,7 @@ def _exit_codes(run: Path, warnings: list[str]) -> dict[str, int]:
         try:
             codes[path.name[5:-5]] = range(256)[int(read_text(path))]
         except (OSError, ValueError, IndexError) as error:
-            warnings.append(f"{path}: ignored: no exit code in it ({error})")
+            warnings.append(f"{printable(str(path))}: ignored: no exit code in it ({printable(str(error))[:200]})")
     return codes
 
 

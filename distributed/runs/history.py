@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import KIT
-from distributed.metrics import RESERVED, STEP_LIMIT
+from distributed.metrics import RESERVED, STEP_LIMIT, last_lines
 from distributed.runs.records import is_time, listed, number
-from distributed.trust import regular_file
 
 EVENT_FILES_TIMEOUT = 60.0  # seconds
 
@@ -121,12 +120,12 @@ def read_metrics(path: Path, notes: list[str], most: int = 0) -> History:
     """
     history, invalid, incomplete = History(), 0, False
     try:
-        with open(path, encoding="utf-8", errors="replace", opener=regular_file) as lines:
-            for text in _select(list(lines), most, path.name, notes) if most else lines:
-                line = _parse(text)
-                invalid, incomplete = invalid + (line is None), line is None and not text.endswith("\n")
-                if line:
-                    history.add(line)
+        lines = (line.decode(errors="replace") for line in last_lines(path))
+        for text in _select(list(lines), most, path.name, notes) if most else lines:
+            line = _parse(text)
+            invalid, incomplete = invalid + (line is None), line is None and not text.endswith("\n")
+            if line:
+                history.add(line)
     except FileNotFoundError:
         pass
     except OSError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.metrics import HUGE
-from distributed.trust import parse_json, read_text
+from distributed.trust import parse_json, printable, read_text
 
 
 def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -19,10 +19,11 @@ def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        notes.append(f"{path}: ignored: unreadable, incomplete or damaged ({error})")
+        reason = printable(str(error))[:200]
+        notes.append(f"{printable(str(path))}: ignored: unreadable, incomplete or damaged ({reason})")
         return {}
     if not isinstance(value, dict):
-        notes.append(f"{path}: ignored: expected a JSON object, got a {type(value).__name__}")
+        notes.append(f"{printable(str(path))}: ignored: expected a JSON object, got a {type(value).__name__}")
         return {}
     return value
 

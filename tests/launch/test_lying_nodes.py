@@ -351,7 +351,7 @@ def test_a_log_that_a_node_sends_without_an_end_is_cut(
         ("ranks/n2b/a", False), ("node_n2.log", True), ("node_n2.log/", False), ("node_n2.b.log", False),
         ("node_n2.lost", False), ("metrics.jsonl", True), ("metrics.jsonl/", False), ("metrics.jsonl/x", False),
         ("settings.json", True), ("run.json", False), ("run.json/", False), (".from_n1-x/", False),
-        ("attempt_2/", False), ("my results/plot.png", True), ("my results/", True),
+        ("attempt_2/", False), ("my results/plot.png", True), ("a/run.json", False), ("my results/", True),
     ],
 )  # fmt: skip
 def test_a_node_may_send_these_files(name: str, expected: bool) -> None:
