@@ -373,8 +373,8 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
         def new_store(*_: Any) -> Any:
             return tcp_store(LOOPBACK, 0, 1, True, timedelta(seconds=60))
 
-        c10d_rendezvous_backend._create_tcp_store = new_store
-        dynamic_rendezvous.DynamicRendezvousHandler._create_tcp_store_server = new_store  # type: ignore
+        c10d_rendezvous_backend._create_tcp_store = new_store  # type: ignore[assignment]
+        dynamic_rendezvous.DynamicRendezvousHandler._create_tcp_store_server = new_store  # type: ignore[assignment]
     if options.max_restarts:
         # With the shared store, many restarts fail (torch 2.13: 22 of 34; with separate stores, none of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
