@@ -240,8 +240,9 @@ class Launch:
             sys.exit(WRONG_CALL)
         messages = run_directory.link_to(directory, self.names, options.slurm_job)
         if problem := foreign_ancestor(directory):
-            refused = "status.sh, stop.sh and report.sh will refuse this run"  # of a file system without modes
-            effect = refused if foreign(directory, os.stat(directory)) else "they could replace the run directory"
+            effect = "other users could replace the run directory"
+            if foreign(directory, os.stat(directory)):  # on a file system without owners or modes
+                effect = "status.sh, stop.sh and report.sh will refuse this run"
             messages.append(f"warning: {problem}; {effect}; choose another --log-dir")
         for message in messages:
             self._print(f"run_directory: {message}")
