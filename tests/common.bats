@@ -471,7 +471,7 @@ reports_failure() {
   ((!EUID)) || skip "only root can give files to other users"
   script <<<'source_node_env "$1"'
   mkdir -p "$BATS_TEST_TMPDIR/config"
-  local file="$BATS_TEST_TMPDIR/config/node_env.sh" number
+  local file="$BATS_TEST_TMPDIR/config/node_env.sh" path
   echo 'echo SOURCED' >"$file"
   for path in "$file" "${file%/*}/"; do
     chown 23456 "$path"
@@ -483,7 +483,7 @@ reports_failure() {
     chown 0 "$path"
   done
   # Another user calls it: root's file is accepted, the file of a third user is not.
-  chmod 755 "$BATS_TEST_TMPDIR" "$BATS_TMPDIR" "$BATS_RUN_TMPDIR" "${BATS_TEST_TMPDIR%/*}"
+  chmod 755 "$BATS_TEST_TMPDIR" "$BATS_RUN_TMPDIR" "${BATS_TEST_TMPDIR%/*}"
   run -0 setpriv --reuid=23456 --regid=23456 --clear-groups "$SCRIPT" "$file"
   chown 34567 "$file"
   run -69 setpriv --reuid=23456 --regid=23456 --clear-groups "$SCRIPT" "$file"
@@ -515,7 +515,7 @@ reports_failure() {
   script <<<'source_node_env "$1"; echo "$(stat -c %u "$1")"'
   mkdir -p "$BATS_TEST_TMPDIR/config"
   echo : >"$BATS_TEST_TMPDIR/config/node_env.sh"
-  chmod 755 "$BATS_TEST_TMPDIR" "$BATS_TMPDIR" "$BATS_RUN_TMPDIR" "${BATS_TEST_TMPDIR%/*}"
+  chmod 755 "$BATS_TEST_TMPDIR" "$BATS_RUN_TMPDIR" "${BATS_TEST_TMPDIR%/*}"
   run -0 setpriv --reuid=23456 --regid=23456 --clear-groups unshare --user --map-user=23456 \
     "$SCRIPT" "$BATS_TEST_TMPDIR/config/node_env.sh"
   [ "$output" = 65534 ]
