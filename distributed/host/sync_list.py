@@ -65,8 +65,9 @@ def secrets_warning(directory: str, names: Mapping[bytes, bool]) -> str:
 def _files_in(path: bytes) -> Iterator[bytes]:
     """A file itself, or all files below a directory, as rsync copies it."""
     yield path
-    for directory, _, files in os.walk(path):
-        yield from (os.path.join(directory, file) for file in files)
+    if not os.path.islink(path):
+        for directory, _, files in os.walk(path):
+            yield from (os.path.join(directory, file) for file in files)
 
 
 def _looks_secret(path: bytes) -> bool:

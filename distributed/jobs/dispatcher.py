@@ -525,7 +525,7 @@ class Dispatcher:
             # The first report may still contain the last step of an earlier attempt. A lower step then replaces it.
             if step is not None and (first is None or step < first[0]):
                 attempt.first_report = (step, time.time())
-            self.state.jobs[attempt.job].metrics |= metrics
+            self.state.jobs[attempt.job].add_metrics(metrics)
             self._on_change()
 
     def _end(self, attempt: Attempt, end: Mapping[str, Any]) -> None:

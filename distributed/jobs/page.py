@@ -11,6 +11,7 @@ Standard library only.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -33,7 +34,7 @@ from distributed.runs.history import History, read_metrics
 from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, ranges, section, tile_list
 from distributed.runs.records import number
 from distributed.terminal import cut
-from distributed.trust import SHARED, parse_json, printable, regular_file
+from distributed.trust import SHARED, printable, regular_file
 
 FOLD = 200  # rows of the table shown at first; report.css hides the rest
 MAX_FAILURES = 50  # failed jobs shown with their last lines
@@ -113,14 +114,15 @@ def write(results: Path) -> Path:
     """Write the page next to results.json and return its path. Raises OSError, or ValueError for invalid results."""
     notes: list[str] = []
     with open(user_file(results), "rb", opener=regular_file) as file:
-        facts = parse_json(file.read())
+        text = file.read()
     try:
+        facts = json.loads(text)  # not parse_json(), because a long list has long results
         curves = read_curves(results, jobs_of(facts), notes)
-        text = page(facts, curves, notes, results.absolute())
-    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        markup = page(facts, curves, notes, results.absolute())
+    except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"not the results of a job list ({error!r})") from None
     target = results.with_suffix(".html")
-    write_file(user_file(target), text.encode(errors="replace"), SHARED)
+    write_file(user_file(target), markup.encode(errors="replace"), SHARED)
     return target
 
 

@@ -126,7 +126,7 @@ class Results:
         if last:
             if self._page:
                 self._page.wait()
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 page.write(self.path)
         else:
             self._write_page()

@@ -377,15 +377,17 @@ class HostServer(JobServer):
     async def _call(self, verb: str, **facts: Any) -> dict[str, Any]:
         if not self._channel:
             raise Unreachable("not connected")
-        return await self._channel.call(verb, **facts)
+        try:
+            return await self._channel.call(verb, **facts)
+        except HostReplyError as error:
+            if verb in ("query", "stop", "gpus", "remove_session"):  # requests that start nothing
+                raise Unreachable(str(error)) from None
+            raise
 
     # ---- jobs
 
     async def query(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        try:
-            reply = await self._call("query", attempts=dict(attempts), grace=self.context.grace)
-        except HostReplyError as error:
-            raise Unreachable(str(error)) from None
+        reply = await self._call("query", attempts=dict(attempts), grace=self.context.grace)
         states: dict[str, dict[str, Any]] = reply["attempts"]
         return states
 
@@ -565,7 +567,8 @@ class SshServer(HostServer):
     async def _upload(self) -> None:
         line = (
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster"; n="$d/jobs-{self._archive_name}"; '
-            '{ [ "${XDG_CACHE_HOME-}" ] || cd; } && mkdir -p -- "$d" && t=$(mktemp -d "$d/new-XXXXXX") && { '
+            'umask 077; { [ "${XDG_CACHE_HOME-}" ] || cd; } && mkdir -p -- "$d" && chmod go-w -- "$d" && '
+            't=$(mktemp -d "$d/new-XXXXXX") && { '
             'tar -xf - -C "$t" && touch "$t/complete" && '
             '{ mv -T "$t" "$n" 2>/dev/null || [ -e "$n/complete" ] || { rm -rf "$n" && mv -T "$t" "$n"; }; }; '
             's=$?; rm -rf "$t"; [ "$s" = 0 ]; }'
@@ -766,7 +769,7 @@ class SshServer(HostServer):
         lost = code in LOST_CONNECTION or "connection unexpectedly closed" in cause
         if lost and "No space left on device" not in cause:
             raise Unreachable(last_line(stderr) or f"rsync: exit code {code}")
-        raise OSError(cause or f"rsync: exit code {code}")
+        raise OSError(cause[: host.MAX_TEXT] or f"rsync: exit code {code}")
 
     async def _run(self, command: Sequence[str], data: bytes = b"") -> tuple[int, str]:
         """Run a command with this standard input; return (exit code, standard error)."""
@@ -782,9 +785,12 @@ async def run_program(
     Raises Unreachable if it does not exit within `seconds`.
     """
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
+        )
+    except ValueError as error:  # a path of a server has a NUL, or is no valid text
+        raise OSError(errno.EINVAL, f"{command[0]}: {error}") from None
     assert process.stdin and process.stdout and process.stderr
     process.stdin.write(data)
     process.stdin.close()
@@ -841,7 +847,7 @@ def names_for_rsync(directories: Sequence[str]) -> bytes:
 
 
 def last_line(text: str) -> str:
-    return text.splitlines()[-1] if text else ""
+    return text.splitlines()[-1][: host.MAX_TEXT] if text else ""
 
 
 def ssh_error(stderr: str, code: int, name: str) -> Exception:

@@ -26,6 +26,7 @@ MAX_INFRASTRUCTURE_FAILURES = 5
 UNLIMITED_FAILURES = ("preempted",)  # do not count against retries either, and never fail the job
 NOT_COPIED = "results not copied"  # failure of an attempt that exited with 0
 FINAL_FAILURES = ("cancelled outside", "refused", NOT_COPIED)  # never retried
+MAX_METRICS = 1000  # of a job, after which only known ones are updated
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError")
 
 
@@ -106,6 +107,12 @@ class JobState:
     metrics: dict[str, Any] = field(default_factory=dict)
     attempts_before_retry: int = 0  # len(attempts) when the job was last retried on request, listed again or requeued
     next_number: int = 1  # of the next attempt; the number of an attempt that was not started is not reused
+
+    def add_metrics(self, new: Mapping[str, Any]) -> None:
+        """Update the metrics. A job that names its metrics differently each time gets no more than MAX_METRICS."""
+        for key, value in new.items():
+            if key in self.metrics or len(self.metrics) < MAX_METRICS:
+                self.metrics[key] = value
 
     @property
     def last(self) -> Attempt | None:
@@ -354,7 +361,7 @@ class ListState:
             attempt.code, attempt.peak_memory = record.get("code"), record.get("peak_memory")
             attempt.failure, attempt.reason = record["failure"], record["reason"]
             attempt.lines = record.get("lines", [])
-            self.jobs[attempt.job].metrics |= record.get("metrics", {})
+            self.jobs[attempt.job].add_metrics(record.get("metrics", {}))
             self._move(self.jobs[attempt.job], "ending")
 
     _apply_lost = _apply_ended

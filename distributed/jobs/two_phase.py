@@ -50,6 +50,7 @@ from distributed.jobs import base_cache, bases, commands, console
 from distributed.jobs.base_cache import Cached
 from distributed.jobs.commands import CallError, CommandParser
 from distributed.jobs.config import read_cluster, read_jobs
+from distributed.jobs.host import is_metric
 from distributed.jobs.job import Job, matching
 from distributed.runs.page_parts import ranges
 from distributed.training.base_model import CACHE
@@ -155,8 +156,8 @@ def trained_at(base: Cached) -> str:
 
 
 def loss_of(base: Cached) -> str:
-    loss = base.manifest.get("held_out_loss")
-    return console.aligned_number(loss) if isinstance(loss, int | float) else "-"
+    loss: Any = base.manifest.get("held_out_loss")
+    return console.aligned_number(loss) if is_metric(loss) else "-"
 
 
 def settings_of(base: Cached) -> dict[str, Any]:

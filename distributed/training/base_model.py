@@ -228,14 +228,16 @@ def lock(cache: str, digest: str, exclusive: bool, seconds: float = 0.0) -> int 
     """
     make_directories(cache)
     path = os.path.join(cache, f".{hash_of(digest)}.lock")
-    is_private = not writable_by_others(os.stat(cache))
+    above, mode = os.stat(cache), PRIVATE
+    if writable_by_others(above):  # whoever can write to the cache can lock its base models
+        mode |= 0o066 if above.st_mode & 0o002 else 0o060
     try:
-        file = regular_file(path, os.O_RDWR | os.O_CREAT, PRIVATE if is_private else 0o666)
+        file = regular_file(path, os.O_RDWR | os.O_CREAT, mode)
     except PermissionError:
         return os.memfd_create("lock")
     facts = os.fstat(file)
-    if is_private and facts.st_mode & 0o077 and facts.st_uid == os.geteuid():  # of an earlier version
-        os.fchmod(file, PRIVATE)
+    if facts.st_mode & 0o777 != mode and facts.st_uid == os.geteuid():  # of an earlier version, or cut by the umask
+        os.fchmod(file, mode)
     if try_lock(file, exclusive, seconds):
         return file
     os.close(file)

@@ -259,6 +259,13 @@ def test_an_untracked_file_that_looks_like_a_secret_is_named(work: Path, name: s
     assert warning(work) == f"{name}: may be secret and will be copied; list such files in .gitignore"
 
 
+def test_what_a_link_leads_to_is_not_called_a_secret(work: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / ".env").write_text("x")
+    (work / "link").symlink_to(tmp_path / "data")
+    assert warning(work) == ""
+
+
 def test_tracked_files_and_other_files_are_not_called_secrets(work: Path) -> None:
     write_secrets(work)
     git(work, "add", "--force", *SECRETS, *PRIVATE)

@@ -618,6 +618,20 @@ def test_an_invalid_gpu_is_reported(gpu: Any, directory: Path, monkeypatch: pyte
     assert talk(HELLO, OPENED, reply)[0].startswith("invalid reply (")
 
 
+def test_steps_are_numbers_and_metrics_are_limited() -> None:
+    sent = {"step": "NaN", "steps": "NaN", "loss": "NaN", "k" * 501: 1, **{f"k{n}": n for n in range(2000)}}
+    found = host.checked_facts(servers.EVENTS["progress"], {"attempt": "a.1", "metrics": sent})["metrics"]
+    assert len(found) <= 1000
+    assert found.keys().isdisjoint({"step", "steps", "k" * 501})
+    assert found["loss"] == "NaN"
+
+
+@pytest.mark.parametrize("path", ["/a\0b", "/a\ud800b"])
+def test_a_path_that_no_command_can_have_is_an_error(path: str) -> None:
+    with pytest.raises(OSError, match="true: "):
+        asyncio.run(servers.run_program(["true", path]))
+
+
 def test_a_long_line_is_read_in_linear_time_and_an_endless_one_is_refused(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
