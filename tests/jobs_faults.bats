@@ -410,7 +410,7 @@ END
   wait_until_started a
   lab slow "$N1" 2000
   lab ssh "$N1" touch "$PWD/go"
-  eventually eval 'compgen -G "experiments/p/fold0/.big.*"'
+  eventually eval 'compgen -G "experiments/.muster-*/experiments/p/fold0/.big.*"'
   [ ! -e experiments/p/fold0/big ]
   while read -r file; do
     kill -KILL "${file//[!0-9]/}" 2>>seen || true
@@ -460,7 +460,7 @@ END
   first=$(node_of_job a)
   lab slow "$first" 1000
   lab ssh "$first" touch "$PWD/go"
-  eventually eval 'compgen -G "experiments/p/fold0/.big.*"'
+  eventually eval 'compgen -G "experiments/.muster-*/experiments/p/fold0/.big.*"'
   lab kill "$first"
   wait_for_line out "before its results were copied"
   for node in "$N1" "$N3"; do
