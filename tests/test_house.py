@@ -39,7 +39,6 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "jobs": {"exit_codes", "files", "host", "launch", "metrics", "runs", "terminal", "training", "transport", "trust"},
     "launch": {"exit_codes", "files", "host", "metrics", "nodelist", "runs", "transport", "trust", "world"},
     "metrics": {"trust"},
-    "nodelist": {"trust"},
     "runs": {"exit_codes", "files", "host", "metrics", "nodelist", "terminal", "transport", "trust"},
     "slurm": {"exit_codes", "files", "host", "launch", "nodelist", "trust"},
     "smoke": {"files", "terminal", "torch", "trust", "world"},

@@ -55,14 +55,16 @@ def create(
 
     config: None if the script gets no settings file. python: interpreter of the ranks. launcher: its pid; default: the
     parent process. grace: seconds from a stop request to SIGKILL. slurm_job: the job number and, for an element of an
-    array, also ARRAY_INDEX, such as 17_3. existing: an existing directory to use instead of a new one, for a run that
+    array, also ARRAY_INDEX, such as 17_3. existing: the directory to use instead of a new one, for a run that
     SLURM requeued or a job that resumes.
 
     Raises OSError if the directory cannot be written, or if others can write to an existing one; an incomplete new
     directory is removed.
     """
-    if existing and (problem := foreign(existing, os.stat(existing))):
-        raise OSError(errno.EPERM, problem.partition(": ")[2], existing)
+    if existing:
+        make_directories(existing)  # that of a job may be new
+        if problem := foreign(existing, os.stat(existing)):
+            raise OSError(errno.EPERM, problem.partition(": ")[2], existing)
     pid, zone = launcher or os.getppid(), time.strftime("%z")
     directory = existing or _create_directory(os.path.abspath(logs), name)
     facts = {

@@ -696,7 +696,7 @@ def test_a_job_does_not_resume_from_a_checkpoint_with_other_data_settings(workdi
     ("arguments", "fault"),
     [
         ("--fold 8", "fold: out of range for 8 participants: got 8; give 0 to 7"),
-        ("--fold 0 --prefix text.txt/x", "/text.txt/x: cannot make the run directory: Not a directory; give another"),
+        ("--fold 0 --prefix text.txt/x", "/text.txt: cannot make the run directory: Not a directory; give another"),
     ],
 )
 def test_a_wrong_argument_of_a_job_is_refused_in_one_line(workdir: Workdir, arguments: str, fault: str) -> None:
