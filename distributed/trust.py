@@ -71,7 +71,7 @@ def _is_private_group(uid: int, gid: int) -> bool:
 
 
 def foreign(path: str | os.PathLike[str], facts: os.stat_result, owners: tuple[int, ...] = ()) -> str:
-    """Why this user must not use a file or directory; "" if nobody else but `owners` can write to it."""
+    """Why this user must not use a file or directory; "" if only this user and `owners` can write to it."""
     name, user = os.fspath(path), os.geteuid()
     if facts.st_uid not in (user, *owners):
         owner = user_name(facts.st_uid)
@@ -89,7 +89,7 @@ def foreign_ancestor(directory: str) -> str:
     Other users may create files in a directory if it has the sticky bit, as /tmp has.
     """
     path = os.path.realpath(directory)
-    with open("/proc/self/uid_map") as file:  # in a container, nobody stands for users that its namespace does not have
+    with open("/proc/self/uid_map") as file:  # in a container, one user id stands for all users outside of it
         owners = (0,) if file.read().split()[-1] == "4294967295" else (0, 65534)
     while True:
         facts = os.stat(path)

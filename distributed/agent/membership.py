@@ -12,7 +12,8 @@ store therefore grows with the number of nodes, and not with its square.
 
 The keys of a run have its id as a prefix. A node that may not join the run (see _may_join) exits, and writes at most
 the key "refused". The first node logs the value of this key, and the run continues.
-Values of unexpected types, which whoever reaches the store can write, end the run with a message that names the key.
+Any program that reaches the store can write to it. A value of an unexpected type ends the run, with a message that
+names the key.
 """
 
 from __future__ import annotations

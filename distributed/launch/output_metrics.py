@@ -234,10 +234,8 @@ class OutputMetrics:
         self._unread.clear()
         if values:
             line = {"time": time.time()} | {name: finite_or_none(value) for name, value in values.items()}
-            with (
-                suppress(OSError),
-                open(self._file, "ab", buffering=0, opener=regular_file) as file,
-            ):  # a failed write must not end the run
+            # A failed write must not end the run.
+            with suppress(OSError), open(self._file, "ab", buffering=0, opener=regular_file) as file:
                 file.write(json.dumps(line).encode() + b"\n")
         ended = time.monotonic()
         interval = min(MAX_INTERVAL, max(MIN_INTERVAL, (ended - self._started) / ENTRIES))

@@ -42,12 +42,9 @@ def judge(
         for name, node in nodes.items()
         if node.seconds > SLOW_LOOKUP
     ]
-    if len(nodes) < len(replies):
-        return (
-            [f"{name}: {replies[name].failure_message(NodeFacts)}" for name in replies if name not in nodes],
-            warnings,
-            "",
-        )
+    failed = [f"{name}: {reply.failure_message(NodeFacts)}" for name, reply in replies.items() if name not in nodes]
+    if failed:
+        return failed, warnings, ""
     faults = [f"{name}: {fault}" for name, fault in incompatible_nodes(nodes, processes)]
     address = rendezvous_address(nodes)
     if not faults and not address:

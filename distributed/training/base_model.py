@@ -229,7 +229,7 @@ def lock(cache: str, digest: str, exclusive: bool, seconds: float = 0.0) -> int 
     make_directories(cache)
     path = os.path.join(cache, f".{hash_of(digest)}.lock")
     above, mode = os.stat(cache), PRIVATE
-    if writable_by_others(above):  # whoever can write to the cache can lock its base models
+    if writable_by_others(above):  # users who can write to the cache can lock its base models
         mode |= 0o066 if above.st_mode & 0o002 else 0o060
     try:
         file = regular_file(path, os.O_RDWR | os.O_CREAT, mode)

@@ -140,9 +140,8 @@ def write(
     content = {"model": dict(weights), "model_settings": dict(model), "corpus": facts["corpus"]}
     incomplete = run / f".{WEIGHTS}.incomplete"
     incomplete.unlink(missing_ok=True)
-    with open(
-        incomplete, "xb", opener=partial(regular_file, mode=SHARED)
-    ) as file:  # given a path, torch.save would write its name into the file
+    # Given a path, torch.save would write its name into the file.
+    with open(incomplete, "xb", opener=partial(regular_file, mode=SHARED)) as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
