@@ -19,15 +19,19 @@ setup_file() {
 setup() {
   enter_workdir
   export MUSTER_GRACE=8
-  # Runs until a file `finish` or, in the first attempt, `fail` exists.
+  # Prints "at work" when all ranks of the attempt are; runs until a file `finish` or, in the first attempt, `fail` exists.
   cat >"my script.py" <<'END'
-import os, signal, sys, time
+import glob, os, signal, sys, time
 rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+attempt = "at_work_" + os.path.basename(os.environ["MUSTER_RUN_DIR"]) + "_" + restarts
 def save(*_):
     open(f"saved{rank}", "w").close()
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)
 signal.signal(signal.SIGUSR1, lambda *_: print("got USR1", flush=True))
+open(f"{attempt}_{rank}", "w").close()
+while len(glob.glob(f"{attempt}_*")) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.1)
 print("at work, restart", restarts, flush=True)
 while not os.path.exists("finish"):
     if os.path.exists("fail") and restarts == "0" and rank == "1":
@@ -205,7 +209,7 @@ refused() { # <text> <argument of the launcher...>
   grep -q "restart 1 of 1" again
   # MUSTER_RUN_DIR of the restarted processes also contains the symbolic link, so status.sh finds them.
   run -0 "$SCRIPTS/status.sh"
-  [[ "${lines[0]}" == *": running for "* && "$output" != *"not running"* ]]
+  [[ "${lines[0]}" == *": running for "* && "$output" != *"not running"* ]] || { echo "$output" && false; }
   kill -KILL -- "-$LAUNCHER" # the restarted attempt has no lease either
   wait "$LAUNCHER" || true
   attach
