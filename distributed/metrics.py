@@ -30,6 +30,7 @@ TAIL = 64 * 1024  # bytes read from each end of a file
 MAX_READ = 1 << 30  # bytes read from the end of a file
 HUGE = 1e100  # readers treat larger numbers as infinity, so that sums and scales stay finite
 STEP_LIMIT = 2**53  # larger integers are not exact as floats
+MAX_METRICS = 1000  # of a job in a list
 
 _warned: set[str] = set()  # files whose write error was printed
 

@@ -32,7 +32,7 @@ KIT = Path(__file__).resolve().parent.parent
 # The packages and top-level modules that each package or module may import. One that is not a key may import none.
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "agent": {"exit_codes", "files", "host", "launch", "trust"},
-    "checkpoint": {"exit_codes", "torch", "training", "trust"},
+    "checkpoint": {"exit_codes", "files", "torch", "training", "trust"},
     "files": {"trust"},
     "health": {"exit_codes", "host", "launch", "nodelist", "terminal", "transport"},
     "host": {"exit_codes", "trust"},

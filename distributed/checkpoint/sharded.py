@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
 from distributed.checkpoint.directory import CheckpointError, FileEntries, open_hashed
+from distributed.files import write_file
 from distributed.training.collectives import Ranks, load_safely, refusal
 from distributed.trust import SHARED, regular_file
 
@@ -79,16 +79,17 @@ class ShardWriter:
         self._planner.take_from(dict(copy))
         self._results = self._writer.write_data(self._plan, self._planner).wait()
         if self._rank != 0:
-            self._write_pickle(self._file(self._rank, "done"), (self._files.entries, self._results))
+            content = pickle.dumps((self._files.entries, self._results))
+            write_file(self._file(self._rank, "done"), content, SHARED)
 
     def report_failure(self, cause: BaseException) -> None:
         """Report the failure to rank 0 through a file, which stays empty on a full disk."""
         file = self._file(self._rank, "failed")
-        incomplete = file.with_suffix(".half")
-        with suppress(OSError):
-            _write(incomplete, f"rank {self._rank}: {cause}".encode())
-        with suppress(OSError):
-            os.rename(incomplete, file)
+        try:
+            write_file(file, f"rank {self._rank}: {cause}", SHARED)
+        except OSError:
+            with suppress(OSError):
+                file.touch(SHARED)
 
     def collect(self, size: int, must_stop: Callable[[], bool]) -> FileEntries:
         """Wait for all ranks, complete the directory, and return the manifest entries of its files. Only on rank 0.
@@ -115,18 +116,8 @@ class ShardWriter:
         entries, results = _unpickle(done.read_bytes())
         return entries, results
 
-    def _write_pickle(self, file: Path, content: object) -> None:
-        incomplete = file.with_suffix(".half")
-        _write(incomplete, pickle.dumps(content))
-        os.rename(incomplete, file)
-
     def _file(self, rank: int, outcome: str) -> Path:
         return self._directory / f"rank_{rank}.{outcome}"
-
-
-def _write(file: Path, content: bytes) -> None:
-    with open(file, "wb", opener=partial(regular_file, mode=SHARED)) as stream:
-        stream.write(content)
 
 
 class _CopyPlanner(DefaultSavePlanner):

@@ -93,7 +93,6 @@ REMEDIES = {  # errors of files and programs on a server; {} is a setting that a
     "": "correct this on the server",
 }
 MAX_LINE, MAX_TEXT = 500, 10_000  # characters of a line of output, and of other texts in a reply or an event
-MAX_METRICS = 1000  # of a job
 STEPS = ("step", "steps")  # metrics that are never NaN
 LATEST = 1e11  # seconds; times are earlier
 # Facts in replies and events; see trust.checked().
@@ -254,7 +253,7 @@ def checked_facts(kind: dict[str, Any], value: Any) -> dict[str, Any]:
             facts[name] = [line[:MAX_LINE] for line in each[-LAST_LINES:]]
         elif name == "metrics":
             valid = {key: one for key, one in each.items() if is_metric(one) or (one == "NaN" and key not in STEPS)}
-            facts[name] = {key: valid[key] for key in islice(valid, MAX_METRICS) if len(key) <= MAX_LINE}
+            facts[name] = {key: valid[key] for key in islice(valid, metrics.MAX_METRICS) if len(key) <= MAX_LINE}
         elif isinstance(each, str):
             facts[name] = each[:MAX_TEXT]
     return facts

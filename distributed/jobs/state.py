@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from distributed import metrics
 from distributed.host.signals import signal_name
 from distributed.jobs.job import Job, JsonFloat, Options, json_text, matching
 from distributed.jobs.journal import REQUESTS, Record, request_id
@@ -26,7 +27,6 @@ MAX_INFRASTRUCTURE_FAILURES = 5
 UNLIMITED_FAILURES = ("preempted",)  # do not count against retries either, and never fail the job
 NOT_COPIED = "results not copied"  # failure of an attempt that exited with 0
 FINAL_FAILURES = ("cancelled outside", "refused", NOT_COPIED)  # never retried
-MAX_METRICS = 1000  # of a job, after which only known ones are updated
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError")
 
 
@@ -109,9 +109,9 @@ class JobState:
     next_number: int = 1  # of the next attempt; the number of an attempt that was not started is not reused
 
     def add_metrics(self, new: Mapping[str, Any]) -> None:
-        """Update the metrics. A job that names its metrics differently each time gets no more than MAX_METRICS."""
+        """Update the metrics. Above MAX_METRICS, only known ones are updated."""
         for key, value in new.items():
-            if key in self.metrics or len(self.metrics) < MAX_METRICS:
+            if key in self.metrics or len(self.metrics) < metrics.MAX_METRICS:
                 self.metrics[key] = value
 
     @property

@@ -156,7 +156,7 @@ class NodeLogs:
         try:
             self._received[node] = directory, trust.unpack(source, directory, expects), ""
         except trust.Refused as error:
-            self._received[node] = directory, [], f"incomplete: {error}"
+            self._received[node] = directory, [], str(error)
         finally:
             os.close(source)
 
@@ -172,27 +172,27 @@ class NodeLogs:
         except FileNotFoundError:
             records = []
         lost = [one for one in self._watch.run.nodes if self._watch.is_lost(one.node)]
-        others = [name for name in records if not is_expected(node, name)]
-        unwanted = {name for name in others if not any(is_expected(one, name) for one in lost)}
-        unwanted |= {name for name in (*others, *(OF_RUN if node.first_rank else ())) if (run / name).exists()}
+        dropped = [name for name in OF_RUN if (run / name).exists()] if node.first_rank else []
         for name in records:
-            owner = next((one for one in (node, *lost) if is_expected(one, name)), node)
-            if name not in unwanted and not is_about(owner, os.path.join(received, name)):
-                unwanted.add(name)
+            subject = next((one for one in (node, *lost) if is_expected(one, name)), None)
+            if not subject or (subject != node and (run / name).exists()):
+                dropped.append(name)
+            elif not is_about(subject, os.path.join(received, name)):
+                dropped.append(name)
                 left_out = [*left_out, name]
         try:
-            for name in unwanted:
+            for name in dropped:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(received, name))
             left_out = left_out + trust.place(received, str(run), 0o700)
         except OSError as error:
-            problem = f"incomplete: {error.filename}: {error.strerror}"
+            problem = f"{error.filename}: {error.strerror}"
         shutil.rmtree(received, ignore_errors=True)
         if left_out:
             names = ", ".join(sorted(left_out)[:SHOWN]) + ", ..." * (len(left_out) > SHOWN)
             self._warn(node, f"not copied back, as links, special files, or files that other programs write: {names}")
         if problem:
-            self._warn(node, f"the copy of its files in {run} is {problem}; look for them on the node")
+            self._warn(node, f"the copy of its files in {run} is incomplete: {problem}; look for them on the node")
 
     def archive(self, directory: str) -> None:
         """Archive the last attempt on the nodes too, so that its files are not copied back again."""

@@ -117,7 +117,7 @@ def find_run(argument: str, logs: Path, program: str) -> Run:
     that has not started its run.
     """
     try:
-        return _look_up(argument, Path.cwd(), logs)
+        return read(find(argument, Path.cwd(), Path.cwd() / logs))
     except RunLookupError as error:
         if not JOB.fullmatch(argument):
             raise TransportError(WRONG_CALL, str(error)) from None
@@ -126,12 +126,8 @@ def find_run(argument: str, logs: Path, program: str) -> Run:
     # The job may have been submitted in another directory.
     if submitted := re.search(r" WorkDir=(.*) StdErr=", slurm_job(argument)):
         with contextlib.suppress(RunLookupError):
-            return _look_up(argument, Path(submitted[1]), logs)
+            return read(find(argument, base := Path(submitted[1]), base / logs))
     raise _missing_run(argument, logs, program)
-
-
-def _look_up(argument: str, base: Path, logs: Path) -> Run:
-    return read(find(argument, base, base / logs))
 
 
 class JobWithoutRun(Exception):

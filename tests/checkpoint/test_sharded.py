@@ -402,19 +402,18 @@ def break_writes(failure: str) -> None:
 
     patch = pytest.MonkeyPatch()  # never undone: this process exits with the test
     if failure == "silent":
-        patch.setattr(sharded.ShardWriter, "_write_pickle", lambda *_: None)
+        patch.setattr(sharded, "write_file", lambda *_: None)
     else:
         patch.setattr(directory.HashedFile, "write", full)
     if failure == "full, and the file that reports the failure stays empty":
-        patch.setattr(sharded, "_write", lambda path, _: path.touch())
+        patch.setattr(sharded, "write_file", full)
     elif failure == "full, and the file that reports the failure is written slowly":
-        patch.setattr(sharded, "_write", write_slowly)
+        patch.setattr(os, "replace", replace_slowly)
 
 
-def write_slowly(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        time.sleep(10 * sharded.POLL_INTERVAL)
-        file.write(content)
+def replace_slowly(old: str, new: Path) -> None:
+    time.sleep(10 * sharded.POLL_INTERVAL)
+    os.rename(old, new)
 
 
 FAILURES = {
