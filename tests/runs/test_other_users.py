@@ -145,6 +145,20 @@ def test_an_own_run_is_reported_and_a_planted_link_is_replaced(shared: Path) -> 
     assert not (directory / "report.html").is_symlink() and (directory / "report.html").stat().st_size > 1000
 
 
+def test_others_can_read_a_run_after_the_documented_chmod_and_its_owner_can_still_use_it(shared: Path) -> None:
+    for document in ("SECURITY.md", "LAUNCH_GUIDE.md"):
+        assert "chmod -R go+rX" in " ".join((KIT / document).read_text().split())
+    directory, _ = planted_run(shared, VICTIM)
+    (directory / "run.json").chmod(0o600)
+    directory.chmod(0o700)
+    reader = ["cat", str(directory / "run.json")]
+    assert subprocess.run(reader, **ids_of(ATTACKER), capture_output=True).returncode == 1
+    subprocess.run(["chmod", "-R", "go+rX", str(directory)], **ids_of(VICTIM), check=True)
+    assert subprocess.run(reader, **ids_of(ATTACKER), capture_output=True, check=True).stdout
+    done = run_as(VICTIM, "report.sh", directory, cwd=shared)
+    assert done.returncode == 0, done.stderr
+
+
 def test_stop_does_not_wait_for_a_lock_of_another_user(shared: Path) -> None:
     """The run is one of version 0.1.0, whose run.json others can read and therefore lock."""
     directory, _ = planted_run(shared, VICTIM)
