@@ -297,6 +297,39 @@ with socket.create_server(("", 29500)):
 }
 
 
+# Print the processes that a process has started, and those that these have started.
+descendants() { # <process id>
+  local pid
+  for pid in $(pgrep -P "$1"); do
+    echo "$pid"
+    descendants "$pid"
+  done
+}
+
+
+@test "a run that is suspended on all machines for longer than any heartbeat timeout continues afterwards" {
+  local file processes RUN
+  write_script <<'END'
+for step in range(30):
+    dist.all_reduce(torch.ones(1))
+    print("at work", flush=True)
+    time.sleep(0.1)
+END
+  launch - 1 "$N1" "$N2"
+  mapfile -t processes < <(descendants "$LAUNCHER")
+  RUN=$(readlink logs/latest)
+  for file in $(grep -lsz "/${RUN##*/}" /proc/[0-9]*/{environ,cmdline}); do
+    [[ $file == /proc/self/* ]] || processes+=("${file//[!0-9]/}")
+  done
+  kill -STOP "$LAUNCHER" "${processes[@]}"
+  sleep 25
+  kill -CONT "${processes[@]}" "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat out && false; }
+  run ! grep -E "lost|heartbeat" out logs/latest/node_*.log
+}
+
+
 # A script replaces Python on the nodes: instead of running the agent, it waits until all 40 nodes have started. With
 # pdsh's default of 32 connections, or the user's FANOUT of 8, no node would finish.
 @test "40 nodes of pdsh run concurrently" {

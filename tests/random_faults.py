@@ -82,7 +82,7 @@ class Fault:
 
     what: str  # such as "SIGKILL of rank", "cut" (lab.sh cut: the node is disconnected), "raises"
     rank: int  # the rank that fails, or a rank on the node that fails
-    pause: float  # seconds until a node is healed, or until a stopped process gets SIGCONT (ranks get none)
+    pause: float  # seconds until a node is healed, or stopped processes get SIGCONT (a single rank gets none)
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ def kinds(topology: str) -> list[list[str]]:
     processes = [*PROCESSES, *(("ssh", "ssh master") if topology == "nodes" else ())]
     groups = [[f"{name} of {process}" for name in SIGNALS] for process in processes]
     groups += [list(SCRIPT_FAULTS), list(SCRIPT_FAULTS), list(REQUESTS), list(DISK_FAULTS), ["damaged checkpoint"]]
+    groups += [["suspension"]]  # of all processes of the run, as when the machine sleeps
     return [*groups, ["cut"], ["power off"]] if topology == "nodes" else groups
 
 
@@ -196,6 +197,8 @@ def expected(fault: Fault, node: str, topology: str, moment: str) -> Expected:  
     if what in ("cut", "power off"):
         poweroff = (Cause(f"^the supervisor on {node} died of SIGKILL", (137,), node),) if what == "power off" else ()
         return Expected((lost, *poweroff), (69,), required=what == "power off" or times_out)
+    if what == "suspension":
+        return Expected(())
     if what == "damaged checkpoint":
         return Expected((killed(rank, node),))
     if what in DISK_FAULTS:
@@ -502,6 +505,10 @@ class Injector:
         elif what in SCRIPT_FAULTS:
             if self.case.moment == "restart":
                 self._arm(fault)
+        elif what == "suspension":
+            pids = [pid for pid in processes(run.directory) if pid != os.getpid()]
+            send(pids, signal.SIGSTOP)
+            self._undo_after(fault.pause, since, partial(send, pids, signal.SIGCONT))
         elif what in ("cut", "power off"):
             self.place.lab("cut" if what == "cut" else "kill", self.place.node_of(fault.rank))
             self._undo_after(fault.pause, since, partial(self.place.lab, *self.place.start_nodes))

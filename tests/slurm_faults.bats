@@ -412,6 +412,37 @@ END
 }
 
 
+@test "a job that is suspended for longer than any heartbeat timeout continues afterwards, with srun and with torchrun" {
+  local job
+  write_script <<'END'
+while not os.path.exists("finish"):
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.1)
+    print("at work", flush=True)
+    done = torch.tensor([float(os.path.exists("finish"))])
+    dist.all_reduce(done)
+    if done:
+        break
+END
+  for launcher in srun torchrun; do
+    LAUNCHER=$launcher SCRIPT="my script.py" submit --oversubscribe --ntasks-per-node=1 slurm_train.sh -
+  done
+  for job in "${JOBS[@]}"; do
+    wait_for_line "logs/slurm-$job.out" "at work"
+  done
+  scontrol suspend "${JOBS[0]}"
+  scontrol suspend "${JOBS[1]}"
+  sleep 25
+  scontrol resume "${JOBS[0]}"
+  scontrol resume "${JOBS[1]}"
+  touch finish
+  for JOB in "${JOBS[@]}"; do
+    wait_for_job_exit "$JOB"
+    [ "$status" -eq 0 ] || { tail -n 40 "logs/slurm-$JOB".{out,err} && false; }
+  done
+}
+
+
 @test "with LAUNCHER=torchrun, a spare node of the job takes the place of a lost one" {
   cat >"my script.py" <<'END'
 import os, time

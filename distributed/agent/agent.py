@@ -48,6 +48,7 @@ from distributed.agent.membership import LOOPBACK, Membership, RendezvousFailed,
 from distributed.agent.rendezvous import Rendezvous, log
 from distributed.agent.worker import RankSpec, Script
 from distributed.exit_codes import STOPPED
+from distributed.host.clock import RunningClock
 from distributed.launch.output_lines import RankLines, with_prefix
 
 POLL_INTERVAL = 0.1  # seconds between two checks of the ranks; a rank that exits is checked at once
@@ -292,10 +293,11 @@ class Agent(LocalElasticAgent):
 
     def _wait(self, seconds: float) -> None:
         """Wait until all ranks have exited, at most this long."""
-        end = time.monotonic() + seconds
-        while self.has_ranks() and time.monotonic() < end:
+        clock = RunningClock()
+        end = clock.now() + seconds
+        while self.has_ranks() and clock.now() < end:
             signals.handle()  # an earlier wait may have consumed the wakeup of a deferred signal
-            ForkedRanks.server.wakeup.wait(max(0.0, end - time.monotonic()))
+            ForkedRanks.server.wakeup.wait(clock.until(end))
 
 
 def _shell_code(returncode: int) -> int:

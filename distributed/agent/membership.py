@@ -36,6 +36,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from distributed.agent.failure_records import EXIT_CODES, Records, first_failure, records_of
 from distributed.exit_codes import TIMED_OUT, UNFIT
+from distributed.host.clock import RunningClock
 from distributed.trust import checked, parse_json
 
 HEARTBEAT_INTERVAL = 0.5  # seconds
@@ -153,7 +154,8 @@ class Membership:
         self._complete = self._all_done = self._leaving = self._has_left = self._closed = False
         self._has_records = False  # whether all nodes that are not lost have sent their records
         self._rounds = self._news = 0
-        self._last_contact = time.monotonic()
+        self._clock = RunningClock()
+        self._last_contact = self._clock.now()
         self._outbox: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, daemon=True, name="membership")
@@ -166,10 +168,10 @@ class Membership:
 
         Raises RendezvousFailed after `timeout` seconds, when this node is refused, or when another node ends the run.
         """
-        reported = started = time.monotonic()
+        reported = started = self._clock.now()
         refused = ""
         while not self._complete:
-            now = time.monotonic()
+            now = self._clock.now()
             if self._refusal:
                 self.close()
                 raise self._refusal
@@ -195,7 +197,7 @@ class Membership:
 
     def end(self) -> RunEnd | None:
         """Why the run has to stop; None while it may continue."""
-        if self._end is None and self._store and time.monotonic() - self._last_contact > HEARTBEAT_TIMEOUT:
+        if self._end is None and self._store and self._clock.now() - self._last_contact > HEARTBEAT_TIMEOUT:
             self._end = lost_node(self.members, 0)
         return self._end
 
@@ -212,9 +214,9 @@ class Membership:
         """
         self._send(f"done/{self.rank}", True)
         self._leaving = True
-        deadline = time.monotonic() + timeout
+        deadline = self._clock.now() + timeout
         while not self._all_done and self.end() is None:
-            if time.monotonic() >= deadline:
+            if self._clock.now() >= deadline:
                 raise TimeoutError
             time.sleep(JOIN_INTERVAL)
         self.leave()
@@ -263,7 +265,7 @@ class Membership:
                     self._update()
                 except ValueError as error:
                     self.report_end(self._end or RunEnd(self._facts["node"], UNFIT, str(error)))
-                self._last_contact = time.monotonic()
+                self._last_contact = self._clock.now()
                 self._wake.wait(self._interval())
                 self._wake.clear()
         except RuntimeError:  # from the store: the first node is lost
@@ -286,9 +288,9 @@ class Membership:
                 self.run = self._find_run(root)
             store = membership_store(clone, self.run)
             if self._may_join(store, self.run):
-                self._last_contact = time.monotonic()
+                self._last_contact = self._clock.now()
                 self.members = {0: self.run.facts, self.rank: self._facts}
-                self._coordinator = Coordinator(store, self.size) if self.rank == 0 else None
+                self._coordinator = Coordinator(store, self.size, self._clock) if self.rank == 0 else None
                 self._store = store
                 return
         except (OSError, RuntimeError):  # no store there, or it has just closed
@@ -296,9 +298,9 @@ class Membership:
         self._wake.wait(RETRY_INTERVAL)
 
     def _find_run(self, root: Store) -> PublishedRun:
-        deadline = time.monotonic() + HEARTBEAT_TIMEOUT
+        deadline = self._clock.now() + HEARTBEAT_TIMEOUT
         while not (run := read_run(root)):
-            if time.monotonic() > deadline:
+            if self._clock.now() > deadline:
                 raise RendezvousFailed(f"{self._address}: in use by another program; choose another --master-port")
             time.sleep(JOIN_INTERVAL)
         return run
@@ -416,9 +418,9 @@ class Membership:
         return live_ranks(self.members, self._end)
 
     def _wait(self, condition: Callable[[], bool], timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while not (condition() or self._closed) and time.monotonic() < deadline:
-            if self._store and time.monotonic() - self._last_contact >= HEARTBEAT_TIMEOUT:
+        deadline = self._clock.now() + timeout
+        while not (condition() or self._closed) and self._clock.now() < deadline:
+            if self._store and self._clock.now() - self._last_contact >= HEARTBEAT_TIMEOUT:
                 return
             time.sleep(JOIN_INTERVAL)
 
@@ -426,11 +428,11 @@ class Membership:
 class Coordinator:
     """The first node's additional work as host of the store: it tracks which nodes join, send heartbeats and finish."""
 
-    def __init__(self, store: Store, size: int) -> None:
+    def __init__(self, store: Store, size: int, clock: RunningClock) -> None:
         self.members: dict[int, MemberFacts] = {}
         self.missing = Missing(size, range(size)[:SHOWN_MISSING])
         self.refused = ""  # the last refused node, and why
-        self._store, self._size = store, size
+        self._store, self._size, self._clock = store, size, clock
         self._heartbeats: dict[int, tuple[bytes, float]] = {}  # node rank -> last heartbeat, and when it changed
         self._records: dict[int, Records] = {}  # by node rank
         self._share_at = math.inf  # when records are shared even if some are missing
@@ -473,7 +475,7 @@ class Coordinator:
         """Node ranks whose heartbeat has not changed for this long."""
         ranks = sorted(set(self.members) - {0})
         heartbeats = dict(read_all(self._store, "heartbeat", ranks))
-        now = time.monotonic()
+        now = self._clock.now()
         for rank in ranks:
             heartbeat = heartbeats.get(rank, b"")
             if self._heartbeats.get(rank, (None, now))[0] != heartbeat:
@@ -482,7 +484,7 @@ class Coordinator:
 
     def _collect_records(self, end: RunEnd) -> None:
         """Share all failure records or, shortly before the nodes stop waiting, those that have arrived."""
-        live, now = live_ranks(self.members, end), time.monotonic()
+        live, now = live_ranks(self.members, end), self._clock.now()
         for rank, records in read_all(self._store, "records", sorted(live - self._records.keys())):
             self._records[rank] = records_of(self.members[rank]["node"], records)
             self._share_at = min(self._share_at, now + RECORDS_TIMEOUT - 2 * HEARTBEAT_INTERVAL)

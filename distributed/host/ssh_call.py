@@ -22,9 +22,9 @@ import contextlib
 import os
 import select
 import signal
-import time
 
 from distributed.exit_codes import UNFIT
+from distributed.host.clock import RunningClock
 from distributed.trust import regular_file
 
 TYPE_CHECKING = False
@@ -89,12 +89,13 @@ class SshCall:
     def _wait_until_ready(self, timeout: float) -> bytes:
         """Returns the output after READY. Buffers standard input, so that its writer does not block."""
         printed = b""
-        end = time.monotonic() + timeout
+        clock = RunningClock()
+        end = clock.now() + timeout
         poll = select.poll()
         poll.register(self._from_node, select.POLLIN)
         poll.register(0, select.POLLIN)
         while True:
-            ready = [file for file, _ in poll.poll(1000 * max(0.0, end - time.monotonic()))]
+            ready = [file for file, _ in poll.poll(1000 * clock.until(end))]
             if 0 in ready:
                 more = os.read(0, BLOCK)
                 self._held += more
@@ -114,7 +115,7 @@ class SshCall:
                         raise NotStarted(code, "")
                     reason = f"ended with exit code {code} before it started Muster's command"
                     raise NotStarted(UNFIT, explain(reason, printed))
-            if time.monotonic() >= end:
+            if clock.now() >= end:
                 os.kill(self.pid, signal.SIGKILL)  # it may ignore other signals
                 raise NotStarted(UNFIT, explain(f"has not started Muster's command within {timeout:g} s", printed))
 

@@ -161,7 +161,7 @@ class SlurmSupervisor(supervisor.Supervisor):
             return
         self._signalled = True
         self.stop()
-        self._kill_at = min(self._kill_at, time.monotonic() + self._grace_in_slurm)
+        self._kill_at = min(self._kill_at, self.clock.now() + self._grace_in_slurm)
 
     def finish(self) -> None:
         """Record the cause if SLURM stopped the job.

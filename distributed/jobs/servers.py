@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import Any
 
 from distributed.files import KIT, write_file
 from distributed.host import sync_list
+from distributed.host.clock import RunningClock
 from distributed.host.gpus import query_gpus
 from distributed.host.replies import ssh_failure
 from distributed.host.ssh_call import LOGIN_SHELL
@@ -131,7 +131,8 @@ class Channel:
         self._process, self._name, self._post = process, name, post
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._next = 0
-        self._last_received = time.monotonic()
+        self._clock = RunningClock()
+        self._last_received = self._clock.now()
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -200,7 +201,7 @@ class Channel:
         received = bytearray()  # an incomplete line
         try:
             while block := await self._process.stdout.read(1 << 18):
-                self._last_received = time.monotonic()
+                self._last_received = self._clock.now()
                 *lines, rest = block.split(b"\n")
                 for line in lines:
                     self._handle(parse_json(received + line))
@@ -235,7 +236,7 @@ class Channel:
             with contextlib.suppress(OSError):
                 self._process.stdin.write(b"\n")
             await asyncio.sleep(HEARTBEAT_INTERVAL)
-            if (elapsed := time.monotonic() - self._last_received) > HEARTBEAT_TIMEOUT:
+            if (elapsed := self._clock.now() - self._last_received) > HEARTBEAT_TIMEOUT:
                 self._end(f"no heartbeat for {elapsed:.0f} s")
 
     def _end(self, reason: str) -> None:

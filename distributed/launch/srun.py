@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,7 +40,7 @@ class StepNode:
 
     name: str
     tasks: int
-    last_report: float | None = None  # time.monotonic(); None: the node has not joined
+    last_report: float | None = None  # on the clock of the loop; None: the node has not joined
     ends: list[Json] = field(default_factory=list)  # final reports of its tasks, in order of arrival
     lost: bool = False
     waits: bool = False  # its agent waits for the next attempt
@@ -109,7 +108,8 @@ class JobStep:
         self._watch = watch
         self._step = ""  # step id, as reported by tasks
         self._closed = False  # whether the control channel is closed
-        self._started = self._checked = time.monotonic()  # _checked: last call of check_clock()
+        self._clock = watch.loop.clock
+        self._started = self._checked = self._clock.now()  # _checked: last call of check_clock()
         self._warn_at = self._started + FIRST_WARNING
         self._lines, self._messages = Lines(), Lines()  # of the tasks, and of srun itself
         self._console = Console(watch.terminals)
@@ -166,7 +166,7 @@ class JobStep:
     def handle_report(self, report: Json) -> None:
         if not (node := self.nodes.get(report["node"])):
             return
-        node.last_report = time.monotonic()
+        node.last_report = self._clock.now()
         if re.fullmatch(rf"{self._watch.run.job}\.\d+", report.get("step", ""), re.ASCII):
             self._step = report["step"]
         node.tasks = report.get("tasks") or node.tasks  # SLURM may have distributed them differently
@@ -194,11 +194,10 @@ class JobStep:
         if self._closed:
             return
         self._watch.loop.call_later(HEARTBEAT_INTERVAL / 4, self.check_clock)
-        now = time.monotonic()
-        # While a disk blocks this process, or a slow console blocks srun's output, no heartbeats are read: extend the
-        # timeout.
+        now = self._clock.now()
         passed, self._checked = now - self._checked, now
-        blocked = passed if self._watch.console.is_slow else max(0.0, passed - HEARTBEAT_INTERVAL)
+        # While a slow console blocks srun's output, no heartbeats are read: extend the timeout.
+        blocked = passed if self._watch.console.is_slow else 0.0
         for node in self.nodes.values():
             if node.last_report is not None and not node.ended:
                 node.last_report += blocked

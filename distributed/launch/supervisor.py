@@ -63,6 +63,7 @@ from functools import partial
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import KIT, read_json, to_json, write_file, write_json
 from distributed.host import process_scan, signals
+from distributed.host.clock import RunningClock
 from distributed.launch import usage_sampler
 from distributed.launch.node_reports import ATTEMPT_PIPES, HEARTBEAT_INTERVAL, REPORT_TOKEN, format_report
 from distributed.trust import PRIVATE_DIRECTORY, make_directories, read_bytes, regular_file
@@ -443,7 +444,8 @@ class Supervisor:
         self._output_ended = False
         self._log_failed = False
         self._leftovers_signalled = False
-        self._received_at = time.monotonic()
+        self.clock = RunningClock()
+        self._received_at = self.clock.now()
         self._poll_at = self._heartbeat_at = self._scan_at = 0.0
         self._interval = POLL_INTERVAL  # maximum seconds between checks of the clock
         self._console: Console | None = None
@@ -465,7 +467,7 @@ class Supervisor:
         outputs, pipes, parent = self.open_outputs(), self._open_attempt_pipes(env), os.getpid()
         if token := env.pop(REPORT_TOKEN.encode(), b""):
             self._token = {"token": token.decode()}
-        self._stop_at = time.monotonic() + self.options.timeout
+        self._stop_at = self.clock.now() + self.options.timeout
         self._metrics, self._progress = (os.fsdecode(env.get(name, b"")) for name in (b"MUSTER_METRICS", PROGRESS))
         self._started = time.time()
         self.pid = fork()
@@ -582,11 +584,11 @@ class Supervisor:
                 poll.register(stream.number, select.POLLOUT)
         if self._no_process_left:
             due = float("inf")
-        elif self.code is None and time.monotonic() < self._kill_at:
+        elif self.code is None and self.clock.now() < self._kill_at:
             due = self._kill_at
         else:
             due = self._scan_at
-        for file, _ in poll.poll(1000 * max(0.0, min(self._interval, due - time.monotonic()))):
+        for file, _ in poll.poll(1000 * max(0.0, min(self._interval, due - self.clock.now()))):
             actions[file]()
 
     def _can_read(self, stream: int) -> bool:
@@ -721,7 +723,7 @@ class Supervisor:
 
     def _read_control(self) -> None:
         received = os.read(0, BLOCK)
-        self._received_at = time.monotonic()
+        self._received_at = self.clock.now()
         self._received += received
         self._handle_requests()
         if not received:
@@ -765,7 +767,7 @@ class Supervisor:
             self._terminate(self.options.grace)
 
     def _terminate(self, grace: float) -> None:
-        self._kill_at = min(self._kill_at, time.monotonic() + grace)
+        self._kill_at = min(self._kill_at, self.clock.now() + grace)
         if self.code is None and not self._terminated:
             self._terminated = True
             send_signal(signal.SIGTERM, [self.pid])
@@ -868,7 +870,7 @@ class Supervisor:
         """Send SIGKILL and do not wait for a blocked console."""
         self._end_command()
         self.stopping = True
-        self._kill_at = min(self._kill_at, time.monotonic())
+        self._kill_at = min(self._kill_at, self.clock.now())
         self._scan_at = 0.0
         self._drop_console()
 
@@ -878,7 +880,7 @@ class Supervisor:
                 stream.close()
 
     def _check_clock(self) -> None:
-        now = time.monotonic()
+        now = self.clock.now()
         if now >= self._poll_at:
             self._poll_at = now + POLL_INTERVAL
             self._handle_request(_requested(self.files))

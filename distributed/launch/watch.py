@@ -611,9 +611,9 @@ class Watch:
 
     def wait_for_spares(self) -> None:
         """Wait until all spare nodes are ready, START_TIMEOUT has passed, or a stop is requested."""
-        limit = time.monotonic() + START_TIMEOUT
-        while {node.node for node in self.spares} - self.waiting and time.monotonic() < limit and not self.signal:
-            self.loop.wait(limit - time.monotonic())
+        limit = self.loop.clock.now() + START_TIMEOUT
+        while {node.node for node in self.spares} - self.waiting and self.loop.clock.now() < limit and not self.signal:
+            self.loop.wait(self.loop.clock.until(limit))
 
     def end_agents(self) -> None:
         """Let agents that wait for another attempt exit, and wait until the clients of all nodes have exited."""

@@ -79,7 +79,7 @@ class Task(supervisor.Supervisor):
         self._output_files: list[tuple[int, RankLines]] = []  # of a rank: standard output, standard error
         self._record = os.path.join(run, "errors", f"rank_{self.rank}.json")
         self._failure: Mapping[str, Any] = {}  # what the rank recorded before it exited
-        self._received_signals: dict[int, float] = {}  # signal from SLURM -> time.monotonic() of arrival
+        self._received_signals: dict[int, float] = {}  # signal from SLURM -> self.clock.now() of arrival
         self._passed_on: dict[int, float] = {}  # signal from the launcher -> when to send it
         self._missed: set[int] = set()  # signals that arrived before the command had a handler
         self._repeat_at = 0.0
@@ -157,7 +157,7 @@ class Task(supervisor.Supervisor):
         """Send SIGTERM, but not to a rank that has failed: that would interrupt its exit handlers."""
         if self._failure and not self.stopping:
             self.stopping = True
-            self._kill_at = min(self._kill_at, time.monotonic() + self.options.grace)
+            self._kill_at = min(self._kill_at, self.clock.now() + self.options.grace)
         super().stop()
 
     def kill(self) -> None:
@@ -208,7 +208,7 @@ class Task(supervisor.Supervisor):
         The launcher closes the channel after it has received the final reports of all tasks. If a failed task exited
         earlier, srun would kill the other tasks.
         """
-        in_time = time.monotonic() < self._kill_at + supervisor.UNKILLABLE_TIMEOUT
+        in_time = self.clock.now() < self._kill_at + supervisor.UNKILLABLE_TIMEOUT
         return self._attached or (super().must_wait() and in_time)
 
     def _launcher_lost(self, message: str) -> None:
@@ -232,7 +232,7 @@ class Task(supervisor.Supervisor):
         """
         if self.rank in (0, None) and number not in (signal.SIGTERM, signal.SIGINT):
             supervisor.write_signal(self.files, number, "from SLURM (--signal or scancel)")
-        self._received_signals[number] = time.monotonic()
+        self._received_signals[number] = self.clock.now()
         self._passed_on.pop(number, None)
         if number in signals.PROTECTED and not self._waits and not self.processes_with_handler(number):
             if number in signals.ANNOUNCEMENTS:
@@ -242,7 +242,7 @@ class Task(supervisor.Supervisor):
 
     def pass_on(self, number: int) -> None:
         """Pass a signal on after some time, unless SLURM sends the same signal."""
-        now = time.monotonic()
+        now = self.clock.now()
         if now > self._received_signals.get(number, -math.inf) + DUPLICATE_TIME:
             self._passed_on[number] = now + DUPLICATE_TIME / 2
 
@@ -257,7 +257,7 @@ class Task(supervisor.Supervisor):
         super()._check_clock()
         if self._output_files and self._can_read(1):
             self._copy_output()
-        now = time.monotonic()
+        now = self.clock.now()
         for number in [number for number, due in self._passed_on.items() if now >= due]:
             del self._passed_on[number]
             super().pass_on(number)

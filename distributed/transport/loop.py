@@ -12,12 +12,12 @@ import select
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 
 from distributed.host import process_scan, signals
+from distributed.host.clock import RunningClock
 
 BLOCK = 1 << 16  # bytes per read
 NULL = subprocess.DEVNULL
@@ -48,6 +48,7 @@ class Loop:
         """numbers: the signals for which handle_signal is called."""
         self._files: dict[int, Callable[[], object]] = {}
         self._poll = select.poll()
+        self.clock = RunningClock()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._handle_signal = handle_signal
@@ -69,17 +70,17 @@ class Loop:
             self._poll.unregister(file)
 
     def call_later(self, seconds: float, function: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), function))
+        heapq.heappush(self._timers, (self.clock.now() + seconds, next(self._order), function))
 
     def wait(self, limit: float | None = None) -> None:
         """Wait for the next events, at most `limit` seconds, and call their functions."""
         if self._timers:
-            due = self._timers[0][0] - time.monotonic()
+            due = self.clock.until(self._timers[0][0])
             limit = due if limit is None else min(limit, due)
         for file, _ in self._poll.poll(None if limit is None else max(0.0, 1000 * limit)):
             if file in self._files:  # a function called in this loop may have forgotten it
                 self._files[file]()
-        while self._timers and self._timers[0][0] <= time.monotonic():
+        while self._timers and self._timers[0][0] <= self.clock.now():
             heapq.heappop(self._timers)[2]()
 
     def _read_signals(self) -> None:

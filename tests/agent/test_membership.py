@@ -34,6 +34,7 @@ from distributed.agent.failure_records import Records
 from distributed.agent.membership import Membership, PublishedRun, RendezvousFailed, RunEnd, membership_store
 from distributed.agent.rendezvous import Rendezvous
 from distributed.agent.worker import Script
+from distributed.host.clock import RunningClock
 
 Join = Callable[..., Membership]
 TIMEOUT = 20.0  # seconds to wait for an event that should happen at once
@@ -629,7 +630,7 @@ def coordinator_of(store: TCPStore, size: int) -> tuple[membership.Coordinator, 
     for rank in range(size):
         counting.store.set(f"member/{rank}", json.dumps({"node": f"node{rank}"}))
         counting.store.set(f"heartbeat/{rank}", "1.0")
-    return membership.Coordinator(counting, size), counting  # type: ignore[arg-type]
+    return membership.Coordinator(counting, size, RunningClock()), counting  # type: ignore[arg-type]
 
 
 def test_a_node_does_two_store_operations_per_round_if_there_is_no_news_for_all_nodes(join: Join) -> None:

@@ -168,11 +168,12 @@ def test_a_node_is_not_lost_while_a_disk_blocks_the_launcher(
     run: Path, new_watch: Callable[..., Watch], blocked: float, lost: bool
 ) -> None:
     """The launcher may not have read the node's reports yet."""
-    node = StepNode("n1", tasks=1, last_report=time.monotonic() - 60)
     watch = new_watch(run, Srun((), (), "17", task_per_rank=True))
+    clock = watch.loop.clock
+    node = StepNode("n1", tasks=1, last_report=clock.now() - (60 - blocked))
     step = JobStep(watch, [node])
     step._client = watch.calls.call("n1", ["true"])
-    step._checked = time.monotonic() - blocked
+    clock._read_at -= blocked
     step.check_clock()
     watch.calls.wait()
     assert node.lost == lost
