@@ -408,9 +408,10 @@ class Watch:
             self.node_ended(name, self._reported[name])
         elif name in self.unended:
             self._unreported(name, client)
-        else:  # the client of all nodes
-            self.node_failed(UNFIT if client.code == UNREACHABLE else client.code)
-            if client.code and len(self.unended) < len(self.run.nodes):
+        else:  # the client of all nodes, whose code may be that of a node that was lost in an earlier attempt
+            if len(self.unended) == len(self.run.nodes):
+                self.node_failed(UNFIT if client.code == UNREACHABLE else client.code)
+            elif client.code:
                 for node in sorted(self.unended):
                     self.node_lost(node)
             self.unended.clear()
