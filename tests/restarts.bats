@@ -205,6 +205,31 @@ END
 }
 
 
+# The ranks of the other nodes lose their connections, whether the script handles that or not.
+@test "a signal to the supervisor of one node stops the run, which is not restarted" {
+  local launcher raised
+  for launcher in launch_torchrun_auto.sh launch_pdsh_multinode.sh; do
+    for raised in "" 'except RuntimeError: raise ValueError("a rank is gone")'; do
+      write_script <<END
+print("at work", flush=True)
+while True:
+    ${raised:+try: }dist.all_reduce(torch.ones(1))
+    $raised
+    time.sleep(0.01)
+END
+      start out "$SSH/$launcher" --max-restarts 3 --script "my script.py" - 1 "$N1" "$N2"
+      wait_for_line out "at work"
+      kill -TERM "$(pid_of supervisor "$N2")"
+      wait_for_exit "$LAUNCHER"
+      [ "$status" -eq 143 ] || { cat out && false; }
+      grep -q "verdict: stopped: interrupted by SIGTERM to the supervisor on $N2" out || { cat out && false; }
+      run ! grep -E "restart|missing" out
+      no_processes_within 10
+    done
+  done
+}
+
+
 @test "when the restarts are used up, the agents exit, with the code of the first failure" {
   for launcher in singlenode torchrun_auto pdsh_multinode; do
     nodes=("$N1" "$N2")

@@ -2,7 +2,8 @@
 
 A report is one line: REPORT, a JSON object, a line break. A supervisor reports the exit code of its command, because
 the exit code of ssh or pdsh may be that of a lost connection. In a report, the key "waiting" means that the agent waits
-for the next attempt, and the key "lost" names a node that sent no heartbeats to the agent. A follower
+for the next attempt, the key "lost" names a node that sent no heartbeats to the agent, and the key "signal" is the
+number of a signal to the supervisor, which stops its command afterwards. A follower
 (launch/follow.py) also reports that it follows the command. A task of srun also reports its start, and sends reports as
 heartbeats.
 """
@@ -43,6 +44,7 @@ def parse_report(line: bytes) -> dict[str, Any]:
     end |= {"ended_by_agent?": bool}
     of_task = {"step?": str, "tasks?": range(1, 1 << 16), "failed?": code, "end?": end}
     report = {"node": str, "exit_code?": code, "waiting?": bool, "lost?": str, "following?": bool, "token?": str}
+    report |= {"signal?": range(1, 128)}
     return checked(report | of_task, parse_json(line), "report")
 
 

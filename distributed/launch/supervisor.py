@@ -679,14 +679,19 @@ class Supervisor:
 
     def handle_signal(self, number: int) -> None:
         """Handle one of SIGNALS."""
-        if number not in (signal.SIGTERM, signal.SIGINT):
-            write_signal(self.files, number, f"to the supervisor on {self.files.name}")
+        write_signal(self.files, number, f"to the supervisor on {self.files.name}")
         if number in signals.PASSED_ON:
             self.pass_on(number)
         elif self.stopping:
             self.kill()
         else:
-            self.stop()
+            self.stop_after_signal(number)
+
+    def stop_after_signal(self, number: int) -> None:
+        """Report the signal before any rank is stopped: failures of other nodes are its consequences."""
+        if self.options.report and self._streams:
+            self._streams[0].put(self.report(signal=number))
+        self.stop()
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -850,7 +855,7 @@ class Supervisor:
             send_signal(number, pids)
         else:
             self._write_log(f"supervisor: {signals.name(number)}: no process has a handler for it; stopping\n".encode())
-            self.stop()
+            self.stop_after_signal(number)
 
     def processes_with_handler(self, number: int) -> list[int]:
         """The ranks that have a handler for a signal; without ranks, the topmost processes that have one.
@@ -971,7 +976,11 @@ class Supervisor:
     def report_end(self, **facts: object) -> None:
         """Report the exit code of the command, or of its attempt."""
         if self.options.report and self._streams:
-            self._streams[0].put(format_report(node=self.files.name, exit_code=self.code, **self._token, **facts))
+            self._streams[0].put(self.report(exit_code=self.code, **facts))
+
+    def report(self, **facts: object) -> bytes:
+        """A report of this node, as bytes for the launcher."""
+        return format_report(node=self.files.name, **self._token, **facts)
 
     def _write_code(self) -> None:
         if self._is_replaced():

@@ -188,6 +188,7 @@ class Watch:
         self.restart_count, self.max_restarts = 0, 0
         self.signal = 0  # the signal that requested a stop
         self._signal_time = 0.0
+        self.stopped_at: float | None = None  # Unix time of that signal, if no node had failed before
         self.passed_signal = ""  # the signal that was passed on to the ranks
         self.running: dict[str, Client] = {}  # by node, or by the name of the client of all nodes
         self.unended: set[str] = set()  # nodes whose end is not known
@@ -314,6 +315,8 @@ class Watch:
                     reason = item if isinstance(item, ValueError) else f"about {shown(item['node'])}"
                     self.console.record(f"{name}: invalid report, ignored ({reason})")
                 else:
+                    if number := item.get("signal"):
+                        self.stop_after_signal(number, item["node"])
                     handle_report(item)
 
         def handle_exit(client: Client) -> None:
@@ -731,15 +734,28 @@ class Watch:
                 self._request("kill")
                 self._schedule(STOP_TIMEOUT, "abandon")
             return
-        self.signal, self._signal_time = number, time.monotonic()
         if number == signal.SIGHUP:
             self.console.leave_terminal()
         if hangup:
             self._record_signal(name)
-        short, grace = name.removeprefix("SIG"), self.options.grace
+        short = name.removeprefix("SIG")
+        grace = self._stop(number)
         self.console.record(f"{short}: stopping; up to {grace} s to write a checkpoint, {short} again to kill at once")
+
+    def stop_after_signal(self, number: int, node: str) -> None:
+        """Stop all nodes, because the supervisor of a node has received a signal, and stops its command."""
+        if not self.signal and not self.is_spare(node):
+            grace = self._stop(number)
+            self.console.record(f"{node}: its supervisor received {signals.name(number)}: stopping; up to {grace} s")
+
+    def _stop(self, number: int) -> int:
+        """Stop the run because of a signal. Returns the seconds for a checkpoint."""
+        self.signal, self._signal_time = number, time.monotonic()
+        if not self.status:
+            self.stopped_at = time.time()
         self._request("stop")
-        self._schedule(grace + STOP_TIMEOUT, "abandon")  # supervisors send SIGKILL after the grace period
+        self._schedule(self.options.grace + STOP_TIMEOUT, "abandon")  # supervisors send SIGKILL after the grace period
+        return self.options.grace
 
     def _record_signal(self, name: str) -> None:
         """Record a signal for the verdict."""

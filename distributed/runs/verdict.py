@@ -213,10 +213,14 @@ def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
         yield missing(sum(range(size)) - sum(recorded), first_failure(waited), ": only this rank reported nothing; ")
 
 
-def judge(evidence: Evidence, launcher_code: int | None = None, signaled: bool = True) -> Verdict:
+def judge(
+    evidence: Evidence, launcher_code: int | None = None, signaled: bool = True, stopped_at: float | None = None
+) -> Verdict:
     """Return the verdict on this evidence.
 
     launcher_code: the launcher's own exit code. signaled: whether a signal to the launcher may explain that code.
+    stopped_at: Unix time at which the launcher stopped the run, if it knew of no failure then; later failures are
+    consequences.
     """
     if evidence.hang:  # failures of ranks are ignored: the launcher stopped them
         return _hung(evidence.hang)
@@ -227,11 +231,15 @@ def judge(evidence: Evidence, launcher_code: int | None = None, signaled: bool =
     if kind is Kind.STOPPED and launcher_code != UNFIT:
         by = f"by {evidence.signal}" if evidence.signal else "on request"
         return Verdict("stopped", STOPPED, _sentence(cause).replace("on request", by, 1))
-    interrupted = launcher_code in INTERRUPTED and kind is not Kind.OWN_ERROR and BY_SLURM not in cause.message
+    is_cause = kind is Kind.OWN_ERROR and (stopped_at is None or cause.time is None or cause.time < stopped_at)
+    interrupted = launcher_code in INTERRUPTED and not is_cause and BY_SLURM not in cause.message
     if not signaled:  # the code may be that of a rank, or of a node that lost its launcher
         interrupted = interrupted and cause.exception != "KeyboardInterrupt" and kind is not Kind.LOST_NODE
     if kind is Kind.STOPPED or interrupted:  # the launcher stopped the ranks, and no failure is the reason
-        return replace(_nothing_failed(evidence, launcher_code), collateral=_collateral(failures))
+        stopped = replace(_nothing_failed(evidence, launcher_code), collateral=_collateral(failures))
+        if kind is not Kind.OWN_ERROR:
+            return stopped
+        return replace(stopped, cause=f"{stopped.cause.partition(';')[0]}; afterwards {_sentence(cause)}")
     return _failed(failures, evidence, launcher_code)
 
 
@@ -470,14 +478,18 @@ def _last_frames(verdict: Verdict, launched: str) -> Iterator[str]:
 
 
 def conclude(
-    run: Path, launcher_code: int | None = None, signaled: bool = True, resume: str = RESUME
+    run: Path,
+    launcher_code: int | None = None,
+    signaled: bool = True,
+    resume: str = RESUME,
+    stopped_at: float | None = None,
 ) -> tuple[int, str]:
     """Write verdict.json. Returns the exit code for the launcher, and the text to print.
 
-    launcher_code, signaled: see judge(). resume: see render().
+    launcher_code, signaled, stopped_at: see judge(). resume: see render().
     """
     evidence = gather(run)
-    verdict = replace(judge(evidence, launcher_code, signaled), changes=evidence.changes)
+    verdict = replace(judge(evidence, launcher_code, signaled, stopped_at), changes=evidence.changes)
     warnings = list(evidence.warnings)
     try:
         write_json(run / "verdict.json", asdict(verdict))

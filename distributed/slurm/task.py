@@ -96,7 +96,7 @@ class Task(supervisor.Supervisor):
 
     def start(self, command: list[str], env: dict[bytes, bytes], block: bytes, source: str = "") -> None:
         super().start(command, env, block, source)
-        self._streams[0].put(self._report())
+        self._streams[0].put(self.report())
         if self.local_rank == 0:
             import threading
 
@@ -151,7 +151,7 @@ class Task(supervisor.Supervisor):
         record = read_json(self._record)
         if record.get("pid") == self.pid and record.get("exit_code") in range(1, 256):
             self._failure = record
-            self._streams[0].put(self._report(failed=record["exit_code"]))
+            self._streams[0].put(self.report(failed=record["exit_code"]))
 
     def stop(self) -> None:
         """Send SIGTERM, but not to a rank that has failed: that would interrupt its exit handlers."""
@@ -170,12 +170,12 @@ class Task(supervisor.Supervisor):
 
     # ---- reports
 
-    def _report(self, **facts: object) -> bytes:
+    def report(self, **facts: object) -> bytes:
         return format_report(**self._facts, **facts)
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats. Runs in a thread, because a disk may block the main thread."""
-        heartbeat = self._report()
+        heartbeat = self.report()
         while True:
             time.sleep(HEARTBEAT_INTERVAL)
             try:
@@ -200,7 +200,7 @@ class Task(supervisor.Supervisor):
             "exit_code": self.code,
             "ended_by_agent": self.stopping and not self._failure and self.code in STOP_EXIT_CODES,
         }
-        self._streams[0].put(self._report(end=end, **facts))
+        self._streams[0].put(self.report(end=end, **facts))
 
     def must_wait(self) -> bool:
         """Whether to continue: a task must not exit before the launcher closes the control channel.
@@ -238,7 +238,7 @@ class Task(supervisor.Supervisor):
             if number in signals.ANNOUNCEMENTS:
                 self._missed.add(number)
             elif process_scan.start_time(self.pid):  # the command still runs: no handler has ended it
-                self.stop()
+                self.stop_after_signal(number)
 
     def pass_on(self, number: int) -> None:
         """Pass a signal on after some time, unless SLURM sends the same signal."""
