@@ -14,7 +14,7 @@ KIT = Path(__file__).resolve().parent.parent
 NOT_PYTHON = "not a Python script ({}); ranks run Python: start this program from a Python script, such as with"
 
 
-def check(option: str, file: Path) -> str:
+def check(option: str, file: Path | str) -> str:
     """The last line that check_call.py prints."""
     command = [sys.executable, str(KIT / "scripts/lib/check_call.py"), option, str(file), "--"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -93,3 +93,40 @@ def test_bytecode_a_zip_file_and_a_huge_file_are_accepted(tmp_path: Path) -> Non
     (tmp_path / "huge.py").write_bytes(b"if\n" * 4_000_000)
     for name in ("a.pyc", "bytecode", "program", "huge.py"):
         assert check("--script", tmp_path / name) == "ok"
+
+
+EDITABLE = """import sys
+from importlib.machinery import ModuleSpec, PathFinder
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, ["elsewhere"]) if name == "editable" else None
+sys.meta_path.append(Finder)
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain", "package", "package.inner", "package.missing", "no_main", "no_main.inner", "missing", "missing.inner",
+        "src", "src.a", "src.a.train", "src.a.missing", "src.package.train", "zipped", "zipped.inner.train",
+        "editable", "editable.deep.train", "plain.inner", "__main__", "", ".", "a..b", ".plain", "os.path", "json.tool",
+    ],
+)  # fmt: skip
+def test_a_module_is_accepted_if_python_runs_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(EDITABLE)
+    for file in (
+        "plain.py", "package/__init__.py", "package/__main__.py", "package/inner.py", "no_main/__init__.py",
+        "no_main/inner.py", "src/a/train.py", "src/package/__init__.py", "src/package/train.py",
+        "elsewhere/editable/__init__.py", "elsewhere/editable/deep/train.py",
+    ):  # fmt: skip
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.writestr("zipped/__main__.py", "")
+        archive.writestr("zipped/inner/train.py", "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/site:{tmp_path}/archive.zip")
+    done = subprocess.run([sys.executable, "-m", name], input="{}", capture_output=True, text=True)
+    assert (check("--module", name) == "ok") == (done.returncode == 0), done.stderr

@@ -28,8 +28,8 @@ import argparse
 import os
 import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from importlib.machinery import PathFinder
-from importlib.util import MAGIC_NUMBER, find_spec
+from importlib.machinery import ModuleSpec
+from importlib.util import MAGIC_NUMBER, find_spec, module_from_spec
 
 KIT = os.path.abspath(f"{__file__}/../../..")
 RANKS_PER_CORE = 4  # a larger number of ranks per core causes a warning
@@ -41,16 +41,22 @@ class CheckFailed(Exception):
     """A check has failed. Its two arguments are the kind (`usage` or `unfit`) and the message."""
 
 
-def is_module(name: str) -> bool:
-    """Whether `python -m NAME` works in this directory. Does not import packages: PyTorch takes a second."""
-    sys.path[0] = ""
-    path, *inner = name.split(".")
-    spec = find_spec(path) if path not in ("", "__main__") else None
-    for part in inner:
-        path = f"{path}.{part}"
-        spec = PathFinder.find_spec(path, spec.submodule_search_locations or []) if spec else None
-    sys.path[0] = KIT
-    return spec is not None
+def find_module(name: str) -> ModuleSpec | None:
+    """Find a module as `python -m` does in this directory, but do not run its packages: PyTorch takes a second."""
+    sys.path[0], known = "", set(sys.modules)
+    parts = name.split(".")
+    try:
+        for count in range(1, len(parts)):
+            package = ".".join(parts[:count])
+            if package not in sys.modules and (spec := find_spec(package)):
+                sys.modules[package] = module_from_spec(spec)
+        return find_spec(name) if name != "__main__" else None
+    except (ImportError, ValueError):  # no such package, or an empty part of the name
+        return None
+    finally:
+        for package in sys.modules.keys() - known:
+            del sys.modules[package]
+        sys.path[0] = KIT
 
 
 def check_program(options: argparse.Namespace) -> None:
@@ -61,12 +67,16 @@ def check_program(options: argparse.Namespace) -> None:
 
         if fault := check_expression(options.progress):
             raise CheckFailed("usage", f"--progress '{options.progress}': {fault}")
-    if options.torch and not is_module("torch"):
+    if options.torch and not find_module("torch"):
         remedy = "install it there, or choose another Python with --python PATH"
         raise CheckFailed("usage", f"'{sys.executable}' has no PyTorch; {remedy}")
-    if options.module is not None and not is_module(options.module):
-        missing = f"no such module for '{sys.executable}' (also searched in {os.getcwd()})"
-        raise CheckFailed("usage", f"-m '{options.module}': {missing}")
+    if options.module is not None:
+        found = find_module(options.module)
+        if not found:
+            missing = f"no such module for '{sys.executable}' (also searched in {os.getcwd()})"
+            raise CheckFailed("usage", f"-m '{options.module}': {missing}")
+        if found.submodule_search_locations is not None and not find_module(f"{options.module}.__main__"):
+            raise CheckFailed("usage", f"-m '{options.module}': a package without __main__.py; name one of its modules")
 
 
 def check_script(file: str, foreign_python: bool) -> None:
