@@ -592,3 +592,13 @@ END
     [[ "$variable" == LC_ALL=* && "${#stderr_lines[@]}" -eq 1 || ! "$stderr" ]] || { echo "$stderr" && return 1; }
   done
 }
+
+
+@test "in a PID namespace without its own /proc, scripts start nothing and exit with 69" {
+  ((EUID == 0)) || skip "only root can create a PID namespace"
+  script <<<'echo "runs as $$"'
+  run -69 unshare --pid --fork "$SCRIPT"
+  [ "$output" = "do_it.sh: /proc is missing, or is that of another PID namespace; mount it (unshare: give --mount-proc)" ]
+  run -0 unshare --pid --fork --mount-proc "$SCRIPT"
+  [ "$output" = "runs as 1" ]
+}

@@ -38,7 +38,13 @@ OBEYED+='|PYTHONSAFEPATH|PYTHONIOENCODING|PYTHONUTF8|PYTHONINTMAXSTRDIGITS|PYTHO
 DEFAULT_OPTIONS='checkwinsize|cmdhist|complete_fullquote|extquote|force_fignore|globasciiranges|globskipdots'
 DEFAULT_OPTIONS+='|hostcomplete|interactive_comments|patsub_replacement|progcomp|promptvars|sourcepath'
 
-builtin mapfile -d '' -t INHERITED <"/proc/$$/environ"
+# Process ids would name other processes, which Muster could end.
+if [[ ! "/proc/$BASHPID" -ef /proc/self ]]; then
+  builtin printf '%s: /proc is missing, or is that of another PID namespace; mount it (unshare: give --mount-proc)\n' \
+    "${0##*/}" >&2
+  builtin exit 69
+fi
+builtin mapfile -d '' -t INHERITED </proc/self/environ
 for REPLY in "${INHERITED[@]}"; do
   [[ $REPLY != BASH_FUNC_*%%=* ]] || BY_ENV+=("$REPLY")
 done
