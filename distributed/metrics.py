@@ -31,6 +31,7 @@ MAX_READ = 1 << 30  # bytes read from the end of a file
 HUGE = 1e100  # readers treat larger numbers as infinity, so that sums and scales stay finite
 STEP_LIMIT = 2**53  # larger integers are not exact as floats
 MAX_METRICS = 1000  # of a job in a list
+POSITIONS = ("step", "steps", "epoch")  # where the training is: numbers only
 
 _warned: set[str] = set()  # files whose write error was printed
 
@@ -117,8 +118,8 @@ def find(directory: str | os.PathLike[str]) -> str:
 def newest(path: str | os.PathLike[str], tail: int = TAIL) -> dict[str, Any]:
     """Return the newest number of each key in the first and the last `tail` bytes of a file.
 
-    null, NaN and infinity are returned as "NaN". The start is read too, as the first line may be the only one with
-    `steps`. Returns {} if the file cannot be read.
+    null, NaN and infinity are returned as "NaN"; of POSITIONS, they are left out. The start is read too, as the first
+    line may be the only one with `steps`. Returns {} if the file cannot be read.
     """
     try:
         with open(path, "rb", opener=regular_file) as file:
@@ -136,7 +137,7 @@ def newest(path: str | os.PathLike[str], tail: int = TAIL) -> dict[str, Any]:
         for key, value in values.items() if isinstance(values, dict) else ():
             if _is_number(value) and abs(value) < HUGE:
                 found[key] = value
-            elif (value is None or _is_number(value)) and key not in ("step", "steps"):
+            elif (value is None or _is_number(value)) and key not in POSITIONS:
                 found[key] = "NaN"  # strict JSON has no NaN
     found.pop("time", None)
     if found.get("step", 0) > found.get("steps", math.inf):

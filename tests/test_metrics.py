@@ -161,3 +161,9 @@ def test_only_the_end_of_a_huge_file_is_read_and_a_line_without_an_end_is_split(
     assert metrics.furthest(path) == 7
     assert max(map(len, metrics.last_lines(path))) <= metrics.TAIL
     assert time.monotonic() - started < 5
+
+
+def test_the_newest_position_is_a_number_whatever_the_script_logs(file: Path) -> None:
+    metrics.log(3, epoch=1.5, loss=2.0)
+    file.write_text(file.read_text() + '{"step": null, "epoch": null, "loss": null}\n')
+    assert metrics.newest(file) == {"step": 3, "epoch": 1.5, "loss": "NaN"}

@@ -76,7 +76,15 @@ from distributed.host import signals, sync_list
 from distributed.jobs import bases, console, host, journal, panes, servers
 from distributed.jobs.backend import JobServer, ServerLink, ServerUnusable, Unreachable
 from distributed.jobs.base_cache import Cache
-from distributed.jobs.config import ClusterConfig, ConfigError, collisions, raise_faults, read_cluster, read_jobs
+from distributed.jobs.config import (
+    MAX_SLOTS,
+    ClusterConfig,
+    ConfigError,
+    collisions,
+    raise_faults,
+    read_cluster,
+    read_jobs,
+)
 from distributed.jobs.dispatcher import Dispatcher, Policy
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal, JournalError, request_id
@@ -292,6 +300,8 @@ def read_config(options: argparse.Namespace) -> ListConfig:
     if options.cluster_config is None and options.backend != "local":
         raise CallError("--cluster-config: missing; give the JSON file with the servers, or use --backend local")
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
+    if options.slots and options.slots > MAX_SLOTS:
+        raise CallError(f"--slots {options.slots}: expected at most {MAX_SLOTS}")
     if options.slots and options.backend != "local":
         raise CallError("--slots: only for --backend local; set slots_per_gpu of the servers")
     if options.sync and options.backend != "ssh":

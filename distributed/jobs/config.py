@@ -28,6 +28,7 @@ from distributed.jobs.placement import GpuId
 from distributed.training.base_model import HASH
 from distributed.trust import bounded
 
+MAX_SLOTS = 256  # per GPU or, without GPUs, of a server
 LARGEST_FILE = 50 * 10**6  # bytes; about 100,000 jobs
 SHOWN = 60  # maximum number of characters of a value in a message
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -66,7 +67,7 @@ class ServerOptions(StrictModel):
     python: Text | None = None  # default: .venv/bin/python in workdir if it exists, else python3
     setup: list[Text] = Field(default_factory=list)  # lines of bash, run before each job
     gpu_ids: list[GpuId] | None = None  # nvidia-smi's indices, or UUIDs of MIG instances; default: 0 .. gpus-1
-    slots_per_gpu: int = Field(1, ge=1, le=256)
+    slots_per_gpu: int = Field(1, ge=1, le=MAX_SLOTS)
     labels: list[Text] = Field(default_factory=list)
 
     @field_validator("user")

@@ -93,7 +93,6 @@ REMEDIES = {  # errors of files and programs on a server; {} is a setting that a
     "": "correct this on the server",
 }
 MAX_LINE, MAX_TEXT = 500, 10_000  # characters of a line of output, and of other texts in a reply or an event
-STEPS = ("step", "steps")  # metrics that are never NaN
 LATEST = 1e11  # seconds; times are earlier
 # Facts in replies and events; see trust.checked().
 END = {
@@ -252,7 +251,8 @@ def checked_facts(kind: dict[str, Any], value: Any) -> dict[str, Any]:
         if name == "lines":
             facts[name] = [line[:MAX_LINE] for line in each[-LAST_LINES:]]
         elif name == "metrics":
-            valid = {key: one for key, one in each.items() if is_metric(one) or (one == "NaN" and key not in STEPS)}
+            is_nan = {key for key, one in each.items() if one == "NaN" and key not in metrics.POSITIONS}
+            valid = {key: one for key, one in each.items() if is_metric(one) or key in is_nan}
             facts[name] = {key: valid[key] for key in islice(valid, metrics.MAX_METRICS) if len(key) <= MAX_LINE}
         elif isinstance(each, str):
             facts[name] = each[:MAX_TEXT]
@@ -526,7 +526,8 @@ class Service:
         """Start an attempt once; if its directory exists already, reply with its state."""
         attempt = self._attempt(request["attempt"], request["output"], request["grace"])
         if os.path.exists(attempt.directory):
-            return self.query({"attempts": {attempt.name: request["output"]}})["attempts"][attempt.name]
+            again = {"attempts": {attempt.name: request["output"]}, "grace": request["grace"]}
+            return self.query(again)["attempts"][attempt.name]
         output_lock = attempt.create(request["job"], request["script_name"])
         try:
             return self._start(attempt, request)

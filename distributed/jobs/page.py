@@ -117,8 +117,9 @@ def write(results: Path) -> Path:
         text = file.read()
     try:
         facts = json.loads(text)  # not parse_json(), because a long list has long results
-        curves = read_curves(results, jobs_of(facts), notes)
-        markup = page(facts, curves, notes, results.absolute())
+        jobs = jobs_of(facts)
+        root = working_directory(results, jobs)
+        markup = page(facts, read_curves(root, jobs, notes), notes, results.absolute(), root)
     except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"not the results of a job list ({error!r})") from None
     target = results.with_suffix(".html")
@@ -126,9 +127,9 @@ def write(results: Path) -> Path:
     return target
 
 
-def read_curves(results: Path, jobs: Sequence[JobEntry], notes: list[str]) -> dict[str, History]:
+def read_curves(root: Path, jobs: Sequence[JobEntry], notes: list[str]) -> dict[str, History]:
     """Read the metrics files that exist. Returns metrics by job id, and appends read errors to `notes`."""
-    root, curves = working_directory(results, jobs), {}
+    curves = {}
     limit = max(MIN_LINES, MAX_LINES // max(1, len(jobs)))
     for job in jobs:
         path = os.path.join(root, job.output, "metrics.jsonl")
@@ -146,7 +147,7 @@ def working_directory(results: Path, jobs: Iterable[JobEntry]) -> Path:
     """
     outputs = [job.output for job in jobs]
     parents = results.absolute().parents
-    return next((path for path in parents if any(os.path.isdir(path / output) for output in outputs)), Path())
+    return next((path for path in parents if any(os.path.isdir(path / output) for output in outputs)), Path.cwd())
 
 
 # ---------------------------------------------------------------- the page
@@ -154,9 +155,12 @@ def working_directory(results: Path, jobs: Iterable[JobEntry]) -> Path:
 
 def page(
     results: Mapping[str, Any], curves: Mapping[str, History], notes: Sequence[str] = (),
-    path: Path = Path("results.json"),
+    path: Path = Path("results.json"), root: Path = Path(),
 ) -> str:  # fmt: skip
-    """The HTML of the page. curves: metrics by job id. notes: see read_curves(). path: of results.json."""
+    """The HTML of the page.
+
+    curves: metrics by job id. notes: see read_curves(). path: of results.json. root: working directory of the list.
+    """
     jobs = jobs_of(results)
     charted = with_charts(jobs, curves)
     anchors = {job.position for job in charted}
@@ -172,7 +176,7 @@ def page(
         section("Base models", job_table(training, curves, anchors, now) if training else ""),
         section("Jobs", job_table(others, curves, anchors, now)),
         section("Loss curves", loss_curves(jobs, curves, charted)),
-        footer(notes, path),
+        footer(notes, path, root),
     ]
     count = results["totals"]["jobs"]
     return document(f"{path.stem}: {count:,} job{'s' * (count != 1)}", parts, script)
@@ -613,13 +617,14 @@ def job_chart(job: JobEntry, history: History) -> str:
     return card(cut(job.name, 80), job.state, drawing, f"curve-{job.position}")
 
 
-def footer(notes: Sequence[str], path: Path) -> str:
+def footer(notes: Sequence[str], path: Path, root: Path) -> str:
     """The notes of read_curves(), and the command that writes the page again."""
     shown = [cut(note, 300) for note in notes[:MAX_NOTES]]
     if len(notes) > MAX_NOTES:
         shown.append(f"{len(notes) - MAX_NOTES:,} more notes")
     text = "".join(f"<p>{escape(note)}</p>" for note in shown)
     command = shlex.join(["python3", f"{KIT}/scripts/lib/module.py", "jobs.page", str(path)])
+    command = f"cd {shlex.quote(str(root))} && {command}"
     return f"<footer>{text}<p>Update this page: <code>{escape(command)}</code></p></footer>"
 
 

@@ -58,6 +58,7 @@ def arguments(**changes: Any) -> list[str]:
         (arguments(backend="ssh", slots=None), "--cluster-config: missing; give the JSON file with the servers, or"),
         (arguments(backend="pbs"), "argument --backend: invalid choice: 'pbs' (choose from "),
         (arguments(slots="0"), "argument --slots: expected a positive integer, got '0'"),
+        (arguments(slots="300"), "--slots 300: expected at most 256"),
         (arguments(retries="-1"), "argument --retries: expected a non-negative integer, got '-1'"),
         (arguments(lost_after="1.5"), "argument --lost-after: expected a non-negative integer, got '1.5'"),
         (arguments(jobs_config="none.json"), "none.json: cannot read it (No such file or directory); the working "),

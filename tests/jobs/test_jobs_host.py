@@ -124,6 +124,19 @@ def test_a_later_serve_process_waits_until_one_without_heartbeats_has_exited(
     thread.join()
 
 
+def test_a_start_that_is_repeated_keeps_the_grace_time_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.host.signals.catch", lambda _: (-1, -1))
+    monkeypatch.setattr(host.HostAttempt, "state", lambda _: "running")
+    service = host.Service()
+    service.workdir, service.directory, service.server = str(tmp_path), str(tmp_path / "list"), "one"
+    (tmp_path / "list/job.1").mkdir(parents=True)
+    reply = service.start({"attempt": "job.1", "output": "out", "grace": 30.0})
+    assert reply["state"] == "running"
+    assert service.attempts["job.1"].grace == 30.0
+
+
 # ---------------------------------------------------------------- attempts without results
 
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from html import escape
+from html import escape, unescape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -473,9 +473,10 @@ def test_a_job_that_is_done_without_results_has_a_note() -> None:
 
 
 def test_a_page_has_the_name_of_its_results_file() -> None:
-    text = page.page(results([job(1)]), {}, path=Path("/a/lr sweep.json"))
+    text = page.page(results([job(1)]), {}, path=Path("/a/lr sweep.json"), root=Path("/my lists"))
     assert "<title>lr sweep: 1 job</title>" in text and "<h1>lr sweep</h1>" in text
     command = shlex.join(["python3", f"{KIT}/scripts/lib/module.py", "jobs.page", "/a/lr sweep.json"])
+    command = f"cd '/my lists' && {command}"
     assert f"<code>{escape(command)}</code>" in text
 
 
@@ -632,7 +633,12 @@ def test_outputs_are_read_from_the_current_directory_if_no_parent_of_the_results
     path = written(tmp_path / "there", made)
     assert "curve-1" not in page.write(path).read_text()
     monkeypatch.chdir(tmp_path / "here")
-    assert "curve-1" in page.write(path).read_text()
+    written_page = page.write(path)
+    assert "curve-1" in written_page.read_text()
+    [command] = re.findall(r"Update this page: <code>(.*?)</code>", written_page.read_text())
+    written_page.unlink()
+    subprocess.run(unescape(command), shell=True, cwd="/", check=True, stdout=subprocess.DEVNULL)
+    assert "curve-1" in written_page.read_text()
 
 
 def test_a_note_counts_the_invalid_lines_of_a_metrics_file(tmp_path: Path) -> None:
