@@ -207,6 +207,23 @@ END
 }
 
 
+@test "a node without the Python of the launching side is reported by preflight and doctor.sh, with the remedy" {
+  local venv=$BATS_FILE_TMPDIR/venv found="Python cannot be started ($BATS_FILE_TMPDIR/venv/bin/python: No such file or directory);"
+  found+=" install it there, or choose another: --python PATH"
+  mkdir -p "$venv/bin"
+  printf '#!/bin/sh\nexec "%s" "$@"\n' "$(readlink -f "$KIT/.venv")/bin/python" >"$venv/bin/python"
+  chmod +x "$venv/bin/python"
+  on "$N2" mount -t tmpfs tmpfs "$venv"
+  echo 'print(1)' >a.py
+  run -69 "$LAUNCH" --sync --python "$venv/bin/python" --script a.py - 1 "$N1" "$N2"
+  [[ "$output" == *"preflight: $N2: $found"* ]]
+  run -69 "$KIT/scripts/doctor.sh" --python "$venv/bin/python" "$N1" "$N2"
+  [[ "$output" == *"fault  "*"$found"* ]]
+  [[ "$output" != *"line "* ]]
+  on "$N2" umount "$venv"
+}
+
+
 @test "a shared directory is not copied" {
   cd "$BATS_TEST_TMPDIR"
   echo 'print("ran")' >plain.py

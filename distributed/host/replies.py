@@ -6,6 +6,7 @@ A node prints one line of JSON after a marker, because a login shell may print o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,12 +33,12 @@ SSH_FAILURES = {
     "Too many authentication failures": "no key accepted ({printed}); set IdentityFile in ~/.ssh/config",
     "Could not resolve hostname": UNREACHABLE,
 }
-NO_PYTHON = "Python not found ({printed}); use --python to choose one that exists on all nodes"
+NO_PYTHON = "Python cannot be started ({printed}); install it there, or choose another: --python PATH"
 NO_MUSTER = "Muster not found ({printed}); share its directory between the nodes, or launch with --sync"
 # Output of bash or Python on the node -> message; the first match is used.
 START_FAILURES = {
     ": cd: ": "working directory not found ({printed}); share it between the nodes, or launch with --sync",
-    "in_node_env.sh: line": NO_PYTHON,  # bash found the script, but the script did not find Python
+    "environment.bash: line": NO_PYTHON,  # bash found the script, but the script did not find Python
     "in_node_env.sh": NO_MUSTER,
     "can't open file": NO_MUSTER,
     ": exec: ": NO_PYTHON,
@@ -99,7 +100,7 @@ class Reply:
         if self.code == SSH_FAILED:
             return ssh_failure(printed, self.node) or UNREACHABLE.format(name=self.node, printed=printed)
         message = next((message for pattern, message in START_FAILURES.items() if pattern in printed), "{printed}")
-        return message.format(printed=printed)
+        return message.format(printed=re.sub(r"\S+/scripts/lib/environment\.bash: line \d+: ", "", printed))
 
 
 def ssh_failure(printed: str, name: str) -> str:

@@ -117,9 +117,9 @@ def test_each_incompatibility_is_one_fault(nodes: list[Reply], fault: str) -> No
             "bash: line 1: cd: /w: No such file or directory",
             "working directory not found (bash: line 1: cd: /w: No",
         ),
-        (127, "bash: line 1: exec: /x/python: not found", "Python not found (bash: line 1: exec: /x/python: not"),
-        (127, "bash: line 1: /x/python: No such file or directory", "Python not found (bash: line 1: /x/python: No"),
-        (127, "/k/scripts/lib/in_node_env.sh: line 18: /x/python: No such", "Python not found (/k/scripts/lib/in_n"),
+        (127, "bash: line 1: exec: /x/python: not found", "Python cannot be started (bash: line 1: exec: /x"),
+        (127, "bash: line 1: /x/python: No such file or directory", "Python cannot be started (bash: line"),
+        (127, "/k/scripts/lib/environment.bash: line 8: /x/python: No such", "be started (/x/python: No such);"),
         (127, "bash: line 1: /k/scripts/lib/in_node_env.sh: No such file", "Muster not found (bash: line 1: /k"),
         (
             69,

@@ -272,7 +272,7 @@ def test_remaining_processes_are_reported_for_each_node() -> None:
     [
         (255, "ssh: connect to host n1 port 22: timed out", "cannot be reached (ssh: connect to host n1 port 22:"),
         (137, "", "did not reply in time"),
-        (127, "bash: line 1: exec: /x/python: not found", "Python not found"),
+        (127, "bash: line 1: exec: /x/python: not found", "Python cannot be started"),
         (2, "python: can't open file '/k/scripts/lib/module.py'", "Muster not found"),
     ],
 )
