@@ -318,9 +318,9 @@ END
   launch - 1 "$N1" "$N2"
   mapfile -t processes < <(descendants "$LAUNCHER")
   RUN=$(readlink logs/latest)
-  for file in $(grep -lsz "/${RUN##*/}" /proc/[0-9]*/{environ,cmdline}); do
-    [[ $file == /proc/self/* ]] || processes+=("${file//[!0-9]/}")
-  done
+  while read -r file; do
+    processes+=("${file//[!0-9]/}")
+  done < <(grep -lsz "/${RUN##*/}" /proc/[0-9]*/{environ,cmdline})
   kill -STOP "$LAUNCHER" "${processes[@]}"
   sleep 25
   kill -CONT "${processes[@]}" "$LAUNCHER"

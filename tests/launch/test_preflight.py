@@ -119,7 +119,7 @@ def test_each_incompatibility_is_one_fault(nodes: list[Reply], fault: str) -> No
         ),
         (127, "bash: line 1: exec: /x/python: not found", "Python cannot be started (bash: line 1: exec: /x"),
         (127, "bash: line 1: /x/python: No such file or directory", "Python cannot be started (bash: line"),
-        (127, "/k/scripts/lib/environment.bash: line 8: /x/python: No such", "be started (/x/python: No such);"),
+        (127, "/k/scripts/lib/environment.bash: line 8: /x/python: No such", "Python cannot be started (/x/python: N"),
         (127, "bash: line 1: /k/scripts/lib/in_node_env.sh: No such file", "Muster not found (bash: line 1: /k"),
         (
             69,
