@@ -77,6 +77,16 @@ launch() { # <number of nodes> <option...>
 }
 
 
+@test "what a node prints when it refuses commands is shown" {
+  set_bashrc 'echo "Access denied: no job of yours runs here" >&2; exit 1' 'PATH=/nowhere'
+  launch 3
+  [ "$status" -eq 69 ]
+  local reason="before it started Muster's command (standard error:"
+  [[ "$output" == *"$N2: the login shell ended with exit code 1 $reason Access denied: no job of yours runs here); its "* ]]
+  [[ "$output" == *"$N3: the login shell ended with exit code 127 $reason "*"bash: "*"not found); its start-up file "* ]]
+}
+
+
 @test "without a preflight, the verdict names the login shell, over ssh and with pdsh" {
   for LAUNCH in "$SSH_LAUNCH" "$PDSH_LAUNCH"; do
     set_bashrc 'exec fish'

@@ -40,6 +40,7 @@ UNREACHABLE = 255  # exit code of ssh without a connection
 PLAIN = frozenset(b'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./:,+@{}()[];$&|<>"*?~#^ -')
 BLOCK = 1 << 16  # bytes per read
 KEPT = 1 << 12  # bytes kept of the output before READY
+SHOWN = 300  # characters of standard error in a message
 LOGIN_SHELL = "the login shell "  # prefix of messages
 START_UP_FILES = "bash: ~/.bashrc, zsh: ~/.zshenv, fish: ~/.config/fish/config.fish, tcsh: ~/.tcshrc, ~/.cshrc"
 
@@ -148,10 +149,21 @@ def explain(reason: str, printed: bytes) -> str:
     """
     lines = [line for line in printed.decode(errors="replace").splitlines() if line.strip()]
     last = "".join(filter(str.isprintable, lines[-1].strip()))[:200] if lines else ""
-    return (
-        f"{LOGIN_SHELL}{reason}{last and f' (it printed: {last})'}; its start-up file there ({START_UP_FILES}) "
-        "probably reads standard input, waits, exits or starts another shell: let it do so only in interactive shells"
-    )
+    remedy = "let it do so only in interactive shells"
+    if reason.startswith("ended"):
+        remedy = f"may exit or start another shell ({remedy}), or the account may run no commands"
+    else:
+        remedy = f"may read standard input, wait or start another shell: {remedy}"
+    printed_last = f" (it printed: {last})" if last else ""
+    return f"{LOGIN_SHELL}{reason}{printed_last}; its start-up file there ({START_UP_FILES}) {remedy}"
+
+
+def failure_message(errors: str) -> str:
+    """The message of NotStarted in the standard error of this program, with what the node wrote there before."""
+    before, _, message = errors.rpartition(LOGIN_SHELL)
+    reason, separator, remedy = message.splitlines()[0].partition("; its start-up file")
+    said = " ".join(" ".join(before.splitlines()[:-1]).split())[-SHOWN:]  # the last line is the name of the node
+    return f"{LOGIN_SHELL}{reason}{said and f' (standard error: {said})'}{separator}{remedy}"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import KIT, write_file
-from distributed.host import sync_list
+from distributed.host import ssh_call, sync_list
 from distributed.host.clock import RunningClock
 from distributed.host.gpus import query_gpus
 from distributed.host.replies import ssh_failure
@@ -856,7 +856,7 @@ def ssh_error(stderr: str, code: int, name: str) -> Exception:
     if "Temporary failure in name resolution" in stderr:  # this machine may have no network: retry
         return Unreachable(last_line(stderr))
     if LOGIN_SHELL in stderr:
-        return ServerUnusable(LOGIN_SHELL + stderr.rpartition(LOGIN_SHELL)[2].splitlines()[0])
+        return ServerUnusable(ssh_call.failure_message(stderr))
     if error := ssh_failure(" ".join(stderr.split()), name):
         return ServerUnusable(error)
     return Unreachable(last_line(stderr) or f"ssh: exit code {code}")
