@@ -62,7 +62,15 @@ panes() { # <node> <format>: a line for each pane of the session
 
 
 pane_shows() { # <node> <index of the pane> <text>
-  lab ssh "$1" tmux capture-pane -p -t "$(panes "$1" '#{pane_id}' | sed -n "$(($2 + 1))p")" | grep -qF -- "$3"
+  lab ssh "$1" tmux capture-pane -p -t "$(panes "$1" '#{pane_id}' | sed -n "$(($2 + 1))p")" | grep -F -- "$3"
+}
+
+
+pane_changes() { # <node> <index of the pane> <text>: lines with this text change
+  local before
+  before=$(pane_shows "$@")
+  sleep 1
+  [ "$before" != "$(pane_shows "$@")" ]
 }
 
 
@@ -360,8 +368,8 @@ END
   eventually holds 'len(last) == 12'
   for node in "$N1" "$N2"; do
     read -r slot name < <(values 'next((each["slots"][0], name) for name, each in last.items() if each["server"] == "'"$node"'")')
-    eventually pane_shows "$node" "$slot" "$name-tick-2"
-    eventually pane_shows "$node" "$slot" "$name-tick-3"
+    eventually pane_shows "$node" "$slot" "$name-tick-"
+    eventually pane_changes "$node" "$slot" "$name-tick-"
     panes "$node" '#{pane_title}' | sed -n "$((slot + 1))p" | grep -qxF "p${name#job}/fold0 (slot $slot)"
   done
   [ "$(panes "$N2" '#{pane_title}' | grep -c ': idle$')" -ge 4 ]
