@@ -241,6 +241,22 @@ with socket.create_server(("", 29500)):
 }
 
 
+@test "a firewall drops or rejects connections to the rendezvous: the run ends within 30 s and names address and port" {
+  local port=29611 rule reason
+  echo 'print("at work")' >"my script.py"
+  for rule in "DROP no answer" "REJECT --reject-with icmp-host-prohibited No route to host"; do
+    reason=${rule#* } && reason=${reason#--reject-with icmp-host-prohibited }
+    # shellcheck disable=SC2086 # one word per option
+    lab ssh "$N1" iptables -A INPUT ! -i lo -p tcp --dport "$port" -j ${rule%" $reason"}
+    run timeout 60 "$LAUNCH" --master-port "$port" --script "my script.py" - 1 "$N1" "$N2"
+    lab ssh "$N1" iptables -F INPUT
+    [ "$status" -eq 69 ] || { echo "$output" && false; }
+    [[ "$output" == *"verdict: failed: "*"$N2 cannot connect to the first node at "*":$port ($reason): a firewall between them?"* ]]
+    no_processes_within 10
+  done
+}
+
+
 @test "a supervisor is killed: the other nodes stop, and the verdict names supervisor and node" {
   faulty_script
   launch - 1 "$N1" "$N2"

@@ -30,6 +30,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from errno import EHOSTUNREACH, ENETUNREACH
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -45,6 +46,7 @@ HEARTBEAT_TIMEOUT = 12.0  # seconds
 RETRY_INTERVAL = 0.2  # seconds between attempts to connect to the first node
 REPORT_INTERVAL = 5.0  # seconds between messages about missing nodes
 UNJOINED_REPORT_INTERVAL = 15.0  # seconds between messages of a node that has not joined
+UNREACHABLE_TIMEOUT = 10.0  # seconds after which a node gives up if the first node does not answer at all
 RECORDS_TIMEOUT = 4.0  # seconds to wait for the failure records of all nodes
 CLOSE_TIMEOUT = 1.0  # seconds to wait for the thread
 # Seconds to wait until the thread has written that this node left; on the first node, until all other nodes have left.
@@ -149,6 +151,7 @@ class Membership:
         self._store: Store | None = None  # with the prefix of the run; set when this node has joined
         self._coordinator: Coordinator | None = None
         self._status = f"waiting for the first node at {address}"  # while this node has not joined
+        self._unreachable_since: float | None = None  # on the clock; None: the first node has answered
         self._refusal: RendezvousFailed | None = None
         self._end: RunEnd | None = None
         self._complete = self._all_done = self._leaving = self._has_left = self._closed = False
@@ -293,9 +296,33 @@ class Membership:
                 self._coordinator = Coordinator(store, self.size, self._clock) if self.rank == 0 else None
                 self._store = store
                 return
-        except (OSError, RuntimeError):  # no store there, or it has just closed
+        except (OSError, RuntimeError) as error:  # no store there, or it has just closed
             self._status = f"waiting for the first node at {self._address}"
+            self._check_connection(error)
         self._wake.wait(RETRY_INTERVAL)
+
+    def _check_connection(self, error: Exception) -> None:
+        """Add to the status why this node cannot connect. Raises RendezvousFailed if waiting longer is useless.
+
+        It is not if a connection is refused, because the agent of the first node may not listen yet, or if nodes are
+        started by hand, because the first node may not be up yet.
+        """
+        reason = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None)
+        if isinstance(error, ConnectionRefusedError):
+            reason = "connection refused"
+        if reason:
+            self._status += f" ({reason})"
+        is_blocked = isinstance(error, TimeoutError) or getattr(error, "errno", 0) in (EHOSTUNREACH, ENETUNREACH)
+        if not is_blocked or not self._names:
+            self._unreachable_since = None
+            return
+        now = self._clock.now()
+        self._unreachable_since = self._unreachable_since or now
+        if now - self._unreachable_since >= UNREACHABLE_TIMEOUT:
+            raise RendezvousFailed(
+                f"{self._facts['node']} cannot connect to the first node at {self._address} ({reason}): a firewall "
+                "between them? Open that port there, or choose an open one with --master-port"
+            )
 
     def _find_run(self, root: Store) -> PublishedRun:
         deadline = self._clock.now() + HEARTBEAT_TIMEOUT

@@ -149,13 +149,14 @@ def explain(reason: str, printed: bytes) -> str:
     """
     lines = [line for line in printed.decode(errors="replace").splitlines() if line.strip()]
     last = "".join(filter(str.isprintable, lines[-1].strip()))[:200] if lines else ""
-    remedy = "let it do so only in interactive shells"
-    if reason.startswith("ended"):
-        remedy = f"may exit or start another shell ({remedy}), or the account may run no commands"
-    else:
-        remedy = f"may read standard input, wait or start another shell: {remedy}"
     printed_last = f" (it printed: {last})" if last else ""
-    return f"{LOGIN_SHELL}{reason}{printed_last}; its start-up file there ({START_UP_FILES}) {remedy}"
+    actions, alternative = "read standard input, wait or start another shell", ""
+    if reason.startswith("ended"):
+        actions, alternative = "exit or start another shell", ", or the account may run no commands"
+    return (
+        f"{LOGIN_SHELL}{reason}{printed_last}; its start-up file there ({START_UP_FILES}) may {actions} "
+        f"(let it do so only in interactive shells){alternative}"
+    )
 
 
 def failure_message(errors: str) -> str:

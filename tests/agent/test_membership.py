@@ -6,10 +6,12 @@ on several nodes.
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import socket
@@ -34,6 +36,7 @@ from distributed.agent.failure_records import Records
 from distributed.agent.membership import Membership, PublishedRun, RendezvousFailed, RunEnd, membership_store
 from distributed.agent.rendezvous import Rendezvous
 from distributed.agent.worker import Script
+from distributed.exit_codes import UNFIT
 from distributed.host.clock import RunningClock
 
 Join = Callable[..., Membership]
@@ -141,10 +144,29 @@ def test_a_node_that_cannot_connect_to_the_first_one_reports_that_and_gives_up(m
         raise ConnectionRefusedError
 
     lines: list[str] = []
-    with pytest.raises(RendezvousFailed, match="waiting for the first node at n1:29500; gave up after 1 s") as failure:
+    text = r"waiting for the first node at n1:29500 \(connection refused\); gave up after 1 s"
+    with pytest.raises(RendezvousFailed, match=text) as failure:
         Membership(1, 2, {"node": "node2"}, "n1:29500", connect).wait_for_all(1.0, lines.append)
     assert failure.value.exit_code == 124
-    assert lines[-1].startswith("waiting for the first node at n1:29500, ")
+    assert lines[-1].startswith("waiting for the first node at n1:29500 (connection refused), ")
+
+
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), OSError(errno.EHOSTUNREACH, "No route to host")])
+def test_a_node_gives_up_early_if_a_launched_first_node_does_not_answer(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "UNREACHABLE_TIMEOUT", 0.5)
+
+    def connect() -> Store:
+        raise error
+
+    reason = "no answer" if isinstance(error, TimeoutError) else "No route to host"
+    text = re.escape(f"node2 cannot connect to the first node at n1:29500 ({reason}): a firewall between them?")
+    with pytest.raises(RendezvousFailed, match=text) as failure:
+        Membership(1, 2, {"node": "node2"}, "n1:29500", connect, names=["n1", "node2"]).wait_for_all(30.0, print)
+    assert failure.value.exit_code == UNFIT
+    with pytest.raises(RendezvousFailed, match="gave up after 1 s"):  # started by hand
+        Membership(1, 2, {"node": "node2"}, "n1:29500", connect).wait_for_all(1.0, print)
 
 
 # ---------------------------------------------------------------- refusals: the run continues
