@@ -156,6 +156,10 @@ refused() { # <text> <argument of the launcher...>
   refused "its launcher, process $LAUNCHER, still runs" "${CALL[0]}" --attach latest "${CALL[@]:1}"
   kill -KILL -- "-$LAUNCHER"
   wait "$LAUNCHER" || true
+  flock --no-fork logs/latest/launcher.log sleep 60 3>&- &
+  until ! flock --nonblock logs/latest/launcher.log true; do sleep 0.05; done
+  refused "another launcher has just attached to it" "${CALL[0]}" --attach latest "${CALL[@]:1}"
+  kill "$!" && wait "$!" || true
   refused "was started with the arguments --lease 0 --max-restarts 2 " \
     "$SINGLE" --attach latest --lease 0 --max-restarts 3 --script "my script.py" - 2 -- x
   refused "was started with the arguments" \

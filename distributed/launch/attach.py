@@ -41,8 +41,10 @@ class AttachedLaunch(Launch):
             self._refuse(f"the run has ended with a verdict; see {found}/verdict.json")
         if run.launcher.state == lookup.REMOTE:
             self._refuse(f"its launcher is process {run.launcher.pid} on {run.launcher.host}; attach there")
-        if run.launcher.state == lookup.RUNNING or not has_lock:
+        if run.launcher.state == lookup.RUNNING:
             self._refuse(f"its launcher, process {run.launcher.pid}, still runs")
+        if not has_lock:  # that launcher has not yet recorded its process id
+            self._refuse("another launcher has just attached to it")
         arguments = lookup.constant_arguments(masked(self.call))
         options = arguments[: arguments.index("--")] if "--" in arguments else arguments
         self._require_same("the arguments", quote(lookup.constant_arguments(run.command)), quote(arguments))

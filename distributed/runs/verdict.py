@@ -298,7 +298,8 @@ def _nothing_failed(evidence: Evidence, launcher_code: int | None) -> Verdict:
         return Verdict("failed", launcher_code, cause)
     if launcher_code == 0 or _all_succeeded(evidence):
         return Verdict("ok", 0, "all ranks exited with 0")
-    return Verdict("failed", 1, "no exit code and no failure recorded; the run did not start, or its files are lost")
+    missing = "no exit code and no failure is recorded in this directory; nodes that do not share it may have more"
+    return Verdict("failed", 1, missing)
 
 
 def _collateral(failures: Iterable[Failure]) -> tuple[Json, ...]:
