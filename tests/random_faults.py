@@ -68,7 +68,7 @@ MOMENTS = ("start", "step", "save", "restart", "end")
 SIGNALS = ("SIGKILL", "SIGSEGV", "SIGSTOP")
 PROCESSES = ("rank", "agent", "fork server", "supervisor", "guard", "launcher")
 SCRIPT_FAULTS = ("exits with 0", "hangs", "loops", "raises", "allocates", "writes NaN")
-REQUESTS = ("stop.sh", "SIGINT", "SIGHUP")
+REQUESTS = ("stop.sh", "SIGINT", "SIGHUP", "SIGTERM of supervisor")
 DISK_FAULTS = ("full disk", "read-only disk", "EIO")
 HANGS = ("hangs", "loops", "SIGSTOP of rank")
 
@@ -170,7 +170,10 @@ def expected(fault: Fault, node: str, topology: str, moment: str) -> Expected:  
     lost = Cause(f"^{node}: connection lost", (69, 137, 139), node)
     any_lost = Cause(": connection lost", (69, 137, 139))
     hung = Cause("^hung: ", (124,), *((node, rank) if moment in ("step", "save") else ()))
-    code = 128 + signal.Signals[name] if name in SIGNALS else 0
+    code = 128 + signal.Signals[name] if process else 0
+    if what in REQUESTS:
+        codes = {"SIGINT": (75, 130), "SIGHUP": (75, 143, 129)}.get(what, (75, 143))
+        return Expected((Cause("^stopped|^interrupted", (0, *codes)),), codes, required=False)
     if process == "rank":
         return Expected((hung,) if name == "SIGSTOP" else (killed(rank, node, name),))
     if process == "agent" and name == "SIGSTOP":
@@ -205,9 +208,6 @@ def expected(fault: Fault, node: str, topology: str, moment: str) -> Expected:  
         reason = {"full disk": "No space left", "read-only disk": "Read-only", "EIO": "Input/output error"}[what]
         refused = (2,) if moment in ("start", "restart") else ()
         return Expected((Cause(f"{reason}|cannot be written|exited with code 2", (1, *refused)),), refused)
-    if what in REQUESTS:
-        codes = {"stop.sh": (75, 143), "SIGINT": (75, 130), "SIGHUP": (75, 143, 129)}[what]
-        return Expected((Cause("^stopped|^interrupted", (0, *codes)),), codes, required=False)
     return {
         "exits with 0": Expected((Cause(f"^rank {rank} on {node} ended with exit code 0 while", (1,), node, rank),)),
         "hangs": Expected((hung,)),
