@@ -282,6 +282,7 @@ class Membership:
     def _try_to_join(self) -> None:
         try:
             root = self._connect()
+            self._unreachable_since = None
             # Clone before reading the run: otherwise the clone might connect to the store of the next run. If that
             # store replaces this one after the clone, reading from `root` fails, and this node tries to join again.
             clone = root.clone()  # type: ignore[attr-defined]

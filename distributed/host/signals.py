@@ -26,10 +26,12 @@ PASSED_ON = tuple(sorted(signal.valid_signals() - _STOP_REQUESTS - _HARMLESS - _
 
 
 def name(number: int) -> str:
-    """SIGUSR1 for 10; SIGRTMIN+2 for a real-time signal."""
+    """SIGUSR1 for 10; SIGRTMIN+2 for a real-time signal; "signal 32" for one that the C library uses."""
     if number > signal.SIGRTMIN:
         return f"SIGRTMIN+{number - signal.SIGRTMIN}"
-    return "SIGSTKFLT" if number == 16 else signal.Signals(number).name  # Python 3.10 does not name this one
+    if number in signal.Signals.__members__.values():
+        return signal.Signals(number).name
+    return "SIGSTKFLT" if number == 16 else f"signal {number}"  # Python 3.10 does not name SIGSTKFLT
 
 
 def signal_name(code: int | None) -> str:

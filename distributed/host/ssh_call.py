@@ -162,8 +162,9 @@ def explain(reason: str, printed: bytes) -> str:
 def failure_message(errors: str) -> str:
     """The message of NotStarted in the standard error of this program, with what the node wrote there before."""
     before, _, message = errors.rpartition(LOGIN_SHELL)
-    reason, separator, remedy = message.splitlines()[0].partition("; its start-up file")
-    said = " ".join(" ".join(before.splitlines()[:-1]).split())[-SHOWN:]  # the last line is the name of the node
+    reason, separator, remedy = message.partition("\n")[0].partition("; its start-up file")
+    *said_before, last = before.split("\n")  # "NODE: ", or a message without a line break
+    said = " ".join(" ".join([*said_before, last if " " in last.strip() else ""]).split())[-SHOWN:]
     return f"{LOGIN_SHELL}{reason}{said and f' (standard error: {said})'}{separator}{remedy}"
 
 

@@ -46,6 +46,7 @@ from distributed import metrics
 from distributed.exit_codes import WRONG_CALL
 from distributed.files import is_locked, read_json, try_lock, write_file
 from distributed.host import process_scan, signals
+from distributed.host.clock import RunningClock
 from distributed.host.gpus import query_gpus
 from distributed.jobs import panes
 from distributed.launch import supervisor
@@ -135,7 +136,7 @@ class HostAttempt:
         self.directory, self.output, self.grace = directory, output, grace
         self.name = os.path.basename(directory)
         self.files = supervisor.Files(directory, server)
-        self.kill_at = float("inf")  # monotonic time at which the supervisor is killed if it ignores a stop request
+        self.kill_at = float("inf")  # time on Service's clock to kill a supervisor that ignores a stop request
         self.metrics: dict[str, Any] = {}
         self.sweep = ""  # state of Service._sweep(), which kills processes of the attempt: empty, running or done
 
@@ -412,7 +413,7 @@ class Service:
         self.base_locks: dict[str, int] = {}  # digest of a base model being verified or copied -> locked file
         self._children: dict[int, tuple[Request | None, ResultHandler, bytearray]] = {}  # by the pipe from the child
         self._received = b""
-        self._progress_at = 0.0
+        self._clock, self._progress_at = RunningClock(), 0.0
         self._signals = signals.catch({signal.SIGCHLD})
 
     def run(self) -> int:
@@ -562,7 +563,7 @@ class Service:
         """Ask the supervisor of an attempt to stop it; the event `ended` follows when no process remains."""
         if attempt := self.attempts.get(request["attempt"]):
             grace = 0.0 if request["kill"] else attempt.grace
-            attempt.kill_at = min(attempt.kill_at, time.monotonic() + grace + supervisor.UNRESPONSIVE_TIMEOUT)
+            attempt.kill_at = min(attempt.kill_at, self._clock.now() + grace + supervisor.UNRESPONSIVE_TIMEOUT)
             supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
         return {}
 
@@ -736,7 +737,7 @@ class Service:
 
     def _report(self) -> None:
         """Report ended attempts and, every PROGRESS_INTERVAL, the metrics of running ones."""
-        now = time.monotonic()
+        now = self._clock.now()
         progress = now >= self._progress_at
         if progress:
             self._progress_at = now + PROGRESS_INTERVAL

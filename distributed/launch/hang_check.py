@@ -33,10 +33,11 @@ def schedule_hang_check(watch: Watch) -> None:
         if attempt == watch.attempts:
             from distributed.runs.hang_decision import HangWatch  # not at the top: most runs end before the first check
 
-            HangCheck(watch, HangWatch(watch.run, timeout, permanent_only), started).check()
+            HangCheck(watch, HangWatch(watch.run, timeout, permanent_only), started).check(started + delay)
 
+    delay = min(timeout, FIRST_CHECK)
     if timeout:
-        watch.loop.call_later(min(timeout, FIRST_CHECK), start)
+        watch.loop.call_later(delay, start)
 
 
 def hang_limits(option: float | None, all_ranks_here: bool) -> tuple[float, bool]:
@@ -62,12 +63,18 @@ class HangCheck:
         self._watch, self._hang_watch, self._since = watch, hang_watch, since
         self._attempt = watch.attempts
 
-    def check(self, due: float = math.inf) -> None:
+    def check(self, due: float) -> None:
+        """due: when the timer of this check was due, as time.monotonic()."""
+        watched = self._seconds_watched(due)
+        if self._attempt == self._watch.attempts:
+            self._decide(lambda: self._hang_watch.check_files(watched))
+
+    def _seconds_watched(self, due: float) -> float:
+        """Seconds since the start or the end of the last suspension. due: when this call was due at the latest."""
         now = time.monotonic()
         if now > due + MAX_DELAY:  # the machine or this program was suspended
             self._since = now
-        if self._attempt == self._watch.attempts:
-            self._decide(lambda: self._hang_watch.check_files(now - self._since))
+        return now - self._since
 
     def _decide(self, check: Callable[[], tuple[Decision, str]]) -> None:
         """Handle the result of a check. A failure of the check must not end the run."""
@@ -103,7 +110,7 @@ class HangCheck:
 
         def check() -> tuple[Decision, str]:
             found = [node_reply(node, replies[node]) for node in run.nodes]
-            return self._hang_watch.check_replies(found, time.monotonic() - self._since, query)
+            return self._hang_watch.check_replies(found, self._seconds_watched(due), query)
 
         def replied(node: RunNode, reply: Reply) -> None:
             replies[node] = reply
@@ -111,6 +118,7 @@ class HangCheck:
                 self._decide(check)
 
         timeout = STACKS_TIMEOUT if query.stacks else QUERY_TIMEOUT
+        due = time.monotonic() + timeout
         for node in run.nodes:
             command = self._watch.transport.commands.command(node, status_command(run, node, query.arguments), "/")
             self._watch.queries.add(self._watch.calls.call(node.node, command, partial(replied, node), timeout=timeout))

@@ -44,7 +44,7 @@ def parse_report(line: bytes) -> dict[str, Any]:
     end |= {"ended_by_agent?": bool}
     of_task = {"step?": str, "tasks?": range(1, 1 << 16), "failed?": code, "end?": end}
     report = {"node": str, "exit_code?": code, "waiting?": bool, "lost?": str, "following?": bool, "token?": str}
-    report |= {"signal?": range(1, 128)}
+    report |= {"signal?": range(1, 65)}
     return checked(report | of_task, parse_json(line), "report")
 
 

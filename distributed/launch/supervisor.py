@@ -679,13 +679,16 @@ class Supervisor:
 
     def handle_signal(self, number: int) -> None:
         """Handle one of SIGNALS."""
-        write_signal(self.files, number, f"to the supervisor on {self.files.name}")
+        sender = f"to the supervisor on {self.files.name}"
         if number in signals.PASSED_ON:
+            write_signal(self.files, number, sender)
             self.pass_on(number)
-        elif self.stopping:
+            return
+        if self.stopping:
             self.kill()
         else:
             self.stop_after_signal(number)
+        write_signal(self.files, number, sender)  # last: a disk may block
 
     def stop_after_signal(self, number: int) -> None:
         """Report the signal before any rank is stopped: failures of other nodes are its consequences."""

@@ -189,6 +189,7 @@ class Watch:
         self.signal = 0  # the signal that requested a stop
         self._signal_time = 0.0
         self.stopped_at: float | None = None  # Unix time of that signal, if no node had failed before
+        self._stops_for_node = False  # the signal was sent to a supervisor, and none to this process
         self.passed_signal = ""  # the signal that was passed on to the ranks
         self.running: dict[str, Client] = {}  # by node, or by the name of the client of all nodes
         self.unended: set[str] = set()  # nodes whose end is not known
@@ -727,6 +728,11 @@ class Watch:
             self._request(f"signal {number}")
             return
         hangup = number in (signal.SIGHUP, signal.SIGQUIT)
+        if self._stops_for_node:  # this is the first signal to this process
+            self._stops_for_node = False
+            self.signal, self._signal_time = number, time.monotonic()
+            self.console.record(f"{name}: the run is stopping already; send the signal again to kill it at once")
+            return
         if self.signal:
             # A terminal sends SIGHUP and SIGQUIT to its whole process group. A script in that group may forward the
             # signal, so this process receives it twice: the second one is no request to kill the run.
@@ -744,9 +750,10 @@ class Watch:
 
     def stop_after_signal(self, number: int, node: str) -> None:
         """Stop all nodes, because the supervisor of a node has received a signal, and stops its command."""
-        if not self.signal and not self.is_spare(node):
-            grace = self._stop(number)
-            self.console.record(f"{node}: its supervisor received {signals.name(number)}: stopping; up to {grace} s")
+        if not self.signal and any(one.node == node for one in self.run.nodes):
+            self._stops_for_node = True
+            grace, name = self._stop(number), signals.name(number)
+            self.console.record(f"{node}: its supervisor received {name}; stopping the run; up to {grace} s")
 
     def _stop(self, number: int) -> int:
         """Stop the run because of a signal. Returns the seconds for a checkpoint."""

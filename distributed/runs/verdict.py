@@ -231,15 +231,18 @@ def judge(
     if kind is Kind.STOPPED and launcher_code != UNFIT:
         by = f"by {evidence.signal}" if evidence.signal else "on request"
         return Verdict("stopped", STOPPED, _sentence(cause).replace("on request", by, 1))
-    is_cause = kind is Kind.OWN_ERROR and (stopped_at is None or cause.time is None or cause.time < stopped_at)
+    seconds = None if stopped_at is None or cause.time is None else cause.time - stopped_at  # after the stop
+    inexact = cause.node != os.uname().nodename or (cause.time or 0.0).is_integer()
+    is_cause = kind is Kind.OWN_ERROR and (seconds is None or seconds < -CLOCK_TOLERANCE * inexact)
     interrupted = launcher_code in INTERRUPTED and not is_cause and BY_SLURM not in cause.message
     if not signaled:  # the code may be that of a rank, or of a node that lost its launcher
         interrupted = interrupted and cause.exception != "KeyboardInterrupt" and kind is not Kind.LOST_NODE
     if kind is Kind.STOPPED or interrupted:  # the launcher stopped the ranks, and no failure is the reason
         stopped = replace(_nothing_failed(evidence, launcher_code), collateral=_collateral(failures))
-        if kind is not Kind.OWN_ERROR:
+        if kind is not Kind.OWN_ERROR or seconds is None:
             return stopped
-        return replace(stopped, cause=f"{stopped.cause.partition(';')[0]}; afterwards {_sentence(cause)}")
+        when = "afterwards" if seconds > CLOCK_TOLERANCE * inexact else "at about that time"
+        return replace(stopped, cause=f"{stopped.cause.partition(';')[0]}; {when}, {_sentence(cause)}")
     return _failed(failures, evidence, launcher_code)
 
 

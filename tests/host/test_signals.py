@@ -50,7 +50,9 @@ def test_a_rank_in_a_slurm_job_ignores_a_protected_signal_without_a_handler(numb
     assert (done.returncode, done.stdout) == ((0, f"{number}\n") if job else (-number, "")), done.stderr
 
 
-@pytest.mark.parametrize(("number", "name"), [(10, "SIGUSR1"), (34, "SIGRTMIN"), (36, "SIGRTMIN+2"), (16, "SIGSTKFLT")])
+@pytest.mark.parametrize(
+    ("number", "name"), [(10, "SIGUSR1"), (34, "SIGRTMIN"), (36, "SIGRTMIN+2"), (16, "SIGSTKFLT"), (32, "signal 32")]
+)
 def test_every_signal_has_a_name(number: int, name: str) -> None:
     assert signals.name(number) == name
 

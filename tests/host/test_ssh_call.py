@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from distributed.exit_codes import UNFIT
+from distributed.host import ssh_call
 from distributed.host.ssh_call import BLOCK, LOGIN_SHELL
 
 MODULE = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "module.py"
@@ -86,3 +87,19 @@ def test_a_signal_that_kills_ssh_is_distinguished_from_an_exit_code_of_the_comma
     assert code == -9
     assert re.fullmatch(r"ssh \(process [0-9]+\) was killed by signal 9\n", err)
     assert call(PRINT_READY + "exit 137")[0] == 137
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        ("", ""),
+        ("Access denied\n", " (standard error: Access denied)"),
+        ("Access denied\nfor you\n", " (standard error: Access denied for you)"),
+        ("Access denied", " (standard error: Access deniednode1:)"),
+    ],
+)
+def test_a_message_contains_what_the_node_wrote_before(errors: str, said: str) -> None:
+    message = f"{LOGIN_SHELL}ended with exit code 1 before it started; its start-up file there may ..."
+    expected = message.replace("; its", f"{said}; its")
+    assert ssh_call.failure_message(f"{errors}node1: {message}\n") == expected
+    assert ssh_call.failure_message(f"{errors}node1: {LOGIN_SHELL}").startswith(LOGIN_SHELL)

@@ -31,7 +31,7 @@ def watch(tmp_path: Path, new_watch: Callable[..., Watch]) -> Watch:
 
 
 def test_a_check_that_fails_does_not_end_the_run(watch: Watch) -> None:
-    HangCheck(watch, None, time.monotonic()).check()  # type: ignore[arg-type]
+    HangCheck(watch, None, time.monotonic()).check(time.monotonic())  # type: ignore[arg-type]
     assert "the check for a hang failed" in (watch.directory / "launcher.log").read_text()
     assert not watch.is_ending
 
@@ -73,3 +73,17 @@ def test_a_run_whose_ranks_may_wait_for_ranks_of_other_launchers_is_stopped_only
     option: float | None, all_ranks_here: bool, limits: tuple[float, bool]
 ) -> None:
     assert hang_limits(option, all_ranks_here) == limits
+
+
+def test_time_before_a_suspension_does_not_count_as_silence(watch: Watch) -> None:
+    watched = []
+
+    class FakeHangWatch:
+        def check_files(self, seconds: float) -> tuple[Wait, str]:
+            watched.append(seconds)
+            return Wait(1000), ""
+
+    now = time.monotonic()
+    HangCheck(watch, FakeHangWatch(), now - 60).check(now)  # type: ignore[arg-type]
+    HangCheck(watch, FakeHangWatch(), now - 3660).check(now - 3600)  # type: ignore[arg-type]
+    assert watched[0] >= 60 and watched[1] < 5

@@ -50,6 +50,7 @@ INVALID = [
     b"{", b"[1]", b"5", b'"x"', b"null", b'{"a": 1}', b'{"node": 1}', b'{"node": "n1", "lost": ["x"]}',
     b'{"node": "n1", "exit_code": "0"}', b'{"node": "n1", "exit_code": 256}', b'{"node": "n1", "waiting": 1}',
     b'{"node": "n1", "step": 5}', b'{"node": "n1", "end": {"rank": 0}}', b'{"node": "n1", "tasks": -1}',
+    b'{"node": "n1", "signal": 65}', b'{"node": "n1", "signal": 0}',
     b"[" * 200_000, b'{"node": ' * 5000, b"\xff", b'{"node": "n1", "exit_code": 1e999}',
 ]  # fmt: skip
 

@@ -7,6 +7,7 @@ sshd.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -149,3 +150,9 @@ def test_a_slow_resolver_is_a_warning() -> None:
     found, [warning], rendezvous = judge([node(1), node(2, seconds=5.04)])
     assert found == [] and rendezvous
     assert warning.startswith("node2: looking up 'node1' took 5.0 s")
+
+
+def test_a_long_message_of_a_node_takes_linear_time() -> None:
+    started = time.monotonic()
+    assert len(Reply("node2", 1, "", "x" * 1_000_000).failure_message()) == 1_000_000
+    assert time.monotonic() - started < 5

@@ -6,6 +6,7 @@ Local shell scripts replace the clients ssh and pdsh. faults.bats and across_nod
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -180,6 +181,26 @@ def test_a_node_that_does_not_read_its_environment_does_not_delay_the_others(dir
     waiting = "until [ -e started ]; do sleep 0.02; done; cat >/dev/null &"
     environment = bytes(1 << 20)
     assert attempt(environment, n1=f"{waiting} {report('n1', 0)}", n2=f"touch started; {report('n2', 0)}") == 0
+
+
+def test_a_signal_to_one_supervisor_stops_all_nodes_and_the_next_signal_to_the_launcher_does_not_kill_them(
+    directory: Path, new_watch: NewWatch
+) -> None:
+    reported = 'printf "\\036{\\"node\\": \\"n1\\", \\"signal\\": 15}\\n"'
+    stopped = f"read -r request; kill -INT {os.getpid()}; sleep 1; read -t 0.1 -r request && exit 9; exit 143"
+    watch = new_watch(directory, Scripts({"n1": f"{reported}; {STOPPED_ON_REQUEST}", "n2": ""}, b""))
+    watch.transport.scripts["n2"] = f"exec bash -c '{stopped}'"  # type: ignore[attr-defined]
+    assert watch.attempt() == 143
+    assert watch.stopped_at and watch.signal == signal.SIGINT
+    first, second = [line.split(" ", 2)[2] for line in log_of(directory).splitlines()]
+    assert first.startswith("n1: its supervisor received SIGTERM; stopping the run; up to ")
+    assert second == "SIGINT: the run is stopping already; send the signal again to kill it at once"
+
+
+def test_a_signal_to_a_node_that_is_not_part_of_the_run_stops_nothing(directory: Path, new_watch: NewWatch) -> None:
+    watch = new_watch(directory, Local(LocalCommands()))
+    watch.stop_after_signal(signal.SIGTERM, "n3")
+    assert not watch.signal and not watch.is_ending
 
 
 def test_with_one_client_the_first_report_of_a_failure_stops_the_others(directory: Path, attempt: Attempt) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import process_time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -1143,3 +1144,23 @@ def test_a_killed_rank_under_torchrun_is_the_cause(run: RunDirectory) -> None:
         Kind.COLLATERAL,
         Kind.TERMINATED,
     }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "node", "outcome", "cause"),
+    [
+        (-0.1, "here", "failed", "rank 1 on here raised ValueError: a rank is gone"),
+        (0.1, "here", "stopped", "interrupted (SIGTERM); afterwards, rank 1 on here raised ValueError: a rank is gone"),
+        (-5.0, "n2", "failed", "rank 1 on n2 raised ValueError: a rank is gone"),
+        (-0.5, "n2", "stopped", "interrupted (SIGTERM); at about that time, rank 1 on n2 raised ValueError: a rank is"),
+        (5.0, "n2", "stopped", "interrupted (SIGTERM); afterwards, rank 1 on n2 raised ValueError: a rank is gone"),
+    ],
+)
+def test_a_failure_after_a_stop_request_is_its_consequence(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, node: str, outcome: str, cause: str
+) -> None:
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename="here"))
+    failure = raised("ValueError", "a rank is gone", node=node, time=TIME + 0.25 + seconds)
+    found = verdict.judge(Evidence((failure,)), 143, stopped_at=TIME + 0.25)
+    assert (found.outcome, found.exit_code) == (outcome, 143 if outcome == "stopped" else 1)
+    assert found.cause.startswith(cause)
