@@ -14,6 +14,7 @@ from distributed.exit_codes import UNFIT
 from distributed.host import ssh_call
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.host.ssh_call import UNREACHABLE as SSH_FAILED
+from distributed.host.system import KIT
 from distributed.trust import checked, parse_json
 
 TYPE_CHECKING = False
@@ -101,7 +102,7 @@ class Reply:
         if self.code == SSH_FAILED:
             return ssh_failure(printed, self.node) or UNREACHABLE.format(name=self.node, printed=printed)
         message = next((message for pattern, message in START_FAILURES.items() if pattern in printed), "{printed}")
-        return message.format(printed=re.sub(r"(?<!\S)\S+/scripts/lib/environment\.bash: line \d+: ", "", printed))
+        return message.format(printed=re.sub(rf"{re.escape(str(KIT))}/scripts/lib/[a-z_.]+: line \d+: ", "", printed))
 
 
 def ssh_failure(printed: str, name: str) -> str:
