@@ -241,7 +241,7 @@ with socket.create_server(("", 29500)):
 }
 
 
-@test "a firewall drops or rejects connections to the rendezvous: the run ends within 30 s and names address and port" {
+@test "a firewall drops or rejects connections to the rendezvous: the run ends early and names address and port" {
   local port=29611 rule reason
   echo 'print("at work")' >"my script.py"
   for rule in "DROP no answer" "REJECT --reject-with icmp-host-prohibited No route to host"; do

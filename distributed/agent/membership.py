@@ -151,7 +151,7 @@ class Membership:
         self._store: Store | None = None  # with the prefix of the run; set when this node has joined
         self._coordinator: Coordinator | None = None
         self._status = f"waiting for the first node at {address}"  # while this node has not joined
-        self._unreachable_since: float | None = None  # on the clock; None: the first node has answered
+        self._unreachable_since: float | None = None  # since when the first node does not answer; None: it does
         self._refusal: RendezvousFailed | None = None
         self._end: RunEnd | None = None
         self._complete = self._all_done = self._leaving = self._has_left = self._closed = False
@@ -305,8 +305,8 @@ class Membership:
     def _check_connection(self, error: Exception) -> None:
         """Add to the status why this node cannot connect. Raises RendezvousFailed if waiting longer is useless.
 
-        It is not if a connection is refused, because the agent of the first node may not listen yet, or if nodes are
-        started by hand, because the first node may not be up yet.
+        After a refused connection, this node waits on: the agent of the first node may not listen yet. It also waits on
+        if nodes are started by hand: the first node may not be up yet.
         """
         reason = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None)
         if isinstance(error, ConnectionRefusedError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import _thread
 import time
 
-LONGEST_STEP = 3.0  # seconds between two readings that count; a process that runs reads the clock more often
+LONGEST_STEP = 3.0  # seconds that count between two readings; a process that can run reads the clock at least as often
 
 
 class RunningClock:

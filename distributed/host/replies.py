@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distributed.exit_codes import UNFIT
-from distributed.host import ssh_call
-from distributed.host.ssh_call import LOGIN_SHELL
+from distributed.host.ssh_call import LOGIN_SHELL, login_failure
 from distributed.host.ssh_call import UNREACHABLE as SSH_FAILED
 from distributed.host.system import KIT
 from distributed.trust import checked, parse_json
@@ -97,7 +96,7 @@ class Reply:
         if self.code == UNFIT and (fault := [line for line in self.err.splitlines() if NODE_ENV in line]):
             return fault[-1]  # in_node_env.sh has added the remedy
         if self.code == UNFIT and LOGIN_SHELL in self.err:  # ssh_call has added the remedy, and the name of the node
-            return ssh_call.failure_message(self.err)
+            return login_failure(self.err)
         printed = " ".join(self.err.split()) or f"exit code {self.code}"
         if self.code == SSH_FAILED:
             return ssh_failure(printed, self.node) or UNREACHABLE.format(name=self.node, printed=printed)

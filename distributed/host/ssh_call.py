@@ -115,10 +115,11 @@ class SshCall:
                     if code == UNREACHABLE:
                         raise NotStarted(code, "")
                     reason = f"ended with exit code {code} before it started Muster's command"
-                    raise NotStarted(UNFIT, explain(reason, printed))
+                    raise NotStarted(UNFIT, explain(reason, printed, ended=True))
             if clock.now() >= end:
                 os.kill(self.pid, signal.SIGKILL)  # it may ignore other signals
-                raise NotStarted(UNFIT, explain(f"has not started Muster's command within {timeout:g} s", printed))
+                reason = f"has not started Muster's command within {timeout:g} s"
+                raise NotStarted(UNFIT, explain(reason, printed, ended=False))
 
     def _forward_input(self) -> None:
         with contextlib.suppress(OSError):  # ssh has exited
@@ -142,8 +143,8 @@ class SshCall:
         return code if code >= 0 else 128 - code
 
 
-def explain(reason: str, printed: bytes) -> str:
-    """The message of NotStarted.
+def explain(reason: str, printed: bytes, ended: bool) -> str:
+    """The message of NotStarted. ended: whether the login shell has ended; otherwise, it was still running.
 
     printed: the last output of the login shell. It contains no value of --env-file: these are sent only after READY.
     """
@@ -151,7 +152,7 @@ def explain(reason: str, printed: bytes) -> str:
     last = "".join(filter(str.isprintable, lines[-1].strip()))[:200] if lines else ""
     printed_last = f" (it printed: {last})" if last else ""
     actions, alternative = "read standard input, wait or start another shell", ""
-    if reason.startswith("ended"):
+    if ended:
         actions, alternative = "exit or start another shell", ", or the account may run no commands"
     return (
         f"{LOGIN_SHELL}{reason}{printed_last}; its start-up file there ({START_UP_FILES}) may {actions} "
@@ -159,7 +160,7 @@ def explain(reason: str, printed: bytes) -> str:
     )
 
 
-def failure_message(errors: str) -> str:
+def login_failure(errors: str) -> str:
     """The message of NotStarted in the standard error of this program, with what the node wrote there before."""
     before, _, message = errors.rpartition(LOGIN_SHELL)
     reason, separator, remedy = message.partition("\n")[0].partition("; its start-up file")

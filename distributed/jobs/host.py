@@ -252,8 +252,11 @@ def checked_facts(kind: dict[str, Any], value: Any) -> dict[str, Any]:
         if name == "lines":
             facts[name] = [line[:MAX_LINE] for line in each[-LAST_LINES:]]
         elif name == "metrics":
-            is_nan = {key for key, one in each.items() if one == "NaN" and key not in metrics.POSITIONS}
-            valid = {key: one for key, one in each.items() if is_metric(one) or key in is_nan}
+            valid = {
+                key: one
+                for key, one in each.items()
+                if is_metric(one) or (one == "NaN" and key not in metrics.POSITIONS)
+            }
             facts[name] = {key: valid[key] for key in islice(valid, metrics.MAX_METRICS) if len(key) <= MAX_LINE}
         elif isinstance(each, str):
             facts[name] = each[:MAX_TEXT]

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import KIT, write_file
-from distributed.host import ssh_call, sync_list
+from distributed.host import sync_list
 from distributed.host.clock import RunningClock
 from distributed.host.gpus import query_gpus
 from distributed.host.replies import ssh_failure
-from distributed.host.ssh_call import LOGIN_SHELL
+from distributed.host.ssh_call import LOGIN_SHELL, login_failure
 from distributed.jobs import config, host
 from distributed.jobs.backend import Event, JobServer, NotStarted, ServerUnusable, Unreachable
 from distributed.jobs.base_cache import Cache
@@ -856,7 +856,7 @@ def ssh_error(stderr: str, code: int, name: str) -> Exception:
     if "Temporary failure in name resolution" in stderr:  # this machine may have no network: retry
         return Unreachable(last_line(stderr))
     if LOGIN_SHELL in stderr:
-        return ServerUnusable(ssh_call.failure_message(stderr))
+        return ServerUnusable(login_failure(stderr))
     if error := ssh_failure(" ".join(stderr.split()), name):
         return ServerUnusable(error)
     return Unreachable(last_line(stderr) or f"ssh: exit code {code}")

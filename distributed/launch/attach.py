@@ -43,7 +43,7 @@ class AttachedLaunch(Launch):
             self._refuse(f"its launcher is process {run.launcher.pid} on {run.launcher.host}; attach there")
         if run.launcher.state == lookup.RUNNING:
             self._refuse(f"its launcher, process {run.launcher.pid}, still runs")
-        if not has_lock:  # that launcher has not yet recorded its process id
+        if not has_lock:  # the launcher that holds it has not recorded its process id yet
             self._refuse("another launcher has just attached to it")
         arguments = lookup.constant_arguments(masked(self.call))
         options = arguments[: arguments.index("--")] if "--" in arguments else arguments

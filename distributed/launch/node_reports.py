@@ -3,9 +3,8 @@
 A report is one line: REPORT, a JSON object, a line break. A supervisor reports the exit code of its command, because
 the exit code of ssh or pdsh may be that of a lost connection. In a report, the key "waiting" means that the agent waits
 for the next attempt, the key "lost" names a node that sent no heartbeats to the agent, and the key "signal" is the
-number of a signal to the supervisor, which stops its command afterwards. A follower
-(launch/follow.py) also reports that it follows the command. A task of srun also reports its start, and sends reports as
-heartbeats.
+number of a signal for which the supervisor now stops its command. A follower (launch/follow.py) also reports that it
+follows the command. A task of srun also reports its start, and sends reports as heartbeats.
 """
 
 from __future__ import annotations

@@ -744,25 +744,25 @@ class Watch:
             self.console.leave_terminal()
         if hangup:
             self._record_signal(name)
-        short = name.removeprefix("SIG")
-        grace = self._stop(number)
+        short, grace = name.removeprefix("SIG"), self.options.grace
+        self._stop(number)
         self.console.record(f"{short}: stopping; up to {grace} s to write a checkpoint, {short} again to kill at once")
 
     def stop_after_signal(self, number: int, node: str) -> None:
         """Stop all nodes, because the supervisor of a node has received a signal, and stops its command."""
         if not self.signal and any(one.node == node for one in self.run.nodes):
             self._stops_for_node = True
-            grace, name = self._stop(number), signals.name(number)
-            self.console.record(f"{node}: its supervisor received {name}; stopping the run; up to {grace} s")
+            self._stop(number)
+            limit = f"up to {self.options.grace} s to write a checkpoint"
+            self.console.record(f"{node}: its supervisor received {signals.name(number)}; stopping the run; {limit}")
 
-    def _stop(self, number: int) -> int:
-        """Stop the run because of a signal. Returns the seconds for a checkpoint."""
+    def _stop(self, number: int) -> None:
+        """Stop the run because of a signal."""
         self.signal, self._signal_time = number, time.monotonic()
         if not self.status:
             self.stopped_at = time.time()
         self._request("stop")
         self._schedule(self.options.grace + STOP_TIMEOUT, "abandon")  # supervisors send SIGKILL after the grace period
-        return self.options.grace
 
     def _record_signal(self, name: str) -> None:
         """Record a signal for the verdict."""

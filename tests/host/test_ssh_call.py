@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from distributed.exit_codes import UNFIT
-from distributed.host import ssh_call
-from distributed.host.ssh_call import BLOCK, LOGIN_SHELL
+from distributed.host.ssh_call import BLOCK, LOGIN_SHELL, login_failure
 
 MODULE = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "module.py"
 PROGRAM = [sys.executable, "-I", "-S", str(MODULE), "host.ssh_call"]
@@ -101,5 +100,5 @@ def test_a_signal_that_kills_ssh_is_distinguished_from_an_exit_code_of_the_comma
 def test_a_message_contains_what_the_node_wrote_before(errors: str, said: str) -> None:
     message = f"{LOGIN_SHELL}ended with exit code 1 before it started; its start-up file there may ..."
     expected = message.replace("; its", f"{said}; its")
-    assert ssh_call.failure_message(f"{errors}node1: {message}\n") == expected
-    assert ssh_call.failure_message(f"{errors}node1: {LOGIN_SHELL}").startswith(LOGIN_SHELL)
+    assert login_failure(f"{errors}node1: {message}\n") == expected
+    assert login_failure(f"{errors}node1: {LOGIN_SHELL}").startswith(LOGIN_SHELL)
