@@ -37,6 +37,17 @@ def write_file(path: str | os.PathLike[str], content: str | bytes, mode: int = P
         raise
 
 
+def file_time(directory: str | os.PathLike[str]) -> float:
+    """The Unix time on the clock that stamps the files of a directory: that of a file server may be another."""
+    import tempfile
+
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
+
+
 def user_file(path: str | os.PathLike[str]) -> str:
     """The path of a file that a user names: where a symbolic link leads, unless another user has made the link."""
     follows = not os.path.islink(path) or os.lstat(path).st_uid == os.geteuid()

@@ -135,3 +135,75 @@ print(*(check["summary"] for check in report["checks"] if check["status"] == "fa
   [[ $output == *"  ok      links           no slow node and no slow link between nodes"* ]]
   [[ ${lines[-1]} == "verdict: ok, 3 ranks passed all checks" ]]
 }
+
+
+# Compile a library that sets the clock of a process ahead by SHIFT seconds, and converts times back for waits.
+make_shifted_clock() {
+  g++ -shared -fPIC -O1 -o "$BATS_FILE_TMPDIR/shifted_clock.so" -x c++ - <<'CPP'
+#include <cstdlib>
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <unistd.h>
+static time_t shift() {
+  const char *seconds = getenv("SHIFT");
+  return seconds ? atoi(seconds) : 0;
+}
+extern "C" int clock_gettime(clockid_t clock, struct timespec *now) noexcept {
+  int result = syscall(SYS_clock_gettime, clock, now);
+  if (clock == CLOCK_REALTIME) now->tv_sec += shift();
+  return result;
+}
+extern "C" int gettimeofday(struct timeval *now, void *) noexcept {
+  struct timespec exact;
+  int result = clock_gettime(CLOCK_REALTIME, &exact);
+  *now = {exact.tv_sec, exact.tv_nsec / 1000};
+  return result;
+}
+extern "C" time_t time(time_t *result) noexcept {
+  struct timespec exact;
+  clock_gettime(CLOCK_REALTIME, &exact);
+  if (result) *result = exact.tv_sec;
+  return exact.tv_sec;
+}
+extern "C" int pthread_cond_timedwait(pthread_cond_t *condition, pthread_mutex_t *mutex, const struct timespec *end) {
+  using Wait = int (*)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
+  static Wait wait = reinterpret_cast<Wait>(dlsym(RTLD_NEXT, "pthread_cond_timedwait"));
+  struct timespec shifted = {end->tv_sec - shift(), end->tv_nsec};
+  return wait(condition, mutex, &shifted);
+}
+CPP
+}
+
+
+@test "the rank that failed first is named, although the clock of its node is 5 s ahead or behind" {
+  cat >fails_first.py <<'PYTHON'
+import sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(200):
+    if step == 10 and dist.get_rank() == int(sys.argv[1]):
+        raise SystemExit(3)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        raise SystemExit(4) from None
+    time.sleep(0.02)
+PYTHON
+  make_shifted_clock
+  local seconds launch
+  for seconds in 5 -5; do
+    echo "case \$(uname -n) in *2) export SHIFT=$seconds LD_PRELOAD='$BATS_FILE_TMPDIR/shifted_clock.so' ;; esac" \
+      >"$MUSTER_LAB/bashrc"
+    launch=(timeout 100 "$KIT/scripts/ssh/launch_torchrun_auto.sh" --script fails_first.py - 1 "$N1" "$N2"
+      -- "$((seconds > 0))")
+    run -3 "${launch[@]}" </dev/null
+    echo "$output"
+    [[ $output == *"verdict: failed: rank $((seconds > 0)) on "*" exited with code 3"* ]]
+    grep -q "\"first\": \"$PREFIX$((1 + (seconds > 0)))\"" logs/latest/errors/node_"$N2".json
+    # torchrun records whole seconds.
+    run "${launch[@]:0:3}" --agent torchrun "${launch[@]:3}" </dev/null
+    echo "$output"
+    [[ $output == *"verdict: failed: "*"rank $((seconds > 0)) on "*" exited with code 3"* ]]
+  done
+}

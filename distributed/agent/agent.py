@@ -133,8 +133,11 @@ class Agent(LocalElasticAgent):
     def exchange_records(self) -> int:
         """Exchange failure records with the other nodes, and write them. Returns the exit code of the run."""
         if self.membership and (end := self.end_of_run()):
-            self._write_record(end.node if end.lost else None)
+            lost = end.node if end.lost else None
+            self._write_record(lost)
             self.membership.leave(self.records, collect=True)
+            if (reported := self.membership.first_end) and not reported.lost:
+                self._write_record(lost, reported.node)
             for records in self.membership.records.values():
                 failure_records.write_missing(records)
             self._write_error_file(end)
@@ -243,9 +246,9 @@ class Agent(LocalElasticAgent):
         failures = [failure for failure in self.failures.values() if not failure.ended_by_agent]
         return min(failures, key=lambda failure: failure.time, default=None)
 
-    def _write_record(self, lost: str | None = None) -> None:
+    def _write_record(self, lost: str | None = None, first: str | None = None) -> None:
         failures = [asdict(failure) for _, failure in sorted(self.failures.items())]
-        record = failure_records.node_record(failures, self.succeeded, lost)
+        record = failure_records.node_record(failures, self.succeeded, lost, first)
         self.records |= record
         failure_records.write(record)
 

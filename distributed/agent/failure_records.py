@@ -23,7 +23,8 @@ from distributed.trust import checked, parse_json, printable, read_bytes
 # Kinds for trust.checked(): records of an agent, and its failures, see agent.RankFailure; and of a rank.
 EXIT_CODES = range(1, 256)
 FAILURE: Any = {"rank": int, "local_rank?": int, "pid?": int, "time": float, "exit_code": EXIT_CODES}
-OF_AGENT: Any = {"node?": str, "failures": [FAILURE | {"ended_by_agent": bool}], "succeeded?": [int], "lost?": str}
+OF_AGENT: Any = {"node?": str, "failures": [FAILURE | {"ended_by_agent": bool}], "succeeded?": [int]}
+OF_AGENT |= {"lost?": str, "first?": str}
 OF_RANK: Any = FAILURE | {"node": str, **dict.fromkeys(("exception?", "message?", "traceback?"), str)}
 MAX_FIELD = 1 << 16  # characters of a text that the agents exchange: their store refuses values of 8 MiB
 
@@ -75,9 +76,15 @@ class RankRecord:
         return {}
 
 
-def node_record(failures: Sequence[Mapping[str, Any]], succeeded: Sequence[int], lost: str | None) -> Records:
-    """The record of this node's agent. succeeded: ranks that exited with 0. lost: an unreachable node."""
-    record = {"node": node_name(), "failures": failures, "succeeded": succeeded, "lost": lost}
+def node_record(
+    failures: Sequence[Mapping[str, Any]], succeeded: Sequence[int], lost: str | None, first: str | None = None
+) -> Records:
+    """The record of this node's agent.
+
+    succeeded: ranks that exited with 0. lost: an unreachable node. first: the node that was the first to report a
+    failure to the store of the run.
+    """
+    record = {"node": node_name(), "failures": failures, "succeeded": succeeded, "lost": lost, "first": first}
     content = {name: value for name, value in record.items() if value or name == "failures"}
     return {f"node_{node_name()}.json": content}
 

@@ -154,6 +154,7 @@ class Membership:
         self._unreachable_since: float | None = None  # since when the first node does not answer; None: it does
         self._refusal: RendezvousFailed | None = None
         self._end: RunEnd | None = None
+        self.first_end: RunEnd | None = None  # the first report of all nodes, in the order of their arrival
         self._complete = self._all_done = self._leaving = self._has_left = self._closed = False
         self._has_records = False  # whether all nodes that are not lost have sent their records
         self._rounds = self._news = 0
@@ -405,7 +406,8 @@ class Membership:
         if not self._complete and store.check(["members"]):
             self.members = self._coordinator.members if self._coordinator else self._read_members(store)
             self._complete = True
-        self._end = self._end or read_end(store)
+        self.first_end = self.first_end or read_end(store)
+        self._end = self._end or self.first_end
         self._all_done = self._all_done or bool(read_value(store, "all done"))
         if self._end and (shared := read_value(store, "records", {"complete": bool, "records": Mapping[str, object]})):
             names = {rank: member["node"] for rank, member in self.members.items() if rank != self.rank}

@@ -1,10 +1,11 @@
 """Reports that a program on a node prints for the launcher, between its lines for the console.
 
-A report is one line: REPORT, a JSON object, a line break. A supervisor reports the exit code of its command, because
-the exit code of ssh or pdsh may be that of a lost connection. In a report, the key "waiting" means that the agent waits
-for the next attempt, the key "lost" names a node that sent no heartbeats to the agent, and the key "signal" is the
-number of a signal for which the supervisor now stops its command. A follower (launch/follow.py) also reports that it
-follows the command. A task of srun also reports its start, and sends reports as heartbeats.
+A report is one line: REPORT, a JSON object, a line break. The object has the time on the clock of the node. A
+supervisor reports its start, and the exit code of its command, because the exit code of ssh or pdsh may be that of a
+lost connection. In a report, the key "waiting" means that the agent waits for the next attempt, the key "lost" names a
+node that sent no heartbeats to the agent, and the key "signal" is the number of a signal for which the supervisor now
+stops its command. A follower (launch/follow.py) also reports that it follows the command. A task of srun also sends
+reports as heartbeats.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ REPORT_TOKEN = "MUSTER_REPORT_TOKEN"  # variable of a supervisor, which its comm
 
 def format_report(**facts: object) -> bytes:
     import json  # not at the top: a supervisor starts before every command
+    import time
 
-    return REPORT + json.dumps(facts).encode() + b"\n"
+    return REPORT + json.dumps({"time": time.time()} | facts).encode() + b"\n"
 
 
 def parse_report(line: bytes) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def parse_report(line: bytes) -> dict[str, Any]:
     end |= {"ended_by_agent?": bool}
     of_task = {"step?": str, "tasks?": range(1, 1 << 16), "failed?": code, "end?": end}
     report = {"node": str, "exit_code?": code, "waiting?": bool, "lost?": str, "following?": bool, "token?": str}
-    report |= {"signal?": range(1, 65)}
+    report |= {"signal?": range(1, 65), "time?": float}
     return checked(report | of_task, parse_json(line), "report")
 
 

@@ -436,7 +436,7 @@ class Launch:
         if stopped:
             code = INTERRUPTED if stopped == signal.SIGINT else TERMINATED
         resume = RESUME if self.options.max_requeues is None else ""  # requeue.py prints whether the job is requeued
-        code, text = conclude(self.directory, code, bool(stopped), resume, self.watch.stopped_at)
+        code, text = conclude(self.directory, code, bool(stopped), resume, self.watch.stopped_at, self.watch.clocks)
         self.console.show(printable(text + write_report(self.directory), LAYOUT).encode(), 2)
         return code
 

@@ -485,6 +485,8 @@ class Supervisor:
                 os._exit(126)
         for file in {*outputs, *pipes}:
             os.close(file)
+        if self.options.report and self._streams:
+            self._streams[0].put(self.report())
         self._start_helpers()
 
     def _open_attempt_pipes(self, env: Environment) -> list[int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import threading
@@ -198,6 +199,7 @@ class Watch:
         self._disconnected: set[str] = set()  # nodes that are to be followed again
         self.queries: set[Client] = set()  # calls that query the nodes to find out whether the run hangs
         self.tokens: dict[str, str] = {}  # with pdsh: node -> what its reports contain
+        self.clocks: dict[str, float] = {}  # node -> seconds that its clock is ahead of the one here
         self.waiting: set[str] = set()  # nodes whose agent waits for the next attempt
         self.replaces = False  # whether the run can continue after losing nodes: with spare nodes or with fewer nodes
         self.spares: list[RunNode] = []
@@ -316,6 +318,9 @@ class Watch:
                     reason = item if isinstance(item, ValueError) else f"about {shown(item['node'])}"
                     self.console.record(f"{name}: invalid report, ignored ({reason})")
                 else:
+                    if sent := item.get("time"):  # the least delayed report shows the clock best
+                        ahead = self.clocks.get(item["node"], -math.inf)
+                        self.clocks[item["node"]] = max(ahead, sent - time.time())
                     if number := item.get("signal"):
                         self.stop_after_signal(number, item["node"])
                     handle_report(item)

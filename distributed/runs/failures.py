@@ -81,6 +81,8 @@ class Evidence:
     launched: str = ""  # see user_code.launched_package()
     signals: tuple[SentSignal, ...] = ()  # by time
     changes: tuple[str, ...] = ()  # of nodes, see records.node_changes()
+    first: str = ""  # the node whose agent was the first to report a failure to the agents' store
+    clocks: Set[str] = frozenset()  # nodes whose times are on the clock of the launching side
 
     @property
     def signal(self) -> SentSignal | None:
@@ -92,8 +94,12 @@ Failures = dict[tuple[str, int], Failure]  # by node and rank
 Logs = Mapping[str, Path]  # by node; the lines of all logs of a large run would not fit into memory
 
 
-def gather(run: Path) -> Evidence:
-    """Read all records in a run directory. Merge records about the same rank."""
+def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
+    """Read all records in a run directory. Merge records about the same rank.
+
+    clocks: node -> seconds that its clock is ahead of that of the launching side.
+    """
+    clocks = clocks or {}
     warnings: list[str] = []
     facts = read_object(run / "run.json", warnings)
     excluded = _nodes_not_in_attempt(facts)
@@ -110,8 +116,10 @@ def gather(run: Path) -> Evidence:
         succeeded={rank: node for rank, node in succeeded if rank is not None},
         hang=read_object(run / "hang.json", warnings),
         launched=launched_package(facts),
-        signals=_sent_signals(run, warnings),
+        signals=_sent_signals(run, warnings, clocks),
         changes=node_changes(facts),
+        first=next((first for agent in agents if (first := text(agent.get("first")))), ""),
+        clocks=clocks.keys(),
     )
     logs = {path.name[5:-4]: path for path in sorted(run.glob("node_*.log")) if path.name[5:-4] not in excluded}
     from_agents = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("failures"))]
@@ -123,8 +131,9 @@ def gather(run: Path) -> Evidence:
     either = causes | ends
     failures += [either[key] for key in sorted(causes.keys() ^ ends.keys())]
     connections = list(_lost_connections(run, warnings))
-    failures += connections
     failures += _supervisor_records(run, facts, warnings, {failure.node for failure in connections})
+    failures = [replace(one, time=_seconds({"time": one.time}, clocks.get(one.node, 0.0))) for one in failures]
+    failures += connections
     failures += _failed_agents(known, logs, recorded={failure.node for failure in failures})
     failures += _lost_nodes(run, known, failures, agents)
     failures = [failure for failure in failures if failure.node not in excluded]
@@ -180,9 +189,11 @@ def _exit_codes(run: Path, warnings: list[str]) -> dict[str, int]:
     return codes
 
 
-def _sent_signals(run: Path, warnings: list[str]) -> tuple[SentSignal, ...]:
-    records = [read_object(path, warnings) for path in sorted(run.glob("errors/signal_*.json"))]
-    sent = [SentSignal(text(one.get("signal")), text(one.get("sender")), _seconds(one)) for one in records]
+def _sent_signals(run: Path, warnings: list[str], clocks: Mapping[str, float]) -> tuple[SentSignal, ...]:
+    sent = []
+    for path in sorted(run.glob("errors/signal_*.json")):
+        record, ahead = read_object(path, warnings), clocks.get(path.stem.rpartition("_")[0][7:], 0.0)
+        sent.append(SentSignal(text(record.get("signal")), text(record.get("sender")), _seconds(record, ahead)))
     return tuple(sorted((one for one in sent if one.name), key=lambda one: one.time or 0.0))
 
 
@@ -320,6 +331,7 @@ def _exit_code(value: object) -> int | None:
     return code if code is None else (128 - code if code < 0 else code) & 0xFF
 
 
-def _seconds(record: Mapping[str, Any]) -> float | None:
-    seconds = number(record.get("time"))
+def _seconds(record: Mapping[str, Any], ahead: float = 0.0) -> float | None:
+    """The time of a record. ahead: seconds that the clock of its node is ahead."""
+    seconds = number(record.get("time")) - ahead
     return seconds if math.isfinite(seconds) else None

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from distributed.files import file_time
 from distributed.host.stacks import format_traceback
 from distributed.runs.hang_analysis import (
     BUSY_TIMEOUT,
@@ -107,7 +108,7 @@ def wait(seconds: float) -> Wait:
     return Wait(max(1, math.ceil(seconds)))
 
 
-def seconds_without_output(directory: Path, now: float) -> float:
+def seconds_without_output(directory: Path) -> float:
     """Seconds since the last output or metric in files that this machine sees; infinite without such files.
 
     If the nodes share the run directory, as under SLURM, these files include all logs, and reading them saves queries.
@@ -115,7 +116,7 @@ def seconds_without_output(directory: Path, now: float) -> float:
     """
     times = [path.stat().st_mtime for path in directory.glob("node_*.log")]
     times += [path.stat().st_mtime for path in directory.glob("metrics.jsonl")]
-    return max(0.0, now - max(times)) if times else math.inf
+    return max(0.0, file_time(directory) - max(times)) if times else math.inf
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class HangWatch:
         The decision is Wait if files on this machine show recent output, otherwise Query. watched: seconds since the
         watch started; earlier time is not counted.
         """
-        silent, idle_timeout = seconds_without_output(self.run.directory, time.time()), min(self.timeout, IDLE_TIMEOUT)
+        silent, idle_timeout = seconds_without_output(self.run.directory), min(self.timeout, IDLE_TIMEOUT)
         if min(silent, watched) >= idle_timeout:
             return Query(0), ""
         return wait(idle_timeout - min(silent, watched)), self._notice_on(Observation((), (), 0, 0.0, silent), silent)
@@ -196,7 +197,7 @@ class HangWatch:
     def check_replies(self, replies: Sequence[NodeReply], watched: float, query: Query) -> tuple[Decision, str]:
         """Return the decision after a query, and a notice, empty for none."""
         statuses = [reply.status for reply in replies if reply.status]
-        progress = read_progress(self.run.directory, time.time())
+        progress = read_progress(self.run.directory)
         observed = observe_ranks(replies, progress, watched, self.run.launched)
         silent = min(observed.silent, watched)
         if len(statuses) < len(replies):  # the missing node may make progress

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed import metrics
-from distributed.files import read_json
+from distributed.files import file_time, read_json
 from distributed.host import process_scan
 from distributed.host.gpus import count, mebibytes, query, query_rows, table
 from distributed.host.replies import format_reply
@@ -93,14 +93,14 @@ class RunProgress:
     origin: str = ""  # see metrics.ORIGINS; "": logged by the run
 
 
-def read_progress(directory: Path, now: float) -> RunProgress:
+def read_progress(directory: Path) -> RunProgress:
     """The progress of a run according to the files in its directory."""
     if not (path := metrics.find(directory)):
         return RunProgress()
     found, origin = metrics.newest(path), metrics.ORIGINS[os.path.basename(path)]
     silent = None
     with suppress(OSError):
-        silent = None if origin else max(0.0, now - os.stat(path).st_mtime)
+        silent = None if origin else max(0.0, file_time(directory) - os.stat(path).st_mtime)
     step, steps = (int(found[key]) if key in found else None for key in ("step", "steps"))
     return RunProgress(step, steps, found.get("loss"), silent, found.get("epoch") if origin else None, origin)
 
@@ -304,11 +304,11 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
     gpus, users, error = query_gpus() if seconds else ({}, [], "")
     time.sleep(max(0.0, seconds - (time.monotonic() - start)))
     after, elapsed = processes_of(run, node), time.monotonic() - start
-    by_rank, written = processes_by_rank(after), output_files(Path(run), node)
+    by_rank, written, now = processes_by_rank(after), output_files(Path(run), node), file_time(run)
 
     def status_of(local_rank: int) -> RankStatus:
         processes, files = by_rank.get(local_rank, []), written.get(local_rank, [])
-        silent, line = last_output(files, time.time())
+        silent, line = last_output(files, now)
         if not processes:
             return RankStatus(first_rank + local_rank, local_rank, None, silent=silent, line=line)
         text, frames = read_stacks(processes[0], str(files[0].parent)) if stacks and files else ("", ())
@@ -329,7 +329,7 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
     with ThreadPoolExecutor(8) as pool:  # py-spy takes a moment for each rank
         ranks = tuple(pool.map(status_of, sorted(set(range(count)) | set(by_rank))))
     line = last_line(Path(run, f"node_{node}.log"))
-    progress = read_progress(Path(run), time.time())
+    progress = read_progress(Path(run))
     host, stopped = os.uname().nodename, stopped_processes(run, node, after)
     return NodeStatus(host, elapsed, ranks, tuple(after), line, tuple(gpus.values()), error, progress, stopped)
 

@@ -352,7 +352,7 @@ class Viewer:
         elif run.launcher.state == EXITED:
             decided = decide(run.directory)  # the launcher was killed before it wrote verdict.json
             verdict = asdict(decided) | {"written": decided.time or now}
-        progress = read_progress(run.directory, now)
+        progress = read_progress(run.directory)
         if progress == RunProgress():
             known = (reply.status.progress for reply in replies if reply.status)
             progress = replace(next((one for one in known if one.step is not None), progress), silent=None)

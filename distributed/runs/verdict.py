@@ -12,8 +12,10 @@ Failures are therefore ordered by kind, causes before consequences, and then by 
     a rank that lost its connection to others or timed out waiting for them: the cause was not recorded
     a rank that was stopped on request or terminated
 
-The cause is the earliest failure of the first of these kinds that occurred. Clocks of nodes differ by up to a second,
-and torchrun records whole seconds: if two ranks raised errors within that time, the verdict names both.
+The cause is the earliest failure of the first of these kinds that occurred. Nodes are ordered by the arrival of their
+agents' reports in their store, if it is recorded, and otherwise by time. The launcher knows the clocks of its nodes
+within a second, and torchrun records whole seconds: if two ranks raised errors within that time, or on nodes whose
+clocks are not known, the verdict names both.
 
 Try it: python -m distributed.runs.verdict logs/latest
 """
@@ -26,10 +28,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
@@ -172,21 +174,21 @@ def decisive_exception(failure: Failure) -> LoggedException:
     return chain[0] if first is Kind.OWN_ERROR and last is not Kind.OWN_ERROR else chain[-1]
 
 
-def first_failure(failures: Iterable[Failure]) -> Failure:
-    """The earliest failure of the likeliest kind. failures: one or more, in any order."""
-    return min(failures, key=_order)
+def first_failure(failures: Iterable[Failure], first: str = "") -> Failure:
+    """The earliest failure of the likeliest kind. failures: one or more, in any order. first: see Evidence."""
+    return min(failures, key=partial(_order, first))
 
 
-def _order(failure: Failure) -> tuple[Kind, float, str, int]:
-    time = math.inf if failure.time is None else failure.time
-    return kind_of(failure), time, failure.node, -1 if failure.rank is None else failure.rank
+def _order(first: str, failure: Failure) -> tuple[Kind, bool, float, str, int]:
+    time, rank = (math.inf if failure.time is None else failure.time), (-1 if failure.rank is None else failure.rank)
+    return kind_of(failure), failure.node != first, time, failure.node, rank
 
 
 def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
     """Yield a failure for each rank that others waited for; its witness is what these others reported."""
     waited = [one for one in evidence.failures if one.rank is not None and kind_of(one) is Kind.COLLATERAL]
     if waited and evidence.succeeded:
-        first, rank, more = first_failure(waited), min(evidence.succeeded), len(evidence.succeeded) - 1
+        first, rank, more = first_failure(waited, evidence.first), min(evidence.succeeded), len(evidence.succeeded) - 1
         others = f"and {more} more rank{'s' * (more > 1)} " if more else ""
         line = _location(first, evidence.launched)
         witness = f"{others}ended with exit code 0 while {name_of(first)} was in a collective{line}"
@@ -210,7 +212,8 @@ def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
     active = [one for one in evidence.failures if one.rank is not None and kind_of(one) is not Kind.TERMINATED]
     recorded, size = {one.rank or 0 for one in waited}, sum(map(len, evidence.ranks.values()))
     if waited and active == waited and len(recorded) == size - 1 and max(recorded) < size:
-        yield missing(sum(range(size)) - sum(recorded), first_failure(waited), ": only this rank reported nothing; ")
+        first = first_failure(waited, evidence.first)
+        yield missing(sum(range(size)) - sum(recorded), first, ": only this rank reported nothing; ")
 
 
 def judge(
@@ -224,7 +227,7 @@ def judge(
     """
     if evidence.hang:  # failures of ranks are ignored: the launcher stopped them
         return _hung(evidence.hang)
-    failures = sorted([*evidence.failures, *missing_ranks(evidence)], key=_order)
+    failures = sorted([*evidence.failures, *missing_ranks(evidence)], key=partial(_order, evidence.first))
     if not failures or (_all_succeeded(evidence) and (not launcher_code or launcher_code in INTERRUPTED)):
         return _nothing_failed(evidence, launcher_code)
     cause, kind = failures[0], kind_of(failures[0])
@@ -386,11 +389,16 @@ def _remarks(cause: Failure, evidence: Evidence) -> str:
     if same := [describe(one) for one in others].count(describe(cause)):
         return f"; the same on {same} more rank{'s' * (same > 1)}"
     for other in others:
-        if other.time is not None and cause.time is not None:
+        if other.node != cause.node and cause.node == evidence.first:
+            continue
+        why = "too close in time to tell which was first"
+        if other.node != cause.node and not {other.node, cause.node} <= evidence.clocks:
+            why = "which was first is not known, because the clocks of nodes may differ"
+        elif other.time is not None and cause.time is not None:
             inexact = other.node != cause.node or other.time.is_integer() or cause.time.is_integer()
             if abs(other.time - cause.time) > CLOCK_TOLERANCE * inexact:
                 continue
-        return f"; too close in time to tell which was first: {_sentence(other)}"
+        return f"; {why}: {_sentence(other)}"
     return ""
 
 
@@ -487,12 +495,13 @@ def conclude(
     signaled: bool = True,
     resume: str = RESUME,
     stopped_at: float | None = None,
+    clocks: Mapping[str, float] | None = None,
 ) -> tuple[int, str]:
     """Write verdict.json. Returns the exit code for the launcher, and the text to print.
 
-    launcher_code, signaled, stopped_at: see judge(). resume: see render().
+    launcher_code, signaled, stopped_at: see judge(). resume: see render(). clocks: see gather().
     """
-    evidence = gather(run)
+    evidence = gather(run, clocks)
     verdict = replace(judge(evidence, launcher_code, signaled, stopped_at), changes=evidence.changes)
     warnings = list(evidence.warnings)
     try:

@@ -175,11 +175,10 @@ class Task(supervisor.Supervisor):
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats. Runs in a thread, because a disk may block the main thread."""
-        heartbeat = self.report()
         while True:
             time.sleep(HEARTBEAT_INTERVAL)
             try:
-                os.write(1, heartbeat)
+                os.write(1, self.report())
             except BlockingIOError:
                 pass  # srun is slow
             except OSError:

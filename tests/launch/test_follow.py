@@ -1,6 +1,7 @@
 """launch.follow shows the output of a command with --lease 0, passes requests on, and reports how the command ended."""
 
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from test_supervisor import SUPERVISOR, TIMEOUT, WITH_CHILDREN, SupervisedRun, kill, run, wait_until
 
-from distributed.launch.node_reports import format_report
+from distributed.launch.node_reports import REPORT, parse_report
 
 __all__ = ["run"]  # a fixture
 
@@ -26,11 +27,17 @@ def start(run: SupervisedRun, script: str) -> None:
     wait_until(lambda: "ready" in run.log)
 
 
+def read_report(follower: Any) -> dict[str, Any]:
+    report = parse_report(follower.stdout.readline().removeprefix(REPORT))
+    assert abs(report.pop("time") - time.time()) < TIMEOUT
+    return report
+
+
 @contextmanager
 def following(run: SupervisedRun, *options: str) -> Iterator[Any]:
     command = follow(run, "--report", *options)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as follower:
-        assert follower.stdout and follower.stdout.readline() == format_report(node="n1", following=True)
+        assert read_report(follower) == {"node": "n1", "following": True}
         yield follower
 
 
@@ -42,7 +49,7 @@ def test_output_after_an_offset_is_shown_and_a_stop_request_is_passed_on(
     with following(run, "--offset", "0") as follower:
         assert follower.stdout.readline() == b"ready\n"
         follower.stdin.write(request_)
-        assert follower.stdout.readline() == format_report(node="n1", exit_code=code)
+        assert read_report(follower) == {"node": "n1", "exit_code": code}
         assert follower.wait(TIMEOUT) == code
     assert run.code == code
 
@@ -71,7 +78,7 @@ def test_if_the_supervisor_was_killed_its_processes_are_ended_and_exit_code_137_
     start(run, WITH_CHILDREN)
     kill(run.pid("guard"), run.pid("supervisor"))
     with following(run) as follower:
-        assert follower.stdout.readline() == format_report(node="n1", exit_code=137)
+        assert read_report(follower) == {"node": "n1", "exit_code": 137}
         assert follower.wait(TIMEOUT) == 137
     assert not run.remaining()
 

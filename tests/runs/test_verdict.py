@@ -343,11 +343,46 @@ def test_a_rank_that_another_one_names_as_missing_is_the_cause(exception: str, m
 def test_two_causes_are_both_named_if_the_clocks_do_not_show_which_was_first() -> None:
     one, other = raised("ValueError", "x", rank=0, node="n1"), died(137, rank=1, node="n2", time=TIME + 0.6)
     both = "rank 0 on n1 raised ValueError: x; too close in time to tell which was first: rank 1 on n2 died of SIGKILL"
-    assert verdict.judge(Evidence((one, other))).cause == both
-    assert "too close" not in verdict.judge(Evidence((one, replace(other, time=TIME + 1.1)))).cause
+    known = Evidence((one, other), clocks={"n1", "n2"})
+    assert verdict.judge(known).cause == both
+    assert "too close" not in verdict.judge(replace(known, failures=(one, replace(other, time=TIME + 1.1)))).cause
     assert "too close" not in verdict.judge(Evidence((one, replace(other, node="n1")))).cause
     whole = (replace(one, time=1_700_000_000.0), replace(other, node="n1"))
     assert "too close" in verdict.judge(Evidence(whole)).cause, "torchrun's whole seconds on one node"
+
+
+def test_two_causes_on_nodes_with_unknown_clocks_are_both_named() -> None:
+    one, other = raised("ValueError", "x", rank=0, node="n1"), died(137, rank=1, node="n2", time=TIME + 5)
+    both = (
+        "rank 0 on n1 raised ValueError: x; which was first is not known, because the clocks of nodes may differ: "
+        "rank 1 on n2 died of SIGKILL"
+    )
+    assert verdict.judge(Evidence((one, other))).cause == both
+    assert verdict.judge(Evidence((one, other), clocks={"n1"})).cause == both
+
+
+def test_the_node_that_reported_first_to_the_agents_store_is_first_whatever_its_clock_says(run: RunDirectory) -> None:
+    one, other = died(3, rank=0, node="n1", time=TIME + 5), died(4, rank=1, node="n2")
+    found = verdict.judge(Evidence((one, other), first="n1"))
+    assert (found.rank, found.exit_code, found.cause) == (0, 3, "rank 0 on n1 exited with code 3")
+    lost = [raised("RuntimeError", CLOSED, rank=rank, node=f"n{rank}", time=TIME - rank) for rank in (0, 1)]
+    assert verdict.judge(Evidence(tuple(lost), first="n0")).rank == 0
+    run.file("errors/node_n2.json", {"node": "n2", "failures": [], "first": "n1"})
+    assert gather(run.path).first == "n1"
+
+
+def test_times_of_nodes_are_converted_to_the_clock_of_the_launching_side(run: RunDirectory) -> None:
+    """The rank that failed first is on a node whose clock is 5 s ahead."""
+    for rank, (code, seconds) in enumerate([(4, 0.5), (3, 5.0)]):
+        failure = {"rank": rank, "time": TIME + seconds, "exit_code": code}
+        run.file(f"errors/node_n{rank + 1}.json", {"failures": [failure]})
+    run.file("errors/signal_n2_SIGUSR1.json", {"signal": "SIGUSR1", "sender": "from SLURM", "time": TIME + 3})
+    evidence = gather(run.path, {"n1": 0.0, "n2": 5.0})
+    assert {failure.rank: failure.time for failure in evidence.failures} == {0: TIME + 0.5, 1: TIME}
+    assert evidence.signal and evidence.signal.time == TIME - 2
+    found = verdict.judge(evidence)
+    assert (found.rank, found.exit_code) == (1, 3)
+    assert "too close in time to tell which was first: rank 0 on n1 exited with code 4" in found.cause
 
 
 def test_the_same_error_on_every_rank_is_counted() -> None:
