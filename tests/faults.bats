@@ -60,8 +60,13 @@ def fail(fault):
         threading.Thread(target=time.sleep, args=(1000,)).start()
         raise ValueError("boom")
     elif fault == "fills":
-        while True:
-            print(1000 * "x")
+        for _ in range(1000):
+            print(1000 * "x", flush=True)
+    elif fault == "fills_and_needs":
+        for _ in range(1000):
+            print(1000 * "x", flush=True)
+        with open(f"{run}/needed", "w") as file:
+            file.write(100_000 * "x")
     else:
         sys.exit(int(fault))
 
@@ -302,14 +307,46 @@ with socket.create_server(("", 29500)):
 }
 
 
-@test "the disk with the logs is full: the run ends with the rank's exit code, and the message names the file" {
+@test "the disk with the logs is full: the training that needs no logs goes on, and lost output is counted" {
   faulty_script
-  run timeout 90 "$LAUNCH" --log-dir "$SMALL_DISK" --script "my script.py" - 1 "$N1" "$N2" -- fills 1
+  rm -rf "${SMALL_DISK:?}"/*
+  timeout 90 "$LAUNCH" --log-dir "$SMALL_DISK" --script "my script.py" - 1 "$N1" "$N2" -- fills 1 >out 2>&1 &
+  LAUNCHER=$!
+  wait_for_line out "/attempt_0/0/stdout.log: No space left on device: output is lost"
+  : >"$(readlink -f "$SMALL_DISK/latest")/go"
+  wait_for_exit "$LAUNCHER"
+  cat out
+  [ "$status" -eq 0 ]
+  grep -q "^rank 1: [0-9,]* bytes of its output are lost$" out
+  grep -q "^verdict: ok: all ranks exited with 0" out
+  [ "$(grep -c "output is lost" out)" -le 4 ] # once for each rank and node
+}
+
+
+@test "the disk with the logs is full: a rank that needs it fails, and the verdict names the disk" {
+  faulty_script
+  rm -rf "${SMALL_DISK:?}"/*
+  run timeout 90 "$LAUNCH" --log-dir "$SMALL_DISK" --script "my script.py" - 1 "$N1" "$N2" -- fills_and_needs 1
   [ "$status" -eq 1 ]
-  [[ "$output" == *"agent: rank 1 (pid "*") failed with exit code 1"*"verdict: failed: "* ]]
-  [[ "$output" == *"cannot write $SMALL_DISK/my-script-"*"No space left on device"* ]]
+  [[ "$output" == *"rank 1: exit code 1, OSError: [Errno 28] No space left on device; cannot write $SMALL_DISK/my-script-"* ]]
+  [[ "$output" == *"verdict: failed: "*"$SMALL_DISK"*": No space left on device"* ]]
   [[ "$output" != *Traceback* ]]
   run ! grep -qsz "^MUSTER_RUN_DIR=$SMALL_DISK" /proc/[0-9]*/environ
+}
+
+
+@test "a node that cannot write run directories is refused before the start, and named" {
+  faulty_script
+  local program
+  rm -rf "${SMALL_DISK:?}"/*
+  head -c 1M /dev/zero >"$SMALL_DISK/filler" || true
+  for program in "$LAUNCH" "$KIT/scripts/ssh/launch_pdsh_multinode.sh"; do
+    run timeout 90 "$program" --log-dir "$SMALL_DISK" --script "my script.py" - 1 "$N1" "$N2"
+    [ "$status" -eq 69 ]
+    [[ "$output" == *"preflight: $N2: no run directory can be written there: $SMALL_DISK: No space left on device; choose another --log-dir"* ]]
+    [ ! -e "$SMALL_DISK/latest" ]
+  done
+  rm "$SMALL_DISK/filler"
 }
 
 

@@ -3,6 +3,7 @@
 
     python tests/random_faults.py --seed 7 --count 200 --topology machine    one machine, 3 ranks
     python tests/random_faults.py --seed 7 --count 200 --topology nodes      3 laboratory nodes, 2 ranks each
+    python tests/random_faults.py --seed 7 --count 200 --topology pdsh       the same nodes, started by pdsh
     python tests/random_faults.py --seed 7 --only 12 --topology nodes        repeat the fault 12 of this seed
 
 Each fault is drawn from its seed and number: what fails (a process is killed or stopped, a node is disconnected or
@@ -69,7 +70,8 @@ SIGNALS = ("SIGKILL", "SIGSEGV", "SIGSTOP")
 PROCESSES = ("rank", "agent", "fork server", "supervisor", "guard", "launcher")
 SCRIPT_FAULTS = ("exits with 0", "hangs", "loops", "raises", "allocates", "writes NaN")
 REQUESTS = ("stop.sh", "SIGINT", "SIGHUP", "SIGTERM of supervisor")
-DISK_FAULTS = ("full disk", "read-only disk", "EIO")
+DISK_FAULTS = ("full disk", "full log disk", "read-only disk", "EIO")
+LOG_DISK = 64 << 20  # bytes of the disk with the run directories
 HANGS = ("hangs", "loops", "SIGSTOP of rank")
 
 
@@ -107,16 +109,16 @@ class Case:
 
 def kinds(topology: str) -> list[list[str]]:
     """The groups of faults; each group is drawn equally often."""
-    processes = [*PROCESSES, *(("ssh", "ssh master") if topology == "nodes" else ())]
+    processes = [*PROCESSES, *(("ssh", "ssh master") if topology == "nodes" else ())]  # pdsh starts ssh on its own
     groups = [[f"{name} of {process}" for name in SIGNALS] for process in processes]
     groups += [list(SCRIPT_FAULTS), list(SCRIPT_FAULTS), list(REQUESTS), list(DISK_FAULTS), ["damaged checkpoint"]]
     groups += [["suspension"]]  # of all processes of the run, as when the machine sleeps
-    return [*groups, ["cut"], ["power off"]] if topology == "nodes" else groups
+    return groups if topology == "machine" else [*groups, ["cut"], ["power off"]]
 
 
 def draw(seed: int, number: int, topology: str) -> Case:
     rng = random.Random(f"{seed} {topology} {number}")
-    ranks = 6 if topology == "nodes" else 3
+    ranks = 3 if topology == "machine" else 6
     faults = tuple(
         Fault(rng.choice(rng.choice(kinds(topology))), rng.randrange(ranks), rng.choice((2.0, 16.0, 40.0)))
         for _ in range(1 + (rng.random() < 0.15))
@@ -166,7 +168,7 @@ def expected(fault: Fault, node: str, topology: str, moment: str) -> Expected:  
     """Return what a fault may lead to. node: the node of its rank."""
     what, rank = fault.what, fault.rank
     name, _, process = what.partition(" of ")
-    several, times_out = topology == "nodes", fault.pause > LEASE
+    several, times_out = topology != "machine", fault.pause > LEASE
     lost = Cause(f"^{node}: connection lost", (69, 137, 139), node)
     any_lost = Cause(": connection lost", (69, 137, 139))
     hung = Cause("^hung: ", (124,), *((node, rank) if moment in ("step", "save") else ()))
@@ -189,12 +191,14 @@ def expected(fault: Fault, node: str, topology: str, moment: str) -> Expected:  
         return Expected((), (-signal.Signals[name],))
     if process == "launcher":
         return Expected((any_lost,) if several and times_out else (), required=False)  # the run may end first
+    refused_here = (69,) if moment == "start" else ()  # before the run exists, the launch says which node it lost
     if process == "ssh" and name != "SIGSTOP":
-        return Expected((Cause(f"{lost.pattern}: its ssh client on the launching side", lost.codes, node),))
+        lost_client = Cause(f"{lost.pattern}: its ssh client on the launching side", lost.codes, node)
+        return Expected((lost_client,), refused_here)
     if process == "ssh":
         return Expected((lost,) if times_out else ())
     if process == "ssh master":
-        return Expected((any_lost,) if times_out or name != "SIGSTOP" else ())
+        return Expected((any_lost,) if times_out or name != "SIGSTOP" else (), refused_here)
     if process:  # the guard, or a stopped supervisor
         return Expected(())
     if what in ("cut", "power off"):
@@ -202,6 +206,8 @@ def expected(fault: Fault, node: str, topology: str, moment: str) -> Expected:  
         return Expected((lost, *poweroff), (69,), required=what == "power off" or times_out)
     if what == "suspension":
         return Expected(())
+    if what == "full log disk":  # no training needs it, but no run starts on it
+        return Expected((), (1, 69) if moment == "start" else ())
     if what == "damaged checkpoint":
         return Expected((killed(rank, node),))
     if what in DISK_FAULTS:
@@ -232,7 +238,11 @@ class Place:
     weights: dict[str, str] = field(default_factory=dict)  # checksums of the files of the last checkpoint of that run
 
     def node_of(self, rank: int) -> str:
-        return self.nodes[rank // 2] if self.topology == "nodes" else self.nodes[0]
+        return self.nodes[rank // 2] if self.has_nodes else self.nodes[0]
+
+    @property
+    def has_nodes(self) -> bool:
+        return self.topology != "machine"
 
     def lab(self, *arguments: str) -> None:
         environment = {**os.environ, "MUSTER_LAB": str(self.base / "lab")}
@@ -247,7 +257,7 @@ class Place:
     def listening(self) -> set[tuple[str, str]]:
         """The listening ports of each node."""
         found = set()
-        for node in self.nodes if self.topology == "nodes" else []:
+        for node in self.nodes if self.has_nodes else []:
             pid = (self.base / "lab" / node / "sshd.pid").read_text().strip()
             for table in ("tcp", "tcp6"):
                 lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
@@ -255,8 +265,8 @@ class Place:
         return found
 
     def command(self, directory: Path, hang_timeout: float) -> list[str]:
-        several = self.topology == "nodes"
-        launcher = "launch_torchrun_auto.sh" if several else "launch_singlenode.sh"
+        several, names = self.has_nodes, {"nodes": "launch_torchrun_auto.sh", "pdsh": "launch_pdsh_multinode.sh"}
+        launcher = names.get(self.topology, "launch_singlenode.sh")
         return [
             str(KIT / "scripts/ssh" / launcher),
             "--max-restarts", str(RESTARTS), "--hang-timeout", f"{hang_timeout:.0f}",
@@ -268,25 +278,37 @@ class Place:
     def checkpoints(self, directory: Path) -> Path:
         return self.base / "disk" / directory.name
 
+    def logs(self, directory: Path) -> Path:
+        return self.base / "log disk" / directory.name
+
+    def make_directories(self, directory: Path) -> None:
+        """Make the directories of a run that do not exist."""
+        for path in (directory / "tmp", directory / "x", self.checkpoints(directory), self.logs(directory)):
+            path.mkdir(parents=True, exist_ok=True)
+        if not (directory / "logs").exists():
+            (directory / "logs").symlink_to(self.logs(directory))
+
 
 @contextlib.contextmanager
 def opened(topology: str, base: Path) -> Iterator[Place]:
-    """Mount the disk for checkpoints, which laboratory nodes share, and start the nodes."""
+    """Mount the disks for checkpoints and for run directories, which laboratory nodes share, and start the nodes."""
     place = Place(topology, base, [os.uname().nodename])
-    disk = base / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(disk)], check=True)
+    disks = {base / "disk": DISK, base / "log disk": LOG_DISK}
+    for disk, size in disks.items():
+        disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=True)
     try:
-        if topology == "nodes":
+        if place.has_nodes:
             prefix = "f" + "".join("abcdefghij"[int(digit)] for digit in str(os.getpid()))
             place.nodes = [f"{prefix}{number}" for number in (1, 2, 3)]
             place.lab(*place.start_nodes)
         yield place
     finally:
-        if topology == "nodes":
+        if place.has_nodes:
             place.lab("down")
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
-        disk.rmdir()
+        for disk in disks:
+            subprocess.run(["umount", "--lazy", str(disk)], check=True)
+            disk.rmdir()
 
 
 # ---------------------------------------------------------------- processes of a run
@@ -319,9 +341,7 @@ class Run:
 
     def __init__(self, place: Place, directory: Path, hang_timeout: float = 0.0) -> None:
         self.place, self.directory = place, directory
-        for name in ("tmp", "x", "logs"):
-            (directory / name).mkdir(parents=True, exist_ok=True)
-        place.checkpoints(directory).mkdir(exist_ok=True)
+        place.make_directories(directory)
         (directory / "tiny.yaml").write_text(SETTINGS)
         (directory / "text.txt").write_bytes(bytes(range(32, 127)) * 40)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RANDOM_FAULTS": str(directory)}
@@ -528,11 +548,8 @@ class Injector:
 
     def _break_disk(self, what: str) -> None:
         failed, due = self.run.attempts_failed(), time.monotonic() + UNDO_AFTER
-        if what == "full disk":
-            filler = self.place.base / "disk/filler"
-            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(4096))
+        if what.startswith("full "):
+            filler = fill(self.place.base / what.removeprefix("full "))
             action: Callable[[], object] = partial(filler.unlink, missing_ok=True)
         else:  # strace makes writes fail; a disk with files open for writing cannot be mounted read-only
             pids = self.run.wait_to_find("rank", 0)
@@ -550,6 +567,15 @@ class Injector:
             file.seek(1000)
             file.write(b"damaged!")
         self.hit &= bool(self.run.signal("rank", fault.rank, signal.SIGKILL))
+
+
+def fill(disk: Path) -> Path:
+    """Fill a disk with a file, and return that file."""
+    filler = disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return filler
 
 
 def terminate(process: subprocess.Popen[bytes]) -> None:
@@ -662,6 +688,7 @@ def leftover_problems(run: Run, bystander: Bystander, listening: set[tuple[str, 
 def run_case(case: Case, place: Place, causes: list[str]) -> list[str]:
     """Run the training with these faults. Returns the problems, as sentences. Adds the verdicts' causes to `causes`."""
     directory = place.base / f"f{case.number}"
+    place.make_directories(directory)
     bystander, listening = Bystander(place, directory), place.listening()
     run = Run(place, directory, max(8.0, 2 * place.first_step) if case.hangs else 0.0)
     injector = Injector(case, run)
@@ -719,7 +746,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=20, help="number of faults (default: 20)")
     parser.add_argument("--first", type=int, default=0, help="number of the first one (default: 0)")
     parser.add_argument("--only", type=int, help="run only the fault with this number")
-    parser.add_argument("--topology", choices=["machine", "nodes"], required=True)
+    parser.add_argument("--topology", choices=["machine", "nodes", "pdsh"], required=True)
     parser.add_argument("--list", action="store_true", help="print the faults, run nothing")
     return parser.parse_args(arguments)
 
@@ -751,13 +778,16 @@ def main(arguments: Sequence[str]) -> int:
             counts.update((one.what, result) for one in case.faults)
             failed += bool(problems)
             directory = base / f"f{case.number}"
+            (directory / "logs").unlink()
             if problems:
                 shutil.copytree(place.checkpoints(directory), directory / "checkpoints", dirs_exist_ok=True)
+                shutil.copytree(place.logs(directory), directory / "logs", symlinks=True)
                 print(f"    kept: {directory}", flush=True)
             else:
                 shutil.rmtree(directory)
             shutil.rmtree(place.checkpoints(directory))
-            if options.topology == "nodes":
+            shutil.rmtree(place.logs(directory))
+            if place.has_nodes:
                 place.lab(*place.start_nodes)
     for what in sorted({what for what, _ in counts}):
         print(f"{what:28} {counts[what, 'ok']:3} ok {counts[what, 'FAILED']:3} failed")

@@ -50,8 +50,11 @@ class RankRecord:
         if error_file and not run:
             self._path = os.path.join(os.path.dirname(error_file), "failure.json")
 
-    def write(self, code: int, error: BaseException | None = None) -> None:
-        """Record that this process exits with this code, because of this error if there is one."""
+    def write(self, code: int, error: BaseException | None = None) -> str:
+        """Record that this process exits with this code, because of this error if there is one.
+
+        Returns why the record cannot be written; "" if it was written, or if there is no file.
+        """
         record: dict[str, Any] = {
             "rank": self._rank,
             "local_rank": self._local_rank,
@@ -66,7 +69,7 @@ class RankRecord:
                 "message": str(error),
                 "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
             }
-        _write(self._path, record)
+        return _write(self._path, record)
 
     def read(self, pid: int) -> Mapping[str, Any]:
         """The record that the process with this id has written; {} if it has written no valid one."""
@@ -92,7 +95,8 @@ def node_record(
 def write(records: Records) -> None:
     """Write these records."""
     for name, record in records.items():
-        _write(_path(name), record)
+        if problem := _write(_path(name), record):
+            sys.stderr.write(f"agent: {problem}\n")
 
 
 def write_error_file(record: Mapping[str, Any]) -> None:
@@ -158,12 +162,11 @@ def _read(path: str) -> Mapping[str, Any]:
         return {}
 
 
-def _write(path: str, record: Mapping[str, Any]) -> None:
-    """Write a record. An error, such as a full disk, is printed on stderr: it must not change the rank's exit code."""
-    if not path:
-        return
+def _write(path: str, record: Mapping[str, Any]) -> str:
+    """Write a record. Returns why it cannot be written, such as a full disk, which must not change the exit code."""
     try:
-        write_file(path, json.dumps(record, indent=2, sort_keys=True) + "\n")
+        if path:
+            write_file(path, json.dumps(record, indent=2, sort_keys=True) + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):  # stderr may go to the same disk
-            sys.stderr.write(f"cannot write {path}: {error.strerror}\n")
+        return f"cannot write {path}: {error.strerror}"
+    return ""

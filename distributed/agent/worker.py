@@ -15,6 +15,8 @@ import atexit
 import builtins
 import contextlib
 import ctypes
+import errno
+import fcntl
 import gc
 import importlib.machinery
 import importlib.util
@@ -44,6 +46,7 @@ IMPORTLIB = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_exte
 LOST_OUTPUT = 120  # exit code of an interpreter that could not flush its output
 LAUNCH_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", *IMPORTLIB)  # the first frames of a traceback
 EXIT_TIMEOUT = 60  # seconds for exit handlers of libraries
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 PR_SET_MM, PR_SET_MM_MAP = 35, 14  # prctl(2)
 
 
@@ -83,6 +86,7 @@ class RankSpec:
 
 def run_rank(preload: Preload, rank: RankSpec) -> NoReturn:
     """Become this rank. The fork server calls this in a new process."""
+    _Output.console = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, stacks.MIN_FILE_DESCRIPTOR + 1)
     for path, number in ((rank.stdout, 1), (rank.stderr, 2)):
         if path:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, PRIVATE)
@@ -164,9 +168,34 @@ def _set_command_line(command: Sequence[str], environment: Mapping[str, str]) ->
     libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(layout), ctypes.c_ulong(ctypes.sizeof(layout)), ctypes.c_ulong(0))
 
 
+class _Output(io.FileIO):
+    """Standard output or standard error. If it is a file on a full or failing disk, output is dropped, not refused."""
+
+    console = -1  # the standard error of the agent
+    lost = 0  # bytes, of both
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in DISK_ERRORS or not stat.S_ISREG(os.fstat(self.fileno()).st_mode):
+                raise
+            if not _Output.lost:
+                print_on_console(f"{os.readlink(f'/proc/self/fd/{self.fileno()}')}: {error.strerror}: output is lost")
+                atexit.register(lambda: print_on_console(f"{_Output.lost:,} bytes of its output are lost"))
+            _Output.lost += memoryview(data).nbytes
+            return memoryview(data).nbytes
+
+
+def print_on_console(message: str) -> None:
+    """Print a line about this rank on the console, also if the console shows only the output of rank 0."""
+    with contextlib.suppress(OSError):
+        os.write(_Output.console, f"rank {os.environ.get('RANK')}: {message}\n".encode(errors="replace"))
+
+
 def _unbuffered(stream: TextIO, number: int) -> TextIO:
     """The stream as opened by `python -u`, which torchrun uses: no output is lost if the process is killed."""
-    raw = io.FileIO(number, "wb", closefd=False)
+    raw = _Output(number, "wb", closefd=False)
     raw.name = stream.name
     text = io.TextIOWrapper(raw, stream.encoding, stream.errors, newline="\n", write_through=True)
     text.mode = "w"  # type: ignore[misc]
@@ -252,7 +281,8 @@ def _record(record: failure_records.RankRecord, code: int, error: BaseException 
 
     An exit would wake the parent too, but a thread, an exit handler or a destructor may keep this process from exiting.
     """
-    record.write(code, error)
+    if problem := record.write(code, error):
+        print_on_console(f"exit code {code}" + (f", {type(error).__name__}: {error}" if error else "") + f"; {problem}")
     with contextlib.suppress(OSError):  # the parent has exited, and the new parent belongs to another user
         os.kill(os.getppid(), signal.SIGCHLD)
 

@@ -20,7 +20,7 @@ from distributed.host.gpus import Gpus, query_gpus, visible
 from distributed.host.identity import machine, versions
 from distributed.host.network import address_of, free_port, listener, own_addresses, port_is_free
 from distributed.host.replies import NodeFacts, format_reply
-from distributed.host.resources import read_cores
+from distributed.host.resources import read_cores, write_error
 from distributed.host.system import KIT
 
 TYPE_CHECKING = False
@@ -35,6 +35,7 @@ def probe(
     port: int | None,
     files: Sequence[str],
     packages: Sequence[str] = (),
+    logs: Path | None = None,
     gpus: Gpus | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> NodeFacts:
@@ -45,6 +46,7 @@ def probe(
         port: rendezvous port on the first node; None or 0: any free port.
         files: files that the ranks will read.
         packages: names of packages that the ranks will import.
+        logs: parent of run directories, which must be writable.
         gpus: the GPUs of this machine; None: query them.
     """
     gpus = gpus or query_gpus()
@@ -67,6 +69,7 @@ def probe(
         seconds=seconds,
         port=port or free_port(),
         holder=None if port is None or port_is_free(port) else listener(port),
+        log_error=write_error(logs) if logs else "",
     )
 
 
@@ -110,13 +113,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--file", action="append", default=[], help="a file that the ranks will read; repeatable")
     parser.add_argument("--package", action="append", default=[], help="a package that the ranks import; repeatable")
     parser.add_argument("--directory", type=Path, help="report all facts, for a launch from this directory")
-    parser.add_argument("--log-dir", type=Path, help="with --directory: parent of run directories")
+    parser.add_argument("--log-dir", type=Path, help="parent of run directories")
     parser.add_argument("nodes", nargs="+", help="names of all nodes, by node rank")
     options = parser.parse_args(arguments)
     found = (
         full_probe(options.nodes, options.port, options.directory, options.log_dir)
         if options.directory
-        else probe(options.nodes, options.port or None, options.file, options.package)
+        else probe(options.nodes, options.port or None, options.file, options.package, options.log_dir)
     )
     sys.stdout.write(format_reply(asdict(found)))
     return 0

@@ -65,6 +65,7 @@ class NodeFacts:
     seconds: float  # duration of that lookup
     port: int  # the requested port, or a free one
     holder: str | None  # the process that listens on the port; "": unknown; None: the port is free
+    log_error: str  # why no run directory can be written there; "": not tested, or it can be written
 
 
 @dataclass(frozen=True)

@@ -87,5 +87,20 @@ def read_space(purpose: str, path: Path) -> Space:
     )
 
 
+def write_error(directory: str | os.PathLike[str], size: int = 1 << 16) -> str:
+    """Why a directory, or the nearest one above it that exists, cannot take a file of this size; "" if it can."""
+    import tempfile
+
+    path = os.path.abspath(directory)
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return ""
+
+
 def read_cores(proc: Path = PROC, sys_directory: Path = SYS) -> Cores:
     return Cores(os.cpu_count() or 1, len(os.sched_getaffinity(0)), cpu_quota(proc, sys_directory))

@@ -68,6 +68,8 @@ def incompatible_nodes(nodes: Mapping[str, NodeFacts], processes: Mapping[str, i
         for package in node.missing:
             remedy = "install it for that Python: python -m pip install -r requirements-trackers.txt"
             yield name, f"the package {package} is not installed, and the settings enable this tracker; {remedy}"
+        if node.log_error:
+            yield name, f"no run directory can be written there: {node.log_error}; choose another --log-dir"
         if node.gpu_error:
             yield name, f"cannot count its GPUs ({node.gpu_error}); try: ssh {name} nvidia-smi"
         elif 0 < node.gpus < processes[name]:

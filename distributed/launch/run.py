@@ -185,7 +185,7 @@ class Launch:
         """Probe all nodes, and return their replies. Replaces NPROC auto, gpu or cpu by the number of processes."""
         options = self.options
         arguments = ["--port", options.master[1] or "0", *(f"--file={path}" for path in options.file)]
-        arguments += [*(f"--package={name}" for name in options.package), "--", *self.names]
+        arguments += [*(f"--package={name}" for name in options.package), f"--log-dir={self.logs}", "--", *self.names]
         calls = {node: self._in_node_env(commands, node, "host.probe", arguments) for node in self.targets}
         replies = self.calls.call_all(calls, self.console.print, sent=self._block())
         for name, kind in self.processes.items():
@@ -355,6 +355,7 @@ class Launch:
             start = None
             if logs:
                 logs.collect()
+                self.watch.record_reported()
             self.seconds = time.monotonic() - started
             self.code = self.report_verdict()
             self.watch.loop.wait(limit=0)  # a stop request may have arrived meanwhile

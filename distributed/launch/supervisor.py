@@ -443,6 +443,7 @@ class Supervisor:
         self._lines: dict[int, Lines] = {}  # by stream, 1 or 2
         self._output_ended = False
         self._log_failed = False
+        self._unlogged = b""  # the last lines of the command that could not be logged
         self._leftovers_signalled = False
         self.clock = RunningClock()
         self._received_at = self.clock.now()
@@ -641,7 +642,11 @@ class Supervisor:
         except OSError as error:  # usually a full disk: the command continues
             if not self._log_failed:
                 self._log_failed = True
-                self._show_message(os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n"))
+                message = os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n")
+                self._show_message(message)
+                self._unlogged += message
+            lines = [line for line in block.splitlines(keepends=True) if not line.startswith(b"[")]  # not of ranks
+            self._unlogged = (self._unlogged + b"".join(lines))[-CHUNK:]
 
     def _show(self, lines: bytes, stream: int) -> None:
         if not self._streams:
@@ -981,7 +986,8 @@ class Supervisor:
     def report_end(self, **facts: object) -> None:
         """Report the exit code of the command, or of its attempt."""
         if self.options.report and self._streams:
-            self._streams[0].put(self.report(exit_code=self.code, **facts))
+            unlogged = {"unlogged": self._unlogged.decode(errors="replace")} if self._unlogged else {}
+            self._streams[0].put(self.report(exit_code=self.code, **unlogged, **facts))
 
     def report(self, **facts: object) -> bytes:
         """A report of this node, as bytes for the launcher."""

@@ -221,6 +221,7 @@ class Watch:
         self._requested = False  # a stop is in progress
         self._runs_on.clear()
         self._reported: dict[str, int] = {}  # nodes whose supervisor has reported its exit code
+        self._unlogged: dict[str, str] = {}  # node -> lines that its disk did not take
         self._missed: dict[str, str] = {}  # nodes that other nodes report as lost
         self.lost.clear()
 
@@ -369,6 +370,7 @@ class Watch:
         if node not in self.unended or not isinstance(code, int):
             return
         self._reported[node] = code
+        self._unlogged[node] = report.get("unlogged", "")
         if report.get("waiting"):
             if lost := report.get("lost"):
                 self._missed[lost] = f"{node} received no heartbeat from it"
@@ -680,13 +682,21 @@ class Watch:
         If the interpreter was the cause, write that to the log; if it was the login shell, ssh_call has done so.
         """
         for node, code in self._unstarted.items():
-            with contextlib.suppress(OSError):
-                if code != UNFIT:
-                    remedy = f"cannot be started on {node}; name an interpreter of that node with --python"
-                    with open(self.directory / f"node_{node}.log", "a", opener=regular_file) as log:
-                        print(f"{self.options.python}: {remedy}", file=log)
-                write_file(self.directory / f"node_{node}.exit", f"{code}\n")
+            remedy = f"cannot be started on {node}; name an interpreter of that node with --python"
+            self._record_end(node, code, f"{self.options.python}: {remedy}\n" if code != UNFIT else "")
         self._unstarted.clear()
+
+    def record_reported(self) -> None:
+        """Write for the verdict what nodes have reported, but could not write to their disks."""
+        for node, code in self._reported.items():
+            if not (self.directory / f"node_{node}.exit").exists():
+                self._record_end(node, code, self._unlogged[node])
+
+    def _record_end(self, node: str, code: int, lines: str) -> None:
+        with contextlib.suppress(OSError):
+            with open(self.directory / f"node_{node}.log", "a", opener=regular_file) as log:
+                log.write(lines)
+            write_file(self.directory / f"node_{node}.exit", f"{code}\n")
 
     # ---- requests
 

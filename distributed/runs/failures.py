@@ -27,6 +27,7 @@ from typing import Any
 
 from distributed.exit_codes import STOPPED, UNFIT
 from distributed.host.replies import NODE_ENV
+from distributed.host.resources import write_error
 from distributed.runs.node_log import EXCEPTIONS, LoggedException, last_exception, read_log
 from distributed.runs.records import integer, listed, mapping, node_changes, number, read_object, text
 from distributed.runs.user_code import launched_package
@@ -82,6 +83,7 @@ class Evidence:
     signals: tuple[SentSignal, ...] = ()  # by time
     changes: tuple[str, ...] = ()  # of nodes, see records.node_changes()
     first: str = ""  # the node whose agent was the first to report a failure to the agents' store
+    disk: str = ""  # why no file can be written in the run directory
     clocks: Set[str] = frozenset()  # nodes whose times are on the clock of the launching side
 
     @property
@@ -120,6 +122,7 @@ def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
         changes=node_changes(facts),
         first=next((first for agent in agents if (first := text(agent.get("first")))), ""),
         clocks=clocks.keys(),
+        disk=write_error(run),
     )
     logs = {path.name[5:-4]: path for path in sorted(run.glob("node_*.log")) if path.name[5:-4] not in excluded}
     from_agents = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("failures"))]

@@ -301,6 +301,7 @@ def _nothing_failed(evidence: Evidence, launcher_code: int | None) -> Verdict:
         return Verdict("stopped", launcher_code, f"interrupted {how}; no rank had failed")
     if launcher_code:
         cause = f"the launcher exited with code {launcher_code}; no rank recorded a failure"
+        cause += f", and none can be recorded: {evidence.disk}" if evidence.disk else ""
         return Verdict("failed", launcher_code, cause)
     if launcher_code == 0 or _all_succeeded(evidence):
         return Verdict("ok", 0, "all ranks exited with 0")

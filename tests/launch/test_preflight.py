@@ -19,6 +19,7 @@ from distributed.launch import preflight
 GOOD = NodeFacts(
     python="3.11.7", torch="2.13.0", files={"a.py": "11"}, gpus=0, gpu_error="", machine="", addresses=("10.0.0.1",),
     cores=4.0, ssh_address="10.0.0.1", master="10.0.0.1", seconds=0.001, port=23456, holder=None, missing=[],
+    log_error="",
 )  # fmt: skip
 
 
@@ -40,6 +41,12 @@ def faults(*replies: Reply, port: int | None = None) -> list[str]:
     assert (not rendezvous) == bool(found)
     assert warnings == []
     return found
+
+
+def test_a_node_that_cannot_write_run_directories_is_named() -> None:
+    assert faults(node(1), node(2, log_error="/logs: Read-only file system")) == [
+        "node2: no run directory can be written there: /logs: Read-only file system; choose another --log-dir"
+    ]
 
 
 def test_a_node_without_the_package_of_a_tracker_is_named() -> None:
