@@ -22,7 +22,7 @@ from distributed.launch.comparison import (
 )
 from distributed.nodelist import compact
 
-CLOCK_TOLERANCE = 2.0  # seconds; failures on several nodes are ordered by their clocks
+CLOCK_TOLERANCE = 2.0  # seconds
 MEMORY_TOLERANCE = 0.1  # fraction of the other nodes' median
 SHOWN = 3  # file names in a finding
 
@@ -88,7 +88,7 @@ def compare_clocks(ahead: Mapping[str, float]) -> NodeFindings:
         difference = seconds - usual
         if abs(difference) > CLOCK_TOLERANCE:
             fact = f"{abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the others"
-            fix = "the verdict of a failed run may name the wrong node; synchronise the clock:"
+            fix = "times in the logs of nodes cannot be compared; synchronise the clock:"
             yield name, warning(fact, fix, "sudo timedatectl set-ntp true", "clock")
 
 

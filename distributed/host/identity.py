@@ -30,20 +30,28 @@ def user() -> str:
 
 
 def versions(path: Sequence[str] | None = None) -> dict[str, str | None]:
-    """Versions of this interpreter and of PyTorch, whose dist-info directory is in `path` (default: sys.path)."""
-    return {"python": sys.version.split()[0], "torch": _torch_version(sys.path if path is None else path)}
+    """Versions of this interpreter, and of PyTorch and NCCL as it would import them from `path` (default: sys.path)."""
+    directories = sys.path if path is None else path
+    found = {name: _version(directories, name) for name in ("torch", "nvidia_nccl")}
+    return {"python": sys.version.split()[0], "torch": found["torch"], "nccl": found["nvidia_nccl"]}
 
 
-def _torch_version(path: Sequence[str]) -> str | None:
+def _version(path: Sequence[str], package: str) -> str | None:
     for directory in path:
+        try:
+            with open(f"{directory or '.'}/{package}/version.py") as file:  # a copy without metadata may come first
+                version = file.read(1 << 16).partition("__version__ = ")[2]
+            return version.split()[0].strip("'\"")
+        except (OSError, IndexError):
+            pass
         try:
             names = sorted(os.listdir(directory or "."))
         except OSError:
             continue  # an entry of sys.path need not exist
         for name in names:
             base, dot, _ = name.partition(".dist-info")
-            if dot and base.startswith("torch-"):
-                return base.removeprefix("torch-")
+            if dot and base.startswith((f"{package}-", f"{package}_cu")):
+                return base.rpartition("-")[2]
     return None
 
 

@@ -57,6 +57,8 @@ def probe(
     return NodeFacts(
         python=str(found["python"]),
         torch=found["torch"],
+        nccl=found["nccl"],
+        muster=kit_checksum(),
         gpus=len(visible(env.get("CUDA_VISIBLE_DEVICES"), gpus.devices)),
         gpu_error=gpus.error,
         cores=read_cores().usable,
@@ -88,14 +90,23 @@ def full_probe(nodes: Sequence[str], port: int, directory: Path, logs: Path) -> 
     from distributed.host import facts  # not at the top: this import takes a third of the time of a launch's probe
 
     machine_facts = facts.gather(directory, logs, port)
-    files = sorted(path for pattern in RUN_BY_RANKS for path in KIT.glob(pattern) if path.is_file())
     return facts.FullNodeFacts(
         **vars(probe(nodes, port, [], gpus=machine_facts.gpus)),
         facts=machine_facts,
-        kit={str(path.relative_to(KIT)): checksum(path) for path in files},
+        kit={str(path.relative_to(KIT)): checksum(path) for path in kit_files()},
         route=facts.route_to(nodes),
         now=time.time(),
     )
+
+
+def kit_files() -> list[Path]:
+    return sorted(path for pattern in RUN_BY_RANKS for path in KIT.glob(pattern) if path.is_file())
+
+
+def kit_checksum() -> str:
+    """A checksum of all files of Muster that ranks run."""
+    text = "".join(f"{path.relative_to(KIT)} {checksum(path)}\n" for path in kit_files())
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def checksum(file: Path) -> str | None:

@@ -53,6 +53,8 @@ class NodeFacts:
 
     python: str
     torch: str | None
+    nccl: str | None
+    muster: str  # checksum of its files
     gpus: int  # visible to its ranks
     gpu_error: str
     cores: float  # usable by its ranks

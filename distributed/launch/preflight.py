@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from distributed.host.replies import NodeFacts, Reply
 from distributed.launch.comparison import (
     MUST_BE_SAME,
+    Trait,
     differences,
     differences_in,
     no_rendezvous_address,
@@ -21,6 +22,11 @@ from distributed.launch.comparison import (
     same_machines,
 )
 
+TRAITS = (
+    *MUST_BE_SAME,
+    Trait("fault", "NCCL", lambda node: (node.gpus and node.nccl) or "", "install the same version", label="NCCL "),
+    Trait("warning", "Muster", lambda node: node.muster, "use the same files, or launch with --sync", label="Muster "),
+)
 SLOW_LOOKUP = 1.0  # seconds
 SYNC = "--sync (which copies tracked files, and others that git does not ignore)"
 
@@ -42,6 +48,7 @@ def judge(
         for name, node in nodes.items()
         if node.seconds > SLOW_LOOKUP
     ]
+    warnings += [f"{name}: {difference}" for name, difference in _different(nodes, "warning")]
     failed = [f"{name}: {reply.failure_message(NodeFacts)}" for name, reply in replies.items() if name not in nodes]
     if failed:
         return failed, warnings, ""
@@ -58,9 +65,7 @@ def judge(
 
 def incompatible_nodes(nodes: Mapping[str, NodeFacts], processes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Each node that cannot train with the others, and the fault."""
-    for trait in MUST_BE_SAME:
-        for name, value, usual, _ in differences_in(trait, nodes):
-            yield name, f"{trait.label}{value}, but {trait.label}{usual} elsewhere; {trait.fix}"
+    yield from _different(nodes, "fault")
     yield from differing_files(nodes)
     for name, node in nodes.items():
         if node.torch is None:
@@ -77,6 +82,12 @@ def incompatible_nodes(nodes: Mapping[str, NodeFacts], processes: Mapping[str, i
             yield name, f"{processes[name]} processes, but {gpus}; start fewer there ({name}:{node.gpus})"
     for name, other in same_machines(nodes):
         yield name, f"is the same machine as {other}; list it once"
+
+
+def _different(nodes: Mapping[str, NodeFacts], level: str) -> Iterator[tuple[str, str]]:
+    for trait in TRAITS:
+        for name, value, usual, _ in differences_in(trait, nodes) if trait.level == level else ():
+            yield name, f"{trait.label}{value}, but {trait.label}{usual} elsewhere; {trait.fix}"
 
 
 def differing_files(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:

@@ -145,7 +145,7 @@ def _versions(python: str) -> dict[str, str | None]:
         output = subprocess.check_output(command, cwd=KIT, env=env, stderr=subprocess.DEVNULL, timeout=PYTHON_TIMEOUT)
         return dict(json.loads(output))
     except (OSError, subprocess.SubprocessError, ValueError):
-        return {"python": None, "torch": None}
+        return {"python": None, "torch": None, "nccl": None}
 
 
 def _git(cwd: str) -> dict[str, object] | None:

@@ -47,7 +47,7 @@ def choose_nodes(sinfo: str, nproc: int, nnodes: int, given: Sequence[str]) -> l
     """
     names = {option.partition("=")[0] for option in given}
     own_gpus = any(name.startswith(("--gres", "--gpus")) for name in names)
-    need = 0 if own_gpus or "|gpu:" not in sinfo else nproc  # GPUs on each node
+    need = 0 if own_gpus or not re.search(r"\bgpu(:[^:,(|]+)?:[1-9]", sinfo) else nproc  # GPUs on each node
     lines = re.findall(r"^([^|\n]*)\|(\d+)\|(\d+\+?)\|([^|\n]*)\|([^|\n]*)$", sinfo, re.MULTILINE)
     for line in sorted(lines, key=lambda line: not line[0].endswith("*")):
         partition, number, cores_of_node, gres, limit = line
@@ -105,8 +105,8 @@ def follow(job: str, outputs: Sequence[str], program: str) -> int:
         time.sleep(INTERVAL)
 
 
-def submit(command: Sequence[str], log_dir: str, program: str, following: bool) -> int:
-    """Call sbatch, and print how to watch the job.
+def submit(command: Sequence[str], log_dir: str, program: str, following: bool, own: Sequence[str] = ()) -> int:
+    """Call sbatch, and print how to watch the job. own: options of the user that change the output or number of jobs.
 
     Returns the exit code of the job if it is followed, or 130 after Ctrl-C; otherwise 0.
     """
@@ -118,7 +118,7 @@ def submit(command: Sequence[str], log_dir: str, program: str, following: bool) 
     outputs = [f"{log_dir}/slurm-{job}.out", f"{log_dir}/slurm-{job}.err"]
     run = [job] if log_dir == "logs" else ["--log-dir", log_dir, job]
     status, stop = (shlex.join([f"{KIT}/scripts/{name}", *run]) for name in ("status.sh", "stop.sh"))
-    print(f"job: {job}\noutput: {shlex.join(outputs)}\nstatus: {status}", flush=True)
+    print(f"job: {job}\noutput: {shlex.join(own or outputs)}\nstatus: {status}", flush=True)
     try:
         return follow(job, outputs, program) if following else 0
     except KeyboardInterrupt:
@@ -139,9 +139,12 @@ def main(arguments: Sequence[str]) -> int:
             raise SubmitError("sinfo failed, see its message above; call this on a login node of a running cluster")
         options = choose_nodes(listed.stdout, int(nproc), int(nnodes), sbatch_options)
         options += [f"--output={log_dir}/slurm-%j.out", f"--error={log_dir}/slurm-%j.err", *sbatch_options]
+        own = [one for one in sbatch_options if one.startswith(("--array", "--output", "--error", "-a", "-o", "-e"))]
+        if own and mode == "follow":
+            raise SubmitError(f"--follow: cannot follow a job with {shlex.join(own)}; leave one of them out")
         call = ["sbatch", "--parsable", *options, str(BATCH_SCRIPT), *passed]
         if mode in ("submit", "follow"):
-            return submit(call, log_dir, program, mode == "follow")
+            return submit(call, log_dir, program, mode == "follow", own)
         print(template(options, nproc, command) if mode == "template" else shlex.join(call))
         return 0
     except KeyboardInterrupt:  # while sinfo or sbatch waits for a reply

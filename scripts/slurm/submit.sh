@@ -14,12 +14,13 @@
 #                        running
 #   --template           submit nothing; print a plain batch script for you to edit and keep. It starts the script
 #                        with srun, without Muster
+#   --sbatch OPTION      pass any option of sbatch on, unchecked, such as --sbatch --array=0-3; repeatable
 #   (as slurm_train.sh)
 #
 # All other options are those of sbatch in their long form: --time, --partition, --account, --qos, --mem, --signal, ...
 # They override the partition, GPUs and cores that this program chooses from the list of sinfo. --array, and options
-# that this program sets, such as --nodes and --output, are refused. The job runs slurm_train.sh, whose environment
-# variables, such as LAUNCHER, apply. The directory of --log-dir is created.
+# that this program sets, such as --nodes and --output, are only passed on with --sbatch. The job runs slurm_train.sh,
+# whose environment variables, such as LAUNCHER, apply. The directory of --log-dir is created.
 #
 # Exit codes: 0 success; 2 wrong call, or refused by SLURM; with --follow that of the job, or 130 after Ctrl-C.
 #
@@ -44,7 +45,13 @@ take_sbatch_options() { # <argument...>
   read_help
   while (($#)) && [[ $1 != -- ]]; do
     name=${1%%=*}
-    if [[ ${VALUE_NAME[$name]-} || $known != *" $name"[\ =]* ]]; then
+    if [[ $name == --sbatch ]]; then
+      [[ $1 == *=* ]] || set -- "--sbatch=${2-}" "${@:3}"
+      [[ $1 == --sbatch=-* ]] || die_usage "--sbatch: expected an option, such as --array=0-3, got '${1#*=}'"
+      SBATCH_OPTIONS+=("${1#*=}")
+    elif [[ $name =~ ^--($RESERVED)$ && $name != --nodes ]]; then
+      die_usage "$name: this program sets it, or needs to know the only job; to pass it on: --sbatch $name=VALUE"
+    elif [[ ${VALUE_NAME[$name]-} || $known != *" $name"[\ =]* ]]; then
       OWN_ARGUMENTS+=("$1")
     elif [[ $1 == *=* || $known == *" $name "* ]]; then
       SBATCH_OPTIONS+=("$1")

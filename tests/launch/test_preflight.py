@@ -19,7 +19,7 @@ from distributed.launch import preflight
 GOOD = NodeFacts(
     python="3.11.7", torch="2.13.0", files={"a.py": "11"}, gpus=0, gpu_error="", machine="", addresses=("10.0.0.1",),
     cores=4.0, ssh_address="10.0.0.1", master="10.0.0.1", seconds=0.001, port=23456, holder=None, missing=[],
-    log_error="",
+    log_error="", nccl="2.28.9", muster="01234567",
 )  # fmt: skip
 
 
@@ -74,6 +74,14 @@ def test_a_single_node_needs_no_address_for_others() -> None:
     [
         ([node(1), node(2), node(3, python="3.12.1")], "node3: Python 3.12, but Python 3.11 elsewhere; use the same"),
         ([node(1), node(2, torch="2.12.0"), node(3)], "node2: PyTorch 2.12.0, but PyTorch 2.13.0 elsewhere; install"),
+        (
+            [node(1, torch="2.13.0+cu130"), node(2, torch="2.13.0+cu128"), node(3, torch="2.13.0+cu130")],
+            "node2: PyTorch 2.13.0+cu128, but PyTorch 2.13.0+cu130 elsewhere; install the same version on all nodes",
+        ),
+        (
+            [node(1, gpus=2), node(2, gpus=2, nccl="2.27.5"), node(3, gpus=2)],
+            "node2: NCCL 2.27.5, but NCCL 2.28.9 elsewhere; install the same version",
+        ),
         ([node(1, torch=None), node(2), node(3)], "node1: PyTorch is not installed; install it for that Python"),
         (
             [node(1), node(2, files={"a.py": None})],
@@ -143,6 +151,14 @@ def test_each_incompatibility_is_one_fault(nodes: list[Reply], fault: str) -> No
 def test_the_cause_of_a_missing_reply_is_reported(code: int, err: str, fault: str) -> None:
     [found] = faults(node(1), node(2, code=code, err=err, out="Welcome!\n"))
     assert found.startswith(f"node2: {fault}")
+
+
+def test_other_files_of_muster_are_a_warning_and_another_nccl_without_gpus_is_nothing() -> None:
+    found, warnings, rendezvous = judge([node(1), node(2, muster="76543210", nccl="2.27.5"), node(3)])
+    assert (found, bool(rendezvous)) == ([], True)
+    assert warnings == [
+        "node2: Muster 76543210, but Muster 01234567 elsewhere; use the same files, or launch with --sync"
+    ]
 
 
 def test_nodes_without_a_file_are_at_fault_even_if_they_are_the_majority() -> None:

@@ -174,15 +174,23 @@ def test_the_version_of_torch_is_read_without_importing_it(tmp_path: Path) -> No
     torch = site(tmp_path / "b", "torch-2.13.0+cu130.dist-info")
     older = site(tmp_path / "c", "torch-2.10.0.dist-info")
     path = [str(tmp_path / "missing.zip"), plain, torch, older]
-    assert versions(path) == {"python": sys.version.split()[0], "torch": "2.13.0+cu130"}
+    assert versions(path) == {"python": sys.version.split()[0], "torch": "2.13.0+cu130", "nccl": None}
     assert versions([plain])["torch"] is None
+    copied = site(tmp_path / "d", "torch", "nvidia_nccl_cu13-2.28.9.dist-info")
+    Path(copied, "torch", "version.py").write_text(
+        "__all__ = ['__version__']\n__version__ = '2.12.0+cu130'\ncuda = '13.0'\n"
+    )
+    found = versions([copied, torch])
+    assert (found["torch"], found["nccl"]) == ("2.12.0+cu130", "2.28.9"), (
+        "the one that Python imports, without metadata"
+    )
 
 
 def test_the_versions_are_read_from_the_ranks_interpreter(tmp_path: Path) -> None:
     """A virtual environment without torch, linked to the interpreter of this test."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     found = run_json(create(tmp_path, python=str(tmp_path / "env" / "bin" / "python")))
-    assert found["versions"] == {"muster": version(), "python": sys.version.split()[0], "torch": None}
+    assert found["versions"] == {"muster": version(), "python": sys.version.split()[0], "torch": None, "nccl": None}
 
 
 def test_a_missing_python_has_no_versions(tmp_path: Path) -> None:

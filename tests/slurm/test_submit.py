@@ -29,6 +29,7 @@ TWO_KINDS = "sinfo: warning: old\na|b*|4|16|gpu:8|infinite\nmixed*|4|16|gpu:a100
         (LAB, 2, 4, ["--gpus-per-task=1"], "--nodes=4 --ntasks-per-node=2 --gres=none --cpus-per-task=8"),
         (LAB, 2, 4, ["--cpus-per-task=1", "--exclusive"], "--nodes=4 --ntasks-per-node=2 --gres=gpu:2"),
         (WITHOUT_GPUS, 4, 2, [], "--nodes=2 --ntasks-per-node=4 --gres=none --cpus-per-task=4 --time=2:00:00"),
+        ("lab*|2|8|gpu:0|infinite\n", 4, 2, [], "--nodes=2 --ntasks-per-node=4 --gres=none --cpus-per-task=2"),
         (TWO_KINDS, 4, 1, [], "--nodes=1 --ntasks-per-node=4 --gres=gpu:a100:4 --cpus-per-task=4"),
         (TWO_KINDS, 2, 1, [], "--nodes=1 --ntasks-per-node=2 --gres=gpu:a100:2 --cpus-per-task=4"),
         (TWO_KINDS.replace("a100:4", "a100:1"), 2, 1, [],
