@@ -261,3 +261,16 @@ END
   [[ "$output" == *"--sync: rsync: not found on this machine; install it"* ]]
   [ ! -e logs ]
 }
+
+
+@test "the verdict names a file that a node lacks because git ignores it" {
+  git init -q .
+  echo data >.gitignore
+  mkdir data
+  echo 1 >data/x.txt
+  echo 'import os; open("data/x.txt") if os.environ["RANK"] == "1" else None' >reads.py
+  run -1 timeout 100 "$LAUNCH" --sync --script reads.py - 1 "$N1" "$N2" </dev/null
+  echo "$output"
+  [[ "$output" == *"rank 1 on $N2 raised FileNotFoundError: "* ]]
+  [[ "$output" == *"'data/x.txt' exists on $(uname -n), but not on $N2: git ignores it, so --sync does not copy it; copy it, or"* ]]
+}

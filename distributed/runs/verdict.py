@@ -39,6 +39,7 @@ from distributed.files import write_json
 from distributed.host.replies import NODE_ENV
 from distributed.host.signals import signal_name
 from distributed.host.ssh_call import LOGIN_SHELL
+from distributed.host.system import run_program
 from distributed.runs.failures import SRUN, Evidence, Failure, Json, gather
 from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
 from distributed.runs.records import integer, listed, mapping, number, read_object, text
@@ -50,6 +51,7 @@ CLOCK_TOLERANCE = 1.0  # seconds; the order of two failures on different nodes i
 BY_SLURM = "node failure reported by SLURM"  # message of a lost node, after which SLURM ends the job
 RESUME = "run the same command again to resume"
 SIGNAL_TOLERANCE = 60.0  # seconds in which a signal may have caused a failure
+GIT_TIMEOUT = 5.0  # seconds
 SHOWN_OTHERS = 3  # other ranks of a hang
 SHOWN = 240  # characters of a message in a sentence
 SHOWN_LINES = 8  # lines of a message or a log
@@ -456,6 +458,7 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
     for pattern, hint in _HINTS.items():
         if verdict.node and re.search(pattern, searched):
             yield hint.format(node=verdict.node, stack="" if verdict.traceback else _NO_STACK)
+    yield from _missing_file(verdict, text(read_object(run / "run.json", []).get("cwd")))
     log = run / f"node_{verdict.node}.log"
     if verdict.traceback:
         yield from _last_frames(verdict, launched_package(read_object(run / "run.json", [])))
@@ -474,6 +477,17 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
         yield f"all stacks: {stacks}"
     if log.is_file():
         yield f"all output of {verdict.node}: {log}"
+
+
+def _missing_file(verdict: Verdict, cwd: str) -> Iterator[str]:
+    """If a file that another node lacks exists here: say so, and whether --sync copies it. cwd: of the run."""
+    missing = re.search(r"No such file or directory: '(.+?)'", verdict.message)
+    if not missing or verdict.node in (None, os.uname().nodename) or not os.path.exists(os.path.join(cwd, missing[1])):
+        return
+    ignored = run_program(["git", "-C", cwd, "check-ignore", "--quiet", "--", missing[1]], GIT_TIMEOUT).code == 0
+    where = f"exists on {os.uname().nodename}, but not on {verdict.node}"
+    reason = "git ignores it, so --sync does not copy it; " * ignored
+    yield f"'{missing[1]}' {where}: {reason}copy it, or share its directory"
 
 
 def _last_frames(verdict: Verdict, launched: str) -> Iterator[str]:
