@@ -272,5 +272,5 @@ END
   run -1 timeout 100 "$LAUNCH" --sync --script reads.py - 1 "$N1" "$N2" </dev/null
   echo "$output"
   [[ "$output" == *"rank 1 on $N2 raised FileNotFoundError: "* ]]
-  [[ "$output" == *"'data/x.txt' exists on $(uname -n), but not on $N2: git ignores it, so --sync does not copy it; copy it, or"* ]]
+  [[ "$output" == *"'data/x.txt' exists on $(uname -n); git ignores it, so --sync does not copy it; copy it to $N2, or share"* ]]
 }

@@ -41,8 +41,9 @@ def _version(path: Sequence[str], package: str) -> str | None:
         try:
             with open(f"{directory or '.'}/{package}/version.py") as file:  # a copy without metadata may come first
                 version = file.read(1 << 16).partition("__version__ = ")[2]
-            return version.split()[0].strip("'\"")
-        except (OSError, IndexError):
+            if version.startswith(("'", '"')):
+                return version.split(version[0])[1]
+        except (OSError, ValueError):
             pass
         try:
             names = sorted(os.listdir(directory or "."))

@@ -4,9 +4,8 @@ A report is one line: REPORT, a JSON object, a line break. The object has the ti
 supervisor reports its start, and the exit code of its command, because the exit code of ssh or pdsh may be that of a
 lost connection. In a report, the key "waiting" means that the agent waits for the next attempt, the key "lost" names a
 node that sent no heartbeats to the agent, and the key "signal" is the number of a signal for which the supervisor now
-stops its command. The key "unlogged" has lines that a full disk did
-not take. A follower (launch/follow.py) also reports that it follows the command. A task of srun also sends
-reports as heartbeats.
+stops its command. The key "unlogged" has lines that a full disk did not take. A follower (launch/follow.py) also
+reports that it follows the command. A task of srun also sends reports as heartbeats.
 """
 
 from __future__ import annotations

@@ -480,14 +480,16 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
 
 
 def _missing_file(verdict: Verdict, cwd: str) -> Iterator[str]:
-    """If a file that another node lacks exists here: say so, and whether --sync copies it. cwd: of the run."""
+    """If a rank on another node did not find a file that exists here: say so, and whether --sync copies it.
+
+    cwd: the working directory of the run.
+    """
     missing = re.search(r"No such file or directory: '(.+?)'", verdict.message)
     if not missing or verdict.node in (None, os.uname().nodename) or not os.path.exists(os.path.join(cwd, missing[1])):
         return
     ignored = run_program(["git", "-C", cwd, "check-ignore", "--quiet", "--", missing[1]], GIT_TIMEOUT).code == 0
-    where = f"exists on {os.uname().nodename}, but not on {verdict.node}"
-    reason = "git ignores it, so --sync does not copy it; " * ignored
-    yield f"'{missing[1]}' {where}: {reason}copy it, or share its directory"
+    reason = "; git ignores it, so --sync does not copy it" * ignored
+    yield f"'{missing[1]}' exists on {os.uname().nodename}{reason}; copy it to {verdict.node}, or share its directory"
 
 
 def _last_frames(verdict: Verdict, launched: str) -> Iterator[str]:

@@ -195,7 +195,7 @@ def test_the_versions_are_read_from_the_ranks_interpreter(tmp_path: Path) -> Non
 
 def test_a_missing_python_has_no_versions(tmp_path: Path) -> None:
     found = run_json(create(tmp_path, python=str(tmp_path / "python")))
-    assert found["versions"] == {"muster": version(), "python": None, "torch": None}
+    assert found["versions"] == {"muster": version(), "python": None, "torch": None, "nccl": None}
 
 
 def test_no_slow_module_is_imported() -> None:
