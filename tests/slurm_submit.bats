@@ -148,10 +148,10 @@ refuses() { # <text of the message> <argument...>
 @test "--sbatch passes any option of sbatch on: an array of jobs with output files of their own" {
   write_position_script 0
   run -0 "$SUBMIT" --sbatch --array=0-1 --sbatch="--output=own %a.out" --script "my script.py" - 1 1
-  [[ "$output" == "job: "*$'\n'"output: --array=0-1 '--output=own %a.out'"$'\n'"status: "* ]]
+  [[ "$output" == "job: "*$'\n'"options: --array=0-1 '--output=own %a.out'"$'\n'"status: "* ]]
   wait_for_line "own 0.out" "rank 0 0 1 1 "
   wait_for_line "own 1.out" "rank 0 0 1 1 "
-  refuses "--array: this program sets it, or relies on its default; to pass it on: --sbatch --array=VALUE" \
+  refuses "--array: this program sets it, or relies on its default; to pass it on: --sbatch OPTION" \
     --array 0-1 - 1 1
   refuses "--follow: cannot follow a job with --array=0-1; leave one of them out" --follow --sbatch --array=0-1 - 1 1
   refuses "--sbatch: expected an option, such as --array=0-3, got 'array'" --sbatch array - 1 1

@@ -257,7 +257,8 @@ class Agent(LocalElasticAgent):
         records = dict(self.records)
         for others in self.membership.records.values() if self.membership else ():
             records |= others
-        first = failure_records.first_failure(records)
+        reported = self.membership.first_end if self.membership else None
+        first = failure_records.first_failure(records, reported.node if reported else "")
         if end and not first:
             first = {"message": f"{end.node}: {end.reason}", "time": time.time(), "exit_code": end.exit_code}
         if first:

@@ -105,21 +105,28 @@ def write_error_file(record: Mapping[str, Any]) -> None:
         return
     message = f"{record['exception']}: {record['message']}" if record.get("exception") else record["message"]
     extra = {"py_callstack": record.get("traceback", ""), "timestamp": str(int(record["time"]))}
-    _write(path, {"message": {"message": message, "extraInfo": extra, "errorCode": record["exit_code"]}})
+    if problem := _write(path, {"message": {"message": message, "extraInfo": extra, "errorCode": record["exit_code"]}}):
+        sys.stderr.write(f"agent: {problem}\n")
 
 
-def first_failure(records: Records) -> Mapping[str, Any]:
+def first_failure(records: Records, first: str = "") -> Mapping[str, Any]:
     """The record of the first rank that failed and was not stopped by its agent; {} if there is none.
 
-    records: of all nodes. If the rank itself has not written a record, the message has only its exit code.
+    records: of all nodes. first: the node that was the first to report a failure. If the rank itself has not written a
+    record, the message has only its exit code.
     """
     agents = [record for name, record in records.items() if name.startswith("node_")]
-    failures = [failure for agent in agents for failure in agent["failures"] if not failure["ended_by_agent"]]
+    failures = [
+        (agent.get("node") != first, failure["time"], failure["rank"], failure)
+        for agent in agents
+        for failure in agent["failures"]
+        if not failure["ended_by_agent"]
+    ]
     if not failures:
         return {}
-    first = min(failures, key=lambda failure: failure["time"])
-    message = f"rank {first['rank']} failed with exit code {first['exit_code']}"
-    return {"message": message} | first | records.get(f"rank_{first['rank']}.json", {})
+    failure = min(failures)[-1]
+    message = f"rank {failure['rank']} failed with exit code {failure['exit_code']}"
+    return {"message": message} | failure | records.get(f"rank_{failure['rank']}.json", {})
 
 
 def write_missing(records: Records) -> None:

@@ -86,7 +86,8 @@ class RankSpec:
 
 def run_rank(preload: Preload, rank: RankSpec) -> NoReturn:
     """Become this rank. The fork server calls this in a new process."""
-    _Output.console = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, stacks.MIN_FILE_DESCRIPTOR + 1)
+    with contextlib.suppress(OSError):  # too few file descriptors
+        _Output.console = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, stacks.MIN_FILE_DESCRIPTOR + 1)
     for path, number in ((rank.stdout, 1), (rank.stderr, 2)):
         if path:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, PRIVATE)

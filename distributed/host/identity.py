@@ -49,7 +49,7 @@ def _version(path: Sequence[str], package: str) -> str | None:
             names = sorted(os.listdir(directory or "."))
         except OSError:
             continue  # an entry of sys.path need not exist
-        for name in names:
+        for name in reversed(names):  # an older one may be left from another version of CUDA
             base, dot, _ = name.partition(".dist-info")
             if dot and base.startswith((f"{package}-", f"{package}_cu")):
                 return base.rpartition("-")[2]

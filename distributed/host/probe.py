@@ -58,7 +58,7 @@ def probe(
         python=str(found["python"]),
         torch=found["torch"],
         nccl=found["nccl"],
-        muster=kit_checksum(),
+        muster=kit_checksum() if len(nodes) > 1 else "",
         gpus=len(visible(env.get("CUDA_VISIBLE_DEVICES"), gpus.devices)),
         gpu_error=gpus.error,
         cores=read_cores().usable,
@@ -105,8 +105,10 @@ def kit_files() -> list[Path]:
 
 def kit_checksum() -> str:
     """A checksum of all files of Muster that ranks run."""
-    text = "".join(f"{path.relative_to(KIT)} {checksum(path)}\n" for path in kit_files())
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    found = hashlib.sha256()
+    for path in kit_files():
+        found.update(os.fsencode(path.relative_to(KIT)) + b"\0" + path.read_bytes())
+    return found.hexdigest()[:8]
 
 
 def checksum(file: Path) -> str | None:

@@ -24,7 +24,7 @@ from distributed.launch.comparison import (
 
 TRAITS = (
     *MUST_BE_SAME,
-    Trait("fault", "NCCL", lambda node: (node.gpus and node.nccl) or "", "install the same version", label="NCCL "),
+    Trait("warning", "NCCL", lambda node: (node.gpus and node.nccl) or "", "install the same version", label="NCCL "),
     Trait("warning", "Muster", lambda node: node.muster, "use the same files, or launch with --sync", label="Muster "),
 )
 SLOW_LOOKUP = 1.0  # seconds

@@ -843,6 +843,7 @@ class Supervisor:
             os.close(self._log)  # the launcher has moved it, with the other files of the attempt
             self._log = log
         self.code, self._console, self._output_metrics, self._kill_at = None, None, None, float("inf")
+        self._unlogged = b""
         self._waits = self._attempt_ended = self._no_process_left = self._log_failed = False
         self._leftovers_signalled = self._terminated = self._ranks_killed = self.ignores_fail_requests = False
         self._start_helpers()

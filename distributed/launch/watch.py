@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import threading
@@ -319,9 +318,8 @@ class Watch:
                     reason = item if isinstance(item, ValueError) else f"about {shown(item['node'])}"
                     self.console.record(f"{name}: invalid report, ignored ({reason})")
                 else:
-                    if sent := item.get("time"):  # the least delayed report shows the clock best
-                        ahead = self.clocks.get(item["node"], -math.inf)
-                        self.clocks[item["node"]] = max(ahead, sent - time.time())
+                    if sent := item.get("time"):
+                        self.clocks[item["node"]] = sent - time.time()
                     if number := item.get("signal"):
                         self.stop_after_signal(number, item["node"])
                     handle_report(item)
@@ -350,7 +348,7 @@ class Watch:
         With pdsh, each node has a token of its own. The nodes of srun share their files, as parts of one job.
         """
         if self.tokens:
-            return self.tokens.get(report["node"]) == report.get("token")
+            return report["node"] in self.tokens and self.tokens[report["node"]] == report.get("token")
         return report["node"] == client or not self.transport.clients_are_nodes
 
     def _handle_report(self, report: dict[str, Any]) -> None:
@@ -694,8 +692,8 @@ class Watch:
 
     def _record_end(self, node: str, code: int, lines: str) -> None:
         with contextlib.suppress(OSError):
-            with open(self.directory / f"node_{node}.log", "a", opener=regular_file) as log:
-                log.write(lines)
+            with open(self.directory / f"node_{node}.log", "ab", opener=regular_file) as log:
+                log.write(lines.encode(errors="replace"))
             write_file(self.directory / f"node_{node}.exit", f"{code}\n")
 
     # ---- requests

@@ -336,5 +336,6 @@ def _exit_code(value: object) -> int | None:
 
 def _seconds(record: Mapping[str, Any], ahead: float = 0.0) -> float | None:
     """The time of a record. ahead: seconds that the clock of its node is ahead."""
-    seconds = number(record.get("time")) - ahead
+    recorded = number(record.get("time"))
+    seconds = round(recorded - ahead, 0) if recorded.is_integer() else recorded - ahead  # torchrun's are whole
     return seconds if math.isfinite(seconds) else None

@@ -12,10 +12,10 @@ Failures are therefore ordered by kind, causes before consequences, and then by 
     a rank that lost its connection to others or timed out waiting for them: the cause was not recorded
     a rank that was stopped on request or terminated
 
-The cause is the earliest failure of the first of these kinds that occurred. Nodes are ordered by the arrival of their
-agents' reports in their store, if it is recorded, and otherwise by time. The launcher knows the clocks of its nodes
-within a second, and torchrun records whole seconds: if two ranks raised errors within that time, or on nodes whose
-clocks are not known, the verdict names both.
+The cause is the earliest failure of the first of these kinds that occurred. If agents have recorded whose report
+arrived first in their store, the failures of that node are the earliest. All others are ordered by time. The launcher
+knows the clocks of its nodes within a second, and torchrun records whole seconds: if two ranks raised errors within
+that time, or on nodes whose clocks are not known, the verdict names both.
 
 Try it: python -m distributed.runs.verdict logs/latest
 """
@@ -29,7 +29,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from functools import cache, partial
 from pathlib import Path
@@ -73,6 +73,7 @@ class Verdict:
     traceback: str = ""
     collateral: tuple[Json, ...] = ()  # the other failures: "node", "rank", "message"
     changes: tuple[str, ...] = ()  # nodes that joined or left, see records.node_changes()
+    clocks: Mapping[str, float] = field(default_factory=dict)  # see gather()
 
 
 def decide(run: Path, launcher_code: int | None = None) -> Verdict:
@@ -480,12 +481,17 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
 
 
 def _missing_file(verdict: Verdict, cwd: str) -> Iterator[str]:
-    """If a rank on another node did not find a file that exists here: say so, and whether --sync copies it.
+    """If a rank on another node did not find a file that existed here: say so, and whether --sync copies it.
 
     cwd: the working directory of the run.
     """
     missing = re.search(r"No such file or directory: '(.+?)'", verdict.message)
-    if not missing or verdict.node in (None, os.uname().nodename) or not os.path.exists(os.path.join(cwd, missing[1])):
+    if not missing or verdict.time is None or verdict.node in (None, os.uname().nodename):
+        return
+    try:
+        if os.stat(os.path.join(cwd, missing[1])).st_ctime > verdict.time - CLOCK_TOLERANCE:
+            return  # it may have been written after the rank looked for it
+    except (OSError, ValueError):
         return
     ignored = run_program(["git", "-C", cwd, "check-ignore", "--quiet", "--", missing[1]], GIT_TIMEOUT).code == 0
     reason = "; git ignores it, so --sync does not copy it" * ignored
@@ -518,8 +524,12 @@ def conclude(
 
     launcher_code, signaled, stopped_at: see judge(). resume: see render(). clocks: see gather().
     """
+    if clocks is None:  # called again, without the launcher that has measured them
+        recorded = mapping(read_object(run / "verdict.json", []).get("clocks"))
+        clocks = {node: number(ahead) for node, ahead in recorded.items()}
     evidence = gather(run, clocks)
-    verdict = replace(judge(evidence, launcher_code, signaled, stopped_at), changes=evidence.changes)
+    verdict = judge(evidence, launcher_code, signaled, stopped_at)
+    verdict = replace(verdict, changes=evidence.changes, clocks=clocks)
     warnings = list(evidence.warnings)
     try:
         write_json(run / "verdict.json", asdict(verdict))

@@ -115,10 +115,13 @@ def submit(command: Sequence[str], log_dir: str, program: str, following: bool, 
     if done.returncode:
         raise SubmitError(f"refused by SLURM, see its message above; {REMEDY}")
     job = done.stdout.strip().partition(";")[0]  # sbatch may print "17;cluster"
+    if not job:  # --test-only
+        return 0
     outputs = [f"{log_dir}/slurm-{job}.out", f"{log_dir}/slurm-{job}.err"]
     run = [job] if log_dir == "logs" else ["--log-dir", log_dir, job]
     status, stop = (shlex.join([f"{KIT}/scripts/{name}", *run]) for name in ("status.sh", "stop.sh"))
-    print(f"job: {job}\noutput: {shlex.join(own or outputs)}\nstatus: {status}", flush=True)
+    output = f"options: {shlex.join(own)}" if own else f"output: {shlex.join(outputs)}"
+    print(f"job: {job}\n{output}\nstatus: {status}", flush=True)
     try:
         return follow(job, outputs, program) if following else 0
     except KeyboardInterrupt:

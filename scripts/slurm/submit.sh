@@ -50,7 +50,7 @@ take_sbatch_options() { # <argument...>
       [[ $1 == --sbatch=-* ]] || die_usage "--sbatch: expected an option, such as --array=0-3, got '${1#*=}'"
       SBATCH_OPTIONS+=("${1#*=}")
     elif [[ $name =~ ^--($RESERVED)$ && $name != --nodes ]]; then
-      die_usage "$name: this program sets it, or relies on its default; to pass it on: --sbatch $name=VALUE"
+      die_usage "$name: this program sets it, or relies on its default; to pass it on: --sbatch OPTION"
     elif [[ ${VALUE_NAME[$name]-} || $known != *" $name"[\ =]* ]]; then
       OWN_ARGUMENTS+=("$1")
     elif [[ $1 == *=* || $known == *" $name "* ]]; then

@@ -414,6 +414,12 @@ def test_a_script_exits_as_in_a_fresh_interpreter(body: str) -> None:
     assert (rank.returncode, rank.stdout, stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
 
 
+def test_ranks_start_with_few_file_descriptors() -> None:
+    Path("script.py").write_text("print('started')\n")
+    done = run("bash", "-c", 'ulimit -n 256 && exec "$@"', "bash", *AGENT, "--nproc-per-node", "1", "script.py")
+    assert (done.returncode, "started" in done.stdout + done.stderr) == (0, True), done.stderr
+
+
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("import sys; sys.exit(3)", 3), ("1 / 0", 1)])
 def test_files_left_open_are_flushed(end: str, code: int) -> None:
     """An interpreter closes open files when it exits; a forked process does not exit that way."""

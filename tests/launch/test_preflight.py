@@ -78,10 +78,6 @@ def test_a_single_node_needs_no_address_for_others() -> None:
             [node(1, torch="2.13.0+cu130"), node(2, torch="2.13.0+cu128"), node(3, torch="2.13.0+cu130")],
             "node2: PyTorch 2.13.0+cu128, but PyTorch 2.13.0+cu130 elsewhere; install the same version on all nodes",
         ),
-        (
-            [node(1, gpus=2), node(2, gpus=2, nccl="2.27.5"), node(3, gpus=2)],
-            "node2: NCCL 2.27.5, but NCCL 2.28.9 elsewhere; install the same version",
-        ),
         ([node(1, torch=None), node(2), node(3)], "node1: PyTorch is not installed; install it for that Python"),
         (
             [node(1), node(2, files={"a.py": None})],
@@ -153,8 +149,14 @@ def test_the_cause_of_a_missing_reply_is_reported(code: int, err: str, fault: st
     assert found.startswith(f"node2: {fault}")
 
 
-def test_other_files_of_muster_are_a_warning_and_another_nccl_without_gpus_is_nothing() -> None:
-    found, warnings, rendezvous = judge([node(1), node(2, muster="76543210", nccl="2.27.5"), node(3)])
+def test_another_nccl_is_a_warning_on_nodes_with_gpus() -> None:
+    found, warnings, _ = judge([node(1, gpus=2), node(2, gpus=2, nccl="2.27.5"), node(3, gpus=2)])
+    assert (found, warnings) == ([], ["node2: NCCL 2.27.5, but NCCL 2.28.9 elsewhere; install the same version"])
+    assert judge([node(1), node(2, nccl="2.27.5"), node(3)])[1] == []
+
+
+def test_other_files_of_muster_are_a_warning() -> None:
+    found, warnings, rendezvous = judge([node(1), node(2, muster="76543210"), node(3)])
     assert (found, bool(rendezvous)) == ([], True)
     assert warnings == [
         "node2: Muster 76543210, but Muster 01234567 elsewhere; use the same files, or launch with --sync"

@@ -176,7 +176,7 @@ def test_the_version_of_torch_is_read_without_importing_it(tmp_path: Path) -> No
     path = [str(tmp_path / "missing.zip"), plain, torch, older]
     assert versions(path) == {"python": sys.version.split()[0], "torch": "2.13.0+cu130", "nccl": None}
     assert versions([plain])["torch"] is None
-    copied = site(tmp_path / "d", "torch", "nvidia_nccl_cu13-2.28.9.dist-info")
+    copied = site(tmp_path / "d", "torch", "nvidia_nccl_cu12-2.21.5.dist-info", "nvidia_nccl_cu13-2.28.9.dist-info")
     Path(copied, "torch", "version.py").write_text(
         "__all__ = ['__version__']\n__version__ = '2.12.0+cu130'\ncuda = '13.0'\n"
     )

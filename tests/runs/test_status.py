@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from distributed.host.replies import Reply
 from distributed.metrics import FROM_OUTPUT, FROM_TENSORBOARD
 from distributed.runs import lookup, query, run_directory, status
 from distributed.runs.hang_analysis import Diagnosis
+from distributed.runs.hang_decision import seconds_without_output
 from distributed.runs.lookup import (
     EXITED,
     IN_JOB,
@@ -206,6 +208,15 @@ def test_progress_is_the_newest_values_in_metrics_jsonl(tmp_path: Path) -> None:
     found = read_progress(tmp_path)
     assert (found.step, found.steps, found.loss) == (2, 9, "NaN")
     assert found.silent == pytest.approx(0.0, abs=5.0)
+
+
+def test_silence_is_measured_on_the_clock_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "node_n1.log").write_text("a line\n")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 300)
+    found = [read_progress(tmp_path).silent, seconds_without_output(tmp_path)]
+    assert all(silent is not None and silent < 60 for silent in found)
 
 
 def test_metrics_jsonl_takes_precedence_over_metrics_from_the_output_or_from_tensorboard(tmp_path: Path) -> None:

@@ -385,6 +385,21 @@ def test_times_of_nodes_are_converted_to_the_clock_of_the_launching_side(run: Ru
     assert "too close in time to tell which was first: rank 0 on n1 exited with code 4" in found.cause
 
 
+def test_whole_seconds_of_torchrun_stay_inexact_on_another_clock(run: RunDirectory) -> None:
+    run.file("errors/node_n1.json", {"failures": [{"rank": 0, "time": 1_700_000_000, "exit_code": 3}]})
+    run.file("errors/node_n2.json", {"failures": [{"rank": 1, "time": 1_700_000_000.6, "exit_code": 4}]})
+    [one, _] = gather(run.path, {"n1": -0.0001, "n2": 0.0}).failures
+    assert one.time is not None and one.time.is_integer()
+
+
+def test_a_verdict_that_is_written_again_uses_the_measured_clocks(run: RunDirectory) -> None:
+    for rank, (code, seconds) in enumerate([(4, 0.5), (3, 5.0)]):
+        failure = {"rank": rank, "time": TIME + seconds, "exit_code": code}
+        run.file(f"errors/node_n{rank + 1}.json", {"failures": [failure]})
+    assert verdict.conclude(run.path, 3, clocks={"n1": 0.0, "n2": 5.0})[0] == 3
+    assert verdict.conclude(run.path)[0] == 3
+
+
 def test_the_same_error_on_every_rank_is_counted() -> None:
     same = [raised("ValueError", "no such layer", rank=rank, time=TIME + rank) for rank in range(4)]
     assert verdict.judge(Evidence(tuple(same))).cause == (
@@ -1100,6 +1115,7 @@ def test_the_program_writes_verdict_json_and_exits_with_the_code_of_the_cause(ru
         "traceback": "",
         "collateral": [],
         "changes": [],
+        "clocks": {},
     }
 
 
