@@ -191,10 +191,14 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
     if first_rank:
         world_facts = {"size": world.size, "nodes": len(set(hosts)), "strategy": strategy,
                        "backend": dist.get_backend(), "device": own_device.type}  # fmt: skip
-        write_json(run / "settings.json", {
-            "settings": settings.model_dump(mode="json"), "world": world_facts, "machine": tracking.describe_machine(),
-            "model": {"parameters": parameters, "precision": facts["precision"]},
-        })  # fmt: skip
+        try:
+            write_json(run / "settings.json", {
+                "settings": settings.model_dump(mode="json"), "world": world_facts,
+                "machine": tracking.describe_machine(),
+                "model": {"parameters": parameters, "precision": facts["precision"]},
+            })  # fmt: skip
+        except OSError as error:  # a full disk
+            log.warning(f"{run}/settings.json: {error.strerror}; the report of this run has no settings")
     log.info(f"model  {parameters:,} parameters, {facts['precision']}, {strategy} on {world.size} x {own_device.type} "
              f"({dist.get_backend()})")  # fmt: skip
     log.info(f"data   {dataset.corpus}")

@@ -13,6 +13,7 @@ Try it: python scripts/lib/agent.py --nproc-per-node 2 train.py --config config/
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import gc
 import inspect
@@ -50,6 +51,7 @@ from distributed.agent.worker import RankSpec, Script
 from distributed.exit_codes import STOPPED
 from distributed.host.clock import RunningClock
 from distributed.launch.output_lines import RankLines, with_prefix
+from distributed.trust import parse_json, read_bytes
 
 POLL_INTERVAL = 0.1  # seconds between two checks of the ranks; a rank that exits is checked at once
 REPORT_GRACE = 1.0  # seconds between the first failure and SIGTERM: time for other ranks to write failure records
@@ -102,6 +104,15 @@ class ForkedRanks(SubprocessContext):
         records = [failure_records.RankRecord(rank.environment) for rank in ranks]
         handlers = map(Handler, processes, records)
         self.subprocess_handlers = dict(enumerate(handlers))  # type: ignore[arg-type]
+
+    def remove_damaged_error_files(self) -> None:
+        """Remove the error files of ranks that a full disk has cut: torchrun's code would fail to read them."""
+        for path in self.error_files.values():
+            with contextlib.suppress(OSError):
+                try:
+                    parse_json(read_bytes(path))
+                except ValueError:
+                    os.unlink(path)
 
 
 class Agent(LocalElasticAgent):
@@ -221,6 +232,8 @@ class Agent(LocalElasticAgent):
             elif not self.failures and (end := self.end_of_run()):
                 log(f"{end.node}: {end.reason}; stopping the ranks of this node")
                 self._stop_ranks(end.exit_code == STOPPED)
+            if self.failures and isinstance(self._pcontext, ForkedRanks):
+                self._pcontext.remove_damaged_error_files()
             return super()._monitor_workers(worker_group)
 
     def _exit_barrier(self) -> None:

@@ -762,8 +762,11 @@ class Watch:
         self.console.record(f"{short}: stopping; up to {grace} s to write a checkpoint, {short} again to kill at once")
 
     def stop_after_signal(self, number: int, node: str) -> None:
-        """Stop all nodes, because the supervisor of a node has received a signal, and stops its command."""
-        if not self.signal and any(one.node == node for one in self.run.nodes):
+        """Stop all nodes, because the supervisor of a node has received a signal, and stops its command.
+
+        While an attempt ends, the signal may be that of a request for which a full disk had no space.
+        """
+        if not self.signal and not self.is_ending and any(one.node == node for one in self.run.nodes):
             self._stops_for_node = True
             self._stop(number)
             limit = f"up to {self.options.grace} s to write a checkpoint"

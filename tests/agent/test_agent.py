@@ -414,6 +414,15 @@ def test_a_script_exits_as_in_a_fresh_interpreter(body: str) -> None:
     assert (rank.returncode, rank.stdout, stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
 
 
+def test_an_error_file_that_a_full_disk_has_cut_does_not_hide_the_failure() -> None:
+    Path("script.py").write_text(
+        "import os, sys\nopen(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').close()\nsys.exit(7)\n"
+    )
+    done = run(*AGENT, "--nproc-per-node", "1", "script.py")
+    assert (done.returncode, "JSONDecodeError" in done.stderr) == (7, False), done.stderr
+    assert "rank 0 (pid" in done.stderr
+
+
 def test_ranks_start_with_few_file_descriptors() -> None:
     Path("script.py").write_text("print('started')\n")
     done = run("bash", "-c", 'ulimit -n 256 && exec "$@"', "bash", *AGENT, "--nproc-per-node", "1", "script.py")
