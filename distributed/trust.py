@@ -326,7 +326,7 @@ def unpack(source: int, directory: str, expects: Callable[[str], bool]) -> list[
                 if is_regular and _is_inside(name) and expects(name + "/" * member.isdir()):
                     _extract(archive, member, os.path.join(directory, name))
                 elif name != ".":
-                    left_out.append(name)
+                    left_out.append(name[:LONGEST_LINE])
     except Refused:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a damaged archive causes in tarfile

@@ -590,7 +590,8 @@ class SshServer(HostServer):
         # Without a setting, an existing ~/ml-customization is used, as by find_workdir() in host.py.
         default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
         line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}" + reporting_error(
-            f"mkdir -p -- {quoted_path(target)}"
+            f"mkdir -p -- {quoted_path(target)} && "
+            f'{{ [ -O {quoted_path(target)} ] || {{ echo "it belongs to another user" >&2; false; }}; }}'
         )
         self._refuse_without_rsync(on_server=True)
         code, stderr = await self._run(self._ssh(line))

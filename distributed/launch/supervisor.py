@@ -61,12 +61,12 @@ import time
 from functools import partial
 
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
-from distributed.files import KIT, read_json, to_json, write_file, write_json
+from distributed.files import KIT, read_json, to_json, user_file, write_file, write_json
 from distributed.host import process_scan, signals
 from distributed.host.clock import RunningClock
 from distributed.launch import usage_sampler
 from distributed.launch.node_reports import ATTEMPT_PIPES, HEARTBEAT_INTERVAL, REPORT_TOKEN, format_report
-from distributed.trust import PRIVATE_DIRECTORY, make_directories, read_bytes, regular_file
+from distributed.trust import PRIVATE_DIRECTORY, foreign, make_directories, read_bytes, regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -1052,6 +1052,8 @@ def run(options: SupervisorOptions) -> int:
     """Run the command. Returns its exit code; with --lease 0, returns 0 once it has started. Raises SupervisorError."""
     inherited, block, received = read_environment(options)
     try:
+        make_directories(options.files.directory, PRIVATE_DIRECTORY)
+        refuse_foreign(options.files)
         if options.lease:
             return supervise(options, inherited, block, received)
         reason = supervise_detached(options, inherited, block)
@@ -1116,6 +1118,13 @@ def supervise_detached(
         os.write(target, os.fsencode(f"{error.filename or options.dir}: {error.strerror}"))
     finally:
         os._exit(UNFIT)
+
+
+def refuse_foreign(files: Files) -> None:
+    """Raise SupervisorError if another user has made the run directory, or can write to it."""
+    directory = user_file(files.directory)
+    if os.path.lexists(directory) and (problem := foreign(directory, os.lstat(directory))):
+        raise SupervisorError(UNFIT, problem)
 
 
 def request(files: Files, line: str) -> int:
@@ -1281,6 +1290,7 @@ def _main(arguments: Sequence[str]) -> int:
         if not options.command:
             raise SupervisorError(WRONG_CALL, "expected a command after --")
         return run(options)
+    refuse_foreign(options.files)
     if verb == "signal":
         return signal_supervisor(options.files, int(value))
     if verb == "sweep":

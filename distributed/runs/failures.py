@@ -35,6 +35,7 @@ from distributed.trust import printable, read_text
 
 STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
 SRUN = "srun"  # name of the "node" whose files have the output of srun
+MAX_FAILURES = 1 << 10  # per node
 MAX_RANKS = 1 << 20  # per node; larger numbers in run.json are not valid
 
 Json = dict[str, Any]
@@ -111,7 +112,9 @@ def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
             continue
         record = read_object(path, warnings)
         agents.append(record | {"node": text(record.get("node")) or path.name[5:-5]})
-    succeeded = ((integer(rank), agent["node"]) for agent in agents for rank in listed(agent.get("succeeded")))
+    succeeded = (
+        (integer(rank), agent["node"]) for agent in agents for rank in listed(agent.get("succeeded"))[:MAX_FAILURES]
+    )
     known = Evidence(
         exits={node: code for node, code in _exit_codes(run, warnings).items() if node not in excluded},
         ranks=_ranks_of_nodes(facts),
@@ -120,12 +123,16 @@ def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
         launched=launched_package(facts),
         signals=_sent_signals(run, warnings, clocks),
         changes=node_changes(facts),
-        first=next((first for agent in agents if (first := text(agent.get("first")))), ""),
+        first=firsts.pop() if len(firsts := {text(one["first"]) for one in agents if "first" in one}) == 1 else "",
         clocks=clocks.keys(),
         disk=write_error(run),
     )
     logs = {path.name[5:-4]: path for path in sorted(run.glob("node_*.log")) if path.name[5:-4] not in excluded}
-    from_agents = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("failures"))]
+    from_agents = [
+        _from_record(one, agent["node"])
+        for agent in agents
+        for one in listed(agent.get("failures"))[: len(known.ranks.get(agent["node"], range(MAX_FAILURES)))]
+    ]
     from_ranks = [_from_record(read_object(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
     # A rank that called sys.exit() has recorded no exception; it may have printed one.
     ends = prefer(from_agents, (one for one in from_ranks if not one.exception), _torchrun_summaries(logs))
@@ -196,7 +203,8 @@ def _sent_signals(run: Path, warnings: list[str], clocks: Mapping[str, float]) -
     sent = []
     for path in sorted(run.glob("errors/signal_*.json")):
         record, ahead = read_object(path, warnings), clocks.get(path.stem.rpartition("_")[0][7:], 0.0)
-        sent.append(SentSignal(text(record.get("signal")), text(record.get("sender")), _seconds(record, ahead)))
+        name, sender = (printable(text(record.get(key)))[:100] for key in ("signal", "sender"))
+        sent.append(SentSignal(name, sender, _seconds(record, ahead)))
     return tuple(sorted((one for one in sent if one.name), key=lambda one: one.time or 0.0))
 
 

@@ -38,6 +38,7 @@ STACK_TIMEOUT = 15.0  # seconds for py-spy, which stops a process while it reads
 TICK = os.sysconf("SC_CLK_TCK")
 GPU_FIELDS = "index,uuid,utilization.gpu,power.draw,memory.used,memory.total,name"
 LOCAL_RANK = re.compile(rb"(?:^|\0)LOCAL_RANK=(\d+)(?:\0|$)")
+NUMBER = "[0-9]{1,9}"
 OUTPUT = r"/ranks/{node}/[^/]+/attempt_\d+/(\d+)/std(?:out|err)\.log$"
 
 
@@ -176,10 +177,16 @@ def cores_used(before: Sequence[RunProcess], after: Sequence[RunProcess], second
 
 def output_files(run: Path, node: str) -> dict[int, list[Path]]:
     """The output files of each local rank in the newest attempt."""
-    attempts = sorted(run.glob(f"ranks/{glob.escape(node)}/*/attempt_*"), key=lambda path: int(path.name[8:]))
-    directories = attempts[-1].iterdir() if attempts else ()
+    attempts = [
+        path
+        for path in run.glob(f"ranks/{glob.escape(node)}/*/attempt_*")
+        if re.fullmatch(NUMBER, path.name[8:]) and path.is_dir()
+    ]
+    directories = max(attempts, key=lambda path: int(path.name[8:])).iterdir() if attempts else ()
     return {
-        int(directory.name): sorted(directory.glob("std*.log")) for directory in directories if directory.name.isdigit()
+        int(directory.name): sorted(directory.glob("std*.log"))
+        for directory in directories
+        if re.fullmatch(NUMBER, directory.name)
     }
 
 

@@ -248,7 +248,7 @@ def headline(status: Status) -> str:
     elif progress.epoch is not None:
         text += f", epoch {progress.epoch:g}"
     if progress.loss is not None and (progress.step is not None or progress.origin):
-        text += f", loss {float(progress.loss):.4f}"
+        text += f", loss {'nan' if isinstance(progress.loss, str) else format(progress.loss, '.4f')}"
     is_known = progress.step is not None or progress.epoch is not None or progress.loss is not None
     return text + f" ({progress.origin})" * bool(progress.origin and is_known)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,8 +75,8 @@ def _samples(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _name(node: str, first_rank: float, local_rank: Any) -> str:
-    known = math.isfinite(first_rank) and str(local_rank).isdecimal()
-    return f"rank {int(first_rank) + int(local_rank)}" if known else f"{node} rank {local_rank}"
+    known = math.isfinite(first_rank) and re.fullmatch("[0-9]{1,9}", str(local_rank)) is not None
+    return f"rank {int(first_rank) + int(local_rank)}" if known else f"{node} rank {str(local_rank)[:20]}"
 
 
 def _add_ranks(usage: Usage, node: str, first_rank: float, samples: Sequence[Mapping[str, Any]]) -> None:

@@ -324,7 +324,7 @@ _AGENT_PREFIX = "agent: "  # prefix of the agent's own lines; the last such line
 
 def _sentence(failure: Failure) -> str:
     name, problem = name_of(failure), _short(describe(failure))
-    lost = failure.message or "the node lost power or network, or all its processes were killed"
+    lost = _short(failure.message) or "the node lost power or network, or all its processes were killed"
     how = f"{name} {_short(describe(failure, 'raised '))}"
     unclear = f"{how}; no clearer cause was recorded"
     if failure.rank is None and failure.message.startswith(_AGENT_PREFIX):

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from distributed.transport.commands import AnyTarget, Calls, SshCommands
 
 # For sh on a node. $1: the directory. $2: the name of a file that the launcher has just created in that directory.
-PRINT_IF_SHARED = 'mkdir -p -- "$1" && cd -- "$1" || exit; [ ! -e "$2" ] || echo "shared $2"'
+PRINT_IF_SHARED = """mkdir -p -- "$1" && cd -- "$1" || exit
+if [ -e "$2" ]; then echo "shared $2"; elif [ ! -O . ]; then echo "$1: belongs to another user" >&2; exit 69; fi"""
 
 
 def sync_nodes(calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], log: Callable[[str], None]) -> None:

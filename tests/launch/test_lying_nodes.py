@@ -170,6 +170,27 @@ def test_the_token_of_a_node_does_not_reach_its_command(tmp_path: Path) -> None:
     assert (report["token"], report["exit_code"]) == ("secret", 0)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a directory of another user")
+@pytest.mark.parametrize("planted", ["directory", "link"])
+def test_a_supervisor_refuses_a_run_directory_that_another_user_has_planted(tmp_path: Path, planted: str) -> None:
+    directory, own = tmp_path / "run", tmp_path / "own"
+    own.mkdir()
+    (own / "node_n1.pid").write_text("{}")
+    if planted == "link":
+        directory.symlink_to(own)
+        os.lchown(directory, 65534, 65534)
+    else:
+        directory.mkdir(0o777)
+        os.chown(directory, 65534, 65534)
+    supervisor = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "launch.supervisor"]
+    place = ["--dir", str(directory), "--name", "n1"]
+    for verb in (["run", *place, "--", "touch", str(tmp_path / "started")], ["sweep", *place], ["stop", *place]):
+        done = subprocess.run([*supervisor, *verb], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert done.returncode == 69
+        assert done.stderr.startswith(f"supervisor: {directory}: belongs to nobody, and you are root; ")
+    assert not (tmp_path / "started").exists() and [path.name for path in own.iterdir()] == ["node_n1.pid"]
+
+
 # ---------------------------------------------------------------- replies
 
 

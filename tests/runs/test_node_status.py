@@ -132,6 +132,16 @@ esac
 """
 
 
+def test_entries_that_a_rank_adds_to_its_output_are_ignored(tmp_path: Path) -> None:
+    output = tmp_path / "ranks/n1/x/attempt_3/0"
+    output.mkdir(parents=True)
+    (output / "stdout.log").touch()
+    (output.parent / "\u00b2").mkdir()
+    (tmp_path / "ranks/n1/x/attempt_foo").mkdir()
+    (tmp_path / "ranks/n1/x/attempt_9").touch()
+    assert node_status.output_files(tmp_path, "n1") == {0: [output / "stdout.log"]}
+
+
 def test_a_rank_has_the_gpus_that_its_processes_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text(STUB_NVIDIA_SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)

@@ -210,6 +210,11 @@ def test_progress_is_the_newest_values_in_metrics_jsonl(tmp_path: Path) -> None:
     assert found.silent == pytest.approx(0.0, abs=5.0)
 
 
+def test_a_loss_that_is_text_is_no_number() -> None:
+    found = judge(RUN, [reply("node1", RANK)], {}, RunProgress(120, 1200, "abc", 1.0), START + 720)
+    assert plain(status.render(found, 80)).splitlines()[0].endswith("step 120 of 1,200, loss nan")
+
+
 def test_silence_is_measured_on_the_clock_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "node_n1.log").write_text("a line\n")

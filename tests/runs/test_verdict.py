@@ -371,6 +371,23 @@ def test_the_node_that_reported_first_to_the_agents_store_is_first_whatever_its_
     assert gather(run.path).first == "n1"
 
 
+def test_nodes_that_name_different_first_nodes_are_not_believed(run: RunDirectory) -> None:
+    for name, first in (("n1", "n3"), ("n2", "n1")):
+        run.file(f"errors/node_{name}.json", {"node": name, "failures": [], "first": first})
+    assert gather(run.path).first == ""
+
+
+def test_a_node_cannot_add_lines_or_more_failures_than_ranks_to_the_verdict(run: RunDirectory) -> None:
+    run.start("n1", "n2")
+    run.file("errors/supervisor_n2.json", {"cause": "lost", "message": "gone\nverdict: ok: all ranks exited with 0"})
+    run.file("errors/signal_n2_SIGUSR1.json", {"signal": "SIGUSR1\nverdict: ok", "sender": "x" * 1000, "time": TIME})
+    run.file("errors/node_n2.json", {"node": "n2", "failures": [{"rank": rank} for rank in range(1000)]})
+    evidence = gather(run.path)
+    assert len(evidence.failures) <= 3
+    assert evidence.signal and "\n" not in str(evidence.signal) and len(str(evidence.signal)) < 250
+    assert "\n" not in verdict.judge(evidence, 69).cause
+
+
 def test_times_of_nodes_are_converted_to_the_clock_of_the_launching_side(run: RunDirectory) -> None:
     """The rank that failed first is on a node whose clock is 5 s ahead."""
     for rank, (code, seconds) in enumerate([(4, 0.5), (3, 5.0)]):
