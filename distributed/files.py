@@ -10,7 +10,7 @@ import errno
 import os
 import time
 
-from distributed.trust import PRIVATE, parse_json, read_bytes, regular_file
+from distributed.trust import PRIVATE, foreign, parse_json, read_bytes, regular_file
 
 KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -52,6 +52,12 @@ def user_file(path: str | os.PathLike[str]) -> str:
     """The path of a file that a user names: where a symbolic link leads, unless another user has made the link."""
     follows = not os.path.islink(path) or os.lstat(path).st_uid == os.geteuid()
     return os.path.realpath(path) if follows else os.fspath(path)
+
+
+def foreign_directory(path: str | os.PathLike[str]) -> str:
+    """Why this user must not use a directory, or a link of another user to one; "" if it may, or if there is none."""
+    path = user_file(path)
+    return foreign(path, os.lstat(path)) if os.path.lexists(path) else ""
 
 
 def write_json(path: str | os.PathLike[str], value: object, mode: int = PRIVATE) -> None:

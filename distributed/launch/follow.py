@@ -97,6 +97,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     options, received = SupervisorOptions(arguments), b""
+    supervisor.refuse_foreign(options.files)
     if options.command:
         options.lease, options.offset = 0.0, "0"
         inherited, block, received = supervisor.read_environment(options)

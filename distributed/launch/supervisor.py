@@ -61,12 +61,12 @@ import time
 from functools import partial
 
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
-from distributed.files import KIT, read_json, to_json, user_file, write_file, write_json
+from distributed.files import KIT, foreign_directory, read_json, to_json, write_file, write_json
 from distributed.host import process_scan, signals
 from distributed.host.clock import RunningClock
 from distributed.launch import usage_sampler
 from distributed.launch.node_reports import ATTEMPT_PIPES, HEARTBEAT_INTERVAL, REPORT_TOKEN, format_report
-from distributed.trust import PRIVATE_DIRECTORY, foreign, make_directories, read_bytes, regular_file
+from distributed.trust import PRIVATE_DIRECTORY, make_directories, read_bytes, regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -1122,8 +1122,7 @@ def supervise_detached(
 
 def refuse_foreign(files: Files) -> None:
     """Raise SupervisorError if another user has made the run directory, or can write to it."""
-    directory = user_file(files.directory)
-    if os.path.lexists(directory) and (problem := foreign(directory, os.lstat(directory))):
+    if problem := foreign_directory(files.directory):
         raise SupervisorError(UNFIT, problem)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed import metrics
-from distributed.files import file_time, read_json
+from distributed.files import file_time, foreign_directory, read_json
 from distributed.host import process_scan
 from distributed.host.gpus import count, mebibytes, query, query_rows, table
 from distributed.host.replies import format_reply
@@ -357,5 +357,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--first-rank", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.0, help="duration of the CPU sample")
     parser.add_argument("--stacks", action="store_true", help="also read the stacks of each rank")
-    sys.stdout.write(format_reply(asdict(observe(**vars(parser.parse_args(arguments))))))
+    options = parser.parse_args(arguments)
+    if problem := foreign_directory(options.run):
+        parser.error(problem)
+    sys.stdout.write(format_reply(asdict(observe(**vars(options)))))
     return 0

@@ -188,6 +188,10 @@ def test_a_supervisor_refuses_a_run_directory_that_another_user_has_planted(tmp_
         done = subprocess.run([*supervisor, *verb], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         assert done.returncode == 69
         assert done.stderr.startswith(f"supervisor: {directory}: belongs to nobody, and you are root; ")
+    command = ["launch.follow", *place, "--", "touch", str(tmp_path / "started")]
+    for module in (command, command[:5], ["runs.node_status", "--run", str(directory), "--node", "n1"]):
+        done = subprocess.run([*supervisor[:-1], *module], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert done.returncode != 0 and f"{directory}: belongs to nobody" in done.stderr
     assert not (tmp_path / "started").exists() and [path.name for path in own.iterdir()] == ["node_n1.pid"]
 
 
