@@ -155,7 +155,7 @@ remaining() {
   [ "$(id -u)" -eq 0 ] || skip "needs root to mount a small filesystem"
   small="$BATS_TEST_TMPDIR/small"
   mkdir "$small"
-  mount -t tmpfs -o size=64k tmpfs "$small"
+  mount -t tmpfs -o size=64k,mode=700 tmpfs "$small"
   RUN=$small
   start -- sh -c 'i=0; while [ $i -lt 3000 ]; do echo "line $i, long enough to fill a small disk"; i=$((i+1)); done; exit 7'
   status_of_node
