@@ -117,14 +117,14 @@ def first_failure(records: Records, first: str = "") -> Mapping[str, Any]:
     """
     agents = [record for name, record in records.items() if name.startswith("node_")]
     failures = [
-        (agent.get("node") != first, failure["time"], failure["rank"], failure)
+        ((agent.get("node") != first, failure["time"]), failure)
         for agent in agents
         for failure in agent["failures"]
         if not failure["ended_by_agent"]
     ]
     if not failures:
         return {}
-    failure = min(failures)[-1]
+    _, failure = min(failures, key=lambda ordered: ordered[0])
     message = f"rank {failure['rank']} failed with exit code {failure['exit_code']}"
     return {"message": message} | failure | records.get(f"rank_{failure['rank']}.json", {})
 

@@ -173,7 +173,7 @@ class _Output(io.FileIO):
     """Standard output or standard error. If it is a file on a full or failing disk, output is dropped, not refused."""
 
     console = -1  # the standard error of the agent
-    lost = 0  # bytes, of both
+    lost = 0  # bytes of both streams
 
     def write(self, data: Any, /) -> int:
         try:

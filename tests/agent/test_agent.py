@@ -34,7 +34,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from distributed.agent import agent
+from distributed.agent import agent, failure_records
 from distributed.agent.agent import Agent, RankFailure, follow
 from distributed.agent.fork_server import ForkedProcess, Wakeup, signals
 from distributed.host.resources import Cores
@@ -412,6 +412,16 @@ def test_a_script_exits_as_in_a_fresh_interpreter(body: str) -> None:
     # Since 3.13 Python reports a file that cannot be closed, with the frame in which the object was deleted.
     stderr = re.sub(r'Traceback .*\n  File ".*/distributed/agent/worker.py", .*\n.*\n', "", rank.stderr)
     assert (rank.returncode, rank.stdout, stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
+
+
+def test_the_first_failure_is_found_if_two_nodes_record_the_same_rank_and_time() -> None:
+    failure = {"rank": 1, "time": 5.0, "exit_code": 3, "ended_by_agent": False}
+    codes = {"a": 3, "b": 4}
+    records = {
+        f"node_{name}.json": {"node": name, "failures": [failure | {"exit_code": code}]} for name, code in codes.items()
+    }
+    assert failure_records.first_failure(records)["exit_code"] == 3
+    assert failure_records.first_failure(records, "b")["exit_code"] == 4
 
 
 def test_an_error_file_that_a_full_disk_has_cut_does_not_hide_the_failure() -> None:
