@@ -29,6 +29,7 @@ PRIVATE, SHARED = 0o600, 0o644  # modes of new files; the umask restricts them f
 PRIVATE_DIRECTORY = 0o700
 LAYOUT = "\n\t"  # characters that printable() may keep
 MAX_TEXT = 64 << 20  # bytes of a JSON value or of a file that is read whole
+MAX_VALUES = 2_000_000  # of a JSON value
 MAX_DEPTH = 40  # of nested JSON, and of directories
 LARGEST = 1 << 63  # numbers are smaller
 MAX_LINES, LONGEST_LINE = 30, 1000  # of a message
@@ -159,11 +160,14 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
-    """The value of a JSON text. Raises ValueError, also if the text is too long or too deeply nested."""
+    """The value of a JSON text. Raises ValueError, also if the text is too long, too large or too deeply nested."""
     import json
 
     if len(text) > MAX_TEXT:
         raise ValueError(f"more than {MAX_TEXT >> 20} MiB")
+    starts: Any = ",[{" if isinstance(text, str) else (b",", b"[", b"{")  # every value but the first follows one
+    if sum(map(text.count, starts)) > MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES} values")
     try:
         value = json.loads(text)
     except RecursionError:

@@ -297,6 +297,22 @@ END
 }
 
 
+@test "with --sync, a working directory of another user on a server is refused, and no file is copied there" {
+  WORK="$APART/foreign"
+  enter_workdir
+  write_job_script
+  lab ssh "$N1" mkdir "$WORK"
+  lab ssh "$N1" chown 65534 "$WORK"
+  cluster "$N1:1"
+  job_list <<<'{"name": "a"}'
+  start_list --sync
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 75 ]
+  [[ "$(<out)" == *"$N1: not used: cannot create workdir $WORK: it belongs to another user"* ]]
+  run ! lab ssh "$N1" test -e "$WORK/job.py"
+}
+
+
 @test "files that no job wrote are not overwritten on a server, and links to other disks stay" {
   WORK="$APART/foreign"
   enter_workdir

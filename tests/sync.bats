@@ -233,6 +233,17 @@ END
 }
 
 
+@test "a directory of another user on a node is refused, and no file is copied there" {
+  echo 'print("ran")' >plain.py
+  lab ssh "$N2" mkdir "$WORK"
+  lab ssh "$N2" chown 65534 "$WORK"
+  run -69 "$LAUNCH" --sync --script plain.py - 1 "$N1" "$N2"
+  [[ "$output" == *"$WORK: belongs to another user"*"--sync: $WORK could not be copied to $N2; see the messages above"* ]]
+  run ! lab ssh "$N2" test -e "$WORK/plain.py"
+  [ ! -e logs ]
+}
+
+
 @test "a checkout whose files git cannot list is refused, unless the nodes share it" {
   echo 'print("ran")' >plain.py
   mkdir .git

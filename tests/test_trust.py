@@ -126,6 +126,16 @@ def test_json_with_many_brackets_on_few_levels_is_read() -> None:
     assert parse_json(json.dumps(value)) == value
 
 
+@pytest.mark.parametrize("part", ["1", "[]", '{"a": {}}', '"text"'])
+def test_json_with_too_many_values_is_refused_before_they_exist(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    monkeypatch.setattr(trust, "MAX_VALUES", 100)
+    text = f"[{', '.join([part] * 101)}]"
+    for one in (text, text.encode(), bytearray(text.encode())):
+        with pytest.raises(ValueError, match="more than 100 values"):
+            parse_json(one)
+    assert len(parse_json(f"[{', '.join([part] * 30)}]")) == 30
+
+
 @dataclass(frozen=True)
 class Part:
     name: str
@@ -281,6 +291,8 @@ def test_regular_files_and_directories_are_unpacked_with_private_modes(tmp_path:
     found = [*tree(tmp_path / "new")]
     assert found == ["a", "a/b", "a/b/file", "empty", "later", "link", "link/through"]
     assert len(left_out) == 9 and not tree(outside)
+    [long] = unpacked(archive_of(member("n" * 5000, type=tarfile.FIFOTYPE)))
+    assert long == "n" * trust.LONGEST_LINE
     for name in found:
         mode = (tmp_path / "new" / name).lstat().st_mode
         assert stat.S_ISDIR(mode) or stat.S_IMODE(mode) == 0o600

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpret
 REPLY_TIMEOUT = 1.5  # seconds for a reply of a node whose connection was lost, if another node can replace it
 MISSED_TIMEOUT = 1.0  # seconds until running nodes are given up, if other nodes have reported all of them as lost
 RETURN_INTERVAL = 15.0  # seconds between calls to a lost node that was replaced, and time limit of a call
+MAX_INVALID = 20  # invalid reports of a client that are recorded
 RECONNECT_INTERVAL = 5.0  # seconds between attempts to follow a node again
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -309,6 +311,7 @@ class Watch:
         """Start the client of a node, or of all nodes. By default its output is shown, and reports are handled."""
         parser, show = ReportParser(), on_text or partial(self.console.show, stream=1)
         handle_report = on_report or self._handle_report
+        invalid = count(1)
 
         def handle_output(received: bytes) -> None:
             for item in parser.feed(received):
@@ -316,7 +319,9 @@ class Watch:
                     show(item)
                 elif isinstance(item, ValueError) or not self._may_report(name, item):
                     reason = item if isinstance(item, ValueError) else f"about {shown(item['node'])}"
-                    self.console.record(f"{name}: invalid report, ignored ({reason})")
+                    if (found := next(invalid)) <= MAX_INVALID:
+                        more = "; further ones are not recorded" * (found == MAX_INVALID)
+                        self.console.record(f"{name}: invalid report, ignored ({reason}){more}")
                 else:
                     if sent := item.get("time"):
                         self.clocks[item["node"]] = sent - time.time()
@@ -360,9 +365,9 @@ class Watch:
                 self._disconnected.discard(node)
                 self.console.record(f"{node}: connected again")
         if report.get("waiting"):
-            self.waiting.add(node)
             if self.is_spare(node):
                 self.spare_is_ready(node)
+            self.waiting.add(node)
         elif self.is_spare(node) and isinstance(code, int):
             self.spare_is_lost(node)
         if node not in self.unended or not isinstance(code, int):
@@ -382,8 +387,9 @@ class Watch:
 
     def spare_is_ready(self, node: str) -> None:
         """Note that the agent of a spare node waits."""
-        self.waiting.add(node)
-        self.console.record(f"{node}: ready as a spare node")
+        if node not in self.waiting:
+            self.waiting.add(node)
+            self.console.record(f"{node}: ready as a spare node")
 
     def spare_is_lost(self, name: str) -> None:
         spare = next(node for node in self.spares if node.node == name)

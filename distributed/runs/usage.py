@@ -63,26 +63,31 @@ def read_usage(run: Path) -> Usage:
 
 
 def _samples(path: Path) -> list[Mapping[str, Any]]:
-    """The samples with rising times, at most about SAMPLES, evenly spaced."""
+    """The samples with rising times, at most SAMPLES, evenly spaced."""
     found: list[Mapping[str, Any]] = []
     with contextlib.suppress(OSError):
-        for line in read_text(path).splitlines():
+        lines = read_text(path).splitlines()
+        for line in lines[:: math.ceil(len(lines) / SAMPLES) or 1]:
             with contextlib.suppress(ValueError):
                 sample = mapping(parse_json(line))
                 if is_time(number(sample.get("time"))) and not (found and sample["time"] <= found[-1]["time"]):
                     found.append(sample)
-    return found[:: math.ceil(len(found) / SAMPLES) or 1]
+    return found
 
 
-def _name(node: str, first_rank: float, local_rank: Any) -> str:
-    known = math.isfinite(first_rank) and re.fullmatch("[0-9]{1,9}", str(local_rank)) is not None
-    return f"rank {int(first_rank) + int(local_rank)}" if known else f"{node} rank {str(local_rank)[:20]}"
+def _name(node: str, first_rank: float, local_rank: str | int) -> str:
+    return f"rank {int(first_rank) + int(local_rank)}" if math.isfinite(first_rank) else f"{node} rank {local_rank}"
+
+
+def _is_numbered(item: tuple[str, Any]) -> bool:
+    """Whether the key of an entry of a sample is the number of a rank or GPU of a node."""
+    return re.fullmatch("[0-9]{1,3}", item[0], re.ASCII) is not None
 
 
 def _add_ranks(usage: Usage, node: str, first_rank: float, samples: Sequence[Mapping[str, Any]]) -> None:
     by_rank: dict[str, list[tuple[float, Mapping[str, Any]]]] = {}
     for sample in samples:
-        for rank, values in mapping(sample.get("ranks")).items():
+        for rank, values in filter(_is_numbered, mapping(sample.get("ranks")).items()):
             by_rank.setdefault(rank, []).append((sample["time"], mapping(values)))
     for rank, values in sorted(by_rank.items(), key=lambda item: (len(item[0]), item[0])):
         name = _name(node, first_rank, rank)
@@ -100,12 +105,13 @@ def _add_gpus(usage: Usage, node: str, first_rank: float, samples: Sequence[Mapp
     gpus = [
         (sample["time"], index, mapping(gpu), listed(mapping(gpu).get("ranks")))
         for sample in samples
-        for index, gpu in mapping(sample.get("gpus")).items()
+        for index, gpu in filter(_is_numbered, mapping(sample.get("gpus")).items())
     ]
     known = any(ranks for *_, ranks in gpus)
     lines: dict[tuple[str, str], dict[float, list[float]]] = {}
     for time, index, gpu, ranks in gpus:
-        for name in [_name(node, first_rank, rank) for rank in ranks] if known else [f"{node} GPU {index}"]:
+        numbers = [rank for rank in ranks if isinstance(rank, int) and 0 <= rank < 1000]
+        for name in [_name(node, first_rank, rank) for rank in numbers] if known else [f"{node} GPU {index}"]:
             lines.setdefault(("gpu", name), {}).setdefault(time, []).append(number(gpu.get("use")) / 100)
             lines.setdefault(("gpu_memory", name), {}).setdefault(time, []).append(number(gpu.get("memory")))
     for (kind, name), values in lines.items():

@@ -6,6 +6,7 @@ copies the run directory back.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 
@@ -13,6 +14,7 @@ from distributed.exit_codes import UNFIT
 from distributed.host import sync_list
 from distributed.transport.commands import VANISHED, TransportError, rsync_shell
 from distributed.transport.loop import INHERITED
+from distributed.trust import regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,9 +22,11 @@ if TYPE_CHECKING:
 
     from distributed.transport.commands import AnyTarget, Calls, SshCommands
 
-# For sh on a node. $1: the directory. $2: the name of a file that the launcher has just created in that directory.
+# For sh on a node. $1: the directory. $2: the name of a file that the launcher has just created in that directory. $3:
+# the SHA-256 of its content: other users of the node can see these arguments, but cannot make such a file.
 PRINT_IF_SHARED = """mkdir -p -- "$1" && cd -- "$1" || exit
-if [ -e "$2" ]; then echo "shared $2"; elif [ ! -O . ]; then echo "$1: belongs to another user" >&2; exit 69; fi"""
+if [ -f "$2" ] && [ "$(sha256sum <"$2")" = "$3  -" ]; then echo "shared $2"
+elif [ ! -O . ]; then echo "$1: belongs to another user" >&2; exit 69; fi"""
 
 
 def sync_nodes(calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], log: Callable[[str], None]) -> None:
@@ -43,11 +47,13 @@ def _nodes_without(
 ) -> tuple[list[AnyTarget], list[str]]:
     """The nodes that do not share the directory, and the names of those that failed to reply."""
     marker = os.path.join(directory, commands.marker)
+    content = os.urandom(32)
     try:
-        os.close(os.open(marker, os.O_CREAT | os.O_WRONLY, 0o600))
+        with open(marker, "xb", opener=regular_file) as file:
+            file.write(content)
     except OSError as error:
         raise TransportError(UNFIT, f"--sync: cannot write to {directory}: {error.strerror}") from None
-    check = ["sh", "-c", PRINT_IF_SHARED, "sh", directory, commands.marker]
+    check = ["sh", "-c", PRINT_IF_SHARED, "sh", directory, commands.marker, hashlib.sha256(content).hexdigest()]
     replies = calls.call_all({node: commands.command(node, check) for node in nodes}, errors=INHERITED)
     os.unlink(marker)
     shared = f"shared {commands.marker}"

@@ -136,6 +136,17 @@ def test_a_launch_survives_any_reply_and_names_the_node(
     assert errors.count("n1: invalid report, ignored (") > 10 and "Traceback" not in errors
 
 
+def test_the_messages_about_invalid_reports_are_limited(
+    directory: Path, new_watch: NewWatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    many = f"i=0; while [ $i -lt 500 ]; do {says('[1]')}; i=$((i + 1)); done"
+    watch = new_watch(directory, Scripts(n1=f"{many}; exit 3", n2=WAITS))
+    assert watch.attempt() == 3
+    errors = capfd.readouterr().err
+    assert errors.count("n1: invalid report, ignored (") == 20
+    assert errors.count("; further ones are not recorded") == 1
+
+
 def test_the_output_of_a_rank_cannot_imitate_a_report(tmp_path: Path) -> None:
     """Whatever a rank prints, the run has failed, with the exit code of the rank."""
     (tmp_path / "forge.py").write_text(

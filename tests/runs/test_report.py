@@ -448,6 +448,19 @@ def test_resource_usage_is_drawn_for_all_attempts(tmp_path: Path) -> None:
     assert "No metrics were logged, and no step was found in the output." in reader.text
 
 
+def test_samples_name_ranks_and_gpus_by_numbers_and_few_samples_are_read(tmp_path: Path) -> None:
+    """A node can write any file: other names, and many samples, do not make the report large."""
+    values = {"cpu": 1, "memory": 8, "output": 0}
+    gpus = {name: {"use": 9, "memory": 1, "ranks": [[], "x" * 999, -1, 10**12, 1]} for name in ("0", "x" * 999)}
+    ranks = dict.fromkeys(["1", "x" * 999, "-1", "\u0661", "10000", ""], values)
+    attempt(tmp_path, *({"time": 1.7e9 + n, "ranks": ranks, "gpus": gpus} for n in range(3000)))
+    usage = report.read(tmp_path).usage
+    assert {kind: list(lines) for kind, lines in usage.series.items()} == {
+        kind: ["rank 3"] for kind in ("memory", "cpu", "output", "gpu", "gpu_memory")
+    }
+    assert all(100 < len(usage.of(kind)["rank 3"]) <= 200 for kind in usage.series)
+
+
 def test_metrics_that_were_found_in_the_output_are_marked(tmp_path: Path) -> None:
     lines = [{"step": step, "time": 1.7e9 + step, "loss": 3.0 - step, "steps": 9} for step in range(3)]
     lines.append({"time": 1.7e9, "loss": 0.5, "epoch": 0.1})

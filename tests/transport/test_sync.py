@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from distributed.files import KIT
 from distributed.transport.commands import SshCommands
+from distributed.transport.sync import PRINT_IF_SHARED
 
 
 @pytest.mark.parametrize("cwd", [KIT, f"{KIT}/config", str(Path(KIT).parent), "/tmp"])
 def test_the_working_directory_and_muster_are_copied_also_if_one_contains_the_other(cwd: str) -> None:
     assert SshCommands(print, cwd).synced == ([cwd, KIT] if cwd != KIT else [KIT])
+
+
+def test_another_user_of_a_node_cannot_make_a_directory_look_shared(tmp_path: Path) -> None:
+    """The name of the launcher's file is visible in the arguments on the node, its content is not."""
+    marker = tmp_path / ".muster-1"
+
+    def check() -> tuple[int, str]:
+        digest = hashlib.sha256(b"content").hexdigest()
+        command = ["sh", "-c", PRINT_IF_SHARED, "sh", str(tmp_path), marker.name, digest]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
+    assert check() == (0, "")
+    marker.write_bytes(b"content")
+    assert check() == (0, f"shared {marker.name}\n")
+    marker.write_bytes(b"other content")
+    assert check() == (0, "")
+    marker.unlink()
+    os.mkfifo(marker)
+    assert check() == (0, "")
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 65534, 65534)
+        assert check() == (69, f"{tmp_path}: belongs to another user\n")
