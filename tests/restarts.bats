@@ -206,27 +206,34 @@ END
 
 
 # The ranks of the other nodes lose their connections, whether the script handles that or not.
-@test "a signal to the supervisor of one node stops the run, which is not restarted" {
-  local launcher raised
-  for launcher in launch_torchrun_auto.sh launch_pdsh_multinode.sh; do
-    for raised in "" 'except RuntimeError: raise ValueError("a rank is gone")'; do
-      write_script <<END
+@test "a signal to the supervisor or agent of one node stops the run, which is not restarted" {
+  local option launcher role raised
+  while IFS=, read -r option launcher role raised; do
+    write_script <<END
 print("at work", flush=True)
 while True:
     ${raised:+try: }dist.all_reduce(torch.ones(1))
     $raised
     time.sleep(0.01)
 END
-      start out "$SSH/$launcher" --max-restarts 3 --script "my script.py" - 1 "$N1" "$N2"
-      wait_for_line out "at work"
-      kill -TERM "$(pid_of supervisor "$N2")"
-      wait_for_exit "$LAUNCHER"
-      [ "$status" -eq 143 ] || { cat out && false; }
-      grep -q "verdict: stopped: interrupted by SIGTERM to the supervisor on $N2" out || { cat out && false; }
-      run ! grep -E "restart|missing" out
-      no_processes_within 10
-    done
-  done
+    # shellcheck disable=SC2086 # an option and its value
+    start out "$SSH/launch_$launcher.sh" $option --script "my script.py" - 1 "$N1" "$N2"
+    wait_for_line out "at work"
+    kill -TERM "$(pid_of "$role" "$N2")"
+    wait_for_exit "$LAUNCHER"
+    [ "$status" -eq 143 ] || { cat out && false; }
+    grep -q "verdict: stopped: interrupted by SIGTERM to the ${role/command/agent} on $N2" out || { cat out && false; }
+    run ! grep -E "restart|missing" out
+    no_processes_within 10
+  done <<'END'
+--max-restarts 3,torchrun_auto,supervisor,
+--max-restarts 3,torchrun_auto,command,except RuntimeError: raise ValueError("a rank is gone")
+--max-restarts 3,pdsh_multinode,supervisor,except RuntimeError: raise ValueError("a rank is gone")
+--max-restarts 3,pdsh_multinode,command,
+--lease 0,torchrun_auto,supervisor,except RuntimeError: raise ValueError("a rank is gone")
+--lease 0,torchrun_auto,command,
+,torchrun_auto,command,
+END
 }
 
 

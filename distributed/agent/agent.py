@@ -402,6 +402,8 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
     script = Script(options.training_script, arguments, options.module, path, options.pass_local_rank)
     _replace_in_torchrun(script, server)
     ForkedRanks.run_id = stable_run_id(options.standalone)
+    if pipes:
+        signals.pass_on = pipes.pass_on
     try:
         return _run_attempts(options, pipes)
     finally:
@@ -412,10 +414,10 @@ def _run_attempts(options: argparse.Namespace, pipes: AttemptPipes | None) -> in
     code = 0
     while True:
         outcome = ""
-        if pipes is None or is_member(os.environ):
+        if not (pipes and pipes.restarts) or is_member(os.environ):
             ForkedRanks.attempt = Attempt.from_env()
             code = _run(copy.copy(options))
-            if not (code and pipes and _can_restart()):
+            if not (code and pipes and pipes.restarts and _can_restart()):
                 return code
             end = Agent.latest.end_of_run()
             outcome = f"{code} {end.node if end and end.lost else ''}"
@@ -425,7 +427,7 @@ def _run_attempts(options: argparse.Namespace, pipes: AttemptPipes | None) -> in
         request = pipes.next_attempt(outcome)
         _set_stop_signals(signal.SIG_DFL)
         # The supervisor may have ended the run after the request, while this process ignored SIGTERM.
-        if request is None or pipes.at_end():
+        if request is None or pipes.is_stopped():
             return code
         apply_request(request, options)
 

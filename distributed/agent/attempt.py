@@ -54,9 +54,9 @@ class Attempt:
 class AttemptPipes:
     """The pipes through which an agent asks its supervisor for the next attempt; see node_reports.ATTEMPT_PIPES."""
 
-    def __init__(self, requests: int, replies: int) -> None:
-        """requests, replies: file descriptors for writing and for reading."""
-        self._requests, self._replies = requests, replies
+    def __init__(self, requests: int, replies: int, restarts: bool) -> None:
+        """requests, replies: file descriptors for writing and for reading. restarts: the agent waits for attempts."""
+        self._requests, self._replies, self.restarts = requests, replies, restarts
 
     @classmethod
     def take(cls) -> AttemptPipes | None:
@@ -64,12 +64,14 @@ class AttemptPipes:
 
         The fork server, which starts the ranks, also inherits the pipes, but closes its copies of them.
         """
-        ends = [end.split(":") for end in os.environ.pop(ATTEMPT_PIPES, "").split()]
+        first, _, rest = os.environ.pop(ATTEMPT_PIPES, "").partition(" ")
+        second, _, restarts = rest.partition(" ")
+        ends = [end.split(":") for end in (first, second)]
         with contextlib.suppress(OSError, ValueError):
             numbers = [int(number) for number, _ in ends]
             # A program between supervisor and agent may have closed the pipes and reused their numbers for other files.
-            if numbers and [str(os.fstat(number).st_ino) for number in numbers] == [inode for _, inode in ends]:
-                return cls(*numbers)
+            if [str(os.fstat(number).st_ino) for number in numbers] == [inode for _, inode in ends]:
+                return cls(*numbers, bool(restarts))
         return None
 
     def next_attempt(self, outcome: str) -> dict[str, Any] | None:
@@ -81,12 +83,19 @@ class AttemptPipes:
         with contextlib.suppress(OSError):  # the supervisor was killed
             os.write(self._requests, f"{outcome}\n".encode())
             while not line.endswith(b"\n") and (more := os.read(self._replies, 1 << 16)):
-                line += more
+                line = (line + more).lstrip(b"\n")
         return json.loads(line) if line.endswith(b"\n") else None
 
-    def at_end(self) -> bool:
-        """Whether the supervisor has closed its end of the pipe."""
+    def is_stopped(self) -> bool:
+        """Whether the supervisor has closed its end of the pipe, or sends SIGTERM."""
         return bool(select.select([self._replies], [], [], 0)[0])
+
+    def pass_on(self, number: int) -> bool:
+        """Pass a signal to the supervisor, unless it sent the signal itself. Returns whether it was passed on."""
+        with contextlib.suppress(OSError):  # the supervisor was killed
+            if not self.is_stopped():
+                return os.write(self._requests, f"signal {number}\n".encode()) > 0
+        return False
 
 
 def stable_run_id(standalone: bool) -> str:

@@ -42,6 +42,7 @@ class Signals:
     def __init__(self) -> None:
         self._holds = 0
         self._deferred: Callable[[], object] | None = None
+        self.pass_on: Callable[[int], bool] = lambda number: False  # passes a signal on instead of calling its handler
 
     def make_deferrable(self, numbers: Iterable[int]) -> None:
         """Wrap the handlers of these signals so that held() defers them. SIG_DFL and SIG_IGN stay."""
@@ -51,6 +52,8 @@ class Signals:
                 signal.signal(number, partial(self._call, handler))
 
     def _call(self, handler: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None) -> None:
+        if self.pass_on(number):
+            return
         if self._holds:
             self._deferred = partial(handler, number, None)
         else:

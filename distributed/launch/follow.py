@@ -39,6 +39,7 @@ class Follower:
         self._streams = [ConsoleStream(1), ConsoleStream(2)]
         self._console, self._lines = Console(options.terminals), Lines()
         self._behind = False  # the log may have more output
+        self._signal = 0  # for which the supervisor stops the command, and which was reported
 
     def run(self) -> int:
         """Returns the exit code of the command, UNFIT if none was started, or 0 at the end of standard input."""
@@ -68,6 +69,10 @@ class Follower:
     def _show_more(self, log: BinaryIO) -> bool:
         """Show new output. Returns whether there may be more: the supervisor runs, or the console is slow."""
         pid = supervisor.supervisor_of(self._files)  # must precede log.read(), or the last output could be missed
+        number = supervisor.read_code(self._files.heartbeat) if pid and self._options.report else None
+        if number and not self._signal:
+            self._signal = number
+            self._streams[0].put(format_report(node=self._files.name, signal=number))
         slow = any(len(stream.pending) > BACKLOG for stream in self._streams)
         block = b"" if slow else log.read(BLOCK)
         self._behind = bool(block)

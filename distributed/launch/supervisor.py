@@ -491,13 +491,14 @@ class Supervisor:
         self._start_helpers()
 
     def _open_attempt_pipes(self, env: Environment) -> list[int]:
-        """Open pipes to a command that may wait for attempts. Adds the command's ends to `env`, and returns them."""
-        if not self.options.restarts:
+        """Open pipes to an agent, if the launcher reads reports. Adds the agent's ends to `env`, and returns them."""
+        if not self.options.report:
             return []
         self._from_command, requests = os.pipe()
         replies, self._to_command = os.pipe()
         pipes = [requests, replies]
-        env[ATTEMPT_PIPES.encode()] = " ".join(f"{file}:{os.fstat(file).st_ino}" for file in pipes).encode()
+        names = [f"{file}:{os.fstat(file).st_ino}" for file in pipes] + ["restarts"] * self.options.restarts
+        env[ATTEMPT_PIPES.encode()] = " ".join(names).encode()
         return pipes
 
     def _start_helpers(self) -> None:
@@ -684,9 +685,9 @@ class Supervisor:
             else:
                 self.handle_signal(number)
 
-    def handle_signal(self, number: int) -> None:
+    def handle_signal(self, number: int, receiver: str = "supervisor") -> None:
         """Handle one of SIGNALS."""
-        sender = f"to the supervisor on {self.files.name}"
+        sender = f"to the {receiver} on {self.files.name}"
         if number in signals.PASSED_ON:
             write_signal(self.files, number, sender)
             self.pass_on(number)
@@ -701,6 +702,9 @@ class Supervisor:
         """Report the signal before any rank is stopped: failures of other nodes are its consequences."""
         if self.options.report and self._streams:
             self._streams[0].put(self.report(signal=number))
+        elif self.options.report:  # with --lease 0, a follower reads it
+            with contextlib.suppress(OSError):
+                write_file(self.files.heartbeat, f"{number}\n".encode())
         self.stop()
 
     def _reap(self) -> None:
@@ -785,6 +789,9 @@ class Supervisor:
         self._kill_at = min(self._kill_at, self.clock.now() + grace)
         if self.code is None and not self._terminated:
             self._terminated = True
+            if self._to_command >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(self._to_command, b"\n")
             send_signal(signal.SIGTERM, [self.pid])
 
     # ---- attempts
@@ -795,7 +802,7 @@ class Supervisor:
             self._terminate(min(self.options.grace, FAIL_GRACE))
 
     def _read_command(self) -> None:
-        """Read the command's message that its attempt has ended."""
+        """Read the agent's message that its attempt has ended, or that it has received a signal."""
         if not (received := os.read(self._from_command, CHUNK)):
             os.close(self._from_command)
             self._from_command = -1
@@ -804,9 +811,12 @@ class Supervisor:
         if not newline:
             self._from_command_partial = line
         elif self.code is None and self._to_command >= 0:
-            code, _, self._lost = line.decode(errors="replace").partition(" ")
-            if code and not code.isdecimal():
-                return  # not from the agent
+            code, _, rest = line.decode(errors="replace").partition(" ")
+            if code == "signal" and rest in map(str, map(int, self.STOP_SIGNALS)):
+                self.handle_signal(int(rest), "agent")
+            if not self.options.restarts or (code and not code.isdecimal()):
+                return
+            self._lost = rest
             self._waits = True
             self._kill_at, self._scan_at = float("inf"), 0.0
             self._record_end(int(code or 0))
@@ -924,7 +934,8 @@ class Supervisor:
         self._scan_at = now + SCAN_INTERVAL
         leftovers = self._find_leftovers()
         if now >= self._kill_at:
-            if self.code is None and not self.stopping and not self._ranks_killed and self._to_command >= 0:
+            may_wait = self.options.restarts and self._to_command >= 0
+            if self.code is None and not self.stopping and not self._ranks_killed and may_wait:
                 self._ranks_killed, self._kill_at = True, now + AGENT_GRACE
                 leftovers = self._outside_session(leftovers)
             elif self.code is None and self.options.lease and not os.path.exists(self.files.record):

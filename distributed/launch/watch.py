@@ -768,7 +768,7 @@ class Watch:
         self.console.record(f"{short}: stopping; up to {grace} s to write a checkpoint, {short} again to kill at once")
 
     def stop_after_signal(self, number: int, node: str) -> None:
-        """Stop all nodes, because the supervisor of a node has received a signal, and stops its command.
+        """Stop all nodes, because the supervisor or agent of a node has received a signal, and stops its ranks.
 
         While an attempt ends, the signal may be that of a request for which a full disk had no space.
         """
@@ -776,7 +776,7 @@ class Watch:
             self._stops_for_node = True
             self._stop(number)
             limit = f"up to {self.options.grace} s to write a checkpoint"
-            self.console.record(f"{node}: its supervisor received {signals.name(number)}; stopping the run; {limit}")
+            self.console.record(f"{node}: received {signals.name(number)}; stopping the run; {limit}")
 
     def _stop(self, number: int) -> None:
         """Stop the run because of a signal."""

@@ -31,7 +31,7 @@ TIMEOUT = 60.0  # seconds for events that take milliseconds on an idle machine
 # This agent ends each attempt with the exit code in the file "code", and prints the facts of the next attempt. SIGTERM
 # ends an attempt with 143, and is ignored between attempts.
 AGENT = r"""
-read -r out in <<<"${MUSTER_ATTEMPT_PIPES//:*([0-9])/}"
+read -r out in _ <<<"${MUSTER_ATTEMPT_PIPES//:*([0-9])/}"
 while true; do
   trap 'echo stopped; echo 143 >code' TERM
   echo "attempt $((++n))"
@@ -40,7 +40,8 @@ while true; do
   code=$(<code) && rm code
   echo "ends with $code"
   echo "$code" >&"$out"
-  IFS= read -r -u "$in" facts || exit "${code%% *}"
+  facts=
+  until [ "$facts" ]; do IFS= read -r -u "$in" facts || exit "${code%% *}"; done
   echo "got $facts"
 done
 """
@@ -343,9 +344,11 @@ def test_the_command_of_a_spare_node_waits_without_an_exit_code(start: Callable[
 def test_an_agent_ignores_pipes_that_another_program_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = os.pipe()
     inode = os.fstat(source).st_ino
-    monkeypatch.setenv(ATTEMPT_PIPES, f"{target}:{inode} {source}:{inode}")
-    assert AttemptPipes.take()
-    assert ATTEMPT_PIPES not in os.environ
+    for end in ("", " restarts"):
+        monkeypatch.setenv(ATTEMPT_PIPES, f"{target}:{inode} {source}:{inode}{end}")
+        pipes = AttemptPipes.take()
+        assert pipes and pipes.restarts == bool(end)
+        assert ATTEMPT_PIPES not in os.environ
     for value in (f"{target}:{inode + 1} {source}:{inode}", "x", f"{target} {source}", f"9999:{inode} 9998:{inode}"):
         monkeypatch.setenv(ATTEMPT_PIPES, value)
         assert AttemptPipes.take() is None

@@ -193,7 +193,7 @@ def test_a_signal_to_one_supervisor_stops_all_nodes_and_the_next_signal_to_the_l
     assert watch.attempt() == 143
     assert watch.stopped_at and watch.signal == signal.SIGINT
     first, second = [line.split(" ", 2)[2] for line in log_of(directory).splitlines()]
-    assert first.startswith("n1: its supervisor received SIGTERM; stopping the run; up to ")
+    assert first.startswith("n1: received SIGTERM; stopping the run; up to ")
     assert second == "SIGINT: the run is stopping already; send the signal again to kill it at once"
 
 
