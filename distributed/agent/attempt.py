@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import select
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -54,9 +54,14 @@ class Attempt:
 class AttemptPipes:
     """The pipes through which an agent asks its supervisor for the next attempt; see node_reports.ATTEMPT_PIPES."""
 
-    def __init__(self, requests: int, replies: int, restarts: bool) -> None:
-        """requests, replies: file descriptors for writing and for reading. restarts: the agent waits for attempts."""
-        self._requests, self._replies, self.restarts = requests, replies, restarts
+    def __init__(self, requests: int, replies: int, uses: Sequence[str]) -> None:
+        """requests, replies: file descriptors for writing and for reading. uses: "restarts", "signals"."""
+        self._requests, self._replies, self._uses = requests, replies, uses
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the agent waits for the next attempt."""
+        return "restarts" in self._uses
 
     @classmethod
     def take(cls) -> AttemptPipes | None:
@@ -64,14 +69,13 @@ class AttemptPipes:
 
         The fork server, which starts the ranks, also inherits the pipes, but closes its copies of them.
         """
-        first, _, rest = os.environ.pop(ATTEMPT_PIPES, "").partition(" ")
-        second, _, restarts = rest.partition(" ")
+        first, second, *uses = f"{os.environ.pop(ATTEMPT_PIPES, '')}  ".split(" ")
         ends = [end.split(":") for end in (first, second)]
         with contextlib.suppress(OSError, ValueError):
-            numbers = [int(number) for number, _ in ends]
+            requests, replies = (int(number) for number, _ in ends)
             # A program between supervisor and agent may have closed the pipes and reused their numbers for other files.
-            if [str(os.fstat(number).st_ino) for number in numbers] == [inode for _, inode in ends]:
-                return cls(*numbers, bool(restarts))
+            if [str(os.fstat(number).st_ino) for number in (requests, replies)] == [inode for _, inode in ends]:
+                return cls(requests, replies, uses)
         return None
 
     def next_attempt(self, outcome: str) -> dict[str, Any] | None:
@@ -93,7 +97,7 @@ class AttemptPipes:
     def pass_on(self, number: int) -> bool:
         """Pass a signal to the supervisor, unless it sent the signal itself. Returns whether it was passed on."""
         with contextlib.suppress(OSError):  # the supervisor was killed
-            if not self.is_stopped():
+            if "signals" in self._uses and not self.is_stopped():
                 return os.write(self._requests, f"signal {number}\n".encode()) > 0
         return False
 

@@ -23,12 +23,13 @@ ERROR = b"\x1f"  # ASCII unit separator: a task of srun prints it before a line 
 # Heartbeats between a launcher and a task of srun, and between a dispatcher and a server, in both directions.
 HEARTBEAT_INTERVAL = 3.0  # seconds; a supervisor with --lease 0 touches its heartbeat file at the same interval
 HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
-# Environment variable that names two pipes between a supervisor and its agent, each as "descriptor:inode". "restarts"
-# follows if the agent may wait for another attempt: when an attempt has failed and all its ranks have exited, the agent
-# writes a line: its exit code, and the name of the lost node if there is one. The agent of a spare node writes an empty
-# line. Then the agent reads a line with the next attempt, in JSON. At end of file, the agent exits.
-# Before the supervisor sends SIGTERM to the agent, it writes an empty line or closes its end. Without either, the
-# agent writes "signal N" and does not handle the signal: it came from elsewhere, and the supervisor reports it first.
+# Environment variable that names two pipes between a supervisor and its agent, each as "descriptor:inode", and what
+# they are for. "restarts": when an attempt has failed and all its ranks have exited, the agent writes a line: its exit
+# code, and the name of the lost node if there is one. The agent of a spare node writes an empty line. Then the agent
+# reads a line with the next attempt, in JSON. At end of file, the agent exits.
+# "signals": before the supervisor sends SIGTERM to the agent, it writes an empty line or closes its end. Without
+# either, the signal came from elsewhere: the agent writes "signal N" and does not handle it, so that the supervisor
+# reports the signal before it stops the ranks.
 ATTEMPT_PIPES = "MUSTER_ATTEMPT_PIPES"
 REPORT_TOKEN = "MUSTER_REPORT_TOKEN"  # variable of a supervisor, which its command does not get
 

@@ -491,14 +491,15 @@ class Supervisor:
         self._start_helpers()
 
     def _open_attempt_pipes(self, env: Environment) -> list[int]:
-        """Open pipes to an agent, if the launcher reads reports. Adds the agent's ends to `env`, and returns them."""
-        if not self.options.report:
+        """Open pipes to a command that may be an agent. Adds the command's ends to `env`, and returns them."""
+        uses = ["restarts"] * self.options.restarts + ["signals"] * self.options.report
+        if not uses:
             return []
         self._from_command, requests = os.pipe()
         replies, self._to_command = os.pipe()
         pipes = [requests, replies]
-        names = [f"{file}:{os.fstat(file).st_ino}" for file in pipes] + ["restarts"] * self.options.restarts
-        env[ATTEMPT_PIPES.encode()] = " ".join(names).encode()
+        names = [f"{file}:{os.fstat(file).st_ino}" for file in pipes]
+        env[ATTEMPT_PIPES.encode()] = " ".join(names + uses).encode()
         return pipes
 
     def _start_helpers(self) -> None:
@@ -685,8 +686,11 @@ class Supervisor:
             else:
                 self.handle_signal(number)
 
-    def handle_signal(self, number: int, receiver: str = "supervisor") -> None:
+    def handle_signal(self, number: int) -> None:
         """Handle one of SIGNALS."""
+        self._handle_signal_to("supervisor", number)
+
+    def _handle_signal_to(self, receiver: str, number: int) -> None:
         sender = f"to the {receiver} on {self.files.name}"
         if number in signals.PASSED_ON:
             write_signal(self.files, number, sender)
@@ -802,20 +806,19 @@ class Supervisor:
             self._terminate(min(self.options.grace, FAIL_GRACE))
 
     def _read_command(self) -> None:
-        """Read the agent's message that its attempt has ended, or that it has received a signal."""
+        """Read the agent's messages that its attempt has ended, or that it has received a signal."""
         if not (received := os.read(self._from_command, CHUNK)):
             os.close(self._from_command)
             self._from_command = -1
-        self._from_command_partial += received
-        line, newline, self._from_command_partial = self._from_command_partial.partition(b"\n")
-        if not newline:
-            self._from_command_partial = line
-        elif self.code is None and self._to_command >= 0:
+        *lines, self._from_command_partial = (self._from_command_partial + received).split(b"\n")
+        for line in lines:
             code, _, rest = line.decode(errors="replace").partition(" ")
-            if code == "signal" and rest in map(str, map(int, self.STOP_SIGNALS)):
-                self.handle_signal(int(rest), "agent")
-            if not self.options.restarts or (code and not code.isdecimal()):
+            if self.code is not None or self._to_command < 0:
                 return
+            if code == "signal" and rest in map(str, map(int, self.STOP_SIGNALS)):
+                self._handle_signal_to("agent", int(rest))
+            if not self.options.restarts or (code and not code.isdecimal()):
+                continue
             self._lost = rest
             self._waits = True
             self._kill_at, self._scan_at = float("inf"), 0.0

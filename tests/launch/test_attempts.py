@@ -344,7 +344,7 @@ def test_the_command_of_a_spare_node_waits_without_an_exit_code(start: Callable[
 def test_an_agent_ignores_pipes_that_another_program_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = os.pipe()
     inode = os.fstat(source).st_ino
-    for end in ("", " restarts"):
+    for end in ("", " restarts", " restarts signals"):
         monkeypatch.setenv(ATTEMPT_PIPES, f"{target}:{inode} {source}:{inode}{end}")
         pipes = AttemptPipes.take()
         assert pipes and pipes.restarts == bool(end)
