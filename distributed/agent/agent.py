@@ -43,7 +43,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher import api as launcher
 
 from distributed.agent import failure_records
-from distributed.agent.attempt import Attempt, AttemptPipes, stable_run_id
+from distributed.agent.attempt import Attempt, AttemptPipes, keep_rendezvous_private, stable_run_id
 from distributed.agent.fork_server import ForkedProcess, ForkServer, ForkServerError, signals
 from distributed.agent.membership import LOOPBACK, Membership, RendezvousFailed, RunEnd, tcp_store
 from distributed.agent.rendezvous import Rendezvous, log
@@ -392,7 +392,7 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
         def new_store(*_: Any) -> Any:
             return tcp_store(LOOPBACK, 0, 1, True, timedelta(seconds=60))
 
-        c10d_rendezvous_backend._create_tcp_store = new_store  # type: ignore[assignment]
+        keep_rendezvous_private()
         dynamic_rendezvous.DynamicRendezvousHandler._create_tcp_store_server = new_store  # type: ignore[assignment]
     if options.max_restarts:
         # With the shared store, many restarts fail (torch 2.13: 22 of 34; with separate stores, none of 23).

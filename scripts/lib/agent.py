@@ -89,14 +89,16 @@ def main() -> int:
 def become(module: str, arguments: list[str]) -> NoReturn:
     """Replace this process by `python -m module arguments...`, with default signal handlers.
 
-    If the launcher restarts agents, run this file with --restarted instead: ranks get the launcher's attempt number.
+    If the launcher restarts agents, or no other node takes part, run this file with --patched instead: ranks get the
+    launcher's attempt number, and no other program can write to the rendezvous.
     """
     from distributed.agent.attempt import Attempt
     from distributed.host import signals
 
     signals.use_defaults()
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    program = ["-m"] if Attempt.from_env() == Attempt() else [__file__, "--restarted"]
+    is_plain = Attempt.from_env() == Attempt() and "--standalone" not in arguments
+    program = ["-m"] if is_plain else [__file__, "--patched"]
     os.execv(sys.executable, [sys.executable, *program, module, *arguments])
 
 
@@ -107,7 +109,7 @@ if __name__ == "__main__":
     else:
         sys.path[0] = kit
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
-    if sys.argv[1:2] == ["--restarted"]:
+    if sys.argv[1:2] == ["--patched"]:
         from distributed.agent.attempt import run_torchrun
 
         run_torchrun(sys.argv[2], sys.argv[3:])
