@@ -34,12 +34,16 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[\d;]*m", "", text)
 
 
-def show(text: str) -> None:
-    """Print a text without control sequences, with colours if standard output is a terminal that supports them."""
+def show(text: str, in_place: bool = False) -> None:
+    """Print a text without control sequences, with colours if standard output is a terminal that supports them.
+
+    in_place: overwrite the screen of the terminal.
+    """
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    parts = re.split(r"(\x1b\[[\d;]*m)", text)  # every second part is a colour
+    parts = re.split(rf"(\x1b\[(?:{'|'.join((RED, GREEN, YELLOW, BOLD, DIM, '0'))})m)", text)  # every second one: a colour
     parts[::2] = [printable(part, LAYOUT) for part in parts[::2]]
-    sys.stdout.write("".join(parts if colours else parts[::2]))
+    text = "".join(parts if colours else parts[::2])
+    sys.stdout.write("\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[J" if in_place else text)
     sys.stdout.flush()
 
 

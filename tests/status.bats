@@ -181,6 +181,8 @@ on_screen() { # <extended regular expression for a line>
   on_screen "^ready>"
   tmux -L "$PREFIX" send-keys "clear; echo before; $(printf %q "$STATUS") --watch" Enter
   on_screen ": running for"
+  sleep 3 # two refreshes, each of which overwrites the table before
+  [ "$(screen | grep -c ": running for ")" -eq 1 ] || { screen && false; }
   tmux -L "$PREFIX" send-keys C-c
   on_screen "^ready> *$"
   [[ "$(screen)" == *before*"my-script-"*": running for "*"at work as one"*"ready>"* ]] || { screen && false; }

@@ -68,6 +68,14 @@ def test_colours_are_printed_only_on_a_terminal_that_supports_them(
     assert output.text == ("\x1b[32mok\x1b[0m" if coloured else "ok")
 
 
+def test_only_the_colours_and_cursor_moves_of_muster_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", output := FakeOutput(True))
+    show("\x1b[8mhidden\x1b[2J\n" + paint("ok", GREEN), in_place=True)
+    assert output.text == "\x1b[Hhidden\x1b[K\n\x1b[32mok\x1b[0m\x1b[J"
+
+
 def test_a_pipe_has_no_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", FakeOutput(False))
     assert terminal.width() is None

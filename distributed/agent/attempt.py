@@ -115,7 +115,7 @@ def keep_rendezvous_private() -> None:
     from torch.distributed import HashStore
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
-    c10d_rendezvous_backend._create_tcp_store = lambda *_: HashStore()  # type: ignore[assignment, return-value]
+    c10d_rendezvous_backend._create_tcp_store = lambda *_: HashStore()  # type: ignore[assignment]
 
 
 def run_torchrun(module: str, arguments: list[str]) -> None:

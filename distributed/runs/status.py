@@ -366,9 +366,8 @@ class Viewer:
         width, height = shutil.get_terminal_size(FALLBACK)
         text = render(status, width, self._options.stacks)
         if in_place:
-            lines = text.splitlines()[: height - 1]
-            text = "\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J"
-        terminal.show(text)
+            text = "".join(f"{line}\n" for line in text.splitlines()[: height - 1])
+        terminal.show(text, in_place)
 
     def watch(self) -> int:
         """Refresh the table until the run has ended; on a terminal, on its alternate screen. Returns the exit code."""
