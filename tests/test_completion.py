@@ -64,6 +64,21 @@ def complete(*words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def test_names_that_a_shell_would_run_and_runs_of_others_are_no_candidates(home: Path) -> None:
+    for name in ("x$(touch RAN)", "y`touch RAN`", "z;touch RAN", "-rf $HOME", "own"):
+        (home / "logs" / name).mkdir()
+        (home / "logs" / name / "run.json").write_text("{}")
+        (home / f"{name}.yaml").touch()
+    if os.geteuid() == 0:
+        (home / "logs" / "foreign").mkdir()
+        (home / "logs" / "foreign" / "run.json").write_text("{}")
+        os.chown(home / "logs" / "foreign" / "run.json", 65534, 65534)
+    assert complete("status", "") == ["17", "latest", "own", "train-1", "train-2"]
+    assert complete("run", "") == ["-", "config/tiny.yaml", "own.yaml"]
+    assert complete("ssh", "-", "2", "gpu") == ["gpu1", "gpu2", "gpu4"]
+    assert not (home / "RAN").exists()
+
+
 @pytest.mark.parametrize(
     ("call", "expected"),
     {
