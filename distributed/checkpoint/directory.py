@@ -28,6 +28,7 @@ import re
 import shlex
 import shutil
 import socket
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -191,14 +192,14 @@ def _read_all(directory: Path) -> tuple[list[CheckpointInfo], dict[Path, str]]:
 
 def _warn(faults: Mapping[Path, str]) -> None:
     for path in sorted(faults, reverse=True):
-        log.warning("skipping a checkpoint: %s", faults[path])
+        log.warning("skipping a checkpoint: %s", printable(faults[path]))
 
 
 def _none_usable(directory: Path, faults: Mapping[Path, str]) -> str:
     quoted = shlex.quote(str(directory))
     return "\n".join([
         f"{directory}: checkpoints exist, but none is usable:",
-        *(f"    {faults[path]}" for path in sorted(faults, reverse=True)),
+        *(f"    {printable(faults[path])}" for path in sorted(faults, reverse=True)),
         "To resume, make one of them readable. To start from step 0, use another checkpoint directory "
         f"(checkpoint.dir=PATH), or move this one: mv {quoted} {quoted}.unusable",
     ])  # fmt: skip
@@ -215,8 +216,8 @@ def step_directories(directory: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot list the checkpoints: {error.strerror or error}") from error
-    for staging in [path for path in paths if STAGING.fullmatch(path.name)]:
-        paths += staging.rglob("step_*.old")
+    for staging in [path for path in paths if STAGING.fullmatch(path.name) and not path.is_symlink()]:
+        paths += [Path(parent, name) for parent, below, _ in os.walk(staging) for name in below if name[-4:] == ".old"]
     published = [(path, match) for path in paths if (match := STEP.fullmatch(path.name))]
     return [path for path, match in sorted(published, key=lambda pair: (-int(pair[1][1]), pair[1][2] is not None))]
 
@@ -283,6 +284,23 @@ def final_path(directory: Path, step: int) -> Path:
     return directory / f"step_{step:08d}"
 
 
+@contextmanager
+def _opened(directory: str | Path, parent: int | None = None) -> Iterator[int]:
+    """A descriptor of a directory, used instead of its path, which another user of a shared directory may replace."""
+    descriptor = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _delete(name: str, parent: int) -> None:
+    if stat.S_ISDIR(os.lstat(path := f"/proc/self/fd/{parent}/{name}").st_mode):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
 def _sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -312,8 +330,10 @@ class Owner:
     def new_directory(self, step: int) -> Path:
         """Make the directory in which the checkpoint of a step is written. Raises OSError."""
         unpublished = final_path(self.staging, step)
-        shutil.rmtree(unpublished, ignore_errors=True)
-        unpublished.mkdir(allowed_mode(self.staging))
+        with _opened(self.staging) as staging:
+            with suppress(FileNotFoundError):
+                _delete(unpublished.name, staging)
+            os.mkdir(unpublished.name, allowed_mode(self.staging), dir_fd=staging)
         return unpublished
 
     def publish(self, unpublished: Path, manifest: Mapping[str, Any]) -> None:
@@ -326,10 +346,11 @@ class Owner:
             stream.write(f"{text}\n".encode())
         _sync_directory(unpublished)
         final, old = self.directory / unpublished.name, unpublished.with_name(f"{unpublished.name}.old")
-        if final.exists():
-            self._remove(old)
-            os.rename(final, old)
-        os.rename(unpublished, final)
+        with _opened(self.staging) as staging:
+            if final.exists():
+                self._remove(old)
+                os.rename(final, old.name, dst_dir_fd=staging)
+            os.rename(unpublished.name, final, src_dir_fd=staging)
         _sync_directory(self.directory)
         self._remove(old)
 
@@ -355,44 +376,52 @@ class Owner:
     def _remove(self, path: Path) -> None:
         """Rename, then delete: a partly deleted checkpoint never has the name of a published one."""
         if path.exists():
-            removing = self.staging / _random()
-            os.rename(path, removing)
-            shutil.rmtree(removing)
+            removing = _random()
+            with _opened(self.staging) as staging:
+                os.rename(path, removing, dst_dir_fd=staging)
+                _delete(removing, staging)
 
     def remove_others(self) -> None:
         """Remove the staging directories of all earlier owners, with incomplete checkpoints. Raises OSError."""
-        for other in filter(_is_staging, self.directory.glob("writing-*")):
-            if other != self.staging:
-                os.rename(other, self.staging / other.name)
-        # On a network file system, an earlier owner may still write to its staging directory, although the directory
-        # was renamed. So the entries are moved to another directory, and the staging directory is removed.
-        while taken := next(filter(_is_staging, self.staging.rglob("writing-*")), None):
-            content = self.staging / _random()
-            content.mkdir()
-            for path in taken.iterdir():
-                os.rename(path, content / path.name)
-            try:
-                taken.rmdir()
-            except OSError as error:
-                # If the earlier owner has made another entry, the loop moves that entry too.
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-        self._restore_replaced()
-        _sync_directory(self.directory)
-        for path in self.staging.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
+        with _opened(self.staging) as staging:
+            for name in filter(STAGING.fullmatch, os.listdir(self.directory)):
+                if name != self.staging.name:
+                    os.rename(self.directory / name, name, dst_dir_fd=staging)
+            while any(self._take_apart(name, parent, staging) for name, parent in _directories(staging, STAGING)):
+                pass  # search again: the earlier owner may have made another entry
+            self._restore_replaced(staging)
+            _sync_directory(self.directory)
+            for name in os.listdir(staging):
+                with suppress(OSError):
+                    _delete(name, staging)
 
-    def _restore_replaced(self) -> None:
+    def _take_apart(self, name: str, parent: int, staging: int) -> bool:
+        """Move the entries of a staging directory to another directory, and remove it.
+
+        On a network file system, an earlier owner may still write to it, although the directory was renamed.
+        """
+        content = _random()
+        os.mkdir(content, allowed_mode(self.staging), dir_fd=staging)
+        with _opened(name, parent) as taken, _opened(content, staging) as target:
+            for entry in os.listdir(taken):
+                os.rename(entry, entry, src_dir_fd=taken, dst_dir_fd=target)
+        try:
+            os.rmdir(name, dir_fd=parent)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        return True
+
+    def _restore_replaced(self, staging: int) -> None:
         """Move the old version of a step back when the new one was not published."""
-        for old in list(self.staging.rglob("step_*.old")):
-            final = self.directory / old.stem
-            if not final.exists():
-                os.rename(old, final)
+        for name, parent in _directories(staging, STEP):
+            if name.endswith(".old") and not (final := self.directory / name.removesuffix(".old")).exists():
+                os.rename(name, final, src_dir_fd=parent)
 
     def close(self) -> None:
         """Remove the staging directory, and release the lock."""
-        with self.lock, suppress(OSError):
-            self._restore_replaced()
+        with self.lock, suppress(OSError), _opened(self.staging) as staging:
+            self._restore_replaced(staging)
             shutil.rmtree(self.staging, ignore_errors=True)
 
     def __enter__(self) -> Owner:
@@ -520,8 +549,12 @@ def _this_attempt() -> tuple[str, int]:
     return os.path.basename(run), int(count) + 1 if count.isdecimal() else 1
 
 
-def _is_staging(path: Path) -> bool:
-    return STAGING.fullmatch(path.name) is not None
+def _directories(top: int, pattern: re.Pattern[str]) -> Iterator[tuple[str, int]]:
+    """Directories below an open one, each with a descriptor of its parent. No link is followed."""
+    for _, below, _, parent in os.fwalk(".", dir_fd=top):
+        for name in filter(pattern.fullmatch, below):
+            if not os.path.islink(f"/proc/self/fd/{parent}/{name}"):
+                yield name, parent
 
 
 def _random() -> str:
@@ -542,7 +575,7 @@ def main(arguments: list[str]) -> int:
     try:
         paths = step_directories(directory)
     except CheckpointError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{printable(str(error))}\n")
         return 2
     faults = []
     for path in paths:
@@ -550,10 +583,10 @@ def main(arguments: list[str]) -> int:
             found = CheckpointInfo.read(path)
             faults.append(found.fault())
             score = "" if found.score is None else f"  score {found.score:g}"
-            print(f"{path}  {found.bytes / 1e6:.1f} MB  {printable(found.written)}{score}  {faults[-1] or 'good'}")
+            facts = f"{found.bytes / 1e6:.1f} MB  {found.written}{score}  {faults[-1] or 'good'}"
         except CheckpointError as error:
-            faults.append(str(error))
-            print(f"{path}  {error}")
+            faults.append(facts := str(error))
+        print(printable(f"{path}  {facts}"))
     return 0 if faults and not any(faults) else 1
 
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -419,9 +419,9 @@ def test_all_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pyt
     log: list[str] = []
     rename = os.rename
 
-    def logged_rename(source: Path, target: Path) -> None:
+    def logged_rename(source: Path, target: Path, **descriptors: int) -> None:
         log.append(f"name {target}")
-        rename(source, target)
+        rename(source, target, **descriptors)
 
     monkeypatch.setattr(os, "fsync", lambda fd: log.append(os.readlink(f"/proc/self/fd/{fd}")))
     monkeypatch.setattr(os, "rename", logged_rename)
@@ -529,6 +529,128 @@ def test_another_user_who_can_read_checkpoints_cannot_lock_the_directory(ram_dis
         assert pipe.poll(forked.TIMEOUT)
         assert pipe.recv() == "Permission denied"
         take_over(checkpoint_dir).close()
+
+
+# ---- a directory that a group shares: another user may create, rename and replace entries ----
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    """A directory of the victim, beside the checkpoint directory, with a checkpoint directory of its own."""
+    write_checkpoint(tmp_path / "private", 7)
+    staged = tmp_path / "private" / "writing-host-1-01234567" / "step_00000008.old"
+    staged.mkdir(parents=True)
+    (staged / "state.pt").write_text("keep")
+    (tmp_path / "private" / "thesis.tex").write_text("keep")
+    return tmp_path / "private"
+
+
+def content(top: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("planted", ["writing-x-1-deadbeef", "writing-x-1-deadbeef/writing-y-2-deadbeef"])
+def test_a_planted_link_in_place_of_a_staging_directory_is_removed_and_not_followed(
+    tmp_path: Path, private: Path, planted: str
+) -> None:
+    (link := tmp_path / "shared" / planted).parent.mkdir(parents=True)
+    link.symlink_to(private)
+    before = content(private)
+    take_over(tmp_path / "shared").close()
+    assert content(private) == before
+    assert names(tmp_path / "shared") == []
+
+
+def test_a_planted_file_in_place_of_a_directory_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "writing-x-1-deadbeef").write_text("")
+    os.mkfifo(tmp_path / "writing-y-1-deadbeef")
+    os.mkfifo(tmp_path / "step_00000001")
+    write_checkpoint(tmp_path, 1)
+    assert names(tmp_path) == ["step_00000001"]
+    assert is_bit_for_bit(newest(tmp_path))
+
+
+def put_link(path: Path, target: Path) -> None:
+    path.rename(path.with_name(f"moved-{path.name}"))
+    path.symlink_to(target)
+
+
+def test_no_link_that_replaces_a_staging_directory_during_a_take_over_is_followed(
+    ram_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link is put there before each operation in turn, in place of each staging directory that there is."""
+    with forked.running(put_links_before_each_operation) as (_, pipe):
+        count = 0
+        while True:
+            count += 1
+            top = ram_disk / f"{count}"
+            write_checkpoint(top / "shared", 1)
+            (top / "shared" / "writing-x-1-deadbeef" / "step_00000007").mkdir(parents=True)
+            (top / "shared" / "writing-x-1-deadbeef" / "thesis.tex").write_text("planted")
+            for step in (2, 7):
+                write_checkpoint(top / "private", step)
+            (top / "private" / "writing-host-1-01234567" / "step_00000008.old").mkdir(parents=True)
+            (top / "private" / "writing-host-1-01234567" / "step_00000008.old" / "state.pt").write_text("keep")
+            (top / "private" / "thesis.tex").write_text("keep")
+            before = content(top / "private")
+            pipe.send((top, count))
+            assert pipe.poll(forked.TIMEOUT)
+            answer = pipe.recv()
+            after = content(top / "private")
+            assert {name: after.get(name) for name in before} == before, count
+            if not answer:
+                break
+    assert count > 20, "the operations were not counted"
+
+
+def put_links_before_each_operation(pipe: Connection) -> None:
+    """For each directory and operation received, take over and write; send whether there was such an operation."""
+    while True:
+        top, operation = pipe.recv()
+        if (child := os.fork()) == 0:
+            os._exit(write_beside_links(top, operation))
+        pipe.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def write_beside_links(top: Path, operation: int) -> int:
+    found = []
+
+    def put_links() -> None:
+        for directory_path, below, _ in os.walk(top / "shared", topdown=False):
+            for name in below:
+                path = Path(directory_path, name)
+                if not name.startswith("step_") and not path.is_symlink():
+                    put_link(path, top / "private")
+        found.append(operation)
+
+    call_before_operation(operation, put_links)
+    with suppress(OSError, CheckpointError), take_over(top / "shared") as owner:
+        write_checkpoint(top / "shared", 2, owner=owner)
+        write_checkpoint(top / "shared", 2, attempt=1, keep=1, owner=owner)
+    return len(found)
+
+
+def test_links_to_directories_are_no_staging_directories_of_a_search(tmp_path: Path, private: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "writing-loop-1-deadbee1").symlink_to("/")
+    (tmp_path / "shared" / "writing-x-1-deadbee1").symlink_to(private)
+    assert newest(tmp_path / "shared") is None
+    assert directory.step_directories(tmp_path / "shared") == []
+
+
+def test_names_in_a_shared_directory_are_printed_without_control_sequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = tmp_path / "writing-\x1b]0;owned\x07\x1b[31mgood\r-1-deadbeef" / "step_00000001.old"
+    damaged.mkdir(parents=True)
+    (damaged / "manifest.json").write_text("[1,2]")
+    assert main([str(tmp_path)]) == 1
+    with pytest.raises(CheckpointError) as caught:
+        newest(tmp_path)
+    assert directory.list_checkpoints(tmp_path) == []
+    for text in (capsys.readouterr().out, str(caught.value), caplog.text):
+        assert "-1-deadbeef/step_00000001.old" in text
+        assert text.replace("\n", "").isprintable()
 
 
 # ---- one writer per directory ----
