@@ -8,15 +8,17 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from distributed import terminal
-from distributed.host.facts import Facts, RunProcesses
+from distributed.host.facts import REPORTED_VARIABLES, Facts, RunProcesses
 from distributed.host.gpus import Gpu, visible
 from distributed.host.interpreter import Torch
 from distributed.host.system import GIB, MIB
+from distributed.trust import LONGEST_LINE, printable
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 10)  # in older versions, a checkpoint can run code: CVE-2025-32434, CVE-2026-24747
@@ -33,6 +35,20 @@ class Finding:
 
 ok, warning, fault = partial(Finding, "ok"), partial(Finding, "warning"), partial(Finding, "fault")
 LEVELS = ("ok", "warning", "fault")  # in the order of printing: faults come last, so they stay in view
+
+
+def printable_facts(value: Any) -> Any:
+    """Facts whose texts are single lines without control sequences, so that a finding cannot imitate another line.
+
+    Commands quote such texts, so the texts must not change any more after they were quoted.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: printable_facts(getattr(value, one.name)) for one in fields(value)})
+    if isinstance(value, Mapping):
+        return {printable_facts(key): printable_facts(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(printable_facts, value))
+    return printable(value[:LONGEST_LINE]) if isinstance(value, str) else value
 
 
 # ---------------------------------------------------------------- Python and PyTorch
@@ -138,15 +154,20 @@ def check_architecture(torch: Torch) -> Iterator[Finding]:
 
 def has_code(archs: Sequence[str], gpu: str) -> bool:
     """Code for sm_XY runs on X.Y and later minor versions, code for compute_XY (PTX) on X.Y and all later versions."""
-    major, minor = divmod(int(gpu.removeprefix("sm_")), 10)
+    _, major, minor = _architecture(gpu)
     for arch in archs:
-        kind, _, digits = arch.partition("_")
-        arch_major, arch_minor = divmod(int(re.sub(r"\D", "", digits)), 10)
+        kind, arch_major, arch_minor = _architecture(arch)
         if kind == "sm" and arch_major == major and arch_minor <= minor:
             return True
         if kind == "compute" and (arch_major, arch_minor) <= (major, minor):
             return True
     return False
+
+
+def _architecture(name: str) -> tuple[str, int, int]:
+    """Kind, major and minor version of sm_90a; -1 for a name of another form."""
+    found = re.match(r"([a-z]+)_([0-9]{1,4})", name)
+    return (found[1], *divmod(int(found[2]), 10)) if found else ("", -1, -1)
 
 
 # ---------------------------------------------------------------- GPUs
@@ -349,7 +370,7 @@ def check_resolver(facts: Facts) -> Iterator[Finding]:
 
 def check_environment(facts: Facts) -> Iterator[Finding]:
     """Variables that were set by an earlier launch or by a shell profile."""
-    env = facts.environment
+    env = {name: value for name, value in facts.environment.items() if REPORTED_VARIABLES.fullmatch(name)}
     of_rank = r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)"
     left_over = [name for name in env if re.fullmatch(of_rank, name)]
     if left_over == ["MASTER_PORT"]:  # MASTER_PORT alone is an option of the launchers
@@ -438,7 +459,7 @@ def judge(facts: Facts) -> list[Finding]:
 
 def numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: (2, 13, 0) for "2.13.0+cpu"."""
-    found = re.match(r"\d+(\.\d+)*", version)
+    found = re.match(r"[0-9]{1,9}(\.[0-9]{1,9})*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from distributed import terminal
 from distributed.exit_codes import UNFIT
-from distributed.health.checks import LEVELS, Finding, fault, judge, size
+from distributed.health.checks import LEVELS, Finding, fault, judge, printable_facts, size
 from distributed.health.differences import compare
 from distributed.health.doctor import render, render_findings
 from distributed.host.facts import FullNodeFacts
@@ -79,7 +79,8 @@ def cluster_facts(replies: Mapping[str, Reply], test: ConnectionTest | None) -> 
 
 def facts_of(reply: Reply) -> FullNodeFacts | str:
     """The facts in a reply, or why it has none."""
-    return reply.value(FullNodeFacts) or reply.failure_message(FullNodeFacts)
+    facts: FullNodeFacts | None = printable_facts(reply.value(FullNodeFacts))
+    return facts or reply.failure_message(FullNodeFacts)
 
 
 # ---------------------------------------------------------------- judge
@@ -138,6 +139,7 @@ def without_numbers(finding: Finding, node: str) -> Finding:
 # ---------------------------------------------------------------- text
 
 COLUMNS = ("", "python", "torch", "GPUs", "cores", "memory", "network")
+WIDEST = 60  # columns of a cell
 
 
 def row_of(node: FullNodeFacts) -> tuple[str, ...]:
@@ -159,7 +161,8 @@ def node_table(nodes: Mapping[str, FullNodeFacts]) -> list[str]:
     nodes_of: dict[tuple[str, ...], list[str]] = {}
     for name, node in nodes.items():
         nodes_of.setdefault(row_of(node), []).append(name)
-    return terminal.table([COLUMNS, *((compact(names), *row) for row, names in nodes_of.items())])
+    cells = ((compact(names), *(terminal.cut(cell, WIDEST) for cell in row)) for row, names in nodes_of.items())
+    return terminal.table([COLUMNS, *cells])
 
 
 def render_cluster(cluster: ClusterFacts, width: int | None = None) -> str:

@@ -16,8 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from distributed import terminal
-from distributed.health.checks import LEVELS, Finding, judge
+from distributed.health.checks import LEVELS, Finding, judge, printable_facts
 from distributed.host.facts import gather
+from distributed.trust import LONGEST_LINE, printable
 
 COLOURS = {"ok": terminal.GREEN, "warning": terminal.YELLOW, "fault": terminal.RED}
 
@@ -42,16 +43,20 @@ def render(findings: Sequence[Finding], host: str, width: int | None = None) -> 
 
 
 def render_findings(findings: Sequence[Finding], width: int | None, column: int = 0) -> Iterator[str]:
-    """Lines of the findings, the worst last. Commands are not wrapped. column: width of the topics; 0: as needed."""
+    """Lines of the findings, the worst last. Commands are not wrapped, and left out if they are too long to be used.
+
+    column: width of the topics; 0: as needed.
+    """
     column = column or max(len(finding.topic) for finding in findings)
     indent = " " * (9 + column + 2)
     for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
         fixes = [f"fix: {finding.fix}"] if finding.fix else []
         room = width and max(20, width - len(indent))
-        first, *rest = [line for text in (finding.fact, *fixes) for line in terminal.wrap(text, room)]
+        texts = (terminal.cut(printable(text), LONGEST_LINE) for text in (finding.fact, *fixes))
+        first, *rest = [line for text in texts for line in terminal.wrap(text, room)]
         yield f"{terminal.paint(f'{finding.level:<9}', COLOURS[finding.level])}{finding.topic:<{column}}  {first}"
         yield from (indent + line for line in rest)
-        if finding.command:
+        if finding.command and len(finding.command) <= LONGEST_LINE:
             yield f"{indent}$ {finding.command}"
 
 
@@ -70,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(asdict(facts), indent=2, sort_keys=True))
         return 0
-    findings = judge(facts)
+    findings = judge(printable_facts(facts))
     terminal.show(render(findings, facts.names.host, terminal.width()))
     return 1 if any(finding.level == "fault" for finding in findings) else 0
 

