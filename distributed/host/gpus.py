@@ -138,9 +138,12 @@ def query(kind: str, fields: str, index: int | None = None) -> ProgramOutput:
 
 
 def table(csv: str, fields: str) -> list[dict[str, str]]:
-    """Parse output of nvidia-smi. It has no quotes, so only the last field may contain a comma."""
+    """Parse output of nvidia-smi. It has no quotes, so only the last field may contain a comma.
+
+    Names of processes are those that other users gave them. Of their characters, only a line feed ends a line.
+    """
     keys = fields.split(",")
-    rows = [line.split(", ", len(keys) - 1) for line in csv.splitlines()]
+    rows = [line.split(", ", len(keys) - 1) for line in csv.split("\n")]
     return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
 
 
@@ -150,7 +153,7 @@ def gpu_from(row: Mapping[str, str], processes: tuple[GpuProcess, ...], instance
         uuid=row["uuid"],
         name=row["name"],
         memory=mebibytes(row["memory.total"]),
-        memory_used=mebibytes(row["memory.used"]) if row["memory.used"].isdigit() else None,
+        memory_used=mebibytes(row["memory.used"]) if row["memory.used"].isdecimal() else None,
         mig=row["mig.mode.current"] == "Enabled",
         processes=processes,
         instances=instances,
@@ -184,7 +187,7 @@ def gpu_processes(csv: str) -> dict[str, tuple[GpuProcess, ...]]:
 
 def count(field: str) -> int:
     """A number in the output of nvidia-smi; 0 for [N/A] and similar."""
-    return int(field) if field.isdigit() else 0
+    return int(field) if re.fullmatch("[0-9]{1,15}", field) else 0
 
 
 def mebibytes(field: str) -> int:
@@ -216,7 +219,7 @@ def nvidia_cards(sys_directory: Path) -> int:
 def device_files(dev: Path) -> tuple[Gpu, ...]:
     """The GPUs that have a device file; their other facts are unknown."""
     numbers = [path.name.removeprefix("nvidia") for path in dev.glob("nvidia*")]
-    indices = sorted(int(number) for number in numbers if number.isdigit())
+    indices = sorted(int(number) for number in numbers if number.isdecimal())
     return tuple(Gpu(index, f"/dev/nvidia{index}", "NVIDIA GPU", 0, None) for index in indices)
 
 

@@ -25,9 +25,7 @@ class ProgramOutput:
 def run_program(command: Sequence[str], limit: float) -> ProgramOutput:
     """Run a program for at most `limit` seconds, then kill it. A process blocked in a driver is abandoned."""
     try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError as error:
         return ProgramOutput(None, "", f"{command[0]}: {error.strerror}")
     try:
@@ -37,7 +35,7 @@ def run_program(command: Sequence[str], limit: float) -> ProgramOutput:
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=1)
         return ProgramOutput(None, "", f"no reply within {limit:g} s")
-    return ProgramOutput(process.returncode, out, err)
+    return ProgramOutput(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
 def read(path: Path) -> str:

@@ -85,6 +85,22 @@ def test_gpus_and_their_processes_are_read_from_nvidia_smi(path_directory: Path)
     )
 
 
+@pytest.mark.parametrize(
+    "name", [r"\377", r"a\302\205GPU-bb, 7, 9, b", r"a\rGPU-bb, 7, 9, b", r"a\nGPU-zz, 7, 9, b", r"a\n\n,\nGPU-bb, 7"]
+)
+@pytest.mark.parametrize("memory", ["9", "\u00b2", "9" * 5000])
+def test_the_name_of_a_process_neither_breaks_the_query_nor_adds_a_process(
+    path_directory: Path, name: str, memory: str
+) -> None:
+    apps = f"printf 'GPU-aa, 4194305, {memory}, {name}\\n'"
+    text = STUB_NVIDIA_SMI.replace('echo "GPU-aa, {pid}, 71000, /usr/bin/python3"', apps)
+    stub(path_directory, "nvidia-smi", text)
+    first, second = query_gpus().devices
+    assert [one.pid for one in first.processes] == [4194305, 4194305]
+    assert first.processes[0].memory == (9 * MIB if memory == "9" else 0)
+    assert second.processes == ()
+
+
 def test_memory_that_gpu_and_cpu_share_is_unknown(path_directory: Path) -> None:
     row = "0, GPU-aa, 580.95, [N/A], [N/A], [N/A], NVIDIA GB10"
     stub(
