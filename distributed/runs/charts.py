@@ -248,10 +248,10 @@ def text_at(x: float, y: float, text: str, style: str) -> str:
 def _x_axis(box: Box, x: Scale, seconds: bool) -> Iterator[str]:
     """The x axis of steps, or of seconds that start at 0."""
     if seconds:
-        ticks = time_ticks(x.high, _tick_count(box.left, box.end))
+        ticks = time_ticks(max(1.0, x.high), _tick_count(box.left, box.end))  # all times may be before the start
     else:
-        (first, text), *rest = x.ticks()
-        ticks = [(first, f"step {text}"), *rest]
+        ticks = x.ticks()
+        ticks[:1] = [(value, f"step {text}") for value, text in ticks[:1]]  # none between the steps 0.1 and 0.4
     yield f'<path class="axis" d="M{px(box.left)} {px(box.floor)}H{px(box.end)}"/>'
     for value, text in ticks:
         at = x(value)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distributed.metrics import FROM_OUTPUT, FROM_TENSORBOARD
@@ -627,6 +627,19 @@ def test_an_axis_includes_all_values_and_has_few_ticks(values: list[float], zero
 def test_ticks_are_round(values: list[float], texts: list[str]) -> None:
     scale = charts.value_scale(values, 300, 10, zero=False, count=4)
     assert [text for _, text in scale.ticks()] == texts
+
+
+STEPS = st.floats(-(2.0**53), 2.0**53) | st.sampled_from([0.0, 0.1, 0.4, 5e-324, 1.0]) | st.integers(0, 9).map(float)
+
+
+@given(
+    st.lists(st.tuples(STEPS, st.floats(-1e100, 1e100) | st.just(math.nan)), max_size=90), st.booleans(), st.booleans()
+)
+@example([(0.1, 1.0), (0.4, 2.0)], False, False)
+@example([(-2.0, 1.0), (-1.0, 2.0)], False, True)
+def test_a_chart_of_any_points_is_drawn(points: list[tuple[float, float]], zero: bool, seconds: bool) -> None:
+    line = charts.Line("loss", sorted(points, key=lambda point: point[0]), "train", "loss")
+    assert charts.lines(charts.smoothed(line), zero=zero, seconds=seconds)
 
 
 def test_a_value_that_is_not_finite_is_a_gap_with_a_mark() -> None:
