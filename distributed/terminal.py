@@ -40,7 +40,8 @@ def show(text: str, in_place: bool = False) -> None:
     in_place: overwrite the screen of the terminal.
     """
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    parts = re.split(rf"(\x1b\[(?:{'|'.join((RED, GREEN, YELLOW, BOLD, DIM, '0'))})m)", text)  # every second one: a colour
+    codes = "|".join((RED, GREEN, YELLOW, BOLD, DIM, "0"))
+    parts = re.split(rf"(\x1b\[(?:{codes})m)", text)  # every second part is a colour
     parts[::2] = [printable(part, LAYOUT) for part in parts[::2]]
     text = "".join(parts if colours else parts[::2])
     sys.stdout.write("\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[J" if in_place else text)

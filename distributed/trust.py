@@ -358,37 +358,49 @@ def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> No
             raise
 
 
-def place(source: str, target: str, mask: int, name: str = "", keeps_newer: bool = True) -> list[str]:
+def place(
+    source: str,
+    target: str,
+    mask: int,
+    name: str = "",
+    keeps_newer: bool = True,
+    accepts: Callable[[str, bool], bool] = lambda name, exists: True,
+) -> list[str]:
     """Move files and directories from a directory of a node's files to their place. Returns the names left out.
 
     No link below `target` is followed. Special files, and links that lead outside of it, are left out.
     mask: permissions that are kept. name: of the directory, in the result. keeps_newer: a newer file there stays.
+    accepts: whether to place a file of this name, which exists there already or not.
     """
     left_out = []
     os.makedirs(target, mask & 0o777, exist_ok=True)
     for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
-        facts, goal, below = entry.stat(follow_symlinks=False), os.path.join(target, entry.name), name + entry.name
-        try:
-            there: os.stat_result | None = os.lstat(goal)
-        except FileNotFoundError:
-            there = None
-        if stat.S_ISDIR(facts.st_mode) and below.count("/") < MAX_DEPTH:
-            if there and not stat.S_ISDIR(there.st_mode):
-                os.unlink(goal)
-            left_out += place(entry.path, goal, mask, f"{below}/", keeps_newer)
-        elif there and stat.S_ISDIR(there.st_mode):
+        goal, below = os.path.join(target, entry.name), name + entry.name
+        exists, is_in_place = os.path.lexists(goal), os.path.isdir(goal) and not os.path.islink(goal)
+        is_directory = entry.is_dir(follow_symlinks=False) and below.count("/") < MAX_DEPTH
+        if (exists or not is_directory) and not is_in_place and not accepts(below, exists):
             left_out.append(below)
-        elif stat.S_ISREG(facts.st_mode):
-            if keeps_newer and there and there.st_mtime > facts.st_mtime:
-                continue
-            if facts.st_mode & 0o7777 & ~mask:
-                os.chmod(entry.path, facts.st_mode & mask)
-            _move(entry.path, goal)
-        elif stat.S_ISLNK(facts.st_mode) and _leads_inside(os.readlink(entry.path), below):
-            _move(entry.path, goal)
-        else:
+        elif is_directory:
+            if exists and not is_in_place:
+                os.unlink(goal)
+            left_out += place(entry.path, goal, mask, f"{below}/", keeps_newer, accepts)
+        elif is_in_place or not _place_file(entry, goal, below, mask, keeps_newer and exists):
             left_out.append(below)
     return left_out
+
+
+def _place_file(entry: os.DirEntry[str], goal: str, name: str, mask: int, keeps_newer: bool) -> bool:
+    """Move a file to its place, unless the file there is newer. Returns False if it has a kind that is not allowed."""
+    facts = entry.stat(follow_symlinks=False)
+    if stat.S_ISREG(facts.st_mode):
+        if keeps_newer and os.lstat(goal).st_mtime > facts.st_mtime:
+            return True
+        if facts.st_mode & 0o7777 & ~mask:
+            os.chmod(entry.path, facts.st_mode & mask)
+    elif not (stat.S_ISLNK(facts.st_mode) and _leads_inside(os.readlink(entry.path), name)):
+        return False
+    _move(entry.path, goal)
+    return True
 
 
 def _move(path: str, goal: str) -> None:

@@ -490,6 +490,31 @@ reports_failure() {
 }
 
 
+# Another user could move the file away during the check, and back before it is sourced.
+@test "a node_env.sh that is missing while it is checked is refused" {
+  script <<<'stat() { command stat "$@" | sed 1d; }; source_node_env "$1"; echo NOT REACHED'
+  mkdir -p "$BATS_TEST_TMPDIR/config"
+  touch "$BATS_TEST_TMPDIR/config/node_env.sh"
+  run -69 "$SCRIPT" "$BATS_TEST_TMPDIR/config/node_env.sh"
+  [[ "$output" == *"missing, or another program changes it"* ]]
+}
+
+
+@test "the .venv of the working directory is not used if another user has made it" {
+  ((!EUID)) || skip "only root can give files to other users"
+  script <<<'pick_python "$@"; echo "$PYTHON"'
+  mkdir -p "$BATS_TEST_TMPDIR/work/.venv/bin"
+  cd "$BATS_TEST_TMPDIR/work"
+  ln -s "$(type -P python3)" .venv/bin/python
+  run -0 env -u VIRTUAL_ENV "$SCRIPT"
+  [ "$output" = "$PWD/.venv/bin/python" ]
+  chown 23456 .venv
+  run -69 env -u VIRTUAL_ENV "$SCRIPT"
+  [[ "$output" == *"$PWD/.venv: belongs to UNKNOWN (user id 23456), whose programs would run as you; if you trust them: --python $PWD/.venv/bin/python" ]]
+  run -0 env -u VIRTUAL_ENV "$SCRIPT" "$PWD/.venv/bin/python"
+}
+
+
 @test "a group that only has the owner may write node_env.sh, and any other group may not" {
   ((!EUID)) || skip "only root can create users and groups"
   script <<<'source_node_env "$1"'

@@ -308,7 +308,7 @@ END
   start_list --sync
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 75 ]
-  [[ "$(<out)" == *"$N1: not used: cannot create workdir $WORK: it belongs to another user"* ]]
+  [[ "$(<out)" == *"$N1: not used: cannot create workdir $WORK: $WORK: belongs to another user"* ]]
   run ! lab ssh "$N1" test -e "$WORK/job.py"
 }
 

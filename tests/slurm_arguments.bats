@@ -212,3 +212,23 @@ refuses() { # <expected text>
   wait $!
   [[ "$(<out)" == "stop.sh: waiting for job 7 (COMPLETING) to end: "*" s, at most 120 s"$'\n'"job 7 has ended"* ]]
 }
+
+
+@test "a requeued job does not follow a link to its run that another user has made" {
+  ((!EUID)) || skip "only root can give files to other users"
+  local command=(bash -euo pipefail -c 'source "$0/scripts/lib/launcher.bash"; source "$0/scripts/lib/slurm_job.bash"
+    REQUEUES=1 LOG_DIR=logs SLURM_JOB_ID=7; find_earlier_run; echo "${EXISTING_RUN[@]}"' "$KIT")
+  mkdir -p logs/run
+  ln -s run logs/slurm-7
+  mkfifo logs/run/verdict.json
+  run -0 timeout 20 "${command[@]}"
+  [[ "$output" == *"--existing-run $PWD/logs/run" ]]
+  rm logs/run/verdict.json
+  echo '{"outcome": "ok"}' >logs/run/verdict.json
+  chown -h 23456 logs/slurm-7
+  run -69 "${command[@]}"
+  [[ "$output" == *"logs/slurm-7: belongs to another user"* ]]
+  chown -h 0 logs/slurm-7
+  chown 23456 logs/run
+  run -69 "${command[@]}"
+}

@@ -52,8 +52,9 @@ def this_python(executable: str) -> Interpreter:
 
 
 TORCH_PROBE = """
-import json, sys, time, warnings
+import sys
 sys.path[:] = [entry for entry in sys.path if entry]
+import json, time, warnings
 warnings.simplefilter("always")
 start = time.monotonic()
 with warnings.catch_warnings(record=True) as caught:
@@ -84,7 +85,7 @@ def probe_torch(python: str, limit: float = TORCH_LIMIT) -> Torch:
     if not version:
         return Torch()
     output = run_program([python, "-c", TORCH_PROBE], limit)
-    if output.code != 0:
+    if output.code != 0 or not output.out.strip():
         return Torch(version, error=import_error(output))
     found: dict[str, Any] = json.loads(output.out.splitlines()[-1])
     found |= {name: tuple(found[name]) for name in ("archs", "capabilities")}

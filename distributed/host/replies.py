@@ -14,7 +14,7 @@ from distributed.exit_codes import UNFIT
 from distributed.host.ssh_call import LOGIN_SHELL, login_failure
 from distributed.host.ssh_call import UNREACHABLE as SSH_FAILED
 from distributed.host.system import KIT
-from distributed.trust import checked, parse_json
+from distributed.trust import checked, parse_json, shown
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
@@ -68,6 +68,13 @@ class NodeFacts:
     port: int  # the requested port, or a free one
     holder: str | None  # the process that listens on the port; "": unknown; None: the port is free
     log_error: str  # why no run directory can be written there; "": not tested, or it can be written
+
+    def __post_init__(self) -> None:
+        for address in (*self.addresses, self.ssh_address, self.master):  # parts of commands
+            if not re.fullmatch(r"([\w:][\w.:%-]*)?", address):
+                raise ValueError(f"reply: {shown(address)} is no address")
+        if self.port not in range(1 << 16):
+            raise ValueError(f"reply: {self.port} is no port")
 
 
 @dataclass(frozen=True)

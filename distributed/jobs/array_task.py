@@ -37,7 +37,7 @@ from distributed.host import signals
 from distributed.jobs import host
 from distributed.launch import supervisor
 from distributed.training import base_model
-from distributed.trust import checked, parse_json, read_bytes, read_text, regular_file
+from distributed.trust import checked, foreign, parse_json, read_bytes, read_text, regular_file
 
 SERVER = "slurm"  # the name of the server, also in the names of the supervisor's files
 SPEC, TAKEN, NEW = "order", "taken", ".order"
@@ -107,8 +107,8 @@ def claim_spec(attempt: str, array: str) -> Facts | None:
 
 
 def read_spec(path: str) -> Facts:
-    """Read a job specification. Raises OSError and ValueError."""
-    found: Facts = checked(SPECIFICATION, parse_json(read_bytes(path)), path)
+    """Read a job specification. Raises OSError, also if others own it or can write to it, and ValueError."""
+    found: Facts = checked(SPECIFICATION, parse_json(read_bytes(path, own=True)), path)
     return found
 
 
@@ -249,6 +249,8 @@ def names_in(array: str) -> list[str]:
 def work(array: str) -> int:
     """Run the attempt of this element. Returns the exit code of its command; 0 if there is nothing to do."""
     array = os.path.abspath(array)
+    if problem := foreign(os.path.dirname(array), os.stat(os.path.dirname(array))):
+        raise host.JobRefused(problem)
     index, identifier = int(os.environ["SLURM_ARRAY_TASK_ID"]), os.path.basename(array).removeprefix("array-")
     name = names_in(array)[index]
     attempt = host.HostAttempt(os.path.join(os.path.dirname(array), name), SERVER, "", 0.0)

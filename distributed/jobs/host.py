@@ -44,7 +44,7 @@ with contextlib.suppress(ImportError):  # imported once here for all forked supe
 
 from distributed import metrics
 from distributed.exit_codes import WRONG_CALL
-from distributed.files import is_locked, read_json, try_lock, write_file
+from distributed.files import foreign_directory, is_locked, read_json, try_lock, write_file
 from distributed.host import process_scan, signals
 from distributed.host.clock import RunningClock
 from distributed.host.gpus import query_gpus
@@ -63,6 +63,7 @@ from distributed.trust import (
     read_text,
     regular_file,
     shown,
+    user_name,
 )
 
 HELLO = "muster-jobs-host"
@@ -486,7 +487,7 @@ class Service:
         if request["remote"] and ends_at_logout():
             raise HostError("systemd would kill the jobs at logout (KillUserProcesses); run loginctl enable-linger")
         self.server = request["server"]
-        self.workdir = find_workdir(request["workdir"], request["default_workdir"])
+        self.workdir = find_workdir(request["workdir"], request["default_workdir"], request["owner"])
         if request["script"]:  # empty: no job will be started
             if not os.path.isfile(os.path.join(self.workdir, request["script"])):
                 raise HostError(
@@ -787,11 +788,13 @@ def home() -> str:
     return os.path.expanduser("~")
 
 
-def find_workdir(requested: str, default: str) -> str:
+def find_workdir(requested: str, default: str, owner: int) -> str:
     """The absolute path of the requested working directory.
 
-    If none is requested, uses ~/ml-customization or, if that does not exist, the default. Raises HostError.
+    If none is requested, uses ~/ml-customization or, if that does not exist, the default, which must belong to this
+    user, or to root or `owner` as on the dispatcher's machine: another user may have made it. Raises HostError.
     """
+    is_default = not requested
     if not requested:
         conventional = os.path.join(home(), "ml-customization")
         requested = conventional if os.path.isdir(conventional) else default
@@ -800,6 +803,8 @@ def find_workdir(requested: str, default: str) -> str:
         raise HostError(f"workdir {requested}: no such directory on {os.uname().nodename}; set workdir, or use --sync")
     if not os.access(found, os.W_OK | os.X_OK):
         raise HostError(f"workdir {requested}: not writable by this user; set another workdir")
+    if is_default and (uid := os.stat(found).st_uid) not in (os.geteuid(), 0, owner):
+        raise HostError(f"workdir {requested}: belongs to {user_name(uid)}; if you trust its files, set workdir to it")
     return os.path.realpath(found)
 
 
@@ -808,6 +813,9 @@ def find_python(requested: str, workdir: str) -> list[str]:
     venv = os.path.join(workdir, ".venv", "bin", "python")
     path = os.path.join(workdir, os.path.expanduser(requested)) if "/" in requested else requested
     path = path or (venv if os.path.exists(venv) else "python3")
+    owners = (os.geteuid(), 0, os.stat(workdir).st_uid)
+    if path == venv and not requested and (uid := os.stat(os.path.join(workdir, ".venv")).st_uid) not in owners:
+        raise HostError(f"{workdir}/.venv: belongs to {user_name(uid)}; set python for this server")
     try:
         version = subprocess.run([path, "--version"], capture_output=True, timeout=30, stdin=subprocess.DEVNULL)
     except OSError as error:
@@ -907,13 +915,14 @@ def claim_output(output: str, job: str, script: str) -> int:
     refuse_obstacle(output)
     refuse_foreign_files(output)
     make_directories(output)
+    if problem := foreign_directory(output):
+        raise JobRefused(f"{problem}, or give this job another prefix")
     try:
         file = regular_file(os.path.join(output, OWNER), os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise not_a_file(error) from None
     try:
-        with contextlib.suppress(PermissionError):  # another user's file
-            os.fchmod(file, PRIVATE)  # otherwise others could lock it; earlier versions created it with mode 0644
+        os.fchmod(file, PRIVATE)  # otherwise others could lock it; earlier versions created it with mode 0644
         if not try_lock(file):
             raise Busy(f"{output}: another attempt writes there; retrying when it ends")
         refuse_other_owner(output, job, script)

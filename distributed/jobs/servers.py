@@ -46,6 +46,7 @@ from distributed.launch.node_reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOU
 from distributed.terminal import plural
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 from distributed.transport.commands import VANISHED, TransportError, over_ssh, rsync_shell, temporary_directory
+from distributed.transport.sync import EXIT_IF_FOREIGN, owners_above
 from distributed.trust import MAX_TEXT, PRIVATE_DIRECTORY, checked, parse_json, place, read_bytes, shown
 
 CONNECT_TIMEOUT = 60.0  # seconds
@@ -74,7 +75,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "heartbeat": {}, "ended": {"attempt": str, **host.END}, "progress": {"attempt": str, "metrics": dict},
 }  # fmt: skip
 REPLIES: dict[str, dict[str, Any]] = {
-    "open": {"workdir": str, "rsync": bool, "session": str, "note": str, "bases": list[str]},
+    "open": {"workdir": re.compile("/.*", re.DOTALL), "rsync": bool, "session": str, "note": str, "bases": list[str]},
     "query": {"attempts": dict[str, object]},
     "start": {"state": str} | {f"{name.rstrip('?')}?": kind for name, kind in {**host.PROCESS, **host.END}.items()},
     "gpus": {"gpus": list[object], "problem": str, "state?": str, "reason?": str}, "exists": {"exists": bool},
@@ -301,6 +302,7 @@ class HostServer(JobServer):
             "open", server=self.name, list=self.context.list_id, default_workdir=cwd, script=self.context.script,
             workdir=self.settings.workdir or ("" if remote else cwd), remote=remote, panes=self.context.panes,
             python=self.settings.python or self.python, slots=[f"{self.name}:{slot.index}" for slot in self.pool.slots],
+            owner=os.stat(cwd).st_uid,
         )  # fmt: skip
         self.workdir = opened["workdir"]
         self.session = opened["session"] if opened["session"] in SESSIONS else ""  # part of a command that is printed
@@ -554,12 +556,15 @@ class SshServer(HostServer):
         paths += [f"{base}/{path}" for path in paths for base in (workdir, self.context.cwd) if path[0] not in "~/"]
         candidates = paths or [f"{workdir}/.venv/bin/python", f"{self.context.cwd}/.venv/bin/python", "python3"]
         pythons = " ".join(quoted_path(each) for each in candidates)
+        # Another user may have made a directory of this name.
+        own = "" if paths else 'case $p in */.venv/bin/python) [ -O "${p%/bin/python}" ] || continue ;; esac; '
         plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._archive_name}"; '
             f'[ -e "$d/complete" ] || {{ echo {NOT_INSTALLED}; exit 0; }}; '
-            f"for p in {pythons}; do "
+            '[ -O "$d" ] || { echo "$d belongs to another user" >&2; exit 69; }; '
+            f"for p in {pythons}; do {own}"
             f'if "$p" {plain} -c {newer} 2>/dev/null; then '
             f'exec "$p" {plain} "$d/{ENTRY}" {HOST} {arguments}; fi; done; '
             f"echo {NO_PYTHON}"
@@ -590,8 +595,8 @@ class SshServer(HostServer):
         # Without a setting, an existing ~/ml-customization is used, as by find_workdir() in host.py.
         default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
         line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}" + reporting_error(
-            f"mkdir -p -- {quoted_path(target)} && "
-            f'{{ [ -O {quoted_path(target)} ] || {{ echo "it belongs to another user" >&2; false; }}; }}'
+            f"mkdir -p -- {quoted_path(target)} && (cd -- {quoted_path(target)} || exit; "
+            f"owners={shlex.quote(owners_above(str(self.context.cwd)))}; {EXIT_IF_FOREIGN})"
         )
         self._refuse_without_rsync(on_server=True)
         code, stderr = await self._run(self._ssh(line))

@@ -51,6 +51,7 @@ class NodeLogs:
         self._threads: list[threading.Thread] = []  # they unpack the files of nodes
         # By node: the new directory with its files, the names of what was left out, and why files are missing.
         self._received: dict[RunNode, tuple[str, list[str], str]] = {}
+        self._placed: dict[RunNode, set[str]] = {}  # names of the files that each node has sent
 
     def _on_node(self, node: RunNode, script: str, *arguments: str) -> list[str]:
         line = ["sh", "-c", script, "sh", str(self._watch.directory), *arguments]
@@ -184,15 +185,23 @@ class NodeLogs:
             for name in dropped:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(received, name))
-            left_out = left_out + trust.place(received, str(run), 0o700)
+            left_out = left_out + trust.place(received, str(run), 0o700, accepts=partial(self._accepts, node))
         except OSError as error:
             problem = f"{error.filename}: {error.strerror}"
         shutil.rmtree(received, ignore_errors=True)
         if left_out:
             names = ", ".join(sorted(left_out)[:SHOWN]) + ", ..." * (len(left_out) > SHOWN)
-            self._warn(node, f"not copied back, as links, special files, or files that other programs write: {names}")
+            self._warn(node, f"not copied back, as links, special files, or files that exist here: {names}")
         if problem:
             self._warn(node, f"the copy of its files in {run} is incomplete: {problem}; look for them on the node")
+
+    def _accepts(self, node: RunNode, name: str, exists: bool) -> bool:
+        """Whether a file of a node may be placed: it replaces only files of this node."""
+        placed, top = self._placed.setdefault(node, set()), name.partition("/")[0]
+        if exists and name not in placed and top not in ("errors", "ranks", *OF_RUN) and not top.startswith("node_"):
+            return False
+        placed.add(name)
+        return True
 
     def archive(self, directory: str) -> None:
         """Archive the last attempt on the nodes too, so that its files are not copied back again."""
@@ -230,4 +239,5 @@ def is_expected(node: RunNode, name: str) -> bool:
     if top.startswith("node_") or top in OF_RUN:
         return name in (*OF_RUN, *(f"node_{node.node}.{kind}" for kind in OF_NODE))
     is_run = "run.json" in below.split("/")  # status.sh would take the directory for a run
-    return top not in (*OF_LAUNCHER, "errors", "ranks") and not top.startswith((".", "attempt_")) and not is_run
+    others = (*OF_LAUNCHER, "errors", "ranks", "checkpoints")
+    return top not in others and not top.startswith((".", "attempt_")) and not is_run

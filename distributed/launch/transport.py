@@ -61,7 +61,7 @@ class Pdsh(Ssh):
         if watch.waiting:
             self.request(watch, watch.next_attempt().decode().rstrip())
             return
-        run, script = str(watch.directory), 'umask 077 && mkdir -p -- "$1" && cat >"$2"'
+        run, script = str(watch.directory), 'umask 077 && mkdir -p -- "$1" && [ -O "$1" ] && cat >"$2"'
         codes: dict[str, int] = {}
         nodes, calls = [*watch.run.nodes, *watch.spares], []
         watch.tokens = {node.node: os.urandom(16).hex() for node in nodes}

@@ -22,11 +22,26 @@ if TYPE_CHECKING:
 
     from distributed.transport.commands import AnyTarget, Calls, SshCommands
 
+# For sh in a directory of a node. $owners: who may own the directories above it, see owners_above(). Exits with 69 if
+# another user could replace the directory. In %A, such as drwxrwxrwt, the last two letters are those of other users.
+EXIT_IF_FOREIGN = """[ -O . ] || { echo "$PWD: belongs to another user" >&2; exit 69; }
+p=$(pwd -P); while [ "$p" != / ]; do p=$(dirname -- "$p"); f=$(stat -c '%u %A' -- "$p"); case " $owners " in
+*" ${f%% *} "*) case $f in *w[!tT]) ;; *) continue;; esac;; esac
+echo "$p: other users own it or can write to it, and could replace $PWD" >&2; exit 69; done"""
 # For sh on a node. $1: the directory. $2: the name of a file that the launcher has just created in that directory. $3:
-# the SHA-256 of its content: other users of the node can see these arguments, but cannot make such a file.
-PRINT_IF_SHARED = """mkdir -p -- "$1" && cd -- "$1" || exit
-if [ -f "$2" ] && [ "$(sha256sum <"$2")" = "$3  -" ]; then echo "shared $2"
-elif [ ! -O . ]; then echo "$1: belongs to another user" >&2; exit 69; fi"""
+# the SHA-256 of its content: other users of the node can see these arguments, but cannot make such a file. $4: owners.
+PRINT_IF_SHARED = f"""mkdir -p -- "$1" && cd -- "$1" || exit
+if [ -f "$2" ] && [ "$(sha256sum <"$2")" = "$3  -" ]; then echo "shared $2"; exit; fi
+owners=$4; {EXIT_IF_FOREIGN}"""
+
+
+def owners_above(directory: str) -> str:
+    """User ids: this user, root, and who owns the directories above this one here and may therefore do so on a node."""
+    found, path = {0, os.geteuid()}, os.path.realpath(directory)
+    while path != "/":
+        path = os.path.dirname(path)
+        found.add(os.stat(path).st_uid)
+    return " ".join(map(str, sorted(found)))
 
 
 def sync_nodes(calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], log: Callable[[str], None]) -> None:
@@ -53,7 +68,8 @@ def _nodes_without(
             file.write(content)
     except OSError as error:
         raise TransportError(UNFIT, f"--sync: cannot write to {directory}: {error.strerror}") from None
-    check = ["sh", "-c", PRINT_IF_SHARED, "sh", directory, commands.marker, hashlib.sha256(content).hexdigest()]
+    check = ["sh", "-c", PRINT_IF_SHARED, "sh", directory, commands.marker]
+    check += [hashlib.sha256(content).hexdigest(), owners_above(directory)]
     replies = calls.call_all({node: commands.command(node, check) for node in nodes}, errors=INHERITED)
     os.unlink(marker)
     shared = f"shared {commands.marker}"

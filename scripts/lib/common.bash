@@ -76,7 +76,11 @@ find_foreign() { # <path...>
   local facts fact number safe=' ' owner='' uid gid mode path paths=("$KIT" "$@")
   FOREIGN=''
   mapfile -t facts <<<"$(stat -L -c %u:%g:%A -- "${paths[@]}" 2>/dev/null)" # %A: such as drwxrwxrwt
-  ((${#facts[@]} == ${#paths[@]})) || return 0 # a path is missing: whatever uses it reports this
+  if ((${#facts[@]} != ${#paths[@]})); then # or it appears while it is used
+    for path in "${paths[@]}"; do [[ ! -e $path ]] || continue; break; done
+    FOREIGN="$path: missing, or another program changes it"
+    return 0
+  fi
   for number in "${!facts[@]}"; do
     fact=${facts[number]} path=${paths[number]}
     [[ $safe != *" $fact "* ]] || continue
@@ -264,13 +268,26 @@ list_pythons() {
   if [[ $conda && ${CONDA_DEFAULT_ENV-} != base ]]; then
     list_python "$conda/bin/python" "the active conda environment"
   fi
-  [[ ! -e .venv && ! -L .venv ]] || list_python "$PWD/.venv/bin/python" ".venv of the working directory"
+  if [[ -e .venv || -L .venv ]]; then
+    refuse_foreign_venv
+    list_python "$PWD/.venv/bin/python" ".venv of the working directory"
+  fi
   if [[ -x $KIT/.venv/bin/python && ! -e $KIT/.venv/unfinished ]]; then
     list_python "$KIT/.venv/bin/python" "Muster's .venv"
   fi
   if [[ $conda && ${CONDA_DEFAULT_ENV-} == base ]]; then
     list_python python3 "PATH, conda's base environment"
   fi
+}
+
+
+# Exit if another user has made the .venv of the working directory: its Python would run as the caller.
+refuse_foreign_venv() {
+  local owner
+  owner=$(stat -L -c %u -- .venv 2>/dev/null) || return 0 # a broken link: check_python reports it
+  [[ $owner == @("$EUID"|0) ]] || is_unmapped "$owner" || [[ .venv -ef $KIT/.venv ]] ||
+    die_with "$EXIT_UNFIT" "$PWD/.venv: belongs to $(stat -L -c '%U (user id %u)' -- .venv)," \
+      "whose programs would run as you; if you trust them: --python $(quote "$PWD/.venv/bin/python")"
 }
 
 

@@ -79,8 +79,11 @@ find_earlier_run() {
   local directory times="$REQUEUES times"
   ((REQUEUES != 1)) || times="1 time"
   ((REQUEUES)) && directory=$(readlink -e -- "$LOG_DIR/slurm-$SLURM_JOB_ID") || return 0
+  # In a log directory to which others can write, the link and the directory may be theirs.
+  [[ -O $directory && $(stat -c %u -- "$LOG_DIR/slurm-$SLURM_JOB_ID") == "$EUID" ]] ||
+    die_with "$EXIT_UNFIT" "$LOG_DIR/slurm-$SLURM_JOB_ID: belongs to another user"
   log "job $SLURM_JOB_ID was requeued $times; resuming in ${directory##*/}"
-  if grep -qsF '"outcome": "ok"' "$directory/verdict.json"; then
+  if [[ -f $directory/verdict.json ]] && grep -qsF '"outcome": "ok"' "$directory/verdict.json"; then
     log "the run has already succeeded; nothing to do"
     exit
   fi

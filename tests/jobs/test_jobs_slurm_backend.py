@@ -347,6 +347,17 @@ def executed(list_directory: Path) -> list[str]:
         return []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of other users")
+@pytest.mark.parametrize("foreign", ["list", "specification"])
+def test_an_element_runs_no_job_specification_of_another_user(list_directory: Path, foreign: str) -> None:
+    array = in_array(list_directory, make_spec(list_directory))
+    path = list_directory if foreign == "list" else next(list_directory.glob(f"*/order.{ARRAY}"))
+    os.chown(path, 65534, 65534)
+    code, errors = run_element(array)
+    assert code != 0 and "belongs to nobody, and you are root" in errors
+    assert executed(list_directory) == []
+
+
 def test_an_element_runs_its_job_specification_and_writes_the_files_of_a_supervisor(list_directory: Path) -> None:
     attempts = [make_spec(list_directory, "j.1"), make_spec(list_directory, "k.1")]
     assert run_element(in_array(list_directory, *attempts), 1, SLURMD_NODENAME="node7")[0] == 0

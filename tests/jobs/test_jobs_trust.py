@@ -185,6 +185,75 @@ def test_the_directory_of_a_list_that_another_user_has_created_is_refused(direct
         host.list_directory(str(directory), "abc")
 
 
+@as_root
+@pytest.mark.parametrize("planted", ["directory", "link", "link to a directory of this user"])
+def test_the_results_of_a_job_are_not_written_to_a_directory_that_another_user_has_made(
+    directory: Path, planted: str
+) -> None:
+    output, private = directory / "experiments/a", directory / "private"
+    private.mkdir()
+    (directory / "experiments").mkdir(mode=0o777)
+    if planted == "directory":
+        output.mkdir(mode=0o777)
+        (output / ".muster_job").write_text("a of job.py")
+    else:
+        target = private if planted.endswith("user") else directory / "theirs"
+        target.mkdir(exist_ok=True)
+        os.chown(directory / "theirs", NOBODY, NOBODY) if target != private else None
+        output.symlink_to(target)
+    os.lchown(output, NOBODY, NOBODY)
+    with pytest.raises(host.JobRefused, match=f"{output}: belongs to nobody, .* or give this job another prefix"):
+        host.claim_output(str(output), "a", "job.py")
+    assert not list(private.iterdir())
+
+
+@as_root
+def test_a_default_working_directory_or_venv_of_another_user_is_not_used_on_a_server(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(directory))
+    (venv := directory / "work/.venv/bin").mkdir(parents=True)
+    (venv / "python").symlink_to(sys.executable)
+    os.chown(directory / "work", NOBODY, NOBODY)
+    work = str(directory / "work")
+    with pytest.raises(host.HostError, match=r"work: belongs to nobody; if you trust its files, set workdir to it"):
+        host.find_workdir("", work, 0)
+    assert [host.find_workdir(work, "", 0), host.find_workdir("", work, NOBODY)] == [work, work]
+    os.chown(directory / "work", 0, 0)
+    os.chown(venv.parent, NOBODY, NOBODY)
+    with pytest.raises(host.HostError, match=r"work/\.venv: belongs to nobody; set python"):
+        host.find_python("", work)
+    assert host.find_python(".venv/bin/python", work) == [str(venv / "python")]
+
+
+@as_root
+def test_the_program_of_a_server_uses_no_python_and_no_muster_that_another_user_has_made(
+    server: ServerHere, directory: Path
+) -> None:
+    cache = directory / f".cache/muster/jobs-{server._archive_name}"
+    (cache / "complete").mkdir(parents=True)
+    venv = server.context.cwd / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/python").write_text(f"#!/bin/sh\ntouch {directory}/RAN\n")
+    (venv / "bin/python").chmod(0o755)
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = ["bash", "-c", server._host_program("serve")]
+        environment = {"PATH": os.environ["PATH"], "HOME": str(directory)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+
+    os.chown(venv, NOBODY, NOBODY)
+    run()
+    assert not (directory / "RAN").exists()
+    os.chown(venv, 0, 0)
+    run()
+    (directory / "RAN").unlink()
+    os.chown(cache, NOBODY, NOBODY)
+    done = run()
+    assert (done.returncode, done.stderr) == (69, f"{cache} belongs to another user\n")
+    assert not (directory / "RAN").exists()
+
+
 def replace_by_fifo(path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
@@ -327,6 +396,7 @@ def test_links_of_the_user_to_another_disk_are_followed(
     linked: str, server: ServerHere, mount: Callable[[Path, str], None], tmp_path: Path
 ) -> None:
     mount(tmp_path / "disk", "4m")
+    (tmp_path / "disk").chmod(0o755)
     make_link(server.context.cwd / linked, tmp_path / "disk")
     (server.results / "sub").mkdir(parents=True)
     (server.results / "sub/file").write_text("x")

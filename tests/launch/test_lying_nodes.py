@@ -303,7 +303,7 @@ def test_a_node_sends_its_own_files_and_no_others(
     assert modes == {"0o600"}
     assert not [*directory.glob(".from_*")]
     errors = capfd.readouterr().err
-    assert "n2: not copied back, as links, special files, or files that other programs write: .hidden, " in errors
+    assert "n2: not copied back, as links, special files, or files that exist here: .hidden, " in errors
 
 
 def test_the_records_of_a_lost_node_are_taken_from_another_node(
@@ -378,6 +378,28 @@ def test_a_log_that_a_node_sends_without_an_end_is_cut(
     assert clients[0].process.returncode == -9
 
 
+def test_a_node_replaces_no_file_that_another_program_wrote_and_its_own_files_are_updated(
+    directory: Path, tmp_path: Path, new_watch: NewWatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "state.pkl").write_text("of rank 0")
+    (directory / "model").write_text("of rank 0")
+    for number in (1, 2):
+        members = [(name, str(number).encode()) for name in ("state.pkl", "model/x", "own", "node_n2.log")]
+        program = archive(tmp_path / f"{number}.tar", *members)
+        if number == 1:
+            logs = NodeLogs(new_watch(directory, Local(LyingCommands({"n2": program}))), sync=False)
+            logs._watch.unended = set()
+        else:
+            (tmp_path / "2.tar").rename(tmp_path / "1.tar")
+        logs.collect()
+        found = content(directory)
+        assert {name: found[name] for name in ("own", "node_n2.log")} == dict.fromkeys(
+            ["own", "node_n2.log"], str(number)
+        )
+        assert [found["state.pkl"], found["model"]] == ["of rank 0"] * 2
+        assert "files that exist here: model, state.pkl" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -389,6 +411,7 @@ def test_a_log_that_a_node_sends_without_an_end_is_cut(
         ("node_n2.lost", False), ("metrics.jsonl", True), ("metrics.jsonl/", False), ("metrics.jsonl/x", False),
         ("settings.json", True), ("run.json", False), ("run.json/", False), (".from_n1-x/", False),
         ("attempt_2/", False), ("my results/plot.png", True), ("a/run.json", False), ("my results/", True),
+        ("checkpoints/", False), ("checkpoints/a", False),
     ],
 )  # fmt: skip
 def test_a_node_may_send_these_files(name: str, expected: bool) -> None:

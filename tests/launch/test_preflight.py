@@ -49,6 +49,15 @@ def test_a_node_that_cannot_write_run_directories_is_named() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "facts", [{"addresses": ("a b",)}, {"ssh_address": "--rdzv-conf=x"}, {"master": "a\0b"}, {"port": -5}]
+)
+def test_a_reply_with_an_address_or_port_that_is_none_is_invalid(facts: dict[str, object]) -> None:
+    out = f"{MARKER}{json.dumps({**asdict(GOOD), **facts})}\n"
+    [fault] = faults(Reply("node1", 0, out, ""))
+    assert fault.startswith("node1: invalid reply (reply: ") and " is no " in fault
+
+
 def test_a_node_without_the_package_of_a_tracker_is_named() -> None:
     assert faults(node(1), node(2, missing=("wandb",))) == [
         "node2: the package wandb is not installed, and the settings enable this tracker; install it for that Python: "

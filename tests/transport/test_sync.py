@@ -11,7 +11,7 @@ import pytest
 
 from distributed.files import KIT
 from distributed.transport.commands import SshCommands
-from distributed.transport.sync import PRINT_IF_SHARED
+from distributed.transport.sync import PRINT_IF_SHARED, owners_above
 
 
 @pytest.mark.parametrize("cwd", [KIT, f"{KIT}/config", str(Path(KIT).parent), "/tmp"])
@@ -25,7 +25,7 @@ def test_another_user_of_a_node_cannot_make_a_directory_look_shared(tmp_path: Pa
 
     def check() -> tuple[int, str]:
         digest = hashlib.sha256(b"content").hexdigest()
-        command = ["sh", "-c", PRINT_IF_SHARED, "sh", str(tmp_path), marker.name, digest]
+        command = ["sh", "-c", PRINT_IF_SHARED, "sh", str(tmp_path), marker.name, digest, owners_above(str(tmp_path))]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         return done.returncode, done.stdout + done.stderr
 
@@ -40,3 +40,28 @@ def test_another_user_of_a_node_cannot_make_a_directory_look_shared(tmp_path: Pa
     if os.geteuid() == 0:
         os.chown(tmp_path, 65534, 65534)
         assert check() == (69, f"{tmp_path}: belongs to another user\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make directories of other users")
+@pytest.mark.parametrize(
+    ("uid", "mode", "owners", "refused"),
+    [
+        (0, 0o755, "0", False),
+        (0, 0o1777, "0", False),
+        (0, 0o775, "0", False),  # a project's directory
+        (0, 0o777, "0", True),
+        (65534, 0o755, "0", True),
+        (65534, 0o755, "0 65534", False),  # it belongs to the same user on the launching machine
+    ],
+)
+def test_a_directory_that_another_user_could_replace_is_no_target(
+    tmp_path: Path, uid: int, mode: int, owners: str, refused: bool
+) -> None:
+    (above := tmp_path / "a b").mkdir()
+    os.chown(above, uid, uid)
+    above.chmod(mode)
+    for target in (above / "new", above / "new" / "newer"):
+        command = ["sh", "-c", PRINT_IF_SHARED, "sh", str(target), "none", "", owners]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        problem = f"{above}: other users own it or can write to it, and could replace {target}\n"
+        assert (done.returncode, done.stderr) == ((69, problem) if refused else (0, ""))
