@@ -27,7 +27,7 @@ FROM_TENSORBOARD = "metrics_from_tensorboard.jsonl"  # in the run directory, see
 ORIGINS = {"metrics.jsonl": "", FROM_TENSORBOARD: "from TensorBoard", FROM_OUTPUT: "from the output"}
 RESERVED = ("time", "event", "rank_seconds", "wait_share")  # keys that train.py and append() write
 TAIL = 64 * 1024  # bytes read from each end of a file
-MAX_READ = 1 << 30  # bytes read from the end of a file
+MAX_READ = 64 << 20  # bytes read from the end of a file
 HUGE = 1e100  # readers treat larger numbers as infinity, so that sums and scales stay finite
 STEP_LIMIT = 2**53  # larger integers are not exact as floats
 MAX_METRICS = 1000  # of a job in a list
@@ -156,10 +156,11 @@ def last_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
 
 def furthest(path: str | os.PathLike[str]) -> int | None:
     """Return the highest step in the last MAX_READ bytes of a file, over all attempts; None if there is no step."""
-    steps = []
+    highest: int | None = None
     with contextlib.suppress(OSError):
         for line in last_lines(path):
             # Skip incomplete lines, and lines without a step.
             with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-                steps.append(int(json.loads(line)["step"]))
-    return max(steps, default=None)
+                step = int(json.loads(line)["step"])
+                highest = step if highest is None else max(step, highest)
+    return highest

@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from distributed.files import KIT
-from distributed.metrics import RESERVED, STEP_LIMIT, last_lines
+from distributed.metrics import MAX_METRICS, MAX_READ, RESERVED, STEP_LIMIT, last_lines
 from distributed.runs.records import is_time, listed, number
 
 EVENT_FILES_TIMEOUT = 60.0  # seconds
+MAX_LINES = 300_000  # of each kind, of one file
+MAX_EARLIER = 1000  # attempts whose replaced lines are kept
+SHORTEST = len('{"step":0}')  # no shorter line is valid
+NOT_PLOTTED = {"step", "time", "steps", "held_out_loss"}
 
 Point = tuple[float, float]  # step, value; the value is NaN if it was not a number
 RankValues = list[tuple[float, list[float]]]  # step, a value of each rank
@@ -34,6 +41,7 @@ class History:
     held_out: list[MetricsLine] = field(default_factory=list)
     events: list[MetricsLine] = field(default_factory=list)  # not sorted: in the order of the file
     earlier: list[History] = field(default_factory=list)  # replaced lines, and runs from which this run resumed
+    _lines_of: dict[str, list[MetricsLine]] = field(default_factory=dict, repr=False, compare=False)  # key -> its steps
 
     def add(self, line: MetricsLine) -> None:
         """Add the next line of the file. A run that resumes at a step replaces the lines after that step."""
@@ -47,23 +55,34 @@ class History:
             while self.held_out and self.held_out[-1]["step"] >= step:
                 self.held_out.pop()
             self.held_out.append(line)
-        if keys := line.keys() - {"step", "time", "steps", "held_out_loss"}:
-            previous = next((one for one in reversed(self.steps) if not keys.isdisjoint(one)), None)
-            if previous and previous["step"] > step:
+        if keys := line.keys() - NOT_PLOTTED:
+            of_keys = [self._lines_of.setdefault(key, []) for key in keys]
+            if any(lines and lines[-1]["step"] > step for lines in of_keys):
                 self._go_back_to(step)
-            start = bisect_left(self.steps, step, key=_step)
-            self.steps[start:] = [one for one in self.steps[start:] if one["step"] > step or keys.isdisjoint(one)]
-            insort(self.steps, line, key=_step)  # not append(): lines with other keys may have higher steps
+            replaced = {id(lines[-1]): lines[-1] for lines in of_keys if lines and lines[-1]["step"] == step}
+            self._forget(replaced.values())
+            start, end = (bisect(self.steps, step, key=_step) for bisect in (bisect_left, bisect_right))
+            kept = [one for one in self.steps[start:end] if id(one) not in replaced]
+            self.steps[start:end] = [*kept, line]  # not append(): lines with other keys may have higher steps
+            for lines in of_keys:
+                lines.append(line)
+
+    def _forget(self, lines: Iterable[MetricsLine]) -> None:
+        for line in lines:
+            for key in line.keys() & self._lines_of.keys():
+                of_key = self._lines_of[key]
+                del of_key[bisect_left(of_key, line["step"], key=_step)]
 
     def _go_back_to(self, step: float) -> None:
         undone = History()
+        self._forget(reversed(self.steps[bisect_right(self.steps, step, key=_step) :]))  # from the ends of the lists
         for lines, others in ((self.steps, undone.steps), (self.held_out, undone.held_out)):
             keep = bisect_right(lines, step, key=_step)
             if keep < len(lines):
                 others += lines[max(0, keep - 1) :]  # with the last common step
                 del lines[keep:]
         if undone.steps or undone.held_out:
-            self.earlier.append(undone)
+            self.earlier = [*self.earlier[-MAX_EARLIER:], undone]
 
     def names(self) -> list[str]:
         """The names of all logged values, in the order of their first line."""
@@ -113,35 +132,56 @@ def read_event_files(directory: Path) -> None:
             subprocess.run(command, capture_output=True, timeout=EVENT_FILES_TIMEOUT)
 
 
-def read_metrics(path: Path, notes: list[str], most: int = 0) -> History:
-    """Read metrics.jsonl. Appends notes about skipped lines and read errors to `notes`.
+def read_metrics(path: Path, notes: list[str], most: int = MAX_LINES) -> History:
+    """Read metrics.jsonl, of a large file the end. Appends notes about what was left out and read errors to `notes`.
 
-    most: if not 0, read at most about this many lines of each kind (steps, held-out losses, events), evenly spaced.
+    most: read at most about this many lines of each kind (steps, held-out losses, events), evenly spaced.
     """
-    history, invalid, incomplete = History(), 0, False
+    history, names, too_many = History(), {"loss", "event", *NOT_PLOTTED, *RESERVED}, False
+    lines, invalid = _read_lines(path, notes)
+    for text in _select(lines, most, path.name, notes):
+        line = _parse(text.decode(errors="replace"))
+        invalid += line is None and text.endswith(b"\n")
+        if line:
+            names.update(islice((key for key in line if key not in names), max(0, MAX_METRICS - len(names))))
+            known = {key: value for key, value in line.items() if key in names}
+            too_many = too_many or len(known) < len(line)
+            history.add(known)
+    if too_many:
+        notes.append(f"{path.name}: only the first {MAX_METRICS:,} names are read")
+    if invalid:
+        notes.append(f"{path.name}: ignored {invalid} invalid line{'s' * (invalid > 1)}")
+    return history
+
+
+def _read_lines(path: Path, notes: list[str]) -> tuple[list[bytes], int]:
+    """The lines of a file that may be valid, and the number of others. An incomplete last line is normal after SIGKILL.
+
+    Empty lines and objects are not kept: a file may have millions.
+    """
+    lines, others = [], 0
     try:
-        lines = (line.decode(errors="replace") for line in last_lines(path))
-        for text in _select(list(lines), most, path.name, notes) if most else lines:
-            line = _parse(text)
-            invalid, incomplete = invalid + (line is None), line is None and not text.endswith("\n")
-            if line:
-                history.add(line)
+        for text in last_lines(path):
+            if len(text) >= SHORTEST:
+                lines.append(text)
+            else:
+                others += text.endswith(b"\n")
+        if os.path.getsize(path) > MAX_READ:
+            notes.append(f"{path.name}: only its last {MAX_READ >> 20} MiB are read")
     except FileNotFoundError:
         pass
     except OSError as error:
         notes.append(f"{path.name}: cannot be read further ({error.strerror})")
-    if count := invalid - incomplete:  # an incomplete last line is normal after SIGKILL
-        notes.append(f"{path.name}: ignored {count} invalid line{'s' * (count > 1)}")
-    return history
+    return lines, others
 
 
-def _select(lines: list[str], most: int, name: str, notes: list[str]) -> list[str]:
+def _select(lines: list[bytes], most: int, name: str, notes: list[str]) -> list[bytes]:
     """At most about `most` lines of each kind, including the last line of each kind."""
     if len(lines) <= most:
         return lines
     kinds: dict[tuple[bool, ...], list[int]] = {}
     for n, text in enumerate(lines):
-        kinds.setdefault(('"event"' in text, '"held_out_loss"' in text), []).append(n)
+        kinds.setdefault((b'"event"' in text, b'"held_out_loss"' in text), []).append(n)
     kept = {n for kind in kinds.values() for n in (*kind[:: math.ceil(len(kind) / most)], kind[-1])}
     if len(kept) < len(lines):
         notes.append(f"{name}: {len(kept):,} of {len(lines):,} lines are shown, evenly spaced")

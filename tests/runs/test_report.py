@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -25,8 +25,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from distributed import metrics
 from distributed.metrics import FROM_OUTPUT, FROM_TENSORBOARD
 from distributed.runs import charts, ranks, report
+from distributed.runs import history as history_module
+from distributed.runs.history import History, read_metrics
 
 KIT = Path(__file__).resolve().parents[2]
 HOSTILE = '<script>alert("x")</script>&\'</title><!--'
@@ -337,6 +340,74 @@ def test_invalid_lines_are_counted_except_an_incomplete_last_one(tmp_path: Path)
     broken = write_run(tmp_path, tail='nonsense\n[1]\n{"step": "x"}\n' + json.dumps(step_line(10)) + "\n")
     assert report.read(broken).notes == ["metrics.jsonl: ignored 3 invalid lines"]
     assert len(report.read(broken).history.steps) == 1
+
+
+class SimpleHistory(History):
+    """History as it was: each line is compared with all others."""
+
+    def add(self, line: Json) -> None:
+        step, keys = line["step"], line.keys() - {"step", "time", "steps", "held_out_loss"}
+        if "event" in line or "held_out_loss" in line:
+            super().add({key: value for key, value in line.items() if key not in keys - {"event"}})
+        if "event" in line or not keys:
+            return
+        if any(one["step"] > step and not keys.isdisjoint(one) for one in self.steps):
+            self._go_back_to(step)
+        kept = [one for one in self.steps if one["step"] != step or keys.isdisjoint(one)]
+        self.steps[:] = sorted([*kept, line], key=lambda one: float(one["step"]))
+
+    def _forget(self, lines: Iterable[Json]) -> None:
+        pass
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda step, keys: {"step": float(step)} | keys,
+            st.integers(0, 6),
+            st.dictionaries(st.sampled_from(["a", "b", "c", "time", "held_out_loss"]), st.just(1), max_size=3)
+            | st.just({"event": "resume"}),
+        ),
+        max_size=25,
+    )
+)
+def test_lines_replace_earlier_ones_that_share_a_key(lines: list[Json]) -> None:
+    found, expected = History(), SimpleHistory()
+    for line in lines:
+        found.add(line)
+        expected.add(line)
+    assert (found.steps, found.held_out_losses()) == (expected.steps, expected.held_out_losses())
+    assert [one.steps for one in found.earlier] == [one.steps for one in expected.earlier]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        lambda n: "{}",
+        lambda n: f'{{"step":1,"k{n}":1}}',
+        lambda n: f'{{"step":{n},"k{n}":1}}',
+        lambda n: f'{{"step":1,"k{n % 900}":1}}',
+        lambda n: f'{{"step":{n % 2},"a":1}}',
+        lambda n: f'{{"step":{n},"{"ab"[n > 15_000]}":1}}'.replace(f"{n},", f"{n % 15_001},"),
+    ],
+)
+def test_a_page_is_read_in_linear_time(tmp_path: Path, line: Callable[[int], str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{line(n)}\n" for n in range(30_000)))
+    started = time.process_time()
+    read_metrics(path, [])
+    assert time.process_time() - started < 20  # quadratic: minutes
+
+
+def test_what_is_left_out_of_large_files_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [{"step": 1, "loss": 2.0} | {f"k{n}": 1 for n in range(2000)}, {"step": 2, "loss": 1.0, "other": 1}]
+    run = report.read(write_run(tmp_path, many))
+    assert len(run.history.names()) < 1000 and run.history.series("loss") == [(1.0, 2.0), (2.0, 1.0)]
+    assert run.notes == ["metrics.jsonl: only the first 1,000 names are read"]
+    for module in (metrics, history_module):
+        monkeypatch.setattr(module, "MAX_READ", 1 << 20)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n' * 60_000)
+    assert report.read(tmp_path).notes == ["metrics.jsonl: only its last 1 MiB are read"]
 
 
 def test_events_are_marked(tmp_path: Path) -> None:
