@@ -23,17 +23,20 @@ FILE = re.compile(r"events\.out\.tfevents\.(\d{9,})\.")  # the number is the Uni
 LOSS = re.compile(r"(?i)(?:train(?:ing)?[/_])?loss(?:[/_]train(?:ing)?)?(?:_step)?")
 
 
-def find(top: str, first: float, last: float) -> Iterator[str]:
-    """Event files below a directory that were created between these times, in Unix seconds."""
+def find(top: str, first: float, last: float, owner: int) -> Iterator[str]:
+    """Event files of a user below a directory that were created between these times, in Unix seconds."""
     for directory, below, files in os.walk(top):
         below[:] = [name for name in below if name[0] != "." and name != "site-packages"]
         for name in files:
             if (match := FILE.match(name)) and first <= int(match[1]) <= last:
                 try:
-                    os.close(regular_file(path := os.path.join(directory, name)))
+                    file = regular_file(path := os.path.join(directory, name))
                 except OSError:  # for example a FIFO, which would block
                     continue
-                yield path
+                is_own = os.fstat(file).st_uid == owner
+                os.close(file)
+                if is_own:
+                    yield path
 
 
 def runs(logs: Path) -> Iterator[tuple[Path, str, float, float]]:
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         last = time.time()
     if any(other_cwd == cwd and start <= last and first <= end for other_cwd, start, end in times.values()):
         return 0  # it is not known which of these runs has written a file
-    for file in find(cwd, first, last):
+    for file in find(cwd, first, last, run.stat().st_uid):
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(file, {"scalars": MOST}).Reload()

@@ -202,4 +202,15 @@ def test_only_regular_event_files_are_read(tmp_path: Path) -> None:
     (tmp_path / names[0]).touch()
     (tmp_path / names[1]).symlink_to(names[0])
     os.mkfifo(tmp_path / names[2])
-    assert list(event_files.find(str(tmp_path), 1e9, 2e9)) == [str(tmp_path / names[0])]
+    assert list(event_files.find(str(tmp_path), 1e9, 2e9, os.geteuid())) == [str(tmp_path / names[0])]
+
+
+def test_event_files_of_another_user_are_not_read(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give files to another user")
+    for name, owner in (("own", os.geteuid()), ("planted", 65534)):
+        (tmp_path / name).mkdir()
+        (file := tmp_path / name / "events.out.tfevents.1700000000.n1").write_text("")
+        os.chown(file, owner, -1)
+    found = event_files.find(str(tmp_path), 1.6e9, 1.8e9, os.geteuid())
+    assert [Path(path).parent.name for path in found] == ["own"]
