@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from distributed.exit_codes import INTERRUPTED, TERMINATED, TIMED_OUT, UNFIT, WRONG_CALL
 from distributed.files import KIT
+from distributed.trust import make_directories, regular_file, user_name
 
 BATCH_SCRIPT = Path(KIT, "scripts/slurm/slurm_train.sh")
 SINFO = ("sinfo", "--noheader", "--format=%P|%D|%c|%G|%l")  # partition, nodes, cores, GPUs, time limit
@@ -90,10 +92,7 @@ def follow(job: str, outputs: Sequence[str], program: str) -> int:
         facts = dict(reversed(re.findall(r"(\w+)=(\S+)", done.stdout)))
         state, reason = facts.get("JobState", ""), facts.get("Reason", "None")
         for number, (path, stream) in enumerate(zip(outputs, streams, strict=True)):
-            with suppress(FileNotFoundError), open(path, "rb") as file:
-                file.seek(offsets[number])
-                offsets[number] += stream.write(file.read())
-                stream.flush()
+            offsets[number] += print_rest(path, offsets[number], stream)
         text = f"{state} ({reason})" if state == "PENDING" and reason != "None" else state or "state unknown"
         if text != shown:
             problem = "" if state else f": scontrol failed, retrying every {INTERVAL:.0f} s: {done.stderr.strip()}"
@@ -105,12 +104,29 @@ def follow(job: str, outputs: Sequence[str], program: str) -> int:
         time.sleep(INTERVAL)
 
 
+def print_rest(path: str, offset: int, stream: IO[bytes]) -> int:
+    """Print a file of the job from an offset; return the number of bytes. Raises SubmitError if it must not be read."""
+    try:
+        descriptor = regular_file(path)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise SubmitError(f"{path}: {error.strerror}; the job continues") from None
+    with open(descriptor, "rb") as file:
+        if (owner := os.fstat(descriptor).st_uid) != os.geteuid():
+            raise SubmitError(f"{path}: belongs to {user_name(owner)}; the job continues")
+        file.seek(offset)
+        count = stream.write(file.read())
+        stream.flush()
+    return count
+
+
 def submit(command: Sequence[str], log_dir: str, program: str, following: bool, own: Sequence[str] = ()) -> int:
     """Call sbatch, and print how to watch the job. own: options of the user that change the output or number of jobs.
 
     Returns the exit code of the job if it is followed, or 130 after Ctrl-C; otherwise 0.
     """
-    Path(log_dir).mkdir(parents=True, exist_ok=True)
+    make_directories(log_dir)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SubmitError(f"refused by SLURM, see its message above; {REMEDY}")

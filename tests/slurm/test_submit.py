@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import stat
 import subprocess
 from pathlib import Path
 
@@ -114,6 +116,38 @@ esac""",
         "submit.sh: job 17: RUNNING",
         "submit.sh: job 17: FAILED",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("of nobody", "belongs to nobody"), ("FIFO", "not a regular file"), ("link", "is a symbolic link")],
+)
+def test_a_planted_output_file_is_not_printed(
+    programs: Path, kind: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_program(programs / "scontrol", 'echo "JobId=17 JobState=COMPLETED ExitCode=0:0"')
+    (programs / "precious").write_text("secret")
+    if kind == "FIFO":
+        os.mkfifo(programs / "out")
+    elif kind == "link":
+        (programs / "out").symlink_to("precious")
+    elif os.geteuid():
+        pytest.skip("only root can give a file to another user")
+    else:
+        (programs / "out").write_text("planted")
+        shutil.chown(programs / "out", "nobody")
+    with pytest.raises(SubmitError, match=f"out: {reason}.*; the job continues"):
+        submit.follow("17", ["out", "err"], "submit.sh")
+    assert capfd.readouterr().out == ""
+
+
+def test_the_directory_of_logs_is_not_writable_by_others_whatever_the_umask_is(programs: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert submit.submit(["true"], "new/logs", "submit.sh", following=False) == 0
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((programs / name).stat().st_mode) for name in ("new", "new/logs")] == [0o755, 0o755]
 
 
 def test_printed_commands_can_be_pasted(
