@@ -285,6 +285,7 @@ def main(arguments: Sequence[str]) -> int:
     with open("/proc/self/environ", "rb") as file:  # os.environ has changes by Python
         block = file.read()
     try:
+        supervisor.refuse_foreign(TaskFiles(run, env))
         task = Task(run, float(grace), env, is_rank=kind == "rank")
         environment = supervisor.environment(block, task.files)
         if kind == "rank":
@@ -295,8 +296,8 @@ def main(arguments: Sequence[str]) -> int:
             command = [*arguments[1:end], *agent_options(run, counts, env), *arguments[end + 1 :]]
             del environment[b"MASTER_ADDR"], environment[b"MASTER_PORT"]
         task.start(command, environment, b"")
-    except OSError as error:
-        reason = f"{error.filename}: {error.strerror}"
+    except (OSError, supervisor.SupervisorError) as error:
+        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error.args[1]
         os.write(2, os.fsencode(f"slurm.task: {env['SLURMD_NODENAME']}: {kind} not started: {reason}\n"))
         return UNFIT
     return task.watch()

@@ -400,6 +400,23 @@ def test_a_task_that_has_failed_and_not_exited_stops_the_others(run: Path, run_s
     assert (run / "node_n1.exit").read_text() == "5\n"
 
 
+@pytest.mark.parametrize("agent", [False, True])
+def test_a_task_writes_nothing_to_a_run_directory_of_another_user(run: Path, start: Start, agent: bool) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a directory to another user")
+    task = start("", agent=agent)  # the test writes the script
+    task.process.kill()
+    task.close()
+    planted = Path(f"{run}-planted")
+    planted.mkdir(0o777)
+    os.chown(planted, 65534, -1)
+    call = [str(planted) if one == str(run) else one for one in task.process.args]
+    done = subprocess.run(call, env=os.environ | ENV | {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, capture_output=True)
+    assert done.returncode == UNFIT
+    assert b"not started: " in done.stderr and b"-planted: belongs to " in done.stderr
+    assert list(planted.iterdir()) == []
+
+
 def test_a_task_stops_when_its_launcher_is_lost(start: Start) -> None:
     task = start(READY, rank=0)
     task.read_until(lambda: b"ready" in task.output)
