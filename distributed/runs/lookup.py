@@ -17,7 +17,7 @@ from typing import Any
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
 from distributed.runs.user_code import launched_package
-from distributed.trust import checked, foreign, parse_json, read_bytes
+from distributed.trust import checked, foreign, parse_json, read_bytes, user_name
 
 # States of a launcher. REMOTE: on another machine, state unknown. IN_JOB: the batch script of a running SLURM job.
 RUNNING, EXITED, REMOTE, IN_JOB = "running", "exited", "remote", "job"
@@ -81,7 +81,7 @@ def find(argument: str, cwd: Path, logs: Path) -> Path:
     jobs = [logs / f"slurm-{argument}"] if JOB.fullmatch(argument) else []
     for directory in (cwd / argument, logs / argument, *jobs):
         if (directory / "run.json").is_file():
-            return Path(os.path.realpath(directory))
+            return resolve(directory)
     if (cwd / argument).is_dir():
         raise RunLookupError(f"RUN '{argument}': not a run directory: no run.json in it")
     runs = sorted(logs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
@@ -89,6 +89,13 @@ def find(argument: str, cwd: Path, logs: Path) -> Path:
         newest = " ".join(names[: -NEWEST - 1 : -1])
         raise RunLookupError(f"RUN '{argument}': no such run; newest in {logs}: {newest}")
     raise RunLookupError(f"RUN '{argument}': no such run, and no runs in {logs}; name its directory with --log-dir")
+
+
+def resolve(path: Path) -> Path:
+    """Where a path leads. Raises RunLookupError if it is a link, such as logs/latest, of another user than root."""
+    if path.is_symlink() and (owner := path.lstat().st_uid) not in (0, os.geteuid()):
+        raise RunLookupError(f"{path}: this symbolic link belongs to {user_name(owner)}; name the directory of the run")
+    return Path(os.path.realpath(path))
 
 
 def read(directory: Path, created: bool = False) -> Run:

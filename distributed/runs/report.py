@@ -28,7 +28,7 @@ from distributed.files import KIT, write_file
 from distributed.runs import charts, ranks
 from distributed.runs.charts import Line, Mark, compact, duration, number_text
 from distributed.runs.history import History, Point, read_event_files, read_metrics
-from distributed.runs.lookup import RunLookupError, find
+from distributed.runs.lookup import RunLookupError, find, resolve
 from distributed.runs.node_log import read_log
 from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, section, spans, tile_list
 from distributed.runs.records import integer, is_time, listed, mapping, node_changes, number, read_object, text
@@ -538,7 +538,7 @@ def directories(argument: str, cwd: Path, logs: Path) -> list[Path]:
     """The directories of runs, or of jobs, that a RUN or a shell pattern names. Raises RunLookupError."""
     for base in (cwd, logs):
         named = [base / name for name in sorted(glob.glob(argument, root_dir=base))]
-        if found := [one.resolve() for one in named if any((one / name).is_file() for name in FILES)]:
+        if found := [resolve(one) for one in named if any((one / name).is_file() for name in FILES)]:
             break
     else:
         found = [find(argument, cwd, logs)]

@@ -118,6 +118,20 @@ def test_a_run_that_others_can_write_to_is_refused(shared: Path, program: str, n
     assert not proof.exists()
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_planted_link_to_another_run_is_not_followed(shared: Path, program: str) -> None:
+    (shared / "runs").mkdir(mode=0o755)
+    directory, _ = planted_run(shared / "runs", VICTIM)
+    (shared / "logs").mkdir()
+    (shared / "logs").chmod(0o1777)
+    (link := shared / "logs" / "latest").symlink_to(directory)
+    for user in (ATTACKER, VICTIM, "root"):
+        os.chown(link, uid(user), -1, follow_symlinks=False)
+        done = run_as(VICTIM, program, "latest", cwd=shared)
+        assert ("this symbolic link belongs to daemon" in done.stderr) == (user == ATTACKER), done.stderr
+        assert (done.returncode == 2) == (user == ATTACKER), done.stderr
+
+
 def test_a_run_json_of_another_user_in_an_own_directory_is_refused(shared: Path) -> None:
     directory, proof = planted_run(shared, VICTIM)
     os.chown(directory / "run.json", uid(ATTACKER), -1)
