@@ -33,8 +33,15 @@ def environment_of(pid: int, proc: str = "/proc") -> list[bytes]:
 
 
 def with_environment(entries: Set[bytes], pids: Iterable[int], proc: str = "/proc") -> Iterator[int]:
-    """Yield the ids of the processes that have all these NAME=VALUE entries in their environment."""
-    return (pid for pid in pids if entries <= set(environment_of(pid, proc)))
+    """Yield the ids of this user's processes that have all these NAME=VALUE entries in their environment."""
+    return (pid for pid in pids if entries <= set(environment_of(pid, proc)) and _is_own(pid, proc))
+
+
+def _is_own(pid: int, proc: str) -> bool:
+    """Whether a process has the user id of this one: root can read the environments of all users."""
+    with contextlib.suppress(OSError):
+        return os.stat(f"{proc}/{pid}").st_uid == os.geteuid()
+    return False
 
 
 def pids(proc: str = "/proc") -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 
@@ -16,6 +17,17 @@ def child() -> Iterator[int]:
     with subprocess.Popen(["sleep", "60"], env={"MUSTER_TEST": "scan"}) as process:
         yield process.pid
         process.kill()
+
+
+def test_a_process_of_another_user_with_the_same_environment_is_not_found(child: int) -> None:
+    if os.geteuid():
+        pytest.skip("only root can read the environment of another user's process")
+    with subprocess.Popen(["sleep", "60"], env={"MUSTER_TEST": "scan"}, user=65534) as process:
+        try:
+            assert b"MUSTER_TEST=scan" in process_scan.environment_of(process.pid)
+            assert process_scan.live_processes({b"MUSTER_TEST=scan"}) == [child]
+        finally:
+            process.kill()
 
 
 def test_a_process_that_was_forked_during_the_scan_is_found(child: int, monkeypatch: pytest.MonkeyPatch) -> None:
