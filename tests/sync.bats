@@ -233,6 +233,38 @@ END
 }
 
 
+@test "new files that are on a node only are named at the end, and --fetch copies those that match" {
+  write_script <<'END'
+import time
+os.makedirs(f"out put/{rank}", exist_ok=True)
+for name in ("one.npy", "two.txt"):
+    open(f"out put/{rank}/{name}", "w").write(str(rank))
+if rank == 0:
+    open("first.npy", "w").write("0")
+open("data", "a").write("changed there")
+os.symlink("/etc/passwd", f"link{rank}.npy")
+END
+  echo here >data
+  run -0 "$LAUNCH" --sync --script "my script.py" - 1 "$N1" "$N2"
+  [[ "$output" == *"$N1: 4 new files in $WORK on this node only: data, first.npy, out put/0/one.npy, ...; --fetch PATTERN copies "* ]]
+  [[ "$output" == *"$N2: 3 new files in $WORK on this node only: data, out put/1/one.npy, "* ]]
+  [ ! -e "out put" ]
+  sed -i '/symlink/d' "my script.py"
+  run -0 "$LAUNCH" --sync --fetch '*.npy' --fetch "out put/1/" --script "my script.py" - 1 "$N1" "$N2"
+  [[ "$output" == *"$N1: copied 2 new files from it: first.npy, out put/0/one.npy"* ]]
+  [[ "$output" == *"$N1: 2 new files in $WORK on this node only: data, out put/0/two.txt; "* ]]
+  [[ "$output" == *"$N2: copied 2 new files from it: out put/1/one.npy, out put/1/two.txt"* ]]
+  [ "$(cat data first.npy "out put"/*/*)" = $'here\n0011' ]
+  [[ "$output" == *"$N2: 1 new file in $WORK on this node only: data; "* ]]
+  [ "$(find . -name '.muster-*')" = "" ]
+  run -0 "$LAUNCH" --sync --fetch data --script "my script.py" - 1 "$N1"
+  [[ "$output" == *"$N1: copied 1 new file from it: data"* ]]
+  [ "$(cat data)" = $'here\nchanged there' ]
+  run -2 "$LAUNCH" --fetch out --script "my script.py" - 1 "$N1" "$N2"
+  [[ "$output" == *"--fetch: nodes share the working directory unless --sync copies it; add --sync"* ]]
+}
+
+
 @test "a directory of another user on a node is refused, and no file is copied there" {
   echo 'print("ran")' >plain.py
   lab ssh "$N2" mkdir "$WORK"

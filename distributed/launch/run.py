@@ -80,6 +80,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--package", action="append", default=[], metavar="NAME", help="a package that ranks need")
     add("--run-id", action="store_true", help="give torchrun the name of the run")
     add("--sync", action="store_true", help="copy the working directory to the nodes, and follow their logs")
+    add("--fetch", action="append", default=[], metavar="PATTERN", help="with --sync: copy new files back at the end")
     add("--grace", type=int, required=True, metavar="SECONDS")
     add("--max-restarts", type=int, default=0, metavar="N")
     add("--hang-timeout", type=float, metavar="SECONDS")
@@ -116,6 +117,7 @@ class Launch:
         self.targets = [RunNode(name, address, 0, 0) for name, _, address in all_nodes]  # the spares last
         self.replies: dict[str, Reply] = {}  # to the probe
         self.logs = os.path.join(options.cwd, options.log_dir)
+        self.synced: dict[str, str] = {}  # see sync_nodes()
         self.code = 0
         self.seconds = 0.0  # duration of the last attempt
         self.last_step: int | None = None  # highest step that was logged or found in the output; None: no step
@@ -155,7 +157,7 @@ class Launch:
         if self.options.sync and isinstance(commands, SshCommands):
             from distributed.transport.sync import sync_nodes
 
-            sync_nodes(self.calls, commands, self.targets, self.console.print)
+            self.synced = sync_nodes(self.calls, commands, self.targets, self.console.print)
         if os.environ.get("MUSTER_TEST_CONNECTIONS") and isinstance(commands, SshCommands):
             self._test_connections(commands)
         if self.options.preflight:
@@ -333,6 +335,10 @@ class Launch:
         watch.notifier = Notifier(self.notify, self.console.append, directory.name, run=str(directory), report=report)
         self.last_step = self._furthest_step()
         self.run_attempts()
+        if self.synced:
+            from distributed.launch.new_files import NewFiles
+
+            NewFiles(watch, self.synced, options.log_dir, options.fetch).report(self.targets)
         self._notify("end")
         if options.max_requeues is not None:
             from distributed.launch.requeue import EndedRun, requeue_if_stopped

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 
 from distributed.exit_codes import UNFIT
@@ -18,7 +19,7 @@ from distributed.trust import regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from distributed.transport.commands import AnyTarget, Calls, SshCommands
 
@@ -32,7 +33,8 @@ echo "$p: other users own it or can write to it, and could replace $PWD" >&2; ex
 # the SHA-256 of its content: other users of the node can see these arguments, but cannot make such a file. $4: owners.
 PRINT_IF_SHARED = f"""mkdir -p -- "$1" && cd -- "$1" || exit
 if [ -f "$2" ] && [ "$(sha256sum <"$2")" = "$3  -" ]; then echo "shared $2"; exit; fi
-owners=$4; {EXIT_IF_FOREIGN}"""
+owners=$4; {EXIT_IF_FOREIGN}
+echo "time $(date +%s)\""""
 
 
 def owners_above(directory: str) -> str:
@@ -44,23 +46,32 @@ def owners_above(directory: str) -> str:
     return " ".join(map(str, sorted(found)))
 
 
-def sync_nodes(calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], log: Callable[[str], None]) -> None:
-    """Copy the working directory and Muster to every node that does not share them. Raises TransportError."""
+def sync_nodes(
+    calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], log: Callable[[str], None]
+) -> dict[str, str]:
+    """Copy the working directory and Muster to every node that does not share them. Raises TransportError.
+
+    Returns the names of the nodes that do not share the working directory, with the time there, in Unix seconds.
+    """
+    times: dict[str, str] = {}
     if not shutil.which("rsync"):
         raise TransportError(UNFIT, "--sync: rsync: not found on this machine; install it")
     for directory in commands.synced:
         targets, failed = _nodes_without(calls, commands, nodes, directory)
+        if directory == commands.synced[0]:
+            times = {node.node: time for node, time in targets.items()}
         if targets and not failed:
             failed = _copy(calls, commands, targets, directory, log)
         if failed:
             names = " ".join(failed)
             raise TransportError(UNFIT, f"--sync: {directory} could not be copied to {names}; see the messages above")
+    return times
 
 
 def _nodes_without(
     calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], directory: str
-) -> tuple[list[AnyTarget], list[str]]:
-    """The nodes that do not share the directory, and the names of those that failed to reply."""
+) -> tuple[dict[AnyTarget, str], list[str]]:
+    """The nodes that do not share the directory, with the time there, and the names of those that failed to reply."""
     marker = os.path.join(directory, commands.marker)
     content = os.urandom(32)
     try:
@@ -72,13 +83,17 @@ def _nodes_without(
     check += [hashlib.sha256(content).hexdigest(), owners_above(directory)]
     replies = calls.call_all({node: commands.command(node, check) for node in nodes}, errors=INHERITED)
     os.unlink(marker)
-    shared = f"shared {commands.marker}"
-    unshared = [node for node in nodes if shared not in replies[node.node].out.splitlines()]
+    unshared = {}
+    for node in nodes:
+        lines = replies[node.node].out.splitlines()
+        if f"shared {commands.marker}" not in lines:
+            times = [line[5:] for line in lines if re.fullmatch("time [0-9]{1,12}", line)]
+            unshared[node] = times[-1] if times else "0"
     return unshared, [name for name, reply in replies.items() if reply.code]
 
 
 def _copy(
-    calls: Calls, commands: SshCommands, nodes: Sequence[AnyTarget], directory: str, log: Callable[[str], None]
+    calls: Calls, commands: SshCommands, nodes: Iterable[AnyTarget], directory: str, log: Callable[[str], None]
 ) -> list[str]:
     """Copy the files of a directory. Returns the names of the nodes for which that failed."""
     try:

@@ -202,7 +202,7 @@ ssh_run_nodes() { # <ssh or pdsh>
   # shellcheck disable=SC2119
   build_agent_command
   set -- "$1"
-  ((!SYNC)) || set -- "$@" --sync
+  ((!SYNC)) || set -- "$@" --sync "${FETCHED[@]/#/--fetch=}"
   if ((PREFLIGHT)); then
     [[ $MODULE ]] || set -- "$@" "--file=$SCRIPT_FILE"
     set -- "$@" --preflight ${CONFIG_ARGS:+"--file=$CONFIG"} "${PACKAGES[@]/#/--package=}"

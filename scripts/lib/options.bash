@@ -17,7 +17,7 @@ GIVEN_OPTIONS=() GIVEN_VALUES=() # options in CALL and their values
 POSITIONAL=()            # positional arguments in CALL
 SCRIPT_ARGS=()           # arguments after --, for the user's script
 
-# Option -> the variable that it sets; a flag sets it to 1. set_option handles --no-preflight, --env and --env-file.
+# Option -> the variable that it sets; a flag sets it to 1. set_option handles the others.
 declare -A VARIABLE_OF=(
   [--script]=SCRIPT [-m]=MODULE [--python]=PYTHON_OPTION [--agent]=AGENT [--log-dir]=LOG_DIR
   [--master-port]=MASTER_PORT [--rendezvous-timeout]=RENDEZVOUS_TIMEOUT [--hang-timeout]=HANG_TIMEOUT
@@ -56,6 +56,7 @@ NPROC='' CONFIG='' LEVEL=''
 BACKEND=auto MIN_BYTES=1K MAX_BYTES='' TABLE_SECONDS='' TIMEOUT=''
 SYNC=0 DETACH=0 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 ALL=0 FOLLOW=0 TEMPLATE=0 PREFLIGHT=1
 FORWARDED=()          # NAME=VALUE of inherited variables that are passed to the nodes, in the same way as ENVIRONMENT
+FETCHED=()            # --fetch: patterns of files to copy from the nodes
 ENVIRONMENT=()        # --env, --env-file: NAME=VALUE; not passed in command lines, which all users can read
 
 GRACE=${MUSTER_GRACE:-8} # seconds from the stop request to SIGKILL, in which ranks write a checkpoint
@@ -121,6 +122,7 @@ set_option() { # <option> <its value, or 1 for a flag>
     --no-preflight) PREFLIGHT=0 ;;
     --env) add_environment --env "$2" ;;
     --env-file) read_env_file "$2" ;;
+    --fetch) FETCHED+=("$2") ;;
     *) printf -v "${VARIABLE_OF[$1]}" '%s' "$2" ;;
   esac
 }
@@ -193,6 +195,7 @@ check_options() {
     die_usage "--hang-timeout: expected a whole number of seconds (0 = off), got '$HANG_TIMEOUT'"
   [[ ! $LEASE ]] || is_count "$LEASE" ||
     die_usage "--lease: expected a whole number of seconds (0 = none), got '$LEASE'"
+  ((!${#FETCHED[@]} || SYNC)) || die_usage "--fetch: nodes share the working directory unless --sync copies it; add --sync"
   [[ ! $ATTACH || $DRY_RUN != 1 ]] || die_usage "--attach and --dry-run cannot be combined"
   [[ ! $MASTER_PORT ]] || is_port "$MASTER_PORT" ||
     die_usage "--master-port: expected a port from 1 to 65535, got '$MASTER_PORT'"

@@ -1,0 +1,131 @@
+"""With --sync: name the files that a run wrote on a node only, and copy those that match a pattern of --fetch.
+
+A file is new if it is younger than the copy of the working directory, by the clock of its node.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from fnmatch import fnmatchcase
+
+from distributed import trust
+from distributed.transport.loop import INHERITED
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from distributed.launch.watch import Watch
+    from distributed.transport.commands import AnyTarget
+
+LIST_TIMEOUT = 30.0  # seconds
+MAX_NAMES = 1 << 20  # bytes of the names of one node
+SHOWN = 3  # names in a message
+# Programs for sh on a node. $1: the working directory, $2: Unix seconds, $3: the directory of all runs.
+LIST = """cd -- "$1" && find . -name .git -prune -o -path "./$3" -prune -o -type f -newermt "@$2" ! -name '*.pyc' \
+-printf '%T@ %p\\0'"""
+PACK = 'cd -- "$1" && TAR_OPTIONS= exec tar -cf - --no-recursion --null --verbatim-files-from -T -'
+
+
+class NewFiles:
+    """The files of a run that has ended."""
+
+    def __init__(self, watch: Watch, started: Mapping[str, str], log_dir: str, patterns: Sequence[str]) -> None:
+        """started: node -> Unix seconds there before the start. log_dir: relative to the working directory."""
+        self._watch, self._started, self._log_dir, self._patterns = watch, started, log_dir, patterns
+        self._cwd = watch.options.cwd
+
+    def report(self, nodes: Sequence[AnyTarget]) -> None:
+        """Print which files are on which of these nodes only, and copy those that match."""
+        calls = {
+            node: self._command(node, LIST, self._started[node.node], self._log_dir)
+            for node in nodes
+            if node.node in self._started and not self._watch.is_lost(node.node)
+        }
+        replies = self._watch.calls.call_all(calls, timeout=LIST_TIMEOUT, most=MAX_NAMES)
+        for node in calls:
+            reply = replies[node.node]
+            if reply.code:
+                reason = trust.printable(reply.err.strip()[-trust.LONGEST_LINE :]) or f"exit code {reply.code}"
+                self._print(node, f"new files in {self._cwd} could not be listed: {reason}")
+            newer = self._newer(reply.out)
+            if (wanted := list(filter(self._matches, newer))) and not self._watch.signal:
+                self._copy(node, wanted)
+                newer = self._newer(reply.out)
+            if newer:
+                what = f"{len(newer)} new file{'s' * (len(newer) > 1)} in {self._cwd} on this node only"
+                self._print(node, f"{what}: {shown(newer)}; --fetch PATTERN copies such files at the end of a run")
+
+    def _newer(self, listed: str) -> list[str]:
+        """The names of files, from the output of LIST, that this machine does not have or of which it has older ones."""
+        found = []
+        for line in listed.split("\0"):
+            seconds, _, name = line.partition(" ")
+            name = os.path.normpath(name)
+            try:
+                is_newer = int(seconds.partition(".")[0]) > int(os.lstat(os.path.join(self._cwd, name)).st_mtime)
+            except FileNotFoundError:
+                is_newer = True
+            except (OSError, ValueError):  # not from LIST
+                continue
+            if is_newer:
+                found.append(name)
+        return sorted(found)
+
+    def _matches(self, name: str) -> bool:
+        """Whether a name, or a directory above it, matches a pattern."""
+        return any(fnmatchcase(name, one) or fnmatchcase(name, f"{one.rstrip('/')}/*") for one in self._patterns)
+
+    def _copy(self, node: AnyTarget, names: Sequence[str]) -> None:
+        try:
+            directory = tempfile.mkdtemp(prefix=".muster-", dir=self._cwd)
+        except OSError as error:
+            self._print(node, f"no file was copied: {error.filename}: {error.strerror}")
+            return
+        source, target = os.pipe()
+        problems: list[str] = []
+
+        def unpack() -> None:
+            try:
+                trust.unpack(source, directory, set(names).__contains__)
+            except trust.Refused as error:
+                problems.append(str(error))
+            finally:
+                os.close(source)
+
+        thread = threading.Thread(target=unpack, daemon=True)
+        thread.start()
+        sent = b"\0".join(map(os.fsencode, names))
+        client = self._watch.calls.call(
+            node.node, self._command(node, PACK), sent=sent, output=target, errors=INHERITED
+        )
+        os.close(target)
+        while client in self._watch.calls.running and not self._watch.signal:
+            self._watch.loop.wait(1.0)
+        client.kill()
+        self._watch.calls.wait([client])
+        thread.join()
+        try:
+            trust.place(directory, self._cwd, 0o755)
+        except OSError as error:
+            problems.append(f"{error.filename}: {error.strerror}")
+        shutil.rmtree(directory, ignore_errors=True)
+        if not problems:
+            self._print(node, f"copied {len(names)} new file{'s' * (len(names) > 1)} from it: {shown(names)}")
+        for problem in problems:
+            self._print(node, f"the copy of its new files is incomplete: {problem}")
+
+    def _command(self, node: AnyTarget, script: str, *arguments: str) -> list[str]:
+        return self._watch.transport.commands.command(node, ["sh", "-c", script, "sh", self._cwd, *arguments])
+
+    def _print(self, node: AnyTarget, message: str) -> None:
+        self._watch.console.print(f"{node.node}: {message}")
+
+
+def shown(names: Sequence[str]) -> str:
+    """The first names for a message."""
+    texts = [trust.printable(name[: trust.LONGEST_LINE]) for name in names[:SHOWN]]
+    return ", ".join(texts + ["..."] * (len(names) > SHOWN))
