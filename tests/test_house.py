@@ -34,7 +34,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "agent": {"exit_codes", "files", "host", "launch", "trust"},
     "checkpoint": {"exit_codes", "files", "torch", "training", "trust"},
     "files": {"trust"},
-    "health": {"exit_codes", "host", "launch", "nodelist", "terminal", "transport"},
+    "health": {"exit_codes", "host", "launch", "nodelist", "terminal", "transport", "trust"},
     "host": {"exit_codes", "trust"},
     "jobs": {"exit_codes", "files", "host", "launch", "metrics", "runs", "terminal", "training", "transport", "trust"},
     "launch": {"exit_codes", "files", "host", "metrics", "nodelist", "runs", "transport", "trust", "world"},
