@@ -156,9 +156,14 @@ def write_code(files: Files, code: int) -> None:
     write_reserved(files.reserved, files.exit, b"%d\n" % code)
 
 
-def write_record(files: Files, cause: str, message: str) -> None:
-    """Record why the command was stopped without a request. The verdict, printed at the end of a run, shows it."""
+def write_record(files: Files, cause: str, message: str, found: bool = False) -> None:
+    """Record why the command was stopped without a request. The verdict, printed at the end of a run, shows it.
+
+    found: the supervisor was found dead. With --lease 0, it died within seconds after its last heartbeat.
+    """
     facts = {"node": files.name, "host": os.uname().nodename, "cause": cause, "message": message, "time": time.time()}
+    with contextlib.suppress(OSError):
+        facts |= {"time": os.stat(files.heartbeat).st_mtime} if found else {}
     with contextlib.suppress(OSError):  # stopping the command matters more
         write_reserved(files.reserved_record, files.record, to_json(facts))
 
@@ -1178,9 +1183,9 @@ def sweep(files: Files, grace: float) -> int:
     started = os.path.exists(files.pids) or os.path.exists(files.reserved)  # a full disk may have no node_NAME.pid
     if started and not wait_until(lambda: os.path.exists(files.exit), GUARD_TIMEOUT):
         if read_json(files.pids).get("boot_id", boot_id()) == boot_id():
-            write_record(files, "killed", "the supervisor and its guard were killed")
+            write_record(files, "killed", "the supervisor and its guard were killed", found=True)
         else:
-            write_record(files, "rebooted", "the machine was rebooted")
+            write_record(files, "rebooted", "the machine was rebooted", found=True)
         with contextlib.suppress(OSError):
             write_code(files, KILLED)
     return 0

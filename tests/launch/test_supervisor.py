@@ -148,8 +148,12 @@ def test_sweep_records_a_reboot_as_the_cause(run: SupervisedRun) -> None:
     process = run.start(WITH_CHILDREN)
     kill(process.pid, run.pid("guard"))
     write_json(run.files.pids, read_json(run.files.pids) | {"boot_id": "another one"})
+    heartbeat = Path(run.files.heartbeat)  # of --lease 0: a later failure of a rank is no cause
+    heartbeat.touch()
+    os.utime(heartbeat, (1.7e9, 1.7e9))
     run.call("sweep")
     assert (run.code, read_json(run.files.record)["cause"]) == (137, "rebooted")
+    assert read_json(run.files.record)["time"] == 1.7e9
 
 
 def test_a_guard_stopped_by_sigstop_does_not_delay_the_end_of_the_supervisor(run: SupervisedRun) -> None:
