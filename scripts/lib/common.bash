@@ -71,9 +71,12 @@ die_usage() { # <message...>
 
 # Set FOREIGN to why another user can change Muster's directory or one of these files and directories, because of its
 # owner or mode, as OpenSSH's StrictModes does; empty if only the caller, root and the owner of Muster's directory can.
-# Entries of a directory with the sticky bit, such as /tmp, are safe. Used where variables that bash obeys are restored.
+# Entries of a directory with the sticky bit, such as /tmp, are safe. Used where the user's variables, such as KIT, and
+# those that bash obeys are restored.
 find_foreign() { # <path...>
-  local facts fact number safe=' ' owner='' uid gid mode path paths=("$KIT" "$@")
+  local facts fact number safe=' ' owner='' uid gid mode path kit
+  kit=$(readlink -f -- "${BASH_SOURCE[0]}") kit=${kit%/scripts/lib/*}
+  local paths=("$kit" "$@")
   FOREIGN=''
   mapfile -t facts <<<"$(stat -L -c %u:%g:%A -- "${paths[@]}" 2>/dev/null)" # %A: such as drwxrwxrwt
   if ((${#facts[@]} != ${#paths[@]})); then # or it appears while it is used
@@ -92,7 +95,7 @@ find_foreign() { # <path...>
     elif [[ $mode == @(?????w*|????????w?) && $mode != d????????[tT] ]] &&
       { [[ $mode == ????????w? ]] || ! is_private_group "$gid" "$(stat -L -c %U -- "$path")"; }; then
       FOREIGN="$path: other users can write it (mode $(stat -L -c %a -- "$path")); call: chmod go-w $(quote "$path")"
-      [[ $path/ != "$KIT"/* ]] || FOREIGN="${FOREIGN%% call: *} call: chmod -R go-w $(quote "$KIT")"
+      [[ $path/ != "$kit"/* ]] || FOREIGN="${FOREIGN%% call: *} call: chmod -R go-w $(quote "$kit")"
     fi
     [[ ! $FOREIGN ]] || return 0
     safe+="$fact "
