@@ -21,6 +21,7 @@ from distributed.launch.comparison import (
     rendezvous_address,
     same_machines,
 )
+from distributed.trust import printable
 
 TRAITS = (
     *MUST_BE_SAME,
@@ -49,6 +50,7 @@ def judge(
         if node.seconds > SLOW_LOOKUP
     ]
     warnings += [f"{name}: {difference}" for name, difference in _different(nodes, "warning")]
+    warnings = list(map(printable, warnings))  # a line break of a node would begin a line about another one
     failed = [f"{name}: {reply.failure_message(NodeFacts)}" for name, reply in replies.items() if name not in nodes]
     if failed:
         return failed, warnings, ""
@@ -60,7 +62,7 @@ def judge(
         faults.append(
             f"{master}: port {port}: in use{holder and f' by {holder}'}; choose another --master-port, or leave it out"
         )
-    return faults, warnings, "" if faults else f"{address} {nodes[master].port}"
+    return list(map(printable, faults)), warnings, "" if faults else f"{address} {nodes[master].port}"
 
 
 def incompatible_nodes(nodes: Mapping[str, NodeFacts], processes: Mapping[str, int]) -> Iterator[tuple[str, str]]:

@@ -58,6 +58,13 @@ def test_a_reply_with_an_address_or_port_that_is_none_is_invalid(facts: dict[str
     assert fault.startswith("node1: invalid reply (reply: ") and " is no " in fault
 
 
+def test_a_node_cannot_begin_a_line_about_another_node() -> None:
+    lines = "2.12\nnode3: unplugged\x1b[2J"
+    found, warnings, _ = judge([node(1), node(2, torch=lines), node(3, muster=lines)])
+    assert len(found) == 1 and "node3: unplugged" in found[0] and "\n" not in found[0] and "\x1b" not in found[0]
+    assert len(warnings) == 1 and "\n" not in warnings[0]
+
+
 def test_a_node_without_the_package_of_a_tracker_is_named() -> None:
     assert faults(node(1), node(2, missing=("wandb",))) == [
         "node2: the package wandb is not installed, and the settings enable this tracker; install it for that Python: "
