@@ -60,7 +60,7 @@ class NewFiles:
                 self._print(node, f"{what}: {shown(newer)}; --fetch PATTERN copies such files at the end of a run")
 
     def _newer(self, listed: str) -> list[str]:
-        """The names of files, from the output of LIST, that this machine does not have or of which it has older ones."""
+        """The names in the output of LIST of files that this machine lacks, or of which it has older versions."""
         found = []
         for line in listed.split("\0"):
             seconds, _, name = line.partition(" ")
