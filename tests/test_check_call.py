@@ -111,6 +111,7 @@ sys.meta_path.append(Finder)
         "plain", "package", "package.inner", "package.missing", "no_main", "no_main.inner", "missing", "missing.inner",
         "src", "src.a", "src.a.train", "src.a.missing", "src.package.train", "zipped", "zipped.inner.train",
         "editable", "editable.deep.train", "plain.inner", "__main__", "", ".", "a..b", ".plain", "os.path", "json.tool",
+        "split.train", "split.inner.train",
     ],
 )  # fmt: skip
 def test_a_module_is_accepted_if_python_runs_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +124,13 @@ def test_a_module_is_accepted_if_python_runs_it(name: str, tmp_path: Path, monke
     ):  # fmt: skip
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
+    for directory in ("split", "site/split"):  # one package in two directories
+        (tmp_path / directory / "inner").mkdir(parents=True)
+        (tmp_path / directory / "__init__.py").write_text(
+            "__path__ = __import__('pkgutil').extend_path(__path__, __name__)"
+        )
+    for file in ("train.py", "inner/train.py"):
+        (tmp_path / "site/split" / file).touch()
     with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
         archive.writestr("zipped/__main__.py", "")
         archive.writestr("zipped/inner/train.py", "")

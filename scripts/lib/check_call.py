@@ -42,7 +42,10 @@ class CheckFailed(Exception):
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Find a module as `python -m` does in this directory, but do not run its packages: PyTorch takes a second."""
+    """Find a module as `python -m` does in this directory, but do not run its packages: PyTorch takes a second.
+
+    Returns the spec of a package above it whose own code decides where its modules are, as with pkgutil.extend_path().
+    """
     sys.path[0], known = "", set(sys.modules)
     parts = name.split(".")
     try:
@@ -50,6 +53,10 @@ def find_module(name: str) -> ModuleSpec | None:
             package = ".".join(parts[:count])
             if package not in sys.modules and (spec := find_spec(package)):
                 sys.modules[package] = module_from_spec(spec)
+                if (origin := spec.origin) and origin.endswith("__init__.py") and os.path.isfile(origin):
+                    with open(origin, "rb") as opened:
+                        if re.search(rb"__path__|declare_namespace", opened.read(LARGEST_SCRIPT)):
+                            return spec
         return find_spec(name) if name != "__main__" else None
     except (ImportError, ValueError):  # no such package, or an empty part of the name
         return None
