@@ -8,6 +8,7 @@ functions of this module:
     parse_json()        JSON with bounded size and depth; ValueError is its only exception
     checked()           a value has the declared types and ranges, or ValueError names the part that has not
     printable()         text without control sequences
+    one_line()          the same for all texts in a value, without line breaks
     unpack(), place()   files of a node go into a new directory, and from there, without links, to their place
 
 Standard library only. Supervisors import this module before every command, so most imports are inside functions.
@@ -22,7 +23,7 @@ import stat
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import tarfile
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from typing import Any
 
 PRIVATE, SHARED = 0o600, 0o644  # modes of new files; the umask restricts them further
@@ -269,6 +270,25 @@ def printable(text: str, kept: str = "") -> str:
 
     text = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)", "", text)
     return "".join(letter if letter.isprintable() or letter in kept else " " for letter in text)
+
+
+def one_line(value: Any, texts: Collection[str] = ()) -> Any:
+    """The value, in which each text is one line of at most LONGEST_LINE characters without control sequences.
+
+    So no text of a node can imitate another line. texts: names of fields of dataclasses that stay unchanged.
+    """
+    import dataclasses
+
+    if isinstance(value, str):
+        return printable(value[:LONGEST_LINE])
+    if isinstance(value, dict):
+        return {one_line(key): one_line(one, texts) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(one_line(one, texts) for one in value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    names = {one.name for one in dataclasses.fields(value)} - set(texts)
+    return dataclasses.replace(value, **{name: one_line(getattr(value, name), texts) for name in names})
 
 
 # ---------------------------------------------------------------- files of a node

@@ -512,6 +512,17 @@ reports_failure() {
   run -69 env -u VIRTUAL_ENV "$SCRIPT"
   [[ "$output" == *"$PWD/.venv: belongs to UNKNOWN (user id 23456), whose programs would run as you; if you trust them: --python $PWD/.venv/bin/python" ]]
   run -0 env -u VIRTUAL_ENV "$SCRIPT" "$PWD/.venv/bin/python"
+  # A link of another user, such as to /tmp, and a directory to which others can write.
+  mv .venv theirs
+  chown 0 theirs
+  ln -s theirs .venv
+  run -0 env -u VIRTUAL_ENV "$SCRIPT"
+  chown -h 23456 .venv
+  run -69 env -u VIRTUAL_ENV "$SCRIPT"
+  chown -h 0 .venv
+  chmod 1777 theirs/bin
+  run -69 env -u VIRTUAL_ENV "$SCRIPT"
+  [[ "$output" == *"$PWD/.venv: other users can write to it or to its bin, and their programs would run as you" ]]
 }
 
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from distributed import terminal
 from distributed.host.facts import REPORTED_VARIABLES, Facts, RunProcesses
 from distributed.host.gpus import Gpu, visible
 from distributed.host.interpreter import Torch
 from distributed.host.system import GIB, MIB
-from distributed.trust import LONGEST_LINE, printable
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 10)  # in older versions, a checkpoint can run code: CVE-2025-32434, CVE-2026-24747
@@ -35,20 +33,6 @@ class Finding:
 
 ok, warning, fault = partial(Finding, "ok"), partial(Finding, "warning"), partial(Finding, "fault")
 LEVELS = ("ok", "warning", "fault")  # in the order of printing: faults come last, so they stay in view
-
-
-def printable_facts(value: Any) -> Any:
-    """Facts whose texts are single lines without control sequences, so that a finding cannot imitate another line.
-
-    Commands quote such texts, so the texts must not change any more after they were quoted.
-    """
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{one.name: printable_facts(getattr(value, one.name)) for one in fields(value)})
-    if isinstance(value, Mapping):
-        return {printable_facts(key): printable_facts(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(printable_facts, value))
-    return printable(value[:LONGEST_LINE]) if isinstance(value, str) else value
 
 
 # ---------------------------------------------------------------- Python and PyTorch

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from distributed import terminal
 from distributed.exit_codes import UNFIT
-from distributed.health.checks import LEVELS, Finding, fault, judge, printable_facts, size
+from distributed.health.checks import LEVELS, Finding, fault, judge, size
 from distributed.health.differences import compare
 from distributed.health.doctor import render, render_findings
 from distributed.host.facts import FullNodeFacts
@@ -37,6 +37,7 @@ from distributed.transport.commands import (
     read_lists,
 )
 from distributed.transport.sync import sync_nodes
+from distributed.trust import one_line
 
 
 class Node(NamedTuple):
@@ -79,7 +80,7 @@ def cluster_facts(replies: Mapping[str, Reply], test: ConnectionTest | None) -> 
 
 def facts_of(reply: Reply) -> FullNodeFacts | str:
     """The facts in a reply, or why it has none."""
-    facts: FullNodeFacts | None = printable_facts(reply.value(FullNodeFacts))
+    facts: FullNodeFacts | None = one_line(reply.value(FullNodeFacts))
     return facts or reply.failure_message(FullNodeFacts)
 
 

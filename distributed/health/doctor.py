@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from distributed import terminal
-from distributed.health.checks import LEVELS, Finding, judge, printable_facts
+from distributed.health.checks import LEVELS, Finding, judge
 from distributed.host.facts import gather
-from distributed.trust import LONGEST_LINE, printable
+from distributed.trust import LONGEST_LINE, one_line, printable
 
 COLOURS = {"ok": terminal.GREEN, "warning": terminal.YELLOW, "fault": terminal.RED}
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(asdict(facts), indent=2, sort_keys=True))
         return 0
-    findings = judge(printable_facts(facts))
+    findings = judge(one_line(facts))
     terminal.show(render(findings, facts.names.host, terminal.width()))
     return 1 if any(finding.level == "fault" for finding in findings) else 0
 

@@ -813,9 +813,8 @@ def find_python(requested: str, workdir: str) -> list[str]:
     venv = os.path.join(workdir, ".venv", "bin", "python")
     path = os.path.join(workdir, os.path.expanduser(requested)) if "/" in requested else requested
     path = path or (venv if os.path.exists(venv) else "python3")
-    owners = (os.geteuid(), 0, os.stat(workdir).st_uid)
-    if path == venv and not requested and (uid := os.stat(os.path.join(workdir, ".venv")).st_uid) not in owners:
-        raise HostError(f"{workdir}/.venv: belongs to {user_name(uid)}; set python for this server")
+    if path == venv and not requested:
+        refuse_foreign_venv(workdir)
     try:
         version = subprocess.run([path, "--version"], capture_output=True, timeout=30, stdin=subprocess.DEVNULL)
     except OSError as error:
@@ -825,6 +824,16 @@ def find_python(requested: str, workdir: str) -> list[str]:
     if version.returncode:
         raise HostError(f"python {path}: exits with code {version.returncode}; set python for this server")
     return [path]
+
+
+def refuse_foreign_venv(workdir: str) -> None:
+    """Raise HostError if another user than the owner of the working directory has made .venv, or can write to it."""
+    directory, owners = os.path.join(workdir, ".venv"), (os.geteuid(), 0, os.stat(workdir).st_uid)
+    for facts in (os.lstat(directory), os.stat(directory), os.stat(os.path.join(directory, "bin"))):
+        if facts.st_uid not in owners:
+            raise HostError(f"{directory}: belongs to {user_name(facts.st_uid)}; set python for this server")
+        if stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_IWOTH:
+            raise HostError(f"{directory}: other users can write to it or to its bin; set python for this server")
 
 
 def program(python: list[str], script: str, workdir: str) -> list[str]:

@@ -556,15 +556,15 @@ class SshServer(HostServer):
         paths += [f"{base}/{path}" for path in paths for base in (workdir, self.context.cwd) if path[0] not in "~/"]
         candidates = paths or [f"{workdir}/.venv/bin/python", f"{self.context.cwd}/.venv/bin/python", "python3"]
         pythons = " ".join(quoted_path(each) for each in candidates)
-        # Another user may have made a directory of this name.
-        own = "" if paths else 'case $p in */.venv/bin/python) [ -O "${p%/bin/python}" ] || continue ;; esac; '
+        # Another user may have made a directory or link of this name.
+        own = 'case $p in */.venv/bin/python) v=${p%/bin/*}; [ -O "$v" ] && [ ! -L "$v" ] || continue ;; esac; '
         plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._archive_name}"; '
             f'[ -e "$d/complete" ] || {{ echo {NOT_INSTALLED}; exit 0; }}; '
             '[ -O "$d" ] || { echo "$d belongs to another user" >&2; exit 69; }; '
-            f"for p in {pythons}; do {own}"
+            f"for p in {pythons}; do {'' if paths else own}"
             f'if "$p" {plain} -c {newer} 2>/dev/null; then '
             f'exec "$p" {plain} "$d/{ENTRY}" {HOST} {arguments}; fi; done; '
             f"echo {NO_PYTHON}"

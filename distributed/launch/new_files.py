@@ -1,6 +1,7 @@
 """With --sync: name the files that a run wrote on a node only, and copy those that match a pattern of --fetch.
 
-A file is new if it is younger than the copy of the working directory, by the clock of its node.
+A file is new if it is younger than the copy of the working directory, by the clock of its node. Nothing replaces links,
+and files that --sync would copy to the nodes. No file arrives in directories of runs, git and virtual environments.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 from fnmatch import fnmatchcase
 
 from distributed import trust
+from distributed.host import sync_list
 from distributed.transport.loop import INHERITED
 
 TYPE_CHECKING = False
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 LIST_TIMEOUT = 30.0  # seconds
 MAX_NAMES = 1 << 20  # bytes of the names of one node
 SHOWN = 3  # names in a message
+KEPT = {".git", ".venv", "__pycache__"}  # a node does not send files of these directories
+STARTED = ("config/node_env.sh",)  # what launches run here
 # Programs for sh on a node. $1: the working directory, $2: Unix seconds, $3: the directory of all runs.
 LIST = """cd -- "$1" && find . -name .git -prune -o -path "./$3" -prune -o -type f -newermt "@$2" ! -name '*.pyc' \
 -printf '%T@ %p\\0'"""
@@ -53,8 +57,8 @@ class NewFiles:
                 self._print(node, f"new files in {self._cwd} could not be listed: {reason}")
             newer = self._newer(reply.out)
             if (wanted := list(filter(self._matches, newer))) and not self._watch.signal:
-                self._copy(node, wanted)
-                newer = self._newer(reply.out)
+                copied = self._copy(node, wanted)
+                newer = [name for name in newer if name not in copied]
             if newer:
                 what = f"{len(newer)} new file{'s' * (len(newer) > 1)} in {self._cwd} on this node only"
                 self._print(node, f"{what}: {shown(newer)}; --fetch PATTERN copies such files at the end of a run")
@@ -65,6 +69,9 @@ class NewFiles:
         for line in listed.split("\0"):
             seconds, _, name = line.partition(" ")
             name = os.path.normpath(name)
+            parts = name.split("/")
+            if parts[0] in ("", "..", self._log_dir.split("/")[0]) or not KEPT.isdisjoint(parts) or name in STARTED:
+                continue
             try:
                 is_newer = int(seconds.partition(".")[0]) > int(os.lstat(os.path.join(self._cwd, name)).st_mtime)
             except FileNotFoundError:
@@ -79,12 +86,29 @@ class NewFiles:
         """Whether a name, or a directory above it, matches a pattern."""
         return any(fnmatchcase(name, one) or fnmatchcase(name, f"{one.rstrip('/')}/*") for one in self._patterns)
 
-    def _copy(self, node: AnyTarget, names: Sequence[str]) -> None:
+    def _own_files(self) -> set[str]:
+        """The names of the files that --sync copies, which are the user's."""
+        try:
+            return set(map(os.fsdecode, sync_list.names_of(self._cwd)))
+        except (sync_list.SyncError, OSError):
+            return set()
+
+    def _copy(self, node: AnyTarget, names: Sequence[str]) -> Sequence[str]:
+        """Copy these files. Returns the names of those that have arrived."""
+        own, copied = self._own_files(), []
+
+        def accepts(name: str, exists: bool) -> bool:
+            is_own = name in own or name.partition("/")[0] in own  # without git, names of directories
+            if exists and (is_own or os.path.islink(os.path.join(self._cwd, name))):
+                return False
+            copied.append(name)
+            return True
+
         try:
             directory = tempfile.mkdtemp(prefix=".muster-", dir=self._cwd)
         except OSError as error:
             self._print(node, f"no file was copied: {error.filename}: {error.strerror}")
-            return
+            return ()
         source, target = os.pipe()
         problems: list[str] = []
 
@@ -109,14 +133,15 @@ class NewFiles:
         self._watch.calls.wait([client])
         thread.join()
         try:
-            trust.place(directory, self._cwd, 0o755)
+            trust.place(directory, self._cwd, 0o755, accepts=accepts)
         except OSError as error:
             problems.append(f"{error.filename}: {error.strerror}")
         shutil.rmtree(directory, ignore_errors=True)
-        if not problems:
-            self._print(node, f"copied {len(names)} new file{'s' * (len(names) > 1)} from it: {shown(names)}")
+        if copied:
+            self._print(node, f"copied {len(copied)} new file{'s' * (len(copied) > 1)} from it: {shown(copied)}")
         for problem in problems:
             self._print(node, f"the copy of its new files is incomplete: {problem}")
+        return copied
 
     def _command(self, node: AnyTarget, script: str, *arguments: str) -> list[str]:
         return self._watch.transport.commands.command(node, ["sh", "-c", script, "sh", self._cwd, *arguments])

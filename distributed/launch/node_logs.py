@@ -190,7 +190,7 @@ class NodeLogs:
             problem = f"{error.filename}: {error.strerror}"
         shutil.rmtree(received, ignore_errors=True)
         if left_out:
-            names = ", ".join(sorted(left_out)[:SHOWN]) + ", ..." * (len(left_out) > SHOWN)
+            names = ", ".join(map(trust.printable, sorted(left_out)[:SHOWN])) + ", ..." * (len(left_out) > SHOWN)
             self._warn(node, f"not copied back, as links, special files, or files that exist here: {names}")
         if problem:
             self._warn(node, f"the copy of its files in {run} is incomplete: {problem}; look for them on the node")

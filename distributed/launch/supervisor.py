@@ -822,7 +822,7 @@ class Supervisor:
                 return
             if code == "signal" and rest in map(str, map(int, self.STOP_SIGNALS)):
                 self._handle_signal_to("agent", int(rest))
-            if not self.options.restarts or (code and not code.isdecimal()):
+            if not self.options.restarts or (code and not (code.isdecimal() and len(code) <= 3)):
                 continue
             self._lost = rest
             self._waits = True

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
     from distributed.transport.commands import AnyTarget, Calls, SshCommands
 
-# For sh in a directory of a node. $owners: who may own the directories above it, see owners_above(). Exits with 69 if
-# another user could replace the directory. In %A, such as drwxrwxrwt, the last two letters are those of other users.
+# For sh in a directory of a node. $owners: who may own the directories above it, and links to them; see owners_above().
+# Exits with 69 if another user could replace the directory. In %A, such as drwxrwxrwt, the last two letters are those
+# of other users.
 EXIT_IF_FOREIGN = """[ -O . ] || { echo "$PWD: belongs to another user" >&2; exit 69; }
-p=$(pwd -P); while [ "$p" != / ]; do p=$(dirname -- "$p"); f=$(stat -c '%u %A' -- "$p"); case " $owners " in
-*" ${f%% *} "*) case $f in *w[!tT]) ;; *) continue;; esac;; esac
-echo "$p: other users own it or can write to it, and could replace $PWD" >&2; exit 69; done"""
+for p in "$PWD" "$(pwd -P)"; do while [ "$p" != / ]; do f=$(stat -c '%u %A' -- "$p"); case " $owners " in
+*" ${f%% *} "*) case $f in *" d"*w[!tT]) ;; *) p=$(dirname -- "$p"); continue;; esac;; esac
+echo "$p: other users own it or can write to it, and could replace $PWD" >&2; exit 69; done; done"""
 # For sh on a node. $1: the directory. $2: the name of a file that the launcher has just created in that directory. $3:
 # the SHA-256 of its content: other users of the node can see these arguments, but cannot make such a file. $4: owners.
 PRINT_IF_SHARED = f"""mkdir -p -- "$1" && cd -- "$1" || exit
@@ -39,10 +40,11 @@ echo "time $(date +%s)\""""
 
 def owners_above(directory: str) -> str:
     """User ids: this user, root, and who owns the directories above this one here and may therefore do so on a node."""
-    found, path = {0, os.geteuid()}, os.path.realpath(directory)
-    while path != "/":
-        path = os.path.dirname(path)
-        found.add(os.stat(path).st_uid)
+    found = {0, os.geteuid()}
+    for path in (os.path.abspath(directory), os.path.realpath(directory)):
+        while path != "/":
+            path = os.path.dirname(path)
+            found.add(os.lstat(path).st_uid)
     return " ".join(map(str, sorted(found)))
 
 

@@ -89,17 +89,14 @@ def main() -> int:
 def become(module: str, arguments: list[str]) -> NoReturn:
     """Replace this process by `python -m module arguments...`, with default signal handlers.
 
-    If the launcher restarts agents, or no other node takes part, run this file with --patched instead: ranks get the
-    launcher's attempt number, and no other program can write to the rendezvous.
+    It runs through this file: ranks get the launcher's attempt number, no other program can write to the rendezvous of
+    a single node, and no torch.py in the working directory is imported, as `python -m` would.
     """
-    from distributed.agent.attempt import Attempt
     from distributed.host import signals
 
     signals.use_defaults()
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    is_plain = Attempt.from_env() == Attempt() and "--standalone" not in arguments
-    program = ["-m"] if is_plain else [__file__, "--patched"]
-    os.execv(sys.executable, [sys.executable, *program, module, *arguments])
+    os.execv(sys.executable, [sys.executable, __file__, "--patched", module, *arguments])
 
 
 if __name__ == "__main__":

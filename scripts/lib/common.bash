@@ -284,13 +284,19 @@ list_pythons() {
 }
 
 
-# Exit if another user has made the .venv of the working directory: its Python would run as the caller.
+# Exit if another user has made the .venv of the working directory, or can write to it: its Python would run as the
+# caller. A link counts as well as the directory to which it leads.
 refuse_foreign_venv() {
-  local owner
-  owner=$(stat -L -c %u -- .venv 2>/dev/null) || return 0 # a broken link: check_python reports it
-  [[ $owner == @("$EUID"|0) ]] || is_unmapped "$owner" || [[ .venv -ef $KIT/.venv ]] ||
-    die_with "$EXIT_UNFIT" "$PWD/.venv: belongs to $(stat -L -c '%U (user id %u)' -- .venv)," \
-      "whose programs would run as you; if you trust them: --python $(quote "$PWD/.venv/bin/python")"
+  local owner mode name
+  [[ ! .venv -ef $KIT/.venv ]] || return 0
+  while read -r owner mode name; do
+    if [[ $owner != @("$EUID"|0) ]] && ! is_unmapped "$owner"; then
+      die_with "$EXIT_UNFIT" "$PWD/.venv: belongs to $name (user id $owner)," \
+        "whose programs would run as you; if you trust them: --python $(quote "$PWD/.venv/bin/python")"
+    fi
+    [[ $mode != d???????w? ]] ||
+      die_with "$EXIT_UNFIT" "$PWD/.venv: other users can write to it or to its bin, and their programs would run as you"
+  done < <(stat -c '%u %A %U' -- .venv && stat -L -c '%u %A %U' -- .venv .venv/bin 2>/dev/null)
 }
 
 

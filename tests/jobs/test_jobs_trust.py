@@ -224,6 +224,13 @@ def test_a_default_working_directory_or_venv_of_another_user_is_not_used_on_a_se
     with pytest.raises(host.HostError, match=r"work/\.venv: belongs to nobody; set python"):
         host.find_python("", work)
     assert host.find_python(".venv/bin/python", work) == [str(venv / "python")]
+    os.chown(venv.parent, 0, 0)
+    venv.parent.rename(directory / "work/theirs")
+    venv.parent.symlink_to("theirs")
+    assert host.find_python("", work) == [str(venv / "python")]
+    os.lchown(venv.parent, NOBODY, NOBODY)
+    with pytest.raises(host.HostError, match=r"work/\.venv: belongs to nobody; set python"):
+        host.find_python("", work)
 
 
 @as_root

@@ -13,12 +13,15 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distributed import trust
+from distributed.launch import new_files
+from distributed.launch.new_files import NewFiles
 from distributed.launch.node_logs import NodeLogs, is_expected
 from distributed.launch.node_reports import MAX_REPORT, REPORT, ReportParser, parse_report
 from distributed.launch.watch import Local, Watch
@@ -398,6 +401,43 @@ def test_a_node_replaces_no_file_that_another_program_wrote_and_its_own_files_ar
         )
         assert [found["state.pkl"], found["model"]] == ["of rank 0"] * 2
         assert "files that exist here: model, state.pkl" in capfd.readouterr().err
+
+
+class LyingAboutNewFiles(LyingCommands):
+    """Lists and sends what it likes."""
+
+    def command(
+        self, node: Any, arguments: Sequence[str], cwd: str = "", log: str = "", timeout: float = 0.0
+    ) -> list[str]:
+        return ["sh", "-c", self._programs["list" if arguments[2] == new_files.LIST else "send"]]
+
+
+def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
+    directory: Path, tmp_path: Path, new_watch: NewWatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (cwd := tmp_path / "work").mkdir()
+    (cwd / "own.py").write_text("own")
+    (cwd / "checkpoints").mkdir()
+    (cwd / "checkpoints/old").write_text("old")
+    for link, target in (("link", "checkpoints"), ("dangling", "nowhere")):
+        (cwd / link).symlink_to(target)
+    os.utime(cwd / "checkpoints/old", (1, 1))
+    refused = ["../up", "/tmp/muster-absolute", ".git/config", "a/.git/hooks/x", ".venv/bin/python", "logs/r/run.json",
+               "config/node_env.sh", "own.py", "link/x", "dangling/x"]  # fmt: skip
+    taken = ["out/new\nn1: \x1b[2Jforged", "checkpoints/old"]
+    listed = tmp_path / "listed"
+    listed.write_text("".join(f"{time.time() + 9:.9f} {name}\0" for name in [*refused, *taken]) + "junk\0 \0nan x\0")
+    sent = archive(tmp_path / "sent", *((name, b"of n1") for name in [*refused, *taken, "unlisted"]))
+    watch = new_watch(directory, Local(LyingAboutNewFiles({"list": f"cat {listed}", "send": sent})))
+    watch.options = replace(watch.options, cwd=str(cwd))
+    NewFiles(watch, {"n1": "0"}, "logs", ["*"]).report([NODES[0]])
+    assert content(cwd) == {"own.py": "own", **dict.fromkeys(taken, "of n1")}
+    assert [os.readlink(cwd / name) for name in ("link", "dangling")] == ["checkpoints", "nowhere"]
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if "forged" in line] == [
+        "launch.sh: n1: copied 2 new files from it: checkpoints/old, out/new n1: forged"
+    ]
+    assert any("3 new files" in line and "dangling/x, link/x, own.py" in line for line in lines), lines
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_another_user_of_a_node_cannot_make_a_directory_look_shared(tmp_path: Pa
         digest = hashlib.sha256(b"content").hexdigest()
         command = ["sh", "-c", PRINT_IF_SHARED, "sh", str(tmp_path), marker.name, digest, owners_above(str(tmp_path))]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        return done.returncode, done.stdout + done.stderr
+        return done.returncode, re.sub(r"time \d+\n", "", done.stdout) + done.stderr
 
     assert check() == (0, "")
     marker.write_bytes(b"content")
@@ -40,6 +41,21 @@ def test_another_user_of_a_node_cannot_make_a_directory_look_shared(tmp_path: Pa
     if os.geteuid() == 0:
         os.chown(tmp_path, 65534, 65534)
         assert check() == (69, f"{tmp_path}: belongs to another user\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make links of other users")
+@pytest.mark.parametrize("position", ["above", "target"])
+def test_a_link_of_another_user_is_not_followed_to_the_target(tmp_path: Path, position: str) -> None:
+    """He could lead it elsewhere after the check."""
+    (tmp_path / "own/below").mkdir(parents=True)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "own")
+    target = link if position == "target" else link / "below"
+    command = ["sh", "-c", PRINT_IF_SHARED, "sh", str(target), "none", "", "0"]
+    assert subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
+    os.lchown(link, 65534, 65534)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, f"{link}: other users own it" in done.stderr) == (69, True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make directories of other users")
