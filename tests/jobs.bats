@@ -298,7 +298,7 @@ END
 
 
 @test "with --sync, a working directory of another user on a server is refused, and no file is copied there" {
-  WORK="$APART/foreign"
+  WORK="$APART/of another user"
   enter_workdir
   write_job_script
   lab ssh "$N1" mkdir "$WORK"

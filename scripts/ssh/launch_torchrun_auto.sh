@@ -27,7 +27,7 @@
 #                        experiments. Nothing is deleted on the nodes. Files that the run writes only there are named
 #                        at the end
 #   --fetch PATTERN      with --sync: at the end, copy new files that match from the nodes, such as 'out/*.npy', or out
-#                        for all files below it; they replace older files here; repeatable
+#                        for all files below it; they replace older files here, but none that --sync copies; repeatable
 #   --no-preflight       skip the checks of the nodes
 #   --lease SECONDS      stop the ranks when this launcher dies or loses its connections, and also when it has sent no
 #                        heartbeat for SECONDS (default: 20); 0: let them continue in these cases
