@@ -120,7 +120,7 @@ END
 
 @test "a missing pdsh is reported with a remedy" {
   mkdir bin
-  for tool in bash dirname readlink env; do
+  for tool in bash dirname readlink env stat; do
     ln -s "$(type -P "$tool")" bin/
   done
   echo >script.py

@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import subprocess
 import sys
 import time
@@ -75,8 +76,8 @@ def test_names_that_a_shell_would_run_and_runs_of_others_are_no_candidates(home:
         os.chown(home / "logs" / "foreign" / "run.json", 65534, 65534)
     assert complete("status", "") == ["17", "[[:punct:]]", "latest", "own", "train-1", "train-2"]
     assert complete("run", "") == ["-", "[[:punct:]].yaml", "config/tiny.yaml", "own.yaml"]
-    script = f"source {KIT}/scripts/activate; COMP_WORDS=(muster status ''); COMP_CWORD=2; cd logs; cd ..; touch ';'\n"
-    script += "_muster; printf '%s\\n' \"${COMPREPLY[@]}\""
+    script = f"source {shlex.quote(str(KIT))}/scripts/activate; COMP_WORDS=(muster status ''); COMP_CWORD=2\n"
+    script += "touch ';'; _muster; printf '%s\\n' \"${COMPREPLY[@]}\""
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines() == ["17", "[[:punct:]]", "latest", "own", "train-1", "train-2"]
     assert complete("ssh", "-", "2", "gpu") == ["gpu1", "gpu2", "gpu4"]

@@ -66,6 +66,12 @@ class SentSignal:
     sender: str  # the sender or the receiver, such as "from SLURM" or "to the launcher"
     time: float | None  # Unix seconds
 
+    @property
+    def stops_a_node(self) -> bool:
+        """Whether a supervisor or an agent has received the signal, and stops the ranks of its node."""
+        received = self.sender.startswith(("to the supervisor on ", "to the agent on "))
+        return received and self.time is not None and self.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
     def __str__(self) -> str:
         return f"{self.name} {self.sender}"
 
@@ -91,6 +97,11 @@ class Evidence:
     def signal(self) -> SentSignal | None:
         """The first record of the latest signal: with pdsh, the launcher and each supervisor record the same signal."""
         return next((one for one in self.signals if one.name == self.signals[-1].name), None)
+
+    @property
+    def stop_of_a_node(self) -> SentSignal | None:
+        """The first signal for which a supervisor has stopped its node."""
+        return next((one for one in self.signals if one.stops_a_node), None)
 
 
 Failures = dict[tuple[str, int], Failure]  # by node and rank

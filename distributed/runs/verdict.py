@@ -230,6 +230,9 @@ def judge(
     """
     if evidence.hang:  # failures of ranks are ignored: the launcher stopped them
         return _hung(evidence.hang)
+    # With --lease 0, the ranks of other nodes may fail before the launcher knows that a supervisor stops its node.
+    if stopped_at is None and launcher_code != 0 and (stop := evidence.stop_of_a_node):
+        stopped_at, signaled, launcher_code = stop.time, True, INTERRUPTED[stop.name != "SIGINT"]
     failures = sorted([*evidence.failures, *missing_ranks(evidence)], key=partial(_order, evidence.first))
     if not failures or (_all_succeeded(evidence) and (not launcher_code or launcher_code in INTERRUPTED)):
         return _nothing_failed(evidence, launcher_code)

@@ -80,8 +80,9 @@ find_foreign() { # <path...>
   FOREIGN=''
   mapfile -t facts <<<"$(stat -L -c %u:%g:%A -- "${paths[@]}" 2>/dev/null)" # %A: such as drwxrwxrwt
   if ((${#facts[@]} != ${#paths[@]})); then # or it appears while it is used
-    for path in "${paths[@]}"; do [[ ! -e $path ]] || continue; break; done
+    for path in "${paths[@]}"; do [[ -e $path ]] || break; done
     FOREIGN="$path: missing, or another program changes it"
+    type -P stat >/dev/null || FOREIGN="stat: not on the PATH, so the owner of $kit cannot be checked"
     return 0
   fi
   for number in "${!facts[@]}"; do

@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed.runs import node_log, verdict
-from distributed.runs.failures import Evidence, Failure, gather
+from distributed.runs.failures import Evidence, Failure, SentSignal, gather
 from distributed.runs.node_log import LogLine, read_log
 from distributed.runs.verdict import Kind, kind_of
 
@@ -1232,3 +1232,27 @@ def test_a_failure_after_a_stop_request_is_its_consequence(
     found = verdict.judge(Evidence((failure,)), 143, stopped_at=TIME + 0.25)
     assert (found.outcome, found.exit_code) == (outcome, 143 if outcome == "stopped" else 1)
     assert found.cause.startswith(cause)
+
+
+@pytest.mark.parametrize(
+    ("name", "sender", "after", "expected"),
+    [
+        ("SIGTERM", "to the supervisor on n2", 0.3, ("stopped", 143)),
+        ("SIGINT", "to the agent on n2", 0.3, ("stopped", 130)),
+        ("SIGTERM", "to the supervisor on n2", -9.0, ("failed", 1)),
+        ("SIGUSR1", "to the supervisor on n2", 0.3, ("failed", 1)),  # ranks may have a handler
+        ("SIGTERM", "from SLURM", 0.3, ("failed", 1)),
+    ],
+)
+def test_a_failure_after_a_supervisor_was_told_to_stop_is_a_consequence(
+    name: str, sender: str, after: float, expected: tuple[str, int]
+) -> None:
+    """With --lease 0, the launcher may learn of the signal after the ranks of other nodes have failed."""
+    failure = Failure(
+        node="n1", rank=0, time=TIME + after, exit_code=1, exception="ValueError", message="a rank is gone"
+    )
+    evidence = Evidence((failure,), signals=(SentSignal(name, sender, TIME),))
+    found = verdict.judge(evidence, 1, signaled=False)
+    assert (found.outcome, found.exit_code) == expected
+    if expected[0] == "stopped":
+        assert found.cause.startswith(f"interrupted by {name} {sender}")
