@@ -39,6 +39,8 @@ MAX_BYTES = 64 << 30  # of one archive, or of one log of a node
 MIN_FREE = 64 << 20  # bytes that files of a node leave free on the disk
 MAX_NAME = 64 << 10  # bytes of a name in an archive
 STALLED = 60.0  # seconds without a byte of an archive
+# git, which runs no program that the configuration of a repository names, and enters no repository without `.git`.
+GIT = ("git", "-c", "core.fsmonitor=false", "-c", "safe.bareRepository=explicit")
 
 
 # ---------------------------------------------------------------- owners and modes

@@ -512,6 +512,15 @@ reports_failure() {
   run -69 env -u VIRTUAL_ENV "$SCRIPT"
   [[ "$output" == *"$PWD/.venv: belongs to UNKNOWN (user id 23456), whose programs would run as you; if you trust them: --python $PWD/.venv/bin/python" ]]
   run -0 env -u VIRTUAL_ENV "$SCRIPT" "$PWD/.venv/bin/python"
+  # A link to Muster's .venv is not used itself: another user could lead it elsewhere.
+  mv .venv "$KIT/.venv"
+  chown -R 0 "$KIT/.venv"
+  ln -s "$KIT/.venv" .venv
+  chown -h 23456 .venv
+  run -0 env -u VIRTUAL_ENV "$SCRIPT"
+  [ "$output" = "$KIT/.venv/bin/python" ]
+  rm .venv
+  mv "$KIT/.venv" .venv
   # A link of another user, such as to /tmp, and a directory to which others can write.
   mv .venv theirs
   chown 0 theirs

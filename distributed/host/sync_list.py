@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from distributed.trust import printable
+from distributed.trust import GIT, printable
 
 RESULTS = (b"logs", b"checkpoints", b"experiments")
 VENV = b".venv"
@@ -130,7 +130,7 @@ def list_files(directory: bytes, option: str) -> list[bytes]:
     where, subject = os.fsdecode(directory), os.fsdecode(git_directory(directory))
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env |= {name: value for name, value in os.environ.items() if name.startswith(USER_SETTINGS)}
-    call = ["git", "-c", "submodule.recurse=false", "ls-files", "-z", option, "--exclude-standard"]
+    call = [*GIT, "-c", "submodule.recurse=false", "ls-files", "-z", option, "--exclude-standard"]
     try:
         done = subprocess.run(
             call, cwd=directory, env={**env, "LC_ALL": "C"}, stdin=subprocess.DEVNULL, capture_output=True

@@ -487,7 +487,7 @@ class Service:
         if request["remote"] and ends_at_logout():
             raise HostError("systemd would kill the jobs at logout (KillUserProcesses); run loginctl enable-linger")
         self.server = request["server"]
-        self.workdir = find_workdir(request["workdir"], request["default_workdir"], request["owner"])
+        self.workdir = find_workdir(request["workdir"], request["default_workdir"], owner_here(request))
         if request["script"]:  # empty: no job will be started
             if not os.path.isfile(os.path.join(self.workdir, request["script"])):
                 raise HostError(
@@ -786,6 +786,12 @@ def ends_at_logout(etc: str = "/etc/systemd", linger: str = "/var/lib/systemd/li
 
 def home() -> str:
     return os.path.expanduser("~")
+
+
+def owner_here(request: Request) -> int:
+    """Who owns the dispatcher's working directory. If this user has another id there, ids mean other people: root."""
+    owner: int = request["owner"] if request["user"] == os.geteuid() else 0
+    return owner
 
 
 def find_workdir(requested: str, default: str, owner: int) -> str:

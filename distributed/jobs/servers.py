@@ -302,7 +302,7 @@ class HostServer(JobServer):
             "open", server=self.name, list=self.context.list_id, default_workdir=cwd, script=self.context.script,
             workdir=self.settings.workdir or ("" if remote else cwd), remote=remote, panes=self.context.panes,
             python=self.settings.python or self.python, slots=[f"{self.name}:{slot.index}" for slot in self.pool.slots],
-            owner=os.stat(cwd).st_uid,
+            owner=os.stat(cwd).st_uid, user=os.geteuid(),
         )  # fmt: skip
         self.workdir = opened["workdir"]
         self.session = opened["session"] if opened["session"] in SESSIONS else ""  # part of a command that is printed
@@ -553,8 +553,9 @@ class SshServer(HostServer):
         """A line of bash that runs host.py, or prints NOT_INSTALLED or NO_PYTHON. Must run in the home directory."""
         workdir = self.settings.workdir or "~/ml-customization"
         paths = [self.settings.python] if self.settings.python else []
-        paths += [f"{base}/{path}" for path in paths for base in (workdir, self.context.cwd) if path[0] not in "~/"]
-        candidates = paths or [f"{workdir}/.venv/bin/python", f"{self.context.cwd}/.venv/bin/python", "python3"]
+        bases = [workdir] if self.settings.workdir else [workdir, str(self.context.cwd)]
+        paths += [f"{base}/{path}" for path in paths for base in bases if path[0] not in "~/"]
+        candidates = paths or [*(f"{base}/.venv/bin/python" for base in bases), "python3"]
         pythons = " ".join(quoted_path(each) for each in candidates)
         # Another user may have made a directory or link of this name.
         own = 'case $p in */.venv/bin/python) v=${p%/bin/*}; [ -O "$v" ] && [ ! -L "$v" ] || continue ;; esac; '

@@ -18,7 +18,7 @@ from distributed.transport.loop import INHERITED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, Sequence, Set
 
     from distributed.launch.watch import Watch
     from distributed.transport.commands import AnyTarget
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 LIST_TIMEOUT = 30.0  # seconds
 MAX_NAMES = 1 << 20  # bytes of the names of one node
 SHOWN = 3  # names in a message
-KEPT = {".git", ".venv", "__pycache__"}  # a node does not send files of these directories
-STARTED = ("config/node_env.sh",)  # what launches run here
+# A node does not send files of these names, or of directories of these names: git, Python and Muster obey them.
+KEPT = {".git", ".gitignore", ".gitattributes", ".gitmodules", ".venv", "__pycache__", "node_env.sh", "run.json"}
 # Programs for sh on a node. $1: the working directory, $2: Unix seconds, $3: the directory of all runs.
 LIST = """cd -- "$1" && find . -name .git -prune -o -path "./$3" -prune -o -type f -newermt "@$2" ! -name '*.pyc' \
 -printf '%T@ %p\\0'"""
@@ -39,8 +39,10 @@ class NewFiles:
 
     def __init__(self, watch: Watch, started: Mapping[str, str], log_dir: str, patterns: Sequence[str]) -> None:
         """started: node -> Unix seconds there before the start. log_dir: relative to the working directory."""
-        self._watch, self._started, self._log_dir, self._patterns = watch, started, log_dir, patterns
+        self._watch, self._started, self._patterns = watch, started, patterns
         self._cwd = watch.options.cwd
+        self._log_dir = os.path.relpath(os.path.realpath(os.path.join(self._cwd, log_dir)), os.path.realpath(self._cwd))
+        self._own: Set[str] | None = None  # see _own_files()
 
     def report(self, nodes: Sequence[AnyTarget]) -> None:
         """Print which files are on which of these nodes only, and copy those that match."""
@@ -56,8 +58,9 @@ class NewFiles:
                 reason = trust.printable(reply.err.strip()[-trust.LONGEST_LINE :]) or f"exit code {reply.code}"
                 self._print(node, f"new files in {self._cwd} could not be listed: {reason}")
             newer = self._newer(reply.out)
-            if (wanted := list(filter(self._matches, newer))) and not self._watch.signal:
-                copied = self._copy(node, wanted)
+            wanted = [] if self._watch.signal else list(filter(self._matches, newer))
+            if wanted and (own := self._own_files(node)) is not None:
+                copied = self._copy(node, wanted, own)
                 newer = [name for name in newer if name not in copied]
             if newer:
                 what = f"{len(newer)} new file{'s' * (len(newer) > 1)} in {self._cwd} on this node only"
@@ -70,7 +73,7 @@ class NewFiles:
             seconds, _, name = line.partition(" ")
             name = os.path.normpath(name)
             parts = name.split("/")
-            if parts[0] in ("", "..", self._log_dir.split("/")[0]) or not KEPT.isdisjoint(parts) or name in STARTED:
+            if parts[0] in ("", "..", "logs", self._log_dir.split("/")[0]) or not KEPT.isdisjoint(parts):
                 continue
             try:
                 is_newer = int(seconds.partition(".")[0]) > int(os.lstat(os.path.join(self._cwd, name)).st_mtime)
@@ -86,16 +89,18 @@ class NewFiles:
         """Whether a name, or a directory above it, matches a pattern."""
         return any(fnmatchcase(name, one) or fnmatchcase(name, f"{one.rstrip('/')}/*") for one in self._patterns)
 
-    def _own_files(self) -> set[str]:
-        """The names of the files that --sync copies, which are the user's."""
-        try:
-            return set(map(os.fsdecode, sync_list.names_of(self._cwd)))
-        except (sync_list.SyncError, OSError):
-            return set()
+    def _own_files(self, node: AnyTarget) -> Set[str] | None:
+        """The names of the files that --sync copies, which are the user's. Read before the first file arrives."""
+        if self._own is None:
+            try:
+                self._own = set(map(os.fsdecode, sync_list.names_of(self._cwd)))
+            except (sync_list.SyncError, OSError) as error:
+                self._print(node, trust.printable(f"no file was copied, as {self._cwd} cannot be listed: {error}"))
+        return self._own
 
-    def _copy(self, node: AnyTarget, names: Sequence[str]) -> Sequence[str]:
-        """Copy these files. Returns the names of those that have arrived."""
-        own, copied = self._own_files(), []
+    def _copy(self, node: AnyTarget, names: Sequence[str], own: Set[str]) -> Sequence[str]:
+        """Copy these files; none replaces one of `own`. Returns the names of those that have arrived."""
+        copied: list[str] = []
 
         def accepts(name: str, exists: bool) -> bool:
             is_own = name in own or name.partition("/")[0] in own  # without git, names of directories
@@ -135,7 +140,7 @@ class NewFiles:
         try:
             trust.place(directory, self._cwd, 0o755, accepts=accepts)
         except OSError as error:
-            problems.append(f"{error.filename}: {error.strerror}")
+            problems.append(trust.printable(f"{error.filename}: {error.strerror}"))
         shutil.rmtree(directory, ignore_errors=True)
         if copied:
             self._print(node, f"copied {len(copied)} new file{'s' * (len(copied) > 1)} from it: {shown(copied)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -187,7 +188,7 @@ class NodeLogs:
                     os.unlink(os.path.join(received, name))
             left_out = left_out + trust.place(received, str(run), 0o700, accepts=partial(self._accepts, node))
         except OSError as error:
-            problem = f"{error.filename}: {error.strerror}"
+            problem = trust.printable(f"{error.filename}: {error.strerror}")
         shutil.rmtree(received, ignore_errors=True)
         if left_out:
             names = ", ".join(map(trust.printable, sorted(left_out)[:SHOWN])) + ", ..." * (len(left_out) > SHOWN)
@@ -233,7 +234,8 @@ def is_expected(node: RunNode, name: str) -> bool:
         of_rank = below == f"rank_{rank}.json" and rank.isdecimal()
         of_node = [f"{kind}_{node.node}.json" for kind in ("node", "supervisor")]
         is_own = of_rank and node.first_rank <= int(rank) < node.first_rank + node.processes
-        return is_own or below in ("", *of_node) or below.startswith(f"signal_{node.node}_SIG")
+        is_signal = re.fullmatch(rf"signal_{re.escape(node.node)}_SIG\w+\.json", below) is not None
+        return is_own or is_signal or below in ("", *of_node)
     if top == "ranks" and slash:
         return below.partition("/")[0] in ("", node.node)
     if top.startswith("node_") or top in OF_RUN:

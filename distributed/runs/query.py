@@ -38,7 +38,7 @@ from distributed.transport.commands import (
     SshCommands,
     TransportError,
 )
-from distributed.trust import one_line, user_name
+from distributed.trust import bounded, one_line, user_name
 
 SHOWN = 3  # processes listed for a node
 SHOWN_CHARACTERS = 40  # of a command in that list
@@ -67,7 +67,7 @@ def status_command(run: Run, node: RunNode, options: Sequence[str]) -> list[str]
 def node_reply(node: RunNode, reply: Reply) -> NodeReply:
     status = one_line(reply.value(node_status.NodeStatus), texts=("stack_text",))
     error = "did not reply in time" if reply.code == KILLED else reply.failure_message(node_status.NodeStatus)
-    return NodeReply(node, status, "" if status else error)
+    return NodeReply(node, status, "" if status else bounded(error))
 
 
 def remaining_processes(status: node_status.NodeStatus) -> str:

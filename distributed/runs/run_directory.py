@@ -22,7 +22,7 @@ import time
 from distributed.files import KIT, read_json, version, write_json
 from distributed.host.identity import machine, user, versions
 from distributed.host.process_scan import start_time
-from distributed.trust import PRIVATE_DIRECTORY, foreign, make_directories
+from distributed.trust import GIT, PRIVATE_DIRECTORY, foreign, make_directories
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing costs milliseconds
@@ -157,7 +157,7 @@ def _git(cwd: str) -> dict[str, object] | None:
         directory = os.path.dirname(directory)
     import subprocess
 
-    command = ["git", "-C", cwd, "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    command = [*GIT, "-C", cwd, "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     # In a git hook, these variables name another repository. A lock on the index could make a concurrent commit fail.
     env = _environment_without("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE") | {"GIT_OPTIONAL_LOCKS": "0"}
     try:

@@ -44,7 +44,7 @@ from distributed.runs.failures import SRUN, Evidence, Failure, Json, gather
 from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
 from distributed.runs.records import integer, listed, mapping, number, read_object, text
 from distributed.runs.user_code import is_library, launched_package
-from distributed.trust import LAYOUT, foreign, printable
+from distributed.trust import GIT, LAYOUT, foreign, printable
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 CLOCK_TOLERANCE = 1.0  # seconds; the order of two failures on different nodes is unknown within this time
@@ -496,7 +496,7 @@ def _missing_file(verdict: Verdict, cwd: str) -> Iterator[str]:
             return  # it may have been written after the rank looked for it
     except (OSError, ValueError):
         return
-    ignored = run_program(["git", "-C", cwd, "check-ignore", "--quiet", "--", missing[1]], GIT_TIMEOUT).code == 0
+    ignored = run_program([*GIT, "-C", cwd, "check-ignore", "--quiet", "--", missing[1]], GIT_TIMEOUT).code == 0
     reason = "; git ignores it, so --sync does not copy it" * ignored
     yield f"'{missing[1]}' exists on {os.uname().nodename}{reason}; copy it to {verdict.node}, or share its directory"
 

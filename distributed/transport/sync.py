@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Exits with 69 if another user could replace the directory. In %A, such as drwxrwxrwt, the last two letters are those
 # of other users.
 EXIT_IF_FOREIGN = """[ -O . ] || { echo "$PWD: belongs to another user" >&2; exit 69; }
+[ "$(id -u)" = "${owners%% *}" ] || owners="0 $(id -u)"
 for p in "$PWD" "$(pwd -P)"; do while [ "$p" != / ]; do f=$(stat -c '%u %A' -- "$p"); case " $owners " in
 *" ${f%% *} "*) case $f in *" d"*w[!tT]) ;; *) p=$(dirname -- "$p"); continue;; esac;; esac
 echo "$p: other users own it or can write to it, and could replace $PWD" >&2; exit 69; done; done"""
@@ -39,13 +40,16 @@ echo "time $(date +%s)\""""
 
 
 def owners_above(directory: str) -> str:
-    """User ids: this user, root, and who owns the directories above this one here and may therefore do so on a node."""
-    found = {0, os.geteuid()}
+    """User ids: this user, root, and who owns the directories above this one here and may therefore do so on a node.
+
+    On a node where this user has another id, the ids mean other people, and only root counts.
+    """
+    found = {0}
     for path in (os.path.abspath(directory), os.path.realpath(directory)):
         while path != "/":
             path = os.path.dirname(path)
             found.add(os.lstat(path).st_uid)
-    return " ".join(map(str, sorted(found)))
+    return " ".join(map(str, [os.geteuid(), *sorted(found - {os.geteuid()})]))
 
 
 def sync_nodes(

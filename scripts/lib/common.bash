@@ -272,7 +272,8 @@ list_pythons() {
   if [[ $conda && ${CONDA_DEFAULT_ENV-} != base ]]; then
     list_python "$conda/bin/python" "the active conda environment"
   fi
-  if [[ -e .venv || -L .venv ]]; then
+  # A link to Muster's .venv is left out: another user could lead it elsewhere, and its target follows.
+  if [[ (-e .venv || -L .venv) && ! (-L .venv && .venv -ef $KIT/.venv) ]]; then
     refuse_foreign_venv
     list_python "$PWD/.venv/bin/python" ".venv of the working directory"
   fi

@@ -219,6 +219,7 @@ def test_a_default_working_directory_or_venv_of_another_user_is_not_used_on_a_se
     with pytest.raises(host.HostError, match=r"work: belongs to nobody; if you trust its files, set workdir to it"):
         host.find_workdir("", work, 0)
     assert [host.find_workdir(work, "", 0), host.find_workdir("", work, NOBODY)] == [work, work]
+    assert [host.owner_here({"owner": NOBODY, "user": user}) for user in (0, 1000)] == [NOBODY, 0]
     os.chown(directory / "work", 0, 0)
     os.chown(venv.parent, NOBODY, NOBODY)
     with pytest.raises(host.HostError, match=r"work/\.venv: belongs to nobody; set python"):

@@ -67,6 +67,7 @@ def test_a_link_of_another_user_is_not_followed_to_the_target(tmp_path: Path, po
         (0, 0o775, "0", False),  # a project's directory
         (0, 0o777, "0", True),
         (65534, 0o755, "0", True),
+        (65534, 0o755, "1000 0 65534", True),  # there, this user has another id, and 65534 may be another person
         (65534, 0o755, "0 65534", False),  # it belongs to the same user on the launching machine
     ],
 )
