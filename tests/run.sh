@@ -8,7 +8,7 @@
 #   --lint          run only the linters: ruff, mypy, shellcheck
 #   --soak          also run the long tests, marked soak
 #   --quick         run the linters, one launch per launcher, one job list, and the tests that start no ranks, agents
-#                   or nodes; takes four minutes
+#                   or nodes; takes six minutes on two cores
 #   --changed       run the linters, and the tests that depend on files that are uncommitted or differ from main
 #   --python PATH   create .venv with this Python, 3.10 or newer (default: python3)
 #   --help          show this help
