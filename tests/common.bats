@@ -503,8 +503,8 @@ reports_failure() {
 @test "the .venv of the working directory is not used if another user has made it" {
   ((!EUID)) || skip "only root can give files to other users"
   script <<<'pick_python "$@"; echo "$PYTHON"'
-  mkdir -p "$BATS_TEST_TMPDIR/work/.venv/bin"
-  cd "$BATS_TEST_TMPDIR/work"
+  mkdir -p "$BATS_TEST_TMPDIR/project/.venv/bin"
+  cd "$BATS_TEST_TMPDIR/project"
   ln -s "$(type -P python3)" .venv/bin/python
   run -0 env -u VIRTUAL_ENV "$SCRIPT"
   [ "$output" = "$PWD/.venv/bin/python" ]

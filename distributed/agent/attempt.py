@@ -52,7 +52,7 @@ class Attempt:
 
 
 class AttemptPipes:
-    """The pipes through which an agent asks its supervisor for the next attempt; see node_reports.ATTEMPT_PIPES."""
+    """The pipes between an agent and its supervisor; see node_reports.ATTEMPT_PIPES."""
 
     def __init__(self, requests: int, replies: int, uses: Sequence[str]) -> None:
         """requests, replies: file descriptors for writing and for reading. uses: "restarts", "signals"."""

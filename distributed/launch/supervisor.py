@@ -799,7 +799,7 @@ class Supervisor:
         if self.code is None and not self._terminated:
             self._terminated = True
             if self._to_command >= 0:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # an agent then knows who sends the signal
                     os.write(self._to_command, b"\n")
             send_signal(signal.SIGTERM, [self.pid])
 

@@ -60,7 +60,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class SentSignal:
-    """A signal other than SIGTERM and SIGINT that SLURM or a user has sent."""
+    """A signal that SLURM or a user has sent."""
 
     name: str  # SIGUSR1
     sender: str  # the sender or the receiver, such as "from SLURM" or "to the launcher"

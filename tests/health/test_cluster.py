@@ -255,7 +255,7 @@ def lying(**changes: Any) -> Mapping[str, Reply]:
 
 
 def test_text_of_a_node_cannot_imitate_lines_about_other_nodes() -> None:
-    own = asdict(node(2, torch__error="broken", gpus__error="broken", shadows=("/work/torch.py",)))
+    own = asdict(node(2, torch__error="broken", gpus__error="broken", shadows=("/project/torch.py",)))
     # A reply with an invalid address is refused as a whole.
     facts = hostile(own) | {name: own[name] for name in ("addresses", "ssh_address", "master")}
     for found in (facts, facts | {"kit": {f"a{FORGED}": "x"}}):
