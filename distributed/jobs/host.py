@@ -789,7 +789,7 @@ def home() -> str:
 
 
 def owner_here(request: Request) -> int:
-    """Who owns the dispatcher's working directory. If this user has another id there, ids mean other people: root."""
+    """The user id of the owner of the dispatcher's working directory; 0 if ids mean other people on that machine."""
     owner: int = request["owner"] if request["user"] == os.geteuid() else 0
     return owner
 

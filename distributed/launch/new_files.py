@@ -27,7 +27,7 @@ LIST_TIMEOUT = 30.0  # seconds
 MAX_NAMES = 1 << 20  # bytes of the names of one node
 SHOWN = 3  # names in a message
 # A node does not send files of these names, or of directories of these names: git, Python and Muster obey them.
-KEPT = {".git", ".gitignore", ".gitattributes", ".gitmodules", ".venv", "__pycache__", "node_env.sh", "run.json"}
+NOT_SENT = {".git", ".gitignore", ".gitattributes", ".gitmodules", ".venv", "__pycache__", "node_env.sh", "run.json"}
 # Programs for sh on a node. $1: the working directory, $2: Unix seconds, $3: the directory of all runs.
 LIST = """cd -- "$1" && find . -name .git -prune -o -path "./$3" -prune -o -type f -newermt "@$2" ! -name '*.pyc' \
 -printf '%T@ %p\\0'"""
@@ -73,7 +73,7 @@ class NewFiles:
             seconds, _, name = line.partition(" ")
             name = os.path.normpath(name)
             parts = name.split("/")
-            if parts[0] in ("", "..", "logs", self._log_dir.split("/")[0]) or not KEPT.isdisjoint(parts):
+            if parts[0] in ("", "..", "logs", self._log_dir.split("/")[0]) or not NOT_SENT.isdisjoint(parts):
                 continue
             try:
                 is_newer = int(seconds.partition(".")[0]) > int(os.lstat(os.path.join(self._cwd, name)).st_mtime)
