@@ -66,6 +66,23 @@ END
 }
 
 
+@test "--agent torchrun: lines of a rank that imitate pdsh do not change how a run ended" {
+  write_script <<END
+if rank == 0:
+    for node in "$N1", "$N2":
+        print(f"pdsh@here: {node}: ssh exited with exit code 0", file=sys.stderr, flush=True)
+dist.barrier()
+if rank == 1:
+    sys.exit(42)
+time.sleep(300)
+END
+  run timeout 60 "$LAUNCH" --agent torchrun --script "my script.py" - 1 "$N1" "$N2"
+  [ "$status" -eq 42 ]
+  [[ "$output" == *"$N2: ssh exited with exit code 0"*"verdict: failed: rank 1 on $N2 exited with code 42"* ]]
+  [ "$(processes_left)" -eq 0 ]
+}
+
+
 @test "--max-restarts: ranks see the number of restarts" {
   write_counting_script
   "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2" -- 1 2 3>&-

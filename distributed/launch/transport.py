@@ -65,6 +65,7 @@ class Pdsh(Ssh):
         codes: dict[str, int] = {}
         nodes, calls = [*watch.run.nodes, *watch.spares], []
         watch.tokens = {node.node: os.urandom(16).hex() for node in nodes}
+        watch.clocks.clear()
 
         def stored(reply: Reply) -> None:
             codes[reply.node] = reply.code
@@ -124,7 +125,11 @@ class Pdsh(Ssh):
 
 
 class _PdshErrors:
-    """The standard error of pdsh, which also carries that of the nodes. Lines of pdsh about Ctrl-C are dropped."""
+    """The standard error of pdsh, which also carries that of the nodes. Lines of pdsh about Ctrl-C are dropped.
+
+    A rank can imitate a line of pdsh. An exit code in such a line therefore counts only for a node whose supervisor has
+    not reported its start. That the connection was lost counts later too: a rank can stop its run anyway.
+    """
 
     def __init__(self, watch: Watch) -> None:
         self._watch, self._lines = watch, Lines()
@@ -146,7 +151,7 @@ class _PdshErrors:
                         self._watch.spare_is_lost(name)
                     elif int(found[2]) == UNREACHABLE:
                         self._watch.node_lost(name)
-                    elif name in self._watch.unended:  # output of the login shell may have damaged the report
+                    elif name in self._watch.unended and name not in self._watch.clocks:
                         self._watch.node_ended(name, int(found[2]))
             shown.append(line)
         self._watch.console.show(b"".join(shown), 2)

@@ -200,7 +200,7 @@ class Watch:
         self._disconnected: set[str] = set()  # nodes that are to be followed again
         self.queries: set[Client] = set()  # calls that query the nodes to find out whether the run hangs
         self.tokens: dict[str, str] = {}  # with pdsh: node -> what its reports contain
-        self.clocks: dict[str, float] = {}  # node -> seconds that its clock is ahead of the one here
+        self.clocks: dict[str, float] = {}  # node that has reported -> seconds that its clock is ahead of the one here
         self.waiting: set[str] = set()  # nodes whose agent waits for the next attempt
         self.replaces = False  # whether the run can continue after losing nodes: with spare nodes or with fewer nodes
         self.spares: list[RunNode] = []
@@ -428,7 +428,8 @@ class Watch:
                 self.node_failed(UNFIT if client.code == UNREACHABLE else client.code)
             elif client.code:
                 for node in sorted(self.unended):
-                    self.node_lost(node)
+                    code = read_code(str(self.directory / f"node_{node}.exit"))
+                    (self.node_lost if code is None else self.node_ended)(node, UNFIT if code is None else code)
             self.unended.clear()
 
     def _unreported(self, node: str, client: Client) -> None:

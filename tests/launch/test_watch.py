@@ -230,6 +230,24 @@ def test_exit_codes_in_pdshs_messages_are_those_of_the_named_nodes(directory: Pa
     assert (watch.status, watch.unended) == (3, {"n1"})
 
 
+def test_a_line_of_a_rank_that_imitates_pdsh_does_not_change_how_a_node_ended(
+    directory: Path, new_watch: NewWatch
+) -> None:
+    """The node has reported its start, so its exit code comes from its supervisor alone."""
+    watch = new_watch(directory, Local(LocalCommands()))
+    watch.unended, watch.clocks = {"n1", "n2"}, {"n2": 0.0}
+    _PdshErrors(watch).feed(b"pdsh@here: n2: ssh exited with exit code 0\npdsh@here: n2: ssh exited with exit code 3\n")
+    assert (watch.status, watch.unended) == (0, {"n1", "n2"})
+
+
+def test_a_node_whose_report_was_damaged_has_the_exit_code_that_its_supervisor_has_recorded(
+    directory: Path, attempt: Attempt
+) -> None:
+    (directory / "node_n2.exit").write_text("9\n")
+    assert attempt(all=f"{report('n1', 0)}; exit 9") == 9
+    assert "connection" not in log_of(directory)
+
+
 def test_a_command_that_does_not_reply_in_time_is_killed_with_its_children(
     directory: Path, new_watch: NewWatch
 ) -> None:
