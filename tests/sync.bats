@@ -247,23 +247,23 @@ END
   echo here >data
   git init -q .
   run -0 "$LAUNCH" --sync --script "my script.py" - 1 "$N1" "$N2"
-  [[ "$output" == *"$N1: 4 new files in $WORK on this node only: data, first.npy, out put/0/one.npy, ...; --fetch PATTERN copies "* ]]
-  [[ "$output" == *"$N2: 3 new files in $WORK on this node only: data, out put/1/one.npy, "* ]]
+  [[ "$output" == *"$N1: 4 new or changed files in $WORK on this node only: data, first.npy, out put/0/one.npy, ...; --fetch PATTERN copies "* ]]
+  [[ "$output" == *"$N2: 3 new or changed files in $WORK on this node only: data, out put/1/one.npy, "* ]]
   [ ! -e "out put" ]
   sed -i '/symlink/d' "my script.py"
   run -0 "$LAUNCH" --sync --fetch '*.npy' --fetch "out put/1/" --script "my script.py" - 1 "$N1" "$N2"
-  [[ "$output" == *"$N1: copied 2 new files from it: first.npy, out put/0/one.npy"* ]]
-  [[ "$output" == *"$N1: 2 new files in $WORK on this node only: data, out put/0/two.txt; "* ]]
-  [[ "$output" == *"$N2: copied 2 new files from it: out put/1/one.npy, out put/1/two.txt"* ]]
+  [[ "$output" == *"$N1: copied 2 files from it: first.npy, out put/0/one.npy"* ]]
+  [[ "$output" == *"$N1: 2 new or changed files in $WORK on this node only: data, out put/0/two.txt; "* ]]
+  [[ "$output" == *"$N2: copied 2 files from it: out put/1/one.npy, out put/1/two.txt"* ]]
   [ "$(cat data first.npy "out put"/*/*)" = $'here\n0011' ]
-  [[ "$output" == *"$N2: 1 new file in $WORK on this node only: data; "* ]]
+  [[ "$output" == *"$N2: 1 new or changed file in $WORK on this node only: data; "* ]]
   [ "$(find . -name '.muster-*')" = "" ]
   # Files that --sync copies are the user's, and stay. Files that git ignores are results.
   run -0 "$LAUNCH" --sync --fetch data --script "my script.py" - 1 "$N1"
-  [[ "$output" == *"$N1: "*" new file"*" on this node only: data"* && "$(<data)" = here ]]
+  [[ "$output" == *"$N1: "*" new or changed file"*" on this node only: data"* && "$(<data)" = here ]]
   echo data >.gitignore
   run -0 "$LAUNCH" --sync --fetch data --script "my script.py" - 1 "$N1"
-  [[ "$output" == *"$N1: copied 1 new file from it: data"* ]]
+  [[ "$output" == *"$N1: copied 1 file from it: data"* ]]
   grep -q "changed there" data
   run -2 "$LAUNCH" --fetch out --script "my script.py" - 1 "$N1" "$N2"
   [[ "$output" == *"--fetch: nodes share the working directory unless --sync copies it; add --sync"* ]]

@@ -557,11 +557,13 @@ class SshServer(HostServer):
         paths += [f"{base}/{path}" for path in paths for base in bases if path[0] not in "~/"]
         candidates = paths or [*(f"{base}/.venv/bin/python" for base in bases), "python3"]
         pythons = " ".join(quoted_path(each) for each in candidates)
-        # Another user may have made a directory or link of this name.
-        own = 'case $p in */.venv/bin/python) v=${p%/bin/*}; [ -O "$v" ] && [ ! -L "$v" ] || continue ;; esac; '
+        # Another user may have made a directory or link of this name, or could replace it.
+        check = f'(cd -- "${{p%/*}}" || exit; {EXIT_IF_FOREIGN}) 2>/dev/null'
+        own = f"case $p in */.venv/bin/python) {check} || continue ;; esac; "
         plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
+            f"owners={shlex.quote(owners_above(str(self.context.cwd)))}; "
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._archive_name}"; '
             f'[ -e "$d/complete" ] || {{ echo {NOT_INSTALLED}; exit 0; }}; '
             '[ -O "$d" ] || { echo "$d belongs to another user" >&2; exit 69; }; '

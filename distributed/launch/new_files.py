@@ -63,7 +63,7 @@ class NewFiles:
                 copied = self._copy(node, wanted, own)
                 newer = [name for name in newer if name not in copied]
             if newer:
-                what = f"{len(newer)} new file{'s' * (len(newer) > 1)} in {self._cwd} on this node only"
+                what = f"{len(newer)} new or changed file{'s' * (len(newer) > 1)} in {self._cwd} on this node only"
                 self._print(node, f"{what}: {shown(newer)}; --fetch PATTERN copies such files at the end of a run")
 
     def _newer(self, listed: str) -> list[str]:
@@ -143,7 +143,7 @@ class NewFiles:
             problems.append(trust.printable(f"{error.filename}: {error.strerror}"))
         shutil.rmtree(directory, ignore_errors=True)
         if copied:
-            self._print(node, f"copied {len(copied)} new file{'s' * (len(copied) > 1)} from it: {shown(copied)}")
+            self._print(node, f"copied {len(copied)} file{'s' * (len(copied) > 1)} from it: {shown(copied)}")
         for problem in problems:
             self._print(node, f"the copy of its new files is incomplete: {problem}")
         return copied

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 # For sh in a directory of a node. $owners: who may own the directories above it, and links to them; see owners_above().
 # Exits with 69 if another user could replace the directory. In %A, such as drwxrwxrwt, the last two letters are those
-# of other users.
+# of other users. In a container that maps some user ids only, 65534 stands for the others, root among them.
 EXIT_IF_FOREIGN = """[ -O . ] || { echo "$PWD: belongs to another user" >&2; exit 69; }
 [ "$(id -u)" = "${owners%% *}" ] || owners="0 $(id -u)"
+grep -q " 4294967295$" /proc/self/uid_map || owners="$owners 65534"
 for p in "$PWD" "$(pwd -P)"; do while [ "$p" != / ]; do f=$(stat -c '%u %A' -- "$p"); case " $owners " in
 *" ${f%% *} "*) case $f in *" d"*w[!tT]) ;; *) p=$(dirname -- "$p"); continue;; esac;; esac
 echo "$p: other users own it or can write to it, and could replace $PWD" >&2; exit 69; done; done"""

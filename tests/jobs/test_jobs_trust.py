@@ -250,16 +250,28 @@ def test_the_program_of_a_server_uses_no_python_and_no_muster_that_another_user_
         environment = {"PATH": os.environ["PATH"], "HOME": str(directory)}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
 
-    os.chown(venv, NOBODY, NOBODY)
-    run()
-    assert not (directory / "RAN").exists()
-    os.chown(venv, 0, 0)
-    run()
-    (directory / "RAN").unlink()
+    for change, undo in (
+        (lambda: os.chown(venv, NOBODY, NOBODY), lambda: os.chown(venv, 0, 0)),
+        (lambda: (venv / "bin").chmod(0o777), lambda: (venv / "bin").chmod(0o755)),
+        (lambda: replace_by_own_link(venv), lambda: os.lchown(venv, 0, 0)),
+    ):
+        change()
+        run()
+        assert not (directory / "RAN").exists()
+        undo()
+        run()
+        (directory / "RAN").unlink()
     os.chown(cache, NOBODY, NOBODY)
     done = run()
     assert (done.returncode, done.stderr) == (69, f"{cache} belongs to another user\n")
     assert not (directory / "RAN").exists()
+
+
+def replace_by_own_link(path: Path) -> None:
+    """As another user who can write to the directory of a link."""
+    path.rename(target := path.with_name("target"))
+    path.symlink_to(target)
+    os.lchown(path, NOBODY, NOBODY)
 
 
 def replace_by_fifo(path: Path) -> None:

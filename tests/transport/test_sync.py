@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,32 @@ def test_another_user_of_a_node_cannot_make_a_directory_look_shared(tmp_path: Pa
     if os.geteuid() == 0:
         os.chown(tmp_path, 65534, 65534)
         assert check() == (69, f"{tmp_path}: belongs to another user\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_in_a_container_without_root_the_directories_of_root_may_be_above_the_target() -> None:
+    """User ids that the container does not map are 65534 there."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chown(directory, 1234, 1234)
+        command = [
+            "unshare",
+            "--user",
+            "--map-user=1000",
+            "sh",
+            "-c",
+            PRINT_IF_SHARED,
+            "sh",
+            directory,
+            "none",
+            "",
+            "0",
+        ]
+        done = subprocess.run(
+            command, user=1234, group=1234, extra_groups=[], capture_output=True, text=True, check=False, timeout=60
+        )
+    if done.stderr.startswith("unshare"):
+        pytest.skip(f"no user namespaces here: {done.stderr}")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make links of other users")
