@@ -238,6 +238,19 @@ END
 }
 
 
+@test "--console-rank shows the output of another rank, or of the last one" {
+  echo 'import os; print("rank", os.environ["RANK"])' >rank.py
+  for rank in 1 2 last; do
+    "$LAUNCH" --console-rank "$rank" --script rank.py - 3 >out 2>err
+    [ "$(<out)" = "rank ${rank/last/2}" ]
+  done
+  run -2 "$LAUNCH" --console-rank 3 --script rank.py - 3
+  [ "$output" = "launch_singlenode.sh: --console-rank 3: the last rank is 2" ]
+  run -2 "$LAUNCH" --console-rank -1 --script rank.py - 3
+  [[ "$output" == *"--console-rank: expected the number of a rank or last, got '-1'"* ]]
+}
+
+
 # bats test_tags=slow
 @test "on a terminal, a progress bar of rank 0 stays on one line, and the log has its last state" {
   printf '%s\n' 'import sys' 'for i in range(5): sys.stderr.write(f"\r{i}0%")' 'sys.stderr.write("\n")' >bar.py

@@ -43,6 +43,7 @@ dist.barrier()
 with open(f"{name}.part", "w") as file:
     print(os.getpid(), os.getppid(), os.environ["MUSTER_NODE"], file=file)
 os.rename(f"{name}.part", name)
+print("rank", os.environ["RANK"], "of attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
 stop = torch.zeros(1)
 while not stop:
     stop = torch.tensor([float(os.path.exists("go"))])
@@ -315,7 +316,8 @@ END
 
 
 @test "--min-nodes goes on with fewer nodes, and a node that replies again takes part after the next failure" {
-  launch 3 --min-nodes 2 - 1 "$N1" "$N2" "$N3"
+  launch 3 --min-nodes 2 --console-rank last - 1 "$N1" "$N2" "$N3"
+  wait_for_line out "rank 2 of attempt 0"
   lab cut "$N3"
   ranks_at_work 1 2
   grep -qF "$N3 is lost (connection lost): continuing without it" out
@@ -325,6 +327,7 @@ END
   ranks_at_work 2 3
   [ "$(node_of 2 2)" = "$N3" ]
   succeeds
+  [ "$(grep -x 'rank . of attempt .' out)" = "$(printf 'rank %s\n' '2 of attempt 0' '1 of attempt 1' '2 of attempt 2')" ]
 }
 
 

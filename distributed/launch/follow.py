@@ -37,7 +37,7 @@ class Follower:
         """received: bytes of standard input that were read before."""
         self._options, self._files, self._received = options, options.files, received
         self._streams = [ConsoleStream(1), ConsoleStream(2)]
-        self._console, self._lines = Console(options.terminals), Lines()
+        self._console, self._lines = Console(options.terminals, int(options.console_rank)), Lines()
         self._behind = False  # the log may have more output
         self._signal = 0  # for which the supervisor stops the command, and which was reported
 

@@ -79,18 +79,19 @@ class RankLines(Lines):
 
 
 class Console:
-    """Splits lines into those of rank 0, without the prefix, and those of no rank. Drops lines of other ranks.
+    """Splits lines into those of one rank, without the prefix, and those of no rank. Drops lines of other ranks.
 
-    Lines of rank 0 stay on the stream to which the rank wrote them; lines of no rank are for standard error.
+    Lines of the rank stay on the stream to which it wrote them; lines of no rank are for standard error.
     """
 
-    def __init__(self, terminals: str = "") -> None:
+    def __init__(self, terminals: str = "", rank: int = 0) -> None:
         """terminals: the streams that are terminals, where a progress bar stays on one line: "1", "2" or, if both are
         the same terminal, "12". With "12", all lines are for standard error, which preserves their order.
         """
+        self._rank = rank
         self._terminals = [int(number) for number in terminals]
         self._bars: set[int] = set()  # streams whose cursor is on a progress bar
-        self._updates: dict[int, bytes | None] = {}  # stream -> rank 0's last line, if it was an update
+        self._updates: dict[int, bytes | None] = {}  # stream -> the rank's last line, if it was an update
 
     def feed(self, lines: bytes, stream: int) -> tuple[bytes, bytes]:
         """Returns what to write to standard output and to standard error. stream: to which the lines were written."""
@@ -98,17 +99,17 @@ class Console:
         output: list[bytes] = []
         errors: list[bytes] = []
         of_errors = stream == ERRORS or len(self._terminals) == 2
-        of_rank_0, shown_on = (errors, ERRORS) if of_errors else (output, OUTPUT)
+        of_rank, shown_on = (errors, ERRORS) if of_errors else (output, OUTPUT)
         for line in lines.split(b"\n")[:-1]:
             prefix, bracket, text = line.partition(b"] ")
             rank = _rank(prefix) if bracket else None
             if rank is None:
                 errors.append(line.removesuffix(b"\r"))
-            elif rank == 0:
+            elif rank == self._rank:
                 state = text.removesuffix(b"\r")
                 # Outside a terminal, an update is shown as a line. Skip the next update or line if it is equal.
                 if state != self._updates.get(stream) or shown_on in self._terminals:
-                    of_rank_0.append(text)
+                    of_rank.append(text)
                 self._updates[stream] = state if text.endswith(b"\r") else None
         return self._render(output, OUTPUT), self._render(errors, ERRORS)
 

@@ -85,6 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--max-restarts", type=int, default=0, metavar="N")
     add("--hang-timeout", type=float, metavar="SECONDS")
     add("--progress", default="", metavar="REGEX")
+    add("--console-rank", default="0", metavar="RANK", help="the rank whose output is shown, or last")
     add("--part", action="store_true", help="other launchers start the other nodes")
     add("--announce", default="", metavar="TEXT", help="print this at the start; {log} is this node's log")
     add("--existing-run", metavar="RUN", help="use the existing directory of this requeued run")
@@ -228,6 +229,11 @@ class Launch:
         options = self.options
         known = [replace(target, processes=int(self.processes[target.node])) for target in self.targets]
         nodes = number_ranks(known[: len(self.names)], options.first_rank)
+        last = nodes[-1].first_rank + nodes[-1].processes - 1
+        if not options.part and options.console_rank != "last" and int(options.console_rank) > last:
+            self.console.print(f"--console-rank {options.console_rank}: the last rank is {last}", always=True)
+            self.flush()
+            sys.exit(WRONG_CALL)
         try:
             directory = run_directory.create(
                 self.logs, options.name, nodes=nodes, spares=known[len(self.names) :],
@@ -310,7 +316,7 @@ class Launch:
             agent=self._agent(address, port), python=options.python, node_env=options.node_env, cwd=options.cwd,
             grace=options.grace, inherited=self.inherited, environment=self.environment,
             hang_timeout=options.hang_timeout, all_ranks_here=not options.part, lease=options.lease,
-            progress=options.progress,
+            progress=options.progress, console_rank=options.console_rank,
         )  # fmt: skip
         watch = Watch(transport, watch_options, self.console, terminals())
         watch.restart_count, watch.max_restarts = attempt, options.max_restarts

@@ -112,7 +112,7 @@ class JobStep:
         self._started = self._checked = self._clock.now()  # _checked: last call of check_clock()
         self._warn_at = self._started + FIRST_WARNING
         self._lines, self._messages = Lines(), Lines()  # of the tasks, and of srun itself
-        self._console = Console(watch.terminals)
+        self._console = Console(watch.terminals, watch.console_rank)
 
     @property
     def code(self) -> int:

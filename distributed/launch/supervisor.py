@@ -20,6 +20,7 @@ run starts COMMAND in a new session and waits until it exits:
                      0: return when COMMAND has started; it continues without a launcher, see launch/follow.py
   --terminals LIST   numbers of the streams on which a progress bar stays on one line: 1 (standard output), 2 (standard
                      error), or 12 (both streams, if they are the same terminal)
+  --console-rank N   the rank whose lines are shown (default: 0)
   --timeout SECONDS  stop COMMAND after this time (default: never)
   --report           when no process remains, report the exit code on standard output; see launch/node_reports.py
   --restarts         COMMAND may be an agent that waits for the next attempt; see launch/node_reports.py
@@ -33,9 +34,9 @@ sends SIGKILL. `signal N` passes signal N on. An empty line is a heartbeat. At e
 COMMAND is stopped. SIGTERM, SIGINT, SIGHUP or SIGQUIT stops COMMAND; a second one kills it. Other signals are passed on
 to the ranks with a handler or, if COMMAND starts no ranks, to its processes with a handler. If no process has a
 handler, COMMAND is stopped. The verbs stop, kill, fail, end and attempt write their request to the file node_NAME.stop;
-signal sends a signal. Lines of rank 0 are copied to the stream to which COMMAND wrote them. Lines without the prefix of
-a rank are copied to standard error. Lines of other ranks are not shown. Errors of a closed or full console are ignored.
-The exit code is that of COMMAND, 128+n for signal n.
+signal sends a signal. Lines of one rank are copied to the stream to which COMMAND wrote them. Lines without the prefix
+of a rank are copied to standard error. Lines of other ranks are not shown. Errors of a closed or full console are
+ignored. The exit code is that of COMMAND, 128+n for signal n.
 
 With --restarts, `fail` stops the attempt, after which COMMAND may wait for the next one. When COMMAND has reported the
 end of an attempt, and no other process remains, the supervisor writes and reports the exit code. Then `attempt JSON`
@@ -66,7 +67,7 @@ from distributed.host import process_scan, signals
 from distributed.host.clock import RunningClock
 from distributed.launch import usage_sampler
 from distributed.launch.node_reports import ATTEMPT_PIPES, HEARTBEAT_INTERVAL, REPORT_TOKEN, format_report
-from distributed.trust import PRIVATE_DIRECTORY, make_directories, read_bytes, regular_file
+from distributed.trust import PRIVATE_DIRECTORY, make_directories, parse_json, read_bytes, regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -661,7 +662,7 @@ class Supervisor:
         if not self._console:
             from distributed.launch.output_lines import Console
 
-            self._console = Console(self.options.terminals)
+            self._console = Console(self.options.terminals, int(self.options.console_rank))
         self._put(self._console.feed(lines, stream))
 
     def _end_console(self) -> None:
@@ -860,6 +861,7 @@ class Supervisor:
         else:
             os.close(self._log)  # the launcher has moved it, with the other files of the attempt
             self._log = log
+        self.options.console_rank = str(parse_json(facts).get("console_rank", 0))
         self.code, self._console, self._output_metrics, self._kill_at = None, None, None, float("inf")
         self._unlogged = b""
         self._waits = self._attempt_ended = self._no_process_left = self._log_failed = False
@@ -1219,7 +1221,8 @@ def status(files: Files) -> dict[str, object]:
 VERBS = ("run", "stop", "kill", "fail", "end", "attempt", "signal", "sweep", "status")
 # Each of these options sets the field of SupervisorOptions that has its name.
 FLAGS = ("--report", "--sample-usage", "--restarts")
-TEXTS = ("--dir", "--name", "--source", "--environment", "--terminals", "--offset")  # --offset: of follow.py
+# --offset: of follow.py
+TEXTS = ("--dir", "--name", "--source", "--environment", "--terminals", "--console-rank", "--offset")
 DURATIONS = ("--grace", "--lease", "--timeout")
 
 
@@ -1231,7 +1234,7 @@ class SupervisorOptions:
         self.dir = self.name = self.source = self.environment = self.terminals = ""
         self.grace, self.lease, self.timeout = grace, float("inf"), float("inf")
         self.report = self.sample_usage = self.restarts = False
-        self.offset = ""
+        self.offset, self.console_rank = "", "0"
         self.command: list[str] = []
         remaining = list(arguments)
         while remaining:

@@ -84,6 +84,7 @@ class Options:
     hang_timeout: float | None  # seconds; 0: never; None: the default
     all_ranks_here: bool  # False: other launchers start the other nodes of the run
     lease: int | None = None  # see Watch.lease; None: that of the transport
+    console_rank: str = "0"  # --console-rank: a number, or last
     progress: str = ""  # --progress: a regular expression, off, or "" to guess
 
 
@@ -245,6 +246,7 @@ class Watch:
         """The supervisor's command line for an attempt, without the node's name and without the agent's command."""
         program = [*self.supervisor[:-1], "launch.follow"] if self.lease == 0 else [*self.supervisor, "run"]
         command = [*program, "--dir", str(self.directory), "--grace", str(self.options.grace)]
+        command += ["--console-rank", str(self.console_rank)]
         if self.terminals:
             command += ["--terminals", self.terminals]
         if self.transport.reports or self.agents_stay:
@@ -267,6 +269,13 @@ class Watch:
         return {name: str(value) for name, value in counts.items()}
 
     @property
+    def console_rank(self) -> int:
+        """The rank whose output is shown in the attempt."""
+        if self.options.console_rank != "last":
+            return int(self.options.console_rank)
+        return self.run.nodes[-1].first_rank + self.run.nodes[-1].processes - 1
+
+    @property
     def _names_nodes(self) -> bool:
         """Whether the agents get the names of the nodes from this launcher."""
         return bool(self.options.agent.nodes) or self.replaces
@@ -284,6 +293,7 @@ class Watch:
         facts = {
             "environment": self._counts,
             "processes": {node.node: node.processes for node in self.run.nodes} if self._names_nodes else {},
+            "console_rank": self.console_rank,
             "address": agent.address,
             "port": int(agent.port or 0),
         }

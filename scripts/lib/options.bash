@@ -21,7 +21,7 @@ SCRIPT_ARGS=()           # arguments after --, for the user's script
 declare -A VARIABLE_OF=(
   [--script]=SCRIPT [-m]=MODULE [--python]=PYTHON_OPTION [--agent]=AGENT [--log-dir]=LOG_DIR
   [--master-port]=MASTER_PORT [--rendezvous-timeout]=RENDEZVOUS_TIMEOUT [--hang-timeout]=HANG_TIMEOUT
-  [--progress]=PROGRESS [--spares]=SPARES [--min-nodes]=MIN_NODES
+  [--progress]=PROGRESS [--console-rank]=CONSOLE_RANK [--spares]=SPARES [--min-nodes]=MIN_NODES
   [--max-restarts]=MAX_RESTARTS [--max-requeues]=MAX_REQUEUES [--hostfile]=HOSTFILE [--exclude]=EXCLUDE
   [-n]=NPROC [-c]=CONFIG [-l]=LEVEL
   [--backend]=BACKEND [--min-bytes]=MIN_BYTES [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
@@ -46,6 +46,7 @@ PYTHON_OPTION='' AGENT=fast LOG_DIR=logs MASTER_PORT='' HOSTFILE='' EXCLUDE=''
 RENDEZVOUS_TIMEOUT='' # seconds; empty: torchrun's default, 600
 HANG_TIMEOUT=''       # seconds; 0: never; empty: the default
 PROGRESS=''           # a regular expression, or off; empty: common formats
+CONSOLE_RANK=0        # a rank, or last
 MAX_RESTARTS=0 MAX_REQUEUES=100
 SPARES=''             # nodes that replace lost nodes
 MIN_NODES=''          # fewest nodes with which a run continues; empty: all nodes
@@ -191,6 +192,8 @@ check_options() {
     die_usage "--min-nodes: expected a number of nodes, 1 or more, got '$MIN_NODES'"
   [[ ! $SPARES$MIN_NODES ]] || check_replacement
   is_count "$MAX_REQUEUES" || die_usage "--max-requeues: expected a non-negative integer, got '$MAX_REQUEUES'"
+  [[ $CONSOLE_RANK == last ]] || is_count "$CONSOLE_RANK" ||
+    die_usage "--console-rank: expected the number of a rank or last, got '$CONSOLE_RANK'"
   [[ ! $HANG_TIMEOUT ]] || is_count "$HANG_TIMEOUT" ||
     die_usage "--hang-timeout: expected a whole number of seconds (0 = off), got '$HANG_TIMEOUT'"
   [[ ! $LEASE ]] || is_count "$LEASE" ||

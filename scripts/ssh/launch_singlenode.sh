@@ -28,6 +28,7 @@
 #                        its standard input (default: $MUSTER_NOTIFY)
 #   --progress REGEX     regular expression of Python for the lines in which rank 0 prints a step, as in
 #                        'done (?P<step>[0-9]+)'; off: take no steps from the output (default: common formats)
+#   --console-rank RANK  the rank whose output this launcher prints (default: 0); last: the last one
 #   --log-dir DIR        directory in which run directories are created (default: logs)
 #   --no-preflight       skip the checks of GPUs and port
 #   --lease SECONDS      stop the ranks when this launcher dies, and also when it has sent no heartbeat for SECONDS

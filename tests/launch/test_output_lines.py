@@ -137,6 +137,10 @@ def test_lines_of_rank_0_stay_on_their_stream_and_lines_of_no_rank_go_to_standar
     assert Console().feed(lines, ERRORS) == (b"", b"a\nnode\nc\n")
 
 
+def test_the_console_shows_the_lines_of_the_rank_that_is_chosen() -> None:
+    assert Console("", 1).feed(b"[n1:0] a\nnode\n[n1:1] b\n[n1:11] c\n", OUTPUT) == (b"b\n", b"node\n")
+
+
 BAR = (
     b"[n1:0]  10%\r\n[n1:1] other\n[n1:0]  20%\r\n[n1:0] 100%\n[n1:0] loss 2\n[n1:0]  30%\r\nnode line\n[n1:0] 40%\r\n"
 )
