@@ -238,6 +238,23 @@ END
 }
 
 
+@test "if the last rank alone prints steps, the console shows them, and status has the last one" {
+  write_script <<'END'
+dist.init_process_group("gloo")
+for step in range(1, 10):
+    if rank == 1 or sys.argv[1:]:
+        print(f"rank {rank} iteration {step}/9 lm loss: {9 / step}")
+    dist.barrier()
+END
+  "$LAUNCH" --script "my script.py" - 2 >out 2>err
+  [[ "$(head -n 1 out)" == "rank 1 iteration "[1-3]"/9 lm loss: "* ]] # lines that arrive together are shown together
+  [ "$(tail -n 1 out)" = "rank 1 iteration 9/9 lm loss: 1.0" ]
+  [[ "$("$KIT/scripts/status.sh" latest)" == *", step 9 of 9, loss 1.0000 (from the output)"* ]]
+  "$LAUNCH" --script "my script.py" - 2 -- all >out 2>err
+  [ "$(grep -c '^rank 0' out) $(wc -l <out)" = "9 9" ]
+}
+
+
 @test "--console-rank shows the output of another rank, or of the last one" {
   echo 'import os; print("rank", os.environ["RANK"])' >rank.py
   for rank in 1 2 last; do
@@ -247,7 +264,7 @@ END
   run -2 "$LAUNCH" --console-rank 3 --script rank.py - 3
   [ "$output" = "launch_singlenode.sh: --console-rank 3: the last rank is 2" ]
   run -2 "$LAUNCH" --console-rank -1 --script rank.py - 3
-  [[ "$output" == *"--console-rank: expected the number of a rank or last, got '-1'"* ]]
+  [[ "$output" == *"--console-rank: expected the number of a rank, last or auto, got '-1'"* ]]
 }
 
 

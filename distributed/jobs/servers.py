@@ -92,6 +92,7 @@ KIT_FILES = (
     "distributed/jobs/__init__.py", "distributed/jobs/host.py", "distributed/jobs/panes.py",
     "distributed/launch/__init__.py", "distributed/launch/output_lines.py", "distributed/launch/node_reports.py",
     "distributed/launch/output_metrics.py",
+    "distributed/launch/shown_ranks.py",
     "distributed/launch/supervisor.py", "distributed/launch/usage_sampler.py",
     "distributed/training/__init__.py", "distributed/training/base_model.py",
     "scripts/lib/module.py", "scripts/lib/in_node_env.sh", "scripts/lib/environment.bash",

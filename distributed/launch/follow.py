@@ -19,6 +19,7 @@ from distributed.exit_codes import UNFIT
 from distributed.launch import supervisor
 from distributed.launch.node_reports import format_report
 from distributed.launch.output_lines import OUTPUT, Console, Lines
+from distributed.launch.shown_ranks import ShownRanks
 from distributed.launch.supervisor import BACKLOG, BLOCK, ConsoleStream, SupervisorError, SupervisorOptions
 from distributed.trust import regular_file
 
@@ -37,7 +38,8 @@ class Follower:
         """received: bytes of standard input that were read before."""
         self._options, self._files, self._received = options, options.files, received
         self._streams = [ConsoleStream(1), ConsoleStream(2)]
-        self._console, self._lines = Console(options.terminals, int(options.console_rank)), Lines()
+        self._shown = ShownRanks(options.console_rank)
+        self._console, self._lines = Console(options.terminals, self._shown.ranks), Lines()
         self._behind = False  # the log may have more output
         self._signal = 0  # for which the supervisor stops the command, and which was reported
 
@@ -76,7 +78,8 @@ class Follower:
         slow = any(len(stream.pending) > BACKLOG for stream in self._streams)
         block = b"" if slow else log.read(BLOCK)
         self._behind = bool(block)
-        texts = self._console.feed(self._lines.feed(block, last=not pid and not block), OUTPUT)
+        self._shown.look(lines := self._lines.feed(block, last=not pid and not block))
+        texts = self._console.feed(lines, OUTPUT)
         for stream, text in zip(self._streams, texts, strict=True):
             stream.put(text)
         return bool(pid or block or any(stream.pending for stream in self._streams))

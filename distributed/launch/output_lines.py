@@ -12,6 +12,10 @@ from functools import lru_cache
 
 from distributed.launch.node_reports import ERROR, REPORT
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Set
+
 OUTPUT, ERRORS = 1, 2  # standard output and standard error: their numbers as file descriptors
 _PREFIX = re.compile(rb"\[[^\]: \n]*:(\d+)")  # prefix of a rank's line, without the closing "] "
 _UPDATE = re.compile(rb"^\[[^\]: \n]*:\d+\] [^\n]*\r\n", re.MULTILINE)
@@ -79,19 +83,19 @@ class RankLines(Lines):
 
 
 class Console:
-    """Splits lines into those of one rank, without the prefix, and those of no rank. Drops lines of other ranks.
+    """Splits lines into those of shown ranks, without the prefix, and those of no rank. Drops lines of other ranks.
 
-    Lines of the rank stay on the stream to which it wrote them; lines of no rank are for standard error.
+    Lines of ranks stay on the stream to which the rank wrote them; lines of no rank are for standard error.
     """
 
-    def __init__(self, terminals: str = "", rank: int = 0) -> None:
+    def __init__(self, terminals: str = "", ranks: Set[int] = frozenset({0})) -> None:
         """terminals: the streams that are terminals, where a progress bar stays on one line: "1", "2" or, if both are
         the same terminal, "12". With "12", all lines are for standard error, which preserves their order.
         """
-        self._rank = rank
+        self._ranks = ranks
         self._terminals = [int(number) for number in terminals]
         self._bars: set[int] = set()  # streams whose cursor is on a progress bar
-        self._updates: dict[int, bytes | None] = {}  # stream -> the rank's last line, if it was an update
+        self._updates: dict[int, bytes | None] = {}  # stream -> the last line that was shown, if it was an update
 
     def feed(self, lines: bytes, stream: int) -> tuple[bytes, bytes]:
         """Returns what to write to standard output and to standard error. stream: to which the lines were written."""
@@ -105,7 +109,7 @@ class Console:
             rank = _rank(prefix) if bracket else None
             if rank is None:
                 errors.append(line.removesuffix(b"\r"))
-            elif rank == self._rank:
+            elif rank in self._ranks:
                 state = text.removesuffix(b"\r")
                 # Outside a terminal, an update is shown as a line. Skip the next update or line if it is equal.
                 if state != self._updates.get(stream) or shown_on in self._terminals:

@@ -77,6 +77,10 @@ OTHER_VALUE = r"(?i)(?<!\w)(?:time|acc\w*|ppl|perplexity|mfu|grad\w*|reward|eta|
 
 GROUPS = ("step", "steps", "epoch", "epochs", "steps_per_second", *VALUES)  # known groups of a --progress expression
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Set
+
 Values = dict[str, float]
 # Values in a line, and its priority: how likely its step is a step of the training. The priority is 0 without a step.
 Found = tuple[Values, int]
@@ -207,8 +211,12 @@ class Steps:
 class OutputMetrics:
     """Reads the output of an attempt from time to time, and appends the newest values to a file."""
 
-    def __init__(self, metrics: str, expression: str) -> None:
-        """metrics: path of metrics.jsonl, whose existence ends the search. expression: of --progress, or ""."""
+    def __init__(self, metrics: str, expression: str, ranks: Set[int] = frozenset({0})) -> None:
+        """metrics: path of metrics.jsonl, whose existence ends the search. expression: of --progress, or "".
+
+        ranks: whose output is read.
+        """
+        self._ranks = ranks
         self._metrics, self._file = metrics, os.path.join(os.path.dirname(metrics), FROM_OUTPUT)
         self._expression = re.compile(expression) if expression else None
         self._hint = re.compile(b"") if expression else HINT
@@ -244,7 +252,7 @@ class OutputMetrics:
     def _newest_values(self) -> Values:
         """The newest step and loss, which may be in different lines, and the newest other values in these lines."""
         lines = bytes(self._unread).split(b"\n")
-        lines = [line for line in lines if self._hint.search(line) and rank_of(line) == 0]
+        lines = [line for line in lines if self._hint.search(line) and rank_of(line) in self._ranks]
         found: list[Found] = []
         for line in reversed(lines[-MOST_LINES:]):
             if values := self._parse(plain(line)):

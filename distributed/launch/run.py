@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--max-restarts", type=int, default=0, metavar="N")
     add("--hang-timeout", type=float, metavar="SECONDS")
     add("--progress", default="", metavar="REGEX")
-    add("--console-rank", default="0", metavar="RANK", help="the rank whose output is shown, or last")
+    add("--console-rank", default="auto", metavar="RANK", help="the rank whose output is shown, last or auto")
     add("--part", action="store_true", help="other launchers start the other nodes")
     add("--announce", default="", metavar="TEXT", help="print this at the start; {log} is this node's log")
     add("--existing-run", metavar="RUN", help="use the existing directory of this requeued run")
@@ -230,7 +230,7 @@ class Launch:
         known = [replace(target, processes=int(self.processes[target.node])) for target in self.targets]
         nodes = number_ranks(known[: len(self.names)], options.first_rank)
         last = nodes[-1].first_rank + nodes[-1].processes - 1
-        if not options.part and options.console_rank != "last" and int(options.console_rank) > last:
+        if not options.part and options.console_rank.isdigit() and int(options.console_rank) > last:
             self.console.print(f"--console-rank {options.console_rank}: the last rank is {last}", always=True)
             self.flush()
             sys.exit(WRONG_CALL)

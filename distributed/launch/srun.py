@@ -20,6 +20,7 @@ from distributed.exit_codes import UNFIT
 from distributed.files import write_file, write_json
 from distributed.launch.node_reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from distributed.launch.output_lines import Console, Lines
+from distributed.launch.shown_ranks import ShownRanks
 from distributed.launch.watch import Local, Watch
 from distributed.nodelist import expand
 from distributed.transport.commands import JobCommands
@@ -112,7 +113,8 @@ class JobStep:
         self._started = self._checked = self._clock.now()  # _checked: last call of check_clock()
         self._warn_at = self._started + FIRST_WARNING
         self._lines, self._messages = Lines(), Lines()  # of the tasks, and of srun itself
-        self._console = Console(watch.terminals, watch.console_rank)
+        self._shown = ShownRanks(watch.console_rank)
+        self._console = Console(watch.terminals, self._shown.ranks)
 
     @property
     def code(self) -> int:
@@ -135,7 +137,8 @@ class JobStep:
         self._client.send(self._watch.next_attempt())
 
     def show(self, output: bytes, last: bool = False) -> None:
-        lines = self._lines.feed(output, last).split(b"\n")[:-1]
+        self._shown.look(complete := self._lines.feed(output, last))
+        lines = complete.split(b"\n")[:-1]
         for of_errors, group in groupby(lines, lambda line: line.startswith(ERROR)):
             text = b"".join([line.removeprefix(ERROR) + b"\n" for line in group])
             self._write(self._console.feed(text, 2 if of_errors else 1))

@@ -20,7 +20,7 @@ run starts COMMAND in a new session and waits until it exits:
                      0: return when COMMAND has started; it continues without a launcher, see launch/follow.py
   --terminals LIST   numbers of the streams on which a progress bar stays on one line: 1 (standard output), 2 (standard
                      error), or 12 (both streams, if they are the same terminal)
-  --console-rank N   the rank whose lines are shown (default: 0)
+  --console-rank N   the ranks whose lines are shown, see launch/shown_ranks.py (default: 0)
   --timeout SECONDS  stop COMMAND after this time (default: never)
   --report           when no process remains, report the exit code on standard output; see launch/node_reports.py
   --restarts         COMMAND may be an agent that waits for the next attempt; see launch/node_reports.py
@@ -34,8 +34,8 @@ sends SIGKILL. `signal N` passes signal N on. An empty line is a heartbeat. At e
 COMMAND is stopped. SIGTERM, SIGINT, SIGHUP or SIGQUIT stops COMMAND; a second one kills it. Other signals are passed on
 to the ranks with a handler or, if COMMAND starts no ranks, to its processes with a handler. If no process has a
 handler, COMMAND is stopped. The verbs stop, kill, fail, end and attempt write their request to the file node_NAME.stop;
-signal sends a signal. Lines of one rank are copied to the stream to which COMMAND wrote them. Lines without the prefix
-of a rank are copied to standard error. Lines of other ranks are not shown. Errors of a closed or full console are
+signal sends a signal. Lines of shown ranks are copied to the stream to which COMMAND wrote them. Lines without the
+prefix of a rank are copied to standard error. Lines of other ranks are dropped. Errors of a closed or full console are
 ignored. The exit code is that of COMMAND, 128+n for signal n.
 
 With --restarts, `fail` stops the attempt, after which COMMAND may wait for the next one. When COMMAND has reported the
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
 
     from distributed.launch.output_lines import Console, Lines
     from distributed.launch.output_metrics import OutputMetrics
+    from distributed.launch.shown_ranks import ShownRanks
 
 BLOCK = 1 << 20  # bytes per read
 CHUNK = 4096  # bytes that a writable pipe accepts without blocking
@@ -456,6 +457,7 @@ class Supervisor:
         self._poll_at = self._heartbeat_at = self._scan_at = 0.0
         self._interval = POLL_INTERVAL  # maximum seconds between checks of the clock
         self._console: Console | None = None
+        self._shown: ShownRanks | None = None  # of the attempt
         self._metrics, self._progress = "", ""  # path of metrics.jsonl, and the value of --progress
         self._output_metrics: OutputMetrics | None = None  # of the attempt
         self._streams = [ConsoleStream(1), ConsoleStream(2)] if options.lease else []
@@ -635,11 +637,16 @@ class Supervisor:
 
             logged = without_updates(lines)
         self._write_log(logged)
+        if not self._shown:
+            from distributed.launch.shown_ranks import ShownRanks
+
+            self._shown = ShownRanks(self.options.console_rank)
+        self._shown.look(lines)
         if lines and self._progress != "off" and (self._streams or self.options.sample_usage):
             if not self._output_metrics:
                 from distributed.launch.output_metrics import OutputMetrics
 
-                self._output_metrics = OutputMetrics(self._metrics, self._progress)
+                self._output_metrics = OutputMetrics(self._metrics, self._progress, self._shown.ranks)
             self._output_metrics.feed(lines)
         self._show(lines, stream)
 
@@ -657,12 +664,12 @@ class Supervisor:
             self._unlogged = (self._unlogged + b"".join(lines))[-CHUNK:]
 
     def _show(self, lines: bytes, stream: int) -> None:
-        if not self._streams:
+        if not self._streams or not self._shown:
             return
         if not self._console:
             from distributed.launch.output_lines import Console
 
-            self._console = Console(self.options.terminals, int(self.options.console_rank))
+            self._console = Console(self.options.terminals, self._shown.ranks)
         self._put(self._console.feed(lines, stream))
 
     def _end_console(self) -> None:
@@ -861,8 +868,9 @@ class Supervisor:
         else:
             os.close(self._log)  # the launcher has moved it, with the other files of the attempt
             self._log = log
-        self.options.console_rank = str(parse_json(facts).get("console_rank", 0))
-        self.code, self._console, self._output_metrics, self._kill_at = None, None, None, float("inf")
+        self.options.console_rank = parse_json(facts).get("console_rank", "0")
+        self.code, self._console, self._shown, self._kill_at = None, None, None, float("inf")
+        self._output_metrics = None
         self._unlogged = b""
         self._waits = self._attempt_ended = self._no_process_left = self._log_failed = False
         self._leftovers_signalled = self._terminated = self._ranks_killed = self.ignores_fail_requests = False

@@ -84,7 +84,7 @@ class Options:
     hang_timeout: float | None  # seconds; 0: never; None: the default
     all_ranks_here: bool  # False: other launchers start the other nodes of the run
     lease: int | None = None  # see Watch.lease; None: that of the transport
-    console_rank: str = "0"  # --console-rank: a number, or last
+    console_rank: str = "auto"  # --console-rank: a number, last or auto
     progress: str = ""  # --progress: a regular expression, off, or "" to guess
 
 
@@ -246,7 +246,7 @@ class Watch:
         """The supervisor's command line for an attempt, without the node's name and without the agent's command."""
         program = [*self.supervisor[:-1], "launch.follow"] if self.lease == 0 else [*self.supervisor, "run"]
         command = [*program, "--dir", str(self.directory), "--grace", str(self.options.grace)]
-        command += ["--console-rank", str(self.console_rank)]
+        command += ["--console-rank", self.console_rank]
         if self.terminals:
             command += ["--terminals", self.terminals]
         if self.transport.reports or self.agents_stay:
@@ -269,11 +269,13 @@ class Watch:
         return {name: str(value) for name, value in counts.items()}
 
     @property
-    def console_rank(self) -> int:
-        """The rank whose output is shown in the attempt."""
-        if self.options.console_rank != "last":
-            return int(self.options.console_rank)
-        return self.run.nodes[-1].first_rank + self.run.nodes[-1].processes - 1
+    def console_rank(self) -> str:
+        """Whose output is shown in the attempt; see class ShownRanks."""
+        chosen, node = self.options.console_rank, self.run.nodes[-1]
+        last = node.first_rank + node.processes - 1
+        if chosen == "auto":
+            return f"auto:{last}" if node.processes > 1 else "0"
+        return str(last) if chosen == "last" else chosen
 
     @property
     def _names_nodes(self) -> bool:

@@ -46,7 +46,7 @@ PYTHON_OPTION='' AGENT=fast LOG_DIR=logs MASTER_PORT='' HOSTFILE='' EXCLUDE=''
 RENDEZVOUS_TIMEOUT='' # seconds; empty: torchrun's default, 600
 HANG_TIMEOUT=''       # seconds; 0: never; empty: the default
 PROGRESS=''           # a regular expression, or off; empty: common formats
-CONSOLE_RANK=0        # a rank, or last
+CONSOLE_RANK=auto     # a rank, last, or auto: see distributed/launch/shown_ranks.py
 MAX_RESTARTS=0 MAX_REQUEUES=100
 SPARES=''             # nodes that replace lost nodes
 MIN_NODES=''          # fewest nodes with which a run continues; empty: all nodes
@@ -192,8 +192,8 @@ check_options() {
     die_usage "--min-nodes: expected a number of nodes, 1 or more, got '$MIN_NODES'"
   [[ ! $SPARES$MIN_NODES ]] || check_replacement
   is_count "$MAX_REQUEUES" || die_usage "--max-requeues: expected a non-negative integer, got '$MAX_REQUEUES'"
-  [[ $CONSOLE_RANK == last ]] || is_count "$CONSOLE_RANK" ||
-    die_usage "--console-rank: expected the number of a rank or last, got '$CONSOLE_RANK'"
+  [[ $CONSOLE_RANK == @(auto|last) ]] || is_count "$CONSOLE_RANK" ||
+    die_usage "--console-rank: expected the number of a rank, last or auto, got '$CONSOLE_RANK'"
   [[ ! $HANG_TIMEOUT ]] || is_count "$HANG_TIMEOUT" ||
     die_usage "--hang-timeout: expected a whole number of seconds (0 = off), got '$HANG_TIMEOUT'"
   [[ ! $LEASE ]] || is_count "$LEASE" ||

@@ -26,9 +26,10 @@
 #                        600 s; never stop a run that logs none
 #   --notify COMMAND     run COMMAND when the run looks hung, loses a node, restarts or ends, with the event as JSON on
 #                        its standard input (default: $MUSTER_NOTIFY)
-#   --progress REGEX     regular expression of Python for the lines in which rank 0 prints a step, as in
+#   --progress REGEX     regular expression of Python for the lines in which a rank prints a step, as in
 #                        'done (?P<step>[0-9]+)'; off: take no steps from the output (default: common formats)
-#   --console-rank RANK  the rank whose output this launcher prints (default: 0); last: the last one
+#   --console-rank RANK  the rank whose output is printed; last: the last one; auto (default): rank 0, and the last one if
+#                        it alone prints steps and losses
 #   --log-dir DIR        directory in which run directories are created (default: logs)
 #   --no-preflight       skip the checks of GPUs and port
 #   --lease SECONDS      stop the ranks when this launcher dies, and also when it has sent no heartbeat for SECONDS

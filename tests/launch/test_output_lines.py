@@ -138,7 +138,7 @@ def test_lines_of_rank_0_stay_on_their_stream_and_lines_of_no_rank_go_to_standar
 
 
 def test_the_console_shows_the_lines_of_the_rank_that_is_chosen() -> None:
-    assert Console("", 1).feed(b"[n1:0] a\nnode\n[n1:1] b\n[n1:11] c\n", OUTPUT) == (b"b\n", b"node\n")
+    assert Console("", {1}).feed(b"[n1:0] a\nnode\n[n1:1] b\n[n1:11] c\n", OUTPUT) == (b"b\n", b"node\n")
 
 
 BAR = (

@@ -1,0 +1,46 @@
+"""The ranks whose output a launcher shows: one that the user names, or rank 0 and, if it prints steps, the last rank.
+
+Megatron-LM and other programs print steps on the last rank alone. If other ranks of its node print steps too, it is not
+shown. Standard library only.
+"""
+
+from __future__ import annotations
+
+from distributed.launch.output_lines import rank_of
+
+MOST_LINES = 5000  # lines in which steps are searched
+NEEDED = 3  # steps that the last rank alone must have printed
+
+
+class ShownRanks:
+    """The ranks that are shown on the console of a node, and in whose output steps are found."""
+
+    def __init__(self, chosen: str) -> None:
+        """chosen: the number of a rank; or auto:N, where N is the last rank, which is not the first one of its node."""
+        kind, _, last = chosen.partition(":")
+        self.ranks = {0 if kind == "auto" else int(kind)}
+        self._last = int(last or 0)  # 0: the choice is made
+        self._steps: set[float] = set()
+        self._lines = MOST_LINES
+
+    def look(self, lines: bytes) -> None:
+        """Find out which ranks of this node print steps. lines: complete lines of all ranks of the node."""
+        if not self._last:
+            return
+        from distributed.launch.output_metrics import HINT, parse, plain
+
+        for line in lines.split(b"\n"):
+            rank = rank_of(line) if HINT.search(line) else None
+            if rank is None:
+                continue
+            self._lines -= 1
+            values, _ = parse(plain(line)) or ({}, 0)
+            if {"step", "loss"} <= values.keys():
+                self._steps.add(values["step"])
+                if len(self._steps) == NEEDED:
+                    self.ranks.add(rank)
+                if rank != self._last or rank in self.ranks:
+                    self._last = 0
+                    return
+        if self._lines < 0:
+            self._last = 0
