@@ -532,6 +532,40 @@ reports_failure() {
   chmod 1777 theirs/bin
   run -69 env -u VIRTUAL_ENV "$SCRIPT"
   [[ "$output" == *"$PWD/.venv: other users can write to it or to its bin, and their programs would run as you" ]]
+  # Another user's link may vanish for the time of the check.
+  chmod 755 theirs/bin
+  chown -h 23456 .venv
+  mkdir bin
+  printf '#!/bin/sh\n[ "$4" != .venv ] || exit 1\nexec %s "$@"\n' "$(type -P stat)" >bin/stat
+  chmod +x bin/stat
+  PATH=$PWD/bin:$PATH run -69 env -u VIRTUAL_ENV "$SCRIPT"
+  [[ "$output" == *"$PWD/.venv: another program changes it; name a Python with --python" ]]
+}
+
+
+@test "a link to config that another user has made is refused: he could lead it elsewhere" {
+  ((!EUID)) || skip "only root can make links of other users"
+  script <<<'source_node_env "$1"'
+  mkdir -p "$BATS_TEST_TMPDIR/mine" "$BATS_TEST_TMPDIR/project"
+  echo 'echo SOURCED' >"$BATS_TEST_TMPDIR/mine/node_env.sh"
+  local config="$BATS_TEST_TMPDIR/project/config"
+  ln -s ../mine "$config"
+  run -0 "$SCRIPT" "$config/node_env.sh"
+  [ "$output" = SOURCED ]
+  chown -h 23456 "$config"
+  run -69 "$SCRIPT" "$config/node_env.sh"
+  [[ "$output" == *"$config/node_env.sh: $config: belongs to UNKNOWN (user id 23456), who could run commands as you;"* ]]
+  rm "$config"
+  mkdir "$config"
+  ln -s ../../mine/node_env.sh "$config/node_env.sh"
+  run -0 "$SCRIPT" "$config/node_env.sh"
+  chown -h 23456 "$config/node_env.sh"
+  run -69 "$SCRIPT" "$config/node_env.sh"
+  [[ "$output" == *"$config/node_env.sh: belongs to UNKNOWN (user id 23456), who could run commands as you;"* ]]
+  chown -h 0 "$config/node_env.sh"
+  chmod 666 "$BATS_TEST_TMPDIR/mine/node_env.sh"
+  run -69 "$SCRIPT" "$config/node_env.sh"
+  [[ "$output" == *"node_env.sh: other users can write it (mode 666); "* ]]
 }
 
 

@@ -22,6 +22,7 @@ from distributed.host.network import address_of, free_port, listener, own_addres
 from distributed.host.replies import NodeFacts, format_reply
 from distributed.host.resources import read_cores, write_error
 from distributed.host.system import KIT
+from distributed.trust import user_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def probe(
     files: Sequence[str],
     packages: Sequence[str] = (),
     logs: Path | None = None,
+    owner: str = "",
     gpus: Gpus | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> NodeFacts:
@@ -47,6 +49,7 @@ def probe(
         files: files that the ranks will read.
         packages: names of packages that the ranks will import.
         logs: parent of run directories, which must be writable.
+        owner: the user ids of the launching user and of the owner of the working directory there: "1000:1000".
         gpus: the GPUs of this machine; None: query them.
     """
     gpus = gpus or query_gpus()
@@ -71,8 +74,19 @@ def probe(
         seconds=seconds,
         port=port or free_port(),
         holder=None if port is None or port_is_free(port) else listener(port),
+        directory_error=foreign_directory(owner) if owner else "",
         log_error=write_error(logs) if logs else "",
     )
+
+
+def foreign_directory(owner: str) -> str:
+    """That another user owns the working directory; "" if this user or root does, or the same user as at the launcher.
+
+    owner: see probe(). If the launching user has another id here, the owner there does not count.
+    """
+    user, found = os.geteuid(), os.stat(".").st_uid
+    is_expected = owner == f"{user}:{found}" or found in (user, 0)
+    return "" if is_expected else f"belongs to {user_name(found)}"
 
 
 def _is_installed(package: str) -> bool:
@@ -127,12 +141,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--package", action="append", default=[], help="a package that the ranks import; repeatable")
     parser.add_argument("--directory", type=Path, help="report all facts, for a launch from this directory")
     parser.add_argument("--log-dir", type=Path, help="parent of run directories")
+    parser.add_argument("--owner", default="", help="USER:OWNER, ids of the launching user and its working directory's")
     parser.add_argument("nodes", nargs="+", help="names of all nodes, by node rank")
     options = parser.parse_args(arguments)
     found = (
         full_probe(options.nodes, options.port, options.directory, options.log_dir)
         if options.directory
-        else probe(options.nodes, options.port or None, options.file, options.package, options.log_dir)
+        else probe(options.nodes, options.port or None, options.file, options.package, options.log_dir, options.owner)
     )
     sys.stdout.write(format_reply(asdict(found)))
     return 0

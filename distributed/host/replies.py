@@ -67,6 +67,7 @@ class NodeFacts:
     seconds: float  # duration of that lookup
     port: int  # the requested port, or a free one
     holder: str | None  # the process that listens on the port; "": unknown; None: the port is free
+    directory_error: str  # why the working directory there must not be used; "": none, or not tested
     log_error: str  # why no run directory can be written there; "": not tested, or it can be written
 
     def __post_init__(self) -> None:

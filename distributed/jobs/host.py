@@ -36,6 +36,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 with contextlib.suppress(ImportError):  # imported once here for all forked supervisors
@@ -797,10 +798,11 @@ def owner_here(request: Request) -> int:
 def find_workdir(requested: str, default: str, owner: int) -> str:
     """The absolute path of the requested working directory.
 
-    If none is requested, uses ~/ml-customization or, if that does not exist, the default, which must belong to this
-    user, or to root or `owner` as on the dispatcher's machine: another user may have made it. Raises HostError.
+    If none is requested, uses ~/ml-customization or, if that does not exist, the default. Another user may have made
+    that: it and the links to it must belong to this user, root or `owner`, as on the dispatcher's machine, and others
+    must not be able to write to it. Raises HostError.
     """
-    is_default = not requested
+    is_default, owners = not requested, (os.geteuid(), 0, owner)
     if not requested:
         conventional = os.path.join(home(), "ml-customization")
         requested = conventional if os.path.isdir(conventional) else default
@@ -809,8 +811,16 @@ def find_workdir(requested: str, default: str, owner: int) -> str:
         raise HostError(f"workdir {requested}: no such directory on {os.uname().nodename}; set workdir, or use --sync")
     if not os.access(found, os.W_OK | os.X_OK):
         raise HostError(f"workdir {requested}: not writable by this user; set another workdir")
-    if is_default and (uid := os.stat(found).st_uid) not in (os.geteuid(), 0, owner):
-        raise HostError(f"workdir {requested}: belongs to {user_name(uid)}; if you trust its files, set workdir to it")
+    if is_default:
+        directory = os.stat(found)
+        links = [
+            one for path in (found, *map(str, Path(found).parents)) if stat.S_ISLNK((one := os.lstat(path)).st_mode)
+        ]
+        problems = [f"belongs to {user_name(one.st_uid)}" for one in (directory, *links) if one.st_uid not in owners]
+        if directory.st_mode & stat.S_IWOTH:
+            problems.append("other users can write to it")
+        if problems:
+            raise HostError(f"workdir {requested}: {problems[0]}; if you trust its files, set workdir to it")
     return os.path.realpath(found)
 
 

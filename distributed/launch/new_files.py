@@ -11,8 +11,11 @@ import shutil
 import tempfile
 import threading
 from fnmatch import fnmatchcase
+from importlib.machinery import all_suffixes
+from pathlib import Path
 
 from distributed import trust
+from distributed.files import KIT
 from distributed.host import sync_list
 from distributed.transport.loop import INHERITED
 
@@ -27,7 +30,10 @@ LIST_TIMEOUT = 30.0  # seconds
 MAX_NAMES = 1 << 20  # bytes of the names of one node
 SHOWN = 3  # names in a message
 # A node does not send files of these names, or of directories of these names: git, Python and Muster obey them.
-NOT_SENT = {".git", ".gitignore", ".gitattributes", ".gitmodules", ".venv", "__pycache__", "node_env.sh", "run.json"}
+NOT_SENT = {
+    ".git", ".gitignore", ".gitattributes", ".gitmodules", ".venv", ".muster_job", "__pycache__", "node_env.sh",
+    "run.json",
+}  # fmt: skip
 # Programs for sh on a node. $1: the working directory, $2: Unix seconds, $3: the directory of all runs.
 LIST = """cd -- "$1" && find . -name .git -prune -o -path "./$3" -prune -o -type f -newermt "@$2" ! -name '*.pyc' \
 -printf '%T@ %p\\0'"""
@@ -73,7 +79,7 @@ class NewFiles:
             seconds, _, name = line.partition(" ")
             name = os.path.normpath(name)
             parts = name.split("/")
-            if parts[0] in ("", "..", "logs", self._log_dir.split("/")[0]) or not NOT_SENT.isdisjoint(parts):
+            if parts[0] in ("", "..", "logs", self._log_dir.split("/")[0]) or self._is_obeyed(name, parts):
                 continue
             try:
                 is_newer = int(seconds.partition(".")[0]) > int(os.lstat(os.path.join(self._cwd, name)).st_mtime)
@@ -84,6 +90,13 @@ class NewFiles:
             if is_newer:
                 found.append(name)
         return sorted(found)
+
+    def _is_obeyed(self, name: str, parts: Sequence[str]) -> bool:
+        """Whether programs obey a file of this name: git, Muster, shells in a home directory, Python in Muster's."""
+        is_program = name.endswith(tuple(all_suffixes())) and Path(os.path.realpath(self._cwd), name).is_relative_to(
+            KIT
+        )
+        return is_program or name.startswith(".") or name.endswith(".journal") or not NOT_SENT.isdisjoint(parts)
 
     def _matches(self, name: str) -> bool:
         """Whether a name, or a directory above it, matches a pattern."""

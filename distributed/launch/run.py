@@ -188,7 +188,8 @@ class Launch:
         """Probe all nodes, and return their replies. Replaces NPROC auto, gpu or cpu by the number of processes."""
         options = self.options
         arguments = ["--port", options.master[1] or "0", *(f"--file={path}" for path in options.file)]
-        arguments += [*(f"--package={name}" for name in options.package), f"--log-dir={self.logs}", "--", *self.names]
+        arguments += [*(f"--package={name}" for name in options.package), f"--log-dir={self.logs}"]
+        arguments += [f"--owner={os.geteuid()}:{os.stat(options.cwd).st_uid}", "--", *self.names]
         calls = {node: self._in_node_env(commands, node, "host.probe", arguments) for node in self.targets}
         replies = self.calls.call_all(calls, self.console.print, sent=self._block())
         for name, kind in self.processes.items():

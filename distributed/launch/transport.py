@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT, SIGNAL_TIMEOUT = 5.0, 30.0  # seconds; a stop request is repeated, a signal is not
 PDSH = "pdsh"
-_PDSH_CODE = re.compile(r"^pdsh@[^:]*: ([^:]+): ssh exited with exit code (\d+)$")
+_PDSH_CODE = re.compile(r"^pdsh@[^:]*: ([^:]+): ssh exited with exit code ([1-9]\d*)$")
 _PDSH_INTERRUPT = re.compile(r"^pdsh@.*(interrupt|\^Z|command in progress)")  # about Ctrl-C, which the launcher handles
 
 

@@ -71,14 +71,18 @@ die_usage() { # <message...>
 
 # Set FOREIGN to why another user can change Muster's directory or one of these files and directories, because of its
 # owner or mode, as OpenSSH's StrictModes does; empty if only the caller, root and the owner of Muster's directory can.
-# Entries of a directory with the sticky bit, such as /tmp, are safe. Used where the user's variables, such as KIT, and
-# those that bash obeys are restored.
+# Entries of a directory with the sticky bit, such as /tmp, are safe. A link counts as well as its target: its owner could
+# lead it elsewhere after this check. Used where the user's variables, such as KIT, and those that bash obeys are restored.
 find_foreign() { # <path...>
-  local facts fact number safe=' ' owner='' uid gid mode path kit
+  local facts targets fact number safe=' ' owner='' uid gid mode path kit how=()
   kit=$(readlink -f -- "${BASH_SOURCE[0]}") kit=${kit%/scripts/lib/*}
   local paths=("$kit" "$@")
   FOREIGN=''
-  mapfile -t facts <<<"$(stat -L -c %u:%g:%A -- "${paths[@]}" 2>/dev/null)" # %A: such as drwxrwxrwt
+  mapfile -t facts <<<"$(stat -c %u:%g:%A -- "${paths[@]}" 2>/dev/null)" # %A: such as drwxrwxrwt
+  if [[ ${facts[*]} == *:l* ]]; then
+    mapfile -t targets <<<"$(stat -L -c %u:%g:%A -- "${paths[@]}" 2>/dev/null)"
+    facts+=("${targets[@]}") paths+=("${paths[@]}")
+  fi
   if ((${#facts[@]} != ${#paths[@]})); then # or it appears while it is used
     for path in "${paths[@]}"; do [[ -e $path ]] || break; done
     FOREIGN="$path: missing, or another program changes it"
@@ -88,12 +92,13 @@ find_foreign() { # <path...>
   for number in "${!facts[@]}"; do
     fact=${facts[number]} path=${paths[number]}
     [[ $safe != *" $fact "* ]] || continue
+    ((number < ${#paths[@]} / 2)) || how=(-L)
     uid=${fact%%:*} gid=${fact#*:} mode=${fact##*:}
     gid=${gid%:*} owner=${owner:-$uid}
     if [[ $uid != @("$owner"|"$EUID"|0) ]] && ! is_unmapped "$uid"; then
-      FOREIGN="$path: belongs to $(stat -L -c '%U (user id %u)' -- "$path"), who could run commands as you;"
+      FOREIGN="$path: belongs to $(stat "${how[@]}" -c '%U (user id %u)' -- "$path"), who could run commands as you;"
       FOREIGN+=" use a copy of your own"
-    elif [[ $mode == @(?????w*|????????w?) && $mode != d????????[tT] ]] &&
+    elif [[ $mode == [!l]@(????w*|???????w?) && $mode != d????????[tT] ]] &&
       { [[ $mode == ????????w? ]] || ! is_private_group "$gid" "$(stat -L -c %U -- "$path")"; }; then
       FOREIGN="$path: other users can write it (mode $(stat -L -c %a -- "$path")); call: chmod go-w $(quote "$path")"
       [[ $path/ != "$kit"/* ]] || FOREIGN="${FOREIGN%% call: *} call: chmod -R go-w $(quote "$kit")"
@@ -289,8 +294,10 @@ list_pythons() {
 # Exit if another user has made the .venv of the working directory, or can write to it: its Python would run as the
 # caller. A link counts as well as the directory to which it leads.
 refuse_foreign_venv() {
-  local owner mode name
-  [[ ! .venv -ef $KIT/.venv ]] || return 0
+  local facts owner mode name
+  [[ ! $PWD -ef $KIT ]] || return 0
+  facts=$(stat -c '%u %A %U' -- .venv && { stat -L -c '%u %A %U' -- .venv .venv/bin || true; }) 2>/dev/null ||
+    die_with "$EXIT_UNFIT" "$PWD/.venv: another program changes it; name a Python with --python"
   while read -r owner mode name; do
     if [[ $owner != @("$EUID"|0) ]] && ! is_unmapped "$owner"; then
       die_with "$EXIT_UNFIT" "$PWD/.venv: belongs to $name (user id $owner)," \
@@ -298,7 +305,7 @@ refuse_foreign_venv() {
     fi
     [[ $mode != d???????w? ]] ||
       die_with "$EXIT_UNFIT" "$PWD/.venv: other users can write to it or to its bin, and their programs would run as you"
-  done < <(stat -c '%u %A %U' -- .venv && stat -L -c '%u %A %U' -- .venv .venv/bin 2>/dev/null)
+  done <<<"$facts"
 }
 
 

@@ -53,6 +53,7 @@ check_node_env() {
   for path in "${paths[@]}"; do
     paths+=("${path%/*}/" "${path%/*/*}/")
   done
+  paths+=("${NODE_ENV_FILE%/*}") # the directory may be a link
   find_foreign "${paths[@]}"
   [[ ! $FOREIGN ]] || node_env_unfit "$NODE_ENV_FILE: ${FOREIGN#"$NODE_ENV_FILE: "}"
 }

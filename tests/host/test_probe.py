@@ -7,6 +7,7 @@ the probe over a real sshd.
 from __future__ import annotations
 
 import json
+import os
 import socket
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from distributed.health.cluster import facts_of
 from distributed.host.facts import FullNodeFacts
-from distributed.host.probe import main, probe
+from distributed.host.probe import foreign_directory, main, probe
 from distributed.host.replies import Reply
 
 
@@ -44,3 +45,14 @@ def test_only_the_doctor_collects_all_facts(capsys: pytest.CaptureFixture[str], 
     assert json.loads(json.dumps(asdict(full))) == reply.value(), "the JSON value is unchanged"
     assert full.python == full.facts.interpreter.version and full.port == 29500
     assert full.kit["train.py"] and full.kit["distributed/torch.py"] and full.kit["scripts/lib/module.py"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give directories to other users")
+def test_a_working_directory_belongs_to_the_user_to_root_or_to_its_owner_on_the_launching_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert foreign_directory("1000:1000") == ""
+    os.chown(tmp_path, 65534, 65534)
+    assert [foreign_directory(owner) for owner in ("0:0", "1000:65534")] == ["belongs to nobody"] * 2
+    assert foreign_directory("0:65534") == ""

@@ -221,6 +221,15 @@ def test_a_default_working_directory_or_venv_of_another_user_is_not_used_on_a_se
     assert [host.find_workdir(work, "", 0), host.find_workdir("", work, NOBODY)] == [work, work]
     assert [host.owner_here({"owner": NOBODY, "user": user}) for user in (0, 1000)] == [NOBODY, 0]
     os.chown(directory / "work", 0, 0)
+    (link := directory / "link").symlink_to("work")
+    assert host.find_workdir("", str(link), 0) == work
+    os.lchown(link, NOBODY, NOBODY)
+    with pytest.raises(host.HostError, match=r"link: belongs to nobody; if you trust its files, set workdir to it"):
+        host.find_workdir("", str(link), 0)
+    (directory / "work").chmod(0o1777)  # as /tmp, which is root's
+    with pytest.raises(host.HostError, match=r"work: other users can write to it; if you trust its files, set"):
+        host.find_workdir("", work, 0)
+    (directory / "work").chmod(0o755)
     os.chown(venv.parent, NOBODY, NOBODY)
     with pytest.raises(host.HostError, match=r"work/\.venv: belongs to nobody; set python"):
         host.find_python("", work)

@@ -413,7 +413,11 @@ class LyingAboutNewFiles(LyingCommands):
 
 
 def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
-    directory: Path, tmp_path: Path, new_watch: NewWatch, capfd: pytest.CaptureFixture[str]
+    directory: Path,
+    tmp_path: Path,
+    new_watch: NewWatch,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (cwd := tmp_path / "work").mkdir()
     (cwd / "own.py").write_text("own")
@@ -423,7 +427,9 @@ def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
         (cwd / link).symlink_to(target)
     os.utime(cwd / "checkpoints/old", (1, 1))
     refused = ["../up", "/tmp/muster-absolute", ".git/config", "a/.git/hooks/x", ".venv/bin/python", "logs/r/run.json",
-               "config/node_env.sh", "own.py", "link/x", "dangling/x"]  # fmt: skip
+               "config/node_env.sh", "own.py", "link/x", "dangling/x", ".bashrc", ".ssh/rc", "results.journal",
+               "out/.muster_job", "muster/json.py", "muster/json/__init__.py"]  # fmt: skip
+    monkeypatch.setattr(new_files, "KIT", str(cwd / "muster"))
     taken = ["out/new\nn1: \x1b[2Jforged", "checkpoints/old"]
     listed = tmp_path / "listed"
     listed.write_text("".join(f"{time.time() + 9:.9f} {name}\0" for name in [*refused, *taken]) + "junk\0 \0nan x\0")

@@ -19,7 +19,7 @@ from distributed.launch import preflight
 GOOD = NodeFacts(
     python="3.11.7", torch="2.13.0", files={"a.py": "11"}, gpus=0, gpu_error="", machine="", addresses=("10.0.0.1",),
     cores=4.0, ssh_address="10.0.0.1", master="10.0.0.1", seconds=0.001, port=23456, holder=None, missing=[],
-    log_error="", nccl="2.28.9", muster="01234567",
+    directory_error="", log_error="", nccl="2.28.9", muster="01234567",
 )  # fmt: skip
 
 
@@ -46,6 +46,12 @@ def faults(*replies: Reply, port: int | None = None) -> list[str]:
 def test_a_node_that_cannot_write_run_directories_is_named() -> None:
     assert faults(node(1), node(2, log_error="/logs: Read-only file system")) == [
         "node2: no run directory can be written there: /logs: Read-only file system; choose another --log-dir"
+    ]
+
+
+def test_a_node_on_which_another_user_has_made_the_working_directory_is_named() -> None:
+    assert faults(node(1), node(2, directory_error="belongs to eve")) == [
+        "node2: the working directory belongs to eve there; see whose files the ranks would run"
     ]
 
 
