@@ -74,7 +74,7 @@ die_usage() { # <message...>
 # Entries of a directory with the sticky bit, such as /tmp, are safe. A link counts as well as its target: its owner could
 # lead it elsewhere after this check. Used where the user's variables, such as KIT, and those that bash obeys are restored.
 find_foreign() { # <path...>
-  local facts targets fact number safe=' ' owner='' uid gid mode path kit how=()
+  local facts targets fact number safe=' ' owner='' uid gid mode user path kit
   kit=$(readlink -f -- "${BASH_SOURCE[0]}") kit=${kit%/scripts/lib/*}
   local paths=("$kit" "$@")
   FOREIGN=''
@@ -92,14 +92,13 @@ find_foreign() { # <path...>
   for number in "${!facts[@]}"; do
     fact=${facts[number]} path=${paths[number]}
     [[ $safe != *" $fact "* ]] || continue
-    ((number < ${#paths[@]} / 2)) || how=(-L)
     uid=${fact%%:*} gid=${fact#*:} mode=${fact##*:}
     gid=${gid%:*} owner=${owner:-$uid}
     if [[ $uid != @("$owner"|"$EUID"|0) ]] && ! is_unmapped "$uid"; then
-      FOREIGN="$path: belongs to $(stat "${how[@]}" -c '%U (user id %u)' -- "$path"), who could run commands as you;"
-      FOREIGN+=" use a copy of your own"
+      user=$(id -nu -- "$uid" 2>/dev/null) || user=UNKNOWN
+      FOREIGN="$path: belongs to $user (user id $uid), who could run commands as you; use a copy of your own"
     elif [[ $mode == [!l]@(????w*|???????w?) && $mode != d????????[tT] ]] &&
-      { [[ $mode == ????????w? ]] || ! is_private_group "$gid" "$(stat -L -c %U -- "$path")"; }; then
+      { [[ $mode == ????????w? ]] || ! is_private_group "$gid" "$(id -nu -- "$uid" 2>/dev/null)"; }; then
       FOREIGN="$path: other users can write it (mode $(stat -L -c %a -- "$path")); call: chmod go-w $(quote "$path")"
       [[ $path/ != "$kit"/* ]] || FOREIGN="${FOREIGN%% call: *} call: chmod -R go-w $(quote "$kit")"
     fi
