@@ -51,7 +51,7 @@ def test_a_node_that_cannot_write_run_directories_is_named() -> None:
 
 def test_a_node_on_which_another_user_has_made_the_working_directory_is_named() -> None:
     assert faults(node(1), node(2, directory_error="belongs to eve")) == [
-        "node2: the working directory belongs to eve there; see whose files the ranks would run"
+        "node2: the working directory belongs to eve there; move it away, or if you trust it: --no-preflight"
     ]
 
 
