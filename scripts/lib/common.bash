@@ -295,7 +295,7 @@ list_pythons() {
 refuse_foreign_venv() {
   local facts owner mode name
   [[ ! $PWD -ef $KIT ]] || return 0
-  facts=$(stat -c '%u %A %U' -- .venv && { stat -L -c '%u %A %U' -- .venv .venv/bin || true; }) 2>/dev/null ||
+  facts=$(stat -c '%u %A %U' -- .venv 2>/dev/null && { stat -L -c '%u %A %U' -- .venv .venv/bin || true; } 2>/dev/null) ||
     die_with "$EXIT_UNFIT" "$PWD/.venv: another program changes it; name a Python with --python"
   while read -r owner mode name; do
     if [[ $owner != @("$EUID"|0) ]] && ! is_unmapped "$owner"; then
