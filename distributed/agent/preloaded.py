@@ -1,9 +1,9 @@
 """Hide modules that a process imported before its script starts, until the script imports them.
 
 A rank is a fork of a process that has imported PyTorch. Its script must find the state of a fresh interpreter:
-sys.modules has only what the script has imported, and a module in the script's directory precedes a standard module of
-the same name. PyTorch reads its environment variables before the script can change them: changes of these variables are
-detected and reported. Standard library only.
+sys.modules has only what the script has imported, with what these modules import, and a module in the script's
+directory precedes a standard module of the same name. PyTorch reads its environment variables before the script can
+change them: changes of these variables are detected and reported. Standard library only.
 
 Known difference: if a module in the script's directory has the name of a standard module, PyTorch uses the standard
 module. In a fresh interpreter, PyTorch would use the module of the script.
@@ -15,9 +15,10 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
+from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
+from importlib.util import resolve_name
 from types import ModuleType
 from typing import Any, cast
 
@@ -32,14 +33,15 @@ NATIVE = re.compile(
     "|DISTRIBUTED_DEBUG|SHOW_CPP_STACKTRACES|SYMMMEM|VITAL)"
 )
 READ_ENVIRONMENT_AT_IMPORT = ("torch", "numpy")
+Import = tuple[str, int, str, Any]  # an import statement: name, level, package, fromlist
 
 
 class Preload:
     """What a process has imported on behalf of its forks, and the side effects of these imports."""
 
-    def __init__(self, fresh: Collection[str]) -> None:
-        """fresh: names of the modules that the interpreter itself has imported."""
-        self.fresh = frozenset(fresh)
+    def __init__(self, fresh: Collection[str], imports: Mapping[str, Sequence[Import]]) -> None:
+        """fresh: names of the modules that the interpreter itself has imported. imports: what each module imports."""
+        self.fresh, self._imports = frozenset(fresh), imports
         self.filters, self.stderr = list(warnings.filters), sys.stderr
         self.read: set[str] = set()  # names of environment variables
 
@@ -59,6 +61,14 @@ class Preload:
             yield
         finally:
             os.environ.__class__ = kind
+
+    def imports_of(self, module: str) -> Iterator[str]:
+        """The names of the modules that a module has imported; some are names of attributes."""
+        for name, level, package, members in self._imports.get(module, ()):
+            imported = resolve_name("." * level + name, package) if level else name
+            parts = imported.split(".")
+            yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+            yield from (f"{imported}.{member}" for member in members)
 
     def is_read(self, name: str) -> bool:
         """Whether the imports have read this variable. Names without "_", such as HOME, are ignored."""
@@ -83,6 +93,14 @@ class HiddenModules:
     def __init__(self, preload: Preload, modules: dict[str, ModuleType], filters: Sequence[Any]) -> None:
         self._preload, self._modules, self._filters = preload, modules, filters
         self._shown: set[str] = set()
+        # Module -> names that it has added to sys.modules, such as typing.io and importlib._bootstrap.
+        self._made: dict[str, list[str]] = {}
+        for name, module in modules.items():
+            if getattr(getattr(module, "__spec__", None), "name", None) != name:
+                parent = "multiprocessing" if name == "__mp_main__" else name.rpartition(".")[0]
+                self._made.setdefault(parent, []).append(name)
+        self._handlers = getattr(modules.get("logging"), "_handlerList", ())
+        self._replaced: dict[str, str] = {}  # hidden module -> file of the script that has its name
         self._environment = dict(os.environ)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -93,7 +111,7 @@ class HiddenModules:
             return None
         found = self._find_with_other_finders(name, path)
         if not _is_same_module(module, found):
-            self._forget(name)
+            self._forget(name, found)
             return found
         if found is None:  # a package has created the module at run time, so no finder knows the module
             found = ModuleSpec(name, None, is_package=hasattr(module, "__path__"))
@@ -107,20 +125,44 @@ class HiddenModules:
         if name == "torch":  # in a fresh interpreter, `import torch` imports all modules that are hidden here
             self.reveal()
         module = self._modules[name]
-        self._show(self._with_submodules(name))
+        self._show(self._with_imports(name))
         return module
 
     def reveal(self) -> None:
         """Show all hidden modules."""
         for name, module in list(self._modules.items()):
             is_hidden_package = "." not in name and name not in sys.modules
-            if is_hidden_package and not _is_same_module(module, self._find_with_other_finders(name)):
-                self._forget(name)
+            found = self._find_with_other_finders(name) if is_hidden_package else None
+            if not _is_same_module(module, found):
+                self._forget(name, found)
+        for name, file in self._replaced.items():
+            sys.stderr.write(f"warning: {file}: hides the module {name}, which PyTorch imports; rename this file\n")
         self._show(list(self._modules))
         warnings.filters[:0] = self._filters  # type: ignore[index]
-        for handler in [reference() for reference in sys.modules["logging"]._handlerList]:
+        for handler in [reference() for reference in self._handlers]:
             if vars(handler).get("stream") is self._preload.stderr:
                 handler.stream = sys.stderr
+
+    def _with_imports(self, name: str) -> list[str]:
+        """This module, its submodules and what they import: the standard library expects these in sys.modules."""
+        found, unvisited = dict.fromkeys(self._with_submodules(name)), self._with_submodules(name)
+        same: dict[str, bool] = {}  # top-level module -> whether a fresh interpreter would find it
+        while unvisited:
+            for one in self._preload.imports_of(unvisited.pop()):
+                if one in self._modules and one not in found and one not in self._shown:
+                    top = one.partition(".")[0]
+                    if top not in same:
+                        same[top] = self._is_standard(top)
+                    if same[top]:
+                        found |= dict.fromkeys([one, *self._made.get(one, ())])
+                        unvisited.append(one)
+        return list(found)
+
+    def _is_standard(self, name: str) -> bool:
+        """Whether Python's own finders find this module. Other finders may import modules themselves."""
+        specs = (finder.find_spec(name) for finder in (BuiltinImporter, FrozenImporter, PathFinder))
+        module = self._modules.get(name) or sys.modules.get(name)
+        return module is not None and _is_same_module(module, next(filter(None, specs), None))
 
     def _show(self, names: Sequence[str]) -> None:
         for name in names:
@@ -135,7 +177,8 @@ class HiddenModules:
                 return cast(ModuleSpec, found)
         return None
 
-    def _forget(self, name: str) -> None:
+    def _forget(self, name: str, found: ModuleSpec | None) -> None:
+        self._replaced[name] = str(found and found.origin)
         for member in self._with_submodules(name):
             self._modules.pop(member, None)
 

@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, cast
 
 from distributed.agent import failure_records
 from distributed.agent.preloaded import HiddenModules, Preload
@@ -48,6 +48,7 @@ LAUNCH_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", *IMPORTLIB)  # the 
 EXIT_TIMEOUT = 60  # seconds for exit handlers of libraries
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 PR_SET_MM, PR_SET_MM_MAP = 35, 14  # prctl(2)
+_builtin_exit = sys.exit
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def run_script(script: Script, preload: Preload | None = None, output: str = "")
             preload.hide()
         _run(script)
     except SystemExit as request:
-        code = _exit_code(request.code)
+        code = _exit_code(request)
         if code and os.getpid() == process:
             _record(record, code)
     except BaseException as error:  # noqa: BLE001 (a script may raise anything)
@@ -138,6 +139,8 @@ def become_main(script: Script) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signals.use_defaults()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.version_info < (3, 12):
+        sys.exit = _sys_exit
     _reseed()
     for name, file in (("stdout", 1), ("stderr", 2)):
         if (stream := getattr(sys, name)) is not None:  # None: not open when the interpreter started
@@ -252,12 +255,29 @@ def _run(script: Script) -> None:
 # ---------------------------------------------------------------- shut down as the interpreter does
 
 
-def _exit_code(code: object) -> int:
-    """The exit code of sys.exit(code). Prints the code if it is neither None nor an integer."""
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    sys.stderr.write(f"{code}\n")
+def _exit_code(request: SystemExit) -> int:
+    """The exit code of this request, as Python's handle_system_exit() finds it. Prints a code that is no integer."""
+    code: object = request
+    with contextlib.suppress(BaseException):  # a property of a subclass
+        code = vars(request).get("_tuple", request.code)
+    if code is None:
+        return 0
+    if issubclass(type(code), int):  # isinstance() is true for a mock, too
+        number = int.__index__(cast(int, code))
+        return number & 0xFF if -(2**63) <= number < 2**63 else 0xFF
+    with contextlib.suppress(BaseException):  # stderr is closed, or the code cannot be printed
+        print(code, file=getattr(sys, "stderr", None) or sys.__stderr__)
     return 1
+
+
+def _sys_exit(status: object = None, /) -> NoReturn:
+    """sys.exit() of Python 3.10 and 3.11, where a tuple becomes the arguments of SystemExit only if this is caught."""
+    try:
+        _builtin_exit(cast(Any, status))
+    except SystemExit as request:
+        if isinstance(status, tuple):
+            vars(request)["_tuple"] = status
+        raise
 
 
 def _report(error: BaseException, record: failure_records.RankRecord | None) -> int:
@@ -273,7 +293,14 @@ def _report(error: BaseException, record: failure_records.RankRecord | None) -> 
     if record:  # written first, because a sys.excepthook of the script may wait, or raise
         _record(record, 128 + signal.SIGINT if interrupted else 1, error)
     _finish_line()
-    sys.excepthook(type(error), error, trace)
+    try:
+        sys.excepthook(type(error), error, trace)
+    except SystemExit as request:
+        return _exit_code(request)
+    except BaseException as failed:  # noqa: BLE001 (of the script's hook; or the script has deleted the hook)
+        with contextlib.suppress(BaseException):  # stderr is closed
+            sys.stderr.write(f"Error in sys.excepthook: {type(failed).__name__}: {failed}\nOriginal exception was:\n")
+        sys.__excepthook__(type(error), error, trace)
     return -signal.SIGINT if interrupted else 1
 
 

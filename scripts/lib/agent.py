@@ -6,7 +6,10 @@ Usage: python agent.py [--plain MODULE] --nproc-per-node N [torchrun's other opt
 # ruff: noqa: E402
 import sys
 
-INITIAL_MODULES = frozenset(sys.modules)  # the modules that the interpreter itself has imported
+sys.path.insert(0, __file__.rpartition("/")[0])
+import recorded_imports  # first: it has INITIAL_MODULES
+
+del sys.path[0]
 
 import gc
 import itertools
@@ -52,7 +55,7 @@ def main() -> int:
 
     from distributed.agent.preloaded import Preload
 
-    preload = Preload(INITIAL_MODULES)
+    preload = Preload(recorded_imports.INITIAL_MODULES, recorded_imports.IMPORTS)
     gc.disable()  # makes the import of PyTorch 5 % faster
     with preload.record_environment_reads():
         import torch
@@ -66,6 +69,7 @@ def main() -> int:
     from distributed.agent.fork_server import ForkServer
     from distributed.agent.worker import run_rank
 
+    recorded_imports.stop()
     server = ForkServer(partial(run_rank, preload))
 
     try:
@@ -107,6 +111,7 @@ if __name__ == "__main__":
         sys.path[0] = kit
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
     if sys.argv[1:2] == ["--patched"]:
+        recorded_imports.stop()
         from distributed.agent.attempt import run_torchrun
 
         run_torchrun(sys.argv[2], sys.argv[3:])

@@ -9,7 +9,10 @@ unchanged. OUTPUT is the directory of the rank's output files.
 # ruff: noqa: E402
 import sys
 
-INITIAL_MODULES = frozenset(sys.modules)  # the modules that the interpreter itself has imported
+sys.path.insert(0, __file__.rpartition("/")[0])
+import recorded_imports  # first: it has INITIAL_MODULES
+
+del sys.path[0]
 
 import os
 from collections.abc import Sequence
@@ -46,7 +49,9 @@ def become_rank(output: str, command: Sequence[str]) -> NoReturn:
     from distributed.agent.preloaded import Preload
     from distributed.agent.worker import Script, run_script
 
-    run_script(Script(name, tuple(arguments), is_module, tuple(sys.path[1:])), Preload(INITIAL_MODULES), output)
+    recorded_imports.stop()
+    preload = Preload(recorded_imports.INITIAL_MODULES, recorded_imports.IMPORTS)
+    run_script(Script(name, tuple(arguments), is_module, tuple(sys.path[1:])), preload, output)
 
 
 if __name__ == "__main__":

@@ -49,14 +49,17 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 # interpreter shows every change that Muster's worker code makes.
 RANK_MAIN = """
 import sys
-fresh = frozenset(sys.modules) - {"linecache"}  # imported by -c
 _, kit, *arguments = sys.argv
-path, sys.path[0] = tuple(sys.path[1:]), kit
+path, sys.path[0] = tuple(sys.path[1:]), kit + "/scripts/lib"
+import recorded_imports
+sys.path[0] = kit
 from distributed.agent.preloaded import Preload
 from distributed.agent.worker import Script, run_script
+recorded_imports.stop()
+fresh = recorded_imports.INITIAL_MODULES - {"linecache"}  # imported by -c
 is_module = arguments[0] == "-m"
 name, *arguments = arguments[1:] if is_module else arguments
-run_script(Script(name, tuple(arguments), is_module, path), Preload(fresh))
+run_script(Script(name, tuple(arguments), is_module, path), Preload(fresh, recorded_imports.IMPORTS))
 """
 RANK = [sys.executable, "-c", RANK_MAIN, str(KIT)]
 FRESH = ["env", "--default-signal=HUP", sys.executable, "-u"]  # a rank handles SIGHUP even if nohup started the tests
@@ -299,7 +302,8 @@ def test_changes_to_variables_that_pytorch_has_read_are_reported_and_the_scripts
     done = subprocess.run(command, input="typed\n", capture_output=True, text=True, timeout=TIMEOUT, check=True)
     assert done.stdout == "own typed\n"
     warned = [line.split(": ")[1] for line in done.stderr.splitlines() if line.startswith("warning: ")]
-    assert warned == ["OMP_NUM_THREADS", "PYTORCH_JIT", "TORCH_DISTRIBUTED_DEBUG"]
+    file = str(Path("pprint.py").absolute())
+    assert warned == ["OMP_NUM_THREADS", "PYTORCH_JIT", "TORCH_DISTRIBUTED_DEBUG", file]
 
 
 # ---------------------------------------------------------------- processes that a script starts
@@ -383,6 +387,19 @@ EXITS = {
     "exit True": "import sys; sys.exit(True)",
     "exit text": "import sys; sys.exit('a text')",
     "exit tuple": "raise SystemExit((1, 2))",
+    "exit with the smallest number": "import sys; sys.exit(-2**63)",
+    "exit with a tuple of a number": "import sys; sys.exit((3,))",
+    "exit with an empty tuple": "import sys; sys.exit(())",
+    "exit with a tuple is caught": "import sys\n"
+    "try:\n    sys.exit((3,))\nexcept SystemExit as e:\n    print(e.code, e.args)",
+    "exit with an integer that refuses &": "import sys\n"
+    "class Own(int):\n    __and__ = __index__ = __int__ = None\nsys.exit(Own(7))",
+    "exit with a mock of an integer": "import sys\n"
+    "class Mock:\n    __class__ = int\n    __str__ = lambda self: 'mock'\nsys.exit(Mock())",
+    "exit with a code that cannot be read": "class Own(SystemExit):\n"
+    "    @property\n    def code(self):\n        1 / 0\nraise Own(3)",
+    "exit text with no stderr": "import atexit, sys\natexit.register(print, 'bye')\n"
+    "sys.stderr = None\nsys.exit('text')",
     "os._exit": "import os; os._exit(42)",
     "SIGKILL": "import os; os.kill(os.getpid(), 9)",
     "SIGSEGV": "import os; os.kill(os.getpid(), 11)",
@@ -391,6 +408,8 @@ EXITS = {
     "syntax": "x = (",
     "no module": "import nosuchmodule",
     "own hook": "import sys\nsys.excepthook = lambda kind, error, trace: print('mine', error)\n1 / 0",
+    "own hook exits": "import atexit, sys\natexit.register(print, 'bye')\n"
+    "def hook(*error):\n    raise SystemExit(5)\nsys.excepthook = hook\n1 / 0",
     "atexit": "import atexit\natexit.register(print, 'first')\natexit.register(print, 'last')\nprint('main')",
     "atexit after exit": "import atexit, sys\natexit.register(print, 'bye')\nsys.exit(3)",
     "atexit after exception": "import atexit\natexit.register(print, 'bye')\n1 / 0",
@@ -403,6 +422,14 @@ EXITS = {
     "stderr closed": "import sys; sys.stderr.close()",
     "file on a full disk": "file = open('/dev/full', 'w'); file.write('lost')",
 }
+EXITS_WITH_OTHER_MESSAGES = {
+    "exit with a large number": "import sys; sys.exit(2**70)",
+    "exit text with stderr closed": "import atexit, sys\natexit.register(print, 'bye')\nsys.stderr.close()\n"
+    "sys.exit('text')",
+    "own hook fails": "import atexit, sys\natexit.register(print, 'bye')\nsys.excepthook = None\n1 / 0",
+    "no hook": "import atexit, sys\natexit.register(print, 'bye')\ndel sys.excepthook\n1 / 0",
+    "atexit exits": "import atexit, sys\natexit.register(print, 'bye')\natexit.register(sys.exit, 3)",
+}
 
 
 @pytest.mark.parametrize("body", EXITS.values(), ids=EXITS.keys())
@@ -412,6 +439,19 @@ def test_a_script_exits_as_in_a_fresh_interpreter(body: str) -> None:
     # Since 3.13 Python reports a file that cannot be closed, with the frame in which the object was deleted.
     stderr = re.sub(r'Traceback .*\n  File ".*/distributed/agent/worker.py", .*\n.*\n', "", rank.stderr)
     assert (rank.returncode, rank.stdout, stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
+
+
+def test_a_script_that_exits_with_a_large_number_is_a_failure() -> None:
+    done = launch(1, "import sys\nsys.exit(2**70)")
+    assert done.returncode == 255, done.stderr
+
+
+@pytest.mark.parametrize("body", EXITS_WITH_OTHER_MESSAGES.values(), ids=EXITS_WITH_OTHER_MESSAGES.keys())
+def test_a_script_exits_with_the_code_of_a_fresh_interpreter(body: str) -> None:
+    Path("script.py").write_text(body + "\n")
+    rank, fresh = run(*RANK, "script.py"), run(sys.executable, "script.py")
+    assert (rank.returncode, rank.stdout) == (fresh.returncode, fresh.stdout)
+    assert ("ZeroDivisionError" in rank.stderr) == ("ZeroDivisionError" in fresh.stderr)
 
 
 def test_the_first_failure_is_found_if_two_nodes_record_the_same_rank_and_time() -> None:
@@ -1337,6 +1377,7 @@ def test_each_rank_gets_its_share_of_the_cores(
     if before:
         monkeypatch.setenv("OMP_NUM_THREADS", before)
     entry = runpy.run_path(str(KIT / "scripts/lib/agent.py"))
+    entry["recorded_imports"].stop()
     entry["choose_threads"](entry["options_of"](arguments))
     assert os.environ.get("OMP_NUM_THREADS") == after
     assert capsys.readouterr().err == printed

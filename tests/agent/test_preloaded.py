@@ -27,18 +27,51 @@ imports = "one"
 # A rank: a process that imports the fake torch, hides it and runs the script.
 RANK = """
 import sys
-fresh = frozenset(sys.modules) - {"linecache"}  # imported by -c
+sys.path[0] = sys.argv[1] + "/scripts/lib"
+import recorded_imports
+fresh = recorded_imports.INITIAL_MODULES - {"linecache"}  # imported by -c
 sys.path[0] = sys.argv[1]
 from distributed.agent.preloaded import Preload
-preload = Preload(fresh)
+preload = Preload(fresh, recorded_imports.IMPORTS)
 with preload.record_environment_reads():
     import torch
-del torch
+recorded_imports.stop()
+del torch, recorded_imports
 sys.path[0] = sys.argv[2]
 preload.hide()
 with open(sys.argv[2] + "/script.py") as script:
     exec(script.read(), {"__name__": "__main__"})
 """
+
+
+# Imports each module in a process of its own, and prints the names that are then in sys.modules.
+IMPORT_EACH = """
+import os, sys
+for name in NAMES:
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            __import__(name)
+            result = " ".join(sorted(sys.modules))
+        except BaseException as error:
+            result = type(error).__name__
+        os.write(write, result.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        print(name, pipe.read())
+    os.wait()
+"""
+NOT_IMPORTED = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "test", "__main__"}
+# Their first import prints a warning, for which Python imports linecache and others.
+NOT_IMPORTED |= {
+    "aifc", "asynchat", "asyncore", "audioop", "binhex", "cgi", "cgitb", "chunk", "crypt", "imghdr", "imp", "mailcap",
+    "nis", "nntplib", "ossaudiodev", "pipes", "smtpd", "sndhdr", "spwd", "sre_compile", "sre_constants", "sre_parse",
+    "sunau", "telnetlib", "uu", "xdrlib",
+}  # fmt: skip
+STANDARD = sorted(
+    name for name in sys.stdlib_module_names - NOT_IMPORTED if not name.startswith(("_pyrepl", "lib2to3"))
+)
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +186,7 @@ def test_a_module_of_the_script_precedes_a_standard_module(file: str) -> None:
     Path(file).write_text("own = True\n")
     path = "import sys\nsys.path.insert(0, 'lib')\n" if file.startswith("lib") else ""
     for order in ("import pprint, torch", "import torch, pprint"):
-        assert as_rank(f"{path}{order}\nprint(pprint.own, torch.imports)") == ("True one\n", "")
+        assert as_rank(f"{path}{order}\nprint(pprint.own, torch.imports)")[0] == "True one\n"
 
 
 def test_a_directory_without_modules_is_not_a_module() -> None:
@@ -197,3 +230,45 @@ def test_a_change_of_a_variable_that_was_read_at_import_is_reported(
 
 def test_changes_after_the_import_are_not_reported() -> None:
     assert as_rank("import torch, os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport numpy, torch.nn") == ("", "")
+
+
+def test_a_standard_module_finds_all_modules_that_it_has_imported_in_sys_modules(tmp_path: Path) -> None:
+    """asyncio of Python 3.12 looks for warnings in sys.modules, codeop of 3.11 for __future__, and so on."""
+    importing = (
+        "import contextlib\nfor name in NAMES:\n    with contextlib.suppress(ImportError):\n        __import__(name)\n"
+    )
+    (tmp_path / "site/torch/__init__.py").write_text(f"NAMES = {STANDARD}\n{importing}")
+    script = f"NAMES = {STANDARD}\n{IMPORT_EACH}"
+    fresh, rank = (
+        {name: set(modules) for name, *modules in map(str.split, printed.splitlines())}
+        for printed in (run(script, "script.py")[0], as_rank(script)[0])
+    )
+    assert len(fresh) > 150 and fresh.keys() == rank.keys()
+    others = ("distutils", "_pydecimal")  # another finder finds distutils; _pydecimal has the name of decimal
+    missing = {name: lost for name in fresh if not name.startswith(others) and (lost := fresh[name] - rank[name])}
+    assert missing == {}
+    assert "asyncio" not in rank["json"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import asyncio\nasync def main():\n    process = await asyncio.create_subprocess_exec('true')\n"
+        "    print(await process.wait())\nasyncio.run(main())",
+        "import sys, concurrent.futures.process\nprint('__mp_main__' in sys.modules)",
+        "import sys, codeop\nprint(type(codeop.compile_command('x=1')))",
+    ],
+)
+def test_a_call_of_a_standard_module_works_before_torch_is_imported(script: str, tmp_path: Path) -> None:
+    (tmp_path / "site/torch/__init__.py").write_text(
+        "import asyncio, codeop, concurrent.futures.process, warnings, __future__"
+    )
+    assert as_rank(script)[0] == run(script, "script.py")[0]
+
+
+@pytest.mark.parametrize("imported", ["", "import logging\nprint(logging.__file__)\n"])
+def test_a_file_of_the_script_that_has_the_name_of_a_preloaded_module_is_named(imported: str) -> None:
+    Path("logging.py").write_text("")
+    _, stderr = as_rank(f"{imported}import torch\n")
+    file = Path("logging.py").absolute()
+    assert stderr == f"warning: {file}: hides the module logging, which PyTorch imports; rename this file\n"
