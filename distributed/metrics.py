@@ -118,8 +118,9 @@ def find(directory: str | os.PathLike[str]) -> str:
 def newest(path: str | os.PathLike[str], tail: int = TAIL) -> dict[str, Any]:
     """Return the newest number of each key in the first and the last `tail` bytes of a file.
 
-    null, NaN and infinity are returned as "NaN"; of POSITIONS, they are left out. The start is read too, as the first
-    line may be the only one with `steps`. Returns {} if the file cannot be read.
+    null, NaN and infinity are returned as "NaN", except after a number of the same step; of POSITIONS, they are left
+    out. The start is read too, as the first line may be the only one with `steps`. Returns {} if the file cannot be
+    read.
     """
     try:
         with open(path, "rb", opener=regular_file) as file:
@@ -129,6 +130,7 @@ def newest(path: str | os.PathLike[str], tail: int = TAIL) -> dict[str, Any]:
     except OSError:
         return {}
     found: dict[str, Any] = {}
+    step_of: dict[str, Any] = {}  # key -> the step of its newest number
     for line in text.splitlines():
         try:
             values = json.loads(line)
@@ -136,8 +138,10 @@ def newest(path: str | os.PathLike[str], tail: int = TAIL) -> dict[str, Any]:
             continue  # an incomplete line
         for key, value in values.items() if isinstance(values, dict) else ():
             if _is_number(value) and abs(value) < HUGE:
-                found[key] = value
+                found[key], step_of[key] = value, values.get("step")
             elif (value is None or _is_number(value)) and key not in POSITIONS:
+                if step_of.get(key) == values.get("step", -1):
+                    continue
                 found[key] = "NaN"  # strict JSON has no NaN
     found.pop("time", None)
     if found.get("step", 0) > found.get("steps", math.inf):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from distributed import metrics
+from distributed.runs.history import read_metrics
 
 KIT = Path(__file__).resolve().parents[1]
 
@@ -102,6 +103,19 @@ def test_a_file_that_cannot_be_written_is_reported_once(
     metrics.log(1, loss=1.0)
     metrics.log(2, loss=1.0)
     assert capsys.readouterr().err.count("No such file or directory; metrics are lost, the training continues") == 1
+
+
+def test_status_and_report_join_the_values_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUSTER_METRICS", str(path := tmp_path / "metrics.jsonl"))
+    metrics.log(4, loss=0.25, lr=0.2)
+    metrics.log(5, loss=0.2, lr=0.1)
+    metrics.log(5, accuracy=0.9, lr=0.1, loss=math.nan)
+    history, newest = read_metrics(path, []), metrics.newest(path)
+    assert newest == {"step": 5, "loss": 0.2, "lr": 0.1, "accuracy": 0.9}
+    assert {name: history.series(name)[-1] for name in ("loss", "lr", "accuracy")} == {
+        name: (5, newest[name]) for name in ("loss", "lr", "accuracy")
+    }
+    assert history.series("loss") == [(4, 0.25), (5, 0.2)]
 
 
 def test_newest_reads_the_start_and_the_end_of_the_file(tmp_path: Path) -> None:

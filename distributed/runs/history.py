@@ -44,7 +44,10 @@ class History:
     _lines_of: dict[str, list[MetricsLine]] = field(default_factory=dict, repr=False, compare=False)  # key -> its steps
 
     def add(self, line: MetricsLine) -> None:
-        """Add the next line of the file. A run that resumes at a step replaces the lines after that step."""
+        """Add the next line of the file. Lines of one step are joined: the last value of a key counts, except null.
+
+        A run that resumes at a step replaces the lines after that step.
+        """
         step = line["step"]
         if "event" in line:
             self.events.append(line)
@@ -59,13 +62,14 @@ class History:
             of_keys = [self._lines_of.setdefault(key, []) for key in keys]
             if any(lines and lines[-1]["step"] > step for lines in of_keys):
                 self._go_back_to(step)
-            replaced = {id(lines[-1]): lines[-1] for lines in of_keys if lines and lines[-1]["step"] == step}
-            self._forget(replaced.values())
-            start, end = (bisect(self.steps, step, key=_step) for bisect in (bisect_left, bisect_right))
-            kept = [one for one in self.steps[start:end] if id(one) not in replaced]
-            self.steps[start:end] = [*kept, line]  # not append(): lines with other keys may have higher steps
-            for lines in of_keys:
-                lines.append(line)
+            at = bisect_left(self.steps, step, key=_step)  # not always the end: other keys may have higher steps
+            if at == len(self.steps) or self.steps[at]["step"] != step:
+                self.steps.insert(at, {"step": step})
+            joined = self.steps[at]
+            for key, lines in zip(keys, of_keys, strict=True):
+                if key not in joined:
+                    lines.append(joined)
+            joined |= {key: value for key, value in line.items() if value is not None or key not in joined}
 
     def _forget(self, lines: Iterable[MetricsLine]) -> None:
         for line in lines:

@@ -342,6 +342,9 @@ def test_invalid_lines_are_counted_except_an_incomplete_last_one(tmp_path: Path)
     assert len(report.read(broken).history.steps) == 1
 
 
+VALUES = st.sampled_from([1, 2, None])
+
+
 class SimpleHistory(History):
     """History as it was: each line is compared with all others."""
 
@@ -353,8 +356,11 @@ class SimpleHistory(History):
             return
         if any(one["step"] > step and not keys.isdisjoint(one) for one in self.steps):
             self._go_back_to(step)
-        kept = [one for one in self.steps if one["step"] != step or keys.isdisjoint(one)]
-        self.steps[:] = sorted([*kept, line], key=lambda one: float(one["step"]))
+        joined = next((one for one in self.steps if one["step"] == step), None)
+        if joined is None:
+            self.steps.append(joined := {"step": step})
+            self.steps.sort(key=lambda one: float(one["step"]))
+        joined |= {key: value for key, value in line.items() if value is not None or key not in joined}
 
     def _forget(self, lines: Iterable[Json]) -> None:
         pass
@@ -365,13 +371,13 @@ class SimpleHistory(History):
         st.builds(
             lambda step, keys: {"step": float(step)} | keys,
             st.integers(0, 6),
-            st.dictionaries(st.sampled_from(["a", "b", "c", "time", "held_out_loss"]), st.just(1), max_size=3)
+            st.dictionaries(st.sampled_from(["a", "b", "c", "time", "held_out_loss"]), VALUES, max_size=3)
             | st.just({"event": "resume"}),
         ),
         max_size=25,
     )
 )
-def test_lines_replace_earlier_ones_that_share_a_key(lines: list[Json]) -> None:
+def test_lines_of_a_step_are_joined_and_an_earlier_step_replaces_later_ones_that_share_a_key(lines: list[Json]) -> None:
     found, expected = History(), SimpleHistory()
     for line in lines:
         found.add(line)
