@@ -6,10 +6,12 @@ shown. Standard library only.
 
 from __future__ import annotations
 
+import time
+
 from distributed.launch.output_lines import rank_of
 
 MOST_LINES = 5000  # lines in which steps are searched
-NEEDED = 3  # steps that the last rank alone must have printed
+NEEDED, SECONDS = 3, 2.0  # steps that the last rank alone must have printed, and time since the first of them
 
 
 class ShownRanks:
@@ -19,28 +21,35 @@ class ShownRanks:
         """chosen: the number of a rank; or auto:N, where N is the last rank, which is not the first one of its node."""
         kind, _, last = chosen.partition(":")
         self.ranks = {0 if kind == "auto" else int(kind)}
-        self._last = int(last or 0)  # 0: the choice is made
+        self._last = int(last or 0)  # 0: the choice is final
         self._steps: set[float] = set()
+        self._since = 0.0  # time of the first step
         self._lines = MOST_LINES
 
     def look(self, lines: bytes) -> None:
-        """Find out which ranks of this node print steps. lines: complete lines of all ranks of the node."""
+        """Find out which ranks of this node print steps. lines: complete lines of all ranks of the node.
+
+        Lines of different ranks arrive in any order. If another rank prints steps after the choice, the choice is undone.
+        """
         if not self._last:
             return
         from distributed.launch.output_metrics import HINT, parse, plain
 
         for line in lines.split(b"\n"):
             rank = rank_of(line) if HINT.search(line) else None
-            if rank is None:
+            if rank is None or (rank == self._last and rank in self.ranks):
                 continue
             self._lines -= 1
             values, _ = parse(plain(line)) or ({}, 0)
-            if {"step", "loss"} <= values.keys():
-                self._steps.add(values["step"])
-                if len(self._steps) == NEEDED:
-                    self.ranks.add(rank)
-                if rank != self._last or rank in self.ranks:
-                    self._last = 0
-                    return
-        if self._lines < 0:
+            if not {"step", "loss"} <= values.keys():
+                continue
+            if rank != self._last:
+                self.ranks.discard(self._last)
+                self._lines = 0
+                break
+            self._since = self._since or time.monotonic()
+            self._steps.add(values["step"])
+            if len(self._steps) >= NEEDED and time.monotonic() >= self._since + SECONDS:
+                self.ranks.add(rank)
+        if self._lines <= 0:
             self._last = 0
