@@ -29,7 +29,7 @@ class ShownRanks:
     def look(self, lines: bytes) -> None:
         """Find out which ranks of this node print steps. lines: complete lines of all ranks of the node.
 
-        Lines of different ranks arrive in any order. If another rank prints steps after the choice, the choice is undone.
+        Lines of different ranks arrive in any order. The choice is undone if another rank prints steps after it.
         """
         if not self._last:
             return
