@@ -539,7 +539,7 @@ reports_failure() {
   printf '#!/bin/sh\n[ "$4" != .venv ] || exit 1\nexec %s "$@"\n' "$(type -P stat)" >bin/stat
   chmod +x bin/stat
   PATH=$PWD/bin:$PATH run -69 env -u VIRTUAL_ENV "$SCRIPT"
-  [[ "$output" == *"$PWD/.venv: another program changes it; name a Python with --python" ]]
+  [[ "$output" == *"$PWD/.venv: missing, or another program changes it; name a Python with --python" ]]
 }
 
 

@@ -5,8 +5,9 @@ becomes a rank itself. `become_main` resets the state of the process; `run_scrip
 the interpreter does.
 
 Known differences: PyTorch has read its environment variables before the script starts (`distributed.agent.preloaded`
-detects changes), strings have the same hash on all ranks of a node, sys.meta_path has an additional finder, and if the
-output goes to a file, a real-time signal writes the stack to a file beside it (`distributed.host.stacks`).
+detects changes), strings have the same hash on all ranks of a node, sys.meta_path has an additional finder, sys.exit is
+a function of this module on Python 3.10 and 3.11, and if the output goes to a file, a real-time signal writes the stack
+to a file beside it (`distributed.host.stacks`).
 """
 
 from __future__ import annotations

@@ -74,13 +74,13 @@ def probe(
         seconds=seconds,
         port=port or free_port(),
         holder=None if port is None or port_is_free(port) else listener(port),
-        directory_error=foreign_directory(owner) if owner else "",
+        directory_error=foreign_owner(owner) if owner else "",
         log_error=write_error(logs) if logs else "",
     )
 
 
-def foreign_directory(owner: str) -> str:
-    """That another user owns the working directory; "" if this user or root does, or the same user as at the launcher.
+def foreign_owner(owner: str) -> str:
+    """That another user owns the working directory; "" if this user, root or the same user as at the launcher does.
 
     owner: see probe(). If the launching user has another id here, the owner there does not count.
     """

@@ -34,7 +34,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -802,7 +802,7 @@ def find_workdir(requested: str, default: str, owner: int) -> str:
     that: it and the links to it must belong to this user, root or `owner`, as on the dispatcher's machine, and others
     must not be able to write to it. Raises HostError.
     """
-    is_default, owners = not requested, (os.geteuid(), 0, owner)
+    is_default = not requested
     if not requested:
         conventional = os.path.join(home(), "ml-customization")
         requested = conventional if os.path.isdir(conventional) else default
@@ -811,17 +811,19 @@ def find_workdir(requested: str, default: str, owner: int) -> str:
         raise HostError(f"workdir {requested}: no such directory on {os.uname().nodename}; set workdir, or use --sync")
     if not os.access(found, os.W_OK | os.X_OK):
         raise HostError(f"workdir {requested}: not writable by this user; set another workdir")
-    if is_default:
-        directory = os.stat(found)
-        links = [
-            one for path in (found, *map(str, Path(found).parents)) if stat.S_ISLNK((one := os.lstat(path)).st_mode)
-        ]
-        problems = [f"belongs to {user_name(one.st_uid)}" for one in (directory, *links) if one.st_uid not in owners]
-        if directory.st_mode & stat.S_IWOTH:
-            problems.append("other users can write to it")
-        if problems:
-            raise HostError(f"workdir {requested}: {problems[0]}; if you trust its files, set workdir to it")
+    if is_default and (problem := foreign_workdir(found, (os.geteuid(), 0, owner))):
+        raise HostError(f"workdir {requested}: {problem}; if you trust its files, set workdir to it")
     return os.path.realpath(found)
+
+
+def foreign_workdir(path: str, owners: Collection[int]) -> str:
+    """That others own a directory or a link to it, or can write to it; "" if only these owners do and can."""
+    facts = [os.lstat(one) for one in (Path(path), *Path(path).parents)]
+    directory, links = os.stat(path), [one for one in facts if stat.S_ISLNK(one.st_mode)]
+    for one in (directory, *links):
+        if one.st_uid not in owners:
+            return f"belongs to {user_name(one.st_uid)}"
+    return "other users can write to it" if directory.st_mode & stat.S_IWOTH else ""
 
 
 def find_python(requested: str, workdir: str) -> list[str]:

@@ -93,10 +93,9 @@ class NewFiles:
 
     def _is_obeyed(self, name: str, parts: Sequence[str]) -> bool:
         """Whether programs obey a file of this name: git, Muster, shells in a home directory, Python in Muster's."""
-        is_program = name.endswith(tuple(all_suffixes())) and Path(os.path.realpath(self._cwd), name).is_relative_to(
-            KIT
-        )
-        return is_program or name.startswith(".") or name.endswith(".journal") or not NOT_SENT.isdisjoint(parts)
+        path = Path(os.path.realpath(self._cwd), name)
+        is_module = path.is_relative_to(KIT) and name.endswith(tuple(all_suffixes()))
+        return is_module or name.startswith(".") or name.endswith(".journal") or not NOT_SENT.isdisjoint(parts)
 
     def _matches(self, name: str) -> bool:
         """Whether a name, or a directory above it, matches a pattern."""

@@ -76,10 +76,8 @@ def incompatible_nodes(nodes: Mapping[str, NodeFacts], processes: Mapping[str, i
             remedy = "install it for that Python: python -m pip install -r requirements-trackers.txt"
             yield name, f"the package {package} is not installed, and the settings enable this tracker; {remedy}"
         if node.directory_error:
-            yield (
-                name,
-                f"the working directory {node.directory_error} there; move it away, or if you trust it: --no-preflight",
-            )
+            remedy = "move it away, or if you trust it: --no-preflight"
+            yield name, f"the working directory {node.directory_error} there; {remedy}"
         if node.log_error:
             yield name, f"no run directory can be written there: {node.log_error}; choose another --log-dir"
         if node.gpu_error:

@@ -20,7 +20,7 @@ run starts COMMAND in a new session and waits until it exits:
                      0: return when COMMAND has started; it continues without a launcher, see launch/follow.py
   --terminals LIST   numbers of the streams on which a progress bar stays on one line: 1 (standard output), 2 (standard
                      error), or 12 (both streams, if they are the same terminal)
-  --console-rank N   the ranks whose lines are shown, see launch/shown_ranks.py (default: 0)
+  --console-rank R   the ranks whose lines are shown, see launch/shown_ranks.py (default: 0)
   --timeout SECONDS  stop COMMAND after this time (default: never)
   --report           when no process remains, report the exit code on standard output; see launch/node_reports.py
   --restarts         COMMAND may be an agent that waits for the next attempt; see launch/node_reports.py

@@ -440,8 +440,10 @@ class Watch:
                 self.node_failed(UNFIT if client.code == UNREACHABLE else client.code)
             elif client.code:
                 for node in sorted(self.unended):
-                    code = read_code(str(self.directory / f"node_{node}.exit"))
-                    (self.node_lost if code is None else self.node_ended)(node, UNFIT if code is None else code)
+                    if (code := read_code(str(self.directory / f"node_{node}.exit"))) is None:
+                        self.node_lost(node)
+                    else:  # output of the login shell may have damaged its report
+                        self.node_ended(node, code)
             self.unended.clear()
 
     def _unreported(self, node: str, client: Client) -> None:

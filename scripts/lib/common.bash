@@ -71,8 +71,9 @@ die_usage() { # <message...>
 
 # Set FOREIGN to why another user can change Muster's directory or one of these files and directories, because of its
 # owner or mode, as OpenSSH's StrictModes does; empty if only the caller, root and the owner of Muster's directory can.
-# Entries of a directory with the sticky bit, such as /tmp, are safe. A link counts as well as its target: its owner could
-# lead it elsewhere after this check. Used where the user's variables, such as KIT, and those that bash obeys are restored.
+# Entries of a directory with the sticky bit, such as /tmp, are safe. A link counts as well as its target: its owner
+# could lead it elsewhere after this check. Used where the user's variables, such as KIT, and those that bash obeys are
+# restored.
 find_foreign() { # <path...>
   local facts targets fact number safe=' ' owner='' uid gid mode user path kit
   kit=$(readlink -f -- "${BASH_SOURCE[0]}") kit=${kit%/scripts/lib/*}
@@ -295,8 +296,8 @@ list_pythons() {
 refuse_foreign_venv() {
   local facts owner mode name
   [[ ! $PWD -ef $KIT ]] || return 0
-  facts=$(stat -c '%u %A %U' -- .venv 2>/dev/null && { stat -L -c '%u %A %U' -- .venv .venv/bin || true; } 2>/dev/null) ||
-    die_with "$EXIT_UNFIT" "$PWD/.venv: another program changes it; name a Python with --python"
+  facts=$(exec 2>/dev/null && stat -c '%u %A %U' -- .venv && { stat -L -c '%u %A %U' -- .venv .venv/bin || true; }) ||
+    die_with "$EXIT_UNFIT" "$PWD/.venv: missing, or another program changes it; name a Python with --python"
   while read -r owner mode name; do
     if [[ $owner != @("$EUID"|0) ]] && ! is_unmapped "$owner"; then
       die_with "$EXIT_UNFIT" "$PWD/.venv: belongs to $name (user id $owner)," \

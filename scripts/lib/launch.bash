@@ -232,7 +232,8 @@ set_run_options() { # <argument of run_nodes...>
   RUN_OPTIONS=("$program" "$@" "--program=$PROGRAM" "--cwd=$PWD" "--log-dir=$LOG_DIR" "--name=${name%.py}"
     "--script=${MODULE:-${WORK[0]}}" ${CONFIG_ARGS:+"--config=$CONFIG"} "--python=$PYTHON" "--node-env=$(node_env)"
     --grace "$GRACE" --max-restarts "$MAX_RESTARTS" ${HANG_TIMEOUT:+--hang-timeout "$HANG_TIMEOUT"}
-    --console-rank "$CONSOLE_RANK" ${PROGRESS:+"--progress=$PROGRESS"} ${LEASE:+--lease "$LEASE"} ${ATTACH:+"--attach=$ATTACH"})
+    --console-rank "$CONSOLE_RANK" ${PROGRESS:+"--progress=$PROGRESS"}
+    ${LEASE:+--lease "$LEASE"} ${ATTACH:+"--attach=$ATTACH"})
   [[ ! ${MASTER_ADDR-}${MASTER_PORT-} ]] || RUN_OPTIONS+=(--master "${MASTER_ADDR-}" "${MASTER_PORT-}")
   for node in "${NODES[@]}"; do
     RUN_OPTIONS+=(--node "$node" "${NPROC_OF[$node]}" "${ADDRESS[$node]-}")

@@ -16,7 +16,7 @@ import pytest
 
 from distributed.health.cluster import facts_of
 from distributed.host.facts import FullNodeFacts
-from distributed.host.probe import foreign_directory, main, probe
+from distributed.host.probe import foreign_owner, main, probe
 from distributed.host.replies import Reply
 
 
@@ -52,7 +52,7 @@ def test_a_working_directory_belongs_to_the_user_to_root_or_to_its_owner_on_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert foreign_directory("1000:1000") == ""
+    assert foreign_owner("1000:1000") == ""
     os.chown(tmp_path, 65534, 65534)
-    assert [foreign_directory(owner) for owner in ("0:0", "1000:65534")] == ["belongs to nobody"] * 2
-    assert foreign_directory("0:65534") == ""
+    assert [foreign_owner(owner) for owner in ("0:0", "1000:65534")] == ["belongs to nobody"] * 2
+    assert foreign_owner("0:65534") == ""
