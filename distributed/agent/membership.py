@@ -407,7 +407,8 @@ class Membership:
             self.members = self._coordinator.members if self._coordinator else self._read_members(store)
             self._complete = True
         self.first_end = self.first_end or read_end(store)
-        self._end = self._end or self.first_end
+        if self.first_end and not self._end:  # never write None: the agent may report the end at the same time
+            self._end = self.first_end
         self._all_done = self._all_done or bool(read_value(store, "all done"))
         if self._end and (shared := read_value(store, "records", {"complete": bool, "records": Mapping[str, object]})):
             names = {rank: member["node"] for rank, member in self.members.items() if rank != self.rank}
@@ -415,7 +416,8 @@ class Membership:
                 rank: records_of(name, shared["records"].get(str(rank), {})) for rank, name in names.items()
             }
             self._has_records = shared["complete"]
-        self._closed = self._closed or (not self._coordinator and bool(read_value(store, "closing")))
+        if not self._coordinator and read_value(store, "closing"):
+            self._closed = True
 
     def _read_members(self, store: Store) -> dict[int, MemberFacts]:
         """All members, with their names only. Names are read from the store only if the launcher passed none."""

@@ -462,6 +462,26 @@ def test_all_nodes_report_a_node_without_heartbeats_as_lost(join: Join, monkeypa
     assert one.end() == three.end() == RunEnd("node2", 69, "connection lost", lost=True)
 
 
+def test_a_node_that_closes_while_its_thread_reads_the_store_stays_closed(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, two = joined_members(join, size=2)
+    closing, read_value = threading.Event(), membership.read_value
+
+    def read_slowly(store: Store, key: str, kind: Any = object) -> Any:
+        value = read_value(store, key, kind)
+        if key == "closing":
+            closing.set()
+            assert becomes_true(lambda: two._closed)
+        return value
+
+    monkeypatch.setattr(membership, "read_value", read_slowly)
+    membership.publish_news(two._store, "test", True)  # type: ignore[arg-type]
+    assert closing.wait(TIMEOUT)
+    two.close()
+    assert becomes_true(lambda: not two._thread.is_alive())
+
+
 def test_a_stop_signal_after_a_node_was_lost_does_not_change_the_exit_code(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
