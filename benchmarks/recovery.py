@@ -9,11 +9,12 @@ that takes longer than 30 s counts as failed. The launchers that are compared (t
   a store.
 - On laboratory nodes of 2 ranks, launch_torchrun_auto.sh. Without --before, it has no baseline.
 
-With --before, the launchers of another checkout of Muster are measured too, for example of an earlier commit in a git
-worktree. For each launcher of Muster, the events of one recovery, that of median duration, are printed too. Only the
-laboratory nodes need root.
+With --lines, launch_singlenode.sh is compared with itself: ranks that have logged 1,000 lines of metrics, and ranks
+that have logged more. With --before, the launchers of another checkout of Muster are measured too, for example of an
+earlier commit in a git worktree. For each launcher of Muster, the events of one recovery, that of median duration, are
+printed too. Only the laboratory nodes need root.
 
-    python -m benchmarks.recovery [--pairs 7] [--ranks 2 4] [--nodes 3] [--before DIR]
+    python -m benchmarks.recovery [--pairs 7] [--ranks 2 4] [--nodes 3] [--before DIR] [--lines 1000000]
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -38,6 +39,11 @@ from benchmarks.pairs import ratio_of
 
 SCRIPT = """
 import os, sys, time
+
+if os.environ["RANK"] == os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ.get("LINES"):
+    with open(os.environ["MUSTER_METRICS"], "w") as metrics:
+        for step in range(int(os.environ["LINES"])):
+            metrics.write('{"step": %d, "time": %d, "loss": 2.31, "lr": 0.001}\\n' % (step, 1700000000 + step))
 
 def write(event):
     file.write(f"{event} {os.environ['RANK']} {os.getpid()} {time.time()}\\n")
@@ -212,6 +218,16 @@ def on_this_machine(script: Path, ranks: int, checkouts: Mapping[str, Path]) -> 
     }
 
 
+def with_lines(sides: Mapping[str, Side], lines: int) -> dict[str, Side]:
+    """The sides of Muster, each with many and with few lines of metrics."""
+    return {
+        f"{name}, {count:,} lines": replace(side, environment={"LINES": str(count)})
+        for name, side in sides.items()
+        for count in (lines, 1000)
+        if side.is_muster
+    }
+
+
 def on_nodes(script: Path, names: Sequence[str], checkouts: Mapping[str, Path]) -> dict[str, Side]:
     """The launcher of each checkout."""
     arguments = ["--env", "OMP_NUM_THREADS=1", "-", str(NODE_RANKS), *names, "--"]
@@ -267,6 +283,7 @@ def main() -> int:
     options.add_argument("--pairs", type=int, default=7, help="measurements of each side")
     options.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="on this machine")
     options.add_argument("--nodes", type=int, default=3, help="laboratory nodes of 2 ranks; 0: none")
+    options.add_argument("--lines", type=int, metavar="N", help="lines of metrics, against 1,000, on this machine")
     options.add_argument("--before", type=Path, metavar="DIR", help="another checkout of Muster")
     arguments = options.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -277,6 +294,7 @@ def main() -> int:
         script.write_text(SCRIPT)
         for ranks in arguments.ranks:
             sides = on_this_machine(script, ranks, checkouts)
+            sides = with_lines(sides, arguments.lines) if arguments.lines else sides
             measure(f"{ranks} ranks on this machine", sides, script, ranks, arguments.pairs)
     if arguments.nodes:
         with nodes(arguments.nodes, prefix="recovery") as (names, directory):

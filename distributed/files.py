@@ -31,7 +31,7 @@ def write_file(path: str | os.PathLike[str], content: str | bytes, mode: int = P
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:  # also that of a signal handler
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise

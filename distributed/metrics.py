@@ -27,6 +27,7 @@ FROM_TENSORBOARD = "metrics_from_tensorboard.jsonl"  # in the run directory, see
 ORIGINS = {"metrics.jsonl": "", FROM_TENSORBOARD: "from TensorBoard", FROM_OUTPUT: "from the output"}
 RESERVED = ("time", "event", "rank_seconds", "wait_share")  # keys that train.py and append() write
 TAIL = 64 * 1024  # bytes read from each end of a file
+MAX_TAIL = 1 << 20
 MAX_READ = 64 << 20  # bytes read from the end of a file
 HUGE = 1e100  # readers treat larger numbers as infinity, so that sums and scales stay finite
 STEP_LIMIT = 2**53  # larger integers are not exact as floats
@@ -149,22 +150,26 @@ def newest(path: str | os.PathLike[str], tail: int = TAIL) -> dict[str, Any]:
     return found
 
 
-def last_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """The lines in the last MAX_READ bytes of a file; longer ones than TAIL bytes are split. Raises OSError."""
+def last_lines(path: str | os.PathLike[str], most: int | None = None) -> Iterator[bytes]:
+    """The lines in the last `most` bytes of a file (default: MAX_READ). Raises OSError.
+
+    Lines that are longer than TAIL bytes are split.
+    """
+    most = MAX_READ if most is None else most
     with open(path, "rb", opener=regular_file) as file:
-        if (size := os.fstat(file.fileno()).st_size) > MAX_READ:
-            file.seek(size - MAX_READ)
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            file.seek(size - most)
             file.readline(TAIL)
         yield from iter(lambda: file.readline(TAIL), b"")
 
 
 def furthest(path: str | os.PathLike[str]) -> int | None:
-    """Return the highest step in the last MAX_READ bytes of a file, over all attempts; None if there is no step."""
-    highest: int | None = None
-    with contextlib.suppress(OSError):
-        for line in last_lines(path):
-            # Skip incomplete lines, and lines without a step.
-            with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-                step = int(json.loads(line)["step"])
-                highest = step if highest is None else max(step, highest)
-    return highest
+    """Return the highest step in the last TAIL bytes of a file or, if these have no step, in more; None: no step."""
+    steps: list[int] = []
+    for most in (TAIL, MAX_TAIL):
+        with contextlib.suppress(OSError):
+            for line in () if steps else last_lines(path, most):
+                # Skip incomplete lines, and lines without a step.
+                with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                    steps.append(int(json.loads(line)["step"]))
+    return max(steps, default=None)

@@ -101,7 +101,9 @@ node_of() { # <attempt> <rank>
   ranks_at_work 1 2
   kill -SEGV "$(rank_of 1 0)"
   ranks_at_work 2 2
+  [ ! -e logs/latest/report.html ] # no attempt waits for it
   succeeds
+  [[ "$(grep -c '^report ' out)" == 1 && "$(tail -n 1 out)" == "report "*/report.html && -s logs/latest/report.html ]]
   [ "$(agent_of 0 0)" = "$(agent_of 2 1)" ]
   node=$(uname -n)
   grep -qF "rank 1 on $node died of SIGKILL" logs/latest/attempt_1/verdict.json

@@ -162,6 +162,14 @@ def test_furthest_is_the_highest_step_of_all_attempts(
     assert metrics.furthest(file) == step
 
 
+def test_the_furthest_step_is_in_the_last_lines_and_one_may_be_long(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 9}\n' + '{"step": 3}\n' * 10_000)
+    assert metrics.furthest(path) == 3
+    path.write_text('{"step": 9}\n' + f'{{"loss": "{"x" * 200_000}"}}\n')
+    assert metrics.furthest(path) == 9
+
+
 def test_only_the_end_of_a_huge_file_is_read_and_a_line_without_an_end_is_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

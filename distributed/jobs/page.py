@@ -43,8 +43,8 @@ MAX_CHARTS = 60  # jobs with their own chart
 MAX_TRACKS = 256  # slots on the timeline
 MAX_COLUMNS = 12  # columns of settings in the table, and as many of metrics
 MAX_POINTS = 20_000  # in the chart of all jobs
-MAX_LINES = 100_000  # lines of each kind (see history.read_metrics) read from all metrics files together
-MIN_LINES = 200  # lines of each kind read from each metrics file, even if MAX_LINES is then exceeded
+MAX_LINES = 100_000  # lines read from all metrics files together, see history.read_metrics()
+MIN_LINES = 200  # lines read from each metrics file, even if MAX_LINES is then exceeded
 MAX_NOTES = 20
 LABEL_LENGTH = 24  # characters of a job's name at its curve
 

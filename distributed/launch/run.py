@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
 from distributed.files import KIT, read_json, write_json
+from distributed.host import signals
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
 from distributed.launch.hang_check import schedule_hang_check
@@ -55,7 +56,12 @@ if TYPE_CHECKING:
 
 MAX_STALLED = 3  # consecutive restarts without progress before giving up
 PROGRESS_SECONDS = 300.0  # an attempt that logs no steps has made progress when it ran this long
+REPORT_TIMEOUT = 30  # seconds
 ATTEMPT_FILES = ("errors", "ranks", "verdict.json", "hang.json", "node_*")  # other files belong to the whole run
+
+
+class ReportEnded(BaseException):
+    """The report is not written. No Exception: the report ignores some of these while it reads files."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -346,12 +352,13 @@ class Launch:
             from distributed.launch.new_files import NewFiles
 
             NewFiles(watch, self.synced, options.log_dir, options.fetch).report(self.targets)
-        self._notify("end")
         if options.max_requeues is not None:
             from distributed.launch.requeue import EndedRun, requeue_if_stopped
 
             ended = EndedRun(directory, self.code, watch.signal, self.made_progress(), self.last_step)
             requeue_if_stopped(ended, options.slurm_job[-1], options.max_requeues, self.console.record)
+        self.write_report()
+        self._notify("end")
         self.flush()
         watch.notifier.wait()
         return self.code
@@ -443,16 +450,40 @@ class Launch:
         return NodeLogs(self.watch, self.options.sync)
 
     def report_verdict(self) -> int:
-        """Find the first failure, write the report, and print the verdict. Returns the exit code of the run."""
-        from distributed.runs.verdict import RESUME, conclude, write_report
+        """Find the first failure, and print the verdict. Returns the exit code of the run."""
+        from distributed.runs.verdict import RESUME, conclude
 
         stopped, code = self.watch.signal, self.watch.status
         if stopped:
             code = INTERRUPTED if stopped == signal.SIGINT else TERMINATED
         resume = RESUME if self.options.max_requeues is None else ""  # requeue.py prints whether the job is requeued
         code, text = conclude(self.directory, code, bool(stopped), resume, self.watch.stopped_at, self.watch.clocks)
-        self.console.show(printable(text + write_report(self.directory), LAYOUT).encode(), 2)
+        self.console.show(printable(text, LAYOUT).encode(), 2)
         return code
+
+    def write_report(self) -> None:
+        """Write report.html, and print its path. A signal, or REPORT_TIMEOUT, ends this; the next signal kills."""
+        from distributed.runs import report
+
+        numbers = [number for number in STOPPING_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+        def give_up(received: int, frame: object) -> None:
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL)
+            name = signals.name(received)
+            raise ReportEnded(f"it took {REPORT_TIMEOUT} s" if received == signal.SIGALRM else f"received {name}")
+
+        for number in (*numbers, signal.SIGALRM):
+            signal.signal(number, give_up)
+        try:
+            signal.alarm(REPORT_TIMEOUT)
+            line = f"report {report.write(self.directory)}"
+            signal.alarm(0)
+        except (Exception, ReportEnded) as error:  # noqa: BLE001 - the exit code must not depend on the report
+            signal.alarm(0)
+            remedy = quote([f"{KIT}/scripts/report.sh", str(self.directory)])
+            line = f"report.html: not written: {error}; to write it: {remedy}"
+        self._print(line)
 
     def _notify(self, event: str, message: str = "") -> None:
         """Notify of the verdict on the last attempt. message: the beginning of the text."""
@@ -488,14 +519,18 @@ class Launch:
         return (self.last_step is None or self.step_is_guessed) and self.seconds >= PROGRESS_SECONDS
 
     def _furthest_step(self) -> int | None:
-        """The highest step that the run has logged or, if it logs none, that was found in its output."""
+        """The highest step that the run has logged or, if it logs none, that was found in its output.
+
+        Only the end of the file is read, so the highest step that is known already counts too.
+        """
         path = self.directory / "metrics.jsonl"
-        self.step_is_guessed = not path.exists()
+        before, self.step_is_guessed = self.step_is_guessed, not path.exists()
         if self.step_is_guessed and not (path := self.directory / "metrics_from_output.jsonl").exists():
             return None
         from distributed.metrics import furthest
 
-        return furthest(path)
+        known = (furthest(path), self.last_step if before == self.step_is_guessed else None)
+        return max((step for step in known if step is not None), default=None)
 
     def flush(self) -> None:
         """Wait until the console has received everything, or was closed. Until then, a signal ends this process."""

@@ -23,9 +23,11 @@ from distributed.metrics import MAX_METRICS, MAX_READ, RESERVED, STEP_LIMIT, las
 from distributed.runs.records import is_time, listed, number
 
 EVENT_FILES_TIMEOUT = 60.0  # seconds
-MAX_LINES = 300_000  # of each kind, of one file
-MAX_EARLIER = 1000  # attempts whose replaced lines are kept
+MAX_LINES = 20_000  # of one file
+MAX_EARLIER = 20  # attempts whose replaced lines are kept, the last ones
 SHORTEST = len('{"step":0}')  # no shorter line is valid
+VALUES = b"0123456789.eE+-, \t\r\n"  # what may differ between lines of one kind
+GOLDEN_RATIO = (math.sqrt(5) + 1) / 2
 NOT_PLOTTED = {"step", "time", "steps", "held_out_loss"}
 
 Point = tuple[float, float]  # step, value; the value is NaN if it was not a number
@@ -86,7 +88,7 @@ class History:
                 others += lines[max(0, keep - 1) :]  # with the last common step
                 del lines[keep:]
         if undone.steps or undone.held_out:
-            self.earlier = [*self.earlier[-MAX_EARLIER:], undone]
+            self.earlier = [*self.earlier[1 - MAX_EARLIER :], undone]
 
     def names(self) -> list[str]:
         """The names of all logged values, in the order of their first line."""
@@ -139,18 +141,20 @@ def read_event_files(directory: Path) -> None:
 def read_metrics(path: Path, notes: list[str], most: int = MAX_LINES) -> History:
     """Read metrics.jsonl, of a large file the end. Appends notes about what was left out and read errors to `notes`.
 
-    most: read at most about this many lines of each kind (steps, held-out losses, events), evenly spaced.
+    most: read at most about this many lines, see _Selection.
     """
     history, names, too_many = History(), {"loss", "event", *NOT_PLOTTED, *RESERVED}, False
-    lines, invalid = _read_lines(path, notes)
-    for text in _select(lines, most, path.name, notes):
+    selection, invalid = _select(path, most, notes)
+    for text in (selected := selection.lines()):
         line = _parse(text.decode(errors="replace"))
-        invalid += line is None and text.endswith(b"\n")
+        invalid += line is None and text.endswith(b"\n")  # an incomplete last line is normal after SIGKILL
         if line:
             names.update(islice((key for key in line if key not in names), max(0, MAX_METRICS - len(names))))
             known = {key: value for key, value in line.items() if key in names}
             too_many = too_many or len(known) < len(line)
             history.add(known)
+    if len(selected) < selection.count:
+        notes.append(f"{path.name}: {len(selected):,} of {selection.count:,} lines are shown, evenly spaced")
     if too_many:
         notes.append(f"{path.name}: only the first {MAX_METRICS:,} names are read")
     if invalid:
@@ -158,16 +162,13 @@ def read_metrics(path: Path, notes: list[str], most: int = MAX_LINES) -> History
     return history
 
 
-def _read_lines(path: Path, notes: list[str]) -> tuple[list[bytes], int]:
-    """The lines of a file that may be valid, and the number of others. An incomplete last line is normal after SIGKILL.
-
-    Empty lines and objects are not kept: a file may have millions.
-    """
-    lines, others = [], 0
+def _select(path: Path, most: int, notes: list[str]) -> tuple[_Selection, int]:
+    """The selection of the lines that may be valid, and the number of others: empty lines and objects."""
+    selection, others = _Selection(most), 0
     try:
         for text in last_lines(path):
             if len(text) >= SHORTEST:
-                lines.append(text)
+                selection.add(text)
             else:
                 others += text.endswith(b"\n")
         if os.path.getsize(path) > MAX_READ:
@@ -176,20 +177,50 @@ def _read_lines(path: Path, notes: list[str]) -> tuple[list[bytes], int]:
         pass
     except OSError as error:
         notes.append(f"{path.name}: cannot be read further ({error.strerror})")
-    return lines, others
+    return selection, others
 
 
-def _select(lines: list[bytes], most: int, name: str, notes: list[str]) -> list[bytes]:
-    """At most about `most` lines of each kind, including the last line of each kind."""
-    if len(lines) <= most:
-        return lines
-    kinds: dict[tuple[bool, ...], list[int]] = {}
-    for n, text in enumerate(lines):
-        kinds.setdefault((b'"event"' in text, b'"held_out_loss"' in text), []).append(n)
-    kept = {n for kind in kinds.values() for n in (*kind[:: math.ceil(len(kind) / most)], kind[-1])}
-    if len(kept) < len(lines):
-        notes.append(f"{name}: {len(kept):,} of {len(lines):,} lines are shown, evenly spaced")
-    return [lines[n] for n in sorted(kept)]
+class _Selection:
+    """At most `most` lines of a file, and the last line of each kind. All lines of rare kinds are kept.
+
+    Lines of one kind have the same names and events, as far as this shows without parsing. Of a kind with many lines,
+    evenly spaced ones are kept: line n if the fractional part of n times the golden ratio is below the share of the
+    kind. Every 2nd, 4th or 8th line would leave out a name that differs in its digits, such as loss_1 and loss_2 in
+    turn.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.count = 0  # of all lines
+        self._most, self._kept = most, 0
+        self._kinds: dict[bytes, list[tuple[float, int, bytes]]] = {}  # fractional part, number and text of each line
+        self._shares: dict[bytes, float] = {}
+        self._last: dict[bytes, tuple[int, bytes]] = {}
+
+    def add(self, text: bytes) -> None:
+        """Add the next line of the file."""
+        kind = text.translate(None, VALUES)
+        if kind not in self._kinds and len(self._kinds) >= MAX_METRICS:
+            kind = b""
+        kept = self._kinds.setdefault(kind, [])
+        self._last[kind] = self.count, text
+        part = self.count * GOLDEN_RATIO % 1.0
+        if part < self._shares.setdefault(kind, 1.0):
+            kept.append((part, self.count, text))
+            self._kept += 1
+            if self._kept > self._most:
+                self._halve(max(self._kinds, key=lambda one: len(self._kinds[one])))
+        self.count += 1
+
+    def _halve(self, kind: bytes) -> None:
+        self._shares[kind] /= 2
+        kept = [line for line in self._kinds[kind] if line[0] < self._shares[kind]]
+        self._kept += len(kept) - len(self._kinds[kind])
+        self._kinds[kind] = kept
+
+    def lines(self) -> list[bytes]:
+        """The selected lines, in the order of the file."""
+        selected = {n: text for lines in self._kinds.values() for _, n, text in lines} | dict(self._last.values())
+        return [selected[n] for n in sorted(selected)]
 
 
 def _parse(text: str) -> MetricsLine | None:

@@ -27,7 +27,7 @@ from distributed import metrics
 from distributed.files import KIT, write_file
 from distributed.runs import charts, ranks
 from distributed.runs.charts import Line, Mark, compact, duration, number_text
-from distributed.runs.history import History, Point, read_event_files, read_metrics
+from distributed.runs.history import MAX_EARLIER, History, Point, read_event_files, read_metrics
 from distributed.runs.lookup import RunLookupError, find, resolve
 from distributed.runs.node_log import read_log
 from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, section, spans, tile_list
@@ -94,7 +94,7 @@ def read(directory: Path) -> RunRecords:
     notes += node_changes(run)
     found = Path(metrics.find(directory) or directory / "metrics.jsonl")
     history = read_metrics(found, notes)
-    history.earlier[:0] = _resumed_from(directory, history)
+    history.earlier = [*_resumed_from(directory, history), *history.earlier][-MAX_EARLIER:]
     started = None
     with contextlib.suppress(ValueError):
         started = datetime.fromisoformat(str(run.get("started")))
@@ -277,7 +277,7 @@ def training_tiles(run: RunRecords) -> Iterator[Tile]:
 def run_tiles(run: RunRecords) -> Iterator[Tile]:
     """A tile for each known value: time, ranks, model and resource usage."""
     history, usage = run.history, run.usage
-    times = [run.start, number(run.verdict.get("time")), *history.times(), *usage.attempts, usage.last]
+    times = [run.start, number(run.verdict.get("time")), *history.times(), *usage.attempts.values(), usage.last]
     if len(times := [time for time in times if is_time(time)]) > 1:
         seconds = finite(history.series("step_seconds"))
         note = f"{duration(statistics.median(seconds))} per step" if seconds else ""
@@ -350,7 +350,8 @@ def training_charts(run: RunRecords, all_marks: Sequence[Mark], events: Sequence
     earlier = [*earlier_lines(history, "loss"), *earlier_lines(history, "held_out_loss")]
     notes = ["nats per token"] if run.settings_json else []
     notes += [run.origin] if run.origin else []
-    notes += ["dashed: earlier attempts"] if earlier else []
+    last = f"the last {MAX_EARLIER} " * (len(history.earlier) == MAX_EARLIER)
+    notes += [f"dashed: {last}earlier attempts"] if earlier else []
     notes += ["ticks on the axis: checkpoints"] if len(all_marks) > len(events) else []
     losses = earlier + charts.smoothed(Line("training", history.series("loss"), "train", "training"))
     losses.append(Line("held-out", history.held_out_losses(), "held-out", "held-out"))
@@ -395,9 +396,9 @@ def waiting_chart(history: History, events: Sequence[Mark]) -> str:
 
 
 def usage_charts(run: RunRecords) -> str:
-    """Resource usage of each rank over time, in all attempts."""
-    begin = min((time for time in (run.start, *run.usage.attempts) if is_time(time)), default=0.0)
-    restarts = [Mark(time - begin, f"attempt {n}") for n, time in enumerate(run.usage.attempts, 1) if n > 1]
+    """Resource usage of each rank over time."""
+    begin = min((time for time in (run.start, *run.usage.attempts.values()) if is_time(time)), default=0.0)
+    restarts = [Mark(time - begin, f"attempt {n}") for n, time in run.usage.attempts.items() if n > 1]
     small = []
     for kind, (title, unit, factor) in USAGE.items():
         by_rank = {

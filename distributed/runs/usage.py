@@ -1,4 +1,4 @@
-"""Read the resource usage of ranks over time, in all attempts of a run, from node_<name>.samples.jsonl.
+"""Read the resource usage of ranks over time, in the attempts of a run, from node_<name>.samples.jsonl.
 
 distributed/launch/usage_sampler.py writes the samples. Samples that cannot be read are ignored.
 """
@@ -19,14 +19,15 @@ from distributed.runs.history import Point
 from distributed.runs.records import is_time, listed, mapping, number, read_object
 from distributed.trust import parse_json, read_text
 
-SAMPLES = 200  # per rank and attempt, enough for a chart
+SAMPLES = 200  # per rank, enough for a chart
+MAX_ATTEMPTS = 50  # the last ones
 
 
 @dataclass
 class Usage:
     """Resource usage of each rank over time."""
 
-    attempts: list[float] = field(default_factory=list)  # Unix seconds of the first sample of each attempt
+    attempts: dict[int, float] = field(default_factory=dict)  # number -> Unix seconds of the first sample
     last: float = math.nan  # Unix seconds of the last sample
     # series[quantity][name]: points (Unix seconds, value). The name is a rank, such as "rank 3", or a GPU whose rank is
     # not known, such as "node1 GPU 0".
@@ -43,31 +44,32 @@ class Usage:
 
 
 def read_usage(run: Path) -> Usage:
-    """The usage in all attempts of a run, the oldest first."""
+    """The usage in the last MAX_ATTEMPTS attempts of a run, the oldest first."""
     usage = Usage()
-    attempts = sorted(run.glob("attempt_*"), key=lambda path: (len(path.name), path.name))
-    for attempt in [*attempts, run]:
+    attempts = [*sorted(run.glob("attempt_*"), key=lambda path: (len(path.name), path.name)), run]
+    most = SAMPLES // min(len(attempts), MAX_ATTEMPTS)
+    for number_of_attempt, attempt in list(enumerate(attempts, 1))[-MAX_ATTEMPTS:]:
         layout = map(mapping, listed(read_object(attempt / "run.json", []).get("layout")))
         first_ranks = {str(one.get("node")): number(one.get("first_rank")) for one in layout}
         times = []
         for path in sorted(attempt.glob("node_*.samples.jsonl")):
             node = path.name.removeprefix("node_").removesuffix(".samples.jsonl")
-            samples = _samples(path)
+            samples = _samples(path, most)
             times += [sample["time"] for sample in samples]
             _add_ranks(usage, node, first_ranks.get(node, math.nan), samples)
             _add_gpus(usage, node, first_ranks.get(node, math.nan), samples)
         if times:
-            usage.attempts.append(min(times))
+            usage.attempts[number_of_attempt] = min(times)
             usage.last = max(times)
     return usage
 
 
-def _samples(path: Path) -> list[Mapping[str, Any]]:
-    """The samples with rising times, at most SAMPLES, evenly spaced."""
+def _samples(path: Path, most: int) -> list[Mapping[str, Any]]:
+    """The samples with rising times, at most this many, evenly spaced."""
     found: list[Mapping[str, Any]] = []
     with contextlib.suppress(OSError):
         lines = read_text(path).splitlines()
-        for line in lines[:: math.ceil(len(lines) / SAMPLES) or 1]:
+        for line in lines[:: math.ceil(len(lines) / most) or 1]:
             with contextlib.suppress(ValueError):
                 sample = mapping(parse_json(line))
                 if is_time(number(sample.get("time"))) and not (found and sample["time"] <= found[-1]["time"]):

@@ -542,16 +542,6 @@ def conclude(
     return verdict.exit_code, text + render(verdict, run, resume)
 
 
-def write_report(run: Path) -> str:
-    """Write report.html. Returns the line to print."""
-    from distributed.runs import report  # not at the top: status imports this module, but needs no report
-
-    try:
-        return f"report {report.write(run)}\n"
-    except Exception as error:  # noqa: BLE001 - the exit code of a run must not depend on its report
-        return f"verdict: warning: cannot write {run}/report.html: {error}\n"
-
-
 def main(arguments: Sequence[str]) -> int:
     """Write verdict.json and print the verdict to stderr. Returns the exit code of the cause."""
     parser = argparse.ArgumentParser(prog="verdict", description=str(__doc__).splitlines()[0], allow_abbrev=False)

@@ -127,7 +127,7 @@ def write(
     model: the model's settings, with vocab_size. facts: content of base_metrics.json. job: arguments of the job.
     """
     (run / WEIGHTS).unlink(missing_ok=True)
-    curve = history.read_metrics(run / "metrics.jsonl", [])
+    curve = history.read_metrics(run / "metrics.jsonl", [], 300_000)
     losses = {
         name: [{"step": int(step), name: metrics.finite_or_none(loss)} for step, loss in series]
         for name, series in (("loss", curve.series("loss")), ("held_out_loss", curve.held_out_losses()))

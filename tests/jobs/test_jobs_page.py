@@ -712,7 +712,8 @@ def test_long_metrics_files_are_read_in_part(tmp_path: Path, monkeypatch: pytest
     lines = [*metrics(5000, held_out_every=100), {"step": 5000, "event": "finish"}]
     path = written(tmp_path, results([job(n, metrics={}) for n in (1, 2)]), map(json.dumps, lines))
     text = page.write(path).read_text()
-    assert "metrics.jsonl: 547 of 5,001 lines are shown, evenly spaced" in text
+    shown = re.search("metrics.jsonl: ([0-9]+) of 5,001 lines are shown, evenly spaced", text)
+    assert shown and 250 < int(shown[1]) < 510
     assert re.search("Equal in all jobs: .*step 5,000", text)
     assert tiles(Reader(text))["Best held-out loss"][0] == f"{3 / math.sqrt(5000) + 0.1:.3f}"
 

@@ -10,6 +10,7 @@ import html
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -386,6 +387,40 @@ def test_lines_of_a_step_are_joined_and_an_earlier_step_replaces_later_ones_that
     assert [one.steps for one in found.earlier] == [one.steps for one in expected.earlier]
 
 
+WRITE_SLOWLY = """
+import sys, time
+from pathlib import Path
+from distributed.launch import run
+from distributed.runs import report
+def write(directory):
+    print("writing", flush=True)
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:  # as the report ignores faults of files
+            pass
+report.write = write
+run.REPORT_TIMEOUT = int(sys.argv[2])
+launch = run.Launch.__new__(run.Launch)
+launch.directory, launch._print = Path(sys.argv[1]), print
+launch.write_report()
+print("exits")
+"""
+
+
+@pytest.mark.parametrize(("limit", "number"), [(60, signal.SIGTERM), (60, signal.SIGINT), (1, 0)])
+def test_a_launcher_exits_without_a_report_after_a_signal_or_a_time(tmp_path: Path, limit: int, number: int) -> None:
+    call = [sys.executable, "-c", WRITE_SLOWLY, str(tmp_path), str(limit)]
+    with subprocess.Popen(call, cwd=report.KIT, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout and launcher.stdout.readline() == "writing\n"
+        if number:
+            launcher.send_signal(number)
+        line, last = launcher.stdout.read().splitlines()
+    reason = f"received {signal.Signals(number).name}" if number else "it took 1 s"
+    assert line == f"report.html: not written: {reason}; to write it: {report.KIT}/scripts/report.sh {tmp_path}"
+    assert (last, launcher.returncode, list(tmp_path.iterdir())) == ("exits", 0, [])
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -412,8 +447,32 @@ def test_what_is_left_out_of_large_files_is_noted(tmp_path: Path, monkeypatch: p
     assert run.notes == ["metrics.jsonl: only the first 1,000 names are read"]
     for module in (metrics, history_module):
         monkeypatch.setattr(module, "MAX_READ", 1 << 20)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n' * 60_000)
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2, "{"k" * 200}": 1}}\n' * 6000)
     assert report.read(tmp_path).notes == ["metrics.jsonl: only its last 1 MiB are read"]
+
+
+def test_of_many_lines_those_of_a_frequent_kind_are_left_out_evenly_and_no_other(tmp_path: Path) -> None:
+    lines: list[Json] = []
+    for n in range(50_000):
+        lines.append({"step": n, f"loss_{n % 2}": 1 / (n + 1), "time": 1.7e9 + n})
+        lines += [{"step": n, "accuracy": 0.5}] if n % 100 == 0 else []
+        lines += [event(n, "checkpoint")] if n % 1000 == 0 else []
+    run = report.read(write_run(tmp_path, lines))
+    history = run.history
+    assert len(history.series("accuracy")) == 500 and len(history.events) == 50
+    for name in ("loss_0", "loss_1"):
+        steps = [step for step, _ in history.series(name)]
+        assert 2000 < len(steps) < 20_000 and max(b - a for a, b in pairwise(steps)) < 50
+    assert history.series("loss_1")[-1][0] == 49_999
+    found = re.fullmatch(r"metrics.jsonl: ([0-9,]+) of 50,550 lines are shown, evenly spaced", " ".join(run.notes))
+    assert found and 5000 < int(found[1].replace(",", "")) < 20_100
+
+
+def test_the_last_earlier_attempts_are_drawn(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [step_line(n % 10) for n in range(5000)])
+    assert len(report.read(run).history.earlier) == 20
+    text = report.write(run).read_text()
+    assert "dashed: the last 20 earlier attempts" in text and len(text) < 400_000
 
 
 def test_events_are_marked(tmp_path: Path) -> None:
@@ -513,7 +572,7 @@ def test_resource_usage_is_drawn_for_all_attempts(tmp_path: Path) -> None:
     attempt(tmp_path / "attempt_1", sample(0, (1, 8, 0)), sample(2, (4, 9, 100)), sample(4, (5, 9, 100)))
     attempt(tmp_path, sample(9, (0, 7, 0), (0, 1, 0)), sample(10, (2, 7, 50), (0, 1, 0)), tail='{"time": 1')
     usage = report.read(tmp_path).usage
-    assert (usage.attempts, usage.last) == ([1.7e9, 1.7e9 + 9], 1.7e9 + 10)
+    assert (usage.attempts, usage.last) == ({1: 1.7e9, 2: 1.7e9 + 9}, 1.7e9 + 10)
     assert [*usage.of("cpu")] == ["rank 2", "rank 3"]
     cores = [(time - 1.7e9, value) for time, value in usage.of("cpu")["rank 2"]]
     assert [point for point in cores if math.isfinite(point[1])] == [(2, 1.5), (4, 0.5), (10, 2.0)]
@@ -536,6 +595,15 @@ def test_samples_name_ranks_and_gpus_by_numbers_and_few_samples_are_read(tmp_pat
         kind: ["rank 3"] for kind in ("memory", "cpu", "output", "gpu", "gpu_memory")
     }
     assert all(100 < len(usage.of(kind)["rank 3"]) <= 200 for kind in usage.series)
+
+
+def test_the_usage_of_many_attempts_is_that_of_the_last_ones_with_fewer_samples_of_each(tmp_path: Path) -> None:
+    for n in range(1, 61):
+        samples = [sample(100 * n + second, (second, 8, second)) for second in range(50)]
+        attempt(tmp_path / f"attempt_{n}" if n < 60 else tmp_path, *samples)
+    usage = report.read(tmp_path).usage
+    assert usage.attempts == {n: 1.7e9 + 100 * n for n in range(11, 61)}
+    assert all(100 < len(usage.of(kind)["rank 2"]) <= 250 for kind in usage.series)
 
 
 def test_metrics_that_were_found_in_the_output_are_marked(tmp_path: Path) -> None:
