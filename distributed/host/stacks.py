@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 1 << 20  # a longer file is truncated
 STACK_TIMEOUT = 2.0  # seconds; a process that waits for a disk cannot reply
 STABLE_TIME = 0.15  # seconds without growth after which the stack is complete
 HEADING = "(most recent call first):"
-FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+FRAME = re.compile(r'  File "(.*)", line (\d{1,9}) in (.*)')
 
 
 @dataclass(frozen=True)

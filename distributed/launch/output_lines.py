@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Set
 
 OUTPUT, ERRORS = 1, 2  # standard output and standard error: their numbers as file descriptors
-_PREFIX = re.compile(rb"\[[^\]: \n]*:(\d+)")  # prefix of a rank's line, without the closing "] "
-_UPDATE = re.compile(rb"^\[[^\]: \n]*:\d+\] [^\n]*\r\n", re.MULTILINE)
+_PREFIX = re.compile(rb"\[[^\]: \n]*:(\d{1,9})")  # prefix of a rank's line, without the closing "] "
+_UPDATE = re.compile(rb"^\[[^\]: \n]*:\d{1,9}\] [^\n]*\r\n", re.MULTILINE)
 _EMPTY_UPDATE = re.compile(rb"^\r\n", re.MULTILINE)
 _CLEAR = b"\r\x1b[K"  # move to the start of the line and clear it
 _CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # cut off or wrap lines wider than the terminal

@@ -34,7 +34,7 @@ HINT = re.compile(rb"(?i)loss|step|iter|epoch|update|batch|train|episode|rate|it
 # Patterns that are compiled on their first use: most runs are short, or log metrics themselves.
 CONTROL = r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f]"  # colours, and other control characters
 # A number is read whole, with separators of thousands and a suffix of SUFFIXES, or not at all.
-SUFFIXES = {"k": "e3", "K": "e3", "M": "e6", "G": "e9", "B": "e9", "T": "e12"}
+SUFFIXES = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 THOUSANDS = r"\d{1,3}(?:[,_]\d{3})+"
 SUFFIX = r"(?-i:[kKMGBT])"
 PLAIN = rf"(?:(?:{THOUSANDS}|\d+)(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?{SUFFIX}?"
@@ -120,7 +120,7 @@ Found = tuple[Values, int]
 
 def number(text: str) -> float:
     text = text.replace(",", "").replace("_", "")
-    return float(text[:-1] + SUFFIXES[text[-1]] if text[-1] in SUFFIXES else text)
+    return float(text[:-1]) * SUFFIXES[text[-1]] if text[-1] in SUFFIXES else float(text)
 
 
 def check_expression(expression: str) -> str:
@@ -306,15 +306,14 @@ class OutputMetrics:
         if not last and (not self._unread or now < self._due):
             return
         records: list[Values] = []
-        with suppress(TimeoutError), time_limit(MOST_TIME):
+        with suppress(Exception), time_limit(MOST_TIME):  # a guess must not end the run
             records = [] if os.path.exists(self._metrics) else self._newest_values(last)
         self._unread.clear()
         lines = [
             json.dumps({"time": time.time()} | {name: finite_or_none(value) for name, value in values.items()}) + "\n"
             for values in records
         ]
-        # A failed write must not end the run.
-        with suppress(OSError):
+        with suppress(OSError):  # nor a failed write
             if lines:
                 with open(self._file, "ab", buffering=0, opener=regular_file) as file:
                     file.write("".join(lines).encode())

@@ -37,7 +37,7 @@ MAIN = "MainThread"  # name of the main thread in py-spy
 STACK_TIMEOUT = 15.0  # seconds for py-spy, which stops a process while it reads its stacks
 TICK = os.sysconf("SC_CLK_TCK")
 GPU_FIELDS = "index,uuid,utilization.gpu,power.draw,memory.used,memory.total,name"
-LOCAL_RANK = re.compile(rb"(?:^|\0)LOCAL_RANK=(\d+)(?:\0|$)")
+LOCAL_RANK = re.compile(rb"(?:^|\0)LOCAL_RANK=(\d{1,9})(?:\0|$)")
 NUMBER = "[0-9]{1,9}"
 OUTPUT = r"/ranks/{node}/[^/]+/attempt_\d+/(\d+)/std(?:out|err)\.log$"
 

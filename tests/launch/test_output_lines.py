@@ -121,6 +121,7 @@ def test_every_line_gets_the_prefix() -> None:
         (b"[n1:0]\n", None, b"", b"[n1:0]\n"),
         (b"[n1:x] a\n", None, b"", b"[n1:x] a\n"),
         (b"a [n1:0] b\n", None, b"", b"a [n1:0] b\n"),
+        (b"[n1:" + b"9" * 5000 + b"] b\n", None, b"", b"[n1:" + b"9" * 5000 + b"] b\n"),
     ],
 )
 def test_the_console_recognises_whether_a_line_is_from_rank_0_another_rank_or_no_rank(

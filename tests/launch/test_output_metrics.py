@@ -247,7 +247,7 @@ def test_the_table_has_at_least_sixty_programs_with_their_sources() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e4", 10000), ("1_000", 1000), ("12,345", 12345), ("20.5K", 20500), ("3M", 3000000), ("1,5", None),
+        ("1e4", 10000), ("1_000", 1000), ("12,345", 12345), ("20.5K", 20500), ("3M", 3000000), ("5e1k", 50000), ("1,5", None),
         ("1.5", None), ("12.5.1", None), ("12:30", None), ("45%", None), ("45 %", None), ("12GB", None), ("7ms", None),
         ("1 000", None), ("1,00,000", None), ("1e4x", None),
     ],
@@ -329,11 +329,14 @@ PARTS = [
     " ",
     "=",
     "0it [",
+    "5e1k",
+    "samples/s",
 ]
 
 
 @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=30).map("".join))
 def test_any_line_is_read_without_an_error(tmp_path_factory: pytest.TempPathFactory, line: str) -> None:
+    parse(line)
     written(tmp_path_factory.mktemp("run"), [line.replace("\n", " ")], ["Epoch: [2][3/9] loss 1"])
 
 

@@ -411,13 +411,13 @@ print("exits")
 @pytest.mark.parametrize(("limit", "number"), [(60, signal.SIGTERM), (60, signal.SIGINT), (1, 0)])
 def test_a_launcher_exits_without_a_report_after_a_signal_or_a_time(tmp_path: Path, limit: int, number: int) -> None:
     call = [sys.executable, "-c", WRITE_SLOWLY, str(tmp_path), str(limit)]
-    with subprocess.Popen(call, cwd=report.KIT, stdout=subprocess.PIPE, text=True) as launcher:
+    with subprocess.Popen(call, cwd=KIT, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout and launcher.stdout.readline() == "writing\n"
         if number:
             launcher.send_signal(number)
         line, last = launcher.stdout.read().splitlines()
     reason = f"received {signal.Signals(number).name}" if number else "it took 1 s"
-    assert line == f"report.html: not written: {reason}; to write it: {report.KIT}/scripts/report.sh {tmp_path}"
+    assert line == f"report.html: not written: {reason}; to write it: {KIT}/scripts/report.sh {tmp_path}"
     assert (last, launcher.returncode, list(tmp_path.iterdir())) == ("exits", 0, [])
 
 
