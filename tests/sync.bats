@@ -281,6 +281,31 @@ END
 }
 
 
+@test "a program that another user has planted on a node does not run" {
+  echo 'print("ran")' >plain.py
+  mkdir -p .venv/bin
+  printf '#!/bin/sh\nexec "%s/bin/python" "$@"\n' "$VIRTUAL_ENV" >.venv/bin/python
+  chmod +x .venv/bin/python
+  printf '#!/bin/sh\ntouch "%s/proof"\n' "$BATS_TEST_TMPDIR" >"$BATS_TEST_TMPDIR/planted"
+  lab ssh "$N2" mkdir -p "$WORK/.venv/bin"
+  lab ssh "$N2" install -m 755 "$BATS_TEST_TMPDIR/planted" "$WORK/.venv/bin/python"
+  lab ssh "$N2" chown -R 65534 "$WORK"
+  lab ssh "$N2" chmod 1777 "$APART"
+  local reason="$WORK: belongs to user id 65534, who made it in $APART, where all users can create files"
+  run -69 "$LAUNCH" --python "$WORK/.venv/bin/python" --script plain.py - 1 "$N2"
+  [[ "$output" == *"preflight: $N2: $reason; nothing in it is used"* ]]
+  run -69 "$LAUNCH" --no-preflight --python "$WORK/.venv/bin/python" --script plain.py - 1 "$N2"
+  [[ "$output" == *"$reason"* ]]
+  run -69 "$BATS_TEST_DIRNAME/../scripts/ssh/launch_pdsh_multinode.sh" --no-preflight --python "$WORK/.venv/bin/python" \
+    --script plain.py - 1 "$N2"
+  [[ "$output" == *"$reason"* ]]
+  run -69 "$BATS_TEST_DIRNAME/../scripts/doctor.sh" --python "$WORK/.venv/bin/python" "$N2"
+  [[ "$output" == *"$reason"* ]]
+  [ ! -e "$BATS_TEST_TMPDIR/proof" ]
+  lab ssh "$N2" chmod 755 "$APART"
+}
+
+
 @test "a checkout whose files git cannot list is refused, unless the nodes share it" {
   echo 'print("ran")' >plain.py
   mkdir .git

@@ -46,7 +46,7 @@ from distributed.launch.node_reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOU
 from distributed.terminal import plural
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 from distributed.transport.commands import VANISHED, TransportError, over_ssh, rsync_shell, temporary_directory
-from distributed.transport.sync import EXIT_IF_FOREIGN, owners_above
+from distributed.transport.owners import EXIT_IF_FOREIGN, owners_above
 from distributed.trust import MAX_TEXT, PRIVATE_DIRECTORY, checked, parse_json, place, read_bytes, shown
 
 CONNECT_TIMEOUT = 60.0  # seconds
@@ -60,6 +60,8 @@ NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or new
 # Exit codes: ~/ml-customization exists; rsync is missing; a command has failed on the server, see reporting_error().
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC, FAILED = 3, 4, 5
 LOST_CONNECTION = (12, 30, 35, 255)  # exit codes of rsync
+# For bash, with the directory of Muster's copy in $d: whether another user could replace it. HOME is that of the login.
+CHECK_CACHE = f'([ -z "${{XDG_CACHE_HOME-}}" ] || {{ owners="$(id -u) 0"; cd -- "$d" || exit; {EXIT_IF_FOREIGN}; }})'
 # Options of rsync. Results are received in a new directory without links to directories, see SshServer._receive().
 SENDING = ("--archive", "--sparse")
 RECEIVING = ("--links", "--perms", "--times", "--sparse", "--chmod=Du+rwx,Fu+rw,go-w", f"--exclude={host.OWNER}")
@@ -566,23 +568,27 @@ class SshServer(HostServer):
             f"owners={shlex.quote(owners_above(str(self.context.cwd)))}; "
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._archive_name}"; '
             f'[ -e "$d/complete" ] || {{ echo {NOT_INSTALLED}; exit 0; }}; '
-            '[ -O "$d" ] || { echo "$d belongs to another user" >&2; exit 69; }; '
+            f'[ -O "$d" ] || {{ echo "$d belongs to another user" >&2; exit 69; }}; {CHECK_CACHE} || exit; '
             f"for p in {pythons}; do {'' if paths else own}"
             f'if "$p" {plain} -c {newer} 2>/dev/null; then '
             f'exec "$p" {plain} "$d/{ENTRY}" {HOST} {arguments}; fi; done; '
             f"echo {NO_PYTHON}"
         )
 
-    async def _upload(self) -> None:
-        line = (
+    def _upload_line(self) -> str:
+        """A line of bash that copies Muster from its standard input to the server."""
+        return reporting_error(
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster"; n="$d/jobs-{self._archive_name}"; '
             'umask 077; { [ "${XDG_CACHE_HOME-}" ] || cd; } && mkdir -p -- "$d" && chmod go-w -- "$d" && '
+            f"{CHECK_CACHE} && "
             't=$(mktemp -d "$d/new-XXXXXX") && { '
             'tar -xf - -C "$t" && touch "$t/complete" && '
             '{ mv -T "$t" "$n" 2>/dev/null || [ -e "$n/complete" ] || { rm -rf "$n" && mv -T "$t" "$n"; }; }; '
             's=$?; rm -rf "$t"; [ "$s" = 0 ]; }'
         )
-        code, stderr = await self._run(self._ssh(reporting_error(line)), self._archive)
+
+    async def _upload(self) -> None:
+        code, stderr = await self._run(self._ssh(self._upload_line()), self._archive)
         if code == FAILED:
             raise ServerUnusable(f"cannot copy Muster to it: {reported_error(stderr, 'XDG_CACHE_HOME there')}")
         if code:

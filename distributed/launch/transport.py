@@ -16,6 +16,7 @@ from distributed.host.ssh_call import UNREACHABLE, for_any_shell
 from distributed.launch.output_lines import Lines
 from distributed.launch.watch import Local, Watch
 from distributed.transport.loop import INHERITED
+from distributed.transport.owners import exit_if_planted
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -93,14 +94,15 @@ class Pdsh(Ssh):
         name, rank, processes = (f"<{os.urandom(8).hex()}>" for _ in range(3))  # placeholders, replaced below
         agent = watch.options.agent.on(run, name, rank, processes)
         environment = ["--environment", f"{run}/node_{name}.environment"]
-        line = shlex.join([*watch.supervisor_command(), "--name", name, *environment, "--", *agent])
+        command = [*watch.supervisor_command(), "--name", name, *environment, "--", *agent]
+        check, line = exit_if_planted(command, watch.options.cwd, UNFIT), shlex.join(command)
         for mark, expansion in ((name, '"${names[$3]}"'), (processes, '"${processes[$3]}"'), (rank, '"$3"')):
             line = line.replace(mark, f"'{expansion}'")
         names, counts = shlex.join(node.node for node in nodes), " ".join(str(node.processes) for node in nodes)
         first = f"names=({names}) processes=({counts}); cd -- {shlex.quote(watch.options.cwd)} || exit {UNFIT}"
         addresses = ",".join(node.address for node in nodes)
         call = [PDSH, "-S", "-N", "-f", str(len(nodes)), "-w", addresses]
-        return [*call, f"{for_any_shell(f'{first}; exec {line}')} %n"]
+        return [*call, f"{for_any_shell(f'{first}; {check}exec {line}')} %n"]
 
     def environment(self, inherited: dict[bytes, bytes]) -> dict[bytes, bytes]:
         options = os.fsencode(" ".join(self.ssh_options))

@@ -21,6 +21,7 @@ from distributed.files import KIT
 from distributed.host.replies import Reply
 from distributed.host.ssh_call import STARTED, for_any_shell
 from distributed.transport.loop import NULL, Client, Loop, inherited_environment
+from distributed.transport.owners import exit_if_planted
 from distributed.trust import LAYOUT, foreign_ancestor, printable
 
 TYPE_CHECKING = False
@@ -128,7 +129,7 @@ class SshCommands(LocalCommands):
         if timeout:
             start_timeout = min(start_timeout, max(1, int(timeout) - 1))
         change = f"cd -- {shlex.quote(cwd)} || exit {UNFIT}; " if cwd else ""
-        line = f"{change}exec {shlex.join(arguments)}"
+        line = f"{change}{exit_if_planted(arguments, cwd, UNFIT)}exec {shlex.join(arguments)}"
         return over_ssh(self.ssh(node), node.address.rpartition("@")[2], line, start_timeout, log)
 
 

@@ -15,6 +15,7 @@ from distributed.exit_codes import UNFIT
 from distributed.host import sync_list
 from distributed.transport.commands import VANISHED, TransportError, rsync_shell
 from distributed.transport.loop import INHERITED
+from distributed.transport.owners import EXIT_IF_FOREIGN, owners_above
 from distributed.trust import regular_file
 
 TYPE_CHECKING = False
@@ -23,34 +24,12 @@ if TYPE_CHECKING:
 
     from distributed.transport.commands import AnyTarget, Calls, SshCommands
 
-# For sh in a directory of a node. $owners: who may own the directories above it, and links to them; see owners_above().
-# Exits with 69 if another user could replace the directory. In %A, such as drwxrwxrwt, the last two letters are those
-# of other users. In a container that maps some user ids only, 65534 stands for the others, root among them.
-EXIT_IF_FOREIGN = """[ -O . ] || { echo "$PWD: belongs to another user" >&2; exit 69; }
-[ "$(id -u)" = "${owners%% *}" ] || owners="0 $(id -u)"
-grep -q " 4294967295$" /proc/self/uid_map || owners="$owners 65534"
-for p in "$PWD" "$(pwd -P)"; do while [ "$p" != / ]; do f=$(stat -c '%u %A' -- "$p"); case " $owners " in
-*" ${f%% *} "*) case $f in *" d"*w[!tT]) ;; *) p=$(dirname -- "$p"); continue;; esac;; esac
-echo "$p: other users own it or can write to it, and could replace $PWD" >&2; exit 69; done; done"""
 # For sh on a node. $1: the directory. $2: the name of a file that the launcher has just created in that directory. $3:
 # the SHA-256 of its content: other users of the node can see these arguments, but cannot make such a file. $4: owners.
 PRINT_IF_SHARED = f"""umask 022; mkdir -p -- "$1" && cd -- "$1" || exit
 if [ -f "$2" ] && [ "$(sha256sum <"$2")" = "$3  -" ]; then echo "shared $2"; exit; fi
 owners=$4; {EXIT_IF_FOREIGN}
 echo "time $(date +%s)\""""
-
-
-def owners_above(directory: str) -> str:
-    """User ids: this user, root, and who owns the directories above this one here and may therefore do so on a node.
-
-    On a node where this user has another id, the ids mean other people, and only root counts.
-    """
-    found = {0}
-    for path in (os.path.abspath(directory), os.path.realpath(directory)):
-        while path != "/":
-            path = os.path.dirname(path)
-            found.add(os.lstat(path).st_uid)
-    return " ".join(map(str, [os.geteuid(), *sorted(found - {os.geteuid()})]))
 
 
 def sync_nodes(

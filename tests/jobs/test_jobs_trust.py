@@ -276,6 +276,31 @@ def test_the_program_of_a_server_uses_no_python_and_no_muster_that_another_user_
     assert not (directory / "RAN").exists()
 
 
+@as_root
+def test_a_cache_below_a_directory_of_another_user_is_not_used_on_a_server(server: ServerHere, directory: Path) -> None:
+    base = directory / "theirs"
+    cache = base / f"mine/muster/jobs-{server._archive_name}"
+    (cache / "complete").mkdir(parents=True)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "XDG_CACHE_HOME": str(base / "mine")}
+
+    def run(line: str) -> subprocess.CompletedProcess[bytes]:
+        command = ["bash", "-c", line]
+        return subprocess.run(command, env=environment, input=server._archive, capture_output=True, timeout=60)
+
+    assert (
+        b"No such file" in run(server._host_program("serve")).stderr
+    )  # it starts Python with the file that is missing
+    os.chown(base, NOBODY, NOBODY)
+    done = run(server._host_program("serve"))
+    assert (done.returncode, done.stderr.startswith(f"{base}: other users own it".encode())) == (69, True)
+    shutil.rmtree(cache)
+    done = run(server._upload_line())
+    assert (done.returncode, f"{base}: other users own it".encode() in done.stderr) == (5, True)
+    assert not cache.exists()
+    os.chown(base, 0, 0)
+    assert run(server._upload_line()).returncode == 0 and (cache / "complete").exists()
+
+
 def replace_by_own_link(path: Path) -> None:
     """As another user who can write to the directory of a link."""
     path.rename(target := path.with_name("target"))

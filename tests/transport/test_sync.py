@@ -13,7 +13,8 @@ import pytest
 
 from distributed.files import KIT
 from distributed.transport.commands import SshCommands
-from distributed.transport.sync import PRINT_IF_SHARED, owners_above
+from distributed.transport.owners import owners_above
+from distributed.transport.sync import PRINT_IF_SHARED
 
 
 @pytest.mark.parametrize("cwd", [KIT, f"{KIT}/config", str(Path(KIT).parent), "/tmp"])

@@ -1,0 +1,120 @@
+"""Code on a node runs only if no other user made it in a directory where all users can create files.
+
+The directories of a test belong to root, so other users are ids to which root gives files.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distributed.transport.owners import exit_if_planted
+
+OTHER = 12345
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory in which all users can create files."""
+    path = Path(tempfile.mkdtemp(dir="/tmp"))
+    path.chmod(0o1777)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def project(scratch: Path) -> Path:
+    """A working directory with a Python, and a part of Muster."""
+    for name in ("project/.venv/bin/python", "muster/scripts/lib/module.py"):
+        (scratch / name).parent.mkdir(parents=True)
+        (scratch / name).touch()
+    return scratch / "project"
+
+
+def line_for(project: Path) -> str:
+    command = [str(project / ".venv/bin/python"), "-I", "-S", str(project.parent / "muster/scripts/lib/module.py")]
+    return exit_if_planted([*command, "launch.supervisor", "--dir", "/x"], str(project), 69)
+
+
+def refusal(line: str) -> str:
+    """Why a node refuses the command; "" if it runs."""
+    done = subprocess.run(["bash", "-pc", f"{line}echo runs"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == ((69, "") if done.stderr else (0, "runs\n"))
+    return done.stderr.rstrip("\n")
+
+
+def test_own_code_runs_and_a_missing_file_is_left_to_the_command_that_needs_it(project: Path) -> None:
+    line = line_for(project)
+    assert refusal(line) == ""
+    (project / ".venv/bin/python").unlink()
+    assert refusal(line) == ""
+
+
+@pytest.mark.parametrize("name", ["project", "muster"])
+def test_a_directory_that_another_user_has_made_is_refused(project: Path, name: str) -> None:
+    line, planted = line_for(project), project.parent / name
+    os.chown(planted, OTHER, OTHER)
+    reason = f"who made it in {planted.parent}, where all users can create files; nothing in it is used"
+    assert refusal(line) == f"{planted}: belongs to user id {OTHER}, {reason}"
+
+
+def test_a_link_of_another_user_is_refused_although_its_target_is_not_his(project: Path) -> None:
+    line, moved = line_for(project), project.with_name("moved")
+    project.rename(moved)
+    project.symlink_to(moved)
+    assert refusal(line) == ""
+    os.chown(project, OTHER, OTHER, follow_symlinks=False)
+    assert f"{project}: belongs to user id {OTHER}" in refusal(line)
+
+
+def test_the_directory_to_which_an_own_link_leads_counts_too(project: Path) -> None:
+    line = line_for(project)
+    project.rename(project.with_name("moved"))
+    project.symlink_to("moved")
+    os.chown(project.with_name("moved"), OTHER, OTHER)
+    assert f"moved: belongs to user id {OTHER}" in refusal(line)
+
+
+@pytest.mark.parametrize(
+    ("removed", "reason"),
+    [
+        ("project", "bash: line 1: {}/project: No such file or directory"),
+        ("muster", "can't open file '{}/muster/scripts/lib/module.py'"),
+    ],
+)
+def test_what_another_user_could_still_make_is_refused_as_missing(project: Path, removed: str, reason: str) -> None:
+    line = line_for(project)
+    shutil.rmtree(project.with_name(removed))
+    assert refusal(line) == reason.format(project.parent)
+
+
+def test_an_owner_or_a_mode_that_the_launching_machine_has_too_is_accepted(project: Path) -> None:
+    os.chown(project, OTHER, OTHER)
+    project.parent.chmod(0o777)
+    assert refusal(line_for(project)) == ""
+    project.parent.chmod(0o1777)
+    line = line_for(project)
+    assert refusal(line) == ""
+    project.parent.chmod(0o777)
+    assert refusal(line) == f"{project.parent}: all users can replace {project} there"
+
+
+def test_an_owner_here_does_not_count_on_a_node_where_this_user_has_another_id(project: Path) -> None:
+    os.chown(project, OTHER, OTHER)
+    line = line_for(project)
+    as_third = ["setpriv", "--reuid", "23456", "--regid", "23456", "--clear-groups", "bash", "-pc", f"{line}echo runs"]
+    done = subprocess.run(as_third, capture_output=True, text=True, cwd="/")
+    assert (done.returncode, done.stdout) == (69, "") and f"belongs to user id {OTHER}" in done.stderr
+
+
+def test_commands_without_own_code_are_not_checked() -> None:
+    assert exit_if_planted(["sh", "-c", "true"], "/tmp", 69) == exit_if_planted([], "", 69) == ""
+    assert "planted" in exit_if_planted([sys.executable, "-c", "1"], "", 69)
