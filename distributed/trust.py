@@ -143,6 +143,21 @@ def regular_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
     return file
 
 
+def lock_file(path: str | os.PathLike[str], flags: int, directory: str | os.PathLike[str]) -> int:
+    """Open a lock file for a directory as regular_file() does, and return its descriptor. Raises OSError.
+
+    Users who cannot write to the directory cannot open it, whatever the umask is: with any lock they could block it.
+    """
+    above, mode = os.stat(directory), PRIVATE
+    if writable_by_others(above):
+        mode |= 0o066 if above.st_mode & stat.S_IWOTH else 0o060
+    file = regular_file(path, flags, mode)
+    facts = os.fstat(file)
+    if stat.S_IMODE(facts.st_mode) != mode and facts.st_uid == os.geteuid():  # of an earlier version, or of the umask
+        os.fchmod(file, mode)
+    return file
+
+
 def read_bytes(path: str | os.PathLike[str], own: bool = False) -> bytes:
     """The content of a regular file. own: it must not be foreign(). Raises OSError, also above MAX_TEXT bytes."""
     with open(path, "rb", opener=regular_file) as file:

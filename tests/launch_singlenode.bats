@@ -719,6 +719,7 @@ refused() { # <expected text> <argument...>
   printf 'train: {steps: 1, batch_size: 4}\n' >right.yaml
   printf 'A=1\nB=2\r\n' >windows.env
   printf 'A=1\nexport KEY=k3pt\n' >shell.env
+  printf 'MUSTER_NODE_ENV_KEY=k3pt\n' >internal.env
   printf 'A=\0x\n' >nul.env
   head -c 1000001 /dev/zero | tr '\0' '#' >large.env
   echo 'x y' >broken.py
@@ -766,6 +767,8 @@ refused() { # <expected text> <argument...>
   refused "line 2: ends with a carriage return" --env-file windows.env - 2
   refused "--env-file 'shell.env', line 2: expected NAME=VALUE; the line may be a secret, so it is not shown" \
     --env-file shell.env - 2
+  refused "--env-file 'internal.env', line 1 'MUSTER_NODE_ENV_KEY': bash cannot set this variable; choose another name" \
+    --env-file internal.env - 2
   [[ $output != *k3pt* ]]
   refused "--max-restarts: expected a non-negative integer, got 'x'" --max-restarts x - 2
   refused "--hang-timeout: expected a whole number of seconds (0 = off), got '1.5'" --hang-timeout=1.5 - 2

@@ -169,6 +169,7 @@ installations() {
   read -r _ <"$PIP_WAITS"
   "$KIT/scripts/quickstart.sh" 2>"$BATS_TEST_TMPDIR/second" >/dev/null 3>&- &
   second=$!
+  [ "$(stat -c %a "$KIT/.venv.lock")" = 600 ] # other users cannot lock it
   exec 4<>"$BATS_TEST_TMPDIR/second" # otherwise the writer gets SIGPIPE after the line that is read here
   until [[ "$line" == *"waiting for another installation"* ]]; do read -r line <&4; done
   echo >"$PIP_WAITS.go"

@@ -39,9 +39,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from distributed.trust import (
-    PRIVATE,
     allowed_mode,
     checked,
+    lock_file,
     make_directories,
     parse_json,
     printable,
@@ -468,7 +468,7 @@ def _lock(staging: Path) -> IO[str]:
     cannot open the file: with any lock on it they could block the owner.
     """
     directory, path = staging.parent, staging.with_name(".lock")
-    opener = partial(regular_file, mode=0o666 if allowed_mode(directory) == 0o777 else PRIVATE)
+    opener = partial(lock_file, directory=directory)
     run, attempt = _this_attempt()
     with open(path, "a+", opener=opener) as previous:
         locks = free = True

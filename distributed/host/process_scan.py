@@ -38,9 +38,13 @@ def with_environment(entries: Set[bytes], pids: Iterable[int], proc: str = "/pro
 
 
 def _is_own(pid: int, proc: str) -> bool:
-    """Whether a process has the user id of this one: root can read the environments of all users."""
-    with contextlib.suppress(OSError):
-        return os.stat(f"{proc}/{pid}").st_uid == os.geteuid()
+    """Whether a process has the user id of this one: root can read the environments of all users.
+
+    All its user ids count: a set-user-ID program keeps that of the user who has started it.
+    """
+    with contextlib.suppress(OSError), open(f"{proc}/{pid}/status", "rb") as file:
+        ids = next((line for line in file if line.startswith(b"Uid:")), b"").split()[1:]
+        return set(ids) == {b"%d" % os.geteuid()}
     return False
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
 MARKER = "muster-reply "  # before the JSON
 NODE_ENV = "config/node_env.sh: "  # prefix of messages about config/node_env.sh
 
+ADDRESS = re.compile(r"([\w:][\w.:%-]{0,252})?")  # that a node sends; a part of commands
 UNREACHABLE = "cannot be reached ({printed}); try: ssh {name} true"
 # Output of ssh -> message, for failures that a retry does not cure; the first match is used.
 SSH_FAILURES = {
@@ -71,8 +72,8 @@ class NodeFacts:
     log_error: str  # why no run directory can be written there; "": not tested, or it can be written
 
     def __post_init__(self) -> None:
-        for address in (*self.addresses, self.ssh_address, self.master):  # parts of commands
-            if not re.fullmatch(r"([\w:][\w.:%-]*)?", address):
+        for address in (*self.addresses, self.ssh_address, self.master):
+            if not ADDRESS.fullmatch(address):
                 raise ValueError(f"reply: {shown(address)} is no address")
         if self.port not in range(1 << 16):
             raise ValueError(f"reply: {self.port} is no port")

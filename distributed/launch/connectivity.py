@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from distributed.host.network import address_of_interface, address_towards
-from distributed.host.replies import Reply, format_reply
+from distributed.host.replies import ADDRESS, Reply, format_reply
 from distributed.nodelist import compact
+from distributed.trust import one_line
 
 if TYPE_CHECKING:
     from distributed.transport.commands import AnyTarget, Calls
@@ -28,7 +29,7 @@ CONNECT_TIMEOUT = 3.0  # seconds; allows for one lost packet
 END_TIMEOUT = 5.0  # seconds for a listener to exit
 REMEDY = "open TCP between the nodes, on all ports above 1023 (firewall, security group, network policy)"
 
-LISTENING = {"address": str, "port": range(1, 1 << 16)}  # reply of `listen`
+LISTENING = {"address": ADDRESS, "port": range(1, 1 << 16)}  # reply of `listen`
 ERRORS = dict[str, str]  # reply of `try`
 
 
@@ -69,6 +70,8 @@ async def connection_error(host: str, port: int, seconds: float) -> str:
         _, connection = await asyncio.wait_for(asyncio.open_connection(host, port), seconds)
     except asyncio.TimeoutError:
         return f"no reply within {seconds:g} s"
+    except UnicodeError:
+        return "not an address"
     except OSError as error:
         return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
     connection.close()
@@ -123,7 +126,7 @@ class ConnectionTest:
 
     def failed(self) -> list[FailedConnection]:
         """Failed connections between nodes that replied."""
-        results = {node: reply.value(ERRORS) or {} for node, reply in self.connecting.items()}
+        results = {node: one_line(reply.value(ERRORS) or {}) for node, reply in self.connecting.items()}
         return failed_connections(results, addresses_of(self.listening))
 
     def faults(self) -> list[str]:

@@ -80,9 +80,9 @@ def find(argument: str, cwd: Path, logs: Path) -> Path:
     """
     jobs = [logs / f"slurm-{argument}"] if JOB.fullmatch(argument) else []
     for directory in (cwd / argument, logs / argument, *jobs):
-        if (directory / "run.json").is_file():
+        if os.path.isfile(directory / "run.json"):  # False if another user's directory is private
             return resolve(directory)
-    if (cwd / argument).is_dir():
+    if os.path.isdir(cwd / argument):
         raise RunLookupError(f"RUN '{argument}': not a run directory: no run.json in it")
     runs = sorted(logs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
     if names := [path.parent.name for path in runs if not path.parent.is_symlink()]:

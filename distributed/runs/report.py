@@ -125,7 +125,7 @@ def _resumed_from(directory: Path, history: History) -> list[History]:
         found_at = (
             one.resolve()
             for one in (path, directory.parent / path.name)
-            if one.is_dir() and not foreign(one, one.stat())
+            if os.path.isdir(one) and not foreign(one, one.stat())
         )
         directory = next(found_at, directory)
         if directory in seen or len(seen) > MAX_RUNS:
@@ -539,7 +539,7 @@ def directories(argument: str, cwd: Path, logs: Path) -> list[Path]:
     """The directories of runs, or of jobs, that a RUN or a shell pattern names. Raises RunLookupError."""
     for base in (cwd, logs):
         named = [base / name for name in sorted(glob.glob(argument, root_dir=base))]
-        if found := [resolve(one) for one in named if any((one / name).is_file() for name in FILES)]:
+        if found := [resolve(one) for one in named if any(os.path.isfile(one / name) for name in FILES)]:
             break
     else:
         found = [find(argument, cwd, logs)]

@@ -24,14 +24,13 @@ from typing import Any
 
 from distributed.files import read_json, try_lock, write_json
 from distributed.trust import (
-    PRIVATE,
     allowed_mode,
     checked,
+    lock_file,
     make_directories,
     parse_json,
     read_bytes,
     regular_file,
-    writable_by_others,
 )
 
 CACHE = "experiments/base_models"
@@ -228,16 +227,10 @@ def lock(cache: str, digest: str, exclusive: bool, seconds: float = 0.0) -> int 
     """
     make_directories(cache)
     path = os.path.join(cache, f".{hash_of(digest)}.lock")
-    above, mode = os.stat(cache), PRIVATE
-    if writable_by_others(above):  # users who can write to the cache can lock its base models
-        mode |= 0o066 if above.st_mode & 0o002 else 0o060
     try:
-        file = regular_file(path, os.O_RDWR | os.O_CREAT, mode)
+        file = lock_file(path, os.O_RDWR | os.O_CREAT, cache)
     except PermissionError:
         return os.memfd_create("lock")
-    facts = os.fstat(file)
-    if facts.st_mode & 0o777 != mode and facts.st_uid == os.geteuid():  # of an earlier version, or cut by the umask
-        os.fchmod(file, mode)
     if try_lock(file, exclusive, seconds):
         return file
     os.close(file)

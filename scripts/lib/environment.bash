@@ -25,7 +25,7 @@ REMOVED_FUNCTIONS=''  # functions that this file has removed, as source text for
 BY_ENV=()             # NAME=VALUE of functions, and of variables that bash cannot export: the program `env` sets them
 # Read-only variables, and FUNCNEST, which limits the nesting of function calls.
 NOT_EXPORTABLE='SHELLOPTS|BASHOPTS|BASH_VERSINFO|UID|EUID|PPID|FUNCNEST'
-NOT_EXPORTABLE+='|NODE_ENV_*|NOT_EXPORTABLE|BY_ENV|INHERITED|REMOVED|REMOVED_FUNCTIONS' # variables of ours
+NOT_EXPORTABLE+='|MUSTER_NODE_ENV_*|NOT_EXPORTABLE|BY_ENV|INHERITED|REMOVED|REMOVED_FUNCTIONS' # variables of ours
 NOT_EXPORTABLE+='|inherited|inherited_name|removed_name'
 
 # Patterns of names. SQUEUE_* and SLURM_TIME_FORMAT change the output of SLURM's commands.
@@ -116,8 +116,8 @@ restore_functions() {
 # If node_env.sh has changed functions, export those of this shell instead of the inherited ones in BY_ENV.
 keep_changed_functions() {
   [[ $REMOVED_FUNCTIONS != "$(builtin declare -fx)" ]] || builtin return 0
-  for NODE_ENV_ENTRY in "${!BY_ENV[@]}"; do
-    [[ ${BY_ENV[NODE_ENV_ENTRY]} != BASH_FUNC_*%%=* ]] || builtin unset -v "BY_ENV[NODE_ENV_ENTRY]"
+  for MUSTER_NODE_ENV_ENTRY in "${!BY_ENV[@]}"; do
+    [[ ${BY_ENV[MUSTER_NODE_ENV_ENTRY]} != BASH_FUNC_*%%=* ]] || builtin unset -v "BY_ENV[MUSTER_NODE_ENV_ENTRY]"
   done
 }
 

@@ -20,52 +20,52 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 source "$KIT/scripts/lib/node_env.bash"
 
 
-# Set NODE_ENV_ENTRIES. Variables in this file start with NODE_ENV_, because the user's environment and NODE_ENV may
-# define any other variable. NODE_ENV and the user's environment may also define functions, so `builtin` precedes the
-# commands of bash. The locale is C, because in UTF-8, bash's read loses the byte that follows an incomplete character.
+# Set MUSTER_NODE_ENV_ENTRIES. Variables in this file start with MUSTER_NODE_ENV_, because the user's environment and
+# NODE_ENV may define any other variable. They may also define functions, so `builtin` precedes the commands of bash. The
+# locale is C, because in UTF-8, bash's read loses the byte that follows an incomplete character.
 read_entries() {
   builtin local LC_ALL=C TMOUT=0
-  NODE_ENV_ENTRIES=()
-  while IFS= builtin read -r -d '' NODE_ENV_ENTRY && [[ $NODE_ENV_ENTRY ]]; do
-    NODE_ENV_ENTRIES+=("$NODE_ENV_ENTRY")
+  MUSTER_NODE_ENV_ENTRIES=()
+  while IFS= builtin read -r -d '' MUSTER_NODE_ENV_ENTRY && [[ $MUSTER_NODE_ENV_ENTRY ]]; do
+    MUSTER_NODE_ENV_ENTRIES+=("$MUSTER_NODE_ENV_ENTRY")
   done
 }
 
 
 export_entries() {
-  for NODE_ENV_ENTRY in "${NODE_ENV_ENTRIES[@]}"; do
-    export_entry "$NODE_ENV_ENTRY"
+  for MUSTER_NODE_ENV_ENTRY in "${MUSTER_NODE_ENV_ENTRIES[@]}"; do
+    export_entry "$MUSTER_NODE_ENV_ENTRY"
   done
 }
 
 
 main() {
-  NODE_ENV_MODE=''
+  MUSTER_NODE_ENV_MODE=''
   if [[ $1 == --* ]]; then
-    NODE_ENV_MODE=$1
+    MUSTER_NODE_ENV_MODE=$1
     shift
   fi
   restore_environment
-  if [[ $NODE_ENV_MODE == --task ]]; then
+  if [[ $MUSTER_NODE_ENV_MODE == --task ]]; then
     trap '' "${PASSED_ON[@]}" # SLURM sends them to all processes of a task
     export MUSTER_NODE=$SLURMD_NODENAME
   fi
   { set +xv; } 2>/dev/null # ~/.bashrc may have set -x, which would print the values
-  if [[ ! $NODE_ENV_MODE ]]; then
+  if [[ ! $MUSTER_NODE_ENV_MODE ]]; then
     read_entries 2>/dev/null # bash warns if the locale that it restores is not installed
     export_entries
   fi
   source_node_env "$1" kill_background </dev/null >&2
   builtin shift
   { builtin set +xv; } 2>/dev/null
-  if [[ $NODE_ENV_MODE != --task ]]; then
+  if [[ $MUSTER_NODE_ENV_MODE != --task ]]; then
     # Read the second block of variables. If NODE_ENV has replaced this shell, nothing reads that block, and the
     # supervisor detects this.
     read_entries 2>/dev/null
-    [[ ! $NODE_ENV_MODE ]] || command exec </dev/null
+    [[ ! $MUSTER_NODE_ENV_MODE ]] || command exec </dev/null
     export_entries
   fi
-  [[ ! $NODE_ENV_MODE && $(builtin jobs -pr) ]] || exec_by_env "$@"
+  [[ ! $MUSTER_NODE_ENV_MODE && $(builtin jobs -pr) ]] || exec_by_env "$@"
   builtin trap kill_background EXIT
   (exec_by_env "$@")
 }

@@ -4,11 +4,11 @@
 #
 # Sourced, never run.
 
-NODE_ENV_FILE=''       # the file that is being sourced
-NODE_ENV_CLEANUP=()    # command to run before this process exits with a failure
-NODE_ENV_STDERR=''     # copy of standard error, which the file may redirect
-NODE_ENV_DIRECTORY=''  # working directory, which the file may change
-NODE_ENV_STATUS=''     # exit code of the last command in the file
+MUSTER_NODE_ENV_FILE=''       # the file that is being sourced
+MUSTER_NODE_ENV_CLEANUP=()    # command to run before this process exits with a failure
+MUSTER_NODE_ENV_STDERR=''     # copy of standard error, which the file may redirect
+MUSTER_NODE_ENV_DIRECTORY=''  # working directory, which the file may change
+MUSTER_NODE_ENV_STATUS=''     # exit code of the last command in the file
 
 
 # Print the path of config/node_env.sh in the working directory, else in Muster's directory.
@@ -25,8 +25,8 @@ node_env() {
 # functions, and inside files that it sources, are ignored, because conda and Lmod are not written for `set -e`.
 source_node_env() { # <config/node_env.sh> [cleanup command...]
   # These variables are global, because a local variable would hide a variable of the same name that the file sets.
-  NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}") NODE_ENV_DIRECTORY=$PWD
-  exec {NODE_ENV_STDERR}>&2
+  MUSTER_NODE_ENV_FILE=$1 MUSTER_NODE_ENV_CLEANUP=("${@:2}") MUSTER_NODE_ENV_DIRECTORY=$PWD
+  exec {MUSTER_NODE_ENV_STDERR}>&2
   check_node_env
   trap 'node_env_exited "$?"' EXIT
   trap 'node_env_failed "$?" "$LINENO"' ERR
@@ -34,28 +34,30 @@ source_node_env() { # <config/node_env.sh> [cleanup command...]
   restore_functions
   # shellcheck disable=SC1090
   builtin source "$1"
-  NODE_ENV_STATUS=$?
+  MUSTER_NODE_ENV_STATUS=$?
   builtin set -euo pipefail
   keep_changed_functions
   [[ $(builtin trap -p ERR) == *node_env_failed* ]] ||
-    node_env_unfit "$NODE_ENV_FILE: changes the ERR trap, which detects failing commands; do not set or remove it"
+    node_env_unfit "$MUSTER_NODE_ENV_FILE: changes the ERR trap, which detects failing commands;" \
+      "do not set or remove it"
   builtin trap - ERR EXIT
-  ((NODE_ENV_STATUS == 0)) || check_node_env_syntax
-  command exec 2>&"$NODE_ENV_STDERR" {NODE_ENV_STDERR}>&-
-  builtin cd -- "$NODE_ENV_DIRECTORY"
+  ((MUSTER_NODE_ENV_STATUS == 0)) || check_node_env_syntax
+  command exec 2>&"$MUSTER_NODE_ENV_STDERR" {MUSTER_NODE_ENV_STDERR}>&-
+  builtin cd -- "$MUSTER_NODE_ENV_DIRECTORY"
 }
 
 
 # Exit with EXIT_UNFIT if another user can change the file: its commands run as the caller.
 check_node_env() {
-  local path paths=("$NODE_ENV_FILE")
-  [[ ! -L $NODE_ENV_FILE && ! -L ${NODE_ENV_FILE%/*} ]] || paths+=("$(readlink -f -- "$NODE_ENV_FILE")")
+  local path paths=("$MUSTER_NODE_ENV_FILE")
+  [[ ! -L $MUSTER_NODE_ENV_FILE && ! -L ${MUSTER_NODE_ENV_FILE%/*} ]] ||
+    paths+=("$(readlink -f -- "$MUSTER_NODE_ENV_FILE")")
   for path in "${paths[@]}"; do
     paths+=("${path%/*}/" "${path%/*/*}/")
   done
-  paths+=("${NODE_ENV_FILE%/*}") # the directory may be a link
+  paths+=("${MUSTER_NODE_ENV_FILE%/*}") # the directory may be a link
   find_foreign "${paths[@]}"
-  [[ ! $FOREIGN ]] || node_env_unfit "$NODE_ENV_FILE: ${FOREIGN#"$NODE_ENV_FILE: "}"
+  [[ ! $FOREIGN ]] || node_env_unfit "$MUSTER_NODE_ENV_FILE: ${FOREIGN#"$MUSTER_NODE_ENV_FILE: "}"
 }
 
 
@@ -63,38 +65,39 @@ check_node_env() {
 # `source` also fails if the last command of the file fails.
 check_node_env_syntax() {
   local fault
-  fault=$(bash -p -O extglob -n -- "$NODE_ENV_FILE" 2>&1) || node_env_unfit "${fault%%$'\n'*}"
+  fault=$(bash -p -O extglob -n -- "$MUSTER_NODE_ENV_FILE" 2>&1) || node_env_unfit "${fault%%$'\n'*}"
 }
 
 
 node_env_exited() { # <exit code>
-  node_env_unfit "$NODE_ENV_FILE: exited with code $1, so nothing was started;" \
+  node_env_unfit "$MUSTER_NODE_ENV_FILE: exited with code $1, so nothing was started;" \
     "it is sourced and must neither exit nor exec a command"
 }
 
 
 node_env_failed() { # <exit code> <line>
-  [[ ${BASH_SOURCE[1]} == "$NODE_ENV_FILE" && ${FUNCNAME[1]} == source ]] || return 0
+  [[ ${BASH_SOURCE[1]} == "$MUSTER_NODE_ENV_FILE" && ${FUNCNAME[1]} == source ]] || return 0
   ! node_env_may_fail "$2" || return 0
   local command
   command=$(sed -n -e "$2"'{:more' -e '/\\$/{N;s/\\\n[[:blank:]]*//;b more' \
-    -e '};s/^[[:blank:]]*//;s/\r$//;p;}' -- "$NODE_ENV_FILE")
-  node_env_unfit "$NODE_ENV_FILE: line $2: '$command' failed with exit code $1; fix it, or write '$command || true'"
+    -e '};s/^[[:blank:]]*//;s/\r$//;p;}' -- "$MUSTER_NODE_ENV_FILE")
+  node_env_unfit "$MUSTER_NODE_ENV_FILE: line $2: '$command' failed with exit code $1;" \
+    "fix it, or write '$command || true'"
 }
 
 
 # Whether the last `set -e` or `set +e` above this line is `set +e`. $- does not show it, because
 # source_node_env turns `e` off: with `e`, a failure inside a function would end this process too.
 node_env_may_fail() { # <line>
-  [[ $(head -n "$1" -- "$NODE_ENV_FILE" | grep -oE '^[[:blank:]]*set [-+]e' | tail -n 1) == *+e ]]
+  [[ $(head -n "$1" -- "$MUSTER_NODE_ENV_FILE" | grep -oE '^[[:blank:]]*set [-+]e' | tail -n 1) == *+e ]]
 }
 
 
 node_env_unfit() { # <message...>
   builtin trap - ERR EXIT
-  command exec 2>&"$NODE_ENV_STDERR"
+  command exec 2>&"$MUSTER_NODE_ENV_STDERR"
   builtin printf '%s\n' "${MUSTER_NODE:+$MUSTER_NODE: }$*" >&2
-  "${NODE_ENV_CLEANUP[@]}"
+  "${MUSTER_NODE_ENV_CLEANUP[@]}"
   builtin exit "$EXIT_UNFIT"
 }
 

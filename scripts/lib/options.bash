@@ -264,6 +264,8 @@ add_environment() { # <origin> <NAME=VALUE>
       MASTER_ADDR | MASTER_PORT | TORCHELASTIC_* | PET_*)
       die_usage "$1 '${2%%=*}': the launcher sets it; leave it out" ;;
   esac
+  # Only the program `env` could set it, whose arguments all users can read.
+  [[ ${2%%=*} != @($NOT_EXPORTABLE) ]] || die_usage "$1 '${2%%=*}': bash cannot set this variable; choose another name"
   ENVIRONMENT+=("$2")
 }
 

@@ -496,6 +496,20 @@ def test_nobody_else_can_write_to_checkpoints_or_open_the_lock_whatever_the_umas
     assert stat.S_IMODE((found.parent / ".lock").stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("mask", [0, 0o002, 0o022, 0o077])
+def test_the_lock_of_a_group_is_open_to_the_group_and_to_no_other_user(tmp_path: Path, mask: int) -> None:
+    (tmp_path / ".lock").touch()
+    os.chown(tmp_path, -1, 12345) if os.geteuid() == 0 else None
+    tmp_path.chmod(0o2775)
+    before = os.umask(mask)
+    try:
+        owner = take_over(tmp_path)
+        assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == 0o660
+        owner.close()
+    finally:
+        os.umask(before)
+
+
 def test_users_who_share_a_directory_on_purpose_can_write_to_its_checkpoints(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     before = os.umask(0)

@@ -30,6 +30,23 @@ def test_a_process_of_another_user_with_the_same_environment_is_not_found(child:
             process.kill()
 
 
+def test_a_set_user_id_program_of_another_user_is_not_found(child: int) -> None:
+    """It has the effective user id of its file's owner, and the environment of the user who has started it."""
+    if os.geteuid():
+        pytest.skip("only root can start a process with the ids of a set-user-ID program")
+
+    def change_ids() -> None:
+        os.setresuid(65534, 0, 0)
+
+    command = ["sleep", "60"]
+    with subprocess.Popen(command, env={"MUSTER_TEST": "scan"}, preexec_fn=change_ids) as process:
+        try:
+            assert os.stat(f"/proc/{process.pid}").st_uid == 0
+            assert process_scan.live_processes({b"MUSTER_TEST=scan"}) == [child]
+        finally:
+            process.kill()
+
+
 def test_a_process_that_was_forked_during_the_scan_is_found(child: int, monkeypatch: pytest.MonkeyPatch) -> None:
     all_pids = process_scan.pids()
     listings = [[pid for pid in all_pids if pid != child], all_pids]

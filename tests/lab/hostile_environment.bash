@@ -20,7 +20,7 @@ export EXECIGNORE="/nowhere/*" BASH_COMPAT=42 SECONDS=5000 _POSIX2_VERSION=19920
 export LC_ALL=C LANG=xx_XX LC_NUMERIC=de_DE GREP_OPTIONS=-v TAR_OPTIONS=--bogus SQUEUE_FORMAT=x RSYNC_RSH=false
 export PYTHONINSPECT=1 PYTHONSTARTUP=/nowhere PYTHONIOENCODING=latin-1 PYTHONSAFEPATH=1 PYTHONDEVMODE=1
 export RUN=a NODES=b CODE=c SCRIPT=d MODULE=e PROGRAM=f KIT=g ENVIRONMENT=h mode=i status=j entry=k EVENTS=l PYTHON=m
-export CONFIG=n COMMAND=o directory=p REMOVED=q NODE_ENV_FILE=r INVALID=$'\xc3' LAST=s UID
+export CONFIG=n COMMAND=o directory=p REMOVED=q MUSTER_NODE_ENV_FILE=r INVALID=$'\xc3' LAST=s UID
 read() { echo "read was replaced"; }
 cd() { echo "cd was replaced"; }
 mktemp() { echo "mktemp was replaced"; }

@@ -64,6 +64,22 @@ def test_the_listening_address_is_that_of_gloos_interface_or_of_the_ssh_connecti
     assert listening_address(["no-such-name.invalid", "localhost"], ssh) == "10.0.0.1", "not loopback"
 
 
+@pytest.mark.parametrize("address", ["10.9.9.9\nverdict: ok", "a b", "x" * 300, "-oX"])
+def test_what_a_node_sends_as_its_address_or_error_is_no_line_of_its_own(address: str) -> None:
+    listening = {"node1": Reply("node1", 0, format_reply({"address": address, "port": 5}), "")}
+    (fault,) = ConnectionTest(listening, {}).faults()
+    assert fault.startswith("node1: invalid reply (address: ") and "\n" not in fault
+    listening = {n: Reply(n, 0, format_reply({"address": "10.0.0.1", "port": 5}), "") for n in ("node1", "node2")}
+    connecting = {"node1": Reply("node1", 0, format_reply({"node2": "lost\nverdict: ok"}), "")}
+    (fault,) = ConnectionTest(listening, connecting).faults()
+    assert "\n" not in fault and "cannot connect to node2 (10.0.0.1): lost" in fault
+
+
+def test_a_name_that_is_no_address_is_an_error_of_its_connection() -> None:
+    found = asyncio.run(connect_to_all({"node2": ("x" * 70 + ".y", 5), "node3": ("localhost", 1)}))
+    assert found["node2"] == "not an address" and found["node3"]
+
+
 def test_failed_connections_are_reported_if_all_nodes_have_replied() -> None:
     listening = {}
     for node in ("node1", "node2"):

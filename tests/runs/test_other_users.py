@@ -173,6 +173,15 @@ def test_others_can_read_a_run_after_the_documented_chmod_and_its_owner_can_stil
     assert done.returncode == 0, done.stderr
 
 
+def test_a_private_directory_of_another_user_hides_no_message(shared: Path) -> None:
+    (shared / "logs").mkdir(mode=0o755)
+    (shared / "logs/theirs").mkdir(mode=0o700)
+    give(shared / "logs/theirs", ATTACKER)
+    for script, names in (("status.sh", ["theirs"]), ("report.sh", ["theirs", "theirs*"]), ("report.sh", ["*"])):
+        done = run_as(VICTIM, script, *names, cwd=shared)
+        assert done.returncode == 2 and "Traceback" not in done.stderr and "no such run" in done.stderr, done.stderr
+
+
 def test_stop_does_not_wait_for_a_lock_of_another_user(shared: Path) -> None:
     """The run is one of version 0.1.0, whose run.json others can read and therefore lock."""
     directory, _ = planted_run(shared, VICTIM)
