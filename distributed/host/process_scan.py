@@ -109,6 +109,17 @@ def ancestors(pid: int, processes: dict[int, ProcessStat]) -> Iterator[int]:
         pid = processes[pid].parent
 
 
+def descendants(pid: int) -> list[int]:
+    """The children of a process, their children, and so on; empty if the kernel does not list them."""
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                for child in map(int, file.read().split()):
+                    found += [child, *descendants(child)]
+    return found
+
+
 def live_processes(
     entries: Set[bytes], sessions: Collection[int] = (), root: int = 0, exclude: Collection[int] = ()
 ) -> list[int]:

@@ -362,13 +362,22 @@ def read_metrics(output: str) -> dict[str, Any]:
 
 
 def list_directory(workdir: str, list_id: str) -> str:
-    """Create the private directory of a list, and return its path. Raises OSError if others own it or can write to it.
+    """Create the private directory of a list, and return its path. Raises OSError if others own it or can replace it.
 
     The user may have replaced `logs` by a link.
     """
-    make_directories(os.path.join(workdir, "logs"))
-    path = os.path.join(workdir, "logs", "jobs", list_id)
+    logs = os.path.join(workdir, "logs")
+    make_directories(logs)
+    path = os.path.join(logs, "jobs", list_id)
     make_private(path)
+    trusted = {0, os.geteuid(), os.stat(workdir).st_uid}
+    for above in (logs, os.path.dirname(path)):
+        facts = os.stat(above)
+        if facts.st_uid not in trusted:
+            reason = f"belongs to {user_name(facts.st_uid)}, who could replace the files of this list"
+            raise PermissionError(errno.EACCES, reason, above)
+        if facts.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            raise PermissionError(errno.EACCES, "all users can replace the files of this list; call chmod o-w", above)
     return path
 
 

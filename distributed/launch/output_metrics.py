@@ -361,7 +361,7 @@ class OutputMetrics:
         """The text of each line. The rows of a table become one text, when the table has ended."""
         for text in map(plain, lines):
             if row := re.fullmatch(ROW, text):
-                self._rows.append(f"{row[1]}: {row[2]}")
+                self._rows = [*self._rows[1 - MOST_LINES :], f"{row[1]}: {row[2]}"]
                 continue
             yield ", ".join(self._rows)
             self._rows.clear()

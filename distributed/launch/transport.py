@@ -62,7 +62,9 @@ class Pdsh(Ssh):
         if watch.waiting:
             self.request(watch, watch.next_attempt().decode().rstrip())
             return
-        run, script = str(watch.directory), 'umask 077 && mkdir -p -- "$1" && [ -O "$1" ] && cat >"$2"'
+        # Another user may have made a directory or link of this name, and change it meanwhile.
+        script = 'umask 077 && mkdir -p -- "$1" && [ ! -L "$1" ] && cd -- "$1" && [ -O . ] && cat >"./$2"'
+        run = str(watch.directory)
         codes: dict[str, int] = {}
         nodes, calls = [*watch.run.nodes, *watch.spares], []
         watch.tokens = {node.node: os.urandom(16).hex() for node in nodes}
@@ -72,7 +74,7 @@ class Pdsh(Ssh):
             codes[reply.node] = reply.code
 
         for node in nodes:
-            store = ["sh", "-c", script, "sh", run, f"{run}/node_{node.node}.environment"]
+            store = ["sh", "-c", script, "sh", run, f"node_{node.node}.environment"]
             command = self.commands.command(node, store, watch.options.cwd, f"{run}/node_{node.node}.log")
             sent = watch.environment_block(node.node)
             calls.append(watch.calls.call(node.node, command, stored, sent=sent, errors=INHERITED))

@@ -228,10 +228,14 @@ class Client:
             os.close(file)
 
     def kill(self) -> None:
-        """Kill the process and those that it has started."""
+        """Kill the process and those that it has started. pdsh starts each ssh in a session of its own."""
         if self.is_running:
+            others = process_scan.descendants(self.process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+            for pid in others:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
 
     def check(self) -> None:
         """If the process has exited, read the rest of its output, and call on_exit.

@@ -186,6 +186,22 @@ def test_the_directory_of_a_list_that_another_user_has_created_is_refused(direct
 
 
 @as_root
+@pytest.mark.parametrize("above", ["logs", "logs/jobs"])
+def test_a_directory_whose_owner_could_replace_that_of_a_list_is_refused(directory: Path, above: str) -> None:
+    (directory / "logs/jobs").mkdir(parents=True)
+    os.chown(directory / above, NOBODY, NOBODY)
+    with pytest.raises(PermissionError, match="belongs to nobody, who could replace the files of this list"):
+        host.list_directory(str(directory), "abc")
+    os.chown(directory, NOBODY, NOBODY)
+    host.list_directory(str(directory), "abc")
+    (directory / above).chmod(0o777)
+    with pytest.raises(PermissionError, match="all users can replace the files of this list; call chmod o-w"):
+        host.list_directory(str(directory), "abc")
+    (directory / above).chmod(0o1777)
+    host.list_directory(str(directory), "abc")
+
+
+@as_root
 @pytest.mark.parametrize("planted", ["directory", "link", "link to a directory of this user"])
 def test_the_results_of_a_job_are_not_written_to_a_directory_that_another_user_has_made(
     directory: Path, planted: str

@@ -17,7 +17,7 @@ from distributed.host import process_scan
 from distributed.host.replies import Reply
 from distributed.runs.lookup import RunNode
 from distributed.transport.commands import Calls, SshCommands, TransportError, quote, temporary_directory
-from distributed.transport.loop import Client
+from distributed.transport.loop import Client, Loop, inherited_environment
 
 KIT = Path(__file__).resolve().parents[2]
 NODES = [RunNode("n1", "", 1, 0), RunNode("n2", "", 1, 1)]
@@ -81,6 +81,24 @@ def test_a_command_gets_input_before_its_input_is_closed_and_exits_when_its_inpu
     client.end_input()
     calls.wait()
     assert [reply.code for reply in replies] == [0]
+
+
+def test_a_killed_command_leaves_no_process_even_in_other_sessions(tmp_path: Path) -> None:
+    loop, ended = Loop(lambda number: None, ()), list[Client]()
+    script = 'setsid sh -c "echo \\$\\$ >pid.part; mv pid.part pid; sleep 60; true" & sleep 60; true'
+    command = ["sh", "-c", f"cd {tmp_path}; {script}"]
+    client = Client(loop, command, inherited_environment(), on_exit=ended.append)
+    until = time.monotonic() + 20
+    while not (tmp_path / "pid").exists() and time.monotonic() < until:
+        loop.wait(limit=0.01)
+    found = process_scan.descendants(client.process.pid)
+    assert int((tmp_path / "pid").read_text()) in found and len(found) >= 3
+    client.kill()
+    while not ended:
+        loop.wait()
+    while any(process_scan.start_time(pid) for pid in found):
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
