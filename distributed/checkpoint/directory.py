@@ -30,6 +30,7 @@ import shutil
 import socket
 import stat
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -54,6 +55,7 @@ log = logging.getLogger(__name__)
 STEP = re.compile(r"step_(\d{8,})(\.old)?")
 STAGING = re.compile(r"writing-.+-\d+-[0-9a-f]{8}")  # the staging directory of an Owner
 MIB = 2**20
+LEAST = MIB // 2  # bytes for which a thread is worth its cost
 ENTRY: Any = {"bytes": range(1 << 63), "sha256": str}
 MANIFEST: Any = {  # see CheckpointInfo
     "step": range(1 << 63), "score": float | None, "ranks": range(1, 1 << 31), "sharded": bool, "written": str,
@@ -244,6 +246,22 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 # ---- writing ----
 
 
+@contextmanager
+def _hashing(digest: Any, data: memoryview) -> Iterator[None]:
+    """Hash the data: if there is much, in a thread, while the caller's block runs."""
+    thread = threading.Thread(target=digest.update, args=(data,))
+    with suppress(RuntimeError):  # the interpreter exits, or there are too many threads
+        if data.nbytes >= LEAST:
+            thread.start()
+    if not thread.ident:
+        digest.update(data)
+    try:
+        yield
+    finally:
+        if thread.ident:
+            thread.join()
+
+
 class HashedFile(io.FileIO):
     """A new file that computes the SHA-256 of its content. close() syncs it to disk."""
 
@@ -252,12 +270,12 @@ class HashedFile(io.FileIO):
         self._sha256, self._written = hashlib.sha256(), 0
 
     def write(self, data: Any) -> int:
-        """Write all of `data`. Releases the GIL while hashing and writing."""
+        """Write all of `data`, and hash it at the same time. Releases the GIL while hashing and writing."""
         rest = memoryview(data).cast("B")
         count = rest.nbytes
-        self._sha256.update(rest)
-        while rest:
-            rest = rest[super().write(rest) :]
+        with _hashing(self._sha256, rest):
+            while rest:
+                rest = rest[super().write(rest) :]
         self._written += count
         return count
 

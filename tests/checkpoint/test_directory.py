@@ -18,6 +18,7 @@ import socket
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -119,6 +120,42 @@ def test_a_file_has_the_written_content_and_its_checksum(tmp_path: Path) -> None
         entries = write_in_chunks(file, content)
         assert file.read_bytes() == content
         assert entries == {f"{size}": {"bytes": size, "sha256": hashlib.sha256(content).hexdigest()}}
+
+
+class WaitingHash:
+    """Instead of hashing the first block, waits for what must happen at the same time."""
+
+    def __init__(self, happened: Callable[[], bool]) -> None:
+        self._happened = happened
+
+    def update(self, block: bytes) -> None:
+        end = time.monotonic() + forked.TIMEOUT
+        while not self._happened():
+            assert time.monotonic() < end, "the thread waits for the hash of the block"
+            time.sleep(0.001)
+
+    def hexdigest(self) -> str:
+        return "hashed"
+
+
+def test_a_large_block_is_hashed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "state.pt"
+    monkeypatch.setattr(hashlib, "sha256", lambda: WaitingHash(lambda: file.stat().st_size == 1 << 20))
+    with open_hashed(file, {}) as stream:
+        stream.write(bytes(1 << 20))
+
+
+def test_without_a_thread_the_checksum_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the exit of the interpreter, no thread can be started; the last checkpoint is written there."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    content, entries = random.Random(1).randbytes(3 << 20), FileEntries()
+    with open_hashed(tmp_path / "file", entries) as stream:
+        stream.write(content)
+    assert entries["file"]["sha256"] == directory._sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
