@@ -266,7 +266,7 @@ def bounded(message: str) -> str:
 
 def printable(text: str, kept: str = "") -> str:
     """The text without control sequences; other control characters, except `kept`, become blanks."""
-    if text.isprintable():
+    if text.rstrip(kept).isprintable():
         return text
     import re
 
