@@ -55,6 +55,8 @@ def width() -> int | None:
 
 def columns(text: str) -> int:
     """The number of columns that the text has in a terminal."""
+    if text.isascii() and text.isprintable():
+        return len(text)
     return sum(
         0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
         for character in plain(text)

@@ -281,7 +281,7 @@ def bounded(message: str) -> str:
 
 def printable(text: str, kept: str = "") -> str:
     """The text without control sequences; other control characters, except `kept`, become blanks."""
-    if text.isprintable():
+    if text.rstrip(kept).isprintable():
         return text
     import re
 

@@ -7,7 +7,8 @@
 #
 #   RUN            run directory, its name in DIR, or the number of its SLURM job (default: latest)
 #
-#   --all          print a table of all runs in DIR, the newest first; it reads files only, and queries no node
+#   --all          print a table of the runs in DIR, the newest first; it reads files only, and queries no node
+#   --rows N       number of runs in the table of --all (default: 50)
 #   --watch        refresh every 2 seconds until the run ends or Ctrl-C
 #   --stacks       also print the Python stack of each rank; if py-spy is installed, the stacks of all its threads
 #   --json         print one JSON object
@@ -35,6 +36,8 @@ main() {
   ((!WATCH || !JSON)) || die_usage "--watch and --json cannot be combined"
   ((!ALL || !(WATCH + STACKS + JSON + ${#POSITIONAL[@]}))) ||
     die_usage "--all cannot be combined with RUN, --watch, --stacks and --json"
+  [[ ! $ROWS ]] || ((ALL)) || die_usage "--rows needs --all"
+  [[ ! $ROWS ]] || { is_count "$ROWS" && ((ROWS >= 1)); } || die_usage "--rows: expected 1 or more runs, got '$ROWS'"
   parse_one_argument RUN latest
   pick_python "$PYTHON_OPTION"
   forward_options_except --python --log-dir

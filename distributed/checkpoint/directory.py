@@ -30,10 +30,11 @@ import shutil
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -54,6 +55,7 @@ log = logging.getLogger(__name__)
 STEP = re.compile(r"step_(\d{8,})(\.old)?")
 STAGING = re.compile(r"writing-.+-\d+-[0-9a-f]{8}")  # the staging directory of an Owner
 MIB = 2**20
+LEAST = MIB // 2  # bytes for which a thread is worth its cost
 ENTRY: Any = {"bytes": range(1 << 63), "sha256": str}
 MANIFEST: Any = {  # see CheckpointInfo
     "step": range(1 << 63), "score": float | None, "ranks": range(1, 1 << 31), "sharded": bool, "written": str,
@@ -148,17 +150,21 @@ def newest(directory: Path) -> CheckpointInfo | None:
     Logs a warning for each checkpoint that it finds damaged or unreadable.
     Raises CheckpointError when checkpoints exist and none is usable, or the directory cannot be listed.
     """
-    return _first_good(directory, lambda found: -found.step)
+    faults: dict[Path, str] = {}
+    return _first_good(directory, _intact(step_directories(directory), faults), faults)
 
 
 def best(directory: Path) -> CheckpointInfo | None:
     """Return the valid checkpoint with the lowest score, the newest of equals. Apart from that, like newest()."""
-    return _first_good(directory, _score)
+    faults: dict[Path, str] = {}
+    found = sorted(_intact(step_directories(directory), faults), key=_score)
+    return _first_good(directory, found, faults)
 
 
-def _first_good(directory: Path, order: Callable[[CheckpointInfo], float]) -> CheckpointInfo | None:
-    candidates, faults = _read_all(directory)
-    for found in sorted(candidates, key=order):
+def _first_good(
+    directory: Path, candidates: Iterable[CheckpointInfo], faults: dict[Path, str]
+) -> CheckpointInfo | None:
+    for found in candidates:
         fault = found.fault()
         if fault is None:
             _warn(faults)
@@ -169,25 +175,24 @@ def _first_good(directory: Path, order: Callable[[CheckpointInfo], float]) -> Ch
     return None
 
 
-def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
-    """Return the checkpoints with an intact manifest, newest first; log a warning for each other checkpoint.
+def newest_intact(directory: Path) -> CheckpointInfo | None:
+    """Return the newest checkpoint with an intact manifest; log a warning for each newer one.
 
     Raises CheckpointError when the directory cannot be listed.
     """
-    found, faults = _read_all(directory)
+    faults: dict[Path, str] = {}
+    found = next(_intact(step_directories(directory), faults), None)
     _warn(faults)
     return found
 
 
-def _read_all(directory: Path) -> tuple[list[CheckpointInfo], dict[Path, str]]:
-    """Return the checkpoints with an intact manifest, newest first, and the faults of the others."""
-    found, faults = [], {}
-    for path in step_directories(directory):
+def _intact(paths: Iterable[Path], faults: dict[Path, str]) -> Iterator[CheckpointInfo]:
+    """Yield the checkpoints with an intact manifest; add the faults of the others to `faults`."""
+    for path in paths:
         try:
-            found.append(CheckpointInfo.read(path))
+            yield CheckpointInfo.read(path)
         except CheckpointError as error:
             faults[path] = str(error)
-    return found, faults
 
 
 def _warn(faults: Mapping[Path, str]) -> None:
@@ -241,6 +246,22 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 # ---- writing ----
 
 
+@contextmanager
+def _hashing(digest: Any, data: memoryview) -> Iterator[None]:
+    """Hash the data: if there is much, in a thread, while the caller's block runs."""
+    thread = threading.Thread(target=digest.update, args=(data,))
+    with suppress(RuntimeError):  # the interpreter exits, or there are too many threads
+        if data.nbytes >= LEAST:
+            thread.start()
+    if not thread.ident:
+        digest.update(data)
+    try:
+        yield
+    finally:
+        if thread.ident:
+            thread.join()
+
+
 class HashedFile(io.FileIO):
     """A new file that computes the SHA-256 of its content. close() syncs it to disk."""
 
@@ -249,12 +270,12 @@ class HashedFile(io.FileIO):
         self._sha256, self._written = hashlib.sha256(), 0
 
     def write(self, data: Any) -> int:
-        """Write all of `data`. Releases the GIL while hashing and writing."""
+        """Write all of `data`, and hash it at the same time. Releases the GIL while hashing and writing."""
         rest = memoryview(data).cast("B")
         count = rest.nbytes
-        self._sha256.update(rest)
-        while rest:
-            rest = rest[super().write(rest) :]
+        with _hashing(self._sha256, rest):
+            while rest:
+                rest = rest[super().write(rest) :]
         self._written += count
         return count
 
@@ -326,6 +347,7 @@ class Owner:
     directory: Path
     staging: Path  # for incomplete and replaced checkpoints
     lock: IO[str]
+    known: dict[Path, CheckpointInfo] = field(default_factory=dict)  # what prune() has read
 
     def new_directory(self, step: int) -> Path:
         """Make the directory in which the checkpoint of a step is written. Raises OSError."""
@@ -346,6 +368,7 @@ class Owner:
             stream.write(f"{text}\n".encode())
         _sync_directory(unpublished)
         final, old = self.directory / unpublished.name, unpublished.with_name(f"{unpublished.name}.old")
+        self.known.pop(final, None)
         with _opened(self.staging) as staging:
             if final.exists():
                 self._remove(old)
@@ -358,18 +381,27 @@ class Owner:
         """Remove old checkpoints up to this step, except the newest `keep` and the best one.
 
         Later steps belong to another run and are kept. Unreadable checkpoints are kept: the cause may be temporary.
+        Nothing is removed unless the manifest of this step is intact. Each older manifest is read once.
         """
         try:
-            candidates = [found for found in list_checkpoints(self.directory) if found.step <= step]
+            paths = step_directories(self.directory)
+            if len(paths) <= keep:
+                return
+            self.known[final_path(self.directory, step)] = CheckpointInfo.read(final_path(self.directory, step))
         except CheckpointError as error:
             log.warning("old checkpoints are not removed: %s", error)
             return
+        faults: dict[Path, str] = {}
+        self.known.update((found.path, found) for found in _intact(set(paths) - self.known.keys(), faults))
+        _warn(faults)
+        candidates = [self.known[path] for path in paths if path in self.known and self.known[path].step <= step]
         best_one = min((found for found in candidates if found.score is not None), key=_score, default=None)
         for found in candidates[keep:]:
             if found is not best_one:
                 try:
                     found.check_readable()
                     self._remove(found.path)
+                    del self.known[found.path]
                 except OSError as error:
                     log.warning("%s: not removed: %s", found.path, error)
 

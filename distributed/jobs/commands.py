@@ -737,15 +737,14 @@ def show(rows: Sequence[Sequence[str]], below: Sequence[str] = ()) -> None:
 
 def state_of(path: Path) -> ListState:
     """The state of the list in this journal; an empty list if the journal does not exist."""
-    return ListState.of(journal.read(path)[0] if path.exists() else [])
+    return ListState.of(journal.records(path) if path.exists() else [])
 
 
 def status(options: argparse.Namespace, path: Path) -> int:
     """Show the state of every job, and where it runs."""
-    records, is_running = journal.read(path)[0], journal.dispatcher_is_running(path)
-    state = ListState.of(records)
+    state, is_running = ListState.of(journal.records(path)), journal.dispatcher_is_running(path)
     read_metrics(state, options.log_file)
-    requested = {job: record["event"] for record in state.unhandled_requests(records) for job in record["jobs"]}
+    requested = {job: record["event"] for record in state.unhandled_requests() for job in record["jobs"]}
     table: list[Sequence[str]] = [("id", "job", "state", "where", "time", "step", "loss", "held-out")]
     for job in state.jobs.values():
         last = job.last
@@ -900,11 +899,10 @@ def stored_config(state: ListState, path: Path) -> ListConfig:
 
 def cancel(options: argparse.Namespace, path: Path) -> int:
     """Stop jobs, and verify that none of their processes remain."""
-    records = journal.read(path)[0]
-    state = ListState.of(records)
+    state = ListState.of(journal.records(path))
     jobs = state.select_jobs("cancel", options.jobs)
     if "all" in options.jobs:
-        pending = state.unhandled_requests(records)
+        pending = state.unhandled_requests()
         retried = (job for each in pending if each["event"] == "retry" for job in each["jobs"])
         jobs = list(dict.fromkeys([*jobs, *retried]))
     if not jobs and not state.lost_attempts():
@@ -930,9 +928,8 @@ def wait_until_final(path: Path, jobs: Sequence[str]) -> int:
     """Wait until these jobs have ended, and print how each one ended. Returns the exit code of `cancel`."""
     printed: set[str] = set()
     while True:
-        records = journal.read(path)[0]
-        state = ListState.of(records)
-        requested = {job for each in state.unhandled_requests(records) for job in each["jobs"]}
+        state = ListState.of(journal.records(path))
+        requested = {job for each in state.unhandled_requests() for job in each["jobs"]}
         for job in map(state.jobs.__getitem__, jobs):
             if job.state not in FINAL or job.job.id in printed | requested:
                 continue
@@ -978,7 +975,7 @@ def add(options: argparse.Namespace, path: Path) -> int:
         say(f"nothing to add: all jobs of {file} are in the list")
         return 0
     request = request_id(journal.request(path, "add", [str(file)]))
-    while not (replies := [each for each in journal.read(path)[0] if each.get("request") == request]):
+    while not (replies := [each for each in journal.records(path) if each.get("request") == request]):
         if journal.dispatcher_is_running(path):
             time.sleep(0.2)
             continue

@@ -681,9 +681,10 @@ class Dispatcher:
     # ---------------------------------------------------------------- requests to cancel, retry and add jobs
 
     def _handle_requests(self) -> None:
-        new = [*self.journal.records, *self.journal.requests()]
-        self.journal.records = []
-        for request in self.state.unhandled_requests(new):
+        self.journal.records = []  # the state has their requests
+        for request in self.journal.requests():
+            self.state.apply(request)
+        for request in self.state.unhandled_requests():
             if request["event"] == "add":
                 self._add(request)
                 continue

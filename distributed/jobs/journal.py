@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from distributed.files import is_locked, try_lock, user_file
 from distributed.trust import PRIVATE, checked, foreign, parse_json, regular_file
@@ -144,13 +145,21 @@ def read(path: Path) -> tuple[list[Record], int]:
     """Return all records, and the size of the complete lines in bytes. Raises JournalError for an invalid line."""
     with open(open_journal(path), "rb") as file:
         data = file.read()
-    complete = data[: data.rfind(b"\n") + 1]
-    records = []
-    for number, text in enumerate(complete.split(b"\n")[:-1], 1):
-        if text.endswith(TRUNCATED):
+    return list(_parsed(path, io.BytesIO(data))), data.rfind(b"\n") + 1
+
+
+def records(path: Path) -> Iterator[Record]:
+    """Yield all records, without keeping them in memory. Raises JournalError for an invalid line."""
+    with open(open_journal(path), "rb") as file:
+        yield from _parsed(path, file)
+
+
+def _parsed(path: Path, file: BinaryIO) -> Iterator[Record]:
+    for number, text in enumerate(file, 1):
+        if text.endswith(TRUNCATED + b"\n") or not text.endswith(b"\n"):
             continue
         try:
-            record = json.loads(text)  # not parse_json(), because a long list has many records
+            record = json.loads(text.decode())  # not parse_json(), because a long list has many records
             if not isinstance(record, dict) or not isinstance(record.get("event"), str):
                 raise ValueError
         except (ValueError, RecursionError):
@@ -158,8 +167,7 @@ def read(path: Path) -> tuple[list[Record], int]:
                 f"{path}, line {number}: damaged; cannot tell which jobs were started. Restore the file, or use "
                 "another --log-file"
             ) from None
-        records.append(record)
-    return records, len(complete)
+        yield record
 
 
 def has_list(path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 Lines of a rank have a prefix with node and rank, as in `[node1:3] loss 2.5`. A line that the rank's next line
 overwrites, as in a progress bar, is called an update. In this module, an update ends with CR LF. The log has the lines
-of all ranks, without updates. Standard library only.
+of all ranks, without updates. Of a long line, only the start is kept. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,26 +20,33 @@ OUTPUT, ERRORS = 1, 2  # standard output and standard error: their numbers as fi
 _PREFIX = re.compile(rb"\[[^\]: \n]*:(\d{1,9})")  # prefix of a rank's line, without the closing "] "
 _UPDATE = re.compile(rb"^\[[^\]: \n]*:\d{1,9}\] [^\n]*\r\n", re.MULTILINE)
 _EMPTY_UPDATE = re.compile(rb"^\r\n", re.MULTILINE)
+LONGEST = 1 << 20  # bytes of a line that are kept if the line is cut
+MARGIN = (
+    1 << 12
+)  # A line is cut if it is longer by this: the supervisor must not cut what the agent has cut and marked.
+_MARK = b" [%d bytes of this line are left out]"
 _CLEAR = b"\r\x1b[K"  # move to the start of the line and clear it
 _CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # cut off or wrap lines wider than the terminal
 
 
 class Lines:
-    """Complete lines of a stream. An incomplete line is held back."""
+    """Complete lines of a stream. An incomplete line is held back, and long lines are cut."""
 
     def __init__(self) -> None:
         self._partial = bytearray()
+        self._left_out = 0  # bytes of the incomplete line after those of _partial
 
     def feed(self, output: bytes, last: bool = False) -> bytes:
         """Returns complete lines. last: the stream has ended, so a line break completes the last line."""
         if last and not output.endswith(b"\n") and (output or self._partial):
             output += b"\n"
-        end = output.rfind(b"\n") + 1
-        if not end:
-            self._partial += output
-            return b""
-        lines = bytes(self._partial) + output[:end]
-        self._partial = bytearray(output[end:])
+        lines, end = b"", output.rfind(b"\n") + 1
+        if end:
+            lines = _cut(bytes(self._partial) + output[:end], self._left_out)
+            self._partial, self._left_out = bytearray(), 0
+        self._partial += output[end:]
+        self._left_out += max(0, len(self._partial) - LONGEST - MARGIN - 1)
+        del self._partial[LONGEST + MARGIN + 1 :]
         return lines
 
 
@@ -140,6 +147,22 @@ class Console:
                 text += line + b"\n"
                 self._bars.discard(stream)
         return bytes(text)
+
+
+def _cut(lines: bytes, left_out: int) -> bytes:
+    """Cut long lines. left_out: bytes of the first line that `lines` does not have; that line must be long."""
+    parts, start = [], 0
+    while len(lines) > start + LONGEST + MARGIN:
+        end = lines.rfind(b"\n", start, start + LONGEST + MARGIN + 1) + 1
+        if end:
+            parts.append(lines[start:end])
+        else:
+            end = lines.index(b"\n", start) + 1
+            ending = b"\r\n" if lines.endswith(b"\r\n", start, end) else b"\n"
+            mark = _MARK % (left_out + end - len(ending) - start - LONGEST)
+            parts.append(lines[start : start + LONGEST] + mark + ending)
+        start, left_out = end, 0
+    return b"".join([*parts, lines[start:]])
 
 
 def with_prefix(prefix: bytes, lines: bytes) -> bytes:

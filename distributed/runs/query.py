@@ -172,6 +172,13 @@ def job_state(job: str) -> str:
     return (printed.splitlines() or [""])[0]
 
 
+def job_states(jobs: Sequence[str]) -> dict[str, str]:
+    """The states of those SLURM jobs that have not ended, such as PENDING, from one call of squeue."""
+    squeue = ["squeue", "--noheader", "--array", "--jobs", ",".join(jobs), "--format", "%A %T"]
+    lines = (_printed(squeue) if jobs else "").splitlines()
+    return dict(line.split() for line in lines if line.count(" ") == 1)
+
+
 def job_owner(job: str) -> str:
     """The owner of a SLURM job if that is another user, else "": root could stop the jobs of all users."""
     uids = _printed(["squeue", "--noheader", "--jobs", job, "--format", "%U"]).split()

@@ -127,7 +127,10 @@ class Task(supervisor.Supervisor):
         self._output_ended = self._no_process_left
         prefix = f"[{self.files.name}:{self.rank}] ".encode()
         for stream, (file, lines) in enumerate(self._output_files, start=1):
-            output = b"".join(iter(lambda: os.read(file, supervisor.BLOCK), b""))  # noqa: B023 (called at once)
+            output = os.read(file, supervisor.BLOCK)
+            while following := os.read(file, supervisor.BLOCK):
+                self._log_and_show(with_prefix(prefix, lines.feed(output)), stream)
+                output = following
             self._log_and_show(with_prefix(prefix, lines.feed(output, last=self._no_process_left)), stream)
 
     def _show(self, lines: bytes, stream: int) -> None:

@@ -250,7 +250,7 @@ def check_settings(config: str, arguments: list[str], ranks: int, ranks_are_loca
     If ranks_are_local is false, the packages that the ranks need are printed instead of checked.
     """
     from distributed.checkpoint.compatibility import check_resumable
-    from distributed.checkpoint.directory import CheckpointError, list_checkpoints
+    from distributed.checkpoint.directory import CheckpointError, newest_intact
     from distributed.training import trackers
     from distributed.training.settings import ConfigError, for_ranks, holds_settings, parser
     from distributed.trust import bounded
@@ -260,7 +260,7 @@ def check_settings(config: str, arguments: list[str], ranks: int, ranks_are_loca
     options = parser("", "train.py").parse_intermixed_args(["--config", config, *arguments])
     try:
         settings, _ = for_ranks(options, ranks)
-        for newest in list_checkpoints(settings.checkpoint.dir)[:1] if settings.checkpoint.dir else ():
+        if settings.checkpoint.dir and (newest := newest_intact(settings.checkpoint.dir)):
             check_resumable(newest, settings, settings.model.vocab_size)
         values = settings.model_dump()
         if ranks_are_local:

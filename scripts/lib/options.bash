@@ -27,7 +27,7 @@ declare -A VARIABLE_OF=(
   [--backend]=BACKEND [--min-bytes]=MIN_BYTES [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
   [--sync]=SYNC [--lease]=LEASE [--attach]=ATTACH [--notify]=NOTIFY [--detach]=DETACH [--dry-run]=DRY_RUN
   [--json]=JSON [--watch]=WATCH [--stacks]=STACKS [--now]=NOW [--certain]=CERTAIN [--fresh]=FRESH [--all]=ALL
-  [--quiet]=QUIET [--follow]=FOLLOW [--template]=TEMPLATE
+  [--rows]=ROWS [--quiet]=QUIET [--follow]=FOLLOW [--template]=TEMPLATE
 )
 # Option of torchrun, srun, mpirun, accelerate, deepspeed or train.py -> Muster's names for the value of this option:
 # variables of VARIABLE_OF, or arguments in usage lines.
@@ -53,7 +53,7 @@ MIN_NODES=''          # fewest nodes with which a run continues; empty: all node
 LEASE=''              # seconds; 0: none; empty: the default
 ATTACH=''             # the run to attach to, which has lost its launcher
 NOTIFY=${MUSTER_NOTIFY-} # command that is called when the run restarts, ends or has a fault; may contain a secret
-NPROC='' CONFIG='' LEVEL=''
+NPROC='' CONFIG='' LEVEL='' ROWS=''
 BACKEND=auto MIN_BYTES=1K MAX_BYTES='' TABLE_SECONDS='' TIMEOUT=''
 SYNC=0 DETACH=0 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 ALL=0 FOLLOW=0 TEMPLATE=0 PREFLIGHT=1
 FORWARDED=()          # NAME=VALUE of inherited variables that are passed to the nodes, in the same way as ENVIRONMENT

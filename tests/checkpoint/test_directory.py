@@ -18,6 +18,7 @@ import socket
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -119,6 +120,42 @@ def test_a_file_has_the_written_content_and_its_checksum(tmp_path: Path) -> None
         entries = write_in_chunks(file, content)
         assert file.read_bytes() == content
         assert entries == {f"{size}": {"bytes": size, "sha256": hashlib.sha256(content).hexdigest()}}
+
+
+class WaitingHash:
+    """Instead of hashing the first block, waits for what must happen at the same time."""
+
+    def __init__(self, happened: Callable[[], bool]) -> None:
+        self._happened = happened
+
+    def update(self, block: bytes) -> None:
+        end = time.monotonic() + forked.TIMEOUT
+        while not self._happened():
+            assert time.monotonic() < end, "the thread waits for the hash of the block"
+            time.sleep(0.001)
+
+    def hexdigest(self) -> str:
+        return "hashed"
+
+
+def test_a_large_block_is_hashed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "state.pt"
+    monkeypatch.setattr(hashlib, "sha256", lambda: WaitingHash(lambda: file.stat().st_size == 1 << 20))
+    with open_hashed(file, {}) as stream:
+        stream.write(bytes(1 << 20))
+
+
+def test_without_a_thread_the_checksum_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the exit of the interpreter, no thread can be started; the last checkpoint is written there."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    content, entries = random.Random(1).randbytes(3 << 20), FileEntries()
+    with open_hashed(tmp_path / "file", entries) as stream:
+        stream.write(content)
+    assert entries["file"]["sha256"] == directory._sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
@@ -316,6 +353,21 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     assert found is not None and found.step == 100_000_000
 
 
+def test_no_manifest_is_read_that_is_older_than_the_newest_valid_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifests = [write_checkpoint(tmp_path, step) / "manifest.json" for step in (1, 2, 3)]
+    flip(tmp_path / "step_00000003/state.pt", 0.5, 1)
+    with stub_of_open(manifests[0], error=errno.EIO):
+        found = newest(tmp_path)
+    assert found is not None and found.step == 2
+    assert caplog.messages == [
+        f"skipping a checkpoint: {tmp_path}/step_00000003/state.pt: its checksum does not match: it is damaged"
+    ]
+    with stub_of_open(*manifests[:2], error=errno.EIO):
+        assert directory.newest_intact(tmp_path) == CheckpointInfo.read(tmp_path / "step_00000003")
+
+
 # ---- retention ----
 
 RETENTION: list[tuple[str, int, list[tuple[int, float | None]], list[int]]] = [
@@ -336,6 +388,56 @@ def test_prune_retains_the_newest_and_the_best(
     for step, score in saved:
         write_checkpoint(tmp_path, step, score=score, keep=keep)
     assert names(tmp_path) == [f"step_{step:08d}" for step in retained]
+
+
+@pytest.mark.parametrize(("keep", "saved", "retained"), [case[1:] for case in RETENTION], ids=[c[0] for c in RETENTION])
+def test_prune_by_one_owner_retains_the_same_and_reads_each_older_manifest_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keep: int,
+    saved: list[tuple[int, float | None]],
+    retained: list[int],
+) -> None:
+    reads: list[Path] = []
+    really_read = CheckpointInfo.read
+
+    def read(path: Path) -> CheckpointInfo:
+        reads.append(path)
+        return really_read(path)
+
+    monkeypatch.setattr(CheckpointInfo, "read", read)
+    with take_over(tmp_path) as owner:
+        for step, score in saved:
+            write_checkpoint(tmp_path, step, score=score, keep=keep, owner=owner)
+    assert names(tmp_path) == [f"step_{step:08d}" for step in retained]
+    assert len(reads) == len(set(reads)), "no manifest was read twice"
+
+
+def test_prune_reads_nothing_while_nothing_is_to_be_removed(tmp_path: Path) -> None:
+    manifests = [write_checkpoint(tmp_path, step) / "manifest.json" for step in (1, 2, 3)]
+    with take_over(tmp_path) as owner, stub_of_open(*manifests, error=errno.EIO):
+        owner.prune(3, keep=3)
+    assert names(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
+
+
+def test_prune_removes_nothing_when_the_newest_manifest_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with take_over(tmp_path) as owner:
+        for step in (1, 2, 3):
+            write_checkpoint(tmp_path, step, owner=owner)
+        owner.prune(3, keep=3)
+        (tmp_path / "step_00000003/manifest.json").write_text("{}")
+        owner.prune(3, keep=1)
+    assert names(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
+    assert "old checkpoints are not removed: " in caplog.text
+
+
+def test_prune_sees_the_score_of_a_step_that_was_published_again(tmp_path: Path) -> None:
+    with take_over(tmp_path) as owner:
+        for step, score in ((1, 0.1), (2, 0.5), (3, 0.6), (1, 0.9), (4, 0.7)):
+            write_checkpoint(tmp_path, step, score=score, keep=2, owner=owner)
+    assert names(tmp_path) == ["step_00000002", "step_00000003", "step_00000004"]
 
 
 def test_the_best_is_the_intact_checkpoint_with_the_lowest_score(tmp_path: Path) -> None:
@@ -661,7 +763,7 @@ def test_names_in_a_shared_directory_are_printed_without_control_sequences(
     assert main([str(tmp_path)]) == 1
     with pytest.raises(CheckpointError) as caught:
         newest(tmp_path)
-    assert directory.list_checkpoints(tmp_path) == []
+    assert directory.newest_intact(tmp_path) is None
     for text in (capsys.readouterr().out, str(caught.value), caplog.text):
         assert "-1-deadbeef/step_00000001.old" in text
         assert text.replace("\n", "").isprintable()
@@ -775,7 +877,7 @@ def test_a_paused_attempt_changes_nothing_after_a_take_over(ram_disk: Path, monk
                 assert pipe.poll(forked.TIMEOUT)
                 answer = pipe.recv()
                 assert names(checkpoint_dir) == before, operation
-                for found in directory.list_checkpoints(checkpoint_dir):
+                for found in map(CheckpointInfo.read, directory.step_directories(checkpoint_dir)):
                     assert is_bit_for_bit(found), operation
                     assert found.facts["attempt"] == (7 if found.step > 1 else 0), operation
                 assert incomplete.is_dir(), operation

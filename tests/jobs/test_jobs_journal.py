@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,22 @@ def test_a_truncated_line_is_ignored_and_later_lines_are_read(path: Path, cut: i
             add(book, number)
             book.commit()
     assert numbers(journal.read(path)[0]) == [1, 3, 4]
+
+
+def test_the_state_of_a_list_does_not_keep_the_records(path: Path) -> None:
+    """A list of 50,000 jobs has 200,000 records."""
+    many = [journal.encode({"event": "of a newer version", "n": n, "text": "x" * 200}) for n in range(20_000)]
+    path.write_bytes(b"".join(many))
+    journal.request(path, "retry", ["a"])
+    tracemalloc.start()
+    try:
+        state = ListState.of(journal.records(path))
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
+    assert gc.isenabled()
+    assert [request["jobs"] for request in state.unhandled_requests()] == [["a"]]
+    assert list(journal.records(path)) == journal.read(path)[0]
 
 
 def test_a_request_after_a_truncated_line_is_read(path: Path) -> None:

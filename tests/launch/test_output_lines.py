@@ -6,11 +6,13 @@ An update is a line that the next line of the rank overwrites, as in a progress 
 from __future__ import annotations
 
 import re
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distributed.launch import output_lines
 from distributed.launch.output_lines import (
     ERRORS,
     OUTPUT,
@@ -95,13 +97,53 @@ def test_an_incomplete_line_that_is_no_update_is_held_back() -> None:
     assert lines.feed(b"2.5}\n") == b'{"loss": 2.5}\n'
 
 
-def test_a_line_of_many_megabytes_is_collected_in_linear_time() -> None:
-    """With quadratic time this takes minutes."""
-    for lines in (Lines(), RankLines()):
-        block = b"x" * 4096
+@given(st.lists(st.sampled_from([b"a", b"bb" * 9, b"\n", b"\r", b"\r\n"]), max_size=40), st.integers(1, 60))
+def test_a_long_line_is_cut_and_marked_however_the_output_is_split(pieces: list[bytes], size: int) -> None:
+    output = b"".join(pieces)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output_lines, "LONGEST", 10)
+        patch.setattr(output_lines, "MARGIN", 5)
+        assert fed(RankLines(), output, size) == RankLines().feed(output, last=True)
+        output = output.replace(b"\r", b"")
+        cut = fed(Lines(), output, size)
+    expected = [
+        line if len(line) <= 15 else line[:10] + b" [%d bytes of this line are left out]" % (len(line) - 10)
+        for line in output.split(b"\n")
+    ]
+    assert cut == b"\n".join(expected) + (b"\n" if expected[-1] else b"")
+
+
+def test_a_long_update_is_cut_and_stays_an_update() -> None:
+    update, line = RankLines().feed(b"x" * (2 << 20) + b"\ry\n", last=True).splitlines(keepends=True)
+    assert (update[1 << 20 :], line) == (b" [1048576 bytes of this line are left out]\r\n", b"y\n")
+
+
+def test_a_long_line_that_arrives_with_its_end_is_cut() -> None:
+    lines = Lines().feed(b"a\n" + b"x" * (3 << 20) + b"\nb\n" + b"y" * (1 << 20) + b"\nc")
+    assert (
+        lines
+        == b"a\n" + b"x" * (1 << 20) + b" [2097152 bytes of this line are left out]\nb\n" + b"y" * (1 << 20) + b"\n"
+    )
+
+
+def test_a_line_that_the_agent_has_cut_is_not_cut_again_by_the_supervisor() -> None:
+    agent, supervisor = RankLines(), Lines()
+    line = with_prefix(b"[" + b"n" * 255 + b":1234567] ", agent.feed(b"x" * (2 << 20) + b"\n"))
+    assert line.endswith(b"x [1048576 bytes of this line are left out]\n")
+    assert supervisor.feed(line) == line
+
+
+@pytest.mark.parametrize("kind", [Lines, RankLines])
+def test_a_line_without_an_end_takes_little_memory_and_linear_time(kind: type[Lines]) -> None:
+    lines, block = kind(), b"x" * 4096
+    tracemalloc.start()
+    try:
         for _ in range(16384):
             assert lines.feed(block) == b""
-        assert len(lines.feed(b"\n")) == 16384 * 4096 + 1
+        assert lines.feed(b"\n").endswith(b"x [%d bytes of this line are left out]\n" % (63 << 20))
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_every_line_gets_the_prefix() -> None:

@@ -452,6 +452,20 @@ def test_a_blocked_standard_output_delays_no_message_on_standard_error(run: Supe
     os.close(target)
 
 
+def test_a_line_without_an_end_is_cut_and_takes_little_memory(run: SupervisedRun) -> None:
+    script = "head -c 200M /dev/zero | tr '\\0' x; echo; echo ready; sleep 300"
+    run.start(script)
+    marked = f"[{(200 << 20) - (1 << 20)} bytes of this line are left out]"
+    assert run.log == "x" * (1 << 20) + f" {marked}\nready\n"
+    assert peak_memory(run.pid("supervisor")) < 60
+
+
+def peak_memory(pid: int) -> float:
+    """In MiB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
 def test_without_a_console_the_log_gets_the_bytes_of_both_streams_in_order_and_immediately(run: SupervisedRun) -> None:
     script = "for i in $(seq 200); do echo out $i; echo err $i >&2; done; echo ready; printf '\\r10%%'; sleep 300"
     run.start(script, "--lease", "0")

@@ -419,16 +419,35 @@ def test_the_table_of_all_runs_has_the_newest_first_and_a_short_form_of_each_ver
             assert columns(row) <= width
 
 
-@pytest.mark.parametrize(
-    ("reply", "state"), [("RUNNING None", "running"), ("PENDING Resources", "pending"), ("", "unknown")]
-)
-def test_the_table_of_all_runs_asks_slurm_for_the_state_of_jobs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: str, state: str
+def test_the_table_of_all_runs_asks_slurm_once_for_the_states_of_all_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = {"host": "h", "machine": "another", "pid": 1, "since": 1, "grace": 8}
-    finished_run(tmp_path, 2, None, launcher=launcher, slurm_job="17")
-    monkeypatch.setattr(status, "job_state", lambda job: reply if job == "17" else "wrong job")
-    assert plain(status.all_runs(tmp_path, None)[1]).split()[1] == state
+    for number in range(2, 6):
+        verdict = {"outcome": "ok", "exit_code": 0} if number == 5 else None
+        finished_run(tmp_path / "logs", number, verdict, launcher=launcher, slurm_job=f"1{max(number, 3)}")
+    (tmp_path / "squeue").write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/calls\necho 13 RUNNING\n')
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    rows = [plain(line).split()[1] for line in status.all_runs(tmp_path / "logs", None)[1:]]
+    assert rows == ["ended", "unknown", "running", "running"]
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert "--jobs 14,13,13 " in call
+
+
+def test_the_table_of_all_runs_shows_and_reads_only_the_newest(tmp_path: Path) -> None:
+    for number in range(2, 8):
+        older = finished_run(tmp_path, number, {"outcome": "ok", "exit_code": 0})
+        if number < 6:
+            (older / "run.json").write_text("{")
+    (tmp_path / "latest").symlink_to(older.name)
+    (tmp_path / "jobs").mkdir()
+    _, *rows, more = [plain(line) for line in status.all_runs(tmp_path, None, 2)]
+    assert [row[12:14] for row in rows] == ["07", "06"]
+    assert more == "4 older runs are not shown; to show all: --rows 6"
+    assert len(status.all_runs(tmp_path, None, 3)) == 5, "a fault counts as a row"
+    assert plain(status.all_runs(tmp_path, None, 5)[-1]) == "1 older run is not shown; to show all: --rows 6"
+    assert "--rows" not in "".join(status.all_runs(tmp_path, None, 6))
 
 
 def test_the_table_of_all_runs_fits_and_is_readable_for_odd_names(tmp_path: Path) -> None:
@@ -464,3 +483,9 @@ def test_status_all_prints_the_table_and_takes_no_run(tmp_path: Path) -> None:
         refused = subprocess.run([*script, *more], cwd=tmp_path, capture_output=True, text=True)
         assert refused.returncode == 2
         assert "--all cannot be combined with RUN, --watch, --stacks and --json" in refused.stderr
+    for wrong, message in ((["--all", "--rows", "0"], "--rows: expected"), (["--rows", "2"], "--rows needs --all")):
+        refused = subprocess.run([*script[:-1], *wrong], cwd=tmp_path, capture_output=True, text=True)
+        assert (refused.returncode, message in refused.stderr) == (2, True)
+    finished_run(tmp_path / "logs", 3, {"outcome": "ok", "exit_code": 0})
+    done = subprocess.run([*script, "--rows", "1"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines()[2] == "1 older run is not shown; to show all: --rows 2"

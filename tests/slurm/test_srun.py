@@ -276,6 +276,14 @@ def test_the_console_shows_rank_0_and_the_log_has_all_ranks(run: Path, start: St
     assert (run / "ranks/n2/slurm/attempt_0/1/stdout.log").read_text() == "rank 3\nlast"
 
 
+def test_a_long_line_of_a_rank_is_cut_in_a_task(run: Path, start: Start) -> None:
+    task = start("for _ in range(20): sys.stdout.write('x' * (1 << 20))\nprint('\\nlast')\n", rank=0)
+    task.end()
+    assert task.output.endswith(b"x [%d bytes of this line are left out]\n[n2:0] last\n" % (19 << 20))
+    assert (run / "node_n2.log").read_bytes() == task.output
+    assert task.close() == 0
+
+
 BAR = r"""
 print("result", flush=True)
 print("warning", file=sys.stderr, flush=True)
