@@ -36,6 +36,7 @@ def process(
     directory = proc / str(pid)
     (directory / "fd").mkdir(parents=True)
     (directory / "environ").write_bytes(f"A=1\0MUSTER_RUN_DIR={run}\0MUSTER_NODE={node}\0".encode())
+    (directory / "status").write_text("Name:\ta\nUid:" + f"\t{os.geteuid()}" * 4 + "\n")
     (directory / "cmdline").write_bytes(b"python\0my script.py\0")
     fields = [state, parent, *[0] * 9, ticks, 0, *[0] * 4, 7, 0, 0, 0, 256]
     (directory / "stat").write_text(f"{pid} (a ) b) " + " ".join(map(str, fields)))
