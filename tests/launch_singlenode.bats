@@ -155,6 +155,28 @@ END
 
 
 # bats test_tags=slow
+@test "a run goes on when its logs are emptied" {
+  cat >steps.py <<'END'
+import os, time
+for step in range(10**6):
+    print("line", step, flush=True)
+    time.sleep(0.01)
+    if os.path.exists("go") and os.path.getsize("go"):
+        print("the end", flush=True)
+        break
+END
+  start --script steps.py - 2
+  wait_for_line "line 20"
+  eval "$(grep -h '^find -L logs/latest/ ' "$KIT/LAUNCH_GUIDE.md")"
+  [ "$(stat -c %s logs/latest/node_*.log)" -lt 400 ]
+  echo >go
+  wait_for_exit
+  [ "$status" -eq 0 ]
+  grep -q "the end" out
+  grep -q "the end" logs/latest/node_*.log
+}
+
+
 @test "--env, --env-file, -m and --agent torchrun work together, secrets do not leak, and one rank uses all cores" {
   local cores
   printf 'import os, sys\nprint(*(os.environ[name] for name in "A B OMP_NUM_THREADS".split()), sys.argv[1:])\n' >mod.py
