@@ -466,23 +466,28 @@ class Launch:
         from distributed.runs import report
 
         numbers = [number for number in STOPPING_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        remedy = f"to write it: {quote([f'{KIT}/scripts/report.sh', str(self.directory)])}"
+        writes = True
 
         def give_up(received: int, frame: object) -> None:
             for number in numbers:
                 signal.signal(number, signal.SIG_DFL)
-            name = signals.name(received)
-            raise ReportEnded(f"it took {REPORT_TIMEOUT} s" if received == signal.SIGALRM else f"received {name}")
+            if writes:
+                reason = f"it took {REPORT_TIMEOUT} s" if received == signal.SIGALRM else signals.name(received)
+                raise ReportEnded(reason)
 
         for number in (*numbers, signal.SIGALRM):
             signal.signal(number, give_up)
         try:
             signal.alarm(REPORT_TIMEOUT)
-            line = f"report {report.write(self.directory)}"
-            signal.alarm(0)
-        except (Exception, ReportEnded) as error:  # noqa: BLE001 - the exit code must not depend on the report
-            signal.alarm(0)
-            remedy = quote([f"{KIT}/scripts/report.sh", str(self.directory)])
-            line = f"report.html: not written: {error}; to write it: {remedy}"
+            try:
+                line = f"report {report.write(self.directory)}"
+            except Exception as error:  # noqa: BLE001 - the exit code must not depend on the report
+                line = f"report.html: not written: {error}; {remedy}"
+            writes = False  # from here on, give_up() does not raise
+        except ReportEnded as ended:
+            line = f"report.html: not written: {ended}; {remedy}"
+        signal.alarm(0)
         self._print(line)
 
     def _notify(self, event: str, message: str = "") -> None:

@@ -416,7 +416,7 @@ def test_a_launcher_exits_without_a_report_after_a_signal_or_a_time(tmp_path: Pa
         if number:
             launcher.send_signal(number)
         line, last = launcher.stdout.read().splitlines()
-    reason = f"received {signal.Signals(number).name}" if number else "it took 1 s"
+    reason = signal.Signals(number).name if number else "it took 1 s"
     assert line == f"report.html: not written: {reason}; to write it: {KIT}/scripts/report.sh {tmp_path}"
     assert (last, launcher.returncode, list(tmp_path.iterdir())) == ("exits", 0, [])
 
