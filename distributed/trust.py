@@ -23,7 +23,7 @@ import stat
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import tarfile
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
     from typing import Any
 
 PRIVATE, SHARED = 0o600, 0o644  # modes of new files; the umask restricts them further
@@ -31,6 +31,7 @@ PRIVATE_DIRECTORY = 0o700
 LAYOUT = "\n\t"  # characters that printable() may keep
 MAX_TEXT = 64 << 20  # bytes of a JSON value or of a file that is read whole
 MAX_VALUES = 2_000_000  # of a JSON value
+MAX_LINKS = 40  # of a path, as in Linux
 MAX_DEPTH = 40  # of nested JSON, and of directories
 LARGEST = 1 << 63  # numbers are smaller
 MAX_LINES, LONGEST_LINE = 30, 1000  # of a message
@@ -104,6 +105,36 @@ def foreign_ancestor(directory: str) -> str:
         path = os.path.dirname(path)
 
 
+def parts_of(path: str) -> Iterator[str]:
+    """A path and the directories above it, without /; for each part that is a link, also the parts where it leads."""
+    at, links, rest = "", 0, os.path.join(os.getcwd(), path).split("/")[::-1]
+    while rest and links <= MAX_LINKS:
+        part = rest.pop()
+        if part == "..":
+            at = at.rpartition("/")[0]
+        elif part not in ("", "."):
+            yield f"{at}/{part}"
+            try:
+                link = os.readlink(f"{at}/{part}")
+            except OSError:  # no link
+                at += f"/{part}"
+                continue
+            at, links = "" if link.startswith("/") else at, links + 1
+            rest += link.split("/")[::-1]
+
+
+def planted(path: str, owners: Collection[int]) -> str:
+    """Why code at a path must not run: another user has made a part of it where all users can create files; or ""."""
+    for part in parts_of(path):
+        above, facts = os.path.dirname(part), os.lstat(part)
+        mode = os.lstat(above).st_mode
+        if mode & stat.S_IWOTH and facts.st_uid not in owners:
+            return f"{part}: belongs to {user_name(facts.st_uid)}, who made it where all users can create files"
+        if mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            return f"{part}: all users can replace it; call chmod o-w {above}"
+    return ""
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -153,8 +184,14 @@ def lock_file(path: str | os.PathLike[str], flags: int, directory: str | os.Path
         mode |= 0o066 if above.st_mode & stat.S_IWOTH else 0o060
     file = regular_file(path, flags, mode)
     facts = os.fstat(file)
-    if stat.S_IMODE(facts.st_mode) != mode and facts.st_uid == os.geteuid():  # of an earlier version, or of the umask
-        os.fchmod(file, mode)
+    if facts.st_uid == os.geteuid():
+        if mode & 0o070 and facts.st_gid != above.st_gid:  # the group that can write there, not the user's own
+            try:
+                os.fchown(file, -1, above.st_gid)
+            except OSError:  # no member
+                mode &= ~0o070
+        if stat.S_IMODE(os.fstat(file).st_mode) != mode:  # of an earlier version, or of the umask
+            os.fchmod(file, mode)
     return file
 
 

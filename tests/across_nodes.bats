@@ -95,7 +95,7 @@ smoke_test() { # <argument of test_distributed.sh...>
 for node, found in json.load(open(sys.argv[1])).items(): print(found.get("error") or found["facts"]["directory"])' \
     "$BATS_TEST_TMPDIR/facts"
   [[ ${lines[0]} == "$PRIVATE/own" && ${lines[1]} == "$PRIVATE/own" ]]
-  [[ ${lines[2]} == "working directory not found (bash: line 1: cd: $PRIVATE/own: "*"); share it between the nodes, or launch with --sync" ]]
+  [[ ${lines[2]} == "working directory not found (cd: $PRIVATE/own: "*"); share it between the nodes, or launch with --sync" ]]
 }
 
 

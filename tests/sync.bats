@@ -293,7 +293,7 @@ END
   lab ssh "$N2" chmod 1777 "$APART"
   local reason="$WORK: belongs to user id 65534, who made it in $APART, where all users can create files"
   run -69 "$LAUNCH" --python "$WORK/.venv/bin/python" --script plain.py - 1 "$N2"
-  [[ "$output" == *"preflight: $N2: $reason; nothing in it is used"* ]]
+  [[ "$output" == *"preflight: $N2: $reason; it is not used"* ]]
   run -69 "$LAUNCH" --no-preflight --python "$WORK/.venv/bin/python" --script plain.py - 1 "$N2"
   [[ "$output" == *"$reason"* ]]
   run -69 "$BATS_TEST_DIRNAME/../scripts/ssh/launch_pdsh_multinode.sh" --no-preflight --python "$WORK/.venv/bin/python" \

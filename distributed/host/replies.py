@@ -113,7 +113,9 @@ class Reply:
         if self.code == SSH_FAILED:
             return ssh_failure(printed, self.node) or UNREACHABLE.format(name=self.node, printed=printed)
         message = next((message for pattern, message in START_FAILURES.items() if pattern in printed), "{printed}")
-        return message.format(printed=re.sub(rf"{re.escape(str(KIT))}/scripts/lib/[a-z_.]+: line \d+: ", "", printed))
+        return message.format(
+            printed=re.sub(rf"(?:{re.escape(str(KIT))}/scripts/lib/[a-z_.]+|bash): line \d+: ", "", printed)
+        )
 
 
 def ssh_failure(printed: str, name: str) -> str:

@@ -61,6 +61,7 @@ from distributed.trust import (
     foreign,
     make_directories,
     parse_json,
+    planted,
     read_text,
     regular_file,
     shown,
@@ -371,13 +372,14 @@ def list_directory(workdir: str, list_id: str) -> str:
     path = os.path.join(logs, "jobs", list_id)
     make_private(path)
     trusted = {0, os.geteuid(), os.stat(workdir).st_uid}
+    if problem := planted(path, trusted):
+        part, _, reason = problem.partition(": ")
+        raise PermissionError(errno.EACCES, reason, part)
     for above in (logs, os.path.dirname(path)):
         facts = os.stat(above)
         if facts.st_uid not in trusted:
             reason = f"belongs to {user_name(facts.st_uid)}, who could replace the files of this list"
             raise PermissionError(errno.EACCES, reason, above)
-        if facts.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-            raise PermissionError(errno.EACCES, "all users can replace the files of this list; call chmod o-w", above)
     return path
 
 
@@ -856,6 +858,8 @@ def find_python(requested: str, workdir: str) -> list[str]:
 def refuse_foreign_venv(workdir: str) -> None:
     """Raise HostError if another user than the owner of the working directory has made .venv, or can write to it."""
     directory, owners = os.path.join(workdir, ".venv"), (os.geteuid(), 0, os.stat(workdir).st_uid)
+    if problem := planted(os.path.join(directory, "bin", "python"), owners):
+        raise HostError(f"{problem}; set python for this server")
     for facts in (os.lstat(directory), os.stat(directory), os.stat(os.path.join(directory, "bin"))):
         if facts.st_uid not in owners:
             raise HostError(f"{directory}: belongs to {user_name(facts.st_uid)}; set python for this server")

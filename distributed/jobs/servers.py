@@ -46,7 +46,7 @@ from distributed.launch.node_reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOU
 from distributed.terminal import plural
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 from distributed.transport.commands import VANISHED, TransportError, over_ssh, rsync_shell, temporary_directory
-from distributed.transport.owners import EXIT_IF_FOREIGN, owners_above
+from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, owners_above
 from distributed.trust import MAX_TEXT, PRIVATE_DIRECTORY, checked, parse_json, place, read_bytes, shown
 
 CONNECT_TIMEOUT = 60.0  # seconds
@@ -60,7 +60,7 @@ NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or new
 # Exit codes: ~/ml-customization exists; rsync is missing; a command has failed on the server, see reporting_error().
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC, FAILED = 3, 4, 5
 LOST_CONNECTION = (12, 30, 35, 255)  # exit codes of rsync
-# For bash, with the directory of Muster's copy in $d: whether another user could replace it. HOME is that of the login.
+# For bash, after FOREIGN, with the directory of Muster's copy in $d: fails if another user could replace it.
 CHECK_CACHE = f'([ -z "${{XDG_CACHE_HOME-}}" ] || {{ owners="$(id -u) 0"; cd -- "$d" || exit; {EXIT_IF_FOREIGN}; }})'
 # Options of rsync. Results are received in a new directory without links to directories, see SshServer._receive().
 SENDING = ("--archive", "--sparse")
@@ -553,23 +553,26 @@ class SshServer(HostServer):
 
     def _host_program(self, arguments: str) -> str:
         """A line of bash that runs host.py, or prints NOT_INSTALLED or NO_PYTHON. Must run in the home directory."""
-        workdir = self.settings.workdir or "~/ml-customization"
-        paths = [self.settings.python] if self.settings.python else []
-        bases = [workdir] if self.settings.workdir else [workdir, str(self.context.cwd)]
-        paths += [f"{base}/{path}" for path in paths for base in bases if path[0] not in "~/"]
-        candidates = paths or [*(f"{base}/.venv/bin/python" for base in bases), "python3"]
-        pythons = " ".join(quoted_path(each) for each in candidates)
+        python, workdir = self.settings.python, self.settings.workdir
+        bases = [workdir] if workdir else ["~/ml-customization", str(self.context.cwd)]
+        if python and python[0] in "~/":
+            candidates, unnamed = [python], []
+        else:
+            candidates = [f"{base}/{python or '.venv/bin/python'}" for base in bases]
+            unnamed = candidates if not (python and workdir) else []
+        candidates = [*candidates, *([] if python else ["python3"])]
         # Another user may have made a directory or link of this name, or could replace it.
-        check = f'(cd -- "${{p%/*}}" || exit; {EXIT_IF_FOREIGN}) 2>/dev/null'
-        own = f"case $p in */.venv/bin/python) {check} || continue ;; esac; "
+        check = f'(cd -- "${{p%/*}}" || exit; {EXIT_IF_FOREIGN}) 2>/dev/null && [ ! "$(foreign planted "$p")" ]'
+        names, pythons = ("|".join(map(quoted_path, unnamed)), " ".join(map(quoted_path, candidates)))
+        own = f"case $p in {names}) {check} || continue ;; esac; " if unnamed else ""
         plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
-            f"owners={shlex.quote(owners_above(str(self.context.cwd)))}; "
+            f"{FOREIGN}; open= owners={shlex.quote(owners_above(str(self.context.cwd)))}; "
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._archive_name}"; '
             f'[ -e "$d/complete" ] || {{ echo {NOT_INSTALLED}; exit 0; }}; '
             f'[ -O "$d" ] || {{ echo "$d belongs to another user" >&2; exit 69; }}; {CHECK_CACHE} || exit; '
-            f"for p in {pythons}; do {'' if paths else own}"
+            f"for p in {pythons}; do {own}"
             f'if "$p" {plain} -c {newer} 2>/dev/null; then '
             f'exec "$p" {plain} "$d/{ENTRY}" {HOST} {arguments}; fi; done; '
             f"echo {NO_PYTHON}"
@@ -578,7 +581,7 @@ class SshServer(HostServer):
     def _upload_line(self) -> str:
         """A line of bash that copies Muster from its standard input to the server."""
         return reporting_error(
-            f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster"; n="$d/jobs-{self._archive_name}"; '
+            f'{FOREIGN}; d="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster"; n="$d/jobs-{self._archive_name}"; '
             'umask 077; { [ "${XDG_CACHE_HOME-}" ] || cd; } && mkdir -p -- "$d" && chmod go-w -- "$d" && '
             f"{CHECK_CACHE} && "
             't=$(mktemp -d "$d/new-XXXXXX") && { '
@@ -605,7 +608,7 @@ class SshServer(HostServer):
         default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
         line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}" + reporting_error(
             f"(umask 022; mkdir -p -- {quoted_path(target)}) && (cd -- {quoted_path(target)} || exit; "
-            f"owners={shlex.quote(owners_above(str(self.context.cwd)))}; {EXIT_IF_FOREIGN})"
+            f"owners={shlex.quote(owners_above(str(self.context.cwd)))}; {FOREIGN}; {EXIT_IF_FOREIGN})"
         )
         self._refuse_without_rsync(on_server=True)
         code, stderr = await self._run(self._ssh(line))

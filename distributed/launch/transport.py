@@ -63,7 +63,8 @@ class Pdsh(Ssh):
             self.request(watch, watch.next_attempt().decode().rstrip())
             return
         # Another user may have made a directory or link of this name, and change it meanwhile.
-        script = 'umask 077 && mkdir -p -- "$1" && [ ! -L "$1" ] && cd -- "$1" && [ -O . ] && cat >"./$2"'
+        script = 'umask 077 && mkdir -p -- "$1" && [ ! -L "$1" ] && cd -- "$1" && [ -O . ]'
+        script += ' && rm -f -- "./$2" && set -C && cat >"./$2"'
         run = str(watch.directory)
         codes: dict[str, int] = {}
         nodes, calls = [*watch.run.nodes, *watch.spares], []

@@ -222,8 +222,9 @@ def _sent_signals(run: Path, warnings: list[str], clocks: Mapping[str, float]) -
 def _from_record(value: object, node: str) -> Failure:
     """Parse the record that a rank or an agent wrote. node: the node of the rank, unless the record names it."""
     record = mapping(value)
+    recorded = text(record.get("node"))
     return Failure(
-        node=text(record.get("node")) or node,
+        node=recorded if re.fullmatch(r"[^/]{1,255}", recorded) and recorded.isprintable() else node,
         rank=integer(record.get("rank")),
         pid=integer(record.get("pid")),
         time=_seconds(record),

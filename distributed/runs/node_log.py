@@ -48,7 +48,7 @@ def read_log(path: Path, node: str, containing: Sequence[str] = ()) -> Log:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - LOG_TAIL))
             end = file.read()
-    except OSError:
+    except (OSError, ValueError):  # the name of the node may be any text
         return {}
     if containing and not any(one.encode() in end for one in containing):
         return {}

@@ -11,42 +11,65 @@ import shlex
 import stat
 from itertools import takewhile
 
+from distributed.trust import parts_of
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
-# For sh in a directory of a node. $owners: who may own the directories above it, and links to them; see owners_above().
-# Exits with 69 if another user could replace the directory. In %A, such as drwxrwxrwt, the last two letters are those
-# of other users. In a container that maps some user ids only, 65534 stands for the others, root among them.
-EXIT_IF_FOREIGN = """[ -O . ] || { echo "$PWD: belongs to another user" >&2; exit 69; }
-[ "$(id -u)" = "${owners%% *}" ] || owners="0 $(id -u)"
-grep -q " 4294967295$" /proc/self/uid_map || owners="$owners 65534"
-for p in "$PWD" "$(pwd -P)"; do while [ "$p" != / ]; do f=$(stat -c '%u %A' -- "$p"); case " $owners " in
-*" ${f%% *} "*) case $f in *" d"*w[!tT]) ;; *) p=$(dirname -- "$p"); continue;; esac;; esac
-echo "$p: other users own it or can write to it, and could replace $PWD" >&2; exit 69; done; done"""
-# A function for bash: planted PATH... prints why code at these absolute paths must not run; nothing if it may. A part
-# of a path counts if all users can create entries in its directory. $owners: who may have made it. $open: directories
-# without the sticky bit in which all users can replace entries, on the launching machine too. A missing part is
-# refused, because another user could make it after this check; the text is that of bash or Python, see
-# replies.START_FAILURES.
-PLANTED = r"""planted() { local p d facts name parts=() ends; local -A found whole
-mapfile -t ends < <(readlink -m -- "$@" 2>/dev/null)
-for p in "$@" "${ends[@]}"; do name=$p; while [[ $p ]]; do
-parts+=("$p") whole[$p]=${whole[$p]-$name} p=${p%/*}; done; done
-while read -r -d '' facts && read -r -d '' name; do found[$name]=$facts
+# A function for bash: foreign KIND PATH... prints why these paths must not be used; nothing if they may. It looks at
+# each part of a path and, if that is a link, at each part of where it leads. $owners: who may own them, this user
+# first. $open: directories without the sticky bit in which all users can replace entries, on the launching machine too.
+# KIND:
+#   strict   no other user owns a part of the path, or can replace it
+#   planted  no other user has made a part of the path in a directory in which all users can create files. A part that
+#            is missing there is refused: another user could make it after this check. The text is that of bash or
+#            Python, see replies.START_FAILURES
+# In %A, such as drwxrwxrwt, the last two letters are those of other users. In a container that maps some user ids only,
+# 65534 stands for the others, root among them.
+FOREIGN = r"""foreign() { local kind=$1 at rest part link links path d facts parts=(); local -A found whole; shift
+for path in "$@"; do
+  [[ $path == /* ]] || path=$PWD/$path
+  at='' rest=$path links=0
+  while [[ $rest ]]; do
+    part=${rest%%/*}; rest=${rest:${#part}+1}
+    case $part in '' | .) continue ;; ..) at=${at%/*} && continue ;; esac
+    part=$at/$part; parts+=("$part") whole[$part]=${whole[$part]-$path}
+    [[ -L $part ]] || { at=$part && continue; }
+    ((++links <= 40)) || { echo "$path: too many links" && return; }
+    IFS= read -r -d '' link < <(readlink -z -- "$part" 2>/dev/null) || link=
+    rest=$link/$rest
+    [[ $link != /* ]] || at=''
+  done
+done
+while read -r -d '' facts && IFS= read -r -d '' part; do found[$part]=$facts
 done < <(stat --printf '%u %A\0%n\0' -- / "${parts[@]}" 2>/dev/null)
-[[ ${found[/]-} ]] || { echo "stat of GNU coreutils: not found on the PATH, so owners cannot be checked"; return; }
+[[ ${found[/]-} ]] || { echo "stat of GNU coreutils: not found on the PATH, so owners cannot be checked" && return; }
 [[ $UID == "${owners%% *}" ]] || owners="0 $UID"
 [[ $(</proc/self/uid_map) == *' 4294967295' ]] || owners+=' 65534'
-for p in "${parts[@]}"; do d=${p%/*} facts=${found[$p]-}
-[[ ${found[${d:-/}]-} == *' d'*w? ]] || continue
-if [[ ! $facts ]]; then case ${whole[$p]} in
-*.py) echo "can't open file '${whole[$p]}'";; *) echo "bash: line 1: ${whole[$p]}: No such file or directory"; esac
-elif [[ " $owners " != *" ${facts%% *} "* ]]; then
-echo "$p: belongs to user id ${facts%% *}, who made it in $d, where all users can create files; nothing in it is used"
-elif [[ ${found[${d:-/}]} != *[tT] && $open != *":$d:"* ]]; then echo "$d: all users can replace $p there"
-else continue; fi
-return; done; }"""
+for part in "${parts[@]}"; do
+  d=${part%/*} d=${d:-/} facts=${found[$part]-} path=${whole[$part]}
+  if [[ $kind == strict ]]; then
+    [[ " $owners " != *" ${facts%% *} "* || $facts == *' d'*w[!tT] ]] || continue
+    echo "$part: other users own it or can write to it, and could replace $path"
+  elif [[ ${found[$d]-} != *' d'*w? ]]; then
+    continue
+  elif [[ ! $facts && $path == *.py ]]; then
+    echo "can't open file '$path'"
+  elif [[ ! $facts ]]; then
+    echo "bash: line 1: $path: No such file or directory"
+  elif [[ " $owners " != *" ${facts%% *} "* ]]; then
+    echo "$part: belongs to user id ${facts%% *}, who made it in $d, where all users can create files; it is not used"
+  elif [[ ${found[$d]} == *[!tT] && $open != *":$d:"* ]]; then
+    echo "$d: all users can replace $part there"
+  else
+    continue
+  fi
+  return
+done; }"""
+# For bash in a directory: exits with 69 if it is not this user's, or if another user could replace it. Needs FOREIGN.
+EXIT_IF_FOREIGN = """[ -O . ] || { echo "$PWD: belongs to another user" >&2; exit 69; }
+open= p=$(foreign strict "$PWD"); [ ! "$p" ] || { echo "$p" >&2; exit 69; }"""
 
 
 def owners_above(directory: str) -> str:
@@ -54,15 +77,7 @@ def owners_above(directory: str) -> str:
 
     On a node where this user has another id, the ids mean other people, and only root counts.
     """
-    return _for_shell({0, *(os.lstat(os.path.dirname(part)).st_uid for part in _parts(directory))})
-
-
-def _parts(path: str) -> Iterator[str]:
-    """The path and the directories above it, without /, also of the path to which links lead."""
-    for part in (os.path.abspath(path), os.path.realpath(path)):
-        while part != "/":
-            yield part
-            part = os.path.dirname(part)
+    return _for_shell({0, *(os.lstat(os.path.dirname(part)).st_uid for part in parts_of(directory))})
 
 
 def _for_shell(owners: Iterable[int]) -> str:
@@ -80,7 +95,7 @@ def exit_if_planted(arguments: Sequence[str], cwd: str, code: int) -> str:
     if not paths or not arguments[0].startswith("/"):
         return ""
     owners, replaceable = {0}, set()
-    for part in dict.fromkeys(part for path in paths for part in _parts(path)):
+    for part in dict.fromkeys(part for path in paths for part in parts_of(path)):
         above = os.path.dirname(part)
         with contextlib.suppress(OSError):  # it may be there only
             owners.add(os.lstat(part).st_uid)
@@ -88,4 +103,4 @@ def exit_if_planted(arguments: Sequence[str], cwd: str, code: int) -> str:
                 replaceable.add(above)
     known = f"owners={shlex.quote(_for_shell(owners))} open={shlex.quote(':'.join(['', *sorted(replaceable), '']))}"
     exit_if = f'[ ! "$planted" ] || {{ echo "$planted" >&2; exit {code}; }}'
-    return f"{PLANTED}; {known}; planted=$(planted {shlex.join(paths)}); {exit_if}; "
+    return f"{FOREIGN}; {known}; planted=$(foreign planted {shlex.join(paths)}); {exit_if}; "

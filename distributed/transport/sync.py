@@ -15,7 +15,7 @@ from distributed.exit_codes import UNFIT
 from distributed.host import sync_list
 from distributed.transport.commands import VANISHED, TransportError, rsync_shell
 from distributed.transport.loop import INHERITED
-from distributed.transport.owners import EXIT_IF_FOREIGN, owners_above
+from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, owners_above
 from distributed.trust import regular_file
 
 TYPE_CHECKING = False
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
     from distributed.transport.commands import AnyTarget, Calls, SshCommands
 
-# For sh on a node. $1: the directory. $2: the name of a file that the launcher has just created in that directory. $3:
-# the SHA-256 of its content: other users of the node can see these arguments, but cannot make such a file. $4: owners.
-PRINT_IF_SHARED = f"""umask 022; mkdir -p -- "$1" && cd -- "$1" || exit
+# For bash on a node. $1: the directory. $2: the name of a file that the launcher has just created in that directory.
+# $3: the SHA-256 of its content: other users of the node can see these arguments, but cannot make such a file. $4:
+# owners.
+PRINT_IF_SHARED = f"""{FOREIGN}; umask 022; mkdir -p -- "$1" && cd -- "$1" || exit
 if [ -f "$2" ] && [ "$(sha256sum <"$2")" = "$3  -" ]; then echo "shared $2"; exit; fi
 owners=$4; {EXIT_IF_FOREIGN}
 echo "time $(date +%s)\""""
@@ -65,7 +66,7 @@ def _nodes_without(
             file.write(content)
     except OSError as error:
         raise TransportError(UNFIT, f"--sync: cannot write to {directory}: {error.strerror}") from None
-    check = ["sh", "-c", PRINT_IF_SHARED, "sh", directory, commands.marker]
+    check = ["bash", "-pc", PRINT_IF_SHARED, "bash", directory, commands.marker]
     check += [hashlib.sha256(content).hexdigest(), owners_above(directory)]
     replies = calls.call_all({node: commands.command(node, check) for node in nodes}, errors=INHERITED)
     os.unlink(marker)

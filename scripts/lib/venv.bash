@@ -17,6 +17,7 @@ ensure_venv() { # <value of --python, may be empty> <lock file...>
       install_with show "${@:2}"
       return
     fi
+    (umask 077 && : >>"$VENV.lock")
     build_venv "${@:2}" 9>>"$VENV.lock"
   fi
   PYTHON=$VENV/bin/python

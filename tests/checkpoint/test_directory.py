@@ -601,12 +601,14 @@ def test_nobody_else_can_write_to_checkpoints_or_open_the_lock_whatever_the_umas
 @pytest.mark.parametrize("mask", [0, 0o002, 0o022, 0o077])
 def test_the_lock_of_a_group_is_open_to_the_group_and_to_no_other_user(tmp_path: Path, mask: int) -> None:
     (tmp_path / ".lock").touch()
-    os.chown(tmp_path, -1, 12345) if os.geteuid() == 0 else None
-    tmp_path.chmod(0o2775)
+    if os.geteuid() == 0:
+        os.chown(tmp_path, -1, 12345)
+    tmp_path.chmod(0o775)
     before = os.umask(mask)
     try:
         owner = take_over(tmp_path)
-        assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == 0o660
+        facts = (tmp_path / ".lock").stat()
+        assert (stat.S_IMODE(facts.st_mode), facts.st_gid) == (0o660, tmp_path.stat().st_gid)
         owner.close()
     finally:
         os.umask(before)

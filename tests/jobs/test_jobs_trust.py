@@ -195,10 +195,21 @@ def test_a_directory_whose_owner_could_replace_that_of_a_list_is_refused(directo
     os.chown(directory, NOBODY, NOBODY)
     host.list_directory(str(directory), "abc")
     (directory / above).chmod(0o777)
-    with pytest.raises(PermissionError, match="all users can replace the files of this list; call chmod o-w"):
+    with pytest.raises(PermissionError, match="all users can replace it; call chmod o-w "):
         host.list_directory(str(directory), "abc")
     (directory / above).chmod(0o1777)
     host.list_directory(str(directory), "abc")
+
+
+@as_root
+def test_a_link_of_another_user_on_the_way_to_a_list_is_refused(directory: Path) -> None:
+    """All users can create files in the working directory."""
+    directory.chmod(0o1777)
+    (directory / "logs").symlink_to(".")
+    host.list_directory(str(directory), "abc")
+    os.lchown(directory / "logs", NOBODY, NOBODY)
+    with pytest.raises(PermissionError, match="belongs to nobody, who made it where all users can create files"):
+        host.list_directory(str(directory), "abc")
 
 
 @as_root
@@ -286,6 +297,21 @@ def test_the_program_of_a_server_uses_no_python_and_no_muster_that_another_user_
         undo()
         run()
         (directory / "RAN").unlink()
+    python = venv / "bin/python"  # a link into a directory in which all users can create files
+    shared = directory / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "conda").symlink_to(venv / "bin")
+    python.rename(venv / "bin/python3")
+    python.symlink_to(shared / "conda/python3")
+    for setting in ("", ".venv/bin/python"):
+        server.settings = server.settings.model_copy(update={"python": setting})
+        run()
+        (directory / "RAN").unlink()
+        os.lchown(shared / "conda", NOBODY, NOBODY)
+        run()
+        assert not (directory / "RAN").exists()
+        os.lchown(shared / "conda", 0, 0)
     os.chown(cache, NOBODY, NOBODY)
     done = run()
     assert (done.returncode, done.stderr) == (69, f"{cache} belongs to another user\n")

@@ -30,6 +30,7 @@ from distributed.runs import node_log, verdict
 from distributed.runs.failures import Evidence, Failure, SentSignal, gather
 from distributed.runs.node_log import LogLine, read_log
 from distributed.runs.verdict import Kind, kind_of
+from distributed.trust import LAYOUT, printable
 
 KIT = Path(__file__).resolve().parents[2]
 TIME = 1_700_000_000.25  # of the failures, Unix seconds
@@ -762,7 +763,12 @@ _keys = st.sampled_from([
     "succeeded", "ended_by_agent", "layout", "processes", "first_rank", "others", "cause",
 ])  # fmt: skip
 _json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from([10**400, "\ud800", "a" * 3000]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_keys, inner, max_size=6),
     max_leaves=12,
 )
@@ -782,7 +788,15 @@ def test_any_content_of_the_files_gives_a_verdict(files: dict[str, Any], launche
             path.write_text(text, encoding="utf-8", errors="replace")
         found = verdict.decide(Path(directory), launcher)
         assert 0 <= found.exit_code <= 255 and (found.exit_code == 0) == (found.outcome == "ok")
-        assert verdict.render(found, Path(directory))
+        assert printable(verdict.render(found, Path(directory)), LAYOUT).encode()
+
+
+@pytest.mark.parametrize("name", ["a" * 3000, "\ud800", "../n2", "a\nb"])
+def test_a_rank_that_records_a_strange_node_failed_on_its_own_node(run: RunDirectory, name: str) -> None:
+    run.start("n1")
+    run.file("errors/rank_0.json", {"rank": 0, "node": name, "exception": "ValueError", "message": "boom"})
+    found = run.decide(1)
+    assert found.node != name and "boom" in verdict.render(found, run.path)
 
 
 @pytest.mark.parametrize("others", [[1], {"a": 1}, 5, [{"rank": [], "node": {}, "message": 1}]])

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.transport.owners import exit_if_planted
+from distributed.transport.owners import FOREIGN, exit_if_planted
+from distributed.trust import parts_of
 
 OTHER = 12345
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -62,7 +63,7 @@ def test_own_code_runs_and_a_missing_file_is_left_to_the_command_that_needs_it(p
 def test_a_directory_that_another_user_has_made_is_refused(project: Path, name: str) -> None:
     line, planted = line_for(project), project.parent / name
     os.chown(planted, OTHER, OTHER)
-    reason = f"who made it in {planted.parent}, where all users can create files; nothing in it is used"
+    reason = f"who made it in {planted.parent}, where all users can create files; it is not used"
     assert refusal(line) == f"{planted}: belongs to user id {OTHER}, {reason}"
 
 
@@ -73,6 +74,37 @@ def test_a_link_of_another_user_is_refused_although_its_target_is_not_his(projec
     assert refusal(line) == ""
     os.chown(project, OTHER, OTHER, follow_symlinks=False)
     assert f"{project}: belongs to user id {OTHER}" in refusal(line)
+
+
+@pytest.mark.parametrize("target", ["moved", "{}/moved", "../{1}/moved", "line\nbreak"])
+def test_a_link_of_another_user_in_the_middle_of_an_own_chain_is_refused(project: Path, target: str) -> None:
+    """An own link leads to a place where all users can create files, and there to a directory of this user."""
+    planted, moved = project.with_name("planted"), project.with_name(target.rpartition("/")[2])
+    project.rename(moved)
+    project.symlink_to("planted")
+    planted.symlink_to(target.format(project.parent, project.parent.name))
+    assert refusal(line_for(project)) == ""
+    line = line_for(project)
+    os.chown(planted, OTHER, OTHER, follow_symlinks=False)
+    assert f"{planted}: belongs to user id {OTHER}" in refusal(line)
+
+
+def test_a_loop_of_links_ends(project: Path) -> None:
+    line = line_for(project)
+    shutil.rmtree(project)
+    project.symlink_to("loop")
+    project.with_name("loop").symlink_to("project")
+    assert refusal(line) == f"{project}: too many links"
+
+
+@pytest.mark.parametrize("path", ["/a//b/./c", "/a/../b", "/x\ny/ z'\"$(echo)"])
+def test_the_parts_of_a_path_are_those_of_the_kernel(path: str) -> None:
+    """The function of bash and that of Python look at the same parts."""
+    script = FOREIGN.replace("while read -r -d ''", "printf '%s\\0' \"${parts[@]}\"; return; while read -r -d ''", 1)
+    done = subprocess.run(
+        ["bash", "-pc", f'{script}; foreign strict "$1"', "bash", path], capture_output=True, text=True
+    )
+    assert done.stdout.split("\0")[:-1] == list(parts_of(path))
 
 
 def test_the_directory_to_which_an_own_link_leads_counts_too(project: Path) -> None:

@@ -28,7 +28,8 @@ def test_another_user_of_a_node_cannot_make_a_directory_look_shared(tmp_path: Pa
 
     def check() -> tuple[int, str]:
         digest = hashlib.sha256(b"content").hexdigest()
-        command = ["sh", "-c", PRINT_IF_SHARED, "sh", str(tmp_path), marker.name, digest, owners_above(str(tmp_path))]
+        arguments = [str(tmp_path), marker.name, digest, owners_above(str(tmp_path))]
+        command = ["bash", "-pc", PRINT_IF_SHARED, "bash", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         return done.returncode, re.sub(r"time \d+\n", "", done.stdout) + done.stderr
 
@@ -54,10 +55,10 @@ def test_in_a_container_without_root_the_directories_of_root_may_be_above_the_ta
             "unshare",
             "--user",
             "--map-user=1000",
-            "sh",
-            "-c",
+            "bash",
+            "-pc",
             PRINT_IF_SHARED,
-            "sh",
+            "bash",
             directory,
             "none",
             "",
@@ -79,7 +80,7 @@ def test_a_link_of_another_user_is_not_followed_to_the_target(tmp_path: Path, po
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "own")
     target = link if position == "target" else link / "below"
-    command = ["sh", "-c", PRINT_IF_SHARED, "sh", str(target), "none", "", "0"]
+    command = ["bash", "-pc", PRINT_IF_SHARED, "bash", str(target), "none", "", "0"]
     assert subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
     os.lchown(link, 65534, 65534)
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -106,7 +107,7 @@ def test_a_directory_that_another_user_could_replace_is_no_target(
     os.chown(above, uid, uid)
     above.chmod(mode)
     for target in (above / "new", above / "new" / "newer"):
-        command = ["sh", "-c", PRINT_IF_SHARED, "sh", str(target), "none", "", owners]
+        command = ["bash", "-pc", PRINT_IF_SHARED, "bash", str(target), "none", "", owners]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         problem = f"{above}: other users own it or can write to it, and could replace {target}\n"
         assert (done.returncode, done.stderr) == ((69, problem) if refused else (0, ""))
