@@ -111,13 +111,13 @@ def ancestors(pid: int, processes: dict[int, ProcessStat]) -> Iterator[int]:
 
 def descendants(pid: int) -> list[int]:
     """The children of a process, their children, and so on; empty if the kernel does not list them."""
-    found = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
-                for child in map(int, file.read().split()):
-                    found += [child, *descendants(child)]
-    return found
+    found = [pid]
+    for parent in found:  # grows in this loop
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{thread}/children") as file:
+                    found += map(int, file.read().split())
+    return found[1:]
 
 
 def live_processes(

@@ -28,6 +28,7 @@ from typing import Any
 from distributed.files import KIT, user_file, write_file
 from distributed.jobs.state import Attempt
 from distributed.jobs.timeline import Span, Track, draw_tracks
+from distributed.metrics import MAX_READ
 from distributed.runs import charts, page_parts
 from distributed.runs.charts import Line, duration, number_text
 from distributed.runs.history import History, read_metrics
@@ -45,6 +46,7 @@ MAX_COLUMNS = 12  # columns of settings in the table, and as many of metrics
 MAX_POINTS = 20_000  # in the chart of all jobs
 MAX_LINES = 100_000  # lines read from all metrics files together, see history.read_metrics()
 MIN_LINES = 200  # lines read from each metrics file, even if MAX_LINES is then exceeded
+MAX_BYTES, MIN_BYTES = 1 << 30, 1 << 20  # the same in bytes
 MAX_NOTES = 20
 LABEL_LENGTH = 24  # characters of a job's name at its curve
 
@@ -131,11 +133,12 @@ def read_curves(root: Path, jobs: Sequence[JobEntry], notes: list[str]) -> dict[
     """Read the metrics files that exist. Returns metrics by job id, and appends read errors to `notes`."""
     curves = {}
     limit = max(MIN_LINES, MAX_LINES // max(1, len(jobs)))
+    size = min(MAX_READ, max(MIN_BYTES, MAX_BYTES // max(1, len(jobs))))
     for job in jobs:
         path = os.path.join(root, job.output, "metrics.jsonl")
         if os.path.isfile(path):
             found: list[str] = []
-            curves[job.id] = read_metrics(Path(path), found, limit)
+            curves[job.id] = read_metrics(Path(path), found, limit, size)
             notes += [f"{job.output}/{note}" for note in found]
     return curves
 

@@ -476,9 +476,9 @@ class Launch:
                 reason = f"it took {REPORT_TIMEOUT} s" if received == signal.SIGALRM else signals.name(received)
                 raise ReportEnded(reason)
 
-        for number in (*numbers, signal.SIGALRM):
-            signal.signal(number, give_up)
         try:
+            for number in (*numbers, signal.SIGALRM):
+                signal.signal(number, give_up)
             signal.alarm(REPORT_TIMEOUT)
             try:
                 line = f"report {report.write(self.directory)}"

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from distributed.files import KIT
@@ -24,6 +25,8 @@ from distributed.runs.records import is_time, listed, number
 
 EVENT_FILES_TIMEOUT = 60.0  # seconds
 MAX_LINES = 20_000  # of one file
+BYTES = 1000  # of a line, on average
+LONGEST_TEXT = 4096  # characters, as in a path
 MAX_EARLIER = 20  # attempts whose replaced lines are kept, the last ones
 SHORTEST = len('{"step":0}')  # no shorter line is valid
 VALUES = b"0123456789.eE+-, \t\r\n"  # what may differ between lines of one kind
@@ -138,19 +141,19 @@ def read_event_files(directory: Path) -> None:
             subprocess.run(command, capture_output=True, timeout=EVENT_FILES_TIMEOUT)
 
 
-def read_metrics(path: Path, notes: list[str], most: int = MAX_LINES) -> History:
+def read_metrics(path: Path, notes: list[str], most: int = MAX_LINES, size: int | None = None) -> History:
     """Read metrics.jsonl, of a large file the end. Appends notes about what was left out and read errors to `notes`.
 
-    most: read at most about this many lines, see _Selection.
+    most: read at most about this many lines, see _Selection. size: bytes at the end of the file; default: MAX_READ.
     """
     history, names, too_many = History(), {"loss", "event", *NOT_PLOTTED, *RESERVED}, False
-    selection, invalid = _select(path, most, notes)
+    selection, invalid = _select(path, most, MAX_READ if size is None else size, notes)
     for text in (selected := selection.lines()):
         line = _parse(text.decode(errors="replace"))
         invalid += line is None and text.endswith(b"\n")  # an incomplete last line is normal after SIGKILL
         if line:
             names.update(islice((key for key in line if key not in names), max(0, MAX_METRICS - len(names))))
-            known = {key: value for key, value in line.items() if key in names}
+            known = {key: value for key, value in line.items() if key in names and _is_plain(value)}
             too_many = too_many or len(known) < len(line)
             history.add(known)
     if len(selected) < selection.count:
@@ -162,17 +165,24 @@ def read_metrics(path: Path, notes: list[str], most: int = MAX_LINES) -> History
     return history
 
 
-def _select(path: Path, most: int, notes: list[str]) -> tuple[_Selection, int]:
+def _is_plain(value: object) -> bool:
+    """Whether the page may use a value: a number, a short text, or a list of numbers."""
+    if isinstance(value, list):
+        return all(isinstance(one, (int, float, NoneType)) for one in value)
+    return isinstance(value, (int, float, NoneType)) or (isinstance(value, str) and len(value) <= LONGEST_TEXT)
+
+
+def _select(path: Path, most: int, size: int, notes: list[str]) -> tuple[_Selection, int]:
     """The selection of the lines that may be valid, and the number of others: empty lines and objects."""
     selection, others = _Selection(most), 0
     try:
-        for text in last_lines(path):
+        for text in last_lines(path, size):
             if len(text) >= SHORTEST:
                 selection.add(text)
             else:
                 others += text.endswith(b"\n")
-        if os.path.getsize(path) > MAX_READ:
-            notes.append(f"{path.name}: only its last {MAX_READ >> 20} MiB are read")
+        if os.path.getsize(path) > size:
+            notes.append(f"{path.name}: only its last {size >> 20} MiB are read")
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -181,7 +191,9 @@ def _select(path: Path, most: int, notes: list[str]) -> tuple[_Selection, int]:
 
 
 class _Selection:
-    """At most `most` lines of a file, and the last line of each kind. All lines of rare kinds are kept.
+    """At most `most` lines of a file, of BYTES each on average, and the last line of each kind.
+
+    All lines of rare kinds are kept.
 
     Lines of one kind have the same names and events, as far as this shows without parsing. Of a kind with many lines,
     evenly spaced ones are kept: line n if the fractional part of n times the golden ratio is below the share of the
@@ -191,7 +203,7 @@ class _Selection:
 
     def __init__(self, most: int) -> None:
         self.count = 0  # of all lines
-        self._most, self._kept = most, 0
+        self._most, self._kept, self._bytes = most, 0, 0
         self._kinds: dict[bytes, list[tuple[float, int, bytes]]] = {}  # fractional part, number and text of each line
         self._shares: dict[bytes, float] = {}
         self._last: dict[bytes, tuple[int, bytes]] = {}
@@ -203,11 +215,12 @@ class _Selection:
             kind = b""
         kept = self._kinds.setdefault(kind, [])
         self._last[kind] = self.count, text
-        part = self.count * GOLDEN_RATIO % 1.0
+        part = (self.count + 1) * GOLDEN_RATIO % 1.0  # never 0
         if part < self._shares.setdefault(kind, 1.0):
             kept.append((part, self.count, text))
             self._kept += 1
-            if self._kept > self._most:
+            self._bytes += len(text)
+            while self._kept > self._most or self._bytes > self._most * BYTES:
                 self._halve(max(self._kinds, key=lambda one: len(self._kinds[one])))
         self.count += 1
 
@@ -215,6 +228,7 @@ class _Selection:
         self._shares[kind] /= 2
         kept = [line for line in self._kinds[kind] if line[0] < self._shares[kind]]
         self._kept += len(kept) - len(self._kinds[kind])
+        self._bytes += sum(len(line[2]) for line in kept) - sum(len(line[2]) for line in self._kinds[kind])
         self._kinds[kind] = kept
 
     def lines(self) -> list[bytes]:

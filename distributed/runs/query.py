@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,9 +58,17 @@ class NodeReply:
         return self.node.node
 
 
+def python_of(run: Run, node: RunNode) -> str:
+    """The Python for modules that a node runs. For this machine, it is not the recorded one.
+
+    That may have been removed since, and another user may have made a program of its name.
+    """
+    return run.python if node.address or run.job else sys.executable
+
+
 def status_command(run: Run, node: RunNode, options: Sequence[str]) -> list[str]:
     """Return the command that prints the status of a node when it runs there. options: options of node_status.py."""
-    module = [run.python, "-I", f"{LIB}/module.py", "runs.node_status", "--run", run.directory_at_launch]
+    module = [python_of(run, node), "-I", f"{LIB}/module.py", "runs.node_status", "--run", run.directory_at_launch]
     rank = ["--count", str(node.processes), "--first-rank", str(node.first_rank)]
     return [*module, "--node", node.node, *rank, *options]
 
@@ -255,7 +264,7 @@ class RunQuery:
         """Stop the processes of the run on all nodes. grace: seconds from the stop request to SIGKILL."""
 
         def sweep(node: RunNode) -> list[str]:
-            supervisor = [self.run.python, *PLAIN_PYTHON, f"{LIB}/module.py", "launch.supervisor", "sweep"]
+            supervisor = [python_of(self.run, node), *PLAIN_PYTHON, f"{LIB}/module.py", "launch.supervisor", "sweep"]
             where = ["--dir", self.run.directory_at_launch, "--name", node.node]
             return [*supervisor, *where, "--grace", f"{grace:g}"]
 
