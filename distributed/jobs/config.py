@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
+from distributed.files import KIT
 from distributed.jobs.host import AFTER
 from distributed.jobs.job import ALL_GPUS, Job, JobError, JsonFloat, Options, argument_groups, job_of, matching, too_big
 from distributed.jobs.placement import GpuId
@@ -233,6 +234,16 @@ class OptionKeys(StrictModel):
 
 
 # ---------------------------------------------------------------- reading
+
+
+def script_of(option: str | None, cluster: ClusterConfig | None) -> str:
+    """The path of a list's script. Like the launchers, a list for which nothing names a script runs Muster's train.py.
+
+    option: the value of --script. A train.py in the working directory precedes that of Muster.
+    """
+    if option or cluster or Path("train.py").exists():
+        return option or (cluster.script_path if cluster else "train.py")
+    return f"{KIT}/train.py"
 
 
 def read_cluster(path: Path) -> ClusterConfig:
