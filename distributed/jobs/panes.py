@@ -3,7 +3,7 @@
 The session is named `ml_training`, or `ml_training_2` if the name is in use. Each session belongs to one server of one
 job list: the value of its option @muster is the server_directory() of that server. Each pane runs `view`, which reads
 the file that show() writes and prints the log of the attempt in its slot. After the list has ended, the session stays,
-so that the output can be read, until remove() or the next list removes it.
+so that the output can be read, until remove(), the next list or the removal of the list's directory ends it.
 
 Standard library only.
 """
@@ -68,24 +68,37 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
     if not shutil.which("tmux"):
         return "", "tmux is not installed; no live view of its slots; to get one: apt-get install tmux"
     try:
-        for name in SESSIONS:
-            owner = session_directory(name)
-            if owner == directory and tmux("list-panes", "-s", "-t", f"={name}").count("\n") == len(slots):
-                return name, ""
-            if owner == directory or (owner and abandoned(owner)):
-                tmux("kill-session", "-t", f"={name}")
-                owner = None
-            if owner is None:
-                try:
-                    create(name, directory, slots)
-                except TmuxError as error:
-                    if "duplicate session" in str(error):  # another process has created it
-                        continue
-                    raise
-                return name, "" if name == SESSIONS[0] else f"tmux session {SESSIONS[0]} is in use; this one is {name}"
+        kept, free = remove_old(directory, len(slots))
+        if kept:
+            return kept, ""
+        for name in free:
+            try:
+                create(name, directory, slots)
+            except TmuxError as error:
+                if "duplicate session" in str(error):  # another process has created it
+                    continue
+                raise
+            return name, "" if name == SESSIONS[0] else f"tmux session {SESSIONS[0]} is in use; this one is {name}"
         return "", f"session names {' and '.join(SESSIONS)} are in use; no live view of its slots"
     except TmuxError as error:
         return "", f"tmux: {error}; no live view of its slots"
+
+
+def remove_old(directory: str, slots: int) -> tuple[str, list[str]]:
+    """Kill the sessions of ended lists. Returns the session that this list already has, or "", and the free names."""
+    kept, free = "", []
+    for name in SESSIONS:
+        owner = session_directory(name)
+        panes = tmux("list-panes", "-s", "-t", f"={name}").count("\n") if owner == directory else 0
+        if panes == slots and not kept:
+            kept = name
+            continue
+        if owner == directory or (owner and abandoned(owner)):
+            tmux("kill-session", "-t", f"={name}")
+            owner = None
+        if owner is None:
+            free.append(name)
+    return kept, free
 
 
 def session_directory(name: str) -> str | None:
@@ -157,13 +170,13 @@ def show(directory: str, slot: int, title: str, log: str, exit_file: str) -> Non
 
 
 def view(directory: str, slot: int) -> int:
-    """Print the logs of a slot's attempts, one after the other. Never returns."""
+    """Print the logs of a slot's attempts, one after the other, until the directory of the list is removed."""
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):  # keys pressed in the pane
         signal.signal(number, signal.SIG_IGN)
     shown: dict[str, str] = {}
     position, end_shown = 0, True
     set_title(f"slot {slot}: idle")
-    while True:
+    while os.path.isdir(directory):
         found = {}
         with contextlib.suppress(ValueError):
             found = checked(SLOT, read_json(slot_file(directory, slot)))
@@ -182,6 +195,7 @@ def view(directory: str, slot: int) -> int:
             set_title(f"slot {slot}: idle")
             write(f"--- ended with exit code {supervisor.read_code(shown['end'])}\n".encode())
         time.sleep(POLL_INTERVAL)
+    return 0
 
 
 def print_new(log: str, position: int) -> int:
