@@ -9,8 +9,7 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --log-file FILE        results of the list (default: results.json). Beside it are the page results.html and
                          results.journal, from which `resume` continues the list
   --backend NAME         ssh (default), local (this machine, without SSH) or slurm (sbatch arrays)
-  --script PATH          script to run (default: script_path of the cluster config; without this config, train.py in
-                         the working directory or, if there is none, Muster's train.py)
+  --script PATH          script to run (default: script_path of the cluster config; without it, ./train.py or Muster's)
   --slots N              local: concurrent jobs per GPU (default: 1); without GPUs, concurrent jobs in total (default:
                          half the number of cores)
   --sync                 ssh: first copy the working directory to the servers: tracked files, and untracked files that

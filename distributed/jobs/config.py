@@ -237,13 +237,9 @@ class OptionKeys(StrictModel):
 
 
 def script_of(option: str | None, cluster: ClusterConfig | None) -> str:
-    """The path of a list's script. Like the launchers, a list for which nothing names a script runs Muster's train.py.
-
-    option: the value of --script. A train.py in the working directory precedes that of Muster.
-    """
-    if option or cluster or Path("train.py").exists():
-        return option or (cluster.script_path if cluster else "train.py")
-    return f"{KIT}/train.py"
+    """The path of a list's script: Muster's train.py, as for launchers, if nothing names one and none is here."""
+    default = "train.py" if Path("train.py").exists() else f"{KIT}/train.py"
+    return option or (cluster.script_path if cluster else default)
 
 
 def read_cluster(path: Path) -> ClusterConfig:

@@ -68,37 +68,33 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
     if not shutil.which("tmux"):
         return "", "tmux is not installed; no live view of its slots; to get one: apt-get install tmux"
     try:
-        kept, free = remove_old(directory, len(slots))
-        if kept:
-            return kept, ""
-        for name in free:
-            try:
-                create(name, directory, slots)
-            except TmuxError as error:
-                if "duplicate session" in str(error):  # another process has created it
-                    continue
-                raise
-            return name, "" if name == SESSIONS[0] else f"tmux session {SESSIONS[0]} is in use; this one is {name}"
+        for name, owner in session_owners(directory):
+            if owner == directory and tmux("list-panes", "-s", "-t", f"={name}").count("\n") == len(slots):
+                return name, ""
+            if owner == directory:
+                tmux("kill-session", "-t", f"={name}")
+                owner = None
+            if owner is None:
+                try:
+                    create(name, directory, slots)
+                except TmuxError as error:
+                    if "duplicate session" in str(error):  # another process has created it
+                        continue
+                    raise
+                return name, "" if name == SESSIONS[0] else f"tmux session {SESSIONS[0]} is in use; this one is {name}"
         return "", f"session names {' and '.join(SESSIONS)} are in use; no live view of its slots"
     except TmuxError as error:
         return "", f"tmux: {error}; no live view of its slots"
 
 
-def remove_old(directory: str, slots: int) -> tuple[str, list[str]]:
-    """Kill the sessions of ended lists. Returns the session that this list already has, or "", and the free names."""
-    kept, free = "", []
-    for name in SESSIONS:
-        owner = session_directory(name)
-        panes = tmux("list-panes", "-s", "-t", f"={name}").count("\n") if owner == directory else 0
-        if panes == slots and not kept:
-            kept = name
-            continue
-        if owner == directory or (owner and abandoned(owner)):
+def session_owners(directory: str) -> list[tuple[str, str | None]]:
+    """Kill the sessions of ended lists. Returns all names with session_directory(), that of this list first."""
+    owners = {name: session_directory(name) for name in SESSIONS}
+    for name, owner in owners.items():
+        if owner and owner != directory and abandoned(owner):
             tmux("kill-session", "-t", f"={name}")
-            owner = None
-        if owner is None:
-            free.append(name)
-    return kept, free
+            owners[name] = None
+    return sorted(owners.items(), key=lambda item: item[1] != directory)
 
 
 def session_directory(name: str) -> str | None:
