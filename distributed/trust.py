@@ -93,16 +93,15 @@ def foreign_ancestor(directory: str) -> str:
 
     Other users may create files in a directory if it has the sticky bit, as /tmp has.
     """
-    path = os.path.realpath(directory)
     with open("/proc/self/uid_map") as file:  # in a container, one user id stands for all users outside of it
         owners = (0,) if file.read().split()[-1] == "4294967295" else (0, 65534)
-    while True:
-        facts = os.stat(path)
+    for path in ["/", *parts_of(directory)][::-1]:
+        facts = os.lstat(path)
         is_sticky = facts.st_mode & stat.S_ISVTX and facts.st_uid in (*owners, os.geteuid())
-        problem = "" if is_sticky else foreign(path, facts, owners)
-        if problem or path == "/":
+        is_own_link = stat.S_ISLNK(facts.st_mode) and facts.st_uid in (*owners, os.geteuid())
+        if not (is_sticky or is_own_link) and (problem := foreign(path, facts, owners)):
             return problem.partition("; ")[0]
-        path = os.path.dirname(path)
+    return ""
 
 
 def parts_of(path: str) -> Iterator[str]:

@@ -295,15 +295,42 @@ END
 @test "on a terminal, a progress bar of rank 0 stays on one line, and the log has its last state" {
   printf '%s\n' 'import sys' 'for i in range(5): sys.stderr.write(f"\r{i}0%")' 'sys.stderr.write("\n")' >bar.py
   command script -qec "$(printf '%q ' "$LAUNCH" --script bar.py - 1)" /dev/null </dev/null >out
-  grep -qF $'0%\e[?7h\r\e[K\e[?7l10%\e[?7h\r\e[K' out
-  grep -qF $'\e[K40%\r' out
+  grep -qF $'0%\e[?7h\r\e[J\e[?7l10%\e[?7h\r\e[J' out
+  grep -qF $'\e[J40%\r' out
   run grep '%' logs/latest/node_*.log
   [ "$output" = "[$(uname -n):0] 40%" ]
   # If standard output goes to a file, the bar stays on the terminal.
   echo 'print("result")' >>bar.py
   command script -qec "$(printf '%q ' "$LAUNCH" --script bar.py - 1) >results" /dev/null </dev/null >out
-  grep -qF $'\e[K40%\r' out
+  grep -qF $'\e[J40%\r' out
   [ "$(<results)" = result ]
+}
+
+
+# bats test_tags=slow
+@test "on a terminal, rich draws the bars of rank 0 at its width; status has the step, and the log the last state" {
+  write_script <<'END'
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+rate = TextColumn("0:00:01 • 0:00:05 14.50it/s v_num: 0.000 train_loss: 2.5")
+with Progress(TextColumn("{task.description}"), BarColumn(4), MofNCompleteColumn(), rate) as progress:
+    bars = [progress.add_task(name, total=300) for name in ("Epoch 0/1", "Validation")]
+    progress.console.print(f"rank {rank} has a [bold]bar[/]")
+    for _ in range(300):
+        for bar in bars:
+            progress.update(bar, advance=1, refresh=True)
+print(rank, os.environ.get("COLUMNS"), os.environ.get("TTY_INTERACTIVE"), os.environ.get("TTY_COMPATIBLE"))
+END
+  command script -qec "stty cols 90; $(printf '%q ' "$LAUNCH" --script "my script.py" --env TTY_INTERACTIVE=yes - 2)" \
+    /dev/null </dev/null >out
+  grep -qF $'\r\e[1A\r\e[J' out # the bars are drawn again
+  run grep -cF 'rank 1' out
+  [ "$output" = 0 ]
+  run sed -E 's/\[[^]]*:/[/; s/\r$//' logs/latest/node_*.log
+  [[ "$output" == *"[0] rank 0 has a bar"$'\n'*"[0] Epoch 0/1 "*" 300/300 "*$'\n'"[0] Validation "*"[0] 0 90 yes 1"* ]]
+  [[ "$output" == *"[1] 1 None yes None"* ]]
+  run grep -c . <<<"$output"
+  ((output < 12))
+  grep -q '"step": 300, ' logs/latest/metrics_from_output.jsonl
 }
 
 

@@ -72,8 +72,8 @@ END
     'print("result")' >bar.py
   command script -qec "salloc -Q -N2 -n3 $(printf '%q ' "$KIT/scripts/run_ddp.sh" -n 3 --script bar.py) >results" \
     /dev/null </dev/null >out
-  grep -qF $'\e[K\e[?7l10%\e[?7h\r\e[K' out
-  grep -qF $'\e[K40%\r' out
+  grep -qF $'\e[J\e[?7l10%\e[?7h\r\e[J' out
+  grep -qF $'\e[J40%\r' out
   [ "$(<results)" = result ]
 }
 

@@ -416,6 +416,7 @@ def test_the_github_workflow_runs_all_tests_and_the_quick_tests_also_on_other_ve
     assert {name: ["bash .ci/run" in one for one in found] for name, found in commands.items()} == {
         "all": [True],
         "quick": [True],
+        "versions": [True],  # see tests/agent/test_torch_versions.py
     }
     assert "--quick" in commands["quick"][0]
     assert "--quick" not in commands["all"][0]

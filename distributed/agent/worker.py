@@ -103,6 +103,9 @@ def run_rank(preload: Preload, rank: RankSpec) -> NoReturn:
 def run_script(script: Script, preload: Preload | None = None, output: str = "") -> NoReturn:
     """Run the script in this process and exit. output: directory of the rank's output files, if any."""
     process, record = os.getpid(), failure_records.RankRecord(os.environ)
+    rank, *terminal = os.environ.pop("MUSTER_TERMINAL", "none").split()
+    for entry in terminal if rank == os.environ.get("RANK") else ():
+        os.environ.setdefault(*entry.split("="))
     inherited = dict(sys.modules)
     _skip_exit_handlers()
     try:

@@ -9,7 +9,7 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --log-file FILE        results of the list (default: results.json). Beside it are the page results.html and
                          results.journal, from which `resume` continues the list
   --backend NAME         ssh (default), local (this machine, without SSH) or slurm (sbatch arrays)
-  --script PATH          script to run (default: script_path of the cluster config, or train.py)
+  --script PATH          script to run (default: script_path of the cluster config; without it, ./train.py or Muster's)
   --slots N              local: concurrent jobs per GPU (default: 1); without GPUs, concurrent jobs in total (default:
                          half the number of cores)
   --sync                 ssh: first copy the working directory to the servers: tracked files, and untracked files that
@@ -84,6 +84,7 @@ from distributed.jobs.config import (
     raise_faults,
     read_cluster,
     read_jobs,
+    script_of,
 )
 from distributed.jobs.dispatcher import Dispatcher, Policy
 from distributed.jobs.job import Job
@@ -313,7 +314,7 @@ def read_config(options: argparse.Namespace) -> ListConfig:
             raise ConfigError(f"--sync: {error}") from None
         if warning := sync_list.secrets_warning(str(Path.cwd()), names):
             sys.stderr.write(f"{program_name()}: warning: --sync: {warning}\n")
-    script = options.script or (cluster.script_path if cluster else "train.py")
+    script = script_of(options.script, cluster)
     if options.backend == "local" and not Path(script).is_file():
         raise ConfigError(f"script {script}: no such file in {Path.cwd()}; give its path with --script")
     jobs = read_jobs(options.jobs_config, default_participants(script), options.retries)

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
+from distributed.files import KIT
 from distributed.jobs.host import AFTER
 from distributed.jobs.job import ALL_GPUS, Job, JobError, JsonFloat, Options, argument_groups, job_of, matching, too_big
 from distributed.jobs.placement import GpuId
@@ -233,6 +234,12 @@ class OptionKeys(StrictModel):
 
 
 # ---------------------------------------------------------------- reading
+
+
+def script_of(option: str | None, cluster: ClusterConfig | None) -> str:
+    """The path of a list's script: Muster's train.py, as for launchers, if nothing names one and none is here."""
+    default = "train.py" if Path("train.py").exists() else f"{KIT}/train.py"
+    return option or (cluster.script_path if cluster else default)
 
 
 def read_cluster(path: Path) -> ClusterConfig:

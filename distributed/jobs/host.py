@@ -36,7 +36,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 with contextlib.suppress(ImportError):  # imported once here for all forked supervisors
@@ -61,6 +60,7 @@ from distributed.trust import (
     foreign,
     make_directories,
     parse_json,
+    parts_of,
     planted,
     read_text,
     regular_file,
@@ -829,8 +829,8 @@ def find_workdir(requested: str, default: str, owner: int) -> str:
 
 def foreign_workdir(path: str, owners: Collection[int]) -> str:
     """That others own a directory or a link to it, or can write to it; "" if only these owners do and can."""
-    facts = [os.lstat(one) for one in (Path(path), *Path(path).parents)]
-    directory, links = os.stat(path), [one for one in facts if stat.S_ISLNK(one.st_mode)]
+    directory = os.stat(path)
+    links = [facts for part in parts_of(path) if stat.S_ISLNK((facts := os.lstat(part)).st_mode)]
     for one in (directory, *links):
         if one.st_uid not in owners:
             return f"belongs to {user_name(one.st_uid)}"

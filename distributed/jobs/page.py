@@ -47,6 +47,7 @@ MAX_POINTS = 20_000  # in the chart of all jobs
 MAX_LINES = 100_000  # lines read from all metrics files together, see history.read_metrics()
 MIN_LINES = 200  # lines read from each metrics file, even if MAX_LINES is then exceeded
 MAX_BYTES, MIN_BYTES = 1 << 30, 1 << 20  # the same in bytes
+MAX_BYTES, MIN_BYTES = 1 << 30, 1 << 20  # the same in bytes
 MAX_NOTES = 20
 LABEL_LENGTH = 24  # characters of a job's name at its curve
 

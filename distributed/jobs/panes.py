@@ -3,7 +3,7 @@
 The session is named `ml_training`, or `ml_training_2` if the name is in use. Each session belongs to one server of one
 job list: the value of its option @muster is the server_directory() of that server. Each pane runs `view`, which reads
 the file that show() writes and prints the log of the attempt in its slot. After the list has ended, the session stays,
-so that the output can be read, until remove() or the next list removes it.
+so that the output can be read, until remove(), the next list or the removal of the list's directory ends it.
 
 Standard library only.
 """
@@ -68,11 +68,10 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
     if not shutil.which("tmux"):
         return "", "tmux is not installed; no live view of its slots; to get one: apt-get install tmux"
     try:
-        for name in SESSIONS:
-            owner = session_directory(name)
+        for name, owner in session_owners(directory):
             if owner == directory and tmux("list-panes", "-s", "-t", f"={name}").count("\n") == len(slots):
                 return name, ""
-            if owner == directory or (owner and abandoned(owner)):
+            if owner == directory:
                 tmux("kill-session", "-t", f"={name}")
                 owner = None
             if owner is None:
@@ -86,6 +85,16 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
         return "", f"session names {' and '.join(SESSIONS)} are in use; no live view of its slots"
     except TmuxError as error:
         return "", f"tmux: {error}; no live view of its slots"
+
+
+def session_owners(directory: str) -> list[tuple[str, str | None]]:
+    """Kill the sessions of ended lists. Returns all names with session_directory(), that of this list first."""
+    owners = {name: session_directory(name) for name in SESSIONS}
+    for name, owner in owners.items():
+        if owner and owner != directory and abandoned(owner):
+            tmux("kill-session", "-t", f"={name}")
+            owners[name] = None
+    return sorted(owners.items(), key=lambda item: item[1] != directory)
 
 
 def session_directory(name: str) -> str | None:
@@ -157,13 +166,13 @@ def show(directory: str, slot: int, title: str, log: str, exit_file: str) -> Non
 
 
 def view(directory: str, slot: int) -> int:
-    """Print the logs of a slot's attempts, one after the other. Never returns."""
+    """Print the logs of a slot's attempts, one after the other, until the directory of the list is removed."""
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):  # keys pressed in the pane
         signal.signal(number, signal.SIG_IGN)
     shown: dict[str, str] = {}
     position, end_shown = 0, True
     set_title(f"slot {slot}: idle")
-    while True:
+    while os.path.isdir(directory):
         found = {}
         with contextlib.suppress(ValueError):
             found = checked(SLOT, read_json(slot_file(directory, slot)))
@@ -182,6 +191,7 @@ def view(directory: str, slot: int) -> int:
             set_title(f"slot {slot}: idle")
             write(f"--- ended with exit code {supervisor.read_code(shown['end'])}\n".encode())
         time.sleep(POLL_INTERVAL)
+    return 0
 
 
 def print_new(log: str, position: int) -> int:

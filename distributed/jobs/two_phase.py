@@ -49,7 +49,7 @@ from distributed import terminal
 from distributed.jobs import base_cache, bases, commands, console
 from distributed.jobs.base_cache import Cached
 from distributed.jobs.commands import CallError, CommandParser
-from distributed.jobs.config import read_cluster, read_jobs
+from distributed.jobs.config import read_cluster, read_jobs, script_of
 from distributed.jobs.host import is_metric
 from distributed.jobs.job import Job, matching
 from distributed.runs.page_parts import ranges
@@ -196,7 +196,7 @@ def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules]:
     if not options.cluster_config and (default := options.jobs_config.parent / "cluster_config.json").is_file():
         options.cluster_config = default
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
-    script = options.script_path or (cluster.script_path if cluster else "train.py")
+    script = script_of(options.script_path, cluster)
     jobs = read_jobs(options.jobs_config, default_participants(script))
     return jobs, bases.rules_of(options.base_models, cluster, script)
 

@@ -1,8 +1,9 @@
 """Split the output of a node into lines, and choose the lines that the console shows.
 
 Lines of a rank have a prefix with node and rank, as in `[node1:3] loss 2.5`. A line that the rank's next line
-overwrites, as in a progress bar, is called an update. In this module, an update ends with CR LF. The log has the lines
-of all ranks, without updates. Of a long line, only the start is kept. Standard library only.
+overwrites, as in a progress bar, is called an update. In this module, an update ends with CR LF, and VT separates its
+lines if there are several. The log has the lines of all ranks, without updates. Of a long line, only the start is kept.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ _PREFIX = re.compile(rb"\[[^\]: \n]*:(\d{1,9})")  # prefix of a rank's line, wit
 _UPDATE = re.compile(rb"^\[[^\]: \n]*:\d{1,9}\] [^\n]*\r\n", re.MULTILINE)
 _EMPTY_UPDATE = re.compile(rb"^\r\n", re.MULTILINE)
 LONGEST = 1 << 20  # bytes of a line that are kept if the line is cut
-MARGIN = (
-    1 << 12
-)  # A line is cut if it is longer by this: the supervisor must not cut what the agent has cut and marked.
+MARGIN = 1 << 12  # a line is cut if it is longer by this: the supervisor must not cut what the agent has cut and marked
 _MARK = b" [%d bytes of this line are left out]"
-_CLEAR = b"\r\x1b[K"  # move to the start of the line and clear it
+_COLOUR = re.compile(rb"\x1b\[[\d;]*m")
+_CLEAR = b"\r\x1b[J"  # move to the start of the line, and clear it and the lines below
+# How rich starts and ends a live display, and erases its lines: before it draws them again, or after a transient end.
+_LIVE = re.compile(rb"\x1b\[\?25(?:l|h(?:\r(?:\x1b\[1A\x1b\[2K)+)?)|\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*")
+_START, _ERASED, _INCOMPLETE = b"\x1b[?25l", b"\x1b[2K", re.compile(rb"(?:\x1b\[\?25h|\r)[\r\x1b\[12AK]*\Z")
 _CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # cut off or wrap lines wider than the terminal
 
 
@@ -57,7 +60,9 @@ class RankLines(Lines):
         super().__init__()
         self._final_cr = b""  # may be half of a CR LF
         self._follows_update = False  # the incomplete line follows an update
-        self._returned = b""  # the incomplete line, if it was already returned as an update
+        self._returned = b""  # the incomplete line or frame, if it was already returned as an update
+        self._live = 0  # a live display of rich: 1 has started, 2 has been drawn again
+        self._frame = b""  # the lines that it has drawn or printed since it erased the display
 
     def feed(self, output: bytes, last: bool = False) -> bytes:
         """Returns complete lines. If `output` is empty, returns the incomplete line, but only if it is an update.
@@ -65,7 +70,10 @@ class RankLines(Lines):
         Most progress bars write the CR before an update. Without a call with an empty `output`, an update would appear
         only when the next update is written.
         """
-        if not output and not last:
+        arrived = output
+        if self._live or self._frame or _START in output:
+            output = self._without_frames(output, last)
+        if not (arrived or output or last):
             return self._latest_update()
         output = self._final_cr + output
         self._final_cr = b"\r" if output.endswith(b"\r") else b""
@@ -77,16 +85,38 @@ class RankLines(Lines):
             return b""
         self._follows_update = lines.endswith(b"\r\n")
         if b"\r" in lines:
-            lines = _EMPTY_UPDATE.sub(b"", lines.removeprefix(self._returned + b"\r\n"))
+            lines = _EMPTY_UPDATE.sub(b"", lines).removeprefix(self._returned + b"\r\n")
         self._returned = b""
         return lines
 
     def _latest_update(self) -> bytes:
-        is_update = self._partial and (self._final_cr or self._follows_update)
-        if not is_update or self._partial == self._returned:
+        is_update = self._final_cr or self._follows_update
+        latest = bytes(self._partial if is_update else b"")
+        if self._live == 2:
+            latest = _LIVE.sub(b"", self._frame).replace(b"\n", b"\v")
+        if not latest or latest == self._returned:
             return b""
-        self._returned = bytes(self._partial)
+        self._returned = latest
         return self._returned + b"\r\n"
+
+    def _without_frames(self, output: bytes, last: bool) -> bytes:
+        """Make an update of each frame of a live display when rich erases it, which tells how many lines it has."""
+        incomplete = _INCOMPLETE.search(self._frame + output) if output and not last else None
+        output, ready, start = self._frame + output, b"", 0
+        end = incomplete.start() if incomplete else len(output)
+        for mark in _LIVE.finditer(output, 0, end):
+            text, erased = output[start : mark.start()], mark[0].count(_ERASED)
+            shows, start = mark[0].startswith(b"\r"), mark.end()
+            if erased:
+                lines = text.split(b"\n")[: None if shows else -1]
+                frame = b"\v".join(lines[-erased:]) + b"\r\r"  # with one CR, feed() would wait for more
+                text = b"\n".join([*lines[:-erased], frame])
+            self._live = 2 * bool(self._live) if shows else int(mark[0] == _START)
+            ready += text
+        if self._live < 2 or last or len(output) - start > 1 << 16:
+            ready, start = ready + output[start:end], end
+        self._frame = output[start:]
+        return ready
 
 
 class Console:
@@ -130,7 +160,7 @@ class Console:
 
     def end(self) -> tuple[bytes, bytes]:
         """Returns what to write to standard output and to standard error after the last line."""
-        output, errors = (b"\n" if stream in self._bars else b"" for stream in (OUTPUT, ERRORS))
+        output, errors = (b"\n\x1b[J" if stream in self._bars else b"" for stream in (OUTPUT, ERRORS))
         self._bars.clear()
         return output, errors
 
@@ -141,7 +171,9 @@ class Console:
         for line in lines:
             text += _CLEAR if stream in self._bars else b""
             if line.endswith(b"\r"):
-                text += _CUT + line[:-1] + _WRAP
+                # Back to the first line: another program may write next, and does not know how many there are.
+                back = b"\r\x1b[%dA" % line.count(b"\v") if b"\v" in line else b""
+                text += _CUT + line[:-1].replace(b"\v", b"\r\n") + _WRAP + back
                 self._bars.add(stream)
             else:
                 text += line + b"\n"
@@ -175,9 +207,10 @@ def without_marks(lines: bytes) -> bytes:
     return lines.translate(None, REPORT + ERROR) if REPORT in lines or ERROR in lines else lines
 
 
-def without_updates(lines: bytes) -> bytes:
-    """Remove updates, for the log."""
-    return _UPDATE.sub(b"", lines) if b"\r\n" in lines else lines
+def without_updates(lines: bytes, colours: bool = True) -> bytes:
+    """Remove updates, for the log, and colours unless `colours`: rich prints them for a terminal only."""
+    lines = _UPDATE.sub(b"", lines) if b"\r\n" in lines else lines
+    return lines if colours else _COLOUR.sub(b"", lines)
 
 
 def rank_of(line: bytes) -> int | None:

@@ -395,5 +395,6 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def plain(line: bytes) -> str:
-    """The text of a line, without its prefix, colours and other control characters."""
-    return re.sub(CONTROL, "", line.partition(b"] ")[2].decode(errors="replace").rstrip("\r")[:LONGEST])
+    """The text of a line, or of the first line of an update, without prefix, colours and other control characters."""
+    text = line.partition(b"] ")[2].partition(b"\v")[0]
+    return re.sub(CONTROL, "", text.decode(errors="replace").rstrip("\r")[:LONGEST])

@@ -156,6 +156,8 @@ class Launch:
         if options.transport not in ("ssh", "pdsh"):
             return LocalCommands()
         commands = SshCommands(partial(self.console.print, always=True), options.cwd if options.sync else "")
+        files = (os.path.join(options.cwd, name) for name in (options.script, options.config) if name)
+        commands.files = [*filter(os.path.isfile, files)]
         self.calls = Calls()
         return commands
 

@@ -458,6 +458,7 @@ class Supervisor:
         self._interval = POLL_INTERVAL  # maximum seconds between checks of the clock
         self._console: Console | None = None
         self._shown: ShownRanks | None = None  # of the attempt
+        self._terminal = False  # a rank prints for a terminal
         self._metrics, self._progress = "", ""  # path of metrics.jsonl, and the value of --progress
         self._output_metrics: OutputMetrics | None = None  # of the attempt
         self._streams = [ConsoleStream(1), ConsoleStream(2)] if options.lease else []
@@ -478,6 +479,7 @@ class Supervisor:
             self._token = {"token": token.decode()}
         self._stop_at = self.clock.now() + self.options.timeout
         self._metrics, self._progress = (os.fsdecode(env.get(name, b"")) for name in (b"MUSTER_METRICS", PROGRESS))
+        self._terminal = b"MUSTER_TERMINAL" in env
         self._started = time.time()
         self.pid = fork()
         if self.pid == 0:
@@ -632,10 +634,10 @@ class Supervisor:
 
     def _log_and_show(self, lines: bytes, stream: int) -> None:
         logged = lines
-        if b"\r\n" in lines:
+        if b"\r\n" in lines or (self._terminal and b"\x1b" in lines):
             from distributed.launch.output_lines import without_updates
 
-            logged = without_updates(lines)
+            logged = without_updates(lines, colours=not self._terminal)
         self._write_log(logged)
         if not self._shown:
             from distributed.launch.shown_ranks import ShownRanks

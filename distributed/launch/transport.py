@@ -98,7 +98,7 @@ class Pdsh(Ssh):
         agent = watch.options.agent.on(run, name, rank, processes)
         environment = ["--environment", f"{run}/node_{name}.environment"]
         command = [*watch.supervisor_command(), "--name", name, *environment, "--", *agent]
-        check, line = exit_if_planted(command, watch.options.cwd, UNFIT), shlex.join(command)
+        check, line = exit_if_planted(command, watch.options.cwd, UNFIT, self.commands.files), shlex.join(command)
         for mark, expansion in ((name, '"${names[$3]}"'), (processes, '"${processes[$3]}"'), (rank, '"$3"')):
             line = line.replace(mark, f"'{expansion}'")
         names, counts = shlex.join(node.node for node in nodes), " ".join(str(node.processes) for node in nodes)

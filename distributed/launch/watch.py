@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -287,6 +288,10 @@ class Watch:
         variables = self._counts | {"MUSTER_PROGRESS": self.options.progress}
         if self._names_nodes:
             variables["MUSTER_NODES"] = " ".join(node.node for node in self.run.nodes)
+        if len(self.terminals) == 2 and os.environ.get("TERM") != "dumb":  # for rich and tqdm; see agent.worker
+            rank = "0" if self.console_rank.startswith("auto") else self.console_rank
+            size = "COLUMNS={0} LINES={1} TQDM_NCOLS={0}".format(*shutil.get_terminal_size())
+            variables["MUSTER_TERMINAL"] = f"{rank} {size} TTY_COMPATIBLE=1 TTY_INTERACTIVE=1"
         return [*self.options.environment, *(f"{name}={value}".encode() for name, value in variables.items())]
 
     def next_attempt(self) -> bytes:

@@ -66,6 +66,8 @@ class TransportError(Exception):
 class LocalCommands:
     """Runs commands on this machine."""
 
+    files: Sequence[str] = ()  # absolute paths of files that the commands run: nodes check their owners
+
     def command(
         self, node: Target, arguments: Sequence[str], cwd: str = "", log: str = "", timeout: float = 0.0
     ) -> list[str]:
@@ -129,7 +131,7 @@ class SshCommands(LocalCommands):
         if timeout:
             start_timeout = min(start_timeout, max(1, int(timeout) - 1))
         change = f"cd -- {shlex.quote(cwd)} || exit {UNFIT}; " if cwd else ""
-        line = f"{change}{exit_if_planted(arguments, cwd, UNFIT)}exec {shlex.join(arguments)}"
+        line = f"{change}{exit_if_planted(arguments, cwd, UNFIT, self.files)}exec {shlex.join(arguments)}"
         return over_ssh(self.ssh(node), node.address.rpartition("@")[2], line, start_timeout, log)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 #   planted  no other user has made a part of the path in a directory in which all users can create files. A part that
 #            is missing there is refused: another user could make it after this check. The text is that of bash or
 #            Python, see replies.START_FAILURES
+#   script   the same for files of the user
 # In %A, such as drwxrwxrwt, the last two letters are those of other users. In a container that maps some user ids only,
 # 65534 stands for the others, root among them.
 FOREIGN = r"""foreign() { local kind=$1 at rest part link links path d facts parts=(); local -A found whole; shift
@@ -54,6 +55,8 @@ for part in "${parts[@]}"; do
     echo "$part: other users own it or can write to it, and could replace $path"
   elif [[ ${found[$d]-} != *' d'*w? ]]; then
     continue
+  elif [[ ! $facts && $kind == script ]]; then
+    echo "$path: not found there"
   elif [[ ! $facts && $path == *.py ]]; then
     echo "can't open file '$path'"
   elif [[ ! $facts ]]; then
@@ -85,17 +88,17 @@ def _for_shell(owners: Iterable[int]) -> str:
     return " ".join(map(str, [os.geteuid(), *sorted({*owners} - {os.geteuid()})]))
 
 
-def exit_if_planted(arguments: Sequence[str], cwd: str, code: int) -> str:
+def exit_if_planted(arguments: Sequence[str], cwd: str, code: int, files: Sequence[str] = ()) -> str:
     """A line for bash that exits with this code if another user made the code of a command, or could replace it.
 
-    The code is in the working directory `cwd` ("": none), and at the paths among the first arguments.
+    The code is in the working directory `cwd` ("": none), at the paths among the first arguments, and in these files.
     """
     first = takewhile(lambda argument: argument.startswith(("/", "-")), arguments)
     paths = [os.path.normpath(path) for path in (cwd, *first) if path.startswith("/") and path != "/"]
     if not paths or not arguments[0].startswith("/"):
         return ""
     owners, replaceable = {0}, set()
-    for part in dict.fromkeys(part for path in paths for part in parts_of(path)):
+    for part in dict.fromkeys(part for path in (*paths, *files) for part in parts_of(path)):
         above = os.path.dirname(part)
         with contextlib.suppress(OSError):  # it may be there only
             owners.add(os.lstat(part).st_uid)
@@ -103,4 +106,5 @@ def exit_if_planted(arguments: Sequence[str], cwd: str, code: int) -> str:
                 replaceable.add(above)
     known = f"owners={shlex.quote(_for_shell(owners))} open={shlex.quote(':'.join(['', *sorted(replaceable), '']))}"
     exit_if = f'[ ! "$planted" ] || {{ echo "$planted" >&2; exit {code}; }}'
-    return f"{FOREIGN}; {known}; planted=$(foreign planted {shlex.join(paths)}); {exit_if}; "
+    find = f"foreign planted {shlex.join(paths)}" + f"; foreign script {shlex.join(files)}" * bool(files)
+    return f"{FOREIGN}; {known}; planted=$({find}); {exit_if}; "

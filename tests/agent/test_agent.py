@@ -130,7 +130,8 @@ seen = {
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "wakeup": signal.set_wakeup_fd(-1),
     "stdin": sys.stdin.read(),
     "streams": [
-        [repr(stream), stream.errors, stream.line_buffering, stream.write_through, stream.newlines, repr(stream.buffer)]
+        [repr(stream), stream.errors, stream.line_buffering, stream.write_through, stream.newlines,
+         repr(stream.buffer).replace("_Output", "_io.FileIO")]  # Python 3.13 shows the name of the subclass
         for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__)
     ],
     "identity": [sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__],
@@ -196,6 +197,8 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str,
 def test_a_script_sees_the_same_state_as_under_torchrun(states: tuple[dict[str, Any], dict[str, Any]]) -> None:
     agent, torchrun = states
     assert agent.keys() == torchrun.keys()
+    if sys.version_info < (3, 11):  # PyTorch does not import these modules, which the agent has imported
+        agent["modules of torch"] = [name for name in agent["modules of torch"] if name not in ("ipaddress", "pkgutil")]
     for fact in torchrun.keys() - KNOWN_DIFFERENCES.keys() - {"random"}:
         assert agent[fact] == torchrun[fact], fact
 
@@ -929,15 +932,16 @@ def test_a_rank_is_recorded_if_the_stop_request_arrives_while_it_starts() -> Non
 
 def test_the_agent_exits_with_143_if_a_stop_request_arrives_while_one_of_its_threads_starts() -> None:
     """An exception in Thread.start() would become a KeyError if the thread has already ended."""
-    action = """if not self.__self__.name.startswith("TailLog"):
-        threading._start_new_thread = first
-        return method(self, *arguments)
+    start = "_start_new_thread" if sys.version_info < (3, 13) else "_start_joinable_thread"
+    action = f"""if not self.__self__.name.startswith("TailLog"):
+        threading.{start} = first
+        return method(self, *arguments, **options)
     import os, time
-    started = method(self, *arguments)
+    started = method(self, *arguments, **options)
     time.sleep(0.5)
     os.kill(os.getpid(), 15)
     return started"""
-    done = launch(1, "signal.pause()", patched_agent("threading._start_new_thread", action))
+    done = launch(1, "signal.pause()", patched_agent(f"threading.{start}", action))
     assert (done.returncode, failures()) == (128 + signal.SIGTERM, [(0, 143, True)]), done.stderr
 
 
@@ -1325,7 +1329,8 @@ def test_a_run_on_one_node_listens_on_loopback_only(options: list[str], address:
     Path("listen.py").write_text(LISTEN)
     done = run(*AGENT[:2], *options, "--nproc-per-node", "2", "--", "listen.py", GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [address, "True", *listening]
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo] ")]  # PyTorch 2.10 prints these
+    assert json.loads("".join(printed)) == [address, "True", *listening]
 
 
 # ---------------------------------------------------------------- without processes

@@ -329,10 +329,10 @@ def test_a_directory_without_read_permission_is_an_error(ram_disk: Path, mode: i
 def test_the_list_of_checkpoints_reports_an_unreadable_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stub_of_listdir(checkpoint_dir: Path) -> list[str]:
+    def stub_of_iterdir(checkpoint_dir: Path) -> list[Path]:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(checkpoint_dir))
 
-    monkeypatch.setattr(os, "listdir", stub_of_listdir)
+    monkeypatch.setattr(Path, "iterdir", stub_of_iterdir)
     assert main([str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"{tmp_path}: cannot list the checkpoints: Input/output error\n"
 

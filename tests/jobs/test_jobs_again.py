@@ -155,6 +155,13 @@ def test_a_done_job_without_results_is_reported_with_what_it_wrote_elsewhere(job
     assert f"  p/fold2: done: {note}2_ada" in job_list.call("why", "p/fold2")[1]
 
 
+def test_a_list_in_another_directory_runs_the_trainer_of_muster(job_list: JobList) -> None:
+    job_list.jobs({"prefix": "p", "fold": 0, "model": "small", "steps": 1})
+    code, printed = job_list.call("--backend", "local", "--slots", "1", "--no-tmux", "--jobs-config", "jobs.json")
+    assert (code, "finished: 1 of 1 done\n" in printed) == (0, True), printed
+    assert (job_list.directory / "experiments/p/fold0_special-methods/checkpoints").is_dir()
+
+
 def test_results_of_one_script_do_not_overwrite_those_of_another(job_list: JobList) -> None:
     job_list.jobs({"write": "first", "prefix": "p", "fold": 0})
     assert job_list.call(*RUN)[0] == 0

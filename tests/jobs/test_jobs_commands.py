@@ -189,6 +189,21 @@ def test_the_trainer_of_muster_is_recognised_by_its_path_never_by_its_name(
     write([job | {"fold": 10}], "ten.json", "train.py")  # accepted, as this train.py is not the trainer of Muster
 
 
+def test_without_a_named_script_and_a_train_py_here_a_list_runs_that_of_muster(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "train.py").unlink()
+    Path("jobs.json").write_text(json.dumps([{"prefix": "p", "fold": 0, "mode": "full_fine_tuning"}]))
+    plan = ["--jobs-config", "jobs.json", "--plan"]
+    assert commands.main(["--backend", "local", *plan]) == 0
+    assert "experiments/p/fold0_special-methods\n" in capsys.readouterr().out
+    assert two_phase.helper(["jobs.json"]) == 0
+    assert f"{TRAIN}; " in capsys.readouterr().out
+    Path("servers.json").write_text(json.dumps({"servers": [{"host": "a"}]}))  # its train.py may be on servers only
+    assert commands.main(["--cluster-config", "servers.json", *plan]) == 0
+    assert "experiments/p/fold0\n" in capsys.readouterr().out
+
+
 def test_a_program_exits_although_pythoninspect_is_set() -> None:
     """PYTHONINSPECT would make Python show a prompt after the program and wait for standard input."""
     program = Path(KIT, "scripts", "jobs", "run_distributed_training.py")

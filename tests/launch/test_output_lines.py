@@ -5,10 +5,13 @@ An update is a line that the next line of the rank overwrites, as in a progress 
 
 from __future__ import annotations
 
+import io
 import re
 import tracemalloc
 
 import pytest
+import rich.console
+import rich.progress
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,6 +55,36 @@ def test_lines_that_are_no_updates_do_not_depend_on_pauses_of_the_rank(pieces: l
     shown += lines.feed(b"", last=True)
     texts = [with_prefix(b"[n1:0] ", text) for text in (shown, RankLines().feed(output, last=True))]
     assert without_updates(texts[0]) == without_updates(texts[1])
+
+
+ERASE, END = b"\r\x1b[2K", b"\x1b[?25h"
+DISPLAYS = [
+    b"\x1b[?25l",
+    b"\n" + END,
+    ERASE,
+    ERASE + b"\x1b[1A\x1b[2K",
+    b"\n" + END + b"\r\x1b[1A\x1b[2K",
+    END + b"a\r",
+]
+
+
+@given(st.lists(st.sampled_from([b"a", b"\n", b"\r", *DISPLAYS])))
+def test_no_text_is_lost_however_a_live_display_continues(pieces: list[bytes]) -> None:
+    lines = RankLines()
+    shown = b"".join([*map(lines.feed, filter(None, pieces)), lines.feed(b"", last=True)])
+    assert shown.count(b"a") == b"".join(pieces).count(b"a")
+    assert shown.count(b"a") == RankLines().feed(b"".join(pieces), last=True).count(b"a")
+
+
+def test_a_carriage_return_after_a_live_display_ends_an_update() -> None:
+    lines = RankLines()
+    assert lines.feed(b"\x1b[?25l" + ERASE + b"100%\n" + END + b"10%\r") + lines.feed(b"20%\n") == b"100%\n10%\r\n20%\n"
+
+
+def test_lines_are_not_held_back_if_a_display_is_not_drawn_until_its_end() -> None:
+    """As with TTY_INTERACTIVE=0."""
+    lines = RankLines()
+    assert lines.feed(b"\x1b[?25l") + lines.feed(b"printed\n") == b"printed\n"
 
 
 @pytest.mark.parametrize(
@@ -191,16 +224,22 @@ BAR = (
 
 def screen_of(text: bytes) -> list[str]:
     """The lines on a terminal after this text."""
-    screen, column = [""], 0
-    for part in re.findall(rb"\r|\n|\x1b\[[?0-9]*[a-zA-Z]|[^\r\n\x1b]+", text):
-        if part == b"\n":
-            screen.append("")
-        elif part == b"\r":
+    screen, row, column = [""], 0, 0
+    for part in re.findall(r"\r|\n|\x1b\[[?0-9;]*[a-zA-Z]|[^\r\n\x1b]+", text.decode(errors="replace")):
+        if part == "\n":
+            row, column = row + 1, 0
+            screen += [""] * (row == len(screen))
+        elif part == "\r":
             column = 0
-        elif part == b"\x1b[K":
-            screen[-1] = screen[-1][:column]
-        elif not part.startswith(b"\x1b"):
-            screen[-1] += part.decode()
+        elif part.endswith("A"):
+            row -= int(part[2:-1])
+        elif part == "\x1b[2K":
+            screen[row] = ""
+        elif part == "\x1b[J":
+            screen[row:] = [screen[row][:column]]
+        elif not part.startswith("\x1b"):
+            screen[row] = screen[row][:column].ljust(column) + part + screen[row][column + len(part) :]
+            column += len(part)
     return screen
 
 
@@ -236,8 +275,81 @@ def test_a_message_of_the_supervisor_replaces_a_progress_bar() -> None:
     console = Console("12")
     assert console.message(b"stopping\n") == b"stopping\n"
     console.feed(b"[n1:0]  10%\r\n", OUTPUT)
-    assert console.message(b"stopping\n") == b"\r\x1b[Kstopping\n"
+    assert console.message(b"stopping\n") == b"\r\x1b[Jstopping\n"
     assert console.feed(b"[n1:0] 20%\n", OUTPUT)[1] == b"20%\n", "the bar was cleared"
+
+
+def visible(text: bytes) -> str:
+    return "\n".join(line.rstrip() for line in screen_of(text)).rstrip()
+
+
+def of_rich() -> list[bytes]:
+    """What rich writes, each time: displays of one to three lines, between printed lines."""
+    written: list[bytes] = []
+
+    class Terminal(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text.encode())
+            return len(text)
+
+    console = rich.console.Console(file=Terminal(), force_terminal=True, width=60, height=20)
+    console.print("before [bold]0.5[/]")
+    with rich.progress.Progress(console=console, auto_refresh=False) as progress:
+        outer = progress.add_task("epochs", total=2)
+        for epoch in range(2):
+            inner, longest = progress.add_task("batches", total=2), progress.add_task("with\nlines")
+            for batch in range(2):
+                progress.update(inner, advance=1, refresh=True)
+                if batch:
+                    progress.console.print(f"loss {epoch}\nat [red]step[/] 1")
+            progress.remove_task(longest)
+            progress.remove_task(inner)
+            progress.update(outer, advance=1, refresh=True)
+    for item in rich.progress.track([1, 2], console=console, auto_refresh=False):
+        console.print(f"item {item}")
+    console.print("after")
+    return written
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_a_live_display_of_rich_looks_as_if_its_rank_wrote_to_the_terminal(size: int, pauses: bool) -> None:
+    lines, console, shown, log, written = RankLines(), Console("12"), b"", b"", of_rich()
+    for number, text in enumerate(written, start=1):
+        step = len(text) if text == b"\x1b[?25l" else size
+        fed = b"".join([lines.feed(text[start : start + step]) for start in range(0, len(text), step)])
+        fed += lines.feed(b"") if pauses or number == len(written) else b""
+        log += without_updates(with_prefix(b"[n1:0] ", fed), colours=False)
+        shown += console.feed(with_prefix(b"[n1:0] ", fed), OUTPUT)[1]
+        if pauses:
+            assert visible(shown) == visible(b"".join(written[:number])), number
+    assert lines.feed(b"", last=True) == b""
+    assert visible(shown) == visible(b"".join(written)) == visible(log.replace(b"[n1:0] ", b""))
+    assert b"\x1b" not in log
+
+
+def test_another_program_that_writes_after_a_live_display_loses_no_line() -> None:
+    console = Console("12")
+    text = console.feed(b"[n1:0] a\v10%\v20%\r\n", OUTPUT)[1] + b"stopping the run\n"
+    text += console.feed(b"[n1:0] b\v30%\v40%\r\n", OUTPUT)[1]
+    assert screen_of(text) == ["stopping the run", "b", "30%", "40%"]
+    assert screen_of(text + console.end()[1]) == ["stopping the run", "b", ""]
+
+
+def test_a_display_that_ends_transient_is_not_in_the_log_and_the_next_line_replaces_it() -> None:
+    lines, console = RankLines(), Console("12")
+    texts = [lines.feed(b"\x1b[?25l"), lines.feed(b"loaded\n* loading\r\x1b[2K* loading\n\x1b[?25h\r\x1b[1A\x1b[2K")]
+    fed = with_prefix(b"[n1:0] ", b"".join([*texts, lines.feed(b"next\n", last=True)]))
+    assert without_updates(fed) == b"[n1:0] loaded\n[n1:0] next\n"
+    assert screen_of(console.feed(fed, OUTPUT)[1]) == ["loaded", "next", ""]
+
+
+def test_what_a_live_display_has_printed_is_not_lost_when_its_rank_is_killed() -> None:
+    lines = RankLines()
+    assert lines.feed(b"\x1b[?25l\r\x1b[2Kprinted\n10%\n20%\r\x1b[2K\x1b[1A\x1b[2K30%\n40%") == b"printed\n10%\v20%\r\n"
+    assert lines.feed(b"") == b"30%\v40%\r\n"
+    assert lines.feed(b"") == b"", "it was returned"
+    assert lines.feed(b"", last=True) == b"30%\n40%\n"
 
 
 def test_without_a_terminal_each_update_of_a_progress_bar_is_a_line() -> None:

@@ -173,6 +173,14 @@ def test_others_can_read_a_run_after_the_documented_chmod_and_its_owner_can_stil
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("program", ["status.sh", "stop.sh"])
+def test_the_recorded_python_is_not_called_on_this_machine(shared: Path, program: str) -> None:
+    """It may have been removed, and another user may have made one of its name."""
+    directory, proof = planted_run(shared, VICTIM)
+    run_as(VICTIM, program, directory, cwd=shared)
+    assert not proof.exists()
+
+
 def test_a_private_directory_of_another_user_hides_no_message(shared: Path) -> None:
     (shared / "logs").mkdir(mode=0o755)
     (shared / "logs/theirs").mkdir(mode=0o700)

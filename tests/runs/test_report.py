@@ -469,11 +469,14 @@ def test_of_many_lines_those_of_a_frequent_kind_are_left_out_evenly_and_no_other
     assert found and 5000 < int(found[1].replace(",", "")) < 20_100
 
 
-@pytest.mark.parametrize(
-    "line",
-    ['{"step": %d, "loss": [' + "[]," * 20_000 + "[]]}", '{"step": %d, "a": "' + "x" * 60_000 + '"}']
-    + ['{"step": %d' + "".join(f', "k{n}": 1' for n in range(990)) + "}"],
-)
+HOSTILE_LINES = {
+    "lists": '{"step": %d, "loss": [' + "[]," * 20_000 + "[]]}",
+    "a text": '{"step": %d, "a": "' + "x" * 60_000 + '"}',
+    "names": '{"step": %d' + "".join(f', "k{n}": 1' for n in range(990)) + "}",
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE_LINES.values(), ids=HOSTILE_LINES.keys())
 def test_hostile_lines_of_metrics_take_little_memory(tmp_path: Path, line: str) -> None:
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for n in range((48 << 20) // len(line)):

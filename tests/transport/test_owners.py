@@ -128,6 +128,17 @@ def test_what_another_user_could_still_make_is_refused_as_missing(project: Path,
     assert refusal(line) == reason.format(project.parent)
 
 
+def test_a_script_elsewhere_counts_too(project: Path) -> None:
+    script = project.with_name("my script.py")
+    script.touch()
+    line = exit_if_planted(["/bin/true"], str(project), 69, [str(script)])
+    assert refusal(line) == ""
+    os.chown(script, OTHER, OTHER)
+    assert f"{script}: belongs to user id {OTHER}" in refusal(line)
+    script.unlink()
+    assert refusal(line) == f"{script}: not found there"
+
+
 def test_an_owner_or_a_mode_that_the_launching_machine_has_too_is_accepted(project: Path) -> None:
     os.chown(project, OTHER, OTHER)
     project.parent.chmod(0o777)
