@@ -31,6 +31,7 @@ from distributed.metrics import FROM_OUTPUT, FROM_TENSORBOARD
 from distributed.runs import charts, ranks, report
 from distributed.runs import history as history_module
 from distributed.runs.history import History, read_metrics
+from distributed.transport.commands import quote
 
 KIT = Path(__file__).resolve().parents[2]
 HOSTILE = '<script>alert("x")</script>&\'</title><!--'
@@ -417,7 +418,8 @@ def test_a_launcher_exits_without_a_report_after_a_signal_or_a_time(tmp_path: Pa
             launcher.send_signal(number)
         line, last = launcher.stdout.read().splitlines()
     reason = signal.Signals(number).name if number else "it took 1 s"
-    assert line == f"report.html: not written: {reason}; to write it: {KIT}/scripts/report.sh {tmp_path}"
+    remedy = quote([f"{KIT}/scripts/report.sh", str(tmp_path)])
+    assert line == f"report.html: not written: {reason}; to write it: {remedy}"
     assert (last, launcher.returncode, list(tmp_path.iterdir())) == ("exits", 0, [])
 
 
