@@ -4,6 +4,8 @@ Others are other users of the machine, nodes, ranks and jobs. Their files, repli
 functions of this module:
 
     foreign()           nothing is used that another user owns or can write
+    planted()           no code runs that another user has made where all users can create files
+    lock_file()         only users who can write to a directory can lock it
     regular_file()      a file is opened without following a link and without waiting, with a private mode
     parse_json()        JSON with bounded size and depth; ValueError is its only exception
     checked()           a value has the declared types and ranges, or ValueError names the part that has not

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 STEP = re.compile(r"step_(\d{8,})(\.old)?")
 STAGING = re.compile(r"writing-.+-\d+-[0-9a-f]{8}")  # the staging directory of an Owner
 MIB = 2**20
-LEAST = MIB // 2  # bytes for which a thread is worth its cost
+MIN_THREADED = MIB // 2  # bytes; hashing fewer costs less than a thread
 ENTRY: Any = {"bytes": range(1 << 63), "sha256": str}
 MANIFEST: Any = {  # see CheckpointInfo
     "step": range(1 << 63), "score": float | None, "ranks": range(1, 1 << 31), "sharded": bool, "written": str,
@@ -251,7 +251,7 @@ def _hashing(digest: Any, data: memoryview) -> Iterator[None]:
     """Hash the data: if there is much, in a thread, while the caller's block runs."""
     thread = threading.Thread(target=digest.update, args=(data,))
     with suppress(RuntimeError):  # the interpreter exits, or there are too many threads
-        if data.nbytes >= LEAST:
+        if data.nbytes >= MIN_THREADED:
             thread.start()
     if not thread.ident:
         digest.update(data)

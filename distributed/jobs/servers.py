@@ -553,17 +553,14 @@ class SshServer(HostServer):
 
     def _host_program(self, arguments: str) -> str:
         """A line of bash that runs host.py, or prints NOT_INSTALLED or NO_PYTHON. Must run in the home directory."""
-        python, workdir = self.settings.python, self.settings.workdir
+        python, workdir = self.settings.python or "", self.settings.workdir
         bases = [workdir] if workdir else ["~/ml-customization", str(self.context.cwd)]
-        if python and python[0] in "~/":
-            candidates, unnamed = [python], []
-        else:
-            candidates = [f"{base}/{python or '.venv/bin/python'}" for base in bases]
-            unnamed = candidates if not (python and workdir) else []
-        candidates = [*candidates, *([] if python else ["python3"])]
+        below = [] if python.startswith(("~", "/")) else [f"{base}/{python or '.venv/bin/python'}" for base in bases]
+        candidates = [python, *below] if python else [*below, "python3"]
+        unnamed = [] if python and workdir else below
         # Another user may have made a directory or link of this name, or could replace it.
         check = f'(cd -- "${{p%/*}}" || exit; {EXIT_IF_FOREIGN}) 2>/dev/null && [ ! "$(foreign planted "$p")" ]'
-        names, pythons = ("|".join(map(quoted_path, unnamed)), " ".join(map(quoted_path, candidates)))
+        names, pythons = "|".join(map(quoted_path, unnamed)), " ".join(map(quoted_path, candidates))
         own = f"case $p in {names}) {check} || continue ;; esac; " if unnamed else ""
         plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")

@@ -72,7 +72,7 @@ for part in "${parts[@]}"; do
 done; }"""
 # For bash in a directory: exits with 69 if it is not this user's, or if another user could replace it. Needs FOREIGN.
 EXIT_IF_FOREIGN = """[ -O . ] || { echo "$PWD: belongs to another user" >&2; exit 69; }
-open= p=$(foreign strict "$PWD"); [ ! "$p" ] || { echo "$p" >&2; exit 69; }"""
+p=$(foreign strict "$PWD"); [ ! "$p" ] || { echo "$p" >&2; exit 69; }"""
 
 
 def owners_above(directory: str) -> str:

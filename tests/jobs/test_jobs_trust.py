@@ -318,6 +318,21 @@ def test_the_program_of_a_server_uses_no_python_and_no_muster_that_another_user_
     assert not (directory / "RAN").exists()
 
 
+@pytest.mark.parametrize("python", ["python3", ".venv/bin/python"])
+def test_the_python_of_a_server_may_be_a_program_on_the_path_or_relative(
+    server: ServerHere, directory: Path, python: str
+) -> None:
+    """A relative path starts at the home directory, or at a working directory."""
+    (directory / f".cache/muster/jobs-{server._archive_name}/complete").mkdir(parents=True)
+    (directory / ".venv/bin").mkdir(parents=True)
+    (directory / ".venv/bin/python").symlink_to(sys.executable)
+    server.settings = server.settings.model_copy(update={"python": python})
+    environment = {"PATH": os.environ["PATH"], "HOME": str(directory)}
+    command = ["bash", "-c", server._host_program("serve")]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60)
+    assert "module.py" in done.stderr and "No such file" in done.stderr  # Python has started
+
+
 @as_root
 def test_a_cache_below_a_directory_of_another_user_is_not_used_on_a_server(server: ServerHere, directory: Path) -> None:
     base = directory / "theirs"
