@@ -72,6 +72,8 @@ class Preload:
 
     def is_read(self, name: str) -> bool:
         """Whether the imports have read this variable. Names without "_", such as HOME, are ignored."""
+        if name.startswith("KMP_") and not _has_loaded(r"libi?omp[\w-]*\.so"):  # GNU's OpenMP does not read these
+            return False
         return bool(NATIVE.fullmatch(name)) or (name in self.read and "_" in name.strip("_"))
 
     def hide(self) -> HiddenModules:
@@ -194,7 +196,7 @@ class HiddenModules:
             if value != before.get(name) and self._preload.is_read(name):
                 remedy = f"without {name} in the environment" if value is None else f"with --env {name}={value}"
                 sys.stderr.write(
-                    f"warning: {name}: changed by the script before it imported {module}, without effect, because the "
+                    f"warning: {name}: changed before the script imported {module}, without effect, because the "
                     f"agent had imported {module} already; launch {remedy}, or with --agent torchrun\n"
                 )
 
@@ -215,6 +217,12 @@ class HiddenLoader:
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import system has replaced it
+
+
+def _has_loaded(library: str) -> bool:
+    """Whether this process has loaded a shared library whose file name matches a regular expression."""
+    with open("/proc/self/maps", errors="replace") as maps:
+        return any(re.match(library, os.path.basename(line.rstrip("\n"))) for line in maps)
 
 
 def _is_same_module(module: ModuleType, found: ModuleSpec | None) -> bool:

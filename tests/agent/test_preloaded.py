@@ -196,7 +196,7 @@ def test_a_directory_without_modules_is_not_a_module() -> None:
 
 
 WARNING = (
-    "warning: {0}: changed by the script before it imported {1}, without effect, because the agent had imported {1} "
+    "warning: {0}: changed before the script imported {1}, without effect, because the agent had imported {1} "
     "already; launch {2}, or with --agent torchrun\n"
 )
 
@@ -213,6 +213,7 @@ WARNING = (
             ("OPENBLAS_NUM_THREADS", "numpy", "with --env OPENBLAS_NUM_THREADS=1"),
         ),
         ("environ['OMP_THERE'] = 'yes'", None),  # unchanged
+        ("environ['KMP_INIT_AT_FORK'] = 'FALSE'", None),  # as scikit-learn does; read by Intel's and LLVM's OpenMP only
         ("environ['HOME'] = '/nowhere'", None),
         ("environ['NCCL_DEBUG'] = 'INFO'", None),
         ("environ['CUDA_VISIBLE_DEVICES'] = ''", None),
@@ -226,6 +227,15 @@ def test_a_change_of_a_variable_that_was_read_at_import_is_reported(
     monkeypatch.setenv("OMP_THERE", "yes")
     expected = WARNING.format(*warning) if warning else ""
     assert as_rank(f"from os import environ\n{script}\nimport torch, numpy, torch.nn\n") == ("", expected)
+
+
+@pytest.mark.parametrize("library", ["libiomp5.so", "libomp.so.5", "libomp-a1b2.so"])
+def test_a_change_of_a_variable_of_intel_s_openmp_is_reported_where_it_is_loaded(library: str, tmp_path: Path) -> None:
+    (tmp_path / library).write_text("a stub of the library")
+    loaded = f"import mmap\nlibrary = mmap.mmap(os.open({str(tmp_path / library)!r}, 0), 0, prot=mmap.PROT_READ)\n"
+    (tmp_path / "site/torch/__init__.py").write_text(TORCH + loaded)
+    expected = WARNING.format("KMP_BLOCKTIME", "torch", "with --env KMP_BLOCKTIME=0")
+    assert as_rank("import os\nos.environ['KMP_BLOCKTIME'] = '0'\nimport torch\n") == ("", expected)
 
 
 def test_changes_after_the_import_are_not_reported() -> None:
