@@ -5,8 +5,9 @@ sys.modules has only what the script has imported, with what these modules impor
 directory precedes a standard module of the same name. PyTorch reads its environment variables before the script can
 change them: changes of these variables are detected and reported. Standard library only.
 
-Known difference: if a module in the script's directory has the name of a standard module, PyTorch uses the standard
-module. In a fresh interpreter, PyTorch would use the module of the script.
+Known differences: if a module in the script's directory has the name of a standard module, PyTorch uses the standard
+module. In a fresh interpreter, PyTorch would use the module of the script. A module that the interpreter itself has
+imported, such as importlib, has hidden submodules as attributes already.
 """
 
 from __future__ import annotations
