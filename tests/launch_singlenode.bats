@@ -683,6 +683,44 @@ hide_py_spy() {
 
 
 # bats test_tags=slow
+@test "PyTorch's flight recorder names the rank that has not called a collective, with both agents" {
+  # With NCCL, a thread of PyTorch does what reply() does, with the same kind of record.
+  cat >"my script.py" <<'END'
+import os, threading, time, torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace
+
+rank = os.environ["RANK"]
+pipe = f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{rank}.pipe"
+
+
+def reply():
+    while True:
+        with open(pipe, "rb") as requests:
+            requests.read(1)
+        with open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + rank, "wb") as file:
+            file.write(_dump_fr_trace(True, False, False))
+
+
+os.mkfifo(pipe)
+threading.Thread(target=reply, daemon=True).start()
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if rank == "0":
+    dist.broadcast(torch.ones(1), 1)
+time.sleep(1000)
+END
+  for agent in fast torchrun; do
+    COLUMNS=1000 run timeout 120 "$LAUNCH" --agent "$agent" --hang-timeout 3 --script "my script.py" - 2
+    [ "$status" -eq 124 ]
+    echo "$output"
+    [[ "$output" == *"; rank 1 has not called broadcast, collective 2 of the group default_pg; rank 0 waits in it (PyTorch's flight recorder)"* ]]
+    [ "$(echo logs/latest/ranks/*/collectives_[01])" != "logs/latest/ranks/*/collectives_[01]" ]
+  done
+}
+
+
+# bats test_tags=slow
 @test "a run that looks hung is reported on the console and in launcher.log, even if it logs no steps" {
   cat >"my script.py" <<'END'
 import os, time

@@ -89,8 +89,9 @@ REPLIES: dict[str, dict[str, Any]] = {
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
     "distributed/trust.py",
-    "distributed/host/__init__.py", "distributed/host/clock.py", "distributed/host/gpus.py",
-    "distributed/host/process_scan.py", "distributed/host/signals.py", "distributed/host/system.py",
+    "distributed/host/__init__.py", "distributed/host/clock.py", "distributed/host/collectives.py",
+    "distributed/host/gpus.py", "distributed/host/process_scan.py", "distributed/host/signals.py",
+    "distributed/host/system.py",
     "distributed/jobs/__init__.py", "distributed/jobs/host.py", "distributed/jobs/panes.py",
     "distributed/launch/__init__.py", "distributed/launch/output_lines.py", "distributed/launch/node_reports.py",
     "distributed/launch/output_metrics.py", "distributed/launch/shown_ranks.py",

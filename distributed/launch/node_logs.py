@@ -31,7 +31,7 @@ FOLLOW_TIMEOUT = 3.0  # seconds
 # there is nothing to copy or to move.
 PRINT_LOG = 'cd -- "$1" && { [ -e run.json ] || tail -c +"$3" -- "$2"; }'  # $2: log, $3: first byte
 PACK = """cd -- "$1" && if [ -e run.json ]; then set -- --files-from=/dev/null; else set -- -- .; fi &&
-TAR_OPTIONS= tar -cf - --exclude=./checkpoints --exclude='./attempt_*' "$@\""""
+TAR_OPTIONS= tar -cf - --exclude=./checkpoints --exclude='./attempt_*' --exclude='./ranks/*/collectives_*.pipe' "$@\""""
 OF_LAUNCHER = ("run.json", "launcher.log", "verdict.json", "report.html", "hang.json", "stalled_attempts")
 # The files node_NAME.* of a supervisor, except node_NAME.environment, which has secrets.
 OF_NODE = ("log", "exit", "pid", "stop", "samples.jsonl", "heartbeat", "usage", "reserved", "reserved_record")

@@ -63,7 +63,7 @@ from functools import partial
 
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import KIT, foreign_directory, read_json, to_json, write_file, write_json
-from distributed.host import process_scan, signals
+from distributed.host import collectives, process_scan, signals
 from distributed.host.clock import RunningClock
 from distributed.launch import usage_sampler
 from distributed.launch.node_reports import ATTEMPT_PIPES, HEARTBEAT_INTERVAL, REPORT_TOKEN, format_report
@@ -1118,7 +1118,10 @@ def supervise(
         kill_all(lambda: process_scan.live_processes(files.environment))
     supervisor = create(files, options, received)
     source = os.path.abspath(options.source) if options.source else ""
-    supervisor.start(options.command, environment(inherited + block, files), block, source)
+    env = environment(inherited + block, files)
+    if options.sample_usage:  # not for a job of a list
+        env |= collectives.variables(files.directory, files.name, env)
+    supervisor.start(options.command, env, block, source)
     started()
     return supervisor.watch()
 

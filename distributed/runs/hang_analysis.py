@@ -2,7 +2,8 @@
 
 "looks hung" is printed with the evidence: a stopped rank; a rank that is not in a collective while others are; or idle
 ranks. Only stacks show which ranks are in a collective; without stacks, the text names all possibilities. Under NCCL,
-a stack shows that a rank waits for its GPU, but not whether the GPU computes or is in a collective.
+a stack shows that a rank waits for its GPU, but not whether the GPU computes or is in a collective; PyTorch's flight
+recorder shows which rank has not called a collective. A GPU whose use is not known accuses no rank.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from distributed.files import KIT
+from distributed.host.collectives import Collectives, find_mismatch
 from distributed.host.stacks import Frame
 from distributed.runs.user_code import is_library
 
@@ -43,9 +45,11 @@ class Activity:
     pid: int
     state: str  # in /proc
     cpu: float  # cores used
-    gpu: int | None  # percentage of time; None: no GPU is used
+    gpu: int | None  # percentage of time; None: no GPU is used, or not known
     frames: tuple[Frame, ...] = ()  # stack of its main thread, innermost frame first; empty: not known
     launched: str = ""  # the package of the user's code if it is installed, see user_code.launched_package()
+    gpu_unknown: bool = False  # its node has GPUs, but nvidia-smi does not show which one the rank uses, or how much
+    collectives: tuple[Collectives, ...] = ()  # () also if not known
 
     @property
     def name(self) -> str:
@@ -74,8 +78,8 @@ class Activity:
             return False
         innermost = self.frames[0]
         if SYNCHRONIZES.search(innermost.code) or (innermost.function == "synchronize" and "/torch/" in innermost.file):
-            return self.gpu_busy or (self.gpu is None and self.idle)  # in a container, the GPU of a rank may be unknown
-        return self.gpu_busy and bool(MAY_SYNCHRONIZE.search(innermost.code))
+            return self.gpu_busy or self.gpu_unknown or (self.gpu is None and self.idle)
+        return (self.gpu_busy or self.gpu_unknown) and bool(MAY_SYNCHRONIZE.search(innermost.code))
 
     @property
     def waits(self) -> bool:
@@ -153,6 +157,8 @@ def find_stall(ranks: Sequence[Activity], seconds: float, exited: Sequence[str] 
     used = "CPU or GPU" if any(rank.gpu is not None for rank in ranks) else "CPU"
     on_disk = [rank for rank in ranks if rank.state == "D"]  # cannot even be killed
     disk = f"; {_names(on_disk)} waiting for a disk or a network file system (state D)" if on_disk else ""
+    if stall := _find_by_recorder(ranks, timeout):
+        return replace(stall, text=stall.text + disk)
     if stall := _find_by_gpus(ranks, timeout, exited):
         return replace(stall, text=stall.text + disk)
     if stall := _find_by_stacks(ranks, exited):
@@ -160,7 +166,8 @@ def find_stall(ranks: Sequence[Activity], seconds: float, exited: Sequence[str] 
     if all_idle:
         text = f"no rank used {used} in {seconds:.1f} s{disk}{_locations(ranks, ranks[0].name)}"
         text += f"; {_exited(exited)}" if exited else ""
-        return Stall(text, tuple(ranks) if len(ranks) == 1 else (), timeout, permanent=True)
+        permanent = all(map(_is_certainly_idle, ranks))
+        return Stall(text, tuple(ranks) if len(ranks) == 1 else (), timeout, permanent)
     if text := _one_differs(ranks, used):
         return Stall(text + disk + _locations(ranks), timeout=timeout)
     if len(ranks) == 1:
@@ -171,24 +178,43 @@ def find_stall(ranks: Sequence[Activity], seconds: float, exited: Sequence[str] 
     return Stall(f"without stacks it is not known which rank waits for which: {cpu}{_locations(ranks)}")
 
 
-def _find_by_gpus(ranks: Sequence[Activity], timeout: float, exited: Sequence[str]) -> Stall | None:
-    """The stall if ranks wait for GPUs and no rank is in a function of torch.distributed; otherwise None.
-
-    The GPUs may be in a collective or in a long computation. Only a rank whose GPU is idle is suspected.
-    """
-    if len(ranks) == 1 or any(rank.in_collective for rank in ranks) or not any(rank.waits for rank in ranks):
+def _find_by_recorder(ranks: Sequence[Activity], timeout: float) -> Stall | None:
+    """The stall if PyTorch's flight recorder shows why a collective does not complete; otherwise None."""
+    found = find_mismatch({rank.rank: rank.collectives for rank in ranks if rank.rank is not None})
+    if not found:
         return None
-    if suspects := [rank for rank in ranks if rank.frames and not rank.waits and not rank.gpu_busy]:
+    suspects = tuple(rank for rank in ranks if rank.rank in found.missing)
+    text = f"{found.text} (PyTorch's flight recorder){_locations(suspects or ranks)}"
+    return Stall(text, suspects, timeout, permanent=all(_is_certainly_idle(rank) for rank in suspects))
+
+
+def _is_certainly_idle(rank: Activity) -> bool:
+    return rank.idle and not rank.gpu_unknown
+
+
+def _find_by_gpus(ranks: Sequence[Activity], timeout: float, exited: Sequence[str]) -> Stall | None:
+    """The stall if ranks use or wait for GPUs, and no rank is in a function of torch.distributed; otherwise None.
+
+    The GPUs may be in a collective or in a long computation. Only a rank whose GPU is idle is suspected. A rank whose
+    stack is elsewhere may also wait for its GPU: calls block as long as the GPU's queue is full.
+    """
+    waiting = [rank for rank in ranks if rank.waits or rank.gpu_busy]
+    if len(ranks) == 1 or any(rank.in_collective for rank in ranks) or not waiting:
+        return None
+    others = [rank for rank in ranks if rank.frames and rank not in waiting]
+    if suspects := [rank for rank in others if rank.idle or not rank.gpu_unknown]:
         use, them = ("uses", "that rank") if len(suspects) == 1 else ("use", "those ranks")
+        use_no_gpu = "" if any(rank.gpu_unknown for rank in suspects) else f" and {use} no GPU"
         gpus = f"wait for their GPUs, which may be computing, or waiting in a collective for {them}"
-        text = f"{_names(suspects)} not in a collective and {use} no GPU, others {gpus}"
-        return Stall(text + _locations(suspects), tuple(suspects), timeout)
-    if all(rank.idle for rank in ranks):
+        text = f"{_names(suspects)} not in a collective{use_no_gpu}, others {gpus}"
+        permanent = any(rank.gpu_busy for rank in ranks) and all(map(_is_certainly_idle, suspects))
+        return Stall(text + _locations(suspects), tuple(suspects), timeout, permanent)
+    if all(rank.idle for rank in ranks) or len(waiting) < len(ranks):
         return None
     text = "all ranks use their GPUs or wait for them; the GPUs may be in a computation or in a collective"
     if exited:
         return Stall(f"{_exited(exited)}; {text}{_locations(ranks)}", timeout=timeout)
-    return Stall(text + _locations(ranks))
+    return Stall(text + _locations(ranks), timeout=BUSY_TIMEOUT)
 
 
 def _find_by_stacks(ranks: Sequence[Activity], exited: Sequence[str]) -> Stall | None:
@@ -215,7 +241,7 @@ def _find_by_stacks(ranks: Sequence[Activity], exited: Sequence[str]) -> Stall |
     else:
         wait = "the other waits" if len(waiting) == 1 else "the others wait"
     text += f", {wait} for {'it' if len(suspects) == 1 else 'them'}{_locations(suspects)}"
-    return Stall(text, tuple(suspects), permanent=all(rank.idle for rank in suspects))
+    return Stall(text, tuple(suspects), permanent=all(map(_is_certainly_idle, suspects)))
 
 
 def _all_wait(ranks: Sequence[Activity], exited: Sequence[str]) -> str:

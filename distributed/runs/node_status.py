@@ -26,6 +26,8 @@ from typing import Any
 from distributed import metrics
 from distributed.files import file_time, foreign_directory, read_json
 from distributed.host import process_scan
+from distributed.host.collectives import Collectives, directory_of
+from distributed.host.collectives import query as query_collectives
 from distributed.host.gpus import count, mebibytes, query, query_rows, table
 from distributed.host.replies import format_reply
 from distributed.host.stacks import Frame, script_frames, stack_of, with_code
@@ -61,7 +63,7 @@ class RunProcess:
 class GpuUsage:
     index: int
     name: str
-    use: int  # percentage of time in which a kernel ran
+    use: int | None  # percentage of time in which a kernel ran; None: not known, such as under MIG
     watts: float
     memory_used: int  # bytes
     memory: int  # total bytes
@@ -80,6 +82,7 @@ class RankStatus:
     line: str = ""  # last line of its output
     stack_text: str = ""  # its stacks as text, if requested
     frames: tuple[Frame, ...] = ()  # stack of its main thread, innermost frame first, if requested
+    collectives: tuple[Collectives, ...] = ()  # if requested, and if PyTorch records them (NCCL)
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,7 @@ def query_gpus() -> tuple[dict[str, GpuUsage], list[tuple[str, int]], str]:
         gpus[row["uuid"]] = GpuUsage(
             index=count(row["index"]),
             name=row["name"],
-            use=count(row["utilization.gpu"]),
+            use=count(row["utilization.gpu"]) if row["utilization.gpu"].isdecimal() else None,
             watts=float(watts) if re.fullmatch(r"\d+(\.\d+)?", watts) else 0.0,  # may be [N/A]
             memory_used=mebibytes(row["memory.used"]),
             memory=mebibytes(row["memory.total"]),
@@ -319,8 +322,9 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
         if not processes:
             return RankStatus(first_rank + local_rank, local_rank, None, silent=silent, line=line)
         text, frames = read_stacks(processes[0], str(files[0].parent)) if stacks and files else ("", ())
+        rank = first_rank + local_rank
         return RankStatus(
-            rank=first_rank + local_rank,
+            rank=rank,
             local_rank=local_rank,
             pid=processes[0].pid,
             state=processes[0].state,
@@ -331,6 +335,7 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
             line=line,
             stack_text=text,
             frames=frames,
+            collectives=query_collectives(directory_of(run, node), rank) if stacks else (),
         )
 
     with ThreadPoolExecutor(8) as pool:  # py-spy takes a moment for each rank

@@ -173,6 +173,9 @@ def observe_ranks(
     silent for this time. launched: the installed package that the run has launched, see Run.launched.
     """
     ranks = ranks_of(replies)
+    with_gpus = {reply.name for reply in replies if reply.status and reply.status.gpus}
+    # If nvidia-smi shows no GPU for any rank of a node, it may not see the processes in their container.
+    named = {node for rank, node in ranks if rank.gpus}
     activities = tuple(
         Activity(
             rank=rank.rank,
@@ -180,8 +183,10 @@ def observe_ranks(
             pid=rank.pid,
             state=rank.state,
             cpu=rank.cpu,
-            gpu=max(gpu.use for gpu in rank.gpus) if rank.gpus else None,
+            gpu=max((gpu.use for gpu in rank.gpus if gpu.use is not None), default=None),
+            gpu_unknown=any(gpu.use is None for gpu in rank.gpus) or node in with_gpus - named,
             frames=rank.frames,
+            collectives=rank.collectives,
             launched=launched,
         )
         for rank, node in ranks
@@ -291,7 +296,8 @@ def rows_of(reply: NodeReply, state: RunState) -> Iterator[dict[str, str]]:
 
 
 def gpu_text(gpu: GpuUsage) -> str:
-    return f"{gpu.index}: {gpu.use}%" + (f" {gpu.watts:.0f}W" if gpu.watts else "")
+    use = "?" if gpu.use is None else f"{gpu.use}%"
+    return f"{gpu.index}: {use}" + (f" {gpu.watts:.0f}W" if gpu.watts else "")
 
 
 def notes_on(status: Status) -> Iterator[str]:

@@ -114,7 +114,8 @@ def _add_gpus(usage: Usage, node: str, first_rank: float, samples: Sequence[Mapp
     for time, index, gpu, ranks in gpus:
         numbers = [rank for rank in ranks if isinstance(rank, int) and 0 <= rank < 1000]
         for name in [_name(node, first_rank, rank) for rank in numbers] if known else [f"{node} GPU {index}"]:
-            lines.setdefault(("gpu", name), {}).setdefault(time, []).append(number(gpu.get("use")) / 100)
+            if gpu.get("use") is not None:
+                lines.setdefault(("gpu", name), {}).setdefault(time, []).append(number(gpu.get("use")) / 100)
             lines.setdefault(("gpu_memory", name), {}).setdefault(time, []).append(number(gpu.get("memory")))
     for (kind, name), values in lines.items():
         combine = math.fsum if kind == "gpu_memory" else statistics.fmean

@@ -36,6 +36,7 @@ from pathlib import Path
 
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
 from distributed.files import write_json
+from distributed.host.collectives import find_mismatch, read_newest
 from distributed.host.replies import NODE_ENV
 from distributed.host.signals import signal_name
 from distributed.host.ssh_call import LOGIN_SHELL
@@ -53,6 +54,8 @@ RESUME = "run the same command again to resume"
 SIGNAL_TOLERANCE = 60.0  # seconds in which a signal may have caused a failure
 GIT_TIMEOUT = 5.0  # seconds
 SHOWN_OTHERS = 3  # other ranks of a hang
+MAX_RANKS = 1024  # per node
+RECORD_AGE = 120.0  # seconds; PyTorch ends a rank within this time after it has recorded a timeout
 SHOWN = 240  # characters of a message in a sentence
 SHOWN_LINES = 8  # lines of a message or a log
 SHOWN_FRAMES = 3  # frames of a traceback
@@ -472,6 +475,7 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
             yield "last lines of its output:"
             yield from (f"  {line}" for line in last)
     others = [one for one in verdict.collateral if one["rank"] is not None and one["message"] not in verdict.cause]
+    yield from _uncalled_collective(verdict, run)
     hung = verdict.exit_code == TIMED_OUT
     if shown := others[: SHOWN_OTHERS if hung else 1]:
         more = f" ({len(verdict.collateral)} in all, see verdict.json)" if len(others) > len(shown) else ""
@@ -499,6 +503,18 @@ def _missing_file(verdict: Verdict, cwd: str) -> Iterator[str]:
     ignored = run_program([*GIT, "-C", cwd, "check-ignore", "--quiet", "--", missing[1]], GIT_TIMEOUT).code == 0
     reason = "; git ignores it, so --sync does not copy it" * ignored
     yield f"'{missing[1]}' exists on {os.uname().nodename}{reason}; copy it to {verdict.node}, or share its directory"
+
+
+def _uncalled_collective(verdict: Verdict, run: Path) -> Iterator[str]:
+    """What PyTorch's flight recorder wrote shortly before a failure, such as the timeout of a collective of NCCL."""
+    if verdict.time is None or verdict.exit_code == TIMED_OUT:  # the cause of a hang includes it
+        return
+    ranks: dict[int, str] = {}
+    for node in map(mapping, listed(read_object(run / "run.json", []).get("layout"))):
+        first, count = (integer(node.get(key)) or 0 for key in ("first_rank", "processes"))
+        ranks |= dict.fromkeys(range(first, first + min(count, MAX_RANKS)), text(node.get("node")))
+    if found := find_mismatch(read_newest(str(run), ranks, verdict.time - RECORD_AGE)):
+        yield f"PyTorch's flight recorder: {found.text}"
 
 
 def _last_frames(verdict: Verdict, launched: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ import time
 
 from distributed.exit_codes import KILLED, UNFIT
 from distributed.files import KIT, read_json
-from distributed.host import process_scan, signals
+from distributed.host import collectives, process_scan, signals
 from distributed.launch import supervisor
 from distributed.launch.node_reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, format_report
 from distributed.trust import PRIVATE_DIRECTORY, make_directories, regular_file
@@ -291,6 +291,7 @@ def main(arguments: Sequence[str]) -> int:
         supervisor.refuse_foreign(TaskFiles(run, env))
         task = Task(run, float(grace), env, is_rank=kind == "rank")
         environment = supervisor.environment(block, task.files)
+        environment |= collectives.variables(run, task.files.name, environment)
         if kind == "rank":
             command = [sys.executable, os.path.join(KIT, "scripts", "lib", "rank.py"), task.files.output, *arguments]
         else:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from distributed.host.collectives import Collectives
 from distributed.host.stacks import Frame
 from distributed.runs.hang_analysis import Activity, diagnose, find_stall, needs_stacks
 from distributed.runs.user_code import launched_package
@@ -142,6 +143,9 @@ ITEM = (Frame("/home/ada/train.py", 9, "step", "total += loss.item()"), Frame("/
 LOADS = (Frame("/home/ada/train.py", 5, "load", "record = file.read()"), *ITEM[1:])
 SYNC = (Frame(f"{LIBRARY}torch/cuda/__init__.py", 1085, "synchronize", "return torch._C._cuda_synchronize()"), *ITEM)
 GPU_WAITS, GPU_LOADS = replace(ON_GPU, frames=ITEM), replace(IDLE_GPU, frames=LOADS)
+UNKNOWN = replace(SLEEPS, gpu_unknown=True)
+CALLS_BACKWARD = (Frame(f"{LIBRARY}torch/autograd/graph.py", 825, "_engine_run_backward"), *ITEM)
+LAUNCHES = (Frame(f"{LIBRARY}torch/nn/modules/linear.py", 125, "forward", "return F.linear(input, weight)"), *ITEM)
 
 
 @pytest.mark.parametrize(
@@ -179,10 +183,21 @@ def test_a_function_of_torch_that_synchronizes_is_known_without_its_source() -> 
 @pytest.mark.parametrize(
     ("activities", "suspects", "permanent", "hung", "text"),
     [
-        ([GPU_WAITS, GPU_LOADS, GPU_WAITS], [1], False, True,
+        ([GPU_WAITS, GPU_LOADS, GPU_WAITS], [1], True, True,
          "rank 1 on n2 is not in a collective and uses no GPU, others wait for their GPUs, which may be "
          "computing, or waiting in a collective for that rank; it is at train.py:5 in load()"),
-        ([GPU_LOADS, replace(ON_GPU, frames=SYNC), GPU_LOADS], [0, 2], False, True,
+        ([GPU_WAITS, replace(GPU_LOADS, cpu=1.0)], [1], False, True, "rank 1 on n2 is not in a collective and uses no"),
+        # The other rank is in the backward pass, or starts kernels, and its GPU's queue is full.
+        ([replace(ON_GPU, cpu=1.0, frames=CALLS_BACKWARD), GPU_LOADS], [1], True, True, "rank 1 on n2 is not in a c"),
+        ([replace(ON_GPU, cpu=1.0, frames=LAUNCHES), GPU_LOADS], [1], True, True, "rank 1 on n2 is not in a co"),
+        ([replace(ON_GPU, cpu=1.0, frames=LAUNCHES)] * 2, [], False, False, "all ranks use their GPUs or wait for"),
+        # In a container, or under MIG, the use of a GPU is not known: a rank that spins is no suspect.
+        ([replace(UNKNOWN, cpu=1.0, frames=ITEM), replace(UNKNOWN, frames=LOADS)], [1], False, True,
+         "rank 1 on n2 is not in a collective, others wait for their GPUs"),
+        ([replace(UNKNOWN, cpu=1.0, frames=ITEM), replace(UNKNOWN, cpu=1.0, frames=LAUNCHES)], [], False, False,
+         "no rank is in a collective"),
+        ([replace(UNKNOWN, frames=LOADS)] * 2, [], False, True, "no rank used CPU in 1.0 s"),
+        ([GPU_LOADS, replace(ON_GPU, frames=SYNC), GPU_LOADS], [0, 2], True, True,
          "rank 0 on n1, rank 2 on n3 are not in a collective and use no GPU, others wait"),
         # No rank is suspected, because a hang cannot be distinguished from a long computation.
         ([GPU_WAITS, GPU_WAITS], [], False, False, "all ranks use their GPUs or wait for them; the GPUs may be in a"),
@@ -201,6 +216,25 @@ def test_under_nccl_a_rank_that_waits_for_its_gpu_is_not_suspected(
     assert stall.text.startswith(text)
     assert ([activity.rank for activity in stall.suspects], stall.permanent) == (suspects, permanent)
     assert diagnose(ranks(*activities), 1.0, 130.0).hung == hung
+
+
+def test_ranks_that_only_wait_for_gpus_look_hung_after_ten_minutes() -> None:
+    assert diagnose(ranks(GPU_WAITS, GPU_WAITS), 1.0, 600.0).text.startswith(
+        "looks hung: no output for 600 s; all ranks use their GPUs or wait for them; the GPUs may be in a computation"
+    )
+
+
+@pytest.mark.parametrize(("activity", "permanent"), [(GPU_LOADS, True), (replace(GPU_LOADS, cpu=1.0), False)])
+def test_the_flight_recorder_of_pytorch_names_the_rank_that_others_wait_for(
+    activity: Activity, permanent: bool
+) -> None:
+    waits = replace(GPU_WAITS, collectives=(Collectives("default_pg", 8, 7, "all_reduce"),))
+    stall = find_stall(ranks(waits, replace(activity, collectives=(Collectives("default_pg", 6),)), waits), 1.0)
+    assert stall.text == (
+        "rank 1 has not called all_reduce, collective 7 of the group default_pg; ranks 0, 2 wait in it "
+        "(PyTorch's flight recorder); it is at train.py:5 in load()"
+    )
+    assert ([rank.rank for rank in stall.suspects], stall.permanent, stall.timeout) == ([1], permanent, 120.0)
 
 
 def test_under_nccl_ranks_that_wait_after_another_has_exited_look_hung() -> None:

@@ -152,7 +152,7 @@ def test_a_rank_has_the_gpus_that_its_processes_use(tmp_path: Path, monkeypatch:
     gpus, users, error = node_status.query_gpus()
     [gpu] = node_status.gpus_of(processes, gpus, users)
     assert (gpu.index, gpu.use, gpu.watts, error) == (0, 97, 412.37, "")
-    assert (gpus["GPU-bb"].use, gpus["GPU-bb"].watts) == (0, 0.0)
+    assert (gpus["GPU-bb"].use, gpus["GPU-bb"].watts) == (None, 0.0)
 
 
 def frame(name: str, file: str, line: int) -> dict[str, object]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -560,6 +561,31 @@ def test_a_hang_wins_over_all_other_failures(run: RunDirectory) -> None:
         "  other ranks: rank 0 on n1: waited in a collective at my.py:9",
         f"  all stacks: {run.path}/hang.json",
     ]
+
+
+@pytest.mark.parametrize(("seconds", "is_shown"), [(-20.0, True), (-500.0, False)])
+def test_what_the_flight_recorder_wrote_shortly_before_a_failure_is_printed(
+    run: RunDirectory, seconds: float, is_shown: bool
+) -> None:
+    """The files are as PyTorch writes them when a collective of NCCL times out."""
+    run.start("n1", "n2", nproc=1)
+    entry = {
+        "process_group": ("0", "default_pg"),
+        "is_p2p": False,
+        "retired": False,
+        "profiling_name": "nccl:all_reduce",
+    }
+    for rank, node in enumerate(("n1", "n2")):
+        entries = [
+            entry | {"collective_seq_id": n, "state": ["completed", "started"][n == 7]} for n in range(1, 8 - rank)
+        ]
+        (path := run.path / f"ranks/{node}/collectives_{rank}").parent.mkdir(parents=True)
+        path.write_bytes(pickle.dumps({"pg_config": {}, "entries": entries}))
+        os.utime(path, (TIME + seconds, TIME + seconds))
+    run.rank(0, "DistBackendError", "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)")
+    text = "rank 1 has not called all_reduce, collective 7 of the group default_pg; rank 0 waits in it"
+    shown = f"  PyTorch's flight recorder: {text}" in verdict.render(run.decide(1), run.path).splitlines()
+    assert shown == is_shown
 
 
 def test_frames_of_the_launched_package_are_printed_even_if_it_is_installed(run: RunDirectory) -> None:
