@@ -29,13 +29,13 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -99,6 +99,13 @@ class _PendingWrite:
     shards: ShardWriter | None  # None: not sharded
     unpublished: Path  # directory of the files until they are published; without shards, the thread creates it
     start: float  # time.monotonic() at the call of save()
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A checkpoint that all ranks verify."""
+
+    found: CheckpointInfo
 
 
 class Checkpoints:
@@ -252,6 +259,7 @@ class Checkpoints:
         """Like wait(); returns the `per_rank` of every rank."""
         write, self._write = self._write, None
         failure = write.exception() if write is not None else None
+        self.ranks.meet()
         outcomes = self.ranks.all_gather((None if failure is None else str(failure), per_rank))
         if reason := next(filter(None, (reason for reason, _ in outcomes)), None):
             raise CheckpointError(reason) from failure
@@ -310,16 +318,38 @@ class Checkpoints:
     # -- resuming
 
     def newest(self) -> CheckpointInfo | None:
-        """Return the newest valid checkpoint, or None when none exists. Rank 0 verifies every byte.
+        """Return the newest valid checkpoint, or None when none exists. Every byte is verified.
 
         Raises CheckpointError, on every rank, when checkpoints exist and none is usable, or the directory cannot be
         listed.
         """
-        return self.ranks.call_on_rank_0(lambda: directory.newest(self.path))
+        return self._find(directory.newest)
 
     def best(self) -> CheckpointInfo | None:
         """Return the valid checkpoint with the lowest score; if none has a score, the newest. Raises like newest()."""
-        return self.ranks.call_on_rank_0(lambda: directory.best(self.path))
+        return self._find(directory.best)
+
+    def _find(self, find: Callable[..., CheckpointInfo | None]) -> CheckpointInfo | None:
+        """Call directory.newest() or best() on rank 0, and verify each candidate with all ranks."""
+        if self.ranks.rank == 0:
+            return self.ranks.call_on_rank_0(lambda: find(self.path, self._fault_of_candidate))
+        while True:
+            answer: Any = self.ranks.call_on_rank_0(lambda: None)
+            if not isinstance(answer, _Candidate):
+                return cast("CheckpointInfo | None", answer)
+            self._fault(answer.found)
+
+    def _fault_of_candidate(self, found: CheckpointInfo) -> str | None:
+        """On rank 0: make the other ranks call _fault() too, and return its result."""
+        self.ranks.call_on_rank_0(lambda: _Candidate(found))
+        return self._fault(found)
+
+    def _fault(self, found: CheckpointInfo) -> str | None:
+        """The first fault of the files, or None. All ranks share the work, if they see the directory."""
+        names = sorted(found.files) if self.ranks.rank == 0 or found.sharded else []
+        fault = found.fault(names[self.ranks.rank :: self.ranks.size] if found.sharded else names)
+        self.ranks.meet()
+        return next(filter(None, self.ranks.all_gather(fault)), None)
 
     def load(self, found: CheckpointInfo, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a checkpoint: on the CPU or, if sharded, in the tensors of `state`.

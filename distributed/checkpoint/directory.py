@@ -31,7 +31,8 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ log = logging.getLogger(__name__)
 STEP = re.compile(r"step_(\d{8,})(\.old)?")
 STAGING = re.compile(r"writing-.+-\d+-[0-9a-f]{8}")  # the staging directory of an Owner
 MIB = 2**20
+PROGRESS_INTERVAL = 30.0  # seconds
 MIN_THREADED = MIB // 2  # bytes; hashing fewer costs less than a thread
 ENTRY: Any = {"bytes": range(1 << 63), "sha256": str}
 MANIFEST: Any = {  # see CheckpointInfo
@@ -121,17 +123,19 @@ class CheckpointInfo:
                 f"of the run that wrote it, or set another checkpoint directory"
             )
 
-    def fault(self) -> str | None:
-        """Return the first fault of its files, or None. Reads every byte, several files at once."""
+    def fault(self, names: Iterable[str] | None = None) -> str | None:
+        """Return the first fault of its files, or None. Reads every byte, several files at once. names: only these."""
+        progress = Progress(f"{self.path.name}: verified", self.bytes)
         with ThreadPoolExecutor() as pool:
-            return next(filter(None, pool.map(self._fault_of, self.files)), None)
+            faults = pool.map(partial(self._fault_of, progress), self.files if names is None else names)
+            return next(filter(None, faults), None)
 
-    def _fault_of(self, name: str) -> str | None:
+    def _fault_of(self, progress: Progress, name: str) -> str | None:
         file, expected = self.path / name, self.files[name]
         try:
             if (size := file.lstat().st_size) != expected["bytes"]:
                 return f"{file}: {size} bytes instead of {expected['bytes']}: it was cut short or overwritten"
-            if _sha256(file) != expected["sha256"]:
+            if _sha256(file, progress) != expected["sha256"]:
                 return f"{file}: its checksum does not match: it is damaged"
         except OSError as error:
             return f"{file}: cannot be read: {error.strerror or error}"
@@ -144,28 +148,31 @@ class CheckpointInfo:
                 stream.read(1)
 
 
-def newest(directory: Path) -> CheckpointInfo | None:
+Check = Callable[[CheckpointInfo], "str | None"]  # returns the first fault of a checkpoint
+
+
+def newest(directory: Path, check: Check = CheckpointInfo.fault) -> CheckpointInfo | None:
     """Return the newest valid checkpoint, every byte verified; None when the directory holds no checkpoint.
 
     Logs a warning for each checkpoint that it finds damaged or unreadable.
     Raises CheckpointError when checkpoints exist and none is usable, or the directory cannot be listed.
     """
     faults: dict[Path, str] = {}
-    return _first_good(directory, _intact(step_directories(directory), faults), faults)
+    return _first_good(directory, _intact(step_directories(directory), faults), faults, check)
 
 
-def best(directory: Path) -> CheckpointInfo | None:
+def best(directory: Path, check: Check = CheckpointInfo.fault) -> CheckpointInfo | None:
     """Return the valid checkpoint with the lowest score, the newest of equals. Apart from that, like newest()."""
     faults: dict[Path, str] = {}
     found = sorted(_intact(step_directories(directory), faults), key=_score)
-    return _first_good(directory, found, faults)
+    return _first_good(directory, found, faults, check)
 
 
 def _first_good(
-    directory: Path, candidates: Iterable[CheckpointInfo], faults: dict[Path, str]
+    directory: Path, candidates: Iterable[CheckpointInfo], faults: dict[Path, str], check: Check
 ) -> CheckpointInfo | None:
     for found in candidates:
-        fault = found.fault()
+        fault = check(found)
         if fault is None:
             _warn(faults)
             return found
@@ -231,12 +238,28 @@ def _score(found: CheckpointInfo) -> float:
     return float("inf") if found.score is None else found.score
 
 
-def _sha256(file: Path) -> str:
+def _sha256(file: Path, progress: Progress) -> str:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(4 * MIB))
     with open(file, "rb", buffering=0, opener=regular_file) as stream:
         while count := stream.readinto(buffer):
             digest.update(buffer[:count])
+            progress.add(count)
     return digest.hexdigest()
+
+
+class Progress:
+    """Prints every PROGRESS_INTERVAL seconds how many bytes have been verified."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._bytes = what, total, 0
+        self._next, self._lock = time.monotonic() + PROGRESS_INTERVAL, threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._bytes += count
+            if time.monotonic() >= self._next:
+                self._next += PROGRESS_INTERVAL
+                print(f"{self._what} {self._bytes / 1e9:.1f} of {self._total / 1e9:.1f} GB", flush=True)
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

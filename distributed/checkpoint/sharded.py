@@ -27,7 +27,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
+from torch.futures import Future
 
 from distributed.checkpoint.directory import CheckpointError, FileEntries, open_hashed
 from distributed.files import write_file
@@ -168,6 +169,7 @@ def load(directory: Path, state: dict[str, Any], ranks: Ranks) -> None:
     `state` differ in name or shape.
     """
     reader = _SafeReader(directory)
+    reader.ranks = ranks
     reader.fs = _RegularFiles()
     if fault := next(filter(None, ranks.all_gather(reader.fault(ranks.rank))), None):
         raise CheckpointError(fault)
@@ -184,6 +186,15 @@ def load(directory: Path, state: dict[str, Any], ranks: Ranks) -> None:
 
 class _SafeReader(dcp.FileSystemReader):
     """Reads the metadata, which is a pickle, without running code from it."""
+
+    ranks: Ranks
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Wait for the other ranks before torch's collective, which has a timeout."""
+        try:
+            return super().read_data(plan, planner)
+        finally:
+            self.ranks.meet()
 
     def fault(self, rank: int) -> str | None:
         """Read the metadata. Returns the error on this rank, or None."""

@@ -27,8 +27,8 @@ IDLE, BUSY = 0.02, 0.5  # cores: a rank that uses less is idle, one that uses mo
 GPU_IDLE = 5  # percentage of time: a GPU that is used less is idle
 SHOWN = 4  # ranks listed in a text
 
-# Modules in which PyTorch waits for other ranks. Modules of subpackages, such as checkpoint and tensor, do not wait.
-COLLECTIVE = re.compile(r".*/torch/(distributed/[^/]+|nn/parallel/distributed)\.py")
+# Modules that wait for other ranks. Modules of subpackages of torch.distributed, such as checkpoint, do not wait.
+COLLECTIVE = re.compile(r".*/(torch/(distributed/[^/]+|nn/parallel/distributed)|distributed/training/collectives)\.py")
 # With CUDA, a collective only enqueues a kernel. The rank waits later, in a C++ function that needs the result. A stack
 # has no frame of this function, so the innermost frame is the line that calls it.
 SYNCHRONIZES = re.compile(r"\.(item|cpu|tolist|numpy)\(|synchronize\(")

@@ -7,8 +7,10 @@ thread. With one rank no process group is needed.
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +24,8 @@ from distributed.trust import regular_file
 
 T = TypeVar("T")
 PIECE = 64 * 2**20  # bytes sent at once
+MIN_DELAY, MAX_DELAY = 0.001, 0.25  # seconds between two looks at the store
+_meetings = itertools.count()  # all ranks make the same calls in the same order
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,22 @@ class Ranks:
     rank: int = 0  # 0 .. size-1
     size: int = 1
 
+    def meet(self) -> None:
+        """Wait until every rank has called, however long that takes. Precedes a collective, which has a timeout."""
+        if self.size == 1:
+            return
+        store, key = dist.distributed_c10d._get_default_store(), f"muster/{next(_meetings)}"
+        if store.add(key, 1) == self.size:
+            store.set(f"{key}/all", "")
+        delay = MIN_DELAY
+        while not store.check([f"{key}/all"]):  # store.wait() has a timeout, and prints when it is over
+            time.sleep(delay)
+            delay = min(2 * delay, MAX_DELAY)
+
     def call_on_rank_0(self, function: Callable[[], T]) -> T:
         """Call the function on rank 0 only. Every rank returns its result, or raises its exception.
 
+        The other ranks wait for as long as the function takes.
         Exceptions other than OSError, ValueError and RuntimeError are raised on rank 0 only.
         """
         if self.size == 1:
@@ -44,6 +61,7 @@ class Ranks:
                 answer[0] = function()
             except (OSError, ValueError, RuntimeError) as error:
                 answer[1] = error
+        self.meet()
         dist.broadcast_object_list(answer, src=0)
         if answer[1] is not None:
             raise answer[1]

@@ -155,7 +155,19 @@ def test_without_a_thread_the_checksum_is_the_same(tmp_path: Path, monkeypatch: 
     content, entries = random.Random(1).randbytes(3 << 20), FileEntries()
     with open_hashed(tmp_path / "file", entries) as stream:
         stream.write(content)
-    assert entries["file"]["sha256"] == directory._sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+    assert entries["file"]["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def test_the_progress_of_a_long_verification_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(directory, "PROGRESS_INTERVAL", 0.0)
+    with open_hashed(tmp_path / "file", entries := FileEntries()) as stream:
+        stream.write(bytes(5 << 20))
+    found = CheckpointInfo(tmp_path, 1, None, 1, False, "", {}, entries)
+    assert found.fault() is None
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"{tmp_path.name}: verified 0.0 of 0.0 GB" and len(lines) == 2
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pickle
 import shutil
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -446,3 +447,40 @@ def test_the_error_names_a_node_that_does_not_share_the_directory(tmp_path: Path
     first, second = forked.ranks(2, save_where_rank_1_does_not_see_the_directory, tmp_path)
     assert first == second
     assert first.startswith("rank 1 on ") and "fsdp needs a checkpoint directory that all nodes share" in first
+
+
+def resume_from_a_slow_disk(rank: int, size: int, checkpoint_dir: Path, is_sharded: bool) -> list[str]:
+    """Collectives have a timeout of a second; rank 0 needs more for a file. Returns the files that were verified."""
+    import torch.distributed as dist
+
+    verify, write, verified = directory._sha256, directory.HashedFile.write, []
+
+    def verify_slowly(file: Path, *more: Any) -> str:
+        verified.append(file.name)
+        time.sleep(2.5 * (rank == 0))
+        return verify(file, *more)
+
+    def write_slowly(file: directory.HashedFile, data: Any) -> int:
+        time.sleep(2.5 * (rank == 0 and Path(str(file.name)).name == "ranks.pt" and file.tell() == 0))
+        return write(file, data)
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    patch = pytest.MonkeyPatch()  # never undone: this process exits with the test
+    patch.setattr(directory, "_sha256", verify_slowly)
+    patch.setattr(directory.HashedFile, "write", write_slowly)
+    training = Training()
+    with Checkpoints(checkpoint_dir, rank=rank, size=size, sharded=is_sharded) as checkpoints:
+        training.learn(1)
+        checkpoints.save(1, training.state() if is_sharded else {"weights": torch.ones(3)})
+        checkpoints.wait()
+        found = newest(checkpoints)
+        checkpoints.load(found, training.state() if is_sharded else {"weights": torch.zeros(3)})
+    return verified
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_no_rank_waits_in_a_collective_for_the_disk_of_rank_0(tmp_path: Path, is_sharded: bool) -> None:
+    first, second = forked.ranks(2, resume_from_a_slow_disk, tmp_path, is_sharded)
+    names = [".metadata", "__0_0.distcp", "__1_0.distcp", "ranks.pt"] if is_sharded else ["ranks.pt", "state.pt"]
+    assert sorted([*first, *second]) == names
+    assert len(second) == (2 if is_sharded else 0)  # all ranks share the work
