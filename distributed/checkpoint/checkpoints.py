@@ -29,7 +29,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -321,19 +321,20 @@ class Checkpoints:
         """Return the valid checkpoint with the lowest score; if none has a score, the newest. Raises like newest()."""
         return self.ranks.call_on_rank_0(lambda: directory.best(self.path))
 
-    def load(self, found: CheckpointInfo, state: dict[str, Any]) -> dict[str, Any]:
+    def load(self, found: CheckpointInfo, state: dict[str, Any], optional: Iterable[str] = ()) -> dict[str, Any]:
         """Return the state of a checkpoint: on the CPU or, if sharded, in the tensors of `state`.
 
         state: the current state of the training. The checkpoint must hold its tensors with the same shapes. If sharded,
             `state` must hold results of torch.distributed.checkpoint.state_dict.get_state_dict, and its tensors are
             overwritten; the number of ranks may differ from that of the saving run.
+        optional: the keys of `state` whose values the checkpoint may lack.
         Raises CheckpointError when the checkpoint does not fit `state`, or cannot be read.
         """
         found.check_sharding(self.sharded)
         if self.sharded:
             from distributed.checkpoint import sharded
 
-            sharded.load(found.path, state, self.ranks)
+            sharded.load(found.path, state, self.ranks, optional)
             return state
         loaded: dict[str, Any] = self._load(found.path / "state.pt")
         if mismatch := next(_mismatches(loaded, state), None):

@@ -535,6 +535,24 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(work
     assert newest_checkpoint(workdir.path / "checkpoints").step == 2
 
 
+def test_a_run_resumes_with_another_precision(workdir: Workdir) -> None:
+    for steps, precision in enumerate(("fp32", "fp16", "bf16", "fp16"), start=1):
+        result = workdir.run(1, f"train.steps={steps}", f"train.precision={precision}")
+        assert result.returncode == 0, result.stderr
+        assert newest_checkpoint(workdir.path / "checkpoints").step == steps
+        assert ("precision was" in result.stdout) == (steps > 1)
+        assert ("scaler starts anew: it was not in use" in result.stdout) == (steps in (2, 4))
+
+
+def test_a_run_with_another_strategy_is_refused_and_the_checkpoint_is_kept(workdir: Workdir) -> None:
+    assert workdir.run(2, "train.steps=1").returncode == 0
+    before = content(workdir.path / "checkpoints")
+    result = workdir.run(2, "distributed.strategy=fsdp")
+    assert result.returncode == 2
+    assert "/step_00000001 is unsharded, but this run uses sharded checkpoints" in result.stderr
+    assert content(workdir.path / "checkpoints") == before
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_unusable_checkpoints_are_refused_and_not_changed(workdir: Workdir, nproc: int) -> None:
     assert workdir.run(1, "train.steps=2").returncode == 0
