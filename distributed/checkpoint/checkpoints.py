@@ -65,10 +65,10 @@ GRACE = 5.0  # seconds that rank 0 waits for other ranks' shards when the run en
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of Python's, torch's and this GPU's generators, and of NumPy's when it is imported."""
+    """Return the states of Python's, torch's and the GPUs' generators, and of NumPy's when it is imported."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if gpus := _gpus():
+        state["cuda"] = [torch.cuda.get_rng_state(gpu) for gpu in gpus]
     if numpy := sys.modules.get("numpy"):
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, keys.tolist(), *rest)
@@ -76,13 +76,25 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore all generators from a result of random_state(). Without a GPU, the state of its generator is ignored."""
+    """Restore all generators from a result of random_state(). States of GPUs that are not used here are ignored."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    saved = state.get("cuda", [])  # version 0.1.0 saved one tensor
+    for gpu, generator in zip(_gpus(), saved if isinstance(saved, list) else [saved], strict=False):
+        torch.cuda.set_rng_state(generator, gpu)
     if "numpy" in state:
         importlib.import_module("numpy").random.set_state(state["numpy"])
+
+
+def _gpus() -> list[int]:
+    """Return this rank's GPU, then the others that it sees, as strategy dp uses them; none if CUDA is not in use.
+
+    Asking for a generator would initialize CUDA, which takes memory of a GPU.
+    """
+    if not torch.cuda.is_initialized():
+        return []
+    own, count = torch.cuda.current_device(), torch.cuda.device_count()
+    return [(own + offset) % count for offset in range(count)]
 
 
 # ---- saving and loading ----

@@ -554,6 +554,33 @@ def train(checkpoint_dir: Path, first: int, last: int) -> dict[str, Any]:
     return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "draws": draws()}
 
 
+def test_the_generators_of_all_gpus_are_restored_beginning_with_the_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch is made to report GPUs. Strategy dp uses all of them; with ddp, a rank may move to another GPU."""
+    generators: dict[int, torch.Tensor] = {}
+
+    def gpus(own: int, *states: int) -> None:
+        generators.clear()
+        generators.update({gpu: torch.tensor([state]) for gpu, state in enumerate(states)})
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: own)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(generators))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda gpu="cuda": generators[gpu])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, gpu="cuda": generators.update({gpu: state}))
+    gpus(0, 10, 11, 12)
+    saved_by_dp = random_state()
+    gpus(2, 10, 11, 12)
+    saved_by_rank_2 = random_state()
+    gpus(0, 0, 0, 0)
+    set_random_state(saved_by_dp)
+    assert {gpu: int(state) for gpu, state in generators.items()} == {0: 10, 1: 11, 2: 12}
+    gpus(1, 0, 0)
+    set_random_state(saved_by_rank_2)
+    assert generators[1] == 12
+    set_random_state({**saved_by_dp, "cuda": torch.tensor([13])})  # of an earlier version
+    assert generators[1] == 13
+
+
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 def test_a_resumed_run_equals_an_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
     random.seed(0)

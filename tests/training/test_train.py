@@ -744,6 +744,27 @@ def test_a_missing_device_is_refused_in_one_line(workdir: Workdir, arguments: li
     assert not (workdir.path / "logs").exists()
 
 
+CUDA_STUB = """
+import runpy, sys
+import torch
+def refuse():
+    raise AssertionError("CUDA is initialized")
+torch.cuda.is_available, torch.cuda.device_count, torch.cuda._lazy_init = lambda: True, lambda: 2, refuse
+sys.path.insert(0, {kit!r})
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_run_on_the_cpu_does_not_initialize_cuda(workdir: Workdir) -> None:
+    """PyTorch is made to report two GPUs. An initialization would take memory of GPU 0 for each rank."""
+    wrapper = workdir.wrapper(CUDA_STUB.format(kit=str(KIT)))
+    for steps in (2, 3):
+        result = workdir.run(2, "distributed.device=cpu", f"train.steps={steps}", wrapper=wrapper)
+        assert result.returncode == 0, result.stderr
+    assert "resuming from" in result.stdout
+
+
 def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(workdir: Workdir) -> None:
     scores = []
     for nproc in (1, 2, 3):
