@@ -8,7 +8,8 @@
     python train.py --fold 0 --mode base_only                              a base model for jobs with --fold 0
 
 Arguments such as train.steps=100 model.n_layer=6 override settings of the file. A run with the same checkpoint.dir
-resumes from the newest checkpoint, and ends with the same weights as an uninterrupted run.
+resumes from the newest checkpoint. On the same number of ranks, it ends with the weights of an uninterrupted run; on
+GPUs only with train.deterministic=true.
 
 Cross-validation divides the text into participants. For the default text, which is Python's language reference, these
 are its domains (groups of topics); for a data directory, each text is a participant. --fold N selects one participant
@@ -42,7 +43,7 @@ from distributed.checkpoint.checkpoints import CheckpointError, CheckpointInfo
 from distributed.checkpoint.interval import SaveInterval
 from distributed.exit_codes import STOPPED
 from distributed.files import write_json
-from distributed.torch import device, gradient_sync, leave, process_group, resolve, seed, wrap
+from distributed.torch import device, gradient_sync, leave, make_deterministic, process_group, resolve, seed, wrap
 from distributed.training import base_training, trackers, tracking
 from distributed.training.collectives import Ranks
 from distributed.training.data import DataError, Windows, held_out_batches
@@ -335,6 +336,8 @@ def main() -> int:
         for name in ("muster", "distributed"):  # level debug applies to these loggers, not to PyTorch's
             logging.getLogger(name).setLevel(level)
         group = settings.distributed
+        if settings.train.deterministic:
+            make_deterministic()
         with stop_signals() as stop, process_group(world, group.backend, group.timeout, group.device):
             return train(settings, job_of(options), world, batch, stop)
     except (ConfigError, WorldError, DataError, trackers.TrackerMissing) as error:

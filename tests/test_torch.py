@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +228,43 @@ def test_seeds_differ_between_ranks_and_repeat_between_runs() -> None:
 
 
 # ---------------------------------------------------------------- several ranks
+
+
+@pytest.fixture
+def deterministic_afterwards_off() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("deterministic_afterwards_off")
+def test_deterministic_algorithms_and_their_variables_are_set() -> None:
+    env: dict[str, str] = {"NCCL_ALGO": "Tree,Ring"}
+    muster_torch.make_deterministic(env)
+    assert env == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Tree,Ring"}
+    assert torch.are_deterministic_algorithms_enabled() and torch._inductor.config.deterministic
+    with pytest.raises(RuntimeError, match=r"put_.* does not have a deterministic implementation"):
+        torch.zeros(3).put_(torch.tensor([1, 1]), torch.ones(2))
+    muster_torch.make_deterministic(env := {})
+    assert env["NCCL_ALGO"] == "^NVLS", "as PyTorch does"
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ("CUBLAS_WORKSPACE_CONFIG=:0:0", "CUBLAS_WORKSPACE_CONFIG=:4096:8"),
+        ("NCCL_NVLS_ENABLE=1", "NCCL_NVLS_ENABLE=0"),
+        ("NCCL_ALGO=Ring,NVLS", "NCCL_ALGO=^NVLS"),
+        ("NCCL_ALGO=allreduce:nvlstree", "NCCL_ALGO=^NVLS"),
+    ],
+)
+def test_a_variable_that_prevents_equal_bits_is_refused(setting: str, remedy: str) -> None:
+    name, value = setting.split("=")
+    with pytest.raises(
+        WorldError, match=re.escape(f"{setting}: results may differ between runs; unset it, or set {remedy}")
+    ):
+        muster_torch.make_deterministic({name: value})
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 class Net(nn.Module):

@@ -24,6 +24,7 @@ CHANGEABLE = {
     "learning_rate": SCHEDULE, "min_learning_rate": SCHEDULE, "warmup_steps": SCHEDULE,
     "weight_decay": NEW_VALUE, "beta1": NEW_VALUE, "beta2": NEW_VALUE, "grad_clip": NEW_VALUE,
     "accumulation": ROUNDING, "precision": ROUNDING, "compile": ROUNDING,
+    "deterministic": ROUNDING,
     "evaluate_windows": "held-out losses are not comparable with earlier ones",
 }  # fmt: skip
 

@@ -173,6 +173,7 @@ class Train(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 where the GPU has it, else fp32
     compile: bool = False
     gradient_checkpointing: bool = False
+    deterministic: bool = False  # on GPUs, the same results in each run, bit for bit; slower
     evaluate_every: int = Field(100, ge=0)  # steps between held-out losses; 0: only at the end
     evaluate_windows: int | None = Field(None, ge=1)  # at most this many; null: all held-out windows
     seed: int = Field(1337, ge=0, lt=2**63)

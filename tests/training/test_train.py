@@ -234,6 +234,34 @@ def test_a_resumed_run_equals_an_uninterrupted_run(workdir: Workdir, nproc: int,
     assert content(workdir.path / "checkpoints") == content(workdir.path / "undisturbed")
 
 
+SHOWN_BEFORE_JOINING = """
+import os, runpy, sys
+import torch, torch.distributed
+init = torch.distributed.init_process_group
+def shown(*arguments, **more):
+    print("deterministic", torch.are_deterministic_algorithms_enabled(), os.environ.get("NCCL_ALGO"))
+    return init(*arguments, **more)
+torch.distributed.init_process_group = shown
+sys.path.insert(0, {kit!r})
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_a_deterministic_run_uses_deterministic_algorithms_before_it_joins(workdir: Workdir, nproc: int) -> None:
+    wrapper = workdir.wrapper(SHOWN_BEFORE_JOINING.format(kit=str(KIT)))
+    options = ("train.batch_size=24", "train.steps=4", "train.deterministic=true", "checkpoint.keep=9")
+    whole = workdir.run(nproc, *options, "checkpoint.dir=whole", wrapper=wrapper)
+    assert "deterministic True ^NVLS" in whole.stdout, whole.stderr
+    shutil.copytree(workdir.path / "whole/step_00000002", workdir.path / "checkpoints/step_00000002")
+    assert workdir.run(nproc, *options).returncode == 0
+    assert content(workdir.path / "checkpoints") == content(workdir.path / "whole")
+    refused = workdir.run(1, *options, NCCL_ALGO="NVLS")
+    assert refused.returncode == 2
+    assert "train.py: NCCL_ALGO=NVLS: results may differ between runs; unset it" in refused.stderr
+
+
 KILLED_ONCE = """
 import os, runpy, signal, sys
 from pathlib import Path
