@@ -162,7 +162,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
     model = wrap(
         gpt, strategy, world,
         find_unused_parameters=settings.distributed.find_unused_parameters,
-        dtype=dtype if dtype == torch.bfloat16 else None,
+        dtype=None if dtype == torch.float32 else dtype,
     )  # fmt: skip
     optimizer = make_optimizer(model, settings)
     autocast = torch.autocast(own_device.type, dtype, enabled=dtype != torch.float32)
@@ -230,13 +230,14 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
                 group["lr"] = rate
 
             # Forward and backward. step_loss = sum over micro-batches of loss / accumulation: this rank's mean.
-            # Ranks average their gradients during the backward pass of the last micro-batch only.
+            # Ranks average their gradients during the backward pass of the last micro-batch only. With fsdp, they do it
+            # in each micro-batch: otherwise each GPU would hold all gradients of the model.
             progress.compute.begin()
             step_loss = torch.zeros((), device=own_device)
             for micro in range(batch.accumulation):
                 last = micro == batch.accumulation - 1
                 inputs, targets = (tensor.to(own_device, non_blocking=True) for tensor in next(batches))
-                with gradient_sync(model, on=last):
+                with gradient_sync(model, on=last or (strategy == "fsdp" and not settings.distributed.reduce_once)):
                     with autocast:
                         loss = model(inputs, targets).mean() / batch.accumulation
                     if last:

@@ -307,7 +307,7 @@ def _shard(model: nn.Module, world: World, dtype: torch.dtype | None) -> nn.Modu
 def gradient_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
     """Return a context in which backward passes reduce gradients over all ranks only if `on` is true.
 
-    FSDP keeps this setting after the end of the context.
+    FSDP keeps this setting after the end of the context. While it is off, each GPU holds all gradients of the model.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)

@@ -373,6 +373,26 @@ def test_fsdp_shards_each_block_separately(records: list[dict[str, Any]]) -> Non
     assert [record["ddp"]["sharded"] for record in records] == [[], []]
 
 
+def step_with_an_overflow(rank: int, size: int) -> tuple[float, bool]:
+    """Return the loss scale and whether the weights are unchanged after an overflow in rank 1's shard alone."""
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size)
+    model = muster_torch.wrap(nn.Linear(4, 4), "fsdp", world, dtype=torch.float16)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    before = [full(parameter.detach()).tolist() for parameter in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.ones(2, 4)).mean()).backward()
+    if rank == 1:
+        next(model.parameters()).grad.to_local()[0, 0] = float("inf")  # type: ignore[union-attr]
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), [full(parameter.detach()).tolist() for parameter in model.parameters()] == before
+
+
+def test_every_rank_of_fsdp_skips_a_step_in_which_one_shard_overflows() -> None:
+    assert forked.ranks(2, step_with_an_overflow) == [(512.0, True)] * 2
+
+
 class IrregularModel(nn.Module):
     """A sparse embedding, a frozen layer, and layers used in another order than registered."""
 

@@ -198,6 +198,8 @@ class Distributed(Section):
     device: str = "auto"  # cpu, cuda, or cuda:N for GPU N; auto: a GPU if available
     timeout: float = Field(600.0, gt=0, le=1e8)  # seconds, for joining and for each collective
     find_unused_parameters: bool = False
+    # fsdp: reduce gradients once per step, not in each micro-batch; each GPU then holds all gradients in float32.
+    reduce_once: bool = False
 
     @field_validator("device")
     @classmethod
@@ -328,11 +330,6 @@ def check_consistency(settings: Settings, world: int) -> None:
         raise ConfigError(
             f"distributed.strategy={strategy} is for one process, but there are {world}: "
             "start one process, or set distributed.strategy=ddp"
-        )
-    if settings.train.precision == "fp16" and strategy == "fsdp":
-        raise ConfigError(
-            "train.precision=fp16 with distributed.strategy=fsdp: one rank alone would see an overflow; "
-            "set train.precision=bf16"
         )
     if settings.checkpoint.every == "auto" and settings.data.mode == BASE_ONLY:
         raise ConfigError(

@@ -151,11 +151,32 @@ def test_two_processes_learn_what_one_learns(workdir: Workdir, arguments: tuple[
     assert one[12] < one[1] - 0.3
 
 
-def test_fsdp_learns_what_ddp_learns(workdir: Workdir) -> None:
-    assert workdir.run(2, "model.dropout=0", "checkpoint.dir=null").returncode == 0
+SHOWN_SYNC = """
+import runpy, sys
+from torch.distributed.fsdp import FSDPModule
+sync = FSDPModule.set_requires_gradient_sync
+def shown(self, on, **more):
+    print("sync", on)
+    return sync(self, on, **more)
+FSDPModule.set_requires_gradient_sync = shown
+sys.path.insert(0, {kit!r})
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("precision", "accuracy"), [("fp32", 1e-4), ("fp16", 1e-2)])
+def test_fsdp_learns_what_ddp_learns(workdir: Workdir, precision: str, accuracy: float) -> None:
+    options = ("model.dropout=0", "checkpoint.dir=null", "train.accumulation=2", f"train.precision={precision}")
+    assert workdir.run(2, *options).returncode == 0
     ddp = workdir.losses()
-    assert workdir.run(2, "model.dropout=0", "checkpoint.dir=null", "distributed.strategy=fsdp").returncode == 0
-    assert workdir.losses() == pytest.approx(ddp, rel=1e-4)
+    wrapper = workdir.wrapper(SHOWN_SYNC.format(kit=str(KIT)))
+    for reduce_once in ("false", "true"):
+        fsdp = ("distributed.strategy=fsdp", f"distributed.reduce_once={reduce_once}")
+        result = workdir.run(2, *options, *fsdp, wrapper=wrapper)
+        assert result.returncode == 0, result.stderr
+        assert ("sync False" in result.stdout) == (reduce_once == "true")
+        assert workdir.losses() == pytest.approx(ddp, rel=accuracy)
 
 
 COMPILED = pytest.param(
@@ -563,9 +584,11 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(work
     assert newest_checkpoint(workdir.path / "checkpoints").step == 2
 
 
-def test_a_run_resumes_with_another_precision(workdir: Workdir) -> None:
+@pytest.mark.parametrize(("nproc", "strategy"), [(1, "single"), (2, "fsdp")])
+def test_a_run_resumes_with_another_precision(workdir: Workdir, nproc: int, strategy: str) -> None:
     for steps, precision in enumerate(("fp32", "fp16", "bf16", "fp16"), start=1):
-        result = workdir.run(1, f"train.steps={steps}", f"train.precision={precision}")
+        options = (f"train.steps={steps}", f"train.precision={precision}", f"distributed.strategy={strategy}")
+        result = workdir.run(nproc, *options)
         assert result.returncode == 0, result.stderr
         assert newest_checkpoint(workdir.path / "checkpoints").step == steps
         assert ("precision was" in result.stdout) == (steps > 1)
