@@ -208,6 +208,9 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
         if first_rank and base.trained_on(settings.data.participant):
             log.warning(f"base model: its training data includes the training text of {settings.data.participant}")
     log.info(f"batch  {batch}")
+    copied = 3 * sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+    log.info(f"save   copies {copied / 1e9:,.2f} GB (weights, AdamW's moments) to CPU memory before it writes them, on "
+             f"{'each rank' if strategy == 'fsdp' else 'rank 0'}")  # fmt: skip
     log.info(dataset.describe(steps))
 
     # ---------------------------------------------------------------- loop

@@ -475,6 +475,23 @@ def test_fewer_or_more_ranks_train_on_the_same_samples_in_each_step(workdir: Wor
 
 
 @pytest.mark.parametrize(
+    ("strategy", "where", "file"), [("ddp", "on rank 0", "state.pt"), ("fsdp", "on each rank", "__0_0.distcp")]
+)
+def test_the_memory_for_copies_of_checkpoints_is_shown_at_the_start(
+    workdir: Workdir, strategy: str, where: str, file: str
+) -> None:
+    options = ("model.n_embd=512", "train.steps=1", "logging.sample=0", "train.evaluate_windows=1")
+    result = workdir.run(2, *options, f"distributed.strategy={strategy}")
+    assert result.returncode == 0, result.stderr
+    start, _, _ = result.stdout.partition("step 1/1")
+    shown = re.search(r"save   copies (\S+) GB .* to CPU memory before it writes them, (.*)\n", start)
+    assert shown, result.stdout
+    assert shown[2] == where
+    written = (newest_checkpoint(workdir.path / "checkpoints").path / file).stat().st_size
+    assert float(shown[1]) == pytest.approx(written / 1e9, abs=0.006)
+
+
+@pytest.mark.parametrize(
     ("strategy", "wrapped"),
     [("ddp", "DistributedDataParallel of"), ("fsdp", "2 FSDP units; ")],
 )
