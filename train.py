@@ -50,7 +50,7 @@ from distributed.training.data import DataError, Windows, held_out_batches
 from distributed.training.dataset import TrainingData
 from distributed.training.model import GPT, sample
 from distributed.training.preemption import NonFiniteLoss, stop_signals
-from distributed.training.progress import Progress
+from distributed.training.progress import Progress, peak_flops
 from distributed.training.settings import BASE_ONLY, Batch, ConfigError, Settings, for_ranks, job_of, parser
 from distributed.world import World, WorldError
 
@@ -84,8 +84,16 @@ def learning_rate(step: int, steps: int, settings: Settings) -> float:
 def choose_precision(precision: str, own_device: torch.device) -> torch.dtype:
     """The dtype of matrix products: auto is bf16 on a GPU that supports it, otherwise fp32."""
     if precision == "auto":
-        return torch.bfloat16 if own_device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+        has_bf16 = own_device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bf16 else torch.float32
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def describe_precision(dtype: torch.dtype, own_device: torch.device) -> str:
+    """The name of the dtype; for float32, also that the GPU multiplies matrices in TF32, if it has TF32."""
+    has_tf32 = own_device.type == "cuda" and torch.cuda.get_device_capability(own_device) >= (8, 0)
+    tf32 = " (matrix products in TF32)" if dtype == torch.float32 and has_tf32 else ""
+    return str(dtype).removeprefix("torch.") + tf32
 
 
 @torch.no_grad()
@@ -200,8 +208,8 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
             })  # fmt: skip
         except OSError as error:  # a full disk
             log.warning(f"{run}/settings.json: {error.strerror}; the report of this run has no settings")
-    log.info(f"model  {parameters:,} parameters, {facts['precision']}, {strategy} on {world.size} x {own_device.type} "
-             f"({dist.get_backend()})")  # fmt: skip
+    log.info(f"model  {parameters:,} parameters, {describe_precision(dtype, own_device)}, {strategy} on {world.size} x "
+             f"{own_device.type} ({dist.get_backend()})")  # fmt: skip
     log.info(f"data   {dataset.corpus}")
     if base:
         log.info(f"base   {base}")
@@ -215,7 +223,11 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
 
     # ---------------------------------------------------------------- loop
 
-    with checkpointer, Progress(run, settings, ranks, own_device, steps, batch.tokens) as progress:
+    # Model FLOPs of a token (arXiv:2204.02311, appendix B): 6 per parameter, and those of attention.
+    token_flops = 6 * parameters + 12 * settings.model.n_layer * settings.model.n_embd * settings.model.block_size
+    peak = peak_flops(own_device, dtype) * (torch.cuda.device_count() if strategy == "dp" else world.size)
+    progress = Progress(run, settings, ranks, own_device, steps, batch.tokens, token_flops, peak)
+    with checkpointer, progress:
         if strategy == "ddp":
             progress.time_waiting(gpt)
         if found:

@@ -87,10 +87,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _gpus() -> list[int]:
-    """Return this rank's GPU, then the others that it sees, as strategy dp uses them; none if CUDA is not in use.
-
-    Asking for a generator would initialize CUDA, which takes memory of a GPU.
-    """
+    """Return this rank's GPU, then the others (dp uses them); none if CUDA is not in use, as asking initializes it."""
     if not torch.cuda.is_initialized():
         return []
     own, count = torch.cuda.current_device(), torch.cuda.device_count()
