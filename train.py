@@ -8,7 +8,8 @@
     python train.py --fold 0 --mode base_only                              a base model for jobs with --fold 0
 
 Arguments such as train.steps=100 model.n_layer=6 override settings of the file. A run with the same checkpoint.dir
-resumes from the newest checkpoint, and ends with the same weights as an uninterrupted run.
+resumes from the newest checkpoint. On the same number of ranks, it ends with the weights of an uninterrupted run; on
+GPUs only with train.deterministic=true.
 
 Cross-validation divides the text into participants. For the default text, which is Python's language reference, these
 are its domains (groups of topics); for a data directory, each text is a participant. --fold N selects one participant
@@ -42,14 +43,14 @@ from distributed.checkpoint.checkpoints import CheckpointError, CheckpointInfo
 from distributed.checkpoint.interval import SaveInterval
 from distributed.exit_codes import STOPPED
 from distributed.files import write_json
-from distributed.torch import device, gradient_sync, leave, process_group, resolve, seed, wrap
+from distributed.torch import device, gradient_sync, leave, make_deterministic, process_group, resolve, seed, wrap
 from distributed.training import base_training, trackers, tracking
 from distributed.training.collectives import Ranks
 from distributed.training.data import DataError, Windows, held_out_batches
 from distributed.training.dataset import TrainingData
 from distributed.training.model import GPT, sample
 from distributed.training.preemption import NonFiniteLoss, stop_signals
-from distributed.training.progress import Progress
+from distributed.training.progress import Progress, peak_flops
 from distributed.training.settings import BASE_ONLY, Batch, ConfigError, Settings, for_ranks, job_of, parser
 from distributed.world import World, WorldError
 
@@ -83,8 +84,16 @@ def learning_rate(step: int, steps: int, settings: Settings) -> float:
 def choose_precision(precision: str, own_device: torch.device) -> torch.dtype:
     """The dtype of matrix products: auto is bf16 on a GPU that supports it, otherwise fp32."""
     if precision == "auto":
-        return torch.bfloat16 if own_device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+        has_bf16 = own_device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bf16 else torch.float32
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def describe_precision(dtype: torch.dtype, own_device: torch.device) -> str:
+    """The name of the dtype; for float32, also that the GPU multiplies matrices in TF32, if it has TF32."""
+    has_tf32 = own_device.type == "cuda" and torch.cuda.get_device_capability(own_device) >= (8, 0)
+    tf32 = " (matrix products in TF32)" if dtype == torch.float32 and has_tf32 else ""
+    return str(dtype).removeprefix("torch.") + tf32
 
 
 @torch.no_grad()
@@ -161,7 +170,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
     model = wrap(
         gpt, strategy, world,
         find_unused_parameters=settings.distributed.find_unused_parameters,
-        dtype=dtype if dtype == torch.bfloat16 else None,
+        dtype=None if dtype == torch.float32 else dtype,
     )  # fmt: skip
     optimizer = make_optimizer(model, settings)
     autocast = torch.autocast(own_device.type, dtype, enabled=dtype != torch.float32)
@@ -199,19 +208,26 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
             })  # fmt: skip
         except OSError as error:  # a full disk
             log.warning(f"{run}/settings.json: {error.strerror}; the report of this run has no settings")
-    log.info(f"model  {parameters:,} parameters, {facts['precision']}, {strategy} on {world.size} x {own_device.type} "
-             f"({dist.get_backend()})")  # fmt: skip
+    log.info(f"model  {parameters:,} parameters, {describe_precision(dtype, own_device)}, {strategy} on {world.size} x "
+             f"{own_device.type} ({dist.get_backend()})")  # fmt: skip
     log.info(f"data   {dataset.corpus}")
     if base:
         log.info(f"base   {base}")
         if first_rank and base.trained_on(settings.data.participant):
             log.warning(f"base model: its training data includes the training text of {settings.data.participant}")
     log.info(f"batch  {batch}")
+    copied = 3 * sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+    log.info(f"save   copies {copied / 1e9:,.2f} GB (weights, AdamW's moments) to CPU memory before it writes them, on "
+             f"{'each rank' if strategy == 'fsdp' else 'rank 0'}")  # fmt: skip
     log.info(dataset.describe(steps))
 
     # ---------------------------------------------------------------- loop
 
-    with checkpointer, Progress(run, settings, ranks, own_device, steps, batch.tokens) as progress:
+    # Model FLOPs of a token (arXiv:2204.02311, appendix B): 6 per parameter, and those of attention.
+    token_flops = 6 * parameters + 12 * settings.model.n_layer * settings.model.n_embd * settings.model.block_size
+    peak = peak_flops(own_device, dtype) * (torch.cuda.device_count() if strategy == "dp" else world.size)
+    progress = Progress(run, settings, ranks, own_device, steps, batch.tokens, token_flops, peak)
+    with checkpointer, progress:
         if strategy == "ddp":
             progress.time_waiting(gpt)
         if found:
@@ -229,13 +245,14 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
                 group["lr"] = rate
 
             # Forward and backward. step_loss = sum over micro-batches of loss / accumulation: this rank's mean.
-            # Ranks average their gradients during the backward pass of the last micro-batch only.
+            # Ranks average their gradients during the backward pass of the last micro-batch only. With fsdp, they do it
+            # in each micro-batch: otherwise each GPU would hold all gradients of the model.
             progress.compute.begin()
             step_loss = torch.zeros((), device=own_device)
             for micro in range(batch.accumulation):
                 last = micro == batch.accumulation - 1
                 inputs, targets = (tensor.to(own_device, non_blocking=True) for tensor in next(batches))
-                with gradient_sync(model, on=last):
+                with gradient_sync(model, on=last or (strategy == "fsdp" and not settings.distributed.reduce_once)):
                     with autocast:
                         loss = model(inputs, targets).mean() / batch.accumulation
                     if last:
@@ -335,6 +352,8 @@ def main() -> int:
         for name in ("muster", "distributed"):  # level debug applies to these loggers, not to PyTorch's
             logging.getLogger(name).setLevel(level)
         group = settings.distributed
+        if settings.train.deterministic:
+            make_deterministic()
         with stop_signals() as stop, process_group(world, group.backend, group.timeout, group.device):
             return train(settings, job_of(options), world, batch, stop)
     except (ConfigError, WorldError, DataError, trackers.TrackerMissing) as error:

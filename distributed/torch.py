@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
@@ -204,9 +205,9 @@ def wrap(
     """Wrap a model so that it trains on all ranks. The model must be on its device, and the process group must exist.
 
     After a resume with the same number of ranks, gradients are summed in the same order as without an interruption, so
-    the next step is bitwise identical. For ddp, this call therefore all-reduces zero gradients once; hooks that are
-    already registered on parameters see these gradients. Gradients are reduced in the reverse order of registration,
-    so register the layers of a model in the order of their use.
+    the next step is bitwise identical on the CPU, and on GPUs after make_deterministic(). For ddp, this call therefore
+    all-reduces zero gradients once; hooks that are already registered on parameters see these gradients. Gradients are
+    reduced in the reverse order of registration, so register the layers of a model in the order of their use.
 
     Args:
         strategy: auto (ddp, or single for one process), single, dp (one process, all its GPUs), ddp, fsdp (FSDP2).
@@ -306,7 +307,7 @@ def _shard(model: nn.Module, world: World, dtype: torch.dtype | None) -> nn.Modu
 def gradient_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
     """Return a context in which backward passes reduce gradients over all ranks only if `on` is true.
 
-    FSDP keeps this setting after the end of the context.
+    FSDP keeps this setting after the end of the context. While it is off, each GPU holds all gradients of the model.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
@@ -329,6 +330,28 @@ def seed(base: int, rank: int = 0) -> None:
     torch.manual_seed(base + rank)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed((base + rank) % 2**32)
+
+
+# Variable -> the value for equal results, and the values that permit them. NVLink's switches (NVLS, NVLSTree) add in
+# any order (https://github.com/NVIDIA/nccl/issues/1497); PyTorch itself only sets NCCL_ALGO, which permits NVLSTree.
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", r":4096:8|:16:8"),
+    "NCCL_NVLS_ENABLE": ("0", "0"),
+    "NCCL_ALGO": ("^NVLS", r"\^.*|((?!NVLS).)*"),
+}
+
+
+def make_deterministic(env: MutableMapping[str, str] = os.environ) -> None:
+    """Let runs on the same GPUs and software have the same results, bit for bit. Call it before process_group().
+
+    An operation without a deterministic implementation then raises RuntimeError. torch.compile chooses no kernels by
+    their speed. Raises WorldError when a variable prevents equal results.
+    """
+    for name, (value, permitted) in DETERMINISTIC.items():
+        if not re.fullmatch(permitted, env.setdefault(name, value), re.IGNORECASE):
+            raise WorldError(f"{name}={env[name]}: results may differ between runs; unset it, or set {name}={value}")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # only finds errors
 
 
 # ---------------------------------------------------------------- explain

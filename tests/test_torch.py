@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +230,43 @@ def test_seeds_differ_between_ranks_and_repeat_between_runs() -> None:
 # ---------------------------------------------------------------- several ranks
 
 
+@pytest.fixture
+def deterministic_afterwards_off() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("deterministic_afterwards_off")
+def test_deterministic_algorithms_and_their_variables_are_set() -> None:
+    env: dict[str, str] = {"NCCL_ALGO": "Tree,Ring"}
+    muster_torch.make_deterministic(env)
+    assert env == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Tree,Ring"}
+    assert torch.are_deterministic_algorithms_enabled() and torch._inductor.config.deterministic
+    with pytest.raises(RuntimeError, match=r"put_.* does not have a deterministic implementation"):
+        torch.zeros(3).put_(torch.tensor([1, 1]), torch.ones(2))
+    muster_torch.make_deterministic(env := {})
+    assert env["NCCL_ALGO"] == "^NVLS", "as PyTorch does"
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ("CUBLAS_WORKSPACE_CONFIG=:0:0", "CUBLAS_WORKSPACE_CONFIG=:4096:8"),
+        ("NCCL_NVLS_ENABLE=1", "NCCL_NVLS_ENABLE=0"),
+        ("NCCL_ALGO=Ring,NVLS", "NCCL_ALGO=^NVLS"),
+        ("NCCL_ALGO=allreduce:nvlstree", "NCCL_ALGO=^NVLS"),
+    ],
+)
+def test_a_variable_that_prevents_equal_bits_is_refused(setting: str, remedy: str) -> None:
+    name, value = setting.split("=")
+    with pytest.raises(
+        WorldError, match=re.escape(f"{setting}: results may differ between runs; unset it, or set {remedy}")
+    ):
+        muster_torch.make_deterministic({name: value})
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 class Net(nn.Module):
     """Two blocks."""
 
@@ -334,6 +371,26 @@ def test_fsdp_shards_each_block_separately(records: list[dict[str, Any]]) -> Non
     assert [record["fsdp"]["blocks"] for record in records] == [[True, True]] * 2
     assert [record["fsdp"]["sharded"] for record in records] == [[6, 6], [3, 3]]  # 3 x 3 weights; rank 0 has two rows
     assert [record["ddp"]["sharded"] for record in records] == [[], []]
+
+
+def step_with_an_overflow(rank: int, size: int) -> tuple[float, bool]:
+    """Return the loss scale and whether the weights are unchanged after an overflow in rank 1's shard alone."""
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size)
+    model = muster_torch.wrap(nn.Linear(4, 4), "fsdp", world, dtype=torch.float16)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    before = [full(parameter.detach()).tolist() for parameter in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.ones(2, 4)).mean()).backward()
+    if rank == 1:
+        next(model.parameters()).grad.to_local()[0, 0] = float("inf")  # type: ignore[union-attr]
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), [full(parameter.detach()).tolist() for parameter in model.parameters()] == before
+
+
+def test_every_rank_of_fsdp_skips_a_step_in_which_one_shard_overflows() -> None:
+    assert forked.ranks(2, step_with_an_overflow) == [(512.0, True)] * 2
 
 
 class IrregularModel(nn.Module):

@@ -89,6 +89,7 @@ class Checkpointer:
         parameters = list(model.parameters())
         sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         self._model, self._optimizer, self._shared, self._per_rank = model, optimizer, shared, per_rank
+        self._scalers = [name for name, stateful in shared.items() if isinstance(stateful, torch.amp.GradScaler)]
         self._checkpoints = Checkpoints(Path(directory), keep=keep, rank=rank, size=size, sharded=sharded)
         self._hosts = self._checkpoints.ranks.all_gather(socket.gethostname())
         self._exchange = StatusExchange(rank, size, parameters[0].device)
@@ -101,7 +102,8 @@ class Checkpointer:
         """Restore all objects and random states from `found`, by default the newest checkpoint.
 
         Returns the step of the checkpoint; 0 when there is none. With more ranks than the saving run had, the
-        additional ranks keep their random states. With fewer or more ranks, `per_rank` objects are not restored.
+        additional ranks keep their random states. With fewer or more ranks, `per_rank` objects are not restored. A
+        gradient scaler that the saving run did not use starts anew.
 
         Raises CheckpointError when checkpoints exist and none is usable, or the checkpoint does not fit the objects.
         """
@@ -109,14 +111,18 @@ class Checkpointer:
         if found is None:
             return 0
         state = self.load(found)
-        if missing := [name for name in self._shared if name not in state]:
+        new = {name for name in self._scalers if not state.get(name)}
+        if missing := [name for name in self._shared if name not in state and name not in new]:
             raise CheckpointError(f"{found.path} does not fit this training: it has no {', '.join(missing)}")
         set_state_dict(
             unwrap(self._model), self._optimizer,
             model_state_dict=state["model"], optim_state_dict=state["optimizer"],
         )  # fmt: skip
         for name, stateful in self._shared.items():
-            stateful.load_state_dict(state[name])
+            if name not in new:
+                stateful.load_state_dict(state[name])
+            elif stateful.state_dict():
+                log.info(f"{name} starts anew: it was not in use when {found.path} was written")
         if saved := self._checkpoints.load_per_rank(found):
             self._restore_per_rank(saved, found)
         return found.step
@@ -223,7 +229,7 @@ class Checkpointer:
 
         Raises CheckpointError when the checkpoint cannot be read, or does not fit the model and the optimizer.
         """
-        return self._checkpoints.load(found, self._state())
+        return self._checkpoints.load(found, self._state(), optional=self._scalers)
 
     def wait(self) -> None:
         """Wait until the last save is published. Raises CheckpointError when it could not be written."""

@@ -29,7 +29,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,10 +65,10 @@ GRACE = 5.0  # seconds that rank 0 waits for other ranks' shards when the run en
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of Python's, torch's and this GPU's generators, and of NumPy's when it is imported."""
+    """Return the states of Python's, torch's and the GPUs' generators, and of NumPy's when it is imported."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if gpus := _gpus():
+        state["cuda"] = [torch.cuda.get_rng_state(gpu) for gpu in gpus]
     if numpy := sys.modules.get("numpy"):
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, keys.tolist(), *rest)
@@ -76,13 +76,22 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore all generators from a result of random_state(). Without a GPU, the state of its generator is ignored."""
+    """Restore all generators from a result of random_state(). States of GPUs that are not used here are ignored."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    saved = state.get("cuda", [])  # version 0.1.0 saved one tensor
+    for gpu, generator in zip(_gpus(), saved if isinstance(saved, list) else [saved], strict=False):
+        torch.cuda.set_rng_state(generator, gpu)
     if "numpy" in state:
         importlib.import_module("numpy").random.set_state(state["numpy"])
+
+
+def _gpus() -> list[int]:
+    """Return this rank's GPU, then the others (dp uses them); none if CUDA is not in use, as asking initializes it."""
+    if not torch.cuda.is_initialized():
+        return []
+    own, count = torch.cuda.current_device(), torch.cuda.device_count()
+    return [(own + offset) % count for offset in range(count)]
 
 
 # ---- saving and loading ----
@@ -351,19 +360,20 @@ class Checkpoints:
         self.ranks.meet()
         return next(filter(None, self.ranks.all_gather(fault)), None)
 
-    def load(self, found: CheckpointInfo, state: dict[str, Any]) -> dict[str, Any]:
+    def load(self, found: CheckpointInfo, state: dict[str, Any], optional: Iterable[str] = ()) -> dict[str, Any]:
         """Return the state of a checkpoint: on the CPU or, if sharded, in the tensors of `state`.
 
         state: the current state of the training. The checkpoint must hold its tensors with the same shapes. If sharded,
             `state` must hold results of torch.distributed.checkpoint.state_dict.get_state_dict, and its tensors are
             overwritten; the number of ranks may differ from that of the saving run.
+        optional: the keys of `state` whose values the checkpoint may lack.
         Raises CheckpointError when the checkpoint does not fit `state`, or cannot be read.
         """
         found.check_sharding(self.sharded)
         if self.sharded:
             from distributed.checkpoint import sharded
 
-            sharded.load(found.path, state, self.ranks)
+            sharded.load(found.path, state, self.ranks, optional)
             return state
         loaded: dict[str, Any] = self._load(found.path / "state.pt")
         if mismatch := next(_mismatches(loaded, state), None):

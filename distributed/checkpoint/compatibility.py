@@ -23,7 +23,8 @@ CHANGEABLE = {
     "steps": "the learning rate follows the new length from here on",
     "learning_rate": SCHEDULE, "min_learning_rate": SCHEDULE, "warmup_steps": SCHEDULE,
     "weight_decay": NEW_VALUE, "beta1": NEW_VALUE, "beta2": NEW_VALUE, "grad_clip": NEW_VALUE,
-    "accumulation": ROUNDING, "precision": ROUNDING,
+    "accumulation": ROUNDING, "precision": ROUNDING, "compile": ROUNDING,
+    "deterministic": ROUNDING,
     "evaluate_windows": "held-out losses are not comparable with earlier ones",
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
@@ -162,8 +162,10 @@ def _visibility_error(directory: Path, rank: int) -> str | None:
 # ---- loading ----
 
 
-def load(directory: Path, state: dict[str, Any], ranks: Ranks) -> None:
+def load(directory: Path, state: dict[str, Any], ranks: Ranks, optional: Iterable[str] = ()) -> None:
     """Load into `state` in place. The number of ranks may differ from that of the saving run. Collective.
+
+    optional: the keys of `state` whose values the checkpoint may lack; they become empty.
 
     Raises CheckpointError on every rank when a rank cannot read its shards, or when tensors of the checkpoint and of
     `state` differ in name or shape.
@@ -173,6 +175,8 @@ def load(directory: Path, state: dict[str, Any], ranks: Ranks) -> None:
     reader.fs = _RegularFiles()
     if fault := next(filter(None, ranks.all_gather(reader.fault(ranks.rank))), None):
         raise CheckpointError(fault)
+    saved = reader.read_metadata().state_dict_metadata
+    state |= {name: {} for name in optional if not any(key.startswith(f"{name}.") for key in saved)}
     try:
         dcp.load(state, storage_reader=reader, planner=_StrictPlanner())
     except dcp.CheckpointException as error:

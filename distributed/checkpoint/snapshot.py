@@ -7,8 +7,10 @@ Before the next step, finish() copies the tensors that are not copied yet.
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -125,7 +127,25 @@ class Snapshot:
         memory = self._memory.get(path)
         if memory is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype:
             return memory
-        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return page_locked(tensor) if tensor.is_cuda else torch.empty_like(tensor, device="cpu")
+
+
+def page_locked(tensor: Tensor) -> Tensor:
+    """Allocate page-locked CPU memory for a copy of a tensor on a GPU.
+
+    PyTorch rounds such memory up to a power of two, so a large tensor gets pages of its own. They are shared memory: a
+    fork does not move them.
+    """
+    if tensor.nbytes < 2**20:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    layout = torch.empty_like(tensor, device="meta")
+    pages = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=torch.uint8)
+    memory = pages.view(tensor.dtype).as_strided(layout.shape, layout.stride())
+    cudart = torch.cuda.cudart()
+    if error := int(cudart.cudaHostRegister(memory.data_ptr(), tensor.nbytes, 0)):
+        raise CheckpointError(f"cannot lock {tensor.nbytes:,} bytes of CPU memory for the copy: CUDA error {error}")
+    weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr())
+    return memory
 
 
 def _addresses(optimizer: Optimizer) -> set[int]:

@@ -328,6 +328,7 @@ VALUES = {  # key in metrics.jsonl -> title, unit, whether the y axis includes z
     "lr": ("Learning rate", "", True),
     "grad_norm": ("Gradient norm", "before clipping", False),
     "tokens_per_second": ("Tokens per second", "all ranks", True),
+    "mfu": ("Model FLOPs utilization (MFU)", "share of the GPUs' bf16 peak", True),
 }
 USAGE = {  # quantity -> title, unit, factor
     "gpu": ("GPU use", "% of the time in which a kernel ran", 100.0),

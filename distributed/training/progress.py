@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +22,24 @@ from distributed.training.settings import Settings
 from distributed.training.tracking import Tracker
 
 log = logging.getLogger("muster")
+
+
+# Dense bf16 TFLOP/s with sums in float32, from NVIDIA's data sheets and, for GeForce and RTX, from its white papers on
+# GA102, Ada and RTX Blackwell; where these only have the value "with sparsity", half of it. The keys are expressions.
+PEAKS = {
+    r"A[18]00(-(SXM4|PCIE)-\d+GB| \d+GB PCIe)": 312.0, "A10": 125.0, "A30": 165.0, "A40": 149.7,
+    "L4": 121.0, "L40": 181.0, "L40S": 362.0, "RTX A6000": 154.8, "RTX 6000 Ada Generation": 364.2,
+    "H100 80GB HBM3|H200|GH200 480GB": 989.5, "H100 PCIe": 756.5, "H[12]00 NVL": 835.5, "B200": 2250.0, "GB200": 2500.0,
+    "GeForce RTX 3090": 71.0, "GeForce RTX 4090": 165.2, "GeForce RTX 5090": 209.5,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the peak of a GPU for bf16 and fp16 in FLOP/s; 0 for float32, an unknown GPU, a part of one, and a CPU."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return 0.0
+    name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
+    return 1e12 * next((peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)), 0.0)
 
 
 class Stopwatch:
@@ -68,11 +87,12 @@ class Progress:
     """Measures steps and reports them on rank 0. Every rank makes the same calls: log_step() is collective."""
 
     def __init__(
-        self, run: Path, settings: Settings, ranks: Ranks, device: torch.device, steps: int, tokens: int
-    ) -> None:
-        """steps: in total. tokens: per step, over all ranks."""
+        self, run: Path, settings: Settings, ranks: Ranks, device: torch.device, steps: int, tokens: int,
+        token_flops: float, peak: float,
+    ) -> None:  # fmt: skip
+        """steps: in total. tokens: per step, over all ranks. peak: FLOP/s of all GPUs; 0: do not report the MFU."""
         self._run, self._settings, self._ranks, self._device = run, settings, ranks, device
-        self._steps, self._tokens = steps, tokens
+        self._steps, self._tokens, self._token_flops, self._peak = steps, tokens, token_flops, peak
         self._timed_steps, self._timed_seconds = 0, 0.0
         self._tracker: Tracker | None = None
         self._stack = ExitStack()
@@ -129,15 +149,20 @@ class Progress:
         wait_share = self._gather(self.waiting.mean() / seconds)  # each rank uses its own clock
         self._timed_steps, self._timed_seconds = self._timed_steps + steps, self._timed_seconds + steps * seconds
         speed = self._tokens / seconds
+        shown, utilization = f"{speed:,.0f} tokens/s", dict[str, float]()
+        if self._peak:
+            utilization["mfu"] = speed * self._token_flops / self._peak
+            shown += f"  {speed * self._token_flops / 1e12:,.1f} TFLOP/s  MFU {utilization['mfu']:.1%}"
         minutes, rest = divmod(round(seconds * (self._steps - step)), 60)
         log.info(
             f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {loss:.4f}  lr {rate:.2e}  "
-            f"grad {gradient_norm:.2f}  {speed:,.0f} tokens/s  {minutes // 60}:{minutes % 60:02}:{rest:02} left"
+            f"grad {gradient_norm:.2f}  {shown}  {minutes // 60}:{minutes % 60:02}:{rest:02} left"
         )
         if self._tracker:
             self._tracker.log(
                 step, loss=loss, lr=rate, grad_norm=gradient_norm,
                 tokens_per_second=speed, step_seconds=seconds, rank_seconds=rank_seconds, wait_share=wait_share,
+                **utilization,
             )  # fmt: skip
         self.restart_clock(step)
 

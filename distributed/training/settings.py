@@ -173,6 +173,7 @@ class Train(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 where the GPU has it, else fp32
     compile: bool = False
     gradient_checkpointing: bool = False
+    deterministic: bool = False  # on GPUs, the same results in each run, bit for bit; slower
     evaluate_every: int = Field(100, ge=0)  # steps between held-out losses; 0: only at the end
     evaluate_windows: int | None = Field(None, ge=1)  # at most this many; null: all held-out windows
     seed: int = Field(1337, ge=0, lt=2**63)
@@ -197,6 +198,8 @@ class Distributed(Section):
     device: str = "auto"  # cpu, cuda, or cuda:N for GPU N; auto: a GPU if available
     timeout: float = Field(600.0, gt=0, le=1e8)  # seconds, for joining and for each collective
     find_unused_parameters: bool = False
+    # fsdp: reduce gradients once per step, not in each micro-batch; each GPU then holds all gradients in float32.
+    reduce_once: bool = False
 
     @field_validator("device")
     @classmethod
@@ -327,11 +330,6 @@ def check_consistency(settings: Settings, world: int) -> None:
         raise ConfigError(
             f"distributed.strategy={strategy} is for one process, but there are {world}: "
             "start one process, or set distributed.strategy=ddp"
-        )
-    if settings.train.precision == "fp16" and strategy == "fsdp":
-        raise ConfigError(
-            "train.precision=fp16 with distributed.strategy=fsdp: one rank alone would see an overflow; "
-            "set train.precision=bf16"
         )
     if settings.checkpoint.every == "auto" and settings.data.mode == BASE_ONLY:
         raise ConfigError(

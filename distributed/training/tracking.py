@@ -125,7 +125,8 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        # A name would initialize CUDA, which takes memory of a GPU, in a run on the CPU.
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count() * torch.cuda.is_initialized())],
     }
 
 

@@ -12,6 +12,7 @@ import logging
 import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,61 @@ def test_training_from_restored_objects_equals_uninterrupted_training_bit_for_bi
 
 def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
     assert resumes_bit_for_bit(0, 1, "plain", tmp_path)
+
+
+Uses = tuple[bool | None, bool]
+
+
+def scales_after_resume(rank: int, size: int, kind: str, path: Path) -> dict[Uses, tuple[float, bool]]:
+    """Return the loss scale after a resume and whether the weights are the saved ones, by the use of a scaler.
+
+    The keys are: whether the scaler was enabled in the saving run (None: there was no scaler), and in this run.
+    """
+    found: dict[Uses, tuple[float, bool]] = {}
+    for before in (None, False, True):
+        saved, saved_scaler = Training(kind, rank), torch.amp.GradScaler("cpu", 32.0, enabled=bool(before))
+        objects = {} if before is None else {"scaler": saved_scaler}
+        with Checkpointer(path / str(before), saved.model, saved.optimizer, **objects) as checkpointer:  # type: ignore[arg-type]
+            saved.learn()
+            checkpointer.save(1)
+        for now in (False, True):
+            training, scaler = Training(kind, rank), torch.amp.GradScaler("cpu", 8.0, enabled=now)
+            with Checkpointer(path / str(before), training.model, training.optimizer, scaler=scaler) as checkpointer:
+                assert checkpointer.restore() == 1
+            found[before, now] = scaler.get_scale(), training.weights() == saved.weights()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_scaler_that_was_not_in_use_starts_anew(tmp_path: Path, kind: str) -> None:
+    fresh, restored, disabled = (8.0, True), (32.0, True), (1.0, True)
+    expected = {
+        (None, False): disabled, (None, True): fresh, (False, False): disabled, (False, True): fresh,
+        (True, False): disabled, (True, True): restored,
+    }  # fmt: skip
+    assert forked.ranks(2, scales_after_resume, kind, tmp_path) == [expected] * 2
+
+
+def compiled(training: Training) -> Training:
+    training.model = torch.compile(training.model, backend="eager")  # type: ignore[assignment]
+    return training
+
+
+@pytest.mark.parametrize("before", [compiled, lambda training: training])
+@pytest.mark.parametrize("now", [compiled, lambda training: training])
+def test_a_compiled_model_and_the_same_model_resume_from_each_other(
+    tmp_path: Path, before: Callable[[Training], Training], now: Callable[[Training], Training]
+) -> None:
+    saved, resumed = before(Training("plain", 0)), now(Training("plain", 0))
+    with saved.checkpointer(tmp_path) as checkpointer:
+        saved.learn()
+        checkpointer.save(1)
+    with resumed.checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore() == 1
+    for training in (saved, resumed):
+        torch.manual_seed(1)
+        training.learn()
+    assert resumed.weights() == saved.weights()
 
 
 def test_restore_names_the_objects_missing_from_the_checkpoint(tmp_path: Path) -> None:

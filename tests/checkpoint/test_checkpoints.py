@@ -420,6 +420,43 @@ def test_snapshots_reuse_their_memory() -> None:
     assert same(copies.take(state_of(3, size=10)), state_of(3, size=10))
 
 
+class Cudart:
+    """CUDA's runtime, as far as it locks pages. error: what a call returns."""
+
+    def __init__(self, error: int) -> None:
+        self.error, self.locked = error, dict[int, int]()  # address -> bytes
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.locked[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.locked[address]
+        return self.error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_page_locked_memory_has_the_size_and_layout_of_its_tensor(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """CUDA's runtime is replaced. PyTorch's own page-locked memory would have 2 MiB or 4 MiB."""
+    cudart = Cudart(error=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    tensor = torch.randn(3, 500, 900).to(dtype).transpose(0, 2)
+    copies = [snapshot.page_locked(tensor).copy_(tensor) for _ in range(2)]
+    assert all(torch.equal(copy, tensor) and copy.stride() == tensor.stride() for copy in copies)
+    assert cudart.locked == {copy.data_ptr(): tensor.nbytes for copy in copies}
+    assert all(copy.untyped_storage().nbytes() == tensor.nbytes for copy in copies), "torch.save() writes the storage"
+    del copies
+    assert cudart.locked == {}
+
+
+def test_memory_that_cannot_be_locked_is_an_error_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(error=2))
+    with pytest.raises(CheckpointError, match="cannot lock 1,600,000 bytes of CPU memory for the copy: CUDA error 2"):
+        snapshot.page_locked(torch.zeros(400_000))
+
+
 def test_a_failed_write_is_reported_at_the_next_step_and_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -552,6 +589,33 @@ def train(checkpoint_dir: Path, first: int, last: int) -> dict[str, Any]:
                      (("model", model), ("optimizer", optimizer), ("schedule", schedule))}  # fmt: skip
             checkpoints.save(step, state, per_rank=random_state())
     return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "draws": draws()}
+
+
+def test_the_generators_of_all_gpus_are_restored_beginning_with_the_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch is made to report GPUs. Strategy dp uses all of them; with ddp, a rank may move to another GPU."""
+    generators: dict[int, torch.Tensor] = {}
+
+    def gpus(own: int, *states: int) -> None:
+        generators.clear()
+        generators.update({gpu: torch.tensor([state]) for gpu, state in enumerate(states)})
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: own)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(generators))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda gpu="cuda": generators[gpu])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, gpu="cuda": generators.update({gpu: state}))
+    gpus(0, 10, 11, 12)
+    saved_by_dp = random_state()
+    gpus(2, 10, 11, 12)
+    saved_by_rank_2 = random_state()
+    gpus(0, 0, 0, 0)
+    set_random_state(saved_by_dp)
+    assert {gpu: int(state) for gpu, state in generators.items()} == {0: 10, 1: 11, 2: 12}
+    gpus(1, 0, 0)
+    set_random_state(saved_by_rank_2)
+    assert generators[1] == 12
+    set_random_state({**saved_by_dp, "cuda": torch.tensor([13])})  # of an earlier version
+    assert generators[1] == 13
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")

@@ -115,7 +115,7 @@ def test_every_changed_setting_is_reported_with_its_effect() -> None:
 
 
 def test_every_training_setting_is_reported_or_has_no_effect_on_the_result() -> None:
-    no_effect = {"base_steps", "base_model", "epochs", "compile", "gradient_checkpointing", "evaluate_every"}
+    no_effect = {"base_steps", "base_model", "epochs", "gradient_checkpointing", "evaluate_every"}
     reported_as_batch = {"batch_size", "batch_size_per_device"}
     assert type(settings().train).model_fields.keys() - no_effect - reported_as_batch <= CHANGEABLE.keys()
 

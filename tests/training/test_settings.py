@@ -558,7 +558,6 @@ def test_a_batch_without_a_window_of_the_participant_is_refused_and_the_remedy_i
     ("overrides", "world", "message"),
     [
         ("distributed.strategy=single", 2, "distributed.strategy=single is for one process, but there are 2"),
-        ("train.precision=fp16 distributed.strategy=fsdp", 1, "train.precision=fp16 with distributed.strategy=fsdp"),
         ("checkpoint.every=auto data.mode=base_only", 1, "checkpoint.every=auto with data.mode=base_only: the base"),
     ],
 )

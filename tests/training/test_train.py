@@ -151,11 +151,32 @@ def test_two_processes_learn_what_one_learns(workdir: Workdir, arguments: tuple[
     assert one[12] < one[1] - 0.3
 
 
-def test_fsdp_learns_what_ddp_learns(workdir: Workdir) -> None:
-    assert workdir.run(2, "model.dropout=0", "checkpoint.dir=null").returncode == 0
+SHOWN_SYNC = """
+import runpy, sys
+from torch.distributed.fsdp import FSDPModule
+sync = FSDPModule.set_requires_gradient_sync
+def shown(self, on, **more):
+    print("sync", on)
+    return sync(self, on, **more)
+FSDPModule.set_requires_gradient_sync = shown
+sys.path.insert(0, {kit!r})
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("precision", "accuracy"), [("fp32", 1e-4), ("fp16", 1e-2)])
+def test_fsdp_learns_what_ddp_learns(workdir: Workdir, precision: str, accuracy: float) -> None:
+    options = ("model.dropout=0", "checkpoint.dir=null", "train.accumulation=2", f"train.precision={precision}")
+    assert workdir.run(2, *options).returncode == 0
     ddp = workdir.losses()
-    assert workdir.run(2, "model.dropout=0", "checkpoint.dir=null", "distributed.strategy=fsdp").returncode == 0
-    assert workdir.losses() == pytest.approx(ddp, rel=1e-4)
+    wrapper = workdir.wrapper(SHOWN_SYNC.format(kit=str(KIT)))
+    for reduce_once in ("false", "true"):
+        fsdp = ("distributed.strategy=fsdp", f"distributed.reduce_once={reduce_once}")
+        result = workdir.run(2, *options, *fsdp, wrapper=wrapper)
+        assert result.returncode == 0, result.stderr
+        assert ("sync False" in result.stdout) == (reduce_once == "true")
+        assert workdir.losses() == pytest.approx(ddp, rel=accuracy)
 
 
 COMPILED = pytest.param(
@@ -232,6 +253,34 @@ def test_a_resumed_run_equals_an_uninterrupted_run(workdir: Workdir, nproc: int,
     assert resumed.returncode == 0, resumed.stderr
     assert workdir.losses() == {step: undisturbed[step] for step in (4, 5, 6)}
     assert content(workdir.path / "checkpoints") == content(workdir.path / "undisturbed")
+
+
+SHOWN_BEFORE_JOINING = """
+import os, runpy, sys
+import torch, torch.distributed
+init = torch.distributed.init_process_group
+def shown(*arguments, **more):
+    print("deterministic", torch.are_deterministic_algorithms_enabled(), os.environ.get("NCCL_ALGO"))
+    return init(*arguments, **more)
+torch.distributed.init_process_group = shown
+sys.path.insert(0, {kit!r})
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_a_deterministic_run_uses_deterministic_algorithms_before_it_joins(workdir: Workdir, nproc: int) -> None:
+    wrapper = workdir.wrapper(SHOWN_BEFORE_JOINING.format(kit=str(KIT)))
+    options = ("train.batch_size=24", "train.steps=4", "train.deterministic=true", "checkpoint.keep=9")
+    whole = workdir.run(nproc, *options, "checkpoint.dir=whole", wrapper=wrapper)
+    assert "deterministic True ^NVLS" in whole.stdout, whole.stderr
+    shutil.copytree(workdir.path / "whole/step_00000002", workdir.path / "checkpoints/step_00000002")
+    assert workdir.run(nproc, *options).returncode == 0
+    assert content(workdir.path / "checkpoints") == content(workdir.path / "whole")
+    refused = workdir.run(1, *options, NCCL_ALGO="NVLS")
+    assert refused.returncode == 2
+    assert "train.py: NCCL_ALGO=NVLS: results may differ between runs; unset it" in refused.stderr
 
 
 KILLED_ONCE = """
@@ -426,6 +475,23 @@ def test_fewer_or_more_ranks_train_on_the_same_samples_in_each_step(workdir: Wor
 
 
 @pytest.mark.parametrize(
+    ("strategy", "where", "file"), [("ddp", "on rank 0", "state.pt"), ("fsdp", "on each rank", "__0_0.distcp")]
+)
+def test_the_memory_for_copies_of_checkpoints_is_shown_at_the_start(
+    workdir: Workdir, strategy: str, where: str, file: str
+) -> None:
+    options = ("model.n_embd=512", "train.steps=1", "logging.sample=0", "train.evaluate_windows=1")
+    result = workdir.run(2, *options, f"distributed.strategy={strategy}")
+    assert result.returncode == 0, result.stderr
+    start, _, _ = result.stdout.partition("step 1/1")
+    shown = re.search(r"save   copies (\S+) GB .* to CPU memory before it writes them, (.*)\n", start)
+    assert shown, result.stdout
+    assert shown[2] == where
+    written = (newest_checkpoint(workdir.path / "checkpoints").path / file).stat().st_size
+    assert float(shown[1]) == pytest.approx(written / 1e9, abs=0.006)
+
+
+@pytest.mark.parametrize(
     ("strategy", "wrapped"),
     [("ddp", "DistributedDataParallel of"), ("fsdp", "2 FSDP units; ")],
 )
@@ -533,6 +599,26 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(work
     assert result.returncode == 2
     assert "model.n_embd=32 (checkpoint: 16)" in result.stderr
     assert newest_checkpoint(workdir.path / "checkpoints").step == 2
+
+
+@pytest.mark.parametrize(("nproc", "strategy"), [(1, "single"), (2, "fsdp")])
+def test_a_run_resumes_with_another_precision(workdir: Workdir, nproc: int, strategy: str) -> None:
+    for steps, precision in enumerate(("fp32", "fp16", "bf16", "fp16"), start=1):
+        options = (f"train.steps={steps}", f"train.precision={precision}", f"distributed.strategy={strategy}")
+        result = workdir.run(nproc, *options)
+        assert result.returncode == 0, result.stderr
+        assert newest_checkpoint(workdir.path / "checkpoints").step == steps
+        assert ("precision was" in result.stdout) == (steps > 1)
+        assert ("scaler starts anew: it was not in use" in result.stdout) == (steps in (2, 4))
+
+
+def test_a_run_with_another_strategy_is_refused_and_the_checkpoint_is_kept(workdir: Workdir) -> None:
+    assert workdir.run(2, "train.steps=1").returncode == 0
+    before = content(workdir.path / "checkpoints")
+    result = workdir.run(2, "distributed.strategy=fsdp")
+    assert result.returncode == 2
+    assert "/step_00000001 is unsharded, but this run uses sharded checkpoints" in result.stderr
+    assert content(workdir.path / "checkpoints") == before
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -724,6 +810,27 @@ def test_a_missing_device_is_refused_in_one_line(workdir: Workdir, arguments: li
     assert result.stderr.startswith(f"train.py: {fault}")
     assert len(result.stderr.splitlines()) == 1
     assert not (workdir.path / "logs").exists()
+
+
+CUDA_STUB = """
+import runpy, sys
+import torch
+def refuse():
+    raise AssertionError("CUDA is initialized")
+torch.cuda.is_available, torch.cuda.device_count, torch.cuda._lazy_init = lambda: True, lambda: 2, refuse
+sys.path.insert(0, {kit!r})
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_run_on_the_cpu_does_not_initialize_cuda(workdir: Workdir) -> None:
+    """PyTorch is made to report two GPUs. An initialization would take memory of GPU 0 for each rank."""
+    wrapper = workdir.wrapper(CUDA_STUB.format(kit=str(KIT)))
+    for steps in (2, 3):
+        result = workdir.run(2, "distributed.device=cpu", f"train.steps={steps}", wrapper=wrapper)
+        assert result.returncode == 0, result.stderr
+    assert "resuming from" in result.stdout
 
 
 def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(workdir: Workdir) -> None:
