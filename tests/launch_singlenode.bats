@@ -964,6 +964,26 @@ END
 }
 
 
+@test "GPUs that PyTorch cannot use: train.py is refused, other scripts get one warning (with a stub of nvidia-smi)" {
+  write_nvidia_smi 2
+  cat >tiny.yaml <<'END'
+model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
+train: {steps: 2, batch_size: 4}
+END
+  PATH="$WORK/stub:$PATH" run -2 "$LAUNCH" tiny.yaml 2
+  [[ "$output" == *"train.py: PyTorch cannot use the GPUs of $(uname -n) (2): Torch not compiled with CUDA enabled; "* ]]
+  [[ "$output" == *"install a build of PyTorch for the GPU"*"; to train on the CPU: distributed.device=cpu"* ]]
+  PATH="$WORK/stub:$PATH" run -0 "$LAUNCH" tiny.yaml 2 -- distributed.device=cpu
+  [[ "$output" != *"PyTorch cannot use"* ]]
+  write_script <<'END'
+while rank == 0 and "warning: " not in open(os.environ["MUSTER_RUN_DIR"] + f"/node_{os.uname().nodename}.log").read():
+    time.sleep(0.01)
+END
+  PATH="$WORK/stub:$PATH" run -0 timeout 60 "$LAUNCH" --script "my script.py" - 2
+  [ "$(grep -c "warning: PyTorch cannot use the GPUs of $(uname -n) (2): Torch not compiled" <<<"$output")" -eq 1 ]
+}
+
+
 nproc_is() { # <number> <command...>
   run "${@:2}"
   [ "$status" -eq 0 ] || { echo "$output" && return 1; }

@@ -252,6 +252,11 @@ def is_named(gpu: Gpu, device: str) -> bool:
     return gpu.uuid.startswith(device) if device.startswith("GPU-") else str(gpu.index) == device
 
 
+def may_exist() -> bool:
+    """Whether this machine may have GPUs, which is found out quickly."""
+    return bool(shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia*")))
+
+
 def count_visible() -> int:
     """The number of GPUs visible to this process. Prints an error of nvidia-smi to standard error."""
     gpus = query_gpus()
