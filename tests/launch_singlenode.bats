@@ -972,7 +972,7 @@ train: {steps: 2, batch_size: 4}
 END
   PATH="$WORK/stub:$PATH" run -2 "$LAUNCH" tiny.yaml 2
   [[ "$output" == *"train.py: PyTorch cannot use the GPUs of $(uname -n) (2): Torch not compiled with CUDA enabled; "* ]]
-  [[ "$output" == *"install a build of PyTorch for the GPU"*"; to train on the CPU: distributed.device=cpu"* ]]
+  [[ "$output" == *"install a build with CUDA, "*"; to train on the CPU: distributed.device=cpu"* ]]
   PATH="$WORK/stub:$PATH" run -0 "$LAUNCH" tiny.yaml 2 -- distributed.device=cpu
   [[ "$output" != *"PyTorch cannot use"* ]]
   write_script <<'END'
@@ -981,6 +981,21 @@ while rank == 0 and "warning: " not in open(os.environ["MUSTER_RUN_DIR"] + f"/no
 END
   PATH="$WORK/stub:$PATH" run -0 timeout 60 "$LAUNCH" --script "my script.py" - 2
   [ "$(grep -c "warning: PyTorch cannot use the GPUs of $(uname -n) (2): Torch not compiled" <<<"$output")" -eq 1 ]
+}
+
+
+@test "a launch does not wait for nvidia-smi where the driver lists its GPUs (with stubs of both)" {
+  [ "$(id -u)" -eq 0 ] || skip "a mount namespace needs root"
+  mkdir stub
+  mkfifo never # nvidia-smi hangs; only the samples of the use of GPUs may call it
+  printf '#!/bin/sh\ncase $* in *utilization*) ;; *) echo >called ;; esac\nread -r _ <never\n' >stub/nvidia-smi
+  chmod +x stub/nvidia-smi
+  write_script <<<'os._exit(0)'
+  PATH="$WORK/stub:$PATH" run -0 timeout 60 "$KIT/tests/lab/with_gpus.sh" 8 "$LAUNCH" --script "my script.py" - 2
+  PATH="$WORK/stub:$PATH" run -2 timeout 60 "$KIT/tests/lab/with_gpus.sh" 8 "$LAUNCH" --script "my script.py" - 9
+  [[ "$output" == *"NPROC 9: this machine has 8 GPUs"* ]]
+  PATH="$WORK/stub:$PATH" nproc_is 8 "$KIT/tests/lab/with_gpus.sh" 8 "$LAUNCH" --dry-run --script "my script.py" - gpu
+  [ ! -e called ]
 }
 
 

@@ -157,15 +157,14 @@ def test_the_gpu_index_is_the_local_rank_modulo_the_number_of_visible_gpus(monke
 
 
 @pytest.mark.parametrize(
-    ("error", "remedy"),
+    "error",
     [
-        (AssertionError("Torch not compiled with CUDA enabled"), "install a build of PyTorch for the GPU"),
-        (RuntimeError("cudaGetDeviceCount(). Error 802: system not yet initialized"), "start NVIDIA's fabric manager"),
-        (RuntimeError("The NVIDIA driver on your system is too old."), "update NVIDIA's driver"),
+        AssertionError("Torch not compiled with CUDA enabled"),
+        RuntimeError("cudaGetDeviceCount(). Error 802: system not yet initialized"),
     ],
 )
 def test_gpus_that_pytorch_cannot_use_are_an_error_unless_the_cpu_is_meant(
-    error: Exception, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """nvidia-smi is a stub that lists two GPUs. The initialization of CUDA is made to fail."""
     rows = "".join(f"{index}, GPU-a{index}, 580.65.06, 81920, 4, Disabled, STUB\\n" for index in range(2))
@@ -182,8 +181,7 @@ def test_gpus_that_pytorch_cannot_use_are_an_error_unless_the_cpu_is_meant(
     two, three = (World(rank=1, size=count, local_rank=1, local_size=count) for count in (2, 3))
     with pytest.raises(WorldError) as refusal:
         muster_torch.device(two)
-    assert str(error).rstrip(".") in str(refusal.value)
-    assert remedy in str(refusal.value)
+    assert str(error) in str(refusal.value)
     for world, backend, name in ((three, "auto", "auto"), (two, "gloo", "auto"), (two, "auto", "cpu")):
         assert muster_torch.device(world, backend, name) == torch.device("cpu")
     with monkeypatch.context() as patched:

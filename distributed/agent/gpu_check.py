@@ -1,26 +1,21 @@
-"""Find out why PyTorch cannot use the GPUs of this machine: it would silently train on the CPU."""
+"""Find out why PyTorch cannot use the GPUs of this machine. Without this check, ranks would train on the CPU."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
 
-from distributed.host.gpus import count_visible, may_exist
+from distributed.host.gpus import count_visible
 from distributed.host.process_scan import die_with_parent
-
-REMEDIES = {  # part of PyTorch's reason -> remedy
-    "not compiled": "install a build of PyTorch for the GPU (https://pytorch.org/get-started/locally)",
-    "802": "start NVIDIA's fabric manager (sudo systemctl start nvidia-fabricmanager)",
-}
 
 
 def unusable_gpus(ranks: int) -> str:
-    """Return why PyTorch can use no GPU of this machine, with a remedy; "" if it can, or if there are fewer than ranks.
+    """Return why PyTorch can use no GPU here, with the remedies; "" if it can, or if there are fewer GPUs than ranks.
 
-    Initializes CUDA, which no process may do that forks ranks. ranks: those of this machine. SLURM may show each rank
-    one GPU only.
+    Initializes CUDA, so no process that forks ranks may call this. With SLURM, each rank may see one GPU only.
     """
     import torch
 
@@ -30,17 +25,16 @@ def unusable_gpus(ranks: int) -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())
-        remedy = next(
-            (REMEDIES[part] for part in REMEDIES if part in reason), "update NVIDIA's driver or restart the machine"
+        return (
+            f"PyTorch cannot use the GPUs of {os.uname().nodename} ({gpus}): {' '.join(str(error).split())}; install a "
+            "build with CUDA, update NVIDIA's driver or, after error 802, start nvidia-fabricmanager"
         )
-        return f"PyTorch cannot use the GPUs of {os.uname().nodename} ({gpus}): {reason.rstrip('.')}; {remedy}"
     return ""
 
 
 def warn_of_unusable_gpus(ranks: int) -> None:
-    """Print a warning if PyTorch can use no GPU. A new process finds this out, and the ranks do not wait for it."""
-    if not may_exist():
+    """Print a warning if PyTorch can use no GPU here. A new process finds this out; the ranks do not wait for it."""
+    if not shutil.which("nvidia-smi") and not os.path.exists("/proc/driver/nvidia"):
         return
     agent = os.getpid()
     if pid := os.fork():
@@ -49,7 +43,7 @@ def warn_of_unusable_gpus(ranks: int) -> None:
     try:
         die_with_parent(agent)
         signal.set_wakeup_fd(-1)
-        os.closerange(3, 1000)  # pipes of the agent, should this process hang in the driver
+        os.closerange(3, 1000)  # pipes of the agent: this process may hang in the driver
         if problem := unusable_gpus(ranks):
             sys.stderr.write(f"warning: {problem}\n")
     finally:

@@ -1,6 +1,6 @@
 """The GPUs of this machine, the processes that use them, and the GPUs visible to a process.
 
-nvidia-smi reports GPUs and processes; without it, the device files show only how many GPUs there are.
+nvidia-smi reports GPUs and processes. It may take seconds, so a launch counts the GPUs that the driver lists in /proc.
 """
 
 from __future__ import annotations
@@ -79,20 +79,20 @@ class Gpus:
 # ---------------------------------------------------------------- nvidia-smi
 
 
-def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS) -> Gpus:
-    """The GPUs and their processes, as reported by nvidia-smi; without it, the GPUs that have a device file."""
+def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS, *, processes: bool = True) -> Gpus:
+    """The GPUs and, if requested, their processes, as reported by nvidia-smi; without it, those with a device file."""
     hardware = nvidia_cards(sys_directory)
     if not shutil.which("nvidia-smi"):
         return Gpus(hardware=hardware, devices=device_files(dev))
     rows, lost, error = query_rows(GPU_FIELDS, dev, sys_directory)
-    processes = gpu_processes(query("compute-apps", APP_FIELDS).out) if rows else {}
-    divided = any(row["mig.mode.current"] == "Enabled" for row in rows)
-    instances = mig_instances(run_program(["nvidia-smi", "-L"], NVIDIA_LIMIT).out, processes) if divided else {}
+    users = gpu_processes(query("compute-apps", APP_FIELDS).out) if rows and processes else {}
+    divided = processes and any(row["mig.mode.current"] == "Enabled" for row in rows)
+    instances = mig_instances(run_program(["nvidia-smi", "-L"], NVIDIA_LIMIT).out, users) if divided else {}
     return Gpus(
         driver=rows[0]["driver_version"] if rows else "",
         error=error,
         hardware=hardware,
-        devices=tuple(gpu_from(row, processes.get(row["uuid"], ()), instances.get(row["uuid"], ())) for row in rows),
+        devices=tuple(gpu_from(row, users.get(row["uuid"], ()), instances.get(row["uuid"], ())) for row in rows),
         lost=lost,
     )
 
@@ -226,6 +226,21 @@ def device_files(dev: Path) -> tuple[Gpu, ...]:
 # ---------------------------------------------------------------- CUDA_VISIBLE_DEVICES
 
 
+def listed_gpus(driver: Path = PROC / "driver/nvidia", dev: Path = Path("/dev")) -> tuple[Gpu, ...]:
+    """The GPUs that NVIDIA's driver lists, in the order of nvidia-smi; their memory is unknown.
+
+    The driver also lists GPUs that this container or control group may not use: their device files cannot be opened.
+    """
+    found: list[Gpu] = []
+    for path in sorted(driver.glob("gpus/*/information")):
+        facts = dict(re.findall(r"^(.+?):[ \t]*(.+)$", read(path), re.MULTILINE))
+        minor = facts.get("Device Minor", "")
+        if os.access(dev / f"nvidia{minor}", os.R_OK | os.W_OK):
+            mig = any(driver.glob(f"capabilities/gpu{minor}/mig/gi*"))
+            found.append(Gpu(len(found), facts.get("GPU UUID", ""), facts.get("Model", ""), 0, None, mig))
+    return tuple(found)
+
+
 def visible(setting: str | None, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     """The GPUs that are visible with this value of CUDA_VISIBLE_DEVICES. setting: None if it is not set.
 
@@ -252,14 +267,21 @@ def is_named(gpu: Gpu, device: str) -> bool:
     return gpu.uuid.startswith(device) if device.startswith("GPU-") else str(gpu.index) == device
 
 
-def may_exist() -> bool:
-    """Whether this machine may have GPUs, which is found out quickly."""
-    return bool(shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia*")))
+def count_gpus(setting: str | None) -> tuple[int, str]:
+    """The number of GPUs that are visible with this value of CUDA_VISIBLE_DEVICES, and an error of nvidia-smi.
+
+    nvidia-smi is called only if the driver lists no GPU, as in WSL, or the UUIDs in `setting` are not known to it yet.
+    """
+    gpus, error = listed_gpus(), ""
+    if not gpus or ("GPU-" in (setting or "") and any("?" in gpu.uuid for gpu in gpus)):
+        found = query_gpus(processes=False)
+        gpus, error = found.devices, found.error
+    return len(visible(setting, gpus)), error
 
 
 def count_visible() -> int:
     """The number of GPUs visible to this process. Prints an error of nvidia-smi to standard error."""
-    gpus = query_gpus()
-    if gpus.error:
-        sys.stderr.write(f"{gpus.error}\n")
-    return len(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus.devices))
+    count, error = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if error:
+        sys.stderr.write(f"{error}\n")
+    return count

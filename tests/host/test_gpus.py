@@ -12,7 +12,18 @@ from pathlib import Path
 import pytest
 
 from distributed.host import processes
-from distributed.host.gpus import Gpu, GpuProcess, LostGpu, MigInstance, nvidia_cards, owner, query_gpus, visible
+from distributed.host.gpus import (
+    Gpu,
+    GpuProcess,
+    LostGpu,
+    MigInstance,
+    count_gpus,
+    listed_gpus,
+    nvidia_cards,
+    owner,
+    query_gpus,
+    visible,
+)
 from distributed.host.system import GIB, MIB
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -222,3 +233,47 @@ def test_the_module_host_processes_prints_0_and_the_error_of_the_driver(
     stub(path_directory, "nvidia-smi", "#!/bin/sh\necho 'GPU is lost'; exit 15\n")
     processes.main(["gpu"])
     assert capsys.readouterr() == ("0\n", "nvidia-smi: GPU is lost\n")
+
+
+# ---------------------------------------------------------------- the list of the driver
+
+
+@pytest.fixture
+def driver(tmp_path: Path, path_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stub of /proc/driver/nvidia with two GPUs, and of their device files beside it. nvidia-smi sees one GPU."""
+    directory = tmp_path / "nvidia"
+    for address, minor in (("0000:c1:00.0", 0), ("0000:41:00.0", 1)):
+        facts = directory / "gpus" / address / "information"
+        facts.parent.mkdir(parents=True)
+        facts.write_text(f"Model: \t\t {A100}\nIRQ:   \t\t 35\nGPU UUID: \t GPU-{minor}a\nDevice Minor: \t {minor}\n")
+        (tmp_path / f"nvidia{minor}").touch()
+    rows = f"0, GPU-0a, 550.0, 81920, 4, Disabled, {A100}"
+    stub(path_directory, "nvidia-smi", f'#!/bin/sh\ncase $* in *query-gpu*) echo "{rows}" ;; *) exit 9 ;; esac\n')
+    monkeypatch.setattr(listed_gpus, "__defaults__", (directory, tmp_path))
+    return directory
+
+
+def test_a_launch_counts_the_gpus_that_the_driver_lists_in_the_order_of_the_bus(driver: Path) -> None:
+    assert listed_gpus() == (Gpu(0, "GPU-1a", A100, 0, None), Gpu(1, "GPU-0a", A100, 0, None))
+    assert [count_gpus(setting) for setting in (None, "", "1,0", "GPU-1a", "GPU-zz")] == [
+        (number, "") for number in (2, 0, 2, 1, 0)
+    ]
+
+
+def test_a_gpu_whose_device_file_is_hidden_from_a_container_is_not_counted(driver: Path) -> None:
+    (driver.parent / "nvidia1").unlink()
+    assert listed_gpus() == (Gpu(0, "GPU-0a", A100, 0, None),)
+
+
+def test_a_process_sees_one_instance_of_a_listed_gpu_with_mig(driver: Path) -> None:
+    (driver / "capabilities/gpu1/mig/gi7").mkdir(parents=True)
+    assert [gpu.mig for gpu in listed_gpus()] == [True, False]
+    assert count_gpus(None) == count_gpus("MIG-5c89") == (1, "")
+
+
+@pytest.mark.parametrize(("setting", "count"), [("GPU-0a,GPU-1a", 1), ("0,1", 2)])
+def test_nvidia_smi_is_asked_if_the_driver_does_not_know_a_uuid_yet(driver: Path, setting: str, count: int) -> None:
+    """Without persistence mode, the driver knows the UUID only while a process uses the GPU."""
+    facts = next(driver.glob("gpus/0000:41*/information"))
+    facts.write_text(facts.read_text().replace("GPU-1a", "GPU-????????"))
+    assert count_gpus(setting) == (count, "")
