@@ -10,13 +10,14 @@ import pwd
 import re
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.host.system import GIB, MIB, PROC, SYS, ProgramOutput, read, run_program
 
-NVIDIA_LIMIT = 20.0  # seconds; a driver without persistence mode takes seconds per GPU
+NVIDIA_LIMIT = 20.0  # seconds for all calls; a driver without persistence mode takes seconds per GPU
 GPU_FIELDS = "index,uuid,driver_version,memory.total,memory.used,mig.mode.current,name"
 APP_FIELDS = "gpu_uuid,pid,used_memory,process_name"
 LOST = ("[GPU is lost]", "[Unknown Error]")  # values of a GPU that no longer replies
@@ -84,10 +85,11 @@ def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS, *, processes
     hardware = nvidia_cards(sys_directory)
     if not shutil.which("nvidia-smi"):
         return Gpus(hardware=hardware, devices=device_files(dev))
-    rows, lost, error = query_rows(GPU_FIELDS, dev, sys_directory)
-    users = gpu_processes(query("compute-apps", APP_FIELDS).out) if rows and processes else {}
+    end = time.monotonic() + NVIDIA_LIMIT
+    rows, lost, error = query_rows(GPU_FIELDS, end, dev, sys_directory)
+    users = gpu_processes(query("compute-apps", APP_FIELDS, end).out) if rows and processes else {}
     divided = processes and any(row["mig.mode.current"] == "Enabled" for row in rows)
-    instances = mig_instances(run_program(["nvidia-smi", "-L"], NVIDIA_LIMIT).out, users) if divided else {}
+    instances = mig_instances(call(["-L"], end).out, users) if divided else {}
     return Gpus(
         driver=rows[0]["driver_version"] if rows else "",
         error=error,
@@ -98,18 +100,18 @@ def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS, *, processes
 
 
 def query_rows(
-    fields: str, dev: Path = Path("/dev"), sys_directory: Path = SYS
+    fields: str, end: float, dev: Path = Path("/dev"), sys_directory: Path = SYS
 ) -> tuple[list[dict[str, str]], tuple[LostGpu, ...], str]:
     """The GPUs that reply, the lost ones, and an error if none replies. fields: must begin with index,uuid.
 
     nvidia-smi may fail because of one lost GPU: each GPU is then queried separately.
     """
-    output = query("gpu", fields)
+    output = query("gpu", fields, end)
     lost: dict[int, str] = {}
     outputs = {0: output}
     if output.code and not none_found(output):
         cards = max(nvidia_cards(sys_directory), len(device_files(dev)))
-        outputs = {index: query("gpu", fields, index) for index in range(cards)}
+        outputs = {index: query("gpu", fields, end, index) for index in range(cards)}
         lost = {index: text_of(one) for index, one in outputs.items() if one.code != 0 and not none_found(one)}
     rows = []
     for first, one in outputs.items():
@@ -131,10 +133,15 @@ def text_of(output: ProgramOutput) -> str:
     return " ".join((output.out + output.error).split())
 
 
-def query(kind: str, fields: str, index: int | None = None) -> ProgramOutput:
-    """Call nvidia-smi. index: query only this GPU."""
+def query(kind: str, fields: str, end: float, index: int | None = None) -> ProgramOutput:
+    """Query nvidia-smi. index: query only this GPU."""
     one = [] if index is None else [f"--id={index}"]
-    return run_program(["nvidia-smi", f"--query-{kind}={fields}", "--format=csv,noheader,nounits", *one], NVIDIA_LIMIT)
+    return call([f"--query-{kind}={fields}", "--format=csv,noheader,nounits", *one], end)
+
+
+def call(arguments: Sequence[str], end: float) -> ProgramOutput:
+    """Call nvidia-smi, which may hang if a GPU has failed. end: when it is killed, as time.monotonic()."""
+    return run_program(["nvidia-smi", *arguments], max(0.0, end - time.monotonic()))
 
 
 def table(csv: str, fields: str) -> list[dict[str, str]]:
