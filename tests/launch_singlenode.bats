@@ -949,7 +949,7 @@ write_nvidia_smi() { # <number of GPUs>
   cat >stub/nvidia-smi <<END
 #!/bin/sh
 case \$* in *query-gpu*) for gpu in $(seq -s ' ' 0 $(($1 - 1))); do
-  echo "\$gpu, GPU-a\$gpu, 580.65.06, 81920, 4, Disabled, STUB"
+  echo "\$gpu, GPU-a\$gpu, 580.65.06, 81920, 4, Disabled, Default, Disabled, STUB"
 done ;; esac
 END
   chmod +x stub/nvidia-smi

@@ -167,7 +167,8 @@ def test_gpus_that_pytorch_cannot_use_are_an_error_unless_the_cpu_is_meant(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """nvidia-smi is a stub that lists two GPUs. The initialization of CUDA is made to fail."""
-    rows = "".join(f"{index}, GPU-a{index}, 580.65.06, 81920, 4, Disabled, STUB\\n" for index in range(2))
+    row = "GPU-aa, 580.65.06, 81920, 4, Disabled, Default, Disabled, STUB"
+    rows = f"0, {row}\\n1, {row}\\n"
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncase $* in *query-gpu*) printf '{rows}' ;; esac\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 
-from distributed.host.gpus import count_visible
+from distributed.host.gpus import count_gpus
 from distributed.host.process_scan import die_with_parent
 
 
@@ -19,7 +19,7 @@ def unusable_gpus(ranks: int) -> str:
     """
     import torch
 
-    gpus = count_visible()
+    gpus, _ = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus < (1 if "SLURM_STEP_GPUS" in os.environ else ranks):
         return ""
     try:

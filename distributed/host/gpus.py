@@ -18,9 +18,12 @@ from pathlib import Path
 from distributed.host.system import GIB, MIB, PROC, SYS, ProgramOutput, read, run_program
 
 NVIDIA_LIMIT = 20.0  # seconds for all calls; a driver without persistence mode takes seconds per GPU
-GPU_FIELDS = "index,uuid,driver_version,memory.total,memory.used,mig.mode.current,name"
+GPU_FIELDS = "index,uuid,driver_version,memory.total,memory.used,mig.mode.current,compute_mode,display_active,name"
 APP_FIELDS = "gpu_uuid,pid,used_memory,process_name"
+RESET = "[GPU requires reset]"
+MPS_SERVER = "nvidia-cuda-mps-server"  # computes nothing itself: its clients do
 LOST = ("[GPU is lost]", "[Unknown Error]")  # values of a GPU that no longer replies
+PROHIBITED = "compute mode is Prohibited; to allow processes: sudo nvidia-smi --compute-mode=DEFAULT"
 NO_INSTANCES = "MIG is on, but it has no instances; create one (nvidia-smi mig -cgi PROFILE -C), or turn MIG off"
 MIG_INSTANCE = re.compile(r"^(?:GPU .*UUID: (GPU-[^)]+)|\s+MIG .*UUID: (MIG-[^)]+))\)")  # lines of nvidia-smi -L
 
@@ -57,14 +60,19 @@ class Gpu:
     mig: bool = False
     processes: tuple[GpuProcess, ...] = ()
     instances: tuple[MigInstance, ...] = ()
+    compute_mode: str = "Default"  # or Exclusive_Process, Prohibited
+    display: bool = False  # a desktop uses it, which is no process here and may take more than a GiB of memory
 
     @property
     def busy(self) -> bool:
-        return bool(self.processes) or (self.memory_used or 0) > GIB
+        used = any(process.name != MPS_SERVER for process in self.processes)
+        return used or ((self.memory_used or 0) > GIB and not self.display)
 
     @property
     def fault(self) -> str:
         """Why no process can use the GPU; empty if one can."""
+        if self.compute_mode == "Prohibited":
+            return PROHIBITED
         return NO_INSTANCES if self.mig and not self.instances else ""
 
 
@@ -116,8 +124,8 @@ def query_rows(
     rows = []
     for first, one in outputs.items():
         for index, row in enumerate(table(one.out, fields), first):
-            if row["uuid"] in LOST:
-                lost[index] = f"{row['uuid'][1:-1]}; reboot the machine"
+            if row["uuid"] in LOST or RESET in row.values():
+                lost[index] = f"{(RESET if RESET in row.values() else row['uuid'])[1:-1]}; reboot the machine"
             elif one.code == 0:
                 rows.append(row)
     none_replies = not rows and (output.code != 0 or lost) and not none_found(output)
@@ -164,6 +172,8 @@ def gpu_from(row: Mapping[str, str], processes: tuple[GpuProcess, ...], instance
         mig=row["mig.mode.current"] == "Enabled",
         processes=processes,
         instances=instances,
+        compute_mode=row["compute_mode"],
+        display=row["display_active"] == "Enabled",
     )
 
 
