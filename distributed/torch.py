@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from distributed.agent.gpu_check import unusable_gpus
 from distributed.agent.membership import tcp_store
 from distributed.agent.worker import shut_down
 from distributed.exit_codes import STOPPED
@@ -57,9 +58,11 @@ def device(world: World, backend: str = "auto", name: str = "auto") -> torch.dev
             If the name has no GPU number, the number is the local rank modulo the number of visible GPUs.
 
     Raises:
-        WorldError: PyTorch does not see the device.
+        WorldError: PyTorch does not see the device or, for auto, cannot use the GPUs of this machine.
     """
     if name == "cpu" or (name == "auto" and (backend == "gloo" or not torch.cuda.is_available())):
+        if name == "auto" and backend != "gloo" and (problem := unusable_gpus(world.local_size)):
+            raise WorldError(f"{problem}; to train on the CPU: distributed.device=cpu, or the backend gloo")
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = int(name.partition(":")[2] or world.local_rank % max(count, 1))
@@ -89,14 +92,14 @@ def process_group(
             or a rank did not join in time.
     """
     world = World.from_env() if world is None else world
+    own_device = device(world, backend, name)
     if backend == "nccl" and not torch.cuda.is_available():
         raise WorldError("backend nccl needs a GPU, and PyTorch sees none: use gloo, or distributed.backend=auto")
-    own_device = device(world, backend, name)
     backend = ("nccl" if own_device.type == "cuda" else "gloo") if backend == "auto" else backend
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
     limit = timedelta(seconds=timeout)
-    log.debug(f"rendezvous: {explain(world).rstrip()}")
+    log.debug(f"rendezvous: {explain(world, own_device).rstrip()}")
     start = time.perf_counter()
     store = _rendezvous_store(world, limit)
     _wait_for_all_ranks(world, store, limit)
@@ -357,7 +360,7 @@ def make_deterministic(env: MutableMapping[str, str] = os.environ) -> None:
 # ---------------------------------------------------------------- explain
 
 
-def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
+def explain(world: World, own_device: torch.device, env: Mapping[str, str] = os.environ) -> str:
     """Describe this rank and the environment variables that determine it, in a few lines."""
     sources = {
         "torchrun": (*TORCHRUN_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
@@ -373,7 +376,7 @@ def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
         f"  decided by  {world.launcher}",
         f"  from        {' '.join(f'{name}={env[name]}' for name in sources if env.get(name)) or 'nothing set'}",
         f"  rendezvous  {rendezvous}",
-        f"  device      {device(world)}",
+        f"  device      {own_device}",
         *(f"  note        {note}" for note in world.notes),
     ]
     return "\n".join(lines) + "\n"
@@ -382,7 +385,8 @@ def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
 def main(_: Sequence[str]) -> int:
     """Print this rank and the variables that determine it. Returns the exit code."""
     try:
-        sys.stdout.write(explain(World.from_env()))
+        world = World.from_env()
+        sys.stdout.write(explain(world, device(world)))
     except WorldError as error:
         sys.stderr.write(f"distributed.torch: {error}\n")
         return 2

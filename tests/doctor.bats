@@ -83,8 +83,8 @@ STUB
 # Stub: prints what nvidia-smi prints with --format=csv,noheader,nounits.
 case \$* in
   *query-gpu*)
-    echo "0, GPU-aa, 580.65.06, 81920, 81000, Disabled, NVIDIA A100-SXM4-80GB"
-    echo "1, GPU-bb, 580.65.06, 81920, 4, Disabled, NVIDIA A100-SXM4-80GB" ;;
+    echo "0, GPU-aa, 580.65.06, 81920, 81000, Disabled, Default, Disabled, NVIDIA A100-SXM4-80GB"
+    echo "1, GPU-bb, 580.65.06, 81920, 4, Disabled, Default, Disabled, NVIDIA A100-SXM4-80GB" ;;
   *query-compute-apps*) echo "GPU-aa, $$, 80000, python" ;;
 esac
 STUB

@@ -43,12 +43,12 @@ index=0
 while read -r used; do
   case $used in
     lost) echo "$index$(printf ', [GPU is lost]%.0s' {1..8})" ;;
-    unknown) echo "$index, GPU-$index, 550.0, [N/A], [N/A], [N/A], Stub" ;;
-    mig) echo "$index, GPU-$index, 550.0, 80000, [N/A], Enabled, Stub" ;;
+    unknown) echo "$index, GPU-$index, 550.0, [N/A], [N/A], [N/A], Default, Disabled, Stub" ;;
+    mig) echo "$index, GPU-$index, 550.0, 80000, [N/A], Enabled, Default, Disabled, Stub" ;;
   esac
   [[ $used == [0-9]* ]] || { index=$((index + 1)) && continue; }
   [[ ! -e ~/gpu_$index || ! -e /proc/$(<~/gpu_$index) ]] || used=$((used + 9000))
-  echo "$index, GPU-$index, 550.0, 80000, $used, Disabled, Stub"
+  echo "$index, GPU-$index, 550.0, 80000, $used, Disabled, Default, Disabled, Stub"
   index=$((index + 1))
 done <~/gpus
 END

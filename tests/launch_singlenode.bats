@@ -987,7 +987,7 @@ write_nvidia_smi() { # <number of GPUs>
   cat >stub/nvidia-smi <<END
 #!/bin/sh
 case \$* in *query-gpu*) for gpu in $(seq -s ' ' 0 $(($1 - 1))); do
-  echo "\$gpu, GPU-a\$gpu, 580.65.06, 81920, 4, Disabled, STUB"
+  echo "\$gpu, GPU-a\$gpu, 580.65.06, 81920, 4, Disabled, Default, Disabled, STUB"
 done ;; esac
 END
   chmod +x stub/nvidia-smi
@@ -999,6 +999,41 @@ END
   write_nvidia_smi 1
   PATH="$WORK/stub:$PATH" run -0 "$LAUNCH" --dry-run --script "my script.py" - 2
   PATH="$WORK/stub:$PATH" refused "NPROC 2: this machine has 1 GPU" --script "my script.py" - 2
+}
+
+
+@test "GPUs that PyTorch cannot use: train.py is refused, other scripts get one warning (with a stub of nvidia-smi)" {
+  write_nvidia_smi 2
+  cat >tiny.yaml <<'END'
+model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
+train: {steps: 2, batch_size: 4}
+END
+  PATH="$WORK/stub:$PATH" run -2 "$LAUNCH" tiny.yaml 2
+  [[ "$output" == *"train.py: PyTorch cannot use the GPUs of $(uname -n) (2): Torch not compiled with CUDA enabled; "* ]]
+  [[ "$output" == *"install a build with CUDA, "*"; to train on the CPU: distributed.device=cpu"* ]]
+  PATH="$WORK/stub:$PATH" run -0 "$LAUNCH" tiny.yaml 2 -- distributed.device=cpu
+  [[ "$output" != *"PyTorch cannot use"* ]]
+  write_script <<'END'
+while rank == 0 and "warning: " not in open(os.environ["MUSTER_RUN_DIR"] + f"/node_{os.uname().nodename}.log").read():
+    time.sleep(0.01)
+END
+  PATH="$WORK/stub:$PATH" run -0 timeout 60 "$LAUNCH" --script "my script.py" - 2
+  [ "$(grep -c "warning: PyTorch cannot use the GPUs of $(uname -n) (2): Torch not compiled" <<<"$output")" -eq 1 ]
+}
+
+
+@test "a launch does not wait for nvidia-smi where the driver lists its GPUs (with stubs of both)" {
+  [ "$(id -u)" -eq 0 ] || skip "a mount namespace needs root"
+  mkdir stub
+  mkfifo never # nvidia-smi hangs; only the samples of the use of GPUs may call it
+  printf '#!/bin/sh\ncase $* in *utilization*) ;; *) echo >called ;; esac\nread -r _ <never\n' >stub/nvidia-smi
+  chmod +x stub/nvidia-smi
+  write_script <<<'os._exit(0)'
+  PATH="$WORK/stub:$PATH" run -0 timeout 60 "$KIT/tests/lab/with_gpus.sh" 8 "$LAUNCH" --script "my script.py" - 2
+  PATH="$WORK/stub:$PATH" run -2 timeout 60 "$KIT/tests/lab/with_gpus.sh" 8 "$LAUNCH" --script "my script.py" - 9
+  [[ "$output" == *"NPROC 9: this machine has 8 GPUs"* ]]
+  PATH="$WORK/stub:$PATH" nproc_is 8 "$KIT/tests/lab/with_gpus.sh" 8 "$LAUNCH" --dry-run --script "my script.py" - gpu
+  [ ! -e called ]
 }
 
 

@@ -367,7 +367,7 @@ with socket.create_server(("", 29123)):
   cat >stub/nvidia-smi <<'END'
 #!/bin/sh
 case $* in *query-gpu*) for gpu in 0 1; do
-  echo "$gpu, GPU-a$gpu, 580.65.06, 81920, 4, Disabled, STUB"
+  echo "$gpu, GPU-a$gpu, 580.65.06, 81920, 4, Disabled, Default, Disabled, STUB"
 done ;; esac
 END
   chmod +x stub/nvidia-smi

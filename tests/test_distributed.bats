@@ -94,7 +94,7 @@ END
   cat >stub/nvidia-smi <<'END'
 #!/usr/bin/env bash
 # Stub: prints what nvidia-smi prints with --format=csv,noheader,nounits.
-case $* in *query-gpu*) echo "0, GPU-aa, 580.65.06, 81920, 4, Disabled, STUB" ;; esac
+case $* in *query-gpu*) echo "0, GPU-aa, 580.65.06, 81920, 4, Disabled, Default, Disabled, STUB" ;; esac
 END
   chmod +x stub/nvidia-smi
   PATH=$PWD/stub:$PATH run --separate-stderr "$TEST_DISTRIBUTED" 2

@@ -157,6 +157,43 @@ def test_the_gpu_index_is_the_local_rank_modulo_the_number_of_visible_gpus(monke
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        AssertionError("Torch not compiled with CUDA enabled"),
+        RuntimeError("cudaGetDeviceCount(). Error 802: system not yet initialized"),
+    ],
+)
+def test_gpus_that_pytorch_cannot_use_are_an_error_unless_the_cpu_is_meant(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """nvidia-smi is a stub that lists two GPUs. The initialization of CUDA is made to fail."""
+    row = "GPU-aa, 580.65.06, 81920, 4, Disabled, Default, Disabled, STUB"
+    rows = f"0, {row}\\n1, {row}\\n"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncase $* in *query-gpu*) printf '{rows}' ;; esac\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    two, three = (World(rank=1, size=count, local_rank=1, local_size=count) for count in (2, 3))
+    with pytest.raises(WorldError) as refusal:
+        muster_torch.device(two)
+    assert str(error) in str(refusal.value)
+    for world, backend, name in ((three, "auto", "auto"), (two, "gloo", "auto"), (two, "auto", "cpu")):
+        assert muster_torch.device(world, backend, name) == torch.device("cpu")
+    with monkeypatch.context() as patched:
+        patched.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert muster_torch.device(two) == torch.device("cpu")
+    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1")
+    with pytest.raises(WorldError):
+        muster_torch.device(three)
+
+
+@pytest.mark.parametrize(
     ("name", "gpus", "message"),
     [
         ("cuda:2", 2, "device cuda:2: not available: PyTorch sees 2 GPUs here; use cuda:0 to cuda:1, or cpu"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from distributed import terminal
 from distributed.host.facts import REPORTED_VARIABLES, Facts, RunProcesses
-from distributed.host.gpus import Gpu, visible
+from distributed.host.gpus import MPS_SERVER, Gpu, visible
 from distributed.host.interpreter import Torch
 from distributed.host.system import GIB, MIB
 
@@ -237,15 +237,25 @@ def describe_use(gpu: Gpu, runs: Mapping[int, RunProcesses]) -> str:
     return f"GPU {gpu.index}: {used}used by {by}"
 
 
+MODES = {"Exclusive_Process": "a second process on this GPU fails", "Prohibited": "no process can use this GPU"}
+
+
 def check_gpu_health(facts: Facts) -> Iterator[Finding]:
     for lost in facts.gpus.lost:
         yield fault(lost.reason, "restart the machine; if it recurs, have the card replaced", topic=f"GPU {lost.index}")
     for gpu in visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), facts.gpus.devices):
         if gpu.mig:
             yield warning(
-                "MIG is enabled: a process sees one instance, and NCCL cannot connect instances",
+                "MIG is enabled: a process sees one instance, and NCCL connects instances only since version 2.32",
                 "to use the whole GPU, stop its processes, then:",
                 f"sudo nvidia-smi --id={gpu.index} --multi-instance-gpu=0",
+                f"GPU {gpu.index}",
+            )
+        if (effect := MODES.get(gpu.compute_mode)) and MPS_SERVER not in {process.name for process in gpu.processes}:
+            yield warning(
+                f"compute mode {gpu.compute_mode}, without MPS: {effect}",
+                "",
+                f"sudo nvidia-smi --id={gpu.index} --compute-mode=DEFAULT",
                 f"GPU {gpu.index}",
             )
 

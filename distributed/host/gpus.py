@@ -1,6 +1,6 @@
 """The GPUs of this machine, the processes that use them, and the GPUs visible to a process.
 
-nvidia-smi reports GPUs and processes; without it, the device files show only how many GPUs there are.
+nvidia-smi reports GPUs and processes. It may take seconds, so a launch counts the GPUs that the driver lists in /proc.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ import pwd
 import re
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.host.system import GIB, MIB, PROC, SYS, ProgramOutput, read, run_program
 
-NVIDIA_LIMIT = 20.0  # seconds; a driver without persistence mode takes seconds per GPU
-GPU_FIELDS = "index,uuid,driver_version,memory.total,memory.used,mig.mode.current,name"
+NVIDIA_LIMIT = 20.0  # seconds for all calls; a driver without persistence mode takes seconds per GPU
+GPU_FIELDS = "index,uuid,driver_version,memory.total,memory.used,mig.mode.current,compute_mode,display_active,name"
 APP_FIELDS = "gpu_uuid,pid,used_memory,process_name"
+RESET = "[GPU requires reset]"
+MPS_SERVER = "nvidia-cuda-mps-server"  # computes nothing itself: its clients do
 LOST = ("[GPU is lost]", "[Unknown Error]")  # values of a GPU that no longer replies
+PROHIBITED = "compute mode is Prohibited; to allow processes: sudo nvidia-smi --compute-mode=DEFAULT"
 NO_INSTANCES = "MIG is on, but it has no instances; create one (nvidia-smi mig -cgi PROFILE -C), or turn MIG off"
 MIG_INSTANCE = re.compile(r"^(?:GPU .*UUID: (GPU-[^)]+)|\s+MIG .*UUID: (MIG-[^)]+))\)")  # lines of nvidia-smi -L
 
@@ -56,14 +60,19 @@ class Gpu:
     mig: bool = False
     processes: tuple[GpuProcess, ...] = ()
     instances: tuple[MigInstance, ...] = ()
+    compute_mode: str = "Default"  # or Exclusive_Process, Prohibited
+    display: bool = False  # a desktop uses it, which is no process here and may take more than a GiB of memory
 
     @property
     def busy(self) -> bool:
-        return bool(self.processes) or (self.memory_used or 0) > GIB
+        used = any(process.name != MPS_SERVER for process in self.processes)
+        return used or ((self.memory_used or 0) > GIB and not self.display)
 
     @property
     def fault(self) -> str:
         """Why no process can use the GPU; empty if one can."""
+        if self.compute_mode == "Prohibited":
+            return PROHIBITED
         return NO_INSTANCES if self.mig and not self.instances else ""
 
 
@@ -79,43 +88,44 @@ class Gpus:
 # ---------------------------------------------------------------- nvidia-smi
 
 
-def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS) -> Gpus:
-    """The GPUs and their processes, as reported by nvidia-smi; without it, the GPUs that have a device file."""
+def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS, *, processes: bool = True) -> Gpus:
+    """The GPUs and, if requested, their processes, as reported by nvidia-smi; without it, those with a device file."""
     hardware = nvidia_cards(sys_directory)
     if not shutil.which("nvidia-smi"):
         return Gpus(hardware=hardware, devices=device_files(dev))
-    rows, lost, error = query_rows(GPU_FIELDS, dev, sys_directory)
-    processes = gpu_processes(query("compute-apps", APP_FIELDS).out) if rows else {}
-    divided = any(row["mig.mode.current"] == "Enabled" for row in rows)
-    instances = mig_instances(run_program(["nvidia-smi", "-L"], NVIDIA_LIMIT).out, processes) if divided else {}
+    end = time.monotonic() + NVIDIA_LIMIT
+    rows, lost, error = query_rows(GPU_FIELDS, end, dev, sys_directory)
+    users = gpu_processes(query("compute-apps", APP_FIELDS, end).out) if rows and processes else {}
+    divided = processes and any(row["mig.mode.current"] == "Enabled" for row in rows)
+    instances = mig_instances(call(["-L"], end).out, users) if divided else {}
     return Gpus(
         driver=rows[0]["driver_version"] if rows else "",
         error=error,
         hardware=hardware,
-        devices=tuple(gpu_from(row, processes.get(row["uuid"], ()), instances.get(row["uuid"], ())) for row in rows),
+        devices=tuple(gpu_from(row, users.get(row["uuid"], ()), instances.get(row["uuid"], ())) for row in rows),
         lost=lost,
     )
 
 
 def query_rows(
-    fields: str, dev: Path = Path("/dev"), sys_directory: Path = SYS
+    fields: str, end: float, dev: Path = Path("/dev"), sys_directory: Path = SYS
 ) -> tuple[list[dict[str, str]], tuple[LostGpu, ...], str]:
     """The GPUs that reply, the lost ones, and an error if none replies. fields: must begin with index,uuid.
 
     nvidia-smi may fail because of one lost GPU: each GPU is then queried separately.
     """
-    output = query("gpu", fields)
+    output = query("gpu", fields, end)
     lost: dict[int, str] = {}
     outputs = {0: output}
     if output.code and not none_found(output):
         cards = max(nvidia_cards(sys_directory), len(device_files(dev)))
-        outputs = {index: query("gpu", fields, index) for index in range(cards)}
+        outputs = {index: query("gpu", fields, end, index) for index in range(cards)}
         lost = {index: text_of(one) for index, one in outputs.items() if one.code != 0 and not none_found(one)}
     rows = []
     for first, one in outputs.items():
         for index, row in enumerate(table(one.out, fields), first):
-            if row["uuid"] in LOST:
-                lost[index] = f"{row['uuid'][1:-1]}; reboot the machine"
+            if row["uuid"] in LOST or RESET in row.values():
+                lost[index] = f"{(RESET if RESET in row.values() else row['uuid'])[1:-1]}; reboot the machine"
             elif one.code == 0:
                 rows.append(row)
     none_replies = not rows and (output.code != 0 or lost) and not none_found(output)
@@ -131,10 +141,15 @@ def text_of(output: ProgramOutput) -> str:
     return " ".join((output.out + output.error).split())
 
 
-def query(kind: str, fields: str, index: int | None = None) -> ProgramOutput:
-    """Call nvidia-smi. index: query only this GPU."""
+def query(kind: str, fields: str, end: float, index: int | None = None) -> ProgramOutput:
+    """Query nvidia-smi. index: query only this GPU."""
     one = [] if index is None else [f"--id={index}"]
-    return run_program(["nvidia-smi", f"--query-{kind}={fields}", "--format=csv,noheader,nounits", *one], NVIDIA_LIMIT)
+    return call([f"--query-{kind}={fields}", "--format=csv,noheader,nounits", *one], end)
+
+
+def call(arguments: Sequence[str], end: float) -> ProgramOutput:
+    """Call nvidia-smi, which may hang if a GPU has failed. end: when it is killed, as time.monotonic()."""
+    return run_program(["nvidia-smi", *arguments], max(0.0, end - time.monotonic()))
 
 
 def table(csv: str, fields: str) -> list[dict[str, str]]:
@@ -157,6 +172,8 @@ def gpu_from(row: Mapping[str, str], processes: tuple[GpuProcess, ...], instance
         mig=row["mig.mode.current"] == "Enabled",
         processes=processes,
         instances=instances,
+        compute_mode=row["compute_mode"],
+        display=row["display_active"] == "Enabled",
     )
 
 
@@ -226,6 +243,21 @@ def device_files(dev: Path) -> tuple[Gpu, ...]:
 # ---------------------------------------------------------------- CUDA_VISIBLE_DEVICES
 
 
+def listed_gpus(driver: Path = PROC / "driver/nvidia", dev: Path = Path("/dev")) -> tuple[Gpu, ...]:
+    """The GPUs that NVIDIA's driver lists, in the order of nvidia-smi; their memory is unknown.
+
+    The driver also lists GPUs that this container or control group may not use: their device files cannot be opened.
+    """
+    found: list[Gpu] = []
+    for path in sorted(driver.glob("gpus/*/information")):
+        facts = dict(re.findall(r"^(.+?):[ \t]*(.+)$", read(path), re.MULTILINE))
+        minor = facts.get("Device Minor", "")
+        if os.access(dev / f"nvidia{minor}", os.R_OK | os.W_OK):
+            mig = any(driver.glob(f"capabilities/gpu{minor}/mig/gi*"))
+            found.append(Gpu(len(found), facts.get("GPU UUID", ""), facts.get("Model", ""), 0, None, mig))
+    return tuple(found)
+
+
 def visible(setting: str | None, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     """The GPUs that are visible with this value of CUDA_VISIBLE_DEVICES. setting: None if it is not set.
 
@@ -252,9 +284,21 @@ def is_named(gpu: Gpu, device: str) -> bool:
     return gpu.uuid.startswith(device) if device.startswith("GPU-") else str(gpu.index) == device
 
 
+def count_gpus(setting: str | None) -> tuple[int, str]:
+    """The number of GPUs that are visible with this value of CUDA_VISIBLE_DEVICES, and an error of nvidia-smi.
+
+    nvidia-smi is called only if the driver lists no GPU, as in WSL, or the UUIDs in `setting` are not known to it yet.
+    """
+    gpus, error = listed_gpus(), ""
+    if not gpus or ("GPU-" in (setting or "") and any("?" in gpu.uuid for gpu in gpus)):
+        found = query_gpus(processes=False)
+        gpus, error = found.devices, found.error
+    return len(visible(setting, gpus)), error
+
+
 def count_visible() -> int:
     """The number of GPUs visible to this process. Prints an error of nvidia-smi to standard error."""
-    gpus = query_gpus()
-    if gpus.error:
-        sys.stderr.write(f"{gpus.error}\n")
-    return len(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus.devices))
+    count, error = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if error:
+        sys.stderr.write(f"{error}\n")
+    return count

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from distributed.host.gpus import Gpus, query_gpus, visible
+from distributed.host.gpus import count_gpus
 from distributed.host.identity import machine, versions
 from distributed.host.network import address_of, free_port, listener, own_addresses, port_is_free
 from distributed.host.replies import NodeFacts, format_reply
@@ -38,7 +38,6 @@ def probe(
     packages: Sequence[str] = (),
     logs: Path | None = None,
     owner: str = "",
-    gpus: Gpus | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> NodeFacts:
     """The facts that a launch needs.
@@ -50,9 +49,8 @@ def probe(
         packages: names of packages that the ranks will import.
         logs: parent of run directories, which must be writable.
         owner: the user ids of the launching user and of the owner of the working directory there: "1000:1000".
-        gpus: the GPUs of this machine; None: query them.
     """
-    gpus = gpus or query_gpus()
+    gpus, gpu_error = count_gpus(env.get("CUDA_VISIBLE_DEVICES"))
     start = time.monotonic()
     master = address_of(nodes[0])
     seconds = time.monotonic() - start
@@ -62,8 +60,8 @@ def probe(
         torch=found["torch"],
         nccl=found["nccl"],
         muster=kit_checksum() if len(nodes) > 1 else "",
-        gpus=len(visible(env.get("CUDA_VISIBLE_DEVICES"), gpus.devices)),
-        gpu_error=gpus.error,
+        gpus=gpus,
+        gpu_error=gpu_error,
         cores=read_cores().usable,
         missing=[package for package in packages if not _is_installed(package)],
         files={file: checksum(Path(file)) for file in files},
@@ -105,7 +103,7 @@ def full_probe(nodes: Sequence[str], port: int, directory: Path, logs: Path) -> 
 
     machine_facts = facts.gather(directory, logs, port)
     return facts.FullNodeFacts(
-        **vars(probe(nodes, port, [], gpus=machine_facts.gpus)),
+        **vars(probe(nodes, port, [])),
         facts=machine_facts,
         kit={str(path.relative_to(KIT)): checksum(path) for path in kit_files()},
         route=facts.route_to(nodes),

@@ -352,6 +352,8 @@ class Dispatcher:
         If the memory that the decision needs is unknown, one process is enough.
         """
         limit = self.policy.gpu_free_mib
+        if limit is None and gpu.get("desktop"):
+            return False
         if gpu["used"] is None or (limit is not None and not gpu["memory"]):
             return bool(gpu["processes"])
         return bool(gpu["used"] > GPU_IN_USE_MIB if limit is None else gpu["memory"] - gpu["used"] < limit)

@@ -596,7 +596,8 @@ class Service:
                 used = None if gpu.memory_used is None else gpu.memory_used >> 20
                 instances = [instance.uuid for instance in gpu.instances]
                 devices.append({"index": gpu.index, "uuid": gpu.uuid, "memory": gpu.memory >> 20, "used": used,
-                                "processes": len(gpu.processes), "instances": instances})  # fmt: skip
+                                "processes": len(gpu.processes), "instances": instances,
+                                "desktop": gpu.display and not gpu.processes})  # fmt: skip
                 for instance in gpu.instances:
                     count = len(instance.processes)
                     devices.append({"index": instance.uuid, "memory": 0, "used": None, "processes": count})

@@ -69,7 +69,8 @@ FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # the standard input 
 MAX_GREETING = 1 << 20  # bytes that a login shell may print before jobs.host starts
 # Messages of jobs.host; see trust.checked(). A server may send anything else: then the connection is treated as lost.
 STATE: dict[str, Any] = {"state": str, **host.PROCESS}
-GPU = {"index": int | str, "uuid?": str, "memory": int, "used": int | None, "processes": int, "instances?": list[str]}
+GPU = {"index": int | str, "uuid?": str, "memory": int, "used": int | None, "processes": int, "instances?": list[str],
+       "desktop?": bool}  # fmt: skip
 LOST_GPU = {"index": int | str, "lost": str}
 BASE = {"state": str, "reason?": str, "staging?": str, "bytes?": int}
 GREETING = {"event": str, "protocol": str, "host": str, "boot_id": str}

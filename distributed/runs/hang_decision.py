@@ -137,15 +137,17 @@ def notice_on(observed: Observation, silent: float, last_notice: Notified, now: 
     if last_notice.subject and pause > CLOCK_TOLERANCE:
         return RECOVERED, Notified(longest_pause=max(last_notice.longest_pause, pause))
     diagnosis = diagnose(observed.active, observed.seconds, silent, observed.exited)
-    if not diagnosis.hung or silent < max(IDLE_TIMEOUT, 2 * last_notice.longest_pause):
+    if not (diagnosis.hung or observed.gpu_errors) or silent < max(IDLE_TIMEOUT, 2 * last_notice.longest_pause):
         return "", last_notice
     stall = find_stall(observed.active, observed.seconds, observed.exited)
     # Subjects are compared, not texts: durations, CPU use and lines of code in a text differ at each check.
-    subject = json.dumps([[rank.rank for rank in stall.suspects], observed.exited, stall.permanent])
+    facts = observed.exited, stall.permanent, bool(observed.gpu_errors)
+    subject = json.dumps([[rank.rank for rank in stall.suspects], *facts])
     if subject == last_notice.subject:
         return "", last_notice
     remedy = f" {diagnosis.remedy}" if diagnosis.remedy else "; it is not stopped automatically"
-    return f"the run {diagnosis.text}{remedy}", replace(last_notice, subject=subject, last_output=now - observed.silent)
+    text = (diagnosis.text if diagnosis.hung else f"has had no output for {silent:.0f} s") + observed.gpu_errors
+    return f"the run {text}{remedy}", replace(last_notice, subject=subject, last_output=now - observed.silent)
 
 
 def hang_record(observed: Observation, silent: float, stall: Stall, option: str) -> dict[str, Any]:
@@ -162,7 +164,7 @@ def hang_record(observed: Observation, silent: float, stall: Stall, option: str)
 
     suspect = stall.suspects[0] if stall.suspects else None
     return {
-        "cause": f"hung: no output for {silent:.0f} s{option}; {stall.text}",
+        "cause": f"hung: no output for {silent:.0f} s{option}; {stall.text}{observed.gpu_errors}",
         "node": suspect.node if suspect else None,
         "rank": suspect.rank if suspect else None,
         "time": time.time(),

@@ -31,11 +31,12 @@ from distributed.host.collectives import query as query_collectives
 from distributed.host.gpus import count, mebibytes, query, query_rows, table
 from distributed.host.replies import format_reply
 from distributed.host.stacks import Frame, script_frames, stack_of, with_code
-from distributed.host.system import PROC, read, run_program
+from distributed.host.system import PROC, ProgramOutput, read, run_program
 from distributed.trust import parse_json, printable, regular_file
 
 TAIL = 8192  # bytes at the end of a rank's output in which to find the last line
 MAIN = "MainThread"  # name of the main thread in py-spy
+GPU_TIMEOUT = 5.0  # seconds for all calls of nvidia-smi, so that it delays no notice of a hang
 STACK_TIMEOUT = 15.0  # seconds for py-spy, which stops a process while it reads its stacks
 TICK = os.sysconf("SC_CLK_TCK")
 GPU_FIELDS = "index,uuid,utilization.gpu,power.draw,memory.used,memory.total,name"
@@ -222,9 +223,12 @@ def query_gpus() -> tuple[dict[str, GpuUsage], list[tuple[str, int]], str]:
     """Return GPUs by UUID, (UUID, pid) of each process that uses one, and an error; all empty without nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return {}, [], ""
-    rows, lost, error = query_rows(GPU_FIELDS)
+    end = time.monotonic() + GPU_TIMEOUT
+    rows, lost, error = query_rows(GPU_FIELDS, end)
+    apps = query("compute-apps", "gpu_uuid,pid", end) if rows else ProgramOutput(0)
     error = error or "; ".join(f"GPU {gpu.index}: {gpu.reason}" for gpu in lost)
-    users = table(query("compute-apps", "gpu_uuid,pid").out, "gpu_uuid,pid")
+    error = error or f"nvidia-smi: {apps.error}" * (apps.code is None)
+    users = table(apps.out, "gpu_uuid,pid")
     gpus = {}
     for row in rows:
         watts = row["power.draw"]

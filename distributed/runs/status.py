@@ -157,6 +157,7 @@ class Observation:
     seconds: float  # duration of the sample
     silent: float  # seconds since the last metric or the last output of a running rank, whichever was later
     stopped: tuple[Activity, ...] = ()  # supervisors, agents and fork servers that are stopped (SIGSTOP)
+    gpu_errors: str = ""  # such as "; node2: nvidia-smi: no reply within 5 s"; appended to the reasons of a hang
 
     @property
     def active(self) -> tuple[Activity, ...]:
@@ -195,6 +196,7 @@ def observe_ranks(
     statuses = [reply.status for reply in replies if reply.status]
     silences = [elapsed if rank.silent is None else rank.silent for rank, _ in ranks if rank.pid is not None]
     ages = [progress.silent, *(status.progress.silent for status in statuses), *silences]
+    errors = [f"; {one.name}: {one.status.gpu_error}" for one in replies if one.status and one.status.gpu_error]
     not_running = [(f"rank {rank.rank} on {node}", rank.silent) for rank, node in ranks if rank.pid is None]
     return Observation(
         ranks=activities,
@@ -208,6 +210,7 @@ def observe_ranks(
             if reply.status
             for pid in reply.status.stopped
         ),
+        gpu_errors="".join(errors),
     )
 
 

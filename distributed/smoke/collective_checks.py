@@ -691,11 +691,11 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
         world = World.from_env()
+        own_device = device(world, options.backend)
     except WorldError as error:
         sys.stderr.write(f"distributed.smoke: {error}\n")
         return 2
     torch.set_num_threads(1)  # with more threads the ranks of a node would slow each other
-    own_device = device(world, options.backend)
     host = os.environ.get("MUSTER_NODE") or socket.gethostname()
     reporter = Reporter(world, own_device, host, options)
     watchdog = Watchdog(reporter.time_out)

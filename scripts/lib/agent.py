@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 TRAINER = str(Path(__file__).resolve().parents[2] / "train.py")
+SMOKE_TEST = str(Path(__file__).resolve().with_name("smoke.py"))
 
 
 def options_of(arguments: list[str]) -> dict[str, str]:
@@ -67,10 +68,13 @@ def main() -> int:
     gc.enable()
 
     from distributed.agent.fork_server import ForkServer
+    from distributed.agent.gpu_check import warn_of_unusable_gpus
     from distributed.agent.worker import run_rank
 
     recorded_imports.stop()
     server = ForkServer(partial(run_rank, preload))
+    if not {TRAINER, SMOKE_TEST} & {*sys.argv} and (ranks := launcher_options.get("--nproc-per-node", "")).isdigit():
+        warn_of_unusable_gpus(int(ranks))
 
     try:
         from distributed.agent import agent

@@ -93,6 +93,12 @@ def test_a_healthy_machine_gets_no_warning() -> None:
     assert len(judge(HEALTHY)) == 11
 
 
+def test_an_exclusive_gpu_that_is_shared_by_mps_gets_no_warning() -> None:
+    mps = GpuProcess(7, "root", "nvidia-cuda-mps-server", 25 * MIB)
+    shared = replace(GPUS[0], compute_mode="Exclusive_Process", processes=(mps,))
+    assert problems(change(gpus__devices=(shared, *GPUS[1:]))) == []
+
+
 def test_a_healthy_machine_without_gpus_gets_no_warning() -> None:
     assert problems(change(gpus=Gpus(), torch=Torch("2.13.0+cpu", gloo=True))) == []
 
@@ -148,6 +154,8 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "warning GPU use", "GPU 0: used by python of bob (pid 4711)", "wait"),
     ("MIG", {"gpus__devices": (replace(GPUS[0], mig=True), *GPUS[1:])},
      "warning GPU 0", "MIG is enabled", "--multi-instance-gpu=0"),
+    ("exclusive GPU", {"gpus__devices": (replace(GPUS[0], compute_mode="Exclusive_Process"), *GPUS[1:])},
+     "warning GPU 0", "a second process on this GPU fails", "sudo nvidia-smi --id=0 --compute-mode=DEFAULT"),
     ("no memory", {"memory__available": 400 * MIB}, "fault memory", "400 MiB of 512.0 GiB", "ps aux"),
     ("job's memory limit", {"memory__limit": 2 * GIB},
      "warning memory", "2.0 GiB of 2.0 GiB (limit of this container or job) free", "ps aux"),

@@ -12,7 +12,18 @@ from pathlib import Path
 import pytest
 
 from distributed.host import processes
-from distributed.host.gpus import Gpu, GpuProcess, LostGpu, MigInstance, nvidia_cards, owner, query_gpus, visible
+from distributed.host.gpus import (
+    Gpu,
+    GpuProcess,
+    LostGpu,
+    MigInstance,
+    count_gpus,
+    listed_gpus,
+    nvidia_cards,
+    owner,
+    query_gpus,
+    visible,
+)
 from distributed.host.system import GIB, MIB
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -49,8 +60,8 @@ STUB_NVIDIA_SMI = """#!/bin/sh
 # Stub: prints what nvidia-smi does with --format=csv,noheader,nounits.
 case $* in
   *--query-gpu=index,uuid,driver_version,*,name\\ --format=csv,noheader,nounits)
-    echo "0, GPU-aa, 550.54.14, 81920, 71680, Disabled, NVIDIA A100-SXM4-80GB"
-    echo "1, GPU-bb, 550.54.14, 24576, 4, [N/A], NVIDIA T4" ;;
+    echo "0, GPU-aa, 550.54.14, 81920, 71680, Disabled, Default, Disabled, NVIDIA A100-SXM4-80GB"
+    echo "1, GPU-bb, 550.54.14, 24576, 4, [N/A], Default, Disabled, NVIDIA T4" ;;
   *--query-compute-apps=gpu_uuid,pid,used_memory,process_name\\ --format=csv,noheader,nounits)
     echo "GPU-aa, {pid}, 71000, /usr/bin/python3"
     echo "GPU-aa, 4194305, [N/A], a, b" ;;
@@ -102,7 +113,7 @@ def test_the_name_of_a_process_neither_breaks_the_query_nor_adds_a_process(
 
 
 def test_memory_that_gpu_and_cpu_share_is_unknown(path_directory: Path) -> None:
-    row = "0, GPU-aa, 580.95, [N/A], [N/A], [N/A], NVIDIA GB10"
+    row = "0, GPU-aa, 580.95, [N/A], [N/A], [N/A], Default, Disabled, NVIDIA GB10"
     stub(
         path_directory,
         "nvidia-smi",
@@ -112,6 +123,29 @@ def test_memory_that_gpu_and_cpu_share_is_unknown(path_directory: Path) -> None:
     assert (gpu.memory, gpu.memory_used, gpu.busy) == (0, None, True)
 
 
+@pytest.mark.parametrize(
+    ("display", "apps", "busy"),
+    [
+        ("Disabled", "", True),
+        ("Enabled", "", False),
+        ("Enabled", "GPU-aa, 7, 9, python", True),
+        ("Enabled", "GPU-aa, 7, 25, /usr/bin/nvidia-cuda-mps-server", False),
+    ],
+)
+def test_neither_a_desktop_nor_the_server_of_mps_makes_a_gpu_busy(
+    path_directory: Path, display: str, apps: str, busy: bool
+) -> None:
+    row = f"0, GPU-aa, 580.95, 24576, 1500, Disabled, Exclusive_Process, {display}, NVIDIA RTX 4090"
+    stub(
+        path_directory,
+        "nvidia-smi",
+        f'#!/bin/sh\ncase $* in *query-gpu*) echo "{row}" ;; *) echo "{apps}" ;; esac\n',
+    )
+    (gpu,) = query_gpus().devices
+    assert (gpu.busy, gpu.compute_mode, gpu.fault) == (busy, "Exclusive_Process", "")
+    assert "Prohibited" in replace(gpu, compute_mode="Prohibited").fault
+
+
 LOST = "Unable to determine the device handle for GPU 0000:41:00.0: GPU is lost.  Reboot the system to recover this GPU"
 # Stub: fails if it is asked for all GPUs or for GPU 1. There is no GPU 3.
 STUB_LOST_GPU = f"""#!/bin/sh
@@ -119,7 +153,7 @@ case $* in
   *--query-compute-apps*) echo "GPU-22, 4194305, 500, python" ;;
   *--id=1 | *nounits) echo "{LOST}"; exit 15 ;;
   *--id=3) echo "No devices were found"; exit 6 ;;
-  *--id=*) n=${{*##*=}}; echo "$n, GPU-$n$n, 550.0, 81920, 4, Disabled, {A100}" ;;
+  *--id=*) n=${{*##*=}}; echo "$n, GPU-$n$n, 550.0, 81920, 4, Disabled, Default, Disabled, {A100}" ;;
 esac
 """
 
@@ -134,9 +168,17 @@ def test_a_lost_gpu_does_not_hide_the_others(path_directory: Path, tmp_path: Pat
     assert (found.error, found.driver) == ("", "550.0")
 
 
+def test_a_gpu_that_requires_a_reset_is_reported_as_lost(path_directory: Path) -> None:
+    rows = f"0, GPU-00, 550.0, 81920, 4, Disabled, Default, Disabled, {A100}\n1, GPU-11{', [GPU requires reset]' * 7}\n"
+    stub(path_directory, "nvidia-smi", f"#!/bin/sh\ncase $* in *query-gpu*) printf '{rows}' ;; esac\n")
+    found = query_gpus()
+    assert [gpu.index for gpu in found.devices] == [0]
+    assert found.lost == (LostGpu(1, "GPU requires reset; reboot the machine"),)
+
+
 @pytest.mark.parametrize("value", ["[GPU is lost]", "[Unknown Error]"])
 def test_a_gpu_whose_row_has_only_error_values_is_reported_as_lost(path_directory: Path, value: str) -> None:
-    rows = f"0, GPU-00, 550.0, 81920, 4, Disabled, {A100}\n1{f', {value}' * 6}\n"
+    rows = f"0, GPU-00, 550.0, 81920, 4, Disabled, Default, Disabled, {A100}\n1{f', {value}' * 8}\n"
     stub(path_directory, "nvidia-smi", f"#!/bin/sh\ncase $* in *query-gpu*) printf '{rows}' ;; esac\n")
     found = query_gpus()
     assert [gpu.index for gpu in found.devices] == [0]
@@ -152,8 +194,8 @@ def test_if_no_gpu_replies_the_error_is_reported_once(path_directory: Path, tmp_
 
 STUB_MIG = f"""#!/bin/sh
 case $* in
-  *--query-gpu*) echo "0, GPU-aa, 550.0, 81920, [N/A], Enabled, {A100}"
-    echo "1, GPU-bb, 550.0, 81920, 4, Disabled, {A100}" ;;
+  *--query-gpu*) echo "0, GPU-aa, 550.0, 81920, [N/A], Enabled, Default, Disabled, {A100}"
+    echo "1, GPU-bb, 550.0, 81920, 4, Disabled, Default, Disabled, {A100}" ;;
   -L) echo "GPU 0: {A100} (UUID: GPU-aa)"
     echo "  MIG 3g.40gb     Device  0: (UUID: MIG-c6d4)"
     echo "  MIG 1g.10gb     Device  1: (UUID: MIG-GPU-aa/5/0)"
@@ -222,3 +264,47 @@ def test_the_module_host_processes_prints_0_and_the_error_of_the_driver(
     stub(path_directory, "nvidia-smi", "#!/bin/sh\necho 'GPU is lost'; exit 15\n")
     processes.main(["gpu"])
     assert capsys.readouterr() == ("0\n", "nvidia-smi: GPU is lost\n")
+
+
+# ---------------------------------------------------------------- the list of the driver
+
+
+@pytest.fixture
+def driver(tmp_path: Path, path_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stub of /proc/driver/nvidia with two GPUs, and of their device files beside it. nvidia-smi sees one GPU."""
+    directory = tmp_path / "nvidia"
+    for address, minor in (("0000:c1:00.0", 0), ("0000:41:00.0", 1)):
+        facts = directory / "gpus" / address / "information"
+        facts.parent.mkdir(parents=True)
+        facts.write_text(f"Model: \t\t {A100}\nIRQ:   \t\t 35\nGPU UUID: \t GPU-{minor}a\nDevice Minor: \t {minor}\n")
+        (tmp_path / f"nvidia{minor}").touch()
+    rows = f"0, GPU-0a, 550.0, 81920, 4, Disabled, Default, Disabled, {A100}"
+    stub(path_directory, "nvidia-smi", f'#!/bin/sh\ncase $* in *query-gpu*) echo "{rows}" ;; *) exit 9 ;; esac\n')
+    monkeypatch.setattr(listed_gpus, "__defaults__", (directory, tmp_path))
+    return directory
+
+
+def test_a_launch_counts_the_gpus_that_the_driver_lists_in_the_order_of_the_bus(driver: Path) -> None:
+    assert listed_gpus() == (Gpu(0, "GPU-1a", A100, 0, None), Gpu(1, "GPU-0a", A100, 0, None))
+    assert [count_gpus(setting) for setting in (None, "", "1,0", "GPU-1a", "GPU-zz")] == [
+        (number, "") for number in (2, 0, 2, 1, 0)
+    ]
+
+
+def test_a_gpu_whose_device_file_is_hidden_from_a_container_is_not_counted(driver: Path) -> None:
+    (driver.parent / "nvidia1").unlink()
+    assert listed_gpus() == (Gpu(0, "GPU-0a", A100, 0, None),)
+
+
+def test_a_process_sees_one_instance_of_a_listed_gpu_with_mig(driver: Path) -> None:
+    (driver / "capabilities/gpu1/mig/gi7").mkdir(parents=True)
+    assert [gpu.mig for gpu in listed_gpus()] == [True, False]
+    assert count_gpus(None) == count_gpus("MIG-5c89") == (1, "")
+
+
+@pytest.mark.parametrize(("setting", "count"), [("GPU-0a,GPU-1a", 1), ("0,1", 2)])
+def test_nvidia_smi_is_asked_if_the_driver_does_not_know_a_uuid_yet(driver: Path, setting: str, count: int) -> None:
+    """Without persistence mode, the driver knows the UUID only while a process uses the GPU."""
+    facts = next(driver.glob("gpus/0000:41*/information"))
+    facts.write_text(facts.read_text().replace("GPU-1a", "GPU-????????"))
+    assert count_gpus(setting) == (count, "")

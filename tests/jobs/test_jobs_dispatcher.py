@@ -74,6 +74,7 @@ class SimulatedServer:
         self.stops_on_request = True
         self.gpu_queries = 0
         self.memory_used: dict[int | str, int | None] = {}  # of each GPU, MiB
+        self.desktops: list[int | str] = []  # GPUs of which only a desktop uses memory
         self.processes: list[int | str] = []  # GPUs with a process
         self.lost_gpus: dict[int | str, str] = {}  # with the reasons
         self.run: ListRun | None = None
@@ -183,7 +184,8 @@ class SimulatedServer:
         found: list[dict[str, Any]] = [{"index": gpu, "lost": reason} for gpu, reason in self.lost_gpus.items()]
         for gpu in [gpu for gpu in gpus if gpu not in self.lost_gpus]:
             used, processes = self.memory_used.get(gpu, 0), int(gpu in self.processes)
-            found.append({"index": gpu, "memory": 80000, "used": used, "processes": processes})
+            desktop = {"desktop": True} if gpu in self.desktops else {}
+            found.append({"index": gpu, "memory": 80000, "used": used, "processes": processes, **desktop})
         return found
 
     async def close(self) -> None:
@@ -1114,6 +1116,20 @@ def test_only_gpus_with_the_required_free_memory_are_used(tmp_path: Path) -> Non
         async with ListRun(tmp_path, one, jobs=3, gpu_free_mib=70000) as run:
             await run.finished()
         assert [list(request.gpus) for request in one.requests] == [[1]] * 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("free", "used"), [(None, [[0]]), (79000, [[1]])])
+def test_the_memory_of_a_desktop_counts_only_with_a_limit(
+    tmp_path: Path, free: int | None, used: list[list[int]]
+) -> None:
+    async def scenario() -> None:
+        one = SimulatedServer("one", 2, gpus=True)
+        one.memory_used, one.desktops = {0: 1500, 1: 900 if free else 5000}, [0]
+        async with ListRun(tmp_path, one, jobs=1, gpu_free_mib=free) as run:
+            await run.finished()
+        assert [list(request.gpus) for request in one.requests] == used
 
     asyncio.run(scenario())
 

@@ -224,7 +224,7 @@ def undivided_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An nvidia-smi that reports one GPU, with MIG and without instances."""
     program = tmp_path / "bin/nvidia-smi"
     program.parent.mkdir()
-    row = "0, GPU-00, 550.0, 81920, 4, Enabled, A100"
+    row = "0, GPU-00, 550.0, 81920, 4, Enabled, Default, Disabled, A100"
     program.write_text(f"#!/bin/sh\ncase $* in *query-gpu*) echo '{row}' ;; esac\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")

@@ -254,8 +254,8 @@ def test_jobs_get_uuids_of_gpus_if_one_is_lost(home: Path) -> None:
 
 
 NO_INSTANCES = "MIG is on, but it has no instances; create one (nvidia-smi mig -cgi PROFILE -C), or turn MIG off"
-WHOLE = "0, GPU-00, 550.0, 81920, 4, Disabled, A100"
-UNDIVIDED = "1, GPU-11, 550.0, 81920, 4, Enabled, A100"
+WHOLE = "0, GPU-00, 550.0, 81920, 4, Disabled, Default, Disabled, A100"
+UNDIVIDED = "1, GPU-11, 550.0, 81920, 4, Enabled, Default, Disabled, A100"
 LOST_ROW = f"2{', [GPU is lost]' * 8}"
 
 

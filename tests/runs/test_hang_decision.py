@@ -259,6 +259,27 @@ def test_a_run_that_looks_hung_is_reported_once_and_again_when_its_state_changes
     assert notice_after(3.0) == ""
 
 
+def test_a_node_whose_nvidia_smi_does_not_reply_is_named_in_the_notice_and_in_the_cause(tmp_path: Path) -> None:
+    """A GPU that has failed can keep the ranks busy in the driver."""
+    facts: dict[str, Any] = {"gpu_error": "nvidia-smi: no reply within 5 s"}
+    busy = [RANK_STATUS | {"cpu": 1.0, "state": "R", "silent": 63.0}]
+    watch = hang_watch(tmp_path, 700)
+    assert check(watch, 700, Query(1), ranks=busy)[1] == ""
+    for notice in (
+        "the run has had no output for 63 s; n1: nvidia-smi: no reply within 5 s; it is not stopped automatically",
+        "",
+    ):
+        assert check(watch, 700, Query(1), ranks=busy, **facts)[1] == notice
+    idle = [RANK_STATUS | {"silent": 65.0}]
+    assert check(watch, 700, Query(1, stacks=True), ranks=idle, **facts)[1] == (
+        "the run looks hung: no output for 65 s; no rank used CPU in 1.0 s; n1: nvidia-smi: no reply within 5 s; "
+        "it is not stopped automatically"
+    )
+    found, _ = check(watch, 700, Query(1, stacks=True), **facts)
+    assert isinstance(found, Hung)
+    assert str(found.record["cause"]).endswith("; no rank used CPU in 1.0 s; n1: nvidia-smi: no reply within 5 s")
+
+
 def test_a_run_with_long_pauses_is_reported_again_only_after_a_longer_pause() -> None:
     def notice_at(time: float, silent: float, notified: Notified) -> tuple[str, Notified]:
         return notice_on(Observation(tuple(ranks(SLEEPS)), (), 0, 1.0, silent), silent, notified, time)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
@@ -153,6 +155,24 @@ def test_a_rank_has_the_gpus_that_its_processes_use(tmp_path: Path, monkeypatch:
     [gpu] = node_status.gpus_of(processes, gpus, users)
     assert (gpu.index, gpu.use, gpu.watts, error) == (0, 97, 412.37, "")
     assert (gpus["GPU-bb"].use, gpus["GPU-bb"].watts) == (None, 0.0)
+
+
+@pytest.mark.parametrize("hanging", ["*", "*compute-apps*"])
+def test_an_nvidia_smi_that_hangs_is_an_error_of_the_node_and_does_not_delay_its_reply(
+    hanging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All calls together have one limit, here 0.5 s."""
+    os.mkfifo(tmp_path / "never")
+    stub = STUB_NVIDIA_SMI.replace("case $* in", f"case $* in {hanging}) read -r line <{tmp_path}/never ;;", 1)
+    (tmp_path / "nvidia-smi").write_text(stub)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(node_status, "GPU_TIMEOUT", 0.5)
+    start = monotonic()
+    found = node_status.observe(str(tmp_path), "n1", count=1, first_rank=0, seconds=0.1, stacks=False)
+    assert monotonic() - start < node_status.GPU_TIMEOUT + 1
+    assert re.fullmatch(r"nvidia-smi: no reply within 0\.[345] s", found.gpu_error)
+    assert [gpu.index for gpu in found.gpus] == ([] if hanging == "*" else [0, 1])
 
 
 def frame(name: str, file: str, line: int) -> dict[str, object]:
