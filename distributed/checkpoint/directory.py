@@ -125,12 +125,12 @@ class CheckpointInfo:
 
     def fault(self, names: Iterable[str] | None = None) -> str | None:
         """Return the first fault of its files, or None. Reads every byte, several files at once. names: only these."""
-        progress = Progress(f"{self.path.name}: verified", self.bytes)
+        part = list(self.files if names is None else names)
+        progress = VerificationProgress(self.path.name, sum(self.files[name]["bytes"] for name in part))
         with ThreadPoolExecutor() as pool:
-            faults = pool.map(partial(self._fault_of, progress), self.files if names is None else names)
-            return next(filter(None, faults), None)
+            return next(filter(None, pool.map(partial(self._fault_of, progress), part)), None)
 
-    def _fault_of(self, progress: Progress, name: str) -> str | None:
+    def _fault_of(self, progress: VerificationProgress, name: str) -> str | None:
         file, expected = self.path / name, self.files[name]
         try:
             if (size := file.lstat().st_size) != expected["bytes"]:
@@ -238,7 +238,7 @@ def _score(found: CheckpointInfo) -> float:
     return float("inf") if found.score is None else found.score
 
 
-def _sha256(file: Path, progress: Progress) -> str:
+def _sha256(file: Path, progress: VerificationProgress) -> str:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(4 * MIB))
     with open(file, "rb", buffering=0, opener=regular_file) as stream:
         while count := stream.readinto(buffer):
@@ -247,11 +247,12 @@ def _sha256(file: Path, progress: Progress) -> str:
     return digest.hexdigest()
 
 
-class Progress:
-    """Prints every PROGRESS_INTERVAL seconds how many bytes have been verified."""
+class VerificationProgress:
+    """Prints every PROGRESS_INTERVAL seconds how many bytes this rank has verified."""
 
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._bytes = what, total, 0
+    def __init__(self, name: str, total: int) -> None:
+        """name: of the checkpoint. total: in bytes."""
+        self._name, self._total, self._bytes = name, total, 0
         self._next, self._lock = time.monotonic() + PROGRESS_INTERVAL, threading.Lock()
 
     def add(self, count: int) -> None:
@@ -259,7 +260,7 @@ class Progress:
             self._bytes += count
             if time.monotonic() >= self._next:
                 self._next += PROGRESS_INTERVAL
-                print(f"{self._what} {self._bytes / 1e9:.1f} of {self._total / 1e9:.1f} GB", flush=True)
+                print(f"{self._name}: verified {self._bytes / 1e9:.1f} of {self._total / 1e9:.1f} GB", flush=True)
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
