@@ -35,6 +35,20 @@ refuses() { # <expected text>
 }
 
 
+@test "each rank sees all GPUs of its node, also with --gpus-per-task, unless SLURM_GPU_BIND or SRUN_ARGS bind GPUs" {
+  in_job SLURM_GPUS_PER_TASK=1 "$TRAIN" --dry-run -
+  [[ "$output" == *" --gpus-per-task 1 --gpu-bind=none "* ]]
+  in_job SLURM_NTASKS_PER_GPU=1 "$TRAIN" --dry-run -
+  [[ "$output" == *" --gpu-bind=none "* ]]
+  in_job SLURM_GPUS_PER_TASK=1 SRUN_ARGS=--gpu-bind=closest "$TRAIN" --dry-run -
+  [[ "$output" == *" --gpu-bind=none "*" --gpu-bind=closest "* ]] # the last one counts
+  in_job SLURM_GPUS_PER_TASK=1 SLURM_GPU_BIND=closest "$TRAIN" --dry-run -
+  [[ "$output" == *" --gpus-per-task 1 "* && "$output" != *"--gpu-bind"* ]]
+  in_job "$TRAIN" --dry-run -
+  [[ "$output" != *"--gpu-bind"* ]]
+}
+
+
 @test "options of srun that would break the launch are refused, in every spelling, in SRUN_ARGS and in CONTAINER" {
   local options streams="the launcher needs the streams of srun; leave it out: the output of rank 0 is in"
   local layout="the launcher places the ranks on the nodes of the job; leave it out, and "

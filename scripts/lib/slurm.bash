@@ -245,7 +245,9 @@ build_srun_command() {
 
 
 # Print options of sbatch that srun does not inherit. With --cpus-per-task, SLURM binds each task to its own cores, if
-# the cluster is configured for that.
+# the cluster is configured for that. --gpus-per-task and --ntasks-per-gpu also bind each task to its own GPU (srun(1),
+# --gpu-bind): a rank then sees one GPU instead of GPU LOCAL_RANK of the node, and NCCL cannot open the memory of others
+# where cgroups hide them. So no GPU is bound unless the user asks for that.
 rank_resources() {
   [[ $(printf '%s\n' "${NPROC_OF[@]}" | sort -u | wc -l) != 1 ]] ||
     printf '%s\n' --ntasks-per-node "${NPROC_OF[${NODES[0]}]}"
@@ -255,6 +257,7 @@ rank_resources() {
     printf '%s\n' --overcommit
   fi
   [[ ! ${SLURM_GPUS_PER_TASK-} ]] || printf '%s\n' --gpus-per-task "$SLURM_GPUS_PER_TASK"
+  [[ ! ${SLURM_GPUS_PER_TASK-}${SLURM_NTASKS_PER_GPU-} || ${SLURM_GPU_BIND-} ]] || printf '%s\n' --gpu-bind=none
 }
 
 
