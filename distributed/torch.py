@@ -385,8 +385,7 @@ def explain(world: World, own_device: torch.device, env: Mapping[str, str] = os.
 def main(_: Sequence[str]) -> int:
     """Print this rank and the variables that determine it. Returns the exit code."""
     try:
-        world = World.from_env()
-        sys.stdout.write(explain(world, device(world)))
+        sys.stdout.write(explain(world := World.from_env(), device(world)))
     except WorldError as error:
         sys.stderr.write(f"distributed.torch: {error}\n")
         return 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 import threading
 
@@ -42,8 +41,6 @@ def warn_of_unusable_gpus(ranks: int) -> None:
         return
     try:
         die_with_parent(agent)
-        signal.set_wakeup_fd(-1)
-        os.closerange(3, 1000)  # pipes of the agent: this process may hang in the driver
         if problem := unusable_gpus(ranks):
             sys.stderr.write(f"warning: {problem}\n")
     finally:

@@ -237,9 +237,6 @@ def describe_use(gpu: Gpu, runs: Mapping[int, RunProcesses]) -> str:
     return f"GPU {gpu.index}: {used}used by {by}"
 
 
-MODES = {"Exclusive_Process": "a second process on this GPU fails", "Prohibited": "no process can use this GPU"}
-
-
 def check_gpu_health(facts: Facts) -> Iterator[Finding]:
     for lost in facts.gpus.lost:
         yield fault(lost.reason, "restart the machine; if it recurs, have the card replaced", topic=f"GPU {lost.index}")
@@ -251,13 +248,10 @@ def check_gpu_health(facts: Facts) -> Iterator[Finding]:
                 f"sudo nvidia-smi --id={gpu.index} --multi-instance-gpu=0",
                 f"GPU {gpu.index}",
             )
-        if (effect := MODES.get(gpu.compute_mode)) and MPS_SERVER not in {process.name for process in gpu.processes}:
-            yield warning(
-                f"compute mode {gpu.compute_mode}, without MPS: {effect}",
-                "",
-                f"sudo nvidia-smi --id={gpu.index} --compute-mode=DEFAULT",
-                f"GPU {gpu.index}",
-            )
+        if (mode := gpu.compute_mode).startswith(("E", "P")) and MPS_SERVER not in {one.name for one in gpu.processes}:
+            fact = f"compute mode {mode}, without MPS: {'each' if mode[0] == 'P' else 'a second'} process fails"
+            command = f"sudo nvidia-smi --id={gpu.index} --compute-mode=DEFAULT"
+            yield warning(fact, "", command, f"GPU {gpu.index}")
 
 
 # ---------------------------------------------------------------- memory and disk
@@ -389,6 +383,12 @@ def check_interfaces(facts: Facts) -> Iterator[Finding]:
             yield fault(fact, command=f"unset {variable}")
 
 
+def check_nccl(facts: Facts) -> Iterator[Finding]:
+    names = facts.environment.get("NCCL_SOCKET_IFNAME") or ", ".join(facts.nccl_interfaces)
+    if facts.torch.nccl and names:
+        yield ok(f"connects nodes through {'InfiniBand, set up over ' * facts.infiniband}{names}")
+
+
 def check_shadows(facts: Facts) -> Iterator[Finding]:
     """Files and packages that Python may import in place of a library or Muster's package that has the same name."""
     for path in facts.shadows:
@@ -437,6 +437,7 @@ CHECKS: tuple[tuple[str, Callable[[Facts], Iterator[Finding]]], ...] = (
     ("names", check_names),
     ("resolver", check_resolver),
     ("shell", check_environment),
+    ("NCCL", check_nccl),
     ("imports", check_shadows),
     ("runs", check_runs),
 )

@@ -28,7 +28,7 @@ from distributed.host.interpreter import (
     required_packages,
     this_python,
 )
-from distributed.host.network import interface_to, listener, mtu_of_interface, port_is_free
+from distributed.host.network import interface_to, listener, mtu_of_interface, nccl_interfaces, port_is_free
 from distributed.host.replies import NodeFacts
 from distributed.host.resources import Cores, Memory, Space, read_cores, read_memory, read_space
 from distributed.host.system import KIT, PROC, SYS, read
@@ -74,6 +74,7 @@ class Facts:
     port: Port
     names: NameLookups
     interfaces: tuple[str, ...]
+    nccl_interfaces: tuple[str, ...] = ()  # see network.nccl_interfaces()
     environment: Mapping[str, str] = field(default_factory=dict)  # REPORTED_VARIABLES that are set
     shadows: tuple[str, ...] = ()  # see find_shadows()
     runs: tuple[RunProcesses, ...] = ()
@@ -117,6 +118,7 @@ def gather(directory: Path, logs: Path, port: int, env: Mapping[str, str] = os.e
         port=Port(port, port_is_free(port), listener(port)),
         names=look_up_names(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
+        nccl_interfaces=tuple(nccl_interfaces()),
         environment={name: value for name, value in sorted(env.items()) if REPORTED_VARIABLES.fullmatch(name)},
         shadows=find_shadows(directory, env.get("PYTHONPATH", "")),
         runs=find_runs(),

@@ -23,7 +23,6 @@ APP_FIELDS = "gpu_uuid,pid,used_memory,process_name"
 RESET = "[GPU requires reset]"
 MPS_SERVER = "nvidia-cuda-mps-server"  # computes nothing itself: its clients do
 LOST = ("[GPU is lost]", "[Unknown Error]")  # values of a GPU that no longer replies
-PROHIBITED = "compute mode is Prohibited; to allow processes: sudo nvidia-smi --compute-mode=DEFAULT"
 NO_INSTANCES = "MIG is on, but it has no instances; create one (nvidia-smi mig -cgi PROFILE -C), or turn MIG off"
 MIG_INSTANCE = re.compile(r"^(?:GPU .*UUID: (GPU-[^)]+)|\s+MIG .*UUID: (MIG-[^)]+))\)")  # lines of nvidia-smi -L
 
@@ -72,7 +71,7 @@ class Gpu:
     def fault(self) -> str:
         """Why no process can use the GPU; empty if one can."""
         if self.compute_mode == "Prohibited":
-            return PROHIBITED
+            return "compute mode Prohibited; to allow processes: sudo nvidia-smi --compute-mode=DEFAULT"
         return NO_INSTANCES if self.mig and not self.instances else ""
 
 
@@ -88,16 +87,16 @@ class Gpus:
 # ---------------------------------------------------------------- nvidia-smi
 
 
-def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS, *, processes: bool = True) -> Gpus:
-    """The GPUs and, if requested, their processes, as reported by nvidia-smi; without it, those with a device file."""
+def query_gpus(sys_directory: Path = SYS, *, processes: bool = True) -> Gpus:
+    """The GPUs and, if requested, their processes, as nvidia-smi reports them; without it, as the driver lists them."""
     hardware = nvidia_cards(sys_directory)
     if not shutil.which("nvidia-smi"):
-        return Gpus(hardware=hardware, devices=device_files(dev))
+        return Gpus(hardware=hardware, devices=listed_gpus())
     end = time.monotonic() + NVIDIA_LIMIT
-    rows, lost, error = query_rows(GPU_FIELDS, end, dev, sys_directory)
+    rows, lost, error = query_rows(GPU_FIELDS, end, sys_directory)
     users = gpu_processes(query("compute-apps", APP_FIELDS, end).out) if rows and processes else {}
     divided = processes and any(row["mig.mode.current"] == "Enabled" for row in rows)
-    instances = mig_instances(call(["-L"], end).out, users) if divided else {}
+    instances = mig_instances(run_program(["nvidia-smi", "-L"], end - time.monotonic()).out, users) if divided else {}
     return Gpus(
         driver=rows[0]["driver_version"] if rows else "",
         error=error,
@@ -108,7 +107,7 @@ def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS, *, processes
 
 
 def query_rows(
-    fields: str, end: float, dev: Path = Path("/dev"), sys_directory: Path = SYS
+    fields: str, end: float, sys_directory: Path = SYS
 ) -> tuple[list[dict[str, str]], tuple[LostGpu, ...], str]:
     """The GPUs that reply, the lost ones, and an error if none replies. fields: must begin with index,uuid.
 
@@ -118,7 +117,7 @@ def query_rows(
     lost: dict[int, str] = {}
     outputs = {0: output}
     if output.code and not none_found(output):
-        cards = max(nvidia_cards(sys_directory), len(device_files(dev)))
+        cards = max(nvidia_cards(sys_directory), len(listed_gpus()))
         outputs = {index: query("gpu", fields, end, index) for index in range(cards)}
         lost = {index: text_of(one) for index, one in outputs.items() if one.code != 0 and not none_found(one)}
     rows = []
@@ -142,14 +141,10 @@ def text_of(output: ProgramOutput) -> str:
 
 
 def query(kind: str, fields: str, end: float, index: int | None = None) -> ProgramOutput:
-    """Query nvidia-smi. index: query only this GPU."""
+    """Call nvidia-smi. end: when it is killed, as time.monotonic(). index: query only this GPU."""
     one = [] if index is None else [f"--id={index}"]
-    return call([f"--query-{kind}={fields}", "--format=csv,noheader,nounits", *one], end)
-
-
-def call(arguments: Sequence[str], end: float) -> ProgramOutput:
-    """Call nvidia-smi, which may hang if a GPU has failed. end: when it is killed, as time.monotonic()."""
-    return run_program(["nvidia-smi", *arguments], max(0.0, end - time.monotonic()))
+    command = ["nvidia-smi", f"--query-{kind}={fields}", "--format=csv,noheader,nounits", *one]
+    return run_program(command, end - time.monotonic())
 
 
 def table(csv: str, fields: str) -> list[dict[str, str]]:
@@ -233,16 +228,6 @@ def nvidia_cards(sys_directory: Path) -> int:
     return sum(read(card / "vendor") == "0x10de" and read(card / "class").startswith("0x03") for card in devices)
 
 
-def device_files(dev: Path) -> tuple[Gpu, ...]:
-    """The GPUs that have a device file; their other facts are unknown."""
-    numbers = [path.name.removeprefix("nvidia") for path in dev.glob("nvidia*")]
-    indices = sorted(int(number) for number in numbers if number.isdecimal())
-    return tuple(Gpu(index, f"/dev/nvidia{index}", "NVIDIA GPU", 0, None) for index in indices)
-
-
-# ---------------------------------------------------------------- CUDA_VISIBLE_DEVICES
-
-
 def listed_gpus(driver: Path = PROC / "driver/nvidia", dev: Path = Path("/dev")) -> tuple[Gpu, ...]:
     """The GPUs that NVIDIA's driver lists, in the order of nvidia-smi; their memory is unknown.
 
@@ -256,6 +241,9 @@ def listed_gpus(driver: Path = PROC / "driver/nvidia", dev: Path = Path("/dev"))
             mig = any(driver.glob(f"capabilities/gpu{minor}/mig/gi*"))
             found.append(Gpu(len(found), facts.get("GPU UUID", ""), facts.get("Model", ""), 0, None, mig))
     return tuple(found)
+
+
+# ---------------------------------------------------------------- CUDA_VISIBLE_DEVICES
 
 
 def visible(setting: str | None, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
@@ -285,11 +273,8 @@ def is_named(gpu: Gpu, device: str) -> bool:
 
 
 def count_gpus(setting: str | None) -> tuple[int, str]:
-    """The number of GPUs that are visible with this value of CUDA_VISIBLE_DEVICES, and an error of nvidia-smi.
-
-    nvidia-smi is called only if the driver lists no GPU, as in WSL, or the UUIDs in `setting` are not known to it yet.
-    """
-    gpus, error = listed_gpus(), ""
+    """The number of GPUs that are visible with this value of CUDA_VISIBLE_DEVICES, and an error of nvidia-smi."""
+    gpus, error = listed_gpus(), ""  # none in WSL; UUIDs may be unknown until a process uses the GPUs
     if not gpus or ("GPU-" in (setting or "") and any("?" in gpu.uuid for gpu in gpus)):
         found = query_gpus(processes=False)
         gpus, error = found.devices, found.error

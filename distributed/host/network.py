@@ -14,10 +14,11 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-from distributed.host.system import PROC, read
+from distributed.host.system import PROC, SYS, read
 
 PORTS = range(20_000, 30_000)  # candidates, below the usual ephemeral range
 MAX_COMMAND_LENGTH = 100  # characters of a command line in a message
+NCCL_FILES = ("~/.nccl.conf", "/etc/nccl.conf")  # the environment overrides them
 SIOCGIFADDR, SIOCGIFMTU = 0x8915, 0x8921  # linux/sockios.h: address and MTU of an interface
 
 
@@ -109,9 +110,24 @@ def interface_to(host: str) -> str:
 
 
 def use_interface_to(node: str) -> None:
-    """Let gloo use the interface to another node. By default it uses the address of the host name, often 127.0.1.1."""
+    """Let gloo use the interface to another node. By default it uses the address of the host name, often 127.0.1.1.
+
+    So does NCCL without InfiniBand, if it would set up its connections through another interface, or also use a bridge.
+    """
     if node and (interface := interface_to(node)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        chosen, devices = nccl_interfaces(), SYS / "class"
+        bridged = any((devices / "net" / name / "bridge").exists() for name in chosen if name != interface)
+        configured = any("NCCL_SOCKET_IFNAME" in read(Path(file).expanduser()) for file in NCCL_FILES)
+        if (bridged or interface != chosen[0]) and not configured and not any(devices.glob("infiniband/*")):
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def nccl_interfaces() -> list[str]:
+    """The interfaces that NCCL takes by itself: it sets up connections through the first, and uses all of them."""
+    names = [name for _, name in socket.if_nameindex() if address_of_interface(name)]
+    others = [name for name in names if not name.startswith(("docker", "lo", "virbr"))]
+    return [name for name in names if name.startswith("ib")] or others or names
 
 
 def address_of_interface(name: str) -> str:

@@ -34,7 +34,7 @@ def run_program(command: Sequence[str], limit: float) -> ProgramOutput:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=1)
-        return ProgramOutput(None, "", f"no reply within {round(limit, 1):g} s")
+        return ProgramOutput(None, "", f"no reply within {max(0.0, round(limit, 1)):g} s")
     return ProgramOutput(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NoReturn
 
 TRAINER = str(Path(__file__).resolve().parents[2] / "train.py")
-SMOKE_TEST = str(Path(__file__).resolve().with_name("smoke.py"))
 
 
 def options_of(arguments: list[str]) -> dict[str, str]:
@@ -73,7 +72,7 @@ def main() -> int:
 
     recorded_imports.stop()
     server = ForkServer(partial(run_rank, preload))
-    if not {TRAINER, SMOKE_TEST} & {*sys.argv} and (ranks := launcher_options.get("--nproc-per-node", "")).isdigit():
+    if TRAINER not in sys.argv and (ranks := launcher_options.get("--nproc-per-node", "")).isdigit():
         warn_of_unusable_gpus(int(ranks))
 
     try:

@@ -201,14 +201,13 @@ def check_gpus(ranks: int) -> None:
     if ranks <= RANKS_PER_CORE and not may_have_gpus():
         return
     from distributed.host.gpus import count_visible
+    from distributed.host.resources import read_cores
 
     gpus = count_visible()
     if 0 < gpus < ranks:
         available = f"{gpus} GPU{'s' * (gpus > 1)}"
         raise CheckFailed("usage", f"NPROC {ranks}: this machine has {available}; start at most one process per GPU")
     if not gpus and ranks > RANKS_PER_CORE:
-        from distributed.host.resources import read_cores
-
         cores = max(1, int(read_cores().usable))
         if ranks > RANKS_PER_CORE * cores:
             print(f"warning NPROC {ranks}: more than {RANKS_PER_CORE} per CPU core (this machine has {cores})")

@@ -68,6 +68,7 @@ HEALTHY = Facts(
     port=Port(29500),
     names=NameLookups("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", ("node1",)),)),
     interfaces=("lo", "eth0", "ib0"),
+    nccl_interfaces=("ib0",),
     user="ada",
 )
 
@@ -90,7 +91,19 @@ def problems(facts: Facts) -> list[Finding]:
 
 def test_a_healthy_machine_gets_no_warning() -> None:
     assert problems(HEALTHY) == []
-    assert len(judge(HEALTHY)) == 11
+    assert len(judge(HEALTHY)) == 12
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"nccl_interfaces": ("eth0", "cni0")}, "connects nodes through eth0, cni0"),
+        ({"infiniband": True}, "connects nodes through InfiniBand, set up over ib0"),
+        ({"environment": {"NCCL_SOCKET_IFNAME": "=eth0"}}, "connects nodes through =eth0"),
+    ],
+)
+def test_the_interfaces_that_nccl_will_take_are_named(changed: dict[str, Any], text: str) -> None:
+    assert [line.fact for line in judge(change(**changed)) if line.topic == "NCCL"] == [text]
 
 
 def test_an_exclusive_gpu_that_is_shared_by_mps_gets_no_warning() -> None:
@@ -155,7 +168,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("MIG", {"gpus__devices": (replace(GPUS[0], mig=True), *GPUS[1:])},
      "warning GPU 0", "MIG is enabled", "--multi-instance-gpu=0"),
     ("exclusive GPU", {"gpus__devices": (replace(GPUS[0], compute_mode="Exclusive_Process"), *GPUS[1:])},
-     "warning GPU 0", "a second process on this GPU fails", "sudo nvidia-smi --id=0 --compute-mode=DEFAULT"),
+     "warning GPU 0", "Exclusive_Process, without MPS: a second process fails", "--id=0 --compute-mode=DEFAULT"),
     ("no memory", {"memory__available": 400 * MIB}, "fault memory", "400 MiB of 512.0 GiB", "ps aux"),
     ("job's memory limit", {"memory__limit": 2 * GIB},
      "warning memory", "2.0 GiB of 2.0 GiB (limit of this container or job) free", "ps aux"),

@@ -158,11 +158,18 @@ esac
 """
 
 
+def add_card(sys_directory: Path, name: str, vendor: str = "0x10de", kind: str = "0x030200") -> None:
+    card = sys_directory / "bus/pci/devices" / name
+    card.mkdir(parents=True)
+    (card / "vendor").write_text(f"{vendor}\n")
+    (card / "class").write_text(f"{kind}\n")
+
+
 def test_a_lost_gpu_does_not_hide_the_others(path_directory: Path, tmp_path: Path) -> None:
     stub(path_directory, "nvidia-smi", STUB_LOST_GPU)
     for number in range(4):
-        (tmp_path / f"nvidia{number}").touch()
-    found = query_gpus(dev=tmp_path, sys_directory=tmp_path)
+        add_card(tmp_path, f"0{number}")
+    found = query_gpus(tmp_path)
     assert [(gpu.index, gpu.uuid, gpu.busy) for gpu in found.devices] == [(0, "GPU-00", False), (2, "GPU-22", True)]
     assert found.lost == (LostGpu(1, LOST.replace("  ", " ")),)
     assert (found.error, found.driver) == ("", "550.0")
@@ -186,9 +193,9 @@ def test_a_gpu_whose_row_has_only_error_values_is_reported_as_lost(path_director
 
 
 def test_if_no_gpu_replies_the_error_is_reported_once(path_directory: Path, tmp_path: Path) -> None:
-    (tmp_path / "nvidia0").touch()
+    add_card(tmp_path, "00")
     stub(path_directory, "nvidia-smi", f"#!/bin/sh\necho '{LOST}'; exit 15\n")
-    found = query_gpus(dev=tmp_path, sys_directory=tmp_path)
+    found = query_gpus(tmp_path)
     assert (found.devices, found.lost, found.error) == ((), (), f"nvidia-smi: {LOST.replace('  ', ' ')}")
 
 
@@ -227,22 +234,13 @@ def test_a_machine_without_devices_is_not_an_error(path_directory: Path) -> None
     assert query_gpus().error == ""
 
 
-def test_device_files_are_counted_without_nvidia_smi(path_directory: Path, tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    assert [gpu.index for gpu in query_gpus(dev=tmp_path).devices] == [0, 1]
-
-
 def test_cards_without_a_driver_are_found_on_the_pci_bus(tmp_path: Path) -> None:
     for name, vendor, kind in (
         ("3b", "0x10de", "0x030200"),
         ("3c", "0x10de", "0x040300"),
         ("00", "0x8086", "0x030000"),
     ):
-        card = tmp_path / "bus/pci/devices" / name
-        card.mkdir(parents=True)
-        (card / "vendor").write_text(f"{vendor}\n")
-        (card / "class").write_text(f"{kind}\n")
+        add_card(tmp_path, name, vendor, kind)
     assert nvidia_cards(tmp_path) == 1
 
 
@@ -289,6 +287,11 @@ def test_a_launch_counts_the_gpus_that_the_driver_lists_in_the_order_of_the_bus(
     assert [count_gpus(setting) for setting in (None, "", "1,0", "GPU-1a", "GPU-zz")] == [
         (number, "") for number in (2, 0, 2, 1, 0)
     ]
+
+
+def test_without_nvidia_smi_the_gpus_are_those_that_the_driver_lists(driver: Path, path_directory: Path) -> None:
+    (path_directory / "nvidia-smi").unlink()
+    assert query_gpus().devices == listed_gpus()
 
 
 def test_a_gpu_whose_device_file_is_hidden_from_a_container_is_not_counted(driver: Path) -> None:

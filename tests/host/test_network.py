@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from distributed.host.network import (
     own_addresses,
     port_is_free,
 )
+from distributed.host.system import KIT
 
 
 @pytest.fixture
@@ -57,6 +60,46 @@ def test_lookups_time_out() -> None:
 def test_the_interface_of_the_route_to_a_host_is_found() -> None:
     assert interface_to("127.0.0.1") == "lo"
     assert interface_to("no-such-name.invalid") == ""
+
+
+INTERFACES = """
+import os
+from distributed.host.network import nccl_interfaces, use_interface_to
+use_interface_to("10.77.1.9")
+print(",".join(nccl_interfaces()), os.environ["GLOO_SOCKET_IFNAME"], os.environ.get("NCCL_SOCKET_IFNAME"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("links", "setting", "printed"),
+    [
+        ([("eth0", "veth")], None, "eth0 eth0 None"),
+        ([("eth0", "veth"), ("eth1", "veth")], None, "eth0,eth1 eth0 None"),
+        ([("wifi0", "veth"), ("eth0", "veth")], None, "wifi0,eth0 eth0 =eth0"),
+        ([("wifi0", "veth"), ("eth0", "veth")], "eth", "wifi0,eth0 eth0 eth"),
+        ([("eth0", "veth"), ("cni0", "bridge")], None, "eth0,cni0 eth0 =eth0"),
+        ([("docker0", "bridge"), ("virbr0", "bridge"), ("eth0", "veth")], None, "eth0 eth0 None"),
+        ([("eth0", "veth"), ("ib0", "veth")], None, "ib0 eth0 =eth0"),
+    ],
+)
+def test_nccl_uses_the_interface_to_another_node_if_it_would_choose_another_or_a_bridge(
+    links: list[tuple[str, str]], setting: str | None, printed: str
+) -> None:
+    """The interfaces are in a network namespace; 10.77.1.9 is reached through eth0."""
+    if os.geteuid():
+        pytest.skip("a network namespace needs root")
+    add = "ip link set lo up; "
+    for number, (name, kind) in enumerate(links, start=2):
+        network = 1 if name == "eth0" else number
+        peer = f" peer name peer{number}" if kind == "veth" else ""
+        add += f"ip link add {name} type {kind}{peer}; ip addr add 10.77.{network}.1/24 dev {name}; "
+        add += f"ip link set {name} up; "
+    command = ["unshare", "--net", "--mount", "sh", "-ec", f'mount -t sysfs none /sys; {add} exec "$@"', "sh"]
+    env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"} | ({"NCCL_SOCKET_IFNAME": setting} if setting else {})
+    found = subprocess.run(
+        [*command, sys.executable, "-c", INTERFACES], cwd=KIT, env=env, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == f"{printed}\n"
 
 
 def test_own_addresses_do_not_include_loopback() -> None:
