@@ -47,7 +47,7 @@ from distributed.agent.attempt import Attempt, AttemptPipes, keep_rendezvous_pri
 from distributed.agent.fork_server import ForkedProcess, ForkServer, ForkServerError, signals
 from distributed.agent.membership import LOOPBACK, Membership, RendezvousFailed, RunEnd, tcp_store
 from distributed.agent.rendezvous import Rendezvous, log
-from distributed.agent.worker import RankSpec, Script
+from distributed.agent.worker import ERROR_HANDLING, RankSpec, Script
 from distributed.exit_codes import STOPPED
 from distributed.host.clock import RunningClock
 from distributed.launch.output_lines import RankLines, with_prefix
@@ -397,6 +397,7 @@ def main(options: argparse.Namespace, server: ForkServer, pipes: AttemptPipes | 
     if options.max_restarts:
         # With the shared store, many restarts fail (torch 2.13: 22 of 34; with separate stores, none of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.setdefault(*ERROR_HANDLING)
     # sys.path without its first entry, the directory of this program. A rank inserts the directory of its script.
     arguments, path = tuple(options.training_script_args), tuple(sys.path[1:])
     script = Script(options.training_script, arguments, options.module, path, options.pass_local_rank)

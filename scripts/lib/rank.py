@@ -26,6 +26,7 @@ def become_rank(output: str, command: Sequence[str]) -> NoReturn:
     name, *arguments = command[1:] if is_module else command
 
     from distributed.agent.attempt import Attempt
+    from distributed.agent.worker import ERROR_HANDLING
     from distributed.host.network import use_interface_to
     from distributed.launch.threads import share_cores
     from distributed.nodelist import expand
@@ -38,7 +39,7 @@ def become_rank(output: str, command: Sequence[str]) -> NoReturn:
         sys.exit(2)
     variables = as_env(world, os.path.basename(os.environ["MUSTER_RUN_DIR"]))
     os.environ.update(variables | Attempt.from_env().variables(variables))
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
+    os.environ.setdefault(*ERROR_HANDLING)
     if world.nodes > 1:
         this_node, nodes = os.environ["SLURMD_NODENAME"], expand(os.environ["SLURM_STEP_NODELIST"])
         use_interface_to(next((node for node in (world.master_addr, *nodes) if node and node != this_node), ""))

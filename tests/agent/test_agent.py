@@ -544,7 +544,7 @@ def test_a_task_of_srun_gets_the_environment_that_torchrun_sets(tmp_path: Path) 
         "MASTER_PORT": "20001", "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3", "ROLE_RANK": "5", "ROLE_WORLD_SIZE": "6",
         "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": tmp_path.name, "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torchrun sets 1
     }  # fmt: skip
     Path("errors").mkdir()
     Path("script.py").write_text(
@@ -593,6 +593,14 @@ def started(ranks: int, body: str, agent: list[str] = AGENT, **env: str) -> Iter
         finally:
             process.kill()
             os.close(ready)
+
+
+@pytest.mark.parametrize(("set_by_user", "expected"), [({}, "3"), ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, "1")])
+def test_a_rank_exits_without_cleaning_up_when_a_collective_of_nccl_has_failed(
+    set_by_user: dict[str, str], expected: str
+) -> None:
+    done = run(*command(1, "print('mode', os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])", AGENT), **set_by_user)
+    assert f"mode {expected}" in done.stdout
 
 
 PATCHED_SOURCE = """
