@@ -75,12 +75,18 @@ EXIT_IF_FOREIGN = """[ -O . ] || { echo "$PWD: belongs to another user" >&2; exi
 p=$(foreign strict "$PWD"); [ ! "$p" ] || { echo "$p" >&2; exit 69; }"""
 
 
-def owners_above(directory: str) -> str:
-    """User ids: this user, root, and who owns the directories above this one here and may therefore do so on a node.
+def owners_here(paths: Iterable[str]) -> set[int]:
+    """User ids of the owners of these paths on this machine, as far as they exist, and of the directories above."""
+    parts = dict.fromkeys(part for path in paths for part in parts_of(path))
+    return {os.lstat(part).st_uid for part in parts if os.path.lexists(part)}
+
+
+def owners_above(directory: str, more: Iterable[int] = ()) -> str:
+    """User ids: this user, root, `more`, and who owns the directories above this one here: they may do so on a node.
 
     On a node where this user has another id, the ids mean other people, and only root counts.
     """
-    return _for_shell({0, *(os.lstat(os.path.dirname(part)).st_uid for part in parts_of(directory))})
+    return _for_shell({0, *more, *(os.lstat(os.path.dirname(part)).st_uid for part in parts_of(directory))})
 
 
 def _for_shell(owners: Iterable[int]) -> str:

@@ -318,6 +318,39 @@ def test_the_program_of_a_server_uses_no_python_and_no_muster_that_another_user_
     assert not (directory / "RAN").exists()
 
 
+@as_root
+@pytest.mark.parametrize("is_setting", ["python", "script"])
+def test_no_python_or_script_that_another_user_has_planted_on_a_server_runs(
+    server: ServerHere, directory: Path, is_setting: str
+) -> None:
+    (shared := directory / "shared").mkdir()
+    shared.chmod(0o1777)
+    (planted := shared / "theirs").mkdir()
+    (program := planted / "program").write_text(f"#!/bin/sh\ntouch {directory}/RAN\n")
+    program.chmod(0o755)
+    (directory / f".cache/muster/jobs-{server._archive_name}/complete").mkdir(parents=True)
+    server.settings = server.settings.model_copy(update={"python": str(program)})
+    line = server._host_program("serve")  # before the other user makes it
+    serve = host.Service()
+    request = {"do": "open", "server": "one", "list": "abc", "workdir": str(directory), "default_workdir": "",
+               "owner": 0, "user": 0, "owners": [], "remote": False, "slots": ["one:0"], "panes": False,
+               "script": "mine.sh", "python": "python3"} | {is_setting: str(program)}  # fmt: skip
+    (directory / "mine.sh").touch()
+    os.chown(planted, NOBODY, NOBODY)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(directory)}
+    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, f"{planted}: belongs to user id {NOBODY}, who made it in {shared}" in done.stderr) == (
+        69,
+        True,
+    )
+    with pytest.raises(host.HostError, match=f"{planted}: belongs to nobody, who made it .*; it is not used"):
+        serve.open(request)
+    assert not (directory / "RAN").exists()
+    assert server._owners_here() == {0, NOBODY}  # now it exists here, as the user has named it
+    subprocess.run(["bash", "-c", server._host_program("serve")], env=environment, check=False, timeout=60)
+    assert (directory / "RAN").exists()
+
+
 @pytest.mark.parametrize("python", ["python3", ".venv/bin/python"])
 def test_the_python_of_a_server_may_be_a_program_on_the_path_or_relative(
     server: ServerHere, directory: Path, python: str
