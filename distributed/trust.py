@@ -127,8 +127,11 @@ def parts_of(path: str) -> Iterator[str]:
 def planted(path: str, owners: Collection[int]) -> str:
     """Why code at a path must not run: another user has made a part of it where all users can create files; or ""."""
     for part in parts_of(path):
-        above, facts = os.path.dirname(part), os.lstat(part)
+        above = os.path.dirname(part)
         mode = os.lstat(above).st_mode
+        if mode & stat.S_IWOTH and not os.path.lexists(part):
+            return f"{part}: not found, and all users could create it"
+        facts = os.lstat(part)
         if mode & stat.S_IWOTH and facts.st_uid not in owners:
             return f"{part}: belongs to {user_name(facts.st_uid)}, who made it where all users can create files"
         if mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:

@@ -94,17 +94,21 @@ def _for_shell(owners: Iterable[int]) -> str:
     return " ".join(map(str, [os.geteuid(), *sorted({*owners} - {os.geteuid()})]))
 
 
-def exit_if_planted(arguments: Sequence[str], cwd: str, code: int, files: Sequence[str] = ()) -> str:
+def exit_if_planted(
+    arguments: Sequence[str], cwd: str, code: int, files: Sequence[str] = (), recorded: str = ""
+) -> str:
     """A line for bash that exits with this code if another user made the code of a command, or could replace it.
 
     The code is in the working directory `cwd` ("": none), at the paths among the first arguments, and in these files.
+    Their owners on this machine are accepted, except those of the path `recorded`, which may have been made since.
     """
     first = takewhile(lambda argument: argument.startswith(("/", "-")), arguments)
     paths = [os.path.normpath(path) for path in (cwd, *first) if path.startswith("/") and path != "/"]
     if not paths or not arguments[0].startswith("/"):
         return ""
     owners, replaceable = {0}, set()
-    for part in dict.fromkeys(part for path in (*paths, *files) for part in parts_of(path)):
+    named = [path for path in (*paths, *files) if path != os.path.normpath(recorded)]
+    for part in dict.fromkeys(part for path in named for part in parts_of(path)):
         above = os.path.dirname(part)
         with contextlib.suppress(OSError):  # it may be there only
             owners.add(os.lstat(part).st_uid)

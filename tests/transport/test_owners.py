@@ -11,10 +11,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from distributed.host.ssh_call import for_any_shell
+from distributed.runs.lookup import EXITED, Launcher, Run, RunNode
+from distributed.runs.query import RunQuery, python_of
+from distributed.transport.commands import Messages
 from distributed.transport.owners import FOREIGN, exit_if_planted
 from distributed.trust import parts_of
 
@@ -156,6 +161,26 @@ def test_an_owner_here_does_not_count_on_a_node_where_this_user_has_another_id(p
     as_third = ["setpriv", "--reuid", "23456", "--regid", "23456", "--clear-groups", "bash", "-pc", f"{line}echo runs"]
     done = subprocess.run(as_third, capture_output=True, text=True, cwd="/")
     assert (done.returncode, done.stdout) == (69, "") and f"belongs to user id {OTHER}" in done.stderr
+
+
+def test_who_owns_a_recorded_python_here_now_may_not_have_made_it_on_a_node(project: Path) -> None:
+    """The Python of a run may have been removed since, and made again by another user, also on this machine."""
+    python = str(project / ".venv/bin/python")
+    node = RunNode("n1", "n1", 1, 0)
+    run = Run(project, str(project), python, "", "", (), Launcher("", 1, None, EXITED, 0), (node,))
+    query = RunQuery(run, Messages("status.sh"))
+    os.chown(project.parent / "muster", 23456, 23456)  # Muster is not recorded
+    for owner, expected in ((0, ""), (OTHER, f"{project}: belongs to user id {OTHER}")):
+        os.chown(project, owner, owner)
+        command = [python, "-I", str(project.parent / "muster/scripts/lib/module.py"), "runs.node_status"]
+        line = exit_if_planted(command, "", 69, recorded=query.ssh.recorded)
+        assert refusal(line).startswith(expected)
+        encoded = for_any_shell(line).rpartition("' ")[0].rpartition("'")[2]
+        assert encoded in query.ssh.command(node, command)[-1]
+        in_job = replace(run, job="17")
+        assert python_of(in_job, node) == (sys.executable if expected else python)
+    project.rename(project.parent / "removed")  # another user could make it again
+    assert python_of(in_job, node) == sys.executable
 
 
 def test_commands_without_own_code_are_not_checked() -> None:
