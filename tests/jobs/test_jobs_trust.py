@@ -84,6 +84,42 @@ def write_journal(path: Path, **call: Any) -> None:
         book.commit()
 
 
+@as_root
+def test_a_file_that_no_call_names_is_not_used_if_another_user_has_planted_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (shared := directory / "shared").mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.chdir(shared)
+    for name, content in (("jobs.json", '[{"a": 1}]'), ("servers.json", '{"servers": [{"host": "a"}]}')):
+        Path(name).write_text(content)
+    call = ["--jobs-config", "jobs.json", "--backend", "local", "--plan"]
+    Path("train.py").touch()
+    assert commands.main(call) == 0
+    os.chown("train.py", NOBODY, NOBODY)
+    for more in ([], ["--cluster-config", "servers.json"]):  # a cluster config without script_path
+        assert commands.main([*call, *more]) == 2
+        assert f"{shared}/train.py: belongs to nobody, who made it where all users can" in capsys.readouterr().err
+    assert commands.main([*call, "--script", "./train.py"]) == 0
+    (shared / "mine").mkdir()
+    recorded = {"cluster_config": str(shared / "servers.json"), "jobs_config": str(shared / "jobs.json")}
+    jobs = [job_of({"n": 1}, Options())]
+    with Journal.open(directory / "results.journal") as book:
+        book.add("list", list="abc", cwd=str(shared / "mine"), call=recorded, backend="local", script="../train.py",
+                 jobs=job_records(jobs))  # fmt: skip
+        book.commit()
+    state = ListState.of(journal.records(directory / "results.journal"))
+    for name in ("mine", "servers.json", "jobs.json", "train.py"):
+        for path in map(shared.joinpath, ("mine", "servers.json", "jobs.json", "train.py")):
+            os.chown(path, *([NOBODY if path.name == name else 0] * 2))
+        monkeypatch.chdir(directory)
+        with pytest.raises(config.ConfigError, match=f"{shared / name}: belongs to nobody"):
+            commands.stored_config(state, directory / "results.journal")
+    os.chown(shared / "train.py", 0, 0)
+    monkeypatch.chdir(directory)
+    assert commands.stored_config(state, directory / "results.journal").script == "../train.py"
+
+
 COMMANDS = [["status"], ["why", "experiments"], ["logs", "experiments"], ["cancel", "all"], ["retry", "failed"],
             ["add", "jobs.json"], ["resume"], ["close"]]  # fmt: skip
 
