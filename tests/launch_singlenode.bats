@@ -959,6 +959,18 @@ with socket.create_server(("", 0)) as server:
 }
 
 
+@test "the directories of a run are private, and ranks have the user's umask" {
+  write_script <<<'open(os.environ["MUSTER_RUN_DIR"] + f"/../../of rank {rank}", "w")'
+  local agent
+  for agent in fast torchrun; do
+    (umask 000 && "$LAUNCH" --agent "$agent" --script "my script.py" - 2)
+    [ ! "$(find -L logs/latest -perm /077)" ]
+    [ "$(stat -c %a "of rank 1")" = 666 ]
+    rm of*
+  done
+}
+
+
 # Write a stub: it prints what nvidia-smi prints with --format=csv,noheader,nounits.
 write_nvidia_smi() { # <number of GPUs>
   mkdir -p stub
