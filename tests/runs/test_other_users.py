@@ -150,6 +150,19 @@ def test_the_table_of_all_runs_names_what_it_does_not_show(shared: Path) -> None
     assert f"not shown: logs/{directory.name}: belongs to {ATTACKER}, and you are {VICTIM}" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "call", [("status.sh", "none"), ("status.sh", "--all"), ("stop.sh", "none"), ("report.sh", "none")]
+)
+def test_the_name_of_another_users_directory_is_no_line_of_its_own(shared: Path, call: tuple[str, ...]) -> None:
+    (shared / "logs").mkdir()
+    directory, _ = planted_run(shared / "logs", ATTACKER)
+    directory.rename(directory.with_name("train\nstop.sh: forged\x1b[2J"))
+    (shared / "logs").chmod(0o1777)
+    done = run_as(VICTIM, *call, cwd=shared)
+    printed = done.stdout + done.stderr
+    assert "train stop.sh: forged" in printed and "\nstop.sh: forged" not in printed and "\x1b" not in printed
+
+
 def test_an_own_run_is_reported_and_a_planted_link_is_replaced(shared: Path) -> None:
     directory, _ = planted_run(shared, VICTIM)
     (precious := shared / "precious").write_text("keep")
