@@ -971,6 +971,15 @@ with socket.create_server(("", 0)) as server:
 }
 
 
+@test "a BASH_ENV that turns tracing on prints no value of --env-file" {
+  write_script <<<'print("secret in rank:", os.environ["TOKEN"] == "hunter2", flush=True)'
+  echo TOKEN=hunter2 >secrets
+  echo 'set -xv' >tracing
+  BASH_ENV=$PWD/tracing run -0 "$LAUNCH" --env-file secrets --script "my script.py" - 1
+  [[ "$output" == *"secret in rank: True"* && "$output" != *hunter2* ]]
+}
+
+
 # Write a stub: it prints what nvidia-smi prints with --format=csv,noheader,nounits.
 write_nvidia_smi() { # <number of GPUs>
   mkdir -p stub
