@@ -96,9 +96,10 @@ def foreign_ancestor(directory: str) -> str:
     Other users may create files in a directory if it has the sticky bit, as /tmp has.
     """
     with open("/proc/self/uid_map") as file:  # in a container, one user id stands for all users outside of it
-        owners = (0,) if file.read().split()[-1] == "4294967295" else (0, 65534)
+        others = () if file.read().split()[-1] == "4294967295" else (65534,)
     for path in ["/", *parts_of(directory)][::-1]:
-        facts = os.lstat(path)
+        facts, above = os.lstat(path), os.lstat(os.path.dirname(path))
+        owners = (0,) if above.st_mode & stat.S_IWOTH else (0, *others)
         is_sticky = facts.st_mode & stat.S_ISVTX and facts.st_uid in (*owners, os.geteuid())
         is_own_link = stat.S_ISLNK(facts.st_mode) and facts.st_uid in (*owners, os.geteuid())
         if not (is_sticky or is_own_link) and (problem := foreign(path, facts, owners)):

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 #            Python, see replies.START_FAILURES
 #   script   the same for files of the user
 # In %A, such as drwxrwxrwt, the last two letters are those of other users. In a container that maps some user ids only,
-# 65534 stands for the others, root among them.
-FOREIGN = r"""foreign() { local kind=$1 at rest part link links path d facts parts=(); local -A found whole; shift
+# 65534 stands for the others, root among them: it is accepted where not all of them can create files.
+FOREIGN = r"""foreign() { local kind=$1 at rest part link links path d facts who others='' parts=()
+local -A found whole; shift
 for path in "$@"; do
   [[ $path == /* ]] || path=$PWD/$path
   at='' rest=$path links=0
@@ -47,11 +48,12 @@ while read -r -d '' facts && IFS= read -r -d '' part; do found[$part]=$facts
 done < <(stat --printf '%u %A\0%n\0' -- / "${parts[@]}" 2>/dev/null)
 [[ ${found[/]-} ]] || { echo "stat of GNU coreutils: not found on the PATH, so owners cannot be checked" && return; }
 [[ $UID == "${owners%% *}" ]] || owners="0 $UID"
-[[ $(</proc/self/uid_map) == *' 4294967295' ]] || owners+=' 65534'
+[[ $(</proc/self/uid_map) == *' 4294967295' ]] || others=' 65534'
 for part in "${parts[@]}"; do
   d=${part%/*} d=${d:-/} facts=${found[$part]-} path=${whole[$part]}
   if [[ $kind == strict ]]; then
-    [[ " $owners " != *" ${facts%% *} "* || $facts == *' d'*w[!tT] ]] || continue
+    who=$owners$others; [[ ${found[$d]-} != *' d'*w? ]] || who=$owners
+    [[ " $who " != *" ${facts%% *} "* || $facts == *' d'*w[!tT] ]] || continue
     echo "$part: other users own it or can write to it, and could replace $path"
   elif [[ ${found[$d]-} != *' d'*w? ]]; then
     continue

@@ -95,7 +95,8 @@ find_foreign() { # <path...>
     [[ $safe != *" $fact "* ]] || continue
     uid=${fact%%:*} gid=${fact#*:} mode=${fact##*:}
     gid=${gid%:*} owner=${owner:-$uid}
-    if [[ $uid != @("$owner"|"$EUID"|0) ]] && ! is_unmapped "$uid"; then
+    [[ $owner != 65534 || $(</proc/self/uid_map) == *' 4294967295' ]] || owner=0 # see is_unmapped
+    if [[ $uid != @("$owner"|"$EUID"|0) ]] && ! is_unmapped "$uid" "$path"; then
       user=$(id -nu -- "$uid" 2>/dev/null) || user=UNKNOWN
       FOREIGN="$path: belongs to $user (user id $uid), who could run commands as you; use a copy of your own"
     elif [[ $mode == [!l]@(????w*|???????w?) && $mode != d????????[tT] ]] &&
@@ -104,7 +105,7 @@ find_foreign() { # <path...>
       [[ $path/ != "$kit"/* ]] || FOREIGN="${FOREIGN%% call: *} call: chmod -R go-w $(quote "$kit")"
     fi
     [[ ! $FOREIGN ]] || return 0
-    safe+="$fact "
+    [[ $uid == 65534 ]] || safe+="$fact "
   done
 }
 
@@ -137,9 +138,10 @@ is_private_group() { # <group id> <user name>
 }
 
 
-# Whether a container shows this user id for root and all other users whom its user namespace does not contain.
-is_unmapped() { # <user id>
-  [[ $1 == 65534 && $(</proc/self/uid_map) != *' 4294967295' ]]
+# Whether a container shows this user id for root and all other users whom its user namespace does not contain, and not
+# all of them could have made the path.
+is_unmapped() { # <user id> <path>
+  [[ $1 == 65534 && $(</proc/self/uid_map) != *' 4294967295' && $(stat -L -c %A -- "$(dirname -- "$2")") != *w? ]]
 }
 
 
@@ -321,7 +323,7 @@ refuse_foreign_venv() {
   facts=$(exec 2>/dev/null && stat -c '%u %A %U' -- .venv && { stat -L -c '%u %A %U' -- .venv .venv/bin || true; }) ||
     die_with "$EXIT_UNFIT" "$PWD/.venv: missing, or another program changes it; name a Python with --python"
   while read -r owner mode name; do
-    if [[ $owner != @("$EUID"|0) ]] && ! is_unmapped "$owner"; then
+    if [[ $owner != @("$EUID"|0) ]] && ! is_unmapped "$owner" "$PWD/.venv"; then
       die_with "$EXIT_UNFIT" "$PWD/.venv: belongs to $name (user id $owner)," \
         "whose programs would run as you; if you trust them: --python $(quote "$PWD/.venv/bin/python")"
     fi

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed.files import KIT
 from distributed.host.ssh_call import for_any_shell
 from distributed.runs.lookup import EXITED, Launcher, Run, RunNode
 from distributed.runs.query import RunQuery, python_of
@@ -24,6 +25,7 @@ from distributed.transport.owners import FOREIGN, exit_if_planted
 from distributed.trust import parts_of
 
 OTHER = 12345
+SYSTEM_PYTHON = "/usr/bin/python3"  # which other users can run
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
 
@@ -181,6 +183,34 @@ def test_who_owns_a_recorded_python_here_now_may_not_have_made_it_on_a_node(proj
         assert python_of(in_job, node) == (sys.executable if expected else python)
     project.rename(project.parent / "removed")  # another user could make it again
     assert python_of(in_job, node) == sys.executable
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_in_a_container_another_users_files_are_refused_where_all_users_can_create_them(
+    scratch: Path, is_open: bool
+) -> None:
+    """In a container that maps one user id, all other users are 65534, also root."""
+    (scratch / "top").mkdir()
+    (planted := scratch / "top/planted").mkdir()
+    (planted / "program").touch()
+    os.chown(planted, OTHER, OTHER)
+    os.chown(scratch, 23456, 23456)
+    scratch.chmod(0o755)
+    (scratch / "top").chmod(0o1777 if is_open else 0o755)
+    bash = f'{FOREIGN}; owners="23456 0" open=; for kind in planted strict; do foreign $kind "{planted}/program"; done'
+    python = (
+        "import sys; sys.path[0] = sys.argv[1]; from distributed.trust import *; print(foreign_ancestor(sys.argv[2]))"
+    )
+    common = f'. "{KIT}/scripts/lib/common.bash"; find_foreign "{planted}"; echo "$FOREIGN"'
+    for call in (["bash", "-pc", bash], [SYSTEM_PYTHON, "-Ic", python, KIT, str(planted)], ["bash", "-pc", common]):
+        user = ["setpriv", "--reuid", "23456", "--regid", "23456", "--clear-groups"]
+        done = subprocess.run(
+            [*user, "unshare", "--user", "--map-user=23456", *call], capture_output=True, text=True, cwd="/"
+        )
+        if done.stderr.startswith("unshare") or "Permission denied" in done.stderr:
+            pytest.skip("no user namespaces, or another user cannot read Muster")
+        assert not done.stderr
+        assert (str(planted) in done.stdout) == is_open, call
 
 
 def test_commands_without_own_code_are_not_checked() -> None:
