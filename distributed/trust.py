@@ -93,11 +93,11 @@ def foreign(path: str | os.PathLike[str], facts: os.stat_result, owners: tuple[i
 def foreign_ancestor(directory: str) -> str:
     """Why another user can replace a directory, or one above it; "" if only this user and root can.
 
-    Other users may create files in a directory if it has the sticky bit, as /tmp has.
+    Other users may create files in a directory if it has the sticky bit, as /tmp has. It may be missing.
     """
     with open("/proc/self/uid_map") as file:  # in a container, one user id stands for all users outside of it
         others = () if file.read().split()[-1] == "4294967295" else (65534,)
-    for path in ["/", *parts_of(directory)][::-1]:
+    for path in filter(os.path.lexists, ["/", *parts_of(directory)][::-1]):
         facts, above = os.lstat(path), os.lstat(os.path.dirname(path))
         owners = (0,) if above.st_mode & stat.S_IWOTH else (0, *others)
         is_sticky = facts.st_mode & stat.S_ISVTX and facts.st_uid in (*owners, os.geteuid())

@@ -871,11 +871,9 @@ def refuse_foreign_venv(workdir: str) -> None:
     directory, owners = os.path.join(workdir, ".venv"), (os.geteuid(), 0, os.stat(workdir).st_uid)
     if problem := planted(os.path.join(directory, "bin", "python"), owners):
         raise HostError(f"{problem}; set python for this server")
-    for facts in (os.lstat(directory), os.stat(directory), os.stat(os.path.join(directory, "bin"))):
-        if facts.st_uid not in owners:
-            raise HostError(f"{directory}: belongs to {user_name(facts.st_uid)}; set python for this server")
-        if stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_IWOTH:
-            raise HostError(f"{directory}: other users can write to it or to its bin; set python for this server")
+    for path in (directory, os.path.join(directory, "bin")):
+        if problem := foreign_workdir(path, owners):
+            raise HostError(f"{path}: {problem}; set python for this server")
 
 
 def program(python: list[str], script: str, workdir: str) -> list[str]:
