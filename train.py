@@ -43,7 +43,9 @@ from distributed.checkpoint.checkpoints import CheckpointError, CheckpointInfo
 from distributed.checkpoint.interval import SaveInterval
 from distributed.exit_codes import STOPPED
 from distributed.files import write_json
-from distributed.torch import device, gradient_sync, leave, make_deterministic, process_group, resolve, seed, wrap
+from distributed.torch import (
+    device, gradient_sync, leave, make_deterministic, process_group, resolve, seed, use_own_compiler_cache, wrap,
+)  # fmt: skip
 from distributed.training import base_training, trackers, tracking
 from distributed.training.collectives import Ranks
 from distributed.training.data import DataError, Windows, held_out_batches
@@ -164,6 +166,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
         base.load_into(gpt, model_settings, ranks)
     parameters = sum(parameter.numel() for parameter in gpt.parameters())
     if settings.train.compile:
+        use_own_compiler_cache()
         gpt.compile()
     dtype = choose_precision(settings.train.precision, own_device)
     strategy = resolve(settings.distributed.strategy, world)

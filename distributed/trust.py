@@ -93,12 +93,13 @@ def foreign(path: str | os.PathLike[str], facts: os.stat_result, owners: tuple[i
 def foreign_ancestor(directory: str) -> str:
     """Why another user can replace a directory, or one above it; "" if only this user and root can.
 
-    Other users may create files in a directory if it has the sticky bit, as /tmp has.
+    Other users may create files in a directory if it has the sticky bit, as /tmp has. It may be missing.
     """
     with open("/proc/self/uid_map") as file:  # in a container, one user id stands for all users outside of it
-        owners = (0,) if file.read().split()[-1] == "4294967295" else (0, 65534)
-    for path in ["/", *parts_of(directory)][::-1]:
-        facts = os.lstat(path)
+        others = () if file.read().split()[-1] == "4294967295" else (65534,)
+    for path in filter(os.path.lexists, ["/", *parts_of(directory)][::-1]):
+        facts, above = os.lstat(path), os.lstat(os.path.dirname(path))
+        owners = (0,) if above.st_mode & stat.S_IWOTH else (0, *others)
         is_sticky = facts.st_mode & stat.S_ISVTX and facts.st_uid in (*owners, os.geteuid())
         is_own_link = stat.S_ISLNK(facts.st_mode) and facts.st_uid in (*owners, os.geteuid())
         if not (is_sticky or is_own_link) and (problem := foreign(path, facts, owners)):
@@ -127,8 +128,11 @@ def parts_of(path: str) -> Iterator[str]:
 def planted(path: str, owners: Collection[int]) -> str:
     """Why code at a path must not run: another user has made a part of it where all users can create files; or ""."""
     for part in parts_of(path):
-        above, facts = os.path.dirname(part), os.lstat(part)
+        above = os.path.dirname(part)
         mode = os.lstat(above).st_mode
+        if mode & stat.S_IWOTH and not os.path.lexists(part):
+            return f"{part}: not found, and all users could create it"
+        facts = os.lstat(part)
         if mode & stat.S_IWOTH and facts.st_uid not in owners:
             return f"{part}: belongs to {user_name(facts.st_uid)}, who made it where all users can create files"
         if mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:

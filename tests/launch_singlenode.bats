@@ -968,16 +968,53 @@ with socket.create_server(("", 0)) as server:
 
 @test "a launch is refused if other users can write in Muster's directory, and root may use that of another user" {
   cp -r "$KIT"/{scripts,distributed,config,VERSION,train.py} .
-  local path launch=(scripts/ssh/launch_singlenode.sh --dry-run --script distributed/__init__.py - 1)
-  for path in . distributed distributed/agent scripts/lib/common.bash; do
+  local path program launch=(scripts/ssh/launch_singlenode.sh --dry-run --script distributed/__init__.py - 1)
+  mkdir -p .venv/lib/python3/site-packages
+  for path in . distributed distributed/agent scripts/lib/common.bash distributed/launch/watch.py scripts/status.sh \
+    train.py .venv .venv/lib/python3/site-packages; do
     chmod o+w "$path"
     run -69 "${launch[@]}"
     [[ "$output" == "launch_singlenode.sh: $WORK"*": other users can write it (mode "*"); call: chmod -R go-w $(printf %q "$WORK")" ]]
+    for program in status.sh stop.sh report.sh doctor.sh jobs/run_distributed_training.py jobs/distributed_train_helper.py; do
+      run -69 "scripts/$program"
+      [[ "$output" == "${program##*/}: $WORK"*": other users can write it (mode "*"); call: chmod -R go-w $(printf %q "$WORK")" ]]
+    done
     run -0 scripts/ssh/launch_singlenode.sh --help
     chmod o-w "$path"
   done
   ((EUID)) || chown -R 23456 .
   run -0 "${launch[@]}"
+}
+
+
+@test "no other user can write to caches of Muster's modules, whatever the umask is" {
+  cp -r "$KIT"/{scripts,distributed,config,VERSION,train.py} .
+  find . -name __pycache__ -prune -exec rm -r {} +
+  (umask 000 && scripts/status.sh --all && scripts/ssh/launch_singlenode.sh --dry-run --script train.py - 1)
+  [ -d distributed/training/__pycache__ ]
+  [ ! "$(find scripts distributed -type d -perm /022)" ]
+  run -0 scripts/status.sh --all
+}
+
+
+@test "the directories of a run are private, and ranks have the user's umask" {
+  write_script <<<'open(os.environ["MUSTER_RUN_DIR"] + f"/../../of rank {rank}", "w")'
+  local agent
+  for agent in fast torchrun; do
+    (umask 000 && "$LAUNCH" --agent "$agent" --script "my script.py" - 2)
+    [ ! "$(find -L logs/latest -perm /077)" ]
+    [ "$(stat -c %a "of rank 1")" = 666 ]
+    rm of*
+  done
+}
+
+
+@test "a BASH_ENV that turns tracing on prints no value of --env-file" {
+  write_script <<<'print("secret in rank:", os.environ["TOKEN"] == "hunter2", flush=True)'
+  echo TOKEN=hunter2 >secrets
+  echo 'set -xv' >tracing
+  BASH_ENV=$PWD/tracing run -0 "$LAUNCH" --env-file secrets --script "my script.py" - 1
+  [[ "$output" == *"secret in rank: True"* && "$output" != *hunter2* ]]
 }
 
 

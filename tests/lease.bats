@@ -156,8 +156,8 @@ refused() { # <text> <argument of the launcher...>
   refused "its launcher, process $LAUNCHER, still runs" "${CALL[0]}" --attach latest "${CALL[@]:1}"
   kill -KILL -- "-$LAUNCHER"
   wait "$LAUNCHER" || true
-  flock --no-fork logs/latest/launcher.log sleep 60 3>&- &
-  until ! flock --nonblock logs/latest/launcher.log true; do sleep 0.05; done
+  flock --no-fork logs/latest/attach.lock sleep 60 3>&- &
+  until ! flock --nonblock logs/latest/attach.lock true; do sleep 0.05; done
   refused "another launcher has just attached to it" "${CALL[0]}" --attach latest "${CALL[@]:1}"
   kill "$!" && wait "$!" || true
   refused "was started with the arguments --lease 0 --max-restarts 2 " \

@@ -86,6 +86,14 @@ installations() {
 }
 
 
+@test "other users cannot write to a new .venv, whatever the umask is" {
+  umask 000
+  quickstart
+  [ "$status" -eq 0 ]
+  [ ! "$(find "$KIT/.venv" ! -type l -perm /022)" ]
+}
+
+
 @test "the second call installs nothing" {
   quickstart
   quickstart

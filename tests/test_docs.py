@@ -693,7 +693,15 @@ def test_the_table_of_files_lists_the_files_of_a_run(project: Path) -> None:
     assert not unexplained(run), "files of a run that the guide does not explain"
     found = [path.name for path in run.iterdir()]
     missing = {name for name, pattern in files_of_a_run().items() if not any(map(pattern.fullmatch, found))}
-    optional = {"checkpoints", "hang.json", "node_<name>.lost", "node_<name>.stop", "smoke.json"}
+    optional = {
+        "checkpoints",
+        "hang.json",
+        "node_<name>.lost",
+        "node_<name>.stop",
+        "smoke.json",
+        "attach.lock",
+        "stop.lock",
+    }
     optional |= {f"node_<name>.{kind}" for kind in ("heartbeat", "usage", "reserved", "reserved_record")}
     optional |= {"tensorboard", "wandb", "attempt_<n>", "metrics_from_output.jsonl", "metrics_from_tensorboard.jsonl"}
     of_slurm = {"node_srun.log", "node_srun.exit", "stalled_attempts"}

@@ -43,7 +43,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "slurm": {"exit_codes", "files", "host", "launch", "nodelist", "trust"},
     "smoke": {"files", "terminal", "torch", "trust", "world"},
     "terminal": {"trust"},
-    "torch": {"agent", "exit_codes", "world"},
+    "torch": {"agent", "exit_codes", "trust", "world"},
     "transport": {"exit_codes", "files", "host", "trust"},
     "training": {"files", "host", "metrics", "runs", "trust", "world"},
     "world": {"nodelist"},

@@ -14,6 +14,7 @@ import os
 import select
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from distributed.launch.node_reports import ATTEMPT_PIPES
@@ -124,6 +125,7 @@ def run_torchrun(module: str, arguments: list[str]) -> None:
     import sys
 
     from torch.distributed.elastic.agent.server import local_elastic_agent
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     if "--standalone" in arguments:
         keep_rendezvous_private()
@@ -136,5 +138,7 @@ def run_torchrun(module: str, arguments: list[str]) -> None:
         return start(*positional, envs=envs, **options)
 
     local_elastic_agent.start_processes = cast(Any, start_processes)
+    # The directories and files for the ranks' output are private; the ranks have the user's umask.
+    subprocess_handler.Popen = partial(subprocess_handler.Popen, umask=os.umask(0o077))  # type: ignore[misc,assignment]
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)

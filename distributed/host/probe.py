@@ -22,7 +22,7 @@ from distributed.host.network import address_of, free_port, listener, own_addres
 from distributed.host.replies import NodeFacts, format_reply
 from distributed.host.resources import read_cores, write_error
 from distributed.host.system import KIT
-from distributed.trust import user_name
+from distributed.trust import foreign_ancestor, user_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def probe(
         holder=None if port is None or port_is_free(port) else listener(port),
         directory_error=foreign_owner(owner) if owner else "",
         log_error=write_error(logs) if logs else "",
+        log_warning=foreign_ancestor(str(logs)) if logs else "",
     )
 
 

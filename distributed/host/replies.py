@@ -70,6 +70,7 @@ class NodeFacts:
     holder: str | None  # the process that listens on the port; "": unknown; None: the port is free
     directory_error: str  # why the working directory there must not be used; "": none, or not tested
     log_error: str  # why no run directory can be written there; "": not tested, or it can be written
+    log_warning: str  # why other users could replace run directories there; "": not tested, or none could
 
     def __post_init__(self) -> None:
         for address in (*self.addresses, self.ssh_address, self.master):

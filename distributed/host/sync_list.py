@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -90,12 +91,16 @@ def is_result(name: bytes) -> bool:
 
 
 def git_directory(directory: bytes) -> bytes:
-    """The path of `.git` in this directory or in its closest parent on the same file system; empty if none has it."""
+    """The path of `.git` in this directory or in its closest parent on the same file system; empty if none has it.
+
+    Empty also if another user has made it in a directory in which all users can create files, such as /tmp.
+    """
     directory = os.path.realpath(directory)
     device = os.stat(directory).st_dev
     while os.stat(directory).st_dev == device:
         if os.path.lexists(found := os.path.join(directory, b".git")):
-            return found
+            is_open = os.stat(directory).st_mode & stat.S_IWOTH
+            return b"" if is_open and os.lstat(found).st_uid not in (0, os.geteuid()) else found
         if directory == (directory := os.path.dirname(directory)):
             break
     return b""

@@ -71,7 +71,7 @@ from typing import Any, NoReturn
 
 from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
-from distributed.files import user_file, version
+from distributed.files import KIT, user_file, version
 from distributed.host import signals, sync_list
 from distributed.jobs import bases, console, host, journal, panes, servers
 from distributed.jobs.backend import JobServer, ServerLink, ServerUnusable, Unreachable
@@ -84,6 +84,7 @@ from distributed.jobs.config import (
     raise_faults,
     read_cluster,
     read_jobs,
+    refuse_planted,
     script_of,
 )
 from distributed.jobs.dispatcher import Dispatcher, Policy
@@ -886,6 +887,8 @@ def stored_config(state: ListState, path: Path) -> ListConfig:
     Changes the working directory to that of the list. path: of the journal.
     """
     caller_cwd, log_file = Path.cwd(), absolute(path.with_suffix(".json"))
+    trusted = (str(caller_cwd), KIT)
+    refuse_planted([state.list_record["cwd"]], trusted)
     os.chdir(state.list_record["cwd"])
     if Path.cwd() == caller_cwd and log_file.is_relative_to(caller_cwd):
         log_file = log_file.relative_to(caller_cwd)
@@ -893,6 +896,8 @@ def stored_config(state: ListState, path: Path) -> ListConfig:
     for name in ("cluster_config", "jobs_config", "base_models"):
         stored[name] = Path(stored[name]) if stored.get(name) else None
     options = argparse.Namespace(**stored, plan=False, log_file=log_file)
+    files = (options.cluster_config, options.jobs_config, options.base_models, state.list_record["script"])
+    refuse_planted([str(file) for file in files if file], trusted)
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
     jobs = [job.job for job in state.jobs.values()]
     return ListConfig(options, cluster, state.list_record["script"], jobs, Cache(Path.cwd()))

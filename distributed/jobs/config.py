@@ -12,9 +12,10 @@ from __future__ import annotations
 import difflib
 import graphlib
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -27,7 +28,8 @@ from distributed.jobs.host import AFTER
 from distributed.jobs.job import ALL_GPUS, Job, JobError, JsonFloat, Options, argument_groups, job_of, matching, too_big
 from distributed.jobs.placement import GpuId
 from distributed.training.base_model import HASH
-from distributed.trust import bounded
+from distributed.transport.owners import owners_here
+from distributed.trust import bounded, planted
 
 MAX_SLOTS = 256  # per GPU or, without GPUs, of a server
 LARGEST_FILE = 50 * 10**6  # bytes; about 100,000 jobs
@@ -238,8 +240,21 @@ class OptionKeys(StrictModel):
 
 def script_of(option: str | None, cluster: ClusterConfig | None) -> str:
     """The path of a list's script: Muster's train.py, as for launchers, if nothing names one and none is here."""
-    default = "train.py" if Path("train.py").exists() else f"{KIT}/train.py"
-    return option or (cluster.script_path if cluster else default)
+    if option or (cluster and "script_path" in cluster.model_fields_set):
+        return option or cluster.script_path  # type: ignore[union-attr]
+    refuse_planted(["train.py"], [os.getcwd()])
+    return "train.py" if cluster or Path("train.py").exists() else f"{KIT}/train.py"
+
+
+def refuse_planted(paths: Iterable[str], trusted: Iterable[str]) -> None:
+    """Raise ConfigError if another user has made a path that no call names where all users can create files.
+
+    trusted: directories; who owns one of them, or one above it, is trusted.
+    """
+    owners = {0, os.geteuid(), *owners_here(trusted)}
+    for path in filter(os.path.exists, paths):
+        if problem := planted(path, owners):
+            raise ConfigError(f"{problem}; it is not used unless the call names it")
 
 
 def read_cluster(path: Path) -> ClusterConfig:

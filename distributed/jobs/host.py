@@ -506,6 +506,9 @@ class Service:
                     f"script {request['script']}: not in {self.workdir}; copy it there (--sync does if git lists it), "
                     "or set workdir"
                 )
+            owners = request["owners"] if request["user"] == os.geteuid() else ()
+            self.trusted = {0, os.geteuid(), os.stat(self.workdir).st_uid, *owners}
+            self._refuse_planted(request["script"], request["python"])
             self.python = find_python(request["python"], self.workdir)
         self.directory = list_directory(self.workdir, request["list"])
         self.server_directory = panes.server_directory(self.directory, self.server)
@@ -562,6 +565,7 @@ class Service:
         inherited = {name: value for name, value in defaults.items() if name not in os.environ}
         inherited |= request.get("inherited", {})
         attempt.write_setup(request.get("setup", ()))
+        self._refuse_planted(request["script"], *self.python)
         command = [*program(self.python, request["script"], self.workdir), *request["arguments"]]
         options = attempt.options(command, request.get("timeout"), bool(request.get("setup")))
         lock = attempt.take_lock()
@@ -574,6 +578,13 @@ class Service:
         for slot in request["slots"]:
             panes.show(self.server_directory, slot, request["title"], attempt.files.log, attempt.files.exit)
         return {"state": "running", **attempt.facts()}
+
+    def _refuse_planted(self, script: str, python: str) -> None:
+        """Raise HostError if another user has made the script or the Python where all users can create files."""
+        for path in (script, *([python] if "/" in python else [])):
+            with contextlib.suppress(FileNotFoundError):
+                if problem := planted(os.path.join(self.workdir, os.path.expanduser(path)), self.trusted):
+                    raise HostError(f"{problem}; it is not used")
 
     def stop(self, request: Request) -> Reply:
         """Ask the supervisor of an attempt to stop it; the event `ended` follows when no process remains."""
@@ -861,11 +872,9 @@ def refuse_foreign_venv(workdir: str) -> None:
     directory, owners = os.path.join(workdir, ".venv"), (os.geteuid(), 0, os.stat(workdir).st_uid)
     if problem := planted(os.path.join(directory, "bin", "python"), owners):
         raise HostError(f"{problem}; set python for this server")
-    for facts in (os.lstat(directory), os.stat(directory), os.stat(os.path.join(directory, "bin"))):
-        if facts.st_uid not in owners:
-            raise HostError(f"{directory}: belongs to {user_name(facts.st_uid)}; set python for this server")
-        if stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_IWOTH:
-            raise HostError(f"{directory}: other users can write to it or to its bin; set python for this server")
+    for path in (directory, os.path.join(directory, "bin")):
+        if problem := foreign_workdir(path, owners):
+            raise HostError(f"{path}: {problem}; set python for this server")
 
 
 def program(python: list[str], script: str, workdir: str) -> list[str]:

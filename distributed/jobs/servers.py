@@ -46,7 +46,7 @@ from distributed.launch.node_reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOU
 from distributed.terminal import plural
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 from distributed.transport.commands import VANISHED, TransportError, over_ssh, rsync_shell, temporary_directory
-from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, owners_above
+from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, owners_above, owners_here
 from distributed.trust import MAX_TEXT, PRIVATE_DIRECTORY, checked, parse_json, place, read_bytes, shown
 
 CONNECT_TIMEOUT = 60.0  # seconds
@@ -306,7 +306,7 @@ class HostServer(JobServer):
             "open", server=self.name, list=self.context.list_id, default_workdir=cwd, script=self.context.script,
             workdir=self.settings.workdir or ("" if remote else cwd), remote=remote, panes=self.context.panes,
             python=self.settings.python or self.python, slots=[f"{self.name}:{slot.index}" for slot in self.pool.slots],
-            owner=os.stat(cwd).st_uid, user=os.geteuid(),
+            owner=os.stat(cwd).st_uid, user=os.geteuid(), owners=sorted(self._owners_here()),
         )  # fmt: skip
         self.workdir = opened["workdir"]
         self.session = opened["session"] if opened["session"] in SESSIONS else ""  # part of a command that is printed
@@ -314,6 +314,12 @@ class HostServer(JobServer):
         note = self._check_gpus(await self._channel.call("gpus")) if self.watches_gpus else ""
         await self._after_open(opened)
         return "; ".join(filter(None, [self._attach_command(), opened["note"], note, self.note]))
+
+    def _owners_here(self) -> set[int]:
+        """Who owns the script and the Python on this machine, and may therefore own them on the server."""
+        python = os.path.expanduser(self.settings.python or self.python)
+        paths = [self.context.script, *([python] if python.startswith("/") else [])]
+        return owners_here(os.path.join(self.context.cwd, path) for path in paths)
 
     async def _prepare(self) -> None:
         """Preparations that may take longer than CONNECT_TIMEOUT."""
@@ -564,11 +570,15 @@ class SshServer(HostServer):
         check = f'(cd -- "${{p%/*}}" || exit; {EXIT_IF_FOREIGN}) 2>/dev/null && [ ! "$(foreign planted "$p")" ]'
         names, pythons = "|".join(map(quoted_path, unnamed)), " ".join(map(quoted_path, candidates))
         own = f"case $p in {names}) {check} || continue ;; esac; " if unnamed else ""
+        # A setting may name what another user has made where all users can create files. Who owns a workdir is trusted.
+        owner = f" $(stat -L -c %u -- {quoted_path(workdir)} 2>/dev/null)" if workdir else ""
+        refuse = '[ ! -e "$p" ] || { r=$(foreign planted "$p"); [ ! "$r" ]; } || { echo "$r" >&2; exit 69; }'
+        own += f"case $p in */*) {refuse} ;; esac; "
         plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
-            f"{FOREIGN}; open= owners={shlex.quote(owners_above(str(self.context.cwd)))}; "
-            f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._archive_name}"; '
+            f"{FOREIGN}; open= owners={shlex.quote(owners_above(str(self.context.cwd), self._owners_here()))}"
+            f'"{owner}"; d="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._archive_name}"; '
             f'[ -e "$d/complete" ] || {{ echo {NOT_INSTALLED}; exit 0; }}; '
             f'[ -O "$d" ] || {{ echo "$d belongs to another user" >&2; exit 69; }}; {CHECK_CACHE} || exit; '
             f"for p in {pythons}; do {own}"

@@ -49,7 +49,7 @@ from distributed import terminal
 from distributed.jobs import base_cache, bases, commands, console
 from distributed.jobs.base_cache import Cached
 from distributed.jobs.commands import CallError, CommandParser
-from distributed.jobs.config import read_cluster, read_jobs, script_of
+from distributed.jobs.config import read_cluster, read_jobs, refuse_planted, script_of
 from distributed.jobs.host import is_metric
 from distributed.jobs.job import Job, matching
 from distributed.runs.page_parts import ranges
@@ -194,6 +194,7 @@ def prune(options: argparse.Namespace) -> int:
 def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules]:
     """The jobs and the rules for their base models. Sets a missing options.cluster_config. Raises ConfigError."""
     if not options.cluster_config and (default := options.jobs_config.parent / "cluster_config.json").is_file():
+        refuse_planted([str(default)], [str(Path.cwd()), str(default.parent)])
         options.cluster_config = default
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
     script = script_of(options.script_path, cluster)

@@ -12,7 +12,7 @@ from distributed.files import read_json, try_lock
 from distributed.launch.run import Launch, execute, masked
 from distributed.runs import lookup
 from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, TransportError, quote
-from distributed.trust import PRIVATE, checked, parse_json, regular_file
+from distributed.trust import checked, lock_file, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,8 +29,7 @@ class AttachedLaunch(Launch):
         try:
             found = lookup.find(self.options.attach, Path(self.options.cwd), Path(self.logs))
             lookup.read(found)
-            self._lock = regular_file(found / "launcher.log", os.O_RDWR | os.O_CREAT)  # keeps the lock until exit
-            os.fchmod(self._lock, PRIVATE)  # older versions wrote a file that others can lock
+            self._lock = lock_file(found / "attach.lock", os.O_RDWR | os.O_CREAT, found)  # keeps the lock until exit
             has_lock = try_lock(self._lock)
             run, facts = lookup.read(found), read_json(found / "run.json")
         except lookup.RunLookupError as error:

@@ -48,7 +48,8 @@ class Notifier:
         output = os.memfd_create("output")
         try:
             process = subprocess.Popen(
-                ["/bin/sh", "-c", self._command],
+                ["/bin/sh", "-c", 'eval "$MUSTER_NOTIFY"'],  # all users can read arguments
+                env={**os.environ, "MUSTER_NOTIFY": self._command},
                 stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
             process.communicate(content, timeout=LIMIT)

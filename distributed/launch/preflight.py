@@ -49,6 +49,9 @@ def judge(
         for name, node in nodes.items()
         if node.seconds > SLOW_LOOKUP
     ]
+    replaceable = {node.log_warning: name for name, node in nodes.items() if node.log_warning}  # one of several nodes
+    effect = "other users could replace the run directory; choose another --log-dir"
+    warnings += [f"{name}: {problem}; {effect}" for problem, name in replaceable.items()]
     warnings += [f"{name}: {difference}" for name, difference in _different(nodes, "warning")]
     warnings = list(map(printable, warnings))  # a line break of a node would begin a line about another one
     failed = [f"{name}: {reply.failure_message(NodeFacts)}" for name, reply in replies.items() if name not in nodes]

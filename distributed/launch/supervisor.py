@@ -67,7 +67,7 @@ from distributed.host import collectives, process_scan, signals
 from distributed.host.clock import RunningClock
 from distributed.launch import usage_sampler
 from distributed.launch.node_reports import ATTEMPT_PIPES, HEARTBEAT_INTERVAL, REPORT_TOKEN, format_report
-from distributed.trust import PRIVATE_DIRECTORY, make_directories, parse_json, read_bytes, regular_file
+from distributed.trust import PRIVATE_DIRECTORY, foreign, make_directories, parse_json, read_bytes, regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -227,6 +227,8 @@ def read_block_file(path: str) -> tuple[bytes, bytes]:
         source = regular_file(path)
         os.unlink(path)
         try:
+            if problem := foreign(path, os.fstat(source)):
+                raise SupervisorError(UNFIT, f"--environment '{path}': {problem}")
             return read_blocks(source)[:2]
         finally:
             os.close(source)
@@ -1081,10 +1083,10 @@ def _touch(path: str) -> None:
 
 def run(options: SupervisorOptions) -> int:
     """Run the command. Returns its exit code; with --lease 0, returns 0 once it has started. Raises SupervisorError."""
-    inherited, block, received = read_environment(options)
     try:
         make_directories(options.files.directory, PRIVATE_DIRECTORY)
         refuse_foreign(options.files)
+        inherited, block, received = read_environment(options)
         if options.lease:
             return supervise(options, inherited, block, received)
         reason = supervise_detached(options, inherited, block)

@@ -17,7 +17,7 @@ from typing import Any
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
 from distributed.runs.user_code import launched_package
-from distributed.trust import checked, foreign, parse_json, read_bytes, user_name
+from distributed.trust import checked, foreign, parse_json, printable, read_bytes, user_name
 
 # States of a launcher. REMOTE: on another machine, state unknown. IN_JOB: the batch script of a running SLURM job.
 RUNNING, EXITED, REMOTE, IN_JOB = "running", "exited", "remote", "job"
@@ -34,6 +34,9 @@ RUN_JSON: dict[str, object] = {
 
 class RunLookupError(ValueError):
     """The run does not exist, its run.json cannot be used, or another user could have written it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))  # it may have names of other users' files
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from distributed.transport.commands import (
     SshCommands,
     TransportError,
 )
-from distributed.trust import bounded, one_line, user_name
+from distributed.trust import bounded, one_line, planted, user_name
 
 SHOWN = 3  # processes listed for a node
 SHOWN_CHARACTERS = 40  # of a command in that list
@@ -61,8 +61,11 @@ class NodeReply:
 def python_of(run: Run, node: RunNode) -> str:
     """The Python for modules that a node runs. For this machine, it is not the recorded one.
 
-    That may have been removed since, and another user may have made a program of its name.
+    That may have been removed since, and another user may have made a program of its name. A node checks this itself.
     """
+    with contextlib.suppress(FileNotFoundError):  # it may be on the nodes only
+        if run.job and planted(run.python, (0, os.geteuid())):
+            return sys.executable
     return run.python if node.address or run.job else sys.executable
 
 
@@ -219,6 +222,7 @@ class RunQuery:
         self.job_state = ""  # see job_state()
         self.calls = Calls()
         self.ssh = SshCommands(messages.print)
+        self.ssh.recorded = run.python
         self.update()
 
     def update(self) -> None:

@@ -425,7 +425,9 @@ def all_runs(logs: Path, width: int | None, most: int = ROWS) -> list[str]:
         try:
             row, job = row_of_run(directory)
         except (RunLookupError, TypeError, ValueError, OverflowError) as error:  # such as a file of another version
-            faults.append(f"not shown: {error if isinstance(error, RunLookupError) else f'{directory}: {error}'}")
+            faults.append(
+                printable(f"not shown: {'' if isinstance(error, RunLookupError) else f'{directory}: '}{error}")
+            )
             continue
         rows.append(row)
         if job:

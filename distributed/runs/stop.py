@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from distributed.exit_codes import UNFIT
 from distributed.files import KIT, try_lock
@@ -15,7 +16,7 @@ from distributed.host.process_scan import start_time
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, RunNode
 from distributed.runs.query import JobWithoutRun, RunQuery, find_run, job_runs, job_state, parser_of, report_remaining
 from distributed.transport.commands import Messages, TransportError, exit_on_signals
-from distributed.trust import LAYOUT, PRIVATE, printable, regular_file
+from distributed.trust import LAYOUT, lock_file, printable
 
 CHECK_TIMEOUT = 15.0  # seconds for a node to report the remaining processes
 END_TIMEOUT = 15.0  # seconds after the grace period for the launcher to stop its nodes and write the report
@@ -44,8 +45,8 @@ class Stop:
             return 0
         if state == REMOTE and (code := self._stop_from_launcher_host(quiet)) is not None:
             return code
-        with open(run.directory / "run.json", opener=regular_file) as file:
-            os.fchmod(file.fileno(), PRIVATE)  # so that no other user can lock it; older versions wrote it readable
+        # A file of its own: others may have opened run.json, if the run is shared.
+        with open(run.directory / "stop.lock", "w", opener=partial(lock_file, directory=run.directory)) as file:
             # A second SIGTERM makes the launcher kill its ranks, so only one stop.sh may send SIGTERM.
             if not try_lock(file.fileno(), required=True):
                 self._log(f"another stop.sh is stopping {self._name}: waiting for it")

@@ -163,6 +163,7 @@ def main(arguments: Sequence[str]) -> int:
             raise SubmitError(f"--follow: cannot follow a job with {shlex.join(own)}; leave one of them out")
         call = ["sbatch", "--parsable", *options, str(BATCH_SCRIPT), *passed]
         if mode in ("submit", "follow"):
+            os.umask(0o022 | os.umask(0o022))  # of the job and its output files
             return submit(call, log_dir, program, mode == "follow", own)
         print(template(options, nproc, command) if mode == "template" else shlex.join(call))
         return 0

@@ -67,6 +67,7 @@ class LocalCommands:
     """Runs commands on this machine."""
 
     files: Sequence[str] = ()  # absolute paths of files that the commands run: nodes check their owners
+    recorded = ""  # path of a program that a run has recorded: only this user and root may own it
 
     def command(
         self, node: Target, arguments: Sequence[str], cwd: str = "", log: str = "", timeout: float = 0.0
@@ -131,7 +132,9 @@ class SshCommands(LocalCommands):
         if timeout:
             start_timeout = min(start_timeout, max(1, int(timeout) - 1))
         change = f"cd -- {shlex.quote(cwd)} || exit {UNFIT}; " if cwd else ""
-        line = f"{change}{exit_if_planted(arguments, cwd, UNFIT, self.files)}exec {shlex.join(arguments)}"
+        line = (
+            f"{change}{exit_if_planted(arguments, cwd, UNFIT, self.files, self.recorded)}exec {shlex.join(arguments)}"
+        )
         return over_ssh(self.ssh(node), node.address.rpartition("@")[2], line, start_timeout, log)
 
 

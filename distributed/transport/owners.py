@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 #            Python, see replies.START_FAILURES
 #   script   the same for files of the user
 # In %A, such as drwxrwxrwt, the last two letters are those of other users. In a container that maps some user ids only,
-# 65534 stands for the others, root among them.
-FOREIGN = r"""foreign() { local kind=$1 at rest part link links path d facts parts=(); local -A found whole; shift
+# 65534 stands for the others, root among them: it is accepted where not all of them can create files.
+FOREIGN = r"""foreign() { local kind=$1 at rest part link links path d facts who others='' parts=()
+local -A found whole; shift
 for path in "$@"; do
   [[ $path == /* ]] || path=$PWD/$path
   at='' rest=$path links=0
@@ -47,11 +48,12 @@ while read -r -d '' facts && IFS= read -r -d '' part; do found[$part]=$facts
 done < <(stat --printf '%u %A\0%n\0' -- / "${parts[@]}" 2>/dev/null)
 [[ ${found[/]-} ]] || { echo "stat of GNU coreutils: not found on the PATH, so owners cannot be checked" && return; }
 [[ $UID == "${owners%% *}" ]] || owners="0 $UID"
-[[ $(</proc/self/uid_map) == *' 4294967295' ]] || owners+=' 65534'
+[[ $(</proc/self/uid_map) == *' 4294967295' ]] || others=' 65534'
 for part in "${parts[@]}"; do
   d=${part%/*} d=${d:-/} facts=${found[$part]-} path=${whole[$part]}
   if [[ $kind == strict ]]; then
-    [[ " $owners " != *" ${facts%% *} "* || $facts == *' d'*w[!tT] ]] || continue
+    who=$owners$others; [[ ${found[$d]-} != *' d'*w? ]] || who=$owners
+    [[ " $who " != *" ${facts%% *} "* || $facts == *' d'*w[!tT] ]] || continue
     echo "$part: other users own it or can write to it, and could replace $path"
   elif [[ ${found[$d]-} != *' d'*w? ]]; then
     continue
@@ -75,12 +77,18 @@ EXIT_IF_FOREIGN = """[ -O . ] || { echo "$PWD: belongs to another user" >&2; exi
 p=$(foreign strict "$PWD"); [ ! "$p" ] || { echo "$p" >&2; exit 69; }"""
 
 
-def owners_above(directory: str) -> str:
-    """User ids: this user, root, and who owns the directories above this one here and may therefore do so on a node.
+def owners_here(paths: Iterable[str]) -> set[int]:
+    """User ids of the owners of these paths on this machine, as far as they exist, and of the directories above."""
+    parts = dict.fromkeys(part for path in paths for part in parts_of(path))
+    return {os.lstat(part).st_uid for part in parts if os.path.lexists(part)}
+
+
+def owners_above(directory: str, more: Iterable[int] = ()) -> str:
+    """User ids: this user, root, `more`, and who owns the directories above this one here: they may do so on a node.
 
     On a node where this user has another id, the ids mean other people, and only root counts.
     """
-    return _for_shell({0, *(os.lstat(os.path.dirname(part)).st_uid for part in parts_of(directory))})
+    return _for_shell({0, *more, *(os.lstat(os.path.dirname(part)).st_uid for part in parts_of(directory))})
 
 
 def _for_shell(owners: Iterable[int]) -> str:
@@ -88,17 +96,21 @@ def _for_shell(owners: Iterable[int]) -> str:
     return " ".join(map(str, [os.geteuid(), *sorted({*owners} - {os.geteuid()})]))
 
 
-def exit_if_planted(arguments: Sequence[str], cwd: str, code: int, files: Sequence[str] = ()) -> str:
+def exit_if_planted(
+    arguments: Sequence[str], cwd: str, code: int, files: Sequence[str] = (), recorded: str = ""
+) -> str:
     """A line for bash that exits with this code if another user made the code of a command, or could replace it.
 
     The code is in the working directory `cwd` ("": none), at the paths among the first arguments, and in these files.
+    Their owners on this machine are accepted, except those of the path `recorded`, which may have been made since.
     """
     first = takewhile(lambda argument: argument.startswith(("/", "-")), arguments)
     paths = [os.path.normpath(path) for path in (cwd, *first) if path.startswith("/") and path != "/"]
     if not paths or not arguments[0].startswith("/"):
         return ""
     owners, replaceable = {0}, set()
-    for part in dict.fromkeys(part for path in (*paths, *files) for part in parts_of(path)):
+    named = [path for path in (*paths, *files) if path != os.path.normpath(recorded)]
+    for part in dict.fromkeys(part for path in named for part in parts_of(path)):
         above = os.path.dirname(part)
         with contextlib.suppress(OSError):  # it may be there only
             owners.add(os.lstat(part).st_uid)

@@ -14,6 +14,8 @@ if __name__ == "__main__":
     # Python from exiting.
     if sys.getfilesystemencoding() != "utf-8" or os.environ.pop("PYTHONINSPECT", ""):
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.argv])
+    if os.spawnlp(os.P_WAIT, "bash", "bash", "-pc", '. "$1/scripts/lib/common.bash"; check_kit', sys.argv[0], KIT):
+        sys.exit(69)
     del sys.path[0]
 sys.path.insert(0, KIT)  # so that Muster's `distributed` is found before that of Dask
 try:

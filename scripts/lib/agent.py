@@ -90,6 +90,7 @@ def main() -> int:
             become("torch.distributed.run", arguments)
         arguments.remove("--pass-local-rank")
         become("torch.distributed.launch", arguments)
+    os.umask(0o077)  # of directories for the ranks' output; the ranks, which the server starts, have the user's umask
     return agent.main(options, server, pipes)
 
 

@@ -35,6 +35,7 @@ PROGRAM=${0##*/}                       # name in messages
 PROGRAM_FILE=$(readlink -f -- "$0")    # absolute path of the script
 KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
 KIT=${KIT%/scripts/lib/*}              # root of the repository: absolute, symbolic links resolved
+MUSTER_NODE_ENV_KIT=$KIT               # the same, when the user's variable KIT is restored
 
 DRY_RUN=0 QUIET=0                     # --dry-run, --quiet
 
@@ -75,8 +76,7 @@ die_usage() { # <message...>
 # could lead it elsewhere after this check. Used where the user's variables, such as KIT, and those that bash obeys are
 # restored.
 find_foreign() { # <path...>
-  local facts targets fact number safe=' ' owner='' uid gid mode user path kit
-  kit=$(readlink -f -- "${BASH_SOURCE[0]}") kit=${kit%/scripts/lib/*}
+  local facts targets fact number safe=' ' owner='' uid gid mode user path kit=$MUSTER_NODE_ENV_KIT
   local paths=("$kit" "$@")
   FOREIGN=''
   mapfile -t facts <<<"$(stat -c %u:%g:%A -- "${paths[@]}" 2>/dev/null)" # %A: such as drwxrwxrwt
@@ -95,7 +95,8 @@ find_foreign() { # <path...>
     [[ $safe != *" $fact "* ]] || continue
     uid=${fact%%:*} gid=${fact#*:} mode=${fact##*:}
     gid=${gid%:*} owner=${owner:-$uid}
-    if [[ $uid != @("$owner"|"$EUID"|0) ]] && ! is_unmapped "$uid"; then
+    [[ $owner != 65534 || $(</proc/self/uid_map) == *' 4294967295' ]] || owner=0 # see is_unmapped
+    if [[ $uid != @("$owner"|"$EUID"|0) ]] && ! is_unmapped "$uid" "$path"; then
       user=$(id -nu -- "$uid" 2>/dev/null) || user=UNKNOWN
       FOREIGN="$path: belongs to $user (user id $uid), who could run commands as you; use a copy of your own"
     elif [[ $mode == [!l]@(????w*|???????w?) && $mode != d????????[tT] ]] &&
@@ -104,7 +105,29 @@ find_foreign() { # <path...>
       [[ $path/ != "$kit"/* ]] || FOREIGN="${FOREIGN%% call: *} call: chmod -R go-w $(quote "$kit")"
     fi
     [[ ! $FOREIGN ]] || return 0
-    safe+="$fact "
+    [[ $uid == 65534 ]] || safe+="$fact "
+  done
+}
+
+
+# Exit with EXIT_UNFIT if another user can change a file of Muster, or the directories and programs of its .venv.
+check_kit() {
+  local fact path paths=("$KIT"/{train.py,scripts,distributed})
+  local -A found=()
+  [[ ${PYTHON_OPTION-} ]] || paths+=("$KIT/.venv")
+  [[ ${PYTHON_OPTION-} || ! -L $KIT/.venv ]] || paths+=("$KIT/.venv/")
+  # Each link of Muster, and one path for each owner and mode that could be a problem. This is faster than find_foreign
+  # with all paths. `scripts` is found in any case.
+  while read -r -d '' fact && IFS= read -r -d '' path; do
+    [[ $fact != *:l* ]] || fact+=$path
+    found[$fact]=$path
+  done < <(find "${paths[@]}" -maxdepth 3 \( -name scripts -o -type l ! -path '*/.venv/*' -o ! -type l -perm /022 \
+    -o ! -uid "$EUID" ! -uid 0 \) -printf '%U:%G:%M\0%p\0' 2>/dev/null)
+  ((${#found[@]})) || die_with "$EXIT_UNFIT" "find: not on the PATH, so the owners of $KIT cannot be checked"
+  find_foreign "${found[@]}"
+  [[ ! $FOREIGN ]] || die_with "$EXIT_UNFIT" "$FOREIGN"
+  for path in "$KIT"/distributed/{,*[!_]/} "$KIT/scripts/lib/"; do # Python would follow the umask
+    [[ -e ${path}__pycache__ || ! -w $path ]] || (umask g-w,o-w && mkdir -p -- "${path}__pycache__")
   done
 }
 
@@ -115,9 +138,10 @@ is_private_group() { # <group id> <user name>
 }
 
 
-# Whether a container shows this user id for root and all other users whom its user namespace does not contain.
-is_unmapped() { # <user id>
-  [[ $1 == 65534 && $(</proc/self/uid_map) != *' 4294967295' ]]
+# Whether a container shows this user id for root and all other users whom its user namespace does not contain, and not
+# all of them could have made the path.
+is_unmapped() { # <user id> <path>
+  [[ $1 == 65534 && $(</proc/self/uid_map) != *' 4294967295' && $(stat -L -c %A -- "$(dirname -- "$2")") != *w? ]]
 }
 
 
@@ -299,7 +323,7 @@ refuse_foreign_venv() {
   facts=$(exec 2>/dev/null && stat -c '%u %A %U' -- .venv && { stat -L -c '%u %A %U' -- .venv .venv/bin || true; }) ||
     die_with "$EXIT_UNFIT" "$PWD/.venv: missing, or another program changes it; name a Python with --python"
   while read -r owner mode name; do
-    if [[ $owner != @("$EUID"|0) ]] && ! is_unmapped "$owner"; then
+    if [[ $owner != @("$EUID"|0) ]] && ! is_unmapped "$owner" "$PWD/.venv"; then
       die_with "$EXIT_UNFIT" "$PWD/.venv: belongs to $name (user id $owner)," \
         "whose programs would run as you; if you trust them: --python $(quote "$PWD/.venv/bin/python")"
     fi

@@ -11,12 +11,10 @@
 #
 # Sourced by common.bash before anything else, never run.
 
-# First turn tracing off, which an exported SHELLOPTS may have turned on: bash would print the values below.
-if [[ ${SHELLOPTS@a} == *x* ]]; then
-  { builtin set +xv; } 2>/dev/null
-fi
 POSIXLY_CORRECT=1 # in POSIX mode, no function can replace the builtin `unset`
 \unset -f builtin command
+# Turn tracing off, which SHELLOPTS or BASH_ENV may have turned on: bash would print the values below.
+{ builtin set +xv; } 2>/dev/null
 builtin set +k +o posix # also unsets POSIXLY_CORRECT
 builtin unset -v FUNCNEST
 

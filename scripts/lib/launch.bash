@@ -90,10 +90,6 @@ count_processes_here() {
 # Check the call before anything is started.
 check_call() { # <option of check_call.py...>
   is_count "$GRACE" || die_usage "MUSTER_GRACE: expected a whole number of seconds, got '$GRACE'"
-  # Not each file of distributed/, because every check takes time on a network file system. A file that was created with
-  # an unsafe umask is in a directory with an unsafe mode.
-  find_foreign "$KIT"/{scripts,distributed}{,/*/} "$KIT"/scripts/lib/*
-  [[ ! $FOREIGN ]] || die_with "$EXIT_UNFIT" "$FOREIGN"
   pick_rank_python
   check_script
   check_config

@@ -101,6 +101,7 @@ parse_options() { # <argument...>
     esac
     shift
   done
+  check_kit
   check_options
 }
 

@@ -56,6 +56,7 @@ base_python() { # <value of --python, may be empty>
 # Descriptor 9 holds a lock, which other users cannot open: a concurrent call waits and then has nothing to install.
 build_venv() ( # <lock file...>
   cd -- "$KIT" || exit
+  umask g-w,o-w
   chmod go= -- "$VENV.lock" 2>/dev/null || true
   flock --nonblock 9 || { log "waiting for another installation into $VENV" && flock 9; }
   if ! venv_is_current "$@"; then

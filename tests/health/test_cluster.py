@@ -43,8 +43,8 @@ def node(number: int, route: Route = ROUTE, **changes: Any) -> FullNodeFacts:
     return FullNodeFacts(
         python=facts.interpreter.version, torch=facts.torch.version or None, gpus=len(facts.gpus.devices), gpu_error="",
         missing=[], files={}, machine=f"boot{number}", addresses=(address,), ssh_address=address, master="10.0.0.1",
-        seconds=0.0, cores=4.0, port=29500, holder=None, directory_error="", log_error="", nccl=None, muster="",
-        facts=facts, kit=kit, route=route, now=0.0,
+        seconds=0.0, cores=4.0, port=29500, holder=None, directory_error="", log_error="", log_warning="", nccl=None,
+        muster="", facts=facts, kit=kit, route=route, now=0.0,
     )  # fmt: skip
 
 

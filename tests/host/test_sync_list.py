@@ -196,6 +196,19 @@ def test_a_checkout_of_another_user_is_refused(work: Path, nested: str) -> None:
     assert str(refused.value).endswith(f"git config --global --add safe.directory {work / nested}")
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_a_git_directory_that_another_user_has_planted_above_is_ignored(tmp_path: Path) -> None:
+    planted = checkout(tmp_path / "shared") / ".git"
+    os.chown(planted, 12345, 12345)
+    write(tmp_path / "shared/mine", "a", ".env")
+    (tmp_path / "shared").chmod(0o1777)
+    assert listed(tmp_path / "shared/mine") == {"a", ".env"}
+    assert "/.git" not in sync_list.secrets_warning(str(tmp_path / "shared/mine"), {b".env": False})
+    (tmp_path / "shared").chmod(0o755)
+    with pytest.raises(sync_list.SyncError):  # its owner made it where only some users can
+        listed(tmp_path / "shared/mine")
+
+
 def test_a_checkout_is_refused_if_git_is_not_installed(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(work, "sub/a")
     monkeypatch.setenv("PATH", "/nowhere")

@@ -45,8 +45,8 @@ def serving(workdir: Path, error: str = "", heartbeat_timeout: float = 0.0) -> I
     process = subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     request = {
         "id": 1, "do": "open", "server": "one", "list": "abc", "workdir": str(workdir), "default_workdir": "",
-        "owner": 0, "user": 0, "script": "job.sh", "python": sys.executable, "remote": False, "slots": ["one:0"],
-        "panes": False,
+        "owner": 0, "user": 0, "owners": [], "script": "job.sh", "python": sys.executable, "remote": False,
+        "slots": ["one:0"], "panes": False,
     }  # fmt: skip
     send(process, json.dumps(request).encode() + b"\n")
     output = cast("IO[bytes]", process.stdout)

@@ -84,6 +84,42 @@ def write_journal(path: Path, **call: Any) -> None:
         book.commit()
 
 
+@as_root
+def test_a_file_that_no_call_names_is_not_used_if_another_user_has_planted_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (shared := directory / "shared").mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.chdir(shared)
+    for name, content in (("jobs.json", '[{"a": 1}]'), ("servers.json", '{"servers": [{"host": "a"}]}')):
+        Path(name).write_text(content)
+    call = ["--jobs-config", "jobs.json", "--backend", "local", "--plan"]
+    Path("train.py").touch()
+    assert commands.main(call) == 0
+    os.chown("train.py", NOBODY, NOBODY)
+    for more in ([], ["--cluster-config", "servers.json"]):  # a cluster config without script_path
+        assert commands.main([*call, *more]) == 2
+        assert f"{shared}/train.py: belongs to nobody, who made it where all users can" in capsys.readouterr().err
+    assert commands.main([*call, "--script", "./train.py"]) == 0
+    (shared / "mine").mkdir()
+    recorded = {"cluster_config": str(shared / "servers.json"), "jobs_config": str(shared / "jobs.json")}
+    jobs = [job_of({"n": 1}, Options())]
+    with Journal.open(directory / "results.journal") as book:
+        book.add("list", list="abc", cwd=str(shared / "mine"), call=recorded, backend="local", script="../train.py",
+                 jobs=job_records(jobs))  # fmt: skip
+        book.commit()
+    state = ListState.of(journal.records(directory / "results.journal"))
+    for name in ("mine", "servers.json", "jobs.json", "train.py"):
+        for path in map(shared.joinpath, ("mine", "servers.json", "jobs.json", "train.py")):
+            os.chown(path, *([NOBODY if path.name == name else 0] * 2))
+        monkeypatch.chdir(directory)
+        with pytest.raises(config.ConfigError, match=f"{shared / name}: belongs to nobody"):
+            commands.stored_config(state, directory / "results.journal")
+    os.chown(shared / "train.py", 0, 0)
+    monkeypatch.chdir(directory)
+    assert commands.stored_config(state, directory / "results.journal").script == "../train.py"
+
+
 COMMANDS = [["status"], ["why", "experiments"], ["logs", "experiments"], ["cancel", "all"], ["retry", "failed"],
             ["add", "jobs.json"], ["resume"], ["close"]]  # fmt: skip
 
@@ -316,6 +352,39 @@ def test_the_program_of_a_server_uses_no_python_and_no_muster_that_another_user_
     done = run()
     assert (done.returncode, done.stderr) == (69, f"{cache} belongs to another user\n")
     assert not (directory / "RAN").exists()
+
+
+@as_root
+@pytest.mark.parametrize("is_setting", ["python", "script"])
+def test_no_python_or_script_that_another_user_has_planted_on_a_server_runs(
+    server: ServerHere, directory: Path, is_setting: str
+) -> None:
+    (shared := directory / "shared").mkdir()
+    shared.chmod(0o1777)
+    (planted := shared / "theirs").mkdir()
+    (program := planted / "program").write_text(f"#!/bin/sh\ntouch {directory}/RAN\n")
+    program.chmod(0o755)
+    (directory / f".cache/muster/jobs-{server._archive_name}/complete").mkdir(parents=True)
+    server.settings = server.settings.model_copy(update={"python": str(program)})
+    line = server._host_program("serve")  # before the other user makes it
+    serve = host.Service()
+    request = {"do": "open", "server": "one", "list": "abc", "workdir": str(directory), "default_workdir": "",
+               "owner": 0, "user": 0, "owners": [], "remote": False, "slots": ["one:0"], "panes": False,
+               "script": "mine.sh", "python": "python3"} | {is_setting: str(program)}  # fmt: skip
+    (directory / "mine.sh").touch()
+    os.chown(planted, NOBODY, NOBODY)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(directory)}
+    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, f"{planted}: belongs to user id {NOBODY}, who made it in {shared}" in done.stderr) == (
+        69,
+        True,
+    )
+    with pytest.raises(host.HostError, match=f"{planted}: belongs to nobody, who made it .*; it is not used"):
+        serve.open(request)
+    assert not (directory / "RAN").exists()
+    assert server._owners_here() == {0, NOBODY}  # now it exists here, as the user has named it
+    subprocess.run(["bash", "-c", server._host_program("serve")], env=environment, check=False, timeout=60)
+    assert (directory / "RAN").exists()
 
 
 @pytest.mark.parametrize("python", ["python3", ".venv/bin/python"])

@@ -57,6 +57,17 @@ def test_the_command_gets_one_json_object_for_each_event(tmp_path: Path) -> None
     assert failures == []
 
 
+def test_no_process_has_the_command_in_its_arguments(tmp_path: Path) -> None:
+    command = f"""cat /proc/$$/cmdline >'{tmp_path}/arguments'; : "it's a secret" """
+    failures: list[str] = []
+    notifier = Notifier(command, failures.append, "train-1")
+    notifier.send("end", "ok")
+    notifier.wait()
+    assert failures == []
+    arguments = (tmp_path / "arguments").read_text()
+    assert arguments.startswith("/bin/sh") and "secret" not in arguments
+
+
 @pytest.mark.parametrize(
     ("command", "problem"),
     [

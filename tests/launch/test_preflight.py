@@ -7,8 +7,12 @@ sshd.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +23,7 @@ from distributed.launch import preflight
 GOOD = NodeFacts(
     python="3.11.7", torch="2.13.0", files={"a.py": "11"}, gpus=0, gpu_error="", machine="", addresses=("10.0.0.1",),
     cores=4.0, ssh_address="10.0.0.1", master="10.0.0.1", seconds=0.001, port=23456, holder=None, missing=[],
-    directory_error="", log_error="", nccl="2.28.9", muster="01234567",
+    directory_error="", log_error="", log_warning="", nccl="2.28.9", muster="01234567",
 )  # fmt: skip
 
 
@@ -47,6 +51,22 @@ def test_a_node_that_cannot_write_run_directories_is_named() -> None:
     assert faults(node(1), node(2, log_error="/logs: Read-only file system")) == [
         "node2: no run directory can be written there: /logs: Read-only file system; choose another --log-dir"
     ]
+
+
+def test_a_node_on_which_others_could_replace_run_directories_is_named_once() -> None:
+    problem = "/scratch: belongs to eve, and you are bob"
+    found = judge([node(1), node(2, log_warning=problem), node(3, log_warning=problem)])
+    warning = f"node3: {problem}; other users could replace the run directory; choose another --log-dir"
+    assert found == ([], [warning], "10.0.0.1 23456")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_node_finds_out_who_could_replace_run_directories_that_do_not_exist_yet(tmp_path: Path) -> None:
+    os.chown(tmp_path, 65534, 65534)
+    command = [sys.executable, str(KIT / "scripts/lib/module.py"), "host.probe", f"--log-dir={tmp_path}/a/logs", "n1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout.rpartition(MARKER)[2])
+    assert facts["log_warning"].startswith(f"{tmp_path}: belongs to nobody, and you are root")
 
 
 def test_a_node_on_which_another_user_has_made_the_working_directory_is_named() -> None:

@@ -541,6 +541,22 @@ def test_an_environment_file_is_removed_after_reading(run: SupervisedRun, tmp_pa
     assert not file.exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_an_environment_file_of_another_user_or_beside_his_run_directory_is_not_used(
+    run: SupervisedRun, tmp_path: Path
+) -> None:
+    (file := tmp_path / "block").write_bytes(b"\0A=1\0\0")
+    command = run.command("run", "--environment", str(file), "--", "touch", str(tmp_path / "started"))
+    os.makedirs(run.files.directory, exist_ok=True)
+    for path, expected in ((run.files.directory, run.files.directory), (file, f"--environment '{file}': {file}")):
+        os.chown(path, 65534, 65534)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, f"{expected}: belongs to nobody" in done.stderr) == (69, True)
+        assert file.exists() == (path != file)  # not even read
+        os.chown(path, 0, 0) if file.exists() else None
+    assert not (tmp_path / "started").exists()
+
+
 def test_an_incomplete_environment_block_starts_nothing(run: SupervisedRun) -> None:
     command = run.command("run", "--environment", "-", "--", "true")
     done = subprocess.run(command, input=b"\0A=1\0", capture_output=True, check=False)

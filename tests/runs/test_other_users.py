@@ -15,15 +15,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
+from distributed.launch.attach import AttachedLaunch
 from distributed.runs import run_directory
 from distributed.runs.lookup import RunNode
+from distributed.transport.commands import LocalCommands
 
 KIT = Path(__file__).resolve().parents[2]
 VICTIM, ATTACKER = "nobody", "daemon"
@@ -147,6 +150,19 @@ def test_the_table_of_all_runs_names_what_it_does_not_show(shared: Path) -> None
     assert f"not shown: logs/{directory.name}: belongs to {ATTACKER}, and you are {VICTIM}" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "call", [("status.sh", "none"), ("status.sh", "--all"), ("stop.sh", "none"), ("report.sh", "none")]
+)
+def test_the_name_of_another_users_directory_is_no_line_of_its_own(shared: Path, call: tuple[str, ...]) -> None:
+    (shared / "logs").mkdir()
+    directory, _ = planted_run(shared / "logs", ATTACKER)
+    directory.rename(directory.with_name("train\nstop.sh: forged\x1b[2J"))
+    (shared / "logs").chmod(0o1777)
+    done = run_as(VICTIM, *call, cwd=shared)
+    printed = done.stdout + done.stderr
+    assert "train stop.sh: forged" in printed and "\nstop.sh: forged" not in printed and "\x1b" not in printed
+
+
 def test_an_own_run_is_reported_and_a_planted_link_is_replaced(shared: Path) -> None:
     directory, _ = planted_run(shared, VICTIM)
     (precious := shared / "precious").write_text("keep")
@@ -190,19 +206,37 @@ def test_a_private_directory_of_another_user_hides_no_message(shared: Path) -> N
         assert done.returncode == 2 and "Traceback" not in done.stderr and "no such run" in done.stderr, done.stderr
 
 
-def test_stop_does_not_wait_for_a_lock_of_another_user(shared: Path) -> None:
-    """The run is one of version 0.1.0, whose run.json others can read and therefore lock."""
+def test_a_lock_of_another_user_who_can_read_a_run_delays_neither_stop_nor_attach(shared: Path) -> None:
     directory, _ = planted_run(shared, VICTIM)
     facts = json.loads((directory / "run.json").read_text())
     facts["launcher"] |= {"pid": 1, "since": 0, "grace": 0}
     (directory / "run.json").write_text(json.dumps(facts))
-    with open(directory / "run.json") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    (directory / "launcher.log").touch()
+    with ExitStack() as opened:
+        for path in directory.iterdir():
+            if path.is_file():
+                fcntl.flock(opened.enter_context(path.open()), fcntl.LOCK_EX)
         command = [python_of(VICTIM), "-c", STOP_SOON, str(directory)]
         env = os.environ | {"TMPDIR": str(shared)}
         done = subprocess.run(command, cwd=KIT, env=env, capture_output=True, text=True, timeout=60, **ids_of(VICTIM))
-    assert "another stop.sh is stopping" in done.stderr and "Traceback" not in done.stderr
-    assert stat.S_IMODE((directory / "run.json").stat().st_mode) == 0o600
+        assert "another stop.sh is stopping" not in done.stderr and "Traceback" not in done.stderr
+        assert stat.S_IMODE((directory / "stop.lock").stat().st_mode) == 0o600
+        (directory / "run.json").write_text(json.dumps(facts | {"lease": 0}))
+        give(directory, "root")
+        with pytest.raises(RuntimeError) as refused:
+            Attach(shared, directory).check_nodes(LocalCommands())
+        assert "was started with the arguments" in str(refused.value)  # the check after that of the lock
+
+
+class Attach(AttachedLaunch):
+    """--attach for a run, whose refusal is an exception."""
+
+    def __init__(self, logs: Path, run: Path) -> None:
+        self.options = SimpleNamespace(attach=str(run), cwd="/")  # type: ignore[assignment]
+        self.logs, self.call = str(logs), ["train.py", "other"]
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise RuntimeError(reason)
 
 
 STOP_SOON = f"""

@@ -165,3 +165,17 @@ def test_printed_commands_can_be_pasted(
         ["status:", "/my kit/scripts/status.sh", "--log-dir", "my logs", "17"],
     ]
     assert shlex.split(errors.partition("to stop it: ")[2]) == ["/my kit/scripts/stop.sh", "--log-dir", "my logs", "17"]
+
+
+@pytest.mark.parametrize(("umask", "expected"), [("000", "0022"), ("077", "0077")])
+def test_a_job_has_a_umask_with_which_others_cannot_write_to_its_output(
+    programs: Path, umask: str, expected: str
+) -> None:
+    write_program(programs / "sinfo", "echo 'main*|4|16|(null)|1:00'")
+    write_program(programs / "sbatch", "umask >umask; echo 17")
+    before = os.umask(int(umask, 8))
+    try:
+        submit.main(["submit.sh", "logs", "submit", "1", "1"])
+    finally:
+        os.umask(before)
+    assert (programs / "umask").read_text() == f"{expected}\n"

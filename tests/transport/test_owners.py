@@ -11,14 +11,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from distributed.files import KIT
+from distributed.host.ssh_call import for_any_shell
+from distributed.runs.lookup import EXITED, Launcher, Run, RunNode
+from distributed.runs.query import RunQuery, python_of
+from distributed.transport.commands import Messages
 from distributed.transport.owners import FOREIGN, exit_if_planted
 from distributed.trust import parts_of
 
 OTHER = 12345
+SYSTEM_PYTHON = "/usr/bin/python3"  # which other users can run
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
 
@@ -156,6 +163,54 @@ def test_an_owner_here_does_not_count_on_a_node_where_this_user_has_another_id(p
     as_third = ["setpriv", "--reuid", "23456", "--regid", "23456", "--clear-groups", "bash", "-pc", f"{line}echo runs"]
     done = subprocess.run(as_third, capture_output=True, text=True, cwd="/")
     assert (done.returncode, done.stdout) == (69, "") and f"belongs to user id {OTHER}" in done.stderr
+
+
+def test_who_owns_a_recorded_python_here_now_may_not_have_made_it_on_a_node(project: Path) -> None:
+    """The Python of a run may have been removed since, and made again by another user, also on this machine."""
+    python = str(project / ".venv/bin/python")
+    node = RunNode("n1", "n1", 1, 0)
+    run = Run(project, str(project), python, "", "", (), Launcher("", 1, None, EXITED, 0), (node,))
+    query = RunQuery(run, Messages("status.sh"))
+    os.chown(project.parent / "muster", 23456, 23456)  # Muster is not recorded
+    for owner, expected in ((0, ""), (OTHER, f"{project}: belongs to user id {OTHER}")):
+        os.chown(project, owner, owner)
+        command = [python, "-I", str(project.parent / "muster/scripts/lib/module.py"), "runs.node_status"]
+        line = exit_if_planted(command, "", 69, recorded=query.ssh.recorded)
+        assert refusal(line).startswith(expected)
+        encoded = for_any_shell(line).rpartition("' ")[0].rpartition("'")[2]
+        assert encoded in query.ssh.command(node, command)[-1]
+        in_job = replace(run, job="17")
+        assert python_of(in_job, node) == (sys.executable if expected else python)
+    project.rename(project.parent / "removed")  # another user could make it again
+    assert python_of(in_job, node) == sys.executable
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_in_a_container_another_users_files_are_refused_where_all_users_can_create_them(
+    scratch: Path, is_open: bool
+) -> None:
+    """In a container that maps one user id, all other users are 65534, also root."""
+    (scratch / "top").mkdir()
+    (planted := scratch / "top/planted").mkdir()
+    (planted / "program").touch()
+    os.chown(planted, OTHER, OTHER)
+    os.chown(scratch, 23456, 23456)
+    scratch.chmod(0o755)
+    (scratch / "top").chmod(0o1777 if is_open else 0o755)
+    bash = f'{FOREIGN}; owners="23456 0" open=; for kind in planted strict; do foreign $kind "{planted}/program"; done'
+    python = (
+        "import sys; sys.path[0] = sys.argv[1]; from distributed.trust import *; print(foreign_ancestor(sys.argv[2]))"
+    )
+    common = f'. "{KIT}/scripts/lib/common.bash"; find_foreign "{planted}"; echo "$FOREIGN"'
+    for call in (["bash", "-pc", bash], [SYSTEM_PYTHON, "-Ic", python, KIT, str(planted)], ["bash", "-pc", common]):
+        user = ["setpriv", "--reuid", "23456", "--regid", "23456", "--clear-groups"]
+        done = subprocess.run(
+            [*user, "unshare", "--user", "--map-user=23456", *call], capture_output=True, text=True, cwd="/"
+        )
+        if done.stderr.startswith("unshare") or "Permission denied" in done.stderr:
+            pytest.skip("no user namespaces, or another user cannot read Muster")
+        assert not done.stderr
+        assert (str(planted) in done.stdout) == is_open, call
 
 
 def test_commands_without_own_code_are_not_checked() -> None:
