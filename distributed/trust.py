@@ -37,6 +37,7 @@ MAX_LINKS = 40  # of a path, as in Linux
 MAX_DEPTH = 40  # of nested JSON, and of directories
 LARGEST = 1 << 63  # numbers are smaller
 MAX_LINES, LONGEST_LINE = 30, 1000  # of a message
+MAX_RECORDED = 1 << 16  # characters of a message or traceback in a failure record
 MAX_FILES = 200_000  # of one archive
 MAX_BYTES = 64 << 30  # of one archive, or of one log of a node
 MIN_FREE = 64 << 20  # bytes that files of a node leave free on the disk
@@ -315,6 +316,12 @@ def bounded(message: str) -> str:
 
 
 # ---------------------------------------------------------------- text
+
+
+def head_and_tail(text: str) -> str:
+    """The text, without its middle if it has more than MAX_RECORDED characters."""
+    half = MAX_RECORDED // 2
+    return text if len(text) <= MAX_RECORDED else f"{text[: half - 5]}\n...\n{text[-half:]}"
 
 
 def printable(text: str, kept: str = "") -> str:

@@ -31,7 +31,7 @@ from distributed.host.resources import write_error
 from distributed.runs.node_log import EXCEPTIONS, LoggedException, last_exception, read_log
 from distributed.runs.records import integer, listed, mapping, node_changes, number, read_object, text
 from distributed.runs.user_code import launched_package
-from distributed.trust import printable, read_text
+from distributed.trust import head_and_tail, printable, read_text
 
 STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
 SRUN = "srun"  # name of the "node" whose files have the output of srun
@@ -56,6 +56,11 @@ class Failure:
     ended_by_agent: bool = False  # the agent sent the rank SIGTERM or SIGKILL after another failure
     witness: str = ""  # if other ranks waited for this rank: what they reported
     program: str = "agent"  # if rank is None: agent, supervisor or launcher
+
+    def __post_init__(self) -> None:
+        """Cut long texts, which are searched many times."""
+        for name in ("message", "traceback"):
+            object.__setattr__(self, name, head_and_tail(getattr(self, name)))
 
 
 @dataclass(frozen=True)

@@ -508,7 +508,7 @@ def _last_frames(verdict: Verdict, launched: str) -> Iterator[str]:
         return
     chained = split_chain(verdict.traceback)
     block = next((block for block in chained if parse_exception(block).message == verdict.message), chained[-1])
-    frames = re.findall(r'^(  File "(.+)", line \d.*\n(?:    .*\n)*)', block, re.MULTILINE)
+    frames = re.findall(r'^(  File "(.+)", line \d.*\n?(?:    .*\n)*)', block, re.MULTILINE)
     user_frames = [text for text, file in frames if not is_library(file, launched)] or [text for text, _ in frames]
     yield from "".join(user_frames[-SHOWN_FRAMES:]).splitlines()
     if verdict.exception:

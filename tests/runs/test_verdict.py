@@ -30,7 +30,7 @@ from distributed.runs import node_log, verdict
 from distributed.runs.failures import Evidence, Failure, SentSignal, gather
 from distributed.runs.node_log import LogLine, read_log
 from distributed.runs.verdict import Kind, kind_of
-from distributed.trust import LAYOUT, printable
+from distributed.trust import LAYOUT, MAX_RECORDED, printable
 
 KIT = Path(__file__).resolve().parents[2]
 TIME = 1_700_000_000.25  # of the failures, Unix seconds
@@ -809,13 +809,26 @@ def test_a_record_of_a_hang_with_other_types_gives_a_verdict(run: RunDirectory, 
 
 @pytest.mark.parametrize(
     "repeated",
-    ["\n", "  \n", "[/", " ", "rank 1 on ", "cuda ", "recvValue", "[rank0]: ", "Traceback (most recent call last):\n"],
-)
+    ["\n", "  \n", "[/", " ", "rank 1 on ", "cuda ", "recvValue", "[rank0]: ", "Traceback (most recent call last):\n",
+     '", line 1'],
+)  # fmt: skip
 def test_long_messages_and_tracebacks_take_little_time(run: RunDirectory, repeated: str) -> None:
-    long, began = repeated * (200_000 // len(repeated)), process_time()
+    long, began = repeated * (2_000_000 // len(repeated)), process_time()
+    raised = f'Traceback (most recent call last):\n  File "a{long}'
     run.rank(0, "ValueError", f"x{long}x", traceback=f"{long}x", exit_code=1)
-    assert verdict.render(run.decide(), run.path)
-    assert process_time() - began < 10, "the time grows with the square of the length"
+    run.rank(1, "ValueError", "", traceback=raised, exit_code=1)
+    run.ranks_ended("n2", r2=(1, False))
+    run.file("node_n2.log", "".join(f"[n2:2] {line}\n" for line in raised.split("\n")))
+    found = run.decide()
+    assert all(verdict.render(replace(found, traceback=one.traceback), run.path) for one in gather(run.path).failures)
+    assert process_time() - began < 10, "the time grows with the square of the length, or the text was not cut"
+
+
+def test_of_a_long_message_the_head_and_the_tail_are_kept(run: RunDirectory) -> None:
+    run.rank(0, "ValueError", f"begins {'x' * 300_000} ends", exit_code=1)
+    message = run.decide().message
+    assert message.startswith("begins xxx") and message.endswith("xxx ends") and len(message) == MAX_RECORDED
+    assert Failure("n1", message=message).message == message
 
 
 # ---------------------------------------------------------------- failures known only from the log
