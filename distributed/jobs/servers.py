@@ -50,6 +50,8 @@ from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, owners_above
 from distributed.trust import MAX_TEXT, PRIVATE_DIRECTORY, checked, parse_json, place, read_bytes, shown
 
 CONNECT_TIMEOUT = 60.0  # seconds
+REPLY_TIMEOUT = 60.0  # seconds; host.py exits if a request that is not one of SLOW blocks it for CONNECTION_TIMEOUT
+SLOW = ("base", "publish_base", "remove_output")  # they read, copy or remove any number of bytes
 LOGIN_TIMEOUT = 50.0  # seconds within which the login shell must start a command
 MAX_COPIES = 3  # how often a base model is copied if the copies are damaged
 COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has unlocked a base model
@@ -171,7 +173,11 @@ class Channel:
         self._waiting[self._next] = future
         assert self._process.stdin
         self._process.stdin.write(json.dumps({"id": self._next, "do": verb, **facts}).encode() + b"\n")
-        reply = await future
+        try:
+            reply = await asyncio.wait_for(future, None if verb in SLOW else REPLY_TIMEOUT)
+        except asyncio.TimeoutError:
+            self._end(f"no reply to {verb} within {REPLY_TIMEOUT:.0f} s")
+            raise Unreachable(self.closed.result()) from None
         if "error" in reply:
             reply = self._checked({"error": str, "kind?": str}, reply)
             raise HostReplyError(reply["error"], reply.get("kind", "server"))
@@ -608,7 +614,7 @@ class SshServer(HostServer):
             f"owners={shlex.quote(owners_above(str(self.context.cwd)))}; {FOREIGN}; {EXIT_IF_FOREIGN})"
         )
         self._refuse_without_rsync(on_server=True)
-        code, stderr = await self._run(self._ssh(line))
+        code, stderr = await self._run(self._ssh(line), seconds=CONNECT_TIMEOUT)
         self._refuse_without_rsync(on_server=code != NO_RSYNC)
         if code == DEFAULT_WORKDIR_EXISTS:
             target = "ml-customization"
@@ -787,9 +793,9 @@ class SshServer(HostServer):
             raise Unreachable(last_line(stderr) or f"rsync: exit code {code}")
         raise OSError(cause[: host.MAX_TEXT] or f"rsync: exit code {code}")
 
-    async def _run(self, command: Sequence[str], data: bytes = b"") -> tuple[int, str]:
+    async def _run(self, command: Sequence[str], data: bytes = b"", seconds: float | None = None) -> tuple[int, str]:
         """Run a command with this standard input; return (exit code, standard error)."""
-        code, _, stderr = await run_program(command, data)
+        code, _, stderr = await run_program(command, data, seconds=seconds)
         return code, stderr.strip()
 
 

@@ -211,6 +211,16 @@ def test_a_server_on_which_the_working_directory_cannot_be_created_is_unusable(h
     assert reason.endswith("; correct this on the server")
 
 
+def test_a_server_that_does_not_reply_before_the_working_directory_is_copied_is_unreachable(
+    home: Path, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "CONNECT_TIMEOUT", 1.0)
+    one = server(project, sync=True, workdir=f"{home}/work")
+    monkeypatch.setattr(one, "_ssh", lambda line: ["sleep", "15"])
+    with pytest.raises(Unreachable, match="no reply within 1 s"):
+        asyncio.run(one._sync())
+
+
 # ---------------------------------------------------------------- GPUs
 
 

@@ -834,6 +834,15 @@ def test_a_server_that_prints_without_end_before_its_first_message_is_unusable(
     assert talk()[0] == "prints more than 1 MiB before Muster starts; correct its login shell"
 
 
+def test_a_server_that_sends_heartbeats_but_no_reply_is_treated_as_lost(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = LYING.replace("next(replies)", 'next(replies, \'{"event": "heartbeat"}\')')
+    monkeypatch.setattr(sys.modules[__name__], "LYING", silent)
+    monkeypatch.setattr(servers, "REPLY_TIMEOUT", 1.0, raising=False)
+    assert talk(HELLO, OPENED, query=["a.1"])[0] == "no reply to query within 1 s"
+
+
 @pytest.mark.parametrize("hello", [HELLO.replace('"h"', "[]"), HELLO.replace('"b"', "5")])
 def test_an_invalid_first_message_is_reported(hello: str, directory: Path) -> None:
     assert talk(hello)[0].startswith("invalid reply (")
