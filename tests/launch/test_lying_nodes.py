@@ -412,6 +412,11 @@ class LyingAboutNewFiles(LyingCommands):
         return ["sh", "-c", self._programs["list" if arguments[2] == new_files.LIST else "send"]]
 
 
+# Python runs such files whenever it starts.
+IN_ENVIRONMENTS = ["venv/lib/python3.11/site-packages/weights.pth", "lib/dist-packages/x.pth", "new/pyvenv.cfg",
+                   "env/lib/x.py", "env/bin/python", "conda/etc/conda/activate.d/x.sh"]  # fmt: skip
+
+
 def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
     directory: Path,
     tmp_path: Path,
@@ -428,7 +433,10 @@ def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
     os.utime(cwd / "checkpoints/old", (1, 1))
     refused = ["../up", "/tmp/muster-absolute", ".git/config", "a/.git/hooks/x", ".venv/bin/python", "logs/r/run.json",
                "config/node_env.sh", "own.py", "link/x", "dangling/x", ".bashrc", ".ssh/rc", "results.journal",
-               "out/.muster_job", "muster/json.py", "muster/json/__init__.py"]  # fmt: skip
+               "out/.muster_job", "muster/json.py", "muster/json/__init__.py", *IN_ENVIRONMENTS]  # fmt: skip
+    for marker in ("env/pyvenv.cfg", "conda/conda-meta/history"):
+        (cwd / marker).parent.mkdir(parents=True)
+        (cwd / marker).touch()
     monkeypatch.setattr(new_files, "KIT", str(cwd / "muster"))
     taken = ["out/new\nn1: \x1b[2Jforged", "checkpoints/old"]
     listed = tmp_path / "listed"
@@ -437,7 +445,8 @@ def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
     watch = new_watch(directory, Local(LyingAboutNewFiles({"list": f"cat {listed}", "send": sent})))
     watch.options = replace(watch.options, cwd=str(cwd))
     NewFiles(watch, {"n1": "0"}, "logs", ["*"]).report([NODES[0]])
-    assert content(cwd) == {"own.py": "own", **dict.fromkeys(taken, "of n1")}
+    found = {name: text for name, text in content(cwd).items() if text}
+    assert found == {"own.py": "own", **dict.fromkeys(taken, "of n1")}
     assert [os.readlink(cwd / name) for name in ("link", "dangling")] == ["checkpoints", "nowhere"]
     lines = capfd.readouterr().err.splitlines()
     assert [line for line in lines if "forged" in line] == [
