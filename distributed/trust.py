@@ -42,6 +42,7 @@ MAX_FILES = 200_000  # of one archive
 MAX_BYTES = 64 << 30  # of one archive, or of one log of a node
 MIN_FREE = 64 << 20  # bytes that files of a node leave free on the disk
 MAX_NAME = 64 << 10  # bytes of a name in an archive
+OF_GIT = frozenset((".git", "HEAD"))  # git runs programs that the configuration beside a HEAD names
 STALLED = 60.0  # seconds without a byte of an archive
 # git, which runs no program that the configuration of a repository names, and enters no repository without `.git`.
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "safe.bareRepository=explicit")
@@ -380,7 +381,8 @@ def unpack(source: int, directory: str, expects: Callable[[str], bool]) -> list[
     """Unpack a tar archive from a pipe into a new directory. Returns the names of what was left out. Raises Refused.
 
     Only regular files and directories that expects() accepts are unpacked, with private modes; the name of a directory
-    ends with a slash. No name leads outside. After Refused, the directory has the complete files that were received.
+    ends with a slash. No name leads outside, or is one of OF_GIT. After Refused, the directory has the complete files
+    that were received.
     """
     import tarfile
 
@@ -408,7 +410,7 @@ def unpack(source: int, directory: str, expects: Callable[[str], bool]) -> list[
                 count, size = count + 1, size + max(0, member.size)
                 if count > MAX_FILES or size > MAX_BYTES or member.size > disk.f_bavail * disk.f_frsize - MIN_FREE:
                     raise Refused(f"{count} files with {size >> 20} MiB are more than the limits or the disk allow")
-                is_regular = member.isdir() or member.isreg()
+                is_regular = (member.isdir() or member.isreg()) and OF_GIT.isdisjoint(name.split("/"))
                 if is_regular and _is_inside(name) and expects(name + "/" * member.isdir()):
                     _extract(archive, member, os.path.join(directory, name))
                 elif name != ".":
@@ -450,7 +452,7 @@ def place(
 ) -> list[str]:
     """Move files and directories from a directory of a node's files to their place. Returns the names left out.
 
-    No link below `target` is followed. Special files, and links that lead outside of it, are left out.
+    No link below `target` is followed. Left out are special files, links that lead outside of it, and names of OF_GIT.
     mask: permissions that are kept. name: of the directory, in the result. keeps_newer: a newer file there stays.
     accepts: whether to place a file of this name, which exists there already or not.
     """
@@ -460,7 +462,8 @@ def place(
         goal, below = os.path.join(target, entry.name), name + entry.name
         exists, is_in_place = os.path.lexists(goal), os.path.isdir(goal) and not os.path.islink(goal)
         is_directory = entry.is_dir(follow_symlinks=False) and below.count("/") < MAX_DEPTH
-        if (exists or not is_directory) and not is_in_place and not accepts(below, exists):
+        is_refused = (exists or not is_directory) and not is_in_place and not accepts(below, exists)
+        if is_refused or entry.name in OF_GIT:
             left_out.append(below)
         elif is_directory:
             if exists and not is_in_place:

@@ -750,7 +750,8 @@ class SshServer(HostServer):
                     target = resolved(target) if os.path.islink(target) else target
                     left_out.append(place(source, target, mask, keeps_newer=False))
                     for name in left_out[-1]:
-                        if stat.S_ISREG(os.lstat(os.path.join(source, name)).st_mode):
+                        is_file = stat.S_ISREG(os.lstat(os.path.join(source, name)).st_mode)
+                        if is_file and os.path.isdir(os.path.join(target, name)):
                             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), os.path.join(target, name))
             found.append(left_out[0] if left_out else [])
         return found

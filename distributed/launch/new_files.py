@@ -34,7 +34,7 @@ SHOWN = 3  # names in a message
 ENVIRONMENT = ("pyvenv.cfg", "conda-meta")  # a virtual environment, or one of conda, has one of these
 # A node does not send files of these names, or of directories of these names: git, Python and Muster obey them.
 NOT_SENT = {
-    ".git", ".gitignore", ".gitattributes", ".gitmodules", ".venv", ".muster_job", "__pycache__", "node_env.sh",
+    *trust.OF_GIT, ".gitignore", ".gitattributes", ".gitmodules", ".venv", ".muster_job", "__pycache__", "node_env.sh",
     "run.json", "site-packages", "dist-packages", *ENVIRONMENT,
 }  # fmt: skip
 # Programs for sh on a node. $1: the working directory, $2: Unix seconds, $3: the directory of all runs.

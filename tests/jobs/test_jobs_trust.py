@@ -486,6 +486,14 @@ def test_a_link_here_below_the_directory_of_a_job_is_replaced(
     assert not list((directory / "outside").iterdir())
 
 
+def test_no_repository_of_git_arrives_with_the_results_of_a_job(server: ServerHere, results: Path) -> None:
+    for name in (".git/config", "out/HEAD", "out/config"):
+        (server.results / name).parent.mkdir(parents=True, exist_ok=True)
+        (server.results / name).write_text("x")
+    assert server.end_attempt() == [".git", "out/HEAD"]
+    assert not (results / ".git").exists() and [*(results / "out").iterdir()] == [results / "out/config"]
+
+
 @as_root
 def test_special_files_do_not_arrive_and_permissions_are_cut(server: ServerHere, results: Path) -> None:
     (server.results / "tools").mkdir(parents=True)

@@ -279,7 +279,16 @@ def test_a_node_sends_its_own_files_and_no_others(
     (outside := tmp_path / "outside").mkdir()
     before = content(directory)["run.json"]
     launchers = ["run.json", "launcher.log", "verdict.json", "report.html", "hang.json", "attempt_1/node_n2.log"]
-    others = ["node_n1.log", "node_n1.exit", "node_n2.lost", "ranks/n1/0/stdout.log", ".hidden", "errors/x.json"]
+    others = [
+        "node_n1.log",
+        "node_n1.exit",
+        "node_n2.lost",
+        "ranks/n1/0/stdout.log",
+        ".hidden",
+        "errors/x.json",
+        "out/.git/config",
+        "out/HEAD",
+    ]
     own = ["node_n2.log", "node_n2.exit", "ranks/n2/x/attempt_0/0/stdout.log", "errors/rank_2.json", "samples/a.txt"]
     collect(
         n1=archive(
@@ -306,7 +315,7 @@ def test_a_node_sends_its_own_files_and_no_others(
     assert modes == {"0o600"}
     assert not [*directory.glob(".from_*")]
     errors = capfd.readouterr().err
-    assert "n2: not copied back, as links, special files, or files that exist here: .hidden, " in errors
+    assert "n2: not copied back, as links, special files, files of git, or files that exist here: .hidden, " in errors
 
 
 def test_the_records_of_a_lost_node_are_taken_from_another_node(
@@ -431,9 +440,9 @@ def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
     for link, target in (("link", "checkpoints"), ("dangling", "nowhere")):
         (cwd / link).symlink_to(target)
     os.utime(cwd / "checkpoints/old", (1, 1))
-    refused = ["../up", "/tmp/muster-absolute", ".git/config", "a/.git/hooks/x", ".venv/bin/python", "logs/r/run.json",
-               "config/node_env.sh", "own.py", "link/x", "dangling/x", ".bashrc", ".ssh/rc", "results.journal",
-               "out/.muster_job", "muster/json.py", "muster/json/__init__.py", *IN_ENVIRONMENTS]  # fmt: skip
+    refused = ["../up", "/tmp/muster-absolute", ".git/config", "a/.git/hooks/x", "out/HEAD", ".venv/bin/python",
+               "logs/r/run.json", "config/node_env.sh", "own.py", "link/x", "dangling/x", ".bashrc", ".ssh/rc",
+               "results.journal", "out/.muster_job", "muster/json.py", "muster/json/__init__.py", *IN_ENVIRONMENTS]  # fmt: skip
     for marker in ("env/pyvenv.cfg", "conda/conda-meta/history"):
         (cwd / marker).parent.mkdir(parents=True)
         (cwd / marker).touch()
