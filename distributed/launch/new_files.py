@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 LIST_TIMEOUT = 30.0  # seconds
 MAX_NAMES = 1 << 20  # bytes of the names of one node
 SHOWN = 3  # names in a message
+PROGRAMS = ("distributed", "scripts")  # the programs in Muster's directory; it may also be the working directory
 ENVIRONMENT = ("pyvenv.cfg", "conda-meta")  # a virtual environment, or one of conda, has one of these
 # A node does not send files of these names, or of directories of these names: git, Python and Muster obey them.
 NOT_SENT = {
@@ -95,10 +96,13 @@ class NewFiles:
         return sorted(found)
 
     def _is_obeyed(self, name: str, parts: Sequence[str]) -> bool:
-        """Whether programs obey a file of this name: git, Muster, shells in a home directory, Python in Muster's."""
-        path = Path(os.path.realpath(self._cwd), name)
-        is_module = path.is_relative_to(KIT) and name.endswith(tuple(all_suffixes()))
-        if is_module or name.startswith(".") or name.endswith(".journal") or not NOT_SENT.isdisjoint(parts):
+        """Whether programs obey a file of this name: git, Python, Muster, and shells in a home directory."""
+        cwd, kit = Path(os.path.realpath(self._cwd)), Path(os.path.realpath(KIT))
+        path = cwd / name
+        below = path.relative_to(kit).parts if path.is_relative_to(kit) else ()
+        if below and (not cwd.is_relative_to(kit) or below[0] in PROGRAMS or name.endswith(tuple(all_suffixes()))):
+            return True
+        if name.startswith(".") or name.endswith(".journal") or not NOT_SENT.isdisjoint(parts):
             return True
         return any(map(is_environment, list(path.parents)[: len(parts)]))
 

@@ -192,8 +192,8 @@ class NodeLogs:
         shutil.rmtree(received, ignore_errors=True)
         if left_out:
             names = ", ".join(map(trust.printable, sorted(left_out)[:SHOWN])) + ", ..." * (len(left_out) > SHOWN)
-            what = "links, special files, files of git, or files that exist here"
-            self._warn(node, f"not copied back, as {what}: {names}")
+            warning = f"not copied back, as links, special files, files of git, or files that exist here: {names}"
+            self._warn(node, warning)
         if problem:
             self._warn(node, f"the copy of its files in {run} is incomplete: {problem}; look for them on the node")
 

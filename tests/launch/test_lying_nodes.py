@@ -442,7 +442,8 @@ def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
     os.utime(cwd / "checkpoints/old", (1, 1))
     refused = ["../up", "/tmp/muster-absolute", ".git/config", "a/.git/hooks/x", "out/HEAD", ".venv/bin/python",
                "logs/r/run.json", "config/node_env.sh", "own.py", "link/x", "dangling/x", ".bashrc", ".ssh/rc",
-               "results.journal", "out/.muster_job", "muster/json.py", "muster/json/__init__.py", *IN_ENVIRONMENTS]  # fmt: skip
+               "results.journal", "out/.muster_job", "muster/json.py", "muster/json/__init__.py",
+               "muster/scripts/lib/x", "muster/out/x", *IN_ENVIRONMENTS]  # fmt: skip
     for marker in ("env/pyvenv.cfg", "conda/conda-meta/history"):
         (cwd / marker).parent.mkdir(parents=True)
         (cwd / marker).touch()
@@ -462,6 +463,29 @@ def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
         "launch.sh: n1: copied 2 files from it: checkpoints/old, out/new n1: forged"
     ]
     assert any("3 new or changed files" in line and "dangling/x, link/x, own.py" in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("cwd", "taken"),
+    [
+        ("", ["experiments/x", "out.npy"]),
+        ("experiments", ["distributed/x", "experiments/x", "out.npy", "scripts/run"]),
+        ("../link", ["experiments/x", "out.npy"]),
+        ("scripts", []),
+    ],
+)  # fmt: skip
+def test_a_node_sends_no_files_of_muster_if_the_working_directory_is_that_of_muster(
+    directory: Path, tmp_path: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch, cwd: str, taken: list[str]
+) -> None:
+    for name in ("experiments", "scripts"):
+        (tmp_path / "muster" / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("muster")
+    monkeypatch.setattr(new_files, "KIT", str(tmp_path / "link"))
+    names = ["distributed/x", "distributed/json.py", "experiments/x", "out.npy", "scripts/run", "train.py"]
+    listed = "".join(f"{time.time() + 9:.9f} {name}\0" for name in names)
+    watch = new_watch(directory, Local(LocalCommands()))
+    watch.options = replace(watch.options, cwd=str(tmp_path / "muster" / cwd))
+    assert NewFiles(watch, {}, "logs", ["*"])._newer(listed) == taken
 
 
 @pytest.mark.parametrize(
