@@ -226,6 +226,7 @@ class Watch:
         self._reported: dict[str, int] = {}  # nodes whose supervisor has reported its exit code
         self._unlogged: dict[str, str] = {}  # node -> lines that its disk did not take
         self._missed: dict[str, str] = {}  # nodes that other nodes report as lost
+        self.signals: dict[str, float] = {}  # node that reports a signal for which it stops -> Unix time of the report
         self.lost.clear()
 
     # ---- commands and environment
@@ -792,6 +793,7 @@ class Watch:
 
         While an attempt ends, the signal may be that of a request for which a full disk had no space.
         """
+        self.signals.setdefault(node, time.time())
         if not self.signal and not self.is_ending and any(one.node == node for one in self.run.nodes):
             self._stops_for_node = True
             self._stop(number)

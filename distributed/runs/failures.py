@@ -70,6 +70,7 @@ class SentSignal:
     name: str  # SIGUSR1
     sender: str  # the sender or the receiver, such as "from SLURM" or "to the launcher"
     time: float | None  # Unix seconds
+    node: str = ""  # that has recorded it
 
     @property
     def stops_a_node(self) -> bool:
@@ -102,11 +103,6 @@ class Evidence:
     def signal(self) -> SentSignal | None:
         """The first record of the latest signal: with pdsh, the launcher and each supervisor record the same signal."""
         return next((one for one in self.signals if one.name == self.signals[-1].name), None)
-
-    @property
-    def stop_of_a_node(self) -> SentSignal | None:
-        """The first signal for which a supervisor has stopped its node."""
-        return next((one for one in self.signals if one.stops_a_node), None)
 
 
 Failures = dict[tuple[str, int], Failure]  # by node and rank
@@ -218,9 +214,11 @@ def _exit_codes(run: Path, warnings: list[str]) -> dict[str, int]:
 def _sent_signals(run: Path, warnings: list[str], clocks: Mapping[str, float]) -> tuple[SentSignal, ...]:
     sent = []
     for path in sorted(run.glob("errors/signal_*.json")):
-        record, ahead = read_object(path, warnings), clocks.get(path.stem.rpartition("_")[0][7:], 0.0)
+        record, node = read_object(path, warnings), path.stem.rpartition("_")[0][7:]
         name, sender = (printable(text(record.get(key)))[:100] for key in ("signal", "sender"))
-        sent.append(SentSignal(name, sender, _seconds(record, ahead)))
+        if not sender.startswith("from SLURM") and not sender.endswith(f" {node}"):
+            sender = f"to {printable(node)}"  # a node speaks for itself only
+        sent.append(SentSignal(name, sender, _seconds(record, clocks.get(node, 0.0)), node))
     return tuple(sorted((one for one in sent if one.name), key=lambda one: one.time or 0.0))
 
 

@@ -191,7 +191,7 @@ def test_a_signal_to_one_supervisor_stops_all_nodes_and_the_next_signal_to_the_l
     watch = new_watch(directory, Scripts({"n1": f"{reported}; {STOPPED_ON_REQUEST}", "n2": ""}, b""))
     watch.transport.scripts["n2"] = f"exec bash -c '{stopped}'"  # type: ignore[attr-defined]
     assert watch.attempt() == 143
-    assert watch.stopped_at and watch.signal == signal.SIGINT
+    assert watch.stopped_at and watch.signal == signal.SIGINT and watch.signals.keys() == {"n1"}
     first, second = [line.split(" ", 2)[2] for line in log_of(directory).splitlines()]
     assert first.startswith("n1: received SIGTERM; stopping the run; up to ")
     assert second == "SIGINT: the run is stopping already; send the signal again to kill it at once"

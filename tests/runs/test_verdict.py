@@ -389,6 +389,27 @@ def test_a_node_cannot_add_lines_or_more_failures_than_ranks_to_the_verdict(run:
     assert "\n" not in verdict.judge(evidence, 69).cause
 
 
+@pytest.mark.parametrize("sender", ["to the supervisor on n1", "to the agent on n2"])
+def test_a_node_does_not_hide_the_failure_of_another_one(run: RunDirectory, sender: str) -> None:
+    run.start("n1", "n2")
+    run.rank(0, "ValueError", "boom")
+    run.file("errors/signal_n2_SIGTERM.json", {"signal": "SIGTERM", "sender": sender, "time": TIME - 5})
+    assert [str(one) for one in gather(run.path).signals] == [
+        f"SIGTERM {sender}" if "n2" in sender else "SIGTERM to n2"
+    ]
+    code, text = verdict.conclude(run.path, 1, signaled=False, clocks={}, signals={})
+    assert (code, "failed: rank 0 on n1 raised ValueError: boom" in text) == (1, True)
+
+
+def test_a_verdict_that_is_written_again_uses_the_signals_that_the_launcher_received(run: RunDirectory) -> None:
+    run.start("n1", "n2")
+    run.rank(0, "ValueError", "a rank is gone")
+    facts = {"signal": "SIGTERM", "sender": "to the supervisor on n2", "time": TIME - 0.1}
+    run.file("errors/signal_n2_SIGTERM.json", facts)
+    assert verdict.conclude(run.path, 1, signaled=False, clocks={}, signals={"n2": TIME})[0] == 143
+    assert verdict.conclude(run.path)[0] == 143
+
+
 def test_times_of_nodes_are_converted_to_the_clock_of_the_launching_side(run: RunDirectory) -> None:
     """The rank that failed first is on a node whose clock is 5 s ahead."""
     for rank, (code, seconds) in enumerate([(4, 0.5), (3, 5.0)]):
@@ -414,7 +435,7 @@ def test_a_verdict_that_is_written_again_uses_the_measured_clocks(run: RunDirect
     for rank, (code, seconds) in enumerate([(4, 0.5), (3, 5.0)]):
         failure = {"rank": rank, "time": TIME + seconds, "exit_code": code}
         run.file(f"errors/node_n{rank + 1}.json", {"failures": [failure]})
-    assert verdict.conclude(run.path, 3, clocks={"n1": 0.0, "n2": 5.0})[0] == 3
+    assert verdict.conclude(run.path, 3, clocks={"n1": 0.0, "n2": 5.0}, signals={})[0] == 3
     assert verdict.conclude(run.path)[0] == 3
 
 
@@ -1160,6 +1181,7 @@ def test_the_program_writes_verdict_json_and_exits_with_the_code_of_the_cause(ru
         "collateral": [],
         "changes": [],
         "clocks": {},
+        "signals": {},
     }
 
 
@@ -1262,24 +1284,28 @@ def test_a_failure_after_a_stop_request_is_its_consequence(
 
 
 @pytest.mark.parametrize(
-    ("name", "sender", "after", "expected"),
+    ("name", "sender", "after", "reported", "expected"),
     [
-        ("SIGTERM", "to the supervisor on n2", 0.3, ("stopped", 143)),
-        ("SIGINT", "to the agent on n2", 0.3, ("stopped", 130)),
-        ("SIGTERM", "to the supervisor on n2", -9.0, ("failed", 1)),
-        ("SIGUSR1", "to the supervisor on n2", 0.3, ("failed", 1)),  # ranks may have a handler
-        ("SIGTERM", "from SLURM", 0.3, ("failed", 1)),
+        ("SIGTERM", "to the supervisor on n2", 0.3, 0.5, ("stopped", 143)),
+        ("SIGINT", "to the agent on n2", 0.3, 0.5, ("stopped", 130)),
+        ("SIGTERM", "to the supervisor on n2", -9.0, 0.5, ("failed", 1)),
+        ("SIGTERM", "to the supervisor on n2", 0.3, None, ("failed", 1)),  # only n2 says so
+        ("SIGTERM", "to the supervisor on n2", 0.3, 9.0, ("failed", 1)),  # only n2 says that it was earlier
+        ("SIGTERM", "to the supervisor on n1", 0.3, None, ("stopped", 143)),
+        ("SIGUSR1", "to the supervisor on n2", 0.3, 0.5, ("failed", 1)),  # ranks may have a handler
+        ("SIGTERM", "from SLURM", 0.3, 0.5, ("failed", 1)),
     ],
 )
 def test_a_failure_after_a_supervisor_was_told_to_stop_is_a_consequence(
-    name: str, sender: str, after: float, expected: tuple[str, int]
+    name: str, sender: str, after: float, reported: float | None, expected: tuple[str, int]
 ) -> None:
     """With --lease 0, the launcher may learn of the signal after the ranks of other nodes have failed."""
     failure = Failure(
         node="n1", rank=0, time=TIME + after, exit_code=1, exception="ValueError", message="a rank is gone"
     )
-    evidence = Evidence((failure,), signals=(SentSignal(name, sender, TIME),))
-    found = verdict.judge(evidence, 1, signaled=False)
+    evidence = Evidence((failure,), signals=(SentSignal(name, sender, TIME, sender[-2:]),))
+    signals = {} if reported is None else {sender[-2:]: TIME + reported}
+    found = verdict.judge(evidence, 1, signaled=False, signals=signals)
     assert (found.outcome, found.exit_code) == expected
     if expected[0] == "stopped":
         assert found.cause.startswith(f"interrupted by {name} {sender}")
