@@ -328,20 +328,25 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents:
     started = known.exits and SRUN not in known.exits
     recorded = {*known.exits, *(failure.node for failure in failures)}
     nodes = {node for node in known.ranks if started and node not in recorded}
-    lost_by_launcher = {path.name[5:-5]: _first_line(path) for path in run.glob("node_*.lost")}
-    if reported := lost_by_launcher.keys() & known.ranks.keys():
+    messages = {path.name[5:-5]: _first_line(path) for path in run.glob("node_*.lost")}
+    if reported := messages.keys() & known.ranks.keys():
         nodes |= reported
     else:
         # An agent records the node whose heartbeats timed out. If the network splits, each side records a node of the
         # other side. The node that most agents recorded is lost. If two nodes were recorded equally often, the one with
         # the higher node rank is lost.
-        missed = Counter(lost for agent in agents if (lost := text(agent.get("lost"))))
+        missed = Counter(lost for agent in agents if (lost := text(agent.get("lost"))) in known.ranks)
         order = {node: n for n, node in enumerate(known.ranks)}
         most_missed = max(missed, key=lambda node: (missed[node], order.get(node, 0)), default="")
         # A disconnected node stops its ranks and exits with one of these codes. With another code, it failed before.
-        if most_missed and known.exits.get(most_missed, UNFIT) in (UNFIT, *STOP_CODES):
+        code = known.exits.get(most_missed, UNFIT)
+        if code in STOP_CODES and missed[most_missed] == 1:  # a single node, which speaks for itself only
+            reporter = next(agent["node"] for agent in agents if agent.get("lost") == most_missed)
+            messages[reporter] = f"no heartbeats from {most_missed}, whose supervisor was alive"
+            nodes.add(reporter)
+        elif most_missed and code in (UNFIT, *STOP_CODES):
             nodes.add(most_missed)
-    return [Failure(node, message=lost_by_launcher.get(node, "")) for node in sorted(nodes)]
+    return [Failure(node, message=messages.get(node, "")) for node in sorted(nodes)]
 
 
 def _first_line(path: Path) -> str:

@@ -657,7 +657,7 @@ def test_a_node_without_any_file_is_lost(run: RunDirectory) -> None:
 def test_the_node_whose_heartbeats_most_agents_miss_is_lost(
     run: RunDirectory, missed: dict[str, str], lost: str
 ) -> None:
-    run.start(*missed)
+    run.start(*sorted({*missed, *missed.values()}))
     for node, other in missed.items():
         run.file(f"errors/node_{node}.json", json.dumps({"node": node, "failures": [], "lost": other}))
         run.file(f"node_{node}.exit", "69\n")
@@ -682,8 +682,23 @@ def test_ranks_that_stop_after_a_lost_connection_did_not_stop_on_request(
     else:
         run.file("errors/node_n1.json", json.dumps({"node": "n1", "failures": [], "lost": "n2"}))
     found = run.decide(69)
-    assert (found.outcome, found.node, found.exit_code) == ("failed", "n2", 69)
-    assert found.cause.startswith("n2: connection lost")
+    node = "n2" if detected_by == "the launcher" else "n1"  # whose record alone says so
+    assert (found.outcome, found.node, found.exit_code) == ("failed", node, 69)
+    reach = "no heartbeats from n2, whose supervisor was alive"
+    assert found.cause.startswith("n2: connection lost: the node" if node == "n2" else f"n1: connection lost: {reach}")
+
+
+def test_two_nodes_that_miss_the_heartbeats_of_a_third_one_are_believed(run: RunDirectory) -> None:
+    run.start("n1", "n2", "n3")
+    for node in ("n1", "n2", "n3"):
+        run.file(f"node_{node}.exit", "143\n")
+    for node in ("n1", "n2"):
+        run.file(f"errors/node_{node}.json", {"node": node, "failures": [], "lost": "n3"})
+    assert run.decide(69).node == "n3"
+    run.file("errors/node_n1.json", {"node": "n1", "failures": []})
+    assert run.decide(69).node == "n2"
+    run.file("errors/node_n2.json", {"node": "n2", "failures": [], "lost": "n9"})
+    assert "connection lost" not in run.decide(69).cause
 
 
 @pytest.mark.parametrize(
