@@ -56,9 +56,13 @@ def test_a_node_on_which_another_user_has_made_the_working_directory_is_named() 
 
 
 @pytest.mark.parametrize(
-    "facts", [{"addresses": ("a b",)}, {"ssh_address": "--rdzv-conf=x"}, {"master": "a\0b"}, {"port": -5}]
-)
-def test_a_reply_with_an_address_or_port_that_is_none_is_invalid(facts: dict[str, object]) -> None:
+    "facts",
+    [
+        {"addresses": ("a b",)}, {"ssh_address": "--rdzv-conf=x"}, {"master": "a\0b"}, {"port": -5},
+        {"gpus": 10**15}, {"gpus": -1}, {"cores": 1e15}, {"cores": -1.0},
+    ],
+)  # fmt: skip
+def test_a_reply_with_an_address_or_a_number_that_is_none_is_invalid(facts: dict[str, object]) -> None:
     out = f"{MARKER}{json.dumps({**asdict(GOOD), **facts})}\n"
     [fault] = faults(Reply("node1", 0, out, ""))
     assert fault.startswith("node1: invalid reply (reply: ") and " is no " in fault
