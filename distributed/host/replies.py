@@ -25,6 +25,7 @@ NODE_ENV = "config/node_env.sh: "  # prefix of messages about config/node_env.sh
 
 ADDRESS = re.compile(r"([\w:][\w.:%-]{0,252})?")  # that a node sends; a part of commands
 MAX_DEVICES = 1 << 16  # GPUs or cores of a node
+MAX_NAMES = 100  # packages or files in a reply; a launch asks for a few
 UNREACHABLE = "cannot be reached ({printed}); try: ssh {name} true"
 # Output of ssh -> message, for failures that a retry does not cure; the first match is used.
 SSH_FAILURES = {
@@ -78,6 +79,8 @@ class NodeFacts:
                 raise ValueError(f"reply: {shown(address)} is no address")
         if self.port not in range(1 << 16):
             raise ValueError(f"reply: {self.port} is no port")
+        if max(len(self.missing), len(self.files)) > MAX_NAMES:
+            raise ValueError(f"reply: more than {MAX_NAMES} packages or files")
         if self.gpus not in range(MAX_DEVICES) or not 0 <= self.cores < MAX_DEVICES:
             raise ValueError(f"reply: {self.gpus} is no number of GPUs, or {self.cores:g} no number of cores")
 

@@ -75,6 +75,17 @@ def test_a_node_cannot_begin_a_line_about_another_node() -> None:
     assert len(warnings) == 1 and "\n" not in warnings[0]
 
 
+@pytest.mark.parametrize("name", ["missing", "files"])
+def test_what_a_node_prints_is_limited(name: str) -> None:
+    names = {f"n{number}": None for number in range(10_000)}
+    out = f"{MARKER}{json.dumps({**asdict(GOOD), name: list(names) if name == 'missing' else names})}\n"
+    [fault] = faults(Reply("node1", 0, out, ""), node(2))
+    assert fault.startswith("node1: invalid reply (reply: more than 100 packages or files)")
+    found, warnings, _ = judge([node(1), node(2, torch="2" * 2000), node(3, muster="3" * 2000)])
+    assert [len(line) for line in (*found, *warnings)] == [1000, 1000]
+    assert [len(line) for line in faults(node(1), Reply("node2", 1, "", "x" * 2000))] == [1000]
+
+
 def test_a_node_without_the_package_of_a_tracker_is_named() -> None:
     assert faults(node(1), node(2, missing=("wandb",))) == [
         "node2: the package wandb is not installed, and the settings enable this tracker; install it for that Python: "
