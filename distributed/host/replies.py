@@ -94,6 +94,7 @@ class Reply:
     out: str
     err: str
     arrived: float = 0.0  # Unix seconds at which its last line arrived, by the clock of the launcher's host
+    most: int = 0  # values of its JSON; 0: trust.MAX_VALUES
 
     def value(self, kind: Any = object) -> Any:
         """The JSON value, see trust.checked(); None without a valid one, see failure_message()."""
@@ -103,7 +104,11 @@ class Reply:
         """The JSON value, and why it is invalid. The reply may be incomplete."""
         marked = [line for line in self.out.splitlines() if line.startswith(MARKER)]
         try:
-            return (checked(kind, parse_json(marked[-1].removeprefix(MARKER)), "reply"), "") if marked else (None, "")
+            return (
+                (checked(kind, parse_json(marked[-1].removeprefix(MARKER), self.most), "reply"), "")
+                if marked
+                else (None, "")
+            )
         except ValueError as error:
             return None, f"invalid reply ({error}); use the same version of Muster on all nodes"
 
