@@ -138,6 +138,14 @@ def planted(path: str, owners: Collection[int]) -> str:
     return ""
 
 
+def without_links(path: str) -> str:
+    """The path without links. Raises OSError if another user has made one where all users can create files."""
+    for part in filter(os.path.islink, parts_of(path)):
+        if os.stat(os.path.dirname(part)).st_mode & stat.S_IWOTH and os.lstat(part).st_uid not in (0, os.geteuid()):
+            raise OSError(errno.ELOOP, "is a symbolic link of another user, which is not followed", part)
+    return os.path.realpath(path)
+
+
 # ---------------------------------------------------------------- files
 
 
