@@ -44,8 +44,16 @@ from distributed.checkpoint.interval import SaveInterval
 from distributed.exit_codes import STOPPED
 from distributed.files import write_json
 from distributed.torch import (
-    device, gradient_sync, leave, make_deterministic, process_group, resolve, seed, use_own_compiler_cache, wrap,
-)  # fmt: skip
+    device,
+    gradient_sync,
+    leave,
+    make_deterministic,
+    process_group,
+    resolve,
+    seed,
+    use_own_compiler_cache,
+    wrap,
+)
 from distributed.training import base_training, trackers, tracking
 from distributed.training.collectives import Ranks
 from distributed.training.data import DataError, Windows, held_out_batches

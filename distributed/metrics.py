@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distributed.trust import SHARED, regular_file
+from distributed.trust import SHARED, regular_file, without_links
 
 FROM_OUTPUT = "metrics_from_output.jsonl"  # beside metrics.jsonl, see distributed/launch/output_metrics.py
 FROM_TENSORBOARD = "metrics_from_tensorboard.jsonl"  # in the run directory, see distributed/training/event_files.py
@@ -60,7 +60,7 @@ def log(step: int, **values: Any) -> None:
             raise ValueError(f"metrics.log: {name}: expected one number, got {count}")
     path = os.environ.get("MUSTER_METRICS")
     if path and os.environ.get("RANK", "0") == "0":
-        append(os.path.realpath(path), step, {name: _number(name, value) for name, value in values.items()})
+        append(path, step, {name: _number(name, value) for name, value in values.items()}, follow=True)
 
 
 def _step(name: str, step: object) -> int:
@@ -87,12 +87,16 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-def append(path: str | os.PathLike[str], step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Append a line in one write. Return the values as written. Any JSON values and reserved names are allowed."""
+def append(path: str | os.PathLike[str], step: int, values: Mapping[str, Any], follow: bool = False) -> dict[str, Any]:
+    """Append a line in one write. Return the values as written. Any JSON values and reserved names are allowed.
+
+    follow: the path may have links, see trust.without_links().
+    """
     written = {name: finite_or_none(value) for name, value in values.items()}
     line = json.dumps({"step": step, "time": time.time(), **written}) + "\n"
     try:
-        with open(regular_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, SHARED), "ab", buffering=0) as file:
+        found = without_links(os.fspath(path)) if follow else path
+        with open(regular_file(found, os.O_WRONLY | os.O_APPEND | os.O_CREAT, SHARED), "ab", buffering=0) as file:
             file.write(line.encode())
     except OSError as error:
         if (name := os.fspath(path)) not in _warned:

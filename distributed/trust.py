@@ -37,10 +37,12 @@ MAX_LINKS = 40  # of a path, as in Linux
 MAX_DEPTH = 40  # of nested JSON, and of directories
 LARGEST = 1 << 63  # numbers are smaller
 MAX_LINES, LONGEST_LINE = 30, 1000  # of a message
+MAX_RECORDED = 1 << 16  # characters of a message or traceback in a failure record
 MAX_FILES = 200_000  # of one archive
 MAX_BYTES = 64 << 30  # of one archive, or of one log of a node
 MIN_FREE = 64 << 20  # bytes that files of a node leave free on the disk
 MAX_NAME = 64 << 10  # bytes of a name in an archive
+OF_GIT = frozenset((".git", "HEAD"))  # git runs programs that the configuration beside a HEAD names
 STALLED = 60.0  # seconds without a byte of an archive
 # git, which runs no program that the configuration of a repository names, and enters no repository without `.git`.
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "safe.bareRepository=explicit")
@@ -140,6 +142,14 @@ def planted(path: str, owners: Collection[int]) -> str:
     return ""
 
 
+def without_links(path: str) -> str:
+    """The path without links. Raises OSError if another user has made one where all users can create files."""
+    for part in filter(os.path.islink, parts_of(path)):
+        if os.stat(os.path.dirname(part)).st_mode & stat.S_IWOTH and os.lstat(part).st_uid not in (0, os.geteuid()):
+            raise OSError(errno.ELOOP, "is a symbolic link of another user, which is not followed", part)
+    return os.path.realpath(path)
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -219,15 +229,15 @@ def read_text(path: str | os.PathLike[str]) -> str:
 # ---------------------------------------------------------------- values
 
 
-def parse_json(text: str | bytes | bytearray) -> Any:
+def parse_json(text: str | bytes | bytearray, most: int = 0) -> Any:
     """The value of a JSON text. Raises ValueError, also if the text is too long, too large or too deeply nested."""
     import json
 
     if len(text) > MAX_TEXT:
         raise ValueError(f"more than {MAX_TEXT >> 20} MiB")
     starts: Any = ",[{" if isinstance(text, str) else (b",", b"[", b"{")  # every value but the first follows one
-    if sum(map(text.count, starts)) > MAX_VALUES:
-        raise ValueError(f"more than {MAX_VALUES} values")
+    if sum(map(text.count, starts)) > (most := most or MAX_VALUES):
+        raise ValueError(f"more than {most} values")
     try:
         value = json.loads(text)
     except RecursionError:
@@ -321,6 +331,12 @@ def bounded(message: str) -> str:
 # ---------------------------------------------------------------- text
 
 
+def head_and_tail(text: str) -> str:
+    """The text, without its middle if it has more than MAX_RECORDED characters."""
+    half = MAX_RECORDED // 2
+    return text if len(text) <= MAX_RECORDED else f"{text[: half - 5]}\n...\n{text[-half:]}"
+
+
 def printable(text: str, kept: str = "") -> str:
     """The text without control sequences; other control characters, except `kept`, become blanks."""
     if text.rstrip(kept).isprintable():
@@ -377,7 +393,8 @@ def unpack(source: int, directory: str, expects: Callable[[str], bool]) -> list[
     """Unpack a tar archive from a pipe into a new directory. Returns the names of what was left out. Raises Refused.
 
     Only regular files and directories that expects() accepts are unpacked, with private modes; the name of a directory
-    ends with a slash. No name leads outside. After Refused, the directory has the complete files that were received.
+    ends with a slash. No name leads outside, or is one of OF_GIT. After Refused, the directory has the complete files
+    that were received.
     """
     import tarfile
 
@@ -405,7 +422,7 @@ def unpack(source: int, directory: str, expects: Callable[[str], bool]) -> list[
                 count, size = count + 1, size + max(0, member.size)
                 if count > MAX_FILES or size > MAX_BYTES or member.size > disk.f_bavail * disk.f_frsize - MIN_FREE:
                     raise Refused(f"{count} files with {size >> 20} MiB are more than the limits or the disk allow")
-                is_regular = member.isdir() or member.isreg()
+                is_regular = (member.isdir() or member.isreg()) and OF_GIT.isdisjoint(name.split("/"))
                 if is_regular and _is_inside(name) and expects(name + "/" * member.isdir()):
                     _extract(archive, member, os.path.join(directory, name))
                 elif name != ".":
@@ -447,7 +464,7 @@ def place(
 ) -> list[str]:
     """Move files and directories from a directory of a node's files to their place. Returns the names left out.
 
-    No link below `target` is followed. Special files, and links that lead outside of it, are left out.
+    No link below `target` is followed. Left out are special files, links that lead outside of it, and names of OF_GIT.
     mask: permissions that are kept. name: of the directory, in the result. keeps_newer: a newer file there stays.
     accepts: whether to place a file of this name, which exists there already or not.
     """
@@ -457,7 +474,8 @@ def place(
         goal, below = os.path.join(target, entry.name), name + entry.name
         exists, is_in_place = os.path.lexists(goal), os.path.isdir(goal) and not os.path.islink(goal)
         is_directory = entry.is_dir(follow_symlinks=False) and below.count("/") < MAX_DEPTH
-        if (exists or not is_directory) and not is_in_place and not accepts(below, exists):
+        is_refused = (exists or not is_directory) and not is_in_place and not accepts(below, exists)
+        if is_refused or entry.name in OF_GIT:
             left_out.append(below)
         elif is_directory:
             if exists and not is_in_place:

@@ -105,6 +105,26 @@ def test_a_file_that_cannot_be_written_is_reported_once(
     assert capsys.readouterr().err.count("No such file or directory; metrics are lost, the training continues") == 1
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change owners")
+@pytest.mark.parametrize("link", ["metrics.jsonl", "directory"])
+def test_links_of_the_user_are_followed_and_those_of_another_user_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], link: str
+) -> None:
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o1777)
+    (tmp_path / "own").mkdir()
+    target = tmp_path / "own/metrics.jsonl"
+    (shared / link).symlink_to(target if link == "metrics.jsonl" else target.parent)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("MUSTER_METRICS", str(shared / (link if link == "metrics.jsonl" else f"{link}/metrics.jsonl")))
+    metrics.log(1, loss=1.0)
+    assert target.read_text().count("\n") == 1
+    os.lchown(shared / link, 65534, 65534)
+    metrics.log(2, loss=1.0)
+    assert target.read_text().count("\n") == 1
+    assert "a symbolic link of another user, which is not followed; metrics are lost" in capsys.readouterr().err
+
+
 def test_status_and_report_join_the_values_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUSTER_METRICS", str(path := tmp_path / "metrics.jsonl"))
     metrics.log(4, loss=0.25, lr=0.2)

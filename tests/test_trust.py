@@ -6,6 +6,7 @@ import io
 import json
 import os
 import stat
+import subprocess
 import tarfile
 import threading
 import time
@@ -406,6 +407,35 @@ def test_a_link_is_kept_if_it_leads_inside(places: tuple[Path, Path, Path], name
     (new / name).symlink_to(link)
     assert place(str(new), str(run), 0o755) == ([] if kept else [name])
     assert (run / name).is_symlink() == kept
+
+
+GIT_FILES = {
+    "HEAD": "ref: refs/heads/main\n", "objects/x": "", "refs/x": "",
+    "config": "[core]\nbare = false\nworktree = ..\nfsmonitor = touch ../ran; false\n",
+}  # fmt: skip
+REPOSITORIES = {f"{top}/{name}": text for top in ("bare", "with/.git") for name, text in GIT_FILES.items()}
+REPOSITORIES |= {"linked/HEAD": GIT_FILES["HEAD"], "linked/commondir": "../bare", "own/.git": "gitdir: ../bare"}
+
+
+def test_no_repository_of_git_arrives(places: tuple[Path, Path, Path]) -> None:
+    new, run, _ = places
+    for name, text in REPOSITORIES.items():
+        (new / name).parent.mkdir(parents=True, exist_ok=True)
+        (new / name).write_text(text)
+    (new / "link").mkdir()
+    (new / "link/.git").symlink_to("../bare")
+    left_out = place(str(new), str(run), 0o755)
+    for directory in run.iterdir():
+        subprocess.run(["git", "status"], cwd=directory, capture_output=True)
+    assert not [*run.parent.rglob("ran")], "git has run a program that a node has named"
+    assert left_out == ["bare/HEAD", "link/.git", "linked/HEAD", "own/.git", "with/.git"]
+
+
+def test_no_repository_of_git_is_unpacked(tmp_path: Path, unpacked: Unpack) -> None:
+    left_out = unpacked(archive_of(*(member(name, text.encode()) for name, text in REPOSITORIES.items())))
+    found = {name for name in REPOSITORIES if (tmp_path / "new" / name).exists()}
+    assert found == {name for name in REPOSITORIES if not {".git", "HEAD"} & {*name.split("/")}}
+    assert found | {*left_out} == REPOSITORIES.keys()
 
 
 def test_special_files_are_left_out_and_modes_are_cut(places: tuple[Path, Path, Path]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed.files import write_file
-from distributed.trust import checked, parse_json, printable, read_bytes
+from distributed.trust import checked, head_and_tail, parse_json, printable, read_bytes
 
 # Kinds for trust.checked(): records of an agent, and its failures, see agent.RankFailure; and of a rank.
 EXIT_CODES = range(1, 256)
@@ -26,7 +26,6 @@ FAILURE: Any = {"rank": int, "local_rank?": int, "pid?": int, "time": float, "ex
 OF_AGENT: Any = {"node?": str, "failures": [FAILURE | {"ended_by_agent": bool}], "succeeded?": [int]}
 OF_AGENT |= {"lost?": str, "first?": str}
 OF_RANK: Any = FAILURE | {"node": str, **dict.fromkeys(("exception?", "message?", "traceback?"), str)}
-MAX_FIELD = 1 << 16  # characters of a text that the agents exchange: their store refuses values of 8 MiB
 
 Records = Mapping[str, Mapping[str, Any]]  # name of a file in errors/ -> its content
 
@@ -153,7 +152,8 @@ def records_of(node: str, sent: Any) -> Records:
 
 def _checked_record(value: object) -> Mapping[str, Any]:
     record = checked(OF_RANK, value, "record")
-    return {key: one[-MAX_FIELD:] if isinstance(one, str) else one for key, one in record.items()}
+    # The store through which the agents exchange the records refuses values of 8 MiB.
+    return {key: head_and_tail(one) if isinstance(one, str) else one for key, one in record.items()}
 
 
 def _path(name: str) -> str:

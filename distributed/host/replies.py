@@ -24,6 +24,8 @@ MARKER = "muster-reply "  # before the JSON
 NODE_ENV = "config/node_env.sh: "  # prefix of messages about config/node_env.sh
 
 ADDRESS = re.compile(r"([\w:][\w.:%-]{0,252})?")  # that a node sends; a part of commands
+MAX_DEVICES = 1 << 16  # GPUs or cores of a node
+MAX_NAMES = 100  # packages or files in a reply; a launch asks for a few
 UNREACHABLE = "cannot be reached ({printed}); try: ssh {name} true"
 # Output of ssh -> message, for failures that a retry does not cure; the first match is used.
 SSH_FAILURES = {
@@ -78,6 +80,10 @@ class NodeFacts:
                 raise ValueError(f"reply: {shown(address)} is no address")
         if self.port not in range(1 << 16):
             raise ValueError(f"reply: {self.port} is no port")
+        if max(len(self.missing), len(self.files)) > MAX_NAMES:
+            raise ValueError(f"reply: more than {MAX_NAMES} packages or files")
+        if self.gpus not in range(MAX_DEVICES) or not 0 <= self.cores < MAX_DEVICES:
+            raise ValueError(f"reply: {self.gpus} is no number of GPUs, or {self.cores:g} no number of cores")
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,7 @@ class Reply:
     out: str
     err: str
     arrived: float = 0.0  # Unix seconds at which its last line arrived, by the clock of the launcher's host
+    most: int = 0  # values of its JSON; 0: trust.MAX_VALUES
 
     def value(self, kind: Any = object) -> Any:
         """The JSON value, see trust.checked(); None without a valid one, see failure_message()."""
@@ -98,7 +105,11 @@ class Reply:
         """The JSON value, and why it is invalid. The reply may be incomplete."""
         marked = [line for line in self.out.splitlines() if line.startswith(MARKER)]
         try:
-            return (checked(kind, parse_json(marked[-1].removeprefix(MARKER)), "reply"), "") if marked else (None, "")
+            return (
+                (checked(kind, parse_json(marked[-1].removeprefix(MARKER), self.most), "reply"), "")
+                if marked
+                else (None, "")
+            )
         except ValueError as error:
             return None, f"invalid reply ({error}); use the same version of Muster on all nodes"
 

@@ -595,7 +595,7 @@ class Dispatcher:
         """Log files that were not copied. names: relative to the output directory."""
         if names:
             shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
-            rule = "only files, directories and links inside of it are copied"
+            rule = "only files, directories and links inside of it are copied, but none of git"
             self._log(f"{attempt.server}: not copied to {output}: {shown}; {rule}")
 
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:

@@ -50,6 +50,8 @@ from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, owners_above,
 from distributed.trust import MAX_TEXT, PRIVATE_DIRECTORY, checked, parse_json, place, read_bytes, shown
 
 CONNECT_TIMEOUT = 60.0  # seconds
+REPLY_TIMEOUT = 60.0  # seconds; host.py exits if a request that is not one of SLOW blocks it for CONNECTION_TIMEOUT
+SLOW = ("base", "publish_base", "remove_output")  # they read, copy or remove any number of bytes
 LOGIN_TIMEOUT = 50.0  # seconds within which the login shell must start a command
 MAX_COPIES = 3  # how often a base model is copied if the copies are damaged
 COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has unlocked a base model
@@ -173,7 +175,11 @@ class Channel:
         self._waiting[self._next] = future
         assert self._process.stdin
         self._process.stdin.write(json.dumps({"id": self._next, "do": verb, **facts}).encode() + b"\n")
-        reply = await future
+        try:
+            reply = await asyncio.wait_for(future, None if verb in SLOW else REPLY_TIMEOUT)
+        except asyncio.TimeoutError:
+            self._end(f"no reply to {verb} within {REPLY_TIMEOUT:.0f} s")
+            raise Unreachable(self.closed.result()) from None
         if "error" in reply:
             reply = self._checked({"error": str, "kind?": str}, reply)
             raise HostReplyError(reply["error"], reply.get("kind", "server"))
@@ -620,7 +626,7 @@ class SshServer(HostServer):
             f"owners={shlex.quote(owners_above(str(self.context.cwd)))}; {FOREIGN}; {EXIT_IF_FOREIGN})"
         )
         self._refuse_without_rsync(on_server=True)
-        code, stderr = await self._run(self._ssh(line))
+        code, stderr = await self._run(self._ssh(line), seconds=CONNECT_TIMEOUT)
         self._refuse_without_rsync(on_server=code != NO_RSYNC)
         if code == DEFAULT_WORKDIR_EXISTS:
             target = "ml-customization"
@@ -756,7 +762,8 @@ class SshServer(HostServer):
                     target = resolved(target) if os.path.islink(target) else target
                     left_out.append(place(source, target, mask, keeps_newer=False))
                     for name in left_out[-1]:
-                        if stat.S_ISREG(os.lstat(os.path.join(source, name)).st_mode):
+                        is_file = stat.S_ISREG(os.lstat(os.path.join(source, name)).st_mode)
+                        if is_file and os.path.isdir(os.path.join(target, name)):
                             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), os.path.join(target, name))
             found.append(left_out[0] if left_out else [])
         return found
@@ -799,9 +806,9 @@ class SshServer(HostServer):
             raise Unreachable(last_line(stderr) or f"rsync: exit code {code}")
         raise OSError(cause[: host.MAX_TEXT] or f"rsync: exit code {code}")
 
-    async def _run(self, command: Sequence[str], data: bytes = b"") -> tuple[int, str]:
+    async def _run(self, command: Sequence[str], data: bytes = b"", seconds: float | None = None) -> tuple[int, str]:
         """Run a command with this standard input; return (exit code, standard error)."""
-        code, _, stderr = await run_program(command, data)
+        code, _, stderr = await run_program(command, data, seconds=seconds)
         return code, stderr.strip()
 
 
@@ -911,13 +918,14 @@ def rsync_literal(path: str) -> str:
 
 
 def write_ssh_config(path: Path, server: config.Server) -> None:
-    """Write the server's settings, then include scripts/lib/ssh_config: ssh uses the first value of an option."""
+    """Write the server's settings, then those of scripts/lib/ssh_config: ssh uses the first value of an option."""
     options = {
         "Port": server.port, "User": server.user, "ControlPath": f"{path.parent}/%C",
         "IdentityFile": server.ssh_key and f'"{server.ssh_key}"', "IdentitiesOnly": "yes" if server.ssh_key else None,
     }  # fmt: skip
     lines = [f"  {name} {value}" for name, value in options.items() if value is not None]
-    write_file(path, "\n".join(["Host *", *lines, f'Include "{KIT}/scripts/lib/ssh_config"', ""]))
+    common = Path(KIT, "scripts/lib/ssh_config").read_text()  # Include could not name each path of Muster
+    write_file(path, "\n".join(["Host *", *lines, common]))
 
 
 def sockets_record(cwd: Path, list_id: str) -> Path:

@@ -1,7 +1,8 @@
 """With --sync: name the files that a run wrote on a node only, and copy those that match a pattern of --fetch.
 
 A file is new if it is younger than the copy of the working directory, by the clock of its node. Nothing replaces links,
-and files that --sync would copy to the nodes. No file arrives in directories of runs, git and virtual environments.
+and files that --sync would copy to the nodes. No file arrives in directories of runs and git, and where a Python is
+installed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shutil
 import tempfile
 import threading
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib.machinery import all_suffixes
 from pathlib import Path
 
@@ -29,10 +31,12 @@ if TYPE_CHECKING:
 LIST_TIMEOUT = 30.0  # seconds
 MAX_NAMES = 1 << 20  # bytes of the names of one node
 SHOWN = 3  # names in a message
+PROGRAMS = ("distributed", "scripts")  # the programs in Muster's directory; it may also be the working directory
+ENVIRONMENT = ("pyvenv.cfg", "conda-meta")  # a virtual environment, or one of conda, has one of these
 # A node does not send files of these names, or of directories of these names: git, Python and Muster obey them.
 NOT_SENT = {
-    ".git", ".gitignore", ".gitattributes", ".gitmodules", ".venv", ".muster_job", "__pycache__", "node_env.sh",
-    "run.json",
+    *trust.OF_GIT, ".gitignore", ".gitattributes", ".gitmodules", ".venv", ".muster_job", "__pycache__", "node_env.sh",
+    "run.json", "site-packages", "dist-packages", *ENVIRONMENT,
 }  # fmt: skip
 # Programs for sh on a node. $1: the working directory, $2: Unix seconds, $3: the directory of all runs.
 LIST = """cd -- "$1" && find . -name .git -prune -o -path "./$3" -prune -o -type f -newermt "@$2" ! -name '*.pyc' \
@@ -92,10 +96,15 @@ class NewFiles:
         return sorted(found)
 
     def _is_obeyed(self, name: str, parts: Sequence[str]) -> bool:
-        """Whether programs obey a file of this name: git, Muster, shells in a home directory, Python in Muster's."""
-        path = Path(os.path.realpath(self._cwd), name)
-        is_module = path.is_relative_to(KIT) and name.endswith(tuple(all_suffixes()))
-        return is_module or name.startswith(".") or name.endswith(".journal") or not NOT_SENT.isdisjoint(parts)
+        """Whether programs obey a file of this name: git, Python, Muster, and shells in a home directory."""
+        cwd, kit = Path(os.path.realpath(self._cwd)), Path(os.path.realpath(KIT))
+        path = cwd / name
+        below = path.relative_to(kit).parts if path.is_relative_to(kit) else ()
+        if below and (not cwd.is_relative_to(kit) or below[0] in PROGRAMS or name.endswith(tuple(all_suffixes()))):
+            return True
+        if name.startswith(".") or name.endswith(".journal") or not NOT_SENT.isdisjoint(parts):
+            return True
+        return any(map(is_environment, list(path.parents)[: len(parts)]))
 
     def _matches(self, name: str) -> bool:
         """Whether a name, or a directory above it, matches a pattern."""
@@ -165,6 +174,12 @@ class NewFiles:
 
     def _print(self, node: AnyTarget, message: str) -> None:
         self._watch.console.print(f"{node.node}: {message}")
+
+
+@cache
+def is_environment(directory: Path) -> bool:
+    """Whether a directory, which may not exist, is an environment of Python."""
+    return any(os.path.lexists(directory / name) for name in ENVIRONMENT)
 
 
 def shown(names: Sequence[str]) -> str:

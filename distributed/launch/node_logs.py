@@ -192,7 +192,8 @@ class NodeLogs:
         shutil.rmtree(received, ignore_errors=True)
         if left_out:
             names = ", ".join(map(trust.printable, sorted(left_out)[:SHOWN])) + ", ..." * (len(left_out) > SHOWN)
-            self._warn(node, f"not copied back, as links, special files, or files that exist here: {names}")
+            warning = f"not copied back, as links, special files, files of git, or files that exist here: {names}"
+            self._warn(node, warning)
         if problem:
             self._warn(node, f"the copy of its files in {run} is incomplete: {problem}; look for them on the node")
 

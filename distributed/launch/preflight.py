@@ -21,7 +21,7 @@ from distributed.launch.comparison import (
     rendezvous_address,
     same_machines,
 )
-from distributed.trust import printable
+from distributed.trust import one_line
 
 TRAITS = (
     *MUST_BE_SAME,
@@ -53,10 +53,10 @@ def judge(
     effect = "other users could replace the run directory; choose another --log-dir"
     warnings += [f"{name}: {problem}; {effect}" for problem, name in replaceable.items()]
     warnings += [f"{name}: {difference}" for name, difference in _different(nodes, "warning")]
-    warnings = list(map(printable, warnings))  # a line break of a node would begin a line about another one
+    warnings = one_line(warnings)  # a line break of a node would begin a line about another one
     failed = [f"{name}: {reply.failure_message(NodeFacts)}" for name, reply in replies.items() if name not in nodes]
     if failed:
-        return failed, warnings, ""
+        return one_line(failed), warnings, ""
     faults = [f"{name}: {fault}" for name, fault in incompatible_nodes(nodes, processes)]
     address = rendezvous_address(nodes)
     if not faults and not address:
@@ -65,7 +65,7 @@ def judge(
         faults.append(
             f"{master}: port {port}: in use{holder and f' by {holder}'}; choose another --master-port, or leave it out"
         )
-    return list(map(printable, faults)), warnings, "" if faults else f"{address} {nodes[master].port}"
+    return one_line(faults), warnings, "" if faults else f"{address} {nodes[master].port}"
 
 
 def incompatible_nodes(nodes: Mapping[str, NodeFacts], processes: Mapping[str, int]) -> Iterator[tuple[str, str]]:

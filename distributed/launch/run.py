@@ -459,7 +459,8 @@ class Launch:
         if stopped:
             code = INTERRUPTED if stopped == signal.SIGINT else TERMINATED
         resume = RESUME if self.options.max_requeues is None else ""  # requeue.py prints whether the job is requeued
-        code, text = conclude(self.directory, code, bool(stopped), resume, self.watch.stopped_at, self.watch.clocks)
+        known = self.watch.stopped_at, self.watch.clocks, self.watch.signals
+        code, text = conclude(self.directory, code, bool(stopped), resume, *known)
         self.console.show(printable(text, LAYOUT).encode(), 2)
         return code
 

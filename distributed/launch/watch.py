@@ -44,6 +44,7 @@ CHECKPOINT_GRACE = 30.0  # seconds that the other nodes have to write a checkpoi
 REPEATED = 1.0  # seconds after a stop signal in which SIGHUP or SIGQUIT is ignored as a copy; see _handle_signal()
 NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpreter
 REPLY_TIMEOUT = 1.5  # seconds for a reply of a node whose connection was lost, if another node can replace it
+CONNECTION_LOST = "connection lost"
 MISSED_TIMEOUT = 1.0  # seconds until running nodes are given up, if other nodes have reported all of them as lost
 RETURN_INTERVAL = 15.0  # seconds between calls to a lost node that was replaced, and time limit of a call
 MAX_INVALID = 20  # invalid reports of a client that are recorded
@@ -226,6 +227,7 @@ class Watch:
         self._reported: dict[str, int] = {}  # nodes whose supervisor has reported its exit code
         self._unlogged: dict[str, str] = {}  # node -> lines that its disk did not take
         self._missed: dict[str, str] = {}  # nodes that other nodes report as lost
+        self.signals: dict[str, float] = {}  # node that reports a signal for which it stops -> Unix time of the report
         self.lost.clear()
 
     # ---- commands and environment
@@ -604,13 +606,14 @@ class Watch:
     def is_lost(self, node: str) -> bool:
         return (self.directory / f"node_{node}.lost").exists()
 
-    def mark_lost(self, node: str, reason: str = "connection lost") -> None:
+    def mark_lost(self, node: str, reason: str = CONNECTION_LOST) -> None:
         """Record for the verdict that a node does not reply."""
         self.notify_lost(node, reason)
         if self.replaces:
             self._await_return(self._node(node))
-        with contextlib.suppress(OSError):
-            os.close(regular_file(self.directory / f"node_{node}.lost", os.O_WRONLY | os.O_CREAT))
+        path, text = self.directory / f"node_{node}.lost", reason.removeprefix(CONNECTION_LOST)
+        with contextlib.suppress(OSError), open(path, "w", opener=regular_file) as file:
+            file.write(text)
 
     def notify_lost(self, node: str, reason: str) -> None:
         self.lost[node] = reason
@@ -792,6 +795,7 @@ class Watch:
 
         While an attempt ends, the signal may be that of a request for which a full disk had no space.
         """
+        self.signals.setdefault(node, time.time())
         if not self.signal and not self.is_ending and any(one.node == node for one in self.run.nodes):
             self._stops_for_node = True
             self._stop(number)

@@ -31,7 +31,7 @@ from distributed.host.resources import write_error
 from distributed.runs.node_log import EXCEPTIONS, LoggedException, last_exception, read_log
 from distributed.runs.records import integer, listed, mapping, node_changes, number, read_object, text
 from distributed.runs.user_code import launched_package
-from distributed.trust import printable, read_text
+from distributed.trust import head_and_tail, printable, read_text
 
 STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
 SRUN = "srun"  # name of the "node" whose files have the output of srun
@@ -57,6 +57,11 @@ class Failure:
     witness: str = ""  # if other ranks waited for this rank: what they reported
     program: str = "agent"  # if rank is None: agent, supervisor or launcher
 
+    def __post_init__(self) -> None:
+        """Cut long texts, which are searched many times."""
+        for name in ("message", "traceback"):
+            object.__setattr__(self, name, head_and_tail(getattr(self, name)))
+
 
 @dataclass(frozen=True)
 class SentSignal:
@@ -65,6 +70,7 @@ class SentSignal:
     name: str  # SIGUSR1
     sender: str  # the sender or the receiver, such as "from SLURM" or "to the launcher"
     time: float | None  # Unix seconds
+    node: str = ""  # that has recorded it
 
     @property
     def stops_a_node(self) -> bool:
@@ -97,11 +103,6 @@ class Evidence:
     def signal(self) -> SentSignal | None:
         """The first record of the latest signal: with pdsh, the launcher and each supervisor record the same signal."""
         return next((one for one in self.signals if one.name == self.signals[-1].name), None)
-
-    @property
-    def stop_of_a_node(self) -> SentSignal | None:
-        """The first signal for which a supervisor has stopped its node."""
-        return next((one for one in self.signals if one.stops_a_node), None)
 
 
 Failures = dict[tuple[str, int], Failure]  # by node and rank
@@ -213,9 +214,11 @@ def _exit_codes(run: Path, warnings: list[str]) -> dict[str, int]:
 def _sent_signals(run: Path, warnings: list[str], clocks: Mapping[str, float]) -> tuple[SentSignal, ...]:
     sent = []
     for path in sorted(run.glob("errors/signal_*.json")):
-        record, ahead = read_object(path, warnings), clocks.get(path.stem.rpartition("_")[0][7:], 0.0)
+        record, node = read_object(path, warnings), path.stem.rpartition("_")[0][7:]
         name, sender = (printable(text(record.get(key)))[:100] for key in ("signal", "sender"))
-        sent.append(SentSignal(name, sender, _seconds(record, ahead)))
+        if not sender.startswith("from SLURM") and not sender.endswith(f" {node}"):
+            sender = f"to {printable(node)}"  # a node speaks for itself only
+        sent.append(SentSignal(name, sender, _seconds(record, clocks.get(node, 0.0)), node))
     return tuple(sorted((one for one in sent if one.name), key=lambda one: one.time or 0.0))
 
 
@@ -325,20 +328,25 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents:
     started = known.exits and SRUN not in known.exits
     recorded = {*known.exits, *(failure.node for failure in failures)}
     nodes = {node for node in known.ranks if started and node not in recorded}
-    lost_by_launcher = {path.name[5:-5]: _first_line(path) for path in run.glob("node_*.lost")}
-    if reported := lost_by_launcher.keys() & known.ranks.keys():
+    messages = {path.name[5:-5]: _first_line(path) for path in run.glob("node_*.lost")}
+    if reported := messages.keys() & known.ranks.keys():
         nodes |= reported
     else:
         # An agent records the node whose heartbeats timed out. If the network splits, each side records a node of the
         # other side. The node that most agents recorded is lost. If two nodes were recorded equally often, the one with
         # the higher node rank is lost.
-        missed = Counter(lost for agent in agents if (lost := text(agent.get("lost"))))
+        missed = Counter(lost for agent in agents if (lost := text(agent.get("lost"))) in known.ranks)
         order = {node: n for n, node in enumerate(known.ranks)}
         most_missed = max(missed, key=lambda node: (missed[node], order.get(node, 0)), default="")
         # A disconnected node stops its ranks and exits with one of these codes. With another code, it failed before.
-        if most_missed and known.exits.get(most_missed, UNFIT) in (UNFIT, *STOP_CODES):
+        code = known.exits.get(most_missed, UNFIT)
+        if code in STOP_CODES and missed[most_missed] == 1:  # a single node, which speaks for itself only
+            reporter = next(agent["node"] for agent in agents if agent.get("lost") == most_missed)
+            messages[reporter] = f"no heartbeats from {most_missed}, whose supervisor was alive"
+            nodes.add(reporter)
+        elif most_missed and code in (UNFIT, *STOP_CODES):
             nodes.add(most_missed)
-    return [Failure(node, message=lost_by_launcher.get(node, "")) for node in sorted(nodes)]
+    return [Failure(node, message=messages.get(node, "")) for node in sorted(nodes)]
 
 
 def _first_line(path: Path) -> str:

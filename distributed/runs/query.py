@@ -42,6 +42,7 @@ from distributed.transport.commands import (
 from distributed.trust import bounded, one_line, planted, user_name
 
 SHOWN = 3  # processes listed for a node
+STATUS_VALUES = 50_000  # values of the JSON of a status, for each rank
 SHOWN_CHARACTERS = 40  # of a command in that list
 
 
@@ -77,8 +78,13 @@ def status_command(run: Run, node: RunNode, options: Sequence[str]) -> list[str]
 
 
 def node_reply(node: RunNode, reply: Reply) -> NodeReply:
+    reply = replace(reply, most=STATUS_VALUES * (1 + node.processes))
     status = one_line(reply.value(node_status.NodeStatus), texts=("stack_text",))
     error = "did not reply in time" if reply.code == KILLED else reply.failure_message(node_status.NodeStatus)
+    if status:
+        own = range(node.first_rank, node.first_rank + node.processes)
+        ranks = {one.rank: one for one in status.ranks if one.rank in own}
+        status = replace(status, ranks=tuple(ranks.values()))
     return NodeReply(node, status, "" if status else bounded(error))
 
 

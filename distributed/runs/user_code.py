@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from distributed.runs.records import text
 
-_INSTALLED = re.compile(r".*/(?:site-packages|dist-packages|lib(?:64)?/python3[.\d]*)/([^/]+)(?:/.*)?")
+_INSTALLED = re.compile(r".*/(?:site-packages|dist-packages|lib(?:64)?/python3[.\d]*)/([^/]+)(?:/.*)?", re.DOTALL)
 
 
 def is_library(file: str, launched: str) -> bool:

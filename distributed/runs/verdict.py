@@ -41,7 +41,7 @@ from distributed.host.replies import NODE_ENV
 from distributed.host.signals import signal_name
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.host.system import run_program
-from distributed.runs.failures import SRUN, Evidence, Failure, Json, gather
+from distributed.runs.failures import SRUN, Evidence, Failure, Json, SentSignal, gather
 from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
 from distributed.runs.records import integer, listed, mapping, number, read_object, text
 from distributed.runs.user_code import is_library, launched_package
@@ -77,6 +77,7 @@ class Verdict:
     collateral: tuple[Json, ...] = ()  # the other failures: "node", "rank", "message"
     changes: tuple[str, ...] = ()  # nodes that joined or left, see records.node_changes()
     clocks: Mapping[str, float] = field(default_factory=dict)  # see gather()
+    signals: Mapping[str, float] = field(default_factory=dict)  # see judge()
 
 
 def decide(run: Path, launcher_code: int | None = None) -> Verdict:
@@ -223,19 +224,25 @@ def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
 
 
 def judge(
-    evidence: Evidence, launcher_code: int | None = None, signaled: bool = True, stopped_at: float | None = None
+    evidence: Evidence,
+    launcher_code: int | None = None,
+    signaled: bool = True,
+    stopped_at: float | None = None,
+    signals: Mapping[str, float] | None = None,
 ) -> Verdict:
     """Return the verdict on this evidence.
 
     launcher_code: the launcher's own exit code. signaled: whether a signal to the launcher may explain that code.
     stopped_at: Unix time at which the launcher stopped the run, if it knew of no failure then; later failures are
-    consequences.
+    consequences. signals: node -> Unix time at which the launcher received its report of a signal.
     """
     if evidence.hang:  # failures of ranks are ignored: the launcher stopped them
         return _hung(evidence.hang)
     # With --lease 0, the ranks of other nodes may fail before the launcher knows that a supervisor stops its node.
-    if stopped_at is None and launcher_code != 0 and (stop := evidence.stop_of_a_node):
-        stopped_at, signaled, launcher_code = stop.time, True, INTERRUPTED[stop.name != "SIGINT"]
+    signals = signals or {}
+    if stopped_at is None and launcher_code != 0 and (stop := _stop_of_a_node(evidence, signals)):
+        stopped_at, signaled = signals.get(stop.node, stop.time), True
+        launcher_code = INTERRUPTED[stop.name != "SIGINT"]
     failures = sorted([*evidence.failures, *missing_ranks(evidence)], key=partial(_order, evidence.first))
     if not failures or (_all_succeeded(evidence) and (not launcher_code or launcher_code in INTERRUPTED)):
         return _nothing_failed(evidence, launcher_code)
@@ -256,6 +263,16 @@ def judge(
         when = "afterwards" if seconds > CLOCK_TOLERANCE * inexact else "at about that time"
         return replace(stopped, cause=f"{stopped.cause.partition(';')[0]}; {when}, {_sentence(cause)}")
     return _failed(failures, evidence, launcher_code)
+
+
+def _stop_of_a_node(evidence: Evidence, signals: Mapping[str, float]) -> SentSignal | None:
+    """The first signal for which a supervisor has stopped its node. signals: see judge().
+
+    Without its report, a record of a node does not explain errors on other nodes: both times in it may be wrong.
+    """
+    errors = {one.node for one in evidence.failures if kind_of(one) < Kind.COLLATERAL}
+    stops = (one for one in evidence.signals if one.stops_a_node)
+    return next((one for one in stops if one.node in signals or errors <= {one.node}), None)
 
 
 def _hung(hang: Json) -> Verdict:
@@ -524,7 +541,7 @@ def _last_frames(verdict: Verdict, launched: str) -> Iterator[str]:
         return
     chained = split_chain(verdict.traceback)
     block = next((block for block in chained if parse_exception(block).message == verdict.message), chained[-1])
-    frames = re.findall(r'^(  File "(.+)", line \d.*\n(?:    .*\n)*)', block, re.MULTILINE)
+    frames = re.findall(r'^(  File "(.+)", line \d.*\n?(?:    .*\n)*)', block, re.MULTILINE)
     user_frames = [text for text, file in frames if not is_library(file, launched)] or [text for text, _ in frames]
     yield from "".join(user_frames[-SHOWN_FRAMES:]).splitlines()
     if verdict.exception:
@@ -538,17 +555,20 @@ def conclude(
     resume: str = RESUME,
     stopped_at: float | None = None,
     clocks: Mapping[str, float] | None = None,
+    signals: Mapping[str, float] | None = None,
 ) -> tuple[int, str]:
     """Write verdict.json. Returns the exit code for the launcher, and the text to print.
 
-    launcher_code, signaled, stopped_at: see judge(). resume: see render(). clocks: see gather().
+    launcher_code, signaled, stopped_at, signals: see judge(). resume: see render(). clocks: see gather().
     """
-    if clocks is None:  # called again, without the launcher that has measured them
-        recorded = mapping(read_object(run / "verdict.json", []).get("clocks"))
-        clocks = {node: number(ahead) for node, ahead in recorded.items()}
+    if clocks is None or signals is None:  # called again, without the launcher that knows them
+        recorded = read_object(run / "verdict.json", [])
+        clocks, signals = (
+            {node: number(one) for node, one in mapping(recorded.get(key)).items()} for key in ("clocks", "signals")
+        )
     evidence = gather(run, clocks)
-    verdict = judge(evidence, launcher_code, signaled, stopped_at)
-    verdict = replace(verdict, changes=evidence.changes, clocks=clocks)
+    verdict = judge(evidence, launcher_code, signaled, stopped_at, signals)
+    verdict = replace(verdict, changes=evidence.changes, clocks=clocks, signals=signals)
     warnings = list(evidence.warnings)
     try:
         write_json(run / "verdict.json", asdict(verdict))

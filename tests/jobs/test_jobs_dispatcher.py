@@ -961,7 +961,7 @@ def test_a_server_reports_only_its_own_attempts_and_files_that_were_not_copied_a
         assert run.state.jobs[own.partition(".")[0]].metrics == {"loss": 1.0}
         assert run.state.jobs[own.partition(".")[0]].attempts[0].end == 1e9 + 60
         output = run.state.jobs[own.partition(".")[0]].job.output
-        rule = "only files, directories and links inside of it are copied"
+        rule = "only files, directories and links inside of it are copied, but none of git"
         assert f"one: not copied to {output}: link0, link1, link2, link3, link4 and 2 more; {rule}" in run.log
 
     asyncio.run(scenario())

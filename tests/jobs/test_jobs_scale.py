@@ -165,7 +165,7 @@ def test_an_exit_code_of_rsync_is_an_error_unless_it_means_that_files_vanished_d
     code: int, expected: str | None, tmp_path: Path
 ) -> None:
     class Vanishing(SshServer):
-        async def _run(self, command: Sequence[str], data: bytes = b"") -> tuple[int, str]:
+        async def _run(self, *arguments: Any, **options: Any) -> tuple[int, str]:
             return code, "file has vanished: x"
 
     server = Vanishing("gpu1", config.Server(host="gpu1"), ListContext("abc", tmp_path, "x.py"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -209,6 +210,30 @@ def test_a_server_on_which_the_working_directory_cannot_be_created_is_unusable(h
     reason = fails(one._sync)
     assert reason.startswith("cannot create workdir /proc/work: mkdir: ")
     assert reason.endswith("; correct this on the server")
+
+
+def test_a_server_that_does_not_reply_before_the_working_directory_is_copied_is_unreachable(
+    home: Path, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "CONNECT_TIMEOUT", 1.0)
+    one = server(project, sync=True, workdir=f"{home}/work")
+    monkeypatch.setattr(one, "_ssh", lambda line: ["sleep", "15"])
+    with pytest.raises(Unreachable, match="no reply within 1 s"):
+        asyncio.run(one._sync())
+
+
+@pytest.mark.parametrize("name", ['with "quotes"', "line\nbreak", "[brackets] *"])
+def test_the_configuration_of_ssh_works_from_any_directory_of_muster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    lib = tmp_path / name / "scripts/lib"
+    lib.mkdir(parents=True)
+    shutil.copy(Path(servers.KIT, "scripts/lib/ssh_config"), lib)
+    monkeypatch.setattr(servers, "KIT", str(tmp_path / name))
+    path = tmp_path / "ssh.conf"
+    servers.write_ssh_config(path, config.Server(host="gpu1", port=2222))
+    shown = subprocess.run(["ssh", "-G", "-F", path, "gpu1"], capture_output=True, text=True)
+    assert {"port 2222", "batchmode yes", "connecttimeout 10"} <= {*shown.stdout.splitlines()}, shown.stderr
 
 
 # ---------------------------------------------------------------- GPUs

@@ -555,6 +555,14 @@ def test_a_link_here_below_the_directory_of_a_job_is_replaced(
     assert not list((directory / "outside").iterdir())
 
 
+def test_no_repository_of_git_arrives_with_the_results_of_a_job(server: ServerHere, results: Path) -> None:
+    for name in (".git/config", "out/HEAD", "out/config"):
+        (server.results / name).parent.mkdir(parents=True, exist_ok=True)
+        (server.results / name).write_text("x")
+    assert server.end_attempt() == [".git", "out/HEAD"]
+    assert not (results / ".git").exists() and [*(results / "out").iterdir()] == [results / "out/config"]
+
+
 @as_root
 def test_special_files_do_not_arrive_and_permissions_are_cut(server: ServerHere, results: Path) -> None:
     (server.results / "tools").mkdir(parents=True)
@@ -901,6 +909,15 @@ def test_a_server_that_prints_without_end_before_its_first_message_is_unusable(
     flood = f"import sys\nwhile True: sys.stdout.write({line})"
     monkeypatch.setattr(sys.modules[__name__], "LYING", flood)
     assert talk()[0] == "prints more than 1 MiB before Muster starts; correct its login shell"
+
+
+def test_a_server_that_sends_heartbeats_but_no_reply_is_treated_as_lost(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = LYING.replace("next(replies)", 'next(replies, \'{"event": "heartbeat"}\')')
+    monkeypatch.setattr(sys.modules[__name__], "LYING", silent)
+    monkeypatch.setattr(servers, "REPLY_TIMEOUT", 1.0, raising=False)
+    assert talk(HELLO, OPENED, query=["a.1"])[0] == "no reply to query within 1 s"
 
 
 @pytest.mark.parametrize("hello", [HELLO.replace('"h"', "[]"), HELLO.replace('"b"', "5")])

@@ -279,7 +279,16 @@ def test_a_node_sends_its_own_files_and_no_others(
     (outside := tmp_path / "outside").mkdir()
     before = content(directory)["run.json"]
     launchers = ["run.json", "launcher.log", "verdict.json", "report.html", "hang.json", "attempt_1/node_n2.log"]
-    others = ["node_n1.log", "node_n1.exit", "node_n2.lost", "ranks/n1/0/stdout.log", ".hidden", "errors/x.json"]
+    others = [
+        "node_n1.log",
+        "node_n1.exit",
+        "node_n2.lost",
+        "ranks/n1/0/stdout.log",
+        ".hidden",
+        "errors/x.json",
+        "out/.git/config",
+        "out/HEAD",
+    ]
     own = ["node_n2.log", "node_n2.exit", "ranks/n2/x/attempt_0/0/stdout.log", "errors/rank_2.json", "samples/a.txt"]
     collect(
         n1=archive(
@@ -306,7 +315,7 @@ def test_a_node_sends_its_own_files_and_no_others(
     assert modes == {"0o600"}
     assert not [*directory.glob(".from_*")]
     errors = capfd.readouterr().err
-    assert "n2: not copied back, as links, special files, or files that exist here: .hidden, " in errors
+    assert "n2: not copied back, as links, special files, files of git, or files that exist here: .hidden, " in errors
 
 
 def test_the_records_of_a_lost_node_are_taken_from_another_node(
@@ -412,6 +421,11 @@ class LyingAboutNewFiles(LyingCommands):
         return ["sh", "-c", self._programs["list" if arguments[2] == new_files.LIST else "send"]]
 
 
+# Python runs such files whenever it starts.
+IN_ENVIRONMENTS = ["venv/lib/python3.11/site-packages/weights.pth", "lib/dist-packages/x.pth", "new/pyvenv.cfg",
+                   "env/lib/x.py", "env/bin/python", "conda/etc/conda/activate.d/x.sh"]  # fmt: skip
+
+
 def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
     directory: Path,
     tmp_path: Path,
@@ -426,9 +440,13 @@ def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
     for link, target in (("link", "checkpoints"), ("dangling", "nowhere")):
         (cwd / link).symlink_to(target)
     os.utime(cwd / "checkpoints/old", (1, 1))
-    refused = ["../up", "/tmp/muster-absolute", ".git/config", "a/.git/hooks/x", ".venv/bin/python", "logs/r/run.json",
-               "config/node_env.sh", "own.py", "link/x", "dangling/x", ".bashrc", ".ssh/rc", "results.journal",
-               "out/.muster_job", "muster/json.py", "muster/json/__init__.py"]  # fmt: skip
+    refused = ["../up", "/tmp/muster-absolute", ".git/config", "a/.git/hooks/x", "out/HEAD", ".venv/bin/python",
+               "logs/r/run.json", "config/node_env.sh", "own.py", "link/x", "dangling/x", ".bashrc", ".ssh/rc",
+               "results.journal", "out/.muster_job", "muster/json.py", "muster/json/__init__.py",
+               "muster/scripts/lib/x", "muster/out/x", *IN_ENVIRONMENTS]  # fmt: skip
+    for marker in ("env/pyvenv.cfg", "conda/conda-meta/history"):
+        (cwd / marker).parent.mkdir(parents=True)
+        (cwd / marker).touch()
     monkeypatch.setattr(new_files, "KIT", str(cwd / "muster"))
     taken = ["out/new\nn1: \x1b[2Jforged", "checkpoints/old"]
     listed = tmp_path / "listed"
@@ -437,13 +455,37 @@ def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
     watch = new_watch(directory, Local(LyingAboutNewFiles({"list": f"cat {listed}", "send": sent})))
     watch.options = replace(watch.options, cwd=str(cwd))
     NewFiles(watch, {"n1": "0"}, "logs", ["*"]).report([NODES[0]])
-    assert content(cwd) == {"own.py": "own", **dict.fromkeys(taken, "of n1")}
+    found = {name: text for name, text in content(cwd).items() if text}
+    assert found == {"own.py": "own", **dict.fromkeys(taken, "of n1")}
     assert [os.readlink(cwd / name) for name in ("link", "dangling")] == ["checkpoints", "nowhere"]
     lines = capfd.readouterr().err.splitlines()
     assert [line for line in lines if "forged" in line] == [
         "launch.sh: n1: copied 2 files from it: checkpoints/old, out/new n1: forged"
     ]
     assert any("3 new or changed files" in line and "dangling/x, link/x, own.py" in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("cwd", "taken"),
+    [
+        ("", ["experiments/x", "out.npy"]),
+        ("experiments", ["distributed/x", "experiments/x", "out.npy", "scripts/run"]),
+        ("../link", ["experiments/x", "out.npy"]),
+        ("scripts", []),
+    ],
+)  # fmt: skip
+def test_a_node_sends_no_files_of_muster_if_the_working_directory_is_that_of_muster(
+    directory: Path, tmp_path: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch, cwd: str, taken: list[str]
+) -> None:
+    for name in ("experiments", "scripts"):
+        (tmp_path / "muster" / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("muster")
+    monkeypatch.setattr(new_files, "KIT", str(tmp_path / "link"))
+    names = ["distributed/x", "distributed/json.py", "experiments/x", "out.npy", "scripts/run", "train.py"]
+    listed = "".join(f"{time.time() + 9:.9f} {name}\0" for name in names)
+    watch = new_watch(directory, Local(LocalCommands()))
+    watch.options = replace(watch.options, cwd=str(tmp_path / "muster" / cwd))
+    assert NewFiles(watch, {}, "logs", ["*"])._newer(listed) == taken
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,13 @@ def test_a_node_on_which_another_user_has_made_the_working_directory_is_named() 
 
 
 @pytest.mark.parametrize(
-    "facts", [{"addresses": ("a b",)}, {"ssh_address": "--rdzv-conf=x"}, {"master": "a\0b"}, {"port": -5}]
-)
-def test_a_reply_with_an_address_or_port_that_is_none_is_invalid(facts: dict[str, object]) -> None:
+    "facts",
+    [
+        {"addresses": ("a b",)}, {"ssh_address": "--rdzv-conf=x"}, {"master": "a\0b"}, {"port": -5},
+        {"gpus": 10**15}, {"gpus": -1}, {"cores": 1e15}, {"cores": -1.0},
+    ],
+)  # fmt: skip
+def test_a_reply_with_an_address_or_a_number_that_is_none_is_invalid(facts: dict[str, object]) -> None:
     out = f"{MARKER}{json.dumps({**asdict(GOOD), **facts})}\n"
     [fault] = faults(Reply("node1", 0, out, ""))
     assert fault.startswith("node1: invalid reply (reply: ") and " is no " in fault
@@ -89,6 +93,17 @@ def test_a_node_cannot_begin_a_line_about_another_node() -> None:
     found, warnings, _ = judge([node(1), node(2, torch=lines), node(3, muster=lines)])
     assert len(found) == 1 and "node3: unplugged" in found[0] and "\n" not in found[0] and "\x1b" not in found[0]
     assert len(warnings) == 1 and "\n" not in warnings[0]
+
+
+@pytest.mark.parametrize("name", ["missing", "files"])
+def test_what_a_node_prints_is_limited(name: str) -> None:
+    names = {f"n{number}": None for number in range(10_000)}
+    out = f"{MARKER}{json.dumps({**asdict(GOOD), name: list(names) if name == 'missing' else names})}\n"
+    [fault] = faults(Reply("node1", 0, out, ""), node(2))
+    assert fault.startswith("node1: invalid reply (reply: more than 100 packages or files)")
+    found, warnings, _ = judge([node(1), node(2, torch="2" * 2000), node(3, muster="3" * 2000)])
+    assert [len(line) for line in (*found, *warnings)] == [1000, 1000]
+    assert [len(line) for line in faults(node(1), Reply("node2", 1, "", "x" * 2000))] == [1000]
 
 
 def test_a_node_without_the_package_of_a_tracker_is_named() -> None:

@@ -191,10 +191,18 @@ def test_a_signal_to_one_supervisor_stops_all_nodes_and_the_next_signal_to_the_l
     watch = new_watch(directory, Scripts({"n1": f"{reported}; {STOPPED_ON_REQUEST}", "n2": ""}, b""))
     watch.transport.scripts["n2"] = f"exec bash -c '{stopped}'"  # type: ignore[attr-defined]
     assert watch.attempt() == 143
-    assert watch.stopped_at and watch.signal == signal.SIGINT
+    assert watch.stopped_at and watch.signal == signal.SIGINT and watch.signals.keys() == {"n1"}
     first, second = [line.split(" ", 2)[2] for line in log_of(directory).splitlines()]
     assert first.startswith("n1: received SIGTERM; stopping the run; up to ")
     assert second == "SIGINT: the run is stopping already; send the signal again to kill it at once"
+
+
+def test_the_verdict_names_the_node_that_missed_the_heartbeats_of_a_lost_one(
+    directory: Path, new_watch: NewWatch
+) -> None:
+    watch = new_watch(directory, Local(LocalCommands()))
+    watch.mark_lost("n1", "n2 received no heartbeat from it")
+    assert decide(directory, UNFIT).cause == "n1: connection lost: n2 received no heartbeat from it"
 
 
 def test_a_signal_to_a_node_that_is_not_part_of_the_run_stops_nothing(directory: Path, new_watch: NewWatch) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from distributed.host import identity, process_scan
-from distributed.host.replies import Reply
+from distributed.host.replies import MARKER, Reply
 from distributed.metrics import FROM_OUTPUT, FROM_TENSORBOARD
 from distributed.runs import lookup, query, run_directory, status
 from distributed.runs.hang_analysis import Diagnosis
@@ -296,6 +296,18 @@ def test_remaining_processes_are_reported_for_each_node() -> None:
 def test_the_error_of_a_node_without_a_reply_states_the_reason(code: int, err: str, why: str) -> None:
     found = query.node_reply(RunNode("n1", "n1", 1, 0), Reply("n1", code, "Welcome!\n", err))
     assert found.status is None and why in found.error
+
+
+def test_a_node_has_a_status_of_its_own_ranks_only() -> None:
+    def status_of(ranks: int) -> NodeReply:
+        found = [{"rank": rank, "local_rank": rank, "pid": None} for rank in (*range(ranks), 2)]
+        printed = f"{MARKER}{json.dumps({'host': 'n2', 'seconds': 1.0, 'ranks': found})}\n"
+        return query.node_reply(RunNode("n2", "n2", 2, 2), Reply("n2", 0, printed, ""))
+
+    assert (found := status_of(5).status) and [one.rank for one in found.ranks] == [2, 3]
+    began = time.process_time()
+    assert status_of(300_000).error.startswith("invalid reply (more than 150000 values)")
+    assert time.process_time() - began < 5
 
 
 # ---------------------------------------------------------------- finding a run
