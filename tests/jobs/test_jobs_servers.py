@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from distributed.files import KIT
 from distributed.jobs import config, servers
 from distributed.jobs.backend import ServerUnusable, Unreachable
 from distributed.jobs.job import Options, job_of
@@ -228,7 +229,7 @@ def test_the_configuration_of_ssh_works_from_any_directory_of_muster(
 ) -> None:
     lib = tmp_path / name / "scripts/lib"
     lib.mkdir(parents=True)
-    shutil.copy(Path(servers.KIT, "scripts/lib/ssh_config"), lib)
+    shutil.copy(Path(KIT, "scripts/lib/ssh_config"), lib)
     monkeypatch.setattr(servers, "KIT", str(tmp_path / name))
     path = tmp_path / "ssh.conf"
     servers.write_ssh_config(path, config.Server(host="gpu1", port=2222))
