@@ -137,7 +137,7 @@ END
 
 @test "a missing pdsh is reported with a remedy" {
   mkdir bin
-  for tool in bash dirname readlink env stat; do
+  for tool in bash dirname readlink env find stat; do
     ln -s "$(type -P "$tool")" bin/
   done
   echo >script.py
