@@ -906,13 +906,14 @@ def rsync_literal(path: str) -> str:
 
 
 def write_ssh_config(path: Path, server: config.Server) -> None:
-    """Write the server's settings, then include scripts/lib/ssh_config: ssh uses the first value of an option."""
+    """Write the server's settings, then those of scripts/lib/ssh_config: ssh uses the first value of an option."""
     options = {
         "Port": server.port, "User": server.user, "ControlPath": f"{path.parent}/%C",
         "IdentityFile": server.ssh_key and f'"{server.ssh_key}"', "IdentitiesOnly": "yes" if server.ssh_key else None,
     }  # fmt: skip
     lines = [f"  {name} {value}" for name, value in options.items() if value is not None]
-    write_file(path, "\n".join(["Host *", *lines, f'Include "{KIT}/scripts/lib/ssh_config"', ""]))
+    common = Path(KIT, "scripts/lib/ssh_config").read_text()  # Include could not name each path of Muster
+    write_file(path, "\n".join(["Host *", *lines, common]))
 
 
 def sockets_record(cwd: Path, list_id: str) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from distributed.files import KIT
 from distributed.jobs import config, servers
 from distributed.jobs.backend import ServerUnusable, Unreachable
 from distributed.jobs.job import Options, job_of
@@ -219,6 +221,20 @@ def test_a_server_that_does_not_reply_before_the_working_directory_is_copied_is_
     monkeypatch.setattr(one, "_ssh", lambda line: ["sleep", "15"])
     with pytest.raises(Unreachable, match="no reply within 1 s"):
         asyncio.run(one._sync())
+
+
+@pytest.mark.parametrize("name", ['with "quotes"', "line\nbreak", "[brackets] *"])
+def test_the_configuration_of_ssh_works_from_any_directory_of_muster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    lib = tmp_path / name / "scripts/lib"
+    lib.mkdir(parents=True)
+    shutil.copy(Path(KIT, "scripts/lib/ssh_config"), lib)
+    monkeypatch.setattr(servers, "KIT", str(tmp_path / name))
+    path = tmp_path / "ssh.conf"
+    servers.write_ssh_config(path, config.Server(host="gpu1", port=2222))
+    shown = subprocess.run(["ssh", "-G", "-F", path, "gpu1"], capture_output=True, text=True)
+    assert {"port 2222", "batchmode yes", "connecttimeout 10"} <= {*shown.stdout.splitlines()}, shown.stderr
 
 
 # ---------------------------------------------------------------- GPUs
