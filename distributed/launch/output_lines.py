@@ -28,7 +28,7 @@ _COLOUR = re.compile(rb"\x1b\[[\d;]*m")
 _CLEAR = b"\r\x1b[J"  # move to the start of the line, and clear it and the lines below
 # How rich starts and ends a live display, and erases its lines: before it draws them again, or after a transient end.
 _LIVE = re.compile(rb"\x1b\[\?25(?:l|h(?:\r(?:\x1b\[1A\x1b\[2K)+)?)|\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*")
-_START, _ERASED, _INCOMPLETE = b"\x1b[?25l", b"\x1b[2K", re.compile(rb"(?:\x1b\[\?25h|\r)[\r\x1b\[12AK]*\Z")
+_START, _END, _ERASED, _ERASING = b"\x1b[?25l", b"\x1b[?25h", b"\x1b[2K", b"\r\x1b[12AK"
 _CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # cut off or wrap lines wider than the terminal
 
 
@@ -101,9 +101,9 @@ class RankLines(Lines):
 
     def _without_frames(self, output: bytes, last: bool) -> bytes:
         """Make an update of each frame of a live display when rich erases it, which tells how many lines it has."""
-        incomplete = _INCOMPLETE.search(self._frame + output) if output and not last else None
+        may_continue = output and not last
         output, ready, start = self._frame + output, b"", 0
-        end = incomplete.start() if incomplete else len(output)
+        end = _start_of_mark(output) if may_continue else len(output)
         for mark in _LIVE.finditer(output, 0, end):
             text, erased = output[start : mark.start()], mark[0].count(_ERASED)
             shows, start = mark[0].startswith(b"\r"), mark.end()
@@ -117,6 +117,13 @@ class RankLines(Lines):
             ready, start = ready + output[start:end], end
         self._frame = output[start:]
         return ready
+
+
+def _start_of_mark(output: bytes) -> int:
+    """The position of the end or erasure of a live display with which the output ends, and which may be incomplete."""
+    erasing = len(output.rstrip(_ERASING))
+    found = erasing - len(_END) if output.endswith(_END, 0, erasing) else output.find(b"\r", erasing)
+    return len(output) if found < 0 else found
 
 
 class Console:

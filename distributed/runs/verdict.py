@@ -45,7 +45,7 @@ from distributed.runs.failures import SRUN, Evidence, Failure, Json, SentSignal,
 from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
 from distributed.runs.records import integer, listed, mapping, number, read_object, text
 from distributed.runs.user_code import is_library, launched_package
-from distributed.trust import GIT, LAYOUT, foreign, printable
+from distributed.trust import GIT, LAYOUT, LONGEST_LINE, foreign, printable
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 CLOCK_TOLERANCE = 1.0  # seconds; the order of two failures on different nodes is unknown within this time
@@ -469,7 +469,7 @@ def render(verdict: Verdict, run: Path, resume: str = RESUME) -> str:
     if verdict.exit_code == STOPPED and resume:
         lines[0] += f"; {resume}"
     if verdict.outcome == "failed":
-        lines += [f"  {line}" for line in _details(verdict, run)]
+        lines += [f"  {line[:LONGEST_LINE]}" for line in _details(verdict, run)]
     lines += [f"  {change}" for change in verdict.changes]
     return "\n".join(lines) + "\n"
 

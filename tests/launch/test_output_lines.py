@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 import tracemalloc
 
 import pytest
@@ -74,6 +75,14 @@ def test_no_text_is_lost_however_a_live_display_continues(pieces: list[bytes]) -
     shown = b"".join([*map(lines.feed, filter(None, pieces)), lines.feed(b"", last=True)])
     assert shown.count(b"a") == b"".join(pieces).count(b"a")
     assert shown.count(b"a") == RankLines().feed(b"".join(pieces), last=True).count(b"a")
+
+
+def test_carriage_returns_in_a_live_display_take_linear_time() -> None:
+    lines = RankLines()
+    lines.feed(b"\x1b[?25l")
+    began = time.process_time()
+    lines.feed(b"\r" * (1 << 16) + b"x")
+    assert time.process_time() - began < 2
 
 
 def test_a_carriage_return_after_a_live_display_ends_an_update() -> None:

@@ -882,7 +882,8 @@ def test_long_messages_and_tracebacks_take_little_time(run: RunDirectory, repeat
     run.ranks_ended("n2", r2=(1, False))
     run.file("node_n2.log", "".join(f"[n2:2] {line}\n" for line in raised.split("\n")))
     found = run.decide()
-    assert all(verdict.render(replace(found, traceback=one.traceback), run.path) for one in gather(run.path).failures)
+    shown = [verdict.render(replace(found, traceback=one.traceback), run.path) for one in gather(run.path).failures]
+    assert shown and max(map(len, "\n".join(shown).split("\n"))) < 2000
     assert process_time() - began < 10, "the time grows with the square of the length, or the text was not cut"
 
 
