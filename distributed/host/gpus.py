@@ -284,6 +284,5 @@ def count_gpus(setting: str | None) -> tuple[int, str]:
 def count_visible() -> int:
     """The number of GPUs visible to this process. Prints an error of nvidia-smi to standard error."""
     count, error = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if error:
-        sys.stderr.write(f"{error}\n")
+    sys.stderr.write(f"{error}\n" * bool(error))
     return count

@@ -18,7 +18,6 @@ from distributed.host.system import PROC, SYS, read
 
 PORTS = range(20_000, 30_000)  # candidates, below the usual ephemeral range
 MAX_COMMAND_LENGTH = 100  # characters of a command line in a message
-NCCL_FILES = ("~/.nccl.conf", "/etc/nccl.conf")  # the environment overrides them
 SIOCGIFADDR, SIOCGIFMTU = 0x8915, 0x8921  # linux/sockios.h: address and MTU of an interface
 
 
@@ -116,10 +115,11 @@ def use_interface_to(node: str) -> None:
     """
     if node and (interface := interface_to(node)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        chosen, devices = nccl_interfaces(), SYS / "class"
-        bridged = any((devices / "net" / name / "bridge").exists() for name in chosen if name != interface)
-        configured = any("NCCL_SOCKET_IFNAME" in read(Path(file).expanduser()) for file in NCCL_FILES)
-        if (bridged or interface != chosen[0]) and not configured and not any(devices.glob("infiniband/*")):
+        chosen = nccl_interfaces()
+        bridged = any((SYS / "class/net" / name / "bridge").exists() for name in chosen if name != interface)
+        files = read(Path("/etc/nccl.conf")) + read(Path(os.path.expanduser("~/.nccl.conf")))
+        decided = "NCCL_SOCKET_IFNAME" in files or any(SYS.glob("class/infiniband/*"))
+        if not decided and interface != "lo" and (bridged or interface != chosen[0]):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 

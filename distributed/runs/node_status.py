@@ -228,7 +228,6 @@ def query_gpus() -> tuple[dict[str, GpuUsage], list[tuple[str, int]], str]:
     apps = query("compute-apps", "gpu_uuid,pid", end) if rows else ProgramOutput(0)
     error = error or "; ".join(f"GPU {gpu.index}: {gpu.reason}" for gpu in lost)
     error = error or f"nvidia-smi: {apps.error}" * (apps.code is None)
-    users = table(apps.out, "gpu_uuid,pid")
     gpus = {}
     for row in rows:
         watts = row["power.draw"]
@@ -240,7 +239,7 @@ def query_gpus() -> tuple[dict[str, GpuUsage], list[tuple[str, int]], str]:
             memory_used=mebibytes(row["memory.used"]),
             memory=mebibytes(row["memory.total"]),
         )
-    return gpus, [(row["gpu_uuid"], count(row["pid"])) for row in users], error
+    return gpus, [(row["gpu_uuid"], count(row["pid"])) for row in table(apps.out, "gpu_uuid,pid")], error
 
 
 def gpus_of(

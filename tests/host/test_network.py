@@ -63,9 +63,9 @@ def test_the_interface_of_the_route_to_a_host_is_found() -> None:
 
 
 INTERFACES = """
-import os
+import os, sys
 from distributed.host.network import nccl_interfaces, use_interface_to
-use_interface_to("10.77.1.9")
+use_interface_to(sys.argv[1])
 print(",".join(nccl_interfaces()), os.environ["GLOO_SOCKET_IFNAME"], os.environ.get("NCCL_SOCKET_IFNAME"))
 """
 
@@ -77,13 +77,15 @@ print(",".join(nccl_interfaces()), os.environ["GLOO_SOCKET_IFNAME"], os.environ.
         ([("eth0", "veth"), ("eth1", "veth")], None, "eth0,eth1 eth0 None"),
         ([("wifi0", "veth"), ("eth0", "veth")], None, "wifi0,eth0 eth0 =eth0"),
         ([("wifi0", "veth"), ("eth0", "veth")], "eth", "wifi0,eth0 eth0 eth"),
+        ([("wifi0", "veth"), ("eth0", "veth")], "file", "wifi0,eth0 eth0 None"),
         ([("eth0", "veth"), ("cni0", "bridge")], None, "eth0,cni0 eth0 =eth0"),
         ([("docker0", "bridge"), ("virbr0", "bridge"), ("eth0", "veth")], None, "eth0 eth0 None"),
         ([("eth0", "veth"), ("ib0", "veth")], None, "ib0 eth0 =eth0"),
+        ([("eth0", "veth")], None, "eth0 lo None"),  # the name of the first node may be that of loopback there
     ],
 )
 def test_nccl_uses_the_interface_to_another_node_if_it_would_choose_another_or_a_bridge(
-    links: list[tuple[str, str]], setting: str | None, printed: str
+    links: list[tuple[str, str]], setting: str | None, printed: str, tmp_path: Path
 ) -> None:
     """The interfaces are in a network namespace; 10.77.1.9 is reached through eth0."""
     if os.geteuid():
@@ -95,9 +97,14 @@ def test_nccl_uses_the_interface_to_another_node_if_it_would_choose_another_or_a
         add += f"ip link add {name} type {kind}{peer}; ip addr add 10.77.{network}.1/24 dev {name}; "
         add += f"ip link set {name} up; "
     command = ["unshare", "--net", "--mount", "sh", "-ec", f'mount -t sysfs none /sys; {add} exec "$@"', "sh"]
-    env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"} | ({"NCCL_SOCKET_IFNAME": setting} if setting else {})
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    if setting == "file":
+        (tmp_path / ".nccl.conf").write_text("NCCL_SOCKET_IFNAME=wifi\n")
+    elif setting:
+        env["NCCL_SOCKET_IFNAME"] = setting
+    node = "127.0.1.1" if " lo " in printed else "10.77.1.9"
     found = subprocess.run(
-        [*command, sys.executable, "-c", INTERFACES], cwd=KIT, env=env, capture_output=True, text=True, check=True
+        [*command, sys.executable, "-c", INTERFACES, node], cwd=KIT, env=env, capture_output=True, text=True, check=True
     )
     assert found.stdout == f"{printed}\n"
 
