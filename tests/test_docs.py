@@ -699,13 +699,12 @@ def test_the_table_of_files_lists_the_files_of_a_run(project: Path) -> None:
         "node_<name>.lost",
         "node_<name>.stop",
         "smoke.json",
-        "attach.lock",
-        "stop.lock",
     }
     optional |= {f"node_<name>.{kind}" for kind in ("heartbeat", "usage", "reserved", "reserved_record")}
     optional |= {"tensorboard", "wandb", "attempt_<n>", "metrics_from_output.jsonl", "metrics_from_tensorboard.jsonl"}
     of_slurm = {"node_srun.log", "node_srun.exit", "stalled_attempts"}
-    assert missing - {"node_<name>.samples.jsonl"} == optional | of_slurm  # the run may end before the first sample
+    # The run may end before the first sample, and a command of the guides may have stopped it.
+    assert missing - {"node_<name>.samples.jsonl", "attach.lock", "stop.lock"} == optional | of_slurm
 
 
 @pytest.mark.parametrize("script", SLURM)

@@ -835,6 +835,9 @@ async def run_program(
     except ValueError as error:
         raise Unreachable(f"{command[0]}: {error}") from None
     except asyncio.TimeoutError:
+        process.kill()
+        with contextlib.suppress(asyncio.TimeoutError):  # a child of it has the pipes
+            await asyncio.wait_for(process.communicate(), 1.0)  # closes the pipes
         raise Unreachable(f"{command[0]}: no reply within {seconds:.0f} s") from None
     finally:  # also if the task was cancelled; kill() has no effect on a process that has exited
         with contextlib.suppress(ProcessLookupError):
