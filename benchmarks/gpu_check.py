@@ -51,6 +51,10 @@ class Needs(Exception):
     """A step needs what this machine does not have; the message names it, such as "2 GPUs"."""
 
 
+class Failed(Exception):
+    """A step cannot go on; the message is the whole reason."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """One measured value."""
@@ -110,7 +114,8 @@ def measure(step: Step, machine: Machine, results: Path) -> None:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    name = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
+    return f"{name}{' '.join(str(error).split())[:300]}"
 
 
 # ---------------------------------------------------------------- all steps
