@@ -262,7 +262,8 @@ def main() -> int:
         return 0
     if unknown := set(arguments.only or ()) - by_name.keys():
         options.error(f"--only: unknown step {', '.join(sorted(unknown))}; expected {', '.join(by_name)}")
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that `finally` is executed
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that `finally` is executed
     count = REHEARSAL_RANKS if arguments.rehearse else count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))[0]
     chosen = [step for step in steps if not arguments.only or step.name in arguments.only]
     return run_and_report(chosen, Machine(count, device), arguments.steps, arguments.output)

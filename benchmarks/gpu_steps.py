@@ -384,7 +384,7 @@ def train_py(machine: Machine, name: str, *overrides: str) -> dict[str, Any]:
     import torch
 
     small = (*SMALL, *TINY) if machine.device == "cpu" else SMALL
-    arguments = [*small, "train.steps=20", "checkpoint.every=10", f"checkpoint.dir={name}", *overrides]
+    arguments = [*small, "train.steps=40", "checkpoint.every=20", f"checkpoint.dir={name}", *overrides]
     run(
         agent(str(KIT / "train.py"), machine.gpus, *arguments, f"distributed.device={machine.device}"),
         {"MUSTER_OUTPUT_DIR": os.path.abspath(f"{name}_run")},
@@ -417,17 +417,19 @@ def equal_bits(machine: Machine) -> Iterator[Figure]:
         plain = [threads.submit(train_py, machine, name) for name in ("plain", "again")]
         first, second = (each.result() for each in runs)
         yield equal("tensors that differ between two runs with train.deterministic", differing(first, second), 0)
-        shutil.copytree("second/step_00000010", "resumed/step_00000010")
+        shutil.copytree("second/step_00000020", "resumed/step_00000020")
         resumed = threads.submit(train_py, machine, "resumed", on)
         half = threads.submit(train_py, machine, "fp16", "train.precision=fp16")
         last = resumed.result()
         yield equal("tensors that differ after a resume from the middle", differing(first, last), 0)
-        yield equal("step from which this run has resumed", event("resumed", "event", "resume")["step"], 10)
+        yield equal("step from which this run has resumed", event("resumed", "event", "resume")["step"], 20)
         yield Figure("the same between two runs without it", differing(*(each.result() for each in plain)))
         half.result()
     losses = {name: event(name, "held_out_loss")["held_out_loss"] for name in ("first", "fp16")}
     difference = abs(losses["fp16"] / losses["first"] - 1)
-    yield at_most("difference of held-out losses, fp16 and default precision", 100 * difference, 2, "%")
+    yield at_most(
+        "difference of held-out losses, fp16 and default precision", 100 * difference, 5, "%"
+    )  # the scaler skips some steps
 
 
 def event(name: str, key: str, value: str = "") -> dict[str, Any]:

@@ -193,6 +193,11 @@ def test_if_pytorch_has_no_cuda_each_step_fails_with_the_reason(
     assert all(re.search("cuda", reason, re.IGNORECASE) for reason in reasons), table
 
 
+def test_the_table_of_benchmarks_has_a_row_for_each_step() -> None:
+    rows = re.findall(r"gpu_check\.py --only ([^`]+)` \| ", (KIT / "benchmarks/README.md").read_text())
+    assert sorted(row.strip('"') for row in rows) == sorted(NAMES)
+
+
 @pytest.mark.parametrize(
     ("module", "step"), [("torch", "driver"), ("torch", "fork"), ("pydantic", "cpu run"), ("pydantic", "equal bits")]
 )
@@ -227,5 +232,5 @@ def test_the_longer_steps_run_on_the_cpu_in_a_rehearsal(tmp_path: Path, step: st
     found = rehearse(tmp_path, step)
     if step == "equal bits":
         assert found["tensors that differ after a resume from the middle"] == 0
-        assert found["step from which this run has resumed"] == 10
+        assert found["step from which this run has resumed"] == 20
     assert found
