@@ -42,6 +42,7 @@ from distributed.host.process_scan import adopt_orphans, descendants  # noqa: E4
 
 LIMIT = 350.0  # seconds for all steps; with the start and the end of this program less than six minutes
 KILL_LIMIT = 10.0  # seconds for the processes of a step to end after SIGKILL
+REHEARSAL_RANKS = 2
 OUTPUT_LINES = 30  # of a failed step, in the JSON file
 MET, NOT_MET, MEASURED, FAILED, REHEARSED = "met", "not met", "measured", "failed", "rehearsed"
 WIDTHS = (13, 62, 16, 22)  # of the columns step, measured, value, target
@@ -49,6 +50,10 @@ WIDTHS = (13, 62, 16, 22)  # of the columns step, measured, value, target
 
 class Needs(Exception):
     """A step needs what this machine does not have; the message names it, such as "2 GPUs"."""
+
+
+class Failed(Exception):
+    """A step cannot go on; the message is the whole reason."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,8 @@ def measure(step: Step, machine: Machine, results: Path) -> None:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    name = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
+    return f"{name}{' '.join(str(error).split())[:300]}"
 
 
 # ---------------------------------------------------------------- all steps
@@ -124,7 +130,7 @@ def run_step(step: Step, machine: Machine, module: str, limit: float) -> dict[st
         results.touch()
         directory = Path(name, "step")
         directory.mkdir()
-        command = [sys.executable, __file__, "--steps", module, "--run", step.name, str(results)]
+        command = [sys.executable, __file__, "--steps", module, "--run", step.name, str(results), str(machine.gpus)]
         env = dict(os.environ)
         if machine.device == "cpu":
             command, env = [*command, "--rehearse"], env | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -242,23 +248,25 @@ def main() -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--only", nargs="+", metavar="STEP", help="run these steps (default: all)")
     options.add_argument("--output", type=Path, default=Path("gpu_check.json"), help="the JSON file")
-    options.add_argument("--rehearse", action="store_true", help="test the steps on the CPU, with 2 ranks")
+    options.add_argument(
+        "--rehearse", action="store_true", help=f"test the steps on the CPU, with {REHEARSAL_RANKS} ranks"
+    )
     options.add_argument("--steps", default="benchmarks.gpu_steps", help=argparse.SUPPRESS)  # module with STEPS
-    options.add_argument("--run", nargs=2, metavar=("STEP", "RESULTS"), help=argparse.SUPPRESS)
+    options.add_argument("--run", nargs=3, metavar=("STEP", "RESULTS", "GPUS"), help=argparse.SUPPRESS)
     arguments = options.parse_args()
     steps: Sequence[Step] = importlib.import_module(arguments.steps).STEPS
-    machine = (
-        Machine(2, "cpu") if arguments.rehearse else Machine(count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))[0])
-    )
-    by_name = {step.name: step for step in steps}
+    by_name, device = {step.name: step for step in steps}, "cpu" if arguments.rehearse else "cuda"
     if arguments.run:
-        measure(by_name[arguments.run[0]], machine, Path(arguments.run[1]))
+        name, results, gpus = arguments.run
+        measure(by_name[name], Machine(int(gpus), device), Path(results))
         return 0
     if unknown := set(arguments.only or ()) - by_name.keys():
         options.error(f"--only: unknown step {', '.join(sorted(unknown))}; expected {', '.join(by_name)}")
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that `finally` is executed
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that `finally` is executed
+    count = REHEARSAL_RANKS if arguments.rehearse else count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))[0]
     chosen = [step for step in steps if not arguments.only or step.name in arguments.only]
-    return run_and_report(chosen, machine, arguments.steps, arguments.output)
+    return run_and_report(chosen, Machine(count, device), arguments.steps, arguments.output)
 
 
 if __name__ == "__main__":

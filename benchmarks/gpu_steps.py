@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check import KIT, Figure, Machine, Needs, Step
+from benchmarks.gpu_check import KIT, Failed, Figure, Machine, Needs, Step
 from distributed.host import collectives
 from distributed.host.gpus import count_gpus, listed_gpus, query_gpus
 from distributed.host.system import read, run_program
@@ -23,6 +23,7 @@ from distributed.host.system import read, run_program
 GB = 1e9
 PAIRS = 2  # measurements of Muster and of its baseline
 HELD = 0.8  # share of a GPU's memory that a rank holds before it is killed
+STORE_OF_RANK_0 = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it, torchrun may not recover
 QUERY_LIMIT = 5.0  # seconds that a hang check waits for nvidia-smi
 SMALL = (
     *("data.path=null", "model.n_layer=4", "model.n_head=4", "model.n_embd=256", "model.block_size=256"),
@@ -69,15 +70,22 @@ def script(name: str, text: str) -> str:
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
-    """Run a command. Returns its standard output; raises RuntimeError with the last line of its standard error."""
+    """Run a command. Returns its standard output; raises Failed with the error in its output."""
     result = subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True)
-    sys.stderr.write(result.stderr)
     if result.returncode:
-        last = next((line for line in reversed(result.stderr.splitlines()) if line.strip()), "no output")
-        missing = re.findall(r"ModuleNotFoundError: No module named '(\w+)", result.stderr)
-        reason = f"{missing[0]} is not installed" if missing else last.strip()
-        raise RuntimeError(f"exit code {result.returncode}: {reason}")
+        raise failure(result.returncode, result.stdout + result.stderr)
     return result.stdout
+
+
+def failure(code: int, output: str) -> Failed:
+    """Describe why a command has failed: by the last exception in its output, or by its last line that is no report."""
+    sys.stderr.write(output)
+    if missing := re.findall(r"ModuleNotFoundError: No module named '(\w+)", output):
+        return Failed(f"{missing[0]} is not installed")
+    lines = [line.strip() for line in output.splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("report ", "agent: ", "verdict: ", "all output "))]
+    errors = [line for line in lines if re.search(r"\w(Error|Exception): ", line)]
+    return Failed(f"exit code {code}: {(errors or lines or ['no output'])[-1][:300]}")
 
 
 def agent(path: str, ranks: int, *arguments: str) -> list[str]:
@@ -124,7 +132,7 @@ def driver(machine: Machine) -> Iterator[Figure]:
         found = query_gpus()
         yield at_most("nvidia-smi: all GPUs and their processes", time.perf_counter() - start, QUERY_LIMIT, "s")
         if found.error:
-            raise RuntimeError(found.error)
+            raise Failed(found.error)
         yield equal("GPUs that the driver lists in /proc, against nvidia-smi", len(listed_gpus()), len(found.devices))
         names = ", ".join(sorted({gpu.name for gpu in found.devices}))
         yield Figure(f"driver of {names}", found.driver)
@@ -219,6 +227,23 @@ def cpu_run(machine: Machine) -> Iterator[Figure]:
         yield equal("GPUs that list this run among their processes", len(own), 0)
 
 
+# ---------------------------------------------------------------- collectives
+
+
+def smoke(machine: Machine) -> Iterator[Figure]:
+    """Does the smoke test pass on all GPUs, and how fast is an all-reduce?"""
+    program = [str(KIT / "scripts/test_distributed.sh"), "--json", "--seconds", "5", "--python", sys.executable]
+    largest = "1G" if machine.device == "cuda" else "64K"
+    found = json.loads(run([*program, "--max-bytes", largest, str(machine.gpus)]))
+    backend = "nccl" if machine.device == "cuda" else "gloo"
+    yield equal("backend of the smoke test", found["world"]["backend"], backend)
+    faults = [one["name"] for one in found["checks"] if one["status"] == "fault"]
+    yield equal("checks of the smoke test that have failed", ", ".join(faults) or "none", "none")
+    if machine.gpus > 1:
+        speeds = [one["bus_gb_per_second"] for one in found["bandwidth"] if one["collective"] == "all_reduce"]
+        yield Figure("largest bus bandwidth of an all-reduce", max(speeds), "GB/s")
+
+
 # ---------------------------------------------------------------- waiting and hanging
 
 WAIT = """
@@ -231,7 +256,7 @@ if rank == size - 1:
 else:
     use = []
     query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-    ask = lambda: use.append(subprocess.run(query, capture_output=True, text=True).stdout.split())
+    ask = lambda: use.append(subprocess.run(query, capture_output=True, text=True).stdout.splitlines())
     thread = threading.Timer(2.5, ask) if cuda and rank == 0 else threading.Timer(0, lambda: None)
     thread.start()
     total = torch.ones(1, device=device)
@@ -254,9 +279,11 @@ def waiting(machine: Machine) -> Iterator[Figure]:
     yield Figure("CPU use of the waiting rank", found["cores"], "cores")
     # Without CUDA_VISIBLE_DEVICES, rank i uses GPU i of nvidia-smi.
     if machine.device == "cuda" and "CUDA_VISIBLE_DEVICES" not in os.environ and len(found["use"]) == 1:
-        waits, sleeps = map(float, found["use"][0][:2])  # ValueError for [N/A]
-        yield at_least("use of the GPU of the waiting rank, as nvidia-smi reports it", waits, 50, "%")
-        yield at_most("use of the GPU of the rank that sleeps", sleeps, 5, "%")
+        waits, sleeps = found["use"][0][:2]
+        if not (waits + sleeps).isdecimal():
+            raise Needs("GPUs whose use nvidia-smi reports")
+        yield at_least("use of the GPU of the waiting rank, as nvidia-smi reports it", int(waits), 50, "%")
+        yield at_most("use of the GPU of the rank that sleeps", int(sleeps), 5, "%")
 
 
 HANG = """
@@ -275,12 +302,14 @@ time.sleep(600)
 
 def hang(machine: Machine) -> Iterator[Figure]:
     """Do ranks under NCCL write the flight recorder's record on request, and does it name the rank behind a hang?"""
-    process = subprocess.Popen(launcher(script("hang.py", HANG), machine.gpus, machine.device))
+    command = launcher(script("hang.py", HANG), machine.gpus, machine.device)
+    with open("launch", "wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
         names = [f"ready{rank}" for rank in range(machine.gpus)]
         while not all(map(os.path.exists, names)):
             if process.poll() is not None:
-                raise RuntimeError(f"the launch has ended with exit code {process.returncode}")
+                raise failure(process.returncode, read(Path("launch")))
             time.sleep(0.05)
         time.sleep(1)  # the ranks enter the collective
         nodes = list(Path(loaded("ready0"), "ranks").iterdir())
@@ -331,7 +360,10 @@ def restart(machine: Machine) -> Iterator[Figure]:
     totals = {}
     for side in ("fast", "torchrun"):
         options = ["--agent", side, "--max-restarts", "1"]
-        run(launcher(path, machine.gpus, machine.device, options=options), {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+        try:
+            run(launcher(path, machine.gpus, machine.device, options=options), STORE_OF_RANK_0)
+        except Failed as error:
+            raise Failed(f"--agent {side}: {error}") from None
         first, second = ([loaded(f"attempt{n}_{rank}") for rank in range(machine.gpus)] for n in (0, 1))
         who, killed = ("Muster" if side == "fast" else "--agent torchrun"), loaded("killed")
         totals[side] = max(one["joined"] for one in second) - killed
@@ -352,7 +384,7 @@ def train_py(machine: Machine, name: str, *overrides: str) -> dict[str, Any]:
     import torch
 
     small = (*SMALL, *TINY) if machine.device == "cpu" else SMALL
-    arguments = [*small, "train.steps=20", "checkpoint.every=10", f"checkpoint.dir={name}", *overrides]
+    arguments = [*small, "train.steps=40", "checkpoint.every=20", f"checkpoint.dir={name}", *overrides]
     run(
         agent(str(KIT / "train.py"), machine.gpus, *arguments, f"distributed.device={machine.device}"),
         {"MUSTER_OUTPUT_DIR": os.path.abspath(f"{name}_run")},
@@ -373,7 +405,7 @@ def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> int:
     """The number of tensors that are not equal, bit for bit."""
     if first.keys() != second.keys() or not first:
-        raise RuntimeError("the checkpoints have different tensors")
+        raise Failed("the checkpoints have different tensors")
     return sum(not first[name].equal(second[name]) for name in first)
 
 
@@ -385,17 +417,19 @@ def equal_bits(machine: Machine) -> Iterator[Figure]:
         plain = [threads.submit(train_py, machine, name) for name in ("plain", "again")]
         first, second = (each.result() for each in runs)
         yield equal("tensors that differ between two runs with train.deterministic", differing(first, second), 0)
-        shutil.copytree("second/step_00000010", "resumed/step_00000010")
+        shutil.copytree("second/step_00000020", "resumed/step_00000020")
         resumed = threads.submit(train_py, machine, "resumed", on)
         half = threads.submit(train_py, machine, "fp16", "train.precision=fp16")
         last = resumed.result()
         yield equal("tensors that differ after a resume from the middle", differing(first, last), 0)
-        yield equal("step from which this run has resumed", event("resumed", "event", "resume")["step"], 10)
-        yield Figure("the same between two runs without it", differing(*(each.result() for each in plain)), "")
+        yield equal("step from which this run has resumed", event("resumed", "event", "resume")["step"], 20)
+        yield Figure("the same between two runs without it", differing(*(each.result() for each in plain)))
         half.result()
     losses = {name: event(name, "held_out_loss")["held_out_loss"] for name in ("first", "fp16")}
     difference = abs(losses["fp16"] / losses["first"] - 1)
-    yield at_most("difference of held-out losses, fp16 and default precision", 100 * difference, 2, "%")
+    yield at_most(
+        "difference of held-out losses, fp16 and default precision", 100 * difference, 5, "%"
+    )  # the scaler skips some steps
 
 
 def event(name: str, key: str, value: str = "") -> dict[str, Any]:
@@ -414,7 +448,7 @@ def checkpoint(machine: Machine) -> Iterator[Figure]:
     from distributed.checkpoint.checkpoints import Checkpoints
     from distributed.checkpoint.snapshot import Snapshot, page_locked
 
-    size = (12, 30_000_000) if machine.device == "cuda" else (3, 300_000)  # in a GPU 1.4 GB, as for GPT-2 124M
+    size = (12, 15_000_000) if machine.device == "cuda" else (3, 300_000)  # on a GPU half of GPT-2 124M
     state = {str(number): torch.randn(size[1], device=machine.device) for number in range(size[0])}
     total = sum(tensor.nbytes for tensor in state.values())
     if machine.device == "cuda":
@@ -450,6 +484,7 @@ def resident() -> int:
 
 
 FSDP = f"""
+import gc
 sys.path.insert(0, {str(KIT)!r})
 from distributed.torch import gradient_sync, process_group, wrap
 from distributed.training.model import GPT
@@ -462,6 +497,7 @@ with process_group(name=sys.argv[1]) as world:
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
         gpt = GPT(Model(block_size=64, **sizes), 256).to(device)
         found["parameters"] = sum(parameter.numel() for parameter in gpt.parameters())
         model = wrap(gpt, "fsdp", world, dtype=torch.bfloat16)
@@ -469,8 +505,9 @@ with process_group(name=sys.argv[1]) as world:
         for micro in range(4):
             with gradient_sync(model, on=micro == 3 or not reduce_once):
                 model(tokens, tokens).mean().backward()
-        found[str(reduce_once)] = torch.cuda.max_memory_allocated() if cuda else 0
+        found[str(reduce_once)] = torch.cuda.max_memory_allocated() - before if cuda else 0
         del gpt, model
+        gc.collect()  # a sharded module is part of cycles
     if rank == 0:
         write("fsdp", found)
 """
@@ -595,17 +632,19 @@ def speed(machine: Machine) -> Iterator[Figure]:
     yield at_least("ratio of train.py to the plain loop", own / plain, 0.98)
 
 
-# The limits together are gpu_check.LIMIT at most, so no step takes time from the later ones.
+# No step takes time from the later ones: without that of the last one, which compiles two models, the limits together
+# leave a minute of gpu_check.LIMIT. The last one usually has much more, because the others do not use all their time.
 STEPS = (
     Step("driver", driver, 25),
     Step("fork", fork, 20),
     Step("cpu run", cpu_run, 15),
     Step("start-up", startup, 35),
-    Step("waiting", waiting, 20, gpus=2),
+    Step("smoke test", smoke, 20),
+    Step("waiting", waiting, 15, gpus=2),
     Step("hang", hang, 20),
     Step("restart", restart, 35),
     Step("equal bits", equal_bits, 60),
     Step("checkpoint", checkpoint, 25),
     Step("fsdp memory", fsdp, 20, gpus=2),
-    Step("speed", speed, 75),
+    Step("speed", speed, 160),
 )
