@@ -41,7 +41,7 @@ refuses() { # <expected text>
   in_job SLURM_NTASKS_PER_GPU=1 "$TRAIN" --dry-run -
   [[ "$output" == *" --gpu-bind=none "* ]]
   in_job SLURM_GPUS_PER_TASK=1 SRUN_ARGS=--gpu-bind=closest "$TRAIN" --dry-run -
-  [[ "$output" == *" --gpu-bind=none "*" --gpu-bind=closest "* ]] # the last one counts
+  [[ "$output" == *" --gpu-bind=none "*"--gpu-bind=closest "* ]] # the last one counts
   in_job SLURM_GPUS_PER_TASK=1 SLURM_GPU_BIND=closest "$TRAIN" --dry-run -
   [[ "$output" == *" --gpus-per-task 1 "* && "$output" != *"--gpu-bind"* ]]
   in_job "$TRAIN" --dry-run -

@@ -335,7 +335,9 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents:
         # An agent records the node whose heartbeats timed out. If the network splits, each side records a node of the
         # other side. The node that most agents recorded is lost. If two nodes were recorded equally often, the one with
         # the higher node rank is lost.
-        missed = Counter(lost for agent in agents if (lost := text(agent.get("lost"))) in known.ranks)
+        missed = Counter(filter(None, (text(agent.get("lost")) for agent in agents)))
+        if len(known.ranks) > 1:  # otherwise nodes are started by hand, and this launcher knows only its own
+            missed = Counter({node: count for node, count in missed.items() if node in known.ranks})
         order = {node: n for n, node in enumerate(known.ranks)}
         most_missed = max(missed, key=lambda node: (missed[node], order.get(node, 0)), default="")
         # A disconnected node stops its ranks and exits with one of these codes. With another code, it failed before.
