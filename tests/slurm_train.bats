@@ -157,7 +157,7 @@ END
     wait_for_job_exit "$JOB"
     [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
     positions_are "0 0 2 3 $N1" "1 1 2 3 $N1" "2 0 1 3 $N2"
-    grep -hvE "DEBUG_INFO_PIPE_FILE|ERROR_FILE|LOG_LINE_PREFIX|SIGNALS_TO_HANDLE|USE_AGENT_STORE" variables.? >"variables of $launcher"
+    grep -hvE "(PIPE|ERROR)_FILE|LOG_LINE_PREFIX|SIGNALS_TO_HANDLE|USE_AGENT_STORE" variables.? >"variables of $launcher"
     [ "$(cat "logs/slurm-$JOB".{out,err} | grep -c "^OMP_NUM_THREADS=1 for each of 2 ranks on [12] core")" -eq 1 ]
   done
   diff variables\ of\ *
