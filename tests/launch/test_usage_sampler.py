@@ -54,7 +54,7 @@ def test_a_gpu_lists_the_ranks_that_use_it(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     found = usage_sampler.take_sample("/x/my logs/train-1", "n1", gpus=True, proc=tmp_path / "proc")["gpus"]
     assert found["0"] == {"use": 97, "memory": 71000 * 2**20, "ranks": [0]}
-    assert found["1"] == {"use": 0, "memory": 10 * 2**20, "ranks": []}
+    assert found["1"] == {"use": None, "memory": 10 * 2**20, "ranks": []}
 
 
 def test_merged_pairs_of_samples_keep_the_gpus() -> None:

@@ -150,9 +150,9 @@ def test_the_record_has_the_stack_of_the_suspect_and_what_each_other_rank_did() 
 
 
 def hang_watch(logs: Path, timeout: float = math.inf, permanent_only: bool = False) -> HangWatch:
-    """The watch of a run with one rank on the node n1."""
+    """The watch of a run with up to two ranks on the node n1."""
     directory = create(
-        str(logs), "train", nodes=[RunNode("n1", "", 1, 0)], script="train.py", config=None, cwd="/", python="python3",
+        str(logs), "train", nodes=[RunNode("n1", "", 2, 0)], script="train.py", config=None, cwd="/", python="python3",
         command=["x"], launcher=os.getpid(),
     )  # fmt: skip
     return HangWatch(read(Path(directory)), timeout, permanent_only)
