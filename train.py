@@ -99,6 +99,13 @@ def choose_precision(precision: str, own_device: torch.device) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
+def describe_save(model: nn.Module, strategy: str) -> str:
+    """How much CPU memory a save takes, and on which ranks. Weights and AdamW's two moments have the same size."""
+    copied = 3 * sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+    ranks = "each rank" if strategy == "fsdp" else "rank 0"
+    return f"copies {copied / 1e9:,.2f} GB (weights, AdamW's moments) to CPU memory before it writes them, on {ranks}"
+
+
 def describe_precision(dtype: torch.dtype, own_device: torch.device) -> str:
     """The name of the dtype; for float32, also that the GPU multiplies matrices in TF32, if it has TF32."""
     has_tf32 = own_device.type == "cuda" and torch.cuda.get_device_capability(own_device) >= (8, 0)
@@ -227,9 +234,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
         if first_rank and base.trained_on(settings.data.participant):
             log.warning(f"base model: its training data includes the training text of {settings.data.participant}")
     log.info(f"batch  {batch}")
-    copied = 3 * sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
-    log.info(f"save   copies {copied / 1e9:,.2f} GB (weights, AdamW's moments) to CPU memory before it writes them, on "
-             f"{'each rank' if strategy == 'fsdp' else 'rank 0'}")  # fmt: skip
+    log.info(f"save   {describe_save(model, strategy)}")
     log.info(dataset.describe(steps))
 
     # ---------------------------------------------------------------- loop

@@ -45,7 +45,7 @@ from distributed.trust import PRIVATE
 
 IMPORTLIB = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 # A rank whose collective of NCCL has failed exits at once: PyTorch's own default. torchrun sets 1: the rank aborts its
-# communicators before. That may hang (ProcessGroupNCCL.hpp, ErrorHandlingMode), and nobody learns of the failure.
+# communicators before. That may hang (ProcessGroupNCCL.hpp, ErrorHandlingMode), and the failure is then not reported.
 ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
 LOST_OUTPUT = 120  # exit code of an interpreter that could not flush its output
 LAUNCH_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", *IMPORTLIB)  # the first frames of a traceback

@@ -105,11 +105,9 @@ class Reply:
         """The JSON value, and why it is invalid. The reply may be incomplete."""
         marked = [line for line in self.out.splitlines() if line.startswith(MARKER)]
         try:
-            return (
-                (checked(kind, parse_json(marked[-1].removeprefix(MARKER), self.most), "reply"), "")
-                if marked
-                else (None, "")
-            )
+            if not marked:
+                return None, ""
+            return checked(kind, parse_json(marked[-1].removeprefix(MARKER), self.most), "reply"), ""
         except ValueError as error:
             return None, f"invalid reply ({error}); use the same version of Muster on all nodes"
 

@@ -185,7 +185,7 @@ def _find_by_recorder(ranks: Sequence[Activity], timeout: float) -> Stall | None
         return None
     suspects = tuple(rank for rank in ranks if rank.rank in found.missing)
     text = f"{found.text} (PyTorch's flight recorder){_locations(suspects or ranks)}"
-    return Stall(text, suspects, timeout, permanent=all(_is_certainly_idle(rank) for rank in suspects))
+    return Stall(text, suspects, timeout, permanent=all(map(_is_certainly_idle, suspects)))
 
 
 def _is_certainly_idle(rank: Activity) -> bool:

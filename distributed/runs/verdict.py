@@ -456,6 +456,7 @@ _HINTS = {
     "--master-port",
     r"No space left on device": "`df -h` on {node} shows the full disk",
 }
+_NCCL_TIMEOUT = r"SIGABRT|[Ww]atchdog caught collective operation timeout"  # PyTorch then aborts the rank
 _NO_STACK = "; --env PYTHONFAULTHANDLER=1 prints its stack to the log"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
@@ -524,8 +525,9 @@ def _missing_file(verdict: Verdict, cwd: str) -> Iterator[str]:
 
 def _uncalled_collective(verdict: Verdict, run: Path) -> Iterator[str]:
     """What PyTorch's flight recorder wrote shortly before a failure, such as the timeout of a collective of NCCL."""
-    if verdict.time is None or verdict.exit_code == TIMED_OUT:  # the cause of a hang includes it
-        return
+    messages = [verdict.message, *(str(one["message"]) for one in verdict.collateral)]
+    if verdict.time is None or not re.search(_NCCL_TIMEOUT, " ".join([signal_name(verdict.exit_code), *messages])):
+        return  # the record may be of a healthy run: status.sh --stacks also requests it
     ranks: dict[int, str] = {}
     for node in map(mapping, listed(read_object(run / "run.json", []).get("layout"))):
         first, count = (integer(node.get(key)) or 0 for key in ("first_rank", "processes"))

@@ -584,9 +584,11 @@ def test_a_hang_wins_over_all_other_failures(run: RunDirectory) -> None:
     ]
 
 
-@pytest.mark.parametrize(("seconds", "is_shown"), [(-20.0, True), (-500.0, False)])
-def test_what_the_flight_recorder_wrote_shortly_before_a_failure_is_printed(
-    run: RunDirectory, seconds: float, is_shown: bool
+@pytest.mark.parametrize(
+    ("seconds", "message", "is_shown"), [(-20.0, WATCHDOG, True), (-500.0, WATCHDOG, False), (-20.0, "boom", False)]
+)
+def test_what_the_flight_recorder_wrote_shortly_before_a_timeout_of_nccl_is_printed(
+    run: RunDirectory, seconds: float, message: str, is_shown: bool
 ) -> None:
     """The files are as PyTorch writes them when a collective of NCCL times out."""
     run.start("n1", "n2", nproc=1)
@@ -603,7 +605,7 @@ def test_what_the_flight_recorder_wrote_shortly_before_a_failure_is_printed(
         (path := run.path / f"ranks/{node}/collectives_{rank}").parent.mkdir(parents=True)
         path.write_bytes(pickle.dumps({"pg_config": {}, "entries": entries}))
         os.utime(path, (TIME + seconds, TIME + seconds))
-    run.rank(0, "DistBackendError", "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)")
+    run.rank(0, "DistBackendError", message)
     text = "rank 1 has not called all_reduce, collective 7 of the group default_pg; rank 0 waits in it"
     shown = f"  PyTorch's flight recorder: {text}" in verdict.render(run.decide(1), run.path).splitlines()
     assert shown == is_shown
