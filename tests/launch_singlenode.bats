@@ -686,7 +686,18 @@ hide_py_spy() {
 @test "PyTorch's flight recorder names the rank that has not called a collective, with both agents" {
   # With NCCL, a thread of PyTorch does what reply() does, with the same kind of record.
   cat >"my script.py" <<'END'
-import os, threading, time, torch
+import os, threading, time
+
+at_work = threading.Event()
+
+
+def show_progress():  # until the ranks are at work: a slow start is not a hang
+    while not at_work.wait(0.3):
+        print(".", flush=True)
+
+
+threading.Thread(target=show_progress, daemon=True).start()
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace
 
@@ -706,6 +717,7 @@ os.mkfifo(pipe)
 threading.Thread(target=reply, daemon=True).start()
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
+at_work.set()
 if rank == "0":
     dist.broadcast(torch.ones(1), 1)
 time.sleep(1000)
