@@ -102,6 +102,7 @@ without() { # <program...>
 <testcase name="d"><error message="x"></error></testcase>'
   run_sh
   [ "$status" -eq 1 ]
+  [ "${lines[-2]}" = "bats: failed: 2 bad" ]
   [ "${lines[-1]}" = "Muster: 7 passed, 3 failed, 2 skipped" ]
 }
 

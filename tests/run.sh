@@ -283,6 +283,8 @@ main() {
   [[ $SCOPE == files ]] || run_linters
   ((${#BATS[@]} == 0)) || run_bats "${BATS[@]}"
   ((${#PYTEST[@]} == 0)) || finish_pytest
+  # pytest lists its failures at its end; those of bats are far above.
+  sed -n 's/^not ok \([0-9]* .*\)/bats: failed: \1/p' "$RESULTS/report.tap" 2>/dev/null || true
   printf 'Muster: %d passed, %d failed, %d skipped\n' "$PASSED" "$FAILED" "$SKIPPED"
   ((FAILED == 0))
 }
