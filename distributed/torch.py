@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from itertools import chain
 from typing import NoReturn
 
 import torch
@@ -38,7 +37,6 @@ from distributed.trust import PRIVATE_DIRECTORY, foreign, make_directories
 from distributed.world import (
     LAYOUT_VARIABLES,
     MASTER_VARIABLES,
-    MPI_VARIABLES,
     SLURM_VARIABLES,
     TORCHRUN_VARIABLES,
     World,
@@ -380,7 +378,6 @@ def explain(world: World, own_device: torch.device, env: Mapping[str, str] = os.
         "torchrun": (*TORCHRUN_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
         "environment": (*TORCHRUN_VARIABLES, *LAYOUT_VARIABLES),
         "slurm": (*SLURM_VARIABLES, *MASTER_VARIABLES),
-        "mpi": (*dict.fromkeys(chain.from_iterable(MPI_VARIABLES)), *MASTER_VARIABLES, *LAYOUT_VARIABLES),
         "single": (),
     }[world.launcher]
     rendezvous = f"{world.master_addr}:{world.master_port}" if world.master_addr else "none needed"

@@ -1,7 +1,7 @@
 """Rank and world size of this process, from environment variables.
 
-torchrun, srun and mpirun describe each process by environment variables. `World.from_env` reads the variables of one
-launcher and never mixes two launchers: an incomplete environment is an error that names the missing variables. A node
+torchrun and srun describe each process by environment variables. `World.from_env` reads the variables of one launcher
+and never mixes two launchers: an incomplete environment is an error that names the missing variables. A node
 rank that the variables do not determine is an error, too. Standard library only, so that launchers need not import
 PyTorch.
 """
@@ -22,6 +22,7 @@ from distributed.nodelist import NodeListError, expand, tasks_per_node
 T = TypeVar("T")
 Layout = tuple[int, int, int]  # local size, node rank, nodes
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 # The variables of the step come first: the job may have more tasks and nodes.
 STEP_SIZE_VARIABLES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -35,26 +36,21 @@ SLURM_VARIABLES = (
     *NODE_LIST_VARIABLES,
 )
 # Variables of the layout. Each of torchrun, Lightning, Ray Train and DeepSpeed sets some of them in addition to
-# TORCHRUN_VARIABLES. SLURM and MPI have their own variables.
+# TORCHRUN_VARIABLES. SLURM has its own variables.
 LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 NODE_RANK_VARIABLES = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")
 NODES_VARIABLES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE")
-CROSS_VARIABLES = ("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")
 LAYOUT_VARIABLES = (*LOCAL_SIZE_VARIABLES, *NODE_RANK_VARIABLES, *NODES_VARIABLES)
-# Rank, size, local rank and local size from Open MPI, MVAPICH, MPICH and Intel MPI, Cray PALS, and horovodrun. No
-# launcher of MPI gives the node rank: despite its name, OMPI_COMM_WORLD_NODE_RANK is the rank of a process within its
-# node. horovodrun sets CROSS_VARIABLES; they count only the nodes that have a rank with the same local rank as this
-# process.
+# RANK_VARIABLES of Open MPI, MVAPICH, MPICH and Intel MPI, Cray PALS, and horovodrun. They do
+# not determine a World: no launcher of MPI sets MASTER_ADDR and the node rank. An error message says what to export.
 MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", *CROSS_VARIABLES),
+    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
 )
-# Rank variables of PMIx, Cray PALS and Flux. If MPI_VARIABLES are not set, these are not enough for a World, and an
-# error message names them.
-RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
+RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")  # of PMIx, Cray PALS and Flux, without a size
 # SLURM reserves step IDs from this one up for the batch script, the interactive step and other steps without srun.
 FIRST_SPECIAL_STEP = 4_294_967_000
 LOCAL_VALUES = "LOCAL_RANK=<rank on this node> and LOCAL_WORLD_SIZE=<ranks on this node>"
@@ -77,7 +73,7 @@ class World:
     nodes: int = 1
     master_addr: str | None = None  # None: a single process needs no rendezvous
     master_port: int | None = None
-    launcher: str = "single"  # the source: torchrun, environment, slurm, mpi, single
+    launcher: str = "single"  # the source: torchrun, environment, slurm, single
     notes: tuple[str, ...] = ()  # printed as warnings
 
     def __post_init__(self) -> None:
@@ -97,7 +93,7 @@ class World:
         """Read the world from the variables of the launcher that started this process.
 
         The launcher is the first that applies: torchrun (also under srun); any launcher that sets all of RANK,
-        WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; srun; mpirun; none (a single process). If RANK and
+        WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; srun; none (a single process). If RANK and
         WORLD_SIZE equal the rank and size of this task of srun, the layout is SLURM's, except with torchrun. When env
         is os.environ, rank 0 prints each note once to stderr, and the host name and the environment in which SLURM
         started the task are used as well.
@@ -126,7 +122,7 @@ def _read(env: Mapping[str, str]) -> World:
         if _is_task(env) and not (names and _starts_ranks_in_task(env, names)):
             return _from_slurm(env)
         if names:
-            return _from_mpi(env, names)
+            return _alone_under_mpirun(env, names)
     if given:
         values = ", ".join(f"{name}={value}" for name, value in given.items())
         raise WorldError(
@@ -136,8 +132,8 @@ def _read(env: Mapping[str, str]) -> World:
         )
     if name := _first_set(env, *RANKS_ALONE):
         raise WorldError(
-            f"{name}={env[name]} is set, but not {', '.join(TORCHRUN_VARIABLES)}: start this process with torchrun, "
-            f"srun or mpirun, or export these and LOCAL_WORLD_SIZE, or unset {name} to run it alone"
+            f"{name}={env[name]} is set, but not {', '.join(TORCHRUN_VARIABLES)}: start this process with torchrun "
+            f"or srun, or export these and LOCAL_WORLD_SIZE, or unset {name} to run it alone"
         )
     return World(notes=_alone_in_an_allocation(env))
 
@@ -214,9 +210,6 @@ class Hints(NamedTuple):
 
 def _hints(env: Mapping[str, str]) -> Hints:
     local_size = _agreed(env, LOCAL_SIZE_VARIABLES, positive=True)
-    names = _mpi_variables(env)
-    if not local_size and names and [env.get(name) for name in names[:2]] == [env["RANK"], env["WORLD_SIZE"]]:
-        local_size = _agreed(env, names[3:4], positive=True)
     return Hints(local_size, _agreed(env, NODE_RANK_VARIABLES), _agreed(env, NODES_VARIABLES, positive=True))
 
 
@@ -343,41 +336,21 @@ def _starts_ranks_in_task(env: Mapping[str, str], names: Sequence[str]) -> bool:
     return position[1] > 1 and position != _position_in_step(env)
 
 
-def _from_mpi(env: Mapping[str, str], names: Sequence[str]) -> World:
+def _alone_under_mpirun(env: Mapping[str, str], names: Sequence[str]) -> World:
+    """Return the world of a single process. Raises WorldError if there are more: see MPI_VARIABLES."""
     rank, size = _int(env, names[0]), _int(env, names[1], positive=True)
     if size == 1:
         return replace(World(rank=rank), notes=_alone_in_an_allocation(env))
-    if missing := [name for name in MASTER_VARIABLES if not env.get(name)]:
-        raise WorldError(
-            f"{names[0]}={rank} and {names[1]}={size} are set, but not {', '.join(missing)}: export MASTER_ADDR=<host "
-            f"of rank 0> and MASTER_PORT=<a free port> before mpirun (Open MPI: also -x MASTER_ADDR -x MASTER_PORT), "
-            f"or unset {names[0]} {names[1]} to run this process alone"
-        )
-    if missing := [name for name in names[2:4] if not env.get(name)]:
-        raise WorldError(
-            f"{names[0]}={rank} and {names[1]}={size} are set, but not {', '.join(missing)}: "
-            f"export RANK=${names[0]}, WORLD_SIZE=${names[1]}, {LOCAL_VALUES} in each process"
-        )
-    local_rank, local_size = _int(env, names[2]), _int(env, names[3], positive=True)
-    world = World(
-        rank=rank, size=size, local_rank=local_rank, local_size=size,
-        master_addr=env["MASTER_ADDR"], master_port=_port(env, size), launcher="mpi",
-    )  # fmt: skip
-    hints = Hints(local_size, _agreed(env, NODE_RANK_VARIABLES), _agreed(env, NODES_VARIABLES, positive=True))
-    if names[4:] == CROSS_VARIABLES and hints == Hints(local_size) and all(env.get(name) for name in CROSS_VARIABLES):
-        hints = Hints(local_size, *_cross(env, size, local_size))
-    return _with_layout(world, hints)
-
-
-def _cross(env: Mapping[str, str], size: int, local_size: int) -> tuple[int, int]:
-    """Return the node rank and the number of nodes from horovodrun, whose nodes must have the same number of ranks."""
-    node_rank, nodes = _int(env, "HOROVOD_CROSS_RANK"), _int(env, "HOROVOD_CROSS_SIZE", positive=True)
-    if local_size * nodes != size:
-        raise WorldError(
-            f"HOROVOD_SIZE={size} is not HOROVOD_LOCAL_SIZE={local_size} times HOROVOD_CROSS_SIZE={nodes} (the "
-            "nodes may have different numbers of ranks): export GROUP_RANK and GROUP_WORLD_SIZE, as torchrun does"
-        )
-    return node_rank, nodes
+    sources = {name: env.get(source) and source for name, source in zip(RANK_VARIABLES, names, strict=True)}
+    exports = [f"{name}=${source}" for name, source in sources.items() if source]
+    exports += [LOCAL_VALUES] if len(exports) < len(sources) else []
+    masters = {"MASTER_ADDR": "<host of rank 0>", "MASTER_PORT": "<a free port>"}
+    exports += [f"{name}={value}" for name, value in masters.items() if not env.get(name)]
+    missing = [name for name in TORCHRUN_VARIABLES if not env.get(name)]
+    raise WorldError(
+        f"{names[0]}={rank} and {names[1]}={size} are set, but not {', '.join(missing)}: "
+        f"export {', '.join(exports)} in each process, or unset {names[0]} {names[1]} to run it alone"
+    )
 
 
 # ---------------------------------------------------------------- a task of srun
