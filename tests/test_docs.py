@@ -58,7 +58,8 @@ JOB = "4711"  # the job id in the guides
 HARMLESS_MODULES = ("checkpoint.directory", "runs.verdict")  # they start nothing
 SYSTEM_PROGRAMS = {
     *("cd", "cp", "df", "env", "export", "find", "free", "git", "ip", "less", "ls", "mkdir", "mpirun", "mv"),
-    *("nvidia-smi", "python", "sacct", "sacctmgr", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "source", "squeue", "srun"),
+    *("nvidia-smi", "python"),
+    *("sacct", "sacctmgr", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "source", "squeue", "srun"),
     *("scripts/muster", "ss", "ssh", "sudo", "tail", "tensorboard", "torchfrtrace", "torchrun", "unset", "wandb"),
 }
 VERBS = {"help": "scripts/muster help"} | {
