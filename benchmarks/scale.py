@@ -29,10 +29,12 @@ from benchmarks.growth import table
 from benchmarks.scale_agents import RANKS, failure_records, name_of
 from distributed import nodelist
 from distributed.launch.node_reports import ReportParser
-from distributed.runs import lookup, report, status, verdict
+from distributed.report import report
+from distributed.runs import lookup, status
 from distributed.runs.node_status import NodeStatus, RankStatus
 from distributed.runs.query import NodeReply
 from distributed.transport.commands import Calls
+from distributed.verdict import verdict
 
 LINES = 500_000  # from all nodes together, through the launcher
 LOG_LINES = 1000  # of each node

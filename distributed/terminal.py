@@ -1,4 +1,4 @@
-"""Tables, colours and line wrapping for terminals.
+"""Tables, colours, line wrapping and numbers as text.
 
 Texts contain colours; show() removes them in a pipe, with NO_COLOR and in a dumb terminal. This module does not use
 rich, which is not installed on every node.
@@ -6,6 +6,7 @@ rich, which is not installed on every node.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -27,6 +28,33 @@ def paint(text: str, colour: str) -> str:
 
 def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def number_text(value: float) -> str:
+    """About four significant digits, with thousands separators: 12,346  2.313  0.0003  3e-5."""
+    if not math.isfinite(value):
+        return "not finite"
+    size = abs(value)
+    if size >= 1e15 or 0 < size < 1e-3:
+        return short_exponent(f"{value:.3g}" if size < 1 else f"{value:.4g}")
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """0 s, 81 ms, 4.2 s, 3 min 20 s, 5 h 2 min, 3 d 4 h."""
+    if 0 < seconds < 1:
+        return f"{number_text(float(f'{seconds * 1000:.3g}'))} ms"
+    whole = round(seconds)
+    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size and seconds >= 60:
+            return f"{whole // size:,} {unit} {whole % size // part} {smaller}"
+    return f"{seconds:.3g} s"
+
+
+def short_exponent(text: str) -> str:
+    """3e-5 for 3e-05."""
+    mantissa, mark, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if mark else text
 
 
 def plain(text: str) -> str:

@@ -28,7 +28,7 @@ source "$KIT/scripts/lib/options.bash"
 main() {
   parse_options "$@"
   pick_python "$PYTHON_OPTION"
-  kit_python runs.report --from "$PWD" --log-dir "$LOG_DIR" -- "${POSITIONAL[@]:-latest}"
+  kit_python report.report --from "$PWD" --log-dir "$LOG_DIR" -- "${POSITIONAL[@]:-latest}"
 }
 
 main "$@"

@@ -55,7 +55,7 @@ JOBS = "scripts/jobs/run_distributed_training.py"
 TWO_PHASE = "scripts/jobs/run_two_phase_training.py"
 HELPER = "scripts/jobs/distributed_train_helper.py"
 JOB = "4711"  # the job id in the guides
-HARMLESS_MODULES = ("checkpoint.directory", "runs.verdict")  # they start nothing
+HARMLESS_MODULES = ("checkpoint.directory", "verdict.verdict")  # they start nothing
 SYSTEM_PROGRAMS = {
     *("cd", "cp", "df", "env", "export", "find", "free", "git", "ip", "less", "ls", "mkdir", "mpirun", "mv"),
     *("nvidia-smi", "python"),

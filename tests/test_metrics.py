@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from distributed import metrics
-from distributed.runs.history import read_metrics
+from distributed.report.history import read_metrics
 
 KIT = Path(__file__).resolve().parents[1]
 

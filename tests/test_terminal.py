@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
@@ -79,3 +80,21 @@ def test_only_the_colours_and_cursor_moves_of_muster_are_printed(monkeypatch: py
 def test_a_pipe_has_no_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", FakeOutput(False))
     assert terminal.width() is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (2.3134, "2.313"), (12345.6, "12,346"), (3e-4, "0.0003"), (3e-5, "3e-5"), (1e30, "1e30"), (-5.0, "-5"),
+     (math.nan, "not finite")],
+)  # fmt: skip
+def test_numbers_are_rounded(value: float, text: str) -> None:
+    assert terminal.number_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (0.0812, "81.2 ms"), (4.21, "4.21 s"), (59.99, "60 s"), (200, "3 min 20 s"), (18120, "5 h 2 min"),
+     (273600, "3 d 4 h")],
+)  # fmt: skip
+def test_durations_have_a_fitting_unit(seconds: float, text: str) -> None:
+    assert terminal.duration(seconds) == text

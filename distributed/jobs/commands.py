@@ -95,8 +95,7 @@ from distributed.jobs.results import Results, phase_files
 from distributed.jobs.state import FINAL, Attempt, JobState, ListState, job_records
 from distributed.launch import forwarding, supervisor
 from distributed.launch.notify import Notifier
-from distributed.runs.charts import duration
-from distributed.terminal import plural
+from distributed.terminal import duration, plural
 from distributed.training.base_model import BaseModelError, hash_of
 from distributed.training.fold import default_participants
 from distributed.trust import parse_json, printable, read_bytes

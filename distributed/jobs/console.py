@@ -19,8 +19,7 @@ from rich.text import Text
 
 from distributed.jobs.backend import ServerLink
 from distributed.jobs.state import Attempt, JobState, ListState
-from distributed.runs.charts import duration
-from distributed.terminal import GAP, columns, cut, pad, plural
+from distributed.terminal import GAP, columns, cut, duration, pad, plural
 from distributed.trust import printable
 
 MAX_BUFFERED = 1 << 20  # bytes

@@ -29,12 +29,12 @@ from distributed.files import KIT, user_file, write_file
 from distributed.jobs.state import Attempt
 from distributed.jobs.timeline import Span, Track, draw_tracks
 from distributed.metrics import MAX_READ
-from distributed.runs import charts, page_parts
-from distributed.runs.charts import Line, duration, number_text
-from distributed.runs.history import History, read_metrics
-from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, ranges, section, tile_list
-from distributed.runs.records import number
-from distributed.terminal import cut
+from distributed.records import number
+from distributed.report import charts, page_parts
+from distributed.report.charts import Line
+from distributed.report.history import History, read_metrics
+from distributed.report.page_parts import Tile, card, document, folded, loss_text, plain, ranges, section, tile_list
+from distributed.terminal import cut, duration, number_text
 from distributed.trust import SHARED, printable, regular_file
 
 FOLD = 200  # rows of the table shown at first; report.css hides the rest

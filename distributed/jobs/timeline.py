@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from distributed.runs.charts import LETTER, Box, Point, Scale, px, svg, text_at, time_ticks
+from distributed.report.charts import LETTER, Box, Point, Scale, px, svg, text_at, time_ticks
 from distributed.terminal import columns, cut
 
 NARROW = 3.0  # pixels; narrower bars of a crowded timeline share one path

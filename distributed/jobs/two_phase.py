@@ -52,7 +52,7 @@ from distributed.jobs.commands import CallError, CommandParser
 from distributed.jobs.config import read_cluster, read_jobs, refuse_planted, script_of
 from distributed.jobs.host import is_metric
 from distributed.jobs.job import Job, matching
-from distributed.runs.page_parts import ranges
+from distributed.report.page_parts import ranges
 from distributed.training.base_model import CACHE
 from distributed.training.fold import default_participants
 

@@ -15,7 +15,7 @@ from distributed.host.replies import Reply
 from distributed.launch.watch import Watch
 
 if TYPE_CHECKING:
-    from distributed.runs.hang_decision import Decision, HangWatch, Query
+    from distributed.launch.hang_decision import Decision, HangWatch, Query
     from distributed.runs.lookup import RunNode
 
 FIRST_CHECK = 60.0  # seconds; equal to IDLE_TIMEOUT of distributed/runs/hang_analysis.py
@@ -31,7 +31,9 @@ def schedule_hang_check(watch: Watch) -> None:
 
     def start() -> None:
         if attempt == watch.attempts:
-            from distributed.runs.hang_decision import HangWatch  # not at the top: most runs end before the first check
+            from distributed.launch.hang_decision import (
+                HangWatch,  # not at the top: most runs end before the first check
+            )
 
             HangCheck(watch, HangWatch(watch.run, timeout, permanent_only), started).check(started + delay)
 
@@ -86,7 +88,7 @@ class HangCheck:
             self.handle(*decision)
 
     def handle(self, decision: Decision, notice: str) -> None:
-        from distributed.runs.hang_decision import RECOVERED, Hung, Wait
+        from distributed.launch.hang_decision import RECOVERED, Hung, Wait
 
         if self._watch.is_ending or self._attempt != self._watch.attempts:
             return

@@ -17,7 +17,7 @@ from functools import partial
 from distributed import metrics, trust
 from distributed.files import read_json
 from distributed.host.replies import Reply
-from distributed.runs.records import integer, listed, mapping
+from distributed.records import integer, listed, mapping
 from distributed.transport.loop import INHERITED
 
 TYPE_CHECKING = False

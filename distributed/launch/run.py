@@ -453,7 +453,7 @@ class Launch:
 
     def report_verdict(self) -> int:
         """Find the first failure, and print the verdict. Returns the exit code of the run."""
-        from distributed.runs.verdict import RESUME, conclude
+        from distributed.verdict.verdict import RESUME, conclude
 
         stopped, code = self.watch.signal, self.watch.status
         if stopped:
@@ -466,7 +466,7 @@ class Launch:
 
     def write_report(self) -> None:
         """Write report.html, and print its path. A signal, or REPORT_TIMEOUT, ends this; the next signal kills."""
-        from distributed.runs import report
+        from distributed.report import report
 
         numbers = [number for number in STOPPING_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         remedy = f"to write it: {quote([f'{KIT}/scripts/report.sh', str(self.directory)])}"

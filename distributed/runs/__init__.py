@@ -1,1 +1,1 @@
-"""Runs: their directories, their state while they run, why they ended, and their reports."""
+"""Runs: their directories, how to find, watch and stop them."""

@@ -16,8 +16,8 @@ from typing import Any
 
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
-from distributed.runs.user_code import launched_package
 from distributed.trust import checked, foreign, parse_json, printable, read_bytes, user_name
+from distributed.verdict.user_code import launched_package
 
 # States of a launcher. REMOTE: on another machine, state unknown. IN_JOB: the batch script of a running SLURM job.
 RUNNING, EXITED, REMOTE, IN_JOB = "running", "exited", "remote", "job"

@@ -31,8 +31,7 @@ from distributed import metrics, terminal
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
 from distributed.files import KIT
 from distributed.host.signals import signal_name
-from distributed.runs.charts import duration
-from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
+from distributed.records import node_changes, read_object
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, RunLookupError, constant_arguments, read
 from distributed.runs.node_status import GpuUsage, RankStatus, RunProgress, read_progress
 from distributed.runs.query import (
@@ -44,11 +43,11 @@ from distributed.runs.query import (
     parser_of,
     remaining_processes,
 )
-from distributed.runs.records import node_changes, read_object
-from distributed.runs.verdict import decide
-from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint
+from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, duration, paint
 from distributed.transport.commands import Messages, TransportError, exit_on_signals
 from distributed.trust import printable
+from distributed.verdict.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
+from distributed.verdict.verdict import decide
 
 FALLBACK = (120, 40)  # columns and lines without a terminal
 STATES = {"R": "running", "D": "disk", "T": "STOPPED", "t": "STOPPED"} | dict.fromkeys("SIW", "sleeping")
@@ -138,7 +137,7 @@ def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any])
         return RunState("left", f"the launcher has exited, but processes remain on {', '.join(active)}", True, stop)
     if verdict:
         return RunState("ended", text, verdict.get("outcome") == "failed")
-    command = f"cd {shlex.quote(KIT)} && python -m distributed.runs.verdict {shlex.quote(str(run.directory))}"
+    command = f"cd {shlex.quote(KIT)} && python -m distributed.verdict.verdict {shlex.quote(str(run.directory))}"
     return RunState("unknown", "no process of the run was found, and it has no verdict; to get one:", True, command)
 
 

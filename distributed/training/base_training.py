@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from distributed import metrics
 from distributed.files import read_json, write_json
-from distributed.runs import history
+from distributed.report import history
 from distributed.training import base_model
 from distributed.training.base_model import BaseModelError
 from distributed.training.collectives import Ranks

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from distributed.runs import report
+from distributed.report import report
 from distributed.training.collectives import Ranks
 from distributed.training.settings import Settings
 from distributed.training.tracking import Tracker

@@ -40,7 +40,7 @@ from distributed.agent.fork_server import ForkedProcess, Wakeup, signals
 from distributed.host.resources import Cores
 from distributed.host.stacks import MIN_FILE_DESCRIPTOR
 from distributed.launch import threads
-from distributed.runs import verdict
+from distributed.verdict import verdict
 
 KIT = Path(__file__).resolve().parents[2]
 AGENT = [sys.executable, str(KIT / "scripts/lib/agent.py"), "--standalone"]

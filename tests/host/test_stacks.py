@@ -20,7 +20,7 @@ import pytest
 
 from distributed.host import stacks
 from distributed.host.stacks import Frame
-from distributed.runs.hang_analysis import COLLECTIVE
+from distributed.verdict.hang_analysis import COLLECTIVE
 
 KIT = Path(__file__).resolve().parents[2]
 WAITS = """

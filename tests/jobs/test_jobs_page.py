@@ -29,8 +29,8 @@ from test_report import HOSTILE, VALUES, Json, Reader
 
 from distributed.jobs import page
 from distributed.jobs.timeline import Span, Track, draw_tracks
-from distributed.runs import charts
-from distributed.runs.history import History
+from distributed.report import charts
+from distributed.report.history import History
 
 KIT = Path(__file__).resolve().parents[2]
 BEGIN = 1_700_000_000.0

@@ -13,8 +13,8 @@ import pytest
 from distributed.exit_codes import TIMED_OUT
 from distributed.files import read_json
 from distributed.launch.hang_check import HangCheck, hang_limits
+from distributed.launch.hang_decision import Hung, Wait
 from distributed.launch.watch import Local, Watch
-from distributed.runs.hang_decision import Hung, Wait
 from distributed.runs.lookup import RunNode
 from distributed.runs.run_directory import create
 from distributed.transport.commands import LocalCommands

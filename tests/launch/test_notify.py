@@ -19,10 +19,10 @@ from test_watch import Scripts
 from distributed.host import process_scan
 from distributed.launch import notify
 from distributed.launch.hang_check import HangCheck
+from distributed.launch.hang_decision import RECOVERED, HangWatch, Wait
 from distributed.launch.notify import Notifier
 from distributed.launch.run import masked
 from distributed.launch.watch import Watch
-from distributed.runs.hang_decision import RECOVERED, HangWatch, Wait
 from distributed.runs.lookup import RunNode, constant_arguments, read
 from distributed.runs.run_directory import create
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from distributed.launch.output_metrics import OutputMetrics, Steps, check_expression, parse, plain
 from distributed.metrics import FROM_OUTPUT, newest
-from distributed.runs.history import read_metrics
+from distributed.report.history import read_metrics
 
 COLOUR, BOLD, RESET = "\x1b[32m", "\x1b[1m", "\x1b[0m"
 

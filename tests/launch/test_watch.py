@@ -20,8 +20,8 @@ from distributed.launch.transport import _PdshErrors
 from distributed.launch.watch import Local, Watch
 from distributed.runs.lookup import RunNode
 from distributed.runs.run_directory import create
-from distributed.runs.verdict import decide
 from distributed.transport.commands import LocalCommands
+from distributed.verdict.verdict import decide
 
 STOPPED_ON_REQUEST = 'while read -r request; do [ "$request" != stop ] || exit 143; done'
 

@@ -21,10 +21,10 @@ import pytest
 
 from distributed.host import identity, process_scan
 from distributed.host.replies import MARKER, Reply
+from distributed.launch.hang_decision import seconds_without_output
 from distributed.metrics import FROM_OUTPUT, FROM_TENSORBOARD
+from distributed.records import read_object
 from distributed.runs import lookup, query, run_directory, status
-from distributed.runs.hang_analysis import Diagnosis
-from distributed.runs.hang_decision import seconds_without_output
 from distributed.runs.lookup import (
     EXITED,
     IN_JOB,
@@ -38,9 +38,9 @@ from distributed.runs.lookup import (
 )
 from distributed.runs.node_status import GpuUsage, NodeStatus, RankStatus, RunProcess, RunProgress, read_progress
 from distributed.runs.query import NodeReply
-from distributed.runs.records import read_object
 from distributed.runs.status import judge
 from distributed.terminal import columns, plain
+from distributed.verdict.hang_analysis import Diagnosis
 
 GPU = GpuUsage(0, "NVIDIA H100", 97, 412.4, 0, 0)
 LAUNCHER = Launcher("head", 4711, 1, RUNNING, 8)

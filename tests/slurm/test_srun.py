@@ -29,10 +29,10 @@ from distributed.host import process_scan, signals
 from distributed.launch.node_reports import ERROR, REPORT, ReportParser
 from distributed.launch.srun import JobStep, Srun, StepNode
 from distributed.launch.watch import Watch
-from distributed.runs import verdict
 from distributed.runs.lookup import RunNode
 from distributed.runs.run_directory import create
 from distributed.slurm.task import DUPLICATE_TIME, TaskFiles, agent_options
+from distributed.verdict import verdict
 
 KIT = Path(__file__).resolve().parents[2]
 

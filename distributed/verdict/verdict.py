@@ -17,7 +17,7 @@ arrived first in their store, the failures of that node are the earliest. All ot
 knows the clocks of its nodes within a second, and torchrun records whole seconds: if two ranks raised errors within
 that time, or on nodes whose clocks are not known, the verdict names both.
 
-Try it: python -m distributed.runs.verdict logs/latest
+Try it: python -m distributed.verdict.verdict logs/latest
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from distributed.host.replies import NODE_ENV
 from distributed.host.signals import signal_name
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.host.system import run_program
-from distributed.runs.failures import SRUN, Evidence, Failure, Json, SentSignal, gather
-from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
-from distributed.runs.records import integer, listed, mapping, number, read_object, text
-from distributed.runs.user_code import is_library, launched_package
+from distributed.records import integer, listed, mapping, number, read_object, text
 from distributed.trust import GIT, LAYOUT, LONGEST_LINE, foreign, printable
+from distributed.verdict.failures import SRUN, Evidence, Failure, Json, SentSignal, gather
+from distributed.verdict.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
+from distributed.verdict.user_code import is_library, launched_package
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 CLOCK_TOLERANCE = 1.0  # seconds; the order of two failures on different nodes is unknown within this time

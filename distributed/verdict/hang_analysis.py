@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from distributed.files import KIT
 from distributed.host.collectives import Collectives, find_mismatch
 from distributed.host.stacks import Frame
-from distributed.runs.user_code import is_library
+from distributed.verdict.user_code import is_library
 
 # Seconds without output. Healthy runs are also quiet during evaluations and checkpoints.
 IDLE_TIMEOUT = 60.0  # a run whose ranks are all idle looks hung

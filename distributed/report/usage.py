@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from distributed.runs.history import Point
-from distributed.runs.records import is_time, listed, mapping, number, read_object
+from distributed.records import is_time, listed, mapping, number, read_object
+from distributed.report.history import Point
 from distributed.trust import parse_json, read_text
 
 SAMPLES = 200  # per rank, enough for a chart

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed import nodelist
-from distributed.runs.charts import number_text
+from distributed.terminal import number_text
 
 Tile = tuple[str, str, str]  # name, value, note
 

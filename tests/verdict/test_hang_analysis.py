@@ -11,8 +11,8 @@ import pytest
 
 from distributed.host.collectives import Collectives
 from distributed.host.stacks import Frame
-from distributed.runs.hang_analysis import Activity, diagnose, find_stall, needs_stacks
-from distributed.runs.user_code import launched_package
+from distributed.verdict.hang_analysis import Activity, diagnose, find_stall, needs_stacks
+from distributed.verdict.user_code import launched_package
 
 WORKS = Activity(rank=0, node="n1", pid=100, state="R", cpu=1.0, gpu=None)
 SLEEPS = replace(WORKS, state="S", cpu=0.0)

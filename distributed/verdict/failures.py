@@ -28,10 +28,10 @@ from typing import Any
 from distributed.exit_codes import STOPPED, UNFIT
 from distributed.host.replies import NODE_ENV
 from distributed.host.resources import write_error
-from distributed.runs.node_log import EXCEPTIONS, LoggedException, last_exception, read_log
-from distributed.runs.records import integer, listed, mapping, node_changes, number, read_object, text
-from distributed.runs.user_code import launched_package
+from distributed.records import integer, listed, mapping, node_changes, number, read_object, text
 from distributed.trust import head_and_tail, printable, read_text
+from distributed.verdict.node_log import EXCEPTIONS, LoggedException, last_exception, read_log
+from distributed.verdict.user_code import launched_package
 
 STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
 SRUN = "srun"  # name of the "node" whose files have the output of srun

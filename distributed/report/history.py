@@ -21,7 +21,7 @@ from typing import Any
 
 from distributed.files import KIT
 from distributed.metrics import MAX_METRICS, MAX_READ, RESERVED, STEP_LIMIT, last_lines
-from distributed.runs.records import is_time, listed, number
+from distributed.records import is_time, listed, number
 
 EVENT_FILES_TIMEOUT = 60.0  # seconds
 MAX_LINES = 20_000  # of one file

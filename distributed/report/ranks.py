@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from distributed.runs import charts
-from distributed.runs.charts import Line, Mark
-from distributed.runs.history import Point, RankValues
-from distributed.runs.page_parts import card, ranges
+from distributed.report import charts
+from distributed.report.charts import Line, Mark
+from distributed.report.history import Point, RankValues
+from distributed.report.page_parts import card, ranges
 
 SLOW_FACTOR = 1.15  # a straggler takes more than this many times the median of all ranks
 MAX_LINES = 16  # with more ranks, a chart shows their median and range instead of a line for each rank

@@ -25,15 +25,16 @@ from typing import Any, NamedTuple
 
 from distributed import metrics
 from distributed.files import KIT, write_file
-from distributed.runs import charts, ranks
-from distributed.runs.charts import Line, Mark, compact, duration, number_text
-from distributed.runs.history import MAX_EARLIER, History, Point, read_event_files, read_metrics
+from distributed.records import integer, is_time, listed, mapping, node_changes, number, read_object, text
+from distributed.report import charts, ranks
+from distributed.report.charts import Line, Mark, compact
+from distributed.report.history import MAX_EARLIER, History, Point, read_event_files, read_metrics
+from distributed.report.page_parts import Tile, card, document, folded, loss_text, plain, section, spans, tile_list
+from distributed.report.usage import Usage, read_usage
 from distributed.runs.lookup import RunLookupError, find, resolve
-from distributed.runs.node_log import read_log
-from distributed.runs.page_parts import Tile, card, document, folded, loss_text, plain, section, spans, tile_list
-from distributed.runs.records import integer, is_time, listed, mapping, node_changes, number, read_object, text
-from distributed.runs.usage import Usage, read_usage
+from distributed.terminal import duration, number_text
 from distributed.trust import PRIVATE_DIRECTORY, foreign, make_directories, printable
+from distributed.verdict.node_log import read_log
 
 MAX_CHARTS = 24  # charts of values that a script has logged under its own names
 MAX_LINES = 20  # of output

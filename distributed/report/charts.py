@@ -15,7 +15,7 @@ from html import escape
 from itertools import groupby
 from operator import itemgetter
 
-from distributed.terminal import cut
+from distributed.terminal import cut, number_text, short_exponent
 
 Point = tuple[float, float]  # x, y; NaN as y is a gap
 
@@ -25,42 +25,12 @@ TINY = 1e-100  # smaller values are drawn as zero
 LETTER = 6.2  # width of a letter in a label, pixels
 
 
-# ---------------------------------------------------------------- numbers as text
-
-
-def number_text(value: float) -> str:
-    """About four significant digits, with thousands separators: 12,346  2.313  0.0003  3e-5."""
-    if not math.isfinite(value):
-        return "not finite"
-    size = abs(value)
-    if size >= 1e15 or 0 < size < 1e-3:
-        return _short_exponent(f"{value:.3g}" if size < 1 else f"{value:.4g}")
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
-
-
 def compact(value: float) -> str:
     """12,346  10.8 M  1.5 G  2 T."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if size <= abs(value) < 1e15:
             return f"{value / size:,.3g} {letter}"
     return number_text(value)
-
-
-def duration(seconds: float) -> str:
-    """0 s, 81 ms, 4.2 s, 3 min 20 s, 5 h 2 min, 3 d 4 h."""
-    if 0 < seconds < 1:
-        return f"{number_text(float(f'{seconds * 1000:.3g}'))} ms"
-    whole = round(seconds)
-    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size and seconds >= 60:
-            return f"{whole // size:,} {unit} {whole % size // part} {smaller}"
-    return f"{seconds:.3g} s"
-
-
-def _short_exponent(text: str) -> str:
-    """3e-5 for 3e-05."""
-    mantissa, mark, exponent = text.partition("e")
-    return f"{mantissa}e{int(exponent)}" if mark else text
 
 
 # ---------------------------------------------------------------- scales
@@ -90,7 +60,7 @@ class Scale:
             if abs(value) >= 1e6:
                 text = compact(value)
             elif value and self.step < 1e-4:
-                text = _short_exponent(f"{value:.3g}")
+                text = short_exponent(f"{value:.3g}")
             else:
                 text = f"{value:,.{decimals if value else 0}f}"
             found.append((value, text))

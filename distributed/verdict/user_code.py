@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from distributed.runs.records import text
+from distributed.records import text
 
 _INSTALLED = re.compile(r".*/(?:site-packages|dist-packages|lib(?:64)?/python3[.\d]*)/([^/]+)(?:/.*)?", re.DOTALL)
 

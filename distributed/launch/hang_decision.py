@@ -22,7 +22,11 @@ from typing import Any
 
 from distributed.files import file_time
 from distributed.host.stacks import format_traceback
-from distributed.runs.hang_analysis import (
+from distributed.runs.lookup import Run
+from distributed.runs.node_status import read_progress
+from distributed.runs.query import NodeReply
+from distributed.runs.status import Observation, observe_ranks
+from distributed.verdict.hang_analysis import (
     BUSY_TIMEOUT,
     IDLE_TIMEOUT,
     Activity,
@@ -31,10 +35,6 @@ from distributed.runs.hang_analysis import (
     find_stall,
     needs_stacks,
 )
-from distributed.runs.lookup import Run
-from distributed.runs.node_status import read_progress
-from distributed.runs.query import NodeReply
-from distributed.runs.status import Observation, observe_ranks
 
 CLOCK_TOLERANCE = 10.0  # seconds; covers clock differences and the duration of a query
 RECOVERED = "the run no longer looks hung: it has had output or metrics"

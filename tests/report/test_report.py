@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 
 from distributed import metrics
 from distributed.metrics import FROM_OUTPUT, FROM_TENSORBOARD
-from distributed.runs import charts, ranks, report
-from distributed.runs import history as history_module
-from distributed.runs.history import History, read_metrics
+from distributed.report import charts, ranks, report
+from distributed.report import history as history_module
+from distributed.report.history import History, read_metrics
 from distributed.transport.commands import quote
 
 KIT = Path(__file__).resolve().parents[2]
@@ -190,24 +190,6 @@ def test_all_settings_and_the_machine_are_shown(tmp_path: Path) -> None:
     assert "train.py --config 'my config.yaml'" in texts
     assert "commit 28c5a2e97d1afa83f24f9f17d67c0081ee4e4a8a, with uncommitted changes" in texts
     assert "started 2025-01-02 03:04:05 UTC+01:00" in texts
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0"), (2.3134, "2.313"), (12345.6, "12,346"), (3e-4, "0.0003"), (3e-5, "3e-5"), (1e30, "1e30"), (-5.0, "-5"),
-     (math.nan, "not finite")],
-)  # fmt: skip
-def test_numbers_are_rounded(value: float, text: str) -> None:
-    assert charts.number_text(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (0.0812, "81.2 ms"), (4.21, "4.21 s"), (59.99, "60 s"), (200, "3 min 20 s"), (18120, "5 h 2 min"),
-     (273600, "3 d 4 h")],
-)  # fmt: skip
-def test_durations_have_a_fitting_unit(seconds: float, text: str) -> None:
-    assert charts.duration(seconds) == text
 
 
 # ---------------------------------------------------------------- outcome
@@ -392,7 +374,7 @@ WRITE_SLOWLY = """
 import sys, time
 from pathlib import Path
 from distributed.launch import run
-from distributed.runs import report
+from distributed.report import report
 def write(directory):
     print("writing", flush=True)
     while True:
@@ -483,7 +465,7 @@ def test_hostile_lines_of_metrics_take_little_memory(tmp_path: Path, line: str) 
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for n in range((48 << 20) // len(line)):
             file.write(line % n + "\n")
-    program = "import sys, pathlib\nfrom distributed.runs import report\nreport.write(pathlib.Path(sys.argv[1]))\n"
+    program = "import sys, pathlib\nfrom distributed.report import report\nreport.write(pathlib.Path(sys.argv[1]))\n"
     program += "print(pathlib.Path('/proc/self/status').read_text())"  # ru_maxrss would be that of the tests at least
     call = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(call, cwd=KIT, capture_output=True, text=True, check=True, timeout=120)

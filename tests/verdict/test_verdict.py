@@ -27,11 +27,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed.runs import node_log, verdict
-from distributed.runs.failures import Evidence, Failure, SentSignal, gather
-from distributed.runs.node_log import LogLine, read_log
-from distributed.runs.verdict import Kind, kind_of
 from distributed.trust import LAYOUT, MAX_RECORDED, printable
+from distributed.verdict import node_log, verdict
+from distributed.verdict.failures import Evidence, Failure, SentSignal, gather
+from distributed.verdict.node_log import LogLine, read_log
+from distributed.verdict.verdict import Kind, kind_of
 
 KIT = Path(__file__).resolve().parents[2]
 TIME = 1_700_000_000.25  # of the failures, Unix seconds
@@ -1068,7 +1068,7 @@ def test_without_records_exceptions_are_read_from_the_log_of_a_failed_node(run: 
 
 
 def test_only_the_end_of_a_large_log_is_read(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distributed.runs.node_log.LOG_TAIL", 2000)
+    monkeypatch.setattr("distributed.verdict.node_log.LOG_TAIL", 2000)
     run.file("node_n1.log", LOST_IN_LOG + "[n1:0] step\n" * 1000 + RAISED_IN_LOG)
     log = read_log(run.path / "node_n1.log", "n1")
     assert {line.text for line in log[0]} == {"step"} and len(log[1]) == 5
@@ -1200,7 +1200,7 @@ def test_the_error_that_names_a_missing_rank_is_quoted_once(run: RunDirectory) -
 
 
 def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "distributed.runs.verdict", *map(str, arguments)]
+    program = [sys.executable, "-m", "distributed.verdict.verdict", *map(str, arguments)]
     return subprocess.run(program, cwd=KIT, capture_output=True, text=True, check=False)
 
 

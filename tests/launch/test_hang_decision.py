@@ -18,10 +18,8 @@ import pytest
 from test_hang_analysis import IDLES, LOOPS, SLEEPS, STOPPED, WAITS, WORKS, ranks
 
 from distributed.host.replies import Reply, format_reply
-from distributed.metrics import FROM_OUTPUT
-from distributed.runs import hang_decision
-from distributed.runs.hang_analysis import Activity, find_stall
-from distributed.runs.hang_decision import (
+from distributed.launch import hang_decision
+from distributed.launch.hang_decision import (
     HUNG,
     Decision,
     HangWatch,
@@ -33,10 +31,12 @@ from distributed.runs.hang_decision import (
     hang_record,
     notice_on,
 )
+from distributed.metrics import FROM_OUTPUT
 from distributed.runs.lookup import RunNode, read
 from distributed.runs.query import node_reply
 from distributed.runs.run_directory import create
 from distributed.runs.status import Observation
+from distributed.verdict.hang_analysis import Activity, find_stall
 
 
 def decision_on(
