@@ -25,7 +25,11 @@ FILE_VARIABLES = (b"TORCH_FR_DUMP_TEMP_FILE", b"TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 PIPE_VARIABLE = b"TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 MAX_BYTES = 8 << 20  # a longer file is not read
 DUMP_TIMEOUT = 3.0  # seconds; PyTorch looks at the pipe once a second
-MAX_TOTAL = 256 << 20  # bytes of the files of a run
+MAX_TOTAL = 32 << 20  # bytes of the files of a run that are read; 2,000 collectives have about 250 KB
+OPCODES = {  # of the module pickle, for numbers, text, lists and dictionaries
+    *("PROTO", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("BINUNICODE", "BINGET", "LONG_BINGET", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS"),
+}
 MAX_GROUPS, MAX_NAME = 64, 100
 SHOWN = 4  # ranks in a text
 
@@ -38,6 +42,10 @@ class Collectives:
     called: int  # the number of the last collective that the rank has called; the first one is 1
     pending: int = 0  # the number of the first collective that has not completed; 0: none
     name: str = ""  # of the pending collective, such as all_reduce
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.pending <= self.called < 1 << 63:
+            raise ValueError("numbers of collectives: expected 0 <= pending <= called")
 
 
 @dataclass(frozen=True)
@@ -104,19 +112,33 @@ def read(path: str) -> tuple[Collectives, ...]:
         dump = file.read(MAX_BYTES + 1)
     if len(dump) > MAX_BYTES:
         raise ValueError(f"more than {MAX_BYTES} bytes")
-    import io
     import pickle
 
-    class Unpickler(pickle.Unpickler):
-        """Loads numbers, text, lists, tuples and dictionaries only."""
-
-        def find_class(self, module: str, name: str) -> Any:
-            raise pickle.UnpicklingError(f"{module}.{name} is refused")
-
     try:
-        return _collectives(Unpickler(io.BytesIO(dump)).load())
+        _check(dump)
+        return _collectives(pickle.loads(dump))
     except Exception as error:  # pickle raises exceptions of any class  # noqa: BLE001
-        raise ValueError(f"not a record of collectives: {error!r}") from None
+        raise ValueError(f"not a record of collectives: {printable(str(error))[:MAX_NAME]}") from None
+
+
+def _check(dump: bytes) -> None:
+    """Raise ValueError unless the pickle has only what PyTorch writes. Then it calls nothing, and its length bounds it.
+
+    Tuples are pairs of texts: as a key, nested tuples can overflow the stack. Lists and dictionaries may nest and occur
+    more than once, so that the text of one can have any length.
+    """
+    import pickletools
+
+    texts: set[Any] = set()  # references to texts
+    last = False, False  # whether each of the last two values is a text
+    for opcode, argument, _ in pickletools.genops(dump):
+        name = opcode.name
+        if name in ("BINPUT", "LONG_BINPUT") and (argument or 0) < len(dump):
+            (texts.add if last[1] else texts.discard)(argument)
+        elif name in OPCODES or (name == "TUPLE2" and all(last)):
+            last = last[1], name == "BINUNICODE" or (name in ("BINGET", "LONG_BINGET") and argument in texts)
+        else:
+            raise ValueError(f"{name}: refused")
 
 
 def _collectives(record: Mapping[str, Any]) -> tuple[Collectives, ...]:
@@ -124,19 +146,27 @@ def _collectives(record: Mapping[str, Any]) -> tuple[Collectives, ...]:
     groups = [_group(config["name"], config["desc"]) for config in record["pg_config"].values() if config["name"]]
     found = {group: Collectives(group, 0) for group in groups[:MAX_GROUPS]}
     for entry in record["entries"]:  # in the order of the calls
-        group, number = _group(*entry["process_group"]), int(entry["collective_seq_id"])
+        group, number = _group(*entry["process_group"]), entry["collective_seq_id"]
+        if not isinstance(number, int):
+            raise ValueError("collective_seq_id: expected a number")
         if entry["is_p2p"] or (group not in found and len(found) == MAX_GROUPS):
             continue
         last = found.get(group, Collectives(group, 0))
         pending, operation = last.pending, last.name
         if not pending and not entry["retired"] and entry["state"] != "completed":
-            pending, operation = number, printable(str(entry["profiling_name"])[:MAX_NAME]).partition(":")[2]
+            pending, operation = number, _name(entry["profiling_name"]).partition(":")[2]
         found[group] = Collectives(group, max(last.called, number), pending, operation)
     return tuple(found.values())
 
 
 def _group(name: object, description: object) -> str:
-    return printable(str(name if description in ("", "undefined") else description)[:MAX_NAME])
+    return _name(name if description in ("", "undefined") else description)
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a name: expected a text")
+    return printable(value[:MAX_NAME])
 
 
 def read_newest(run: str, ranks: Mapping[int, str], since: float) -> dict[int, tuple[Collectives, ...]]:
@@ -163,8 +193,11 @@ def find_mismatch(records: Mapping[int, Sequence[Collectives]]) -> Mismatch | No
 
 
 def _mismatches(records: Mapping[int, Sequence[Collectives]]) -> Iterator[Mismatch]:
-    for group in sorted({one.group for groups in records.values() for one in groups}):
-        of_rank = {rank: one for rank, groups in sorted(records.items()) for one in groups if one.group == group}
+    of_group: dict[str, dict[int, Collectives]] = {}
+    for rank, groups in sorted(records.items()):
+        for one in groups[:MAX_GROUPS]:
+            of_group.setdefault(one.group, {})[rank] = one
+    for group, of_rank in sorted(of_group.items()):
         number = min((one.pending for one in of_rank.values() if one.pending), default=0)
         by_name: dict[str, list[int]] = {}
         for rank, one in of_rank.items():

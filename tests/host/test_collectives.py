@@ -6,6 +6,7 @@ process writes to a pipe; in these tests, a thread of the script does so.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import subprocess
@@ -13,12 +14,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
 
 from distributed.host import collectives
 from distributed.host.collectives import Collectives, Mismatch, find_mismatch, query, read, variables
+from distributed.trust import checked
 
 RECORDS = """
 import os, pickle, torch
@@ -94,6 +97,22 @@ def test_the_rank_that_others_wait_for_is_named(
     assert find_mismatch(dict(enumerate(records))) == (Mismatch(text, missing) if text else None)
 
 
+def dumped(value: object) -> bytes:
+    """A pickle without references, as PyTorch's own pickler writes it except for texts."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 2)
+    pickler.fast = True
+    pickler.dump(value)
+    return file.getvalue()
+
+
+def doubled(value: Any, times: int = 60) -> Any:
+    """A value that is small in memory and in a pickle, and whose text or hash takes for ever."""
+    for _ in range(times):
+        value = type(value)((value, value))
+    return value
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return os.mkdir, ("ran",)
@@ -107,8 +126,15 @@ RECORD: dict[str, Any] = {"pg_config": {}, "entries": []}
 @pytest.mark.parametrize(
     "content",
     [b"", b"rubbish", pickle.dumps(Evil()), pickle.dumps(RECORD | {"entries": Evil()}),
-     pickle.dumps(RECORD | {"entries": [1]}),
-     pickle.dumps(RECORD | {"entries": [ENTRY | {"collective_seq_id": "x"}]}), pickle.dumps([]),
+     dumped(RECORD | {"entries": [1]}), dumped([]),
+     *(dumped(RECORD | {"entries": [ENTRY | {"collective_seq_id": number}]}) for number in ("x", "7", 1.5, -1, 2**63)),
+     *(pickle.dumps(RECORD | {"entries": [{**ENTRY, "process_group": ["0", ""], key: doubled([])}]}, protocol)
+       for protocol in (2, 4) for key in ("profiling_name", "collective_seq_id", "process_group")),
+     b"\x80\x02})" + b"q\0h\0\x86" * 60 + b"K\0s.",  # a key of nested tuples: its hash takes for ever
+     b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\0s.",  # its hash overflows the stack
+     b"\x80\x02}(" + b"X\1\0\0\0a" * 2 + b"\x86" * 1_000_000 + b"K\0s.",
+     dumped(RECORD | {"entries": [ENTRY | {"process_group": ["0", ["x"]]}]}),
+     b"\x80\x02]r\xff\xff\xff\x7f.",  # an array of 2 ** 31 references
      b"x" * (collectives.MAX_BYTES + 1)],
 )  # fmt: skip
 def test_an_invalid_record_is_refused_and_runs_nothing(
@@ -121,17 +147,30 @@ def test_an_invalid_record_is_refused_and_runs_nothing(
     assert not (tmp_path / "ran").exists()
 
 
+def test_the_time_for_many_groups_of_many_ranks_is_bounded() -> None:
+    records = {rank: [Collectives(f"{rank} {n}", 2, 1, "barrier") for n in range(50_000)] for rank in range(20)}
+    started = process_time()
+    assert find_mismatch(records) is None
+    assert process_time() - started < 5
+
+
+def test_numbers_in_a_reply_that_cannot_be_are_refused() -> None:
+    for called, pending in ((-1, 0), (1, 2), (1, -1)):
+        with pytest.raises(ValueError, match="expected 0 <= pending <= called"):
+            checked(Collectives, {"group": "g", "called": called, "pending": pending})
+
+
 def test_text_in_a_record_is_bounded_and_printable(tmp_path: Path) -> None:
     entries = [ENTRY | {"process_group": (f"{n}\x1b[31m", "x" * 1000 if n else "undefined")} for n in range(200)]
-    (tmp_path / "collectives_0").write_bytes(pickle.dumps(RECORD | {"entries": entries}))
+    (tmp_path / "collectives_0").write_bytes(dumped(RECORD | {"entries": entries}))
     found = read(str(tmp_path / "collectives_0"))
     assert len(found) <= collectives.MAX_GROUPS and "\x1b" not in found[0].group and len(found[1].group) <= 100
 
 
 def test_a_group_in_which_a_rank_has_called_nothing_is_known(tmp_path: Path) -> None:
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}, "7": {"name": "7", "desc": "undefined"}}
-    (tmp_path / "collectives_0").write_bytes(pickle.dumps({"pg_config": config, "entries": [ENTRY]}))
-    (tmp_path / "collectives_1").write_bytes(pickle.dumps({"pg_config": config, "entries": []}))
+    (tmp_path / "collectives_0").write_bytes(dumped({"pg_config": config, "entries": [ENTRY]}))
+    (tmp_path / "collectives_1").write_bytes(dumped({"pg_config": config, "entries": []}))
     records = {rank: read(str(tmp_path / f"collectives_{rank}")) for rank in range(2)}
     assert records[1] == (Collectives("default_pg", 0), Collectives("7", 0))
     text = "rank 1 has not called barrier, collective 1 of the group default_pg; rank 0 waits in it"
@@ -142,7 +181,7 @@ def test_a_rank_writes_its_record_on_request(tmp_path: Path) -> None:
     prefix = f"{tmp_path}/collectives_"
     os.mkfifo(f"{prefix}3.pipe")
     reader = os.open(f"{prefix}3.pipe", os.O_RDONLY | os.O_NONBLOCK)
-    (tmp_path / "collectives_3").write_bytes(pickle.dumps(RECORD))
+    (tmp_path / "collectives_3").write_bytes(dumped(RECORD))
 
     def answer() -> None:
         while True:
@@ -153,7 +192,7 @@ def test_a_rank_writes_its_record_on_request(tmp_path: Path) -> None:
                 pass
             time.sleep(0.01)
         (tmp_path / "collectives_3").write_bytes(b"incomplete")
-        (tmp_path / "collectives_3").write_bytes(pickle.dumps(RECORD | {"entries": [ENTRY]}))
+        (tmp_path / "collectives_3").write_bytes(dumped(RECORD | {"entries": [ENTRY]}))
 
     thread = threading.Thread(target=answer)
     thread.start()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_collectives import dumped
 
 from distributed.trust import LAYOUT, MAX_RECORDED, printable
 from distributed.verdict import node_log, verdict
@@ -603,7 +603,7 @@ def test_what_the_flight_recorder_wrote_shortly_before_a_timeout_of_nccl_is_prin
             entry | {"collective_seq_id": n, "state": ["completed", "started"][n == 7]} for n in range(1, 8 - rank)
         ]
         (path := run.path / f"ranks/{node}/collectives_{rank}").parent.mkdir(parents=True)
-        path.write_bytes(pickle.dumps({"pg_config": {}, "entries": entries}))
+        path.write_bytes(dumped({"pg_config": {}, "entries": entries}))
         os.utime(path, (TIME + seconds, TIME + seconds))
     run.rank(0, "DistBackendError", message)
     text = "rank 1 has not called all_reduce, collective 7 of the group default_pg; rank 0 waits in it"
