@@ -174,7 +174,7 @@ PYTHON
     on "$node" env MUSTER_NODE="$node" RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK=$((rank % 2)) LOCAL_WORLD_SIZE=2 \
       NODE_RANK=$((rank / 2)) NNODES=$((ranks / 2)) MASTER_ADDR="$(address "${nodes[0]}")" MASTER_PORT=29876 \
       GLOO_SOCKET_IFNAME=eth$((rank % 2)) BREAKS="${BREAKS-}" "$VIRTUAL_ENV/bin/python" "$PWD/breaks_a_link.py" \
-      --max-bytes 64K --seconds 0.2 --timeout "$1" >"out$rank" 2>&1 &
+      --max-bytes 1M --seconds 0.2 --timeout "$1" >"out$rank" 2>&1 &
     pids+=($!)
   done
   wait "${pids[@]}" || status=$?
@@ -184,7 +184,9 @@ PYTHON
 
 @test "the smoke test names the rank whose own interface is slow, and the pair of ranks if it could be either" {
   add_second_interfaces "$N1" "$N2" "$N3"
-  on "$N3" tc qdisc add dev eth1 root tbf rate 20mbit latency 200ms burst 25kb
+  local limit=(root tbf rate 20mbit latency 200ms burst 25kb)
+  on "$N3" tc qdisc add dev eth1 "${limit[@]}"
+  nsenter --net="$MUSTER_LAB/switch" tc qdisc add dev "${N3}b" "${limit[@]}"
   run test_two_interfaces 60 "$N1" "$N2" "$N3"
   echo "$output"
   [[ $output =~ "FAULT   links           rank 5 on $N3 (eth1): "[0-9.]+" MB/s to rank "[13]" on ${PREFIX}"[12]" (eth1), "[0-9.]+" MB/s to rank "[13]" on ${PREFIX}"[12]" (eth1); the others have "[0-9.]+" "[GM]"B/s among themselves"$'\n'" "*"-> " ]]

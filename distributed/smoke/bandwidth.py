@@ -7,7 +7,7 @@ does not use PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -49,9 +49,12 @@ def rank_rounds(nodes: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     rounds = []
     for local_rank in range(largest):
         having = [ranks for ranks in nodes if local_rank < len(ranks)]
-        ends = [ranks[local_rank % len(ranks)] for ranks in (having if len(having) > 1 else nodes)]
+        members = having if len(having) > 1 else nodes
+        ends = [ranks[local_rank % len(ranks)] for ranks in members]
         limit = max(MIN_ROUNDS, MAX_ROUNDS // largest) if local_rank else MAX_ROUNDS
-        rounds += [[(ends[one], ends[other]) for one, other in pairs] for pairs in round_robin(len(ends))[:limit]]
+        for pairs in round_robin(len(members))[:limit]:
+            useful = [pair for pair in pairs if any(members[end] in having for end in pair)]
+            rounds.append([(ends[one], ends[other]) for one, other in useful])
     return rounds
 
 
@@ -69,58 +72,44 @@ def round_robin(count: int) -> list[list[tuple[int, int]]]:
 
 
 def find_bottlenecks(links: Sequence[Link], node_of: Mapping[str, str]) -> list[Bottleneck]:
-    """Return the slow nodes and links between nodes, then the slow ranks and links of ranks between the other nodes.
+    """Return the slow nodes and links between nodes, then the slow ranks and links of ranks on the other links.
 
-    links: between ranks. The bandwidth between two nodes is that of their fastest link.
+    links: one for each pair of ranks. The bandwidth between two nodes is that of their fastest link.
     node_of: name of a rank -> name of its node.
     """
-
-    def nodes_of(link: Link) -> tuple[str, str]:
-        return node_of[link.one], node_of[link.other]
-
-    found = compare(fastest(Link(*nodes_of(link), link.gb_per_second) for link in links))
+    nodes_of = {link: (node_of[link.one], node_of[link.other]) for link in links}
+    ascending = sorted(links, key=lambda link: link.gb_per_second)
+    best = {nodes_of[link]: link.gb_per_second for link in ascending}
+    found = compare([Link(*nodes, best[nodes]) for nodes in dict.fromkeys(nodes_of.values())])
     slow = {(link.one, link.other) for one in found for link in one.links}
-    return [*found, *compare(fastest(link for link in links if nodes_of(link) not in slow))]
-
-
-def fastest(links: Iterable[Link]) -> list[Link]:
-    """Return the fastest link of each pair."""
-    best: dict[tuple[str, str], Link] = {}
-    for link in links:
-        ends = link.one, link.other
-        best[ends] = max(best.get(ends, link), link, key=lambda one: one.gb_per_second)
-    return list(best.values())
+    return [*found, *compare([link for link in links if nodes_of[link] not in slow])]
 
 
 def compare(links: Sequence[Link]) -> list[Bottleneck]:
     """Return the slow ends, then the slow links between the other ends.
 
-    An end is slow if its fastest link is slow compared with the fastest links of the others, and the other end of a
-    link of it is not slow. A link whose ends both have only slow links is slow; either end may be the cause.
+    An end is a suspect if its fastest link is slow compared with the fastest links of the others. It is slow if it has
+    a link to an end that is no suspect; a slow link between two other suspects may be slow because of either.
     """
-    links_of = by_end(links)
+    links_of: dict[str, list[Link]] = {}
+    for link in links:
+        links_of.setdefault(link.one, []).append(link)
+        links_of.setdefault(link.other, []).append(link)
     best = {end: max(link.gb_per_second for link in own) for end, own in links_of.items()}
     usual = {end: median(gb for other, gb in best.items() if other != end) for end in best}
     suspects = {end for end in best if best[end] * SLOW_FACTOR <= usual[end]}
     slow = [end for end in best if end in suspects and any(link.peer_of(end) not in suspects for link in links_of[end])]
+    found = [slow_end(end, links_of[end], usual[end]) for end in slow]
     rest = [link for link in links if not {link.one, link.other} & set(slow)]
-    links_of_rest = by_end(rest)
-    return [
-        *(slow_end(end, links_of[end], usual[end]) for end in slow),
-        *(
-            slow_link(link, usual[link.one], "the others have {} among themselves")
-            for link in rest
-            if link.one in suspects
-        ),
-        *(found for link in rest if link.one not in suspects and (found := unusual_link(link, links_of_rest))),
-    ]
-
-
-def by_end(links: Iterable[Link]) -> dict[str, list[Link]]:
-    found: dict[str, list[Link]] = {}
-    for link in links:
-        for end in (link.one, link.other):
-            found.setdefault(end, []).append(link)
+    for link in rest:
+        others = [
+            [one.gb_per_second for one in links_of[end] if one != link and one.peer_of(end) not in slow]
+            for end in (link.one, link.other)
+        ]
+        if link.one in suspects:
+            found.append(slow_link(link, usual[link.one], "the others have {} among themselves"))
+        elif all(others) and link.gb_per_second * SLOW_FACTOR <= (least := min(map(median, others))):
+            found.append(slow_link(link, least, "both have a median of {} or more to other nodes"))
     return found
 
 
@@ -131,18 +120,10 @@ def slow_end(end: str, links: Sequence[Link], usual: float) -> Bottleneck:
     return Bottleneck(end, own, bandwidth_label(usual), bandwidth_label(own[-1].gb_per_second), text)
 
 
-def unusual_link(link: Link, links_of: Mapping[str, Sequence[Link]]) -> Bottleneck | None:
-    """Return a Bottleneck if the link is slow compared with the other links of both its ends."""
-    ends = [[one.gb_per_second for one in links_of[end] if one != link] for end in (link.one, link.other)]
-    if not all(ends) or link.gb_per_second * SLOW_FACTOR > (usual := min(map(median, ends))):
-        return None
-    return slow_link(link, usual, "both have a median of {} or more to other nodes")
-
-
 def slow_link(link: Link, usual: float, comparison: str) -> Bottleneck:
-    own, expected = bandwidth_label(link.gb_per_second), bandwidth_label(usual)
-    text = f"{link.one} and {link.other}: {own}; {comparison.format(expected)}"
-    return Bottleneck(link.one, [link], expected, own, text)
+    got, expected = bandwidth_label(link.gb_per_second), bandwidth_label(usual)
+    text = f"{link.one} and {link.other}: {got}; {comparison.format(expected)}"
+    return Bottleneck(link.one, [link], expected, got, text)
 
 
 def bandwidth_label(gb_per_second: float) -> str:

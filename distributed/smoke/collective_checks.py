@@ -365,44 +365,38 @@ def reduce_seconds(seconds: float, op: Any, context: RankContext) -> float:
 def check_links(context: RankContext, largest: int) -> list[Fault]:
     """Measure the links of all ranks to other nodes. Repeats the measurement while a link seems slow.
 
-    The first rank of a node returns the faults of the node. All ranks return their own.
+    A rank returns its own faults, and the first rank of a node also those of the node.
     """
-    ranks, rank = range(context.world.size), context.world.rank
+    rank, ranks = context.world.rank, range(context.world.size)
     place = torch.tensor([context.world.node_rank, context.world.local_rank], device=context.device)
     places = all_gather_rows(place, context).tolist()
-    by_node = itertools.groupby(sorted(ranks, key=places.__getitem__), key=lambda rank: places[rank][0])
-    rounds = rank_rounds([list(own) for _, own in by_node])
-    names, hosts = (
-        [name.decode() for name in context.store.multi_get([f"{key}/{rank}" for rank in ranks])]
-        for key in ("name", "host")
-    )
-    speeds = torch.zeros(len(rounds), max(map(len, rounds)), dtype=torch.float64, device=context.device)
+    nodes = itertools.groupby(sorted(ranks, key=places.__getitem__), key=lambda one: places[one][0])
+    rounds = rank_rounds([list(own) for _, own in nodes])
+    stored = [context.store.multi_get([f"{key}/{one}" for one in ranks]) for key in ("name", "host")]
+    node_of = {name.decode(): host.decode() for name, host in zip(*stored, strict=True)}
+    names = list(node_of)
+    index = {pair: number for number, pair in enumerate(dict.fromkeys(itertools.chain(*rounds)))}
+    speeds = torch.zeros(len(index), dtype=torch.float64, device=context.device)
     for _ in range(LINK_ATTEMPTS):
-        for pairs, row in zip(rounds, speeds, strict=True):
+        for pairs in rounds:
             context.begin("links")
             context.barrier()
-            for column, (one, other) in enumerate(pairs):
+            for one, other in pairs:
                 if rank in (one, other):
                     partner = other if rank == one else one
                     context.begin(f"link to {names[partner]}")
-                    row[column] = max(row[column].item(), measure_link(partner, largest, context))
+                    speed = measure_link(partner, largest, context)
+                    speeds[index[one, other]] = max(speeds[index[one, other]].item(), speed)
         context.begin("links")
         dist.all_reduce(speeds, op=dist.ReduceOp.MAX)
         context.synchronize()
-        links = [
-            Link(names[one], names[other], speed)
-            for pairs, row in zip(rounds, speeds.tolist(), strict=True)
-            for (one, other), speed in zip(pairs, row, strict=False)
-        ]
-        bottlenecks = find_bottlenecks(links, dict(zip(names, hosts, strict=True)))
+        links = [Link(names[one], names[other], gb) for (one, other), gb in zip(index, speeds.tolist(), strict=True)]
+        bottlenecks = find_bottlenecks(links, node_of)
         if not bottlenecks:
             break
-    own = (names[rank], context.host if context.world.local_rank == 0 else None)
-    return [
-        Fault("links", rank, context.host, one.expected, one.got, text=one.text)
-        for one in bottlenecks
-        if one.end in own
-    ]
+    own_names = (names[rank], context.host if context.world.local_rank == 0 else "")
+    found = [one for one in bottlenecks if one.end in own_names]
+    return [Fault("links", rank, context.host, one.expected, one.got, text=one.text) for one in found]
 
 
 def measure_link(partner: int, largest: int, context: RankContext) -> float:
