@@ -53,7 +53,7 @@ def rank_rounds(nodes: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
         ends = [ranks[local_rank % len(ranks)] for ranks in members]
         limit = max(MIN_ROUNDS, MAX_ROUNDS // largest) if local_rank else MAX_ROUNDS
         for pairs in round_robin(len(members))[:limit]:
-            useful = [pair for pair in pairs if any(members[end] in having for end in pair)]
+            useful = [pair for pair in pairs if any(local_rank < len(members[end]) for end in pair)]
             rounds.append([(ends[one], ends[other]) for one, other in useful])
     return rounds
 
@@ -96,7 +96,7 @@ def compare(links: Sequence[Link]) -> list[Bottleneck]:
         links_of.setdefault(link.one, []).append(link)
         links_of.setdefault(link.other, []).append(link)
     best = {end: max(link.gb_per_second for link in own) for end, own in links_of.items()}
-    usual = {end: median(gb for other, gb in best.items() if other != end) for end in best}
+    usual = {end: median([gb for other, gb in best.items() if other != end] or [0.0]) for end in best}
     suspects = {end for end in best if best[end] * SLOW_FACTOR <= usual[end]}
     slow = [end for end in best if end in suspects and any(link.peer_of(end) not in suspects for link in links_of[end])]
     found = [slow_end(end, links_of[end], usual[end]) for end in slow]

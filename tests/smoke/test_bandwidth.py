@@ -84,6 +84,7 @@ def rank_links(nodes: int, *slow: str, local_ranks: int = 2) -> list[Link]:
     ("measured", "texts"),
     [
         (rank_links(2), []),
+        ([Link("1a", "1b", 0.9)], []),  # two nodes with one name
         (rank_links(4), []),
         (rank_links(4, local_ranks=8), []),
         # Both ends have no other link.
