@@ -12,8 +12,9 @@
 # It checks the result of each collective on every rank (all_reduce, broadcast, all_gather, reduce_scatter,
 # all_to_all, point to point, barrier), measures the bus bandwidth by message size as nccl-tests do,
 # refuses two ranks on one GPU, and names slow, hung and missing ranks. With several nodes it first checks
-# that each can connect to every other (exit code 69 if not), then measures each link between two nodes and
-# names slow nodes and slow links. The report is written to standard output, everything else to standard error.
+# that each can connect to every other (exit code 69 if not), then measures the links of each rank to other
+# nodes and names slow nodes, ranks and links. The report is written to standard output, everything else to
+# standard error.
 #
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
 #   --exclude NODES      exclude these nodes

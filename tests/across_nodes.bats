@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
 # doctor.sh and test_distributed.sh on several nodes: they name a node that differs, an unreachable node, a pair that
-# cannot connect and a slow node, and do not hang.
+# cannot connect, a slow node, and a rank whose own network interface is slow or broken, and do not hang.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -28,6 +28,10 @@ teardown() {
   lab ssh "$N2" ip link set eth0 mtu 1500
   lab ssh "$N2" iptables -F INPUT
   : >"$MUSTER_LAB/bashrc"
+  local node
+  for node in "$N1" "$N2" "$N3"; do
+    on "$node" ip link del eth1 2>/dev/null || true
+  done
 }
 
 
@@ -134,6 +138,74 @@ print(*(check["summary"] for check in report["checks"] if check["status"] == "fa
   [[ ${lines[0]} == "smoke test: 3 ranks on 2 nodes, gloo, torch "* ]]
   [[ $output == *"  ok      links           no slow node and no slow link between nodes"* ]]
   [[ ${lines[-1]} == "verdict: ok, 3 ranks passed all checks" ]]
+}
+
+
+# Give each node a second interface, in a second network.
+add_second_interfaces() { # <node...>
+  local node
+  for node; do
+    nsenter --net="$MUSTER_LAB/switch" ip link add "${node}b" master switch up type veth \
+      peer name eth1 netns "$MUSTER_LAB/$node/net"
+    on "$node" ip address add "$(address "$node" | sed 's/\.0\.\([0-9]*\)$/.1.\1/')/24" dev eth1
+    on "$node" ip link set eth1 up
+  done
+}
+
+
+# Test two ranks per node. The second rank uses the second interface, as ranks use the network adapter near their GPU.
+# The rank BREAKS loses all messages to its interface from its first message to another node on.
+test_two_interfaces() { # <timeout> <node...>
+  local nodes=("${@:2}") rank ranks=$((2 * ($# - 1))) pids=()
+  cat >breaks_a_link.py <<'PYTHON'
+import os, subprocess, sys
+sys.path.insert(0, os.environ["KIT"])
+from distributed.smoke import collective_checks
+begin = collective_checks.RankContext.begin
+def begin_and_break(context, step, expected=0.0):
+    begin(context, step, expected)
+    if step.startswith("link to") and str(context.world.rank) == os.environ["BREAKS"]:
+        subprocess.run(["iptables", "-I", "INPUT", "-i", "eth1", "-j", "DROP"], check=True)
+collective_checks.RankContext.begin = begin_and_break
+sys.exit(collective_checks.main(sys.argv[1:]))
+PYTHON
+  for ((rank = 0; rank < ranks; rank++)); do
+    local node=${nodes[rank / 2]}
+    on "$node" env MUSTER_NODE="$node" RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK=$((rank % 2)) LOCAL_WORLD_SIZE=2 \
+      NODE_RANK=$((rank / 2)) NNODES=$((ranks / 2)) MASTER_ADDR="$(address "${nodes[0]}")" MASTER_PORT=29876 \
+      GLOO_SOCKET_IFNAME=eth$((rank % 2)) BREAKS="${BREAKS-}" "$VIRTUAL_ENV/bin/python" "$PWD/breaks_a_link.py" \
+      --max-bytes 1M --seconds 0.2 --timeout "$1" >"out$rank" 2>&1 &
+    pids+=($!)
+  done
+  wait "${pids[@]}" || status=$?
+  cat out*
+}
+
+
+@test "the smoke test names the rank whose own interface is slow, and the pair of ranks if it could be either" {
+  add_second_interfaces "$N1" "$N2" "$N3"
+  local limit=(root tbf rate 20mbit latency 200ms burst 25kb)
+  on "$N3" tc qdisc add dev eth1 "${limit[@]}"
+  nsenter --net="$MUSTER_LAB/switch" tc qdisc add dev "${N3}b" "${limit[@]}"
+  run test_two_interfaces 60 "$N1" "$N2" "$N3"
+  echo "$output"
+  [[ $output =~ "FAULT   links           rank 5 on $N3 (eth1): "[0-9.]+" MB/s to rank "[13]" on ${PREFIX}"[12]" (eth1), "[0-9.]+" MB/s to rank "[13]" on ${PREFIX}"[12]" (eth1); the others have "[0-9.]+" "[GM]"B/s among themselves"$'\n'" "*"-> " ]]
+  [[ $output == *"verdict: FAULT in links"* ]]
+  run test_two_interfaces 60 "$N2" "$N3"
+  echo "$output"
+  [[ $output =~ "FAULT   links           rank 1 on $N2 (eth1) and rank 3 on $N3 (eth1): "[0-9.]+" MB/s; the others have "[0-9.]+" "[GM]"B/s among themselves"$'\n'" "*"-> " ]]
+  run test_two_interfaces 60 "$N1" "$N2"
+  echo "$output"
+  [[ $output == *"verdict: ok, 4 ranks passed all checks"* ]]
+}
+
+
+# bats test_tags=soak
+@test "the smoke test names the two ranks whose link breaks, before the ranks that wait for them" {
+  add_second_interfaces "$N1" "$N2" "$N3"
+  BREAKS=5 run test_two_interfaces 30 "$N1" "$N2" "$N3"
+  echo "$output"
+  [[ $output =~ "FAULT   links           rank "[13]" on ${PREFIX}"[12]" (link to rank 5 on $N3 (eth1)): expected a result, got RuntimeError: "[^$'\n']*$'\n'" "+"rank 5 on $N3 (link to rank "[13]" on ${PREFIX}"[12]" (eth1)): " ]]
 }
 
 

@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from distributed import terminal
 from distributed.files import user_file, write_json
 from distributed.smoke import summary
-from distributed.smoke.bandwidth import NodeLink, find_bottlenecks, round_robin
+from distributed.smoke.bandwidth import Link, find_bottlenecks, rank_rounds
 from distributed.smoke.summary import Fault, Findings, Measurements, Pace, Speed
 from distributed.torch import device, process_group
 from distributed.trust import SHARED
@@ -60,10 +60,9 @@ LARGEST = {"cpu": 64 * 2**20, "cuda": 2**30}  # bytes; links between GPUs need l
 MAX_ITERATIONS = 1024
 
 SMALLEST_LINK = 64 * 1024  # bytes of the first message that measures a link, if --max-bytes allows this size
-LINK_SECONDS = 0.25  # for the messages of one pair of nodes
+LINK_SECONDS = 0.25  # for the messages of one pair of ranks
 LINK_REPEATS = 10  # of the largest message, within LINK_SECONDS
 LINK_ATTEMPTS = 3  # a measurement of all links is repeated while a link seems slow
-MAX_ROUNDS = 32  # of link measurements; with more than 32 nodes some pairs are not measured
 
 PACE_ROUNDS = 40
 PACE_ROUND_SECONDS = 0.025
@@ -364,35 +363,40 @@ def reduce_seconds(seconds: float, op: Any, context: RankContext) -> float:
 
 
 def check_links(context: RankContext, largest: int) -> list[Fault]:
-    """Measure the links between the first ranks of all nodes. Repeats the measurement while a link seems slow.
+    """Measure the links of all ranks to other nodes. Repeats the measurement while a link seems slow.
 
-    The first rank of a node returns the faults of the node. Other ranks return [].
+    A rank returns its own faults, and the first rank of a node also those of the node.
     """
-    is_leader = torch.tensor([float(context.world.local_rank == 0)], device=context.device)
-    leaders = all_gather_rows(is_leader, context).flatten().nonzero().flatten().tolist()
-    hosts = [context.store.get(f"host/{rank}").decode() for rank in leaders]
-    speeds = torch.zeros(len(leaders), len(leaders), dtype=torch.float64, device=context.device)
-    for attempt in range(LINK_ATTEMPTS):
-        context.begin(f"links, attempt {attempt + 1}", expected=MAX_ROUNDS * LINK_SECONDS)
-        for pairs in round_robin(len(leaders))[:MAX_ROUNDS]:
+    rank, ranks = context.world.rank, range(context.world.size)
+    place = torch.tensor([context.world.node_rank, context.world.local_rank], device=context.device)
+    places = all_gather_rows(place, context).tolist()
+    nodes = itertools.groupby(sorted(ranks, key=places.__getitem__), key=lambda one: places[one][0])
+    rounds = rank_rounds([list(own) for _, own in nodes])
+    stored = [context.store.multi_get([f"{key}/{one}" for one in ranks]) for key in ("name", "host")]
+    node_of = {name.decode(): host.decode() for name, host in zip(*stored, strict=True)}
+    names = list(node_of)
+    index = {pair: number for number, pair in enumerate(dict.fromkeys(itertools.chain(*rounds)))}
+    speeds = torch.zeros(len(index), dtype=torch.float64, device=context.device)
+    for _ in range(LINK_ATTEMPTS):
+        for pairs in rounds:
+            context.begin("links")
             context.barrier()
             for one, other in pairs:
-                partner = {leaders[one]: leaders[other], leaders[other]: leaders[one]}.get(context.world.rank)
-                if partner is not None:
-                    speeds[one, other] = max(speeds[one, other].item(), measure_link(partner, largest, context))
+                if rank in (one, other):
+                    partner = other if rank == one else one
+                    context.begin(f"link to {names[partner]}")
+                    speed = measure_link(partner, largest, context)
+                    speeds[index[one, other]] = max(speeds[index[one, other]].item(), speed)
+        context.begin("links")
         dist.all_reduce(speeds, op=dist.ReduceOp.MAX)
         context.synchronize()
-        links = [
-            NodeLink(hosts[one], hosts[other], speeds[one, other].item()) for one, other in speeds.nonzero().tolist()
-        ]
-        bottlenecks = find_bottlenecks(links)
+        links = [Link(names[one], names[other], gb) for (one, other), gb in zip(index, speeds.tolist(), strict=True)]
+        bottlenecks = find_bottlenecks(links, node_of)
         if not bottlenecks:
             break
-    return [
-        Fault("links", context.world.rank, context.host, one.expected, one.got, text=one.text)
-        for one in bottlenecks
-        if one.node == context.host and context.world.rank in leaders
-    ]
+    own_names = (names[rank], context.host if context.world.local_rank == 0 else "")
+    found = [one for one in bottlenecks if one.end in own_names]
+    return [Fault("links", rank, context.host, one.expected, one.got, text=one.text) for one in found]
 
 
 def measure_link(partner: int, largest: int, context: RankContext) -> float:
@@ -509,6 +513,13 @@ def begin_check(name: str, context: RankContext, findings: Findings) -> bool:
     context.begin(name)
     findings.done.append(name)
     return True
+
+
+def rank_name(context: RankContext) -> str:
+    """Name a rank with its GPU or, with gloo, its network interface if that is set: rank 5 on node1 (cuda:5)."""
+    cuda = context.device.type == "cuda"
+    hardware = str(context.device) if cuda else os.environ.get("GLOO_SOCKET_IFNAME")
+    return f"rank {context.world.rank} on {context.host}" + (f" ({hardware})" if hardware else "")
 
 
 def device_label(device: torch.device) -> str:
@@ -674,6 +685,7 @@ class Reporter:
 def run_in_group(context: RankContext, reporter: Reporter) -> int:
     """Run the checks and report. Returns the exit code."""
     context.store.set(f"host/{context.world.rank}", context.host)
+    context.store.set(f"name/{context.world.rank}", rank_name(context))
     options = reporter.options
     largest = options.max_bytes or max(options.min_bytes, LARGEST[context.device.type])
     findings, measured = run_checks(context, message_sizes(options.min_bytes, largest), options.seconds)

@@ -24,7 +24,8 @@ REMEDIES = {
     "join": "check that every rank was started and can reach the master address and port",
     "reply": "read the output of that rank, which may be dead, stopped, or waiting for its GPU or a disk",
     "bandwidth": "read the output of the ranks, and check the network between the nodes",
-    "links": "check cable, switch port and MTU of that node, and which interface NCCL uses (NCCL_DEBUG=INFO)",
+    "links": "check cable, switch port and MTU of that node or, for a rank, of the network adapter near its GPU "
+    "(nvidia-smi topo -m), and which interface NCCL uses (NCCL_DEBUG=INFO)",
     "pace": "check other processes on that node (top, nvidia-smi), clocks and temperature, or leave that node out",
 }
 WRONG_RESULT_REMEDY = (
@@ -182,6 +183,7 @@ def check_report(name: str, summary: str, findings: Sequence[Findings], faults: 
     skipped = [one.skipped.get(name, "an earlier check failed") for one in findings if name not in one.done]
     status, summary = ("skipped", skipped[0]) if skipped else ("ok", summary)
     if faults:
+        faults = sorted(faults, key=lambda fault: not fault.case)  # first those that say where
         status, summary = "fault", "; ".join(fault_texts(faults))
     return {
         "name": name,
