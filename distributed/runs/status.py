@@ -419,7 +419,7 @@ def all_runs(logs: Path, width: int | None, most: int = ROWS) -> list[str]:
     rows, faults, jobs = list[list[str]](), list[str](), list[tuple[str, list[str]]]()
     while names and len(rows) + len(faults) < most:
         directory = logs / names.pop()
-        if not (directory / "run.json").exists():
+        if not os.path.isfile(directory / "run.json"):  # False if another user does not let this one read it
             continue
         try:
             row, job = row_of_run(directory)

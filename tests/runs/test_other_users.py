@@ -150,6 +150,20 @@ def test_the_table_of_all_runs_names_what_it_does_not_show(shared: Path) -> None
     assert f"not shown: logs/{directory.name}: belongs to {ATTACKER}, and you are {VICTIM}" in done.stdout
 
 
+def test_a_private_run_of_another_user_does_not_hide_the_others(shared: Path) -> None:
+    (shared / "logs").mkdir(mode=0o755)
+    own = []
+    for owner in (VICTIM, ATTACKER):
+        directory, _ = planted_run(shared / "logs", owner)
+        if owner == ATTACKER:
+            directory.chmod(0o700)
+        else:
+            own.append(directory.name)
+    done = run_as(VICTIM, "status.sh", "--all", cwd=shared)
+    assert done.returncode == 0 and done.stderr == ""
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == own
+
+
 @pytest.mark.parametrize(
     "call", [("status.sh", "none"), ("status.sh", "--all"), ("stop.sh", "none"), ("report.sh", "none")]
 )
