@@ -182,15 +182,28 @@ PYTHON
 }
 
 
-@test "the smoke test names the rank whose own interface is slow, and the pair of ranks if it could be either" {
-  add_second_interfaces "$N1" "$N2" "$N3"
+# Slow the second interface of a node down, in both directions.
+slow_second_interface() { # <node>
   local limit=(root tbf rate 20mbit latency 200ms burst 25kb)
-  on "$N3" tc qdisc add dev eth1 "${limit[@]}"
-  nsenter --net="$MUSTER_LAB/switch" tc qdisc add dev "${N3}b" "${limit[@]}"
+  on "$1" tc qdisc add dev eth1 "${limit[@]}"
+  nsenter --net="$MUSTER_LAB/switch" tc qdisc add dev "${1}b" "${limit[@]}"
+}
+
+
+@test "the smoke test names the rank whose own interface is slow" {
+  add_second_interfaces "$N1" "$N2" "$N3"
+  slow_second_interface "$N3"
   run test_two_interfaces 60 "$N1" "$N2" "$N3"
   echo "$output"
   [[ $output =~ "FAULT   links           rank 5 on $N3 (eth1): "[0-9.]+" MB/s to rank "[13]" on ${PREFIX}"[12]" (eth1), "[0-9.]+" MB/s to rank "[13]" on ${PREFIX}"[12]" (eth1); the others have "[0-9.]+" "[GM]"B/s among themselves"$'\n'" "*"-> " ]]
   [[ $output == *"verdict: FAULT in links"* ]]
+}
+
+
+# bats test_tags=soak
+@test "the smoke test names the pair of ranks if the interface of either could be slow" {
+  add_second_interfaces "$N1" "$N2" "$N3"
+  slow_second_interface "$N3"
   run test_two_interfaces 60 "$N2" "$N3"
   echo "$output"
   [[ $output =~ "FAULT   links           rank 1 on $N2 (eth1) and rank 3 on $N3 (eth1): "[0-9.]+" MB/s; the others have "[0-9.]+" "[GM]"B/s among themselves"$'\n'" "*"-> " ]]
