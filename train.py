@@ -37,6 +37,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 
+from distributed import compiler_cache
 from distributed.checkpoint import compatibility
 from distributed.checkpoint.checkpointer import Checkpointer
 from distributed.checkpoint.checkpoints import CheckpointError, CheckpointInfo
@@ -51,7 +52,6 @@ from distributed.torch import (
     process_group,
     resolve,
     seed,
-    use_own_compiler_cache,
     wrap,
 )
 from distributed.training import base_training, trackers, tracking
@@ -181,7 +181,6 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
         base.load_into(gpt, model_settings, ranks)
     parameters = sum(parameter.numel() for parameter in gpt.parameters())
     if settings.train.compile:
-        use_own_compiler_cache()
         gpt.compile()
     dtype = choose_precision(settings.train.precision, own_device)
     strategy = resolve(settings.distributed.strategy, world)
@@ -367,6 +366,8 @@ def main() -> int:
         logging.basicConfig(format="%(message)s", stream=sys.stdout, level=max(level, logging.INFO))
         for name in ("muster", "distributed"):  # level debug applies to these loggers, not to PyTorch's
             logging.getLogger(name).setLevel(level)
+        if (problem := compiler_cache.use()) and settings.train.compile:
+            log.warning(f"torch.compile keeps no code for later runs: {problem}")
         group = settings.distributed
         if settings.train.deterministic:
             make_deterministic()

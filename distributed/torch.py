@@ -14,7 +14,6 @@ import random
 import re
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,7 +32,6 @@ from distributed.agent.gpu_check import unusable_gpus
 from distributed.agent.membership import tcp_store
 from distributed.agent.worker import shut_down
 from distributed.exit_codes import STOPPED
-from distributed.trust import PRIVATE_DIRECTORY, foreign, make_directories
 from distributed.world import (
     LAYOUT_VARIABLES,
     MASTER_VARIABLES,
@@ -48,18 +46,6 @@ STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 
 
 # ---------------------------------------------------------------- join and leave
-
-
-def use_own_compiler_cache() -> None:
-    """Let torch.compile keep code in the user's cache directory. By default, it runs what others left in /tmp."""
-    cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "muster/torchinductor")
-    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        try:
-            make_directories(cache, PRIVATE_DIRECTORY)
-            problem = foreign(cache, os.stat(cache))
-        except OSError as error:
-            problem = str(error)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp() if problem else cache
 
 
 def device(world: World, backend: str = "auto", name: str = "auto") -> torch.device:

@@ -33,6 +33,7 @@ KIT = Path(__file__).resolve().parent.parent
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "agent": {"exit_codes", "files", "host", "launch", "trust"},
     "checkpoint": {"exit_codes", "files", "torch", "training", "trust"},
+    "compiler_cache": {"trust"},
     "files": {"trust"},
     "health": {"exit_codes", "host", "launch", "nodelist", "terminal", "transport", "trust"},
     "host": {"exit_codes", "trust"},
@@ -51,13 +52,13 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "slurm": {"exit_codes", "files", "host", "launch", "nodelist", "trust"},
     "smoke": {"files", "terminal", "torch", "trust", "world"},
     "terminal": {"trust"},
-    "torch": {"agent", "exit_codes", "trust", "world"},
+    "torch": {"agent", "exit_codes", "world"},
     "transport": {"exit_codes", "files", "host", "trust"},
     "training": {"files", "host", "metrics", "report", "runs", "trust", "world"},
     "verdict": {"exit_codes", "files", "host", "records", "trust"},
     "world": {"nodelist"},
 }  # fmt: skip
-MAY_IMPORT_PYTORCH = {"agent", "checkpoint", "smoke", "torch", "training"}
+MAY_IMPORT_PYTORCH = {"agent", "checkpoint", "compiler_cache", "smoke", "torch", "training"}
 # These modules run where nothing is installed yet, so they may import only each other and the standard library.
 STANDARD_LIBRARY_ALONE = {
     "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.directory", "exit_codes", "files",

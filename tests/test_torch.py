@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import re
 import signal
@@ -35,35 +34,6 @@ from distributed.torch import STRATEGIES, check_no_shared_devices, process_group
 from distributed.world import World, WorldError
 
 KIT = Path(__file__).parents[1]
-
-# ---------------------------------------------------------------- torch.compile
-
-
-def test_compiled_code_is_kept_where_no_other_user_can_have_put_it_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/set/by/the/user")
-    muster_torch.use_own_compiler_cache()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/set/by/the/user"
-    for home, foreign in ((tmp_path / "home", False), (tmp_path / "theirs", True), (Path("/proc"), True)):
-        monkeypatch.setenv("HOME", str(home))
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-        if home.name == "theirs":
-            (home / ".cache/muster/torchinductor").mkdir(parents=True)
-            (home / ".cache/muster/torchinductor").chmod(0o777)
-        muster_torch.use_own_compiler_cache()
-        found = Path(cache_dir())
-        assert (found == home / ".cache/muster/torchinductor") != foreign
-        assert found.stat().st_mode & 0o777 == 0o700
-
-
-def test_train_py_uses_its_own_cache_before_it_compiles() -> None:
-    lines = [line.strip() for line in (KIT / "train.py").read_text().splitlines()]
-    assert lines[lines.index("gpt.compile()") - 1] == "use_own_compiler_cache()"
-
 
 # ---------------------------------------------------------------- python -m distributed.torch
 

@@ -45,10 +45,11 @@ class Preload:
         self.fresh, self._imports = frozenset(fresh), imports
         self.filters, self.stderr = list(warnings.filters), sys.stderr
         self.read: set[str] = set()  # names of environment variables
+        self.set: dict[str, str] = {}  # environment variables
 
     @contextmanager
     def record_environment_reads(self) -> Iterator[None]:
-        """Record which environment variables are read inside the block."""
+        """Record which environment variables are read and set inside the block. At its end, they are as before."""
         kind: Any = type(os.environ)
         read = self.read
 
@@ -57,11 +58,15 @@ class Preload:
                 read.add(name)
                 return str(super().__getitem__(name))
 
+        before = dict(os.environ)
         os.environ.__class__ = Recorded
         try:
             yield
         finally:
             os.environ.__class__ = kind
+            self.set = {name: value for name, value in os.environ.items() if before.get(name) != value}
+            os.environ.clear()
+            os.environ.update(before)
 
     def imports_of(self, module: str) -> Iterator[str]:
         """The names of the modules that a module has imported; some are names of attributes."""
@@ -141,6 +146,7 @@ class HiddenModules:
         for name, file in self._replaced.items():
             sys.stderr.write(f"warning: {file}: hides the module {name}, which PyTorch imports; rename this file\n")
         self._show(list(self._modules))
+        os.environ.update({name: value for name, value in self._preload.set.items() if name not in os.environ})
         warnings.filters[:0] = self._filters  # type: ignore[index]
         for handler in [reference() for reference in self._handlers]:
             if vars(handler).get("stream") is self._preload.stderr:

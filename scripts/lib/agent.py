@@ -53,6 +53,7 @@ def main() -> int:
 
     pipes = AttemptPipes.take()
 
+    from distributed import compiler_cache
     from distributed.agent.preloaded import Preload
 
     preload = Preload(recorded_imports.INITIAL_MODULES, recorded_imports.IMPORTS)
@@ -60,7 +61,8 @@ def main() -> int:
     with preload.record_environment_reads():
         import torch
 
-        if TRAINER in sys.argv:  # other scripts may set variables that these modules read
+        # Other scripts may set variables that these modules read.
+        if TRAINER in sys.argv and not compiler_cache.choose():
             import torch._dynamo
             import torch.distributed.checkpoint
             import torch.distributed.fsdp

@@ -23,6 +23,7 @@ warnings.filterwarnings("ignore", message="of torch")
 backends = types.ModuleType("torch.backends")
 sys.modules["torch.made"] = types.ModuleType("torch.made")
 imports = "one"
+os.environ["SET_BY_TORCH"] = "by torch"
 """
 # A rank: a process that imports the fake torch, hides it and runs the script.
 RANK = """
@@ -113,6 +114,10 @@ def as_rank(script: str) -> tuple[str, str]:
         ),
         pytest.param(
             "from torch import made\nimport torch\nprint(made, torch.imports)", id="a module that torch makes"
+        ),
+        pytest.param(
+            "import os\nprint(os.environ.get('SET_BY_TORCH'))\nimport torch\nprint(os.environ['SET_BY_TORCH'])",
+            id="a variable that torch sets",
         ),
         pytest.param(
             "import torch\nspec = torch.__spec__\n"

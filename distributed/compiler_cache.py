@@ -1,0 +1,48 @@
+"""Choose where torch.compile keeps code for later runs: where no other user can have put it before.
+
+PyTorch's own choice is /tmp/torchinductor_USER: it runs what others have left there. Its variable does not apply to all
+files: precompiled headers, for example, are in the default directory in any case.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+
+from distributed.trust import PRIVATE_DIRECTORY, foreign_ancestor, make_directories
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # torch._dynamo, which each optimizer imports, sets it, and makes the directory
+
+
+def choose() -> str:
+    """Set VARIABLE to the user's cache directory, unless it is set. Returns why this is not possible, or ""."""
+    if os.environ.get(VARIABLE):
+        return ""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = os.path.abspath(os.path.join(base, "muster/torchinductor"))
+    try:
+        make_directories(cache, PRIVATE_DIRECTORY)
+    except OSError as error:
+        return str(error)
+    if not (problem := foreign_ancestor(cache)):
+        os.environ[VARIABLE] = cache
+    return problem
+
+
+def use() -> str:
+    """Use the directory of choose(); if there is none, a new one for this process. Returns what choose() returns.
+
+    Must be called before torch._dynamo is imported.
+    """
+    if problem := choose():
+        base = "/tmp" if foreign_ancestor(tempfile.gettempdir()) else None
+        directory = os.environ[VARIABLE] = tempfile.mkdtemp(dir=base)
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    from torch._inductor.runtime import cache_dir_utils, runtime_utils
+
+    directory = os.path.abspath(os.environ[VARIABLE])
+    for module in (cache_dir_utils, runtime_utils):  # others import this function when the first code is compiled
+        vars(module)["default_cache_dir"] = lambda: directory
+    return problem
