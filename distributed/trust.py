@@ -5,6 +5,7 @@ functions of this module:
 
     foreign()           nothing is used that another user owns or can write
     planted()           no code runs that another user has made where all users can create files
+    make_own_directory()  no files are written below a directory or link of another user
     lock_file()         only users who can write to a directory can lock it
     regular_file()      a file is opened without following a link and without waiting, with a private mode
     parse_json()        JSON with bounded size and depth; ValueError is its only exception
@@ -163,6 +164,25 @@ def make_directories(path: str | os.PathLike[str], mode: int = 0o755) -> None:
         except FileExistsError:
             if not os.path.isdir(path):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", os.fspath(path)) from None
+
+
+def make_own_directory(path: str, workdir: str, mode: int = 0o755) -> None:
+    """Make a directory as make_directories() does. Raises PermissionError with EPERM if another user could replace it.
+
+    It, and those above it in the working directory, must belong to this user, root or the owner of the working
+    directory, and planted() must accept their paths. They may be links.
+    """
+    path, workdir = os.path.abspath(path), os.path.abspath(workdir)
+    if (above := os.path.dirname(path)).startswith(f"{workdir}/"):
+        make_own_directory(above, workdir, mode)
+    make_directories(path, mode)
+    owners = (0, os.geteuid(), os.stat(workdir).st_uid)
+    problem = planted(path, owners)
+    if not problem and (owner := os.stat(path).st_uid) not in owners:
+        problem = f"{path}: belongs to {user_name(owner)}, who could replace what is in it"
+    if problem:
+        part, _, reason = problem.partition(": ")
+        raise PermissionError(errno.EPERM, reason, part)
 
 
 def allowed_mode(directory: str | os.PathLike[str]) -> int:

@@ -47,7 +47,16 @@ from distributed.terminal import plural
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 from distributed.transport.commands import VANISHED, TransportError, over_ssh, rsync_shell, temporary_directory
 from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, owners_above, owners_here
-from distributed.trust import MAX_TEXT, PRIVATE_DIRECTORY, checked, parse_json, place, read_bytes, shown
+from distributed.trust import (
+    MAX_TEXT,
+    PRIVATE_DIRECTORY,
+    checked,
+    make_own_directory,
+    parse_json,
+    place,
+    read_bytes,
+    shown,
+)
 
 CONNECT_TIMEOUT = 60.0  # seconds
 REPLY_TIMEOUT = 60.0  # seconds; host.py exits if a request that is not one of SLOW blocks it for CONNECTION_TIMEOUT
@@ -691,7 +700,8 @@ class SshServer(HostServer):
         if self.shared:
             return ()
         try:
-            os.close(host.claim_output(str(self.context.cwd / job.output), job.owner, self.context.script_name))
+            cwd, script = str(self.context.cwd), self.context.script_name
+            os.close(host.claim_output(cwd, os.path.join(cwd, job.output), job.owner, script))
         except host.HostError as error:
             raise (Unreachable if error.kind == "busy" else OSError)(str(error)) from None
         log = f"logs/jobs/{self.context.list_id}/{attempt.name}"
@@ -787,6 +797,7 @@ class SshServer(HostServer):
         if self.shared or not present:
             return
         for job in present:
+            make_own_directory(str(self.context.cwd / job.output), str(self.context.cwd))
             await self._call("claim", output=job.output, job=job.owner, script=self.context.script_name)
         async with self._sending:
             names = names_for_rsync([job.output for job in present])
