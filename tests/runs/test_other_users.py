@@ -150,6 +150,18 @@ def test_the_table_of_all_runs_names_what_it_does_not_show(shared: Path) -> None
     assert f"not shown: logs/{directory.name}: belongs to {ATTACKER}, and you are {VICTIM}" in done.stdout
 
 
+def test_directories_of_others_do_not_use_up_the_rows_of_the_table_of_all_runs(shared: Path) -> None:
+    (shared / "logs").mkdir()
+    (shared / "logs").chmod(0o1777)
+    own, _ = planted_run(shared / "logs", VICTIM)
+    theirs, _ = planted_run(shared / "logs", ATTACKER)
+    for number in range(3):
+        give(Path(shutil.copytree(theirs, shared / f"logs/train-20990102-030405-000{number}")), ATTACKER)
+    done = run_as(VICTIM, "status.sh", "--all", "--rows", "2", cwd=shared)
+    assert own.name in done.stdout.partition("not shown")[0], done.stdout
+    assert done.stdout.count(f"belongs to {ATTACKER}") == 4
+
+
 @pytest.mark.parametrize(
     "call", [("status.sh", "none"), ("status.sh", "--all"), ("stop.sh", "none"), ("report.sh", "none")]
 )
