@@ -321,7 +321,7 @@ class HostServer(JobServer):
             "open", server=self.name, list=self.context.list_id, default_workdir=cwd, script=self.context.script,
             workdir=self.settings.workdir or ("" if remote else cwd), remote=remote, panes=self.context.panes,
             python=self.settings.python or self.python, slots=[f"{self.name}:{slot.index}" for slot in self.pool.slots],
-            owner=os.stat(cwd).st_uid, user=os.geteuid(), owners=sorted(self._owners_here()),
+            owner=os.stat(cwd).st_uid, user=os.geteuid(), owners=sorted(self._owners_here),
         )  # fmt: skip
         self.workdir = opened["workdir"]
         self.session = opened["session"] if opened["session"] in SESSIONS else ""  # part of a command that is printed
@@ -330,6 +330,7 @@ class HostServer(JobServer):
         await self._after_open(opened)
         return "; ".join(filter(None, [self._attach_command(), opened["note"], note, self.note]))
 
+    @functools.cached_property  # another user may have made them since, when it reconnects
     def _owners_here(self) -> set[int]:
         """Who owns the script and the Python on this machine, and may therefore own them on the server."""
         python = os.path.expanduser(self.settings.python or self.python)
@@ -592,7 +593,7 @@ class SshServer(HostServer):
         plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
-            f"{FOREIGN}; open= owners={shlex.quote(owners_above(str(self.context.cwd), self._owners_here()))}"
+            f"{FOREIGN}; open= owners={shlex.quote(owners_above(str(self.context.cwd), self._owners_here))}"
             f'"{owner}"; d="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._archive_name}"; '
             f'[ -e "$d/complete" ] || {{ echo {NOT_INSTALLED}; exit 0; }}; '
             f'[ -O "$d" ] || {{ echo "$d belongs to another user" >&2; exit 69; }}; {CHECK_CACHE} || exit; '
