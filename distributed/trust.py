@@ -484,12 +484,14 @@ def place(
 ) -> list[str]:
     """Move files and directories from a directory of a node's files to their place. Returns the names left out.
 
-    No link below `target` is followed. Left out are special files, links that lead outside of it, and names of OF_GIT.
+    No link below `target` is followed. Raises OSError, also for a directory that another user has made where all users
+    can create files. Left out are special files, links that lead outside of it, and names of OF_GIT.
     mask: permissions that are kept. name: of the directory, in the result. keeps_newer: a newer file there stays.
     accepts: whether to place a file of this name, which exists there already or not.
     """
     left_out = []
     os.makedirs(target, mask & 0o777, exist_ok=True)
+    facts = os.stat(target)
     for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
         goal, below = os.path.join(target, entry.name), name + entry.name
         exists, is_in_place = os.path.lexists(goal), os.path.isdir(goal) and not os.path.islink(goal)
@@ -500,6 +502,11 @@ def place(
         elif is_directory:
             if exists and not is_in_place:
                 os.unlink(goal)
+            make_directories(goal, mask & 0o777)
+            owner = os.lstat(goal).st_uid
+            if facts.st_mode & stat.S_IWOTH and owner not in (0, os.geteuid(), facts.st_uid):
+                reason = f"belongs to {user_name(owner)}, who made it where all users can create files"
+                raise PermissionError(errno.EPERM, reason, goal)
             left_out += place(entry.path, goal, mask, f"{below}/", keeps_newer, accepts)
         elif is_in_place or not _place_file(entry, goal, below, mask, keeps_newer and exists):
             left_out.append(below)
