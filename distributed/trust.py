@@ -5,6 +5,7 @@ functions of this module:
 
     foreign()           nothing is used that another user owns or can write
     planted()           no code runs that another user has made where all users can create files
+    make_own_directory()  no files are written below a directory or link of another user
     lock_file()         only users who can write to a directory can lock it
     regular_file()      a file is opened without following a link and without waiting, with a private mode
     parse_json()        JSON with bounded size and depth; ValueError is its only exception
@@ -163,6 +164,25 @@ def make_directories(path: str | os.PathLike[str], mode: int = 0o755) -> None:
         except FileExistsError:
             if not os.path.isdir(path):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", os.fspath(path)) from None
+
+
+def make_own_directory(path: str, workdir: str, mode: int = 0o755) -> None:
+    """Make a directory as make_directories() does. Raises PermissionError with EPERM if another user could replace it.
+
+    It, and those above it in the working directory, must belong to this user, root or the owner of the working
+    directory, and planted() must accept their paths. They may be links.
+    """
+    path, workdir = os.path.abspath(path), os.path.abspath(workdir)
+    if (above := os.path.dirname(path)).startswith(f"{workdir}/"):
+        make_own_directory(above, workdir, mode)
+    make_directories(path, mode)
+    owners = (0, os.geteuid(), os.stat(workdir).st_uid)
+    problem = planted(path, owners)
+    if not problem and (owner := os.stat(path).st_uid) not in owners:
+        problem = f"{path}: belongs to {user_name(owner)}, who could replace what is in it"
+    if problem:
+        part, _, reason = problem.partition(": ")
+        raise PermissionError(errno.EPERM, reason, part)
 
 
 def allowed_mode(directory: str | os.PathLike[str]) -> int:
@@ -464,12 +484,14 @@ def place(
 ) -> list[str]:
     """Move files and directories from a directory of a node's files to their place. Returns the names left out.
 
-    No link below `target` is followed. Left out are special files, links that lead outside of it, and names of OF_GIT.
+    No link below `target` is followed. Raises OSError, also for a directory that another user has made where all users
+    can create files. Left out are special files, links that lead outside of it, and names of OF_GIT.
     mask: permissions that are kept. name: of the directory, in the result. keeps_newer: a newer file there stays.
     accepts: whether to place a file of this name, which exists there already or not.
     """
     left_out = []
     os.makedirs(target, mask & 0o777, exist_ok=True)
+    facts = os.stat(target)
     for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
         goal, below = os.path.join(target, entry.name), name + entry.name
         exists, is_in_place = os.path.lexists(goal), os.path.isdir(goal) and not os.path.islink(goal)
@@ -480,6 +502,11 @@ def place(
         elif is_directory:
             if exists and not is_in_place:
                 os.unlink(goal)
+            make_directories(goal, mask & 0o777)
+            owner = os.lstat(goal).st_uid
+            if facts.st_mode & stat.S_IWOTH and owner not in (0, os.geteuid(), facts.st_uid):
+                reason = f"belongs to {user_name(owner)}, who made it where all users can create files"
+                raise PermissionError(errno.EPERM, reason, goal)
             left_out += place(entry.path, goal, mask, f"{below}/", keeps_newer, accepts)
         elif is_in_place or not _place_file(entry, goal, below, mask, keeps_newer and exists):
             left_out.append(below)

@@ -70,6 +70,9 @@ def test_names_that_a_shell_would_run_and_runs_of_others_are_no_candidates(home:
         (home / "logs" / name).mkdir()
         (home / "logs" / name / "run.json").write_text("{}")
         (home / f"{name}.yaml").touch()
+    for name in ("--script=a.yaml", "--script=sub/b.yaml", "-x/c.yaml"):
+        (home / name).parent.mkdir(exist_ok=True)
+        (home / name).touch()
     if os.geteuid() == 0:
         (home / "logs" / "foreign").mkdir()
         (home / "logs" / "foreign" / "run.json").write_text("{}")

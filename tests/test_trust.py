@@ -417,6 +417,23 @@ REPOSITORIES = {f"{top}/{name}": text for top in ("bare", "with/.git") for name,
 REPOSITORIES |= {"linked/HEAD": GIT_FILES["HEAD"], "linked/commondir": "../bare", "own/.git": "gitdir: ../bare"}
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as a second user")
+def test_no_file_is_placed_in_a_directory_that_another_user_has_made_where_all_users_can(
+    places: tuple[Path, Path, Path],
+) -> None:
+    new, run, _ = places
+    run.chmod(0o1777)
+    for path in (new / "mine/file", new / "theirs/sub/file"):
+        path.parent.mkdir(parents=True)
+        path.write_text("new")
+    (run / "mine").mkdir()
+    subprocess.run(["mkdir", "-m", "777", "theirs"], cwd=run, user=NOBODY, extra_groups=[], check=True)
+    with pytest.raises(PermissionError, match=f"belongs to nobody, who made it where .*{run}/theirs"):
+        place(str(new), str(run), 0o755)
+    assert (run / "mine/file").read_text() == "new"
+    assert not list((run / "theirs").iterdir())
+
+
 def test_no_repository_of_git_arrives(places: tuple[Path, Path, Path]) -> None:
     new, run, _ = places
     for name, text in REPOSITORIES.items():

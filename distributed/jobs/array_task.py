@@ -215,8 +215,9 @@ def run(attempt: host.HostAttempt, spec: Facts) -> int:
     """Run the command of a job specification. Returns its exit code. Raises HostError."""
     attempt.output, attempt.grace = spec["env"]["MUSTER_OUTPUT_DIR"], spec["grace"]
     # The output directory stays locked until this process exits.
-    host.claim_output(attempt.output, spec.get("owner") or attempt.name.rpartition(".")[0], spec["script"])
-    os.chdir(spec["workdir"])
+    job, workdir = spec.get("owner") or attempt.name.rpartition(".")[0], spec["workdir"]
+    host.claim_output(workdir, attempt.output, job, spec["script"])
+    os.chdir(workdir)
     options = attempt.options(spec["command"], spec["timeout"], spec["setup"])
     create = partial(SlurmSupervisor, kill_wait=spec["kill_wait"])
     code = supervisor.supervise(options, *environment_blocks(spec, dict(os.environ)), create=create)

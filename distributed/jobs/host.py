@@ -59,6 +59,7 @@ from distributed.trust import (
     checked,
     foreign,
     make_directories,
+    make_own_directory,
     parse_json,
     parts_of,
     planted,
@@ -144,6 +145,11 @@ class HostAttempt:
         self.sweep = ""  # state of Service._sweep(), which kills processes of the attempt: empty, running or done
 
     @property
+    def workdir(self) -> str:
+        """The working directory: see the docstring of this module."""
+        return os.path.abspath(os.path.join(self.directory, *[os.pardir] * 4))
+
+    @property
     def lock(self) -> str:
         return os.path.join(self.directory, "lock")
 
@@ -166,7 +172,7 @@ class HostAttempt:
         """Create the directory of the attempt and claim the output directory. Returns the file of claim_output()."""
         os.mkdir(self.directory, PRIVATE_DIRECTORY)
         try:
-            return claim_output(self.output, job, script)
+            return claim_output(self.workdir, self.output, job, script)
         except (HostError, OSError):
             os.rmdir(self.directory)
             raise
@@ -239,8 +245,7 @@ class HostAttempt:
         if started is None or HostAttempt.searches >= MAX_SEARCHES:
             return NOTHING_WRITTEN
         HostAttempt.searches += 1
-        workdir = os.path.abspath(os.path.join(self.directory, *[os.pardir] * 4))  # see the docstring of this module
-        found = new_files(workdir, started)
+        found = new_files(self.workdir, started)
         more = ", ..." if found[3:] else ""
         new = f"; new files elsewhere on {self.files.name}: {', '.join(found[:3])}{more}" if found else ""
         return NOTHING_WRITTEN + new
@@ -367,19 +372,10 @@ def list_directory(workdir: str, list_id: str) -> str:
 
     The user may have replaced `logs` by a link.
     """
-    logs = os.path.join(workdir, "logs")
-    make_directories(logs)
-    path = os.path.join(logs, "jobs", list_id)
+    path = os.path.join(workdir, "logs", "jobs", list_id)
+    make_own_directory(os.path.join(workdir, "logs"), workdir)
+    make_own_directory(path, workdir, PRIVATE_DIRECTORY)
     make_private(path)
-    trusted = {0, os.geteuid(), os.stat(workdir).st_uid}
-    if problem := planted(path, trusted):
-        part, _, reason = problem.partition(": ")
-        raise PermissionError(errno.EACCES, reason, part)
-    for above in (logs, os.path.dirname(path)):
-        facts = os.stat(above)
-        if facts.st_uid not in trusted:
-            reason = f"belongs to {user_name(facts.st_uid)}, who could replace the files of this list"
-            raise PermissionError(errno.EACCES, reason, above)
     return path
 
 
@@ -693,7 +689,8 @@ class Service:
 
     def claim(self, request: Request) -> Reply:
         """Claim the output directory of a job before its results are copied to it from the dispatcher."""
-        os.close(claim_output(os.path.join(self.workdir, request["output"]), request["job"], request["script"]))
+        output = os.path.join(self.workdir, request["output"])
+        os.close(claim_output(self.workdir, output, request["job"], request["script"]))
         return {}
 
     def remove_output(self, request: Request) -> None:
@@ -957,14 +954,20 @@ def refuse_other_owner(output: str, job: str, script: str) -> None:
         raise JobRefused(f"{output} holds the results of job {owner}; move it away, or give this job another prefix")
 
 
-def claim_output(output: str, job: str, script: str) -> int:
-    """Lock an output directory for an attempt, and write the name of its job to OWNER.
+def claim_output(workdir: str, output: str, job: str, script: str) -> int:
+    """Lock an output directory in a working directory for an attempt, and write the name of its job to OWNER.
 
     Returns a file that stays locked as long as any process has it open. Raises JobRefused or Busy.
     """
     refuse_obstacle(output)
     refuse_foreign_files(output)
-    make_directories(output)
+    try:
+        make_own_directory(output, workdir)
+    except PermissionError as error:
+        if error.errno != errno.EPERM:
+            raise
+        remedy = "use another working directory, or give this job another prefix"
+        raise JobRefused(f"{error.filename}: {error.strerror}; {remedy}") from None
     if problem := foreign_directory(output):
         raise JobRefused(f"{problem}, or give this job another prefix")
     try:

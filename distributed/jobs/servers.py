@@ -47,7 +47,16 @@ from distributed.terminal import plural
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 from distributed.transport.commands import VANISHED, TransportError, over_ssh, rsync_shell, temporary_directory
 from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, owners_above, owners_here
-from distributed.trust import MAX_TEXT, PRIVATE_DIRECTORY, checked, parse_json, place, read_bytes, shown
+from distributed.trust import (
+    MAX_TEXT,
+    PRIVATE_DIRECTORY,
+    checked,
+    make_own_directory,
+    parse_json,
+    place,
+    read_bytes,
+    shown,
+)
 
 CONNECT_TIMEOUT = 60.0  # seconds
 REPLY_TIMEOUT = 60.0  # seconds; host.py exits if a request that is not one of SLOW blocks it for CONNECTION_TIMEOUT
@@ -312,7 +321,7 @@ class HostServer(JobServer):
             "open", server=self.name, list=self.context.list_id, default_workdir=cwd, script=self.context.script,
             workdir=self.settings.workdir or ("" if remote else cwd), remote=remote, panes=self.context.panes,
             python=self.settings.python or self.python, slots=[f"{self.name}:{slot.index}" for slot in self.pool.slots],
-            owner=os.stat(cwd).st_uid, user=os.geteuid(), owners=sorted(self._owners_here()),
+            owner=os.stat(cwd).st_uid, user=os.geteuid(), owners=sorted(self._owners_here),
         )  # fmt: skip
         self.workdir = opened["workdir"]
         self.session = opened["session"] if opened["session"] in SESSIONS else ""  # part of a command that is printed
@@ -321,6 +330,7 @@ class HostServer(JobServer):
         await self._after_open(opened)
         return "; ".join(filter(None, [self._attach_command(), opened["note"], note, self.note]))
 
+    @functools.cached_property  # another user may have made them since, when it reconnects
     def _owners_here(self) -> set[int]:
         """Who owns the script and the Python on this machine, and may therefore own them on the server."""
         python = os.path.expanduser(self.settings.python or self.python)
@@ -583,7 +593,7 @@ class SshServer(HostServer):
         plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
-            f"{FOREIGN}; open= owners={shlex.quote(owners_above(str(self.context.cwd), self._owners_here()))}"
+            f"{FOREIGN}; open= owners={shlex.quote(owners_above(str(self.context.cwd), self._owners_here))}"
             f'"{owner}"; d="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._archive_name}"; '
             f'[ -e "$d/complete" ] || {{ echo {NOT_INSTALLED}; exit 0; }}; '
             f'[ -O "$d" ] || {{ echo "$d belongs to another user" >&2; exit 69; }}; {CHECK_CACHE} || exit; '
@@ -691,7 +701,8 @@ class SshServer(HostServer):
         if self.shared:
             return ()
         try:
-            os.close(host.claim_output(str(self.context.cwd / job.output), job.owner, self.context.script_name))
+            cwd, script = str(self.context.cwd), self.context.script_name
+            os.close(host.claim_output(cwd, os.path.join(cwd, job.output), job.owner, script))
         except host.HostError as error:
             raise (Unreachable if error.kind == "busy" else OSError)(str(error)) from None
         log = f"logs/jobs/{self.context.list_id}/{attempt.name}"
@@ -787,6 +798,7 @@ class SshServer(HostServer):
         if self.shared or not present:
             return
         for job in present:
+            make_own_directory(str(self.context.cwd / job.output), str(self.context.cwd))
             await self._call("claim", output=job.output, job=job.owner, script=self.context.script_name)
         async with self._sending:
             names = names_for_rsync([job.output for job in present])

@@ -427,6 +427,8 @@ def all_runs(logs: Path, width: int | None, most: int = ROWS) -> list[str]:
             faults.append(
                 printable(f"not shown: {'' if isinstance(error, RunLookupError) else f'{directory}: '}{error}")
             )
+            with contextlib.suppress(OSError):  # directories of others use up no rows
+                most += os.lstat(directory).st_uid != os.geteuid()
             continue
         rows.append(row)
         if job:

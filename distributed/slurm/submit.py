@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import stat
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import IO
 
 from distributed.exit_codes import INTERRUPTED, TERMINATED, TIMED_OUT, UNFIT, WRONG_CALL
 from distributed.files import KIT
-from distributed.trust import make_directories, regular_file, user_name
+from distributed.trust import make_own_directory, regular_file, user_name
 
 BATCH_SCRIPT = Path(KIT, "scripts/slurm/slurm_train.sh")
 SINFO = ("sinfo", "--noheader", "--format=%P|%D|%c|%G|%l")  # partition, nodes, cores, GPUs, time limit
@@ -121,12 +122,24 @@ def print_rest(path: str, offset: int, stream: IO[bytes]) -> int:
     return count
 
 
+def make_log_directory(log_dir: str) -> None:
+    """Make the directory of the output. Raises SubmitError if others could make links there: SLURM follows links."""
+    try:
+        make_own_directory(log_dir, os.getcwd())
+        problem = "all users can create files there, and lead the output of the job to other files"
+        problem = f"{log_dir}: {problem}" if os.stat(log_dir).st_mode & stat.S_IWOTH else ""
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    if problem:
+        raise SubmitError(f"{problem}; choose another directory with --log-dir")
+
+
 def submit(command: Sequence[str], log_dir: str, program: str, following: bool, own: Sequence[str] = ()) -> int:
     """Call sbatch, and print how to watch the job. own: options of the user that change the output or number of jobs.
 
     Returns the exit code of the job if it is followed, or 130 after Ctrl-C; otherwise 0.
     """
-    make_directories(log_dir)
+    make_log_directory(log_dir)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SubmitError(f"refused by SLURM, see its message above; {REMEDY}")

@@ -27,7 +27,7 @@ from distributed.trust import (
     allowed_mode,
     checked,
     lock_file,
-    make_directories,
+    make_own_directory,
     parse_json,
     read_bytes,
     regular_file,
@@ -67,12 +67,20 @@ def manifest_of(directory: str, digest: str, **facts: Any) -> Manifest:
     for name in FILES:
         path = os.path.join(directory, name)
         try:
-            file = os.path.realpath(path)  # a script may write links
+            file = without_outer_links(directory, name)
             files[name] = {"bytes": os.path.getsize(file), "sha256": sha256(file)}
         except OSError as error:
             raise BaseModelError(f"{path}: {error.strerror}: a job with mode base_only must write it") from None
     loss = read_json(os.path.join(directory, "base_metrics.json")).get("held_out_loss")
     return {"digest": digest, "files": files, "held_out_loss": loss, **facts}
+
+
+def without_outer_links(directory: str, name: str) -> str:
+    """The path of a file in an output directory. A script may write links to other files there; others are refused."""
+    path = os.path.realpath(os.path.join(directory, name))
+    if not path.startswith(f"{os.path.realpath(directory)}/"):
+        raise OSError(errno.ELOOP, "is a symbolic link that leads out of its directory", name)
+    return path
 
 
 def sha256(path: str) -> str:
@@ -135,12 +143,16 @@ def size_of(manifest: Mapping[str, Any]) -> int:
 
 
 def stage(cache: str, source: str, manifest: Mapping[str, Any]) -> str:
-    """Copy a base model's files and a manifest to a new staging directory, and return its path, for publish()."""
+    """Copy a base model's files and a manifest to a new staging directory, and return its path, for publish().
+
+    Raises OSError, also if another user could replace the directories of the cache or of the files.
+    """
+    make_own_directory(source, workdir_of(cache))
     staging = new_staging(cache, manifest["digest"])
     mode = allowed_mode(cache) & 0o666
     try:
         for name in FILES:
-            path, new = os.path.realpath(os.path.join(source, name)), os.path.join(staging, name)
+            path, new = without_outer_links(source, name), os.path.join(staging, name)
             with open(path, "rb", opener=regular_file) as file, open(os.open(new, NEW_FILE, mode), "wb") as copy:
                 shutil.copyfileobj(file, copy, BLOCK)
         write_json(os.path.join(staging, MANIFEST), dict(manifest), mode)
@@ -150,9 +162,13 @@ def stage(cache: str, source: str, manifest: Mapping[str, Any]) -> str:
     return staging
 
 
+def workdir_of(cache: str) -> str:
+    return os.path.dirname(os.path.dirname(os.path.abspath(cache)))  # see CACHE
+
+
 def new_staging(cache: str, digest: str) -> str:
     """Make an empty staging directory in the cache. Its name is not that of a base model."""
-    make_directories(cache)
+    make_own_directory(cache, workdir_of(cache))
     path = os.path.join(cache, f"{staging_prefix(digest)}{secrets.token_hex(4)}")
     os.mkdir(path, allowed_mode(cache))
     return path
@@ -225,7 +241,7 @@ def lock(cache: str, digest: str, exclusive: bool, seconds: float = 0.0) -> int 
     lock after `seconds`. Users who cannot write to the cache cannot open its locks, so they cannot block it. They may
     use its base models, and get a descriptor that locks nothing.
     """
-    make_directories(cache)
+    make_own_directory(cache, workdir_of(cache))
     path = os.path.join(cache, f".{hash_of(digest)}.lock")
     try:
         file = lock_file(path, os.O_RDWR | os.O_CREAT, cache)

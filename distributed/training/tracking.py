@@ -21,6 +21,7 @@ from distributed.runs.run_directory import create
 from distributed.training.collectives import Ranks
 from distributed.training.fold import DEFAULT_PARTICIPANTS, output_directory
 from distributed.training.settings import ConfigError
+from distributed.trust import make_own_directory
 from distributed.world import World
 
 Scalars = Mapping[str, float]
@@ -108,10 +109,13 @@ def _own_run_directory(job: Mapping[str, Any], world: World, script: str) -> str
     With --prefix and --fold (training/fold.py), it is the same directory each time, so that the job resumes.
     """
     output = os.path.abspath(output_directory(job, "job", DEFAULT_PARTICIPANTS))
+    resumes = {"prefix", "fold"} <= job.keys()
+    if "prefix" in job:
+        make_own_directory(output if resumes else os.path.dirname(output), os.getcwd())
     return create(
         os.path.dirname(output) if "prefix" in job else "logs", "train",
         nodes=[RunNode(socket.gethostname(), "", world.local_size, 0)], script=script, config=None, cwd=os.getcwd(),
-        python=sys.executable, command=sys.argv, existing=output if {"prefix", "fold"} <= job.keys() else None,
+        python=sys.executable, command=sys.argv, existing=output if resumes else None,
     )  # fmt: skip
 
 

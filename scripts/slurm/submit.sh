@@ -20,7 +20,8 @@
 # All other options are those of sbatch in their long form: --time, --partition, --account, --qos, --mem, --signal, ...
 # They override the partition, GPUs and cores that this program chooses from the list of sinfo. --array, and options
 # that this program sets, such as --nodes and --output, are only passed on with --sbatch. The job runs slurm_train.sh,
-# whose environment variables, such as LAUNCHER, apply. The directory of --log-dir is created.
+# whose environment variables, such as LAUNCHER, apply. The directory of --log-dir is created; one in which all users
+# can create files is refused.
 #
 # Exit codes: 0 success; 2 wrong call, or refused by SLURM; with --follow that of the job, or 130 after Ctrl-C.
 #

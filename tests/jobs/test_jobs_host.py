@@ -148,7 +148,7 @@ def note_of_attempt(directory: Path, *written: str) -> str:
     write(directory, "data/old.txt", "old.txt", "experiments/earlier/model.pt")
     for path in directory.rglob("*.*"):
         os.utime(path, (10**9, 10**9))
-    os.close(host.claim_output(attempt.output, "job", "job.py"))
+    os.close(host.claim_output(str(directory), attempt.output, "job", "job.py"))
     write(directory, "experiments/other/.muster_job", "experiments/other/sub/model.pt",
           "experiments/base_models/a/x.pt", ".cache/x", ".hidden", "env/pyvenv.cfg", "env/bin/python",
           "__pycache__/a.pyc", "src/__pycache__/a.pyc",
@@ -468,7 +468,7 @@ def test_an_output_directory_that_is_empty_or_belongs_to_this_job_is_claimed(
     output = tmp_path / "output"
     create(output)
     was_link = output.is_symlink()
-    os.close(host.claim_output(str(output), "mine", "train.py"))
+    os.close(host.claim_output(str(tmp_path), str(output), "mine", "train.py"))
     assert (output / host.OWNER).read_text() == "mine of train.py\n"
     assert output.is_symlink() == was_link
 
@@ -507,7 +507,7 @@ def test_an_output_directory_with_files_that_no_job_wrote_is_refused(
     create(output)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(host.JobRefused, match="output contains files that no job wrote; move it away, give this"):
-        host.claim_output(str(output), "mine", "train.py")
+        host.claim_output(str(tmp_path), str(output), "mine", "train.py")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -515,4 +515,4 @@ def test_an_output_directory_with_files_that_no_job_wrote_is_refused(
 def test_an_output_directory_below_a_file_is_refused(create: Callable[[Path], None], tmp_path: Path) -> None:
     create(tmp_path / "p")
     with pytest.raises(host.JobRefused, match="/p: not a directory; move it away, or give this job another prefix"):
-        host.claim_output(str(tmp_path / "p" / "a" / "fold0"), "mine", "train.py")
+        host.claim_output(str(tmp_path), str(tmp_path / "p" / "a" / "fold0"), "mine", "train.py")

@@ -846,7 +846,7 @@ def test_an_output_directory_of_another_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "experiments" / "x" / "result").touch()
     (tmp_path / "experiments" / "x" / host.OWNER).write_text("another\n")
     with pytest.raises(host.JobRefused, match="holds the results of job another"):
-        host.claim_output(str(tmp_path / "experiments" / "x"), "mine", "train.py")
+        host.claim_output(str(tmp_path), str(tmp_path / "experiments" / "x"), "mine", "train.py")
 
 
 def test_a_job_that_requests_all_gpus_gets_those_of_one_node_and_takes_one_slot(tmp_path: Path) -> None:

@@ -23,9 +23,11 @@ import pytest
 from distributed.files import KIT, user_file
 from distributed.jobs import commands, config, console, host, journal, page, panes, servers
 from distributed.jobs.backend import Event, ServerUnusable, Unreachable
+from distributed.jobs.base_cache import Cache
 from distributed.jobs.job import Job, Options, job_of
 from distributed.jobs.journal import Journal, JournalError
 from distributed.jobs.state import Attempt, ListState, job_records
+from distributed.training.base_model import CACHE, FILES, TRAINING, WEIGHTS, BaseModelError, hash_of, stage
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as a second user")
@@ -172,7 +174,7 @@ def lock(path: Path) -> None:
 @as_root
 def test_another_user_cannot_lock_the_files_of_a_list(directory: Path) -> None:
     write_journal(directory / "results.journal")
-    os.close(host.claim_output("experiments/a", "a", "job.py"))
+    os.close(host.claim_output(".", "experiments/a", "a", "job.py"))
     for path in (directory / "results.journal", directory / "experiments/a/.muster_job"):
         assert as_nobody(partial(lock, path)) == "PermissionError"
 
@@ -209,7 +211,7 @@ def test_files_of_an_earlier_version_become_private(directory: Path) -> None:
     (directory / "experiments").mkdir()
     (directory / "experiments/.muster_job").touch(0o644)
     host.list_directory(str(directory), "abc")
-    os.close(host.claim_output("experiments", "job", "job.py"))
+    os.close(host.claim_output(".", "experiments", "job", "job.py"))
     assert (mode_of("logs/jobs/abc"), mode_of("experiments/.muster_job")) == (0o700, 0o600)
 
 
@@ -226,7 +228,7 @@ def test_the_directory_of_a_list_that_another_user_has_created_is_refused(direct
 def test_a_directory_whose_owner_could_replace_that_of_a_list_is_refused(directory: Path, above: str) -> None:
     (directory / "logs/jobs").mkdir(parents=True)
     os.chown(directory / above, NOBODY, NOBODY)
-    with pytest.raises(PermissionError, match="belongs to nobody, who could replace the files of this list"):
+    with pytest.raises(PermissionError, match="belongs to nobody, who could replace what is in it"):
         host.list_directory(str(directory), "abc")
     os.chown(directory, NOBODY, NOBODY)
     host.list_directory(str(directory), "abc")
@@ -266,8 +268,75 @@ def test_the_results_of_a_job_are_not_written_to_a_directory_that_another_user_h
         output.symlink_to(target)
     os.lchown(output, NOBODY, NOBODY)
     with pytest.raises(host.JobRefused, match=f"{output}: belongs to nobody, .* or give this job another prefix"):
-        host.claim_output(str(output), "a", "job.py")
+        host.claim_output(str(directory), str(output), "a", "job.py")
     assert not list(private.iterdir())
+
+
+@pytest.fixture
+def shared(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory in which all users can create files."""
+    (shared := directory / "shared").mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.chdir(shared)
+    return shared
+
+
+def as_nobody_made(path: Path, link: Path | None = None) -> Path:
+    """A directory to which all users can write, or a link, made by another user."""
+
+    def make() -> None:
+        os.umask(0)
+        path.symlink_to(link) if link else path.mkdir()
+
+    as_nobody(make)
+    assert os.lstat(path).st_uid == NOBODY
+    return path
+
+
+@as_root
+@pytest.mark.parametrize("planted", ["experiments", "experiments/p", "experiments/p/j"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_no_job_writes_below_a_directory_or_link_of_another_user(
+    planted: str, is_link: bool, shared: Path, directory: Path
+) -> None:
+    (private := directory / "private").mkdir()
+    for above in list(Path(planted).parents)[::-1]:
+        (shared / above).mkdir(exist_ok=True)
+        (shared / above).chmod(0o1777)
+    as_nobody_made(shared / planted, private if is_link else None)
+    with pytest.raises(host.JobRefused, match=f"^{shared / planted}: belongs to nobody, .*; use another working direc"):
+        host.claim_output(str(shared), str(shared / "experiments/p/j"), "j", "job.py")
+    assert not [*private.iterdir()]
+    assert is_link or not [*(shared / planted).iterdir()]
+
+
+@as_root
+@pytest.mark.parametrize("planted", ["experiments", "experiments/base_training"])
+def test_no_file_of_this_user_gets_into_the_cache_through_a_directory_of_another_user(
+    planted: str, shared: Path, directory: Path
+) -> None:
+    (secret := directory / "secret.key").write_text("secret")
+    secret.chmod(0o600)
+    if planted != "experiments":
+        (shared / "experiments").mkdir()
+        (shared / "experiments").chmod(0o1777)
+    output = shared / TRAINING / hash_of("a" * 64)
+
+    def plant() -> None:
+        os.umask(0)
+        output.mkdir(parents=True)
+        for name in FILES:
+            (output / name).symlink_to(secret) if name == WEIGHTS else (output / name).write_text("{}")
+
+    as_nobody(plant)
+    with pytest.raises((OSError, BaseModelError)):
+        Cache(shared).publish("a" * 64, str(output))
+    with pytest.raises(PermissionError, match=f"belongs to nobody.*'{shared / planted}'"):
+        stage(str(shared / CACHE), str(output), {"digest": "a" * 64})
+    if planted == "experiments":
+        with pytest.raises(PermissionError, match=f"belongs to nobody.*'{shared / planted}'"):
+            Cache(shared).claim("a" * 64)
+    assert not [path for path in shared.rglob("*") if path.name == WEIGHTS and not path.is_symlink()]
 
 
 @as_root
@@ -382,7 +451,9 @@ def test_no_python_or_script_that_another_user_has_planted_on_a_server_runs(
     with pytest.raises(host.HostError, match=f"{planted}: belongs to nobody, who made it .*; it is not used"):
         serve.open(request)
     assert not (directory / "RAN").exists()
-    assert server._owners_here() == {0, NOBODY}  # now it exists here, as the user has named it
+    assert NOBODY not in server._owners_here  # nor when the list reconnects
+    del server._owners_here
+    assert server._owners_here == {0, NOBODY}  # now it exists here, as the user has named it
     subprocess.run(["bash", "-c", server._host_program("serve")], env=environment, check=False, timeout=60)
     assert (directory / "RAN").exists()
 
@@ -462,7 +533,7 @@ def test_files_that_a_job_replaces_are_neither_awaited_nor_followed(
     replace(Path(attempt.files.exit))
     assert attempt.end()["code"] is None
     with pytest.raises(host.JobRefused, match=r"\.muster_job: .*; remove it"):
-        host.claim_output("experiments/a", "job", "job.py")
+        host.claim_output(".", "experiments/a", "job", "job.py")
     with pytest.raises(host.JobRefused, match=r"\.muster_job: .*; remove it"):
         host.refuse_other_owner("experiments/a", "job", "job.py")
     replace(Path(attempt.lock))
@@ -677,6 +748,45 @@ def test_results_are_not_received_in_a_directory_of_another_user(server: ServerH
     make_link(planted, "/tmp")
     with pytest.raises(PermissionError, match="not a directory"):
         server.end_attempt()
+
+
+@as_root
+@pytest.mark.parametrize("planted", ["experiments", "experiments/p"])
+def test_results_do_not_arrive_in_a_directory_of_this_user_to_which_another_user_leads_them(
+    planted: str, shared: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """He replaces the directory of the job, which is in his directory, while the results are copied."""
+    (directory / "remote").mkdir()
+    (mine := directory / "mine").mkdir()
+    (mine / "config.json").write_text("mine")
+    server = ServerHere(shared, directory / "remote")
+    if planted != "experiments":
+        (shared / "experiments").mkdir()
+        (shared / "experiments").chmod(0o1777)
+    as_nobody_made(shared / planted)
+    if planted == "experiments":
+        as_nobody_made(shared / "experiments/p")
+    output, received = shared / server.job.output, server._receive
+
+    def swap() -> None:
+        output.rename(output.with_name("moved"))
+        output.symlink_to(mine)
+
+    async def receive(directories: Sequence[str], staging: str) -> None:
+        await received(directories, staging)
+        as_nobody(swap)
+
+    monkeypatch.setattr(server, "_receive", receive)
+    server.results.mkdir(parents=True)
+    (server.results / "config.json").write_text("theirs")
+    with pytest.raises(OSError, match=f"^{shared / planted}: belongs to nobody, "):
+        server.end_attempt()
+    assert (mine / "config.json").read_text() == "mine"
+    output.unlink(missing_ok=True)
+    output.mkdir()
+    server.shared = False
+    with pytest.raises(PermissionError, match="belongs to nobody"):  # nor are files of others sent as results
+        asyncio.run(server.send_results([server.job]))
 
 
 # ---------------------------------------------------------------- the directory of ssh's sockets

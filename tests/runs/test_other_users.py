@@ -164,6 +164,18 @@ def test_a_private_run_of_another_user_does_not_hide_the_others(shared: Path) ->
     assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == own
 
 
+def test_directories_of_others_do_not_use_up_the_rows_of_the_table_of_all_runs(shared: Path) -> None:
+    (shared / "logs").mkdir()
+    (shared / "logs").chmod(0o1777)
+    own, _ = planted_run(shared / "logs", VICTIM)
+    theirs, _ = planted_run(shared / "logs", ATTACKER)
+    for number in range(3):
+        give(Path(shutil.copytree(theirs, shared / f"logs/train-20990102-030405-000{number}")), ATTACKER)
+    done = run_as(VICTIM, "status.sh", "--all", "--rows", "2", cwd=shared)
+    assert own.name in done.stdout.partition("not shown")[0], done.stdout
+    assert done.stdout.count(f"belongs to {ATTACKER}") == 4
+
+
 @pytest.mark.parametrize(
     "call", [("status.sh", "none"), ("status.sh", "--all"), ("stop.sh", "none"), ("report.sh", "none")]
 )

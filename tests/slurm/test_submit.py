@@ -7,6 +7,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,36 @@ def test_a_planted_output_file_is_not_printed(
     with pytest.raises(SubmitError, match=f"out: {reason}.*; the job continues"):
         submit.follow("17", ["out", "err"], "submit.sh")
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as a second user")
+@pytest.mark.parametrize(
+    ("log_dir", "reason"),
+    [
+        ("shared", "{cwd}/shared: belongs to nobody, who made it where all users can create files"),
+        ("shared/mine", "{cwd}/shared: belongs to nobody, who made it where all users can create files"),
+        ("link", "{cwd}/link: belongs to nobody, who made it where all users can create files"),
+        ("open", "open: all users can create files there, and lead the output of the job to other files"),
+    ],
+)
+def test_the_output_of_a_job_does_not_go_to_a_directory_in_which_another_user_can_plant_links(
+    programs: Path, log_dir: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_program(programs / "sbatch", f"touch {programs}/SUBMITTED; echo 17")
+    with tempfile.TemporaryDirectory() as made, monkeypatch.context() as patched:
+        cwd = Path(made)
+        cwd.chmod(0o1777)
+        patched.chdir(cwd)
+        (cwd / "mine").mkdir()
+        (cwd / "open").mkdir()
+        (cwd / "open").chmod(0o1777)
+        plant = ["bash", "-c", "mkdir -m 777 shared; ln -s mine link"]
+        subprocess.run(plant, user="nobody", extra_groups=[], check=True)
+        with pytest.raises(SubmitError) as refused:
+            submit.submit(["sbatch"], log_dir, "submit.sh", following=False)
+        assert str(refused.value) == f"{reason.format(cwd=cwd)}; choose another directory with --log-dir"
+        assert not [*(cwd / "mine").iterdir()] and not (programs / "SUBMITTED").exists()
+        assert submit.submit(["sbatch"], "mine/more", "submit.sh", following=False) == 0
 
 
 def test_the_directory_of_logs_is_not_writable_by_others_whatever_the_umask_is(programs: Path) -> None:

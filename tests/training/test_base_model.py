@@ -630,6 +630,12 @@ def test_a_script_may_write_links_and_a_fifo_in_its_output_is_refused(tmp_path: 
     base_model.publish(str(cache), DIGEST, base_model.stage(str(cache), str(output), manifest))
     assert not (cache / NAME / base_model.WEIGHTS).is_symlink()
     (output / base_model.WEIGHTS).unlink()
+    (output / base_model.WEIGHTS).symlink_to(Path(trained(tmp_path / "outside"), base_model.WEIGHTS))
+    with pytest.raises(BaseModelError, match="is a symbolic link that leads out of its directory"):
+        base_model.manifest_of(str(output), DIGEST)
+    with pytest.raises(OSError, match="is a symbolic link that leads out of its directory"):
+        base_model.stage(str(cache), str(output), manifest)
+    (output / base_model.WEIGHTS).unlink()
     os.mkfifo(output / base_model.WEIGHTS)
     with pytest.raises(BaseModelError, match="not a regular file"):
         base_model.manifest_of(str(output), DIGEST)

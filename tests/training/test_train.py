@@ -769,6 +769,16 @@ def test_the_participants_of_a_job_may_be_texts_of_a_directory(workdir: Workdir)
     assert (workdir.path / "experiments/exp1/fold0_eve/metrics.jsonl").exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as a second user")
+def test_a_job_writes_nothing_below_a_directory_of_another_user(workdir: Workdir) -> None:
+    workdir.path.chmod(0o1777)
+    subprocess.run(["mkdir", "-m", "777", "experiments"], cwd=workdir.path, user="nobody", extra_groups=[], check=True)
+    refused = workdir.job(*FOLD, "--steps", "2")
+    assert refused.returncode == 2
+    assert "/experiments: cannot make the run directory: belongs to nobody, who made it where all" in refused.stderr
+    assert not list((workdir.path / "experiments").iterdir())
+
+
 def test_a_job_does_not_resume_from_a_checkpoint_with_other_data_settings(workdir: Workdir) -> None:
     """With another mode the checkpoint may have been trained on text that this run holds out."""
     assert workdir.job(*FOLD, "--steps", "2").returncode == 0
