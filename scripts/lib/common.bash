@@ -110,19 +110,24 @@ find_foreign() { # <path...>
 }
 
 
-# Exit with EXIT_UNFIT if another user can change a file of Muster, or the directories and programs of its .venv.
+# Exit with EXIT_UNFIT if another user can change a file that Muster runs, reads, imports or installs from, or the
+# directories and programs of its .venv. Of .git, that is what names programs which git runs.
 check_kit() {
-  local fact path paths=("$KIT"/{train.py,scripts,distributed})
+  local fact path paths=("$KIT"/{VERSION,*.py,*.so,*/__init__.*,benchmarks,config,distributed,scripts,tests})
   local -A found=()
+  paths+=("$KIT"/{requirements*,pyproject.toml,.git,.git/{config,info,hooks}})
   [[ ${PYTHON_OPTION-} ]] || paths+=("$KIT/.venv")
-  [[ ${PYTHON_OPTION-} || ! -L $KIT/.venv ]] || paths+=("$KIT/.venv/")
+  for path in "${paths[@]}"; do
+    [[ ! -L $path ]] || paths+=("$path/")
+  done
   # Each link of Muster, and one path for each owner and mode that could be a problem. This is faster than find_foreign
   # with all paths. `scripts` is found in any case.
   while read -r -d '' fact && IFS= read -r -d '' path; do
     [[ $fact != *:l* ]] || fact+=$path
     found[$fact]=$path
-  done < <(find "${paths[@]}" -maxdepth 3 \( -name scripts -o -type l ! -path '*/.venv/*' -o ! -type l -perm /022 \
-    -o ! -uid "$EUID" ! -uid 0 \) -printf '%U:%G:%M\0%p\0' 2>/dev/null)
+  done < <(find "${paths[@]}" -maxdepth 3 \( ! -name .git -o -prune \) \( -name scripts \
+    -o -type l ! -path '*/.venv/*' -o ! -type l -perm /022 -o ! -uid "$EUID" ! -uid 0 \) \
+    -printf '%U:%G:%M\0%p\0' 2>/dev/null)
   ((${#found[@]})) || die_with "$EXIT_UNFIT" "find: not on the PATH, so the owners of $KIT cannot be checked"
   find_foreign "${found[@]}"
   [[ ! $FOREIGN ]] || die_with "$EXIT_UNFIT" "$FOREIGN"
