@@ -510,7 +510,7 @@ reports_failure() {
   [ "$output" = "$PWD/.venv/bin/python" ]
   chown 23456 .venv
   run -69 env -u VIRTUAL_ENV "$SCRIPT"
-  [[ "$output" == *"$PWD/.venv: belongs to UNKNOWN (user id 23456), whose programs would run as you; if you trust them: --python $PWD/.venv/bin/python" ]]
+  [[ "$output" == *"$PWD/.venv: belongs to UNKNOWN (user id 23456), who could run commands as you; if you trust it: --python $PWD/.venv/bin/python" ]]
   run -0 env -u VIRTUAL_ENV "$SCRIPT" "$PWD/.venv/bin/python"
   # A link to Muster's .venv is not used itself: another user could lead it elsewhere.
   mv .venv "$KIT/.venv"
@@ -529,17 +529,42 @@ reports_failure() {
   chown -h 23456 .venv
   run -69 env -u VIRTUAL_ENV "$SCRIPT"
   chown -h 0 .venv
-  chmod 1777 theirs/bin
+  local path
+  mkdir -p theirs/lib/python3/site-packages
+  for path in bin lib/python3/site-packages; do # the sticky bit keeps nothing out that Python imports
+    chmod 1777 "theirs/$path"
+    run -69 env -u VIRTUAL_ENV "$SCRIPT"
+    [[ "$output" == *"$PWD/.venv/$path: other users can write it (mode 1777); call: chmod -R go-w $PWD/.venv" ]]
+    chgrp 23456 "theirs/$path"
+    chmod 775 "theirs/$path"
+    run -69 env -u VIRTUAL_ENV "$SCRIPT"
+    chmod 755 "theirs/$path"
+  done
+  chown -h 23456 theirs/bin/python
   run -69 env -u VIRTUAL_ENV "$SCRIPT"
-  [[ "$output" == *"$PWD/.venv: other users can write to it or to its bin, and their programs would run as you" ]]
+  [[ "$output" == *"$PWD/.venv/bin/python: belongs to UNKNOWN (user id 23456), who could run commands as you; if you trust"* ]]
+  cp "$(type -P true)" theirs/bin/copy
+  mv theirs/bin/copy theirs/bin/python
+  chown 23456 theirs/bin/python
+  run -69 env -u VIRTUAL_ENV "$SCRIPT"
+  # Python itself may be that of another user, to which the caller has made a link.
+  mkdir software
+  printf '#!/bin/sh\necho Python 3.12.0\n' >software/python
+  chmod 755 software/python
+  chown -R 23456 software
+  ln -sf ../../software/python theirs/bin/python
+  run -0 env -u VIRTUAL_ENV "$SCRIPT"
   # Another user's link may vanish for the time of the check.
-  chmod 755 theirs/bin
   chown -h 23456 .venv
   mkdir bin
-  printf '#!/bin/sh\n[ "$4" != .venv ] || exit 1\nexec %s "$@"\n' "$(type -P stat)" >bin/stat
+  printf '#!/bin/sh\ncase "$*" in *.venv*) exit 1; esac\nexec %s "$@"\n' "$(type -P stat)" >bin/stat
   chmod +x bin/stat
   PATH=$PWD/bin:$PATH run -69 env -u VIRTUAL_ENV "$SCRIPT"
-  [[ "$output" == *"$PWD/.venv: missing, or another program changes it; name a Python with --python" ]]
+  [[ "$output" == *"$PWD/.venv"*": missing, or another program changes it; if you trust it: --python "* ]]
+  printf '#!/bin/sh\n' >bin/find
+  chmod +x bin/find
+  PATH=$PWD/bin:$PATH run -69 env -u VIRTUAL_ENV "$SCRIPT"
+  [[ "$output" == *"find: not on the PATH, so the owners of $PWD/.venv cannot be checked; if you trust it: --python "* ]]
 }
 
 

@@ -1008,6 +1008,12 @@ with socket.create_server(("", 0)) as server:
   rm -r argparse argparse.py
   chmod o+w .git/{objects,refs,index} logs data data/file # neither run nor read by programs of Muster
   run -0 "${launch[@]}"
+  for path in . distributed .venv/lib/python3/site-packages; do # the sticky bit does not keep modules of others out
+    chmod 1777 "$path"
+    run -69 scripts/status.sh
+    [[ "$output" == "status.sh: $WORK"*": other users can write it (mode 1777); call: chmod -R go-w $(printf %q "$WORK")" ]]
+    chmod 755 "$path"
+  done
   # Muster's directories may be links; what they lead to is checked too.
   mv benchmarks elsewhere
   ln -s elsewhere benchmarks
