@@ -60,11 +60,20 @@ def user_name(uid: int) -> str:
         return f"user id {uid}"
 
 
-def writable_by_others(facts: os.stat_result) -> bool:
-    """Whether users other than the owner can write, according to the mode. A group that only has its owner is none."""
-    if facts.st_mode & stat.S_IWOTH:
+def writable_by_others(path: str | os.PathLike[str], facts: os.stat_result) -> bool:
+    """Whether users other than the owner can write, according to the mode. A group that only has its owner is none.
+
+    It counts as others if an access control list names more users or groups: what the mode allows the group is then
+    the most that the list allows them.
+    """
+    if not facts.st_mode & stat.S_IWGRP or facts.st_mode & stat.S_IWOTH:
+        return bool(facts.st_mode & stat.S_IWOTH)
+    if not _is_private_group(facts.st_uid, facts.st_gid):
         return True
-    return bool(facts.st_mode & stat.S_IWGRP) and not _is_private_group(facts.st_uid, facts.st_gid)
+    try:
+        return bool(os.getxattr(path, "system.posix_acl_access"))
+    except OSError as error:
+        return error.errno not in (errno.ENODATA, errno.ENOTSUP, errno.ENOSYS)
 
 
 def _is_private_group(uid: int, gid: int) -> bool:
@@ -86,7 +95,7 @@ def foreign(path: str | os.PathLike[str], facts: os.stat_result, owners: tuple[i
         owner = user_name(facts.st_uid)
         call = f"; call this program as its owner: runuser -u {owner} -- PROGRAM ..." if user == 0 else ""
         return f"{name}: belongs to {owner}, and you are {user_name(user)}{call}"
-    if writable_by_others(facts):
+    if writable_by_others(path, facts):
         mode = stat.S_IMODE(facts.st_mode)
         return f"{name}: other users can write to it (mode {mode:o}); if you trust its content: chmod go-w {name}"
     return ""
@@ -167,7 +176,7 @@ def make_directories(path: str | os.PathLike[str], mode: int = 0o755) -> None:
 
 def allowed_mode(directory: str | os.PathLike[str]) -> int:
     """Permissions that the umask may leave on new entries of a directory: others can write if they can write there."""
-    return 0o777 if writable_by_others(os.stat(directory)) else 0o755
+    return 0o777 if writable_by_others(directory, os.stat(directory)) else 0o755
 
 
 def regular_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = PRIVATE) -> int:
@@ -195,7 +204,7 @@ def lock_file(path: str | os.PathLike[str], flags: int, directory: str | os.Path
     Users who cannot write to the directory cannot open it, whatever the umask is: with any lock they could block it.
     """
     above, mode = os.stat(directory), PRIVATE
-    if writable_by_others(above):
+    if writable_by_others(directory, above):
         mode |= 0o066 if above.st_mode & stat.S_IWOTH else 0o060
     file = regular_file(path, flags, mode)
     facts = os.fstat(file)

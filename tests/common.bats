@@ -613,6 +613,26 @@ reports_failure() {
 }
 
 
+@test "a group that only has the owner may not write Muster's files if an access control list names more" {
+  ((!EUID)) || skip "only root has a private group on each machine"
+  script <<<'check_kit; echo checked'
+  local file="$KIT/scripts/lib/module.py" lists='
+import os, struct, sys # user::rw-, group::r--, group:12345:rw-, mask::rw-, other::r--
+entries = ((1, 6, -1), (4, 4, -1), (8, 6, 12345), (16, 6, -1), (32, 4, -1))
+data = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *one) for one in entries)
+os.setxattr(sys.argv[1], "system.posix_acl_access", data)'
+  chmod -R g+w "$KIT"
+  run -0 "$SCRIPT"
+  [ "$output" = checked ]
+  python3 -c "$lists" "$file" || skip "no access control lists here"
+  run -69 "$SCRIPT"
+  [[ "$output" == *"$file: other users can write it (mode 664); call: chmod -R go-w $(printf %q "$KIT")" ]]
+  TIME_STYLE=none run -69 "$SCRIPT" # ls fails
+  chmod -R g-w "$KIT"
+  run -0 "$SCRIPT"
+}
+
+
 @test "in a container whose user namespace does not contain root, directories of root are accepted" {
   unshare --user true 2>/dev/null || skip "no user namespaces"
   ((!EUID)) || skip "only root can give files to other users"

@@ -882,7 +882,7 @@ def refuse_foreign_venv(workdir: str) -> None:
         facts = os.lstat(path)
         if facts.st_uid not in owners:
             problem = f"{path}: belongs to {user_name(facts.st_uid)}"
-        elif not stat.S_ISLNK(facts.st_mode) and writable_by_others(facts):
+        elif not stat.S_ISLNK(facts.st_mode) and writable_by_others(path, facts):
             problem = f"{path}: other users can write to it"
     if problem:
         raise HostError(f"{problem}; set python for this server")

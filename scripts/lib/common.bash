@@ -76,7 +76,7 @@ die_usage() { # <message...>
 # Muster's directories or a .venv. A link counts as well as its target: its owner could lead it elsewhere after this
 # check. Used where the user's variables, such as KIT, and those that bash obeys are restored.
 find_foreign() { # <path...>
-  local facts targets fact number safe=' ' owner='' uid gid mode user path kit=$MUSTER_NODE_ENV_KIT
+  local facts targets fact number private='' safe=' ' owner='' uid gid mode user path kit=$MUSTER_NODE_ENV_KIT
   local paths=("$kit" "$@")
   FOREIGN=''
   mapfile -t facts <<<"$(stat -c %u:%g:%A -- "${paths[@]}" 2>/dev/null)" # %A: such as drwxrwxrwt
@@ -100,7 +100,7 @@ find_foreign() { # <path...>
       user=$(id -nu -- "$uid" 2>/dev/null) || user=UNKNOWN
       FOREIGN="$path: belongs to $user (user id $uid), who could run commands as you; use a copy of your own"
     elif [[ $mode == [!l]@(????w*|???????w?) && ($mode != *[tT] || $path/ == @("$kit"|*/.venv)/*) ]] &&
-      { [[ $mode == ????????w? ]] || ! is_private_group "$gid" "$(id -nu -- "$uid" 2>/dev/null)"; }; then
+      { [[ $mode == ????????w? ]] || ! is_private_group "$uid" "$gid"; }; then
       FOREIGN="$path: other users can write it (mode $(stat -L -c %a -- "$path")); call: chmod go-w $(quote "$path")"
       [[ $path/ != "$kit"/* ]] || FOREIGN="${FOREIGN%% call: *} call: chmod -R go-w $(quote "$kit")"
     fi
@@ -113,7 +113,7 @@ find_foreign() { # <path...>
 # The same for these files, the entries of these directories, and those two levels below; of .git and links in .venv,
 # only for themselves. The first path is `scripts` or `.venv`, which must exist; the others may be missing.
 find_foreign_below() { # <path...>
-  local fact path paths=("$@")
+  local fact path paths=("$@") shared=()
   local -A found=()
   for path; do
     [[ ! -L $path ]] || paths+=("$path/")
@@ -121,6 +121,7 @@ find_foreign_below() { # <path...>
   # Each link of Muster, and one path for each owner and mode that could be a problem. This is faster than find_foreign
   # with all paths.
   while read -r -d '' fact && IFS= read -r -d '' path; do
+    [[ $fact != *:?????w* ]] || shared+=("$path")
     [[ $fact != *:l* ]] || fact+=$path
     found[$fact]=$path
   done < <(find "${paths[@]}" -maxdepth 3 \( ! -name .git -o -prune \) \( -name scripts -o -name .venv \
@@ -145,9 +146,18 @@ check_kit() {
 }
 
 
-# Whether the group has only this user, as on systems that set umask 002.
-is_private_group() { # <group id> <user name>
-  [[ $(getent group "$1" 2>/dev/null) == "$2":*:@(|"$2") ]]
+# Whether the group has only this user, as on systems that set umask 002. No access control list, which ls marks with +,
+# may let more users write to one of the `paths` or `shared`; else `path` is set to it.
+is_private_group() { # <user id> <group id>
+  local name lists
+  [[ $private != "$*" ]] || return 0
+  name=$(id -nu -- "$1" 2>/dev/null) && [[ $(getent group "$2" 2>/dev/null) == "$name":*:@(|"$name") ]] || return
+  lists=$(ls -ldnL -- "${paths[@]}" "${shared[@]}" 2>/dev/null) && [[ $'\n'$lists != *$'\n'?????w????+* ]] &&
+    private="$*" && return
+  for path in "${paths[@]}" "${shared[@]}"; do
+    [[ $(ls -ldnL -- "$path" 2>/dev/null) == @(?????[!w]|??????????[!+])* ]] || return
+  done
+  return 1
 }
 
 
