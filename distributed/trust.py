@@ -44,7 +44,9 @@ MIN_FREE = 64 << 20  # bytes that files of a node leave free on the disk
 MAX_NAME = 64 << 10  # bytes of a name in an archive
 OF_GIT = frozenset((".git", "HEAD"))  # git runs programs that the configuration beside a HEAD names
 STALLED = 60.0  # seconds without a byte of an archive
-# git, which runs no program that the configuration of a repository names, and enters no repository without `.git`.
+# git, which enters no repository without `.git`. With git_environment(), it runs no program that the configuration of a
+# repository names, except that `git status` runs filters, see git_obeys_others().
+GIT_SETTINGS = ("GIT_CONFIG_", "GIT_EXEC_PATH")  # prefixes of the GIT_ variables that git inherits
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "safe.bareRepository=explicit")
 
 
@@ -157,6 +159,60 @@ def without_links(path: str) -> str:
         if os.stat(os.path.dirname(part)).st_mode & stat.S_IWOTH and os.lstat(part).st_uid not in (0, os.geteuid()):
             raise OSError(errno.ELOOP, "is a symbolic link of another user, which is not followed", part)
     return os.path.realpath(path)
+
+
+# ---------------------------------------------------------------- git
+
+
+def git_directory(directory: bytes) -> bytes:
+    """The path of `.git` in this directory or in its closest parent on the same file system; empty if none has it.
+
+    Empty also if another user has made it in a directory in which all users can create files, such as /tmp.
+    """
+    directory = os.path.realpath(directory)
+    device = os.stat(directory).st_dev
+    while os.stat(directory).st_dev == device:
+        if os.path.lexists(found := os.path.join(directory, b".git")):
+            is_open = os.stat(directory).st_mode & stat.S_IWOTH
+            return b"" if is_open and os.lstat(found).st_uid not in (0, os.geteuid()) else found
+        if directory == (directory := os.path.dirname(directory)):
+            break
+    return b""
+
+
+def git_obeys_others(git: str) -> bool:
+    """Whether the configuration or attributes of a `.git` are of others, who could let `git status` run their programs.
+
+    Whoever owns the directory of `.git`, or belongs to a group that can replace `.git` there, is trusted.
+    """
+    above = os.stat(os.path.dirname(git))
+    owners = (0, os.geteuid(), above.st_uid)
+    is_shared = not above.st_mode & stat.S_ISVTX and writable_by_others(os.path.dirname(git), above)
+    try:
+        at = git
+        if os.path.isfile(git):  # of a linked worktree or a submodule
+            at = os.path.join(os.path.dirname(git), read_text(git).partition("gitdir: ")[2].rstrip("\n"))
+        common = os.path.join(at, "commondir")
+        common = os.path.join(at, read_text(common).rstrip("\n")) if os.path.lexists(common) else at
+        names = ("", "commondir", "config", "config.worktree", "info", "info/attributes")
+        for path in {git, *(os.path.join(directory, name) for directory in (at, common) for name in names)}:
+            for facts in (os.lstat(path), os.stat(path)) if os.path.lexists(path) else ():
+                is_open = not stat.S_ISLNK(facts.st_mode) and writable_by_others(path, facts)
+                is_trusted = is_shared and facts.st_gid == above.st_gid and not facts.st_mode & stat.S_IWOTH
+                if facts.st_uid not in owners or (is_open and not is_trusted):
+                    return True
+    except OSError:
+        return True
+    return False
+
+
+def git_environment(**more: str) -> dict[str, str]:
+    """The environment for git, without GIT_DIR and similar variables of git hooks.
+
+    In a partial clone, git may not fetch what is missing there: the configuration can name any program for that.
+    """
+    kept = {name: os.environ[name] for name in os.environ if name.startswith(GIT_SETTINGS) or name[:4] != "GIT_"}
+    return kept | more | {"GIT_ALLOW_PROTOCOL": ""}
 
 
 # ---------------------------------------------------------------- files
