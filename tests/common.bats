@@ -601,7 +601,7 @@ reports_failure() {
   local file="$BATS_TEST_TMPDIR/config/node_env.sh"
   echo : >"$file"
   chmod 664 "$file"
-  run -0 "$SCRIPT" "$file" # root's group is root
+  shared=/nowhere run -0 "$SCRIPT" "$file" # root's group is root
   chgrp daemon "$file"
   run -69 "$SCRIPT" "$file"
   [[ "$output" == *"$file: other users can write it (mode 664); call: chmod go-w $file" ]]

@@ -74,7 +74,8 @@ die_usage() { # <message...>
 # owner or mode, as OpenSSH's StrictModes does; empty if only the caller, root and the owner of Muster's directory can.
 # Entries of a directory with the sticky bit, such as /tmp, are safe, but Python would import what others add to
 # Muster's directories or a .venv. A link counts as well as its target: its owner could lead it elsewhere after this
-# check. Used where the user's variables, such as KIT, and those that bash obeys are restored.
+# check. Used where the user's variables, such as KIT, and those that bash obeys are restored. The caller sets `shared`,
+# see is_private_group.
 find_foreign() { # <path...>
   local facts targets fact number private='' safe=' ' owner='' uid gid mode user path kit=$MUSTER_NODE_ENV_KIT
   local paths=("$kit" "$@")
