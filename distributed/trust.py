@@ -45,7 +45,9 @@ MIN_FREE = 64 << 20  # bytes that files of a node leave free on the disk
 MAX_NAME = 64 << 10  # bytes of a name in an archive
 OF_GIT = frozenset((".git", "HEAD"))  # git runs programs that the configuration beside a HEAD names
 STALLED = 60.0  # seconds without a byte of an archive
-# git, which runs no program that the configuration of a repository names, and enters no repository without `.git`.
+# git, which enters no repository without `.git`. With git_environment(), it runs no program that the configuration of a
+# repository names, except that `git status` runs filters, see git_obeys_others().
+GIT_SETTINGS = ("GIT_CONFIG_", "GIT_EXEC_PATH")  # prefixes of the GIT_ variables that git inherits
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "safe.bareRepository=explicit")
 
 
@@ -61,11 +63,20 @@ def user_name(uid: int) -> str:
         return f"user id {uid}"
 
 
-def writable_by_others(facts: os.stat_result) -> bool:
-    """Whether users other than the owner can write, according to the mode. A group that only has its owner is none."""
-    if facts.st_mode & stat.S_IWOTH:
+def writable_by_others(path: str | os.PathLike[str], facts: os.stat_result) -> bool:
+    """Whether users other than the owner can write, according to the mode. A group that only has its owner is none.
+
+    It counts as others if an access control list names more users or groups: what the mode allows the group is then
+    the most that the list allows them.
+    """
+    if not facts.st_mode & stat.S_IWGRP or facts.st_mode & stat.S_IWOTH:
+        return bool(facts.st_mode & stat.S_IWOTH)
+    if not _is_private_group(facts.st_uid, facts.st_gid):
         return True
-    return bool(facts.st_mode & stat.S_IWGRP) and not _is_private_group(facts.st_uid, facts.st_gid)
+    try:
+        return bool(os.getxattr(path, "system.posix_acl_access"))
+    except OSError as error:
+        return error.errno not in (errno.ENODATA, errno.ENOTSUP, errno.ENOSYS)
 
 
 def _is_private_group(uid: int, gid: int) -> bool:
@@ -87,7 +98,7 @@ def foreign(path: str | os.PathLike[str], facts: os.stat_result, owners: tuple[i
         owner = user_name(facts.st_uid)
         call = f"; call this program as its owner: runuser -u {owner} -- PROGRAM ..." if user == 0 else ""
         return f"{name}: belongs to {owner}, and you are {user_name(user)}{call}"
-    if writable_by_others(facts):
+    if writable_by_others(path, facts):
         mode = stat.S_IMODE(facts.st_mode)
         return f"{name}: other users can write to it (mode {mode:o}); if you trust its content: chmod go-w {name}"
     return ""
@@ -151,6 +162,60 @@ def without_links(path: str) -> str:
     return os.path.realpath(path)
 
 
+# ---------------------------------------------------------------- git
+
+
+def git_directory(directory: bytes) -> bytes:
+    """The path of `.git` in this directory or in its closest parent on the same file system; empty if none has it.
+
+    Empty also if another user has made it in a directory in which all users can create files, such as /tmp.
+    """
+    directory = os.path.realpath(directory)
+    device = os.stat(directory).st_dev
+    while os.stat(directory).st_dev == device:
+        if os.path.lexists(found := os.path.join(directory, b".git")):
+            is_open = os.stat(directory).st_mode & stat.S_IWOTH
+            return b"" if is_open and os.lstat(found).st_uid not in (0, os.geteuid()) else found
+        if directory == (directory := os.path.dirname(directory)):
+            break
+    return b""
+
+
+def git_obeys_others(git: str) -> bool:
+    """Whether the configuration or attributes of a `.git` are of others, who could let `git status` run their programs.
+
+    Whoever owns the directory of `.git`, or belongs to a group that can replace `.git` there, is trusted.
+    """
+    above = os.stat(os.path.dirname(git))
+    owners = (0, os.geteuid(), above.st_uid)
+    is_shared = not above.st_mode & stat.S_ISVTX and writable_by_others(os.path.dirname(git), above)
+    try:
+        at = git
+        if os.path.isfile(git):  # of a linked worktree or a submodule
+            at = os.path.join(os.path.dirname(git), read_text(git).partition("gitdir: ")[2].rstrip("\n"))
+        common = os.path.join(at, "commondir")
+        common = os.path.join(at, read_text(common).rstrip("\n")) if os.path.lexists(common) else at
+        names = ("", "commondir", "config", "config.worktree", "info", "info/attributes")
+        for path in {git, *(os.path.join(directory, name) for directory in (at, common) for name in names)}:
+            for facts in (os.lstat(path), os.stat(path)) if os.path.lexists(path) else ():
+                is_open = not stat.S_ISLNK(facts.st_mode) and writable_by_others(path, facts)
+                is_trusted = is_shared and facts.st_gid == above.st_gid and not facts.st_mode & stat.S_IWOTH
+                if facts.st_uid not in owners or (is_open and not is_trusted):
+                    return True
+    except OSError:
+        return True
+    return False
+
+
+def git_environment(**more: str) -> dict[str, str]:
+    """The environment for git, without GIT_DIR and similar variables of git hooks.
+
+    In a partial clone, git may not fetch what is missing there: the configuration can name any program for that.
+    """
+    kept = {name: os.environ[name] for name in os.environ if name.startswith(GIT_SETTINGS) or name[:4] != "GIT_"}
+    return kept | more | {"GIT_ALLOW_PROTOCOL": ""}
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -187,7 +252,7 @@ def make_own_directory(path: str, workdir: str, mode: int = 0o755) -> None:
 
 def allowed_mode(directory: str | os.PathLike[str]) -> int:
     """Permissions that the umask may leave on new entries of a directory: others can write if they can write there."""
-    return 0o777 if writable_by_others(os.stat(directory)) else 0o755
+    return 0o777 if writable_by_others(directory, os.stat(directory)) else 0o755
 
 
 def regular_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = PRIVATE) -> int:
@@ -215,7 +280,7 @@ def lock_file(path: str | os.PathLike[str], flags: int, directory: str | os.Path
     Users who cannot write to the directory cannot open it, whatever the umask is: with any lock they could block it.
     """
     above, mode = os.stat(directory), PRIVATE
-    if writable_by_others(above):
+    if writable_by_others(directory, above):
         mode |= 0o066 if above.st_mode & stat.S_IWOTH else 0o060
     file = regular_file(path, flags, mode)
     facts = os.fstat(file)

@@ -510,7 +510,7 @@ reports_failure() {
   [ "$output" = "$PWD/.venv/bin/python" ]
   chown 23456 .venv
   run -69 env -u VIRTUAL_ENV "$SCRIPT"
-  [[ "$output" == *"$PWD/.venv: belongs to UNKNOWN (user id 23456), whose programs would run as you; if you trust them: --python $PWD/.venv/bin/python" ]]
+  [[ "$output" == *"$PWD/.venv: belongs to UNKNOWN (user id 23456), who could run commands as you; if you trust it: --python $PWD/.venv/bin/python" ]]
   run -0 env -u VIRTUAL_ENV "$SCRIPT" "$PWD/.venv/bin/python"
   # A link to Muster's .venv is not used itself: another user could lead it elsewhere.
   mv .venv "$KIT/.venv"
@@ -529,17 +529,42 @@ reports_failure() {
   chown -h 23456 .venv
   run -69 env -u VIRTUAL_ENV "$SCRIPT"
   chown -h 0 .venv
-  chmod 1777 theirs/bin
+  local path
+  mkdir -p theirs/lib/python3/site-packages
+  for path in bin lib/python3/site-packages; do # the sticky bit keeps nothing out that Python imports
+    chmod 1777 "theirs/$path"
+    run -69 env -u VIRTUAL_ENV "$SCRIPT"
+    [[ "$output" == *"$PWD/.venv/$path: other users can write it (mode 1777); call: chmod -R go-w $PWD/.venv" ]]
+    chgrp 23456 "theirs/$path"
+    chmod 775 "theirs/$path"
+    run -69 env -u VIRTUAL_ENV "$SCRIPT"
+    chmod 755 "theirs/$path"
+  done
+  chown -h 23456 theirs/bin/python
   run -69 env -u VIRTUAL_ENV "$SCRIPT"
-  [[ "$output" == *"$PWD/.venv: other users can write to it or to its bin, and their programs would run as you" ]]
+  [[ "$output" == *"$PWD/.venv/bin/python: belongs to UNKNOWN (user id 23456), who could run commands as you; if you trust"* ]]
+  cp "$(type -P true)" theirs/bin/copy
+  mv theirs/bin/copy theirs/bin/python
+  chown 23456 theirs/bin/python
+  run -69 env -u VIRTUAL_ENV "$SCRIPT"
+  # Python itself may be that of another user, to which the caller has made a link.
+  mkdir software
+  printf '#!/bin/sh\necho Python 3.12.0\n' >software/python
+  chmod 755 software/python
+  chown -R 23456 software
+  ln -sf ../../software/python theirs/bin/python
+  run -0 env -u VIRTUAL_ENV "$SCRIPT"
   # Another user's link may vanish for the time of the check.
-  chmod 755 theirs/bin
   chown -h 23456 .venv
   mkdir bin
-  printf '#!/bin/sh\n[ "$4" != .venv ] || exit 1\nexec %s "$@"\n' "$(type -P stat)" >bin/stat
+  printf '#!/bin/sh\ncase "$*" in *.venv*) exit 1; esac\nexec %s "$@"\n' "$(type -P stat)" >bin/stat
   chmod +x bin/stat
   PATH=$PWD/bin:$PATH run -69 env -u VIRTUAL_ENV "$SCRIPT"
-  [[ "$output" == *"$PWD/.venv: missing, or another program changes it; name a Python with --python" ]]
+  [[ "$output" == *"$PWD/.venv"*": missing, or another program changes it; if you trust it: --python "* ]]
+  printf '#!/bin/sh\n' >bin/find
+  chmod +x bin/find
+  PATH=$PWD/bin:$PATH run -69 env -u VIRTUAL_ENV "$SCRIPT"
+  [[ "$output" == *"find: not on the PATH, so the owners of $PWD/.venv cannot be checked; if you trust it: --python "* ]]
 }
 
 
@@ -576,7 +601,7 @@ reports_failure() {
   local file="$BATS_TEST_TMPDIR/config/node_env.sh"
   echo : >"$file"
   chmod 664 "$file"
-  run -0 "$SCRIPT" "$file" # root's group is root
+  shared=/nowhere run -0 "$SCRIPT" "$file" # root's group is root
   chgrp daemon "$file"
   run -69 "$SCRIPT" "$file"
   [[ "$output" == *"$file: other users can write it (mode 664); call: chmod go-w $file" ]]
@@ -585,6 +610,26 @@ reports_failure() {
   chmod +x "$BATS_TEST_TMPDIR/getent"
   chgrp root "$file"
   PATH="$BATS_TEST_TMPDIR:$PATH" run -69 "$SCRIPT" "$file"
+}
+
+
+@test "a group that only has the owner may not write Muster's files if an access control list names more" {
+  ((!EUID)) || skip "only root has a private group on each machine"
+  script <<<'check_kit; echo checked'
+  local file="$KIT/scripts/lib/module.py" lists='
+import os, struct, sys # user::rw-, group::r--, group:12345:rw-, mask::rw-, other::r--
+entries = ((1, 6, -1), (4, 4, -1), (8, 6, 12345), (16, 6, -1), (32, 4, -1))
+data = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *one) for one in entries)
+os.setxattr(sys.argv[1], "system.posix_acl_access", data)'
+  chmod -R g+w "$KIT"
+  run -0 "$SCRIPT"
+  [ "$output" = checked ]
+  python3 -c "$lists" "$file" || skip "no access control lists here"
+  run -69 "$SCRIPT"
+  [[ "$output" == *"$file: other users can write it (mode 664); call: chmod -R go-w $(printf %q "$KIT")" ]]
+  TIME_STYLE=none run -69 "$SCRIPT" # ls fails
+  chmod -R g-w "$KIT"
+  run -0 "$SCRIPT"
 }
 
 

@@ -994,6 +994,32 @@ with socket.create_server(("", 0)) as server:
     run -0 scripts/ssh/launch_singlenode.sh --help
     chmod o-w "$path"
   done
+  mkdir -p .git/{info,hooks,objects,refs} benchmarks tests/jobs logs data argparse
+  touch requirements.{txt,lock} pyproject.toml benchmarks/run.py tests/jobs/a.py .git/{config,index,info/attributes} \
+    .git/hooks/post-checkout argparse.py argparse/__init__.py data/file
+  for path in VERSION config config/quickstart.yaml requirements.{txt,lock} pyproject.toml benchmarks benchmarks/run.py \
+    tests tests/jobs/a.py .git .git/config .git/info .git/info/attributes .git/hooks .git/hooks/post-checkout \
+    argparse.py argparse/__init__.py; do
+    chmod o+w "$path"
+    run -69 scripts/status.sh
+    [[ "$output" == "status.sh: $WORK/$path: other users can write it (mode "*"); call: chmod -R go-w $(printf %q "$WORK")" ]]
+    chmod o-w "$path"
+  done
+  rm -r argparse argparse.py
+  chmod o+w .git/{objects,refs,index} logs data data/file # neither run nor read by programs of Muster
+  run -0 "${launch[@]}"
+  for path in . distributed .venv/lib/python3/site-packages; do # the sticky bit does not keep modules of others out
+    chmod 1777 "$path"
+    run -69 scripts/status.sh
+    [[ "$output" == "status.sh: $WORK"*": other users can write it (mode 1777); call: chmod -R go-w $(printf %q "$WORK")" ]]
+    chmod 755 "$path"
+  done
+  # Muster's directories may be links; what they lead to is checked too.
+  mv benchmarks elsewhere
+  ln -s elsewhere benchmarks
+  chmod o+w elsewhere/run.py
+  run -69 scripts/status.sh
+  chmod o-w elsewhere/run.py
   ((EUID)) || chown -R 23456 .
   run -0 "${launch[@]}"
 }

@@ -94,6 +94,22 @@ installations() {
 }
 
 
+@test "nothing is installed from a lock file or into a .venv that others can write" {
+  quickstart
+  local path
+  for path in requirements.lock .venv; do
+    ((EUID)) || chgrp 12345 "$KIT/$path"
+    chmod "$( ((EUID)) && echo o+w || echo g+w)" "$KIT/$path"
+    echo '# changed' >>"$KIT/requirements.lock"
+    quickstart --python "$BATS_TEST_TMPDIR/bin/python3"
+    [ "$status" -eq 69 ]
+    [[ "$stderr" == "quickstart.sh: $KIT/$path: other users can write it (mode "*"); call: chmod -R go-w "* ]]
+    [ "$(installations)" -eq 1 ]
+    chmod go-w "$KIT/$path"
+  done
+}
+
+
 @test "the second call installs nothing" {
   quickstart
   quickstart

@@ -107,6 +107,15 @@ without() { # <program...>
 }
 
 
+@test "nothing is installed or run if others can write a lock file" {
+  chmod 666 "$KIT/requirements-test.lock"
+  run_sh
+  [ "$status" -eq 69 ]
+  [[ "$stderr" == "run.sh: $KIT/requirements-test.lock: other users can write it (mode 666); call: chmod -R go-w "* ]]
+  [ ! -e "$CALLS" ]
+}
+
+
 @test "a runner that crashes without a report is one failure" {
   echo 139 >"$STUBS/pytest"
   rm "$STUBS/pytest.report"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from struct import pack
 from typing import Any
 
 import pytest
@@ -50,6 +51,27 @@ def test_a_group_counts_as_others_unless_it_is_the_private_group_of_the_owner(
     for name, members in (("users", []), ("ada", ["ada", "bob"])):
         Group.gr_name, Group.gr_mem = name, members
         assert "other users can write to it (mode 775)" in foreign(tmp_path, facts)
+
+
+def test_a_private_group_counts_as_others_if_an_access_control_list_names_more(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root has a private group on each machine")
+    tmp_path.chmod(0o775)
+    assert foreign(tmp_path, tmp_path.stat()) == ""
+    # user::rwx, group::r-x, group:12345:rwx, mask::rwx, other::r-x
+    entries = ((1, 7, -1), (4, 5, -1), (8, 7, 12345), (16, 7, -1), (32, 5, -1))
+    content = pack("<I", 2) + b"".join(pack("<HHi", *one) for one in entries)
+    try:
+        os.setxattr(tmp_path, "system.posix_acl_access", content)
+    except OSError as error:
+        pytest.skip(f"no access control lists here: {error.strerror}")
+    command = ["setpriv", "--reuid", "23456", "--regid", "12345", "--clear-groups", "touch", "theirs"]
+    assert subprocess.run(command, cwd=tmp_path).returncode == 0
+    assert "other users can write to it (mode 775)" in foreign(tmp_path, tmp_path.stat())
+    tmp_path.chmod(0o755)  # the remedy of the message: it restricts the list
+    (tmp_path / "theirs").unlink()
+    assert subprocess.run(command, cwd=tmp_path).returncode == 1
+    assert foreign(tmp_path, tmp_path.stat()) == ""
 
 
 def test_the_owner_comes_from_the_file_system_and_the_message_names_it(tmp_path: Path) -> None:

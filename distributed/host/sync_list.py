@@ -16,12 +16,11 @@ from __future__ import annotations
 import functools
 import os
 import re
-import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from distributed.trust import GIT, printable
+from distributed.trust import GIT, git_directory, git_environment, printable
 
 RESULTS = (b"logs", b"checkpoints", b"experiments")
 VENV = b".venv"
@@ -33,7 +32,6 @@ SECRET = re.compile(
     re.IGNORECASE,
 )
 SECRET_IF_PRIVATE = re.compile(rb".*[_.-]env|.*\.pem|.*(secret|token|password).*", re.IGNORECASE)
-USER_SETTINGS = ("GIT_CONFIG_", "GIT_EXEC_PATH")  # prefixes of the GIT_ variables that git inherits
 
 
 class SyncError(Exception):
@@ -90,22 +88,6 @@ def is_result(name: bytes) -> bool:
     return name.startswith(MARKER) or name.partition(b"/")[0] in RESULTS
 
 
-def git_directory(directory: bytes) -> bytes:
-    """The path of `.git` in this directory or in its closest parent on the same file system; empty if none has it.
-
-    Empty also if another user has made it in a directory in which all users can create files, such as /tmp.
-    """
-    directory = os.path.realpath(directory)
-    device = os.stat(directory).st_dev
-    while os.stat(directory).st_dev == device:
-        if os.path.lexists(found := os.path.join(directory, b".git")):
-            is_open = os.stat(directory).st_mode & stat.S_IWOTH
-            return b"" if is_open and os.lstat(found).st_uid not in (0, os.geteuid()) else found
-        if directory == (directory := os.path.dirname(directory)):
-            break
-    return b""
-
-
 def names_in_checkout(root: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, bool]]:
     """The names of the files to copy from root/prefix, which is in a checkout, and whether git tracks them.
 
@@ -133,12 +115,10 @@ def names_in_checkout(root: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes,
 def list_files(directory: bytes, option: str) -> list[bytes]:
     """The output of `git ls-files`, run without GIT_DIR and similar variables of git hooks. Raises SyncError."""
     where, subject = os.fsdecode(directory), os.fsdecode(git_directory(directory))
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    env |= {name: value for name, value in os.environ.items() if name.startswith(USER_SETTINGS)}
     call = [*GIT, "-c", "submodule.recurse=false", "ls-files", "-z", option, "--exclude-standard"]
     try:
         done = subprocess.run(
-            call, cwd=directory, env={**env, "LC_ALL": "C"}, stdin=subprocess.DEVNULL, capture_output=True
+            call, cwd=directory, env=git_environment(LC_ALL="C"), stdin=subprocess.DEVNULL, capture_output=True
         )
     except FileNotFoundError as error:
         if error.filename != call[0]:

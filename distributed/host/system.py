@@ -22,10 +22,12 @@ class ProgramOutput:
     error: str = ""
 
 
-def run_program(command: Sequence[str], limit: float) -> ProgramOutput:
+def run_program(command: Sequence[str], limit: float, env: dict[str, str] | None = None) -> ProgramOutput:
     """Run a program for at most `limit` seconds, then kill it. A process blocked in a driver is abandoned."""
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
     except OSError as error:
         return ProgramOutput(None, "", f"{command[0]}: {error.strerror}")
     try:

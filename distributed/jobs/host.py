@@ -35,7 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 with contextlib.suppress(ImportError):  # imported once here for all forked supervisors
@@ -67,6 +67,7 @@ from distributed.trust import (
     regular_file,
     shown,
     user_name,
+    writable_by_others,
 )
 
 HELLO = "muster-jobs-host"
@@ -865,13 +866,23 @@ def find_python(requested: str, workdir: str) -> list[str]:
 
 
 def refuse_foreign_venv(workdir: str) -> None:
-    """Raise HostError if another user than the owner of the working directory has made .venv, or can write to it."""
+    """Raise HostError if another user than the owner of the working directory has made .venv, or can write to it.
+
+    The same is true of its directories of programs and packages, and of the programs; links may lead out of it.
+    """
     directory, owners = os.path.join(workdir, ".venv"), (os.geteuid(), 0, os.stat(workdir).st_uid)
-    if problem := planted(os.path.join(directory, "bin", "python"), owners):
+    problem = planted(os.path.join(directory, "bin", "python"), owners)
+    if not problem and (problem := foreign_workdir(directory, owners)):
+        problem = f"{directory}: {problem}"
+    inside = (glob.glob(glob.escape(directory) + names) for names in ("/bin/", "", "/*", "/*/*", "/*/*/*-packages"))
+    for path in () if problem else chain.from_iterable(inside):
+        facts = os.lstat(path)
+        if facts.st_uid not in owners:
+            problem = f"{path}: belongs to {user_name(facts.st_uid)}"
+        elif not stat.S_ISLNK(facts.st_mode) and writable_by_others(path, facts):
+            problem = f"{path}: other users can write to it"
+    if problem:
         raise HostError(f"{problem}; set python for this server")
-    for path in (directory, os.path.join(directory, "bin")):
-        if problem := foreign_workdir(path, owners):
-            raise HostError(f"{path}: {problem}; set python for this server")
 
 
 def program(python: list[str], script: str, workdir: str) -> list[str]:

@@ -22,7 +22,15 @@ import time
 from distributed.files import KIT, read_json, version, write_json
 from distributed.host.identity import machine, user, versions
 from distributed.host.process_scan import start_time
-from distributed.trust import GIT, PRIVATE_DIRECTORY, foreign, make_directories
+from distributed.trust import (
+    GIT,
+    PRIVATE_DIRECTORY,
+    foreign,
+    git_directory,
+    git_environment,
+    git_obeys_others,
+    make_directories,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing costs milliseconds
@@ -140,7 +148,9 @@ def _versions(python: str) -> dict[str, str | None]:
     import subprocess
 
     command = [python, "-m", "distributed.host.identity"]
-    env = _environment_without("PYTHONSAFEPATH")  # which would exclude the working directory from the import path
+    env = {
+        name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"
+    }  # which would exclude the working directory from the import path
     try:
         output = subprocess.check_output(command, cwd=KIT, env=env, stderr=subprocess.DEVNULL, timeout=PYTHON_TIMEOUT)
         return dict(json.loads(output))
@@ -149,17 +159,24 @@ def _versions(python: str) -> dict[str, str | None]:
 
 
 def _git(cwd: str) -> dict[str, object] | None:
-    """The commit, and whether a tracked file differs from it. None without a commit, or if git fails or is too slow."""
-    directory = os.path.abspath(cwd)
-    while not os.path.exists(os.path.join(directory, ".git")):  # faster than starting git
-        if directory == os.path.dirname(directory):
-            return None
-        directory = os.path.dirname(directory)
+    """The commit, and whether a tracked file differs from it. None without a commit, or if git fails or is too slow.
+
+    Changes within submodules do not count.
+    """
+    try:
+        found = os.fsdecode(git_directory(os.fsencode(cwd)))  # faster than starting git
+    except OSError:
+        return None
+    if not found or git_obeys_others(found):
+        return None
     import subprocess
 
-    command = [*GIT, "-C", cwd, "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-    # In a git hook, these variables name another repository. A lock on the index could make a concurrent commit fail.
-    env = _environment_without("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE") | {"GIT_OPTIONAL_LOCKS": "0"}
+    # In a submodule, git would run filters of the configuration there.
+    options = ("--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty")
+    command = [*GIT, "-C", cwd, "status", *options]
+    # A lock on the index could make a concurrent commit fail. git must not go on to a directory above the one found.
+    above = os.path.dirname(os.path.dirname(found))
+    env = git_environment(GIT_OPTIONAL_LOCKS="0", GIT_CEILING_DIRECTORIES=above)
     try:
         done = subprocess.run(command, env=env, capture_output=True, timeout=GIT_TIMEOUT, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -169,10 +186,6 @@ def _git(cwd: str) -> dict[str, object] | None:
     if commit == "(initial)":
         return None
     return {"commit": commit, "dirty": any(not line.startswith("#") for line in lines)}
-
-
-def _environment_without(*names: str) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in names}
 
 
 def link_to(directory: str, nodes: Sequence[str], slurm_job: Sequence[str] = ()) -> list[str]:

@@ -42,7 +42,7 @@ from distributed.host.signals import signal_name
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.host.system import run_program
 from distributed.records import integer, listed, mapping, number, read_object, text
-from distributed.trust import GIT, LAYOUT, LONGEST_LINE, foreign, printable
+from distributed.trust import GIT, LAYOUT, LONGEST_LINE, foreign, git_environment, printable
 from distributed.verdict.failures import SRUN, Evidence, Failure, Json, SentSignal, gather
 from distributed.verdict.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
 from distributed.verdict.user_code import is_library, launched_package
@@ -518,7 +518,8 @@ def _missing_file(verdict: Verdict, cwd: str) -> Iterator[str]:
             return  # it may have been written after the rank looked for it
     except (OSError, ValueError):
         return
-    ignored = run_program([*GIT, "-C", cwd, "check-ignore", "--quiet", "--", missing[1]], GIT_TIMEOUT).code == 0
+    command = [*GIT, "-C", cwd, "check-ignore", "--quiet", "--", missing[1]]
+    ignored = run_program(command, GIT_TIMEOUT, git_environment()).code == 0
     reason = "; git ignores it, so --sync does not copy it" * ignored
     yield f"'{missing[1]}' exists on {os.uname().nodename}{reason}; copy it to {verdict.node}, or share its directory"
 

@@ -72,11 +72,12 @@ die_usage() { # <message...>
 
 # Set FOREIGN to why another user can change Muster's directory or one of these files and directories, because of its
 # owner or mode, as OpenSSH's StrictModes does; empty if only the caller, root and the owner of Muster's directory can.
-# Entries of a directory with the sticky bit, such as /tmp, are safe. A link counts as well as its target: its owner
-# could lead it elsewhere after this check. Used where the user's variables, such as KIT, and those that bash obeys are
-# restored.
+# Entries of a directory with the sticky bit, such as /tmp, are safe, but Python would import what others add to
+# Muster's directories or a .venv. A link counts as well as its target: its owner could lead it elsewhere after this
+# check. Used where the user's variables, such as KIT, and those that bash obeys are restored. The caller sets `shared`,
+# see is_private_group.
 find_foreign() { # <path...>
-  local facts targets fact number safe=' ' owner='' uid gid mode user path kit=$MUSTER_NODE_ENV_KIT
+  local facts targets fact number private='' safe=' ' owner='' uid gid mode user path kit=$MUSTER_NODE_ENV_KIT
   local paths=("$kit" "$@")
   FOREIGN=''
   mapfile -t facts <<<"$(stat -c %u:%g:%A -- "${paths[@]}" 2>/dev/null)" # %A: such as drwxrwxrwt
@@ -99,32 +100,46 @@ find_foreign() { # <path...>
     if [[ $uid != @("$owner"|"$EUID"|0) ]] && ! is_unmapped "$uid" "$path"; then
       user=$(id -nu -- "$uid" 2>/dev/null) || user=UNKNOWN
       FOREIGN="$path: belongs to $user (user id $uid), who could run commands as you; use a copy of your own"
-    elif [[ $mode == [!l]@(????w*|???????w?) && $mode != d????????[tT] ]] &&
-      { [[ $mode == ????????w? ]] || ! is_private_group "$gid" "$(id -nu -- "$uid" 2>/dev/null)"; }; then
+    elif [[ $mode == [!l]@(????w*|???????w?) && ($mode != *[tT] || $path/ == @("$kit"|*/.venv)/*) ]] &&
+      { [[ $mode == ????????w? ]] || ! is_private_group "$uid" "$gid"; }; then
       FOREIGN="$path: other users can write it (mode $(stat -L -c %a -- "$path")); call: chmod go-w $(quote "$path")"
       [[ $path/ != "$kit"/* ]] || FOREIGN="${FOREIGN%% call: *} call: chmod -R go-w $(quote "$kit")"
     fi
     [[ ! $FOREIGN ]] || return 0
-    [[ $uid == 65534 ]] || safe+="$fact "
+    [[ $uid == 65534 || $mode == *[tT] ]] || safe+="$fact "
   done
 }
 
 
-# Exit with EXIT_UNFIT if another user can change a file of Muster, or the directories and programs of its .venv.
-check_kit() {
-  local fact path paths=("$KIT"/{train.py,scripts,distributed})
+# The same for these files, the entries of these directories, and those two levels below; of .git and links in .venv,
+# only for themselves. The first path is `scripts` or `.venv`, which must exist; the others may be missing.
+find_foreign_below() { # <path...>
+  local fact path paths=("$@") shared=()
   local -A found=()
-  [[ ${PYTHON_OPTION-} ]] || paths+=("$KIT/.venv")
-  [[ ${PYTHON_OPTION-} || ! -L $KIT/.venv ]] || paths+=("$KIT/.venv/")
+  for path; do
+    [[ ! -L $path ]] || paths+=("$path/")
+  done
   # Each link of Muster, and one path for each owner and mode that could be a problem. This is faster than find_foreign
-  # with all paths. `scripts` is found in any case.
+  # with all paths.
   while read -r -d '' fact && IFS= read -r -d '' path; do
+    [[ $fact != *:?????w* ]] || shared+=("$path")
     [[ $fact != *:l* ]] || fact+=$path
     found[$fact]=$path
-  done < <(find "${paths[@]}" -maxdepth 3 \( -name scripts -o -type l ! -path '*/.venv/*' -o ! -type l -perm /022 \
-    -o ! -uid "$EUID" ! -uid 0 \) -printf '%U:%G:%M\0%p\0' 2>/dev/null)
-  ((${#found[@]})) || die_with "$EXIT_UNFIT" "find: not on the PATH, so the owners of $KIT cannot be checked"
-  find_foreign "${found[@]}"
+  done < <(find "${paths[@]}" -maxdepth 3 \( ! -name .git -o -prune \) \( -name scripts -o -name .venv \
+    -o -type l ! -path '*/.venv/*' -o ! -type l -perm /022 -o ! -uid "$EUID" ! -uid 0 \) \
+    -printf '%U:%G:%M\0%p\0' 2>/dev/null)
+  FOREIGN="find: not on the PATH, so the owners of $1 cannot be checked"
+  ((!${#found[@]})) || find_foreign "$1" "${found[@]}"
+}
+
+
+# Exit with EXIT_UNFIT if another user can change a file that Muster runs, reads, imports or installs from, or the
+# directories and programs of its .venv. Of .git, that is what names programs which git runs.
+check_kit() {
+  local path paths=("$KIT"/{scripts,VERSION,*.py,*.so,*/__init__.*,benchmarks,config,distributed,tests})
+  paths+=("$KIT"/{requirements*,pyproject.toml,.git,.git/{config,info,hooks}})
+  [[ ${PYTHON_OPTION-} ]] || paths+=("$KIT/.venv"{,/bin})
+  find_foreign_below "${paths[@]}"
   [[ ! $FOREIGN ]] || die_with "$EXIT_UNFIT" "$FOREIGN"
   for path in "$KIT"/distributed/{,*[!_]/} "$KIT/scripts/lib/"; do # Python would follow the umask
     [[ -e ${path}__pycache__ || ! -w $path ]] || (umask g-w,o-w && mkdir -p -- "${path}__pycache__")
@@ -132,9 +147,18 @@ check_kit() {
 }
 
 
-# Whether the group has only this user, as on systems that set umask 002.
-is_private_group() { # <group id> <user name>
-  [[ $(getent group "$1" 2>/dev/null) == "$2":*:@(|"$2") ]]
+# Whether the group has only this user, as on systems that set umask 002. No access control list, which ls marks with +,
+# may let more users write to one of the `paths` or `shared`; else `path` is set to it.
+is_private_group() { # <user id> <group id>
+  local name lists
+  [[ $private != "$*" ]] || return 0
+  name=$(id -nu -- "$1" 2>/dev/null) && [[ $(getent group "$2" 2>/dev/null) == "$name":*:@(|"$name") ]] || return
+  lists=$(ls -ldnL -- "${paths[@]}" "${shared[@]}" 2>/dev/null) && [[ $'\n'$lists != *$'\n'?????w????+* ]] &&
+    private="$*" && return
+  for path in "${paths[@]}" "${shared[@]}"; do
+    [[ $(ls -ldnL -- "$path" 2>/dev/null) == @(?????[!w]|??????????[!+])* ]] || return
+  done
+  return 1
 }
 
 
@@ -316,20 +340,15 @@ list_pythons() {
 
 
 # Exit if another user has made the .venv of the working directory, or can write to it: its Python would run as the
-# caller. A link counts as well as the directory to which it leads.
+# caller.
 refuse_foreign_venv() {
-  local facts owner mode name
   [[ ! $PWD -ef $KIT ]] || return 0
-  facts=$(exec 2>/dev/null && stat -c '%u %A %U' -- .venv && { stat -L -c '%u %A %U' -- .venv .venv/bin || true; }) ||
-    die_with "$EXIT_UNFIT" "$PWD/.venv: missing, or another program changes it; name a Python with --python"
-  while read -r owner mode name; do
-    if [[ $owner != @("$EUID"|0) ]] && ! is_unmapped "$owner" "$PWD/.venv"; then
-      die_with "$EXIT_UNFIT" "$PWD/.venv: belongs to $name (user id $owner)," \
-        "whose programs would run as you; if you trust them: --python $(quote "$PWD/.venv/bin/python")"
-    fi
-    [[ $mode != d???????w? ]] ||
-      die_with "$EXIT_UNFIT" "$PWD/.venv: other users can write to it or to its bin, and their programs would run as you"
-  done <<<"$facts"
+  find_foreign_below "$PWD/.venv"{,/bin}
+  case $FOREIGN in
+    '') ;;
+    *'; call: '*) die_with "$EXIT_UNFIT" "${FOREIGN%; call: *}; call: chmod -R go-w $(quote "$PWD/.venv")" ;;
+    *) die_with "$EXIT_UNFIT" "${FOREIGN%; use *}; if you trust it: --python $(quote "$PWD/.venv/bin/python")" ;;
+  esac
 }
 
 

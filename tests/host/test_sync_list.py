@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from distributed.files import KIT
-from distributed.host import sync_list
+from distributed.host import sync_list, system
+from distributed.trust import GIT, git_environment
 
 ODD_NAMES = ("-a", "a b", "a\nb", "é", os.fsdecode(b"\xff"), "#a", ";a", "[a]*", "\\a", '"a"')
 
@@ -207,6 +208,29 @@ def test_a_git_directory_that_another_user_has_planted_above_is_ignored(tmp_path
     (tmp_path / "shared").chmod(0o755)
     with pytest.raises(sync_list.SyncError):  # its owner made it where only some users can
         listed(tmp_path / "shared/mine")
+
+
+def test_git_runs_no_program_to_fetch_missing_files(work: Path) -> None:
+    """git would call the remote repository of a partial clone to expand a sparse index."""
+    write(work, "kept/a", "left/b")
+    git(work, "add", ".")
+    git(work, "commit", "-q", "-m", "one")
+    git(work, "sparse-checkout", "init", "--cone", "--sparse-index")
+    git(work, "sparse-checkout", "set", "kept")
+    tree = subprocess.check_output(["git", "-C", str(work), "rev-parse", "HEAD:left"], text=True).strip()
+    (work / ".git/objects" / tree[:2] / tree[2:]).unlink()
+    proof = work.parent / "proof"
+    for key, value in (
+        ("extensions.partialClone", "origin"), ("core.repositoryFormatVersion", "1"), ("protocol.ext.allow", "always"),
+        ("remote.origin.promisor", "true"), ("remote.origin.url", f"ext::touch {proof}"),
+    ):  # fmt: skip
+        git(work, "config", key, value)
+    subprocess.run(["git", "-C", str(work), "ls-files"], capture_output=True)
+    assert proof.exists(), "git alone runs it"
+    proof.unlink()
+    assert listed(work) == {"kept/a"}
+    system.run_program([*GIT, "-C", str(work), "check-ignore", "a"], 20.0, git_environment())
+    assert not proof.exists()
 
 
 def test_a_checkout_is_refused_if_git_is_not_installed(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,6 +376,36 @@ def test_a_default_working_directory_or_venv_of_another_user_is_not_used_on_a_se
 
 
 @as_root
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_venv_with_a_program_of_another_user_or_to_which_a_group_can_write_is_not_used_on_a_server(
+    directory: Path, copied: bool
+) -> None:
+    venv, work = directory / "work/.venv", str(directory / "work")
+    (packages := venv / "lib/python3/site-packages").mkdir(parents=True)
+    (python := venv / "bin/python").parent.mkdir()
+    if copied:
+        python.write_text("#!/bin/sh\n")
+        python.chmod(0o755)
+    else:
+        (theirs := directory / "software").write_text("#!/bin/sh\n")
+        theirs.chmod(0o755)
+        os.chown(theirs, NOBODY, NOBODY)
+        python.symlink_to(theirs)
+    assert host.find_python("", work) == [str(python)]  # also if this user has made a link to another user's Python
+    os.lchown(python, NOBODY, NOBODY)
+    with pytest.raises(host.HostError, match=r"\.venv/bin/python: belongs to nobody; set python"):
+        host.find_python("", work)
+    os.lchown(python, 0, 0)
+    for path in (venv, python.parent, packages):
+        os.chown(path, 0, NOBODY)
+        for mode in (0o775, 0o1777):
+            path.chmod(mode)
+            with pytest.raises(host.HostError, match=rf"{path}: other users can write to it; set python"):
+                host.find_python("", work)
+        path.chmod(0o755)
+
+
+@as_root
 def test_the_program_of_a_server_uses_no_python_and_no_muster_that_another_user_has_made(
     server: ServerHere, directory: Path
 ) -> None:

@@ -230,6 +230,79 @@ def test_the_commit_of_the_working_directory_and_whether_it_has_changes_are_reco
     assert run_json(create(tmp_path, cwd=str(work)))["git"] == {"commit": commit, "dirty": True}
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("kind", ["own", "linked worktree", "submodule"])
+def test_git_runs_no_filter_that_another_user_could_configure(tmp_path: Path, kind: str) -> None:
+    work, proof = tmp_path / "work", tmp_path / "proof"
+    for path in (work, tmp_path / "sub"):
+        path.mkdir()
+        git(path, "init", "-q")
+        (path / "a").write_text("1")
+        git(path, "add", "a")
+        git(path, "commit", "-q", "-m", "one")
+    repository = work / ".git"
+    if kind == "linked worktree":
+        git(work, "worktree", "add", "-q", str(tmp_path / "linked"))
+        work = tmp_path / "linked"
+    elif kind == "submodule":
+        git(work, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(tmp_path / "sub"), "sub")
+        git(work, "commit", "-q", "-m", "sub")
+        repository /= "modules/sub"
+
+    def recorded() -> object:
+        proof.unlink(missing_ok=True)
+        for file in (work / "a", work / "sub" / "a"):
+            if file.exists():
+                os.utime(file, (1, 1))  # git must compare the content, and therefore runs filters
+        return run_json(create(tmp_path, cwd=str(work)))["git"]
+
+    clean = {"commit": git(work, "rev-parse", "HEAD"), "dirty": False}
+    git(tmp_path, "config", "--file", str(repository / "config"), "filter.x.clean", f"touch {proof}; cat")
+    (repository / "info/attributes").write_text("* filter=x\n")
+    if kind == "submodule":  # git status would run it with the submodule's configuration
+        assert recorded() == clean and not proof.exists()
+        return
+    assert recorded() == clean and proof.exists(), "the user's own filter"
+    for path in (repository, repository / "config", repository / "info", repository / "info/attributes"):
+        mode = path.stat().st_mode
+        os.chown(path, 0, 12345)
+        path.chmod(mode | 0o020)
+        assert recorded() is None and not proof.exists(), path
+        work.chmod(0o775)
+        os.chown(work, 0, 12345)  # who can replace .git anyway
+        if kind == "own":
+            assert recorded() == clean, path
+        os.chown(work, 0, 0)
+        path.chmod(mode)
+        os.chown(path, 12345, 0)
+        assert recorded() is None and not proof.exists(), path
+        os.chown(path, 0, 0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_git_enters_no_repository_of_another_user_above_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "safe.directory")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "*")
+    shared, mine, proof = tmp_path / "shared", tmp_path / "shared/mine", tmp_path / "proof"
+    mine.mkdir(parents=True)
+    git(shared, "init", "-q")
+    (mine / "a").write_text("1")
+    git(shared, "add", "mine/a")
+    git(shared, "commit", "-q", "-m", "one")
+    git(shared, "config", "filter.x.clean", f"touch {proof}; cat")
+    (shared / ".git/info/attributes").write_text("* filter=x\n")
+    subprocess.run(["chown", "-R", "12345", str(shared / ".git")], check=True)
+    shared.chmod(0o1777)
+    os.utime(mine / "a", (1, 1))
+    for name in ("", ".git"):  # git would not stop at a `.git` that is no repository
+        (mine / name).mkdir(exist_ok=True)
+        assert run_json(create(tmp_path, cwd=str(mine)))["git"] is None
+        assert not proof.exists()
+
+
 def test_a_slow_git_is_killed_after_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
