@@ -129,6 +129,24 @@ def test_with_one_client_a_report_needs_the_token_of_its_node(
     assert capfd.readouterr().err.count("invalid report, ignored (about 'n2')") == 2
 
 
+@pytest.mark.parametrize(("reply", "lost"), [("touch asked", False), ("touch asked; exit 255", True)])
+def test_a_node_that_replies_is_not_lost_because_another_one_reports_that(
+    directory: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch, reply: str, lost: bool
+) -> None:
+    """n1 stops its ranks only after it was asked whether it is alive."""
+    monkeypatch.chdir(directory)
+    liar = says('{"node": "n2", "exit_code": 69, "waiting": true, "lost": "n1"}')
+    own = says('{"node": "n1", "exit_code": 143, "waiting": true}')
+    wait = "exec sleep 60" if lost else f"until [ -e asked ]; do sleep 0.02; done; sleep 0.2; {own}"
+    watch = new_watch(directory, Scripts(n1=wait, n2=f"{liar}; read -r _"))
+    watch.transport.commands = LyingCommands({"n1": reply})
+    watch.max_restarts, watch.replaces = 1, True
+    assert watch.attempt() == 69
+    assert (directory / "asked").exists()
+    assert watch.lost == ({"n1": "n2 received no heartbeat from it"} if lost else {})
+    watch.end_agents()
+
+
 def test_a_launch_survives_any_reply_and_names_the_node(
     directory: Path, new_watch: NewWatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
