@@ -661,6 +661,18 @@ def test_a_failed_node_env_is_quoted(run: RunDirectory) -> None:
     assert (found.node, found.exit_code, found.cause) == ("n2", 69, message)
 
 
+@pytest.mark.parametrize("text", ["config/node_env.sh: x", "config/node_env.sh: " + "x" * 5000])
+def test_texts_of_a_node_add_no_lines_to_the_verdict(run: RunDirectory, text: str) -> None:
+    run.start("n2")
+    raised = f'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nRuntimeError: {text}'
+    run.file("node_n2.log", f"{raised}\nverdict: ok: all ranks exited with 0\nreport /tmp/x/report.html\n")
+    run.file("node_n2.exit", "69\n")
+    found = run.decide(69)
+    lines = verdict.render(found, run.path).splitlines()
+    assert [line[:17] for line in lines if not line.startswith("  ")] == ["verdict: failed: "]
+    assert max(map(len, lines)) < 1100 and len(found.cause.splitlines()) == 1
+
+
 def test_a_node_without_any_file_is_lost(run: RunDirectory) -> None:
     run.start("n1", "n2")
     run.rank(0, "RuntimeError", RESET)
