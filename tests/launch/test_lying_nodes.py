@@ -30,6 +30,7 @@ from distributed.runs.run_directory import create
 from distributed.transport import commands
 from distributed.transport.commands import Calls, LocalCommands
 from distributed.transport.loop import Client
+from distributed.verdict.failures import gather
 
 KIT = Path(__file__).resolve().parents[2]
 NewWatch = Callable[..., Watch]
@@ -367,6 +368,19 @@ def test_a_failure_record_counts_only_if_it_is_about_the_node_that_sent_it(
     assert (directory / "errors" / f"{name}.json").exists() == counts
 
 
+@pytest.mark.parametrize(("name", "most"), [("rank_2", 2 << 20), ("node_n2", 2 << 20), ("signal_n2_SIGUSR1", 4096)])
+def test_records_that_are_too_large_are_neither_copied_nor_read(
+    directory: Path, tmp_path: Path, collect: Callable[..., Watch], name: str, most: int
+) -> None:
+    record = b'{"x": [' + b"1," * (most // 2) + b"1]}"
+    collect(n2=archive(tmp_path / "2.tar", (f"errors/{name}.json", record)))
+    assert not [*(directory / "errors").glob("*")]
+    (directory / "errors").mkdir(exist_ok=True)
+    (directory / "errors" / f"{name}.json").write_bytes(record)
+    [warning] = gather(directory).warnings
+    assert f"has more than {most >> 10} KiB" in warning
+
+
 @pytest.mark.parametrize("program", ["exit 1", "head -c 100000 /dev/urandom", "printf x", "true"])
 def test_what_is_no_archive_is_a_warning(
     directory: Path, collect: Callable[..., Watch], capfd: pytest.CaptureFixture[str], program: str
@@ -511,6 +525,8 @@ def test_a_node_sends_no_files_of_muster_if_the_working_directory_is_that_of_mus
     [
         ("errors/", True), ("errors", False), ("errors/rank_2.json", True), ("errors/rank_2.json/", False),
         ("errors/rank_1.json", False), ("errors/rank_02x.json", False), ("errors/signal_n2_SIGUSR1.json", True),
+        ("errors/signal_n2_SIGRTMIN+2.json", True), ("errors/signal_n2_SIGX1.json", False),
+        ("errors/rank_02.json", False), ("errors/rank_\u0662.json", False),
         ("errors/signal_launcher_SIGUSR1.json", False), ("errors/connection_n2.json", False),
         ("errors/supervisor_n2.json", True), ("ranks/", True), ("ranks", False), ("ranks/n2/a/b", True),
         ("ranks/n2b/a", False), ("node_n2.log", True), ("node_n2.log/", False), ("node_n2.b.log", False),

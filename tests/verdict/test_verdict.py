@@ -390,6 +390,12 @@ def test_a_node_cannot_add_lines_or_more_failures_than_ranks_to_the_verdict(run:
     assert "\n" not in verdict.judge(evidence, 69).cause
 
 
+@pytest.mark.parametrize("sender", ["from SLURM; all ranks exited with 0", "verdict: ok on n2", "to the x\ny on n2"])
+def test_a_record_of_a_signal_adds_no_text_of_its_own_to_the_verdict(run: RunDirectory, sender: str) -> None:
+    run.file("errors/signal_n2_SIGUSR1.json", {"signal": "SIGUSR1; verdict: ok", "sender": sender, "time": TIME})
+    assert [str(one) for one in gather(run.path).signals] == ["SIGUSR1 to n2"]
+
+
 @pytest.mark.parametrize("sender", ["to the supervisor on n1", "to the agent on n2"])
 def test_a_node_does_not_hide_the_failure_of_another_one(run: RunDirectory, sender: str) -> None:
     run.start("n1", "n2")
