@@ -466,14 +466,19 @@ def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (cwd := tmp_path / "work").mkdir()
-    (cwd / "own.py").write_text("own")
+    for name in ("own.py", "jobs.json"):
+        (cwd / name).write_text("own")
+        os.utime(cwd / name, (1, 1))
+    subprocess.run(["git", "init", "-q", cwd], check=True)
+    (cwd / ".gitignore").write_text("jobs.json\ncheckpoints\n")
     (cwd / "checkpoints").mkdir()
     (cwd / "checkpoints/old").write_text("old")
     for link, target in (("link", "checkpoints"), ("dangling", "nowhere")):
         (cwd / link).symlink_to(target)
     os.utime(cwd / "checkpoints/old", (1, 1))
     refused = ["../up", "/tmp/muster-absolute", ".git/config", "a/.git/hooks/x", "out/HEAD", ".venv/bin/python",
-               "logs/r/run.json", "config/node_env.sh", "own.py", "link/x", "dangling/x", ".bashrc", ".ssh/rc",
+               "logs/r/run.json", "config/node_env.sh", "own.py", "jobs.json",
+               "cluster_config.json", "link/x", "dangling/x", ".bashrc", ".ssh/rc",
                "results.journal", "out/.muster_job", "muster/json.py", "muster/json/__init__.py",
                "muster/scripts/lib/x", "muster/out/x", *IN_ENVIRONMENTS]  # fmt: skip
     for marker in ("env/pyvenv.cfg", "conda/conda-meta/history"):
@@ -486,15 +491,29 @@ def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
     sent = archive(tmp_path / "sent", *((name, b"of n1") for name in [*refused, *taken, "unlisted"]))
     watch = new_watch(directory, Local(LyingAboutNewFiles({"list": f"cat {listed}", "send": sent})))
     watch.options = replace(watch.options, cwd=str(cwd))
-    NewFiles(watch, {"n1": "0"}, "logs", ["*"]).report([NODES[0]])
-    found = {name: text for name, text in content(cwd).items() if text}
-    assert found == {"own.py": "own", **dict.fromkeys(taken, "of n1")}
+    NewFiles(watch, {"n1": "0"}, "logs", ["*", "check*/o*", "checkpoints", "cluster_config.json"]).report([NODES[0]])
+    found = {name: text for name, text in content(cwd).items() if text and not name.startswith(".git")}
+    assert found == {"own.py": "own", "jobs.json": "own", **dict.fromkeys(taken, "of n1")}
     assert [os.readlink(cwd / name) for name in ("link", "dangling")] == ["checkpoints", "nowhere"]
     lines = capfd.readouterr().err.splitlines()
     assert [line for line in lines if "forged" in line] == [
         "launch.sh: n1: copied 2 files from it: checkpoints/old, out/new n1: forged"
     ]
-    assert any("3 new or changed files" in line and "dangling/x, link/x, own.py" in line for line in lines), lines
+    assert any("4 new or changed files" in line and "dangling/x, jobs.json, link/x, ..." in line for line in lines), (
+        lines
+    )
+    assert any("; --fetch replaces files only in a directory that a pattern names" in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("patterns", "replaces"),
+    [(["*.json"], False), (["o*/x.json"], False), (["out"], True), (["out/*"], True), (["*", "out/x.json"], True)],
+)
+def test_a_pattern_replaces_a_file_only_in_a_directory_that_it_names(
+    directory: Path, new_watch: NewWatch, patterns: list[str], replaces: bool
+) -> None:
+    files = NewFiles(new_watch(directory, Local(LocalCommands())), {}, "logs", patterns)
+    assert files._matches("out/x.json") and files._matches("out/x.json", exists=True) == replaces
 
 
 @pytest.mark.parametrize(
