@@ -9,13 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from distributed.metrics import HUGE
-from distributed.trust import parse_json, printable, read_text
+from distributed.trust import parse_json, printable, read_bytes
+
+MAX_RECORD, MAX_SIGNAL = 2 << 20, 4 << 10  # bytes of a failure record, and of the record of a signal
 
 
-def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the JSON object in a file; {} if it cannot be read. Appends why to `notes`, unless the file is missing."""
+def most_bytes(name: str) -> int:
+    """The largest size of a file with this name in errors/."""
+    return MAX_SIGNAL if name.startswith("signal_") else MAX_RECORD
+
+
+def read_record(path: Path, notes: list[str]) -> dict[str, Any]:
+    """Return the content of a file in errors/, as read_object() does."""
+    return read_object(path, notes, most_bytes(path.name))
+
+
+def read_object(path: Path, notes: list[str], most: int = 0) -> dict[str, Any]:
+    """Return the JSON object in a file; {} if it cannot be read. Appends why to `notes`, unless the file is missing.
+
+    most: bytes; see read_bytes().
+    """
     try:
-        value = parse_json(read_text(path))
+        value = parse_json(read_bytes(path, most=most).decode(errors="replace"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -295,14 +295,18 @@ def lock_file(path: str | os.PathLike[str], flags: int, directory: str | os.Path
     return file
 
 
-def read_bytes(path: str | os.PathLike[str], own: bool = False) -> bytes:
-    """The content of a regular file. own: it must not be foreign(). Raises OSError, also above MAX_TEXT bytes."""
+def read_bytes(path: str | os.PathLike[str], own: bool = False, most: int = 0) -> bytes:
+    """The content of a regular file. own: it must not be foreign(). Raises OSError, also above `most` bytes.
+
+    most: default: MAX_TEXT.
+    """
+    most = most or MAX_TEXT
     with open(path, "rb", opener=regular_file) as file:
         if own and (problem := foreign(path, os.fstat(file.fileno()))):
             raise OSError(errno.EPERM, problem)
-        content = file.read(MAX_TEXT + 1)
-    if len(content) > MAX_TEXT:
-        raise OSError(errno.EFBIG, f"has more than {MAX_TEXT >> 20} MiB", os.fspath(path))
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"has more than {most >> 10} KiB", os.fspath(path))
     return content
 
 

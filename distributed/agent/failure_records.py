@@ -65,8 +65,8 @@ class RankRecord:
         if error:
             record |= {
                 "exception": type(error).__name__,
-                "message": str(error),
-                "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+                "message": head_and_tail(str(error)),
+                "traceback": head_and_tail("".join(traceback.format_exception(error))),
             }
         return _write(self._path, record)
 

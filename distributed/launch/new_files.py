@@ -1,13 +1,15 @@
 """With --sync: name the files that a run wrote on a node only, and copy those that match a pattern of --fetch.
 
 A file is new if it is younger than the copy of the working directory, by the clock of its node. Nothing replaces links,
-and files that --sync would copy to the nodes. No file arrives in directories of runs and git, and where a Python is
-installed.
+and files that --sync would copy to the nodes. Other files are replaced only if a pattern names them, or a directory
+above them, without wildcards: a pattern such as *.json could match the user's own files that git ignores. No file
+arrives in directories of runs and git, and where a Python is installed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -30,13 +32,14 @@ if TYPE_CHECKING:
 
 LIST_TIMEOUT = 30.0  # seconds
 MAX_NAMES = 1 << 20  # bytes of the names of one node
+WILDCARD = re.compile(r"[*?[]")
 SHOWN = 3  # names in a message
 PROGRAMS = ("distributed", "scripts")  # the programs in Muster's directory; it may also be the working directory
 ENVIRONMENT = ("pyvenv.cfg", "conda-meta")  # a virtual environment, or one of conda, has one of these
 # A node does not send files of these names, or of directories of these names: git, Python and Muster obey them.
 NOT_SENT = {
     *trust.OF_GIT, ".gitignore", ".gitattributes", ".gitmodules", ".venv", ".muster_job", "__pycache__", "node_env.sh",
-    "run.json", "site-packages", "dist-packages", *ENVIRONMENT,
+    "run.json", "cluster_config.json", "site-packages", "dist-packages", *ENVIRONMENT,
 }  # fmt: skip
 # Programs for sh on a node. $1: the working directory, $2: Unix seconds, $3: the directory of all runs.
 LIST = """cd -- "$1" && find . -name .git -prune -o -path "./$3" -prune -o -type f -newermt "@$2" ! -name '*.pyc' \
@@ -74,7 +77,10 @@ class NewFiles:
                 newer = [name for name in newer if name not in copied]
             if newer:
                 what = f"{len(newer)} new or changed file{'s' * (len(newer) > 1)} in {self._cwd} on this node only"
-                self._print(node, f"{what}: {shown(newer)}; --fetch PATTERN copies such files at the end of a run")
+                hint = "--fetch PATTERN copies such files at the end of a run"
+                if not set(wanted).isdisjoint(newer):
+                    hint = "--fetch replaces files only in a directory that a pattern names (out/*), and none of --sync"
+                self._print(node, f"{what}: {shown(newer)}; {hint}")
 
     def _newer(self, listed: str) -> list[str]:
         """The names in the output of LIST of files that this machine lacks, or of which it has older versions."""
@@ -106,9 +112,13 @@ class NewFiles:
             return True
         return any(map(is_environment, list(path.parents)[: len(parts)]))
 
-    def _matches(self, name: str) -> bool:
-        """Whether a name, or a directory above it, matches a pattern."""
-        return any(fnmatchcase(name, one) or fnmatchcase(name, f"{one.rstrip('/')}/*") for one in self._patterns)
+    def _matches(self, name: str, exists: bool = False) -> bool:
+        """Whether a name, or a directory above it, matches a pattern. exists: a file of this name is to be replaced."""
+        return any(
+            (fnmatchcase(name, one) or fnmatchcase(name, f"{one.rstrip('/')}/*"))
+            and not (exists and WILDCARD.search(one.partition("/")[0]))
+            for one in self._patterns
+        )
 
     def _own_files(self, node: AnyTarget) -> Set[str] | None:
         """The names of the files that --sync copies, which are the user's. Read before the first file arrives."""
@@ -125,7 +135,8 @@ class NewFiles:
 
         def accepts(name: str, exists: bool) -> bool:
             is_own = name in own or name.partition("/")[0] in own  # without git, names of directories
-            if exists and (is_own or os.path.islink(os.path.join(self._cwd, name))):
+            is_link = os.path.islink(os.path.join(self._cwd, name))
+            if exists and (is_own or is_link or not self._matches(name, exists)):
                 return False
             copied.append(name)
             return True

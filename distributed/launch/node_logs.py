@@ -10,14 +10,16 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import tempfile
 import threading
 from functools import partial
+from pathlib import Path
 
 from distributed import metrics, trust
-from distributed.files import read_json
+from distributed.host import signals
 from distributed.host.replies import Reply
-from distributed.records import integer, listed, mapping
+from distributed.records import integer, listed, mapping, most_bytes, read_record
 from distributed.transport.loop import INHERITED
 
 TYPE_CHECKING = False
@@ -36,6 +38,7 @@ OF_LAUNCHER = ("run.json", "launcher.log", "verdict.json", "report.html", "hang.
 # The files node_NAME.* of a supervisor, except node_NAME.environment, which has secrets.
 OF_NODE = ("log", "exit", "pid", "stop", "samples.jsonl", "heartbeat", "usage", "reserved", "reserved_record")
 OF_RUN = (*metrics.ORIGINS, "settings.json")  # rank 0 writes them
+SIGNALS = frozenset(map(signals.name, signal.valid_signals()))  # in names of records
 SHOWN = 3  # names in a warning
 # $2: directory to which the files of the attempt are moved. $3: pid file of a supervisor that stays for the next
 # attempt; a copy of this file remains in the run directory. If no supervisor stays, $3 is empty.
@@ -218,8 +221,10 @@ class NodeLogs:
 
 
 def is_about(node: RunNode, path: str) -> bool:
-    """Whether a failure record is about this node and its ranks alone, or is no record."""
-    record = read_json(path)
+    """Whether a failure record is about this node and its ranks alone, or is no record, and is not too large."""
+    if os.path.getsize(path) > most_bytes(os.path.basename(path)):
+        return False
+    record = read_record(Path(path), [])
     entries = [record, *map(mapping, listed(record.get("failures")))]
     ranks = [*listed(record.get("succeeded")), *(entry["rank"] for entry in entries if "rank" in entry)]
     own = range(node.first_rank, node.first_rank + node.processes)
@@ -231,11 +236,11 @@ def is_expected(node: RunNode, name: str) -> bool:
     """Whether a node may send a file or directory. name: relative; that of a directory ends with a slash."""
     top, slash, below = name.partition("/")
     if top == "errors" and slash:
-        rank = below.removeprefix("rank_").removesuffix(".json")
-        of_rank = below == f"rank_{rank}.json" and rank.isdecimal()
+        rank = re.fullmatch(r"rank_(0|[1-9][0-9]{0,8})\.json", below)
+        is_own = rank is not None and node.first_rank <= int(rank[1]) < node.first_rank + node.processes
         of_node = [f"{kind}_{node.node}.json" for kind in ("node", "supervisor")]
-        is_own = of_rank and node.first_rank <= int(rank) < node.first_rank + node.processes
-        is_signal = re.fullmatch(rf"signal_{re.escape(node.node)}_SIG\w+\.json", below) is not None
+        kind = below.removeprefix(f"signal_{node.node}_").removesuffix(".json")
+        is_signal = kind in SIGNALS and below == f"signal_{node.node}_{kind}.json"
         return is_own or is_signal or below in ("", *of_node)
     if top == "ranks" and slash:
         return below.partition("/")[0] in ("", node.node)

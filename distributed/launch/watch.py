@@ -43,9 +43,8 @@ STOP_TIMEOUT = 10.0  # seconds between stop request and SIGKILL when a node has 
 CHECKPOINT_GRACE = 30.0  # seconds that the other nodes have to write a checkpoint after one node exited with STOPPED
 REPEATED = 1.0  # seconds after a stop signal in which SIGHUP or SIGQUIT is ignored as a copy; see _handle_signal()
 NOT_STARTED = (126, 127)  # exit codes of a shell that cannot start an interpreter
-REPLY_TIMEOUT = 1.5  # seconds for a reply of a node whose connection was lost, if another node can replace it
+REPLY_TIMEOUT = 1.5  # seconds for a reply of a node that may be lost, if another node can replace it
 CONNECTION_LOST = "connection lost"
-MISSED_TIMEOUT = 1.0  # seconds until running nodes are given up, if other nodes have reported all of them as lost
 RETURN_INTERVAL = 15.0  # seconds between calls to a lost node that was replaced, and time limit of a call
 MAX_INVALID = 20  # invalid reports of a client that are recorded
 RECONNECT_INTERVAL = 5.0  # seconds between attempts to follow a node again
@@ -201,7 +200,7 @@ class Watch:
         self._unstarted: dict[str, int] = {}  # nodes on which the supervisor could not be started -> exit code
         self._runs_on: set[str] = set()  # with --lease 0: nodes whose command is known to have started
         self._disconnected: set[str] = set()  # nodes that are to be followed again
-        self.queries: set[Client] = set()  # calls that query the nodes to find out whether the run hangs
+        self.queries: set[Client] = set()  # calls whose replies are needed only while the attempt runs
         self.tokens: dict[str, str] = {}  # with pdsh: node -> what its reports contain
         self.clocks: dict[str, float] = {}  # node that has reported -> seconds that its clock is ahead of the one here
         self.waiting: set[str] = set()  # nodes whose agent waits for the next attempt
@@ -418,18 +417,23 @@ class Watch:
         self._await_return(spare)
 
     def _give_up_missed(self) -> None:
-        """Give up the nodes that still run after MISSED_TIMEOUT, if other nodes have reported all of them as lost."""
+        """Give up the running nodes that do not reply, if other nodes have reported all of them as lost.
+
+        Reports alone are no reason: the node that sent them may be wrong.
+        """
         attempt = self.attempts
 
-        def give_up() -> None:
-            for node in sorted(self.unended) if attempt == self.attempts else ():
+        def replied(reply: Reply) -> None:
+            node = reply.node
+            if reply.code and node in self.unended and attempt == self.attempts:
                 self.mark_lost(node, self._missed[node])
                 self.node_ended(node, UNFIT)
                 if node in self.running:
                     self.running[node].kill()
 
-        if self.replaces and self.unended and self.unended <= self._missed.keys():
-            self.loop.call_later(MISSED_TIMEOUT, give_up)
+        if self.replaces and self.unended <= self._missed.keys():
+            for node in sorted(self.unended):
+                self.queries.add(self._call_supervisor(self._node(node), "status", replied, REPLY_TIMEOUT))
 
     def _client_ended(self, name: str, client: Client) -> None:
         self.waiting -= {name} if self.transport.clients_are_nodes else self.waiting

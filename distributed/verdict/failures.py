@@ -28,7 +28,7 @@ from typing import Any
 from distributed.exit_codes import STOPPED, UNFIT
 from distributed.host.replies import NODE_ENV
 from distributed.host.resources import write_error
-from distributed.records import integer, listed, mapping, node_changes, number, read_object, text
+from distributed.records import integer, listed, mapping, node_changes, number, read_object, read_record, text
 from distributed.trust import head_and_tail, printable, read_text
 from distributed.verdict.node_log import EXCEPTIONS, LoggedException, last_exception, read_log
 from distributed.verdict.user_code import launched_package
@@ -122,7 +122,7 @@ def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
     for path in sorted(run.glob("errors/node_*.json")):
         if path.name[5:-5] in excluded:
             continue
-        record = read_object(path, warnings)
+        record = read_record(path, warnings)
         agents.append(record | {"node": text(record.get("node")) or path.name[5:-5]})
     succeeded = (
         (integer(rank), agent["node"]) for agent in agents for rank in listed(agent.get("succeeded"))[:MAX_FAILURES]
@@ -145,7 +145,7 @@ def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
         for agent in agents
         for one in listed(agent.get("failures"))[: len(known.ranks.get(agent["node"], range(MAX_FAILURES)))]
     ]
-    from_ranks = [_from_record(read_object(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
+    from_ranks = [_from_record(read_record(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
     # A rank that called sys.exit() has recorded no exception; it may have printed one.
     ends = prefer(from_agents, (one for one in from_ranks if not one.exception), _torchrun_summaries(logs))
     causes = prefer((one for one in from_ranks if one.exception), _exceptions_in_logs(logs, ends))
@@ -214,12 +214,14 @@ def _exit_codes(run: Path, warnings: list[str]) -> dict[str, int]:
 def _sent_signals(run: Path, warnings: list[str], clocks: Mapping[str, float]) -> tuple[SentSignal, ...]:
     sent = []
     for path in sorted(run.glob("errors/signal_*.json")):
-        record, node = read_object(path, warnings), path.stem.rpartition("_")[0][7:]
-        name, sender = (printable(text(record.get(key)))[:100] for key in ("signal", "sender"))
-        if not sender.startswith("from SLURM") and not sender.endswith(f" {node}"):
-            sender = f"to {printable(node)}"  # a node speaks for itself only
-        sent.append(SentSignal(name, sender, _seconds(record, clocks.get(node, 0.0)), node))
-    return tuple(sorted((one for one in sent if one.name), key=lambda one: one.time or 0.0))
+        node, _, name = path.stem[len("signal_") :].rpartition("_")
+        record = read_record(path, warnings)
+        sender = text(record.get("sender"))
+        if not re.fullmatch(rf"from SLURM( \(--signal or scancel\))?|to the (\w+ on )?{re.escape(node)}", sender):
+            sender = f"to {node}"  # a node speaks for itself only
+        if record:
+            sent.append(SentSignal(printable(name), printable(sender), _seconds(record, clocks.get(node, 0.0)), node))
+    return tuple(sorted(sent, key=lambda one: one.time or 0.0))
 
 
 def _from_record(value: object, node: str) -> Failure:
@@ -276,7 +278,7 @@ def _exceptions_in_logs(logs: Logs, ends: Failures) -> Iterator[Failure]:
 def _lost_connections(run: Path, warnings: list[str]) -> Iterator[Failure]:
     """Read errors/connection_<name>.json, in which the launcher recorded how it lost the connection to a node."""
     for path in sorted(run.glob("errors/connection_*.json")):
-        record = read_object(path, warnings)
+        record = read_record(path, warnings)
         if message := text(record.get("message")):
             yield Failure(path.name[11:-5], time=_seconds(record), message=message)
 
@@ -290,7 +292,7 @@ def _supervisor_records(run: Path, facts: Json, warnings: list[str], disconnecte
     entries = map(mapping, listed(facts.get("layout")))
     without_ssh = {text(entry.get("node")) for entry in entries if not entry.get("address")}
     for path in sorted(run.glob("errors/supervisor_*.json")):
-        record = read_object(path, warnings)
+        record = read_record(path, warnings)
         node, time = path.name[11:-5], _seconds(record)
         if record.get("cause") == "killed":
             yield Failure(node, time=time, exit_code=128 + signal.SIGKILL, program="supervisor")

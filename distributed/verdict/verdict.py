@@ -42,7 +42,7 @@ from distributed.host.signals import signal_name
 from distributed.host.ssh_call import LOGIN_SHELL
 from distributed.host.system import run_program
 from distributed.records import integer, listed, mapping, number, read_object, text
-from distributed.trust import GIT, LAYOUT, LONGEST_LINE, foreign, git_environment, printable
+from distributed.trust import GIT, LAYOUT, foreign, git_environment, one_line, printable
 from distributed.verdict.failures import SRUN, Evidence, Failure, Json, SentSignal, gather
 from distributed.verdict.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
 from distributed.verdict.user_code import is_library, launched_package
@@ -67,7 +67,7 @@ class Verdict:
 
     outcome: str  # "ok", "stopped" or "failed"
     exit_code: int
-    cause: str  # one sentence
+    cause: str  # one sentence, one line
     node: str | None = None
     rank: int | None = None
     time: float | None = None  # Unix seconds
@@ -78,6 +78,9 @@ class Verdict:
     changes: tuple[str, ...] = ()  # nodes that joined or left, see records.node_changes()
     clocks: Mapping[str, float] = field(default_factory=dict)  # see gather()
     signals: Mapping[str, float] = field(default_factory=dict)  # see judge()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cause", one_line(self.cause))  # texts of nodes are in it
 
 
 def decide(run: Path, launcher_code: int | None = None) -> Verdict:
@@ -470,7 +473,7 @@ def render(verdict: Verdict, run: Path, resume: str = RESUME) -> str:
     if verdict.exit_code == STOPPED and resume:
         lines[0] += f"; {resume}"
     if verdict.outcome == "failed":
-        lines += [f"  {line[:LONGEST_LINE]}" for line in _details(verdict, run)]
+        lines += [f"  {one_line(line)}" for line in _details(verdict, run)]
     lines += [f"  {change}" for change in verdict.changes]
     return "\n".join(lines) + "\n"
 

@@ -38,6 +38,7 @@ from distributed.agent.rendezvous import Rendezvous
 from distributed.agent.worker import Script
 from distributed.exit_codes import UNFIT
 from distributed.host.clock import RunningClock
+from distributed.records import most_bytes
 from distributed.trust import head_and_tail
 
 Join = Callable[..., Membership]
@@ -624,6 +625,12 @@ BAD_RECORDS = {
     **{name: json.dumps(RECORD | {name: value}) for name, value in
        {"rank": 1, "exit_code": 0, "time": "x", "node": [], "message": 5, "more": 1}.items()},
 }  # fmt: skip
+
+
+def test_the_largest_record_of_a_rank_is_read_for_the_verdict(tmp_path: Path) -> None:
+    (tmp_path / "errors").mkdir()
+    failure_records.RankRecord({"MUSTER_RUN_DIR": str(tmp_path)}).write(1, ValueError("\U0001f600" * 1_000_000))
+    assert (tmp_path / "errors/rank_0.json").stat().st_size <= most_bytes("rank_0.json")
 
 
 def test_only_valid_failure_records_of_a_rank_are_used(tmp_path: Path) -> None:

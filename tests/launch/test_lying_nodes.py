@@ -30,6 +30,7 @@ from distributed.runs.run_directory import create
 from distributed.transport import commands
 from distributed.transport.commands import Calls, LocalCommands
 from distributed.transport.loop import Client
+from distributed.verdict.failures import gather
 
 KIT = Path(__file__).resolve().parents[2]
 NewWatch = Callable[..., Watch]
@@ -127,6 +128,24 @@ def test_with_one_client_a_report_needs_the_token_of_its_node(
     watch = new_watch(directory, OneClient(all="; ".join(map(says, reports))))
     assert watch.attempt() == 4
     assert capfd.readouterr().err.count("invalid report, ignored (about 'n2')") == 2
+
+
+@pytest.mark.parametrize(("reply", "lost"), [("touch asked", False), ("touch asked; exit 255", True)])
+def test_a_node_that_replies_is_not_lost_because_another_one_reports_that(
+    directory: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch, reply: str, lost: bool
+) -> None:
+    """n1 stops its ranks only after it was asked whether it is alive."""
+    monkeypatch.chdir(directory)
+    liar = says('{"node": "n2", "exit_code": 69, "waiting": true, "lost": "n1"}')
+    own = says('{"node": "n1", "exit_code": 143, "waiting": true}')
+    wait = "exec sleep 60" if lost else f"until [ -e asked ]; do sleep 0.02; done; sleep 0.2; {own}"
+    watch = new_watch(directory, Scripts(n1=wait, n2=f"{liar}; read -r _"))
+    watch.transport.commands = LyingCommands({"n1": reply})
+    watch.max_restarts, watch.replaces = 1, True
+    assert watch.attempt() == 69
+    assert (directory / "asked").exists()
+    assert watch.lost == ({"n1": "n2 received no heartbeat from it"} if lost else {})
+    watch.end_agents()
 
 
 def test_a_launch_survives_any_reply_and_names_the_node(
@@ -349,6 +368,19 @@ def test_a_failure_record_counts_only_if_it_is_about_the_node_that_sent_it(
     assert (directory / "errors" / f"{name}.json").exists() == counts
 
 
+@pytest.mark.parametrize(("name", "most"), [("rank_2", 2 << 20), ("node_n2", 2 << 20), ("signal_n2_SIGUSR1", 4096)])
+def test_records_that_are_too_large_are_neither_copied_nor_read(
+    directory: Path, tmp_path: Path, collect: Callable[..., Watch], name: str, most: int
+) -> None:
+    record = b'{"x": [' + b"1," * (most // 2) + b"1]}"
+    collect(n2=archive(tmp_path / "2.tar", (f"errors/{name}.json", record)))
+    assert not [*(directory / "errors").glob("*")]
+    (directory / "errors").mkdir(exist_ok=True)
+    (directory / "errors" / f"{name}.json").write_bytes(record)
+    [warning] = gather(directory).warnings
+    assert f"has more than {most >> 10} KiB" in warning
+
+
 @pytest.mark.parametrize("program", ["exit 1", "head -c 100000 /dev/urandom", "printf x", "true"])
 def test_what_is_no_archive_is_a_warning(
     directory: Path, collect: Callable[..., Watch], capfd: pytest.CaptureFixture[str], program: str
@@ -434,14 +466,19 @@ def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (cwd := tmp_path / "work").mkdir()
-    (cwd / "own.py").write_text("own")
+    for name in ("own.py", "jobs.json"):
+        (cwd / name).write_text("own")
+        os.utime(cwd / name, (1, 1))
+    subprocess.run(["git", "init", "-q", cwd], check=True)
+    (cwd / ".gitignore").write_text("jobs.json\ncheckpoints\n")
     (cwd / "checkpoints").mkdir()
     (cwd / "checkpoints/old").write_text("old")
     for link, target in (("link", "checkpoints"), ("dangling", "nowhere")):
         (cwd / link).symlink_to(target)
     os.utime(cwd / "checkpoints/old", (1, 1))
     refused = ["../up", "/tmp/muster-absolute", ".git/config", "a/.git/hooks/x", "out/HEAD", ".venv/bin/python",
-               "logs/r/run.json", "config/node_env.sh", "own.py", "link/x", "dangling/x", ".bashrc", ".ssh/rc",
+               "logs/r/run.json", "config/node_env.sh", "own.py", "jobs.json",
+               "cluster_config.json", "link/x", "dangling/x", ".bashrc", ".ssh/rc",
                "results.journal", "out/.muster_job", "muster/json.py", "muster/json/__init__.py",
                "muster/scripts/lib/x", "muster/out/x", *IN_ENVIRONMENTS]  # fmt: skip
     for marker in ("env/pyvenv.cfg", "conda/conda-meta/history"):
@@ -454,15 +491,29 @@ def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
     sent = archive(tmp_path / "sent", *((name, b"of n1") for name in [*refused, *taken, "unlisted"]))
     watch = new_watch(directory, Local(LyingAboutNewFiles({"list": f"cat {listed}", "send": sent})))
     watch.options = replace(watch.options, cwd=str(cwd))
-    NewFiles(watch, {"n1": "0"}, "logs", ["*"]).report([NODES[0]])
-    found = {name: text for name, text in content(cwd).items() if text}
-    assert found == {"own.py": "own", **dict.fromkeys(taken, "of n1")}
+    NewFiles(watch, {"n1": "0"}, "logs", ["*", "check*/o*", "checkpoints", "cluster_config.json"]).report([NODES[0]])
+    found = {name: text for name, text in content(cwd).items() if text and not name.startswith(".git")}
+    assert found == {"own.py": "own", "jobs.json": "own", **dict.fromkeys(taken, "of n1")}
     assert [os.readlink(cwd / name) for name in ("link", "dangling")] == ["checkpoints", "nowhere"]
     lines = capfd.readouterr().err.splitlines()
     assert [line for line in lines if "forged" in line] == [
         "launch.sh: n1: copied 2 files from it: checkpoints/old, out/new n1: forged"
     ]
-    assert any("3 new or changed files" in line and "dangling/x, link/x, own.py" in line for line in lines), lines
+    assert any("4 new or changed files" in line and "dangling/x, jobs.json, link/x, ..." in line for line in lines), (
+        lines
+    )
+    assert any("; --fetch replaces files only in a directory that a pattern names" in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("patterns", "replaces"),
+    [(["*.json"], False), (["o*/x.json"], False), (["out"], True), (["out/*"], True), (["*", "out/x.json"], True)],
+)
+def test_a_pattern_replaces_a_file_only_in_a_directory_that_it_names(
+    directory: Path, new_watch: NewWatch, patterns: list[str], replaces: bool
+) -> None:
+    files = NewFiles(new_watch(directory, Local(LocalCommands())), {}, "logs", patterns)
+    assert files._matches("out/x.json") and files._matches("out/x.json", exists=True) == replaces
 
 
 @pytest.mark.parametrize(
@@ -493,6 +544,8 @@ def test_a_node_sends_no_files_of_muster_if_the_working_directory_is_that_of_mus
     [
         ("errors/", True), ("errors", False), ("errors/rank_2.json", True), ("errors/rank_2.json/", False),
         ("errors/rank_1.json", False), ("errors/rank_02x.json", False), ("errors/signal_n2_SIGUSR1.json", True),
+        ("errors/signal_n2_SIGRTMIN+2.json", True), ("errors/signal_n2_SIGX1.json", False),
+        ("errors/rank_02.json", False), ("errors/rank_\u0662.json", False),
         ("errors/signal_launcher_SIGUSR1.json", False), ("errors/connection_n2.json", False),
         ("errors/supervisor_n2.json", True), ("ranks/", True), ("ranks", False), ("ranks/n2/a/b", True),
         ("ranks/n2b/a", False), ("node_n2.log", True), ("node_n2.log/", False), ("node_n2.b.log", False),

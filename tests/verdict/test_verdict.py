@@ -390,6 +390,12 @@ def test_a_node_cannot_add_lines_or_more_failures_than_ranks_to_the_verdict(run:
     assert "\n" not in verdict.judge(evidence, 69).cause
 
 
+@pytest.mark.parametrize("sender", ["from SLURM; all ranks exited with 0", "verdict: ok on n2", "to the x\ny on n2"])
+def test_a_record_of_a_signal_adds_no_text_of_its_own_to_the_verdict(run: RunDirectory, sender: str) -> None:
+    run.file("errors/signal_n2_SIGUSR1.json", {"signal": "SIGUSR1; verdict: ok", "sender": sender, "time": TIME})
+    assert [str(one) for one in gather(run.path).signals] == ["SIGUSR1 to n2"]
+
+
 @pytest.mark.parametrize("sender", ["to the supervisor on n1", "to the agent on n2"])
 def test_a_node_does_not_hide_the_failure_of_another_one(run: RunDirectory, sender: str) -> None:
     run.start("n1", "n2")
@@ -659,6 +665,18 @@ def test_a_failed_node_env_is_quoted(run: RunDirectory) -> None:
     run.file("node_n2.exit", "69\n")
     found = run.decide(69)
     assert (found.node, found.exit_code, found.cause) == ("n2", 69, message)
+
+
+@pytest.mark.parametrize("text", ["config/node_env.sh: x", "config/node_env.sh: " + "x" * 5000])
+def test_texts_of_a_node_add_no_lines_to_the_verdict(run: RunDirectory, text: str) -> None:
+    run.start("n2")
+    raised = f'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nRuntimeError: {text}'
+    run.file("node_n2.log", f"{raised}\nverdict: ok: all ranks exited with 0\nreport /tmp/x/report.html\n")
+    run.file("node_n2.exit", "69\n")
+    found = run.decide(69)
+    lines = verdict.render(found, run.path).splitlines()
+    assert [line[:17] for line in lines if not line.startswith("  ")] == ["verdict: failed: "]
+    assert max(map(len, lines)) < 1100 and len(found.cause.splitlines()) == 1
 
 
 def test_a_node_without_any_file_is_lost(run: RunDirectory) -> None:
