@@ -7,6 +7,8 @@ files: precompiled headers, for example, are in the default directory in any cas
 from __future__ import annotations
 
 import atexit
+import contextlib
+import importlib
 import os
 import shutil
 import tempfile
@@ -40,9 +42,9 @@ def use() -> str:
         base = "/tmp" if foreign_ancestor(tempfile.gettempdir()) else None
         directory = os.environ[VARIABLE] = tempfile.mkdtemp(dir=base)
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    from torch._inductor.runtime import cache_dir_utils, runtime_utils
-
     directory = os.path.abspath(os.environ[VARIABLE])
-    for module in (cache_dir_utils, runtime_utils):  # others import this function when the first code is compiled
-        vars(module)["default_cache_dir"] = lambda: directory
+    for name in ("cache_dir_utils", "runtime_utils"):  # of PyTorch 2.13; these functions are private
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(f"torch._inductor.runtime.{name}")
+            vars(module)["default_cache_dir"] = lambda: directory
     return problem

@@ -21,7 +21,7 @@ NEWER = "2.15.0"  # for Python 3.11 or newer
 PAIRS = [(OLDEST, "3.10"), (OLDEST, "3.13"), (NEWER, "3.12"), (NEWER, "3.13")]
 AGENT = ("tests/agent/test_agent.py", "tests/agent/test_preloaded.py")
 TEST = "test_the_agent_works_with_this_pytorch_and_python"
-TESTS = (*AGENT, "tests/checkpoint", "tests/training/test_train.py")
+TESTS = (*AGENT, "tests/checkpoint", "tests/test_compiler_cache.py", "tests/training/test_train.py")
 
 
 def interpreter(version: str) -> Path | None:
