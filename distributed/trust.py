@@ -439,7 +439,8 @@ def printable(text: str, kept: str = "") -> str:
 def one_line(value: Any, texts: Collection[str] = ()) -> Any:
     """The value, in which each text is one line of at most LONGEST_LINE characters without control sequences.
 
-    So no text of a node can imitate another line. texts: names of fields of dataclasses that stay unchanged.
+    So no text of a node can imitate another line. texts: names of fields of dataclasses that keep their lines; see
+    head_and_tail().
     """
     import dataclasses
 
@@ -451,8 +452,9 @@ def one_line(value: Any, texts: Collection[str] = ()) -> Any:
         return type(value)(one_line(one, texts) for one in value)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
-    names = {one.name for one in dataclasses.fields(value)} - set(texts)
-    return dataclasses.replace(value, **{name: one_line(getattr(value, name), texts) for name in names})
+    fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    changed = {name: head_and_tail(one) if name in texts else one_line(one, texts) for name, one in fields.items()}
+    return dataclasses.replace(value, **changed)
 
 
 # ---------------------------------------------------------------- files of a node

@@ -519,3 +519,14 @@ def test_directories_nest_to_a_limit(places: tuple[Path, Path, Path]) -> None:
     (new / "/".join("d" * 60)).mkdir(parents=True)
     [left_out] = place(str(new), str(run), 0o755)
     assert left_out.count("/") == trust.MAX_DEPTH
+
+
+def test_texts_of_a_reply_are_one_line_or_have_a_limited_length() -> None:
+    @dataclass(frozen=True)
+    class Rank:
+        state: str
+        stack: str
+
+    found = trust.one_line([Rank("a\nb", "line\n" * 100_000)], texts=("stack",))[0]
+    assert found.state == "a b" and len(found.stack) == trust.MAX_RECORDED
+    assert found.stack.startswith("line\nline") and found.stack.endswith("line\n")

@@ -30,6 +30,7 @@ POLL_INTERVAL = 0.5  # seconds between checks of timeouts and of the journal
 EARLY_FAILURE_SECONDS = 30.0  # a failure within this time suggests a fault of all jobs, such as a missing package
 MAX_EARLY_FAILURES = 5  # consecutive early failures that pause the list
 RETRY_DELAYS = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before connecting, or copying results, is retried
+FIRST_TIMEOUT = 60.0  # seconds in which servers that run jobs of a resumed list connect before the others
 MAX_FAILED_COPIES = 6  # consecutive failures after which the results of an attempt are no longer copied
 MAX_LOST_COPIES = 50  # used instead of MAX_FAILED_COPIES if the last failure is a lost connection
 NO_SPACE = ("No space left on device", "Disk quota exceeded")  # errors after which copying is retried without a limit
@@ -79,7 +80,7 @@ class Dispatcher:
         self._actions: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._started_at = time.monotonic()
-        self._first_links: list[ServerLink] = []  # to servers that already run jobs of this list; connected first
+        self._others_connect = asyncio.Event()  # servers that run no jobs of this list yet may connect
         self._unlisted_servers: set[str] = set()  # with running or ending jobs, but not in the cluster config
         self._early_failures = 0  # consecutive early failures
         self._failing: set[str] = set()  # failed jobs whose results are not copied yet
@@ -121,9 +122,10 @@ class Dispatcher:
             restart = f"its jobs restart elsewhere after {self.policy.lost_after:.0f} s"
             self._log(f"{server}: no longer in the cluster config; {restart}")
         unended = {attempt.server for attempt in self._unended_attempts()}
-        self._first_links = [link for name, link in self.links.items() if name in unended]
+        first_links = [link for name, link in self.links.items() if name in unended]
+        self._spawn(self._wait_for(first_links))
         for link in self.links.values():
-            self._spawn(self._keep_connected(link, first=link in self._first_links))
+            self._spawn(self._keep_connected(link, first=link in first_links))
         try:
             while not self._finished():
                 self._step()
@@ -220,6 +222,16 @@ class Dispatcher:
 
     # ---------------------------------------------------------------- servers
 
+    async def _wait_for(self, first_links: Sequence[ServerLink]) -> None:
+        """Let the other servers connect after these ones, or after FIRST_TIMEOUT: one may hang while it connects."""
+        limit = time.monotonic() + FIRST_TIMEOUT
+        while waited := [link.server.name for link in first_links if link.state == "connecting"]:
+            if time.monotonic() > limit:
+                self._log(f"{', '.join(waited)}: still connecting after {FIRST_TIMEOUT:.0f} s; using other servers")
+                break
+            await asyncio.sleep(0.1)
+        self._others_connect.set()
+
     async def _keep_connected(self, link: ServerLink, first: bool) -> None:
         """Connect and reconnect; post the outcome as events.
 
@@ -227,8 +239,8 @@ class Dispatcher:
         to one machine, only the first to connect is used.
         """
         server, failures = link.server, 0
-        while not first and any(each.state == "connecting" for each in self._first_links):
-            await asyncio.sleep(0.1)
+        if not first:
+            await self._others_connect.wait()
         while True:
             try:
                 note = await server.connect(self.post)

@@ -18,6 +18,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -847,14 +848,20 @@ async def run_program(
     except ValueError as error:
         raise Unreachable(f"{command[0]}: {error}") from None
     except asyncio.TimeoutError:
-        process.kill()
+        _kill_group(process)
         with contextlib.suppress(asyncio.TimeoutError):  # a child of it has the pipes
             await asyncio.wait_for(process.communicate(), 1.0)  # closes the pipes
         raise Unreachable(f"{command[0]}: no reply within {seconds:.0f} s") from None
-    finally:  # also if the task was cancelled; kill() has no effect on a process that has exited
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+    finally:  # also if the task was cancelled
+        _kill_group(process)
     return code, out.decode(errors="replace"), err.decode(errors="replace")
+
+
+def _kill_group(process: asyncio.subprocess.Process) -> None:
+    """Kill a process that has not exited, which leads a process group, with its children, such as ssh of rsync."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 async def cached_manifest(cache: Cache, digest: str) -> dict[str, Any]:

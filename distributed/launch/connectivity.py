@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from distributed.transport.commands import AnyTarget, Calls
 
 CONNECT_TIMEOUT = 3.0  # seconds; allows for one lost packet
+MAX_PRINTED = 1 << 16  # bytes that a listener and its login shell print
 END_TIMEOUT = 5.0  # seconds for a listener to exit
 REMEDY = "open TCP between the nodes, on all ports above 1023 (firewall, security group, network policy)"
 
@@ -166,7 +167,7 @@ def test_connections(
     listeners = [
         calls.call(
             node.node, on_node(node, "launch.connectivity", ["listen", *names]), handle_end, sent=block,
-            keep_input=True, on_output=printed[node.node].extend,
+            keep_input=True, on_output=printed[node.node].extend, most=MAX_PRINTED,
         )
         for node in nodes
     ]  # fmt: skip

@@ -38,6 +38,7 @@ OF_LAUNCHER = ("run.json", "launcher.log", "verdict.json", "report.html", "hang.
 # The files node_NAME.* of a supervisor, except node_NAME.environment, which has secrets.
 OF_NODE = ("log", "exit", "pid", "stop", "samples.jsonl", "heartbeat", "usage", "reserved", "reserved_record")
 OF_RUN = (*metrics.ORIGINS, "settings.json")  # rank 0 writes them
+SMOKE_TEST = "smoke.json"  # rank 0 of the smoke test writes it
 SIGNALS = frozenset(map(signals.name, signal.valid_signals()))  # in names of records
 SHOWN = 3  # names in a warning
 # $2: directory to which the files of the attempt are moved. $3: pid file of a supervisor that stays for the next
@@ -242,6 +243,8 @@ def is_expected(node: RunNode, name: str) -> bool:
         kind = below.removeprefix(f"signal_{node.node}_").removesuffix(".json")
         is_signal = kind in SIGNALS and below == f"signal_{node.node}_{kind}.json"
         return is_own or is_signal or below in ("", *of_node)
+    if top == SMOKE_TEST:  # see scripts/test_distributed.sh
+        return name == top and node.first_rank == 0
     if top == "ranks" and slash:
         return below.partition("/")[0] in ("", node.node)
     if top.startswith("node_") or top in OF_RUN:

@@ -223,7 +223,7 @@ class Calls:
             self.running.discard(client)
             code, (out, err) = client.code, (text.decode(errors="replace") for text in texts)
             if max(sizes) > most:
-                code, out, err = UNFIT, "", f"its reply has more than {most >> 20} MiB"
+                code, out, err = UNFIT, "", f"its reply has more than {most / 2**20:g} MiB"
             on_reply(Reply(name, code, out, err, time.time()))
 
         client = Client(

@@ -803,6 +803,39 @@ def test_jobs_run_elsewhere_if_their_server_is_unusable_when_the_dispatcher_reco
     asyncio.run(scenario())
 
 
+def test_a_server_that_hangs_while_it_connects_does_not_keep_a_resumed_list_from_other_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hanging(SimulatedServer):
+        hangs = False
+
+        async def connect(self, post: Callable[[Event], None]) -> str:
+            while self.hangs:
+                await asyncio.sleep(0.01)
+            return await super().connect(post)
+
+    async def scenario() -> None:
+        monkeypatch.setattr("distributed.jobs.dispatcher.FIRST_TIMEOUT", 0.3)
+        one = Hanging("one")
+        one.outcome_of = exits(UNTIL_ENDED)
+        run = ListRun(tmp_path, one, jobs=2)
+        async with run:
+            await run.wait_until(lambda: one.running())
+        one.hangs = True
+        run.servers.append(two := SimulatedServer("two"))
+        two.run = run
+        async with run:
+            await run.wait_until(lambda: run.job_state(1).state == "done")
+            assert "one: still connecting after 0 s; using other servers" in run.log
+            assert len(two.requests) == 1
+            one.hangs = False
+            one.end(one.running()[0])
+            await run.finished()
+        assert run.states() == ["done", "done"]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_lost_attempt_is_stopped_before_its_slot_is_reused(tmp_path: Path, resumed: bool) -> None:
     async def scenario() -> None:

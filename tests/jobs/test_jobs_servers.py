@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -89,6 +90,18 @@ def test_a_job_gets_its_device_and_its_arguments(
     assert (sent["verb"], sent["attempt"], sent["slots"]) == ("start", f"{job.id}.{number}", [4])
     assert (sent["arguments"], sent["title"]) == (["--n", "1", "--device", device], f"{job.name} ({shown})")
     assert (sent["env"]["CUDA_VISIBLE_DEVICES"], sent["needs"]) == (",".join(map(str, gpus)), ["needed"])
+
+
+def test_a_command_without_a_reply_is_killed_with_its_children(tmp_path: Path) -> None:
+    """The child of rsync is ssh. The pipe ends when both have exited."""
+    os.mkfifo(fifo := tmp_path / "fifo")
+    end = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    command = ["sh", "-c", 'exec 3>"$0"; echo started >&3; sleep 60 & wait', str(fifo)]
+    with pytest.raises(Unreachable, match="sh: no reply within 2 s"):
+        asyncio.run(servers.run_program(command, seconds=2.0))
+    assert os.read(end, 100) == b"started\n"
+    assert select.select([end], [], [], 10)[0] and os.read(end, 1) == b""
+    os.close(end)
 
 
 def test_muster_is_copied_once(home: Path) -> None:

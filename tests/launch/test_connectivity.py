@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 
 import pytest
 
 from distributed.host.replies import Reply, format_reply
+from distributed.launch import connectivity
 from distributed.launch.connectivity import ConnectionTest, connect_to_all, failed_connections, listening_address
+from distributed.runs.lookup import RunNode
+from distributed.transport.commands import Calls
 
 ADDRESSES = {f"node{number}": (f"10.0.0.{number}", 4000) for number in (1, 2, 3)}
 TIMED_OUT = "no reply within 3 s"
@@ -73,6 +77,14 @@ def test_what_a_node_sends_as_its_address_or_error_is_no_line_of_its_own(address
     connecting = {"node1": Reply("node1", 0, format_reply({"node2": "lost\nverdict: ok"}), "")}
     (fault,) = ConnectionTest(listening, connecting).faults()
     assert "\n" not in fault and "cannot connect to node2 (10.0.0.1): lost" in fault
+
+
+def test_a_listener_that_prints_without_end_is_stopped() -> None:
+    began = time.process_time()
+    nodes = [RunNode("node1", "", 1, 0)]
+    found = connectivity.test_connections(Calls(), lambda *_: ["sh", "-c", "yes; sleep 60"], nodes, b"", lambda _: None)
+    assert found.faults() == ["node1: its reply has more than 0.0625 MiB"]
+    assert time.process_time() - began < 1
 
 
 def test_a_name_that_is_no_address_is_an_error_of_its_connection() -> None:

@@ -552,11 +552,12 @@ def test_a_node_sends_no_files_of_muster_if_the_working_directory_is_that_of_mus
         ("node_n2.lost", False), ("metrics.jsonl", True), ("metrics.jsonl/", False), ("metrics.jsonl/x", False),
         ("settings.json", True), ("run.json", False), ("run.json/", False), (".from_n1-x/", False),
         ("attempt_2/", False), ("my results/plot.png", True), ("a/run.json", False), ("my results/", True),
-        ("checkpoints/", False), ("checkpoints/a", False),
+        ("checkpoints/", False), ("checkpoints/a", False), ("smoke.json", False), ("smoke.json/", False),
     ],
 )  # fmt: skip
 def test_a_node_may_send_these_files(name: str, expected: bool) -> None:
     assert is_expected(RunNode("n2", "", 2, 2), name) == expected
+    assert is_expected(RunNode("n1", "", 2, 0), "smoke.json")
 
 
 def test_a_rank_that_makes_metrics_a_fifo_does_not_block_the_launch(tmp_path: Path) -> None:
