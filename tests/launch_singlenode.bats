@@ -1092,8 +1092,11 @@ END
 while rank == 0 and "warning: " not in open(os.environ["MUSTER_RUN_DIR"] + f"/node_{os.uname().nodename}.log").read():
     time.sleep(0.01)
 END
-  PATH="$WORK/stub:$PATH" run -0 timeout 60 "$LAUNCH" --script "my script.py" - 2
-  [ "$(grep -c "warning: PyTorch cannot use the GPUs of $(uname -n) (2): Torch not compiled" <<<"$output")" -eq 1 ]
+  local agent
+  for agent in fast torchrun; do
+    PATH="$WORK/stub:$PATH" run -0 timeout 60 "$LAUNCH" --agent $agent --script "my script.py" - 2
+    [ "$(grep -c "warning: PyTorch cannot use the GPUs of $(uname -n) (2): Torch not compiled" <<<"$output")" -eq 1 ]
+  done
 }
 
 

@@ -38,6 +38,15 @@ def choose_threads(options: dict[str, str]) -> None:
         sys.stderr.write(line)
 
 
+def check_gpus(options: dict[str, str]) -> None:
+    """Warn if PyTorch cannot use the GPUs. train.py itself refuses them."""
+    from distributed.agent.gpu_check import warn_of_unusable_gpus
+
+    ranks = options.get("--nproc-per-node", "")
+    if TRAINER not in sys.argv and ranks.isdigit():
+        warn_of_unusable_gpus(int(ranks))
+
+
 def main() -> int:
     """Run Muster's agent. Returns its exit code."""
     from distributed.host import network, signals
@@ -69,13 +78,10 @@ def main() -> int:
     gc.enable()
 
     from distributed.agent.fork_server import ForkServer
-    from distributed.agent.gpu_check import warn_of_unusable_gpus
     from distributed.agent.worker import run_rank
 
     recorded_imports.stop()
     server = ForkServer(partial(run_rank, preload))
-    if TRAINER not in sys.argv and (ranks := launcher_options.get("--nproc-per-node", "")).isdigit():
-        warn_of_unusable_gpus(int(ranks))
 
     try:
         from distributed.agent import agent
@@ -92,6 +98,7 @@ def main() -> int:
             become("torch.distributed.run", arguments)
         arguments.remove("--pass-local-rank")
         become("torch.distributed.launch", arguments)
+    check_gpus(launcher_options)
     os.umask(0o077)  # of directories for the ranks' output; the ranks, which the server starts, have the user's umask
     return agent.main(options, server, pipes)
 
@@ -120,6 +127,7 @@ if __name__ == "__main__":
         recorded_imports.stop()
         from distributed.agent.attempt import run_torchrun
 
+        check_gpus(options_of(sys.argv[3:]))
         run_torchrun(sys.argv[2], sys.argv[3:])
         sys.exit()
     choose_threads(options_of(sys.argv[1:]))
