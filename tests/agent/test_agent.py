@@ -1235,7 +1235,10 @@ if "TORCHELASTIC_RESTART_COUNT" in os.environ:
 
 
 def server_of(agent: int) -> psutil.Process:
+    """The fork server of an agent whose ranks run, once it waits for requests: before, the agent needs its reply."""
     (server,) = (child for child in psutil.Process(agent).children() if "agent.py" in " ".join(child.cmdline()))
+    while server.children() or server.status() != psutil.STATUS_SLEEPING:
+        time.sleep(0.01)
     return server
 
 
