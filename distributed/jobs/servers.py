@@ -89,6 +89,7 @@ GREETING = {"event": str, "protocol": str, "host": str, "boot_id": str}
 EVENTS: dict[str, dict[str, Any]] = {
     "heartbeat": {}, "ended": {"attempt": str, **host.END}, "progress": {"attempt": str, "metrics": dict},
 }  # fmt: skip
+HOST_ERRORS = re.compile("server|job|busy")  # kinds of NotStarted that a host may report
 REPLIES: dict[str, dict[str, Any]] = {
     "open": {"workdir": re.compile("/.*", re.DOTALL), "rsync": bool, "session": str, "note": str, "bases": list[str]},
     "query": {"attempts": dict[str, object]},
@@ -191,7 +192,7 @@ class Channel:
             self._end(f"no reply to {verb} within {REPLY_TIMEOUT:.0f} s")
             raise Unreachable(self.closed.result()) from None
         if "error" in reply:
-            reply = self._checked({"error": str, "kind?": str}, reply)
+            reply = self._checked({"error": str, "kind?": HOST_ERRORS}, reply)
             raise HostReplyError(reply["error"], reply.get("kind", "server"))
         reply = self._checked(REPLIES.get(verb, {}), reply)
         if verb == "query":
@@ -460,8 +461,7 @@ class HostServer(JobServer):
                 return copied
             if reply["state"] == "failed" or self.shared:
                 break
-        kind = "base" if self.shared and reply["state"] == "damaged" else "server"
-        raise NotStarted(f"base {hash_of(digest)}: {reply.get('reason', reply['state'])}", kind)
+        raise NotStarted(f"base {hash_of(digest)}: {reply.get('reason', reply['state'])}")
 
     async def _request_base(self, digest: str) -> dict[str, Any]:
         """Request a base model until the reply of host.Service.base() is not `busy`; return the reply."""

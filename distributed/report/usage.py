@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from distributed.records import is_time, listed, mapping, number, read_object
+from distributed.records import integer, is_time, listed, mapping, number, read_object
 from distributed.report.history import Point
 from distributed.trust import parse_json, read_text
 
@@ -49,15 +49,17 @@ def read_usage(run: Path) -> Usage:
     attempts = [*sorted(run.glob("attempt_*"), key=lambda path: (len(path.name), path.name)), run]
     most = SAMPLES // min(len(attempts), MAX_ATTEMPTS)
     for number_of_attempt, attempt in list(enumerate(attempts, 1))[-MAX_ATTEMPTS:]:
-        layout = map(mapping, listed(read_object(attempt / "run.json", []).get("layout")))
+        layout = [*map(mapping, listed(read_object(attempt / "run.json", []).get("layout")))]
         first_ranks = {str(one.get("node")): number(one.get("first_rank")) for one in layout}
+        local_ranks = {str(one.get("node")): range(integer(one.get("processes")) or 1000) for one in layout}
         times = []
         for path in sorted(attempt.glob("node_*.samples.jsonl")):
             node = path.name.removeprefix("node_").removesuffix(".samples.jsonl")
             samples = _samples(path, most)
             times += [sample["time"] for sample in samples]
-            _add_ranks(usage, node, first_ranks.get(node, math.nan), samples)
-            _add_gpus(usage, node, first_ranks.get(node, math.nan), samples)
+            place = first_ranks.get(node, math.nan), local_ranks.get(node, range(1000))
+            _add_ranks(usage, node, *place, samples)
+            _add_gpus(usage, node, *place, samples)
         if times:
             usage.attempts[number_of_attempt] = min(times)
             usage.last = max(times)
@@ -86,11 +88,14 @@ def _is_numbered(item: tuple[str, Any]) -> bool:
     return re.fullmatch("[0-9]{1,3}", item[0], re.ASCII) is not None
 
 
-def _add_ranks(usage: Usage, node: str, first_rank: float, samples: Sequence[Mapping[str, Any]]) -> None:
+def _add_ranks(
+    usage: Usage, node: str, first_rank: float, local_ranks: range, samples: Sequence[Mapping[str, Any]]
+) -> None:
     by_rank: dict[str, list[tuple[float, Mapping[str, Any]]]] = {}
     for sample in samples:
         for rank, values in filter(_is_numbered, mapping(sample.get("ranks")).items()):
-            by_rank.setdefault(rank, []).append((sample["time"], mapping(values)))
+            if int(rank) in local_ranks:  # a node has no samples of the ranks of others
+                by_rank.setdefault(rank, []).append((sample["time"], mapping(values)))
     for rank, values in sorted(by_rank.items(), key=lambda item: (len(item[0]), item[0])):
         name = _name(node, first_rank, rank)
         usage.add("memory", name, [(time, number(one.get("memory"))) for time, one in values])
@@ -102,7 +107,9 @@ def _add_ranks(usage: Usage, node: str, first_rank: float, samples: Sequence[Map
                 usage.add(kind, name, rates)
 
 
-def _add_gpus(usage: Usage, node: str, first_rank: float, samples: Sequence[Mapping[str, Any]]) -> None:
+def _add_gpus(
+    usage: Usage, node: str, first_rank: float, local_ranks: range, samples: Sequence[Mapping[str, Any]]
+) -> None:
     """Add each GPU to the ranks that use it. If no rank of any GPU of the node is known, GPUs have their own names."""
     gpus = [
         (sample["time"], index, mapping(gpu), listed(mapping(gpu).get("ranks")))
@@ -112,7 +119,7 @@ def _add_gpus(usage: Usage, node: str, first_rank: float, samples: Sequence[Mapp
     known = any(ranks for *_, ranks in gpus)
     lines: dict[tuple[str, str], dict[float, list[float]]] = {}
     for time, index, gpu, ranks in gpus:
-        numbers = [rank for rank in ranks if isinstance(rank, int) and 0 <= rank < 1000]
+        numbers = sorted({rank for rank in ranks if isinstance(rank, int) and rank in local_ranks})
         for name in [_name(node, first_rank, rank) for rank in numbers] if known else [f"{node} GPU {index}"]:
             if gpu.get("use") is not None:
                 lines.setdefault(("gpu", name), {}).setdefault(time, []).append(number(gpu.get("use")) / 100)

@@ -953,7 +953,8 @@ DEEP = "[" * 100_000
 STRANGE = ['{"a":1}', "[1]", "5", '"x"', DEEP, "x", '{"reply": [1]}', '{"reply": "1"}', '{"reply": {id}}',
            '{"event": 5}',
            '{"event": "task_failed", "error": "x"}', '{"event": "connected", "note": "", "attempts": {}}',
-           '{"reply": {id}, "error": 5}', OPENED.replace('"/w"', "5"), OPENED.replace("[]", "[5]"),
+           '{"reply": {id}, "error": 5}', '{"reply": {id}, "error": "x", "kind": "base"}',
+           OPENED.replace('"/w"', "5"), OPENED.replace("[]", "[5]"),
            OPENED.replace("true", '"yes"'), OPENED.replace('"note": "",', "")]  # fmt: skip
 
 

@@ -564,11 +564,11 @@ def sample(time: float, *ranks: tuple[float, int, int], gpus: Json | None = None
     return {"time": 1.7e9 + time, "ranks": values} | ({"gpus": gpus} if gpus else {})
 
 
-def attempt(directory: Path, *samples: Json, node: str = "node2", tail: str = "") -> Path:
+def attempt(directory: Path, *samples: Json, node: str = "node2", tail: str = "", processes: int | None = None) -> Path:
     """Write a run directory with the samples of this node. tail: text after the samples."""
     directory.mkdir(exist_ok=True)
     (directory / f"node_{node}.samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples) + tail)
-    layout = [{"node": "node1", "first_rank": 0}, {"node": "node2", "first_rank": 2}]
+    layout = [{"node": "node1", "first_rank": 0}, {"node": "node2", "first_rank": 2, "processes": processes}]
     return write_run(directory, run=run_json(layout=layout))
 
 
@@ -586,6 +586,12 @@ def test_resource_usage_is_drawn_for_all_attempts(tmp_path: Path) -> None:
     assert {"Usage", "CPU", "Memory", "Output", "rank 3"} <= set(reader.texts)
     assert any(text.startswith("attempt 2 after ") for text in reader.texts)
     assert "No metrics were logged, and no step was found in the output." in reader.text
+
+
+def test_a_node_has_no_samples_of_ranks_on_other_nodes(tmp_path: Path) -> None:
+    gpus = {"0": {"use": 9, "memory": 1, "ranks": [0, *[1] * 10_000]}}
+    attempt(tmp_path, *(sample(n, (n, 8, 0), (n, 8, 0), gpus=gpus) for n in range(3)), processes=1)
+    assert {name for lines in report.read(tmp_path).usage.series.values() for name in lines} == {"rank 2"}
 
 
 def test_samples_name_ranks_and_gpus_by_numbers_and_few_samples_are_read(tmp_path: Path) -> None:
