@@ -109,7 +109,7 @@ for pass in found made; do
   for ((i = 0; i < ${#check[@]}; i += 50)); do
     p=$(foreign below "${check[@]:i:50}"); [[ ! $p ]] || { echo "$p" >&2; exit 69; }
   done
-  [[ $pass == found ]] || return 0
+  [[ $pass == found && ${missing[*]} ]] || return 0
   for ((i = 0; i < ${#missing[@]}; i += 100)); do mkdir -p -- "${missing[@]:i:100}" 2>/dev/null; done
 done; }"""
 

@@ -229,8 +229,9 @@ def test_a_server_on_which_the_working_directory_cannot_be_created_is_unusable(h
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make links of other users")
 @pytest.mark.parametrize("workdir", ["~/work", None])
 def test_the_working_directory_is_not_copied_through_a_link_of_another_user(
-    home: Path, project: Path, workdir: str | None
+    home: Path, project: Path, workdir: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(home)  # as with ssh
     work = home / (workdir or "ml-customization").removeprefix("~/")
     (project / "open/below").mkdir(parents=True)
     (project / "open/below/file").touch()
