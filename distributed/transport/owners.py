@@ -110,6 +110,7 @@ for pass in found made; do
     p=$(foreign below "${check[@]:i:50}"); [[ ! $p ]] || { echo "$p" >&2; exit 69; }
   done
   [[ $pass == found && ${missing[*]} ]] || return 0
+  umask 077 # rsync sets the mode
   for ((i = 0; i < ${#missing[@]}; i += 100)); do mkdir -p -- "${missing[@]:i:100}" 2>/dev/null; done
 done; }"""
 
