@@ -281,6 +281,27 @@ END
 }
 
 
+@test "a link of another user below the working directory on a node is refused, and no file is copied there" {
+  mkdir -p data/batch2 usual/new
+  mkdir -m 750 usual/private
+  touch usual/new/file usual/private/file
+  echo 'print("ran")' >plain.py
+  echo new >data/batch2/settings
+  lab ssh "$N2" mkdir -p "$WORK/data" "$APART/home/of user"
+  lab ssh "$N2" chmod 1777 "$WORK/data"
+  lab ssh "$N2" ln -s "$APART/home/of user" "$WORK/data/batch2"
+  run -0 "$LAUNCH" --sync --script plain.py - 1 "$N2" # a link of one's own is followed
+  [ "$(lab ssh "$N2" stat -c %a "$WORK/usual" "$WORK/usual/new" "$WORK/usual/private" | xargs)" = "755 755 750" ]
+  lab ssh "$N2" rm "$APART/home/of user/settings"
+  lab ssh "$N2" chown -h 65534 "$WORK/data/batch2"
+  lab ssh "$N2" chmod 1777 "$WORK/data"
+  run -69 "$LAUNCH" --sync --script plain.py - 1 "$N2"
+  [[ "$output" == *"$WORK/data/batch2: belongs to user id 65534, who made it in $WORK/data, where all users can "* ]]
+  [[ "$output" == *"--sync: $WORK could not be copied to $N2; see the messages above"* ]]
+  run ! lab ssh "$N2" test -e "$APART/home/of user/settings"
+}
+
+
 @test "a program that another user has planted on a node does not run" {
   echo 'print("ran")' >plain.py
   mkdir -p .venv/bin

@@ -84,6 +84,19 @@ def file_list(names: Iterable[bytes]) -> bytes:
     return b"".join(b"./" + name + b"\0" for name in names)
 
 
+def directory_list(directory: str, names: Mapping[bytes, bool]) -> bytes:
+    """The directories of names_of(directory), each after those above it, as owners.MAKE_BELOW reads them."""
+    path, found = os.path.join(os.fsencode(directory), b""), set()
+    for name, is_tracked in names.items():
+        if not is_tracked and not os.path.islink(path + name) and name != b".git":  # git tracks no directory
+            for at, below, _ in os.walk(path + name):
+                below[:] = set(below) - {b".git"}
+                found.add(at[len(path) :])
+        while (name := os.path.dirname(name)) and name not in found:
+            found.add(name)
+    return b".\0" + file_list(sorted(found))
+
+
 def is_result(name: bytes) -> bool:
     return name.startswith(MARKER) or name.partition(b"/")[0] in RESULTS
 

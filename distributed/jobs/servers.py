@@ -47,7 +47,7 @@ from distributed.launch.node_reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOU
 from distributed.terminal import plural
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 from distributed.transport.commands import VANISHED, TransportError, over_ssh, rsync_shell, temporary_directory
-from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, owners_above, owners_here
+from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, MAKE_BELOW, MAKE_TARGET, owners_above, owners_here
 from distributed.trust import (
     MAX_TEXT,
     PRIVATE_DIRECTORY,
@@ -631,13 +631,19 @@ class SshServer(HostServer):
             raise ServerUnusable(f"--sync: {error}") from None
         target = self.settings.workdir or str(self.context.cwd)
         # Without a setting, an existing ~/ml-customization is used, as by find_workdir() in host.py.
-        default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
-        line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}" + reporting_error(
-            f"(umask 022; mkdir -p -- {quoted_path(target)}) && (cd -- {quoted_path(target)} || exit; "
-            f"owners={shlex.quote(owners_above(str(self.context.cwd)))}; {FOREIGN}; {EXIT_IF_FOREIGN})"
+        enter = f"make_target {quoted_path(target)}; {EXIT_IF_FOREIGN}"
+        usual = "[ -d ~/ml-customization ]"
+        if not self.settings.workdir:
+            enter = f"if {usual}; then cd ~/ml-customization || exit; else {enter}; fi"
+        line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; " + reporting_error(
+            f"{FOREIGN}; {MAKE_TARGET}; {MAKE_BELOW}; owners={shlex.quote(owners_above(str(self.context.cwd)))}; "
+            f"umask 022; {enter}; make_below"
         )
+        if not self.settings.workdir:
+            line += f"; ! {usual} || exit {DEFAULT_WORKDIR_EXISTS}"
         self._refuse_without_rsync(on_server=True)
-        code, stderr = await self._run(self._ssh(line), seconds=CONNECT_TIMEOUT)
+        below = await asyncio.to_thread(sync_list.directory_list, str(self.context.cwd), names)
+        code, stderr = await self._run(self._ssh(line), below, seconds=CONNECT_TIMEOUT)
         self._refuse_without_rsync(on_server=code != NO_RSYNC)
         if code == DEFAULT_WORKDIR_EXISTS:
             target = "ml-customization"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 #            is missing there is refused: another user could make it after this check. The text is that of bash or
 #            Python, see replies.START_FAILURES
 #   script   the same for files of the user
+#   below    as planted, but all users may replace entries of the directories
 # In %A, such as drwxrwxrwt, the last two letters are those of other users. In a container that maps some user ids only,
 # 65534 stands for the others, root among them: it is accepted where not all of them can create files.
 FOREIGN = r"""foreign() { local kind=$1 at rest part link links path d facts who others='' parts=()
@@ -65,7 +66,7 @@ for part in "${parts[@]}"; do
     echo "bash: line 1: $path: No such file or directory"
   elif [[ " $owners " != *" ${facts%% *} "* ]]; then
     echo "$part: belongs to user id ${facts%% *}, who made it in $d, where all users can create files; it is not used"
-  elif [[ ${found[$d]} == *[!tT] && $open != *":$d:"* ]]; then
+  elif [[ $kind != below && ${found[$d]} == *[!tT] && $open != *":$d:"* ]]; then
     echo "$d: all users can replace $part there"
   else
     continue
@@ -75,6 +76,43 @@ done; }"""
 # For bash in a directory: exits with 69 if it is not this user's, or if another user could replace it. Needs FOREIGN.
 EXIT_IF_FOREIGN = """[ -O . ] || { echo "$PWD: belongs to another user" >&2; exit 69; }
 p=$(foreign strict "$PWD"); [ ! "$p" ] || { echo "$p" >&2; exit 69; }"""
+# For bash, after FOREIGN: make_target PATH makes a directory and enters it. If another user could lead it elsewhere,
+# make_target exits with 69 before it makes anything.
+MAKE_TARGET = """make_target() { local p=$1 problem
+[[ $p == /* ]] || p=$PWD/$p
+until [[ -e $p || -L $p || ! $p ]]; do p=${p%/*}; done
+if [[ ! -d $1 ]]; then
+  problem=$(foreign strict "${p:-/}")
+  [[ $problem != *", and could replace $p" ]] || problem=${problem%"$p"}$1
+  [[ ! $problem ]] || { echo "$problem" >&2; exit 69; }
+  mkdir -p -- "$1" || exit
+fi
+cd -- "$1" || exit; }"""
+# For bash, after FOREIGN, in a directory into which rsync copies, and which is no other user's: makes the directories
+# that standard input names (relative, each after those above it, "." first, ended by NUL), because another user could
+# make those that are missing. Exits with 69 if another user has made one, or a link to it, where all users can create
+# files. Directories in which only some can are not looked at by foreign(), which is slow for many paths.
+MAKE_BELOW = r"""make_below() { local d above p facts pass dirs=() missing check; local -A found
+while IFS= read -r -d '' d; do dirs+=("$d"); done
+for pass in found made; do
+  found=() missing=() check=()
+  for ((i = 0; i < ${#dirs[@]}; i += 100)); do
+    while read -r -d '' facts && IFS= read -r -d '' d; do found[$d]=$facts
+    done < <(stat --printf '%A\0%n\0' -- "${dirs[@]:i:100}" 2>/dev/null)
+  done
+  [[ ${found[.]-} ]] || { echo "stat of GNU coreutils: failed, so owners cannot be checked" >&2; exit 69; }
+  for d in "${dirs[@]}"; do
+    facts=${found[$d]-} above=${found[${d%/*}]-}
+    [[ $facts ]] || { missing+=("$d") && continue; }
+    [[ $facts$above != *l* && $above != d*w? ]] || check+=("$d")
+  done
+  for ((i = 0; i < ${#check[@]}; i += 50)); do
+    p=$(foreign below "${check[@]:i:50}"); [[ ! $p ]] || { echo "$p" >&2; exit 69; }
+  done
+  [[ $pass == found && ${missing[*]} ]] || return 0
+  umask 077 # rsync sets the mode
+  for ((i = 0; i < ${#missing[@]}; i += 100)); do mkdir -p -- "${missing[@]:i:100}" 2>/dev/null; done
+done; }"""
 
 
 def owners_here(paths: Iterable[str]) -> set[int]:

@@ -15,7 +15,7 @@ from distributed.exit_codes import UNFIT
 from distributed.host import sync_list
 from distributed.transport.commands import VANISHED, TransportError, rsync_shell
 from distributed.transport.loop import INHERITED
-from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, owners_above
+from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, MAKE_BELOW, MAKE_TARGET, owners_above
 from distributed.trust import regular_file
 
 TYPE_CHECKING = False
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 # For bash on a node. $1: the directory. $2: the name of a file that the launcher has just created in that directory.
 # $3: the SHA-256 of its content: other users of the node can see these arguments, but cannot make such a file. $4:
 # owners.
-PRINT_IF_SHARED = f"""{FOREIGN}; umask 022; mkdir -p -- "$1" && cd -- "$1" || exit
+PRINT_IF_SHARED = f"""{FOREIGN}; {MAKE_TARGET}; owners=$4; umask 022; make_target "$1"
 if [ -f "$2" ] && [ "$(sha256sum <"$2")" = "$3  -" ]; then echo "shared $2"; exit; fi
-owners=$4; {EXIT_IF_FOREIGN}
+{EXIT_IF_FOREIGN}
 echo "time $(date +%s)\""""
+# For bash on a node. $1: the directory. $2: owners. Standard input: see MAKE_BELOW.
+MAKE_DIRECTORIES = f"""{FOREIGN}; {MAKE_BELOW}; owners=$2; umask 022; cd -- "$1" || exit; make_below"""
 
 
 def sync_nodes(
@@ -93,6 +95,11 @@ def _copy(
         log(f"--sync: warning: {warning}")
     options = ["--archive", "--compress", "--sparse", "--keep-dirlinks", "--protect-args", "--recursive", "--from0"]
     options += ["--files-from=-", "--ignore-missing-args", "--exclude=.git"]
+    make = ["bash", "-pc", MAKE_DIRECTORIES, "bash", directory, owners_above(directory)]
+    below = sync_list.directory_list(directory, names)
+    replies = calls.call_all({node: commands.command(node, make) for node in nodes}, sent=below, errors=INHERITED)
+    if refused := [name for name, reply in replies.items() if reply.code]:
+        return refused
     calls_of = {}
     for node in nodes:
         log(f"--sync: copying {directory} to {node.node}")

@@ -106,6 +106,19 @@ def test_outside_a_checkout_everything_but_results_and_venv_is_copied(tmp_path: 
     assert (tmp_path / "copy" / "empty").is_dir()
 
 
+@pytest.mark.parametrize("in_git", [False, True])
+def test_the_directories_into_which_rsync_writes_are_listed(tmp_path: Path, in_git: bool) -> None:
+    for name in ("b/c/file", "b/.git/file", "b/new\nline/file", ".venv/file", "logs/file", "d/e/f/file"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to("b")
+    (tmp_path / "b/c/link").symlink_to("../../d")
+    names = {b"b/c/file": True, b"b/new\nline/file": False, b"d/e/f/file": True, b"link": False, b"b/c/link": False}
+    expected = [".", "./b", "./b/c", "./b/new\nline", "./d", "./d/e", "./d/e/f"]
+    listed = sync_list.directory_list(str(tmp_path), names if in_git else sync_list.names_of(str(tmp_path)))
+    assert listed.decode().split("\0") == [*expected, ""]
+
+
 def test_files_with_any_name_and_symbolic_links_are_copied(work: Path, tmp_path: Path) -> None:
     write(work, "tracked/x", *(f"{where}/{name}" for name in ODD_NAMES for where in ("tracked", "other")), *ODD_NAMES)
     for name, target in (("to_file", "tracked/x"), ("to_directory", "tracked"), ("dangling", "nowhere")):

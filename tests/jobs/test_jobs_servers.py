@@ -226,6 +226,28 @@ def test_a_server_on_which_the_working_directory_cannot_be_created_is_unusable(h
     assert reason.endswith("; correct this on the server")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make links of other users")
+@pytest.mark.parametrize("workdir", ["~/work", None])
+def test_the_working_directory_is_not_copied_through_a_link_of_another_user(
+    home: Path, project: Path, workdir: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)  # as with ssh
+    work = home / (workdir or "ml-customization").removeprefix("~/")
+    (project / "open/below").mkdir(parents=True)
+    (project / "open/below/file").touch()
+    (work / "open").mkdir(parents=True)
+    (work / "open").chmod(0o1777)
+    (private := home / "private").mkdir()
+    (work / "open/below").symlink_to(private)
+    one = server(project, sync=True, workdir=workdir)
+    asyncio.run(one._sync())
+    (private / "file").unlink()
+    (work / "open").chmod(0o1777)
+    os.lchown(work / "open/below", 65534, 65534)
+    assert f"{work}/open/below: belongs to user id 65534, who made it in {work}/open, where" in fails(one._sync)
+    assert not [*private.iterdir()]
+
+
 def test_a_server_that_does_not_reply_before_the_working_directory_is_copied_is_unreachable(
     home: Path, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

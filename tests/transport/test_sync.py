@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from distributed.files import KIT
 from distributed.transport.commands import SshCommands
 from distributed.transport.owners import owners_above
-from distributed.transport.sync import PRINT_IF_SHARED
+from distributed.transport.sync import MAKE_DIRECTORIES, PRINT_IF_SHARED
 
 
 @pytest.mark.parametrize("cwd", [KIT, f"{KIT}/config", str(Path(KIT).parent), "/tmp"])
@@ -111,3 +112,59 @@ def test_a_directory_that_another_user_could_replace_is_no_target(
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         problem = f"{above}: other users own it or can write to it, and could replace {target}\n"
         assert (done.returncode, done.stderr) == ((69, problem) if refused else (0, ""))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("kind", ["link", "directory", "link behind an own link"])
+def test_no_files_go_into_what_another_user_has_made_in_the_working_directory(kind: str, scratch: Path) -> None:
+    """In a directory in which all users can create files, he could lead them to files of this user."""
+    (scratch / "home").mkdir(mode=0o700)
+    (scratch / "wd").mkdir()
+    open_directory = scratch / "wd/data"
+    if kind == "link behind an own link":
+        open_directory.symlink_to(scratch / "disk")
+        open_directory = scratch / "disk"
+    open_directory.mkdir()
+    open_directory.chmod(0o1777)
+    as_user(["mkdir", "own"] if kind == "directory" else ["ln", "-s", scratch / "home", "own"], open_directory, 12345)
+    code, text = make_below(scratch / "wd", ["data", "data/new", "data/own", "data/own/new", "other", "other/new"])
+    assert (code, f"/own: belongs to user id 12345, who made it in {open_directory}, " in text) == (69, True), text
+    assert not [*(scratch / "home").iterdir()] and not (scratch / "wd/other").exists()
+    (open_directory / "own").rename(scratch / "other user's")
+    assert make_below(scratch / "wd", ["data", "data/new", "data/own", "data/own/new", "other/new"]) == (0, "")
+    assert (open_directory / "own/new").is_dir() and (scratch / "wd/other/new").is_dir()
+    open_directory.chmod(0o777)
+    assert make_below(scratch / "wd", ["data", "data/new", "data/own"]) == (0, "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_nothing_is_made_through_a_link_of_another_user_above_the_target(scratch: Path) -> None:
+    (scratch / "home").mkdir(mode=0o700)
+    (scratch / "open").mkdir()
+    (scratch / "open").chmod(0o1777)
+    as_user(["ln", "-s", scratch / "home", "link"], scratch / "open", 12345)
+    command = ["bash", "-pc", PRINT_IF_SHARED, "bash", str(scratch / "open/link/new/work"), "none", "", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, f"{scratch}/open/link: other users own it" in done.stderr) == (69, True), done
+    assert not [*(scratch / "home").iterdir()]
+
+
+def as_user(command: list[str | Path], directory: Path, user: int) -> None:
+    subprocess.run(
+        ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *command], cwd=directory, check=True
+    )
+
+
+def make_below(directory: Path, below: list[str]) -> tuple[int, str]:
+    sent = b".\0" + b"".join(b"./%s\0" % os.fsencode(name) for name in below)
+    command = ["bash", "-pc", MAKE_DIRECTORIES, "bash", str(directory), "0"]
+    done = subprocess.run(command, input=sent, capture_output=True, check=False, timeout=60)
+    return done.returncode, (done.stdout + done.stderr).decode()
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory in which other users can reach files."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
