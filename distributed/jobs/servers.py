@@ -633,7 +633,7 @@ class SshServer(HostServer):
         # Without a setting, an existing ~/ml-customization is used, as by find_workdir() in host.py.
         default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
         line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}" + reporting_error(
-            f"(umask 022; mkdir -p -- {quoted_path(target)}) && (cd -- {quoted_path(target)} || exit; "
+            f"(umask 022; mkdir -p -m 755 -- {quoted_path(target)}) && (cd -- {quoted_path(target)} || exit; "
             f"owners={shlex.quote(owners_above(str(self.context.cwd)))}; {FOREIGN}; {EXIT_IF_FOREIGN})"
         )
         self._refuse_without_rsync(on_server=True)

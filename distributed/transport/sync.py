@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # For bash on a node. $1: the directory. $2: the name of a file that the launcher has just created in that directory.
 # $3: the SHA-256 of its content: other users of the node can see these arguments, but cannot make such a file. $4:
 # owners.
-PRINT_IF_SHARED = f"""{FOREIGN}; umask 022; mkdir -p -- "$1" && cd -- "$1" || exit
+PRINT_IF_SHARED = f"""{FOREIGN}; umask 022; mkdir -p -m 755 -- "$1" && cd -- "$1" || exit
 if [ -f "$2" ] && [ "$(sha256sum <"$2")" = "$3  -" ]; then echo "shared $2"; exit; fi
 owners=$4; {EXIT_IF_FOREIGN}
 echo "time $(date +%s)\""""

@@ -142,6 +142,7 @@ check_kit() {
   find_foreign_below "${paths[@]}"
   [[ ! $FOREIGN ]] || die_with "$EXIT_UNFIT" "$FOREIGN"
   for path in "$KIT"/distributed/{,*[!_]/} "$KIT/scripts/lib/"; do # Python would follow the umask, or an access control list
+    # shellcheck disable=SC2174 # the directory above exists
     [[ -e ${path}__pycache__ || ! -w $path ]] || mkdir -p -m 755 -- "${path}__pycache__"
   done
 }
