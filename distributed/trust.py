@@ -80,10 +80,15 @@ def writable_by_others(path: str | os.PathLike[str], facts: os.stat_result) -> b
 
 
 def _is_private_group(uid: int, gid: int) -> bool:
-    """Whether the group has the user's name and no other member, as systems create it that set umask 002."""
+    """Whether the group has the user's name and no other member, as systems create it that set umask 002.
+
+    Never the id 65534, which stands for many users and groups in a container.
+    """
     import grp
     import pwd
 
+    if 65534 in (uid, gid):
+        return False
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
     except KeyError:

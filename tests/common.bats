@@ -633,6 +633,49 @@ os.setxattr(sys.argv[1], "system.posix_acl_access", data)'
 }
 
 
+@test "Muster does not run if others can write to its __pycache__ or .ci" {
+  script <<<'check_kit'
+  mkdir -p "$KIT/__pycache__" "$KIT/.ci"
+  : >"$KIT/.ci/run"
+  local path
+  for path in __pycache__ .ci/run; do
+    run -0 "$SCRIPT"
+    chmod o+w "$KIT/$path"
+    run -69 "$SCRIPT"
+    [[ "$output" == *"$KIT/$path: other users can write it "* ]]
+    chmod o-w "$KIT/$path"
+  done
+}
+
+
+@test "the group of all users whom a container does not know is no private group" {
+  ((!EUID)) || skip "only root can give files to other users"
+  script <<<'check_kit'
+  printf '#!/bin/sh\necho nobody:x:65534:\n' >"$BATS_TEST_TMPDIR/getent"
+  chmod +x "$BATS_TEST_TMPDIR/getent"
+  chown -R 65534:65534 "$KIT"
+  PATH="$BATS_TEST_TMPDIR:$PATH" run -0 "$SCRIPT"
+  chmod g+w "$KIT/scripts/lib/module.py"
+  PATH="$BATS_TEST_TMPDIR:$PATH" run -69 "$SCRIPT"
+  [[ "$output" == *"module.py: other users can write it "* ]]
+}
+
+
+@test "other users cannot write to Muster's new __pycache__, also with a default access control list" {
+  script <<<'check_kit'
+  mkdir "$KIT/distributed/runs"
+  python3 -c '
+import os, struct, sys # user::rwx, group::r-x, group:12345:rwx, mask::rwx, other::r-x
+entries = ((1, 7, -1), (4, 5, -1), (8, 7, 12345), (16, 7, -1), (32, 5, -1))
+data = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *one) for one in entries)
+for path in sys.argv[1:]:
+    os.setxattr(path, "system.posix_acl_default", data)' "$KIT"/{distributed,distributed/runs,scripts/lib} ||
+    skip "no access control lists here"
+  (umask 000 && "$SCRIPT")
+  [ "$(stat -c %a "$KIT"/{distributed,distributed/runs,scripts/lib}/__pycache__ | sort -u)" = 755 ]
+}
+
+
 @test "in a container whose user namespace does not contain root, directories of root are accepted" {
   unshare --user true 2>/dev/null || skip "no user namespaces"
   ((!EUID)) || skip "only root can give files to other users"

@@ -19,6 +19,8 @@ setup() {
   echo 'rich==15.0.0 --hash=sha256:0' >"$KIT/requirements.lock"
   stub_python "$BATS_TEST_TMPDIR/bin/python3"
   stub_launcher "$KIT/scripts/ssh/launch_singlenode.sh"
+  REAL_PYTHON=$(realpath "$(type -P python3)")
+  export REAL_PYTHON
   PATH="$BATS_TEST_TMPDIR/bin:$PATH"
   unset VIRTUAL_ENV
 }
@@ -28,6 +30,7 @@ setup() {
 stub_python() { # <path>
   cat >"$1" <<'END'
 #!/usr/bin/env bash
+[[ $1 != -I || $2 != -c ]] || exec "$REAL_PYTHON" "$@"
 printf '%s\n' "$*" >>"$CALLS"
 case "$*" in
   --version) echo "Python ${VERSION:-3.11.7}" ;;
@@ -91,6 +94,26 @@ installations() {
   quickstart
   [ "$status" -eq 0 ]
   [ ! "$(find "$KIT/.venv" ! -type l -perm /022)" ]
+}
+
+
+@test "other users cannot write to what a new .venv gets, also with a default access control list" {
+  printf '%s\n' '# user::rwx, group::r-x, group:12345:rwx, mask::rwx, other::r-x' 'import os, struct, sys' \
+    'entries = ((1, 7, -1), (4, 5, -1), (8, 7, 12345), (16, 7, -1), (32, 5, -1))' \
+    'data = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *one) for one in entries)' \
+    'os.setxattr(sys.argv[1], "system.posix_acl_default", data)' >"$BATS_TEST_TMPDIR/list.py"
+  "$REAL_PYTHON" "$BATS_TEST_TMPDIR/list.py" "$KIT" || skip "no access control lists here"
+  mkdir "$KIT/control"
+  [ "$(stat -c %a "$KIT/control")" = 775 ]
+  quickstart
+  [ "$status" -eq 0 ]
+  [ ! "$(find "$KIT/.venv" ! -type l -perm /022)" ]
+  "$REAL_PYTHON" "$BATS_TEST_TMPDIR/list.py" "$KIT/.venv/bin" # of an older version
+  echo '# changed' >>"$KIT/requirements.lock"
+  quickstart
+  [ "$status" -eq 0 ]
+  mkdir "$KIT/.venv/bin/package"
+  [ "$(stat -c %a "$KIT/.venv/bin/package")" = 755 ]
 }
 
 

@@ -35,7 +35,7 @@ wait_for_ctrl_c() {
 case "$*" in
   --version) echo "Python 3.11.7" ;;
   "-m venv "*) mkdir -p "${@: -1}/bin" && cp -- "$0" "${@: -1}/bin/python" ;;
-  "-m pip "* | "-m ensurepip "*) ;;
+  "-m pip "* | "-m ensurepip "* | "-I -c "*) ;;
   "-m pytest --junitxml "*)
     echo "pytest ${*:4}" >>"$CALLS"
     echo "pytest output"

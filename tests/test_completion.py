@@ -66,7 +66,7 @@ def complete(*words: str) -> list[str]:
 
 
 def test_names_that_a_shell_would_run_and_runs_of_others_are_no_candidates(home: Path) -> None:
-    for name in ("[[:punct:]]", "x$(touch RAN)", "y`touch RAN`", "z;touch RAN", "-rf $HOME", "own"):
+    for name in ("[[:punct:]]", "x$(touch RAN)", "y`touch RAN`", "z;touch RAN", "-rf $HOME", "--x", "slurm---x", "own"):
         (home / "logs" / name).mkdir()
         (home / "logs" / name / "run.json").write_text("{}")
         (home / f"{name}.yaml").touch()
@@ -78,7 +78,7 @@ def test_names_that_a_shell_would_run_and_runs_of_others_are_no_candidates(home:
         (home / "logs" / "foreign" / "run.json").write_text("{}")
         os.chown(home / "logs" / "foreign" / "run.json", 65534, 65534)
     assert complete("status", "") == ["17", "[[:punct:]]", "latest", "own", "train-1", "train-2"]
-    assert complete("run", "") == ["-", "[[:punct:]].yaml", "config/tiny.yaml", "own.yaml"]
+    assert complete("run", "") == ["-", "[[:punct:]].yaml", "config/tiny.yaml", "own.yaml", "slurm---x.yaml"]
     script = f"source {shlex.quote(str(KIT))}/scripts/activate; COMP_WORDS=(muster status ''); COMP_CWORD=2\n"
     script += "touch ';'; _muster; printf '%s\\n' \"${COMPREPLY[@]}\""
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60)

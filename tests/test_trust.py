@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import io
 import json
 import os
@@ -51,6 +52,16 @@ def test_a_group_counts_as_others_unless_it_is_the_private_group_of_the_owner(
     for name, members in (("users", []), ("ada", ["ada", "bob"])):
         Group.gr_name, Group.gr_mem = name, members
         assert "other users can write to it (mode 775)" in foreign(tmp_path, facts)
+
+
+def test_the_group_of_all_unmapped_users_is_no_private_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose image has a user and a group `nobody`."""
+    if os.geteuid():
+        pytest.skip("only root can give a file to another user")
+    tmp_path.chmod(0o775)
+    os.chown(tmp_path, NOBODY, NOBODY)
+    monkeypatch.setattr("grp.getgrgid", lambda gid: grp.struct_group(("nobody", "x", gid, [])))
+    assert trust.writable_by_others(tmp_path, tmp_path.stat())
 
 
 def test_a_private_group_counts_as_others_if_an_access_control_list_names_more(tmp_path: Path) -> None:

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT, SIGNAL_TIMEOUT = 5.0, 30.0  # seconds; a stop request is repeated, a signal is not
 PDSH = "pdsh"
+# Write a file $2 into a directory $1 on a node. Another user may have made a directory or link of this name, and change
+# it meanwhile. A default access control list there replaces the umask: modes are explicit.
+STORE = """umask 077 && mkdir -p -m 700 -- "${1%/*}/" "$1" && [ ! -L "$1" ] && cd -- "$1" && [ -O . ] &&
+rm -f -- "./$2" && set -C && exec 3>"./$2" && chmod 600 "./$2" && cat >&3"""
 _PDSH_CODE = re.compile(r"^pdsh@[^:]*: ([^:]+): ssh exited with exit code ([1-9]\d*)$")
 _PDSH_INTERRUPT = re.compile(r"^pdsh@.*(interrupt|\^Z|command in progress)")  # about Ctrl-C, which the launcher handles
 
@@ -62,9 +66,6 @@ class Pdsh(Ssh):
         if watch.waiting:
             self.request(watch, watch.next_attempt().decode().rstrip())
             return
-        # Another user may have made a directory or link of this name, and change it meanwhile.
-        script = 'umask 077 && mkdir -p -- "$1" && [ ! -L "$1" ] && cd -- "$1" && [ -O . ]'
-        script += ' && rm -f -- "./$2" && set -C && cat >"./$2"'
         run = str(watch.directory)
         codes: dict[str, int] = {}
         nodes, calls = [*watch.run.nodes, *watch.spares], []
@@ -75,7 +76,7 @@ class Pdsh(Ssh):
             codes[reply.node] = reply.code
 
         for node in nodes:
-            store = ["sh", "-c", script, "sh", run, f"node_{node.node}.environment"]
+            store = ["sh", "-c", STORE, "sh", run, f"node_{node.node}.environment"]
             command = self.commands.command(node, store, watch.options.cwd, f"{run}/node_{node.node}.log")
             sent = watch.environment_block(node.node)
             calls.append(watch.calls.call(node.node, command, stored, sent=sent, errors=INHERITED))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import stat
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import IO
 
 from distributed.exit_codes import INTERRUPTED, TERMINATED, TIMED_OUT, UNFIT, WRONG_CALL
 from distributed.files import KIT
-from distributed.trust import make_own_directory, regular_file, user_name
+from distributed.trust import make_own_directory, regular_file, user_name, writable_by_others
 
 BATCH_SCRIPT = Path(KIT, "scripts/slurm/slurm_train.sh")
 SINFO = ("sinfo", "--noheader", "--format=%P|%D|%c|%G|%l")  # partition, nodes, cores, GPUs, time limit
@@ -126,8 +125,8 @@ def make_log_directory(log_dir: str) -> None:
     """Make the directory of the output. Raises SubmitError if others could make links there: SLURM follows links."""
     try:
         make_own_directory(log_dir, os.getcwd())
-        problem = "all users can create files there, and lead the output of the job to other files"
-        problem = f"{log_dir}: {problem}" if os.stat(log_dir).st_mode & stat.S_IWOTH else ""
+        problem = "other users can create files there, and lead the output of the job to other files"
+        problem = f"{log_dir}: {problem}" if writable_by_others(log_dir, os.stat(log_dir)) else ""
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
     if problem:

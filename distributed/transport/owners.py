@@ -85,7 +85,7 @@ if [[ ! -d $1 ]]; then
   problem=$(foreign strict "${p:-/}")
   [[ $problem != *", and could replace $p" ]] || problem=${problem%"$p"}$1
   [[ ! $problem ]] || { echo "$problem" >&2; exit 69; }
-  mkdir -p -- "$1" || exit
+  mkdir -p -m 755 -- "$1" || exit
 fi
 cd -- "$1" || exit; }"""
 # For bash, after FOREIGN, in a directory into which rsync copies, and which is no other user's: makes the directories

@@ -137,12 +137,13 @@ find_foreign_below() { # <path...>
 # directories and programs of its .venv. Of .git, that is what names programs which git runs.
 check_kit() {
   local path paths=("$KIT"/{scripts,VERSION,*.py,*.so,*/__init__.*,benchmarks,config,distributed,tests})
-  paths+=("$KIT"/{requirements*,pyproject.toml,.git,.git/{config,info,hooks}})
+  paths+=("$KIT"/{__pycache__,.ci,requirements*,pyproject.toml,.git,.git/{config,info,hooks}})
   [[ ${PYTHON_OPTION-} ]] || paths+=("$KIT/.venv"{,/bin})
   find_foreign_below "${paths[@]}"
   [[ ! $FOREIGN ]] || die_with "$EXIT_UNFIT" "$FOREIGN"
-  for path in "$KIT"/distributed/{,*[!_]/} "$KIT/scripts/lib/"; do # Python would follow the umask
-    [[ -e ${path}__pycache__ || ! -w $path ]] || (umask g-w,o-w && mkdir -p -- "${path}__pycache__")
+  for path in "$KIT"/distributed/{,*[!_]/} "$KIT/scripts/lib/"; do # Python would follow the umask, or an access control list
+    # shellcheck disable=SC2174 # the directory above exists
+    [[ -e ${path}__pycache__ || ! -w $path ]] || mkdir -p -m 755 -- "${path}__pycache__"
   done
 }
 
@@ -151,6 +152,7 @@ check_kit() {
 # may let more users write to one of the `paths` or `shared`; else `path` is set to it.
 is_private_group() { # <user id> <group id>
   local name lists
+  [[ " $* " != *' 65534 '* ]] || return 1 # stands for many users and groups in a container
   [[ $private != "$*" ]] || return 0
   name=$(id -nu -- "$1" 2>/dev/null) && [[ $(getent group "$2" 2>/dev/null) == "$name":*:@(|"$name") ]] || return
   lists=$(ls -ldnL -- "${paths[@]}" "${shared[@]}" 2>/dev/null) && [[ $'\n'$lists != *$'\n'?????w????+* ]] &&

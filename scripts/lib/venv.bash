@@ -82,11 +82,24 @@ clear_broken_venv() {
 
 # ensure_pip needs either ensurepip, which is in a separate package on Debian, or the pip of $PYTHON.
 create_venv() {
-  [[ ! -e $VENV ]] || return 0
+  [[ ! -e $VENV ]] || { obey_umask && return; }
   "$PYTHON" -m ensurepip --version &>/dev/null || "$PYTHON" -m pip --version &>/dev/null ||
     die_with "$EXIT_UNFIT" "'$PYTHON' has neither ensurepip nor pip;" \
       "install one (Debian, Ubuntu: sudo apt-get install python3-venv) and run this again"
+  obey_umask
   run "$PYTHON" -m venv --without-pip "$VENV"
+}
+
+
+# Make $VENV if it is missing. Without default access control lists there, which would replace the umask: with them,
+# other users could write to the directories of packages.
+obey_umask() {
+  "$PYTHON" -I -c '
+import os, sys
+os.path.isdir(sys.argv[1]) or os.mkdir(sys.argv[1], 0o755)
+for directory, _, _ in os.walk(sys.argv[1]):
+    if "system.posix_acl_default" in os.listxattr(directory):
+        os.removexattr(directory, "system.posix_acl_default")' "$VENV"
 }
 
 

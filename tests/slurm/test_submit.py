@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed import trust
 from distributed.slurm import submit
 from distributed.slurm.submit import BATCH_SCRIPT, SubmitError, choose_nodes, template
 
@@ -149,7 +150,7 @@ def test_a_planted_output_file_is_not_printed(
         ("shared", "{cwd}/shared: belongs to nobody, who made it where all users can create files"),
         ("shared/mine", "{cwd}/shared: belongs to nobody, who made it where all users can create files"),
         ("link", "{cwd}/link: belongs to nobody, who made it where all users can create files"),
-        ("open", "open: all users can create files there, and lead the output of the job to other files"),
+        ("open", "open: other users can create files there, and lead the output of the job to other files"),
     ],
 )
 def test_the_output_of_a_job_does_not_go_to_a_directory_in_which_another_user_can_plant_links(
@@ -170,6 +171,19 @@ def test_the_output_of_a_job_does_not_go_to_a_directory_in_which_another_user_ca
         assert str(refused.value) == f"{reason.format(cwd=cwd)}; choose another directory with --log-dir"
         assert not [*(cwd / "mine").iterdir()] and not (programs / "SUBMITTED").exists()
         assert submit.submit(["sbatch"], "mine/more", "submit.sh", following=False) == 0
+
+
+def test_a_directory_of_logs_that_a_group_can_write_is_refused(programs: Path) -> None:
+    write_program(programs / "sbatch", f"touch {programs}/SUBMITTED; echo 17")
+    (programs / "open").mkdir()
+    (programs / "open").chmod(0o775)
+    if not os.geteuid():
+        os.chown(programs / "open", -1, 12345)
+    elif not trust.writable_by_others(programs / "open", (programs / "open").stat()):
+        pytest.skip("the group is this user's own")
+    with pytest.raises(SubmitError, match="open: other users can create files there"):
+        submit.submit(["sbatch"], "open", "submit.sh", following=False)
+    assert not (programs / "SUBMITTED").exists()
 
 
 def test_the_directory_of_logs_is_not_writable_by_others_whatever_the_umask_is(programs: Path) -> None:
