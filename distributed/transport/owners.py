@@ -111,7 +111,7 @@ for pass in found made; do
   done
   [[ $pass == found && ${missing[*]} ]] || return 0
   umask 077 # rsync sets the mode
-  for ((i = 0; i < ${#missing[@]}; i += 100)); do mkdir -p -- "${missing[@]:i:100}" 2>/dev/null; done
+  for ((i = 0; i < ${#missing[@]}; i += 100)); do mkdir -p -m 700 -- "${missing[@]:i:100}" 2>/dev/null; done
 done; }"""
 
 
