@@ -1,7 +1,7 @@
 """Choose where torch.compile keeps code for later runs: where no other user can have put it before.
 
-PyTorch's own choice is /tmp/torchinductor_USER: it runs what others have left there. Its variable does not apply to all
-files: precompiled headers, for example, are in the default directory in any case.
+PyTorch's own choice is /tmp/torchinductor_USER: it runs what others have left there. TORCHINDUCTOR_CACHE_DIR does not
+apply to all files: precompiled headers, for example, are in the default directory in any case.
 """
 
 from __future__ import annotations

@@ -31,9 +31,8 @@ def schedule_hang_check(watch: Watch) -> None:
 
     def start() -> None:
         if attempt == watch.attempts:
-            from distributed.launch.hang_decision import (
-                HangWatch,  # not at the top: most runs end before the first check
-            )
+            # Not at the top: most runs end before the first check.
+            from distributed.launch.hang_decision import HangWatch
 
             HangCheck(watch, HangWatch(watch.run, timeout, permanent_only), started).check(started + delay)
 
