@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -37,6 +39,15 @@ def tracked(*patterns: str, root: Path = TESTS.parent) -> list[Path]:
     command = ["git", "-C", str(root), "ls-files", "-z", "--", *(f":(glob){pattern}" for pattern in patterns)]
     names = subprocess.check_output(command, text=True).split("\0")[:-1]
     return sorted(path for name in names if (path := root / name).is_file())
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory in which all users can create files, as in /tmp."""
+    made = Path(tempfile.mkdtemp(dir="/tmp"))
+    made.chmod(0o1777)
+    yield made
+    shutil.rmtree(made)
 
 
 @pytest.fixture

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,15 +49,6 @@ def show():
 
 atexit.register(show)
 """
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """A directory in which all users may create files, as in /tmp."""
-    made = Path(tempfile.mkdtemp(dir="/tmp"))
-    made.chmod(0o1777)
-    yield made
-    shutil.rmtree(made)
 
 
 def as_other(*command: object) -> None:

@@ -13,8 +13,7 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
@@ -33,15 +32,6 @@ VICTIM, ATTACKER = "nobody", "daemon"
 PROGRAMS = ("status.sh", "stop.sh", "report.sh")
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as other users")
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """A directory in which all users may create files, as in /tmp."""
-    made = Path(tempfile.mkdtemp())
-    made.chmod(0o1777)
-    yield made
-    shutil.rmtree(made)
 
 
 def uid(user: str) -> int:

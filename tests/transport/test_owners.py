@@ -9,8 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,21 +28,12 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a 
 
 
 @pytest.fixture
-def scratch() -> Iterator[Path]:
-    """A directory in which all users can create files."""
-    path = Path(tempfile.mkdtemp(dir="/tmp"))
-    path.chmod(0o1777)
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def project(scratch: Path) -> Path:
+def project(shared: Path) -> Path:
     """A working directory with a Python, and a part of Muster."""
     for name in ("project/.venv/bin/python", "muster/scripts/lib/module.py"):
-        (scratch / name).parent.mkdir(parents=True)
-        (scratch / name).touch()
-    return scratch / "project"
+        (shared / name).parent.mkdir(parents=True)
+        (shared / name).touch()
+    return shared / "project"
 
 
 def line_for(project: Path) -> str:
@@ -187,16 +176,16 @@ def test_who_owns_a_recorded_python_here_now_may_not_have_made_it_on_a_node(proj
 
 @pytest.mark.parametrize("is_open", [False, True])
 def test_in_a_container_another_users_files_are_refused_where_all_users_can_create_them(
-    scratch: Path, is_open: bool
+    shared: Path, is_open: bool
 ) -> None:
     """In a container that maps one user id, all other users are 65534, also root."""
-    (scratch / "top").mkdir()
-    (planted := scratch / "top/planted").mkdir()
+    (shared / "top").mkdir()
+    (planted := shared / "top/planted").mkdir()
     (planted / "program").touch()
     os.chown(planted, OTHER, OTHER)
-    os.chown(scratch, 23456, 23456)
-    scratch.chmod(0o755)
-    (scratch / "top").chmod(0o1777 if is_open else 0o755)
+    os.chown(shared, 23456, 23456)
+    shared.chmod(0o755)
+    (shared / "top").chmod(0o1777 if is_open else 0o755)
     bash = f'{FOREIGN}; owners="23456 0" open=; for kind in planted strict; do foreign $kind "{planted}/program"; done'
     python = (
         "import sys; sys.path[0] = sys.argv[1]; from distributed.trust import *; print(foreign_ancestor(sys.argv[2]))"
