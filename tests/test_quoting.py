@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from distributed.host.ssh_call import for_any_shell
 from distributed.runs.lookup import RunNode
-from distributed.transport.commands import SshCommands
+from distributed.transport.commands import Calls, SshCommands
+from distributed.transport.loop import Command
 
 TESTS = Path(__file__).resolve().parent
 SHELLS = [shell for shell in ("sh", "bash", "dash", "zsh", "fish", "tcsh", "ksh", "mksh") if shutil.which(shell)]
@@ -58,12 +59,13 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     subprocess.run([lab, "down"], env=env, check=True)
 
 
-def received(directory: Path, on_target: Callable[[list[str]], list[str]], sent: list[bytes]) -> list[bytes]:
+def received(directory: Path, on_target: Callable[[list[str]], Command], sent: list[bytes]) -> list[bytes]:
     """Return the arguments that arrive. on_target: returns the local command that runs a command on the target."""
     program = directory / "record it's.py"
     program.write_text(RECORDER, encoding="utf-8")
     command = on_target([sys.executable, str(program), "--", *map(os.fsdecode, sent)])
-    subprocess.run(command, stdin=subprocess.DEVNULL, cwd=directory, check=True, timeout=60)
+    reply = Calls().call_all({RunNode("node", "", 1, 0): command}, timeout=60)["node"]
+    assert reply.code == 0, reply
     _, *arrived = Path(f"{program}.received").read_bytes().split(b"\0")[:-1]
     return arrived[arrived.index(b"--") + 1 :]
 

@@ -36,6 +36,7 @@ from distributed.transport.commands import (
     quote,
     read_lists,
 )
+from distributed.transport.loop import Command
 from distributed.transport.sync import sync_nodes
 from distributed.trust import one_line
 
@@ -215,7 +216,7 @@ def query_nodes(options: argparse.Namespace, lists: Mapping[str, Sequence[bytes]
     if options.sync:
         sync_nodes(calls, commands, nodes, log)
 
-    def on_node(node: Node, module: str, arguments: Sequence[str]) -> list[str]:
+    def on_node(node: Node, module: str, arguments: Sequence[str]) -> Command:
         command = in_node_env(options.node_env, options.python, module, *arguments)
         return commands.command(node, command, options.cwd)
 

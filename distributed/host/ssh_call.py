@@ -1,16 +1,17 @@
 """Run ssh, and send standard input to the node only after Muster's command has started there.
 
-usage: module.py host.ssh_call [--within SECONDS] [--log FILE] NODE SSH [ARGUMENT...]
+usage: module.py host.ssh_call [--within SECONDS] NODE SSH [ARGUMENT...]
 
 The login shell on a node runs its start-up file before the command. This file may read standard input, or start another
 shell, which would read and print the values of --env-file. Therefore the command prints READY, and waits for a line:
 
   printf '\\nmuster-ready\\n'; TMOUT=0 read -r _ || exit 69; ...
 
-This program holds standard input back until READY arrives, and drops the output before READY. If the command has not
+Standard input is held back until READY arrives, and the output before READY is dropped (class Login). The launchers do
+so in their event loop (transport/loop.py). This program does so for rsync and for job lists. If the command has not
 started within SECONDS, ssh is killed, so that the command never starts. In that case, or if the login shell ends before
-READY, a message is printed and appended to FILE, and the exit code is UNFIT. Otherwise this program ends as ssh does:
-with the same exit code, or by the same signal.
+READY, a message is printed, and the exit code is UNFIT. Otherwise this program ends as ssh does: with the same exit
+code, or by the same signal.
 
 Standard library only. It runs for every command on a node, so it imports few modules.
 """
@@ -25,7 +26,6 @@ import signal
 
 from distributed.exit_codes import UNFIT
 from distributed.host.clock import RunningClock
-from distributed.trust import regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -62,6 +62,34 @@ class NotStarted(Exception):
         self.code, self.reason = code, reason
 
 
+class Login:
+    """The output of ssh until the login shell on the node has started the command."""
+
+    def __init__(self) -> None:
+        self.is_over = False  # whether the command has started
+        self._printed = b""  # end of the output of the login shell
+
+    def feed(self, received: bytes) -> bytes:
+        """Returns the output of the command."""
+        if self.is_over:
+            return received
+        printed, separator, output = (self._printed + received).partition(READY)
+        self.is_over, self._printed = bool(separator), printed[-KEPT:]
+        return output
+
+    def ended(self, code: int) -> NotStarted:
+        """Why the command has not started. code: the exit code of ssh."""
+        if code == UNREACHABLE:
+            return NotStarted(code, "")
+        reason = f"ended with exit code {code} before it started Muster's command"
+        return NotStarted(UNFIT, explain(reason, self._printed, ended=True))
+
+    def timed_out(self, timeout: float) -> NotStarted:
+        """Why the command has not started, if ssh is killed after `timeout` seconds."""
+        reason = f"has not started Muster's command within {timeout:g} s"
+        return NotStarted(UNFIT, explain(reason, self._printed, ended=False))
+
+
 class SshCall:
     """A running ssh with pipes to its standard input and from its standard output."""
 
@@ -89,7 +117,7 @@ class SshCall:
 
     def _wait_until_ready(self, timeout: float) -> bytes:
         """Returns the output after READY. Buffers standard input, so that its writer does not block."""
-        printed = b""
+        login = Login()
         clock = RunningClock()
         end = clock.now() + timeout
         poll = select.poll()
@@ -105,21 +133,14 @@ class SshCall:
                     poll.unregister(0)
             if self._from_node in ready:
                 more = os.read(self._from_node, BLOCK)
-                printed += more
-                _, separator, output = printed.partition(READY)
-                if separator:
+                output = login.feed(more)
+                if login.is_over:
                     return output
-                printed = printed[-KEPT:]
                 if not more:
-                    code = self._exit_code()
-                    if code == UNREACHABLE:
-                        raise NotStarted(code, "")
-                    reason = f"ended with exit code {code} before it started Muster's command"
-                    raise NotStarted(UNFIT, explain(reason, printed, ended=True))
+                    raise login.ended(self._exit_code())
             if clock.now() >= end:
                 os.kill(self.pid, signal.SIGKILL)  # it may ignore other signals
-                reason = f"has not started Muster's command within {timeout:g} s"
-                raise NotStarted(UNFIT, explain(reason, printed, ended=False))
+                raise login.timed_out(timeout)
 
     def _forward_input(self) -> None:
         with contextlib.suppress(OSError):  # ssh has exited
@@ -136,11 +157,15 @@ class SshCall:
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if code < 0:
             with contextlib.suppress(OSError):
-                os.write(2, b"ssh (process %d) was killed by signal %d\n" % (self.pid, -code))
+                os.write(2, killed_by(self.pid, -code))
             if -code not in (signal.SIGKILL, signal.SIGSTOP):
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         return code if code >= 0 else 128 - code
+
+
+def killed_by(pid: int, number: int) -> bytes:
+    return b"ssh (process %d) was killed by signal %d\n" % (pid, number)
 
 
 def explain(reason: str, printed: bytes, ended: bool) -> str:
@@ -170,20 +195,17 @@ def login_failure(errors: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = {"--within": f"{TIMEOUT:g}", "--log": os.devnull}
-    while arguments[0] in options:
-        options[arguments[0]], arguments = arguments[1], arguments[2:]
+    timeout = TIMEOUT
+    if arguments[0] == "--within":
+        timeout, arguments = float(arguments[1]), arguments[2:]
     node, *command = arguments
     while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # otherwise a pipe may get the number of a standard stream
         pass
     os.close(file)
     try:
-        return SshCall(command).run(float(options["--within"]))
+        return SshCall(command).run(timeout)
     except NotStarted as error:
         if error.reason:
-            line = os.fsencode(f"{node}: {error.reason}\n")
             with contextlib.suppress(OSError):
-                os.write(2, line)
-                with open(options["--log"], "ab", opener=regular_file) as log:
-                    log.write(line)
+                os.write(2, os.fsencode(f"{node}: {error.reason}\n"))
         return error.code

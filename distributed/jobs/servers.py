@@ -46,7 +46,7 @@ from distributed.jobs.state import Attempt
 from distributed.launch.node_reports import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from distributed.terminal import plural
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
-from distributed.transport.commands import VANISHED, TransportError, over_ssh, rsync_shell, temporary_directory
+from distributed.transport.commands import VANISHED, TransportError, call_ssh, rsync_shell, temporary_directory
 from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, MAKE_BELOW, MAKE_TARGET, owners_above, owners_here
 from distributed.trust import (
     MAX_TEXT,
@@ -535,7 +535,7 @@ class SshServer(HostServer):
 
     def _ssh(self, line: str) -> list[str]:
         """The command that runs a line of bash on the server. Standard input is held back until the line starts."""
-        return over_ssh(self._ssh_to_server(), self.settings.host, line, LOGIN_TIMEOUT)
+        return call_ssh(self._ssh_to_server(), self.settings.host, line, LOGIN_TIMEOUT)
 
     def _ssh_to_server(self) -> list[str]:
         return ["ssh", "-F", str(self._config), "--", self.settings.host]

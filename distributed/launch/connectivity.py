@@ -24,6 +24,7 @@ from distributed.trust import one_line
 
 if TYPE_CHECKING:
     from distributed.transport.commands import AnyTarget, Calls
+    from distributed.transport.loop import Command
 
 CONNECT_TIMEOUT = 3.0  # seconds; allows for one lost packet
 MAX_PRINTED = 1 << 16  # bytes that a listener and its login shell print
@@ -145,7 +146,7 @@ def addresses_of(listening: Mapping[str, Reply]) -> dict[str, tuple[str, int]]:
 
 def test_connections(
     calls: Calls,
-    on_node: Callable[[AnyTarget, str, Sequence[str]], list[str]],
+    on_node: Callable[[AnyTarget, str, Sequence[str]], Command],
     nodes: Sequence[AnyTarget],
     block: bytes,
     log: Callable[[str], None],

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from distributed.launch.watch import Watch
     from distributed.transport.commands import AnyTarget
+    from distributed.transport.loop import Command
 
 LIST_TIMEOUT = 30.0  # seconds
 MAX_NAMES = 1 << 20  # bytes of the names of one node
@@ -180,7 +181,7 @@ class NewFiles:
             self._print(node, f"the copy of its new files is incomplete: {problem}")
         return copied
 
-    def _command(self, node: AnyTarget, script: str, *arguments: str) -> list[str]:
+    def _command(self, node: AnyTarget, script: str, *arguments: str) -> Command:
         return self._watch.transport.commands.command(node, ["sh", "-c", script, "sh", self._cwd, *arguments])
 
     def _print(self, node: AnyTarget, message: str) -> None:

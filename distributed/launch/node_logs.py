@@ -26,6 +26,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from distributed.launch.watch import Watch
     from distributed.runs.lookup import RunNode
+    from distributed.transport.loop import Command
 
 FOLLOW_INTERVAL = 2.0  # seconds between two copies of new log lines
 FOLLOW_TIMEOUT = 3.0  # seconds
@@ -58,7 +59,7 @@ class NodeLogs:
         self._received: dict[RunNode, tuple[str, list[str], str]] = {}
         self._placed: dict[RunNode, set[str]] = {}  # names of the files that each node has sent
 
-    def _on_node(self, node: RunNode, script: str, *arguments: str) -> list[str]:
+    def _on_node(self, node: RunNode, script: str, *arguments: str) -> Command:
         line = ["sh", "-c", script, "sh", str(self._watch.directory), *arguments]
         return self._watch.transport.commands.command(node, line, self._watch.options.cwd)
 

@@ -53,6 +53,7 @@ from distributed.trust import LAYOUT, PRIVATE_DIRECTORY, foreign, foreign_ancest
 if TYPE_CHECKING:
     from distributed.host.replies import Reply
     from distributed.launch.node_logs import NodeLogs
+    from distributed.transport.loop import Command
 
 MAX_STALLED = 3  # consecutive restarts without progress before giving up
 PROGRESS_SECONDS = 300.0  # an attempt that logs no steps has made progress when it ran this long
@@ -175,7 +176,7 @@ class Launch:
         address, port = self.options.master
         return address, port
 
-    def _in_node_env(self, commands: LocalCommands, node: RunNode, module: str, arguments: Sequence[str]) -> list[str]:
+    def _in_node_env(self, commands: LocalCommands, node: RunNode, module: str, arguments: Sequence[str]) -> Command:
         """The local command that runs a module of the package in the environment of the ranks on a node."""
         command = in_node_env(self.options.node_env, self.options.python, module, *arguments)
         return commands.command(node, command, self.options.cwd)

@@ -33,7 +33,7 @@ from distributed.launch.node_reports import REPORT_TOKEN, ReportParser
 from distributed.launch.notify import Notifier
 from distributed.launch.supervisor import BACKLOG, START_TIMEOUT, ConsoleStream, read_code
 from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, LocalCommands, environment_block
-from distributed.transport.loop import INHERITED, Client, Loop
+from distributed.transport.loop import INHERITED, Client, Command, Loop
 from distributed.trust import LAYOUT, printable, read_text, regular_file, shown
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ class Watch:
     def start_client(
         self,
         name: str,
-        command: list[str],
+        command: Command,
         *,
         sent: bytes | None = None,
         on_text: Callable[[bytes], None] | None = None,
@@ -481,7 +481,7 @@ class Watch:
     def _record_connection(self, node: str, client: Client) -> None:
         """Record for the verdict how the connection was lost, because the node's own record may only say "stopped"."""
         code = client.process.returncode
-        if code < 0:  # if ssh was killed, ssh_call.py ends by the same signal
+        if code < 0:
             name = signals.name(-code)
             message = f"its ssh client on the launching side (process {client.process.pid}) was killed by {name}"
         else:
@@ -710,7 +710,7 @@ class Watch:
     def _record_unstarted(self) -> None:
         """For nodes whose supervisor was not started, write the exit code for the verdict.
 
-        If the interpreter was the cause, write that to the log; if it was the login shell, ssh_call has done so.
+        If the interpreter was the cause, write that to the log; if it was the login shell, the loop has done so.
         """
         for node, code in self._unstarted.items():
             remedy = f"cannot be started on {node}; name an interpreter of that node with --python"

@@ -16,6 +16,7 @@ from distributed.host.process_scan import start_time
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, RunNode
 from distributed.runs.query import JobWithoutRun, RunQuery, find_run, job_runs, job_state, parser_of, report_remaining
 from distributed.transport.commands import Messages, TransportError, exit_on_signals
+from distributed.transport.loop import INHERITED
 from distributed.trust import LAYOUT, lock_file, printable
 
 CHECK_TIMEOUT = 15.0  # seconds for a node to report the remaining processes
@@ -74,8 +75,9 @@ class Stop:
         options = ["--now"] * self._now + ["--quiet"] * quiet
         command = [f"{KIT}/scripts/stop.sh", "--python", run.python, *options, run.directory_at_launch]
         self._log(f"{self._name}: its launcher is on {host}; running stop.sh there")
-        call = self._query.ssh.command(RunNode(host, host, 0, 0), command)
-        code = subprocess.Popen(call, stdin=subprocess.DEVNULL, start_new_session=True).wait()
+        node = RunNode(host, host, 0, 0)
+        call = {node: self._query.ssh.command(node, command)}
+        code = self._query.calls.call_all(call, output=INHERITED, errors=INHERITED)[host].code
         if code in (0, 1, UNFIT):
             return code
         why = f"stop.sh cannot be run there (exit code {code})"

@@ -20,7 +20,7 @@ from distributed.exit_codes import UNFIT, WRONG_CALL
 from distributed.files import KIT
 from distributed.host.replies import Reply
 from distributed.host.ssh_call import STARTED, for_any_shell
-from distributed.transport.loop import NULL, Client, Loop, inherited_environment
+from distributed.transport.loop import NULL, Client, Command, Loop, SshCommand, inherited_environment
 from distributed.transport.owners import exit_if_planted
 from distributed.trust import LAYOUT, foreign_ancestor, printable
 
@@ -71,7 +71,7 @@ class LocalCommands:
 
     def command(
         self, node: Target, arguments: Sequence[str], cwd: str = "", log: str = "", timeout: float = 0.0
-    ) -> list[str]:
+    ) -> Command:
         """The local command that runs a command on a node.
 
         cwd: working directory of the command; empty: any. log: file to which the reason is written if the command is
@@ -92,7 +92,7 @@ class JobCommands(LocalCommands):
 
     def command(
         self, node: Target, arguments: Sequence[str], cwd: str = "", log: str = "", timeout: float = 0.0
-    ) -> list[str]:
+    ) -> Command:
         return [*self._srun, "--nodelist", node.node, *arguments]
 
 
@@ -125,7 +125,7 @@ class SshCommands(LocalCommands):
 
     def command(
         self, node: Target, arguments: Sequence[str], cwd: str = "", log: str = "", timeout: float = 0.0
-    ) -> list[str]:
+    ) -> Command:
         if not node.address:
             return list(arguments)
         start_timeout = self._login_timeout
@@ -135,19 +135,25 @@ class SshCommands(LocalCommands):
         line = (
             f"{change}{exit_if_planted(arguments, cwd, UNFIT, self.files, self.recorded)}exec {shlex.join(arguments)}"
         )
-        return over_ssh(self.ssh(node), node.address.rpartition("@")[2], line, start_timeout, log)
+        return SshCommand(over_ssh(self.ssh(node), line), node.address.rpartition("@")[2], start_timeout, log)
 
 
-def over_ssh(ssh: Sequence[str], name: str, line: str, start_timeout: float, log: str = "") -> list[str]:
-    """The local command that runs a line of bash on a node.
+def over_ssh(ssh: Sequence[str], line: str) -> list[str]:
+    """The command line of ssh that runs a line of bash on a node. See host/ssh_call.py for the standard input.
 
-    The line gets the standard input; start-up files of the login shell cannot read it (see host/ssh_call.py).
+    ssh: the command line of ssh up to the address.
+    """
+    return [*ssh, for_any_shell(f"{STARTED}; {line}")]
 
-    ssh: the command line of ssh up to the address. name: name of the node in messages. start_timeout: seconds for the
-    login shell to start the line. log: file to which the reason is written if the line is not started.
+
+def call_ssh(ssh: Sequence[str], name: str, line: str, start_timeout: float) -> list[str]:
+    """The local command that runs a line of bash on a node, for a program without class Loop.
+
+    ssh: see over_ssh(). name: name of the node in messages. start_timeout: seconds for the login shell to start the
+    line.
     """
     call = [sys.executable, *PLAIN_PYTHON, f"{LIB}/module.py", "host.ssh_call", "--within", f"{start_timeout:g}"]
-    return [*call, *(["--log", log] if log else []), name, *ssh, for_any_shell(f"{STARTED}; {line}")]
+    return [*call, name, *over_ssh(ssh, line)]
 
 
 def rsync_shell(ssh: Sequence[str]) -> str:
@@ -189,7 +195,7 @@ class Calls:
     def call(
         self,
         name: str,
-        command: list[str],
+        command: Command,
         on_reply: Callable[[Reply], None] = lambda reply: None,
         *,
         timeout: float = 0.0,
@@ -245,7 +251,7 @@ class Calls:
         return client
 
     def call_all(
-        self, commands: Mapping[AnyTarget, list[str]], log: Callable[[str], None] | None = None, **options: Any
+        self, commands: Mapping[AnyTarget, Command], log: Callable[[str], None] | None = None, **options: Any
     ) -> dict[str, Reply]:
         """Run commands at the same time, and wait until all have ended. Returns the reply of each node, by name.
 

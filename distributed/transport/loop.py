@@ -13,11 +13,14 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
 from distributed.host import process_scan, signals
 from distributed.host.clock import RunningClock
+from distributed.host.ssh_call import GO, Login, NotStarted, killed_by
+from distributed.trust import regular_file
 
 BLOCK = 1 << 16  # bytes per read
 NULL = subprocess.DEVNULL
@@ -93,13 +96,76 @@ class Loop:
                 client.check()
 
 
+@dataclass(frozen=True)
+class SshCommand:
+    """A command on a node over ssh. See host/ssh_call.py for what happens until the login shell has started it."""
+
+    arguments: list[str]  # the command line of ssh
+    node: str  # its name in messages
+    start_timeout: float  # seconds for the login shell to start the command
+    log: str = ""  # file to which is appended why the command has not started
+
+
+Command = list[str] | SshCommand
+
+
+class SshLogin:
+    """Holds the input of a client over ssh back until the command has started, and drops the output before."""
+
+    def __init__(
+        self, client: Client, command: SshCommand, show: Callable[[bytes], None], show_error: Callable[[bytes], object]
+    ) -> None:
+        self._client, self._command, self._show, self._show_error = client, command, show, show_error
+        self._login = Login()
+        self.failure: NotStarted | None = None
+        client.loop.call_later(command.start_timeout, self._time_out)
+
+    @property
+    def is_over(self) -> bool:
+        return self._login.is_over
+
+    def receive(self, block: bytes) -> None:
+        was_over, output = self.is_over, self._login.feed(block)
+        if self.is_over and not was_over:
+            self._client.send(b"")  # what was held back
+        if output or not block:
+            self._show(output)
+
+    def _time_out(self) -> None:
+        if not self.is_over and self._client.is_running:
+            self.failure = self._login.timed_out(self._command.start_timeout)
+            self._client.kill()
+
+    def handle_exit(self, pid: int, code: int, was_killed: bool) -> None:
+        """Report why the command has not started, or that ssh was killed. code: negative for a signal."""
+        if code < 0 and not was_killed:
+            self._show_error(killed_by(pid, -code))
+        elif code >= 0 and not self.is_over:
+            self.failure = self._login.ended(code)
+        if not self.failure or not self.failure.reason:
+            return
+        line = os.fsencode(f"{self._command.node}: {self.failure.reason}\n")
+        self._show_error(line)
+        with contextlib.suppress(OSError):
+            if self._command.log:
+                with open(self._command.log, "ab", opener=regular_file) as log:
+                    log.write(line)
+
+
+def _write(file: int, data: bytes) -> None:
+    """Write to a file, if that is possible."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(file, data) :]
+
+
 class Client:
     """A local process that runs a command on a node, in a session of its own: Ctrl-C does not reach it."""
 
     def __init__(
         self,
         loop: Loop,
-        command: list[str],
+        command: Command,
         environment: dict[bytes, bytes],
         *,
         on_exit: Callable[[Client], None],
@@ -118,12 +184,22 @@ class Client:
         on_output, on_errors: called with blocks of standard output and standard error, which otherwise go to the files
         `output` and `errors`. timeout: seconds after which it is killed; 0: never. dies_with_launcher: let the
         kernel kill it when the launcher dies, for a command that would not notice the end of its standard input.
+        A command over ssh has no `source`.
         """
         self.loop, self._on_exit = loop, on_exit
         self._lock = threading.Lock()  # heartbeats are sent by a thread
-        self._pending = bytearray(sent or b"")
         self._ends_input = False
-        self.input = -1
+        self.input = self._output = -1
+        self._was_killed = False
+        self._login: SshLogin | None = None
+        if isinstance(command, SshCommand):
+            if not on_output and output != NULL:
+                self._output = os.dup(1 if output is INHERITED else output)  # the caller may close it
+            show = on_output or partial(_write, self._output)
+            self._login = SshLogin(self, command, show, on_errors or partial(_write, 2 if errors is None else errors))
+            command, on_output = command.arguments, self._login.receive
+            self._ends_input, sent = sent is None, GO + (sent or b"")
+        self._pending = bytearray(sent or b"")
         opened = []  # files of the process, which are closed here after its start
         if sent is not None:
             source, self.input = os.pipe()
@@ -187,6 +263,8 @@ class Client:
     @property
     def code(self) -> int:
         """The exit code of the process; 128 + n for signal n."""
+        if self._login and self._login.failure:
+            return self._login.failure.code
         code = self.process.returncode
         return 128 - code if code < 0 else code
 
@@ -203,6 +281,8 @@ class Client:
                 os.write(self.input, b"\n")
 
     def _flush(self) -> None:
+        if self._login and not self._login.is_over:
+            return
         with self._lock:
             try:
                 while self._pending and self.input >= 0:
@@ -230,6 +310,7 @@ class Client:
     def kill(self) -> None:
         """Kill the process and those that it has started. pdsh starts each ssh in a session of its own."""
         if self.is_running:
+            self._was_killed = True
             others = process_scan.descendants(self.process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -252,4 +333,8 @@ class Client:
                 self._close_reader(file)
         with self._lock:
             self._close_input()
+        if self._login:
+            self._login.handle_exit(self.process.pid, self.process.returncode, self._was_killed)
+        if self._output >= 0:
+            os.close(self._output)
         self._on_exit(self)

@@ -19,6 +19,7 @@ from distributed.host.ssh_call import for_any_shell
 from distributed.runs.lookup import EXITED, Launcher, Run, RunNode
 from distributed.runs.query import RunQuery, python_of
 from distributed.transport.commands import Messages
+from distributed.transport.loop import SshCommand
 from distributed.transport.owners import FOREIGN, exit_if_planted
 from distributed.trust import parts_of
 
@@ -167,7 +168,8 @@ def test_who_owns_a_recorded_python_here_now_may_not_have_made_it_on_a_node(proj
         line = exit_if_planted(command, "", 69, recorded=query.ssh.recorded)
         assert refusal(line).startswith(expected)
         encoded = for_any_shell(line).rpartition("' ")[0].rpartition("'")[2]
-        assert encoded in query.ssh.command(node, command)[-1]
+        called = query.ssh.command(node, command)
+        assert isinstance(called, SshCommand) and encoded in called.arguments[-1]
         in_job = replace(run, job="17")
         assert python_of(in_job, node) == (sys.executable if expected else python)
     project.rename(project.parent / "removed")  # another user could make it again
