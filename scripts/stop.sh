@@ -14,8 +14,8 @@
 #   --quiet        print only the result
 #   --help         show this help
 #
-# The launcher of the run receives SIGTERM, and gives the ranks time to write a checkpoint: MUSTER_GRACE seconds, as
-# set when it was started. If the launcher has exited, or does not exit in time, the processes are ended on each node.
+# The launcher of the run receives SIGTERM, and gives the ranks time to write a checkpoint: the seconds of its option
+# --grace. If the launcher has exited, or does not exit in time, the processes are ended on each node.
 # Then every node is checked for processes of this run. For a run that has already ended, only this check is made.
 #
 # For a batch job, the batch script is signalled, and SLURM then ends all processes; a pending job is cancelled. The

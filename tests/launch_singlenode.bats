@@ -21,7 +21,7 @@ setup() {
   KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
   LAUNCH=$KIT/scripts/ssh/launch_singlenode.sh
   WRAPPER=() # a command that starts the launcher
-  export VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv} MUSTER_GRACE=8
+  export VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
   WORK="$BATS_TEST_TMPDIR/my 'work'"
   mkdir -p "$WORK"
   cd "$WORK" || return
@@ -521,8 +521,7 @@ END
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("at work", flush=True); time.sleep(300)'
-  export MUSTER_GRACE=1
-  start --script "my script.py" - 2
+  start --grace 1 --script "my script.py" - 2
   wait_for_line "at work"
   [ "$(processes_left)" -gt 2 ]
   kill -KILL -- "-$LAUNCHER" # as timeout does
@@ -870,6 +869,8 @@ refused() { # <expected text> <argument...>
     --env-file internal.env - 2
   [[ $output != *k3pt* ]]
   refused "--max-restarts: expected a non-negative integer, got 'x'" --max-restarts x - 2
+  refused "--grace: expected a whole number of seconds, got '-1'" --grace=-1 - 2
+  MUSTER_GRACE=9 refused "MUSTER_GRACE: replaced by the option --grace SECONDS; unset the variable" - 2
   refused "--hang-timeout: expected a whole number of seconds (0 = off), got '1.5'" --hang-timeout=1.5 - 2
   refused "--progress '(': not a regular expression of Python: missing )" --progress "(" - 2
   refused "--progress '(?P<stop>.)': unknown group 'stop'" --progress "(?P<stop>.)" - 2

@@ -18,7 +18,6 @@ setup_file() {
 
 setup() {
   enter_workdir
-  export MUSTER_GRACE=8
   # Prints "at work" when all ranks of the attempt are; runs until a file `finish` or, in the first attempt, `fail` exists.
   cat >"my script.py" <<'END'
 import glob, os, signal, sys, time

@@ -89,7 +89,7 @@ count_processes_here() {
 
 # Check the call before anything is started.
 check_call() { # <option of check_call.py...>
-  is_count "$GRACE" || die_usage "MUSTER_GRACE: expected a whole number of seconds, got '$GRACE'"
+  GRACE=${GRACE:-8}
   pick_rank_python
   check_script
   check_config

@@ -22,7 +22,7 @@ declare -A VARIABLE_OF=(
   [--script]=SCRIPT [-m]=MODULE [--python]=PYTHON_OPTION [--agent]=AGENT [--log-dir]=LOG_DIR
   [--master-port]=MASTER_PORT [--rendezvous-timeout]=RENDEZVOUS_TIMEOUT [--hang-timeout]=HANG_TIMEOUT
   [--progress]=PROGRESS [--console-rank]=CONSOLE_RANK [--spares]=SPARES [--min-nodes]=MIN_NODES
-  [--max-restarts]=MAX_RESTARTS [--max-requeues]=MAX_REQUEUES [--hostfile]=HOSTFILE [--exclude]=EXCLUDE
+  [--grace]=GRACE [--max-restarts]=MAX_RESTARTS [--max-requeues]=MAX_REQUEUES [--hostfile]=HOSTFILE [--exclude]=EXCLUDE
   [-n]=NPROC [-c]=CONFIG [-l]=LEVEL
   [--backend]=BACKEND [--min-bytes]=MIN_BYTES [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
   [--sync]=SYNC [--lease]=LEASE [--attach]=ATTACH [--notify]=NOTIFY [--detach]=DETACH [--dry-run]=DRY_RUN
@@ -47,6 +47,7 @@ RENDEZVOUS_TIMEOUT='' # seconds; empty: torchrun's default, 600
 HANG_TIMEOUT=''       # seconds; 0: never; empty: the default
 PROGRESS=''           # a regular expression, or off; empty: common formats
 CONSOLE_RANK=auto     # a rank, last, or auto: see distributed/launch/shown_ranks.py
+GRACE=''              # seconds from the stop request to SIGKILL; empty: 8, in batch jobs 120
 MAX_RESTARTS=0 MAX_REQUEUES=100
 SPARES=''             # nodes that replace lost nodes
 MIN_NODES=''          # fewest nodes with which a run continues; empty: all nodes
@@ -60,8 +61,7 @@ FORWARDED=()          # NAME=VALUE of inherited variables that are passed to the
 FETCHED=()            # --fetch: patterns of files to copy from the nodes
 ENVIRONMENT=()        # --env, --env-file: NAME=VALUE; not passed in command lines, which all users can read
 
-GRACE=${MUSTER_GRACE:-8} # seconds from the stop request to SIGKILL, in which ranks write a checkpoint
-MAX_NPROC=1024           # per machine
+MAX_NPROC=1024        # per machine
 
 
 # Set the variables above from the arguments of this program.
@@ -188,6 +188,9 @@ check_options() {
   [[ ! $SCRIPT || ! $MODULE ]] ||
     die_usage "--script '$SCRIPT' and -m '$MODULE' cannot be combined; give one of the two"
   [[ $AGENT == fast || $AGENT == torchrun ]] || die_usage "--agent: expected fast or torchrun, got '$AGENT'"
+  [[ ! ${MUSTER_GRACE-} || ! ${VALUE_NAME[--grace]-} ]] ||
+    die_usage "MUSTER_GRACE: replaced by the option --grace SECONDS; unset the variable"
+  [[ ! $GRACE ]] || is_count "$GRACE" || die_usage "--grace: expected a whole number of seconds, got '$GRACE'"
   is_count "$MAX_RESTARTS" || die_usage "--max-restarts: expected a non-negative integer, got '$MAX_RESTARTS'"
   [[ ! $MIN_NODES ]] || { is_count "$MIN_NODES" && ((MIN_NODES >= 1)); } ||
     die_usage "--min-nodes: expected a number of nodes, 1 or more, got '$MIN_NODES'"

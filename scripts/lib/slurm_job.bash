@@ -14,7 +14,7 @@ EXISTING_RUN=() # option of distributed/launch/run.py for a requeued job
 parse_job_arguments() {
   REQUEUES=${SLURM_RESTART_COUNT:-0}
   CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${CALL[@]:1}")
-  GRACE=${MUSTER_GRACE:-120} # if SLURM itself ends the job, it sends SIGKILL after KillWait, usually less than GRACE
+  GRACE=${GRACE:-120} # if SLURM itself ends the job, it sends SIGKILL after KillWait, usually less than GRACE
   [[ $SCRIPT$MODULE ]] || SCRIPT=$SCRIPT_FROM_ENVIRONMENT
   ((${#POSITIONAL[@]})) || POSITIONAL=("${CONFIG_FROM_ENVIRONMENT:-$KIT/config/quickstart.yaml}")
   choose_config "${POSITIONAL[@]}"

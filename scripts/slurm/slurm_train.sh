@@ -15,6 +15,7 @@
 #                        agent on each node, with LAUNCHER=torchrun. fast (default): Muster's; torchrun: PyTorch's
 #   --master-port PORT   port through which the ranks find each other (default: $MASTER_PORT, else a free port of the
 #                        first node)
+#   --grace SECONDS      after a stop request, give the ranks SECONDS to write a checkpoint, then kill them (default: 120)
 #   --max-restarts N     restart the run up to N times within the job after a failure (default: 0)
 #   --spares N           with --max-restarts and LAUNCHER=torchrun: keep the last N nodes of the job as spare nodes,
 #                        which replace lost ones; submit with --no-kill, or SLURM requeues the job when it loses a node

@@ -20,6 +20,7 @@
 #   --master-port PORT   port through which the ranks find each other (default: a free port)
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
 #   --env-file FILE      set the variables of a file, one NAME=VALUE per line
+#   --grace SECONDS      after a stop request, give the ranks SECONDS to write a checkpoint, then kill them (default: 8)
 #   --max-restarts N     restart the run up to N times after a failure (default: 0)
 #   --hang-timeout S     stop a run that writes no output and no metrics for S seconds (exit code 124); 0: never.
 #                        Default: stop a run that logs steps (metrics.jsonl) once no rank has been able to progress for
