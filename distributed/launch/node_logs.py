@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from distributed import metrics, trust
+from distributed.files import write_json
 from distributed.host import signals
 from distributed.host.replies import Reply
 from distributed.records import integer, listed, mapping, most_bytes, read_record
@@ -38,6 +39,7 @@ OF_LAUNCHER = ("run.json", "launcher.log", "verdict.json", "report.html", "hang.
 # The files node_NAME.* of a supervisor, except node_NAME.environment, which has secrets.
 OF_NODE = ("log", "exit", "pid", "stop", "samples.jsonl", "heartbeat", "usage", "reserved", "reserved_record")
 OF_RUN = (*metrics.ORIGINS, "settings.json")  # rank 0 writes them
+OF_AGENTS = re.compile("errors/(node|rank)_")  # records that agents exchange
 SMOKE_TEST = "smoke.json"  # rank 0 of the smoke test writes it
 SIGNALS = frozenset(map(signals.name, signal.valid_signals()))  # in names of records
 SHOWN = 3  # names in a warning
@@ -169,8 +171,8 @@ class NodeLogs:
     def _place(self, node: RunNode, received: str, left_out: list[str], problem: str) -> None:
         """Move the files of a node to their place.
 
-        Files of the whole run are those of the node of rank 0, if it has any. Records of other nodes count only for
-        lost nodes, whose own records are missing.
+        Files of the whole run are those of the node of rank 0, if it has any. Records of other nodes are kept only for
+        lost nodes, whose own records are missing. The key "reported_by" then has the name of this node.
         """
         run = self._watch.directory
         try:
@@ -179,14 +181,16 @@ class NodeLogs:
             records = []
         lost = [one for one in self._watch.run.nodes if self._watch.is_lost(one.node)]
         dropped = [name for name in OF_RUN if (run / name).exists()] if node.first_rank else []
-        for name in records:
-            subject = next((one for one in (node, *lost) if is_expected(one, name)), None)
-            if not subject or (subject != node and (run / name).exists()):
-                dropped.append(name)
-            elif not is_about(subject, os.path.join(received, name)):
-                dropped.append(name)
-                left_out = [*left_out, name]
         try:
+            for name in records:
+                subject = next((one for one in (node, *lost) if is_expected(one, name)), None)
+                if not subject or (subject != node and ((run / name).exists() or not OF_AGENTS.match(name))):
+                    dropped.append(name)
+                elif not is_about(subject, path := os.path.join(received, name)):
+                    dropped.append(name)
+                    left_out = [*left_out, name]
+                elif subject != node:
+                    write_json(path, read_record(Path(path), []) | {"reported_by": node.node})
             for name in dropped:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(received, name))
@@ -229,7 +233,7 @@ def is_about(node: RunNode, path: str) -> bool:
     entries = [record, *map(mapping, listed(record.get("failures")))]
     ranks = [*listed(record.get("succeeded")), *(entry["rank"] for entry in entries if "rank" in entry)]
     own = range(node.first_rank, node.first_rank + node.processes)
-    is_own = all(entry.get("node", node.node) == node.node for entry in entries)
+    is_own = "reported_by" not in record and all(entry.get("node", node.node) == node.node for entry in entries)
     return is_own and all(integer(rank) in own for rank in ranks)
 
 

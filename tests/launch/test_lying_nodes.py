@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from distributed import trust
+from distributed.exit_codes import UNFIT
 from distributed.launch import new_files
 from distributed.launch.new_files import NewFiles
 from distributed.launch.node_logs import NodeLogs, is_expected
@@ -31,6 +32,7 @@ from distributed.transport import commands
 from distributed.transport.commands import Calls, LocalCommands
 from distributed.transport.loop import Client
 from distributed.verdict.failures import gather
+from distributed.verdict.verdict import decide
 
 KIT = Path(__file__).resolve().parents[2]
 NewWatch = Callable[..., Watch]
@@ -337,14 +339,42 @@ def test_a_node_sends_its_own_files_and_no_others(
     assert "n2: not copied back, as links, special files, files of git, or files that exist here: .hidden, " in errors
 
 
-def test_the_records_of_a_lost_node_are_taken_from_another_node(
+def record(name: str, **facts: object) -> tuple[str, bytes]:
+    return f"errors/{name}.json", json.dumps(facts).encode()
+
+
+# Records of the lost node n2, as the agent of n1 keeps them, and others that no agent keeps.
+ABOUT_N2 = [
+    record("rank_2", node="n2", rank=2, exception="ValueError", message="bad", time=1.0, exit_code=1, reported_by="n2"),
+    record("rank_3", node="n2", rank=3, exception="ValueError", message="worse", time=1.0, exit_code=1),
+    record("node_n2", node="n2", failures=[{"rank": 3, "time": 0.0, "exit_code": 7}], succeeded=[2], first="n2"),
+    record("signal_n2_SIGTERM", signal="SIGTERM", sender="to the supervisor on n2", time=0.0),
+    record("supervisor_n2", cause="killed", time=0.0),
+    record("rank_9", node="n2", rank=9),
+]
+
+
+def test_what_another_node_reports_about_a_lost_node_is_named_as_its_report_and_decides_nothing(
     directory: Path, tmp_path: Path, collect: Callable[..., Watch]
 ) -> None:
-    records = (("errors/rank_2.json", b"2"), ("errors/node_n2.json", b"n2"), ("errors/rank_9.json", b"9"))
-    collect(["n2"], n1=archive(tmp_path / "1.tar", *records))
-    assert {name: text for name, text in content(directory).items() if name.startswith("errors")} == {
-        "errors/rank_2.json": "2", "errors/node_n2.json": "n2",
-    }  # fmt: skip
+    collect(["n2"], n1=archive(tmp_path / "1.tar", *ABOUT_N2))
+    kept = {name for name in content(directory) if name.startswith("errors")}
+    assert kept == {"errors/rank_3.json", "errors/node_n2.json"}
+    verdict = decide(directory, UNFIT)
+    assert (verdict.exit_code, verdict.node, verdict.rank) == (UNFIT, "n2", None)
+    assert verdict.cause.startswith("n2: connection lost: ")
+    assert verdict.cause.endswith("; reported by n1: rank 3 on n2 raised ValueError: worse")
+    assert verdict.collateral == ({"node": "n2", "rank": 3, "message": "reported by n1: ValueError: worse"},)
+
+
+def test_what_another_node_reports_about_a_lost_node_comes_after_records_of_nodes_about_themselves(
+    directory: Path, tmp_path: Path, collect: Callable[..., Watch]
+) -> None:
+    own = record("rank_0", node="n1", rank=0, exception="KeyError", message="mine", time=9.0, exit_code=5)
+    collect(["n2"], n1=archive(tmp_path / "1.tar", *ABOUT_N2, own))
+    verdict = decide(directory, 5)
+    assert (verdict.exit_code, verdict.node, verdict.rank) == (5, "n1", 0)
+    assert "; reported by n1: rank 3 on n2 raised ValueError: worse" in verdict.cause
 
 
 @pytest.mark.parametrize(
@@ -354,6 +384,7 @@ def test_the_records_of_a_lost_node_are_taken_from_another_node(
         ("rank_2", {"node": "n1", "rank": 2}, False),
         ("rank_2", {"node": "n2", "rank": 0}, False),
         ("rank_2", {"node": "n2", "rank": "2"}, False),
+        ("rank_2", {"node": "n2", "rank": 2, "reported_by": "n1"}, False),
         ("node_n2", {"node": "n2", "failures": [{"rank": 3, "exit_code": 1}], "succeeded": [2], "lost": "n1"}, True),
         ("node_n2", {"node": "n1", "failures": []}, False),
         ("node_n2", {"node": "n2", "failures": [{"rank": 3, "node": "n1"}]}, False),
