@@ -78,6 +78,22 @@ def test_a_report_without_a_line_break_is_bounded_and_its_time_is_linear() -> No
     assert time.monotonic() - started < 5
 
 
+def test_an_unfinished_report_does_not_contain_the_next_one() -> None:
+    """With pdsh, which has one stream for all nodes, the next report may be that of another node."""
+    own = REPORT + b'{"node": "n2", "exit_code": 3}\n'
+    for split in range(len(own)):
+        parser = ReportParser()
+        found = [*parser.feed(REPORT + b'{"node": "n1", "unlogged": "' + own[:split]), *parser.feed(own[split:])]
+        assert isinstance(found[0], ValueError) and found[1:] == [{"node": "n2", "exit_code": 3}]
+
+
+def test_the_time_for_many_reports_in_one_block_is_linear() -> None:
+    block = (REPORT + b"1\n") * 5000 + b"x" * (16 << 20)
+    started = time.process_time()
+    assert sum(1 for _ in ReportParser().feed(block)) == 5001
+    assert time.process_time() - started < 5
+
+
 class Scripts(Local):
     """Starts a shell script for each node, as if it were the supervisor over ssh."""
 
