@@ -42,6 +42,7 @@ OF_RUN = (*metrics.ORIGINS, "settings.json")  # rank 0 writes them
 OF_AGENTS = re.compile("errors/(node|rank)_")  # records that agents exchange
 SMOKE_TEST = "smoke.json"  # rank 0 of the smoke test writes it
 SIGNALS = frozenset(map(signals.name, signal.valid_signals()))  # in names of records
+LEFT_OUT = "not copied back, as links, special files, files of git or TensorBoard, or files that exist here"
 SHOWN = 3  # names in a warning
 # $2: directory to which the files of the attempt are moved. $3: pid file of a supervisor that stays for the next
 # attempt; a copy of this file remains in the run directory. If no supervisor stays, $3 is empty.
@@ -180,7 +181,9 @@ class NodeLogs:
         except FileNotFoundError:
             records = []
         lost = [one for one in self._watch.run.nodes if self._watch.is_lost(one.node)]
-        dropped = [name for name in OF_RUN if (run / name).exists()] if node.first_rank else []
+        exists = {name: (run / name).exists() for name in OF_RUN} if node.first_rank else {}
+        has_metrics = any(exists.get(name) for name in metrics.ORIGINS)
+        dropped = [name for name in exists if exists[name] or (has_metrics and name in metrics.ORIGINS)]
         try:
             for name in records:
                 subject = next((one for one in (node, *lost) if is_expected(one, name)), None)
@@ -200,8 +203,7 @@ class NodeLogs:
         shutil.rmtree(received, ignore_errors=True)
         if left_out:
             names = ", ".join(map(trust.printable, sorted(left_out)[:SHOWN])) + ", ..." * (len(left_out) > SHOWN)
-            warning = f"not copied back, as links, special files, files of git, or files that exist here: {names}"
-            self._warn(node, warning)
+            self._warn(node, f"{LEFT_OUT}: {names}")
         if problem:
             self._warn(node, f"the copy of its files in {run} is incomplete: {problem}; look for them on the node")
 
@@ -251,6 +253,8 @@ def is_expected(node: RunNode, name: str) -> bool:
         return name == top and node.first_rank == 0
     if top == "ranks" and slash:
         return below.partition("/")[0] in ("", node.node)
+    if node.first_rank and os.path.basename(name).startswith(metrics.EVENT_FILE):
+        return False  # the report reads them
     if top.startswith("node_") or top in OF_RUN:
         return name in (*OF_RUN, *(f"node_{node.node}.{kind}" for kind in OF_NODE))
     is_run = "run.json" in below.split("/")  # status.sh would take the directory for a run

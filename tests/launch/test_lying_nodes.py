@@ -369,7 +369,31 @@ def test_a_node_sends_its_own_files_and_no_others(
     assert modes == {"0o600"}
     assert not [*directory.glob(".from_*")]
     errors = capfd.readouterr().err
-    assert "n2: not copied back, as links, special files, files of git, or files that exist here: .hidden, " in errors
+    assert (
+        "n2: not copied back, as links, special files, files of git or TensorBoard, or files that exist here: .hidden, "
+        in errors
+    )
+
+
+@pytest.mark.parametrize(
+    ("of_n1", "of_n2"),
+    [
+        (["metrics_from_output.jsonl"], ["metrics.jsonl", "metrics_from_tensorboard.jsonl", "settings.json"]),
+        (["metrics.jsonl", "settings.json"], ["metrics_from_output.jsonl", "settings.json"]),
+        (["tb/events.out.tfevents.1700000000.n1.1.0"], ["tb/events.out.tfevents.1700000001.n2.1.0"]),
+        ([], ["metrics_from_output.jsonl"]),  # as in Megatron-LM, where only the last rank prints
+    ],
+)
+def test_a_node_without_rank_0_adds_no_metrics_to_those_of_rank_0(
+    directory: Path, tmp_path: Path, collect: Callable[..., Watch], of_n1: list[str], of_n2: list[str]
+) -> None:
+    collect(**{
+        node: archive(tmp_path / f"{node}.tar", *((name, node.encode()) for name in names))
+        for node, names in {"n1": of_n1, "n2": of_n2}.items()
+    })  # fmt: skip
+    found = {name: text for name, text in content(directory).items() if "metrics" in name or "events" in name}
+    source, names = ("n1", of_n1) if of_n1 else ("n2", of_n2)
+    assert found == {name: source for name in names if name != "settings.json"}
 
 
 def record(name: str, **facts: object) -> tuple[str, bytes]:
