@@ -24,6 +24,7 @@ from distributed.trust import SHARED, regular_file, without_links
 
 FROM_OUTPUT = "metrics_from_output.jsonl"  # beside metrics.jsonl, see distributed/launch/output_metrics.py
 FROM_TENSORBOARD = "metrics_from_tensorboard.jsonl"  # in the run directory, see distributed/training/event_files.py
+EVENT_FILE = "events.out.tfevents."  # start of the names of TensorBoard's files
 ORIGINS = {"metrics.jsonl": "", FROM_TENSORBOARD: "from TensorBoard", FROM_OUTPUT: "from the output"}
 RESERVED = ("time", "event", "rank_seconds", "wait_share")  # keys that train.py and append() write
 TAIL = 64 * 1024  # bytes read from each end of a file

@@ -148,7 +148,7 @@ END
   write_script <<<"dist.barrier()"
   run "$LAUNCH" --sync --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 0 ]
-  [[ "$output" == *"$N2: not copied back, as links, special files, files of git, or files that exist here: "*.json,* ]]
+  [[ "$output" == *"$N2: not copied back, as links, special files, files of git or TensorBoard, or files that exist here: "*.json,* ]]
   [[ "$output" != *Forged* && "$output" != *Traceback* ]]
   [ "$(cat precious)" = keep ]
   [ "$(cat logs/latest/node_*.exit)" = $'0\n0' ]

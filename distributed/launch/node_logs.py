@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from distributed import metrics, trust
+from distributed.files import write_json
 from distributed.host import signals
 from distributed.host.replies import Reply
 from distributed.records import integer, listed, mapping, most_bytes, read_record
@@ -39,8 +40,10 @@ OF_LAUNCHER = ("run.json", "launcher.log", "verdict.json", "report.html", "hang.
 # The files node_NAME.* of a supervisor, except node_NAME.environment, which has secrets.
 OF_NODE = ("log", "exit", "pid", "stop", "samples.jsonl", "heartbeat", "usage", "reserved", "reserved_record")
 OF_RUN = (*metrics.ORIGINS, "settings.json")  # rank 0 writes them
+OF_AGENTS = re.compile("errors/(node|rank)_")  # records that agents exchange
 SMOKE_TEST = "smoke.json"  # rank 0 of the smoke test writes it
 SIGNALS = frozenset(map(signals.name, signal.valid_signals()))  # in names of records
+LEFT_OUT = "not copied back, as links, special files, files of git or TensorBoard, or files that exist here"
 SHOWN = 3  # names in a warning
 # $2: directory to which the files of the attempt are moved. $3: pid file of a supervisor that stays for the next
 # attempt; a copy of this file remains in the run directory. If no supervisor stays, $3 is empty.
@@ -170,8 +173,8 @@ class NodeLogs:
     def _place(self, node: RunNode, received: str, left_out: list[str], problem: str) -> None:
         """Move the files of a node to their place.
 
-        Files of the whole run are those of the node of rank 0, if it has any. Records of other nodes count only for
-        lost nodes, whose own records are missing.
+        Files of the whole run are those of the node of rank 0, if it has any. Records of other nodes are kept only for
+        lost nodes, whose own records are missing. The key "reported_by" then has the name of this node.
         """
         run = self._watch.directory
         try:
@@ -179,15 +182,19 @@ class NodeLogs:
         except FileNotFoundError:
             records = []
         lost = [one for one in self._watch.run.nodes if self._watch.is_lost(one.node)]
-        dropped = [name for name in OF_RUN if (run / name).exists()] if node.first_rank else []
-        for name in records:
-            subject = next((one for one in (node, *lost) if is_expected(one, name)), None)
-            if not subject or (subject != node and (run / name).exists()):
-                dropped.append(name)
-            elif not is_about(subject, os.path.join(received, name)):
-                dropped.append(name)
-                left_out = [*left_out, name]
+        exists = {name: (run / name).exists() for name in OF_RUN} if node.first_rank else {}
+        has_metrics = any(exists.get(name) for name in metrics.ORIGINS)
+        dropped = [name for name in exists if exists[name] or (has_metrics and name in metrics.ORIGINS)]
         try:
+            for name in records:
+                subject = next((one for one in (node, *lost) if is_expected(one, name)), None)
+                if not subject or (subject != node and ((run / name).exists() or not OF_AGENTS.match(name))):
+                    dropped.append(name)
+                elif not is_about(subject, path := os.path.join(received, name)):
+                    dropped.append(name)
+                    left_out = [*left_out, name]
+                elif subject != node:
+                    write_json(path, read_record(Path(path), []) | {"reported_by": node.node})
             for name in dropped:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(received, name))
@@ -197,8 +204,7 @@ class NodeLogs:
         shutil.rmtree(received, ignore_errors=True)
         if left_out:
             names = ", ".join(map(trust.printable, sorted(left_out)[:SHOWN])) + ", ..." * (len(left_out) > SHOWN)
-            warning = f"not copied back, as links, special files, files of git, or files that exist here: {names}"
-            self._warn(node, warning)
+            self._warn(node, f"{LEFT_OUT}: {names}")
         if problem:
             self._warn(node, f"the copy of its files in {run} is incomplete: {problem}; look for them on the node")
 
@@ -230,7 +236,7 @@ def is_about(node: RunNode, path: str) -> bool:
     entries = [record, *map(mapping, listed(record.get("failures")))]
     ranks = [*listed(record.get("succeeded")), *(entry["rank"] for entry in entries if "rank" in entry)]
     own = range(node.first_rank, node.first_rank + node.processes)
-    is_own = all(entry.get("node", node.node) == node.node for entry in entries)
+    is_own = "reported_by" not in record and all(entry.get("node", node.node) == node.node for entry in entries)
     return is_own and all(integer(rank) in own for rank in ranks)
 
 
@@ -248,6 +254,8 @@ def is_expected(node: RunNode, name: str) -> bool:
         return name == top and node.first_rank == 0
     if top == "ranks" and slash:
         return below.partition("/")[0] in ("", node.node)
+    if node.first_rank and os.path.basename(name).startswith(metrics.EVENT_FILE):
+        return False  # the report reads them
     if top.startswith("node_") or top in OF_RUN:
         return name in (*OF_RUN, *(f"node_{node.node}.{kind}" for kind in OF_NODE))
     is_run = "run.json" in below.split("/")  # status.sh would take the directory for a run

@@ -53,23 +53,28 @@ def parse_report(line: bytes) -> dict[str, Any]:
 
 
 class ReportParser:
-    """Splits what nodes print into reports and other output. A report may be in the middle of a line."""
+    """Splits what nodes print into reports and other output. A report may be in the middle of a line.
+
+    REPORT ends an unfinished report: pdsh prints the end of what a node has sent, which may lack a line break.
+    """
 
     def __init__(self) -> None:
         self._partial = b""
 
     def feed(self, received: bytes) -> Iterator[bytes | dict[str, Any] | ValueError]:
         """Yields reports, output, and why a report is invalid."""
-        received, self._partial = self._partial + received, b""
-        while received:
-            output, separator, rest = received.partition(REPORT)
+        output, *reports = (self._partial + received).split(REPORT)
+        self._partial = b""
+        if output:
+            yield output
+        for number, report in enumerate(reports, 1):
+            line, newline, output = report.partition(b"\n")
+            if number == len(reports) and not newline and len(line) < MAX_REPORT:
+                self._partial = REPORT + line
+                return
+            try:
+                yield parse_report(line)
+            except ValueError as error:
+                yield error
             if output:
                 yield output
-            line, newline, received = rest.partition(b"\n")
-            if separator and not newline and len(line) < MAX_REPORT:
-                self._partial = separator + line
-            elif separator:
-                try:
-                    yield parse_report(line)
-                except ValueError as error:
-                    yield error

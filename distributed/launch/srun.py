@@ -22,14 +22,14 @@ from distributed.launch.node_reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT
 from distributed.launch.output_lines import Console, Lines
 from distributed.launch.shown_ranks import ShownRanks
 from distributed.launch.watch import Local, Watch
-from distributed.nodelist import expand
+from distributed.nodelist import NodeListError, expand
 from distributed.transport.commands import JobCommands
 from distributed.transport.loop import Client
 from distributed.trust import printable, regular_file
 
 SRUN_GRACE = 5.0  # seconds for srun to exit after its tasks; with a lost node srun would wait for SLURM's timeout
 FIRST_WARNING = 10.0  # seconds until the first warning about missing nodes; another one whenever the time has doubled
-NODE_FAILURE = re.compile(r"Node failure on (\S+)")  # printed by srun
+NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 SRUN = "srun"  # name in node_srun.log and node_srun.exit
 
 Json = dict[str, Any]
@@ -148,16 +148,21 @@ class JobStep:
             self._watch.console.show(text, stream)
 
     def handle_errors(self, received: bytes) -> None:
-        """Log srun's messages. Show them until all tasks have reported their end."""
+        """Log srun's messages. Show them until all tasks have reported their end.
+
+        Only the message that nodes have failed has a meaning here. A task has the same standard error as srun, and a
+        rank can open it and imitate this message.
+        """
         messages = self._messages.feed(received, last=not received)
         if messages and not all(len(node.ends) == node.tasks for node in self._nodes_of_attempt()):
             self._watch.console.show(self._console.message(messages), 2)
         with suppress(OSError), open(self.run / f"node_{SRUN}.log", "ab", opener=regular_file) as log:
             log.write(received)
         for failed in NODE_FAILURE.findall(messages.decode(errors="replace")):
-            for name in expand(failed):
-                if name in self.nodes and not self.nodes[name].ended:
-                    self.mark_lost(self.nodes[name], "node failure reported by SLURM")
+            with suppress(NodeListError):
+                for name in sorted(self.nodes.keys() & expand(failed)):
+                    if not self.nodes[name].ended:
+                        self.mark_lost(self.nodes[name], "node failure reported by SLURM")
 
     def handle_exit(self, client: Client) -> None:
         self._closed = True

@@ -29,14 +29,14 @@ run starts COMMAND in a new session and waits until it exits:
 With --lease 0, the supervisor has no control channel and no console. It touches node_NAME.heartbeat every 3 seconds,
 and writes the times and peak memory of COMMAND to node_NAME.usage (JSON).
 
-Otherwise, standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time. `kill`
-sends SIGKILL. `signal N` passes signal N on. An empty line is a heartbeat. At end of file, the launcher is lost, and
-COMMAND is stopped. SIGTERM, SIGINT, SIGHUP or SIGQUIT stops COMMAND; a second one kills it. Other signals are passed on
-to the ranks with a handler or, if COMMAND starts no ranks, to its processes with a handler. If no process has a
-handler, COMMAND is stopped. The verbs stop, kill, fail, end and attempt write their request to the file node_NAME.stop;
-signal sends a signal. Lines of shown ranks are copied to the stream to which COMMAND wrote them. Lines without the
-prefix of a rank are copied to standard error. Lines of other ranks are dropped. Errors of a closed or full console are
-ignored. The exit code is that of COMMAND, 128+n for signal n.
+Otherwise, standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time. `kill` sends
+SIGKILL. `signal N` passes signal N on. With --report, `report` asks for a report. An empty line is a heartbeat. At end
+of file, the launcher is lost, and COMMAND is stopped. SIGTERM, SIGINT, SIGHUP or SIGQUIT stops COMMAND; a second one
+kills it. Other signals are passed on to the ranks with a handler or, if COMMAND starts no ranks, to its processes with
+a handler. If no process has a handler, COMMAND is stopped. The verbs stop, kill, fail, end and attempt write their
+request to the file node_NAME.stop; signal sends a signal. Lines of shown ranks are copied to the stream to which
+COMMAND wrote them. Lines without the prefix of a rank are copied to standard error. Lines of other ranks are dropped.
+Errors of a closed or full console are ignored. The exit code is that of COMMAND, 128+n for signal n.
 
 With --restarts, `fail` stops the attempt, after which COMMAND may wait for the next one. When COMMAND has reported the
 end of an attempt, and no other process remains, the supervisor writes and reports the exit code. Then `attempt JSON`
@@ -498,8 +498,7 @@ class Supervisor:
                 os._exit(126)
         for file in {*outputs, *pipes}:
             os.close(file)
-        if self.options.report and self._streams:
-            self._streams[0].put(self.report())
+        self._report()
         self._start_helpers()
 
     def _open_attempt_pipes(self, env: Environment) -> list[int]:
@@ -781,6 +780,8 @@ class Supervisor:
             self.stop()
         elif request == b"kill":
             self.kill()
+        elif request == b"report":
+            self._report()
         elif request == b"fail":
             self._stop_attempt()
         elif request == b"end":
@@ -1022,6 +1023,11 @@ class Supervisor:
         if self.options.report and self._streams:
             unlogged = {"unlogged": self._unlogged.decode(errors="replace")} if self._unlogged else {}
             self._streams[0].put(self.report(exit_code=self.code, **unlogged, **facts))
+
+    def _report(self) -> None:
+        """Report that this supervisor is running."""
+        if self.options.report and self._streams:
+            self._streams[0].put(self.report())
 
     def report(self, **facts: object) -> bytes:
         """A report of this node, as bytes for the launcher."""

@@ -2,8 +2,8 @@
 
 One event loop (loop.py) serves all nodes. A client is a local process that runs the supervisor of a node, over ssh if
 the node is another machine; pdsh and srun have one client for all nodes. The standard input of a client is the control
-channel of the supervisor. The launcher writes the requests stop, kill and signal N to it, and an empty line as a
-heartbeat. End of file means that the launcher has exited. With restarts, agents wait for the next attempt after a
+channel of the supervisor. The launcher writes the requests stop, kill, signal N and report to it, and an empty line as
+a heartbeat. End of file means that the launcher has exited. With restarts, agents wait for the next attempt after a
 failed one, and their supervisors and clients stay. There are then three more requests: fail (end the attempt), attempt
 (start the next attempt) and end (no attempt follows).
 """
@@ -226,6 +226,7 @@ class Watch:
         self._reported: dict[str, int] = {}  # nodes whose supervisor has reported its exit code
         self._unlogged: dict[str, str] = {}  # node -> lines that its disk did not take
         self._missed: dict[str, str] = {}  # nodes that other nodes report as lost
+        self._heard: dict[str, float] = {}  # node -> time of its last report or reply, on the clock of the loop
         self.signals: dict[str, float] = {}  # node that reports a signal for which it stops -> Unix time of the report
         self.lost.clear()
 
@@ -377,6 +378,7 @@ class Watch:
     def _handle_report(self, report: dict[str, Any]) -> None:
         """Handle a report of a supervisor, whose client may still run."""
         node, code = report["node"], report.get("exit_code")
+        self._heard[node] = self.loop.clock.now()
         if report.get("following") and self.lease == 0:
             self._runs_on.add(node)
             if node in self._disconnected:
@@ -421,19 +423,27 @@ class Watch:
 
         Reports alone are no reason: the node that sent them may be wrong.
         """
-        attempt = self.attempts
+        attempt, asked = self.attempts, self.loop.clock.now()
 
         def replied(reply: Reply) -> None:
-            node = reply.node
-            if reply.code and node in self.unended and attempt == self.attempts:
-                self.mark_lost(node, self._missed[node])
-                self.node_ended(node, UNFIT)
-                if node in self.running:
-                    self.running[node].kill()
+            if not reply.code:
+                self._heard[reply.node] = self.loop.clock.now()
+
+        def give_up() -> None:
+            for node in nodes if attempt == self.attempts else ():
+                if node in self.unended and self._heard.get(node, 0.0) < asked:
+                    self.mark_lost(node, self._missed[node])
+                    self.node_ended(node, UNFIT)
+                    if node in self.running:
+                        self.running[node].kill()
 
         if self.replaces and self.unended <= self._missed.keys():
-            for node in sorted(self.unended):
+            nodes = sorted(self.unended)
+            for node in nodes:
+                if node in self.running:  # the control channel is faster than a login shell
+                    self.running[node].send(b"report\n")
                 self.queries.add(self._call_supervisor(self._node(node), "status", replied, REPLY_TIMEOUT))
+            self.loop.call_later(REPLY_TIMEOUT, give_up)
 
     def _client_ended(self, name: str, client: Client) -> None:
         self.waiting -= {name} if self.transport.clients_are_nodes else self.waiting

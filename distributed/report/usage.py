@@ -21,6 +21,7 @@ from distributed.trust import parse_json, read_text
 
 SAMPLES = 200  # per rank, enough for a chart
 MAX_ATTEMPTS = 50  # the last ones
+MAX_VALUES = 10_000  # of a sample: enough for 1000 ranks
 
 
 @dataclass
@@ -73,7 +74,7 @@ def _samples(path: Path, most: int) -> list[Mapping[str, Any]]:
         lines = read_text(path).splitlines()
         for line in lines[:: math.ceil(len(lines) / most) or 1]:
             with contextlib.suppress(ValueError):
-                sample = mapping(parse_json(line))
+                sample = mapping(parse_json(line, MAX_VALUES))
                 if is_time(number(sample.get("time"))) and not (found and sample["time"] <= found[-1]["time"]):
                     found.append(sample)
     return found

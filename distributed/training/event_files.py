@@ -15,11 +15,11 @@ from datetime import datetime
 from pathlib import Path
 
 from distributed.files import read_json, write_file
-from distributed.metrics import FROM_TENSORBOARD, RESERVED, finite_or_none
+from distributed.metrics import EVENT_FILE, FROM_TENSORBOARD, RESERVED, finite_or_none
 from distributed.trust import regular_file
 
 MOST = 1000  # maximum number of values that are read per scalar
-FILE = re.compile(r"events\.out\.tfevents\.(\d{9,})\.")  # the number is the Unix second of its creation
+FILE = re.compile(re.escape(EVENT_FILE) + r"(\d{9,})\.")  # the number is the Unix second of its creation
 LOSS = re.compile(r"(?i)(?:train(?:ing)?[/_])?loss(?:[/_]train(?:ing)?)?(?:_step)?")
 
 

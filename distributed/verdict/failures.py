@@ -56,6 +56,7 @@ class Failure:
     ended_by_agent: bool = False  # the agent sent the rank SIGTERM or SIGKILL after another failure
     witness: str = ""  # if other ranks waited for this rank: what they reported
     program: str = "agent"  # if rank is None: agent, supervisor or launcher
+    reported_by: str = ""  # the node that sent the record, if the node of the rank was lost and has sent none
 
     def __post_init__(self) -> None:
         """Cut long texts, which are searched many times."""
@@ -98,6 +99,7 @@ class Evidence:
     first: str = ""  # the node whose agent was the first to report a failure to the agents' store
     disk: str = ""  # why no file can be written in the run directory
     clocks: Set[str] = frozenset()  # nodes whose times are on the clock of the launching side
+    reported: tuple[Failure, ...] = ()  # of lost nodes, as other nodes report them; these may be wrong
 
     @property
     def signal(self) -> SentSignal | None:
@@ -118,12 +120,14 @@ def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
     warnings: list[str] = []
     facts = read_object(run / "run.json", warnings)
     excluded = _nodes_not_in_attempt(facts)
-    agents = []  # records of Muster's agents
+    agents: list[Json] = []  # records of Muster's agents
+    reports: list[Json] = []  # what agents of other nodes report about lost nodes
     for path in sorted(run.glob("errors/node_*.json")):
         if path.name[5:-5] in excluded:
             continue
         record = read_record(path, warnings)
-        agents.append(record | {"node": text(record.get("node")) or path.name[5:-5]})
+        source = reports if "reported_by" in record else agents
+        source.append(record | {"node": text(record.get("node")) or path.name[5:-5]})
     succeeded = (
         (integer(rank), agent["node"]) for agent in agents for rank in listed(agent.get("succeeded"))[:MAX_FAILURES]
     )
@@ -140,18 +144,12 @@ def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
         disk=write_error(run),
     )
     logs = {path.name[5:-4]: path for path in sorted(run.glob("node_*.log")) if path.name[5:-4] not in excluded}
-    from_agents = [
-        _from_record(one, agent["node"])
-        for agent in agents
-        for one in listed(agent.get("failures"))[: len(known.ranks.get(agent["node"], range(MAX_FAILURES)))]
-    ]
-    from_ranks = [_from_record(read_record(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
-    # A rank that called sys.exit() has recorded no exception; it may have printed one.
-    ends = prefer(from_agents, (one for one in from_ranks if not one.exception), _torchrun_summaries(logs))
-    causes = prefer((one for one in from_ranks if one.exception), _exceptions_in_logs(logs, ends))
-    failures = [_merge(causes[key], ends[key]) for key in sorted(causes.keys() & ends.keys())]
-    either = causes | ends
-    failures += [either[key] for key in sorted(causes.keys() ^ ends.keys())]
+    of_ranks = [read_record(path, warnings) for path in sorted(run.glob("errors/rank_*.json"))]
+    failures = _of_ranks(known, agents, [one for one in of_ranks if "reported_by" not in one], logs)
+    recorded = {(one.node, one.rank) for one in failures}
+    of_lost = {report["node"]: logs[report["node"]] for report in reports if report["node"] in logs}
+    reported = _of_ranks(known, reports, [one for one in of_ranks if "reported_by" in one], of_lost)
+    reported = [one for one in reported if one.node not in excluded and (one.node, one.rank) not in recorded]
     connections = list(_lost_connections(run, warnings))
     failures += _supervisor_records(run, facts, warnings, {failure.node for failure in connections})
     failures = [replace(one, time=_seconds({"time": one.time}, clocks.get(one.node, 0.0))) for one in failures]
@@ -159,7 +157,23 @@ def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
     failures += _failed_agents(known, logs, recorded={failure.node for failure in failures})
     failures += _lost_nodes(run, known, failures, agents)
     failures = [failure for failure in failures if failure.node not in excluded]
-    return replace(known, failures=tuple(failures), warnings=tuple(warnings))
+    return replace(known, failures=tuple(failures), reported=tuple(reported), warnings=tuple(warnings))
+
+
+def _of_ranks(known: Evidence, agents: Sequence[Json], of_ranks: Sequence[Json], logs: Logs) -> list[Failure]:
+    """The failures of ranks in these records of agents and of ranks, and in logs."""
+    from_agents = [
+        _from_record({**mapping(one), "reported_by": agent.get("reported_by")}, agent["node"])
+        for agent in agents
+        for one in listed(agent.get("failures"))[: len(known.ranks.get(agent["node"], range(MAX_FAILURES)))]
+    ]
+    from_ranks = [_from_record(one, "?") for one in of_ranks]
+    # A rank that called sys.exit() has recorded no exception; it may have printed one.
+    ends = prefer(from_agents, (one for one in from_ranks if not one.exception), _torchrun_summaries(logs))
+    causes = prefer((one for one in from_ranks if one.exception), _exceptions_in_logs(logs, ends))
+    failures = [_merge(causes[key], ends[key]) for key in sorted(causes.keys() & ends.keys())]
+    either = causes | ends
+    return failures + [either[key] for key in sorted(causes.keys() ^ ends.keys())]
 
 
 def _nodes_not_in_attempt(facts: Json) -> set[str]:
@@ -188,6 +202,7 @@ def _merge(cause: Failure, end: Failure) -> Failure:
         time=end.time if cause.time is None else cause.time,
         exit_code=code,
         ended_by_agent=end.ended_by_agent,
+        reported_by=end.reported_by or cause.reported_by,
     )
 
 
@@ -238,6 +253,7 @@ def _from_record(value: object, node: str) -> Failure:
         message=text(record.get("message")),
         traceback=text(record.get("traceback")),
         ended_by_agent=record.get("ended_by_agent") is True,
+        reported_by=text(record.get("reported_by")),
     )
 
 

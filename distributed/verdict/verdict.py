@@ -15,7 +15,8 @@ Failures are therefore ordered by kind, causes before consequences, and then by 
 The cause is the earliest failure of the first of these kinds that occurred. If agents have recorded whose report
 arrived first in their store, the failures of that node are the earliest. All others are ordered by time. The launcher
 knows the clocks of its nodes within a second, and torchrun records whole seconds: if two ranks raised errors within
-that time, or on nodes whose clocks are not known, the verdict names both.
+that time, or on nodes whose clocks are not known, the verdict names both. What only another node reports about ranks of
+a lost node is named, but is never the cause.
 
 Try it: python -m distributed.verdict.verdict logs/latest
 """
@@ -260,7 +261,8 @@ def judge(
     if not signaled:  # the code may be that of a rank, or of a node that lost its launcher
         interrupted = interrupted and cause.exception != "KeyboardInterrupt" and kind is not Kind.LOST_NODE
     if kind is Kind.STOPPED or interrupted:  # the launcher stopped the ranks, and no failure is the reason
-        stopped = replace(_nothing_failed(evidence, launcher_code), collateral=_collateral(failures))
+        others = _collateral([*failures, *evidence.reported])
+        stopped = replace(_nothing_failed(evidence, launcher_code), collateral=others)
         if kind is not Kind.OWN_ERROR or seconds is None:
             return stopped
         when = "afterwards" if seconds > CLOCK_TOLERANCE * inexact else "at about that time"
@@ -301,17 +303,18 @@ def _failed(failures: Sequence[Failure], evidence: Evidence, launcher_code: int 
     cause, kind = failures[0], kind_of(failures[0])
     codes = [failure.exit_code for failure in failures if failure.exit_code and kind_of(failure) < Kind.STOPPED]
     raised = decisive_exception(cause)
+    others = [one for one in failures if (one.node, one.rank) != (cause.node, cause.rank)]
     return Verdict(
         outcome="stopped" if kind is Kind.TERMINATED else "failed",
         exit_code=cause.exit_code or [*([UNFIT] if kind is Kind.LOST_NODE else codes), launcher_code or 1][0],
-        cause=_sentence(cause) + _remarks(cause, evidence) + _signal_before(cause, evidence),
+        cause=_sentence(cause) + _remarks(cause, evidence) + _signal_before(cause, evidence) + _reported(evidence),
         node=cause.node,
         rank=cause.rank,
         time=cause.time,
         exception=raised.exception,
         message=raised.message,
         traceback=cause.traceback,
-        collateral=_collateral(one for one in failures if (one.node, one.rank) != (cause.node, cause.rank)),
+        collateral=_collateral([*others, *evidence.reported]),
     )
 
 
@@ -340,7 +343,13 @@ def _nothing_failed(evidence: Evidence, launcher_code: int | None) -> Verdict:
 
 def _collateral(failures: Iterable[Failure]) -> tuple[Json, ...]:
     recorded = (one for one in failures if not one.witness)
-    return tuple({"node": one.node, "rank": one.rank, "message": _short(describe(one))} for one in recorded)
+    return tuple(
+        {"node": one.node, "rank": one.rank, "message": _source(one) + _short(describe(one))} for one in recorded
+    )
+
+
+def _source(failure: Failure) -> str:
+    return f"reported by {failure.reported_by}: " if failure.reported_by else ""
 
 
 # ---------------------------------------------------------------- in one sentence
@@ -430,6 +439,14 @@ def _remarks(cause: Failure, evidence: Evidence) -> str:
                 continue
         return f"; {why}: {_sentence(other)}"
     return ""
+
+
+def _reported(evidence: Evidence) -> str:
+    """Mention the first failure of a lost node that another node reports. The report may be wrong."""
+    found = sorted(evidence.reported, key=partial(_order, ""))
+    if not found or kind_of(found[0]) > Kind.UNCLEAR:
+        return ""
+    return f"; {_source(found[0])}{name_of(found[0])} {_short(describe(found[0], 'raised '))}"
 
 
 def _signal_before(cause: Failure, evidence: Evidence) -> str:

@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 from distributed import trust
+from distributed.exit_codes import UNFIT
 from distributed.launch import new_files
+from distributed.launch import watch as watch_module
 from distributed.launch.new_files import NewFiles
 from distributed.launch.node_logs import NodeLogs, is_expected
 from distributed.launch.node_reports import MAX_REPORT, REPORT, ReportParser, parse_report
@@ -31,6 +33,7 @@ from distributed.transport import commands
 from distributed.transport.commands import Calls, LocalCommands
 from distributed.transport.loop import Client
 from distributed.verdict.failures import gather
+from distributed.verdict.verdict import decide
 
 KIT = Path(__file__).resolve().parents[2]
 NewWatch = Callable[..., Watch]
@@ -73,6 +76,22 @@ def test_a_report_without_a_line_break_is_bounded_and_its_time_is_linear() -> No
         errors += sum(isinstance(item, ValueError) for item in parser.feed(block))
     assert errors == 1 and len(parser._partial) <= MAX_REPORT
     assert time.monotonic() - started < 5
+
+
+def test_an_unfinished_report_does_not_contain_the_next_one() -> None:
+    """With pdsh, which has one stream for all nodes, the next report may be that of another node."""
+    own = REPORT + b'{"node": "n2", "exit_code": 3}\n'
+    for split in range(len(own)):
+        parser = ReportParser()
+        found = [*parser.feed(REPORT + b'{"node": "n1", "unlogged": "' + own[:split]), *parser.feed(own[split:])]
+        assert isinstance(found[0], ValueError) and found[1:] == [{"node": "n2", "exit_code": 3}]
+
+
+def test_the_time_for_many_reports_in_one_block_is_linear() -> None:
+    block = (REPORT + b"1\n") * 5000 + b"x" * (16 << 20)
+    started = time.process_time()
+    assert sum(1 for _ in ReportParser().feed(block)) == 5001
+    assert time.process_time() - started < 5
 
 
 class Scripts(Local):
@@ -145,6 +164,22 @@ def test_a_node_that_replies_is_not_lost_because_another_one_reports_that(
     assert watch.attempt() == 69
     assert (directory / "asked").exists()
     assert watch.lost == ({"n1": "n2 received no heartbeat from it"} if lost else {})
+    watch.end_agents()
+
+
+def test_a_node_that_answers_over_its_control_channel_is_not_lost_although_its_login_shell_is_slow(
+    directory: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """n1 stops its ranks only after the time limit for its reply."""
+    monkeypatch.setattr(watch_module, "REPLY_TIMEOUT", 0.5)
+    liar = says('{"node": "n2", "exit_code": 69, "waiting": true, "lost": "n1"}')
+    own = says('{"node": "n1", "exit_code": 143, "waiting": true}')
+    answer = 'until [ "$line" = report ]; do read -r line || exit; done; ' + says('{"node": "n1"}')
+    watch = new_watch(directory, Scripts(n1=f"{answer}; sleep 1; {own}; read -r _", n2=f"{liar}; read -r _"))
+    watch.transport.commands = LyingCommands({"n1": "exec sleep 60"})
+    watch.max_restarts, watch.replaces = 1, True
+    assert watch.attempt() == 69
+    assert not watch.lost and watch.waiting == {"n1", "n2"}
     watch.end_agents()
 
 
@@ -334,17 +369,69 @@ def test_a_node_sends_its_own_files_and_no_others(
     assert modes == {"0o600"}
     assert not [*directory.glob(".from_*")]
     errors = capfd.readouterr().err
-    assert "n2: not copied back, as links, special files, files of git, or files that exist here: .hidden, " in errors
+    assert (
+        "n2: not copied back, as links, special files, files of git or TensorBoard, or files that exist here: .hidden, "
+        in errors
+    )
 
 
-def test_the_records_of_a_lost_node_are_taken_from_another_node(
+@pytest.mark.parametrize(
+    ("of_n1", "of_n2"),
+    [
+        (["metrics_from_output.jsonl"], ["metrics.jsonl", "metrics_from_tensorboard.jsonl", "settings.json"]),
+        (["metrics.jsonl", "settings.json"], ["metrics_from_output.jsonl", "settings.json"]),
+        (["tb/events.out.tfevents.1700000000.n1.1.0"], ["tb/events.out.tfevents.1700000001.n2.1.0"]),
+        ([], ["metrics_from_output.jsonl"]),  # as in Megatron-LM, where only the last rank prints
+    ],
+)
+def test_a_node_without_rank_0_adds_no_metrics_to_those_of_rank_0(
+    directory: Path, tmp_path: Path, collect: Callable[..., Watch], of_n1: list[str], of_n2: list[str]
+) -> None:
+    collect(**{
+        node: archive(tmp_path / f"{node}.tar", *((name, node.encode()) for name in names))
+        for node, names in {"n1": of_n1, "n2": of_n2}.items()
+    })  # fmt: skip
+    found = {name: text for name, text in content(directory).items() if "metrics" in name or "events" in name}
+    source, names = ("n1", of_n1) if of_n1 else ("n2", of_n2)
+    assert found == {name: source for name in names if name != "settings.json"}
+
+
+def record(name: str, **facts: object) -> tuple[str, bytes]:
+    return f"errors/{name}.json", json.dumps(facts).encode()
+
+
+# Records of the lost node n2, as the agent of n1 keeps them, and others that no agent keeps.
+ABOUT_N2 = [
+    record("rank_2", node="n2", rank=2, exception="ValueError", message="bad", time=1.0, exit_code=1, reported_by="n2"),
+    record("rank_3", node="n2", rank=3, exception="ValueError", message="worse", time=1.0, exit_code=1),
+    record("node_n2", node="n2", failures=[{"rank": 3, "time": 0.0, "exit_code": 7}], succeeded=[2], first="n2"),
+    record("signal_n2_SIGTERM", signal="SIGTERM", sender="to the supervisor on n2", time=0.0),
+    record("supervisor_n2", cause="killed", time=0.0),
+    record("rank_9", node="n2", rank=9),
+]
+
+
+def test_what_another_node_reports_about_a_lost_node_is_named_as_its_report_and_decides_nothing(
     directory: Path, tmp_path: Path, collect: Callable[..., Watch]
 ) -> None:
-    records = (("errors/rank_2.json", b"2"), ("errors/node_n2.json", b"n2"), ("errors/rank_9.json", b"9"))
-    collect(["n2"], n1=archive(tmp_path / "1.tar", *records))
-    assert {name: text for name, text in content(directory).items() if name.startswith("errors")} == {
-        "errors/rank_2.json": "2", "errors/node_n2.json": "n2",
-    }  # fmt: skip
+    collect(["n2"], n1=archive(tmp_path / "1.tar", *ABOUT_N2))
+    kept = {name for name in content(directory) if name.startswith("errors")}
+    assert kept == {"errors/rank_3.json", "errors/node_n2.json"}
+    verdict = decide(directory, UNFIT)
+    assert (verdict.exit_code, verdict.node, verdict.rank) == (UNFIT, "n2", None)
+    assert verdict.cause.startswith("n2: connection lost: ")
+    assert verdict.cause.endswith("; reported by n1: rank 3 on n2 raised ValueError: worse")
+    assert verdict.collateral == ({"node": "n2", "rank": 3, "message": "reported by n1: ValueError: worse"},)
+
+
+def test_what_another_node_reports_about_a_lost_node_comes_after_records_of_nodes_about_themselves(
+    directory: Path, tmp_path: Path, collect: Callable[..., Watch]
+) -> None:
+    own = record("rank_0", node="n1", rank=0, exception="KeyError", message="mine", time=9.0, exit_code=5)
+    collect(["n2"], n1=archive(tmp_path / "1.tar", *ABOUT_N2, own))
+    verdict = decide(directory, 5)
+    assert (verdict.exit_code, verdict.node, verdict.rank) == (5, "n1", 0)
+    assert "; reported by n1: rank 3 on n2 raised ValueError: worse" in verdict.cause
 
 
 @pytest.mark.parametrize(
@@ -354,6 +441,7 @@ def test_the_records_of_a_lost_node_are_taken_from_another_node(
         ("rank_2", {"node": "n1", "rank": 2}, False),
         ("rank_2", {"node": "n2", "rank": 0}, False),
         ("rank_2", {"node": "n2", "rank": "2"}, False),
+        ("rank_2", {"node": "n2", "rank": 2, "reported_by": "n1"}, False),
         ("node_n2", {"node": "n2", "failures": [{"rank": 3, "exit_code": 1}], "succeeded": [2], "lost": "n1"}, True),
         ("node_n2", {"node": "n1", "failures": []}, False),
         ("node_n2", {"node": "n2", "failures": [{"rank": 3, "node": "n1"}]}, False),

@@ -27,6 +27,7 @@ import pytest
 from distributed.files import read_json, write_json
 from distributed.host import process_scan, signals
 from distributed.launch import supervisor
+from distributed.launch.node_reports import REPORT, parse_report
 from distributed.launch.supervisor import Files, SupervisorError, SupervisorOptions, read_block
 from distributed.metrics import FROM_OUTPUT
 
@@ -238,6 +239,16 @@ def test_unread_heartbeats_prevent_a_timeout(run: SupervisedRun) -> None:
     assert not os.path.exists(run.files.record)
     process.stdin.close()
     os.close(log)
+
+
+def test_a_supervisor_answers_over_the_control_channel(run: SupervisedRun) -> None:
+    process = run.start("echo ready; exec sleep 60", "--report", stdout=subprocess.PIPE)
+    assert process.stdout
+    with process.stdout as reports:
+        for _ in range(2):  # the first one reports the start
+            report = parse_report(reports.readline().removeprefix(REPORT))
+            assert report.keys() == {"node", "time"}
+            run.control.write(b"report\n")
 
 
 def test_one_stop_request_among_heartbeats_leads_to_sigkill_after_the_grace_time(run: SupervisedRun) -> None:

@@ -589,9 +589,18 @@ def test_resource_usage_is_drawn_for_all_attempts(tmp_path: Path) -> None:
 
 
 def test_a_node_has_no_samples_of_ranks_on_other_nodes(tmp_path: Path) -> None:
-    gpus = {"0": {"use": 9, "memory": 1, "ranks": [0, *[1] * 10_000]}}
+    gpus = {"0": {"use": 9, "memory": 1, "ranks": [0, *[1] * 5_000]}}
     attempt(tmp_path, *(sample(n, (n, 8, 0), (n, 8, 0), gpus=gpus) for n in range(3)), processes=1)
     assert {name for lines in report.read(tmp_path).usage.series.values() for name in lines} == {"rank 2"}
+
+
+def test_samples_with_huge_lists_are_ignored_and_take_little_time(tmp_path: Path) -> None:
+    gpus = {"0": {"use": 9, "memory": 1, "ranks": [1] * 20_000}}
+    attempt(tmp_path, *(sample(n, (n, 8, 0), gpus=gpus) for n in range(200)), sample(900, (9, 8, 0)))
+    started = time.process_time()
+    usage = report.read(tmp_path).usage
+    assert time.process_time() - started < 2
+    assert [len(lines) for lines in usage.of("memory").values()] == [1]
 
 
 def test_samples_name_ranks_and_gpus_by_numbers_and_few_samples_are_read(tmp_path: Path) -> None:

@@ -163,6 +163,17 @@ def test_a_node_failure_message_may_arrive_in_parts(run: Path, run_step: RunStep
     assert (run / "node_n1.lost").read_text() == "node failure reported by SLURM\n"
 
 
+@pytest.mark.parametrize(
+    "line", ["srun: error: Node failure on n1[", "x srun: error: Node failure on n1", "Node failure on n1"]
+)
+def test_another_line_about_a_node_failure_means_nothing(
+    run: Path, run_step: RunStep, capfd: pytest.CaptureFixture[str], line: str
+) -> None:
+    assert run_step("sh", "-c", 'echo "$1" >&2; sleep 0.2; printf %s "$2"', "sh", line, END) == 0
+    assert not (run / "node_n1.lost").exists()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("blocked", "lost"), [(60.0, False), (0.0, True)])
 def test_a_node_is_not_lost_while_a_disk_blocks_the_launcher(
     run: Path, new_watch: Callable[..., Watch], blocked: float, lost: bool
