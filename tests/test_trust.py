@@ -69,7 +69,19 @@ def test_a_group_that_is_the_primary_group_of_another_account_is_not_private(tmp
     )
     for accounts, expected in (("", "False"), ("bob:x:34567:23456::/:\n", "True")):
         passwd.write_text(f"root:x:0:0::/:\nada:x:23456:23456::/:\n{accounts}")
-        call = ["unshare", "--mount", "bash", "-c", mounts, "bash", passwd, group, sys.executable, "-c", program]
+        call = [
+            "unshare",
+            "--mount",
+            "bash",
+            "-c",
+            mounts,
+            "bash",
+            str(passwd),
+            str(group),
+            sys.executable,
+            "-c",
+            program,
+        ]
         done = subprocess.run(call, capture_output=True, text=True, cwd=trust.__file__.rpartition("/distributed/")[0])
         assert done.stdout == f"{expected}\n", done.stderr
 
