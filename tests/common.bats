@@ -646,13 +646,13 @@ os.setxattr(sys.argv[1], "system.posix_acl_access", data)'
   cd "$BATS_TEST_TMPDIR"
   chmod -R g+w "$KIT"
   chown -R 23456:23456 "$KIT"
-  getent passwd root >passwd
-  echo ada:x:23456:23456::/: >>passwd
+  getent passwd root >accounts
+  echo ada:x:23456:23456::/: >>accounts
   echo ada:x:23456: >group
-  local mounted='mount --bind passwd /etc/passwd && mount --bind group /etc/group && exec "$1"'
+  local mounted='mount --bind accounts /etc/passwd && mount --bind group /etc/group && exec "$1"'
   run -0 unshare --mount sh -c "$mounted" sh "$SCRIPT"
   [ "$output" = checked ]
-  echo bob:x:34567:23456::/: >>passwd
+  echo bob:x:34567:23456::/: >>accounts
   run -69 unshare --mount sh -c "$mounted" sh "$SCRIPT"
   [[ "$output" == *": other users can write it (mode "* ]]
 }
@@ -661,7 +661,7 @@ os.setxattr(sys.argv[1], "system.posix_acl_access", data)'
 @test "one of Muster's files that others can write is found whatever its name is" {
   script <<<'check_kit; echo checked'
   local name
-  for name in 'a b' $'a\nb' 'a"b' "a'b" 'a\b' 'a\' 'a" -> "b' 'jörg' $'a\tb' '$a' '*'; do
+  for name in 'a b' $'a\nb' 'a"b' "a'b" 'a\b' $'a\\' 'a" -> "b' 'jörg' $'a\tb' '$a' '*'; do
     : >"$KIT/scripts/lib/$name"
     chmod 666 "$KIT/scripts/lib/$name"
     run -69 "$SCRIPT"

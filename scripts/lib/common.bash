@@ -122,8 +122,8 @@ find_foreign_below() { # <path...>
     [[ ! -L $path ]] || paths+=("$path/")
   done
   line=$(find "${paths[@]}" -maxdepth 3 \( ! -name .git -o -prune \) \( -name "${1##*/}" -printf 'found\n' , \
-    -type l \( ! -path '*/.venv/*' -o "${foreign[@]}" \) -exec sh -c "$links" sh "${list[@]}" -i {} + -o \
-    ! -type l \( -perm /022 -o "${foreign[@]}" \) -exec sh -c "$others" sh "${list[@]}" {} + \) 2>/dev/null) || true
+    -type l \( ! -path '*/.venv/*' -o "${foreign[@]}" \) -exec /bin/sh -c "$links" - "${list[@]}" -i {} + -o \
+    ! -type l \( -perm /022 -o "${foreign[@]}" \) -exec /bin/sh -c "$others" - "${list[@]}" {} + \) 2>/dev/null) || :
   FOREIGN="find: not on the PATH, so the owners of $1 cannot be checked"
   [[ $line ]] || return 0
   paths=("$1")
