@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -87,15 +86,10 @@ def servers(copied: bool) -> Iterator[tuple[list[str], Path]]:
         script = Path(name, "job")
         script.write_text(SCRIPT if copied else "#!/bin/true\n")
         script.chmod(0o755)
-        sockets = Path(f"/tmp/tmux-{os.getuid()}")  # each server has its own tmux
-        sockets.mkdir(mode=0o700, exist_ok=True)
-        own = [sockets, *([script.parent] if copied else [])]
-        private = [argument for path in own for argument in ("--private", str(path))]
+        private = ["--private", str(script.parent)] if copied else []
         with nodes(3, *private, prefix="jbench") as (names, directory):
-            for server in names:
-                (directory / f"lab/{server}/private{sockets}").chmod(0o700)
-                if copied:
-                    shutil.copy(script, directory / f"lab/{server}/private{script}")
+            for server in names if copied else ():
+                shutil.copy(script, directory / f"lab/{server}/private{script}")
             yield names, script
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -119,14 +118,10 @@ def servers() -> Iterator[tuple[list[str], Path]]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name, "work")
         directory.mkdir()
-        sockets = Path(f"/tmp/tmux-{os.getuid()}")
-        sockets.mkdir(mode=0o700, exist_ok=True)
-        private = [option for path in (sockets, directory) for option in ("--private", str(path))]
-        with nodes(3, *private, prefix="jbench") as (names, laboratory):
+        with nodes(3, "--private", str(directory), prefix="jbench") as (names, laboratory):
             (directory / "job.sh").write_text(SCRIPT)
             (directory / "job.sh").chmod(0o755)
             for server in names:
-                (laboratory / f"lab/{server}/private{sockets}").chmod(0o700)
                 shutil.copy(directory / "job.sh", laboratory / f"lab/{server}/private{directory}")
             yield names, directory
 

@@ -82,7 +82,8 @@ def writable_by_others(path: str | os.PathLike[str], facts: os.stat_result) -> b
 def _is_private_group(uid: int, gid: int) -> bool:
     """Whether the group has the user's name and no other member, as systems create it that set umask 002.
 
-    Never the id 65534, which stands for many users and groups in a container.
+    Accounts of /etc/passwd are members of their primary groups; on some systems, system accounts of root's. Never the
+    id 65534, which stands for many users and groups in a container.
     """
     import grp
     import pwd
@@ -91,7 +92,10 @@ def _is_private_group(uid: int, gid: int) -> bool:
         return False
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
-    except KeyError:
+        accounts = [line.split(":") for line in read_text("/etc/passwd").splitlines()] if gid else []
+    except (KeyError, OSError):
+        return False
+    if any(account[3:4] == [str(gid)] and account[2] != str(uid) for account in accounts):
         return False
     return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 

@@ -627,8 +627,47 @@ os.setxattr(sys.argv[1], "system.posix_acl_access", data)'
   python3 -c "$lists" "$file" || skip "no access control lists here"
   run -69 "$SCRIPT"
   [[ "$output" == *"$file: other users can write it (mode 664); call: chmod -R go-w $(printf %q "$KIT")" ]]
-  TIME_STYLE=none run -69 "$SCRIPT" # ls fails
+  mkdir "$BATS_TEST_TMPDIR/bin"
+  local program
+  for program in ls sort; do
+    printf '#!/bin/sh\nexit 1\n' >"$BATS_TEST_TMPDIR/bin/$program"
+    chmod +x "$BATS_TEST_TMPDIR/bin/$program"
+    PATH="$BATS_TEST_TMPDIR/bin:$PATH" run -69 "$SCRIPT"
+    rm "$BATS_TEST_TMPDIR/bin/$program"
+  done
   chmod -R g-w "$KIT"
+  run -0 "$SCRIPT"
+}
+
+
+@test "a group that is also the primary group of another account may not write Muster's files" {
+  ((!EUID)) || skip "only root can mount another /etc/passwd"
+  script <<<'check_kit; echo checked'
+  cd "$BATS_TEST_TMPDIR"
+  chmod -R g+w "$KIT"
+  chown -R 23456:23456 "$KIT"
+  getent passwd root >accounts
+  echo ada:x:23456:23456::/: >>accounts
+  echo ada:x:23456: >group
+  local mounted='mount --bind accounts /etc/passwd && mount --bind group /etc/group && exec "$1"'
+  run -0 unshare --mount sh -c "$mounted" sh "$SCRIPT"
+  [ "$output" = checked ]
+  echo bob:x:34567:23456::/: >>accounts
+  run -69 unshare --mount sh -c "$mounted" sh "$SCRIPT"
+  [[ "$output" == *": other users can write it (mode "* ]]
+}
+
+
+@test "one of Muster's files that others can write is found whatever its name is" {
+  script <<<'check_kit; echo checked'
+  local name
+  for name in 'a b' $'a\nb' 'a"b' "a'b" 'a\b' $'a\\' 'a" -> "b' 'jörg' $'a\tb' '$a' '*'; do
+    : >"$KIT/scripts/lib/$name"
+    chmod 666 "$KIT/scripts/lib/$name"
+    run -69 "$SCRIPT"
+    [[ "$output" == *"$KIT/scripts/lib/$name: other users can write it (mode 666); "* ]]
+    rm "$KIT/scripts/lib/$name"
+  done
   run -0 "$SCRIPT"
 }
 

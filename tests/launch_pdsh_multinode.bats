@@ -135,9 +135,22 @@ END
 }
 
 
+@test "no environment stays on a node where the supervisor does not start" {
+  write_script <<<''
+  mkdir bin
+  printf '#!/bin/sh\nexec %q "$@"\n' "$VIRTUAL_ENV/bin/python" >bin/python
+  chmod +x bin/python
+  on "$N2" mount --bind /dev/null "$PWD/bin/python"
+  run -69 timeout 60 "$LAUNCH" --no-preflight --python "$PWD/bin/python" --script "my script.py" - 1 "$N1" "$N2"
+  on "$N2" umount "$PWD/bin/python"
+  [[ "$output" == *"bin/python: Permission denied"* ]]
+  [ ! -e "logs/latest/node_$N2.environment" ]
+}
+
+
 @test "a missing pdsh is reported with a remedy" {
   mkdir bin
-  for tool in bash dirname readlink env find stat; do
+  for tool in bash dirname readlink env find stat ls sort; do
     ln -s "$(type -P "$tool")" bin/
   done
   echo >script.py

@@ -168,7 +168,7 @@ END
 
 @test "a missing srun is reported" {
   mkdir bin
-  for tool in bash readlink dirname env find stat; do
+  for tool in bash readlink dirname env find stat ls sort; do
     ln -s "$(type -P "$tool")" bin/
   done
   SLURM_JOB_ID=7 PATH=$PWD/bin run -2 "$KIT/scripts/run_ddp.sh" -n 1

@@ -211,7 +211,7 @@ on_screen() { # <extended regular expression for a line>
   run -2 "$STOP" train-1
   [[ "$output" == *"written by an older version of Muster"* ]]
   mkdir bin
-  type -P bash readlink dirname env find stat | xargs ln -s -t bin
+  type -P bash readlink dirname env find stat ls sort | xargs ln -s -t bin
   PATH=$PWD/bin run -2 "$STATUS" 99
   [[ "${lines[0]}" == "status.sh: RUN '99': no run of job 99 in logs, and scontrol is not on this machine; run status.sh where"* ]]
   run -2 "$STATUS" one two

@@ -77,6 +77,8 @@ def test_names_that_a_shell_would_run_and_runs_of_others_are_no_candidates(home:
         (home / "logs" / "foreign").mkdir()
         (home / "logs" / "foreign" / "run.json").write_text("{}")
         os.chown(home / "logs" / "foreign" / "run.json", 65534, 65534)
+        (home / "logs" / "planted").symlink_to("own")
+        os.chown(home / "logs" / "planted", 65534, 65534, follow_symlinks=False)
     assert complete("status", "") == ["17", "[[:punct:]]", "latest", "own", "train-1", "train-2"]
     assert complete("run", "") == ["-", "[[:punct:]].yaml", "config/tiny.yaml", "own.yaml", "slurm---x.yaml"]
     script = f"source {shlex.quote(str(KIT))}/scripts/activate; COMP_WORDS=(muster status ''); COMP_CWORD=2\n"

@@ -206,13 +206,10 @@ def servers(project: Project) -> Iterator[Project]:
     """Three servers with separate tmux sockets and shared files, as with a shared home directory."""
     try:
         subprocess.run([LAB, "up", "3"], env=project.env, check=True)
-        for number in (1, 2, 3):
-            (project.directory / f"tmux/node{number}").mkdir()
-        (project.directory / "lab/bashrc").write_text(f"export TMUX_TMPDIR={project.directory}/tmux/$(uname -n)\n")
         yield project
     finally:
         for number in (1, 2, 3):
-            env = project.env | {"TMUX_TMPDIR": f"{project.directory}/tmux/node{number}"}
+            env = project.env | {"TMUX_TMPDIR": f"{project.directory}/lab/node{number}/tmux"}
             subprocess.run(["tmux", "kill-server"], env=env, capture_output=True, check=False)
         subprocess.run([LAB, "down"], env=project.env, check=True)
 
@@ -245,7 +242,7 @@ def test_a_list_runs_on_three_servers_and_is_watched_in_tmux(servers: Project, k
 
 
 def sessions(project: Project, number: int) -> str:
-    env = project.env | {"TMUX_TMPDIR": f"{project.directory}/tmux/node{number}"}
+    env = project.env | {"TMUX_TMPDIR": f"{project.directory}/lab/node{number}/tmux"}
     return subprocess.run(["tmux", "list-sessions"], env=env, capture_output=True, text=True, check=False).stdout
 
 

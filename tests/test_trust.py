@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import subprocess
+import sys
 import tarfile
 import threading
 import time
@@ -52,6 +53,37 @@ def test_a_group_counts_as_others_unless_it_is_the_private_group_of_the_owner(
     for name, members in (("users", []), ("ada", ["ada", "bob"])):
         Group.gr_name, Group.gr_mem = name, members
         assert "other users can write to it (mode 775)" in foreign(tmp_path, facts)
+
+
+def test_a_group_that_is_the_primary_group_of_another_account_is_not_private(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can mount another /etc/passwd")
+    passwd, group, directory = tmp_path / "passwd", tmp_path / "group", tmp_path / "directory"
+    group.write_text("ada:x:23456:\n")
+    directory.mkdir()
+    os.chown(directory, 23456, 23456)
+    directory.chmod(0o775)
+    mounts = 'mount --bind "$1" /etc/passwd && mount --bind "$2" /etc/group && exec "${@:3}"'
+    program = (
+        f"import os; from distributed.trust import *; print(writable_by_others(d := {str(directory)!r}, os.stat(d)))"
+    )
+    for accounts, expected in (("", "False"), ("bob:x:34567:23456::/:\n", "True")):
+        passwd.write_text(f"root:x:0:0::/:\nada:x:23456:23456::/:\n{accounts}")
+        call = [
+            "unshare",
+            "--mount",
+            "bash",
+            "-c",
+            mounts,
+            "bash",
+            str(passwd),
+            str(group),
+            sys.executable,
+            "-c",
+            program,
+        ]
+        done = subprocess.run(call, capture_output=True, text=True, cwd=trust.__file__.rpartition("/distributed/")[0])
+        assert done.stdout == f"{expected}\n", done.stderr
 
 
 def test_the_group_of_all_unmapped_users_is_no_private_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ import logging
 import os
 import pickle
 import random
-import shutil
 import sys
 import threading
 import time
@@ -288,7 +287,7 @@ class Checkpoints:
             while (earlier := cause.__cause__ or cause.__context__) is not None:
                 cause = earlier
             if self.ranks.rank == 0:
-                shutil.rmtree(job.unpublished, ignore_errors=True)
+                self._owner_here.discard(job.unpublished)
             elif job.shards is not None:
                 job.shards.report_failure(cause)
             if reason := directory.taken_over(job.unpublished.parent):
@@ -301,9 +300,10 @@ class Checkpoints:
     def _write_files(self, job: _PendingWrite) -> None:
         entries: FileEntries = {}
         copied = time.monotonic()
-        for name, content in job.files.items():
-            with directory.open_hashed(job.unpublished / name, entries) as file:
-                torch.save(content, file)
+        with directory.by_descriptor(job.unpublished) as here:
+            for name, content in job.files.items():
+                with directory.open_hashed(here / name, entries) as file:
+                    torch.save(content, file)
         if job.shards is not None:
             job.shards.write(job.copy)
             if self.ranks.rank != 0:

@@ -339,6 +339,16 @@ def _opened(directory: str | Path, parent: int | None = None) -> Iterator[int]:
         os.close(descriptor)
 
 
+@contextmanager
+def by_descriptor(unpublished: Path) -> Iterator[Path]:
+    """A path of a directory in a staging directory that stays the same, whatever others put in place of the two.
+
+    Raises OSError if one of them is a link.
+    """
+    with _opened(unpublished.parent) as staging, _opened(unpublished.name, staging) as descriptor:
+        yield Path(f"/proc/self/fd/{descriptor}")
+
+
 def _delete(name: str, parent: int) -> None:
     if stat.S_ISDIR(os.lstat(path := f"/proc/self/fd/{parent}/{name}").st_mode):
         shutil.rmtree(path)
@@ -388,18 +398,25 @@ class Owner:
         When the step was already published, one of the two versions exists at every moment.
         """
         text = json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=2, sort_keys=True)
-        with open_hashed(unpublished / "manifest.json", {}) as stream:
-            stream.write(f"{text}\n".encode())
-        _sync_directory(unpublished)
-        final, old = self.directory / unpublished.name, unpublished.with_name(f"{unpublished.name}.old")
+        with by_descriptor(unpublished) as here:
+            with open_hashed(here / "manifest.json", {}) as stream:
+                stream.write(f"{text}\n".encode())
+            _sync_directory(here)
+        final = self.directory / unpublished.name
         self.known.pop(final, None)
         with _opened(self.staging) as staging:
+            old = Path(f"/proc/self/fd/{staging}/{unpublished.name}.old")
             if final.exists():
                 self._remove(old)
-                os.rename(final, old.name, dst_dir_fd=staging)
+                os.rename(final, old)
             os.rename(unpublished.name, final, src_dir_fd=staging)
-        _sync_directory(self.directory)
-        self._remove(old)
+            _sync_directory(self.directory)
+            self._remove(old)
+
+    def discard(self, unpublished: Path) -> None:
+        """Remove an incomplete checkpoint, as far as that is possible."""
+        with suppress(OSError), _opened(self.staging) as staging:
+            _delete(unpublished.name, staging)
 
     def prune(self, step: int, keep: int) -> None:
         """Remove old checkpoints up to this step, except the newest `keep` and the best one.

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.futures import Future
 
-from distributed.checkpoint.directory import CheckpointError, FileEntries, open_hashed
+from distributed.checkpoint.directory import CheckpointError, FileEntries, by_descriptor, open_hashed
 from distributed.files import write_file
 from distributed.training.collectives import Ranks, load_safely, refusal
 from distributed.trust import SHARED, regular_file
@@ -78,31 +78,33 @@ class ShardWriter:
     def write(self, copy: Mapping[str, Any]) -> None:
         """Write this rank's shards. copy: the state of __init__(), with each tensor replaced by a copy of its shard."""
         self._planner.take_from(dict(copy))
-        self._results = self._writer.write_data(self._plan, self._planner).wait()
-        if self._rank != 0:
-            content = pickle.dumps((self._files.entries, self._results))
-            write_file(self._file(self._rank, "done"), content, SHARED)
+        with by_descriptor(self._directory) as self._writer.path:
+            self._results = self._writer.write_data(self._plan, self._planner).wait()
+            if self._rank != 0:
+                content = pickle.dumps((self._files.entries, self._results))
+                write_file(self._file(self._rank, "done"), content, SHARED)
 
     def report_failure(self, cause: BaseException) -> None:
         """Report the failure to rank 0 through a file, which stays empty on a full disk."""
-        file = self._file(self._rank, "failed")
-        try:
-            write_file(file, f"rank {self._rank}: {cause}", SHARED)
-        except OSError:
-            with suppress(OSError):
-                file.touch(SHARED)
+        with suppress(OSError), by_descriptor(self._directory) as self._writer.path:
+            file = self._file(self._rank, "failed")
+            try:
+                write_file(file, f"rank {self._rank}: {cause}", SHARED)
+            except OSError:
+                os.close(regular_file(file, os.O_WRONLY | os.O_CREAT, SHARED))
 
     def collect(self, size: int, must_stop: Callable[[], bool]) -> FileEntries:
         """Wait for all ranks, complete the directory, and return the manifest entries of its files. Only on rank 0.
 
         Raises CheckpointError when a rank failed, or must_stop() returns True before all ranks are done.
         """
-        collected = [self._wait_for_rank(rank, must_stop) for rank in range(1, size)]
-        self._writer.finish(self._metadata, [self._results, *(results for _, results in collected)])
         entries = self._files.entries
-        for rank, (rank_entries, _) in enumerate(collected, start=1):
-            entries |= rank_entries
-            self._file(rank, "done").unlink()
+        with by_descriptor(self._directory) as self._writer.path:
+            collected = [self._wait_for_rank(rank, must_stop) for rank in range(1, size)]
+            self._writer.finish(self._metadata, [self._results, *(results for _, results in collected)])
+            for rank, (rank_entries, _) in enumerate(collected, start=1):
+                entries |= rank_entries
+                self._file(rank, "done").unlink()
         entries[".metadata"] = entries.pop(".metadata.tmp")
         return entries
 
@@ -118,7 +120,7 @@ class ShardWriter:
         return entries, results
 
     def _file(self, rank: int, outcome: str) -> Path:
-        return self._directory / f"rank_{rank}.{outcome}"
+        return Path(self._writer.path, f"rank_{rank}.{outcome}")
 
 
 class _CopyPlanner(DefaultSavePlanner):

@@ -50,7 +50,10 @@ def names_of(directory: str) -> dict[bytes, bool]:
 
 
 def secrets_warning(directory: str, names: Mapping[bytes, bool]) -> str:
-    """A warning about the untracked files among names_of(directory) that look like secrets; "" if none does."""
+    """A warning about the untracked files among names_of(directory) that look like secrets; "" if none does.
+
+    Raises SyncError.
+    """
     path = os.fsencode(directory)
     untracked = [os.path.join(path, name) for name, is_tracked in names.items() if not is_tracked]
     found = sorted(os.path.relpath(file, path) for one in untracked for file in _files_in(one) if _looks_secret(file))
@@ -61,11 +64,20 @@ def secrets_warning(directory: str, names: Mapping[bytes, bool]) -> str:
     return f"{printable(os.fsdecode(b', '.join(found[:3])))}{more}: may be secret and will be copied; {remedy}"
 
 
+def _walk(top: bytes) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
+    """Like os.walk(). Raises SyncError if it calls itself too often, as it does before Python 3.12."""
+    try:
+        yield from os.walk(top)
+    except RecursionError:
+        problem = "directories are nested too deeply below it; move them, or list them in .gitignore of a git checkout"
+        raise SyncError(f"{printable(os.fsdecode(top))}: {problem}") from None
+
+
 def _files_in(path: bytes) -> Iterator[bytes]:
     """A file itself, or all files below a directory, as rsync copies it."""
     yield path
     if not os.path.islink(path):
-        for directory, _, files in os.walk(path):
+        for directory, _, files in _walk(path):
             yield from (os.path.join(directory, file) for file in files)
 
 
@@ -85,11 +97,14 @@ def file_list(names: Iterable[bytes]) -> bytes:
 
 
 def directory_list(directory: str, names: Mapping[bytes, bool]) -> bytes:
-    """The directories of names_of(directory), each after those above it, as owners.MAKE_BELOW reads them."""
+    """The directories of names_of(directory), each after those above it, as owners.MAKE_BELOW reads them.
+
+    Raises SyncError.
+    """
     path, found = os.path.join(os.fsencode(directory), b""), set()
     for name, is_tracked in names.items():
         if not is_tracked and not os.path.islink(path + name) and name != b".git":  # git tracks no directory
-            for at, below, _ in os.walk(path + name):
+            for at, below, _ in _walk(path + name):
                 below[:] = set(below) - {b".git"}
                 found.add(at[len(path) :])
         while (name := os.path.dirname(name)) and name not in found:

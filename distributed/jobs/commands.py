@@ -309,10 +309,10 @@ def read_config(options: argparse.Namespace) -> ListConfig:
         raise CallError(f"--sync: only for --backend ssh; with --backend {options.backend} nothing is copied")
     if options.sync:
         try:
-            names = sync_list.names_of(str(Path.cwd()))
+            warning = sync_list.secrets_warning(str(Path.cwd()), sync_list.names_of(str(Path.cwd())))
         except sync_list.SyncError as error:
             raise ConfigError(f"--sync: {error}") from None
-        if warning := sync_list.secrets_warning(str(Path.cwd()), names):
+        if warning:
             sys.stderr.write(f"{program_name()}: warning: --sync: {warning}\n")
     script = script_of(options.script, cluster)
     if options.backend == "local" and not Path(script).is_file():

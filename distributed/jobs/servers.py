@@ -627,6 +627,7 @@ class SshServer(HostServer):
         """Copy the files of the working directory to the server; nothing is deleted."""
         try:
             names = await asyncio.to_thread(sync_list.names_of, str(self.context.cwd))
+            below = await asyncio.to_thread(sync_list.directory_list, str(self.context.cwd), names)
         except (sync_list.SyncError, OSError) as error:
             raise ServerUnusable(f"--sync: {error}") from None
         target = self.settings.workdir or str(self.context.cwd)
@@ -642,7 +643,6 @@ class SshServer(HostServer):
         if not self.settings.workdir:
             line += f"; ! {usual} || exit {DEFAULT_WORKDIR_EXISTS}"
         self._refuse_without_rsync(on_server=True)
-        below = await asyncio.to_thread(sync_list.directory_list, str(self.context.cwd), names)
         code, stderr = await self._run(self._ssh(line), below, seconds=CONNECT_TIMEOUT)
         self._refuse_without_rsync(on_server=code != NO_RSYNC)
         if code == DEFAULT_WORKDIR_EXISTS:

@@ -103,10 +103,12 @@ class Pdsh(Ssh):
         for mark, expansion in ((name, '"${names[$3]}"'), (processes, '"${processes[$3]}"'), (rank, '"$3"')):
             line = line.replace(mark, f"'{expansion}'")
         names, counts = shlex.join(node.node for node in nodes), " ".join(str(node.processes) for node in nodes)
-        first = f"names=({names}) processes=({counts}); cd -- {shlex.quote(watch.options.cwd)} || exit {UNFIT}"
+        remove = f'rm -f -- {shlex.quote(f"{run}/node_")}"${{names[$3]}}".environment'  # if no supervisor starts
+        first = f"names=({names}) processes=({counts}); trap {shlex.quote(remove)} EXIT; "
+        first += f"cd -- {shlex.quote(watch.options.cwd)} || exit {UNFIT}"
         addresses = ",".join(node.address for node in nodes)
         call = [PDSH, "-S", "-N", "-f", str(len(nodes)), "-w", addresses]
-        return [*call, f"{for_any_shell(f'{first}; {check}exec {line}')} %n"]
+        return [*call, f"{for_any_shell(f'{first}; {check}shopt -s execfail; exec {line}; exit')} %n"]
 
     def environment(self, inherited: dict[bytes, bytes]) -> dict[bytes, bytes]:
         options = os.fsencode(" ".join(self.ssh_options))

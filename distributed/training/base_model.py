@@ -150,15 +150,19 @@ def stage(cache: str, source: str, manifest: Mapping[str, Any]) -> str:
     make_own_directory(source, workdir_of(cache))
     staging = new_staging(cache, manifest["digest"])
     mode = allowed_mode(cache) & 0o666
+    directory = os.open(staging, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    here = f"/proc/self/fd/{directory}"  # others who can write to the cache can put a link in place of the directory
     try:
         for name in FILES:
-            path, new = without_outer_links(source, name), os.path.join(staging, name)
+            path, new = without_outer_links(source, name), os.path.join(here, name)
             with open(path, "rb", opener=regular_file) as file, open(os.open(new, NEW_FILE, mode), "wb") as copy:
                 shutil.copyfileobj(file, copy, BLOCK)
-        write_json(os.path.join(staging, MANIFEST), dict(manifest), mode)
+        write_json(os.path.join(here, MANIFEST), dict(manifest), mode)
     except OSError:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+    finally:
+        os.close(directory)
     return staging
 
 

@@ -87,16 +87,17 @@ def _copy(
     """Copy the files of a directory. Returns the names of the nodes for which that failed."""
     try:
         names = sync_list.names_of(directory)
+        warning = sync_list.secrets_warning(directory, names)
+        below = sync_list.directory_list(directory, names)
     except sync_list.SyncError as error:
         raise TransportError(UNFIT, f"--sync: {error}") from None
     except OSError as error:
         raise TransportError(UNFIT, f"--sync: {error.filename}: {error.strerror}") from None
-    if warning := sync_list.secrets_warning(directory, names):
+    if warning:
         log(f"--sync: warning: {warning}")
     options = ["--archive", "--compress", "--sparse", "--keep-dirlinks", "--protect-args", "--recursive", "--from0"]
     options += ["--files-from=-", "--ignore-missing-args", "--exclude=.git"]
     make = ["bash", "-pc", MAKE_DIRECTORIES, "bash", directory, owners_above(directory)]
-    below = sync_list.directory_list(directory, names)
     replies = calls.call_all({node: commands.command(node, make) for node in nodes}, sent=below, errors=INHERITED)
     if refused := [name for name, reply in replies.items() if reply.code]:
         return refused

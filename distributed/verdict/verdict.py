@@ -528,12 +528,14 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
 def _missing_file(verdict: Verdict, cwd: str) -> Iterator[str]:
     """If a rank on another node did not find a file that existed here: say so, and whether --sync copies it.
 
-    cwd: the working directory of the run.
+    cwd: the working directory of the run. Files outside of it are left out: a node could ask for any.
     """
     missing = re.search(r"No such file or directory: '(.+?)'", verdict.message)
     if not missing or verdict.time is None or verdict.node in (None, os.uname().nodename):
         return
     try:
+        if not os.path.realpath(os.path.join(cwd, missing[1])).startswith(f"{os.path.realpath(cwd)}/"):
+            return
         if os.stat(os.path.join(cwd, missing[1])).st_ctime > verdict.time - CLOCK_TOLERANCE:
             return  # it may have been written after the rank looked for it
     except (OSError, ValueError):

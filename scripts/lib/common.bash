@@ -74,8 +74,7 @@ die_usage() { # <message...>
 # owner or mode, as OpenSSH's StrictModes does; empty if only the caller, root and the owner of Muster's directory can.
 # Entries of a directory with the sticky bit, such as /tmp, are safe, but Python would import what others add to
 # Muster's directories or a .venv. A link counts as well as its target: its owner could lead it elsewhere after this
-# check. Used where the user's variables, such as KIT, and those that bash obeys are restored. The caller sets `shared`,
-# see is_private_group.
+# check. Used where the user's variables, such as KIT, and those that bash obeys are restored.
 find_foreign() { # <path...>
   local facts targets fact number private='' safe=' ' owner='' uid gid mode user path kit=$MUSTER_NODE_ENV_KIT
   local paths=("$kit" "$@")
@@ -114,22 +113,27 @@ find_foreign() { # <path...>
 # The same for these files, the entries of these directories, and those two levels below; of .git and links in .venv,
 # only for themselves. The first path is `scripts` or `.venv`, which must exist; the others may be missing.
 find_foreign_below() { # <path...>
-  local fact path paths=("$@") shared=()
-  local -A found=()
+  local line path paths=("$@") list=(ls -ldn --quoting-style=c --time-style=+) foreign=(! -uid "$EUID" ! -uid 0)
+  # Each link of Muster, by its inode, and one path for each mode (with + if there is an access control list), user and
+  # group that could be a problem. This is faster than find_foreign with all paths. A failure is a path without a file.
+  local links='"$@" || echo \"/ls failed\"'
+  local others="{ $links; } | LC_ALL=C sort -bu -k 1,1 -k 3,4 || echo '\"/sort failed\"'"
   for path; do
     [[ ! -L $path ]] || paths+=("$path/")
   done
-  # Each link of Muster, and one path for each owner and mode that could be a problem. This is faster than find_foreign
-  # with all paths.
-  while read -r -d '' fact && IFS= read -r -d '' path; do
-    [[ $fact != *:?????w* ]] || shared+=("$path")
-    [[ $fact != *:l* ]] || fact+=$path
-    found[$fact]=$path
-  done < <(find "${paths[@]}" -maxdepth 3 \( ! -name .git -o -prune \) \( -name scripts -o -name .venv \
-    -o -type l ! -path '*/.venv/*' -o ! -type l -perm /022 -o ! -uid "$EUID" ! -uid 0 \) \
-    -printf '%U:%G:%M\0%p\0' 2>/dev/null)
+  line=$(find "${paths[@]}" -maxdepth 3 \( ! -name .git -o -prune \) \( -name "${1##*/}" -printf 'found\n' , \
+    -type l \( ! -path '*/.venv/*' -o "${foreign[@]}" \) -exec /bin/sh -c "$links" - "${list[@]}" -i {} + -o \
+    ! -type l \( -perm /022 -o "${foreign[@]}" \) -exec /bin/sh -c "$others" - "${list[@]}" {} + \) 2>/dev/null) || :
   FOREIGN="find: not on the PATH, so the owners of $1 cannot be checked"
-  ((!${#found[@]})) || find_foreign "$1" "${found[@]}"
+  [[ $line ]] || return 0
+  paths=("$1")
+  while IFS= read -r line; do
+    [[ $line != found ]] || continue
+    line=${line#*\"} line=${line%%'" -> "'*} line=${line%\"}
+    printf -v path %b "${line//'\"'/'"'}"
+    paths+=("$path")
+  done <<<"$line"
+  find_foreign "${paths[@]}"
 }
 
 
@@ -149,15 +153,18 @@ check_kit() {
 
 
 # Whether the group has only this user, as on systems that set umask 002. No access control list, which ls marks with +,
-# may let more users write to one of the `paths` or `shared`; else `path` is set to it.
+# may let more users write to one of the `paths`; else `path` is set to it.
 is_private_group() { # <user id> <group id>
-  local name lists
+  local name uid gid lists
   [[ " $* " != *' 65534 '* ]] || return 1 # stands for many users and groups in a container
   [[ $private != "$*" ]] || return 0
-  name=$(id -nu -- "$1" 2>/dev/null) && [[ $(getent group "$2" 2>/dev/null) == "$name":*:@(|"$name") ]] || return
-  lists=$(ls -ldnL -- "${paths[@]}" "${shared[@]}" 2>/dev/null) && [[ $'\n'$lists != *$'\n'?????w????+* ]] &&
-    private="$*" && return
-  for path in "${paths[@]}" "${shared[@]}"; do
+  IFS=: read -r name _ _ gid _ < <(getent passwd "$1" 2>/dev/null) && [[ $gid == "$2" ]] &&
+    [[ $(getent group "$2" 2>/dev/null) == "$name":*:@(|"$name") ]] || return
+  while IFS=: read -r _ _ uid gid _; do # on some systems, system accounts have root's group
+    [[ $gid != "$2" || $uid == "$1" || $gid == 0 ]] || return
+  done </etc/passwd
+  lists=$(ls -ldnL -- "${paths[@]}" 2>/dev/null) && [[ $'\n'$lists != *$'\n'?????w????+* ]] && private="$*" && return
+  for path in "${paths[@]}"; do
     [[ $(ls -ldnL -- "$path" 2>/dev/null) == @(?????[!w]|??????????[!+])* ]] || return
   done
   return 1

@@ -49,8 +49,7 @@ source_node_env() { # <config/node_env.sh> [cleanup command...]
 
 # Exit with EXIT_UNFIT if another user can change the file: its commands run as the caller.
 check_node_env() {
-  # shellcheck disable=SC2034 # find_foreign reads `shared`
-  local path paths=("$MUSTER_NODE_ENV_FILE") shared=()
+  local path paths=("$MUSTER_NODE_ENV_FILE")
   [[ ! -L $MUSTER_NODE_ENV_FILE && ! -L ${MUSTER_NODE_ENV_FILE%/*} ]] ||
     paths+=("$(readlink -f -- "$MUSTER_NODE_ENV_FILE")")
   for path in "${paths[@]}"; do

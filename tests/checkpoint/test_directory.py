@@ -36,6 +36,7 @@ from distributed.checkpoint.directory import (
     FileEntries,
     Owner,
     best,
+    by_descriptor,
     final_path,
     main,
     newest,
@@ -62,10 +63,11 @@ def write_checkpoint(
         with take_over(checkpoint_dir) as owner:
             return write_checkpoint(checkpoint_dir, step, attempt, score, keep, owner)
     incomplete, entries = owner.new_directory(step), FileEntries()
-    for name, content in files_of(step, attempt).items():
-        with open_hashed(incomplete / name, entries) as file:
-            file.write(content[:30_000])
-            file.write(content[30_000:])
+    with by_descriptor(incomplete) as here:
+        for name, content in files_of(step, attempt).items():
+            with open_hashed(here / name, entries) as file:
+                file.write(content[:30_000])
+                file.write(content[30_000:])
     manifest = {
         "step": step,
         "score": score,
@@ -705,9 +707,8 @@ def put_link(path: Path, target: Path) -> None:
     path.symlink_to(target)
 
 
-def test_no_link_that_replaces_a_staging_directory_during_a_take_over_is_followed(
-    ram_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("target", ["private", "theirs", "private/thesis"])
+def test_no_link_that_replaces_a_staging_directory_during_a_take_over_is_followed(ram_disk: Path, target: str) -> None:
     """The link is put there before each operation in turn, in place of each staging directory that there is."""
     with forked.running(put_links_before_each_operation) as (_, pipe):
         count = 0
@@ -722,12 +723,15 @@ def test_no_link_that_replaces_a_staging_directory_during_a_take_over_is_followe
             (top / "private" / "writing-host-1-01234567" / "step_00000008.old").mkdir(parents=True)
             (top / "private" / "writing-host-1-01234567" / "step_00000008.old" / "state.pt").write_text("keep")
             (top / "private" / "thesis.tex").write_text("keep")
+            (top / "private" / "thesis").mkdir()
+            (top / "theirs").mkdir()  # where links lead
+            (top / "theirs" / "step_00000002").symlink_to("../private/thesis")
             before = content(top / "private")
-            pipe.send((top, count))
+            pipe.send((top, target, count))
             assert pipe.poll(forked.TIMEOUT)
             answer = pipe.recv()
             after = content(top / "private")
-            assert {name: after.get(name) for name in before} == before, count
+            assert after == before, count
             if not answer:
                 break
     assert count > 20, "the operations were not counted"
@@ -736,21 +740,23 @@ def test_no_link_that_replaces_a_staging_directory_during_a_take_over_is_followe
 def put_links_before_each_operation(pipe: Connection) -> None:
     """For each directory and operation received, take over and write; send whether there was such an operation."""
     while True:
-        top, operation = pipe.recv()
+        top, target, operation = pipe.recv()
         if (child := os.fork()) == 0:
-            os._exit(write_beside_links(top, operation))
+            os._exit(write_beside_links(top, target, operation))
         pipe.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
-def write_beside_links(top: Path, operation: int) -> int:
+def write_beside_links(top: Path, target: str, operation: int) -> int:
     found = []
 
     def put_links() -> None:
         for directory_path, below, _ in os.walk(top / "shared", topdown=False):
             for name in below:
                 path = Path(directory_path, name)
-                if not name.startswith("step_") and not path.is_symlink():
-                    put_link(path, top / "private")
+                unpublished = name.startswith("step_") and path.parent.parent == top / "shared"
+                planted = unpublished if target == "private/thesis" else not name.startswith("step_")
+                if planted and not path.is_symlink():
+                    put_link(path, top / target)
         found.append(operation)
 
     call_before_operation(operation, put_links)

@@ -341,3 +341,21 @@ def test_outside_of_a_checkout_all_files_may_be_secrets(tmp_path: Path) -> None:
     found = warning(tmp_path / "project")
     assert found.endswith(f"and {len(SECRETS) + len(PRIVATE) - 3} more: may be secret and will be copied; "
                           "move such files to another directory")  # fmt: skip
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="os.walk() does not call itself")
+def test_directories_that_are_nested_too_deeply_are_named(tmp_path: Path) -> None:
+    """As a rank or another user can make them."""
+    try:
+        (tmp_path / "data").mkdir()
+        for _ in range(12):
+            deep = tmp_path / "new" / Path(*"d" * 100)
+            deep.mkdir(parents=True)
+            (tmp_path / "data").rename(deep / "d")
+            (tmp_path / "new").rename(tmp_path / "data")
+        names = sync_list.names_of(str(tmp_path))
+        for function in (sync_list.directory_list, sync_list.secrets_warning):
+            with pytest.raises(sync_list.SyncError, match=r"/data: directories are nested too deeply below it; "):
+                function(str(tmp_path), names)
+    finally:
+        subprocess.run(["rm", "-rf", tmp_path / "data"], check=True)  # pytest cannot

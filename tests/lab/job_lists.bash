@@ -24,7 +24,7 @@
 # base model; base_mb is the size of its weights in MiB. An experiment writes "base NAME weights" to STARTED if it can
 # read its base model.
 #
-# Nodes share all files with this machine, except for three directories: their home, that of tmux sockets, and APART.
+# Nodes share all files with this machine, except for two directories: their home and APART.
 # shellcheck disable=SC2034,SC2153,SC2154 # tests read variables of this file, which reads variables of bats
 
 # shellcheck source=tests/lab/list_results.bash
@@ -35,15 +35,11 @@ start_servers() { # <number of servers>
   local node
   export APART=$BATS_FILE_TMPDIR/apart HOMES=$BATS_FILE_TMPDIR/homes NODES=$1
   mkdir "$APART" "$HOMES"
-  mkdir -p "$TMUX_SOCKETS" && chmod 700 "$TMUX_SOCKETS"
   start_lab "$1" --private "$APART"
   for node in $(all_nodes); do
     set_up_home "$node"
   done
 }
-
-
-TMUX_SOCKETS=/tmp/tmux-$(id -u)
 
 
 all_nodes() {
@@ -54,15 +50,13 @@ all_nodes() {
 }
 
 
-# Give a node a separate home and directory of tmux sockets. Call it again after the node is restarted.
+# Give a node a separate home. Call it again after the node is restarted.
 set_up_home() { # <node> [login shell]
   local home=$HOMES/$1
-  mkdir -p "$home/bin" "$home/tmux"
-  chmod 700 "$home/tmux"
+  mkdir -p "$home/bin"
   sed "s#^\(root:.*:\)[^:]*:[^:]*\$#\1$home:${2:-/bin/bash}#" /etc/passwd >"$home/passwd"
   printf '%s\n' "PATH='$home/bin':\$PATH" >"$home/.bashrc"
   on "$1" mount --bind "$home/passwd" /etc/passwd
-  on "$1" mount --bind "$home/tmux" "$TMUX_SOCKETS"
 }
 
 
@@ -83,7 +77,7 @@ leave_list() {
   [ -z "$LAUNCHER" ] || kill -KILL "$LAUNCHER" 2>/dev/null || true
   for node in $(all_nodes); do
     lab heal "$node" >/dev/null 2>&1 || true
-    on "$node" tmux kill-server 2>/dev/null || true
+    TMUX_TMPDIR=$MUSTER_LAB/$node/tmux tmux kill-server 2>/dev/null || true
   done
   while read -r file; do
     kill -KILL "${file//[!0-9]/}" 2>/dev/null || true

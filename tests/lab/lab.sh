@@ -38,6 +38,7 @@ PATH=$PATH:/usr/sbin:/sbin
 MARK="# Muster's laboratory"
 UNFINISHED_SETTINGS=.muster-lab-settings
 SSH_CONFIG=/etc/ssh/ssh_config
+LOCK=/run/muster-lab.lock
 SSHD_DIRECTORY=/run/sshd # sshd does not start unless this empty directory exists
 STEP_TIMEOUT=20          # seconds for starting the nodes, and for each step of stopping
 KILL_WAIT=5              # seconds between SIGTERM and SIGKILL of a SLURM job, for writing a checkpoint
@@ -83,8 +84,12 @@ PrintMotd no
 AcceptEnv LANG LC_*
 Subsystem sftp internal-sftp
 CONF
-  # One line: sshd uses only the first SetEnv.
-  echo "SetEnv OMP_NUM_THREADS=$(threads_per_rank)${SLURM:+ SLURM_CONF=$LAB/slurm.conf}"
+}
+
+
+# What sshd sets on a node. tmux's own directory of sockets is in /tmp, where another user could make it.
+environment_of() { # <node>
+  echo "OMP_NUM_THREADS=$(threads_per_rank) TMUX_TMPDIR=$LAB/$1/tmux${SLURM:+ SLURM_CONF=$LAB/slurm.conf}"
 }
 
 
@@ -395,9 +400,10 @@ LINKS
   for directory in "${PRIVATE[@]}"; do
     mount --bind -- "$LAB/$1/private$directory" "$directory"
   done
+  mkdir -p -- "$LAB/$1/tmux"
   [[ ! $SLURM ]] || slurmd -f "$LAB/slurm.conf" -N "$1" 9<&-
   exec "$(type -P sshd)" -f "$LAB/sshd_config" -h "$LAB/$1/host_key" -o PidFile="$LAB/$1/sshd.pid" \
-    -E "$LAB/$1/sshd.log" 9<&-
+    -o SetEnv="$(environment_of "$1")" -E "$LAB/$1/sshd.log" 9<&-
 }
 
 
@@ -715,10 +721,10 @@ show_logs() {
 }
 
 
-# Only one lab.sh at a time changes laboratories on this machine. The lock is on a directory, so that no lock file
-# remains. Daemons are started without descriptor 9, because they would keep the lock.
+# Only one lab.sh at a time changes laboratories on this machine. No other user can open the lock file. Daemons are started without descriptor 9, because they would keep the lock.
 lock() {
-  exec 9<"${SSH_CONFIG%/*}"
+  (umask 077 && : >>"$LOCK")
+  exec 9<"$LOCK"
   flock 9
 }
 

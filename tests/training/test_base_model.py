@@ -570,6 +570,25 @@ def test_nobody_else_can_write_to_a_base_model_whatever_the_umask_is_unless_othe
         os.umask(before)
 
 
+def test_a_link_that_replaces_a_new_staging_directory_is_not_followed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another user can put it there who can write to the cache."""
+    (private := cache.parent / "private").mkdir()
+    new_staging = base_model.new_staging
+
+    def replaced(*arguments: Any) -> str:
+        staging = Path(new_staging(*arguments))
+        staging.rename(cache / "moved")
+        staging.symlink_to(private)
+        return str(staging)
+
+    monkeypatch.setattr(base_model, "new_staging", replaced)
+    with pytest.raises(NotADirectoryError):
+        published(cache)
+    assert not any(private.iterdir())
+
+
 def use_as_another_user(pipe: Connection, cache: Path) -> None:
     os.setgroups([])
     os.setgid(65534)

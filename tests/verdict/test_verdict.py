@@ -1371,3 +1371,15 @@ def test_a_failure_after_a_supervisor_was_told_to_stop_is_a_consequence(
     assert (found.outcome, found.exit_code) == expected
     if expected[0] == "stopped":
         assert found.cause.startswith(f"interrupted by {name} {sender}")
+
+
+def test_a_hint_about_a_missing_file_names_no_file_outside_of_the_working_directory(tmp_path: Path) -> None:
+    """A node could otherwise ask whether a file exists on the launching machine."""
+    (cwd := tmp_path / "work").mkdir()
+    for path in (cwd / "inside", tmp_path / "outside"):
+        path.touch()
+    (cwd / "link").symlink_to(tmp_path / "outside")
+    for name, expected in (("inside", True), (f"{cwd}/inside", True), ("../outside", False), ("link", False)):
+        message = f"[Errno 2] No such file or directory: '{name}'"
+        found: Any = SimpleNamespace(message=message, time=2**40, node="node1")
+        assert bool([*verdict._missing_file(found, str(cwd))]) == expected, name
