@@ -19,6 +19,7 @@ from typing import Any
 from distributed.exit_codes import UNFIT
 from distributed.files import write_file, write_json
 from distributed.launch.node_reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
+from distributed.launch.node_states import State
 from distributed.launch.output_lines import Console, Lines
 from distributed.launch.shown_ranks import ShownRanks
 from distributed.launch.watch import Local, Watch
@@ -75,7 +76,7 @@ class Srun(Local):
         # srun passes its environment to the tasks.
         environment = {b"MUSTER_RUN_DIR": run, b"MUSTER_METRICS": run + b"/metrics.jsonl"}
         environment |= {name: value for name, _, value in (entry.partition(b"=") for entry in watch.entries())}
-        if watch.waiting:  # all agents wait: if only some had waited, Watch.attempt() would have ended them
+        if watch.continues:  # all agents wait: if only some had waited, Watch.attempt() would have ended them
             self._step.start_next_attempt()
             return
         all_nodes = [*watch.run.nodes, *watch.spares]
@@ -166,7 +167,8 @@ class JobStep:
 
     def handle_exit(self, client: Client) -> None:
         self._closed = True
-        self._watch.waiting.clear()
+        for name in self._watch.waiting:
+            self._watch.nodes[name].become(State.ENDED)
         self.show(b"", last=True)
         self._write(self._console.end())
         self.record_missing_ends(client.code)
@@ -246,8 +248,7 @@ class JobStep:
         elif self._watch.unended:
             for node in waiting:
                 self.record_node(node)
-            self._watch.waiting.update(node.name for node in waiting)
-            self._watch.unended.clear()
+                self._watch.nodes[node.name].become(State.WAITING)
 
     def _nodes_of_attempt(self) -> list[StepNode]:
         """The nodes of the step without spare nodes, and without lost ones that were replaced."""

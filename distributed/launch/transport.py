@@ -63,14 +63,14 @@ class Pdsh(Ssh):
 
         The file has mode 0600. The supervisor removes the file.
         """
-        if watch.waiting:
+        if watch.continues:
             self.request(watch, watch.next_attempt().decode().rstrip())
             return
         run = str(watch.directory)
         codes: dict[str, int] = {}
         nodes, calls = [*watch.run.nodes, *watch.spares], []
-        watch.tokens = {node.node: os.urandom(16).hex() for node in nodes}
-        watch.clocks.clear()
+        for node in nodes:
+            watch.nodes[node.node].token, watch.nodes[node.node].clock = os.urandom(16).hex(), None
 
         def stored(reply: Reply) -> None:
             codes[reply.node] = reply.code
@@ -116,9 +116,9 @@ class Pdsh(Ssh):
 
     def request(self, watch: Watch, request: str) -> None:
         seconds = SIGNAL_TIMEOUT if request.startswith("signal") else REQUEST_TIMEOUT
-        nodes = [node for node in watch.run.nodes if node.node in watch.unended]
+        nodes = [node for node in watch.run.nodes if watch.nodes[node.node].is_unended]
         if watch.is_for_all(request):
-            nodes += [node for node in watch.run.nodes if node.node in watch.waiting - watch.unended]
+            nodes += [node for node in watch.run.nodes if node.node in watch.waiting]
             nodes += watch.spares
 
         def replied(reply: Reply) -> None:
@@ -159,7 +159,7 @@ class _PdshErrors:
                         self._watch.spare_is_lost(name)
                     elif int(found[2]) == UNREACHABLE:
                         self._watch.node_lost(name)
-                    elif name in self._watch.unended and name not in self._watch.clocks:
+                    elif (known := self._watch.nodes[name]).is_unended and known.clock is None:
                         self._watch.node_ended(name, int(found[2]))
             shown.append(line)
         self._watch.console.show(b"".join(shown), 2)

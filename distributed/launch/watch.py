@@ -30,6 +30,7 @@ from distributed.host import signals
 from distributed.host.replies import Reply
 from distributed.host.ssh_call import LOGIN_SHELL, UNREACHABLE
 from distributed.launch.node_reports import REPORT_TOKEN, ReportParser
+from distributed.launch.node_states import NodeState, State
 from distributed.launch.notify import Notifier
 from distributed.launch.supervisor import BACKLOG, START_TIMEOUT, ConsoleStream, read_code
 from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, LocalCommands, environment_block
@@ -196,39 +197,59 @@ class Watch:
         self._stops_for_node = False  # the signal was sent to a supervisor, and none to this process
         self.passed_signal = ""  # the signal that was passed on to the ranks
         self.running: dict[str, Client] = {}  # by node, or by the name of the client of all nodes
-        self.unended: set[str] = set()  # nodes whose end is not known
-        self._unstarted: dict[str, int] = {}  # nodes on which the supervisor could not be started -> exit code
-        self._runs_on: set[str] = set()  # with --lease 0: nodes whose command is known to have started
-        self._disconnected: set[str] = set()  # nodes that are to be followed again
+        self.nodes: dict[str, NodeState] = {}  # of the run, spare nodes, and lost nodes
+        self.continues = False  # the agents of the last attempt start the next one
         self.queries: set[Client] = set()  # calls whose replies are needed only while the attempt runs
-        self.tokens: dict[str, str] = {}  # with pdsh: node -> what its reports contain
-        self.clocks: dict[str, float] = {}  # node that has reported -> seconds that its clock is ahead of the one here
-        self.waiting: set[str] = set()  # nodes whose agent waits for the next attempt
         self.replaces = False  # whether the run can continue after losing nodes: with spare nodes or with fewer nodes
         self.spares: list[RunNode] = []
-        self.lost: dict[str, str] = {}  # lost nodes of the last attempt -> reason
         self._returning: set[Client] = set()  # calls to lost nodes
         self._escalation = 0  # identifies the newest scheduled request; older ones are not sent
         self.attempts = 0  # number of attempts that have ended
         self._heartbeats: threading.Thread | None = None
-        self._reset()
+        self.status = 0  # exit code of the first node that failed
+        self._requested = False  # a stop is in progress
 
     def open(self, run: Run) -> None:
         """Set the run that is watched."""
         self.run, self.directory, self.spares = run, run.directory, list(run.spares)
         self.console.log = run.directory / "launcher.log"
+        for node in (*run.nodes, *run.spares):
+            self.nodes.setdefault(node.node, NodeState())
 
-    def _reset(self) -> None:
+    def _begin_attempt(self) -> None:
         self._escalation += 1
-        self.status = 0  # exit code of the first node that failed
-        self._requested = False  # a stop is in progress
-        self._runs_on.clear()
-        self._reported: dict[str, int] = {}  # nodes whose supervisor has reported its exit code
-        self._unlogged: dict[str, str] = {}  # node -> lines that its disk did not take
-        self._missed: dict[str, str] = {}  # nodes that other nodes report as lost
-        self._heard: dict[str, float] = {}  # node -> time of its last report or reply, on the clock of the loop
-        self.signals: dict[str, float] = {}  # node that reports a signal for which it stops -> Unix time of the report
-        self.lost.clear()
+        self.status, self._requested = 0, False
+        self.continues = bool(self.waiting)
+        names = {node.node for node in self.run.nodes}
+        for name, known in self.nodes.items():
+            known.begin_attempt(name in names)
+
+    # ---- what is known of the nodes
+
+    @property
+    def unended(self) -> set[str]:
+        """Nodes of the attempt whose end is not known."""
+        return {name for name, known in self.nodes.items() if known.is_unended}
+
+    @property
+    def waiting(self) -> set[str]:
+        """Nodes whose agent waits for the next attempt."""
+        return {name for name, known in self.nodes.items() if known.state is State.WAITING}
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Lost nodes of the last attempt, and the reasons."""
+        return {name: known.lost for name, known in self.nodes.items() if known.lost}
+
+    @property
+    def clocks(self) -> dict[str, float]:
+        """Nodes that have reported, and the seconds that their clocks are ahead of the one here."""
+        return {name: known.clock for name, known in self.nodes.items() if known.clock is not None}
+
+    @property
+    def signals(self) -> dict[str, float]:
+        """Nodes that report a signal for which they stop, and the Unix times of these reports."""
+        return {name: known.signaled for name, known in self.nodes.items() if known.signaled is not None}
 
     # ---- commands and environment
 
@@ -310,8 +331,9 @@ class Watch:
 
     def environment_block(self, node: str = "") -> bytes:
         """The environment of a node's command, for its supervisor. node: needed if the nodes have tokens."""
-        token = [f"{REPORT_TOKEN}={self.tokens[node]}".encode()] if self.tokens else []
-        return environment_block([*self.options.inherited, *token], self.entries())
+        token = self.nodes[node].token if node else ""
+        tokens = [f"{REPORT_TOKEN}={token}".encode()] if token else []
+        return environment_block([*self.options.inherited, *tokens], self.entries())
 
     # ---- clients
 
@@ -343,7 +365,7 @@ class Watch:
                         self.console.record(f"{name}: invalid report, ignored ({reason}){more}")
                 else:
                     if sent := item.get("time"):
-                        self.clocks[item["node"]] = sent - time.time()
+                        self.nodes[item["node"]].clock = sent - time.time()
                     if number := item.get("signal"):
                         self.stop_after_signal(number, item["node"])
                     handle_report(item)
@@ -371,33 +393,34 @@ class Watch:
 
         With pdsh, each node has a token of its own. The nodes of srun share their files, as parts of one job.
         """
-        if self.tokens:
-            return report["node"] in self.tokens and self.tokens[report["node"]] == report.get("token")
-        return report["node"] == client or not self.transport.clients_are_nodes
+        known = self.nodes.get(report["node"])
+        if known is None or (known.token and known.token != report.get("token")):
+            return False
+        return bool(known.token) or report["node"] == client or not self.transport.clients_are_nodes
 
     def _handle_report(self, report: dict[str, Any]) -> None:
         """Handle a report of a supervisor, whose client may still run."""
         node, code = report["node"], report.get("exit_code")
-        self._heard[node] = self.loop.clock.now()
+        known, was_unended = self.nodes[node], self.nodes[node].is_unended
+        known.heard = self.loop.clock.now()
         if report.get("following") and self.lease == 0:
-            self._runs_on.add(node)
-            if node in self._disconnected:
-                self._disconnected.discard(node)
+            known.runs_on = True
+            if known.state is State.DISCONNECTED:
+                known.become(State.RUNNING)
                 self.console.record(f"{node}: connected again")
         if report.get("waiting"):
             if self.is_spare(node):
                 self.spare_is_ready(node)
-            self.waiting.add(node)
+            known.become(State.WAITING)
         elif self.is_spare(node) and isinstance(code, int):
             self.spare_is_lost(node)
-        if node not in self.unended or not isinstance(code, int):
+        if not was_unended or not isinstance(code, int):
             return
-        self._reported[node] = code
-        self._unlogged[node] = report.get("unlogged", "")
+        known.reported, known.unlogged = code, report.get("unlogged", "")
         if report.get("waiting"):
-            if lost := report.get("lost"):
-                self._missed[lost] = f"{node} received no heartbeat from it"
-            self.node_ended(node, code)
+            if missed := self.nodes.get(report.get("lost", "")):
+                missed.missed = f"{node} received no heartbeat from it"
+            self.node_failed(code)
             self._give_up_missed()
         elif not self.transport.clients_are_nodes:
             self.node_ended(node, code)
@@ -407,14 +430,14 @@ class Watch:
 
     def spare_is_ready(self, node: str) -> None:
         """Note that the agent of a spare node waits."""
-        if node not in self.waiting:
-            self.waiting.add(node)
+        if self.nodes[node].state is not State.WAITING:
+            self.nodes[node].become(State.WAITING)
             self.console.record(f"{node}: ready as a spare node")
 
     def spare_is_lost(self, name: str) -> None:
         spare = next(node for node in self.spares if node.node == name)
         self.spares.remove(spare)
-        self.waiting.discard(name)
+        self.nodes[name].become(State.ENDED)
         self.console.record(f"{name}: connection to this spare node lost")
         self._await_return(spare)
 
@@ -427,18 +450,18 @@ class Watch:
 
         def replied(reply: Reply) -> None:
             if not reply.code:
-                self._heard[reply.node] = self.loop.clock.now()
+                self.nodes[reply.node].heard = self.loop.clock.now()
 
         def give_up() -> None:
             for node in nodes if attempt == self.attempts else ():
-                if node in self.unended and self._heard.get(node, 0.0) < asked:
-                    self.mark_lost(node, self._missed[node])
+                if self.nodes[node].is_unended and self.nodes[node].heard < asked:
+                    self.mark_lost(node, self.nodes[node].missed)
                     self.node_ended(node, UNFIT)
                     if node in self.running:
                         self.running[node].kill()
 
-        if self.replaces and self.unended <= self._missed.keys():
-            nodes = sorted(self.unended)
+        nodes = sorted(self.unended)
+        if self.replaces and all(self.nodes[node].missed for node in nodes):
             for node in nodes:
                 if node in self.running:  # the control channel is faster than a login shell
                     self.running[node].send(b"report\n")
@@ -446,26 +469,32 @@ class Watch:
             self.loop.call_later(REPLY_TIMEOUT, give_up)
 
     def _client_ended(self, name: str, client: Client) -> None:
-        self.waiting -= {name} if self.transport.clients_are_nodes else self.waiting
-        if self.is_spare(name):
+        for node in [name] if self.transport.clients_are_nodes else self.waiting:
+            if self.nodes[node].state is State.WAITING:
+                self.nodes[node].become(State.ENDED)
+        if not self.transport.clients_are_nodes:
+            self._client_of_all_ended(client)
+        elif self.is_spare(name):
             self.spare_is_lost(name)
+        elif (known := self.nodes[name]).lost:
             return
-        if name in self.lost:
-            return
-        if name in self._reported:
-            self.node_ended(name, self._reported[name])
-        elif name in self.unended:
+        elif known.reported is not None:
+            self.node_ended(name, known.reported)
+        elif known.is_unended:
             self._unreported(name, client)
-        else:  # the client of all nodes, whose code may be that of a node that was lost in an earlier attempt
-            if len(self.unended) == len(self.run.nodes):
-                self.node_failed(UNFIT if client.code == UNREACHABLE else client.code)
-            elif client.code:
-                for node in sorted(self.unended):
-                    if (code := read_code(str(self.directory / f"node_{node}.exit"))) is None:
-                        self.node_lost(node)
-                    else:  # output of the login shell may have damaged its report
-                        self.node_ended(node, code)
-            self.unended.clear()
+
+    def _client_of_all_ended(self, client: Client) -> None:
+        """Handle the end of the client of all nodes. Its code may be that of a node lost in an earlier attempt."""
+        unended = sorted(self.unended)
+        if len(unended) == len(self.run.nodes):
+            self.node_failed(UNFIT if client.code == UNREACHABLE else client.code)
+        for node in unended:
+            if client.code and len(unended) < len(self.run.nodes):
+                if (code := read_code(str(self.directory / f"node_{node}.exit"))) is None:
+                    self.node_lost(node)
+                else:  # output of the login shell may have damaged its report
+                    self.node_ended(node, code)
+            self.nodes[node].become(State.ENDED)
 
     def _unreported(self, node: str, client: Client) -> None:
         """Handle the end of a client that has not passed on the exit code of its supervisor."""
@@ -473,7 +502,7 @@ class Watch:
         recorded = read_code(str(self.directory / f"node_{node}.exit"))
         exited = recorded is not None
         lost = code == UNREACHABLE or (code > 128 and not self._requested)
-        runs_on = node in self._runs_on or (self.lease == 0 and (self.directory / f"node_{node}.pid").exists())
+        runs_on = self.nodes[node].runs_on or (self.lease == 0 and (self.directory / f"node_{node}.pid").exists())
         if not exited and (lost or (self.transport.reports and runs_on)):
             if self.transport.reports and client.process.returncode < 0:
                 self.console.record(f"{node}: the launcher's client (process {client.process.pid}) was killed")
@@ -485,7 +514,7 @@ class Watch:
                 self.node_lost(node, UNFIT if code == UNREACHABLE else code)
             return
         if not exited and (code in NOT_STARTED or (code == UNFIT and self._login_shell_failed(node))):
-            self._unstarted[node] = code
+            self.nodes[node].unstarted = code
         self.node_ended(node, code if recorded is None else recorded)
 
     def _record_connection(self, node: str, client: Client) -> None:
@@ -501,13 +530,13 @@ class Watch:
 
     def _reconnect(self, node: str) -> None:
         """Follow a node again whose command continues without a connection. If the run ends first, the node is lost."""
-        if node not in self._disconnected:
+        known, attempt = self.nodes[node], self.attempts
+        if known.state is not State.DISCONNECTED:
             self.console.record(f"{node}: connection to its supervisor lost; it runs on, connecting again")
-        self._disconnected.add(node)
-        attempt = self.attempts
+        known.become(State.DISCONNECTED)
 
         def connect() -> None:
-            if attempt != self.attempts or node not in self._disconnected:
+            if attempt != self.attempts or known.state is not State.DISCONNECTED:
                 return
             if self.signal or self.is_ending:
                 self.node_lost(node)
@@ -518,7 +547,7 @@ class Watch:
 
     def follow(self, node: RunNode, *options: str) -> None:
         """Start the client of a node whose command runs already. options: of follow.py."""
-        self._runs_on.add(node.node)
+        self.nodes[node.node].runs_on = True
         command = [*self.supervisor_command(), "--name", node.node, *options]
         self.start_client(node.node, self.transport.commands.command(node, command, self.options.cwd), sent=b"")
 
@@ -528,8 +557,7 @@ class Watch:
         return False
 
     def node_ended(self, node: str, code: int) -> None:
-        self.unended.discard(node)
-        self._disconnected.discard(node)
+        self.nodes[node].become(State.ENDED)
         self.node_failed(code)
 
     def node_failed(self, code: int) -> None:
@@ -548,7 +576,7 @@ class Watch:
 
         If that fails, mark the node as lost.
         """
-        if node not in self.unended:
+        if not self.nodes[node].is_unended:
             return
         self.node_ended(node, code)
         if self.is_lost(node):
@@ -604,6 +632,7 @@ class Watch:
                 self._await_return(node)
             elif not self.signal:
                 self.spares.append(node)
+                self.nodes[node.node] = NodeState()
                 self.transport.start_node(self, node)
 
         def is_used() -> bool:
@@ -630,7 +659,8 @@ class Watch:
             file.write(text)
 
     def notify_lost(self, node: str, reason: str) -> None:
-        self.lost[node] = reason
+        self.nodes[node].become(State.LOST)
+        self.nodes[node].lost = reason
         self.notifier.send("lost node", f"{node} is lost: {reason}", host=node)
 
     # ---- one attempt
@@ -647,10 +677,8 @@ class Watch:
             self.spares = spares
         for client in self._returning & self.calls.running:  # the call could stop a node that is started now
             client.kill()
-        self._reset()
-        self.unended = {node.node for node in self.run.nodes}
+        self._begin_attempt()
         (start or self.transport.start)(self)
-        self.waiting &= {node.node for node in self.spares}
         if self.signal:  # received before a node was started
             self._request("stop")
         if self.lease and not self._heartbeats:
@@ -673,14 +701,15 @@ class Watch:
         if self.waiting or self.spares:
             self._request("end")
             self._schedule(STOP_TIMEOUT, "kill")
-            self.waiting.clear()
+            for node in self.waiting:
+                self.nodes[node].become(State.ENDED)
             self.spares.clear()
             self._wait_for_clients()
 
     def _wait_for_clients(self) -> None:
         """Wait until the clients of all nodes have exited, or their agents wait for the next attempt."""
         paused = False
-        while self.clients_of_attempt() or self.calls.running or self._disconnected or self.console.pending:
+        while self.clients_of_attempt() or self.calls.running or self._disconnected() or self.console.pending:
             for stream in self.console.pending:
                 self.loop.on_writable(stream.number, partial(self._flush, stream))
             if self.console.is_slow != paused:
@@ -691,6 +720,9 @@ class Watch:
             if not self.clients_of_attempt():  # the replies to a query are not needed any more
                 for client in (self.queries | self._returning) & self.calls.running:
                     client.kill()
+
+    def _disconnected(self) -> list[NodeState]:
+        return [known for known in self.nodes.values() if known.state is State.DISCONNECTED]
 
     def is_for_all(self, request: str) -> bool:
         """Whether a request is also for spare nodes, and nodes that wait for the next attempt."""
@@ -722,16 +754,16 @@ class Watch:
 
         If the interpreter was the cause, write that to the log; if it was the login shell, the loop has done so.
         """
-        for node, code in self._unstarted.items():
+        for node, known in self.nodes.items():
             remedy = f"cannot be started on {node}; name an interpreter of that node with --python"
-            self._record_end(node, code, f"{self.options.python}: {remedy}\n" if code != UNFIT else "")
-        self._unstarted.clear()
+            if (code := known.unstarted) is not None:
+                self._record_end(node, code, f"{self.options.python}: {remedy}\n" if code != UNFIT else "")
 
     def record_reported(self) -> None:
         """Write for the verdict what nodes have reported, but could not write to their disks."""
-        for node, code in self._reported.items():
-            if not (self.directory / f"node_{node}.exit").exists():
-                self._record_end(node, code, self._unlogged[node])
+        for node, known in self.nodes.items():
+            if known.reported is not None and not (self.directory / f"node_{node}.exit").exists():
+                self._record_end(node, known.reported, known.unlogged)
 
     def _record_end(self, node: str, code: int, lines: str) -> None:
         with contextlib.suppress(OSError):
@@ -761,7 +793,8 @@ class Watch:
 
     def kill_clients(self) -> None:
         """Kill the clients of the attempt or, after a stop request, all clients. Do not wait for a blocked console."""
-        self._disconnected.clear()
+        for known in self._disconnected():
+            known.become(State.RUNNING)
         names = self.running.keys() if self.signal else self.clients_of_attempt()
         for client in [*(self.running[name] for name in names), *self.calls.running]:
             client.kill()
@@ -809,7 +842,8 @@ class Watch:
 
         While an attempt ends, the signal may be that of a request for which a full disk had no space.
         """
-        self.signals.setdefault(node, time.time())
+        known = self.nodes.get(node, NodeState())
+        known.signaled = known.signaled or time.time()
         if not self.signal and not self.is_ending and any(one.node == node for one in self.run.nodes):
             self._stops_for_node = True
             self._stop(number)

@@ -114,7 +114,8 @@ class OneClient(Scripts):
     clients_are_nodes = False
 
     def start(self, watch: Watch) -> None:
-        watch.tokens = {"n1": "of n1", "n2": "of n2"}
+        for name in ("n1", "n2"):
+            watch.nodes[name].token = f"of {name}"
         watch.start_client("all", ["sh", "-c", self.scripts["all"]], sent=b"")
 
 
@@ -313,7 +314,6 @@ def collect(directory: Path, new_watch: NewWatch) -> Callable[..., Watch]:
 
     def collect(lost: Sequence[str] = (), **programs: str) -> Watch:
         watch = new_watch(directory, Local(LyingCommands(programs)))
-        watch.unended = set()
         for name in lost:
             (directory / f"node_{name}.lost").touch()
         NodeLogs(watch, sync=False).collect()
@@ -520,7 +520,6 @@ def test_a_node_replaces_no_file_that_another_program_wrote_and_its_own_files_ar
         program = archive(tmp_path / f"{number}.tar", *members)
         if number == 1:
             logs = NodeLogs(new_watch(directory, Local(LyingCommands({"n2": program}))), sync=False)
-            logs._watch.unended = set()
         else:
             (tmp_path / "2.tar").rename(tmp_path / "1.tar")
         logs.collect()

@@ -84,6 +84,12 @@ def report(node: str, code: int) -> str:
     return f'printf "\\036{{\\"node\\": \\"{node}\\", \\"exit_code\\": {code}}}\\n"'
 
 
+def begin_attempt(watch: Watch) -> None:
+    """Nothing is known of the nodes yet."""
+    for known in watch.nodes.values():
+        known.begin_attempt(runs=True)
+
+
 def log_of(directory: Path) -> str:
     log = directory / "launcher.log"
     return log.read_text() if log.exists() else ""
@@ -230,7 +236,7 @@ def test_exit_codes_in_pdshs_messages_are_those_of_the_named_nodes(directory: Pa
     watch.run = replace(
         watch.run, nodes=tuple(replace(node, address=f"ada@{node.node}.lan") for node in watch.run.nodes)
     )
-    watch.unended = {"n1", "n2"}
+    begin_attempt(watch)
     errors = _PdshErrors(watch)
     errors.feed(b"pdsh@here: other: ssh exited with exit code 9\npdsh@here: n2: ssh exited with ")
     assert (watch.status, watch.unended) == (0, {"n1", "n2"})
@@ -243,7 +249,8 @@ def test_a_line_of_a_rank_that_imitates_pdsh_does_not_change_how_a_node_ended(
 ) -> None:
     """The node has reported its start, so its exit code comes from its supervisor alone."""
     watch = new_watch(directory, Local(LocalCommands()))
-    watch.unended, watch.clocks = {"n1", "n2"}, {"n2": 0.0}
+    begin_attempt(watch)
+    watch.nodes["n2"].clock = 0.0
     _PdshErrors(watch).feed(b"pdsh@here: n2: ssh exited with exit code 0\npdsh@here: n2: ssh exited with exit code 3\n")
     assert (watch.status, watch.unended) == (0, {"n1", "n2"})
 

@@ -84,7 +84,7 @@ def run_step(run: Path, new_watch: Callable[..., Watch]) -> RunStep:
         class Step(Srun):
             def start(self, watch: Watch) -> None:
                 names = [f"n{number + 1}" for number in range(nodes)]
-                watch.run = replace(watch.run, nodes=tuple(RunNode(name, name, 1, n) for n, name in enumerate(names)))
+                watch.open(replace(watch.run, nodes=tuple(RunNode(name, name, 1, n) for n, name in enumerate(names))))
                 self._step = JobStep(watch, [StepNode(name, 1) for name in names])
                 self._step.start(list(command), {})
 
