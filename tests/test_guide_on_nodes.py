@@ -47,7 +47,7 @@ def make_project(directory: Path) -> Path:
         (directory / name).symlink_to(KIT / name)
     copy_configs(directory / "config")
     (directory / ".venv").symlink_to(sys.prefix)
-    (directory / "my_train.py").write_text(example())
+    (directory / "my_train.py").write_text(example().replace("STEPS = 300", "STEPS = 30"))
     (directory / "my_old_train.py").write_text(OLD)
     (directory / "my_hosts").write_text("node1 slots=2\nnode2\n")
     return directory
