@@ -1,8 +1,9 @@
 """Run a command line of scripts/lib/agent.py without PyTorch, for tests whose subject is not the agent.
 
-The ranks run by the code of the agent, with the same environment, output, failure records and exit codes. Differences:
-all nodes have the same number of ranks, agents do not connect to each other, so only the launcher stops the nodes after
-a failure, and no agent stays for the next attempt. See use_agent_without_torch() in nodes.bash.
+The ranks run by the code of the agent, with the same variables, prefixes of lines, failure records and exit codes.
+Differences: all nodes have the same number of ranks; agents do not connect to each other, so only the launcher stops
+the other nodes after a failure; no agent stays for the next attempt; and there are no files with the output of a rank,
+from which status.sh shows the last line. See tests/lab/without_torch.bash.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ class Rank:
         if not self.pid:
             for number, (_, end) in enumerate(self.pipes, 1):
                 os.dup2(end, number)
+            os.closerange(3, 256)  # pipes of other ranks: they must end when those ranks exit
             os.environ.update(variables)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             run_script(script)
-        ends = enumerate((out for out, _ in self.pipes), 1)
-        self.threads = [threading.Thread(target=self.print_output, args=(out, number)) for number, out in ends]
+        ends = [(out, number) for number, (out, _) in enumerate(self.pipes, 1)]
+        self.threads = [threading.Thread(target=self.print_output, args=end, daemon=True) for end in ends]
 
     def print_output(self, pipe: int, destination: int) -> None:
         header, lines = f"[{failure_records.node_name()}:{self.number}] ".encode(), RankLines()
@@ -80,8 +82,8 @@ class Rank:
 
 def run(ranks: list[Rank]) -> int:
     """Wait for the ranks, and stop them after a signal or a failure. Returns the exit code of the agent."""
-    stopped_by, deadlines = 0, iter((REPORT_GRACE, TERM_GRACE, 1e9))
-    to_send, deadline = iter((signal.SIGTERM, signal.SIGKILL)), float("inf")
+    stopped_by, steps = 0, list[tuple[float, signal.Signals]]()
+    failed = False
     while any(rank.code is None for rank in ranks):
         woken = signal.sigtimedwait(STOP_SIGNALS | {signal.SIGCHLD}, 0.1)
         if woken and woken.si_signo in STOP_SIGNALS and not stopped_by:
@@ -89,14 +91,16 @@ def run(ranks: list[Rank]) -> int:
             for rank in ranks:
                 rank.send(signal.SIGTERM)
         for rank in ranks:
-            rank.reap(bool(stopped_by) or deadline < time.monotonic())
+            rank.reap(ended_by_agent=bool(stopped_by) or (failed and len(steps) < 2))
         write_record(ranks)
-        if deadline == float("inf") and any(rank.failure for rank in ranks) and not stopped_by:
-            deadline = time.monotonic() + next(deadlines)
-        if deadline < time.monotonic():
-            number, deadline = next(to_send), time.monotonic() + next(deadlines)
+        now = time.monotonic()
+        if not failed and not stopped_by and any(rank.failure for rank in ranks):
+            failed, term_at = True, now + REPORT_GRACE
+            steps = [(term_at, signal.SIGTERM), (term_at + TERM_GRACE, signal.SIGKILL)]
+        if steps and now >= steps[0][0]:
+            _, number = steps.pop(0)
             for rank in ranks:
-                rank.send(number if not rank.failure else signal.SIGKILL)
+                rank.send(signal.SIGKILL if rank.failure else number)
     for thread in itertools.chain(*(rank.threads for rank in ranks)):
         thread.join(1)
     failures = sorted((rank.failure for rank in ranks if rank.failure), key=lambda one: one["time"])
