@@ -141,8 +141,8 @@ END
 
 @test "SLURM marks a node DOWN: the verdict names it, and the job is requeued and resumes" {
   local second
-  write_plain_trainer
-  SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh -
+  endless_settings >tiny.yaml
+  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.every=1
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   second=$(sed -n 's/.*2 processes on .* //p' "logs/slurm-$JOB.err")
   scontrol update "nodename=$second" state=drain reason=test # without drain it would return to service at once
