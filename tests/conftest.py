@@ -26,6 +26,8 @@ from distributed.runs.lookup import read
 TESTS = Path(__file__).resolve().parent
 SLOW_MODULE = "forked"  # forks ranks
 GUIDE = "tests/test_guide_"  # these files start laboratories whose nodes have the same names
+# These files take longest, so they run first: at the end of a run, no worker waits for the other.
+LONGEST = (GUIDE, "tests/agent/test_agent.py", "tests/training/test_train.py")
 SLOW_COMMANDS = ("lab.sh", "lib/agent.py", "torch.distributed.run")
 
 
@@ -96,6 +98,7 @@ def new_watch(signal_handlers: None) -> Callable[..., Watch]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     for item in items:
         if getattr(item, "originalname", "") in slow_names(item.path):
             item.add_marker("slow")

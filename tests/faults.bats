@@ -171,6 +171,7 @@ END
 
 
 @test "a supervisor or an agent gets SIGSTOP before its ranks end: --hang-timeout ends the run, and names the node" {
+  use_agent_without_torch
   local program
   for program in supervisor command; do
     cat >"my script.py" <<END
@@ -263,6 +264,7 @@ with socket.create_server(("", 29500)):
 
 
 @test "a supervisor is killed: the other nodes stop, and the verdict names supervisor and node" {
+  use_agent_without_torch
   faulty_script
   launch - 1 "$N1" "$N2"
   kill -KILL "$(pid_of supervisor "$N2")"
@@ -274,6 +276,7 @@ with socket.create_server(("", 29500)):
 
 
 @test "the ssh client of a node is killed: the verdict names it, and the run is restarted" {
+  use_agent_without_torch
   faulty_script
   launch --max-restarts 1 - 1 "$N1" "$N2"
   client=$(pgrep -f "^ssh .*launch.supervisor.* run .*--name $N2 ")
@@ -290,6 +293,7 @@ with socket.create_server(("", 29500)):
 
 
 @test "closing a terminal ends its run as SIGTERM does, and does not end another run on the same nodes" {
+  use_agent_without_torch
   faulty_script
   mkdir other_run
   cp "my script.py" other_run

@@ -52,8 +52,10 @@ END
 
 
 @test "--agent torchrun: the first node that fails stops the other nodes" {
-  write_script <<'END'
-dist.barrier()
+  write_plain_script <<'END'
+open(f"started {rank}", "w").close()
+while not all(os.path.exists(f"started {other}") for other in range(3)):
+    time.sleep(0.05)
 if rank == 2:
     sys.exit(42)
 time.sleep(300)
@@ -67,11 +69,13 @@ END
 
 
 @test "--agent torchrun: lines of a rank that imitate pdsh do not change how a run ended" {
-  write_script <<END
+  write_plain_script <<END
 if rank == 0:
     for node in "$N1", "$N2":
         print(f"pdsh@here: {node}: ssh exited with exit code 0", file=sys.stderr, flush=True)
-dist.barrier()
+    open("printed", "w").close()
+while not os.path.exists("printed"):
+    time.sleep(0.05)
 if rank == 1:
     sys.exit(42)
 time.sleep(300)
@@ -91,26 +95,28 @@ END
 
 
 @test "Ctrl-C reaches the ranks, which write a checkpoint; exit code 75" {
-  endless_settings >tiny.yaml
-  start out "$LAUNCH" tiny.yaml 1 "$N1" "$N2"
+  use_agent_without_torch
+  write_plain_trainer
+  start out "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2"
   wait_for_line out "step      3/100000"
   kill -INT -- "-$LAUNCHER"
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 75 ]
-  grep -q "^stopped on request at step" out
-  [ "$(find "check points" -maxdepth 1 -name 'step_*' | wc -l)" -eq 1 ]
+  [ -e "saved by 0" ] && [ -e "saved by 1" ]
   run ! grep -q interrupt out # pdsh prints no message about it
   [ "$(processes_left)" -eq 0 ]
 }
 
 
 @test "signals to the launcher's process group call each rank's handler once; without a handler, the run is stopped" {
+  use_agent_without_torch
   check_signals_to_process_group
 }
 
 
 @test "SIGKILL of the launcher ends pdsh, and leaves no process on any node" {
-  write_endless_script
+  use_agent_without_torch
+  write_endless_plain_script
   start_endless_script - 1 "$N1" "$N2" "$N3"
   [ "$(pgrep -cf "pdsh -S .*$N1")" -eq 1 ]
   kill -KILL "$LAUNCHER"

@@ -15,6 +15,8 @@ source "$BATS_TEST_DIRNAME/lab/hostile_environment.bash"
 source "$BATS_TEST_DIRNAME/lab/counting_script.bash"
 # shellcheck source=tests/lab/environments.bash
 source "$BATS_TEST_DIRNAME/lab/environments.bash"
+# shellcheck source=tests/lab/without_torch.bash
+source "$BATS_TEST_DIRNAME/lab/without_torch.bash"
 
 
 setup() {
@@ -29,6 +31,7 @@ setup() {
 
 
 teardown() {
+  [[ ! ${BATS_TEST_COMPLETED-} || $(processes_left) != 0 ]] || return 0
   local log
   for log in "$WORK"/logs/*/; do
     [ -d "$log" ] || continue
@@ -47,7 +50,6 @@ write_script() { # <body on standard input>
   {
     cat <<'END'
 import os, sys, time
-import torch.distributed as dist
 rank = int(os.environ["RANK"])
 END
     cat
@@ -77,7 +79,7 @@ wait_for_exit() {
 
 
 processes_left() {
-  grep -lsz -- "^MUSTER_RUN_DIR=$WORK" /proc/[0-9]*/environ | wc -l
+  grep -lsz -- "^MUSTER_RUN_DIR=$WORK" /proc/[0-9]*/environ 2>/dev/null | wc -l
 }
 
 
@@ -199,6 +201,7 @@ print(max(1, int(read_cores().usable)))')
 # bats test_tags=slow
 @test "the exit code is that of the rank that failed first, and the verdict names this rank" {
   write_script <<<'
+import torch.distributed as dist
 dist.init_process_group("gloo")
 if rank == 1: raise ValueError("boom")
 dist.barrier()'
@@ -207,6 +210,7 @@ dist.barrier()'
   [[ "$output" == *"rank 1 on $(uname -n) raised ValueError: boom"* ]]
   grep -q '"rank": 1' logs/latest/verdict.json
   write_script <<<'
+import torch.distributed as dist
 dist.init_process_group("gloo")
 if rank == 1: os._exit(42)
 dist.barrier()'
@@ -219,6 +223,7 @@ dist.barrier()'
 # bats test_tags=slow
 @test "a killed rank: the exit code is 137, the other ranks are stopped, and no process remains" {
   write_script <<<'
+import torch.distributed as dist
 dist.init_process_group("gloo")
 if rank == 0: os.kill(os.getpid(), 9)
 time.sleep(300)'
@@ -262,6 +267,7 @@ END
 
 @test "if the last rank alone prints steps, the console shows them, and status has the last one" {
   write_script <<'END'
+import torch.distributed as dist
 dist.init_process_group("gloo")
 for step in range(1, 10):
     if rank == 1 or sys.argv[1:]:
@@ -427,6 +433,7 @@ END
     wait_for_exit
     [ "$status" -eq 75 ] || { cat out && false; }
     [[ "$(<logs/latest/verdict.json)" == *"stopped by SIG$name to the launcher, checkpoint written"* ]]
+    [[ ${WITH_TORCH-} ]] || use_agent_without_torch # only the first run needs the agent
   done
   for name in USR2 QUIT; do
     start --script "my script.py" --max-restarts 1 - 1
@@ -597,6 +604,7 @@ print("second attempt")'
 
 # bats test_tags=slow
 @test "a rank that exits with 255 is not reported as a lost connection" {
+  use_agent_without_torch
   write_script <<<'sys.exit(255)'
   run "$LAUNCH" --script "my script.py" - 1
   [ "$status" -eq 255 ]
@@ -755,7 +763,7 @@ END
 
 # bats test_tags=slow
 @test "two concurrent launches do not connect to each other" {
-  write_script <<<'dist.init_process_group("gloo"); dist.barrier(); print("connected")'
+  write_script <<<$'import torch.distributed as dist\ndist.init_process_group("gloo"); dist.barrier(); print("connected")'
   start --script "my script.py" - 2
   run "$LAUNCH" --script "my script.py" - 2
   [ "$status" -eq 0 ]
@@ -767,6 +775,7 @@ END
 
 # bats test_tags=slow
 @test "--detach returns at once, and the run continues" {
+  use_agent_without_torch
   write_script <<<'print("at work", flush=True); time.sleep(1); open("done", "w")'
   TMPDIR=/nowhere run "$LAUNCH" --detach --script "my script.py" - 1
   [ "$status" -eq 0 ]
@@ -1049,6 +1058,7 @@ with socket.create_server(("", 0)) as server:
 
 
 @test "a BASH_ENV that turns tracing on prints no value of --env-file" {
+  use_agent_without_torch
   write_script <<<'print("secret in rank:", os.environ["TOKEN"] == "hunter2", flush=True)'
   echo TOKEN=hunter2 >secrets
   echo 'set -xv' >tracing
@@ -1152,6 +1162,7 @@ nproc_is() { # <number> <command...>
 
 
 @test "--notify is called at a restart and at the end, and a failed call is one line in launcher.log" {
+  use_agent_without_torch
   write_script <<'END'
 sys.exit(3 if rank else 0)
 END
@@ -1166,6 +1177,7 @@ END
 
 
 @test "MUSTER_NOTIFY is the default of --notify, and a run that succeeds is reported too" {
+  use_agent_without_torch
   write_script </dev/null
   MUSTER_NOTIFY='cat >note' run -0 "$LAUNCH" --script "my script.py" - 2
   grep -F '"verdict": "ok"' note

@@ -91,6 +91,7 @@ PYTHON
       "GLOO_LOG HF_TOKEN MY_FLAG NCCL_ALGO NCCL_DEBUG TWO_LINES" ]
   }
   launch run
+  use_agent_without_torch
   launch background --detach
   timeout 100 sh -c 'until grep -qs "verdict: ok" logs/detached-*; do sleep 0.1; done'
   for rank in 0 1; do
@@ -125,6 +126,7 @@ PYTHON
 
 
 @test "signals to the launcher's process group call each rank's handler once; without a handler, the run is stopped" {
+  use_agent_without_torch
   check_signals_to_process_group
 }
 
@@ -191,15 +193,15 @@ PYTHON
 
 
 @test "with TMOUT exported, status.sh finds the nodes of a run that takes longer than TMOUT, and the run is restarted" {
-  write_script <<'END'
-dist.barrier()
+  use_agent_without_torch
+  write_plain_script <<'END'
 if os.path.exists("tried"):
     sys.exit(os.environ["TMOUT"] != "2")
 if rank == 0:
     print("at work", flush=True)
 while not os.path.exists("fail"):
     time.sleep(0.1)
-dist.barrier()
+time.sleep(0.2)  # until both ranks have seen the file
 open("tried", "w").close()
 sys.exit(5)
 END
@@ -218,7 +220,8 @@ END
 
 
 @test "launch, status, stop and doctor work when XDG_RUNTIME_DIR and TMPDIR name no directory, and warn once" {
-  write_endless_script
+  use_agent_without_torch
+  write_endless_plain_script
   export XDG_RUNTIME_DIR=/nowhere TMPDIR=/nowhere
   run -0 "$LAUNCH" --detach --script "my script.py" - 1 "$N1" "$N2"
   [ "$(grep -c "warning: XDG_RUNTIME_DIR='/nowhere': .* using /tmp" <<<"$output")" -eq 1 ]
@@ -356,6 +359,7 @@ with socket.create_server(("", 29123)):
 
 
 @test "NPROC auto and gpu: each node has as many processes as GPUs (with a stub of nvidia-smi) or cores" {
+  use_agent_without_torch
   mkdir -p config stub
   echo 'import os; open(os.environ["MUSTER_NODE"], "a").write(os.environ["LOCAL_WORLD_SIZE"])' >t.py
   echo 'taskset --pid --cpu-list 0 $$ >/dev/null' >config/node_env.sh

@@ -13,6 +13,7 @@ setup_file() {
   export SCRIPTS=$BATS_TEST_DIRNAME/../scripts
   export SINGLE=$SCRIPTS/ssh/launch_singlenode.sh AUTO=$SCRIPTS/ssh/launch_torchrun_auto.sh
   start_lab 3
+  use_agent_without_torch
 }
 
 
@@ -83,6 +84,7 @@ refused() { # <text> <argument of the launcher...>
 
 # bats test_tags=quick
 @test "one machine: a run without a lease outlives its launcher, and is followed again to its verdict" {
+  VIRTUAL_ENV=$WITH_TORCH
   CALL=("$SINGLE" --lease 0 --script "my script.py" - 2 -- "a b" c)
   start_and_kill_launcher
   run -0 "$SCRIPTS/status.sh"
@@ -193,6 +195,7 @@ refused() { # <text> <argument of the launcher...>
 
 
 @test "--attach finds at once that the run failed while it had no launcher, and restarts it if that is allowed" {
+  VIRTUAL_ENV=$WITH_TORCH
   mkdir scratch && ln -s scratch logs
   CALL=("$AUTO" --lease 0 --script "my script.py" - 1 "$N1" "$N2" --)
   start_and_kill_launcher

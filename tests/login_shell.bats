@@ -16,6 +16,7 @@ setup_file() {
   export SSH_LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
   export PDSH_LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_pdsh_multinode.sh
   start_lab 9
+  use_agent_without_torch
 }
 
 
@@ -24,7 +25,6 @@ setup() {
   make_secret
   export MUSTER_LOGIN_TIMEOUT=6
   LAUNCH=$SSH_LAUNCH
-  # The ranks do not import PyTorch.
   cat >script.py <<'PYTHON'
 import os
 assert os.environ["SECRET"] == open("secret").read()

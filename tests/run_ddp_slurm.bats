@@ -99,19 +99,14 @@ END
 
 
 @test "SIGTERM reaches the tasks, which write a checkpoint; exit code 75" {
-  cat >tiny.yaml <<'END'
-model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
-train: {steps: 100000, batch_size: 3, evaluate_every: 0}
-checkpoint: {dir: checkpoints, every: 0}
-logging: {every: 1, sample: 0}
-END
-  salloc -Q -N2 -n3 "$KIT/scripts/run_ddp.sh" -n 3 -c tiny.yaml >out 2>&1 3>&- &
+  write_plain_trainer
+  salloc -Q -N2 -n3 "$KIT/scripts/run_ddp.sh" -n 3 --script "my script.py" -c - >out 2>&1 3>&- &
   salloc=$!
   wait_for_line out "step      3/100000"
   kill -TERM "$(sed -n 's/^ *"pid": \([0-9]*\),/\1/p' logs/latest/run.json)"
   wait_for_exit "$salloc"
   [ "$status" -eq 75 ] || { tail -n 20 out && return 1; }
-  ls -d checkpoints/step_*
+  [ -e "saved by 0" ] && [ -e "saved by 1" ] && [ -e "saved by 2" ]
 }
 
 

@@ -43,11 +43,11 @@ teardown() {
 
 # Write a script in which rank R fails when a file failR exists.
 failing_script() {
-  write_script <<'END'
+  write_plain_script <<'END'
 if rank == 0:
     print("at work", flush=True)
 while True:
-    dist.all_reduce(torch.ones(1))
+    time.sleep(0.05)
     if os.path.exists(f"fail{rank}"):
         raise ValueError("boom")
 END
@@ -88,9 +88,8 @@ stepd_on() { # <node>
 @test "a rank raises and a thread keeps it alive: it is killed and its error named, with srun and with torchrun" {
   local launcher
   for launcher in srun torchrun; do
-    write_script <<'END'
+    write_plain_script <<'END'
 import threading
-dist.barrier()
 if rank == 1:
     threading.Thread(target=time.sleep, args=(1000,)).start()
     raise ValueError("boom")
@@ -213,8 +212,8 @@ END
 
 @test "a signal of SLURM to the tasks or to the batch script gives a checkpoint and a requeue" {
   local number=0 options
-  endless_settings >tiny.yaml
-  submit --ntasks-per-node=1 --nodes=1 slurm_train.sh tiny.yaml
+  write_plain_trainer
+  SCRIPT="my script.py" submit --ntasks-per-node=1 --nodes=1 slurm_train.sh -
   for options in --signal=USR1 --signal=XCPU "--batch --signal=USR1" "--batch --signal=TERM"; do
     number=$((number + 1))
     timeout 120 bash -c 'until "$@"; do sleep 0.1; done' bash is_training "$number" "logs/slurm-$JOB.out"
@@ -263,8 +262,8 @@ END
 
 
 @test "scancel --full: SIGUSR2 to all processes of the batch script also requeues the job" {
-  endless_settings >tiny.yaml
-  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
+  write_plain_trainer
+  SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh -
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   scancel --full --signal=USR2 "$JOB"
   wait_for_requeue 1
@@ -314,15 +313,15 @@ END
 
 
 @test "scancel: the ranks write a checkpoint, and the job is not requeued" {
-  endless_settings >tiny.yaml
-  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
+  write_plain_trainer
+  SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh -
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   scancel "$JOB"
   wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
   shows err "verdict: stopped: stopped on request, checkpoint written"
   shows err "submit the same job to resume"
-  ls -d "check points"/step_*
+  [ -e "saved by 0" ] && [ -e "saved by 1" ]
   run ! grep -E "requeue|run the same command" "logs/slurm-$JOB.err"
   no_processes_within 10
 }
@@ -346,8 +345,8 @@ END
 
 
 @test "a preempted job is requeued and resumes" {
-  endless_settings >tiny.yaml
-  submit --ntasks-per-node=1 --exclusive --nodes=3 slurm_train.sh tiny.yaml -- train.batch_size=3
+  write_plain_trainer
+  SCRIPT="my script.py" submit --ntasks-per-node=1 --exclusive --nodes=3 slurm_train.sh -
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   JOBS+=("$(sbatch --parsable --partition=urgent --nodes=3 --exclusive --output=urgent --wrap 'echo here')")
   wait_for_requeue 1

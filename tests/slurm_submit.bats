@@ -58,7 +58,7 @@ END
 
 # Set JOB to a job that runs until it is stopped, and that submit.sh follows.
 follow_endless_job() {
-  write_endless_script
+  write_endless_plain_script
   start out "$SUBMIT" --follow --script "my script.py" - 1 1
   wait_for_line out "at work"
   JOB=$(sed -n 's/^job: //p' out)

@@ -310,8 +310,8 @@ END
 
 
 @test "status.sh shows a running job on all nodes; stop.sh stops it with a checkpoint and no requeue" {
-  endless_settings >tiny.yaml
-  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
+  write_plain_trainer
+  SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh -
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   cd /
   run -0 "$KIT/scripts/status.sh" "$JOB"
@@ -321,11 +321,10 @@ END
   cd "$WORK"
   wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
-  ls -d "check points"/step_*
+  [ -e "saved by 0" ] && [ -e "saved by 1" ]
   run ! grep requeue "logs/slurm-$JOB.err"
-  steps=$(($(find "check points" -name 'step_*' -printf '%f\n' | sort | tail -n 1 | sed 's/step_0*//') + 1))
-  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- train.steps=$steps logging.sample=1000000
-  wait_for_line "logs/slurm-$JOB.out" "step $steps/$steps" # the sample is still being written
+  SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh - -- 0
+  wait_for_line "logs/slurm-$JOB.out" "resuming from"
   "$KIT/scripts/stop.sh" "$JOB"
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ]
@@ -358,11 +357,11 @@ END
 
 
 @test "variables that redirect or label the streams of srun have no effect on a job and its status" {
-  endless_settings >tiny.yaml
+  write_plain_trainer
   export SLURM_LABELIO=1 SLURM_STDINMODE=none SLURM_STDOUTMODE=$WORK/taken SLURM_STDERRMODE=$WORK/taken
   export SRUN_INPUT=none SRUN_OUTPUT=none SRUN_ERROR=none SLURM_UNBUFFEREDIO=1 SLURM_EXPORT_ENV=NONE
   export SLURM_BCAST=$WORK/copy SLURM_REMOTE_CWD=/ SLURM_WORKING_DIR=/ SLURM_NO_KILL=1 SLURM_OPEN_MODE=a
-  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
+  SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh -
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000" || { cat logs/slurm-*.err && false; }
   run -0 "$KIT/scripts/status.sh" "$JOB"
   [[ "$output" == *": running for "*"$N1 "*" 0 "*"$N2 "*" 1 "* ]] || { echo "$output" && false; }
@@ -412,13 +411,13 @@ END
 
 
 @test "the batch script trains in the shell of salloc, without requeue" {
-  endless_settings >tiny.yaml
-  salloc -Q -N2 -n2 "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml >out 2>&1 3>&- &
+  write_plain_trainer
+  salloc -Q -N2 -n2 "$KIT/scripts/slurm/slurm_train.sh" --script "my script.py" - >out 2>&1 3>&- &
   salloc=$!
   wait_for_line out "step      3/100000"
   scancel --signal=USR2 "$(squeue --noheader --format=%i)"
   wait_for_exit "$salloc"
   [ "$status" -eq 75 ] || { tail out && false; }
-  ls -d "check points"/step_*
+  [ -e "saved by 0" ] && [ -e "saved by 1" ]
   run ! grep requeue out
 }

@@ -13,6 +13,7 @@ source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 setup_file() {
   export LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
   start_lab 4
+  use_agent_without_torch
 }
 
 
@@ -121,7 +122,7 @@ END
 
 @test "a different PyTorch, a different script and a slow resolver are reported with the node" {
   # The package torch is empty and has only a version, as the launch is refused before PyTorch is imported.
-  "$VIRTUAL_ENV/bin/python" -m venv --without-pip env
+  "$WITH_TORCH/bin/python" -m venv --without-pip env
   packages=$(echo "$PWD"/env/lib/python3*/site-packages)
   mkdir "$packages/torch" "$packages/torch-2.13.0.dist-info" other other/torch-2.1.0.dist-info
   : >"$packages/torch/__init__.py"

@@ -120,6 +120,7 @@ count_processes() { # <run>
 
 
 @test "processes that remain after the launcher was killed and a supervisor was suspended are shown and stopped" {
+  use_agent_without_torch
   start_run one 2 "$N1" "$N2"
   kill -STOP "$(pid_in supervisor "$N2")"
   kill -KILL "$LAUNCHER"
@@ -134,6 +135,7 @@ count_processes() { # <run>
 
 
 @test "on a machine that shares only the run directory, status.sh names the launcher's node, stop.sh stops the run" {
+  use_agent_without_torch
   lab ssh "$N1" sh -c 'cd "$1" && exec "$2" --python "$3/bin/python" --script "my script.py" - 1 "$4" -- one' \
     sh "$WORK" "$LAUNCH" "$VIRTUAL_ENV" "$N2" >"out one" 2>&1 3>&- &
   timeout 120 grep -qF -m1 "at work" <(tail -n +1 -F "out one" 2>/dev/null)
@@ -150,6 +152,7 @@ count_processes() { # <run>
 
 # bats test_tags=soak
 @test "a disconnected node is reported with the reason, and not as free of processes" {
+  use_agent_without_torch
   start_run one 2 "$N1" "$N3"
   lab cut "$N3"
   run -69 "$STATUS"
@@ -175,6 +178,7 @@ on_screen() { # <extended regular expression for a line>
 
 
 @test "--watch leaves the last table on the terminal, above the prompt, after Ctrl-C and at the end" {
+  use_agent_without_torch
   type -P tmux >/dev/null || skip "needs tmux"
   LAUNCH=${LAUNCH/torchrun_auto/singlenode} start_run one 1
   tmux -L "$PREFIX" -f /dev/null new-session -d -x 120 -y 40 'PS1="ready> " exec bash --norc --noprofile'
@@ -198,6 +202,7 @@ on_screen() { # <extended regular expression for a line>
 
 
 @test "for an unknown run, status.sh and stop.sh exit with 2, and list the newest runs" {
+  use_agent_without_torch
   run -2 "$STATUS"
   [[ "$output" == *"RUN 'latest': no such run, and no runs in $WORK/logs"* ]]
   run -2 "$STOP"

@@ -16,6 +16,7 @@ setup_file() {
   # The login shell prints Welcome before Muster's commands, which contain rsync or bash, but not before the tests' own.
   echo 'case $BASH_EXECUTION_STRING in *rsync* | *bash*) echo Welcome ;; esac' >"$BATS_FILE_TMPDIR/bashrc"
   cat "$BATS_FILE_TMPDIR/bashrc" >"$MUSTER_LAB/bashrc"
+  use_agent_without_torch
 }
 
 
@@ -47,7 +48,7 @@ END
   run "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 69 ]
   [[ "$output" == *"working directory not found ("*"or launch with --sync"* ]]
-  run "$LAUNCH" --sync --script "my script.py" - 1 "$N1" "$N2"
+  with_torch run "$LAUNCH" --sync --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 0 ]
   [[ "$output" == *"--sync: copying $WORK to $N2"* ]]
   [ "$(cat "logs/latest/of rank 0" "logs/latest/of rank 1")" = $'sample\nsample' ]
@@ -60,7 +61,7 @@ END
 
 
 @test "the log of a node is copied back during the run, and is identical to the node's own at the end" {
-  write_script <<'END'
+  write_plain_script <<'END'
 print("one line")
 while not os.path.exists(f"go on {rank}"):
     time.sleep(0.05)
@@ -113,7 +114,7 @@ if rank == 1:
     raise ValueError(f"boom {len(os.listdir(os.environ['MUSTER_RUN_DIR'] + '/errors'))}")
 time.sleep(300)
 END
-  run "${LAUNCH/torchrun_auto/pdsh_multinode}" --sync --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2"
+  with_torch run "${LAUNCH/torchrun_auto/pdsh_multinode}" --sync --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 1 ]
   [ "$(grep -c "verdict: failed: rank 1 on $N2 raised ValueError: boom 0" <<<"$output")" -eq 2 ]
   [ -e logs/latest/attempt_1/errors/rank_1.json ]
@@ -145,7 +146,7 @@ END
   printf '#!/bin/sh\nexec cat "%s"\n' "$programs/archive" >"$programs/tar"
   chmod +x "$programs/tar"
   echo "[[ \$(uname -n) != $N2 ]] || PATH='$programs':\$PATH" >>"$MUSTER_LAB/bashrc"
-  write_script <<<"dist.barrier()"
+  write_plain_script <<<''
   run "$LAUNCH" --sync --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 0 ]
   [[ "$output" == *"$N2: not copied back, as links, special files, files of git or TensorBoard, or files that exist here: "*.json,* ]]
@@ -163,7 +164,7 @@ END
   local end code
   for end in "os.kill(os.getpid(), 11) 139" "os._exit(255) 255"; do
     code=${end##* }
-    write_script <<<"dist.barrier()"$'\n'"${end% *} if rank else time.sleep(300)"
+    write_plain_script <<<"${end% *} if rank else time.sleep(300)"
     run "$LAUNCH" --sync --script "my script.py" - 1 "$N1" "$N2"
     [ "$status" -eq "$code" ] || { echo "$output" && false; }
     [[ "$output" == *"verdict: failed: rank 1 on $N2 "* ]]
@@ -173,6 +174,7 @@ END
 
 
 @test "with --lease 0, a run that failed after its launcher was killed is restarted by a launcher that attaches to it" {
+  VIRTUAL_ENV=$WITH_TORCH
   local node call=("$LAUNCH" --sync --lease 0 --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2")
   write_script <<'END'
 dist.barrier()
@@ -198,7 +200,7 @@ END
 
 
 @test "--detach copies the directories only once" {
-  write_endless_script
+  write_endless_plain_script
   run -0 "$LAUNCH" --sync --detach --script "my script.py" - 1 "$N1" "$N2"
   [[ "$output" == *"--sync: copying $PWD to $N2"* ]]
   wait_for_line "$(echo logs/detached-*.log)" "at work"
@@ -234,8 +236,7 @@ END
 
 
 @test "new files that are on a node only are named at the end, and --fetch copies those that match" {
-  write_script <<'END'
-import time
+  write_plain_script <<'END'
 os.makedirs(f"out put/{rank}", exist_ok=True)
 for name in ("one.npy", "two.txt"):
     open(f"out put/{rank}/{name}", "w").write(str(rank))

@@ -181,7 +181,7 @@ def test_if_pytorch_has_no_cuda_each_step_fails_with_the_reason(
     (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    chosen = ["driver", "fork", "cpu run", "start-up", "hang", "checkpoint", "fsdp memory", "speed"]
+    chosen = ["driver", "fork", "cpu run", "hang", "fsdp memory", "speed"]
     code, table, steps = check(tmp_path, "--only", *chosen, gpus="0")
     assert code == 1
     assert [name for name, step in steps.items() if "failed" not in step] == ["driver", "cpu run", "fsdp memory"]
@@ -189,7 +189,7 @@ def test_if_pytorch_has_no_cuda_each_step_fails_with_the_reason(
     results = {figure["what"]: figure for figure in steps["driver"]["figures"]}
     assert results["driver of NVIDIA H100 80GB HBM3"]["value"] == "570.1"
     assert results["GPUs that PyTorch sees, against those that a launch counts"]["result"] == "not met"
-    reasons = [steps[name]["failed"] for name in ("fork", "start-up", "hang", "checkpoint", "speed")]
+    reasons = [steps[name]["failed"] for name in ("fork", "hang", "speed")]
     assert all(re.search("cuda", reason, re.IGNORECASE) for reason in reasons), table
 
 
@@ -198,9 +198,7 @@ def test_the_table_of_benchmarks_has_a_row_for_each_step() -> None:
     assert sorted(row.strip('"') for row in rows) == sorted(NAMES)
 
 
-@pytest.mark.parametrize(
-    ("module", "step"), [("torch", "driver"), ("torch", "fork"), ("pydantic", "cpu run"), ("pydantic", "equal bits")]
-)
+@pytest.mark.parametrize(("module", "step"), [("torch", "driver"), ("torch", "fork"), ("pydantic", "cpu run")])
 def test_a_missing_module_is_the_reason_of_a_failed_step(tmp_path: Path, module: str, step: str) -> None:
     (tmp_path / f"{module}.py").write_text(
         f"raise ModuleNotFoundError(\"No module named '{module}'\", name='{module}')"

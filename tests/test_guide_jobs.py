@@ -168,7 +168,7 @@ def project(tmp_path: Path) -> Iterator[Project]:
 
 
 @pytest.mark.slow
-@kept_of(0, 3, 6, 7, full=9)
+@kept_of(0, 6, 7, full=9)
 def test_an_interrupted_list_resumes_and_runs_each_job_once(project: Project, kept: tuple[int, ...]) -> None:
     project.keep("config/jobs_config.json", kept)
     with project.terminal(command_with(LOCAL, "--slots")) as first:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from test_docs import JOB, RUN, Command, every_command, unexplained
 from test_guide_jobs import Project
-from test_guide_on_nodes import KIT, LAB, SECONDS
+from test_guide_on_nodes import KIT, LAB, SECONDS, shortened
 
 WATCHED = (
     "sbatch scripts/slurm/slurm_train.sh config/quickstart.yaml"  # the job that the following commands watch and stop
@@ -72,6 +72,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("project"))
     (cluster.directory / "logs").mkdir()
     (cluster.directory / "my_job.sh").write_bytes((KIT / "scripts/slurm/slurm_train.sh").read_bytes())
+    (cluster.directory / "my_train.py").write_text("import os; print('rank', os.environ['RANK'])")  # starts fast
     # As in a login shell, OMP_NUM_THREADS is not set, and SHELL names the shell that salloc starts.
     cluster.env["SHELL"] = "/bin/bash"
     cluster.env.pop("OMP_NUM_THREADS", None)
@@ -98,7 +99,7 @@ def test_a_command_for_slurm_succeeds(group: list[Command], cluster: Cluster) ->
     if first.words[0] == "sbatch":
         follow_job(first, others, cluster)
     elif first.text == SHELL:
-        lines = "\n".join(one.text for one in others)
+        lines = "\n".join(shortened(one.text) for one in others)
         cluster.call(SHELL, f"(set -e\n{lines}\n) </dev/null\n")  # srun must not read the following lines
     else:
         cluster.call(first.text)

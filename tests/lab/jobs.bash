@@ -17,9 +17,9 @@ submit() { # [option of sbatch...] <file name of the script> <argument...>
 }
 
 
-# Submit the endless script of nodes.bash, and wait until its ranks are at work.
+# Submit the endless script of nodes.bash without PyTorch, and wait until its ranks are at work.
 submit_endless_script() { # [option of sbatch...]
-  write_endless_script
+  write_endless_plain_script
   SCRIPT="my script.py" submit --ntasks-per-node=1 "$@" slurm_train.sh -
   wait_for_line "logs/slurm-$JOB.out" "at work"
 }

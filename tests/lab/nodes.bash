@@ -12,6 +12,8 @@
 source "$BATS_TEST_DIRNAME/lab/hanging_script.bash"
 # shellcheck source=tests/lab/counting_script.bash
 source "$BATS_TEST_DIRNAME/lab/counting_script.bash"
+# shellcheck source=tests/lab/without_torch.bash
+source "$BATS_TEST_DIRNAME/lab/without_torch.bash"
 
 
 start_lab() { # <number of nodes> [option of lab.sh up...]
@@ -59,6 +61,7 @@ enter_workdir() {
 
 # Stop the processes that runs in WORK have left on the nodes.
 sweep_runs() {
+  [[ ! ${BATS_TEST_COMPLETED-} || $(processes_left) != 0 ]] || return 0
   local run node
   for run in "$WORK"/logs/*/; do
     [ -d "$run" ] || continue
@@ -159,6 +162,16 @@ if rank == 0:
     print("at work", flush=True)
 while True:
     dist.all_reduce(torch.ones(1))
+END
+}
+
+
+write_endless_plain_script() {
+  write_plain_script <<'END'
+if rank == 0:
+    print("at work", flush=True)
+while True:
+    time.sleep(0.1)
 END
 }
 
