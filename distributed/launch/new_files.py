@@ -165,7 +165,7 @@ class NewFiles:
             node.node, self._command(node, PACK), sent=sent, output=target, errors=INHERITED
         )
         os.close(target)
-        while client in self._watch.calls.running and not self._watch.signal:
+        while client in self._watch.calls.running and thread.is_alive() and not self._watch.signal:
             self._watch.loop.wait(1.0)
         client.kill()
         self._watch.calls.wait([client])

@@ -27,7 +27,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from distributed.launch.watch import Watch
     from distributed.runs.lookup import RunNode
-    from distributed.transport.loop import Command
+    from distributed.transport.loop import Client, Command
 
 FOLLOW_INTERVAL = 2.0  # seconds between two copies of new log lines
 FOLLOW_TIMEOUT = 3.0  # seconds
@@ -151,13 +151,13 @@ class NodeLogs:
             self._warn(node, f"its files could not be copied back ({error}); look for them on the node")
             return
         source, target = os.pipe()
-        self._threads.append(threading.Thread(target=self._unpack, args=(node, source, directory), daemon=True))
-        self._threads[-1].start()
-        self._watch.calls.call(node.node, self._on_node(node, PACK), output=target, errors=INHERITED)
+        client = self._watch.calls.call(node.node, self._on_node(node, PACK), output=target, errors=INHERITED)
         os.close(target)
+        self._threads.append(threading.Thread(target=self._unpack, args=(node, client, source, directory), daemon=True))
+        self._threads[-1].start()
 
-    def _unpack(self, node: RunNode, source: int, directory: str) -> None:
-        """Unpack the files of a node. Runs in a thread."""
+    def _unpack(self, node: RunNode, client: Client, source: int, directory: str) -> None:
+        """Unpack the files of a node, which the client writes to `source`. Runs in a thread."""
 
         def expects(name: str) -> bool:  # agents also keep failure records of other nodes, see _place()
             nodes = self._watch.run.nodes if name.startswith("errors/") else (node,)
@@ -167,6 +167,7 @@ class NodeLogs:
             self._received[node] = directory, trust.unpack(source, directory, expects), ""
         except trust.Refused as error:
             self._received[node] = directory, [], str(error)
+            client.kill()  # the node may send without end, or nothing
         finally:
             os.close(source)
 
@@ -252,10 +253,10 @@ def is_expected(node: RunNode, name: str) -> bool:
         return is_own or is_signal or below in ("", *of_node)
     if top == SMOKE_TEST:  # see scripts/test_distributed.sh
         return name == top and node.first_rank == 0
-    if top == "ranks" and slash:
-        return below.partition("/")[0] in ("", node.node)
     if node.first_rank and os.path.basename(name).startswith(metrics.EVENT_FILE):
         return False  # the report reads them
+    if top == "ranks" and slash:
+        return below.partition("/")[0] in ("", node.node)
     if top.startswith("node_") or top in OF_RUN:
         return name in (*OF_RUN, *(f"node_{node.node}.{kind}" for kind in OF_NODE))
     is_run = "run.json" in below.split("/")  # status.sh would take the directory for a run

@@ -408,12 +408,10 @@ class Watch:
             if known.state is State.DISCONNECTED:
                 known.become(State.RUNNING)
                 self.console.record(f"{node}: connected again")
-        if report.get("waiting"):
-            if self.is_spare(node):
-                self.spare_is_ready(node)
+        if self.is_spare(node):
+            self._handle_report_of_spare(report)
+        elif report.get("waiting"):
             known.become(State.WAITING)
-        elif self.is_spare(node) and isinstance(code, int):
-            self.spare_is_lost(node)
         if not was_unended or not isinstance(code, int):
             return
         known.reported, known.unlogged = code, report.get("unlogged", "")
@@ -424,6 +422,15 @@ class Watch:
             self._give_up_missed()
         elif not self.transport.clients_are_nodes:
             self.node_ended(node, code)
+
+    def _handle_report_of_spare(self, report: dict[str, Any]) -> None:
+        node = report["node"]
+        if report.get("waiting"):
+            self.spare_is_ready(node)
+        elif "exit_code" in report and node in self.running:
+            self.running[node].kill()  # the spare node is lost when its client has exited
+        elif "exit_code" in report:
+            self.spare_is_lost(node)
 
     def is_spare(self, node: str) -> bool:
         return any(spare.node == node for spare in self.spares)
@@ -628,7 +635,7 @@ class Watch:
             self._returning &= self.calls.running
             if is_used():
                 return
-            if reply.code or not self.unended or self.is_ending:
+            if reply.code or not self.unended or self.is_ending or node.node in self.running:
                 self._await_return(node)
             elif not self.signal:
                 self.spares.append(node)

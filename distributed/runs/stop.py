@@ -77,7 +77,9 @@ class Stop:
         self._log(f"{self._name}: its launcher is on {host}; running stop.sh there")
         node = RunNode(host, host, 0, 0)
         call = {node: self._query.ssh.command(node, command)}
-        code = self._query.calls.call_all(call, output=INHERITED, errors=INHERITED)[host].code
+        reply = self._query.calls.call_all(call, errors=INHERITED)[host]
+        print(printable(reply.out, LAYOUT), end="")
+        code = reply.code
         if code in (0, 1, UNFIT):
             return code
         why = f"stop.sh cannot be run there (exit code {code})"

@@ -124,6 +124,7 @@ def says(json: str) -> str:
 
 
 WAITS = "read -r _; exit 143"
+ENDS = ('{"node": "n1", "exit_code": 0}', '{"node": "n2", "exit_code": 0}')
 
 
 def test_a_node_cannot_report_for_another_one(
@@ -182,6 +183,21 @@ def test_a_node_that_answers_over_its_control_channel_is_not_lost_although_its_l
     assert watch.attempt() == 69
     assert not watch.lost and watch.waiting == {"n1", "n2"}
     watch.end_agents()
+
+
+def test_a_spare_node_that_reports_an_exit_code_decides_nothing_and_delays_nothing(
+    directory: Path, new_watch: NewWatch
+) -> None:
+    """n3 has no rank. Its client would not exit by itself, then with a code of its own."""
+    liar = "; ".join(map(says, ('{"node": "n3", "waiting": true}', '{"node": "n3", "exit_code": 1}')))
+    own = [f"until [ -e {directory}/lied ]; do sleep 0.02; done; {says(report)}" for report in ENDS]
+    scripts = Scripts(n1=own[0], n2=own[1], n3=f"{liar}; touch {directory}/lied; exec sleep 60")
+    watch = new_watch(directory, scripts)
+    watch.open(replace(watch.run, spares=(RunNode("n3", "n3", 1, 0),)))
+    watch.max_restarts, watch.replaces = 1, True
+    started = time.monotonic()
+    assert watch.attempt() == 0
+    assert not watch.spares and not watch.running and time.monotonic() - started < 30
 
 
 def test_a_launch_survives_any_reply_and_names_the_node(
@@ -327,6 +343,17 @@ def content(directory: Path) -> dict[str, str]:
     return {str(path.relative_to(directory)): path.read_text() for path in files}
 
 
+@pytest.mark.parametrize("program", ["exec sleep 60", "yes"])
+def test_a_node_whose_archive_is_refused_does_not_delay_the_end(
+    program: str, collect: Callable[..., Watch], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trust, "STALLED", 0.2)
+    started = time.monotonic()
+    collect(n2=program)
+    assert time.monotonic() - started < 30
+    assert "n2: the copy of its files in" in capfd.readouterr().err
+
+
 def test_a_node_sends_its_own_files_and_no_others(
     directory: Path, tmp_path: Path, collect: Callable[..., Watch], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -380,7 +407,10 @@ def test_a_node_sends_its_own_files_and_no_others(
     [
         (["metrics_from_output.jsonl"], ["metrics.jsonl", "metrics_from_tensorboard.jsonl", "settings.json"]),
         (["metrics.jsonl", "settings.json"], ["metrics_from_output.jsonl", "settings.json"]),
-        (["tb/events.out.tfevents.1700000000.n1.1.0"], ["tb/events.out.tfevents.1700000001.n2.1.0"]),
+        (
+            ["tb/events.out.tfevents.1700000000.n1.1.0"],
+            ["tb/events.out.tfevents.1700000001.n2.1.0", "ranks/n2/events.out.tfevents.1700000001.n2.1.0"],
+        ),
         ([], ["metrics_from_output.jsonl"]),  # as in Megatron-LM, where only the last rank prints
     ],
 )
