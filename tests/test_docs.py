@@ -32,8 +32,8 @@ from conftest import tracked
 from pydantic import BaseModel
 from test_house import modules, name_of, package_of
 
-from distributed.jobs import bases
-from distributed.jobs import config as jobs_config
+from distributed.jobs.lists import bases
+from distributed.jobs.lists import config as jobs_config
 from distributed.launch.forwarding import FORWARDED
 from distributed.training import settings as train_settings
 from distributed.training.fold import DEFAULT_PARTICIPANTS

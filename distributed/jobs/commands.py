@@ -73,10 +73,14 @@ from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
 from distributed.files import KIT, user_file, version
 from distributed.host import signals, sync_list
-from distributed.jobs import bases, console, host, journal, panes, servers
-from distributed.jobs.backend import JobServer, ServerLink, ServerUnusable, Unreachable
-from distributed.jobs.base_cache import Cache
-from distributed.jobs.config import (
+from distributed.jobs.dispatch.dispatcher import Dispatcher, Policy
+from distributed.jobs.host import outputs, panes
+from distributed.jobs.host.host_attempt import NOTHING_WRITTEN
+from distributed.jobs.journal import journal
+from distributed.jobs.journal.journal import Journal, JournalError, request_id
+from distributed.jobs.journal.state import FINAL, Attempt, JobState, ListState, job_records
+from distributed.jobs.lists import bases
+from distributed.jobs.lists.config import (
     MAX_SLOTS,
     ClusterConfig,
     ConfigError,
@@ -87,12 +91,14 @@ from distributed.jobs.config import (
     refuse_planted,
     script_of,
 )
-from distributed.jobs.dispatcher import Dispatcher, Policy
-from distributed.jobs.job import Job
-from distributed.jobs.journal import Journal, JournalError, request_id
-from distributed.jobs.placement import SlotPool, mean_seconds, plan, sort_key
-from distributed.jobs.results import Results, phase_files
-from distributed.jobs.state import FINAL, Attempt, JobState, ListState, job_records
+from distributed.jobs.lists.job import Job
+from distributed.jobs.schedule.backend import JobServer, ServerLink, ServerUnusable, Unreachable
+from distributed.jobs.schedule.base_cache import Cache
+from distributed.jobs.schedule.placement import SlotPool, mean_seconds, plan, sort_key
+from distributed.jobs.servers import host_server, sockets, ssh_server
+from distributed.jobs.servers.context import ListContext
+from distributed.jobs.show import console
+from distributed.jobs.show.results import Results, phase_files
 from distributed.launch import forwarding, supervisor
 from distributed.launch.notify import Notifier
 from distributed.terminal import duration, plural
@@ -448,21 +454,21 @@ def make_servers(config: ListConfig, list_id: str) -> list[JobServer]:
         forwarded = forwarding.forwarded(os.environ)
     except forwarding.ForwardingError as error:
         raise ConfigError(str(error)) from None
-    context = servers.ListContext(
+    context = ListContext(
         list_id, Path.cwd(), config.script, grace=float(options.grace), panes=not options.no_tmux, sync=options.sync,
         cache=config.cache, forwarded=forwarded,
     )  # fmt: skip
     if options.backend == "local":
-        return [servers.local_server(context, options.slots)]
+        return [host_server.local_server(context, options.slots)]
     assert config.cluster
     if options.backend == "slurm":
-        from distributed.jobs.slurm_backend import SlurmServer
+        from distributed.jobs.servers.slurm_server import SlurmServer
 
         return [SlurmServer(config.cluster, context, sum(max(1, job.options.gpus) for job in config.jobs))]
     for server in config.cluster.servers:
         if server.ssh_key and not Path(server.ssh_key).expanduser().is_file():
             raise ConfigError(f"{options.cluster_config}: {server.host}: ssh_key={server.ssh_key}: no such file")
-    return [servers.SshServer(server.name, server, context) for server in config.cluster.servers]
+    return [ssh_server.SshServer(server.name, server, context) for server in config.cluster.servers]
 
 
 def refuse_unplaceable_jobs(jobs: Sequence[Job], job_servers: Sequence[JobServer]) -> None:
@@ -534,18 +540,18 @@ def refuse_foreign_outputs(config: ListConfig) -> None:
     in the cache.
     """
     faults = []
-    found = (job for job in config.jobs if host.holds_foreign_files(job.output))
+    found = (job for job in config.jobs if outputs.holds_foreign_files(job.output))
     foreign = {job.id for job in found if not (job.trains and in_cache(config.cache, job.trains))}
     if foreign:
         known = state_of(journal_of(config.options.log_file)).jobs.values()
         foreign -= {each.job.id for each in known if each.attempts}
     for job in config.jobs:
         try:
-            host.refuse_obstacle(job.output)
+            outputs.refuse_obstacle(job.output)
             if job.id in foreign:
-                host.refuse_foreign_files(job.output)
-            host.refuse_other_owner(job.output, job.owner, bases.script_name(config.script))
-        except host.JobRefused as error:
+                outputs.refuse_foreign_files(job.output)
+            outputs.refuse_other_owner(job.output, job.owner, bases.script_name(config.script))
+        except outputs.JobRefused as error:
             faults.append(str(error))
     raise_faults(faults)
 
@@ -593,7 +599,7 @@ def dispatch(
         list_journal, state, config.jobs, links, policy, log=screen.log, on_change=results.note_change,
         cache=config.cache, read_added=functools.partial(jobs_to_add, config, job_servers), notify=notifier.send,
     )  # fmt: skip
-    if names := next((each.context.forwarded for each in job_servers if isinstance(each, servers.SshServer)), None):
+    if names := next((each.context.forwarded for each in job_servers if isinstance(each, ssh_server.SshServer)), None):
         screen.log(f"forwarded to the jobs: {' '.join(names)}; {forwarding.SETTING} changes the list")
     with screen:
         done = f", {state.counts['done']} of them done" if state.counts["done"] else ""
@@ -606,7 +612,7 @@ def dispatch(
     notifier.send("end", totals, verdict=outcome, exit_code=code, cause=dispatcher.interrupted or state.paused)
     notifier.wait()
     screen.flush()
-    servers.remove_sockets(Path.cwd(), state.id)
+    sockets.remove_sockets(Path.cwd(), state.id)
     return code
 
 
@@ -671,7 +677,7 @@ def print_summary(state: ListState, outcome: str, results: Results, log_file: Pa
     if failed:
         put(f"show the cause:  {command_line(f'why {failed[0].job.id}', log_file)}")
         put(f"run them again:  {command_line('retry failed', log_file)}")
-    if without_results := [each for each in state.jobs.values() if each.reason.startswith(host.NOTHING_WRITTEN)]:
+    if without_results := [each for each in state.jobs.values() if each.reason.startswith(NOTHING_WRITTEN)]:
         # Some reasons also name files that the job may have written to other directories. These reasons are longer.
         example = max(without_results, key=lambda each: len(each.reason))
         put(f"done without results: {plural(len(without_results), 'job')}; {example.job.name} {example.reason}")
@@ -709,7 +715,7 @@ def show_plan(config: ListConfig) -> int:
     say(f"{plural(len(jobs), 'job')} on {capacity}; no two jobs write the same directory")
     if ended := len(config.jobs) - len(unfinished):
         say(f"not planned: {plural(ended, 'job')}, already done, failed or cancelled")
-    if existing := [job.output for job in jobs.values() if host.owner_of(job.output)]:
+    if existing := [job.output for job in jobs.values() if outputs.owner_of(job.output)]:
         shown = f"{', '.join(existing[:5])}{' ...' if len(existing) > 5 else ''}"
         say(f"existing output directories, continued by their jobs: {shown}")
     say("nothing was started")
@@ -866,7 +872,7 @@ def logs(options: argparse.Namespace, path: Path) -> int:
         server = next((each for each in make_servers(config, state.id) if each.name == attempt.server), None)
         if server is None:
             raise ValueError(f"{attempt.server}: not in the cluster config; cannot read the log of the attempt")
-        if isinstance(server, servers.SshServer):
+        if isinstance(server, ssh_server.SshServer):
             command = server.follow_command(attempt, once=not options.follow)
         else:
             command = panes.host_command("follow", str(log), str(log.with_suffix(".exit")) if options.follow else "/")
@@ -875,7 +881,7 @@ def logs(options: argparse.Namespace, path: Path) -> int:
             return 0 if code in (0, -signal.SIGINT) else 1
         finally:
             if not journal.dispatcher_is_running(path):  # a dispatcher uses the same sockets
-                servers.remove_sockets(Path.cwd(), state.id)
+                sockets.remove_sockets(Path.cwd(), state.id)
     panes.print_new(str(log), 0)
     return 0
 
@@ -1013,17 +1019,17 @@ def close(options: argparse.Namespace, path: Path) -> int:
     with Journal.open(path) as list_journal:
         config = stored_config(state := ListState.of(list_journal.records), path)
         config.options.no_tmux, config.options.sync = True, False
-        host_servers = [each for each in make_servers(config, state.id) if isinstance(each, servers.HostServer)]
+        host_servers = [each for each in make_servers(config, state.id) if isinstance(each, host_server.HostServer)]
         try:
             return max(asyncio.run(close_sessions(host_servers)), default=0)
         finally:
-            servers.remove_sockets(Path.cwd(), state.id)
+            sockets.remove_sockets(Path.cwd(), state.id)
 
 
-async def close_sessions(host_servers: Sequence[servers.HostServer]) -> list[int]:
+async def close_sessions(host_servers: Sequence[host_server.HostServer]) -> list[int]:
     """Remove the session of each server, and print the outcome. Returns an exit code for each server."""
 
-    async def close_session(server: servers.HostServer) -> int:
+    async def close_session(server: host_server.HostServer) -> int:
         try:
             session = await server.remove_session()
         except (ServerUnusable, Unreachable) as error:

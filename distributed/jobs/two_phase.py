@@ -46,12 +46,15 @@ from pathlib import Path
 from typing import Any
 
 from distributed import terminal
-from distributed.jobs import base_cache, bases, commands, console
-from distributed.jobs.base_cache import Cached
+from distributed.jobs import commands
 from distributed.jobs.commands import CallError, CommandParser
-from distributed.jobs.config import read_cluster, read_jobs, refuse_planted, script_of
-from distributed.jobs.host import is_metric
-from distributed.jobs.job import Job, matching
+from distributed.jobs.host.host_attempt import is_metric
+from distributed.jobs.lists import bases
+from distributed.jobs.lists.config import read_cluster, read_jobs, refuse_planted, script_of
+from distributed.jobs.lists.job import Job, matching
+from distributed.jobs.schedule import base_cache
+from distributed.jobs.schedule.base_cache import Cached
+from distributed.jobs.show import console
 from distributed.report.page_parts import ranges
 from distributed.training.base_model import CACHE
 from distributed.training.fold import default_participants

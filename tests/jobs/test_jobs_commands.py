@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from distributed.files import KIT
-from distributed.jobs import commands, host, two_phase
-from distributed.jobs.job_lists import write
+from distributed.jobs import commands, two_phase
+from distributed.jobs.host import outputs
+from distributed.jobs.lists.generator import write
 
 LOCAL = {"--backend": "local", "--slots": "2", "--jobs-config": "jobs.json"}
 
@@ -36,7 +37,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".git").mkdir()
     foreign = tmp_path / "experiments" / "p" / "fold0_a"
     foreign.mkdir(parents=True)
-    (foreign / host.OWNER).write_text(host.owner_name("abc", "train.py"))
+    (foreign / outputs.OWNER).write_text(outputs.owner_name("abc", "train.py"))
     (foreign / "result").touch()
     (tmp_path / "servers.json").write_text(json.dumps({"servers": [{"host": "a", "ssh_key": "no_such_key"}]}))
     return tmp_path

@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 
-from distributed.jobs import dispatcher, journal
-from distributed.jobs.backend import Event, NotStarted, ServerLink, ServerUnusable, Unreachable
-from distributed.jobs.base_cache import Cache
-from distributed.jobs.dispatcher import Dispatcher, Policy
-from distributed.jobs.job import ALL_GPUS, Job, Options, job_of
-from distributed.jobs.journal import Journal
-from distributed.jobs.placement import Slot, SlotPool, plan
-from distributed.jobs.state import Attempt, JobState, ListState, classify_end, job_records
+from distributed.jobs.dispatch import dispatcher
+from distributed.jobs.dispatch.dispatcher import Dispatcher, Policy
+from distributed.jobs.journal import journal
+from distributed.jobs.journal.journal import Journal
+from distributed.jobs.journal.state import Attempt, JobState, ListState, classify_end, job_records
+from distributed.jobs.lists.job import ALL_GPUS, Job, Options, job_of
+from distributed.jobs.schedule.backend import Event, NotStarted, ServerLink, ServerUnusable, Unreachable
+from distributed.jobs.schedule.base_cache import Cache
+from distributed.jobs.schedule.placement import Slot, SlotPool, plan
 
 SECONDS = 30.0  # timeout; an idle machine needs milliseconds
 UNTIL_ENDED = None  # the outcome of an attempt that runs until the test ends it
@@ -815,7 +816,7 @@ def test_a_server_that_hangs_while_it_connects_does_not_keep_a_resumed_list_from
             return await super().connect(post)
 
     async def scenario() -> None:
-        monkeypatch.setattr("distributed.jobs.dispatcher.FIRST_TIMEOUT", 0.3)
+        monkeypatch.setattr("distributed.jobs.dispatch.dispatcher.FIRST_TIMEOUT", 0.3)
         one = Hanging("one")
         one.outcome_of = exits(UNTIL_ENDED)
         run = ListRun(tmp_path, one, jobs=2)

@@ -23,10 +23,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed.jobs import journal
-from distributed.jobs.job import Options, job_of
-from distributed.jobs.journal import Journal, JournalError, Record
-from distributed.jobs.state import ListState, job_records
+from distributed.jobs.journal import journal
+from distributed.jobs.journal.journal import Journal, JournalError, Record
+from distributed.jobs.journal.state import ListState, job_records
+from distributed.jobs.lists.job import Options, job_of
 
 KIT = Path(__file__).resolve().parents[2]
 

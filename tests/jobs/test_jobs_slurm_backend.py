@@ -22,14 +22,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.files import write_file, write_json
-from distributed.jobs import array_task, commands, element, host
-from distributed.jobs.array_task import spec_path, taken_path, write_spec
-from distributed.jobs.backend import Event, NotStarted, Unreachable
-from distributed.jobs.base_cache import Cache
-from distributed.jobs.config import ClusterConfig, ConfigError
-from distributed.jobs.element import Element, assign_specs, job_path
-from distributed.jobs.job import ALL_GPUS, Options, job_of
-from distributed.jobs.sbatch import (
+from distributed.jobs import array_task, commands
+from distributed.jobs.host import outputs, specification
+from distributed.jobs.host.specification import spec_path, taken_path, write_spec
+from distributed.jobs.journal.state import ListState, classify_end
+from distributed.jobs.lists.config import ClusterConfig, ConfigError
+from distributed.jobs.lists.job import ALL_GPUS, Options, job_of
+from distributed.jobs.schedule.backend import Event, NotStarted, Unreachable
+from distributed.jobs.schedule.base_cache import Cache
+from distributed.jobs.servers import element
+from distributed.jobs.servers.context import ListContext
+from distributed.jobs.servers.element import Element, assign_specs, job_path
+from distributed.jobs.servers.sbatch import (
     NO_REPLY,
     QUEUE_FULL,
     QueueEntry,
@@ -45,9 +49,7 @@ from distributed.jobs.sbatch import (
     slurm_environment,
     with_gpus,
 )
-from distributed.jobs.servers import ListContext
-from distributed.jobs.slurm_backend import AnyLabels, PendingStart, SlurmServer
-from distributed.jobs.state import ListState, classify_end
+from distributed.jobs.servers.slurm_server import AnyLabels, PendingStart, SlurmServer
 from distributed.launch import supervisor
 
 KIT = Path(__file__).resolve().parents[2]
@@ -455,7 +457,7 @@ def test_an_attempt_that_is_withdrawn_after_its_element_has_claimed_it_is_not_st
 
 def test_variables_of_slurm_override_those_of_the_dispatcher(list_directory: Path) -> None:
     show = "import json, os; json.dump(dict(os.environ), open('environment', 'w'))"
-    call = array_task.dispatcher_environment({
+    call = specification.dispatcher_environment({
         "CUDA_VISIBLE_DEVICES": "7", "RANK": "3", "PET_NNODES": "2", "SLURM_JOB_ID": "1", "MUSTER_KIT": "x",
         "TMUX": "y", "MODULEPATH": "/modules", "PATH": "/of/the/call", "OMP_NUM_THREADS": "5",
     })  # fmt: skip
@@ -844,9 +846,9 @@ def test_jobs_on_a_cpu_node_get_no_gpu(tmp_path: Path) -> None:
 def test_an_output_directory_of_another_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "experiments" / "x").mkdir(parents=True)
     (tmp_path / "experiments" / "x" / "result").touch()
-    (tmp_path / "experiments" / "x" / host.OWNER).write_text("another\n")
-    with pytest.raises(host.JobRefused, match="holds the results of job another"):
-        host.claim_output(str(tmp_path), str(tmp_path / "experiments" / "x"), "mine", "train.py")
+    (tmp_path / "experiments" / "x" / outputs.OWNER).write_text("another\n")
+    with pytest.raises(outputs.JobRefused, match="holds the results of job another"):
+        outputs.claim_output(str(tmp_path), str(tmp_path / "experiments" / "x"), "mine", "train.py")
 
 
 def test_a_job_that_requests_all_gpus_gets_those_of_one_node_and_takes_one_slot(tmp_path: Path) -> None:

@@ -22,12 +22,14 @@ from dispatchers import MOMENTS, DispatcherCall, Dispatchers, dispatchers
 from test_jobs_dispatcher import UNTIL_ENDED, ListRun, Outcome, SimulatedServer, StartRequest, exits, job
 
 from distributed.files import KIT
-from distributed.jobs import dispatcher, journal, waiting
-from distributed.jobs.backend import NotStarted, Unreachable
-from distributed.jobs.base_cache import Cache
 from distributed.jobs.commands import base_conflict
-from distributed.jobs.job import Job, Options, job_id
-from distributed.jobs.state import Attempt
+from distributed.jobs.dispatch import dispatcher
+from distributed.jobs.journal import journal
+from distributed.jobs.journal.state import Attempt
+from distributed.jobs.lists.job import Job, Options, job_id
+from distributed.jobs.schedule import waiting
+from distributed.jobs.schedule.backend import NotStarted, Unreachable
+from distributed.jobs.schedule.base_cache import Cache
 from distributed.training import base_model
 from distributed.training.base_model import CACHE, FILES, TRAINING, hash_of
 

@@ -12,9 +12,10 @@ directory, Muster, and the Python interpreter. In cluster_config.json:
 
 In jobs_config.json, `_timeout` also sets --time, and `_labels` set --constraint.
 
-Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. array_task.py
-describes the files of an attempt; element.py derives the state of an attempt from these files and SLURM's queue.
-Elements are submitted with --no-requeue: after the loss of a node, the dispatcher starts a new attempt.
+Attempts that start at the same time with the same resources (GPUs, time, labels) form one array.
+host/specification.py describes the files of an attempt; element.py derives the state of an attempt from these files
+and SLURM's queue. Elements are submitted with --no-requeue: after the loss of a node, the dispatcher starts a new
+attempt.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributed.files import KIT, write_file
-from distributed.jobs import array_task, host, sbatch
-from distributed.jobs.array_task import SERVER
-from distributed.jobs.backend import Event, JobServer, NotStarted, ServerUnusable, Unreachable
-from distributed.jobs.config import ClusterConfig, ConfigError
-from distributed.jobs.element import (
+from distributed.jobs.host import checks, outputs, service, specification
+from distributed.jobs.host.specification import SERVER
+from distributed.jobs.journal.state import Attempt
+from distributed.jobs.lists.config import ClusterConfig, ConfigError
+from distributed.jobs.lists.job import Job, Options, arguments, environment
+from distributed.jobs.schedule.backend import Event, JobServer, NotStarted, ServerUnusable, Unreachable
+from distributed.jobs.schedule.placement import Slot, SlotPool
+from distributed.jobs.servers import sbatch
+from distributed.jobs.servers.context import ListContext, cached_manifest
+from distributed.jobs.servers.element import (
     Element,
     assign_specs,
     discard_array,
@@ -46,11 +52,8 @@ from distributed.jobs.element import (
     resources_of,
     unstarted_end,
 )
-from distributed.jobs.job import Job, Options, arguments, environment
-from distributed.jobs.placement import Slot, SlotPool
-from distributed.jobs.sbatch import ResourceRequest, SlurmQueue, sbatch_command
-from distributed.jobs.servers import ListContext, cached_manifest, run_program
-from distributed.jobs.state import Attempt
+from distributed.jobs.servers.programs import run_program
+from distributed.jobs.servers.sbatch import ResourceRequest, SlurmQueue, sbatch_command
 from distributed.trust import read_text
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol")
@@ -150,8 +153,8 @@ class SlurmServer(JobServer):
             raise ServerUnusable(f"script {self.context.script}: not in {self.context.cwd}; copy it there")
         try:
             self._python = await asyncio.to_thread(self._find_python)
-            host.list_directory(str(self.context.cwd), self.context.list_id)
-        except host.HostError as error:
+            checks.list_directory(str(self.context.cwd), self.context.list_id)
+        except outputs.HostError as error:
             raise ServerUnusable(str(error)) from None
         config = await self._call(["scontrol", "show", "config"])
         self._max_array = max(1, sbatch.leading_number(sbatch.setting(config, "MaxArraySize"), 1001))
@@ -167,7 +170,7 @@ class SlurmServer(JobServer):
         """The interpreter for scripts; it must have the same path on the compute nodes."""
         has_venv = os.path.exists(os.path.join(self.context.cwd, ".venv", "bin", "python"))
         requested = self.settings.python or ("" if has_venv else sys.executable)
-        return host.find_python(requested, str(self.context.cwd))
+        return checks.find_python(requested, str(self.context.cwd))
 
     async def wait_until_lost(self) -> str:
         assert self._lost
@@ -293,15 +296,15 @@ class SlurmServer(JobServer):
         cwd = str(self.context.cwd)
         base = self.context.cache.path(job.base) if job.base else ""
         return {
-            "command": [*host.program(self._python, self.context.script, cwd), *arguments(job, device)],
+            "command": [*checks.program(self._python, self.context.script, cwd), *arguments(job, device)],
             "script": self.context.script_name, "owner": job.owner,
             "workdir": cwd, "setup": bool(self.settings.setup), "gpus": resources.gpus,
             "timeout": None if job.options.timeout is None else max(1, round(job.options.timeout)),
             "grace": float(self.context.grace), "kill_wait": self._kill_wait,
             "needs": [resources.gpus, resources.minutes, list(resources.labels), resources.queued_after],
             "trains": job.trains, "cache": self.context.cache.directory, "settings": dict(job.settings),
-            "call": array_task.dispatcher_environment(dict(os.environ)),
-            "env": environment(job) | host.job_variables(element.output, cwd, start.needs, base),
+            "call": specification.dispatcher_environment(dict(os.environ)),
+            "env": environment(job) | outputs.job_variables(element.output, cwd, start.needs, base),
         }  # fmt: skip
 
     async def ensure_base(self, digest: str) -> int:
@@ -316,8 +319,8 @@ class SlurmServer(JobServer):
         try:
             os.close(element.create(job.owner, self.context.script_name))
             element.write_setup(self.settings.setup)
-            array_task.write_spec(element.directory, self._spec_of(start))
-        except host.HostError as error:
+            specification.write_spec(element.directory, self._spec_of(start))
+        except outputs.HostError as error:
             return NotStarted(str(error), error.kind)
         except OSError as error:
             element.delete_spec()
@@ -471,7 +474,7 @@ class SlurmServer(JobServer):
                     self._lose(str(error))
                     return
             await self._poll_elements(now, progress=now >= progress_at)
-            progress_at = now + host.PROGRESS_INTERVAL if now >= progress_at else progress_at
+            progress_at = now + service.PROGRESS_INTERVAL if now >= progress_at else progress_at
 
     def _submit_held(self, now: float) -> None:
         if self._held and now >= self._held_until and not self._submitting and not self._closing:

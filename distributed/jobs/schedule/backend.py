@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from distributed.jobs.job import Job
-from distributed.jobs.placement import SlotPool
-from distributed.jobs.state import Attempt
+from distributed.jobs.journal.state import Attempt
+from distributed.jobs.lists.job import Job
+from distributed.jobs.schedule.placement import SlotPool
 
 MAX_FAILED_STARTS = 3  # consecutive failed starts after which a server gets no new jobs until it reconnects
 

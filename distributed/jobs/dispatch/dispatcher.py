@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from distributed.jobs import backend
-from distributed.jobs.backend import Event, JobServer, NotStarted, ServerLink, ServerUnusable, Unreachable
-from distributed.jobs.base_cache import Cache
-from distributed.jobs.job import Job
-from distributed.jobs.journal import Journal, Record, request_id
-from distributed.jobs.placement import JobQueue, mean_seconds
-from distributed.jobs.state import NOT_COPIED, UNLISTED, Attempt, JobState, ListState, classify_end, job_records
-from distributed.jobs.waiting import WaitingJobs
+from distributed.jobs.journal.journal import Journal, Record, request_id
+from distributed.jobs.journal.state import NOT_COPIED, UNLISTED, Attempt, JobState, ListState, classify_end, job_records
+from distributed.jobs.lists.job import Job
+from distributed.jobs.schedule import backend
+from distributed.jobs.schedule.backend import Event, JobServer, NotStarted, ServerLink, ServerUnusable, Unreachable
+from distributed.jobs.schedule.base_cache import Cache
+from distributed.jobs.schedule.placement import JobQueue, mean_seconds
+from distributed.jobs.schedule.waiting import WaitingJobs
 from distributed.training.base_model import BaseModelError, hash_of
 
 POLL_INTERVAL = 0.5  # seconds between checks of timeouts and of the journal
