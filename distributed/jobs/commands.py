@@ -73,7 +73,9 @@ from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
 from distributed.files import KIT, user_file, version
 from distributed.host import signals, sync_list
-from distributed.jobs.dispatch.dispatcher import Dispatcher, Policy
+from distributed.jobs.dispatch.dispatcher import Dispatcher
+from distributed.jobs.dispatch.limits import Policy
+from distributed.jobs.dispatch.recorder import Recorder, Shown
 from distributed.jobs.host import outputs, panes
 from distributed.jobs.host.host_attempt import NOTHING_WRITTEN
 from distributed.jobs.journal import journal
@@ -595,10 +597,9 @@ def dispatch(
     command = "" if drain else options.notify or os.environ.get("MUSTER_NOTIFY", "")
     files = {"list": str(absolute(log_file)), "report": str(absolute(log_file.with_suffix(".html")))}
     notifier = Notifier(command, screen.log, str(log_file), **files)
-    dispatcher = Dispatcher(
-        list_journal, state, config.jobs, links, policy, log=screen.log, on_change=results.note_change,
-        cache=config.cache, read_added=functools.partial(jobs_to_add, config, job_servers), notify=notifier.send,
-    )  # fmt: skip
+    recorder = Recorder(list_journal, state, Shown(screen.log, results.note_change, notifier.send))
+    read_added = functools.partial(jobs_to_add, config, job_servers)
+    dispatcher = Dispatcher(recorder, config.jobs, links, policy, cache=config.cache, read_added=read_added)
     if names := next((each.context.forwarded for each in job_servers if isinstance(each, ssh_server.SshServer)), None):
         screen.log(f"forwarded to the jobs: {' '.join(names)}; {forwarding.SETTING} changes the list")
     with screen:

@@ -98,7 +98,7 @@ class JobServer(Protocol):
 
 @dataclass(frozen=True)
 class Event:
-    """An event; `Dispatcher._on_<kind>` handles it."""
+    """An event; Dispatcher has a table of the handlers, by kind."""
 
     kind: str
     server: str = ""
