@@ -26,22 +26,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from distributed.jobs import commands
+from distributed.jobs import commands, list_plan, list_start
 from distributed.jobs.dispatch.dispatcher import Dispatcher
 from distributed.jobs.host.service import PROGRESS_INTERVAL
 from distributed.jobs.journal.journal import Journal
 from distributed.jobs.journal.state import Attempt, ListState, job_records
 from distributed.jobs.lists.config import read_jobs
 from distributed.jobs.lists.job import Job
-from distributed.jobs.schedule.backend import Event
+from distributed.jobs.schedule.backend import Event, JobServer
 from distributed.jobs.schedule.base_cache import Cache
 from distributed.jobs.schedule.placement import Slot, SlotPool
 
 PROBE_INTERVAL = 0.05  # seconds between probes of the event loop
 
 
-class SimulatedServer:
-    """A simulated server; see dispatcher.JobServer."""
+class SimulatedServer(JobServer):
+    """A simulated server; see backend.JobServer."""
 
     watches_gpus = queues_dependents = False
 
@@ -162,10 +162,10 @@ def dispatch(jobs: list[Job], servers: list[SimulatedServer], monitor: LoopMonit
         state.apply(journal.add("list", **fields, jobs=job_records(jobs)))
         journal.commit()
         options = commands.run_parser().parse_args([])
-        config = commands.ListConfig(options, None, "train.py", jobs, Cache(Path.cwd()))
+        config = list_plan.ListConfig(options, None, "train.py", jobs, Cache(Path.cwd()), state.id)
         start = cpu_seconds()
         with monitored(monitor):
-            code = commands.dispatch(journal, state, config, servers)
+            code = list_start.dispatch(journal, state, config, servers)
         spent = cpu_seconds() - start
     if code or state.counts["done"] != len(jobs):
         sys.exit(f"exit code {code}: {state.counts}")

@@ -14,8 +14,10 @@ import pytest
 
 from distributed.files import KIT
 from distributed.jobs import commands, two_phase
+from distributed.jobs.call import PROGRAM, PROGRAMS, TWO_PHASE
 from distributed.jobs.host import outputs
 from distributed.jobs.lists.generator import write
+from distributed.jobs.subcommands import SUBCOMMANDS
 
 LOCAL = {"--backend": "local", "--slots": "2", "--jobs-config": "jobs.json"}
 
@@ -116,7 +118,7 @@ def test_sync_warns_of_untracked_files_that_look_like_secrets(
 
 @pytest.mark.parametrize(
     ("program", "name"),
-    list(zip((commands.main, two_phase.main, two_phase.helper), commands.PROGRAMS, strict=True)),
+    list(zip((commands.main, two_phase.main, two_phase.helper), PROGRAMS, strict=True)),
 )
 @pytest.mark.parametrize("command", ["", "status", "logs a", "cache", "cache list", "cache verify", "cache prune"])
 @pytest.mark.parametrize("option", ["--help", "-h"])
@@ -130,15 +132,15 @@ def test_help_is_printed_after_any_subcommand(
     printed = capsys.readouterr()
     assert (printed.out.count(f"usage: {name} "), printed.err) == (1, "")
     subcommand, _, _ = command.partition(" ")
-    subcommands = {commands.PROGRAM: ["status", "logs"], commands.TWO_PHASE: ["status", "logs", "cache"]}
+    subcommands = {PROGRAM: ["status", "logs"], TWO_PHASE: ["status", "logs", "cache"]}
     assert printed.out.startswith(f"usage: {name} {subcommand} [-h]") == (subcommand in subcommands.get(name, ()))
 
 
-@pytest.mark.parametrize("subcommand", commands.SUBCOMMANDS)
+@pytest.mark.parametrize("subcommand", SUBCOMMANDS)
 def test_the_help_of_a_subcommand_explains_its_options(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main([subcommand, "--help"]) == 0
     printed = capsys.readouterr().out
-    assert str(commands.SUBCOMMANDS[subcommand].__doc__) in printed
+    assert str(SUBCOMMANDS[subcommand].__doc__) in printed
     assert "--log-file FILE" in printed
     assert ("--attempt N" in printed) == (subcommand == "logs")
     assert (" JOB" in printed) == (subcommand in ("logs", "why", "cancel", "retry"))

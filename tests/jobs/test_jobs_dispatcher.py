@@ -25,7 +25,7 @@ from distributed.jobs.journal import journal
 from distributed.jobs.journal.journal import Journal
 from distributed.jobs.journal.state import Attempt, JobState, ListState, classify_end, job_records
 from distributed.jobs.lists.job import ALL_GPUS, Job, Options, job_of
-from distributed.jobs.schedule.backend import Event, NotStarted, ServerLink, ServerUnusable, Unreachable
+from distributed.jobs.schedule.backend import Event, JobServer, NotStarted, ServerLink, ServerUnusable, Unreachable
 from distributed.jobs.schedule.base_cache import Cache
 from distributed.jobs.schedule.placement import Slot, SlotPool, plan
 
@@ -64,7 +64,7 @@ class StartRequest:
     needs: Sequence[str]
 
 
-class SimulatedServer:
+class SimulatedServer(JobServer):
     """A server on which an attempt ends with the exit code `outcome_of(request)`, or when the test calls end()."""
 
     def __init__(self, name: str, slots: int = 1, gpus: bool = False, labels: Iterable[str] = ()) -> None:

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.files import write_file, write_json
-from distributed.jobs import array_task, commands
+from distributed.jobs import array_task, commands, list_plan
 from distributed.jobs.host import outputs, specification
 from distributed.jobs.host.specification import spec_path, taken_path, write_spec
 from distributed.jobs.journal.state import ListState, classify_end
@@ -738,8 +738,8 @@ def test_adding_jobs_to_a_list_adds_slots_for_them(tmp_path: Path, monkeypatch: 
     server.pool.free -= {0}
     options = commands.run_parser().parse_args(["--backend", "slurm"])
     cluster = ClusterConfig.model_validate({"servers": [{"host": "slurm", "gpus": 2}]})
-    config = commands.ListConfig(options, cluster, "x.py", [job_of({"n": 1}, Options())], Cache(tmp_path))
-    (new,) = commands.jobs_to_add(config, [server], config.jobs, str(tmp_path / "more.json"))
+    config = list_plan.ListConfig(options, cluster, "x.py", [job_of({"n": 1}, Options())], Cache(tmp_path), "abc")
+    (new,) = list_plan.jobs_to_add(config, [server], config.jobs, str(tmp_path / "more.json"))
     assert (new.settings, new.file) == ({"n": 2}, str(tmp_path / "more.json"))
     assert (len(server.pool.slots), server.pool.free, server.pool.capacity()) == (5, {1, 2, 3, 4}, 5)
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from distributed.files import KIT, user_file
-from distributed.jobs import commands
+from distributed.jobs import commands, list_plan
 from distributed.jobs.host import checks, host_attempt, outputs, panes, service
 from distributed.jobs.journal import journal
 from distributed.jobs.journal.journal import Journal, JournalError
@@ -123,10 +123,10 @@ def test_a_file_that_no_call_names_is_not_used_if_another_user_has_planted_it(
             os.chown(path, *([NOBODY if path.name == name else 0] * 2))
         monkeypatch.chdir(directory)
         with pytest.raises(config.ConfigError, match=f"{shared / name}: belongs to nobody"):
-            commands.stored_config(state, directory / "results.journal")
+            list_plan.stored_config(state, directory / "results.journal")
     os.chown(shared / "train.py", 0, 0)
     monkeypatch.chdir(directory)
-    assert commands.stored_config(state, directory / "results.journal").script == "../train.py"
+    assert list_plan.stored_config(state, directory / "results.journal").script == "../train.py"
 
 
 COMMANDS = [["status"], ["why", "experiments"], ["logs", "experiments"], ["cancel", "all"], ["retry", "failed"],

@@ -22,9 +22,9 @@ from dispatchers import MOMENTS, DispatcherCall, Dispatchers, dispatchers
 from test_jobs_dispatcher import UNTIL_ENDED, ListRun, Outcome, SimulatedServer, StartRequest, exits, job, make_fast
 
 from distributed.files import KIT
-from distributed.jobs.commands import base_conflict
 from distributed.jobs.journal import journal
 from distributed.jobs.journal.state import Attempt
+from distributed.jobs.list_plan import base_conflict
 from distributed.jobs.lists.job import Job, Options, job_id
 from distributed.jobs.schedule import waiting
 from distributed.jobs.schedule.backend import NotStarted, Unreachable

@@ -52,6 +52,10 @@ class JobServer(Protocol):
     watches_gpus: bool = False
     queues_dependents: bool = False  # whether it accepts an attempt whose base model is still being trained
 
+    def make_room(self, slots: int) -> None:
+        """Have at least this number of slots, if the number depends on the jobs."""
+        return
+
     async def connect(self, post: Callable[[Event], None]) -> str:
         """Connect; call post() for each later event. Returns a note for the log. Raises ServerUnusable."""
 

@@ -117,8 +117,9 @@ class SlurmServer(JobServer):
                 f"workdir {workdir}: with --backend slurm jobs run in the current directory, {context.cwd}; "
                 "run the command in workdir, or remove workdir"
             )
-        slots = tuple(Slot(index, None) for index in range(max(1, min(cluster.max_queued, slots_needed))))
-        self.pool = SlotPool(SERVER, slots, AnyLabels(), all_gpus=1)  # a slot is a queued job with any number of GPUs
+        self._max_queued = cluster.max_queued
+        # A slot is a queued job with any number of GPUs.
+        self.pool = SlotPool(SERVER, self._slots(slots_needed), AnyLabels(), all_gpus=1)
         self.queues_dependents = True
         self.directory = os.path.join(context.cwd, "logs", "jobs", context.list_id)
         self._prefix = f"muster-{context.list_id}-"
@@ -139,6 +140,12 @@ class SlurmServer(JobServer):
         self._lost: asyncio.Future[str] | None = None
         self._ready = False  # whether self._elements is complete
         self._closing = False
+
+    def _slots(self, needed: int) -> tuple[Slot, ...]:
+        return tuple(Slot(index, None) for index in range(max(1, min(self._max_queued, needed))))
+
+    def make_room(self, slots: int) -> None:
+        self.pool.grow(self._slots(slots))
 
     # ---- connecting
 
