@@ -25,7 +25,7 @@ import yaml
 from conftest import slow_names, tracked
 
 from distributed.files import version
-from distributed.jobs.servers.kit import KIT_FILES
+from distributed.jobs.servers.ssh_server import KIT_FILES
 
 KIT = Path(__file__).resolve().parent.parent
 

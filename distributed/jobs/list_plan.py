@@ -34,7 +34,7 @@ from distributed.jobs.schedule.backend import JobServer
 from distributed.jobs.schedule.base_cache import Cache
 from distributed.jobs.schedule.placement import SlotPool, mean_seconds, plan
 from distributed.jobs.servers import host_server, ssh_server
-from distributed.jobs.servers.context import ListContext
+from distributed.jobs.servers.host_server import ListContext
 from distributed.jobs.show.results import phase_files
 from distributed.launch import forwarding
 from distributed.terminal import plural

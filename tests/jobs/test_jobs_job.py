@@ -42,8 +42,7 @@ from distributed.jobs.lists.job import (
     muster_job,  # fmt: skip
 )
 from distributed.jobs.schedule.backend import Event
-from distributed.jobs.servers.context import ListContext
-from distributed.jobs.servers.host_server import LocalServer
+from distributed.jobs.servers.host_server import ListContext, LocalServer
 from distributed.training.fold import DEFAULT_PARTICIPANTS
 
 KIT = Path(__file__).resolve().parents[2]

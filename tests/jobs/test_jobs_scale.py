@@ -18,7 +18,7 @@ from distributed.jobs.lists import config
 from distributed.jobs.lists.job import Job, Options, job_of
 from distributed.jobs.schedule.backend import NotStarted, Unreachable
 from distributed.jobs.servers.channel import HostReplyError
-from distributed.jobs.servers.context import ListContext
+from distributed.jobs.servers.host_server import ListContext
 from distributed.jobs.servers.ssh_server import MAX_ATTEMPTS_PER_RSYNC, MAX_RSYNCS, SshServer
 from distributed.jobs.show.results import Results, entry
 

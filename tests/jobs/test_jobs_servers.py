@@ -23,7 +23,7 @@ from distributed.jobs.lists import config
 from distributed.jobs.lists.job import GpuId, Options, job_of
 from distributed.jobs.schedule.backend import ServerUnusable, Unreachable
 from distributed.jobs.servers import host_server, programs, sockets, ssh_server
-from distributed.jobs.servers.context import ListContext
+from distributed.jobs.servers.host_server import ListContext
 
 NO_SPACE = "No space left on device; free space there, or set "
 

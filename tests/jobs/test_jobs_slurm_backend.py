@@ -31,8 +31,8 @@ from distributed.jobs.lists.job import ALL_GPUS, Options, job_of
 from distributed.jobs.schedule.backend import Event, NotStarted, Unreachable
 from distributed.jobs.schedule.base_cache import Cache
 from distributed.jobs.servers import element
-from distributed.jobs.servers.context import ListContext
 from distributed.jobs.servers.element import Element, assign_specs, job_path
+from distributed.jobs.servers.host_server import ListContext
 from distributed.jobs.servers.sbatch import (
     NO_REPLY,
     QUEUE_FULL,
@@ -49,7 +49,8 @@ from distributed.jobs.servers.sbatch import (
     slurm_environment,
     with_gpus,
 )
-from distributed.jobs.servers.slurm_server import AnyLabels, PendingStart, SlurmServer
+from distributed.jobs.servers.slurm_server import AnyLabels, SlurmServer
+from distributed.jobs.servers.submissions import PendingStart
 from distributed.launch import supervisor
 
 KIT = Path(__file__).resolve().parents[2]
@@ -760,13 +761,13 @@ def submit(server: SlurmServer, count: int, reply: tuple[int, str, str]) -> tupl
     events: list[Event] = []
 
     async def submit() -> list[Any]:
-        server._post = events.append
+        server._submissions.open(events.append, 1000)
         server._lost = asyncio.get_running_loop().create_future()
         replies = [asyncio.get_running_loop().create_future() for _ in range(count)]
         elements = [make_spec(Path(server.directory), f"j{number}.1") for number in range(count)]
         starts = [PendingStart(each, CPU, reply=reply) for each, reply in zip(elements, replies, strict=True)]
-        assign_specs(server._array_path(ARRAY), ARRAY, elements)
-        await server._handle_sbatch_reply(CPU, starts, ARRAY, *reply)
+        assign_specs(server._submissions.array_path(ARRAY), ARRAY, elements)
+        await server._submissions._handle_sbatch_reply(CPU, starts, ARRAY, *reply)
         return await asyncio.gather(*replies, return_exceptions=True)
 
     return asyncio.run(submit()), events
@@ -777,7 +778,7 @@ def test_an_accepted_array_is_registered_with_its_job_id(tmp_path: Path) -> None
     os.makedirs(server.directory)
     found, _ = submit(server, 2, (0, "4711;cluster\n", "sbatch: info: be nice\n"))
     assert found == [{"state": "running"}] * 2
-    assert Path(job_path(server._array_path(ARRAY))).read_text() == "4711\n"
+    assert Path(job_path(server._submissions.array_path(ARRAY))).read_text() == "4711\n"
     assert [(each.array, each.index) for each in server._elements.values()] == [(ARRAY, 0), (ARRAY, 1)]
 
 
@@ -832,7 +833,7 @@ def test_only_the_job_specification_contains_the_secrets_of_a_job(
     assert written["call"]["MODULEPATH"] == "/modules"
     assert "CUDA_VISIBLE_DEVICES" not in written["call"]
     assert "k3pt" not in json.dumps([written["command"], written["call"]])
-    assert "k3pt" not in " ".join(server._sbatch(resources, ARRAY, 1))
+    assert "k3pt" not in " ".join(server._submissions._sbatch(resources, ARRAY, 1))
 
 
 def test_jobs_on_a_cpu_node_get_no_gpu(tmp_path: Path) -> None:

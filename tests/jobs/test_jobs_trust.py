@@ -32,7 +32,7 @@ from distributed.jobs.schedule.backend import Event, ServerUnusable, Unreachable
 from distributed.jobs.schedule.base_cache import Cache
 from distributed.jobs.servers import host_server, programs, sockets, ssh_server
 from distributed.jobs.servers.channel import EVENTS, Channel
-from distributed.jobs.servers.context import ListContext
+from distributed.jobs.servers.host_server import ListContext
 from distributed.jobs.show import console, page
 from distributed.training.base_model import CACHE, FILES, TRAINING, WEIGHTS, BaseModelError, hash_of, stage
 

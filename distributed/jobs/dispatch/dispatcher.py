@@ -41,13 +41,11 @@ class Dispatcher:
         self._events = events = EventQueue()
         self._limits = Limits(recorder, policy, self._jobs, self._cancel)
         self.starts = Starts(recorder, events, self._jobs, links, cache, policy.drain)
-        self._endings = Endings(
-            recorder, events, self._jobs, links, self.starts, self._limits, cache, policy.evict
-        )  # fmt: skip
+        self._endings = Endings(recorder, events, self._jobs, links, self.starts, self._limits, cache, policy.evict)
         self.connections = Connections(recorder, events, links, policy, self.starts)
         self._running = RunningAttempts(
             recorder, events, self._jobs, links, self.connections, self.starts, self._endings
-        )  # fmt: skip
+        )
         self._handlers: dict[str, Callable[[Event], None]] = {
             "wake": lambda _: None,
             "task_failed": self._on_task_failed,

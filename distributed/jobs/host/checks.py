@@ -1,7 +1,4 @@
-"""Checks of a server before jobs run there: its working directory, its Python, and who owns them.
-
-Standard library only: it runs on servers without packages.
-"""
+"""Checks of a server before jobs run there: its working directory, its Python, and who owns them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One attempt of a job on its server: its files, its state and its end.
-
-Standard library only: it runs on servers without packages.
-"""
+"""One attempt of a job on its server: its files, its state and its end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Output directories of jobs, each of which belongs to one job, and the variables that name them.
-
-Standard library only: it runs on servers without packages.
-"""
+"""Output directories of jobs, each of which belongs to one job, and the variables that name them."""
 
 from __future__ import annotations
 

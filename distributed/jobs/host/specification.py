@@ -8,10 +8,7 @@ file name shows its state, and element.json shows the element that claimed it:
   LIST/ATTEMPT/taken.ID      claimed by an element that has not started the command
   LIST/ATTEMPT/element.json  host, time, array and SLURM job id of the element that claimed the specification
 
-A job specification is assigned, released and claimed by renaming its file; only one process can succeed in that.
-
-Standard library only: it runs on compute nodes.
-"""
+A job specification is assigned, released and claimed by renaming its file; only one process can succeed in that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of a job list that runs the program jobs.host.service, such as this machine."""
+"""Servers of a job list that run the program jobs.host.service, such as this machine."""
 
 from __future__ import annotations
 
@@ -7,25 +7,47 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from distributed.host.gpus import query_gpus
 from distributed.jobs.host.panes import SESSIONS, host_command
 from distributed.jobs.journal.state import Attempt
 from distributed.jobs.lists import config
+from distributed.jobs.lists.bases import script_name
 from distributed.jobs.lists.job import GpuId, Job, arguments, environment
 from distributed.jobs.schedule.backend import Event, JobServer, NotStarted, ServerUnusable, Unreachable
+from distributed.jobs.schedule.base_cache import Cache
 from distributed.jobs.schedule.placement import Slot, SlotPool
 from distributed.jobs.servers.channel import Channel, HostReplyError
-from distributed.jobs.servers.context import ListContext, cached_manifest
 from distributed.terminal import plural
-from distributed.training.base_model import TRAINING, hash_of
+from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 from distributed.transport.owners import owners_here
 
 CONNECT_TIMEOUT = 60.0  # seconds
 MAX_COPIES = 3  # how often a base model is copied if the copies are damaged
 COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has unlocked a base model
+
+
+@dataclass(frozen=True)
+class ListContext:
+    """The settings that all servers of a list share."""
+
+    list_id: str
+    cwd: Path
+    script: str
+    grace: float = 30.0  # seconds between SIGTERM and SIGKILL
+    panes: bool = True
+    sync: bool = False
+    forwarded: Mapping[str, str] = field(default_factory=dict)  # the dispatcher's variables that jobs over ssh inherit
+    machines: dict[tuple[str, str], str] = field(default_factory=dict)  # (host name, boot id) -> server
+    cache: Cache = field(default_factory=lambda: Cache(Path()))
+
+    @property
+    def script_name(self) -> str:
+        """The path of the script as Muster writes it to the file .muster_job in an output directory."""
+        return script_name(self.script)
 
 
 def slots_of(server: config.Server) -> tuple[Slot, ...]:
@@ -264,3 +286,11 @@ def local_server(context: ListContext, slots: int | None) -> LocalServer:
     notes.append("jobs run without GPUs" if any(notes) and not devices else "")
     server.note = "; ".join(filter(None, notes))
     return server
+
+
+async def cached_manifest(cache: Cache, digest: str) -> dict[str, Any]:
+    """The manifest of a base model in the dispatcher's cache, verified. Raises NotStarted."""
+    try:
+        return await asyncio.to_thread(cache.verify, digest)
+    except BaseModelError as error:
+        raise NotStarted(f"base {hash_of(digest)}: {error}", "base") from None

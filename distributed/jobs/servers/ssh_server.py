@@ -10,17 +10,21 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import hashlib
+import io
 import os
 import re
 import shlex
 import shutil
 import stat
 import subprocess
+import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.files import KIT
 from distributed.host import sync_list
 from distributed.host.replies import ssh_failure
 from distributed.host.ssh_call import LOGIN_SHELL, login_failure
@@ -31,9 +35,7 @@ from distributed.jobs.lists import config
 from distributed.jobs.lists.job import Job
 from distributed.jobs.schedule.backend import Event, ServerUnusable, Unreachable
 from distributed.jobs.servers.channel import Channel
-from distributed.jobs.servers.context import ListContext
-from distributed.jobs.servers.host_server import CONNECT_TIMEOUT, HostServer
-from distributed.jobs.servers.kit import kit_archive
+from distributed.jobs.servers.host_server import CONNECT_TIMEOUT, HostServer, ListContext
 from distributed.jobs.servers.programs import last_line, read_tail, run_program
 from distributed.jobs.servers.sockets import sockets_directory, write_ssh_config
 from distributed.transport.commands import VANISHED, over_ssh, rsync_shell
@@ -54,6 +56,24 @@ CHECK_CACHE = f'([ -z "${{XDG_CACHE_HOME-}}" ] || {{ owners="$(id -u) 0"; cd -- 
 SENDING = ("--archive", "--sparse")
 RECEIVING = ("--links", "--perms", "--times", "--sparse", "--chmod=Du+rwx,Fu+rw,go-w", f"--exclude={outputs.OWNER}")
 FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # the standard input of rsync has the paths, ended by NUL
+# The files that jobs.host.service and its supervisors need on a server. The list leaves out distributed/runs/, because
+# usage_sampler.py imports it only to take samples, and supervisors of jobs take none.
+KIT_FILES = (
+    "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
+    "distributed/trust.py",
+    "distributed/host/__init__.py", "distributed/host/clock.py", "distributed/host/collectives.py",
+    "distributed/host/gpus.py", "distributed/host/process_scan.py", "distributed/host/signals.py",
+    "distributed/host/system.py",
+    "distributed/jobs/__init__.py", "distributed/jobs/host/__init__.py", "distributed/jobs/host/checks.py",
+    "distributed/jobs/host/host_attempt.py", "distributed/jobs/host/outputs.py", "distributed/jobs/host/panes.py",
+    "distributed/jobs/host/service.py",
+    "distributed/launch/__init__.py", "distributed/launch/output_lines.py", "distributed/launch/node_reports.py",
+    "distributed/launch/output_metrics.py", "distributed/launch/shown_ranks.py",
+    "distributed/launch/supervisor.py", "distributed/launch/usage_sampler.py",
+    "distributed/training/__init__.py", "distributed/training/base_model.py",
+    "scripts/lib/module.py", "scripts/lib/in_node_env.sh", "scripts/lib/environment.bash",
+    "scripts/lib/common.bash", "scripts/lib/node_env.bash",
+)  # fmt: skip
 
 
 class SshServer(HostServer):
@@ -412,3 +432,16 @@ def quoted_path(path: str) -> str:
 def rsync_literal(path: str) -> str:
     """Escape a remote path for rsync if it contains wildcards; rsync does not unescape a path without them."""
     return re.sub(r"([*?\[\\])", r"\\\1", path) if set("*?[") & set(path) else path
+
+
+@functools.cache
+def kit_archive() -> tuple[str, bytes]:
+    """(name, tar archive) of KIT_FILES; the name is a hash of the contents."""
+    buffer = io.BytesIO()
+    digest = hashlib.sha256()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name in KIT_FILES:
+            path = Path(KIT, name)
+            digest.update(name.encode() + b"\0" + path.read_bytes())
+            archive.add(path, name)
+    return digest.hexdigest()[:12], buffer.getvalue()

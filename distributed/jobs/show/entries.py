@@ -1,7 +1,4 @@
-"""The jobs in results.json and their metrics files, as the page of a list reads them.
-
-Standard library only.
-"""
+"""The jobs in results.json and their metrics files, as the page of a list reads them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The table of jobs on the page of a list.
-
-Standard library only.
-"""
+"""The table of jobs on the page of a list."""
 
 from __future__ import annotations
 
