@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_jobs_dispatcher import SimulatedServer
 
 from distributed.files import KIT
 from distributed.jobs import commands, two_phase
 from distributed.jobs.call import PROGRAM, PROGRAMS, TWO_PHASE
 from distributed.jobs.host import outputs
+from distributed.jobs.list_plan import refuse_unplaceable_jobs
+from distributed.jobs.lists.config import ConfigError
 from distributed.jobs.lists.generator import write
+from distributed.jobs.lists.job import Options, job_of
 from distributed.jobs.subcommands import SUBCOMMANDS
 
 LOCAL = {"--backend": "local", "--slots": "2", "--jobs-config": "jobs.json"}
@@ -150,6 +154,15 @@ def test_the_help_of_a_subcommand_explains_its_options(subcommand: str, capsys: 
 def test_every_job_without_a_matching_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(arguments()) == 2
     assert "_gpus=1000: no matching server has more than " in capsys.readouterr().err
+
+
+def test_a_job_is_accepted_for_gpus_that_are_lost_now() -> None:
+    """A running dispatcher checks the jobs that `add` names against its own servers."""
+    server = SimulatedServer("one", slots=2, gpus=True)
+    server.pool.lost = frozenset({1})
+    refuse_unplaceable_jobs([job_of({"n": 1}, Options(gpus=2))], [server])
+    with pytest.raises(ConfigError, match="no matching server has more than 2"):
+        refuse_unplaceable_jobs([job_of({"n": 1}, Options(gpus=3))], [server])
 
 
 def test_a_plan_starts_no_job_and_writes_no_file(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
