@@ -14,6 +14,7 @@ from pathlib import Path
 
 from distributed.exit_codes import STOPPED
 from distributed.host import signals
+from distributed.jobs import list_plan
 from distributed.jobs.call import CallError, absolute, command_line, journal_of, program_name
 from distributed.jobs.dispatch.dispatcher import Dispatcher
 from distributed.jobs.dispatch.limits import Policy
@@ -21,18 +22,7 @@ from distributed.jobs.dispatch.recorder import Recorder, Shown
 from distributed.jobs.host.host_attempt import NOTHING_WRITTEN
 from distributed.jobs.journal.journal import Journal
 from distributed.jobs.journal.state import ListState, job_records
-from distributed.jobs.list_plan import (
-    SHOWN,
-    ListConfig,
-    jobs_to_add,
-    make_servers,
-    read_config,
-    refuse_existing_results,
-    refuse_foreign_outputs,
-    refuse_other_list,
-    refuse_unplaceable_jobs,
-    show_plan,
-)
+from distributed.jobs.list_plan import SHOWN, ListConfig
 from distributed.jobs.schedule.backend import JobServer, ServerLink
 from distributed.jobs.servers import sockets, ssh_server
 from distributed.jobs.show import console
@@ -47,23 +37,23 @@ NOT_STORED = ("plan", "log_file")  # all other options of the last call are rest
 
 def run(options: argparse.Namespace) -> int:
     """Run or continue a list. Returns the exit code."""
-    config = read_config(options)
+    config = list_plan.read_config(options)
     # If --log-file is a link, this is the directory of the target.
     directory = os.path.dirname(os.path.realpath(options.log_file))
     if not os.path.isdir(directory):
         shown = directory if options.log_file.is_symlink() else options.log_file.parent
         raise CallError(f"--log-file {options.log_file}: no such directory: {shown}; create it")
-    refuse_existing_results(options)
-    job_servers = make_servers(config)
-    refuse_unplaceable_jobs(config.jobs, job_servers)
-    refuse_foreign_outputs(config)
+    list_plan.refuse_existing_results(options)
+    job_servers = list_plan.make_servers(config)
+    list_plan.refuse_unplaceable_jobs(config.jobs, job_servers)
+    list_plan.refuse_foreign_outputs(config)
     if options.plan:
-        return show_plan(config, job_servers)
+        return list_plan.show_plan(config, job_servers)
     for line in config.warnings:
         sys.stderr.write(f"{program_name()}: warning: {line}\n")
     with Journal.open(journal_of(options.log_file)) as list_journal:
         state = ListState.of(list_journal.records)
-        refuse_other_list(state, config)
+        list_plan.refuse_other_list(state, config)
         listed = {job.id for job in config.jobs}
         added = any(each.job.file and each.job.id not in listed for each in state.unfinished())
         if added or state.id not in ("", config.list_id):
@@ -97,7 +87,7 @@ def dispatch(
     files = {"list": str(absolute(log_file)), "report": str(absolute(log_file.with_suffix(".html")))}
     notifier = Notifier(command, screen.log, str(log_file), **files)
     recorder = Recorder(list_journal, state, Shown(screen.log, results.note_change, notifier.send))
-    read_added = functools.partial(jobs_to_add, config, job_servers)
+    read_added = functools.partial(list_plan.jobs_to_add, config, job_servers)
     dispatcher = Dispatcher(recorder, config.jobs, links, policy, cache=config.cache, read_added=read_added)
     if names := next((each.context.forwarded for each in job_servers if isinstance(each, ssh_server.SshServer)), None):
         screen.log(f"forwarded to the jobs: {' '.join(names)}; {forwarding.SETTING} changes the list")

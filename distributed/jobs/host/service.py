@@ -65,6 +65,7 @@ CONNECTION_TIMEOUT = HEARTBEAT_TIMEOUT - 3.0
 POLL_INTERVAL = 0.2  # seconds between checks of running attempts
 PROGRESS_INTERVAL = 2.0  # seconds between reads of the metrics of running jobs
 CHILD_KILLED = "a child process of jobs.host was killed; check the memory of the server"
+
 Request = dict[str, Any]
 Reply = dict[str, Any]
 ResultHandler = Callable[[Reply], None]

@@ -20,18 +20,7 @@ from distributed.exit_codes import KILLED
 from distributed.files import read_json, write_file
 from distributed.jobs.host import specification
 from distributed.jobs.host.host_attempt import HostAttempt, known_facts, last_lines, modification_time, read_metrics
-from distributed.jobs.host.specification import (
-    ATTEMPTS,
-    ELEMENT,
-    NEW,
-    SERVER,
-    SPEC,
-    TAKEN,
-    move,
-    names_in,
-    remove,
-    spec_path,
-)
+from distributed.jobs.host.specification import ATTEMPTS, ELEMENT, SERVER, SPEC, TAKEN, move, remove, spec_path
 from distributed.jobs.servers.sbatch import QueueEntry, ResourceRequest, SlurmQueue, end_without_code
 from distributed.launch import supervisor
 from distributed.trust import PRIVATE_DIRECTORY
@@ -128,7 +117,7 @@ class Element(HostAttempt):
     def delete_spec(self) -> None:
         """Remove the job specification, even if it is claimed, so that no element starts the command."""
         for name in self.file_names():
-            if name == NEW or name.startswith((SPEC, TAKEN)):
+            if name == specification.NEW or name.startswith((SPEC, TAKEN)):
                 remove(os.path.join(self.directory, name))
 
     def array_path(self) -> str:
@@ -290,7 +279,7 @@ def unstarted_end() -> Facts:
 def index_in(array: str, name: str) -> int:
     """The index of an attempt in an array; -1 if unknown."""
     try:
-        return names_in(array).index(name)
+        return specification.names_in(array).index(name)
     except (OSError, ValueError):
         return -1
 
