@@ -31,9 +31,9 @@ from distributed.training import base_model
 SERVE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from distributed.jobs import host
-host.CONNECTION_TIMEOUT = float(sys.argv[2])
-host.main(["serve"])
+from distributed.jobs.host import service
+service.CONNECTION_TIMEOUT = float(sys.argv[2])
+service.main(["serve"])
 """
 
 

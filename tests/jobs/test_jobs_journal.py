@@ -270,7 +270,7 @@ def test_checking_for_a_dispatcher_does_not_prevent_a_dispatcher_from_starting(p
 ASK = """
 import sys
 from pathlib import Path
-from distributed.jobs import journal
+from distributed.jobs.journal import journal
 for number in range(int(sys.argv[2])):
     journal.request(Path(sys.argv[1]), "cancel", [f"{sys.argv[3]}{number}"])
 """

@@ -252,7 +252,7 @@ def test_the_working_directory_is_not_copied_through_a_link_of_another_user(
 def test_a_server_that_does_not_reply_before_the_working_directory_is_copied_is_unreachable(
     home: Path, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_server, "CONNECT_TIMEOUT", 1.0)
+    monkeypatch.setattr(ssh_server, "CONNECT_TIMEOUT", 1.0)
     one = server(project, sync=True, workdir=f"{home}/work")
     monkeypatch.setattr(one, "_ssh", lambda line: ["sleep", "15"])
     with pytest.raises(Unreachable, match="no reply within 1 s"):
