@@ -155,9 +155,9 @@ def many_checkpoints(size: int, directory: Path) -> dict[str, float]:
 def many_jobs(size: int, directory: Path) -> dict[str, float]:
     """Seconds of CPU time, and MB."""
     from benchmarks.jobs_scale import job_list
-    from distributed.jobs.config import read_jobs
-    from distributed.jobs.journal import Journal
-    from distributed.jobs.state import job_records
+    from distributed.jobs.journal.journal import Journal
+    from distributed.jobs.journal.state import job_records
+    from distributed.jobs.lists.config import read_jobs
 
     (directory / "jobs.json").write_text(json.dumps(job_list(size, 10)))
     jobs, end = read_jobs(directory / "jobs.json"), {"started": 1.0, "ended": 2.0, "failure": "", "reason": ""}

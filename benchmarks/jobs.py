@@ -25,8 +25,8 @@ from pathlib import Path
 
 from benchmarks.laboratory import KIT, nodes
 from benchmarks.pairs import ratio_of
-from distributed.jobs.config import Server
-from distributed.jobs.servers import write_ssh_config
+from distributed.jobs.lists.config import Server
+from distributed.jobs.servers.sockets import write_ssh_config
 
 RUN = KIT / "scripts/jobs/run_distributed_training.py"
 SLOTS = 8  # of each server

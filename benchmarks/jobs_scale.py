@@ -1,9 +1,10 @@
 """Measure the cost of the dispatcher for 100 servers of 8 slots and 10,000 jobs.
 
 The servers are simulated in this process, without ssh and without processes of jobs. A simulated job reports progress,
-as host.py does, and ends after its run time. The journal is real: it is synced to disk in --directory (choose one on a
-real disk). results.json and results.html are written as usual. The CPU time is that of this process, including the
-simulation, from the first connection to the last result; it excludes results.html, which another process writes.
+as jobs.host.service does, and ends after its run time. The journal is real: it is synced to disk in --directory
+(choose one on a real disk). results.json and results.html are written as usual. The CPU time is that of this process,
+including the simulation, from the first connection to the last result; it excludes results.html, which another process
+writes.
 
     python -m benchmarks.jobs_scale [--servers 100] [--slots 8] [--jobs 10000] [--seconds 1.5] [--directory .]
 """
@@ -25,22 +26,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from distributed.jobs import commands
-from distributed.jobs.backend import Event
-from distributed.jobs.base_cache import Cache
-from distributed.jobs.config import read_jobs
-from distributed.jobs.dispatcher import Dispatcher
-from distributed.jobs.host import PROGRESS_INTERVAL
-from distributed.jobs.job import Job
-from distributed.jobs.journal import Journal
-from distributed.jobs.placement import Slot, SlotPool
-from distributed.jobs.state import Attempt, ListState, job_records
+from distributed.jobs import commands, list_plan, list_start
+from distributed.jobs.dispatch.dispatcher import Dispatcher
+from distributed.jobs.host.service import PROGRESS_INTERVAL
+from distributed.jobs.journal.journal import Journal
+from distributed.jobs.journal.state import Attempt, ListState, job_records
+from distributed.jobs.lists.config import read_jobs
+from distributed.jobs.lists.job import Job
+from distributed.jobs.schedule.backend import Event, JobServer
+from distributed.jobs.schedule.base_cache import Cache
+from distributed.jobs.schedule.placement import Slot, SlotPool
 
 PROBE_INTERVAL = 0.05  # seconds between probes of the event loop
 
 
-class SimulatedServer:
-    """A simulated server; see dispatcher.JobServer."""
+class SimulatedServer(JobServer):
+    """A simulated server; see backend.JobServer."""
 
     watches_gpus = queues_dependents = False
 
@@ -161,10 +162,10 @@ def dispatch(jobs: list[Job], servers: list[SimulatedServer], monitor: LoopMonit
         state.apply(journal.add("list", **fields, jobs=job_records(jobs)))
         journal.commit()
         options = commands.run_parser().parse_args([])
-        config = commands.ListConfig(options, None, "train.py", jobs, Cache(Path.cwd()))
+        config = list_plan.ListConfig(options, None, "train.py", jobs, Cache(Path.cwd()), state.id)
         start = cpu_seconds()
         with monitored(monitor):
-            code = commands.dispatch(journal, state, config, servers)
+            code = list_start.dispatch(journal, state, config, servers)
         spent = cpu_seconds() - start
     if code or state.counts["done"] != len(jobs):
         sys.exit(f"exit code {code}: {state.counts}")

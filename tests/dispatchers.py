@@ -123,7 +123,7 @@ def fork(program: Any, call: dict[str, Any]) -> int:
 
 def kill_at(moment: str, number: int) -> None:
     """Make the dispatcher in this process kill itself before, during or after the commit of the record `number`."""
-    from distributed.jobs import journal
+    from distributed.jobs.journal import journal
 
     commit, committed = journal.Journal.commit, 0
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from distributed.jobs.job import Job, Options
-from distributed.jobs.journal import Journal
-from distributed.jobs.state import job_records
+from distributed.jobs.journal.journal import Journal
+from distributed.jobs.journal.state import job_records
+from distributed.jobs.lists.job import Job, Options
 
 KIT = Path(__file__).resolve().parents[1]
 MUSTER = KIT / "scripts/muster"

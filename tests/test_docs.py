@@ -32,8 +32,8 @@ from conftest import tracked
 from pydantic import BaseModel
 from test_house import modules, name_of, package_of
 
-from distributed.jobs import bases
-from distributed.jobs import config as jobs_config
+from distributed.jobs.lists import bases
+from distributed.jobs.lists import config as jobs_config
 from distributed.launch.forwarding import FORWARDED
 from distributed.training import settings as train_settings
 from distributed.training.fold import DEFAULT_PARTICIPANTS
@@ -735,7 +735,7 @@ def test_the_table_of_forwarded_variables_agrees_with_the_code() -> None:
 
 
 def test_the_table_of_packages_lists_each_once() -> None:
-    listed = [name for row in table("CONTRIBUTING.md", "Architecture") for name in re.findall(r"`(\w+)`", row[0])]
+    listed = [name for row in table("CONTRIBUTING.md", "Architecture") for name in re.findall(r"`([\w.]+)`", row[0])]
     assert sorted(listed) == sorted({package_of(name_of(path)) for path in modules()} - {"__init__"})
 
 
@@ -743,7 +743,8 @@ def test_the_modules_and_names_in_contributing_md_exist() -> None:
     """A module is written as `launch.watch`, and a name in a module as `launch.watch`: `Watch.node_lost`."""
     names = {name_of(path): path for path in modules()}
     packages = {name.partition(".")[0] for name in names if "." in name}
-    places = re.findall(r"`(\w+\.\w+)`(?:: `([\w.]+)`)?", text_of("CONTRIBUTING.md"))
+    names |= {package_of(name): path for name, path in names.items() if name.endswith(".__init__")}
+    places = re.findall(r"`(\w+\.[\w.]*\w)`(?:: `([\w.]+)`)?", text_of("CONTRIBUTING.md"))
     places = [place for place in places if re.match(rf"({'|'.join(packages)})\.(?!py$|bash$)", place[0])]
     assert len(places) > 40
     for module, name in places:

@@ -25,7 +25,7 @@ import yaml
 from conftest import slow_names, tracked
 
 from distributed.files import version
-from distributed.jobs.servers import KIT_FILES
+from distributed.jobs.servers.ssh_server import KIT_FILES
 
 KIT = Path(__file__).resolve().parent.parent
 
@@ -38,8 +38,20 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "health": {"exit_codes", "host", "launch", "nodelist", "terminal", "transport", "trust"},
     "host": {"exit_codes", "trust"},
     "jobs": {
-        "exit_codes", "files", "host", "launch", "metrics", "records", "report", "terminal", "training", "transport",
-        "trust",
+        "exit_codes", "files", "host", "jobs.dispatch", "jobs.host", "jobs.journal", "jobs.lists", "jobs.schedule",
+        "jobs.servers", "jobs.show", "launch", "report", "terminal", "training", "trust",
+    },
+    "jobs.dispatch": {"jobs.journal", "jobs.lists", "jobs.schedule", "training"},
+    "jobs.host": {"exit_codes", "files", "host", "launch", "metrics", "training", "trust"},
+    "jobs.journal": {"files", "host", "jobs.lists", "metrics", "training", "trust"},
+    "jobs.lists": {"files", "jobs.host", "terminal", "training", "transport", "trust"},
+    "jobs.schedule": {"files", "jobs.journal", "jobs.lists", "training"},
+    "jobs.servers": {
+        "exit_codes", "files", "host", "jobs.host", "jobs.journal", "jobs.lists", "jobs.schedule", "launch", "terminal",
+        "training", "transport", "trust",
+    },
+    "jobs.show": {
+        "files", "jobs.journal", "jobs.schedule", "metrics", "records", "report", "terminal", "training", "trust",
     },
     "launch": {
         "exit_codes", "files", "host", "metrics", "nodelist", "records", "report", "runs", "transport", "trust",
@@ -62,10 +74,10 @@ MAY_IMPORT_PYTORCH = {"agent", "checkpoint", "compiler_cache", "smoke", "torch",
 # These modules run where nothing is installed yet, so they may import only each other and the standard library.
 STANDARD_LIBRARY_ALONE = {
     "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.directory", "exit_codes", "files",
-    "health", "host", "jobs.array_task", "jobs.host", "jobs.job", "jobs.journal", "jobs.page", "jobs.panes",
-    "jobs.placement", "jobs.state", "jobs.timeline", "launch", "metrics", "nodelist", "records", "report", "runs",
-    "slurm", "smoke.bandwidth", "smoke.summary", "terminal", "training.base_model", "training.fold", "training.topics",
-    "transport", "trust", "verdict", "world",
+    "health", "host", "jobs.array_task", "jobs.host", "jobs.journal", "jobs.lists.job", "jobs.schedule.placement",
+    "jobs.show.entries", "jobs.show.job_table", "jobs.show.page", "jobs.show.timeline", "launch", "metrics", "nodelist",
+    "records", "report", "runs", "slurm", "smoke.bandwidth", "smoke.summary", "terminal", "training.base_model",
+    "training.fold", "training.topics", "transport", "trust", "verdict", "world",
 }  # fmt: skip
 
 SCRIPTS = [
@@ -93,8 +105,12 @@ class Import:
         """The module of our package: "torch" for distributed.torch, None for another package."""
         if self.top != "distributed":
             return None
-        package, *rest = [*self.name.split(".")[1:], "__init__"]
-        return f"{package}.{rest[0]}" if (KIT / "distributed" / package).is_dir() else package
+        path, found = KIT / "distributed", []
+        for name in [*self.name.split(".")[1:], "__init__"]:
+            if path.is_dir():  # the rest is a name in the module
+                found.append(name)
+                path /= name
+        return ".".join(found)
 
 
 def imports(path: Path) -> list[Import]:
@@ -134,7 +150,7 @@ def describe(path: Path, found: Import) -> str:
 
 def package_of(module: str) -> str:
     """Return the package of a module; a top-level module is its own package."""
-    return module.partition(".")[0]
+    return module.rpartition(".")[0] or module
 
 
 def test_imports_have_no_cycle() -> None:
@@ -185,7 +201,7 @@ def test_modules_for_bare_nodes_need_the_standard_library_alone(path: Path) -> N
 
 
 def test_servers_of_a_job_list_get_exactly_the_files_that_they_import() -> None:
-    found, unvisited = {"scripts/lib/module.py"}, {"distributed/jobs/host.py"}
+    found, unvisited = {"scripts/lib/module.py"}, {"distributed/jobs/host/service.py"}
     while unvisited:
         found.add(file := unvisited.pop())
         for one in imports(KIT / file):
@@ -225,7 +241,7 @@ def test_nothing_is_installable() -> None:
 
 def test_each_package_has_one_directory_of_tests_with_the_same_name() -> None:
     """The directories have no __init__.py: tests/distributed/__init__.py would replace the package `distributed`."""
-    packages = {path.parent.name for path in modules() if path.name == "__init__.py"} - {"distributed"}
+    packages = {name.partition(".")[0] for name in map(name_of, modules()) if "." in name}
     tests = [path.relative_to(KIT / "tests") for path in tracked("tests/**/test_*.py")]
     assert {path.parts[0] for path in tests if len(path.parts) > 1} == packages
     assert max(len(path.parts) for path in tests) == 2

@@ -2,19 +2,13 @@
 
 usage: module.py jobs.array_task ARRAY
 
-ARRAY is the directory LIST/array-ID of an array that slurm_backend.py submitted. Line SLURM_ARRAY_TASK_ID (from 0) of
-its file `attempts` names the attempt. The job specification of an attempt states what to run. It has mode 0600, as it
-contains the environment of the job. Its file name shows its state, and element.json shows the element that claimed it:
+ARRAY is the directory LIST/array-ID of an array that servers/slurm_server.py submitted. Line SLURM_ARRAY_TASK_ID (from
+0) of its file `attempts` names the attempt; host/specification.py describes the file that states what to run. Only the
+process that claims this file and then removes taken.ID starts the command. So an attempt runs once, even if it is
+submitted or requeued several times. The lock and the files of the supervisor are the same as for jobs on SSH servers.
+If SLURM stops the job, the cause is written to the supervisor's record.
 
-  LIST/ATTEMPT/order         not assigned to an array
-  LIST/ATTEMPT/order.ID      assigned to this array
-  LIST/ATTEMPT/taken.ID      claimed by an element that has not started the command
-  LIST/ATTEMPT/element.json  host, time, array and SLURM job id of the element that claimed the specification
-
-A job specification is assigned, released and claimed by renaming its file; only one process can succeed in that. Only
-the process that then removes taken.ID starts the command. So an attempt runs once, even if it is submitted or requeued
-several times. The lock and the files of the supervisor are the same as for jobs on SSH servers. If SLURM stops the job,
-the cause is written to the supervisor's record.
+Batch scripts that wait in SLURM's queue have the name of this module; do not move it.
 
 Standard library only: it runs on compute nodes.
 """
@@ -22,7 +16,6 @@ Standard library only: it runs on compute nodes.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -34,92 +27,13 @@ from typing import Any
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import write_json
 from distributed.host import signals
-from distributed.jobs import host
+from distributed.jobs.host import host_attempt, outputs
+from distributed.jobs.host.specification import ELEMENT, SERVER, Facts, claim_spec, names_in, remove, taken_path
 from distributed.launch import supervisor
 from distributed.training import base_model
-from distributed.trust import checked, foreign, parse_json, read_bytes, read_text, regular_file
+from distributed.trust import foreign
 
-SERVER = "slurm"  # the name of the server, also in the names of the supervisor's files
-SPEC, TAKEN, NEW = "order", "taken", ".order"
-SPECIFICATION = {  # see trust.checked(), and slurm_backend.SlurmServer._spec_of()
-    "command": list[str], "script": str, "owner?": str, "workdir": str, "setup": bool, "gpus": int,
-    "timeout": float | None, "grace": float, "kill_wait": int, "needs": list[object], "trains?": str, "cache?": str,
-    "settings?": dict, "call": dict[str, str], "env": dict[str, str],
-}  # fmt: skip
-ATTEMPTS = "attempts"  # in an array's directory: the names of its attempts, one per line
-ELEMENT = "element.json"
 SCONTROL_TIMEOUT = 3.0  # seconds
-# Variables that SLURM sets on the compute node. Their values on the submitting machine are not passed on.
-NODE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "HOSTNAME")
-FOREIGN_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "MUSTER_", "TMUX")
-
-Facts = dict[str, Any]
-
-
-# ---------------------------------------------------------------- job specifications
-
-
-def spec_path(attempt: str, array: str = "") -> str:
-    """The unclaimed job specification in the directory of an attempt. array: the array to which it is assigned."""
-    return os.path.join(attempt, f"{SPEC}.{array}" if array else SPEC)
-
-
-def taken_path(attempt: str, array: str) -> str:
-    return os.path.join(attempt, f"{TAKEN}.{array}")
-
-
-def write_spec(attempt: str, spec: Facts) -> None:
-    """Write a job specification atomically, readable by this user only. Raises OSError."""
-    new = os.path.join(attempt, NEW)
-    with open(new, "w", opener=regular_file) as file:
-        json.dump(spec, file)
-    os.rename(new, spec_path(attempt))
-
-
-def move(source: str, target: str) -> bool:
-    """Rename a file. Returns False if it does not exist."""
-    try:
-        os.rename(source, target)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def remove(path: str) -> bool:
-    """Remove a file. Returns False if it does not exist."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def claim_spec(attempt: str, array: str) -> Facts | None:
-    """Claim and return the job specification of an attempt; None if it is not assigned to this array."""
-    taken = taken_path(attempt, array)
-    move(spec_path(attempt, array), taken)
-    # The file `taken` may exist already: this element claimed the specification, and SLURM requeued the element before
-    # the command was started.
-    try:
-        return read_spec(taken)
-    except FileNotFoundError:
-        return None
-
-
-def read_spec(path: str) -> Facts:
-    """Read a job specification. Raises OSError, also if others own it or can write to it, and ValueError."""
-    found: Facts = checked(SPECIFICATION, parse_json(read_bytes(path, own=True)), path)
-    return found
-
-
-# ---------------------------------------------------------------- the environment
-
-
-def dispatcher_environment(environment: dict[str, str]) -> dict[str, str]:
-    """The dispatcher's environment for jobs, without variables of the node, SLURM, Muster and earlier launches."""
-    foreign = {os.fsdecode(name) for name in supervisor.STALE_VARIABLES} | set(NODE_VARIABLES)
-    prefixes = (*FOREIGN_PREFIXES, *map(os.fsdecode, supervisor.STALE_PREFIXES))
-    return {name: value for name, value in environment.items() if name not in foreign and not name.startswith(prefixes)}
 
 
 def environment_blocks(spec: Facts, node_environment: dict[str, str]) -> tuple[bytes, bytes]:
@@ -130,16 +44,13 @@ def environment_blocks(spec: Facts, node_environment: dict[str, str]) -> tuple[b
     run, so `setup` cannot change them.
     """
     cores = node_environment.get("SLURM_CPUS_PER_TASK") or node_environment.get("SLURM_CPUS_ON_NODE") or "1"
-    defaults = host.default_variables(cores)
+    defaults = outputs.default_variables(cores)
     if spec["gpus"]:
         defaults["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # SLURM's numbering
     else:
         defaults["CUDA_VISIBLE_DEVICES"] = ""
     inherited = {name: value for name, value in {**defaults, **spec["call"]}.items() if name not in node_environment}
-    return host.block_of(inherited), host.block_of(spec["env"])
-
-
-# ---------------------------------------------------------------- the supervisor
+    return outputs.block_of(inherited), outputs.block_of(spec["env"])
 
 
 class SlurmSupervisor(supervisor.Supervisor):
@@ -211,12 +122,12 @@ def reason_in(shown: str) -> tuple[str, str]:
     return "", ""
 
 
-def run(attempt: host.HostAttempt, spec: Facts) -> int:
+def run(attempt: host_attempt.HostAttempt, spec: Facts) -> int:
     """Run the command of a job specification. Returns its exit code. Raises HostError."""
     attempt.output, attempt.grace = spec["env"]["MUSTER_OUTPUT_DIR"], spec["grace"]
     # The output directory stays locked until this process exits.
     job, workdir = spec.get("owner") or attempt.name.rpartition(".")[0], spec["workdir"]
-    host.claim_output(workdir, attempt.output, job, spec["script"])
+    outputs.claim_output(workdir, attempt.output, job, spec["script"])
     os.chdir(workdir)
     options = attempt.options(spec["command"], spec["timeout"], spec["setup"])
     create = partial(SlurmSupervisor, kill_wait=spec["kill_wait"])
@@ -236,31 +147,23 @@ def publish(spec: Facts) -> None:
             return
         except (base_model.BaseModelError, FileNotFoundError) as error:  # a dispatcher may have cleaned the cache
             if not retries_left:
-                raise host.HostError(str(error)) from None
-
-
-# ---------------------------------------------------------------- the program
-
-
-def names_in(array: str) -> list[str]:
-    """The names of the attempts of an array, by index. Raises OSError."""
-    return read_text(os.path.join(array, ATTEMPTS)).split()
+                raise outputs.HostError(str(error)) from None
 
 
 def work(array: str) -> int:
     """Run the attempt of this element. Returns the exit code of its command; 0 if there is nothing to do."""
     array = os.path.abspath(array)
     if problem := foreign(os.path.dirname(array), os.stat(os.path.dirname(array))):
-        raise host.JobRefused(problem)
+        raise outputs.JobRefused(problem)
     index, identifier = int(os.environ["SLURM_ARRAY_TASK_ID"]), os.path.basename(array).removeprefix("array-")
     name = names_in(array)[index]
-    attempt = host.HostAttempt(os.path.join(os.path.dirname(array), name), SERVER, "", 0.0)
+    attempt = host_attempt.HostAttempt(os.path.join(os.path.dirname(array), name), SERVER, "", 0.0)
     if not os.path.isdir(attempt.directory):
         return nothing_to_do(f"{name}: its directory was removed")
     try:
         # The lock is held until exit. On a file system without locks, the claim alone prevents a second run.
         attempt.take_lock()
-    except host.Busy as error:
+    except outputs.Busy as error:
         return nothing_to_do(str(error))
     spec = claim_spec(attempt.directory, identifier)
     if spec is None:
@@ -289,7 +192,7 @@ def main(arguments: list[str]) -> int:
         return work(arguments[0])
     except supervisor.SupervisorError as refused:
         message: object = refused.args[1]
-    except host.HostError as error:
+    except outputs.HostError as error:
         message = error
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -46,12 +46,15 @@ from pathlib import Path
 from typing import Any
 
 from distributed import terminal
-from distributed.jobs import base_cache, bases, commands, console
-from distributed.jobs.base_cache import Cached
-from distributed.jobs.commands import CallError, CommandParser
-from distributed.jobs.config import read_cluster, read_jobs, refuse_planted, script_of
-from distributed.jobs.host import is_metric
-from distributed.jobs.job import Job, matching
+from distributed.jobs import call, commands, list_plan, list_start
+from distributed.jobs.call import CallError, CommandParser
+from distributed.jobs.host.host_attempt import is_metric
+from distributed.jobs.lists import bases
+from distributed.jobs.lists.config import read_cluster, read_jobs, refuse_planted, script_of
+from distributed.jobs.lists.job import Job, matching
+from distributed.jobs.schedule import base_cache
+from distributed.jobs.schedule.base_cache import Cached
+from distributed.jobs.show import console
 from distributed.report.page_parts import ranges
 from distributed.training.base_model import CACHE
 from distributed.training.fold import default_participants
@@ -98,7 +101,7 @@ def subcommand_parser(name: str) -> CommandParser | None:
 
 def cache_parser() -> CommandParser:
     """The parser of `cache`."""
-    parser = CommandParser(prog=f"{commands.TWO_PHASE} cache", allow_abbrev=False)
+    parser = CommandParser(prog=f"{call.TWO_PHASE} cache", allow_abbrev=False)
     parser.description = "List, verify or prune the base models in the cache of the working directory."
     parser.add_argument("what", choices=("list", "verify", "prune"), help="list the base models; compare all their "
         "files with their checksums; remove damaged base models and incomplete copies")  # fmt: skip
@@ -120,12 +123,12 @@ def execute_command(arguments: list[str]) -> int:
         return code
     options = commands.run_parser(two_phase=True).parse_args(arguments)
     if options.plan:
-        config = commands.read_config(options)
+        config = list_plan.read_config(options)
         rules = bases.rules_of(options.base_models, config.cluster, config.script)
         plan = bases.plan_of([job for job in config.jobs if not job.trains], rules)
         servers = len(config.cluster.servers) if config.cluster else 1
         print("\n".join([*report(plan, rules, cached_by_name(), servers), ""]))
-    return commands.run(options)
+    return list_start.run(options)
 
 
 def execute_cache_command(arguments: list[str]) -> int:
@@ -141,7 +144,7 @@ def execute_cache_command(arguments: list[str]) -> int:
         for each, shown in zip(models, without_common(settings), strict=True)
     ]  # fmt: skip
     if table:
-        commands.show([("base", "size", "trained", "held-out loss", "state", "settings"), *table])
+        call.show([("base", "size", "trained", "held-out loss", "state", "settings"), *table])
     size = sum(each.size for each in models)
     print(f"{terminal.plural(len(models), 'base model')}, {megabytes(size)}, in {CACHE}")
     for each in models:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Show which jobs of a list share a base model. Imported as a module, it provides functions that generate lists.
 
-See --help, distributed/jobs/two_phase.py and distributed/jobs/job_lists.py.
+See --help, distributed/jobs/two_phase.py and distributed/jobs/lists/generator.py.
 """
 
 import os
@@ -19,7 +19,7 @@ if __name__ == "__main__":
     del sys.path[0]
 sys.path.insert(0, KIT)  # so that Muster's `distributed` is found before that of Dask
 try:
-    from distributed.jobs.job_lists import grid, named, percent, product, write
+    from distributed.jobs.lists.generator import grid, named, percent, product, write
 except ModuleNotFoundError as error:
     python = f"{KIT}/.venv/bin/python"
     remedy = f"use {python}" if os.path.exists(python) else f"run {KIT}/scripts/quickstart.sh to install it"

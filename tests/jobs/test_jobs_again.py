@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from distributed.jobs.host import NOTHING_WRITTEN
-from distributed.jobs.job import job_id
+from distributed.jobs.host.host_attempt import NOTHING_WRITTEN
+from distributed.jobs.lists.job import job_id
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts/jobs/run_distributed_training.py"
 SECONDS = 60  # timeout

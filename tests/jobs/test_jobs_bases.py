@@ -15,8 +15,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from distributed.jobs import bases, two_phase
-from distributed.jobs.bases import (
+from distributed.jobs import two_phase
+from distributed.jobs.lists import bases
+from distributed.jobs.lists.bases import (
     BASE,
     EXPERIMENT,
     BasePlan,
@@ -27,8 +28,8 @@ from distributed.jobs.bases import (
     plan_of,
     training_job,
 )
-from distributed.jobs.config import BaseModels, ConfigError, read_base_models, read_cluster, read_entries
-from distributed.jobs.job import Job, JobError, Options, arguments
+from distributed.jobs.lists.config import BaseModels, ConfigError, read_base_models, read_cluster, read_entries
+from distributed.jobs.lists.job import Job, JobError, Options, arguments
 from distributed.training.fold import DEFAULT_PARTICIPANTS
 
 FULL = {"mode": "full_fine_tuning"}

@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_jobs_dispatcher import SimulatedServer
 
 from distributed.files import KIT
-from distributed.jobs import commands, host, two_phase
-from distributed.jobs.job_lists import write
+from distributed.jobs import commands, two_phase
+from distributed.jobs.call import PROGRAM, PROGRAMS, TWO_PHASE
+from distributed.jobs.host import outputs
+from distributed.jobs.list_plan import refuse_unplaceable_jobs
+from distributed.jobs.lists.config import ConfigError
+from distributed.jobs.lists.generator import write
+from distributed.jobs.lists.job import Options, job_of
+from distributed.jobs.subcommands import SUBCOMMANDS
 
 LOCAL = {"--backend": "local", "--slots": "2", "--jobs-config": "jobs.json"}
 
@@ -36,7 +43,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".git").mkdir()
     foreign = tmp_path / "experiments" / "p" / "fold0_a"
     foreign.mkdir(parents=True)
-    (foreign / host.OWNER).write_text(host.owner_name("abc", "train.py"))
+    (foreign / outputs.OWNER).write_text(outputs.owner_name("abc", "train.py"))
     (foreign / "result").touch()
     (tmp_path / "servers.json").write_text(json.dumps({"servers": [{"host": "a", "ssh_key": "no_such_key"}]}))
     return tmp_path
@@ -115,7 +122,7 @@ def test_sync_warns_of_untracked_files_that_look_like_secrets(
 
 @pytest.mark.parametrize(
     ("program", "name"),
-    list(zip((commands.main, two_phase.main, two_phase.helper), commands.PROGRAMS, strict=True)),
+    list(zip((commands.main, two_phase.main, two_phase.helper), PROGRAMS, strict=True)),
 )
 @pytest.mark.parametrize("command", ["", "status", "logs a", "cache", "cache list", "cache verify", "cache prune"])
 @pytest.mark.parametrize("option", ["--help", "-h"])
@@ -129,15 +136,15 @@ def test_help_is_printed_after_any_subcommand(
     printed = capsys.readouterr()
     assert (printed.out.count(f"usage: {name} "), printed.err) == (1, "")
     subcommand, _, _ = command.partition(" ")
-    subcommands = {commands.PROGRAM: ["status", "logs"], commands.TWO_PHASE: ["status", "logs", "cache"]}
+    subcommands = {PROGRAM: ["status", "logs"], TWO_PHASE: ["status", "logs", "cache"]}
     assert printed.out.startswith(f"usage: {name} {subcommand} [-h]") == (subcommand in subcommands.get(name, ()))
 
 
-@pytest.mark.parametrize("subcommand", commands.SUBCOMMANDS)
+@pytest.mark.parametrize("subcommand", SUBCOMMANDS)
 def test_the_help_of_a_subcommand_explains_its_options(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main([subcommand, "--help"]) == 0
     printed = capsys.readouterr().out
-    assert str(commands.SUBCOMMANDS[subcommand].__doc__) in printed
+    assert str(SUBCOMMANDS[subcommand].__doc__) in printed
     assert "--log-file FILE" in printed
     assert ("--attempt N" in printed) == (subcommand == "logs")
     assert (" JOB" in printed) == (subcommand in ("logs", "why", "cancel", "retry"))
@@ -147,6 +154,15 @@ def test_the_help_of_a_subcommand_explains_its_options(subcommand: str, capsys: 
 def test_every_job_without_a_matching_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(arguments()) == 2
     assert "_gpus=1000: no matching server has more than " in capsys.readouterr().err
+
+
+def test_a_job_is_accepted_for_gpus_that_are_lost_now() -> None:
+    """A running dispatcher checks the jobs that `add` names against its own servers."""
+    server = SimulatedServer("one", slots=2, gpus=True)
+    server.pool.lost = frozenset({1})
+    refuse_unplaceable_jobs([job_of({"n": 1}, Options(gpus=2))], [server])
+    with pytest.raises(ConfigError, match="no matching server has more than 2"):
+        refuse_unplaceable_jobs([job_of({"n": 1}, Options(gpus=3))], [server])
 
 
 def test_a_plan_starts_no_job_and_writes_no_file(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

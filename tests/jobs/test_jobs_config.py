@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed.jobs.config import (
+from distributed.jobs.lists.config import (
     LARGEST_FILE,
     ClusterConfig,
     ConfigError,
     Server,
     collisions,
     read_cluster,
-    read_jobs,
-)  # fmt: skip
-from distributed.jobs.job import ALL_GPUS, Job, Options
+    read_jobs,  # fmt: skip
+)
+from distributed.jobs.lists.job import ALL_GPUS, Job, Options
 
 A = {"host": "a"}
 SECRET = "s3cr3t"

@@ -23,10 +23,10 @@ from unittest import mock
 
 import pytest
 
-from distributed.jobs import console
-from distributed.jobs.backend import JobServer, ServerLink
-from distributed.jobs.placement import Slot, SlotPool
-from distributed.jobs.state import ListState
+from distributed.jobs.journal.state import ListState
+from distributed.jobs.schedule.backend import JobServer, ServerLink
+from distributed.jobs.schedule.placement import Slot, SlotPool
+from distributed.jobs.show import console
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts/jobs/run_distributed_training.py"
 SECONDS = 60  # timeout of a list

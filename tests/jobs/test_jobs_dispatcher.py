@@ -17,14 +17,17 @@ from typing import Any
 
 import pytest
 
-from distributed.jobs import dispatcher, journal
-from distributed.jobs.backend import Event, NotStarted, ServerLink, ServerUnusable, Unreachable
-from distributed.jobs.base_cache import Cache
-from distributed.jobs.dispatcher import Dispatcher, Policy
-from distributed.jobs.job import ALL_GPUS, Job, Options, job_of
-from distributed.jobs.journal import Journal
-from distributed.jobs.placement import Slot, SlotPool, plan
-from distributed.jobs.state import Attempt, JobState, ListState, classify_end, job_records
+from distributed.jobs.dispatch import connections, endings, events
+from distributed.jobs.dispatch.dispatcher import Dispatcher
+from distributed.jobs.dispatch.limits import Policy
+from distributed.jobs.dispatch.recorder import Recorder, Shown
+from distributed.jobs.journal import journal
+from distributed.jobs.journal.journal import Journal
+from distributed.jobs.journal.state import Attempt, JobState, ListState, classify_end, job_records
+from distributed.jobs.lists.job import ALL_GPUS, Job, Options, job_of
+from distributed.jobs.schedule.backend import Event, JobServer, NotStarted, ServerLink, ServerUnusable, Unreachable
+from distributed.jobs.schedule.base_cache import Cache
+from distributed.jobs.schedule.placement import Slot, SlotPool, plan
 
 SECONDS = 30.0  # timeout; an idle machine needs milliseconds
 UNTIL_ENDED = None  # the outcome of an attempt that runs until the test ends it
@@ -33,9 +36,17 @@ Outcome = int | None
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("POLL_INTERVAL", "COOLDOWN", "GPU_INTERVAL"):
-        monkeypatch.setattr(dispatcher, name, 0.01)
-    monkeypatch.setattr(dispatcher, "RETRY_DELAYS", (0.01,))
+    make_fast(monkeypatch)
+
+
+def make_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten all intervals of dispatchers."""
+    for module, name in (
+        (events, "POLL_INTERVAL"), (endings, "POLL_INTERVAL"), (connections, "COOLDOWN"), (connections, "GPU_INTERVAL"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, 0.01)
+    for module in (connections, endings):
+        monkeypatch.setattr(module, "RETRY_DELAYS", (0.01,))
 
 
 # ---------------------------------------------------------------- servers without processes
@@ -53,7 +64,7 @@ class StartRequest:
     needs: Sequence[str]
 
 
-class SimulatedServer:
+class SimulatedServer(JobServer):
     """A server on which an attempt ends with the exit code `outcome_of(request)`, or when the test calls end()."""
 
     def __init__(self, name: str, slots: int = 1, gpus: bool = False, labels: Iterable[str] = ()) -> None:
@@ -248,11 +259,11 @@ class ListRun:
         record = self.journal.add("list", list=self.state.id or "abc", jobs=job_records(self.jobs))
         self.state.apply(record)
         self.journal.commit()
-        links = {server.name: ServerLink(server) for server in self.servers}
+        self.links = {server.name: ServerLink(server) for server in self.servers}
+        self.recorder = Recorder(self.journal, self.state, Shown(self._log_line, self.notify))
         self.dispatcher = Dispatcher(
-            self.journal, self.state, self.jobs, links, self.policy, log=self._log_line, on_change=self.notify,
-            cache=self.cache, read_added=self._read_added,
-        )  # fmt: skip
+            self.recorder, self.jobs, self.links, self.policy, cache=self.cache, read_added=self._read_added
+        )
         self.task = asyncio.ensure_future(self.dispatcher.run())
         self.task.add_done_callback(lambda _: self.notify())
         return self
@@ -392,7 +403,7 @@ def test_a_job_that_no_server_can_start_fails_and_the_others_continue(tmp_path: 
             await run.finished()
         assert (run.states(), run.failures()) == (["failed", "done"], ["refused"])
         assert run.job_state().attempts[0].reason == "the directory is taken"
-        assert run.dispatcher.links["one"].failed_starts == 0
+        assert run.links["one"].failed_starts == 0
 
     asyncio.run(scenario())
 
@@ -406,7 +417,7 @@ def test_a_server_whose_starts_fail_gets_no_new_jobs_and_its_running_jobs_contin
             await run.wait_until(lambda: len(one.running()) == 2)
             one.outcome_of = refuse_start("No space left on device")
             one.end(one.running()[0])
-            await run.wait_until(lambda: one.name in run.state.paused or not run.dispatcher.links["one"].usable)
+            await run.wait_until(lambda: one.name in run.state.paused or not run.links["one"].usable)
             await run.wait_until(lambda: run.state.counts["done"] == 1)
             begin = asyncio.get_running_loop().time()
             await run.wait_until(lambda: asyncio.get_running_loop().time() - begin > 0.6)  # longer than lost_after
@@ -441,7 +452,7 @@ def test_a_job_whose_output_directory_is_busy_waits_and_its_server_gets_other_jo
         async with ListRun(tmp_path, one, jobs=[first, job(1)]) as run:
             await run.finished()
         assert (run.states(), run.failures()) == (["done", "done"], [""])
-        assert run.dispatcher.links["one"].failed_starts == 0
+        assert run.links["one"].failed_starts == 0
         assert sum("another attempt writes there" in line for line in run.log) == 1
 
     asyncio.run(scenario())
@@ -674,7 +685,7 @@ def test_a_job_continues_without_a_connection(tmp_path: Path) -> None:
             await run.wait_until(lambda: len(one.running()) == 2)
             stays, ends = one.running()
             one.disconnect()
-            await run.wait_until(lambda: run.dispatcher.links["one"].state == "unreachable")
+            await run.wait_until(lambda: run.links["one"].state == "unreachable")
             one.end(ends)  # without a connection
             assert run.states().count("running") == 2
             one.reconnect()
@@ -793,8 +804,9 @@ def test_jobs_run_elsewhere_if_their_server_is_unusable_when_the_dispatcher_reco
             one.refusal = "Permission denied (publickey)"
             two.reconnect()
             one.disconnect()
-            await run.wait_until(lambda: run.dispatcher.links["one"].state == "unusable")
-            run.dispatcher.policy = dataclasses.replace(run.dispatcher.policy, lost_after=0.05)
+            await run.wait_until(lambda: run.links["one"].state == "unusable")
+            servers = run.dispatcher.connections
+            servers.policy = dataclasses.replace(servers.policy, lost_after=0.05)
             await run.finished()
         reason = run.job_state().attempts[0].reason
         assert reason.startswith("one could not be used for ") and reason.endswith(f" s: {one.refusal}")
@@ -815,7 +827,7 @@ def test_a_server_that_hangs_while_it_connects_does_not_keep_a_resumed_list_from
             return await super().connect(post)
 
     async def scenario() -> None:
-        monkeypatch.setattr("distributed.jobs.dispatcher.FIRST_TIMEOUT", 0.3)
+        monkeypatch.setattr("distributed.jobs.dispatch.connections.FIRST_TIMEOUT", 0.3)
         one = Hanging("one")
         one.outcome_of = exits(UNTIL_ENDED)
         run = ListRun(tmp_path, one, jobs=2)
@@ -906,7 +918,7 @@ def test_a_job_whose_results_were_lost_with_a_server_runs_elsewhere(tmp_path: Pa
             await run.wait_until(two.running)
             one.fetch_errors = []
             one.reconnect()
-            await run.wait_until(lambda: run.dispatcher.links["one"].state == "ready")
+            await run.wait_until(lambda: run.links["one"].state == "ready")
             await run.wait_until(lambda: run.job_state().attempts[0].state == "ended")  # reported by server `one`
             await asyncio.sleep(1.1)  # longer than the delay before copying is retried
             assert run.states() == ["running"]
@@ -938,7 +950,7 @@ DENIED = [OSError("rsync: big: Permission denied")] * 1000
     ("errors", "code", "failures"),
     [
         (DENIED, 0, ["results not copied"]),  # not retried, as the next attempt would have the same fault
-        (DENIED[: dispatcher.MAX_FAILED_COPIES], 3, ["exit code", ""]),
+        (DENIED[: endings.MAX_FAILED_COPIES], 3, ["exit code", ""]),
         # The server is connected, so copying ends after MAX_LOST_COPIES of these errors.
         ([Unreachable("rsync: not found")] * 1000, 0, ["results not copied"]),
         ([Unreachable("timeout")] * 20, 0, [""]),
@@ -1376,7 +1388,7 @@ def test_a_job_on_an_unreachable_server_is_cancelled_after_the_reconnect(tmp_pat
         async with ListRun(tmp_path, one) as run:
             await run.wait_until(lambda: run.job_state().attempts and run.job_state().attempts[0].state == "running")
             one.disconnect()
-            await run.wait_until(lambda: run.dispatcher.links["one"].state == "unreachable")
+            await run.wait_until(lambda: run.links["one"].state == "unreachable")
             run.request("cancel", run.jobs[0].id)
             await run.wait_until(lambda: run.job_state().cancel)
             one.reconnect()
@@ -1395,9 +1407,7 @@ def test_a_job_that_is_cancelled_after_its_start_request_was_lost_is_not_started
     async def scenario() -> None:
         one = Lost("one")
         async with ListRun(tmp_path, one) as run:
-            await run.wait_until(
-                lambda: run.dispatcher.links["one"].state == "unreachable" and run.job_state().attempts
-            )
+            await run.wait_until(lambda: run.links["one"].state == "unreachable" and run.job_state().attempts)
             run.request("cancel", run.jobs[0].id)
             await run.wait_until(lambda: run.job_state().cancel)
             one.reconnect()
@@ -1527,7 +1537,7 @@ def test_no_job_starts_while_the_journal_cannot_be_written(tmp_path: Path, monke
             full = True
             starts = len(one.requests)
             one.end(one.running()[0])
-            await run.wait_until(lambda: run.dispatcher.journal_error)
+            await run.wait_until(lambda: run.recorder.error)
             await run.wait_until(lambda: "no new jobs start until it is writable" in run.log[-1])
             assert len(one.requests) == starts
             full = False

@@ -1,4 +1,4 @@
-"""The server's side of a job list (jobs/host.py).
+"""The server's side of a job list (jobs/host).
 
 One serve process per list, replies of its child processes, and the ends of attempts.
 """
@@ -21,8 +21,9 @@ import pytest
 
 from distributed.files import KIT
 from distributed.host import process_scan
-from distributed.jobs import host, panes
-from distributed.jobs.state import classify_end
+from distributed.jobs.host import host_attempt, outputs, panes
+from distributed.jobs.host import service as host_service
+from distributed.jobs.journal.state import classify_end
 from distributed.launch import supervisor
 from distributed.training import base_model
 
@@ -30,16 +31,16 @@ from distributed.training import base_model
 SERVE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from distributed.jobs import host
-host.CONNECTION_TIMEOUT = float(sys.argv[2])
-host.main(["serve"])
+from distributed.jobs.host import service
+service.CONNECTION_TIMEOUT = float(sys.argv[2])
+service.main(["serve"])
 """
 
 
 @contextmanager
 def serving(workdir: Path, error: str = "", heartbeat_timeout: float = 0.0) -> Iterator[subprocess.Popen[bytes]]:
     """A serve process that has locked the list `abc` on the server `one`, or has replied with this error."""
-    command = [*panes.PLAIN_PYTHON, f"{KIT}/scripts/lib/module.py", "jobs.host", "serve"]
+    command = [*panes.PLAIN_PYTHON, f"{KIT}/scripts/lib/module.py", "jobs.host.service", "serve"]
     if heartbeat_timeout:
         command = ["-c", SERVE, KIT, str(heartbeat_timeout)]
     process = subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -84,7 +85,7 @@ def call(process: subprocess.Popen[bytes], verb: str, **facts: Any) -> dict[str,
 def test_a_serve_process_that_receives_heartbeats_keeps_its_lock(
     serve: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "CONNECTION_TIMEOUT", 1.0)
+    monkeypatch.setattr(host_service, "CONNECTION_TIMEOUT", 1.0)
     refused = threading.Event()
 
     def send_heartbeats() -> None:
@@ -95,8 +96,8 @@ def test_a_serve_process_that_receives_heartbeats_keeps_its_lock(
     thread = threading.Thread(target=send_heartbeats)
     thread.start()
     try:
-        with pytest.raises(host.HostError, match="locked by another process"):
-            host.lock_list(str(tmp_path / "logs/jobs/abc/servers/one"))
+        with pytest.raises(outputs.HostError, match="locked by another process"):
+            host_service.lock_list(str(tmp_path / "logs/jobs/abc/servers/one"))
     finally:
         refused.set()
         thread.join()
@@ -121,7 +122,7 @@ def test_a_later_serve_process_waits_until_one_without_heartbeats_has_exited(
 ) -> None:
     thread = threading.Timer(1.0, serve.kill)
     thread.start()
-    assert host.lock_list(str(tmp_path / "logs/jobs/abc/servers/one")) > 2
+    assert host_service.lock_list(str(tmp_path / "logs/jobs/abc/servers/one")) > 2
     thread.join()
 
 
@@ -129,8 +130,8 @@ def test_a_start_that_is_repeated_keeps_the_grace_time_of_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distributed.host.signals.catch", lambda _: (-1, -1))
-    monkeypatch.setattr(host.HostAttempt, "state", lambda _: "running")
-    service = host.Service()
+    monkeypatch.setattr(host_attempt.HostAttempt, "state", lambda _: "running")
+    service = host_service.Service()
     service.workdir, service.directory, service.server = str(tmp_path), str(tmp_path / "list"), "one"
     (tmp_path / "list/job.1").mkdir(parents=True)
     reply = service.start({"attempt": "job.1", "output": "out", "grace": 30.0})
@@ -143,12 +144,14 @@ def test_a_start_that_is_repeated_keeps_the_grace_time_of_the_job(
 
 def note_of_attempt(directory: Path, *written: str) -> str:
     """The note of an attempt that exited with 0 after it wrote these files and files that do not count as results."""
-    attempt = host.HostAttempt(str(directory / "logs/jobs/abc/job.1"), "gpu1", str(directory / "experiments/mine"), 0)
+    attempt = host_attempt.HostAttempt(
+        str(directory / "logs/jobs/abc/job.1"), "gpu1", str(directory / "experiments/mine"), 0
+    )
     Path(attempt.directory).mkdir(parents=True)
     write(directory, "data/old.txt", "old.txt", "experiments/earlier/model.pt")
     for path in directory.rglob("*.*"):
         os.utime(path, (10**9, 10**9))
-    os.close(host.claim_output(str(directory), attempt.output, "job", "job.py"))
+    os.close(outputs.claim_output(str(directory), attempt.output, "job", "job.py"))
     write(directory, "experiments/other/.muster_job", "experiments/other/sub/model.pt",
           "experiments/base_models/a/x.pt", ".cache/x", ".hidden", "env/pyvenv.cfg", "env/bin/python",
           "__pycache__/a.pyc", "src/__pycache__/a.pyc",
@@ -170,38 +173,38 @@ def write(directory: Path, *names: str) -> None:
     [
         (["experiments/mine/model.pt"], ""),
         (["experiments/mine/sub/model.pt", "model.pt"], ""),
-        ([], host.NOTHING_WRITTEN),
+        ([], host_attempt.NOTHING_WRITTEN),
         (["experiments/x/model.pt", "experiments/x/log.txt"],
-         f"{host.NOTHING_WRITTEN}; new files elsewhere on gpu1: experiments/x"),
-        (["results_mine.csv"], f"{host.NOTHING_WRITTEN}; new files elsewhere on gpu1: results_mine.csv"),
+         f"{host_attempt.NOTHING_WRITTEN}; new files elsewhere on gpu1: experiments/x"),
+        (["results_mine.csv"], f"{host_attempt.NOTHING_WRITTEN}; new files elsewhere on gpu1: results_mine.csv"),
         (["experiments/earlier/model.pt"],
-         f"{host.NOTHING_WRITTEN}; new files elsewhere on gpu1: experiments/earlier"),
+         f"{host_attempt.NOTHING_WRITTEN}; new files elsewhere on gpu1: experiments/earlier"),
     ],
 )  # fmt: skip
 def test_an_attempt_without_results_has_a_note_with_what_it_wrote_elsewhere(
     written: list[str], note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host.HostAttempt, "searches", 0)
+    monkeypatch.setattr(host_attempt.HostAttempt, "searches", 0)
     assert note_of_attempt(tmp_path, *written) == note
 
 
 def test_the_search_for_new_files_is_limited_to_the_first_attempts_without_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host.HostAttempt, "searches", 0)
+    monkeypatch.setattr(host_attempt.HostAttempt, "searches", 0)
     written = ("a", "b/c", "d/e", "f/g")
-    notes = [note_of_attempt(tmp_path / str(number), *written) for number in range(host.MAX_SEARCHES + 1)]
-    assert [note.endswith(", ...") for note in notes] == [True] * host.MAX_SEARCHES + [False]
-    assert notes[-1] == host.NOTHING_WRITTEN
+    notes = [note_of_attempt(tmp_path / str(number), *written) for number in range(host_attempt.MAX_SEARCHES + 1)]
+    assert [note.endswith(", ...") for note in notes] == [True] * host_attempt.MAX_SEARCHES + [False]
+    assert notes[-1] == host_attempt.NOTHING_WRITTEN
 
 
 def test_a_search_for_files_ends_after_a_number_of_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "MAX_ENTRIES", 100)
+    monkeypatch.setattr(host_attempt, "MAX_ENTRIES", 100)
     write(tmp_path, "new/model.pt", *(f"old/{number}" for number in range(500)))
     os.utime(tmp_path / "old", (10**9, 10**9))
-    assert host.new_files(str(tmp_path), 0)[0] == "new", "the newest directory is searched first"
+    assert host_attempt.new_files(str(tmp_path), 0)[0] == "new", "the newest directory is searched first"
     write(tmp_path, *(f"many/{number}/model.pt" for number in range(500)))
-    assert len(host.new_files(str(tmp_path), 0)) < 100
+    assert len(host_attempt.new_files(str(tmp_path), 0)) < 100
 
 
 @pytest.fixture
@@ -216,7 +219,7 @@ def killing_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("killing_nvidia_smi")
 def test_a_killed_child_process_is_reported(serve: subprocess.Popen[bytes]) -> None:
-    assert call(serve, "gpus")["problem"] == host.CHILD_KILLED
+    assert call(serve, "gpus")["problem"] == host_service.CHILD_KILLED
 
 
 @pytest.fixture
@@ -448,14 +451,14 @@ def link_to_an_empty_directory(path: Path) -> None:
 
 def files_of_this_job(path: Path) -> None:
     path.mkdir()
-    (path / host.OWNER).write_text("mine of train.py\n")
+    (path / outputs.OWNER).write_text("mine of train.py\n")
     (path / "result").touch()
 
 
 def adopted_files(path: Path) -> None:
     """Files that the job may use, because the user has created an empty owner file."""
     path.mkdir()
-    (path / host.OWNER).touch()
+    (path / outputs.OWNER).touch()
     (path / "result").touch()
 
 
@@ -468,8 +471,8 @@ def test_an_output_directory_that_is_empty_or_belongs_to_this_job_is_claimed(
     output = tmp_path / "output"
     create(output)
     was_link = output.is_symlink()
-    os.close(host.claim_output(str(tmp_path), str(output), "mine", "train.py"))
-    assert (output / host.OWNER).read_text() == "mine of train.py\n"
+    os.close(outputs.claim_output(str(tmp_path), str(output), "mine", "train.py"))
+    assert (output / outputs.OWNER).read_text() == "mine of train.py\n"
     assert output.is_symlink() == was_link
 
 
@@ -506,13 +509,13 @@ def test_an_output_directory_with_files_that_no_job_wrote_is_refused(
     output = tmp_path / "output"
     create(output)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(host.JobRefused, match="output contains files that no job wrote; move it away, give this"):
-        host.claim_output(str(tmp_path), str(output), "mine", "train.py")
+    with pytest.raises(outputs.JobRefused, match="output contains files that no job wrote; move it away, give this"):
+        outputs.claim_output(str(tmp_path), str(output), "mine", "train.py")
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("create", [dangling_link, Path.touch])
 def test_an_output_directory_below_a_file_is_refused(create: Callable[[Path], None], tmp_path: Path) -> None:
     create(tmp_path / "p")
-    with pytest.raises(host.JobRefused, match="/p: not a directory; move it away, or give this job another prefix"):
-        host.claim_output(str(tmp_path), str(tmp_path / "p" / "a" / "fold0"), "mine", "train.py")
+    with pytest.raises(outputs.JobRefused, match="/p: not a directory; move it away, or give this job another prefix"):
+        outputs.claim_output(str(tmp_path), str(tmp_path / "p" / "a" / "fold0"), "mine", "train.py")

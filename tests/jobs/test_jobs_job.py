@@ -27,9 +27,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from distributed.host.ssh_call import for_any_shell
-from distributed.jobs import config
-from distributed.jobs.backend import Event
-from distributed.jobs.job import (
+from distributed.jobs.journal.state import Attempt
+from distributed.jobs.lists import config
+from distributed.jobs.lists.job import (
     LONGEST,
     Job,
     JobError,
@@ -39,10 +39,10 @@ from distributed.jobs.job import (
     job_id,
     job_of,
     matching,
-    muster_job,
-)  # fmt: skip
-from distributed.jobs.servers import ListContext, LocalServer
-from distributed.jobs.state import Attempt
+    muster_job,  # fmt: skip
+)
+from distributed.jobs.schedule.backend import Event
+from distributed.jobs.servers.host_server import ListContext, LocalServer
 from distributed.training.fold import DEFAULT_PARTICIPANTS
 
 KIT = Path(__file__).resolve().parents[2]

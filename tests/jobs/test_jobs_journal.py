@@ -23,10 +23,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed.jobs import journal
-from distributed.jobs.job import Options, job_of
-from distributed.jobs.journal import Journal, JournalError, Record
-from distributed.jobs.state import ListState, job_records
+from distributed.jobs.journal import journal
+from distributed.jobs.journal.journal import Journal, JournalError, Record
+from distributed.jobs.journal.state import ListState, job_records
+from distributed.jobs.lists.job import Options, job_of
 
 KIT = Path(__file__).resolve().parents[2]
 
@@ -270,7 +270,7 @@ def test_checking_for_a_dispatcher_does_not_prevent_a_dispatcher_from_starting(p
 ASK = """
 import sys
 from pathlib import Path
-from distributed.jobs import journal
+from distributed.jobs.journal import journal
 for number in range(int(sys.argv[2])):
     journal.request(Path(sys.argv[1]), "cancel", [f"{sys.argv[3]}{number}"])
 """

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from dispatchers import MOMENTS, DispatcherCall, Dispatchers, dispatchers
 
-from distributed.jobs import journal
+from distributed.jobs.journal import journal
 
 AT_ONCE = 13  # concurrent lists, which mostly sleep
 # Records its start. A patient job waits for the file "go"; a flaky one fails the first time.

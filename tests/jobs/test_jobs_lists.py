@@ -18,9 +18,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed.jobs.config import ConfigError, read_jobs
-from distributed.jobs.job import arguments
-from distributed.jobs.job_lists import grid, named, percent, product, write
+from distributed.jobs.lists.config import ConfigError, read_jobs
+from distributed.jobs.lists.generator import grid, named, percent, product, write
+from distributed.jobs.lists.job import arguments
 
 KIT = Path(__file__).resolve().parents[2]
 

@@ -27,8 +27,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_report import HOSTILE, VALUES, Json, Reader
 
-from distributed.jobs import page
-from distributed.jobs.timeline import Span, Track, draw_tracks
+from distributed.jobs.show import entries, job_table, page
+from distributed.jobs.show.timeline import Span, Track, draw_tracks
 from distributed.report import charts
 from distributed.report.history import History
 
@@ -317,7 +317,7 @@ def test_an_attempt_with_several_slots_is_in_the_row_of_each() -> None:
 
 def test_a_slot_known_only_from_an_attempt_has_a_row() -> None:
     made = results([job(1, attempts=[attempt(server="gpu10", slots=[7])])])
-    found = page.tracks(made, page.jobs_of(made), BEGIN)
+    found = page.tracks(made, entries.jobs_of(made), BEGIN)
     assert [(track.group, track.name, len(track.spans)) for track in found] == [
         ("gpu1", "0", 0), ("gpu1", "1", 0), ("gpu10", "7", 1),
     ]  # fmt: skip
@@ -325,7 +325,7 @@ def test_a_slot_known_only_from_an_attempt_has_a_row() -> None:
 
 def test_an_attempt_without_an_end_is_drawn_until_now() -> None:
     made = results([job(1, "running", [attempt(1, 10, None)])])
-    (track, _) = page.tracks(made, page.jobs_of(made), BEGIN + 100)
+    (track, _) = page.tracks(made, entries.jobs_of(made), BEGIN + 100)
     assert [(span.start - BEGIN, span.end - BEGIN, span.ended) for span in track.spans] == [(10, 100, False)]
 
 
@@ -374,7 +374,7 @@ def overlaps(found: list[Rectangle]) -> list[tuple[Rectangle, Rectangle]]:
 @pytest.mark.parametrize(("servers", "slots", "jobs"), [(1, 1, 1), (1, 1, 40), (3, 8, 200), (16, 8, 1000), (70, 1, 99)])
 def test_labels_of_a_timeline_do_not_overlap(servers: int, slots: int, jobs: int) -> None:
     made = sample(servers, slots, jobs)
-    drawing = draw_tracks(page.tracks(made, page.jobs_of(made), made["updated"]))
+    drawing = draw_tracks(page.tracks(made, entries.jobs_of(made), made["updated"]))
     width, height = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing)[0])
     labels = [*boxes(drawing, "label end"), *boxes(drawing, "tick"), *boxes(drawing, "tick mid")]
     inside = boxes(drawing, "inside")
@@ -475,7 +475,7 @@ def test_a_job_that_is_done_without_results_has_a_note() -> None:
 def test_a_page_has_the_name_of_its_results_file() -> None:
     text = page.page(results([job(1)]), {}, path=Path("/a/lr sweep.json"), root=Path("/my lists"))
     assert "<title>lr sweep: 1 job</title>" in text and "<h1>lr sweep</h1>" in text
-    command = shlex.join(["python3", f"{KIT}/scripts/lib/module.py", "jobs.page", "/a/lr sweep.json"])
+    command = shlex.join(["python3", f"{KIT}/scripts/lib/module.py", "jobs.show.page", "/a/lr sweep.json"])
     command = f"cd '/my lists' && {command}"
     assert f"<code>{escape(command)}</code>" in text
 
@@ -505,16 +505,16 @@ def test_metrics_missing_in_the_results_are_read_from_the_curve() -> None:
 def test_settings_beyond_the_limit_of_columns_are_listed_in_a_sentence() -> None:
     made = results([job(n, settings={f"key{k}": n for k in range(30)}) for n in (1, 2)])
     text = page.page(made, {})
-    assert len([title for title in rows(text)[0] if title.startswith("key")]) == page.MAX_COLUMNS
-    assert f"Other settings that differ: {', '.join(f'key{k}' for k in range(page.MAX_COLUMNS, 30))}." in text
+    assert len([title for title in rows(text)[0] if title.startswith("key")]) == job_table.MAX_COLUMNS
+    assert f"Other settings that differ: {', '.join(f'key{k}' for k in range(job_table.MAX_COLUMNS, 30))}." in text
 
 
 def test_the_style_sheet_hides_the_rows_of_a_long_table_after_the_limit() -> None:
-    text = page.page(results([job(n) for n in range(page.FOLD + 1)]), {})
-    assert f"tr:nth-child(n+{page.FOLD + 1}) {{ display: none; }}" in text
-    assert f"Show all {page.FOLD + 1} jobs, not only {page.FOLD}" in text
-    assert len(rows(text)) == page.FOLD + 2
-    assert 'id="all"' not in page.page(results([job(n) for n in range(page.FOLD)]), {})
+    text = page.page(results([job(n) for n in range(job_table.FOLD + 1)]), {})
+    assert f"tr:nth-child(n+{job_table.FOLD + 1}) {{ display: none; }}" in text
+    assert f"Show all {job_table.FOLD + 1} jobs, not only {job_table.FOLD}" in text
+    assert len(rows(text)) == job_table.FOLD + 2
+    assert 'id="all"' not in page.page(results([job(n) for n in range(job_table.FOLD)]), {})
 
 
 SORT = """
@@ -708,7 +708,7 @@ def test_the_page_of_a_thousand_jobs_is_written_quickly(tmp_path: Path) -> None:
 
 
 def test_long_metrics_files_are_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "MAX_LINES", 1000)
+    monkeypatch.setattr(entries, "MAX_LINES", 1000)
     lines = [*metrics(5000, held_out_every=100), {"step": 5000, "event": "finish"}]
     path = written(tmp_path, results([job(n, metrics={}) for n in (1, 2)]), map(json.dumps, lines))
     text = page.write(path).read_text()
@@ -742,7 +742,7 @@ def test_any_settings_and_metrics_have_a_page(found: list[tuple[Json, Json]], li
 
 
 def program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "distributed.jobs.page", *arguments]
+    command = [sys.executable, "-m", "distributed.jobs.show.page", *arguments]
     return subprocess.run(command, cwd=KIT, capture_output=True, text=True, check=False)
 
 

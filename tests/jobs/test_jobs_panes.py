@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distributed.jobs import panes
+from distributed.jobs.host import panes
 
 
 def list_directory(path: Path) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed.jobs.job import ALL_GPUS, Job, Options
-from distributed.jobs.placement import JobQueue, Slot, SlotPool, plan
+from distributed.jobs.lists.job import ALL_GPUS, Job, Options
+from distributed.jobs.schedule.placement import JobQueue, Slot, SlotPool, plan
 
 
 def pool(name: str, gpus: int = 0, slots: int = 1, labels: Iterable[str] = (), taken: Iterable[int] = ()) -> SlotPool:

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 from dispatchers import DispatcherCall, Dispatchers, dispatchers
 
-from distributed.jobs import page
-from distributed.jobs.job import Options, job_of
-from distributed.jobs.results import Results, document
-from distributed.jobs.state import ListState, job_records
+from distributed.jobs.journal.state import ListState, job_records
+from distributed.jobs.lists.job import Options, job_of
+from distributed.jobs.show import page
+from distributed.jobs.show.results import Results, document
 
 SECONDS = 60.0
 TOKEN = "s3cr3t-7f1d'\n$x"
@@ -312,7 +312,7 @@ def test_a_failed_write_keeps_the_old_results_and_is_retried(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr("distributed.jobs.results.write_file", full)
+        patched.setattr("distributed.jobs.show.results.write_file", full)
         results.write("finished", last=True)
     assert results.error == f"{path}: No space left on device"
     assert path.read_text() == before

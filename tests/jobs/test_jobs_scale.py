@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from distributed.jobs import config
-from distributed.jobs.backend import NotStarted, Unreachable
-from distributed.jobs.job import Job, Options, job_of
-from distributed.jobs.results import Results, entry
-from distributed.jobs.servers import MAX_ATTEMPTS_PER_RSYNC, MAX_RSYNCS, HostReplyError, ListContext, SshServer
-from distributed.jobs.state import Attempt, ListState, job_records
+from distributed.jobs.journal.state import Attempt, ListState, job_records
+from distributed.jobs.lists import config
+from distributed.jobs.lists.job import Job, Options, job_of
+from distributed.jobs.schedule.backend import NotStarted, Unreachable
+from distributed.jobs.servers.channel import HostReplyError
+from distributed.jobs.servers.host_server import ListContext
+from distributed.jobs.servers.ssh_server import MAX_ATTEMPTS_PER_RSYNC, MAX_RSYNCS, SshServer
+from distributed.jobs.show.results import Results, entry
 
 KIT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0

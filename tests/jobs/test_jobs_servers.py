@@ -18,16 +18,17 @@ from typing import Any
 import pytest
 
 from distributed.files import KIT
-from distributed.jobs import config, servers
-from distributed.jobs.backend import ServerUnusable, Unreachable
-from distributed.jobs.job import Options, job_of
-from distributed.jobs.placement import GpuId
-from distributed.jobs.state import Attempt
+from distributed.jobs.journal.state import Attempt
+from distributed.jobs.lists import config
+from distributed.jobs.lists.job import GpuId, Options, job_of
+from distributed.jobs.schedule.backend import ServerUnusable, Unreachable
+from distributed.jobs.servers import host_server, programs, sockets, ssh_server
+from distributed.jobs.servers.host_server import ListContext
 
 NO_SPACE = "No space left on device; free space there, or set "
 
 
-class ServerHere(servers.SshServer):
+class ServerHere(ssh_server.SshServer):
     """A server whose commands run on this machine."""
 
     def _ssh(self, line: str) -> list[str]:
@@ -54,7 +55,7 @@ def small_disk(tmp_path: Path, mount: Callable[[Path, str], None]) -> Path:
 
 
 def server(cwd: Path, sync: bool = False, **settings: Any) -> ServerHere:
-    context = servers.ListContext("abc", cwd, "train.py", sync=sync)
+    context = ListContext("abc", cwd, "train.py", sync=sync)
     return ServerHere("gpu1", config.Server(host="gpu1", **settings), context)
 
 
@@ -98,7 +99,7 @@ def test_a_command_without_a_reply_is_killed_with_its_children(tmp_path: Path) -
     end = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     command = ["sh", "-c", 'exec 3>"$0"; echo started >&3; sleep 60 & wait', str(fifo)]
     with pytest.raises(Unreachable, match="sh: no reply within 2 s"):
-        asyncio.run(servers.run_program(command, seconds=2.0))
+        asyncio.run(programs.run_program(command, seconds=2.0))
     assert os.read(end, 100) == b"started\n"
     assert select.select([end], [], [], 10)[0] and os.read(end, 1) == b""
     os.close(end)
@@ -251,7 +252,7 @@ def test_the_working_directory_is_not_copied_through_a_link_of_another_user(
 def test_a_server_that_does_not_reply_before_the_working_directory_is_copied_is_unreachable(
     home: Path, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "CONNECT_TIMEOUT", 1.0)
+    monkeypatch.setattr(ssh_server, "CONNECT_TIMEOUT", 1.0)
     one = server(project, sync=True, workdir=f"{home}/work")
     monkeypatch.setattr(one, "_ssh", lambda line: ["sleep", "15"])
     with pytest.raises(Unreachable, match="no reply within 1 s"):
@@ -265,9 +266,9 @@ def test_the_configuration_of_ssh_works_from_any_directory_of_muster(
     lib = tmp_path / name / "scripts/lib"
     lib.mkdir(parents=True)
     shutil.copy(Path(KIT, "scripts/lib/ssh_config"), lib)
-    monkeypatch.setattr(servers, "KIT", str(tmp_path / name))
+    monkeypatch.setattr(sockets, "KIT", str(tmp_path / name))
     path = tmp_path / "ssh.conf"
-    servers.write_ssh_config(path, config.Server(host="gpu1", port=2222))
+    sockets.write_ssh_config(path, config.Server(host="gpu1", port=2222))
     shown = subprocess.run(["ssh", "-G", "-F", path, "gpu1"], capture_output=True, text=True)
     assert {"port 2222", "batchmode yes", "connecttimeout 10"} <= {*shown.stdout.splitlines()}, shown.stderr
 
@@ -343,13 +344,13 @@ def test_the_gpus_of_this_machine_that_jobs_cannot_use_are_reported(
 ) -> None:
     stub(home / "bin", "nvidia-smi", nvidia_smi)
     monkeypatch.setenv("PATH", f"{home}/bin:{os.environ['PATH']}")
-    here = servers.local_server(servers.ListContext("abc", home, "train.py", panes=False), 1)
+    here = host_server.local_server(ListContext("abc", home, "train.py", panes=False), 1)
     assert [slot.gpu for slot in here.pool.slots] == gpus
     (home / "train.py").touch()
     assert asyncio.run(connection_note(here)) == note
 
 
-async def connection_note(one: servers.HostServer) -> str:
+async def connection_note(one: host_server.HostServer) -> str:
     try:
         return await one.connect(lambda _: None)
     finally:
@@ -365,7 +366,7 @@ def test_a_session_is_removed_from_a_server_that_can_no_longer_run_jobs(
     stub(home / "bin", "nvidia-smi", f"[[ $1 != --query-gpu=* ]] || echo '{WHOLE}'")
     stub(home / "bin", "tmux", "exit 1")
     monkeypatch.setenv("PATH", f"{home}/bin:{os.environ['PATH']}")
-    here = servers.local_server(servers.ListContext("abc", home, "removed.py", panes=False), 1)
+    here = host_server.local_server(ListContext("abc", home, "removed.py", panes=False), 1)
     stub(home / "bin", "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
     assert fails(lambda: here.connect(lambda _: None)).startswith("script removed.py: not in ")
     assert asyncio.run(here.remove_session()) == ""

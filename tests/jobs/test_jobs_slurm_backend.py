@@ -22,14 +22,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.files import write_file, write_json
-from distributed.jobs import array_task, commands, element, host
-from distributed.jobs.array_task import spec_path, taken_path, write_spec
-from distributed.jobs.backend import Event, NotStarted, Unreachable
-from distributed.jobs.base_cache import Cache
-from distributed.jobs.config import ClusterConfig, ConfigError
-from distributed.jobs.element import Element, assign_specs, job_path
-from distributed.jobs.job import ALL_GPUS, Options, job_of
-from distributed.jobs.sbatch import (
+from distributed.jobs import array_task, commands, list_plan
+from distributed.jobs.host import outputs, specification
+from distributed.jobs.host.specification import spec_path, taken_path, write_spec
+from distributed.jobs.journal.state import ListState, classify_end
+from distributed.jobs.lists.config import ClusterConfig, ConfigError
+from distributed.jobs.lists.job import ALL_GPUS, Options, job_of
+from distributed.jobs.schedule.backend import Event, NotStarted, Unreachable
+from distributed.jobs.schedule.base_cache import Cache
+from distributed.jobs.servers import element
+from distributed.jobs.servers.element import Element, assign_specs, job_path
+from distributed.jobs.servers.host_server import ListContext
+from distributed.jobs.servers.sbatch import (
     NO_REPLY,
     QUEUE_FULL,
     QueueEntry,
@@ -45,9 +49,8 @@ from distributed.jobs.sbatch import (
     slurm_environment,
     with_gpus,
 )
-from distributed.jobs.servers import ListContext
-from distributed.jobs.slurm_backend import AnyLabels, PendingStart, SlurmServer
-from distributed.jobs.state import ListState, classify_end
+from distributed.jobs.servers.slurm_server import AnyLabels, SlurmServer
+from distributed.jobs.servers.submissions import PendingStart
 from distributed.launch import supervisor
 
 KIT = Path(__file__).resolve().parents[2]
@@ -455,7 +458,7 @@ def test_an_attempt_that_is_withdrawn_after_its_element_has_claimed_it_is_not_st
 
 def test_variables_of_slurm_override_those_of_the_dispatcher(list_directory: Path) -> None:
     show = "import json, os; json.dump(dict(os.environ), open('environment', 'w'))"
-    call = array_task.dispatcher_environment({
+    call = specification.dispatcher_environment({
         "CUDA_VISIBLE_DEVICES": "7", "RANK": "3", "PET_NNODES": "2", "SLURM_JOB_ID": "1", "MUSTER_KIT": "x",
         "TMUX": "y", "MODULEPATH": "/modules", "PATH": "/of/the/call", "OMP_NUM_THREADS": "5",
     })  # fmt: skip
@@ -736,8 +739,8 @@ def test_adding_jobs_to_a_list_adds_slots_for_them(tmp_path: Path, monkeypatch: 
     server.pool.free -= {0}
     options = commands.run_parser().parse_args(["--backend", "slurm"])
     cluster = ClusterConfig.model_validate({"servers": [{"host": "slurm", "gpus": 2}]})
-    config = commands.ListConfig(options, cluster, "x.py", [job_of({"n": 1}, Options())], Cache(tmp_path))
-    (new,) = commands.jobs_to_add(config, [server], config.jobs, str(tmp_path / "more.json"))
+    config = list_plan.ListConfig(options, cluster, "x.py", [job_of({"n": 1}, Options())], Cache(tmp_path), "abc")
+    (new,) = list_plan.jobs_to_add(config, [server], config.jobs, str(tmp_path / "more.json"))
     assert (new.settings, new.file) == ({"n": 2}, str(tmp_path / "more.json"))
     assert (len(server.pool.slots), server.pool.free, server.pool.capacity()) == (5, {1, 2, 3, 4}, 5)
 
@@ -758,13 +761,13 @@ def submit(server: SlurmServer, count: int, reply: tuple[int, str, str]) -> tupl
     events: list[Event] = []
 
     async def submit() -> list[Any]:
-        server._post = events.append
+        server._submissions.open(events.append, 1000)
         server._lost = asyncio.get_running_loop().create_future()
         replies = [asyncio.get_running_loop().create_future() for _ in range(count)]
         elements = [make_spec(Path(server.directory), f"j{number}.1") for number in range(count)]
         starts = [PendingStart(each, CPU, reply=reply) for each, reply in zip(elements, replies, strict=True)]
-        assign_specs(server._array_path(ARRAY), ARRAY, elements)
-        await server._handle_sbatch_reply(CPU, starts, ARRAY, *reply)
+        assign_specs(server._submissions.array_path(ARRAY), ARRAY, elements)
+        await server._submissions._handle_sbatch_reply(CPU, starts, ARRAY, *reply)
         return await asyncio.gather(*replies, return_exceptions=True)
 
     return asyncio.run(submit()), events
@@ -775,7 +778,7 @@ def test_an_accepted_array_is_registered_with_its_job_id(tmp_path: Path) -> None
     os.makedirs(server.directory)
     found, _ = submit(server, 2, (0, "4711;cluster\n", "sbatch: info: be nice\n"))
     assert found == [{"state": "running"}] * 2
-    assert Path(job_path(server._array_path(ARRAY))).read_text() == "4711\n"
+    assert Path(job_path(server._submissions.array_path(ARRAY))).read_text() == "4711\n"
     assert [(each.array, each.index) for each in server._elements.values()] == [(ARRAY, 0), (ARRAY, 1)]
 
 
@@ -830,7 +833,7 @@ def test_only_the_job_specification_contains_the_secrets_of_a_job(
     assert written["call"]["MODULEPATH"] == "/modules"
     assert "CUDA_VISIBLE_DEVICES" not in written["call"]
     assert "k3pt" not in json.dumps([written["command"], written["call"]])
-    assert "k3pt" not in " ".join(server._sbatch(resources, ARRAY, 1))
+    assert "k3pt" not in " ".join(server._submissions._sbatch(resources, ARRAY, 1))
 
 
 def test_jobs_on_a_cpu_node_get_no_gpu(tmp_path: Path) -> None:
@@ -844,9 +847,9 @@ def test_jobs_on_a_cpu_node_get_no_gpu(tmp_path: Path) -> None:
 def test_an_output_directory_of_another_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "experiments" / "x").mkdir(parents=True)
     (tmp_path / "experiments" / "x" / "result").touch()
-    (tmp_path / "experiments" / "x" / host.OWNER).write_text("another\n")
-    with pytest.raises(host.JobRefused, match="holds the results of job another"):
-        host.claim_output(str(tmp_path), str(tmp_path / "experiments" / "x"), "mine", "train.py")
+    (tmp_path / "experiments" / "x" / outputs.OWNER).write_text("another\n")
+    with pytest.raises(outputs.JobRefused, match="holds the results of job another"):
+        outputs.claim_output(str(tmp_path), str(tmp_path / "experiments" / "x"), "mine", "train.py")
 
 
 def test_a_job_that_requests_all_gpus_gets_those_of_one_node_and_takes_one_slot(tmp_path: Path) -> None:

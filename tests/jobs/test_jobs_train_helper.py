@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from distributed.jobs import bases, two_phase
-from distributed.jobs.base_cache import Cache
-from distributed.jobs.bases import Rules, plan_of
-from distributed.jobs.config import BaseModels, read_jobs
-from distributed.jobs.job_lists import Settings, grid, named, write
+from distributed.jobs import two_phase
+from distributed.jobs.lists import bases
+from distributed.jobs.lists.bases import Rules, plan_of
+from distributed.jobs.lists.config import BaseModels, read_jobs
+from distributed.jobs.lists.generator import Settings, grid, named, write
+from distributed.jobs.schedule.base_cache import Cache
 from distributed.training import base_model
 from distributed.training.base_model import CACHE, FILES, WEIGHTS
 from distributed.training.fold import DEFAULT_PARTICIPANTS

@@ -21,12 +21,19 @@ from typing import Any
 import pytest
 
 from distributed.files import KIT, user_file
-from distributed.jobs import commands, config, console, host, journal, page, panes, servers
-from distributed.jobs.backend import Event, ServerUnusable, Unreachable
-from distributed.jobs.base_cache import Cache
-from distributed.jobs.job import Job, Options, job_of
-from distributed.jobs.journal import Journal, JournalError
-from distributed.jobs.state import Attempt, ListState, job_records
+from distributed.jobs import commands, list_plan
+from distributed.jobs.host import checks, host_attempt, outputs, panes, service
+from distributed.jobs.journal import journal
+from distributed.jobs.journal.journal import Journal, JournalError
+from distributed.jobs.journal.state import Attempt, ListState, job_records
+from distributed.jobs.lists import config
+from distributed.jobs.lists.job import Job, Options, job_of
+from distributed.jobs.schedule.backend import Event, ServerUnusable, Unreachable
+from distributed.jobs.schedule.base_cache import Cache
+from distributed.jobs.servers import host_server, programs, sockets, ssh_server
+from distributed.jobs.servers.channel import EVENTS, Channel
+from distributed.jobs.servers.host_server import ListContext
+from distributed.jobs.show import console, page
 from distributed.training.base_model import CACHE, FILES, TRAINING, WEIGHTS, BaseModelError, hash_of, stage
 
 NOBODY = 65534
@@ -116,10 +123,10 @@ def test_a_file_that_no_call_names_is_not_used_if_another_user_has_planted_it(
             os.chown(path, *([NOBODY if path.name == name else 0] * 2))
         monkeypatch.chdir(directory)
         with pytest.raises(config.ConfigError, match=f"{shared / name}: belongs to nobody"):
-            commands.stored_config(state, directory / "results.journal")
+            list_plan.stored_config(state, directory / "results.journal")
     os.chown(shared / "train.py", 0, 0)
     monkeypatch.chdir(directory)
-    assert commands.stored_config(state, directory / "results.journal").script == "../train.py"
+    assert list_plan.stored_config(state, directory / "results.journal").script == "../train.py"
 
 
 COMMANDS = [["status"], ["why", "experiments"], ["logs", "experiments"], ["cancel", "all"], ["retry", "failed"],
@@ -174,7 +181,7 @@ def lock(path: Path) -> None:
 @as_root
 def test_another_user_cannot_lock_the_files_of_a_list(directory: Path) -> None:
     write_journal(directory / "results.journal")
-    os.close(host.claim_output(".", "experiments/a", "a", "job.py"))
+    os.close(outputs.claim_output(".", "experiments/a", "a", "job.py"))
     for path in (directory / "results.journal", directory / "experiments/a/.muster_job"):
         assert as_nobody(partial(lock, path)) == "PermissionError"
 
@@ -198,8 +205,8 @@ def test_a_link_of_another_user_is_not_followed_to_the_file_of_this_user(directo
 
 @pytest.mark.usefixtures("open_umask")
 def test_files_of_a_list_are_private_and_results_are_written_by_their_owner_only(directory: Path) -> None:
-    private = host.list_directory(str(directory), "abc")
-    attempt = host.HostAttempt(f"{private}/job.1", "gpu1", str(directory / "experiments/a/b"), 0)
+    private = checks.list_directory(str(directory), "abc")
+    attempt = host_attempt.HostAttempt(f"{private}/job.1", "gpu1", str(directory / "experiments/a/b"), 0)
     os.close(attempt.create("job", "job.py"))
     assert {mode_of(each) for each in ("logs/jobs", private, attempt.directory)} == {0o700}
     assert {mode_of(each) for each in ("logs", "experiments", "experiments/a", "experiments/a/b")} == {0o755}
@@ -210,8 +217,8 @@ def test_files_of_an_earlier_version_become_private(directory: Path) -> None:
     (directory / "logs/jobs/abc").mkdir(parents=True)
     (directory / "experiments").mkdir()
     (directory / "experiments/.muster_job").touch(0o644)
-    host.list_directory(str(directory), "abc")
-    os.close(host.claim_output(".", "experiments", "job", "job.py"))
+    checks.list_directory(str(directory), "abc")
+    os.close(outputs.claim_output(".", "experiments", "job", "job.py"))
     assert (mode_of("logs/jobs/abc"), mode_of("experiments/.muster_job")) == (0o700, 0o600)
 
 
@@ -220,7 +227,7 @@ def test_the_directory_of_a_list_that_another_user_has_created_is_refused(direct
     (directory / "logs/jobs/abc").mkdir(parents=True)
     os.chown(directory / "logs/jobs/abc", NOBODY, NOBODY)
     with pytest.raises(PermissionError, match="belongs to nobody"):
-        host.list_directory(str(directory), "abc")
+        checks.list_directory(str(directory), "abc")
 
 
 @as_root
@@ -229,14 +236,14 @@ def test_a_directory_whose_owner_could_replace_that_of_a_list_is_refused(directo
     (directory / "logs/jobs").mkdir(parents=True)
     os.chown(directory / above, NOBODY, NOBODY)
     with pytest.raises(PermissionError, match="belongs to nobody, who could replace what is in it"):
-        host.list_directory(str(directory), "abc")
+        checks.list_directory(str(directory), "abc")
     os.chown(directory, NOBODY, NOBODY)
-    host.list_directory(str(directory), "abc")
+    checks.list_directory(str(directory), "abc")
     (directory / above).chmod(0o777)
     with pytest.raises(PermissionError, match="all users can replace it; call chmod o-w "):
-        host.list_directory(str(directory), "abc")
+        checks.list_directory(str(directory), "abc")
     (directory / above).chmod(0o1777)
-    host.list_directory(str(directory), "abc")
+    checks.list_directory(str(directory), "abc")
 
 
 @as_root
@@ -244,10 +251,10 @@ def test_a_link_of_another_user_on_the_way_to_a_list_is_refused(directory: Path)
     """All users can create files in the working directory."""
     directory.chmod(0o1777)
     (directory / "logs").symlink_to(".")
-    host.list_directory(str(directory), "abc")
+    checks.list_directory(str(directory), "abc")
     os.lchown(directory / "logs", NOBODY, NOBODY)
     with pytest.raises(PermissionError, match="belongs to nobody, who made it where all users can create files"):
-        host.list_directory(str(directory), "abc")
+        checks.list_directory(str(directory), "abc")
 
 
 @as_root
@@ -267,8 +274,8 @@ def test_the_results_of_a_job_are_not_written_to_a_directory_that_another_user_h
         os.chown(directory / "theirs", NOBODY, NOBODY) if target != private else None
         output.symlink_to(target)
     os.lchown(output, NOBODY, NOBODY)
-    with pytest.raises(host.JobRefused, match=f"{output}: belongs to nobody, .* or give this job another prefix"):
-        host.claim_output(str(directory), str(output), "a", "job.py")
+    with pytest.raises(outputs.JobRefused, match=f"{output}: belongs to nobody, .* or give this job another prefix"):
+        outputs.claim_output(str(directory), str(output), "a", "job.py")
     assert not list(private.iterdir())
 
 
@@ -304,8 +311,10 @@ def test_no_job_writes_below_a_directory_or_link_of_another_user(
         (shared / above).mkdir(exist_ok=True)
         (shared / above).chmod(0o1777)
     as_nobody_made(shared / planted, private if is_link else None)
-    with pytest.raises(host.JobRefused, match=f"^{shared / planted}: belongs to nobody, .*; use another working direc"):
-        host.claim_output(str(shared), str(shared / "experiments/p/j"), "j", "job.py")
+    with pytest.raises(
+        outputs.JobRefused, match=f"^{shared / planted}: belongs to nobody, .*; use another working direc"
+    ):
+        outputs.claim_output(str(shared), str(shared / "experiments/p/j"), "j", "job.py")
     assert not [*private.iterdir()]
     assert is_link or not [*(shared / planted).iterdir()]
 
@@ -348,31 +357,31 @@ def test_a_default_working_directory_or_venv_of_another_user_is_not_used_on_a_se
     (venv / "python").symlink_to(sys.executable)
     os.chown(directory / "work", NOBODY, NOBODY)
     work = str(directory / "work")
-    with pytest.raises(host.HostError, match=r"work: belongs to nobody; if you trust its files, set workdir to it"):
-        host.find_workdir("", work, 0)
-    assert [host.find_workdir(work, "", 0), host.find_workdir("", work, NOBODY)] == [work, work]
-    assert [host.owner_here({"owner": NOBODY, "user": user}) for user in (0, 1000)] == [NOBODY, 0]
+    with pytest.raises(outputs.HostError, match=r"work: belongs to nobody; if you trust its files, set workdir to it"):
+        checks.find_workdir("", work, 0)
+    assert [checks.find_workdir(work, "", 0), checks.find_workdir("", work, NOBODY)] == [work, work]
+    assert [checks.owner_here({"owner": NOBODY, "user": user}) for user in (0, 1000)] == [NOBODY, 0]
     os.chown(directory / "work", 0, 0)
     (link := directory / "link").symlink_to("work")
-    assert host.find_workdir("", str(link), 0) == work
+    assert checks.find_workdir("", str(link), 0) == work
     os.lchown(link, NOBODY, NOBODY)
-    with pytest.raises(host.HostError, match=r"link: belongs to nobody; if you trust its files, set workdir to it"):
-        host.find_workdir("", str(link), 0)
+    with pytest.raises(outputs.HostError, match=r"link: belongs to nobody; if you trust its files, set workdir to it"):
+        checks.find_workdir("", str(link), 0)
     (directory / "work").chmod(0o1777)  # as /tmp, which is root's
-    with pytest.raises(host.HostError, match=r"work: other users can write to it; if you trust its files, set"):
-        host.find_workdir("", work, 0)
+    with pytest.raises(outputs.HostError, match=r"work: other users can write to it; if you trust its files, set"):
+        checks.find_workdir("", work, 0)
     (directory / "work").chmod(0o755)
     os.chown(venv.parent, NOBODY, NOBODY)
-    with pytest.raises(host.HostError, match=r"work/\.venv: belongs to nobody; set python"):
-        host.find_python("", work)
-    assert host.find_python(".venv/bin/python", work) == [str(venv / "python")]
+    with pytest.raises(outputs.HostError, match=r"work/\.venv: belongs to nobody; set python"):
+        checks.find_python("", work)
+    assert checks.find_python(".venv/bin/python", work) == [str(venv / "python")]
     os.chown(venv.parent, 0, 0)
     venv.parent.rename(directory / "work/theirs")
     venv.parent.symlink_to("theirs")
-    assert host.find_python("", work) == [str(venv / "python")]
+    assert checks.find_python("", work) == [str(venv / "python")]
     os.lchown(venv.parent, NOBODY, NOBODY)
-    with pytest.raises(host.HostError, match=r"work/\.venv: belongs to nobody; set python"):
-        host.find_python("", work)
+    with pytest.raises(outputs.HostError, match=r"work/\.venv: belongs to nobody; set python"):
+        checks.find_python("", work)
 
 
 @as_root
@@ -391,17 +400,17 @@ def test_a_venv_with_a_program_of_another_user_or_to_which_a_group_can_write_is_
         theirs.chmod(0o755)
         os.chown(theirs, NOBODY, NOBODY)
         python.symlink_to(theirs)
-    assert host.find_python("", work) == [str(python)]  # also if this user has made a link to another user's Python
+    assert checks.find_python("", work) == [str(python)]  # also if this user has made a link to another user's Python
     os.lchown(python, NOBODY, NOBODY)
-    with pytest.raises(host.HostError, match=r"\.venv/bin/python: belongs to nobody; set python"):
-        host.find_python("", work)
+    with pytest.raises(outputs.HostError, match=r"\.venv/bin/python: belongs to nobody; set python"):
+        checks.find_python("", work)
     os.lchown(python, 0, 0)
     for path in (venv, python.parent, packages):
         os.chown(path, 0, NOBODY)
         for mode in (0o775, 0o1777):
             path.chmod(mode)
-            with pytest.raises(host.HostError, match=rf"{path}: other users can write to it; set python"):
-                host.find_python("", work)
+            with pytest.raises(outputs.HostError, match=rf"{path}: other users can write to it; set python"):
+                checks.find_python("", work)
         path.chmod(0o755)
 
 
@@ -466,7 +475,7 @@ def test_no_python_or_script_that_another_user_has_planted_on_a_server_runs(
     (directory / f".cache/muster/jobs-{server._archive_name}/complete").mkdir(parents=True)
     server.settings = server.settings.model_copy(update={"python": str(program)})
     line = server._host_program("serve")  # before the other user makes it
-    serve = host.Service()
+    serve = service.Service()
     request = {"do": "open", "server": "one", "list": "abc", "workdir": str(directory), "default_workdir": "",
                "owner": 0, "user": 0, "owners": [], "remote": False, "slots": ["one:0"], "panes": False,
                "script": "mine.sh", "python": "python3"} | {is_setting: str(program)}  # fmt: skip
@@ -478,7 +487,7 @@ def test_no_python_or_script_that_another_user_has_planted_on_a_server_runs(
         69,
         True,
     )
-    with pytest.raises(host.HostError, match=f"{planted}: belongs to nobody, who made it .*; it is not used"):
+    with pytest.raises(outputs.HostError, match=f"{planted}: belongs to nobody, who made it .*; it is not used"):
         serve.open(request)
     assert not (directory / "RAN").exists()
     assert NOBODY not in server._owners_here  # nor when the list reconnects
@@ -551,8 +560,8 @@ def replace_by_link(path: Path) -> None:
 def test_files_that_a_job_replaces_are_neither_awaited_nor_followed(
     replace: Callable[[Path], None], directory: Path
 ) -> None:
-    private = Path(host.list_directory(str(directory), "abc"))
-    attempt = host.HostAttempt(str(private / "job.1"), "gpu1", str(directory / "experiments/a"), 0)
+    private = Path(checks.list_directory(str(directory), "abc"))
+    attempt = host_attempt.HostAttempt(str(private / "job.1"), "gpu1", str(directory / "experiments/a"), 0)
     os.close(attempt.create("job", "job.py"))
     Path(attempt.files.exit).write_text("1")
     names = [attempt.files.log, attempt.files.pids, attempt.files.usage, attempt.files.record]
@@ -562,33 +571,33 @@ def test_files_that_a_job_replaces_are_neither_awaited_nor_followed(
     assert (end["code"], end["metrics"], end["lines"], end["message"]) == (1, {}, [], "")
     replace(Path(attempt.files.exit))
     assert attempt.end()["code"] is None
-    with pytest.raises(host.JobRefused, match=r"\.muster_job: .*; remove it"):
-        host.claim_output(".", "experiments/a", "job", "job.py")
-    with pytest.raises(host.JobRefused, match=r"\.muster_job: .*; remove it"):
-        host.refuse_other_owner("experiments/a", "job", "job.py")
+    with pytest.raises(outputs.JobRefused, match=r"\.muster_job: .*; remove it"):
+        outputs.claim_output(".", "experiments/a", "job", "job.py")
+    with pytest.raises(outputs.JobRefused, match=r"\.muster_job: .*; remove it"):
+        outputs.refuse_other_owner("experiments/a", "job", "job.py")
     replace(Path(attempt.lock))
     assert not attempt.locked()
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"title": 5}', "[" * 100_000, '{"title": "", "log": "/etc/passwd"}'])
 def test_a_damaged_job_specification_is_refused(text: str, directory: Path) -> None:
-    from distributed.jobs import array_task
+    from distributed.jobs.host import specification
 
     (directory / "order").write_text(text)
     with pytest.raises(ValueError, match=r"order|levels"):
-        array_task.read_spec("order")
+        specification.read_spec("order")
 
 
 # ---------------------------------------------------------------- results from a server
 
 
-class ServerHere(servers.SshServer):
+class ServerHere(ssh_server.SshServer):
     """A server whose commands run on this machine, and whose working directory is `remote`. Its results: `job`."""
 
     job = Job("j", {}, Options(), "experiments/p/j")
 
     def __init__(self, cwd: Path, remote: Path) -> None:
-        super().__init__("gpu1", config.Server(host="gpu1"), servers.ListContext("abc", cwd, "job.py"))
+        super().__init__("gpu1", config.Server(host="gpu1"), ListContext("abc", cwd, "job.py"))
         self.workdir, self.results, self.attempts = str(remote), remote / self.job.output, 0
         self.log = remote / "logs/jobs/abc"
 
@@ -645,9 +654,9 @@ def test_a_link_here_below_the_directory_of_a_job_is_replaced(
 ) -> None:
     make_link(results / "sub", directory / "outside")
     make_link(results / "file", directory / "outside/file")
-    make_link(results / host.OWNER, results / "owner")
-    (results / host.OWNER).unlink()
-    (results / host.OWNER).touch()
+    make_link(results / outputs.OWNER, results / "owner")
+    (results / outputs.OWNER).unlink()
+    (results / outputs.OWNER).touch()
     (server.results / "sub").mkdir(parents=True)
     (server.results / "sub/file").write_text("x")
     (server.results / "file").write_text("y")
@@ -716,7 +725,7 @@ def test_a_file_whose_place_has_a_directory_is_an_error(server: ServerHere, resu
     server.results.mkdir(parents=True)
     (server.results / "file").write_text("x")
     (results / "file").mkdir(parents=True)
-    (results / host.OWNER).touch()
+    (results / outputs.OWNER).touch()
     with pytest.raises(IsADirectoryError):
         server.end_attempt()
 
@@ -823,15 +832,15 @@ def test_results_do_not_arrive_in_a_directory_of_this_user_to_which_another_user
 
 
 def test_the_directory_of_sockets_has_a_random_name_and_is_found_again_and_removed(directory: Path) -> None:
-    made = servers.sockets_directory(directory, "abc")
+    made = sockets.sockets_directory(directory, "abc")
     try:
-        assert (mode_of(made), servers.sockets_directory(directory, "abc")) == (0o700, made)
-        assert servers.sockets_directory(directory, "other") != made
+        assert (mode_of(made), sockets.sockets_directory(directory, "abc")) == (0o700, made)
+        assert sockets.sockets_directory(directory, "other") != made
         (made / "gpu1.conf").touch()
         bind(made / "socket")
     finally:
-        servers.remove_sockets(directory, "abc")
-        servers.remove_sockets(directory, "other")
+        sockets.remove_sockets(directory, "abc")
+        sockets.remove_sockets(directory, "other")
     assert not made.exists()
     assert not list(directory.rglob("sockets.*"))
 
@@ -842,9 +851,9 @@ def bind(path: Path) -> None:
 
 
 def test_a_sockets_directory_that_was_removed_is_created_again(directory: Path) -> None:
-    servers.sockets_directory(directory, "abc").rmdir()
-    assert servers.sockets_directory(directory, "abc").is_dir()
-    servers.remove_sockets(directory, "abc")
+    sockets.sockets_directory(directory, "abc").rmdir()
+    assert sockets.sockets_directory(directory, "abc").is_dir()
+    sockets.remove_sockets(directory, "abc")
 
 
 def link_to_home(recorded: Path, record: Path, home: Path) -> None:
@@ -872,18 +881,18 @@ def test_clean_up_removes_nothing_from_a_planted_directory(
 ) -> None:
     home = directory / "home"
     home.mkdir(0o700)
-    recorded, record = servers.sockets_directory(directory, "abc"), servers.sockets_record(directory, "abc")
+    recorded, record = sockets.sockets_directory(directory, "abc"), sockets.sockets_record(directory, "abc")
     for place in (home, recorded):
         (place / "gpu1.conf").touch()
     if plant is link_to_home:
         (recorded / "gpu1.conf").unlink()
     try:
         plant(recorded, record, home)
-        servers.remove_sockets(directory, "abc")
+        sockets.remove_sockets(directory, "abc")
         assert (home / "gpu1.conf").exists()
         assert plant is record_names_home or plant is record_of_another_user or (recorded / "gpu1.conf").exists()
-        assert servers.sockets_directory(directory, "abc") not in (home, recorded)
-        servers.remove_sockets(directory, "abc")
+        assert sockets.sockets_directory(directory, "abc") not in (home, recorded)
+        sockets.remove_sockets(directory, "abc")
         assert (home / "gpu1.conf").exists()
     finally:
         recorded.unlink() if recorded.is_symlink() else shutil.rmtree(recorded)
@@ -901,7 +910,7 @@ for line in sys.stdin:
     if line.strip():
         write(next(replies).replace("{id}", str(json.loads(line)["id"])))
 """
-HELLO = json.dumps({"event": "hello", "protocol": host.HELLO, "host": "h", "boot_id": "b"})
+HELLO = json.dumps({"event": "hello", "protocol": service.HELLO, "host": "h", "boot_id": "b"})
 OPENED = '{"reply": {id}, "workdir": "/w", "rsync": true, "session": "", "note": "", "bases": []}'
 END: dict[str, Any] = {
     "code": 1, "stop_requested": False, "started": 1.0, "ended": 2.0, "peak_memory": 1, "cause": "", "message": "",
@@ -909,18 +918,18 @@ END: dict[str, Any] = {
 }  # fmt: skip
 
 
-class LyingServer(servers.LocalServer):
+class LyingServer(host_server.LocalServer):
     """A server that sends these texts."""
 
     def __init__(self, *texts: str) -> None:
-        context = servers.ListContext("abc", Path.cwd(), "job.py", panes=False)
+        context = ListContext("abc", Path.cwd(), "job.py", panes=False)
         super().__init__("gpu1", config.Server(host="gpu1", gpus=0), context)
         self.command = [sys.executable, "-I", "-S", "-c", LYING, *texts]
 
-    async def _open_channel(self, post: Callable[[Event], None]) -> servers.Channel:
+    async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*self.command, stdin=pipe, stdout=pipe, limit=1 << 24)
-        channel = servers.Channel(process, self.name, post)
+        channel = Channel(process, self.name, post)
         try:
             await channel.hello()
         except BaseException:
@@ -1019,7 +1028,7 @@ def test_an_invalid_gpu_is_reported(gpu: Any, directory: Path, monkeypatch: pyte
 
 def test_steps_are_numbers_and_metrics_are_limited() -> None:
     sent = {"step": "NaN", "steps": "NaN", "loss": "NaN", "k" * 501: 1, **{f"k{n}": n for n in range(2000)}}
-    found = host.checked_facts(servers.EVENTS["progress"], {"attempt": "a.1", "metrics": sent})["metrics"]
+    found = host_attempt.checked_facts(EVENTS["progress"], {"attempt": "a.1", "metrics": sent})["metrics"]
     assert len(found) <= 1000
     assert found.keys().isdisjoint({"step", "steps", "k" * 501})
     assert found["loss"] == "NaN"
@@ -1028,7 +1037,7 @@ def test_steps_are_numbers_and_metrics_are_limited() -> None:
 @pytest.mark.parametrize("path", ["/a\0b", "/a\ud800b"])
 def test_a_path_that_no_command_can_have_is_an_error(path: str) -> None:
     with pytest.raises(OSError, match="true: "):
-        asyncio.run(servers.run_program(["true", path]))
+        asyncio.run(programs.run_program(["true", path]))
 
 
 def test_a_long_line_is_read_in_linear_time_and_an_endless_one_is_refused(
@@ -1036,7 +1045,7 @@ def test_a_long_line_is_read_in_linear_time_and_an_endless_one_is_refused(
 ) -> None:
     start = time.process_time()
     assert talk(HELLO, f"{OPENED}\n".replace("{id}", "1") + '"' + "x" * 100)[0] != ""
-    monkeypatch.setattr(servers, "MAX_TEXT", 1 << 20)
+    monkeypatch.setattr("distributed.jobs.servers.channel.MAX_TEXT", 1 << 20)
     endless = LYING.replace("write(sys.argv[1])", "write(sys.argv[1])\nsys.stdout.write('x' * (20 << 20))")
     monkeypatch.setattr(sys.modules[__name__], "LYING", endless)
     assert talk(HELLO, OPENED)[0] == "invalid reply (more than 1 MiB without a line break)"
@@ -1057,7 +1066,7 @@ def test_a_server_that_sends_heartbeats_but_no_reply_is_treated_as_lost(
 ) -> None:
     silent = LYING.replace("next(replies)", 'next(replies, \'{"event": "heartbeat"}\')')
     monkeypatch.setattr(sys.modules[__name__], "LYING", silent)
-    monkeypatch.setattr(servers, "REPLY_TIMEOUT", 1.0, raising=False)
+    monkeypatch.setattr("distributed.jobs.servers.channel.REPLY_TIMEOUT", 1.0)
     assert talk(HELLO, OPENED, query=["a.1"])[0] == "no reply to query within 1 s"
 
 
@@ -1067,8 +1076,8 @@ def test_an_invalid_first_message_is_reported(hello: str, directory: Path) -> No
 
 
 def test_a_job_cannot_end_the_connection_by_what_it_writes_to_its_files(directory: Path) -> None:
-    private = host.list_directory(str(directory), "abc")
-    attempt = host.HostAttempt(f"{private}/job.1", "gpu1", str(directory / "experiments/a"), 0)
+    private = checks.list_directory(str(directory), "abc")
+    attempt = host_attempt.HostAttempt(f"{private}/job.1", "gpu1", str(directory / "experiments/a"), 0)
     os.close(attempt.create("job", "job.py"))
     Path(attempt.files.record).parent.mkdir(exist_ok=True)
     for name, facts in {
@@ -1078,8 +1087,8 @@ def test_a_job_cannot_end_the_connection_by_what_it_writes_to_its_files(director
         Path(getattr(attempt.files, name)).write_text(json.dumps(facts))
     Path(attempt.files.exit).write_text("9" * 1000)
     Path("experiments/a/metrics.jsonl").write_text('{"loss": 1e30, "x": [1], "step": 1e99}\n[1]\n' + DEEP)
-    host.checked_facts(host.END, attempt.end())
-    host.checked_facts(host.PROCESS, attempt.facts())
+    host_attempt.checked_facts(host_attempt.END, attempt.end())
+    host_attempt.checked_facts(host_attempt.PROCESS, attempt.facts())
 
 
 # ---------------------------------------------------------------- terminal and page

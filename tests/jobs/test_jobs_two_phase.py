@@ -19,15 +19,16 @@ from typing import Any
 
 import pytest
 from dispatchers import MOMENTS, DispatcherCall, Dispatchers, dispatchers
-from test_jobs_dispatcher import UNTIL_ENDED, ListRun, Outcome, SimulatedServer, StartRequest, exits, job
+from test_jobs_dispatcher import UNTIL_ENDED, ListRun, Outcome, SimulatedServer, StartRequest, exits, job, make_fast
 
 from distributed.files import KIT
-from distributed.jobs import dispatcher, journal, waiting
-from distributed.jobs.backend import NotStarted, Unreachable
-from distributed.jobs.base_cache import Cache
-from distributed.jobs.commands import base_conflict
-from distributed.jobs.job import Job, Options, job_id
-from distributed.jobs.state import Attempt
+from distributed.jobs.journal import journal
+from distributed.jobs.journal.state import Attempt
+from distributed.jobs.list_plan import base_conflict
+from distributed.jobs.lists.job import Job, Options, job_id
+from distributed.jobs.schedule import waiting
+from distributed.jobs.schedule.backend import NotStarted, Unreachable
+from distributed.jobs.schedule.base_cache import Cache
 from distributed.training import base_model
 from distributed.training.base_model import CACHE, FILES, TRAINING, hash_of
 
@@ -36,9 +37,8 @@ A, B = "a" * 64, "b" * 64  # digests
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("POLL_INTERVAL", "COOLDOWN", "GPU_INTERVAL", "LOCK_INTERVAL"):
-        monkeypatch.setattr(waiting if name == "LOCK_INTERVAL" else dispatcher, name, 0.01)
-    monkeypatch.setattr(dispatcher, "RETRY_DELAYS", (0.01,))
+    make_fast(monkeypatch)
+    monkeypatch.setattr(waiting, "LOCK_INTERVAL", 0.01)
     monkeypatch.chdir(tmp_path)
 
 
@@ -142,7 +142,7 @@ def test_base_trainings_start_before_other_jobs(tmp_path: Path) -> None:
         one = Server("one", 1)
         one.disconnect()
         async with ListRun(tmp_path, one, jobs=[job(1), job(2), trainer(A), experiment(3, A)]) as run:
-            await run.wait_until(lambda: len(run.dispatcher.queue._required) == 3)
+            await run.wait_until(lambda: len(run.dispatcher.starts.queue._required) == 3)
             one.reconnect()
             await run.finished()
         assert started(one)[0] == "a"

@@ -28,7 +28,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distributed.jobs.base_cache import Cache, cached, prune
+from distributed.jobs.schedule.base_cache import Cache, cached, prune
 from distributed.training import base_model
 from distributed.training.base_model import CACHE, FILES, MANIFEST, WEIGHTS, BaseModelError
 

@@ -24,9 +24,19 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from distributed.files import KIT
-from distributed.jobs.host import AFTER
-from distributed.jobs.job import ALL_GPUS, Job, JobError, JsonFloat, Options, argument_groups, job_of, matching, too_big
-from distributed.jobs.placement import GpuId
+from distributed.jobs.host.outputs import AFTER
+from distributed.jobs.lists.job import (
+    ALL_GPUS,
+    GpuId,
+    Job,
+    JobError,
+    JsonFloat,
+    Options,
+    argument_groups,
+    job_of,
+    matching,
+    too_big,
+)
 from distributed.training.base_model import HASH
 from distributed.transport.owners import owners_here
 from distributed.trust import bounded, planted

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import KIT, user_file, write_file
-from distributed.jobs import page
-from distributed.jobs.backend import ServerLink
-from distributed.jobs.state import JobState, ListState
+from distributed.jobs.journal.state import JobState, ListState
+from distributed.jobs.schedule.backend import ServerLink
+from distributed.jobs.show import page
 from distributed.training.base_model import CACHE, hash_of
 from distributed.trust import SHARED
 
@@ -165,6 +165,6 @@ class Results:
             with contextlib.suppress(OSError):
                 self._page_start = now
                 self._page = subprocess.Popen(
-                    [sys.executable, str(RUN_MODULE), "jobs.page", str(self.path)], stdin=subprocess.DEVNULL,
+                    [sys.executable, str(RUN_MODULE), "jobs.show.page", str(self.path)], stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
                 )  # fmt: skip

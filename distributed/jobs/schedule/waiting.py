@@ -11,10 +11,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from itertools import chain
 from typing import Any
 
-from distributed.jobs.backend import Event, ServerLink
-from distributed.jobs.base_cache import Cache
-from distributed.jobs.job import Job
-from distributed.jobs.state import FINAL, Attempt, JobState, ListState
+from distributed.jobs.journal.state import FINAL, Attempt, JobState, ListState
+from distributed.jobs.lists.job import Job
+from distributed.jobs.schedule.backend import Event, ServerLink
+from distributed.jobs.schedule.base_cache import Cache
 from distributed.training.base_model import hash_of
 
 LOCK_INTERVAL = 1.0  # seconds between attempts to lock a base model

@@ -22,8 +22,8 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from distributed.jobs.config import BaseModels, ClusterConfig, options_of, raise_faults, read_base_models
-from distributed.jobs.job import DEVICE, Job, Options, arguments, job_id
+from distributed.jobs.lists.config import BaseModels, ClusterConfig, options_of, raise_faults, read_base_models
+from distributed.jobs.lists.job import DEVICE, Job, Options, arguments, job_id
 from distributed.terminal import plural
 from distributed.training import fold
 from distributed.training.base_model import CACHE, TRAINING, hash_of

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import user_file, write_file
-from distributed.jobs.config import read_entries
-from distributed.jobs.job import json_text
+from distributed.jobs.lists.config import read_entries
+from distributed.jobs.lists.job import json_text
 from distributed.training.fold import default_participants
 from distributed.trust import SHARED
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from distributed import metrics
 from distributed.host.signals import signal_name
-from distributed.jobs.job import Job, JsonFloat, Options, json_text, matching
-from distributed.jobs.journal import REQUESTS, Record, request_id
-from distributed.jobs.placement import GpuId
+from distributed.jobs.journal.journal import REQUESTS, Record, request_id
+from distributed.jobs.lists.job import GpuId, Job, JsonFloat, Options, json_text, matching
 from distributed.training.base_model import hash_of
 
 FINAL = ("done", "failed", "cancelled")

@@ -17,8 +17,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from distributed.jobs.backend import ServerLink
-from distributed.jobs.state import Attempt, JobState, ListState
+from distributed.jobs.journal.state import Attempt, JobState, ListState
+from distributed.jobs.schedule.backend import ServerLink
 from distributed.terminal import GAP, columns, cut, duration, pad, plural
 from distributed.trust import printable
 

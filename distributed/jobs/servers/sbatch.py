@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distributed.jobs.config import ConfigError
+from distributed.jobs.lists.config import ConfigError
 
 # Variables that SLURM's programs get. The variables of jobs are in the job specifications instead, because SLURM shows
 # sbatch's environment.

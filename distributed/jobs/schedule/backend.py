@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from distributed.jobs.job import Job
-from distributed.jobs.placement import SlotPool
-from distributed.jobs.state import Attempt
+from distributed.jobs.journal.state import Attempt
+from distributed.jobs.lists.job import Job
+from distributed.jobs.schedule.placement import SlotPool
 
 MAX_FAILED_STARTS = 3  # consecutive failed starts after which a server gets no new jobs until it reconnects
 
@@ -51,6 +51,10 @@ class JobServer(Protocol):
     pool: SlotPool
     watches_gpus: bool = False
     queues_dependents: bool = False  # whether it accepts an attempt whose base model is still being trained
+
+    def make_room(self, slots: int) -> None:
+        """Have at least this number of slots, if the number depends on the jobs."""
+        return
 
     async def connect(self, post: Callable[[Event], None]) -> str:
         """Connect; call post() for each later event. Returns a note for the log. Raises ServerUnusable."""
@@ -98,7 +102,7 @@ class JobServer(Protocol):
 
 @dataclass(frozen=True)
 class Event:
-    """An event; `Dispatcher._on_<kind>` handles it."""
+    """An event; Dispatcher has a table of the handlers, by kind."""
 
     kind: str
     server: str = ""

@@ -30,7 +30,7 @@ BACKLOG = 64 * 1024  # bytes at the end of an existing log; a view does not prin
 # Ignore the user's Python settings, and use UTF-8 in any locale: arguments must reach jobs unchanged.
 PLAIN_PYTHON = ("-I", "-S", "-X", "utf8")
 ENTRY = "scripts/lib/module.py"
-HOST = "jobs.host"
+HOST = "jobs.host.service"
 SLOT = {"title": str, "log": str, "end": str}  # the file of a slot; see trust.checked()
 
 
@@ -54,7 +54,7 @@ def tmux(*arguments: str) -> str:
 
 
 def host_command(*arguments: str) -> list[str]:
-    """A command of host.py on this machine."""
+    """A command of jobs.host.service on this machine."""
     return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", HOST, *arguments]
 
 

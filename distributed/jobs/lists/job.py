@@ -18,6 +18,8 @@ DEVICE = "device"  # argument that the dispatcher sets
 MAX_LEVELS = 30  # of nested objects and lists; results and journal add some, and trust.parse_json() has a limit too
 ALL_GPUS = 0  # value of Options.gpus
 
+GpuId = int | str  # nvidia-smi's index, or the UUID of a MIG instance
+
 
 class JobError(ValueError):
     """An invalid job."""

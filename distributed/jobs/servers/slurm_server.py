@@ -12,9 +12,10 @@ directory, Muster, and the Python interpreter. In cluster_config.json:
 
 In jobs_config.json, `_timeout` also sets --time, and `_labels` set --constraint.
 
-Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. array_task.py
-describes the files of an attempt; element.py derives the state of an attempt from these files and SLURM's queue.
-Elements are submitted with --no-requeue: after the loss of a node, the dispatcher starts a new attempt.
+Attempts that start at the same time with the same resources (GPUs, time, labels) form one array.
+host/specification.py describes the files of an attempt; element.py derives the state of an attempt from these files
+and SLURM's queue. Elements are submitted with --no-requeue: after the loss of a node, the dispatcher starts a new
+attempt.
 """
 
 from __future__ import annotations
@@ -24,43 +25,32 @@ import contextlib
 import itertools
 import math
 import os
-import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distributed.files import KIT, write_file
-from distributed.jobs import array_task, host, sbatch
-from distributed.jobs.array_task import SERVER
-from distributed.jobs.backend import Event, JobServer, NotStarted, ServerUnusable, Unreachable
-from distributed.jobs.config import ClusterConfig, ConfigError
-from distributed.jobs.element import (
-    Element,
-    assign_specs,
-    discard_array,
-    job_path,
-    release_specs,
-    resources_of,
-    unstarted_end,
-)
-from distributed.jobs.job import Job, Options, arguments, environment
-from distributed.jobs.placement import Slot, SlotPool
-from distributed.jobs.sbatch import ResourceRequest, SlurmQueue, sbatch_command
-from distributed.jobs.servers import ListContext, cached_manifest, run_program
-from distributed.jobs.state import Attempt
+from distributed.jobs.host import checks, outputs, service, specification
+from distributed.jobs.host.specification import SERVER
+from distributed.jobs.journal.state import Attempt
+from distributed.jobs.lists.config import ClusterConfig, ConfigError
+from distributed.jobs.lists.job import Job, Options, arguments, environment
+from distributed.jobs.schedule.backend import Event, JobServer, NotStarted, ServerUnusable, Unreachable
+from distributed.jobs.schedule.placement import Slot, SlotPool
+from distributed.jobs.servers import sbatch
+from distributed.jobs.servers.element import Element, job_path, resources_of, unstarted_end
+from distributed.jobs.servers.host_server import ListContext, cached_manifest
+from distributed.jobs.servers.programs import run_program
+from distributed.jobs.servers.sbatch import ResourceRequest, SlurmQueue
+from distributed.jobs.servers.submissions import PendingStart, Submissions, spawn
 from distributed.trust import read_text
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol")
 POLL_INTERVAL = 0.5  # seconds between reads of the files of elements
 QUEUE_INTERVAL = 2.0  # seconds between calls of squeue
-BATCH_DELAY = 0.05  # seconds in which starts are collected into one array
 COMMAND_TIMEOUT = 60.0  # seconds for squeue, scancel and scontrol
-SUBMIT_TIMEOUT = 180.0  # seconds for sbatch, which has its own retries
 MAX_QUEUE_FAILURES = 3  # consecutive failures of squeue or scancel after which the connection is treated as lost
-FULL_QUEUE_DELAY = 15.0  # seconds before a submission that exceeded a limit is retried
 CANCEL_INTERVAL = 10.0  # seconds before scancel is repeated
 MAX_SCANCEL_JOBS = 200  # elements per call of scancel
 TIME_MARGIN = 60.0  # seconds of --time beyond _timeout and grace, as the supervisor enforces _timeout itself
@@ -75,31 +65,6 @@ class AnyLabels(frozenset[str]):
         return True
 
 
-@dataclass(eq=False)
-class PendingStart:
-    """A job's attempt that waits to be submitted to SLURM."""
-
-    element: Element
-    resources: ResourceRequest
-    job: Job | None = None  # None: the job specification is already written
-    needs: Sequence[str] = ()  # output directories of the jobs that the option _after names
-    reply: asyncio.Future[Facts] | None = None  # None: start() no longer waits for it
-
-    def answer(self, found: Facts) -> None:
-        """Set the reply, if start() waits for it."""
-        if self.reply and not self.reply.done():
-            self.reply.set_result(found)
-        self.reply = None
-
-    def fail(self, error: Exception) -> bool:
-        """Set an exception as the reply; return False if start() does not wait for it."""
-        reply, self.reply = self.reply, None
-        if reply and not reply.done():
-            reply.set_exception(error)
-            reply.exception()
-        return reply is not None
-
-
 class SlurmServer(JobServer):
     """A SLURM cluster as one server. SLURM allocates the GPUs. JobServer describes the methods."""
 
@@ -107,42 +72,41 @@ class SlurmServer(JobServer):
         """slots_needed: the number of slots that all jobs of the list need together. Raises ConfigError."""
         self.name, self.context = SERVER, context
         self.settings, self._has_more_servers = cluster.servers[0], len(cluster.servers) > 1
-        self._options = sbatch.checked_options(cluster.sbatch)
+        options = sbatch.checked_options(cluster.sbatch)
         workdir = self.settings.workdir
         if workdir and os.path.realpath(os.path.expanduser(workdir)) != os.path.realpath(context.cwd):
             raise ConfigError(
                 f"workdir {workdir}: with --backend slurm jobs run in the current directory, {context.cwd}; "
                 "run the command in workdir, or remove workdir"
             )
-        slots = tuple(Slot(index, None) for index in range(max(1, min(cluster.max_queued, slots_needed))))
-        self.pool = SlotPool(SERVER, slots, AnyLabels(), all_gpus=1)  # a slot is a queued job with any number of GPUs
+        self._max_queued = cluster.max_queued
+        # A slot is a queued job with any number of GPUs.
+        self.pool = SlotPool(SERVER, self._slots(slots_needed), AnyLabels(), all_gpus=1)
         self.queues_dependents = True
         self.directory = os.path.join(context.cwd, "logs", "jobs", context.list_id)
-        self._prefix = f"muster-{context.list_id}-"
-        self._environment = sbatch.slurm_environment(os.environ)
-        self._post: Callable[[Event], None] = lambda _: None
         self._python: list[str] = []
-        self._max_array, self._kill_wait = 1000, 30  # elements; seconds
+        self._kill_wait = 30  # seconds
         self._elements: dict[str, Element] = {}  # by attempt; submitted or held elements that have not ended
-        self._pending: list[PendingStart] = []
-        self._held: list[PendingStart] = []  # not submitted, as SLURM's queue is full
-        self._held_until = 0.0
         self._queue = SlurmQueue()
         self._to_cancel: list[str] = []  # SLURM job ids of elements
         self._queue_requested = False  # whether fetch_results() waits for the next output of squeue
         self._elements_lock = asyncio.Lock()  # held while a thread accesses elements
-        self._submitting: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] | None = None
         self._ready = False  # whether self._elements is complete
-        self._closing = False
+        self._submissions = Submissions(context, self.directory, options, self._elements, self._prepare, self._lose)
+
+    def _slots(self, needed: int) -> tuple[Slot, ...]:
+        return tuple(Slot(index, None) for index in range(max(1, min(self._max_queued, needed))))
+
+    def make_room(self, slots: int) -> None:
+        self.pool.grow(self._slots(slots))
 
     # ---- connecting
 
     async def connect(self, post: Callable[[Event], None]) -> str:
         self._ready = False
         await self._end_tasks()
-        self._post = post
         for program in PROGRAMS:
             if not shutil.which(program):
                 raise ServerUnusable(f"{program}: not found; run this on a login node of the cluster")
@@ -150,15 +114,17 @@ class SlurmServer(JobServer):
             raise ServerUnusable(f"script {self.context.script}: not in {self.context.cwd}; copy it there")
         try:
             self._python = await asyncio.to_thread(self._find_python)
-            host.list_directory(str(self.context.cwd), self.context.list_id)
-        except host.HostError as error:
+            checks.list_directory(str(self.context.cwd), self.context.list_id)
+        except outputs.HostError as error:
             raise ServerUnusable(str(error)) from None
         config = await self._call(["scontrol", "show", "config"])
-        self._max_array = max(1, sbatch.leading_number(sbatch.setting(config, "MaxArraySize"), 1001))
+        max_array = max(1, sbatch.leading_number(sbatch.setting(config, "MaxArraySize"), 1001))
         self._kill_wait = sbatch.leading_number(sbatch.setting(config, "KillWait"), 30)
         self._lost = asyncio.get_running_loop().create_future()
-        self._queue, self._elements, self._held = SlurmQueue(), {}, []
-        self._polling = self._spawn(self._poll())
+        self._queue = SlurmQueue()
+        self._elements.clear()
+        self._submissions.open(post, max_array)
+        self._polling = spawn(self._poll(), post)
         version = sbatch.setting(config, "SLURM_VERSION")
         more = "; only the first of the servers is used" if self._has_more_servers else ""
         return f"SLURM {version}, up to {len(self.pool.slots)} jobs in its queue; watch: squeue --me{more}"
@@ -167,41 +133,24 @@ class SlurmServer(JobServer):
         """The interpreter for scripts; it must have the same path on the compute nodes."""
         has_venv = os.path.exists(os.path.join(self.context.cwd, ".venv", "bin", "python"))
         requested = self.settings.python or ("" if has_venv else sys.executable)
-        return host.find_python(requested, str(self.context.cwd))
+        return checks.find_python(requested, str(self.context.cwd))
 
     async def wait_until_lost(self) -> str:
         assert self._lost
         return await asyncio.shield(self._lost)
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, closing: bool = False) -> None:
         self._ready = False
         if self._lost and not self._lost.done():
             self._lost.set_result(reason)
-        for start in self._pending:
-            start.fail(Unreachable(reason))
-        self._pending = []
+        self._submissions.disconnect(reason, closing)
 
     async def close(self) -> None:
-        self._closing = True
-        self._lose("closed")
+        self._lose("closed", closing=True)
         await self._end_tasks()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task whose exception ends the dispatcher."""
-
-        def report(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()):
-                self._post(Event("task_failed", SERVER, {"error": error}))
-
-        task = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(report)
-        return task
-
     async def _end_tasks(self) -> None:
-        """Stop the tasks. Waits for sbatch, as the result of a submission must be known."""
-        if self._submitting:
-            await asyncio.wait([self._submitting])
-            self._submitting = None
+        await self._submissions.finish()
         if self._polling:
             self._polling.cancel()
             await asyncio.wait([self._polling])
@@ -211,7 +160,7 @@ class SlurmServer(JobServer):
 
     async def _call(self, command: Sequence[str]) -> str:
         """Run a command; return its standard output. Raises Unreachable if it fails."""
-        code, out, err = await run_program(command, env=self._environment, seconds=COMMAND_TIMEOUT)
+        code, out, err = await run_program(command, env=self._submissions.environment, seconds=COMMAND_TIMEOUT)
         if code:
             raise Unreachable(f"{command[0]}: {sbatch.error_message(err) or f'exit code {code}'}")
         return out
@@ -220,7 +169,8 @@ class SlurmServer(JobServer):
         called_at = time.monotonic()
         # With --states=all, squeue also shows elements that ended some minutes ago.
         options = ["--noheader", "--array", "--states=all", f"--user={os.getuid()}", f"--format={sbatch.QUEUE_FORMAT}"]
-        return SlurmQueue(called_at, sbatch.parse_queue(await self._call(["squeue", *options]), self._prefix))
+        output = await self._call(["squeue", *options])
+        return SlurmQueue(called_at, sbatch.parse_queue(output, self._submissions.prefix))
 
     # ---- reconnecting
 
@@ -228,14 +178,16 @@ class SlurmServer(JobServer):
         queue = await self._query_queue()
         found: dict[str, Facts] = {}
         async with self._elements_lock:
-            self._elements, self._held, self._queue = {}, [], queue
+            self._elements.clear()
+            self._submissions.forget_held()
+            self._queue = queue
             results = await asyncio.to_thread(list, itertools.starmap(self._find, attempts.items()))
         for element, state, facts in results:
             found[element.name] = facts
             if state in ("held", "submitted"):
                 self._elements[element.name] = element
             if state == "held":
-                self._hold(PendingStart(element, resources_of(element)))
+                self._submissions.hold(PendingStart(element, resources_of(element)))
         self._to_cancel = self._orphaned_elements()
         self._ready = True
         return found
@@ -265,15 +217,14 @@ class SlurmServer(JobServer):
         training = attempt.queued_after
         queued_after = await asyncio.to_thread(self._slurm_id, training) if training else ""
         element, resources = self._element_of(attempt.name, job.output), self._resources_for(job.options, queued_after)
-        self._pending.append(PendingStart(element, resources, job, needs, reply))
-        self._submit_soon()
+        self._submissions.add(PendingStart(element, resources, job, needs, reply))
         return await reply
 
     def _slurm_id(self, attempt: str) -> str:
         """The SLURM job id of a submitted attempt, such as 123_4. Raises NotStarted."""
         if (element := self._elements.get(attempt)) and element.array:
             with contextlib.suppress(OSError):
-                job = read_text(job_path(self._array_path(element.array))).strip()
+                job = read_text(job_path(self._submissions.array_path(element.array))).strip()
                 if job.isdecimal():
                     return f"{job}_{element.index}"
         raise NotStarted("the training of its base model is not in SLURM's queue", "busy")
@@ -293,15 +244,15 @@ class SlurmServer(JobServer):
         cwd = str(self.context.cwd)
         base = self.context.cache.path(job.base) if job.base else ""
         return {
-            "command": [*host.program(self._python, self.context.script, cwd), *arguments(job, device)],
+            "command": [*checks.program(self._python, self.context.script, cwd), *arguments(job, device)],
             "script": self.context.script_name, "owner": job.owner,
             "workdir": cwd, "setup": bool(self.settings.setup), "gpus": resources.gpus,
             "timeout": None if job.options.timeout is None else max(1, round(job.options.timeout)),
             "grace": float(self.context.grace), "kill_wait": self._kill_wait,
             "needs": [resources.gpus, resources.minutes, list(resources.labels), resources.queued_after],
             "trains": job.trains, "cache": self.context.cache.directory, "settings": dict(job.settings),
-            "call": array_task.dispatcher_environment(dict(os.environ)),
-            "env": environment(job) | host.job_variables(element.output, cwd, start.needs, base),
+            "call": specification.dispatcher_environment(dict(os.environ)),
+            "env": environment(job) | outputs.job_variables(element.output, cwd, start.needs, base),
         }  # fmt: skip
 
     async def ensure_base(self, digest: str) -> int:
@@ -316,139 +267,13 @@ class SlurmServer(JobServer):
         try:
             os.close(element.create(job.owner, self.context.script_name))
             element.write_setup(self.settings.setup)
-            array_task.write_spec(element.directory, self._spec_of(start))
-        except host.HostError as error:
+            specification.write_spec(element.directory, self._spec_of(start))
+        except outputs.HostError as error:
             return NotStarted(str(error), error.kind)
         except OSError as error:
             element.delete_spec()
             return NotStarted(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         return None
-
-    def _submit_soon(self) -> None:
-        if not self._submitting and not self._closing:
-            self._submitting = self._spawn(self._submit_all())
-
-    async def _submit_all(self) -> None:
-        await asyncio.sleep(BATCH_DELAY)
-        try:
-            while self._pending:
-                starts, self._pending = self._pending, []
-                new = [start for start in starts if start.job and start.reply]
-                errors = await asyncio.to_thread(list, map(self._prepare, new))
-                refused = {id(start): error for start, error in zip(new, errors, strict=True) if error}
-                groups: dict[ResourceRequest, list[PendingStart]] = {}
-                for start in starts:
-                    if error := refused.get(id(start)):
-                        self._refuse(start, error)
-                    else:
-                        groups.setdefault(start.resources, []).append(start)
-                for resources, group in groups.items():
-                    for index in range(0, len(group), self._max_array):
-                        await self._submit(resources, group[index : index + self._max_array])
-        finally:
-            self._submitting = None
-
-    def _refuse(self, start: PendingStart, error: Exception) -> None:
-        self._elements.pop(start.element.name, None)
-        if not start.fail(error) and isinstance(error, NotStarted):
-            self._post(Event("not_started", SERVER, error.facts(start.element.name)))
-
-    async def _submit(self, resources: ResourceRequest, starts: list[PendingStart]) -> None:
-        """Submit attempts as one array, or as several if SLURM has no room for all of them."""
-        if self._lost is None or self._lost.done():
-            for start in starts:
-                start.fail(Unreachable("connection lost"))
-            return
-        if time.monotonic() < self._held_until:
-            for start in starts:
-                self._hold(start)
-            return
-        array = secrets.token_hex(4)
-        path = self._array_path(array)
-        try:
-            await asyncio.to_thread(assign_specs, path, array, [start.element for start in starts])
-        except OSError as error:
-            await self._refuse_all(starts, array, NotStarted(f"{error.filename or path}: {error.strerror}"))
-            return
-        try:
-            command = self._sbatch(resources, array, len(starts))
-            reply = await run_program(command, env=self._environment, seconds=SUBMIT_TIMEOUT)
-        except Unreachable as error:
-            self._submission_unknown(starts, str(error))
-        else:
-            await self._handle_sbatch_reply(resources, starts, array, *reply)
-
-    async def _handle_sbatch_reply(
-        self, resources: ResourceRequest, starts: list[PendingStart], array: str, code: int, out: str, err: str
-    ) -> None:
-        """Handle exit code and output of sbatch."""
-        job, message = out.strip().rpartition("\n")[2].partition(";")[0], sbatch.error_message(err)
-        if code == 0 and job.isdecimal():
-            with contextlib.suppress(OSError):  # the disk is full; the array is also found by its name
-                await asyncio.to_thread(write_file, job_path(self._array_path(array)), f"{job}\n")
-            self._register(starts, array)
-        elif code == 0 or sbatch.contains_any(sbatch.NO_REPLY, err):
-            self._submission_unknown(starts, f"sbatch: {message or out.strip()}")
-        elif sbatch.contains_any(sbatch.QUEUE_FULL, err):
-            await self._submit_fewer(resources, starts, array, message)
-        elif sbatch.contains_any(sbatch.WRONG_OPTIONS, err):
-            reason = f"sbatch: {message}; correct sbatch in the cluster config, then resume"
-            await self._refuse_all(starts, array, NotStarted(reason, "unusable"))
-        else:
-            await self._refuse_all(starts, array, NotStarted(f"sbatch: {message}", resources.kind_of_refusal))
-
-    async def _refuse_all(self, starts: Sequence[PendingStart], array: str, error: NotStarted) -> None:
-        await asyncio.to_thread(discard_array, self._array_path(array), [start.element for start in starts])
-        for start in starts:
-            self._refuse(start, error)
-
-    def _array_path(self, array: str) -> str:
-        return os.path.join(self.directory, f"array-{array}")
-
-    def _sbatch(self, resources: ResourceRequest, array: str, count: int) -> list[str]:
-        relative = os.path.join("logs", "jobs", self.context.list_id, f"array-{array}", "%a.out")
-        script = [f"{KIT}/scripts/lib/array_task.sh", KIT, sys.executable, self._array_path(array)]
-        return sbatch_command(
-            self._options, resources, name=f"{self._prefix}{array}", count=count, directory=str(self.context.cwd),
-            output=relative, script=script,
-        )  # fmt: skip
-
-    def _register(self, starts: Sequence[PendingStart], array: str) -> None:
-        now = time.monotonic()
-        for index, start in enumerate(starts):
-            element = start.element
-            element.array, element.index, element.changed_at = array, index, now
-            self._elements[element.name] = element
-            start.answer({"state": "running"})
-
-    def _submission_unknown(self, starts: Sequence[PendingStart], reason: str) -> None:
-        """Treat the connection as lost; after the reconnect, query() finds out whether the attempts were submitted."""
-        for start in starts:
-            start.fail(Unreachable(reason))
-        self._lose(reason)
-
-    async def _submit_fewer(
-        self, resources: ResourceRequest, starts: list[PendingStart], array: str, reason: str
-    ) -> None:
-        """After a limit of SLURM was exceeded: submit each half of the attempts, or hold a single attempt for later."""
-        await asyncio.to_thread(release_specs, self._array_path(array), array, [start.element for start in starts])
-        if len(starts) > 1:
-            half = len(starts) // 2
-            await self._submit(resources, starts[:half])
-            await self._submit(resources, starts[half:])
-            return
-        self._held_until = time.monotonic() + FULL_QUEUE_DELAY
-        self._hold(starts[0], reason)
-
-    def _hold(self, start: PendingStart, reason: str = "") -> None:
-        """Submit an attempt later. It is reported as running. To stop it, its job specification is withdrawn."""
-        self._held.append(start)
-        self._elements[start.element.name] = start.element
-        start.answer({"state": "running"})
-        reason = f"not yet {sbatch.IN_QUEUE}" + (f": {reason}" if reason else "")
-        if start.element.reported_reason != reason:
-            start.element.reported_reason = reason
-            self._post(Event("waits", SERVER, {"attempt": start.element.name, "reason": reason}))
 
     # ---- monitoring
 
@@ -458,7 +283,7 @@ class SlurmServer(JobServer):
         while True:
             await asyncio.sleep(POLL_INTERVAL)
             now = time.monotonic()
-            self._submit_held(now)
+            self._submissions.submit_held(now)
             try:
                 if now >= queue_at and (self._elements or self._queue_requested):
                     queue_at = now + QUEUE_INTERVAL
@@ -471,13 +296,7 @@ class SlurmServer(JobServer):
                     self._lose(str(error))
                     return
             await self._poll_elements(now, progress=now >= progress_at)
-            progress_at = now + host.PROGRESS_INTERVAL if now >= progress_at else progress_at
-
-    def _submit_held(self, now: float) -> None:
-        if self._held and now >= self._held_until and not self._submitting and not self._closing:
-            self._pending += [start for start in self._held if not start.element.cancelled]
-            self._held = []
-            self._submit_soon()
+            progress_at = now + service.PROGRESS_INTERVAL if now >= progress_at else progress_at
 
     async def _poll_elements(self, now: float, progress: bool) -> None:
         queue = self._queue
@@ -494,11 +313,11 @@ class SlurmServer(JobServer):
             events = await asyncio.to_thread(poll, elements)
         for element, kind, facts in events:
             if kind == "held":
-                self._hold(PendingStart(element, resources_of(element)))
+                self._submissions.hold(PendingStart(element, resources_of(element)))
                 continue
             if kind == "ended":
                 self._elements.pop(element.name, None)
-            self._post(Event(kind, SERVER, {"attempt": element.name, **facts}))
+            self._submissions.post(Event(kind, SERVER, {"attempt": element.name, **facts}))
 
     async def _cancel(self, now: float) -> None:
         """Call scancel for withdrawn elements, and for elements whose supervisor did not stop in time."""
@@ -522,7 +341,7 @@ class SlurmServer(JobServer):
             await asyncio.to_thread(element.stop, kill)
         if element.cancelled and not element.array:
             self._elements.pop(attempt, None)
-            self._post(Event("ended", SERVER, {"attempt": attempt, **unstarted_end()}))
+            self._submissions.post(Event("ended", SERVER, {"attempt": attempt, **unstarted_end()}))
 
     # ---- results
 

@@ -18,9 +18,10 @@ from typing import Any
 
 from distributed.exit_codes import KILLED
 from distributed.files import read_json, write_file
-from distributed.jobs import array_task, host
-from distributed.jobs.array_task import ATTEMPTS, ELEMENT, NEW, SERVER, SPEC, TAKEN, move, names_in, remove, spec_path
-from distributed.jobs.sbatch import QueueEntry, ResourceRequest, SlurmQueue, end_without_code
+from distributed.jobs.host import specification
+from distributed.jobs.host.host_attempt import HostAttempt, known_facts, last_lines, modification_time, read_metrics
+from distributed.jobs.host.specification import ATTEMPTS, ELEMENT, SERVER, SPEC, TAKEN, move, remove, spec_path
+from distributed.jobs.servers.sbatch import QueueEntry, ResourceRequest, SlurmQueue, end_without_code
 from distributed.launch import supervisor
 from distributed.trust import PRIVATE_DIRECTORY
 
@@ -62,7 +63,7 @@ def event_of(claim: str, code: str, slurm: str) -> str:
     return next(rows)[-1]
 
 
-class Element(host.HostAttempt):
+class Element(HostAttempt):
     """One attempt that is, or will be, an element of a job array."""
 
     def __init__(self, directory: str, output: str, grace: float) -> None:
@@ -95,7 +96,7 @@ class Element(host.HostAttempt):
         """The record that an element wrote when it claimed the job specification; empty before."""
         found = read_json(os.path.join(self.directory, ELEMENT))
         kinds: Facts = {"host": str, "array": str, "job": str, "started": float}
-        return host.known_facts(kinds, {"started": found.get("time"), **found})
+        return known_facts(kinds, {"started": found.get("time"), **found})
 
     def process(self) -> Facts:
         """Process id, start time, boot id and host of its command; empty before the command has started."""
@@ -116,7 +117,7 @@ class Element(host.HostAttempt):
     def delete_spec(self) -> None:
         """Remove the job specification, even if it is claimed, so that no element starts the command."""
         for name in self.file_names():
-            if name == NEW or name.startswith((SPEC, TAKEN)):
+            if name == specification.NEW or name.startswith((SPEC, TAKEN)):
                 remove(os.path.join(self.directory, name))
 
     def array_path(self) -> str:
@@ -206,7 +207,7 @@ class Element(host.HostAttempt):
 
     def _find_heartbeat(self, now: float, left: bool) -> str:
         """claimed, alive or silent; see EVENTS. left: whether the element has ended, or is not listed by SLURM."""
-        heartbeat = host.modification_time(self.files.heartbeat) or 0.0
+        heartbeat = modification_time(self.files.heartbeat) or 0.0
         is_new, self._heartbeat = heartbeat != self._heartbeat, heartbeat
         if is_new or (left and self._heartbeat_at is None):
             self._heartbeat_at = now
@@ -220,7 +221,7 @@ class Element(host.HostAttempt):
         if not self._start_reported and (process := self.process()):
             self._start_reported = True
             yield "started", {"state": "running", **process}
-        if progress and (metrics := host.read_metrics(self.output)) != self.metrics:
+        if progress and (metrics := read_metrics(self.output)) != self.metrics:
             self.metrics = metrics
             yield "progress", {"metrics": metrics}
 
@@ -238,14 +239,14 @@ class Element(host.HostAttempt):
         return end
 
     def _without_code(self, claimed: bool) -> Facts:
-        printed = host.last_lines(self.output_of_element())
+        printed = last_lines(self.output_of_element())
         started = os.path.exists(self.files.pids)
         cause, message = end_without_code(self.entry, claimed, started, printed[-1] if printed else "")
         now = time.time()
         return {
             "code": None, "started": self.element().get("started", now), "ended": now, "cause": cause,
             "message": message,
-            "lines": host.last_lines(self.files.log) or printed, "metrics": host.read_metrics(self.output),
+            "lines": last_lines(self.files.log) or printed, "metrics": read_metrics(self.output),
         }  # fmt: skip
 
     # ---- end
@@ -278,7 +279,7 @@ def unstarted_end() -> Facts:
 def index_in(array: str, name: str) -> int:
     """The index of an attempt in an array; -1 if unknown."""
     try:
-        return names_in(array).index(name)
+        return specification.names_in(array).index(name)
     except (OSError, ValueError):
         return -1
 
@@ -315,5 +316,5 @@ def discard_array(path: str, elements: Sequence[Element]) -> None:
 
 def resources_of(element: Element) -> ResourceRequest:
     """The resources of an attempt whose job specification is not assigned to an array."""
-    gpus, minutes, labels, *queued_after = array_task.read_spec(spec_path(element.directory))["needs"]
+    gpus, minutes, labels, *queued_after = specification.read_spec(spec_path(element.directory))["needs"]
     return ResourceRequest(gpus, minutes, tuple(labels), *queued_after)

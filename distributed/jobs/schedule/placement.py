@@ -11,9 +11,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distributed.jobs.job import ALL_GPUS, Job
-
-GpuId = int | str  # nvidia-smi's index, or the UUID of a MIG instance
+from distributed.jobs.lists.job import ALL_GPUS, GpuId, Job
 
 
 @dataclass(frozen=True)

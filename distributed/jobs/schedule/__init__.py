@@ -1,0 +1,1 @@
+"""What may start: slots of servers, the order of jobs, and the jobs that wait for others."""

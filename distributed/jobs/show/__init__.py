@@ -1,0 +1,1 @@
+"""What is shown of a job list: the console, the results and their page."""
