@@ -29,7 +29,7 @@ from distributed.files import write_json
 from distributed.host import signals
 from distributed.jobs.host import host_attempt, outputs
 from distributed.jobs.host.specification import ELEMENT, SERVER, Facts, claim_spec, names_in, remove, taken_path
-from distributed.launch import supervisor
+from distributed.launch import node_files, supervisor
 from distributed.training import base_model
 from distributed.trust import foreign
 
@@ -84,7 +84,7 @@ class SlurmSupervisor(supervisor.Supervisor):
         if ended_by_signal and not os.path.exists(self.files.record):
             cause, message = reason_of_end(slurm_job_id())
             if cause:
-                supervisor.write_record(self.files, cause, message)
+                node_files.write_record(self.files, cause, message)
         super().finish()
 
 
@@ -190,7 +190,7 @@ def main(arguments: list[str]) -> int:
         return WRONG_CALL
     try:
         return work(arguments[0])
-    except supervisor.SupervisorError as refused:
+    except node_files.SupervisorError as refused:
         message: object = refused.args[1]
     except outputs.HostError as error:
         message = error

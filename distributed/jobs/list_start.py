@@ -27,7 +27,7 @@ from distributed.jobs.schedule.backend import JobServer, ServerLink
 from distributed.jobs.servers import sockets, ssh_server
 from distributed.jobs.show import console
 from distributed.jobs.show.results import Results
-from distributed.launch import forwarding, supervisor
+from distributed.launch import forwarding, node_processes
 from distributed.launch.notify import Notifier
 from distributed.terminal import plural
 
@@ -116,7 +116,7 @@ async def run_until_stopped(dispatcher: Dispatcher, results: Results, screen: co
         received.append(number)
         dispatcher.interrupt(f"received {signals.name(number)}")
 
-    for number in supervisor.Supervisor.SIGNALS:
+    for number in node_processes.HANDLED_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
     writer = asyncio.ensure_future(write_periodically(results, screen))

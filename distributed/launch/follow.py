@@ -16,11 +16,14 @@ import os
 import select
 
 from distributed.exit_codes import UNFIT
-from distributed.launch import supervisor
+from distributed.launch import node_environment, node_files, node_requests, supervisor
+from distributed.launch.console_stream import BACKLOG, ConsoleStream
+from distributed.launch.node_environment import BLOCK
+from distributed.launch.node_files import SupervisorError
 from distributed.launch.node_reports import format_report
 from distributed.launch.output_lines import OUTPUT, Console, Lines
 from distributed.launch.shown_ranks import ShownRanks
-from distributed.launch.supervisor import BACKLOG, BLOCK, ConsoleStream, SupervisorError, SupervisorOptions
+from distributed.launch.supervisor import SupervisorOptions
 from distributed.trust import regular_file
 
 TYPE_CHECKING = False
@@ -57,8 +60,8 @@ class Follower:
             if not self._pass_requests():
                 return 0
         if not os.path.exists(files.exit):  # the supervisor was killed, or this machine restarted
-            supervisor.sweep(files, self._options.grace)
-        code = supervisor.read_code(files.exit)
+            node_requests.sweep(files, self._options.grace)
+        code = node_files.read_code(files.exit)
         if code is None:
             code = UNFIT
             self._streams[1].put(os.fsencode(f"{files.name}: {files.directory}: no command was started\n"))
@@ -70,8 +73,8 @@ class Follower:
 
     def _show_more(self, log: BinaryIO) -> bool:
         """Show new output. Returns whether there may be more: the supervisor runs, or the console is slow."""
-        pid = supervisor.supervisor_of(self._files)  # must precede log.read(), or the last output could be missed
-        number = supervisor.read_code(self._files.heartbeat) if pid and self._options.report else None
+        pid = node_files.supervisor_of(self._files)  # must precede log.read(), or the last output could be missed
+        number = node_files.read_code(self._files.heartbeat) if pid and self._options.report else None
         if number and not self._signal:
             self._signal = number
             self._streams[0].put(format_report(node=self._files.name, signal=number))
@@ -93,9 +96,9 @@ class Follower:
         *requests, self._received = self._received.split(b"\n")
         for request in map(os.fsdecode, requests):
             if request in ("stop", "kill"):
-                supervisor.request(self._files, request)
+                node_requests.request(self._files, request)
             elif request.startswith("signal "):
-                supervisor.signal_supervisor(self._files, int(request.split()[1]))
+                node_requests.signal_supervisor(self._files, int(request.split()[1]))
         return True
 
 
@@ -105,10 +108,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     options, received = SupervisorOptions(arguments), b""
-    supervisor.refuse_foreign(options.files)
+    node_files.refuse_foreign(options.files)
     if options.command:
         options.lease, options.offset = 0.0, "0"
-        inherited, block, received = supervisor.read_environment(options)
+        inherited, block, received = node_environment.read_environment(options)
         if reason := supervisor.supervise_detached(options, inherited, block):
             raise SupervisorError(UNFIT, f"the command was not started: {reason}")
     return Follower(options, received).run()

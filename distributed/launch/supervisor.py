@@ -54,378 +54,70 @@ Standard library only. The supervisor starts before every command, so it imports
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import signal
 import time
 from functools import partial
 
-from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
-from distributed.files import KIT, foreign_directory, read_json, to_json, write_file, write_json
+from distributed.exit_codes import UNFIT, WRONG_CALL
+from distributed.files import KIT, write_file, write_json
 from distributed.host import collectives, process_scan, signals
 from distributed.host.clock import RunningClock
 from distributed.launch import usage_sampler
+from distributed.launch.console_stream import BACKLOG, CHUNK, ConsoleStream
+from distributed.launch.node_environment import BLOCK, Environment, environment, read_environment
+from distributed.launch.node_files import (
+    Files,
+    SupervisorError,
+    boot_id,
+    refuse_foreign,
+    reserve,
+    write_code,
+    write_record,
+    write_signal,
+)
+from distributed.launch.node_processes import (
+    HANDLED_SIGNALS,
+    STOP_SIGNALS,
+    UNKILLABLE_TIMEOUT,
+    Guard,
+    children,
+    default_signals,
+    exec_command,
+    fork,
+    isolate,
+    kill_all,
+    send_signal,
+)
 from distributed.launch.node_reports import ATTEMPT_PIPES, HEARTBEAT_INTERVAL, REPORT_TOKEN, format_report
-from distributed.trust import PRIVATE_DIRECTORY, foreign, make_directories, parse_json, read_bytes, regular_file
+from distributed.launch.node_requests import request, signal_supervisor, status, sweep
+from distributed.trust import PRIVATE_DIRECTORY, make_directories, parse_json, read_bytes, regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import NoReturn
 
     from distributed.launch.output_lines import Console, Lines
     from distributed.launch.output_metrics import OutputMetrics
     from distributed.launch.shown_ranks import ShownRanks
 
-BLOCK = 1 << 20  # bytes per read
-CHUNK = 4096  # bytes that a writable pipe accepts without blocking
-BACKLOG = 4 << 20  # bytes buffered for a slow console; while there are more, the command's output is not read
 POLL_INTERVAL = 0.5  # seconds between checks of the request file
-KILL_INTERVAL = 0.01  # seconds between checks of killed processes
 SCAN_INTERVAL = 0.1  # maximum seconds between scans for leftover processes; the exit of a child starts a scan at once
 FAIL_GRACE = 3.0  # seconds for ranks to exit when another node has failed
 AGENT_GRACE = 8.0  # seconds for an agent, whose ranks were killed, to end its attempt
 LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for leftover processes
-UNKILLABLE_TIMEOUT = 5.0  # seconds to wait for a process after SIGKILL
 START_TIMEOUT = 30.0  # seconds within which a supervisor with --lease 0 reports that it cannot start its command
-UNRESPONSIVE_TIMEOUT = 4.0  # seconds after the grace time until an unresponsive supervisor is killed
-RESERVED = 1024  # bytes of each file that reserve() allocates
-GUARD_TIMEOUT = 2.0  # seconds for the guard to write the exit code after the supervisor was killed
 WRAPPER = os.path.join(KIT, "scripts", "lib", "in_node_env.sh")
-# Variables that another launch may have left in the environment. PET_* would change torchrun's options.
-STALE_VARIABLES = (
-    b"RANK", b"WORLD_SIZE", b"LOCAL_RANK", b"LOCAL_WORLD_SIZE", b"GROUP_RANK", b"NODE_RANK", b"MASTER_ADDR",
-    b"MASTER_PORT",
-)  # fmt: skip
-STALE_PREFIXES = (b"PET_", b"TORCHELASTIC_")
 PROGRESS = b"MUSTER_PROGRESS"  # variable with the value of --progress
-ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"  # set by the caller, therefore kept: the agent writes its failure there
-
-Environment = dict[bytes, bytes]
-
-
-class SupervisorError(Exception):
-    """The call is wrong, or the command was not started. args: exit code, reason."""
-
-
-# ---------------------------------------------------------------- files
-
-
-class Files:
-    """The files that a supervisor reads or writes."""
-
-    def __init__(self, directory: str, name: str, stem: str = "") -> None:
-        """stem: common prefix of the files, relative to the directory (default: node_NAME)."""
-        self.directory, self.name = os.path.abspath(directory), name
-        stem = os.path.join(self.directory, stem or f"node_{name}")
-        self.log, self.pids, self.exit = f"{stem}.log", f"{stem}.pid", f"{stem}.exit"
-        self.request, self.heartbeat, self.usage = f"{stem}.stop", f"{stem}.heartbeat", f"{stem}.usage"
-        self.record = os.path.join(self.directory, "errors", f"supervisor_{name}.json")
-        self.reserved, self.reserved_record = f"{stem}.reserved", f"{stem}.reserved_record"
-
-    @property
-    def environment(self) -> frozenset[bytes]:
-        return process_scan.run_environment(self.directory, self.name)
-
-
-def read_code(path: str) -> int | None:
-    try:
-        return int(read_bytes(path))
-    except (OSError, ValueError):
-        return None
-
-
-def reserve(files: Files) -> None:
-    """Allocate the files of the exit code and of the failure record: the disk may be full later. Raises OSError."""
-    for path in (files.reserved, files.reserved_record):
-        write_file(path, " " * RESERVED)
-
-
-def write_reserved(reserved: str, path: str, content: bytes) -> None:
-    """Write a file. If the reserved file exists, write into that and rename it. Raises OSError."""
-    try:
-        with open(reserved, "r+b", opener=regular_file) as file:
-            file.write(content)
-            file.truncate()
-        os.replace(reserved, path)
-    except FileNotFoundError:
-        write_file(path, content)
-
-
-def write_code(files: Files, code: int) -> None:
-    """Write the exit code. Raises OSError."""
-    write_reserved(files.reserved, files.exit, b"%d\n" % code)
-
-
-def write_record(files: Files, cause: str, message: str, found: bool = False) -> None:
-    """Record why the command was stopped without a request. The verdict, printed at the end of a run, shows it.
-
-    found: the supervisor was found dead. With --lease 0, it died within seconds after its last heartbeat.
-    """
-    facts = {"node": files.name, "host": os.uname().nodename, "cause": cause, "message": message, "time": time.time()}
-    with contextlib.suppress(OSError):
-        facts |= {"time": os.stat(files.heartbeat).st_mtime} if found else {}
-    with contextlib.suppress(OSError):  # stopping the command matters more
-        write_reserved(files.reserved_record, files.record, to_json(facts))
-
-
-def write_signal(files: Files, number: int, sender: str) -> None:
-    """Record a signal that Muster has not sent, so that the verdict can name it. sender: such as "from SLURM"."""
-    name = signals.name(number)
-    path = os.path.join(os.path.dirname(files.record), f"signal_{files.name}_{name}.json")
-    with contextlib.suppress(OSError):
-        write_json(path, {"signal": name, "sender": sender, "time": time.time()})
-
-
-def boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-
-
-def supervisor_of(files: Files) -> int:
-    """The process id of this command's supervisor on this machine; 0 when there is none."""
-    facts = read_json(files.pids)
-    return process_scan.live_pid(facts.get("supervisor")) if facts.get("boot_id") == boot_id() else 0
-
-
-# ---------------------------------------------------------------- the environment
-
-
-def read_block(source: int, received: bytes = b"") -> tuple[bytes, bytes]:
-    """Read an environment block from a file descriptor. Returns it and the bytes read after it.
-
-    received: bytes that were read from the file descriptor before.
-    """
-    while True:
-        if received.startswith(b"\0"):
-            return b"", received[1:]
-        block, end, rest = received.partition(b"\0\0")
-        if end:
-            return block + b"\0", rest
-        if not (more := os.read(source, BLOCK)):
-            raise SupervisorError(UNFIT, "environment block incomplete: connection to the launcher lost")
-        received += more
-
-
-def read_blocks(source: int) -> tuple[bytes, bytes, bytes]:
-    """Read both environment blocks from a file descriptor. Returns them and the bytes read after them."""
-    inherited, received = read_block(source)
-    return inherited, *read_block(source, received)
-
-
-def read_environment(options: SupervisorOptions) -> tuple[bytes, bytes, bytes]:
-    """Read both environment blocks of --environment. Returns them and the bytes of standard input read after them."""
-    if options.environment == "-":
-        return read_blocks(0)
-    return (*(read_block_file(options.environment) if options.environment else (b"", b"")), b"")
-
-
-def read_block_file(path: str) -> tuple[bytes, bytes]:
-    """Read both environment blocks from a file and remove the file."""
-    try:
-        source = regular_file(path)
-        os.unlink(path)
-        try:
-            if problem := foreign(path, os.fstat(source)):
-                raise SupervisorError(UNFIT, f"--environment '{path}': {problem}")
-            return read_blocks(source)[:2]
-        finally:
-            os.close(source)
-    except OSError as error:
-        raise SupervisorError(UNFIT, f"--environment '{path}': {error.strerror}") from None
-
-
-def parse_environment(block: bytes) -> Environment:
-    parts = (entry.partition(b"=") for entry in block.split(b"\0") if entry)
-    return {name: value for name, _, value in parts}
-
-
-def environment(block: bytes, files: Files) -> Environment:
-    """The command's environment: that of the supervisor without stale variables, updated with the block."""
-    with open("/proc/self/environ", "rb") as file:  # os.environ may have an LC_CTYPE that Python has set
-        env = parse_environment(file.read())
-    env = {
-        name: value
-        for name, value in env.items()
-        if name == ERROR_FILE or (name not in STALE_VARIABLES and not name.startswith(STALE_PREFIXES))
-    }
-    env[b"MUSTER_METRICS"] = os.fsencode(os.path.join(files.directory, "metrics.jsonl"))  # a job's block overrides it
-    env |= parse_environment(block)
-    env |= parse_environment(b"\0".join(files.environment))
-    env[b"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = os.fsencode(f"[{files.name}:${{rank}}] ")
-    return env
-
-
-# ---------------------------------------------------------------- processes
-
-
-def children() -> list[int] | None:
-    """The children of this process, including zombies; None if the kernel does not list them."""
-    try:
-        with open("/proc/thread-self/children") as file:
-            return [int(pid) for pid in file.read().split()]
-    except OSError:
-        return None
-
-
-def default_signals(ignored: Sequence[int] = ()) -> None:
-    """Unblock all signals and reset their handlers to the default. `ignored` signals are ignored."""
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        with contextlib.suppress(OSError, ValueError):  # the C library reserves some
-            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-
-
-def exec_command(command: list[str], env: Environment) -> NoReturn:
-    """Replace this process with the command. Exits with 127 or 126 as a shell does."""
-    try:
-        os.execvpe(command[0], command, env)
-    except OSError as error:
-        os.write(2, os.fsencode(f"supervisor: {command[0]}: {error.strerror}\n"))
-        os._exit(127 if error.errno == errno.ENOENT else 126)
-
-
-def kill_all(find: Callable[[], list[int]]) -> None:
-    """Send SIGKILL to the processes that find() returns. Repeat until it finds none, for at most UNKILLABLE_TIMEOUT."""
-    end = time.monotonic() + UNKILLABLE_TIMEOUT
-    while (pids := find()) and time.monotonic() < end:
-        send_signal(signal.SIGKILL, pids)
-        time.sleep(KILL_INTERVAL)
-
-
-def fork() -> int:
-    """os.fork(); the child blocks all signals until isolate() or default_signals().
-
-    Otherwise a signal to the child would be written to the pipe from which the supervisor reads its own signals.
-    """
-    before, pid = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()), -1
-    try:
-        pid = os.fork()
-    finally:
-        if pid:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return pid
-
-
-def isolate(kept: int = -1) -> None:
-    """In a helper process: ignore the signals that the supervisor handles, and close the supervisor's files.
-
-    kept: a file descriptor that stays open, with the number 3.
-    """
-    signals.ignore(Supervisor.SIGNALS)
-    signal.set_wakeup_fd(-1)
-    null = os.open(os.devnull, os.O_RDWR)
-    for file in range(3):
-        os.dup2(null, file)
-    if kept >= 0:
-        os.dup2(kept, 3)
-    os.closerange(4 if kept >= 0 else 3, 1 << 16)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-
-
-def send_signal(number: int, pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
-
-
-# ---------------------------------------------------------------- the guard
-
-
-class Guard:
-    """A process in a separate process group that kills the command if the supervisor is killed.
-
-    It reads lines from a pipe to which only the supervisor can write. Each line `sessions PID...` replaces the list of
-    sessions to kill. The supervisor writes `end` before it exits: end of file without `end` means that it was killed.
-    """
-
-    def __init__(self, files: Files) -> None:
-        source, self._lifeline = os.pipe()
-        supervisor = os.getpid()
-        self.pid = fork()
-        if self.pid == 0:
-            try:
-                os.close(self._lifeline)
-                _guard_main(files, source, supervisor)
-            finally:
-                os._exit(0)
-        os.setpgid(self.pid, self.pid)  # at once: SIGKILL to the supervisor's group must not reach the guard
-        os.close(source)
-
-    def send(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # the guard was killed; the supervisor starts another one
-            os.write(self._lifeline, line.encode() + b"\n")
-
-    def stop(self) -> None:
-        """Kill the guard: a stopped one (SIGSTOP) would not exit by itself."""
-        self.send("end")
-        os.close(self._lifeline)
-        with contextlib.suppress(ChildProcessError):
-            os.kill(self.pid, signal.SIGKILL)  # until waitpid(), no other process can have this pid
-            os.waitpid(self.pid, 0)
-
-    def close(self) -> None:
-        """Close the pipe to a guard that was killed."""
-        os.close(self._lifeline)
-
-
-def _guard_main(files: Files, lifeline: int, supervisor: int) -> None:
-    isolate(lifeline)
-    received = b""
-    while more := os.read(3, 4096):
-        received += more
-    if b"end\n" in received:
-        return
-    sessions = [int(pid) for pid in received.rpartition(b"sessions ")[2].split()]
-    message = f"process {supervisor} was killed"
-    write_record(files, "killed", message)
-    kill_all(lambda: process_scan.live_processes(files.environment, sessions))
-    with contextlib.suppress(OSError), open(files.log, "a", opener=regular_file) as log:
-        print(f"supervisor: {message}; its guard has killed the command", file=log)
-    with contextlib.suppress(OSError):
-        write_code(files, KILLED)
 
 
 # ---------------------------------------------------------------- the supervisor
 
 
-class ConsoleStream:
-    """Standard output or standard error. A slow, full or closed console must not affect the command."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.pending = bytearray()
-        self._ready = select.poll()
-        self._ready.register(number, select.POLLOUT)
-        self._is_closed = False
-
-    def put(self, data: bytes) -> None:
-        if not self._is_closed:
-            self.pending += data
-            self.flush()
-
-    def flush(self) -> None:
-        """Write without blocking. Each write ends with a line break, so that other writers do not split lines."""
-        try:
-            while self.pending and self._ready.poll(0):
-                end = self.pending.rfind(b"\n", 0, CHUNK) + 1
-                del self.pending[: os.write(self.number, self.pending[: end or CHUNK])]
-        except BlockingIOError:
-            pass
-        except OSError:  # closed, or full
-            self.close()
-
-    def close(self) -> None:
-        self._is_closed = True
-        self.pending.clear()
-
-
 class Supervisor:
     """Runs one command until none of its processes remains."""
 
-    STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    SIGNALS = (*STOP_SIGNALS, *signals.PASSED_ON)  # passed to handle_signal()
     IGNORED: Sequence[int] = ()  # signals that the command ignores until it sets a handler
 
     def __init__(self, files: Files, options: SupervisorOptions, received: bytes = b"") -> None:
@@ -547,7 +239,7 @@ class Supervisor:
 
     def _catch_signals(self) -> int:
         """Returns a file descriptor from which signal numbers can be read."""
-        source, _ = signals.catch({*self.SIGNALS, signal.SIGCHLD})
+        source, _ = signals.catch({*HANDLED_SIGNALS, signal.SIGCHLD})
         signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the parent may have blocked them
         return source
 
@@ -833,7 +525,7 @@ class Supervisor:
             code, _, rest = line.decode(errors="replace").partition(" ")
             if self.code is not None or self._to_command < 0:
                 return
-            if code == "signal" and rest in map(str, map(int, self.STOP_SIGNALS)):
+            if code == "signal" and rest in map(str, map(int, STOP_SIGNALS)):
                 self._handle_signal_to("agent", int(rest))
             if not self.options.restarts or (code and not (code.isdecimal() and len(code) <= 3)):
                 continue
@@ -1160,81 +852,6 @@ def supervise_detached(
         os.write(target, os.fsencode(f"{error.filename or options.dir}: {error.strerror}"))
     finally:
         os._exit(UNFIT)
-
-
-def refuse_foreign(files: Files) -> None:
-    """Raise SupervisorError if another user has made the run directory, or can write to it."""
-    if problem := foreign_directory(files.directory):
-        raise SupervisorError(UNFIT, problem)
-
-
-def request(files: Files, line: str) -> int:
-    """Send a request to the supervisor, if it runs on this machine. line: stop, kill, fail, end or attempt JSON.
-
-    Returns UNFIT for an attempt without a supervisor, else 0.
-    """
-    if pid := supervisor_of(files):
-        try:
-            write_file(files.request, line + "\n")
-            send_signal(signal.SIGCHLD, [pid])  # makes the supervisor read the file at once
-        except OSError:  # probably a full disk
-            send_signal(signal.SIGTERM, [pid])
-    return UNFIT if line.startswith("attempt") and not pid else 0
-
-
-def signal_supervisor(files: Files, number: int) -> int:
-    """Send a signal to the supervisor, if it runs on this machine, to be passed on."""
-    if pid := supervisor_of(files):
-        send_signal(number, [pid])
-    return 0
-
-
-def sweep(files: Files, grace: float) -> int:
-    """End all processes of a command on this machine. grace: seconds between SIGTERM and SIGKILL; 0: only SIGKILL."""
-    if pid := supervisor_of(files):
-        request(files, "stop" if grace else "kill")
-        send_signal(signal.SIGCONT, [pid])
-        if not wait_until(lambda: not supervisor_of(files), grace + UNRESPONSIVE_TIMEOUT):
-            send_signal(signal.SIGKILL, [pid])
-    if grace and (remaining := process_scan.live_processes(files.environment)):
-        # A process whose parent is signalled gets no signal: an agent stops its ranks itself.
-        processes = process_scan.table()
-        top = [pid for pid in remaining if pid in processes and processes[pid].parent not in remaining]
-        send_signal(signal.SIGTERM, top)
-        wait_until(lambda: not process_scan.live_processes(files.environment), grace)
-    kill_all(lambda: process_scan.live_processes(files.environment))
-    started = os.path.exists(files.pids) or os.path.exists(files.reserved)  # a full disk may have no node_NAME.pid
-    if started and not wait_until(lambda: os.path.exists(files.exit), GUARD_TIMEOUT):
-        if read_json(files.pids).get("boot_id", boot_id()) == boot_id():
-            write_record(files, "killed", "the supervisor and its guard were killed", found=True)
-        else:
-            write_record(files, "rebooted", "the machine was rebooted", found=True)
-        with contextlib.suppress(OSError):
-            write_code(files, KILLED)
-    return 0
-
-
-def wait_until(condition: Callable[[], object], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() >= end:
-            return False
-        time.sleep(KILL_INTERVAL * 2)
-    return True
-
-
-def status(files: Files) -> dict[str, object]:
-    """The state of a command according to its files and the processes of this machine."""
-    pids, code = read_json(files.pids), read_code(files.exit)
-    facts: dict[str, object] = {"name": files.name, "state": "absent"}
-    if code is not None:
-        facts |= {"state": "ended", "exit_code": code}
-    elif pids:
-        facts["state"] = "running" if supervisor_of(files) else "killed"
-    with contextlib.suppress(OSError):
-        facts["log_bytes"] = os.stat(files.log).st_size
-        facts["heartbeat"] = os.stat(files.heartbeat).st_mtime
-    return facts | pids
 
 
 # ---------------------------------------------------------------- command line

@@ -29,7 +29,7 @@ import time
 from distributed.exit_codes import KILLED, UNFIT
 from distributed.files import KIT, read_json
 from distributed.host import collectives, process_scan, signals
-from distributed.launch import supervisor
+from distributed.launch import node_environment, node_files, node_processes, supervisor
 from distributed.launch.node_reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, format_report
 from distributed.trust import PRIVATE_DIRECTORY, make_directories, regular_file
 
@@ -46,7 +46,7 @@ DUPLICATE_TIME = 2.0  # seconds in which SLURM (scancel --full) and the launcher
 STOP_EXIT_CODES = (0, 128 + signal.SIGTERM, KILLED)  # of a rank that was stopped and has not saved a checkpoint
 
 
-class TaskFiles(supervisor.Files):
+class TaskFiles(node_files.Files):
     """The files of one task. The tasks of a node share one log; the other files are beside the ranks' output."""
 
     def __init__(self, run: str, env: Mapping[str, str]) -> None:
@@ -127,8 +127,8 @@ class Task(supervisor.Supervisor):
         self._output_ended = self._no_process_left
         prefix = f"[{self.files.name}:{self.rank}] ".encode()
         for stream, (file, lines) in enumerate(self._output_files, start=1):
-            output = os.read(file, supervisor.BLOCK)
-            while following := os.read(file, supervisor.BLOCK):
+            output = os.read(file, node_environment.BLOCK)
+            while following := os.read(file, node_environment.BLOCK):
                 self._log_and_show(with_prefix(prefix, lines.feed(output)), stream)
                 output = following
             self._log_and_show(with_prefix(prefix, lines.feed(output, last=self._no_process_left)), stream)
@@ -210,7 +210,7 @@ class Task(supervisor.Supervisor):
         The launcher closes the channel after it has received the final reports of all tasks. If a failed task exited
         earlier, srun would kill the other tasks.
         """
-        in_time = self.clock.now() < self._kill_at + supervisor.UNKILLABLE_TIMEOUT
+        in_time = self.clock.now() < self._kill_at + node_processes.UNKILLABLE_TIMEOUT
         return self._attached or (super().must_wait() and in_time)
 
     def _launcher_lost(self, message: str) -> None:
@@ -233,7 +233,7 @@ class Task(supervisor.Supervisor):
         repeated later, and a signal of STOPPING stops the command.
         """
         if self.rank in (0, None) and number not in (signal.SIGTERM, signal.SIGINT):
-            supervisor.write_signal(self.files, number, "from SLURM (--signal or scancel)")
+            node_files.write_signal(self.files, number, "from SLURM (--signal or scancel)")
         self._received_signals[number] = self.clock.now()
         self._passed_on.pop(number, None)
         if number in signals.PROTECTED and not self._waits and not self.processes_with_handler(number):
@@ -253,7 +253,7 @@ class Task(supervisor.Supervisor):
         for number in list(self._missed):
             if pids := self.processes_with_handler(number):
                 self._missed.remove(number)
-                supervisor.send_signal(number, pids)
+                node_processes.send_signal(number, pids)
 
     def _check_clock(self) -> None:
         super()._check_clock()
@@ -288,9 +288,9 @@ def main(arguments: Sequence[str]) -> int:
     with open("/proc/self/environ", "rb") as file:  # os.environ has changes by Python
         block = file.read()
     try:
-        supervisor.refuse_foreign(TaskFiles(run, env))
+        node_files.refuse_foreign(TaskFiles(run, env))
         task = Task(run, float(grace), env, is_rank=kind == "rank")
-        environment = supervisor.environment(block, task.files)
+        environment = node_environment.environment(block, task.files)
         environment |= collectives.variables(run, task.files.name, environment)
         if kind == "rank":
             command = [sys.executable, os.path.join(KIT, "scripts", "lib", "rank.py"), task.files.output, *arguments]
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str]) -> int:
             command = [*arguments[1:end], *agent_options(run, counts, env), *arguments[end + 1 :]]
             del environment[b"MASTER_ADDR"], environment[b"MASTER_PORT"]
         task.start(command, environment, b"")
-    except (OSError, supervisor.SupervisorError) as error:
+    except (OSError, node_files.SupervisorError) as error:
         reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error.args[1]
         os.write(2, os.fsencode(f"slurm.task: {env['SLURMD_NODENAME']}: {kind} not started: {reason}\n"))
         return UNFIT

@@ -24,7 +24,7 @@ from distributed.host import process_scan
 from distributed.jobs.host import host_attempt, outputs, panes
 from distributed.jobs.host import service as host_service
 from distributed.jobs.journal.state import classify_end
-from distributed.launch import supervisor
+from distributed.launch import node_files, node_requests
 from distributed.training import base_model
 
 # A serve process with a shorter heartbeat timeout.
@@ -274,7 +274,7 @@ def disk(tmp_path: Path, mount: Callable[[Path, str], None]) -> Iterator[Path]:
     (directory / "job.sh").write_text(f"#!/bin/sh\nuntil [ -e '{tmp_path}/go' ]; do sleep 0.05; done\n")
     (directory / "job.sh").chmod(0o755)
     yield directory
-    supervisor.sweep(files_of(directory), 0)
+    node_requests.sweep(files_of(directory), 0)
 
 
 def fill(disk: Path, pages: int) -> None:
@@ -287,8 +287,8 @@ def fill(disk: Path, pages: int) -> None:
     assert os.statvfs(disk).f_bavail == pages
 
 
-def files_of(disk: Path) -> supervisor.Files:
-    return supervisor.Files(str(disk / "logs/jobs/abc/j.1"), "one")
+def files_of(disk: Path) -> node_files.Files:
+    return node_files.Files(str(disk / "logs/jobs/abc/j.1"), "one")
 
 
 ATTEMPT: dict[str, Any] = {
@@ -370,18 +370,18 @@ def test_the_timeout_of_an_attempt_on_a_full_disk_is_reported(disk: Path) -> Non
                                                        "node_one.log", "node_one.pid"]  # fmt: skip
 
 
-def empty_pid_file(files: supervisor.Files) -> None:
+def empty_pid_file(files: node_files.Files) -> None:
     os.truncate(files.pids, 0)
 
 
-def remove_directory(files: supervisor.Files) -> None:
+def remove_directory(files: node_files.Files) -> None:
     shutil.rmtree(files.directory)
 
 
-def remove(*names: str) -> Callable[[supervisor.Files], None]:
+def remove(*names: str) -> Callable[[node_files.Files], None]:
     """A function that removes these files of an attempt."""
 
-    def remove_files(files: supervisor.Files) -> None:
+    def remove_files(files: node_files.Files) -> None:
         for name in names:
             os.unlink(f"{files.directory}/{name}")
 

@@ -51,7 +51,7 @@ from distributed.jobs.servers.sbatch import (
 )
 from distributed.jobs.servers.slurm_server import AnyLabels, SlurmServer
 from distributed.jobs.servers.submissions import PendingStart
-from distributed.launch import supervisor
+from distributed.launch import node_files
 
 KIT = Path(__file__).resolve().parents[2]
 ARRAY = "0a1b2c3d"
@@ -713,7 +713,7 @@ def test_a_later_dispatcher_finds_the_state_of_an_attempt(list_directory: Path) 
     write_file(other.files.exit, "137\n")
     assert other.find() == "submitted"  # SLURM may still report why the command was killed
     os.mkdir(os.path.dirname(other.files.record))
-    supervisor.write_record(other.files, "killed", "its guard was running")
+    node_files.write_record(other.files, "killed", "its guard was running")
     assert other.find() == "ended"
 
 

@@ -20,9 +20,9 @@ import pytest
 from distributed.agent.attempt import AttemptPipes
 from distributed.files import read_json
 from distributed.host import process_scan
-from distributed.launch import supervisor
+from distributed.launch import node_files
+from distributed.launch.node_files import Files
 from distributed.launch.node_reports import ATTEMPT_PIPES, ReportParser
-from distributed.launch.supervisor import Files
 from distributed.metrics import FROM_OUTPUT
 
 KIT = Path(__file__).resolve().parents[2]
@@ -151,7 +151,7 @@ def test_the_command_runs_the_next_attempt_with_new_files(start: Callable[..., S
     agent = run.pid("command")
     run.end_attempt("3 node9")
     assert run.report() == {"node": "n1", "exit_code": 3, "waiting": True, "lost": "node9"}
-    assert supervisor.read_code(run.files.exit) == 3
+    assert node_files.read_code(run.files.exit) == 3
     earlier = archive(run)
     run.request('attempt {"a": 1}')
     wait_until(lambda: "attempt 2" in run.log)
@@ -162,7 +162,7 @@ def test_the_command_runs_the_next_attempt_with_new_files(start: Callable[..., S
     assert run.report() == {"node": "n1", "exit_code": 4, "waiting": True}
     run.request("end")
     assert run.report() == {"node": "n1", "exit_code": 4}
-    assert (run.process.wait(TIMEOUT), supervisor.read_code(run.files.exit)) == (4, 4)
+    assert (run.process.wait(TIMEOUT), node_files.read_code(run.files.exit)) == (4, 4)
     assert not run.remaining()
 
 
@@ -226,7 +226,7 @@ def test_a_command_that_is_killed_in_its_second_attempt_has_exit_code_137(start:
     start_next_attempt(run)
     os.kill(run.pid("command"), signal.SIGKILL)
     assert run.report() == {"node": "n1", "exit_code": 137}
-    assert (run.process.wait(TIMEOUT), supervisor.read_code(run.files.exit)) == (137, 137)
+    assert (run.process.wait(TIMEOUT), node_files.read_code(run.files.exit)) == (137, 137)
 
 
 def test_a_fail_request_ends_only_its_attempt_and_not_the_command(start: Callable[..., Supervised]) -> None:

@@ -26,9 +26,11 @@ import pytest
 
 from distributed.files import read_json, write_json
 from distributed.host import process_scan, signals
-from distributed.launch import supervisor
+from distributed.launch import console_stream, node_environment, node_files, node_processes, node_requests, supervisor
+from distributed.launch.node_environment import read_block
+from distributed.launch.node_files import Files, SupervisorError
 from distributed.launch.node_reports import REPORT, parse_report
-from distributed.launch.supervisor import Files, SupervisorError, SupervisorOptions, read_block
+from distributed.launch.supervisor import SupervisorOptions
 from distributed.metrics import FROM_OUTPUT
 
 KIT = Path(__file__).resolve().parents[2]
@@ -71,7 +73,7 @@ class SupervisedRun:
 
     @property
     def code(self) -> int | None:
-        return supervisor.read_code(self.files.exit)
+        return node_files.read_code(self.files.exit)
 
     def pid(self, name: str) -> int:
         return int(read_json(self.files.pids)[name]["pid"])  # type: ignore[index]
@@ -181,7 +183,9 @@ def test_a_zombie_is_not_waited_for(run: SupervisedRun) -> None:
     process = run.start("sleep 300 & echo ready; exec sleep 300")
     zombie = os.fork()
     if zombie == 0:
-        os.execve("/bin/sh", ["sh", "-c", "exit 0"], supervisor.parse_environment(b"\0".join(run.files.environment)))
+        os.execve(
+            "/bin/sh", ["sh", "-c", "exit 0"], node_environment.parse_environment(b"\0".join(run.files.environment))
+        )
     wait_until(lambda: (found := process_scan.process(zombie)) and not found.alive)
     run.control.write(b"kill\n")
     assert process.wait(TIMEOUT) == 137
@@ -211,7 +215,7 @@ def test_the_launcher_is_lost_when_heartbeats_time_out(run: SupervisedRun) -> No
 LOG_MAY_BE_A_PIPE = f"""
 import os, sys
 sys.path.insert(0, {str(KIT)!r})
-from distributed.launch import supervisor
+from distributed.launch import console_stream, node_processes, node_environment, node_files, node_requests, supervisor
 supervisor.regular_file = os.open
 sys.exit(supervisor.main(sys.argv[1:]))
 """
@@ -316,10 +320,10 @@ def test_a_signal_to_a_forked_helper_is_not_taken_for_one_to_the_supervisor() ->
     before = signal.getsignal(signal.SIGUSR1)
     ends = signals.catch({signal.SIGUSR1})
     try:
-        helper = supervisor.fork()
+        helper = node_processes.fork()
         if helper == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
-            supervisor.isolate()
+            node_processes.isolate()
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1]) == 0
         # An earlier test in this process may have left a handler of SIGCHLD.
@@ -450,7 +454,7 @@ def test_a_blocked_standard_output_delays_no_message_on_standard_error(run: Supe
     process = run.start(f"{script}; sleep 300", stdout=target, stderr=subprocess.PIPE)
     assert process.stderr
     assert process.stderr.readline() == b"ready\n"
-    wait_until(lambda: os.path.getsize(run.files.log) > supervisor.BACKLOG)
+    wait_until(lambda: os.path.getsize(run.files.log) > console_stream.BACKLOG)
     (tmp_path / "go").touch()
     assert select.select([process.stderr], [], [], TIMEOUT)[0]
     assert process.stderr.readline() == b"failed\n"
@@ -775,7 +779,7 @@ def test_a_wrong_call_names_the_option_and_the_value(arguments: list[str], messa
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
 def test_a_request_of_another_user_who_has_replaced_the_run_directory_is_ignored(tmp_path: Path) -> None:
     files = Files(str(tmp_path), "n1")
-    assert supervisor.request(files, "stop") == 0 and not Path(files.request).exists()
+    assert node_requests.request(files, "stop") == 0 and not Path(files.request).exists()
     Path(files.request).write_text('attempt {"environment": {"LD_PRELOAD": "/tmp/evil.so"}}\n')
     assert supervisor._requested(files).startswith(b"attempt ")
     os.chown(files.request, 65534, 65534)

@@ -14,7 +14,7 @@ from distributed import metrics
 from distributed.files import is_locked, read_json, try_lock, write_file
 from distributed.host import process_scan
 from distributed.jobs.host.outputs import OWNER, Busy, HostError, claim_output, has_results
-from distributed.launch import supervisor
+from distributed.launch import node_files, supervisor
 from distributed.training import base_model
 from distributed.trust import PRIVATE_DIRECTORY, checked, regular_file, shown
 
@@ -46,7 +46,7 @@ class HostAttempt:
     def __init__(self, directory: str, server: str, output: str, grace: float) -> None:
         self.directory, self.output, self.grace = directory, output, grace
         self.name = os.path.basename(directory)
-        self.files = supervisor.Files(directory, server)
+        self.files = node_files.Files(directory, server)
         self.kill_at = float("inf")  # time on Service's clock to kill a supervisor that ignores a stop request
         self.metrics: dict[str, Any] = {}
         self.sweep = ""  # state of Service._sweep(), which kills processes of the attempt: empty, running or done
@@ -99,11 +99,11 @@ class HostAttempt:
 
     def state(self) -> str:
         """absent (never started, or removed), running, ended, or killed (no supervisor, and no exit code)."""
-        if supervisor.read_code(self.files.exit) is not None:
+        if node_files.read_code(self.files.exit) is not None:
             return "ended"
-        if self.locked() or supervisor.supervisor_of(self.files):  # its lock file may have been removed
+        if self.locked() or node_files.supervisor_of(self.files):  # its lock file may have been removed
             return "running"
-        if supervisor.read_code(self.files.exit) is not None:  # written since the first read
+        if node_files.read_code(self.files.exit) is not None:  # written since the first read
             return "ended"
         # On a full disk, the file of process ids is missing. The log is created before the command starts.
         started = os.path.exists(self.files.log) or process_scan.live_processes(self.files.environment)
@@ -118,7 +118,7 @@ class HostAttempt:
 
     def end(self) -> dict[str, Any]:
         """The facts of the event `ended`."""
-        code = known_facts(END, {"code": supervisor.read_code(self.files.exit)}).get("code")
+        code = known_facts(END, {"code": node_files.read_code(self.files.exit)}).get("code")
         usage = known_facts(END, read_json(self.files.usage))
         record = known_facts(END, read_json(self.files.record))
         ended = usage.get("ended") or modification_time(self.files.exit)

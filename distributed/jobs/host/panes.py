@@ -20,7 +20,7 @@ import sys
 import time
 
 from distributed.files import KIT, is_locked, read_json, write_file
-from distributed.launch import supervisor
+from distributed.launch import node_files
 from distributed.trust import checked, printable, regular_file
 
 SESSIONS = ("ml_training", "ml_training_2")  # names in order of preference
@@ -189,7 +189,7 @@ def view(directory: str, slot: int) -> int:
         if ended and not end_shown:
             end_shown = True
             set_title(f"slot {slot}: idle")
-            write(f"--- ended with exit code {supervisor.read_code(shown['end'])}\n".encode())
+            write(f"--- ended with exit code {node_files.read_code(shown['end'])}\n".encode())
         time.sleep(POLL_INTERVAL)
     return 0
 

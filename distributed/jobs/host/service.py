@@ -52,7 +52,7 @@ from distributed.jobs.host.checks import (
 )
 from distributed.jobs.host.host_attempt import HostAttempt, read_metrics
 from distributed.jobs.host.outputs import HostError, block_of, claim_output, default_variables, job_variables
-from distributed.launch import supervisor
+from distributed.launch import node_files, node_requests, supervisor
 from distributed.launch.node_reports import HEARTBEAT_TIMEOUT
 from distributed.training import base_model
 from distributed.training.base_model import BaseModelError
@@ -110,7 +110,7 @@ class Service:
 
     def run(self) -> int:
         """Serve until the end of standard input. Returns the exit code."""
-        self.send(event="hello", protocol=HELLO, host=os.uname().nodename, boot_id=supervisor.boot_id())
+        self.send(event="hello", protocol=HELLO, host=os.uname().nodename, boot_id=node_files.boot_id())
         while self._wait():
             self._report()
         return 0
@@ -266,8 +266,8 @@ class Service:
         """Ask the supervisor of an attempt to stop it; the event `ended` follows when no process remains."""
         if attempt := self.attempts.get(request["attempt"]):
             grace = 0.0 if request["kill"] else attempt.grace
-            attempt.kill_at = min(attempt.kill_at, self._clock.now() + grace + supervisor.UNRESPONSIVE_TIMEOUT)
-            supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
+            attempt.kill_at = min(attempt.kill_at, self._clock.now() + grace + node_requests.UNRESPONSIVE_TIMEOUT)
+            node_requests.request(attempt.files, "kill" if request["kill"] else "stop")
         return {}
 
     def gpus(self, request: Request) -> None:
@@ -456,7 +456,7 @@ class Service:
                     self.bases.clear()  # a damaged base model may be the cause: verify each again
                 self.send(event="ended", attempt=attempt.name, **end)
             elif now >= attempt.kill_at or (progress and attempt.state() in ("killed", "absent")):
-                attempt.kill_at = now + 2 * supervisor.UNRESPONSIVE_TIMEOUT
+                attempt.kill_at = now + 2 * node_requests.UNRESPONSIVE_TIMEOUT
                 self._sweep(attempt)
             elif progress and (metrics := read_metrics(attempt.output)) != attempt.metrics:
                 attempt.metrics = metrics
@@ -469,7 +469,7 @@ class Service:
             attempt.sweep = "" if error else "done"  # empty: try again
 
         attempt.sweep = "running"
-        self._in_child(lambda: supervisor.sweep(attempt.files, 0), handle_result=handle_result)
+        self._in_child(lambda: node_requests.sweep(attempt.files, 0), handle_result=handle_result)
 
 
 def follow(log: str, exit_file: str) -> int:

@@ -16,7 +16,7 @@ import json
 import os
 from typing import Any
 
-from distributed.launch import supervisor
+from distributed.launch import node_environment
 from distributed.trust import checked, parse_json, read_bytes, read_text, regular_file
 
 SERVER = "slurm"  # the name of the server, also in the names of the supervisor's files
@@ -90,8 +90,8 @@ def read_spec(path: str) -> Facts:
 
 def dispatcher_environment(environment: dict[str, str]) -> dict[str, str]:
     """The dispatcher's environment for jobs, without variables of the node, SLURM, Muster and earlier launches."""
-    foreign = {os.fsdecode(name) for name in supervisor.STALE_VARIABLES} | set(NODE_VARIABLES)
-    prefixes = (*FOREIGN_PREFIXES, *map(os.fsdecode, supervisor.STALE_PREFIXES))
+    foreign = {os.fsdecode(name) for name in node_environment.STALE_VARIABLES} | set(NODE_VARIABLES)
+    prefixes = (*FOREIGN_PREFIXES, *map(os.fsdecode, node_environment.STALE_PREFIXES))
     return {name: value for name, value in environment.items() if name not in foreign and not name.startswith(prefixes)}
 
 

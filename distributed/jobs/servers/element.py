@@ -22,7 +22,7 @@ from distributed.jobs.host import specification
 from distributed.jobs.host.host_attempt import HostAttempt, known_facts, last_lines, modification_time, read_metrics
 from distributed.jobs.host.specification import ATTEMPTS, ELEMENT, SERVER, SPEC, TAKEN, move, remove, spec_path
 from distributed.jobs.servers.sbatch import QueueEntry, ResourceRequest, SlurmQueue, end_without_code
-from distributed.launch import supervisor
+from distributed.launch import node_files, node_requests
 from distributed.trust import PRIVATE_DIRECTORY
 
 HEARTBEAT_TIMEOUT = 30.0  # seconds; longer than a file on NFS may take to appear on this machine
@@ -90,7 +90,7 @@ class Element(HostAttempt):
             return []
 
     def has_ended(self) -> bool:
-        return supervisor.read_code(self.files.exit) is not None and not self.locked()
+        return node_files.read_code(self.files.exit) is not None and not self.locked()
 
     def element(self) -> Facts:
         """The record that an element wrote when it claimed the job specification; empty before."""
@@ -227,7 +227,7 @@ class Element(HostAttempt):
 
     def _cause_known(self) -> bool:
         """Whether the files of the attempt suffice to explain its end."""
-        return supervisor.read_code(self.files.exit) not in SLURM_EXIT_CODES or bool(read_json(self.files.record))
+        return node_files.read_code(self.files.exit) not in SLURM_EXIT_CODES or bool(read_json(self.files.record))
 
     def _end_facts(self) -> Facts:
         with contextlib.suppress(OSError):  # remove the empty output file of the element
@@ -259,7 +259,7 @@ class Element(HostAttempt):
             self.cancel_at = self.changed_at
         elif not self.has_ended():
             asked = self._request_stop("kill" if kill else "stop")
-            wait = (0.0 if kill else self.grace) + 2 * supervisor.UNRESPONSIVE_TIMEOUT if asked else 0.0
+            wait = (0.0 if kill else self.grace) + 2 * node_requests.UNRESPONSIVE_TIMEOUT if asked else 0.0
             self.cancel_at = min(self.cancel_at, time.monotonic() + wait)
 
     def _request_stop(self, request: str) -> bool:
