@@ -43,7 +43,7 @@ OF_RUN = (*metrics.ORIGINS, "settings.json")  # rank 0 writes them
 OF_AGENTS = re.compile("errors/(node|rank)_")  # records that agents exchange
 SMOKE_TEST = "smoke.json"  # rank 0 of the smoke test writes it
 SIGNALS = frozenset(map(signals.name, signal.valid_signals()))  # in names of records
-LEFT_OUT = "not copied back, as links, special files, files of git or TensorBoard, or files that exist here"
+LEFT_OUT = "not copied back, as links, special files, files of git or TensorBoard, or files that exist here: "
 SHOWN = 3  # names in a warning
 # $2: directory to which the files of the attempt are moved. $3: pid file of a supervisor that stays for the next
 # attempt; a copy of this file remains in the run directory. If no supervisor stays, $3 is empty.
@@ -205,7 +205,7 @@ class NodeLogs:
         shutil.rmtree(received, ignore_errors=True)
         if left_out:
             names = ", ".join(map(trust.printable, sorted(left_out)[:SHOWN])) + ", ..." * (len(left_out) > SHOWN)
-            self._warn(node, f"{LEFT_OUT}: {names}")
+            self._warn(node, f"{LEFT_OUT}{names}")
         if problem:
             self._warn(node, f"the copy of its files in {run} is incomplete: {problem}; look for them on the node")
 
