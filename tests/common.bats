@@ -688,9 +688,22 @@ os.setxattr(sys.argv[1], "system.posix_acl_access", data)'
   local mounted='mount --bind accounts /etc/passwd && mount --bind group /etc/group && exec "$1"'
   run -0 unshare --mount sh -c "$mounted" sh "$SCRIPT"
   [ "$output" = checked ]
-  echo bob:x:34567:23456::/: >>accounts
-  run -69 unshare --mount sh -c "$mounted" sh "$SCRIPT"
-  [[ "$output" == *": other users can write it (mode "* ]]
+  local account
+  for account in bob:x:34567:23456::/: bob:x:34567:23456::/:/sbin/nologin; do
+    printf '%s' "$account" | cat accounts - >more # the last line ends without a line break
+    run -69 unshare --mount sh -c "${mounted/accounts/more}" sh "$SCRIPT"
+    [[ "$output" == *": other users can write it (mode "* ]]
+  done
+  # On some systems, system accounts that nobody can log in to have root's group.
+  chown -R 0:0 "$KIT"
+  for account in sync:x:5:0::/sbin:/bin/sync operator:x:11:0::/root:/sbin/nologin o:x:11:0::/:/usr/bin/false; do
+    echo "$account" | cat accounts - >more
+    run -0 unshare --mount sh -c "${mounted/accounts/more}" sh "$SCRIPT"
+  done
+  for account in bob:x:34567:0::/:/bin/bash bob:x:34567:0::/: toor:x:34567:0::/:/opt/nologin/sh; do
+    printf '%s' "$account" | cat accounts - >more
+    run -69 unshare --mount sh -c "${mounted/accounts/more}" sh "$SCRIPT"
+  done
 }
 
 

@@ -159,13 +159,13 @@ check_kit() {
 # Whether the group has only this user, as on systems that set umask 002. No access control list, which ls marks with +,
 # may let more users write to one of the `paths`; else `path` is set to it.
 is_private_group() { # <user id> <group id>
-  local name uid gid lists
+  local name uid gid shell lists
   [[ " $* " != *' 65534 '* ]] || return 1 # stands for many users and groups in a container
   [[ $private != "$*" ]] || return 0
   IFS=: read -r name _ _ gid _ < <(getent passwd "$1" 2>/dev/null) && [[ $gid == "$2" ]] &&
     [[ $(getent group "$2" 2>/dev/null) == "$name":*:@(|"$name") ]] || return
-  while IFS=: read -r _ _ uid gid _; do # on some systems, system accounts have root's group
-    [[ $gid != "$2" || $uid == "$1" || $gid == 0 ]] || return
+  while IFS=: read -r _ _ uid gid _ _ shell || [[ $uid ]]; do # on some systems, accounts without a login have group 0
+    [[ $gid != "$2" || $uid == "$1" || $gid$shell == 0*/@(nologin|false|sync|halt|shutdown) ]] || return
   done </etc/passwd
   lists=$(ls -ldnL -- "${paths[@]}" 2>/dev/null) && [[ $'\n'$lists != *$'\n'?????w????+* ]] && private="$*" && return
   for path in "${paths[@]}"; do

@@ -412,7 +412,7 @@ def test_a_directory_of_a_venv_to_which_others_can_write_is_found_behind_links_o
     (software := directory / "software").write_text("#!/bin/sh\n")
     software.chmod(0o757)
     settings.touch()
-    links = {
+    links: dict[Path, Path | str] = {
         python: software,
         venv / "lib": libs,
         venv / "lib64": "lib",
