@@ -59,7 +59,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def complete(*words: str) -> list[str]:
-    command = ["timeout", "60", MUSTER, "--complete", *words]  # also ends what muster has started
+    command = ["timeout", "60", str(MUSTER), "--complete", *words]  # also ends what muster has started
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.returncode == (not done.stdout)
@@ -99,7 +99,7 @@ def test_completion_does_not_wait_for_a_fifo_or_terminal_in_place_of_a_file(home
     (home / "logs/train-3").mkdir()
     os.mkfifo(home / "logs/train-3/run.json")
     assert complete("jobs", "logs", "") == []
-    assert complete("ssh", "-", "2", "") == ["gpu1", "gpu2", "gpu4"]
+    assert complete("ssh", "-", "2", "gpu") == ["gpu1", "gpu2", "gpu4"]
     journal.unlink()
     os.mkfifo(journal)
     assert complete("jobs", "logs", "") == []
