@@ -43,6 +43,7 @@ MAX_FILES = 200_000  # of one archive
 MAX_BYTES = 64 << 30  # of one archive, or of one log of a node
 MIN_FREE = 64 << 20  # bytes that files of a node leave free on the disk
 MAX_NAME = 64 << 10  # bytes of a name in an archive
+NO_LOGIN = ("nologin", "false", "sync", "halt", "shutdown")  # shells of accounts without a login
 OF_GIT = frozenset((".git", "HEAD"))  # git runs programs that the configuration beside a HEAD names
 STALLED = 60.0  # seconds without a byte of an archive
 # git, which enters no repository without `.git`. With git_environment(), it runs no program that the configuration of a
@@ -82,8 +83,8 @@ def writable_by_others(path: str | os.PathLike[str], facts: os.stat_result) -> b
 def _is_private_group(uid: int, gid: int) -> bool:
     """Whether the group has the user's name and no other member, as systems create it that set umask 002.
 
-    Accounts of /etc/passwd are members of their primary groups; on some systems, system accounts of root's. Never the
-    id 65534, which stands for many users and groups in a container.
+    Accounts of /etc/passwd are members of their primary groups, except those without a login in root's, as on some
+    systems. Never the id 65534, which stands for many users and groups in a container.
     """
     import grp
     import pwd
@@ -92,11 +93,13 @@ def _is_private_group(uid: int, gid: int) -> bool:
         return False
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
-        accounts = [line.split(":") for line in read_text("/etc/passwd").splitlines()] if gid else []
+        accounts = [line.split(":") for line in read_text("/etc/passwd").splitlines()]
     except (KeyError, OSError):
         return False
-    if any(account[3:4] == [str(gid)] and account[2] != str(uid) for account in accounts):
-        return False
+    for account in accounts:
+        has_login = account[-1].rpartition("/")[2] not in NO_LOGIN
+        if account[3:4] == [str(gid)] and account[2] != str(uid) and (gid or has_login):
+            return False
     return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
 

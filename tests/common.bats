@@ -568,6 +568,42 @@ reports_failure() {
 }
 
 
+@test "a directory of a .venv that others can write is found behind the caller's links" {
+  script <<<'pick_python; check_kit; echo "$PYTHON"'
+  mkdir "$BATS_TEST_TMPDIR/project"
+  cd "$BATS_TEST_TMPDIR/project"
+  local venv path link
+  for venv in "$PWD/.venv" "$KIT/.venv"; do
+    mkdir -p libs/python3/real "$venv/bin"
+    ln -s "$(type -P python3)" "$venv/bin/python"
+    ln -s "$PWD/libs" "$venv/lib"
+    ln -s lib "$venv/lib64"
+    ln -s "$PWD/libs/python3" libs/python3.12
+    ln -s ../python3/real libs/python3/site-packages
+    : >settings
+    ln -s "$PWD/settings" "$venv/pyvenv.cfg"
+    run -0 "$SCRIPT"
+    [ "$output" = "$venv/bin/python" ]
+    for path in libs:lib/ libs/python3:lib/python3.12/ libs/python3/real:lib/python3*/site-packages settings:pyvenv.cfg; do
+      link=${path#*:} path=${path%:*}
+      chmod o+w "$path"
+      run -69 "$SCRIPT"
+      [[ "$output" == *": $venv/"*": other users can write it (mode 7"*"; call: "* ||
+        "$output" == *": $venv/pyvenv.cfg: other users can write it (mode 646); call: "* ]]
+      chmod o-w "$path"
+    done
+    # Distributions such as Fedora import from lib64 too.
+    ln -sfn "$PWD/more" "$venv/lib64"
+    mkdir -p more/python3/site-packages
+    run -0 "$SCRIPT"
+    chmod 1777 more/python3/site-packages
+    run -69 "$SCRIPT"
+    [[ "$output" == *": $venv/lib64/python3/site-packages: other users can write it (mode 1777); call: "* ]]
+    rm -r "$venv" libs more
+  done
+}
+
+
 @test "a link to config that another user has made is refused: he could lead it elsewhere" {
   ((!EUID)) || skip "only root can make links of other users"
   script <<<'source_node_env "$1"'
@@ -652,9 +688,22 @@ os.setxattr(sys.argv[1], "system.posix_acl_access", data)'
   local mounted='mount --bind accounts /etc/passwd && mount --bind group /etc/group && exec "$1"'
   run -0 unshare --mount sh -c "$mounted" sh "$SCRIPT"
   [ "$output" = checked ]
-  echo bob:x:34567:23456::/: >>accounts
-  run -69 unshare --mount sh -c "$mounted" sh "$SCRIPT"
-  [[ "$output" == *": other users can write it (mode "* ]]
+  local account
+  for account in bob:x:34567:23456::/: bob:x:34567:23456::/:/sbin/nologin; do
+    printf '%s' "$account" | cat accounts - >more # the last line ends without a line break
+    run -69 unshare --mount sh -c "${mounted/accounts/more}" sh "$SCRIPT"
+    [[ "$output" == *": other users can write it (mode "* ]]
+  done
+  # On some systems, system accounts that nobody can log in to have root's group.
+  chown -R 0:0 "$KIT"
+  for account in sync:x:5:0::/sbin:/bin/sync operator:x:11:0::/root:/sbin/nologin o:x:11:0::/:/usr/bin/false; do
+    echo "$account" | cat accounts - >more
+    run -0 unshare --mount sh -c "${mounted/accounts/more}" sh "$SCRIPT"
+  done
+  for account in bob:x:34567:0::/:/bin/bash bob:x:34567:0::/: toor:x:34567:0::/:/opt/nologin/sh; do
+    printf '%s' "$account" | cat accounts - >more
+    run -69 unshare --mount sh -c "${mounted/accounts/more}" sh "$SCRIPT"
+  done
 }
 
 

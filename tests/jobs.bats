@@ -192,7 +192,7 @@ END
   holds 'last["fails"]["last_lines"][-1] == "fails gives up" and "fails gives up" in job["fails"]["reason"]'
   holds 'last["slow"]["failure"] == last["ignores"]["failure"] == "timeout"'
   holds 'last["slow"]["signal"] == "SIGTERM" and last["ignores"]["signal"] == "SIGKILL"'
-  holds '1 <= last["slow"]["seconds"] < 5 and 4 <= last["ignores"]["seconds"] < 15'
+  holds '1 <= last["slow"]["seconds"] < 5 and 3.5 < last["ignores"]["seconds"] < 15'
   holds 'last["killed"]["failure"] == "signal" and last["killed"]["signal"] == "SIGKILL"'
   holds 'last["fault"]["failure"] == "signal" and last["fault"]["signal"] == "SIGSEGV"'
   holds 'last["large"]["peak_memory"] > 80 * 2**20 > last["daemon"]["peak_memory"]'

@@ -154,6 +154,17 @@ END
 }
 
 
+@test "no environment stays on the nodes if pdsh itself fails" {
+  write_script <<<''
+  mkdir bin
+  printf '#!/bin/sh\nls logs/latest/node_*.environment >seen\nexit 3\n' >bin/pdsh
+  chmod +x bin/pdsh
+  PATH=$PWD/bin:$PATH run -3 timeout 60 "$LAUNCH" --no-preflight --script "my script.py" - 1 "$N1" "$N2"
+  [ "$(wc -l <seen)" -eq 2 ]
+  run ! compgen -G "logs/latest/node_*.environment"
+}
+
+
 @test "a missing pdsh is reported with a remedy" {
   mkdir bin
   for tool in bash dirname readlink env find stat ls sort; do

@@ -59,7 +59,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def complete(*words: str) -> list[str]:
-    done = subprocess.run([MUSTER, "--complete", *words], capture_output=True, text=True, check=False)
+    command = ["timeout", "60", str(MUSTER), "--complete", *words]  # also ends what muster has started
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.returncode == (not done.stdout)
     return done.stdout.splitlines()
@@ -87,6 +88,21 @@ def test_names_that_a_shell_would_run_and_runs_of_others_are_no_candidates(home:
     assert done.stdout.splitlines() == ["17", "[[:punct:]]", "latest", "own", "train-1", "train-2"]
     assert complete("ssh", "-", "2", "gpu") == ["gpu1", "gpu2", "gpu4"]
     assert not (home / "RAN").exists()
+
+
+def test_completion_does_not_wait_for_a_fifo_or_terminal_in_place_of_a_file(home: Path) -> None:
+    journal, hostfile = home / "results.journal", home / "my_hosts"
+    os.mkfifo(home / "fifo")
+    for path in (journal, hostfile):
+        path.unlink()
+        path.symlink_to("fifo")
+    (home / "logs/train-3").mkdir()
+    os.mkfifo(home / "logs/train-3/run.json")
+    assert complete("jobs", "logs", "") == []
+    assert complete("ssh", "-", "2", "gpu") == ["gpu1", "gpu2", "gpu4"]
+    journal.unlink()
+    os.mkfifo(journal)
+    assert complete("jobs", "logs", "") == []
 
 
 @pytest.mark.parametrize(

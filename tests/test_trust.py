@@ -59,15 +59,25 @@ def test_a_group_that_is_the_primary_group_of_another_account_is_not_private(tmp
     if os.geteuid():
         pytest.skip("only root can mount another /etc/passwd")
     passwd, group, directory = tmp_path / "passwd", tmp_path / "group", tmp_path / "directory"
-    group.write_text("ada:x:23456:\n")
+    group.write_text("root:x:0:\nada:x:23456:\n")
     directory.mkdir()
-    os.chown(directory, 23456, 23456)
     directory.chmod(0o775)
     mounts = 'mount --bind "$1" /etc/passwd && mount --bind "$2" /etc/group && exec "${@:3}"'
     program = (
         f"import os; from distributed.trust import *; print(writable_by_others(d := {str(directory)!r}, os.stat(d)))"
     )
-    for accounts, expected in (("", "False"), ("bob:x:34567:23456::/:\n", "True")):
+    cases = (
+        (23456, "", False),
+        (23456, "bob:x:34567:23456::/:", True),
+        (23456, "bob:x:34567:23456::/:/sbin/nologin", True),
+        (0, "", False),
+        (0, "sync:x:5:0::/sbin:/bin/sync", False),  # as on some systems
+        (0, "operator:x:11:0::/root:/sbin/nologin", False),
+        (0, "bob:x:34567:0::/:/bin/bash", True),
+        (0, "bob:x:34567:0::/:", True),
+    )
+    for owner, accounts, expected in cases:
+        os.chown(directory, owner, owner)
         passwd.write_text(f"root:x:0:0::/:\nada:x:23456:23456::/:\n{accounts}")
         call = [
             "unshare",
@@ -83,7 +93,7 @@ def test_a_group_that_is_the_primary_group_of_another_account_is_not_private(tmp
             program,
         ]
         done = subprocess.run(call, capture_output=True, text=True, cwd=trust.__file__.rpartition("/distributed/")[0])
-        assert done.stdout == f"{expected}\n", done.stderr
+        assert done.stdout == f"{expected}\n", (accounts, done.stderr)
 
 
 def test_the_group_of_all_unmapped_users_is_no_private_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from distributed.host.replies import Reply
     from distributed.runs.lookup import RunNode
     from distributed.transport.commands import SshCommands
+    from distributed.transport.loop import Client
 
 REQUEST_TIMEOUT, SIGNAL_TIMEOUT = 5.0, 30.0  # seconds; a stop request is repeated, a signal is not
 PDSH = "pdsh"
@@ -61,7 +62,8 @@ class Pdsh(Ssh):
     def start(self, watch: Watch) -> None:
         """Write the environment to a file on each node, then start pdsh.
 
-        The file has mode 0600. The supervisor removes the file.
+        The file has mode 0600. The supervisor removes it. If no supervisor starts, bash on the node removes it, or an
+        ssh call after pdsh has exited.
         """
         if watch.continues:
             self.request(watch, watch.next_attempt().decode().rstrip())
@@ -75,6 +77,15 @@ class Pdsh(Ssh):
         def stored(reply: Reply) -> None:
             codes[reply.node] = reply.code
 
+        def remove(nodes: Sequence[RunNode]) -> None:
+            for node in nodes:
+                call = ["rm", "-f", "--", f"{run}/node_{node.node}.environment"]
+                watch.calls.call(node.node, self.commands.command(node, call, "/"), timeout=SIGNAL_TIMEOUT)
+
+        def ended(client: Client) -> None:
+            remove([node for node in nodes if watch.nodes[node.node].clock is None])  # pdsh may have failed
+            watch.client_ended(PDSH, client)
+
         for node in nodes:
             store = ["sh", "-c", STORE, "sh", run, f"node_{node.node}.environment"]
             command = self.commands.command(node, store, watch.options.cwd, f"{run}/node_{node.node}.log")
@@ -84,13 +95,12 @@ class Pdsh(Ssh):
         # On these nodes, the login shell or `cd` failed before this command, and would fail before the supervisor too.
         unfit = [name for name, code in codes.items() if code == UNFIT]
         if not unfit and not watch.signal:
-            watch.start_client(PDSH, self._command(watch, nodes), on_errors=_PdshErrors(watch).feed)
+            feed = _PdshErrors(watch).feed
+            watch.start_client(PDSH, self._command(watch, nodes), on_errors=feed, on_exit=ended)
             return
         for name in unfit:
             write_file(f"{run}/node_{name}.exit", f"{UNFIT}\n")
-        others = [node for node in nodes if node.node not in unfit]
-        remove = {node: ["rm", "-f", "--", f"{run}/node_{node.node}.environment"] for node in others}
-        watch.calls.call_all({node: self.commands.command(node, command, "/") for node, command in remove.items()})
+        remove([node for node in nodes if node.node not in unfit])
         watch.node_failed(UNFIT)
 
     def _command(self, watch: Watch, nodes: Sequence[RunNode]) -> list[str]:

@@ -374,7 +374,7 @@ class Watch:
 
         def handle_exit(client: Client) -> None:
             del self.running[name]
-            (on_exit or partial(self._client_ended, name))(client)
+            (on_exit or partial(self.client_ended, name))(client)
 
         self.running[name] = client = Client(
             self.loop,
@@ -477,7 +477,7 @@ class Watch:
                 self.queries.add(self._call_supervisor(self._node(node), "status", replied, REPLY_TIMEOUT))
             self.loop.call_later(REPLY_TIMEOUT, give_up)
 
-    def _client_ended(self, name: str, client: Client) -> None:
+    def client_ended(self, name: str, client: Client) -> None:
         for node in [name] if self.transport.clients_are_nodes else self.waiting:
             if self.nodes[node].state is State.WAITING:
                 self.nodes[node].become(State.ENDED)

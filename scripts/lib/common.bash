@@ -110,19 +110,23 @@ find_foreign() { # <path...>
 }
 
 
-# The same for these files, the entries of these directories, and those two levels below; of .git and links in .venv,
-# only for themselves. The first path is `scripts` or `.venv`, which must exist; the others may be missing.
+# The same for these files, the entries of these directories, and those three levels below; of .git, site-packages, and
+# links in .venv/bin, only for themselves. A path that ends with a slash is left out unless it is a link. The first path
+# is `scripts` or `.venv`, which must exist; the others may be missing.
 find_foreign_below() { # <path...>
-  local line path paths=("$@") list=(ls -ldn --quoting-style=c --time-style=+) foreign=(! -uid "$EUID" ! -uid 0)
+  local line path paths=() list=(ls -ldn --quoting-style=c --time-style=+) foreign=(! -uid "$EUID" ! -uid 0) own
   # Each link of Muster, by its inode, and one path for each mode (with + if there is an access control list), user and
   # group that could be a problem. This is faster than find_foreign with all paths. A failure is a path without a file.
   local links='"$@" || echo \"/ls failed\"'
   local others="{ $links; } | LC_ALL=C sort -bu -k 1,1 -k 3,4 || echo '\"/sort failed\"'"
   for path; do
+    [[ $path == */ && ! -L ${path%/} ]] || paths+=("$path")
     [[ ! -L $path ]] || paths+=("$path/")
   done
-  line=$(find "${paths[@]}" -maxdepth 3 \( ! -name .git -o -prune \) \( -name "${1##*/}" -printf 'found\n' , \
-    -type l \( ! -path '*/.venv/*' -o "${foreign[@]}" \) -exec /bin/sh -c "$links" - "${list[@]}" -i {} + -o \
+  own=(! -path '*/.venv/bin/*' \( ! -path '*/.venv/*' -o -lname '*/*' \)) # lib64 leads to lib, which is looked at
+  line=$(find "${paths[@]}" -maxdepth 4 \( ! -name .git ! -name site-packages -o -prune \) \
+    \( -name "${1##*/}" -printf 'found\n' , \
+    -type l \( "${foreign[@]}" -o "${own[@]}" \) -exec /bin/sh -c "$links" - "${list[@]}" -i {} + -o \
     ! -type l \( -perm /022 -o "${foreign[@]}" \) -exec /bin/sh -c "$others" - "${list[@]}" {} + \) 2>/dev/null) || :
   FOREIGN="find: not on the PATH, so the owners of $1 cannot be checked"
   [[ $line ]] || return 0
@@ -142,10 +146,11 @@ find_foreign_below() { # <path...>
 check_kit() {
   local path paths=("$KIT"/{scripts,VERSION,*.py,*.so,*/__init__.*,benchmarks,config,distributed,tests})
   paths+=("$KIT"/{__pycache__,.ci,requirements*,pyproject.toml,.git,.git/{config,info,hooks}})
-  [[ ${PYTHON_OPTION-} ]] || paths+=("$KIT/.venv"{,/bin})
+  [[ ${PYTHON_OPTION-} ]] || paths+=("$KIT/.venv"{,/bin,/lib*/{,py*/{,site-packages/}}})
   find_foreign_below "${paths[@]}"
   [[ ! $FOREIGN ]] || die_with "$EXIT_UNFIT" "$FOREIGN"
-  for path in "$KIT"/distributed/{,*[!_]/} "$KIT/scripts/lib/"; do # Python would follow the umask, or an access control list
+  # Python would make these directories with the umask, or an access control list.
+  for path in "$KIT"/distributed/{,*[!_]/,*/*[!_]/} "$KIT/scripts/lib/"; do
     # shellcheck disable=SC2174 # the directory above exists
     [[ -e ${path}__pycache__ || ! -w $path ]] || mkdir -p -m 755 -- "${path}__pycache__"
   done
@@ -155,13 +160,13 @@ check_kit() {
 # Whether the group has only this user, as on systems that set umask 002. No access control list, which ls marks with +,
 # may let more users write to one of the `paths`; else `path` is set to it.
 is_private_group() { # <user id> <group id>
-  local name uid gid lists
+  local name uid gid shell lists
   [[ " $* " != *' 65534 '* ]] || return 1 # stands for many users and groups in a container
   [[ $private != "$*" ]] || return 0
   IFS=: read -r name _ _ gid _ < <(getent passwd "$1" 2>/dev/null) && [[ $gid == "$2" ]] &&
     [[ $(getent group "$2" 2>/dev/null) == "$name":*:@(|"$name") ]] || return
-  while IFS=: read -r _ _ uid gid _; do # on some systems, system accounts have root's group
-    [[ $gid != "$2" || $uid == "$1" || $gid == 0 ]] || return
+  while IFS=: read -r _ _ uid gid _ _ shell || [[ $uid ]]; do # on some systems, accounts without a login have group 0
+    [[ $gid != "$2" || $uid == "$1" || $gid$shell == 0*/@(nologin|false|sync|halt|shutdown) ]] || return
   done </etc/passwd
   lists=$(ls -ldnL -- "${paths[@]}" 2>/dev/null) && [[ $'\n'$lists != *$'\n'?????w????+* ]] && private="$*" && return
   for path in "${paths[@]}"; do
@@ -352,7 +357,7 @@ list_pythons() {
 # caller.
 refuse_foreign_venv() {
   [[ ! $PWD -ef $KIT ]] || return 0
-  find_foreign_below "$PWD/.venv"{,/bin}
+  find_foreign_below "$PWD/.venv"{,/bin,/lib*/{,py*/{,site-packages/}}}
   case $FOREIGN in
     '') ;;
     *'; call: '*) die_with "$EXIT_UNFIT" "${FOREIGN%; call: *}; call: chmod -R go-w $(quote "$PWD/.venv")" ;;

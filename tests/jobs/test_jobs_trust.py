@@ -414,6 +414,32 @@ def test_a_venv_with_a_program_of_another_user_or_to_which_a_group_can_write_is_
         path.chmod(0o755)
 
 
+def test_a_directory_of_a_venv_to_which_others_can_write_is_found_behind_links_on_a_server(directory: Path) -> None:
+    venv, libs, settings = directory / "work/.venv", directory / "libs", directory / "settings"
+    (libs / "real/packages").mkdir(parents=True)
+    (python := venv / "bin/python").parent.mkdir(parents=True)
+    (software := directory / "software").write_text("#!/bin/sh\n")
+    software.chmod(0o757)
+    settings.touch()
+    links: dict[Path, Path | str] = {
+        python: software,
+        venv / "lib": libs,
+        venv / "lib64": "lib",
+        libs / "python3": libs / "real",
+        libs / "real/site-packages": "packages",
+        venv / "pyvenv.cfg": settings,
+        venv / "dangling": "nowhere",
+    }
+    for link, target in links.items():
+        link.symlink_to(target)
+    assert host.find_python("", str(directory / "work")) == [str(python)]
+    for path in (libs, libs / "real", libs / "real/packages", settings):
+        path.chmod(path.stat().st_mode | 0o2)
+        with pytest.raises(host.HostError, match=r"/\.venv/.*: other users can write to it; set python"):
+            host.find_python("", str(directory / "work"))
+        path.chmod(path.stat().st_mode & ~0o2)
+
+
 @as_root
 def test_the_program_of_a_server_uses_no_python_and_no_muster_that_another_user_has_made(
     server: ServerHere, directory: Path

@@ -141,7 +141,8 @@ def find_python(requested: str, workdir: str) -> list[str]:
 def refuse_foreign_venv(workdir: str) -> None:
     """Raise HostError if another user than the owner of the working directory has made .venv, or can write to it.
 
-    The same is true of its directories of programs and packages, and of the programs; links may lead out of it.
+    The same is true of its directories of programs and packages, and of the programs; only a link to a program may lead
+    to what others own or can write to.
     """
     directory, owners = os.path.join(workdir, ".venv"), (os.geteuid(), 0, os.stat(workdir).st_uid)
     problem = planted(os.path.join(directory, "bin", "python"), owners)
@@ -149,11 +150,13 @@ def refuse_foreign_venv(workdir: str) -> None:
         problem = f"{directory}: {problem}"
     inside = (glob.glob(glob.escape(directory) + names) for names in ("/bin/", "", "/*", "/*/*", "/*/*/*-packages"))
     for path in () if problem else chain.from_iterable(inside):
-        facts = os.lstat(path)
-        if facts.st_uid not in owners:
-            problem = f"{path}: belongs to {user_name(facts.st_uid)}"
-        elif not stat.S_ISLNK(facts.st_mode) and writable_by_others(path, facts):
-            problem = f"{path}: other users can write to it"
+        is_program = path.startswith(os.path.join(directory, "bin", ""))
+        for look in (os.lstat,) if is_program or not os.path.exists(path) else (os.lstat, os.stat):
+            facts = look(path)
+            if facts.st_uid not in owners:
+                problem = f"{path}: belongs to {user_name(facts.st_uid)}"
+            elif not stat.S_ISLNK(facts.st_mode) and writable_by_others(path, facts):
+                problem = f"{path}: other users can write to it"
     if problem:
         raise HostError(f"{problem}; set python for this server")
 
