@@ -111,7 +111,7 @@ def _main(arguments: Sequence[str]) -> int:
     node_files.refuse_foreign(options.files)
     if options.command:
         options.lease, options.offset = 0.0, "0"
-        inherited, block, received = node_environment.read_environment(options)
+        inherited, block, received = node_environment.read_environment(options.environment)
         if reason := supervisor.supervise_detached(options, inherited, block):
             raise SupervisorError(UNFIT, f"the command was not started: {reason}")
     return Follower(options, received).run()

@@ -8,10 +8,6 @@ from distributed.exit_codes import UNFIT
 from distributed.launch.node_files import Files, SupervisorError
 from distributed.trust import foreign, regular_file
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from distributed.launch.supervisor import SupervisorOptions
-
 BLOCK = 1 << 20  # bytes per read
 # Variables that another launch may have left in the environment. PET_* would change torchrun's options.
 STALE_VARIABLES = (
@@ -46,11 +42,14 @@ def read_blocks(source: int) -> tuple[bytes, bytes, bytes]:
     return inherited, *read_block(source, received)
 
 
-def read_environment(options: SupervisorOptions) -> tuple[bytes, bytes, bytes]:
-    """Read both environment blocks of --environment. Returns them and the bytes of standard input read after them."""
-    if options.environment == "-":
+def read_environment(source: str) -> tuple[bytes, bytes, bytes]:
+    """Read both environment blocks. Returns them and the bytes of standard input read after them.
+
+    source: the value of --environment: a file, - for standard input, or empty.
+    """
+    if source == "-":
         return read_blocks(0)
-    return (*(read_block_file(options.environment) if options.environment else (b"", b"")), b"")
+    return (*(read_block_file(source) if source else (b"", b"")), b"")
 
 
 def read_block_file(path: str) -> tuple[bytes, bytes]:

@@ -784,7 +784,7 @@ def run(options: SupervisorOptions) -> int:
     try:
         make_directories(options.files.directory, PRIVATE_DIRECTORY)
         refuse_foreign(options.files)
-        inherited, block, received = read_environment(options)
+        inherited, block, received = read_environment(options.environment)
         if options.lease:
             return supervise(options, inherited, block, received)
         reason = supervise_detached(options, inherited, block)

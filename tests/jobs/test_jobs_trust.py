@@ -432,11 +432,11 @@ def test_a_directory_of_a_venv_to_which_others_can_write_is_found_behind_links_o
     }
     for link, target in links.items():
         link.symlink_to(target)
-    assert host.find_python("", str(directory / "work")) == [str(python)]
+    assert checks.find_python("", str(directory / "work")) == [str(python)]
     for path in (libs, libs / "real", libs / "real/packages", settings):
         path.chmod(path.stat().st_mode | 0o2)
-        with pytest.raises(host.HostError, match=r"/\.venv/.*: other users can write to it; set python"):
-            host.find_python("", str(directory / "work"))
+        with pytest.raises(outputs.HostError, match=r"/\.venv/.*: other users can write to it; set python"):
+            checks.find_python("", str(directory / "work"))
         path.chmod(path.stat().st_mode & ~0o2)
 
 
