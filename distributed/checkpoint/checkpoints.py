@@ -390,11 +390,11 @@ class Checkpoints:
 
     def _load(self, file: Path) -> Any:
         try:
-            return self.ranks.load(file)
+            return self.ranks.load(file, directory.checkpoint_file)
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"{file}: not loaded: {error}") from None
         except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
 
     # -- leaving
 
