@@ -329,16 +329,13 @@ def remove_made(name: str, parent: int, made: re.Pattern[str]) -> None:
         return
     with opened(name, parent) as directory:
         entries = sorted(os.listdir(directory), key=MANIFEST.__eq__)  # that one last
-        if MANIFEST not in entries and (unknown := foreign_name(entries, made)):
-            raise OSError(errno.EPERM, f"not removed, because it holds {unknown}, which Muster has not made", name)
+        unknown = next((entry for entry in entries if not made.fullmatch(entry)), "")
+        if unknown and MANIFEST not in entries:
+            reason = f"not removed, because it holds {shown(unknown)}, which Muster has not made"
+            raise OSError(errno.EPERM, reason, name)
         for entry in entries:
             remove_made(entry, directory, made)
     os.rmdir(name, dir_fd=parent)
-
-
-def foreign_name(names: Collection[str], made: re.Pattern[str]) -> str:
-    """The first name that is not one of Muster's, for a message; or ""."""
-    return next((shown(name) for name in names if not made.fullmatch(name)), "")
 
 
 def lock_file(path: str | os.PathLike[str], flags: int, directory: str | os.PathLike[str]) -> int:

@@ -394,7 +394,7 @@ class Checkpoints:
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"{file}: not loaded: {error}") from None
         except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(f"{file}: cannot be read: {error}") from error
 
     # -- leaving
 

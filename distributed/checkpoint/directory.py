@@ -42,7 +42,6 @@ from distributed.trust import (
     allowed_mode,
     checked,
     file_in,
-    foreign_name,
     is_lock_file,
     lock_file,
     make_directories,
@@ -456,18 +455,15 @@ class Owner:
                 os.rename(path, removing, dst_dir_fd=staging)
                 self._delete(removing, staging)
 
-    def _delete(self, name: str, staging: int) -> None:
-        """Delete an entry of the staging directory, or set it aside if Muster has not made it. Raises OSError."""
+    def _delete(self, name: str, parent: int) -> None:
+        """Delete an entry of a staging directory, or set it aside if Muster has not made it. Raises OSError."""
         try:
-            remove_made(name, staging, MADE)
+            remove_made(name, parent, MADE)
         except OSError as error:
             if error.errno != errno.EPERM:
                 raise
-            self._set_aside(name, staging, str(error.strerror))
-
-    def _set_aside(self, name: str, parent: int, reason: str) -> None:
-        os.rename(name, kept := self.directory / f"not-removed-{_random()}", src_dir_fd=parent)
-        log.warning("%s: %s", kept, reason)
+            os.rename(name, kept := self.directory / f"not-removed-{_random()}", src_dir_fd=parent)
+            log.warning("%s: %s", kept, error.strerror)
 
     def remove_others(self) -> None:
         """Remove the staging directories of all earlier owners, with incomplete checkpoints. Raises OSError."""
@@ -492,8 +488,8 @@ class Owner:
         os.mkdir(content, allowed_mode(self.staging), dir_fd=staging)
         with opened(name, parent) as taken, opened(content, staging) as target:
             entries = os.listdir(taken)
-            if unknown := foreign_name(entries, MADE):
-                self._set_aside(name, parent, f"not removed, because it holds {unknown}, which Muster has not made")
+            if not all(map(MADE.fullmatch, entries)):
+                self._delete(name, parent)
                 return True
             for entry in entries:
                 os.rename(entry, entry, src_dir_fd=taken, dst_dir_fd=target)

@@ -47,7 +47,6 @@ HASH = re.compile(r"[0-9a-f]{12}\Z")
 DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 # All names in a base model or its staging directory; rsync and network file systems make some, too.
 MADE = re.compile(rf"\.?({'|'.join(map(re.escape, (*FILES, MANIFEST)))})(\..*)?|[0-9a-f]{{12}}|\.nfs.*", re.DOTALL)
-ATTEMPTS = 10  # to lock a file that other processes replace
 BLOCK = 1 << 20  # bytes read at once
 ENTRY: Any = {"bytes": range(1 << 63), "sha256": str}  # of a file in the manifest
 
@@ -260,34 +259,23 @@ def lock(cache: str, digest: str, exclusive: bool, seconds: float = 0.0) -> int 
     """
     make_own_directory(cache, workdir_of(cache))
     path = os.path.join(cache, f".{hash_of(digest)}.lock")
-    for _ in range(ATTEMPTS):
+    for may_replace in (True, True, False):
         try:
-            file = _replaced(lock_file(path, os.O_RDWR | os.O_CREAT, cache), path)
+            file = lock_file(path, os.O_RDWR | os.O_CREAT, cache)
         except PermissionError:
             return os.memfd_create("lock")
-        is_locked = try_lock(file, exclusive, seconds)
-        if is_locked and _is_at(file, path):
-            return file
+        # Of an earlier version, or a file of this user that another one has moved there.
+        is_other = may_replace and os.fstat(file).st_uid == os.geteuid() and not is_lock_file(file, cache)
+        is_other = is_other and try_lock(file)
+        if not is_other and not try_lock(file, exclusive, seconds):
+            os.close(file)
+            return None
+        if os.path.lexists(path) and os.path.samestat(os.fstat(file), os.lstat(path)):
+            if not is_other:
+                return file
+            os.unlink(path)
         os.close(file)
-        if not is_locked:
-            break
     return None
-
-
-def _replaced(file: int, path: str) -> int:
-    """An open lock; a new one in its place if it is of an earlier version, or a file that others have moved there."""
-    cache = os.path.dirname(path)
-    if os.fstat(file).st_uid != os.geteuid() or is_lock_file(file, cache) or not try_lock(file):
-        return file
-    if _is_at(file, path):
-        os.unlink(path)
-    os.close(file)
-    return lock_file(path, os.O_RDWR | os.O_CREAT, cache)
-
-
-def _is_at(file: int, path: str) -> bool:
-    """Whether an open file is still the one at the path."""
-    return os.path.lexists(path) and os.path.samestat(os.fstat(file), os.lstat(path))
 
 
 def names_in(cache: str) -> list[str]:

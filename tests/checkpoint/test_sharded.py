@@ -434,6 +434,13 @@ def test_a_failed_rank_leaves_no_checkpoint_and_every_rank_raises(tmp_path: Path
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
 
 
+def test_a_link_is_no_sharded_checkpoint(saved_by_two: Saved, tmp_path: Path) -> None:
+    (link := tmp_path / "step_00000002").symlink_to(next(saved_by_two.path.glob("step_*")))
+    assert "is a symbolic link, which is not followed" in str(sharded._SafeReader(link).fault(0))
+    with pytest.raises(OSError, match="is a symbolic link, which is not followed"):
+        open(link / "__0_0.distcp", "rb", opener=sharded.checkpoint_file)
+
+
 @pytest.mark.parametrize("outcome", ["done", "failed"])
 @pytest.mark.parametrize(("kind", "message"), [("link", "is a symbolic link"), ("FIFO", "not a regular file")])
 def test_no_link_or_fifo_in_place_of_the_file_of_a_rank_is_read(
