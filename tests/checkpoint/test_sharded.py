@@ -435,10 +435,10 @@ def test_a_failed_rank_leaves_no_checkpoint_and_every_rank_raises(tmp_path: Path
 
 
 def test_a_link_is_no_sharded_checkpoint(saved_by_two: Saved, tmp_path: Path) -> None:
-    (link := tmp_path / "step_00000002").symlink_to(next(saved_by_two.path.glob("step_*")))
+    (link := tmp_path / "step_00000002").symlink_to(saved_by_two.checkpoint_dir / "step_00000002")
     assert "is a symbolic link, which is not followed" in str(sharded._SafeReader(link).fault(0))
     with pytest.raises(OSError, match="is a symbolic link, which is not followed"):
-        open(link / "__0_0.distcp", "rb", opener=sharded.checkpoint_file)
+        os.close(directory.checkpoint_file(link / "__0_0.distcp"))
 
 
 @pytest.mark.parametrize("outcome", ["done", "failed"])
