@@ -345,18 +345,18 @@ def lock_file(path: str | os.PathLike[str], flags: int, directory: str | os.Path
     Where others can write, an existing file is left as it is: they may have moved it there.
     """
     mode, group = _of_locks(directory)
-    with contextlib.suppress(FileExistsError):
-        file = regular_file(path, flags | os.O_CREAT | os.O_EXCL, mode)
-        if mode & 0o070 and os.fstat(file).st_gid != group:  # the group that can write there, not the user's own
-            try:
-                os.fchown(file, -1, group)
-            except OSError:  # no member
-                mode &= ~0o070
-        os.fchmod(file, mode)  # the umask may have restricted it
-        return file
-    file = regular_file(path, flags, mode)
-    if mode == PRIVATE and os.fstat(file).st_uid == os.stat(directory).st_uid == os.geteuid():
-        os.fchmod(file, mode)  # of an earlier version
+    try:
+        file, is_own = regular_file(path, flags | os.O_CREAT | os.O_EXCL, mode), True
+    except FileExistsError:
+        file = regular_file(path, flags, mode)
+        is_own = mode == PRIVATE and os.fstat(file).st_uid == os.stat(directory).st_uid == os.geteuid()
+    if is_own and mode & 0o070 and os.fstat(file).st_gid != group:  # the group that can write there, not the user's own
+        try:
+            os.fchown(file, -1, group)
+        except OSError:  # no member
+            mode &= ~0o070
+    if is_own and stat.S_IMODE(os.fstat(file).st_mode) != mode:  # of an earlier version, or of the umask
+        os.fchmod(file, mode)
     return file
 
 
