@@ -8,6 +8,8 @@ functions of this module:
     make_own_directory()  no files are written below a directory or link of another user
     lock_file()         only users who can write to a directory can lock it
     regular_file()      a file is opened without following a link and without waiting, with a private mode
+    opened(), file_in() the same for directories, and for files in them, that others can exchange
+    remove_made()       nothing else is removed that others have put in place of files of Muster
     parse_json()        JSON with bounded size and depth; ValueError is its only exception
     checked()           a value has the declared types and ranges, or ValueError names the part that has not
     printable()         text without control sequences
@@ -19,18 +21,21 @@ Standard library only. Supervisors import this module before every command, so m
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import re
     import tarfile
     from collections.abc import Callable, Collection, Iterator
     from typing import Any
 
 PRIVATE, SHARED = 0o600, 0o644  # modes of new files; the umask restricts them further
 PRIVATE_DIRECTORY = 0o700
+MANIFEST = "manifest.json"  # marks a checkpoint or base model
 LAYOUT = "\n\t"  # characters that printable() may keep
 MAX_TEXT = 64 << 20  # bytes of a JSON value or of a file that is read whole
 MAX_VALUES = 2_000_000  # of a JSON value
@@ -286,25 +291,90 @@ def regular_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
     return file
 
 
+@contextlib.contextmanager
+def opened(directory: str | os.PathLike[str], parent: int | None = None) -> Iterator[int]:
+    """A descriptor of a directory, used instead of its path, which others may exchange. Raises OSError for a link.
+
+    parent: a descriptor of a directory above it. Then no part of the path may be a link, otherwise only the last.
+    """
+    flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.ExitStack() as stack:
+        for name in [directory] if parent is None else os.fspath(directory).split("/"):
+            try:
+                parent = os.open(name, flags, dir_fd=parent)
+            except NotADirectoryError as error:
+                if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+                    error.strerror = "is a symbolic link, which is not followed"
+                raise
+            stack.callback(os.close, parent)
+        yield parent  # type: ignore[misc]
+
+
+def file_in(path: str | os.PathLike[str], flags: int = os.O_RDONLY, opens: Any = opened) -> int:
+    """Open a file as regular_file() does. Its directory must not be a link either. opens: the function for that."""
+    above, name = os.path.split(path)
+    with opens(above or ".") as directory:
+        try:
+            return regular_file(f"/proc/self/fd/{directory}/{name}", flags)
+        except OSError as error:
+            error.filename = os.fspath(path)
+            raise
+
+
+def remove_made(name: str, parent: int, made: re.Pattern[str]) -> None:
+    """Remove a file, link or directory of Muster in an open directory. Raises OSError.
+
+    A directory in which a name does not match `made` is kept, because it may be one of this user that another one has
+    put there; one with a manifest may have any files. Below it, the same is true.
+    """
+    if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+        os.unlink(name, dir_fd=parent)
+        return
+    with opened(name, parent) as directory:
+        entries = sorted(os.listdir(directory), key=MANIFEST.__eq__)  # that one last
+        unknown = next((entry for entry in entries if not made.fullmatch(entry)), "")
+        if unknown and MANIFEST not in entries:
+            reason = f"not removed, because it holds {shown(unknown)}, which Muster has not made"
+            raise OSError(errno.EPERM, reason, name)
+        for entry in entries:
+            remove_made(entry, directory, made)
+    os.rmdir(name, dir_fd=parent)
+
+
 def lock_file(path: str | os.PathLike[str], flags: int, directory: str | os.PathLike[str]) -> int:
     """Open a lock file for a directory as regular_file() does, and return its descriptor. Raises OSError.
 
     Users who cannot write to the directory cannot open it, whatever the umask is: with any lock they could block it.
+    Where others can write, an existing file is left as it is: they may have moved it there.
     """
-    above, mode = os.stat(directory), PRIVATE
-    if writable_by_others(directory, above):
-        mode |= 0o066 if above.st_mode & stat.S_IWOTH else 0o060
-    file = regular_file(path, flags, mode)
-    facts = os.fstat(file)
-    if facts.st_uid == os.geteuid():
-        if mode & 0o070 and facts.st_gid != above.st_gid:  # the group that can write there, not the user's own
-            try:
-                os.fchown(file, -1, above.st_gid)
-            except OSError:  # no member
-                mode &= ~0o070
-        if stat.S_IMODE(os.fstat(file).st_mode) != mode:  # of an earlier version, or of the umask
-            os.fchmod(file, mode)
+    mode, group = _of_locks(directory)
+    try:
+        file, is_own = regular_file(path, flags | os.O_CREAT | os.O_EXCL, mode), True
+    except FileExistsError:
+        file = regular_file(path, flags, mode)
+        is_own = mode == PRIVATE and os.fstat(file).st_uid == os.stat(directory).st_uid == os.geteuid()
+    if is_own and mode & 0o070 and os.fstat(file).st_gid != group:  # the group that can write there, not the user's own
+        try:
+            os.fchown(file, -1, group)
+        except OSError:  # no member
+            mode &= ~0o070
+    if is_own and stat.S_IMODE(os.fstat(file).st_mode) != mode:  # of an earlier version, or of the umask
+        os.fchmod(file, mode)
     return file
+
+
+def is_lock_file(file: int, directory: str | os.PathLike[str]) -> bool:
+    """Whether an open file has the mode and group of a new lock file of the directory, and no second name."""
+    (mode, group), facts = _of_locks(directory), os.fstat(file)
+    is_of_group = not mode & 0o070 or facts.st_gid == group
+    return is_of_group and stat.S_IMODE(facts.st_mode) == mode and facts.st_nlink == 1
+
+
+def _of_locks(directory: str | os.PathLike[str]) -> tuple[int, int]:
+    above = os.stat(directory)
+    if not writable_by_others(directory, above):
+        return PRIVATE, above.st_gid
+    return PRIVATE | (0o066 if above.st_mode & stat.S_IWOTH else 0o060), above.st_gid
 
 
 def read_bytes(path: str | os.PathLike[str], own: bool = False, most: int = 0) -> bytes:
@@ -359,7 +429,6 @@ def checked(kind: Any, value: Any, name: str = "value") -> Any:
     kind, in which a key with a final "?" may be missing; a dataclass. Unknown keys and fields are refused. Text may
     have any characters.
     """
-    import contextlib
     import types
 
     origin: Any = getattr(kind, "__origin__", None)

@@ -390,7 +390,7 @@ class Checkpoints:
 
     def _load(self, file: Path) -> Any:
         try:
-            return self.ranks.load(file)
+            return self.ranks.load(file, directory.checkpoint_file)
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"{file}: not loaded: {error}") from None
         except OSError as error:

@@ -26,9 +26,7 @@ import logging
 import os
 import re
 import shlex
-import shutil
 import socket
-import stat
 import sys
 import threading
 import time
@@ -43,18 +41,27 @@ from typing import IO, Any
 from distributed.trust import (
     allowed_mode,
     checked,
+    file_in,
+    is_lock_file,
     lock_file,
     make_directories,
+    opened,
     parse_json,
     printable,
     read_bytes,
     regular_file,
+    remove_made,
 )
 
 log = logging.getLogger(__name__)
 
 STEP = re.compile(r"step_(\d{8,})(\.old)?")
 STAGING = re.compile(r"writing-.+-\d+-[0-9a-f]{8}")  # the staging directory of an Owner
+# All names in a staging directory and in the checkpoints there, also those of network file systems.
+MADE = re.compile(
+    rf"{STEP.pattern}|{STAGING.pattern}|[0-9a-f]{{8}}|lock|(state|ranks)\.pt|\.metadata(\.tmp)?|.+\.distcp|manifest\.json"
+    r"|rank_\d+\.(done|failed)(\.[0-9a-f]{8})?|\.nfs.*"
+)
 MIB = 2**20
 PROGRESS_INTERVAL = 30.0  # seconds
 MIN_THREADED = MIB // 2  # bytes; hashing fewer costs less than a thread
@@ -95,7 +102,8 @@ class CheckpointInfo:
         """Read the manifest only. Raises CheckpointError when it is missing, unreadable or damaged."""
         file = path / "manifest.json"
         try:
-            manifest = parse_json(read_bytes(file))
+            with by_descriptor(path) as here:
+                manifest = parse_json(read_bytes(here / file.name))
             checksum = manifest.pop("sha256")
             found = cls(path, **{field: checked(kind, manifest[field], field) for field, kind in MANIFEST.items()})
             for name in found.files:
@@ -144,7 +152,7 @@ class CheckpointInfo:
     def check_readable(self) -> None:
         """Raise OSError when one of its files cannot be opened and read. Reads one byte of each."""
         for name in self.files:
-            with open(self.path / name, "rb", opener=regular_file) as stream:
+            with open(self.path / name, "rb", opener=checkpoint_file) as stream:
                 stream.read(1)
 
 
@@ -240,7 +248,7 @@ def _score(found: CheckpointInfo) -> float:
 
 def _sha256(file: Path, progress: VerificationProgress) -> str:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(4 * MIB))
-    with open(file, "rb", buffering=0, opener=regular_file) as stream:
+    with open(file, "rb", buffering=0, opener=checkpoint_file) as stream:
         while count := stream.readinto(buffer):
             digest.update(buffer[:count])
             progress.add(count)
@@ -330,30 +338,23 @@ def final_path(directory: Path, step: int) -> Path:
 
 
 @contextmanager
-def _opened(directory: str | Path, parent: int | None = None) -> Iterator[int]:
-    """A descriptor of a directory, used instead of its path, which another user of a shared directory may replace."""
-    descriptor = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    try:
+def _opened_below(path: str | Path) -> Iterator[int]:
+    """A descriptor of a checkpoint or staging directory. Raises OSError for a link below the checkpoint directory."""
+    path = Path(path)
+    staged = [above.parent for above in (path, *path.parents) if STAGING.fullmatch(above.name)]
+    top = staged[-1] if staged else path.parent
+    with opened(f"{top}/.") as directory, opened(path.relative_to(top), directory) as descriptor:
         yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
-def by_descriptor(unpublished: Path) -> Iterator[Path]:
-    """A path of a directory in a staging directory that stays the same, whatever others put in place of the two.
-
-    Raises OSError if one of them is a link.
-    """
-    with _opened(unpublished.parent) as staging, _opened(unpublished.name, staging) as descriptor:
+def by_descriptor(path: Path) -> Iterator[Path]:
+    """A path of a checkpoint that stays the same, whatever others put in its place. Raises OSError for a link."""
+    with _opened_below(path) as descriptor:
         yield Path(f"/proc/self/fd/{descriptor}")
 
 
-def _delete(name: str, parent: int) -> None:
-    if stat.S_ISDIR(os.lstat(path := f"/proc/self/fd/{parent}/{name}").st_mode):
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
+checkpoint_file = partial(file_in, opens=_opened_below)  # opens a file of a checkpoint
 
 
 def _sync_directory(directory: Path) -> None:
@@ -386,9 +387,9 @@ class Owner:
     def new_directory(self, step: int) -> Path:
         """Make the directory in which the checkpoint of a step is written. Raises OSError."""
         unpublished = final_path(self.staging, step)
-        with _opened(self.staging) as staging:
+        with opened(self.staging) as staging:
             with suppress(FileNotFoundError):
-                _delete(unpublished.name, staging)
+                self._delete(unpublished.name, staging)
             os.mkdir(unpublished.name, allowed_mode(self.staging), dir_fd=staging)
         return unpublished
 
@@ -404,9 +405,9 @@ class Owner:
             _sync_directory(here)
         final = self.directory / unpublished.name
         self.known.pop(final, None)
-        with _opened(self.staging) as staging:
+        with opened(self.staging) as staging:
             old = Path(f"/proc/self/fd/{staging}/{unpublished.name}.old")
-            if final.exists():
+            if os.path.lexists(final):
                 self._remove(old)
                 os.rename(final, old)
             os.rename(unpublished.name, final, src_dir_fd=staging)
@@ -415,8 +416,8 @@ class Owner:
 
     def discard(self, unpublished: Path) -> None:
         """Remove an incomplete checkpoint, as far as that is possible."""
-        with suppress(OSError), _opened(self.staging) as staging:
-            _delete(unpublished.name, staging)
+        with suppress(OSError), opened(self.staging) as staging:
+            self._delete(unpublished.name, staging)
 
     def prune(self, step: int, keep: int) -> None:
         """Remove old checkpoints up to this step, except the newest `keep` and the best one.
@@ -448,15 +449,25 @@ class Owner:
 
     def _remove(self, path: Path) -> None:
         """Rename, then delete: a partly deleted checkpoint never has the name of a published one."""
-        if path.exists():
+        if os.path.lexists(path):
             removing = _random()
-            with _opened(self.staging) as staging:
+            with opened(self.staging) as staging:
                 os.rename(path, removing, dst_dir_fd=staging)
-                _delete(removing, staging)
+                self._delete(removing, staging)
+
+    def _delete(self, name: str, parent: int) -> None:
+        """Delete an entry of a staging directory, or set it aside if Muster has not made it. Raises OSError."""
+        try:
+            remove_made(name, parent, MADE)
+        except OSError as error:
+            if error.errno != errno.EPERM:
+                raise
+            os.rename(name, kept := self.directory / f"not-removed-{_random()}", src_dir_fd=parent)
+            log.warning("%s: %s", kept, error.strerror)
 
     def remove_others(self) -> None:
         """Remove the staging directories of all earlier owners, with incomplete checkpoints. Raises OSError."""
-        with _opened(self.staging) as staging:
+        with opened(self.staging) as staging:
             for name in filter(STAGING.fullmatch, os.listdir(self.directory)):
                 if name != self.staging.name:
                     os.rename(self.directory / name, name, dst_dir_fd=staging)
@@ -466,7 +477,7 @@ class Owner:
             _sync_directory(self.directory)
             for name in os.listdir(staging):
                 with suppress(OSError):
-                    _delete(name, staging)
+                    self._delete(name, staging)
 
     def _take_apart(self, name: str, parent: int, staging: int) -> bool:
         """Move the entries of a staging directory to another directory, and remove it.
@@ -475,8 +486,12 @@ class Owner:
         """
         content = _random()
         os.mkdir(content, allowed_mode(self.staging), dir_fd=staging)
-        with _opened(name, parent) as taken, _opened(content, staging) as target:
-            for entry in os.listdir(taken):
+        with opened(name, parent) as taken, opened(content, staging) as target:
+            entries = os.listdir(taken)
+            if not all(map(MADE.fullmatch, entries)):
+                self._delete(name, parent)
+                return True
+            for entry in entries:
                 os.rename(entry, entry, src_dir_fd=taken, dst_dir_fd=target)
         try:
             os.rmdir(name, dir_fd=parent)
@@ -493,15 +508,21 @@ class Owner:
 
     def close(self) -> None:
         """Remove the staging directory, and release the lock."""
-        with self.lock, suppress(OSError), _opened(self.staging) as staging:
+        with self.lock, suppress(OSError), opened(self.staging) as staging:
             self._restore_replaced(staging)
-            shutil.rmtree(self.staging, ignore_errors=True)
+            _remove_staging(self.staging)
 
     def __enter__(self) -> Owner:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _remove_staging(staging: Path) -> None:
+    """Remove the staging directory of this process, unless others have put another directory there."""
+    with suppress(OSError), opened(f"{staging.parent}/.") as directory:
+        remove_made(staging.name, directory, MADE)
 
 
 def take_over(directory: Path) -> Owner:
@@ -513,7 +534,7 @@ def take_over(directory: Path) -> Owner:
     """
     staging = directory / f"writing-{socket.gethostname()}-{os.getpid()}-{_random()}"
     with ExitStack() as on_error:
-        on_error.callback(shutil.rmtree, staging, ignore_errors=True)
+        on_error.callback(_remove_staging, staging)
         try:
             make_directories(directory)
             staging.mkdir(allowed_mode(directory))
@@ -565,17 +586,19 @@ def _lock(staging: Path) -> IO[str]:
             log.warning(f"{directory}: this file system has no locks; make sure that no other run writes here")
         record = {"process": os.getpid(), "host": socket.gethostname(), "run": run, "attempt": attempt}
         text = json.dumps({"owner": staging.name, **record}) + "\n"
-        if free:  # this record lets a later attempt take over even before the rename below
+        # This record lets a later attempt take over even before the rename below.
+        if free and is_lock_file(previous.fileno(), directory):
             previous.truncate(0)
             previous.write(text)
             previous.flush()
-        lock = open(staging / "lock", "x", opener=opener)  # noqa: SIM115 - closing it would release the lock
-        if locks:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        lock.write(text)
-        lock.flush()
-        os.fsync(lock.fileno())
-        os.rename(staging / "lock", path)
+        with by_descriptor(staging) as here:
+            lock = open(here / "lock", "x", opener=opener)  # noqa: SIM115 - closing it would release the lock
+            if locks:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.write(text)
+            lock.flush()
+            os.fsync(lock.fileno())
+            os.rename(here / "lock", path)
         _sync_directory(directory)
     return lock
 

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.futures import Future
 
-from distributed.checkpoint.directory import CheckpointError, FileEntries, by_descriptor, open_hashed
+from distributed.checkpoint.directory import CheckpointError, FileEntries, by_descriptor, checkpoint_file, open_hashed
 from distributed.files import write_file
 from distributed.training.collectives import Ranks, load_safely, refusal
-from distributed.trust import SHARED, regular_file
+from distributed.trust import MAX_RECORDED, SHARED, printable, read_bytes, regular_file
 
 POLL_INTERVAL = 0.05  # seconds between two checks for a file of another rank
 VISIBILITY_TIMEOUT = 10.0  # seconds within which a new directory must be visible on every node
@@ -110,13 +110,14 @@ class ShardWriter:
 
     def _wait_for_rank(self, rank: int, must_stop: Callable[[], bool]) -> tuple[FileEntries, list[Any]]:
         done, failed = self._file(rank, "done"), self._file(rank, "failed")
-        while not done.exists():
-            if failed.exists():
-                raise CheckpointError(failed.read_text() or f"rank {rank}: could not write its shard")
+        while not os.path.lexists(done):
+            if os.path.lexists(failed):
+                reason = read_bytes(failed, most=MAX_RECORDED).decode(errors="replace")
+                raise CheckpointError(printable(reason) or f"rank {rank}: could not write its shard")
             if must_stop():
                 raise CheckpointError(f"rank {rank}: timed out waiting for its shard")
             time.sleep(POLL_INTERVAL)
-        entries, results = _unpickle(done.read_bytes())
+        entries, results = _unpickle(read_bytes(done))
         return entries, results
 
     def _file(self, rank: int, outcome: str) -> Path:
@@ -206,7 +207,7 @@ class _SafeReader(dcp.FileSystemReader):
         """Read the metadata. Returns the error on this rank, or None."""
         file = Path(self.path, ".metadata")
         try:
-            with open(file, "rb", opener=regular_file) as stream:
+            with open(file, "rb", opener=checkpoint_file) as stream:
                 self._metadata: Metadata = _unpickle(stream.read())
             if any("/" in entry.relative_path for entry in self._metadata.storage_data.values()):
                 return f"{file}: not loaded: it names a file that is not in the checkpoint"
@@ -227,7 +228,7 @@ class _RegularFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with open(path, mode, opener=regular_file) as stream:
+        with open(path, mode, opener=checkpoint_file) as stream:
             yield stream
 
 

@@ -18,19 +18,23 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 from distributed.files import read_json, try_lock, write_json
 from distributed.trust import (
+    PRIVATE_DIRECTORY,
     allowed_mode,
     checked,
+    file_in,
+    is_lock_file,
     lock_file,
     make_own_directory,
+    opened,
     parse_json,
     read_bytes,
     regular_file,
+    remove_made,
 )
 
 CACHE = "experiments/base_models"
@@ -41,6 +45,8 @@ MANIFEST = "manifest.json"
 HASH_LENGTH = 12  # hexadecimal digits of the digest that name a base model
 HASH = re.compile(r"[0-9a-f]{12}\Z")
 DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+# All names in a base model or its staging directory; rsync and network file systems make some, too.
+MADE = re.compile(rf"\.?({'|'.join(map(re.escape, (*FILES, MANIFEST)))})(\..*)?|[0-9a-f]{{12}}|\.nfs.*", re.DOTALL)
 BLOCK = 1 << 20  # bytes read at once
 ENTRY: Any = {"bytes": range(1 << 63), "sha256": str}  # of a file in the manifest
 
@@ -85,7 +91,7 @@ def without_outer_links(directory: str, name: str) -> str:
 
 def sha256(path: str) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb", opener=regular_file) as file:
+    with open(path, "rb", opener=file_in) as file:
         while block := file.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
@@ -107,7 +113,8 @@ def read_manifest(directory: str) -> Manifest:
     """Read only the manifest of a base model. Raises BaseModelError when it is missing or damaged."""
     path = os.path.join(directory, MANIFEST)
     try:
-        manifest = parse_json(read_bytes(path))
+        with opened(directory) as here:
+            manifest = parse_json(read_bytes(f"/proc/self/fd/{here}/{MANIFEST}"))
         entries = [checked(ENTRY, manifest["files"][name]) for name in FILES]
         valid = all(map(DIGEST.match, [manifest["digest"], *(entry["sha256"] for entry in entries)]))
     except FileNotFoundError:
@@ -150,19 +157,17 @@ def stage(cache: str, source: str, manifest: Mapping[str, Any]) -> str:
     make_own_directory(source, workdir_of(cache))
     staging = new_staging(cache, manifest["digest"])
     mode = allowed_mode(cache) & 0o666
-    directory = os.open(staging, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    here = f"/proc/self/fd/{directory}"  # others who can write to the cache can put a link in place of the directory
     try:
-        for name in FILES:
-            path, new = without_outer_links(source, name), os.path.join(here, name)
-            with open(path, "rb", opener=regular_file) as file, open(os.open(new, NEW_FILE, mode), "wb") as copy:
-                shutil.copyfileobj(file, copy, BLOCK)
-        write_json(os.path.join(here, MANIFEST), dict(manifest), mode)
+        with opened(staging) as directory:
+            here = f"/proc/self/fd/{directory}"
+            for name in FILES:
+                path, new = without_outer_links(source, name), os.path.join(here, name)
+                with open(path, "rb", opener=regular_file) as file, open(os.open(new, NEW_FILE, mode), "wb") as copy:
+                    shutil.copyfileobj(file, copy, BLOCK)
+            write_json(os.path.join(here, MANIFEST), dict(manifest), mode)
     except OSError:
-        shutil.rmtree(staging, ignore_errors=True)
+        discard(staging)
         raise
-    finally:
-        os.close(directory)
     return staging
 
 
@@ -186,7 +191,7 @@ def remove_staging(cache: str, digest: str) -> None:
     """Remove the directories of interrupted copies and removals. The caller must hold the exclusive lock."""
     for name in os.listdir(cache):
         if name.startswith(staging_prefix(digest)):
-            shutil.rmtree(os.path.join(cache, name), ignore_errors=True)
+            discard(os.path.join(cache, name))
 
 
 def publish(cache: str, digest: str, staging: str) -> Manifest:
@@ -201,8 +206,9 @@ def publish(cache: str, digest: str, staging: str) -> Manifest:
     target = os.path.join(cache, hash_of(digest))
     try:
         manifest = verify(staging, digest)
-        for name in (*FILES, MANIFEST, "."):
-            sync(os.path.join(staging, name))
+        for name in (*FILES, MANIFEST):
+            sync(file_in(os.path.join(staging, name)))
+        sync(os.open(staging, os.O_DIRECTORY | os.O_NOFOLLOW))
         while True:
             try:
                 os.rename(staging, target)
@@ -213,15 +219,14 @@ def publish(cache: str, digest: str, staging: str) -> Manifest:
             with contextlib.suppress(BaseModelError):
                 return verify(target, digest)
             remove(cache, hash_of(digest))
-        sync(cache)
+        sync(os.open(cache, os.O_DIRECTORY))
         return manifest
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        discard(staging)
 
 
-def sync(path: str) -> None:
-    """Sync a file, or the entries of a directory, to disk."""
-    file = os.open(path, os.O_RDONLY)
+def sync(file: int) -> None:
+    """Sync a file, or the entries of a directory, to disk, and close it."""
     try:
         os.fsync(file)
     finally:
@@ -232,10 +237,17 @@ def remove(cache: str, name: str) -> None:
     """Remove a base model: rename it, then delete its files."""
     path = os.path.join(cache, name)
     if os.path.lexists(path):
-        trash = tempfile.mkdtemp(prefix=f".{name}.incomplete-", dir=cache)
-        with contextlib.suppress(FileNotFoundError):  # another process has removed it
-            os.rename(path, os.path.join(trash, name))
-        shutil.rmtree(trash, ignore_errors=True)
+        trash = os.path.join(cache, f"{staging_prefix(name)}{secrets.token_hex(4)}")
+        os.mkdir(trash, PRIVATE_DIRECTORY)
+        with contextlib.suppress(FileNotFoundError), opened(trash) as directory:  # another process has removed it
+            os.rename(path, name, dst_dir_fd=directory)
+        discard(trash)
+
+
+def discard(path: str) -> None:
+    """Remove a directory of a cache, as far as possible and as far as it holds what this module makes."""
+    with contextlib.suppress(OSError), opened(f"{os.path.dirname(path)}/.") as cache:
+        remove_made(os.path.basename(path), cache, MADE)
 
 
 def lock(cache: str, digest: str, exclusive: bool, seconds: float = 0.0) -> int | None:
@@ -247,13 +259,22 @@ def lock(cache: str, digest: str, exclusive: bool, seconds: float = 0.0) -> int 
     """
     make_own_directory(cache, workdir_of(cache))
     path = os.path.join(cache, f".{hash_of(digest)}.lock")
-    try:
-        file = lock_file(path, os.O_RDWR | os.O_CREAT, cache)
-    except PermissionError:
-        return os.memfd_create("lock")
-    if try_lock(file, exclusive, seconds):
-        return file
-    os.close(file)
+    for may_replace in (True, True, False):
+        try:
+            file = lock_file(path, os.O_RDWR | os.O_CREAT, cache)
+        except PermissionError:
+            return os.memfd_create("lock")
+        # Of an earlier version, or a file of this user that another one has moved there.
+        is_other = may_replace and os.fstat(file).st_uid == os.geteuid() and not is_lock_file(file, cache)
+        is_other = is_other and try_lock(file)
+        if not is_other and not try_lock(file, exclusive, seconds):
+            os.close(file)
+            return None
+        if os.path.lexists(path) and os.path.samestat(os.fstat(file), os.lstat(path)):
+            if not is_other:
+                return file
+            os.unlink(path)
+        os.close(file)
     return None
 
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from distributed import metrics
-from distributed.files import read_json, write_json
+from distributed.files import read_json, user_file, write_json
 from distributed.report import history
 from distributed.training import base_model
 from distributed.training.base_model import BaseModelError
 from distributed.training.collectives import Ranks
 from distributed.training.settings import FULL_FINE_TUNING, ConfigError, Settings
-from distributed.trust import SHARED, regular_file
+from distributed.trust import SHARED, opened, regular_file
 
 DIRECTORY, DIGEST = "MUSTER_BASE_MODEL", "MUSTER_BASE_MODEL_DIGEST"  # environment variables
 REMEDY = "give --base_model DIR, or run a job list with scripts/jobs/run_two_phase_training.py"
@@ -94,7 +94,8 @@ def find(settings: Settings, ranks: Ranks) -> Base | None:
     """
     if settings.data.mode != FULL_FINE_TUNING:
         return None
-    return ranks.call_on_rank_0(lambda: _verified(settings.train.base_model or os.environ.get(DIRECTORY)))
+    named = settings.train.base_model  # may be a link of this user; what Muster has named, in a cache, may not
+    return ranks.call_on_rank_0(lambda: _verified(user_file(named) if named else os.environ.get(DIRECTORY)))
 
 
 def _verified(named: str | Path | None) -> Base:
@@ -106,7 +107,8 @@ def _verified(named: str | Path | None) -> Base:
     except BaseModelError as error:
         raise ConfigError(f"{error}; {REMEDY}") from None
     # Only log messages use the metrics, so {} is accepted: read_json() returns it if the file holds no JSON object.
-    return Base(directory, str(found), read_json(directory / METRICS))
+    with opened(directory) as here:
+        return Base(directory, str(found), read_json(f"/proc/self/fd/{here}/{METRICS}"))
 
 
 # ---------------------------------------------------------------- writing

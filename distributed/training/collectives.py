@@ -20,7 +20,7 @@ from typing import IO, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from distributed.trust import regular_file
+from distributed.trust import file_in
 
 T = TypeVar("T")
 PIECE = 64 * 2**20  # bytes sent at once
@@ -84,20 +84,20 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def load(self, file: Path) -> Any:
-        """Load rank 0's file into CPU memory on every rank.
+    def load(self, file: Path, opener: Any = file_in) -> Any:
+        """Load rank 0's file into CPU memory on every rank. opener: of open(), by default one that follows no link.
 
         Rank 0 sends the bytes, because other nodes may not have the file, or may have an older one. Raises OSError when
         rank 0 cannot read the file, and the exceptions of load_safely(). Every rank raises the same exception.
         """
         if self.size == 1:
-            with open(file, "rb", opener=regular_file) as stream:
+            with open(file, "rb", opener=opener) as stream:
                 return load_safely(stream)
         device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         content, rest = io.BytesIO(), self.call_on_rank_0(lambda: file.stat().st_size)
         while rest:
             piece = bytearray(min(rest, PIECE))
-            self.call_on_rank_0(partial(_read_at, file, content.tell(), piece))
+            self.call_on_rank_0(partial(_read_at, file, opener, content.tell(), piece))
             on_cpu = torch.frombuffer(piece, dtype=torch.uint8)
             on_device = on_cpu.to(device)
             dist.broadcast(on_device, src=0)
@@ -107,9 +107,9 @@ class Ranks:
         return load_safely(content)
 
 
-def _read_at(file: Path, offset: int, piece: bytearray) -> None:
+def _read_at(file: Path, opener: Any, offset: int, piece: bytearray) -> None:
     """Fill the piece with the bytes of the file at the offset."""
-    with open(file, "rb", opener=regular_file) as stream:
+    with open(file, "rb", opener=opener) as stream:
         stream.seek(offset)
         if stream.readinto(piece) < len(piece):
             raise OSError(f"{file} became shorter while it was read")

@@ -630,6 +630,20 @@ def test_a_resumed_run_equals_an_uninterrupted_run_bit_for_bit(tmp_path: Path) -
     assert parts["draws"][2] == whole["draws"][2]
 
 
+def test_no_link_that_replaces_a_checkpoint_after_its_verification_is_followed(tmp_path: Path) -> None:
+    """As another user can put it there who can write to the checkpoint directory."""
+    with Checkpoints(tmp_path / "shared") as checkpoints:
+        checkpoints.save(1, state_of(1))
+        checkpoints.wait()
+        found = newest(checkpoints)
+        found.path.rename(tmp_path / "private")
+        found.path.symlink_to(tmp_path / "private")
+        with pytest.raises(CheckpointError, match="is a symbolic link, which is not followed"):
+            checkpoints.load(found, state_of(0))
+        with pytest.raises(CheckpointError, match="is a symbolic link, which is not followed"):
+            checkpoints.load_per_rank(found)
+
+
 # ---- several ranks ----
 
 

@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
@@ -271,7 +272,7 @@ def stub_of_open(*broken: Path, error: int) -> Iterator[None]:
     really_open = os.open
 
     def fail_or_open(path: Path | str, *args: Any, **kwargs: Any) -> int:
-        if Path(path) in broken:
+        if Path(os.path.realpath(path)) in broken:
             raise OSError(error, os.strerror(error), str(path))
         return really_open(path, *args, **kwargs)
 
@@ -702,6 +703,125 @@ def test_a_planted_file_in_place_of_a_directory_is_removed(tmp_path: Path) -> No
     assert is_bit_for_bit(newest(tmp_path))
 
 
+@pytest.fixture
+def project(ram_disk: Path) -> Path:
+    """A directory, and one for checkpoints in it, in which a group can create and rename files (no sticky bit)."""
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    ram_disk.chmod(0o755)
+    for path in (made := ram_disk / "project", made / "checkpoints"):
+        path.mkdir()
+        os.chown(path, -1, GROUP)
+        path.chmod(0o2770)
+    return made
+
+
+GROUP = 12345
+
+
+def call_as_member(*command: str | Path) -> None:
+    """Call a command as another user of the group."""
+    subprocess.run(["setpriv", "--reuid", "23456", "--regid", str(GROUP), "--clear-groups", *command], check=True)
+
+
+def test_a_file_that_another_user_has_moved_to_the_place_of_the_lock_stays_as_it_is(project: Path) -> None:
+    (token := project / "token").write_text("secret")
+    token.chmod(0o600)
+    os.chown(token, -1, 0)
+    with token.open() as opened:
+        before = os.fstat(opened.fileno())
+        call_as_member("mv", token, project / "checkpoints" / ".lock")
+        take_over(project / "checkpoints").close()
+        after = os.fstat(opened.fileno())
+        assert (after.st_mode, after.st_gid, opened.read()) == (before.st_mode, before.st_gid, "secret")
+    facts = (project / "checkpoints" / ".lock").stat()
+    assert (stat.S_IMODE(facts.st_mode), facts.st_gid) == (0o660, GROUP)
+
+
+@pytest.mark.parametrize("name", ["writing-host-1-00000000", "step_00000002", "the staging directory"])
+def test_a_private_directory_that_another_user_has_renamed_is_not_removed(project: Path, name: str) -> None:
+    write_checkpoint(project / "checkpoints", 1)
+    (private := project / "checkpoints" / "private").mkdir(0o700)
+    (private / "thesis").mkdir()
+    for path in (private / "thesis.tex", private / "thesis" / "state.pt"):
+        path.write_text("keep")
+    before = content(private)
+    with suppress(OSError, CheckpointError), take_over(project / "checkpoints") as owner:
+        path = project / "checkpoints" / name
+        if name == "the staging directory":
+            path = owner.staging
+            call_as_member("mv", path, path.with_name("moved"))
+        call_as_member("mv", "-T", private, path)
+        if name.startswith("step_"):
+            write_checkpoint(project / "checkpoints", 2, owner=owner)
+            assert is_bit_for_bit(newest(project / "checkpoints"))
+    take_over(project / "checkpoints").close()
+    (found,) = [path for path in (project / "checkpoints").iterdir() if (path / "thesis.tex").exists()]
+    assert (content(found), stat.S_IMODE(found.stat().st_mode) & 0o777) == (before, 0o700)
+    assert found.name.startswith("not-removed-")
+    take_over(project / "checkpoints").close()
+    assert content(found) == before, "a second run moves it again"
+
+
+def test_a_checkpoint_with_files_of_the_user_is_removed(tmp_path: Path) -> None:
+    (write_checkpoint(tmp_path, 1) / "notes.txt").write_text("")
+    write_checkpoint(tmp_path, 2, keep=1)
+    assert names(tmp_path) == ["step_00000002"]
+
+
+@pytest.mark.parametrize("step", [7, 1])
+def test_a_link_is_no_checkpoint(tmp_path: Path, private: Path, step: int, caplog: pytest.LogCaptureFixture) -> None:
+    write_checkpoint(tmp_path / "shared", 3)
+    (tmp_path / "shared" / f"step_{step:08d}").symlink_to(private / "step_00000007")
+    assert is_bit_for_bit(found := newest(tmp_path / "shared")) and found is not None and found.step == 3
+    for path in (tmp_path / "shared" / "step_00000003").iterdir():
+        path.unlink()
+    with pytest.raises(CheckpointError, match="is a symbolic link, which is not followed"):
+        newest(tmp_path / "shared")
+
+
+def test_no_link_above_the_old_version_of_a_checkpoint_is_followed(tmp_path: Path) -> None:
+    """As another user can put it there after the search."""
+    staging = tmp_path / "private" / "writing-x-1-deadbeef"
+    write_checkpoint(tmp_path / "private", 7).rename(staging.with_name("moved"))
+    staging.mkdir()
+    (staging.with_name("moved")).rename(old := staging / "step_00000007.old")
+    found = CheckpointInfo.read(old)
+    assert found.fault() is None
+    staging.rename(tmp_path / "elsewhere")
+    staging.symlink_to(tmp_path / "elsewhere")
+    assert "is a symbolic link, which is not followed" in str(found.fault())
+    with pytest.raises(CheckpointError, match="is a symbolic link, which is not followed"):
+        CheckpointInfo.read(old)
+
+
+def test_a_checkpoint_directory_may_be_a_link_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "scratch")
+    for step in (1, 2, 2):
+        write_checkpoint(tmp_path / "checkpoints", step, keep=1)
+    assert names(tmp_path / "scratch") == ["step_00000002"]
+    assert is_bit_for_bit(newest(tmp_path / "checkpoints"))
+
+
+def test_a_link_that_replaces_a_new_staging_directory_gets_no_lock(
+    tmp_path: Path, private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_mkdir = os.mkdir
+
+    def make_and_replace(path: Any, *arguments: Any, **named: Any) -> None:
+        really_mkdir(path, *arguments, **named)
+        if Path(path).name.startswith("writing-"):
+            put_link(Path(path), private)
+
+    before = private.stat()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", make_and_replace)
+        with pytest.raises(CheckpointError, match="is a symbolic link, which is not followed"):
+            take_over(tmp_path / "shared")
+    assert private.stat().st_mtime_ns == before.st_mtime_ns, "a file was created in it"
+
+
 def put_link(path: Path, target: Path) -> None:
     path.rename(path.with_name(f"moved-{path.name}"))
     path.symlink_to(target)
@@ -717,7 +837,7 @@ def test_no_link_that_replaces_a_staging_directory_during_a_take_over_is_followe
             top = ram_disk / f"{count}"
             write_checkpoint(top / "shared", 1)
             (top / "shared" / "writing-x-1-deadbeef" / "step_00000007").mkdir(parents=True)
-            (top / "shared" / "writing-x-1-deadbeef" / "thesis.tex").write_text("planted")
+            (top / "shared" / "writing-x-1-deadbeef" / "step_00000007" / "state.pt").write_text("planted")
             for step in (2, 7):
                 write_checkpoint(top / "private", step)
             (top / "private" / "writing-host-1-01234567" / "step_00000008.old").mkdir(parents=True)

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -431,6 +432,27 @@ def test_a_failed_rank_leaves_no_checkpoint_and_every_rank_raises(tmp_path: Path
     assert first == second
     assert first.startswith(f"cannot write {tmp_path}/step_00000002: {message}. Earlier checkpoints are intact")
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
+
+
+def test_a_link_is_no_sharded_checkpoint(saved_by_two: Saved, tmp_path: Path) -> None:
+    (link := tmp_path / "step_00000002").symlink_to(saved_by_two.checkpoint_dir / "step_00000002")
+    assert "is a symbolic link, which is not followed" in str(sharded._SafeReader(link).fault(0))
+    with pytest.raises(OSError, match="is a symbolic link, which is not followed"):
+        os.close(directory.checkpoint_file(link / "__0_0.distcp"))
+
+
+@pytest.mark.parametrize("outcome", ["done", "failed"])
+@pytest.mark.parametrize(("kind", "message"), [("link", "is a symbolic link"), ("FIFO", "not a regular file")])
+def test_no_link_or_fifo_in_place_of_the_file_of_a_rank_is_read(
+    tmp_path: Path, outcome: str, kind: str, message: str
+) -> None:
+    (secret := tmp_path / "secret").write_text("secret")
+    planted = tmp_path / f"rank_1.{outcome}"
+    planted.symlink_to(secret) if kind == "link" else os.mkfifo(planted)
+    writer = sharded.ShardWriter.__new__(sharded.ShardWriter)
+    writer._writer = SimpleNamespace(path=tmp_path)  # type: ignore[assignment]
+    with pytest.raises(OSError, match=message):
+        writer._wait_for_rank(1, must_stop=lambda: False)
 
 
 def save_where_rank_1_does_not_see_the_directory(rank: int, size: int, checkpoint_dir: Path) -> str:

@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -587,6 +588,92 @@ def test_a_link_that_replaces_a_new_staging_directory_is_not_followed(
     with pytest.raises(NotADirectoryError):
         published(cache)
     assert not any(private.iterdir())
+
+
+def test_a_link_that_replaces_a_directory_for_removal_is_not_followed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another user can put it there who can write to the cache."""
+    (private := cache.parent / "private").mkdir()
+    published(cache)
+    really_mkdir = os.mkdir
+
+    def make_and_replace(path: str, *arguments: Any) -> None:
+        really_mkdir(path, *arguments)
+        Path(path).rename(cache / "moved")
+        Path(path).symlink_to(private)
+
+    monkeypatch.setattr(os, "mkdir", make_and_replace)
+    with contextlib.suppress(NotADirectoryError):
+        base_model.remove(str(cache), NAME)
+    assert not any(private.iterdir())
+
+
+def test_a_link_is_no_base_model(cache: Path) -> None:
+    directory = published(cache)
+    directory.rename(cache.parent / "private")
+    directory.symlink_to(cache.parent / "private")
+    with pytest.raises(BaseModelError, match="is a symbolic link, which is not followed"):
+        base_model.verify(str(directory), DIGEST)
+    with pytest.raises(BaseModelError, match="is a symbolic link, which is not followed"):
+        base_model.check_files(str(directory), base_model.read_manifest(str(cache.parent / "private")))
+
+
+def test_publishing_waits_for_no_fifo_that_replaces_a_verified_file(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another user can put it there who can write to the cache."""
+    verify = base_model.verify
+
+    def verify_and_replace(directory: str, digest: str) -> dict[str, Any]:
+        manifest = verify(directory, digest)
+        Path(directory, base_model.WEIGHTS).unlink()
+        os.mkfifo(Path(directory, base_model.WEIGHTS))
+        return manifest
+
+    monkeypatch.setattr(base_model, "verify", verify_and_replace)
+    with pytest.raises(OSError, match="not a regular file"):
+        published(cache)
+
+
+@pytest.mark.parametrize("name", [NAME, f".{NAME}.incomplete-x"])
+def test_a_private_directory_that_another_user_has_renamed_is_not_removed(cache: Path, name: str) -> None:
+    (private := cache / name).mkdir(parents=True)
+    (private / "thesis.tex").write_text("keep")
+    base_model.remove(str(cache), NAME)
+    base_model.remove_staging(str(cache), DIGEST)
+    assert [path.read_text() for path in cache.rglob("thesis.tex")] == ["keep"]
+
+
+def test_a_file_that_another_user_has_moved_to_the_place_of_a_lock_stays_as_it_is() -> None:
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory() as top:
+        os.chmod(top, 0o755)
+        cache = Path(top, base_model.CACHE)
+        cache.mkdir(parents=True)
+        for path in (cache, cache.parent):
+            os.chown(path, -1, 12345)
+            path.chmod(0o2770)
+        (token := cache.parent / "token").write_text("secret")
+        token.chmod(0o600)
+        os.chown(token, -1, 0)
+        lock = cache / f".{NAME}.lock"
+        with token.open() as opened:
+            before = os.fstat(opened.fileno())
+            user = ["setpriv", "--reuid", "23456", "--regid", "12345", "--clear-groups"]
+            subprocess.run([*user, "mv", token, lock], check=True)
+            file = base_model.lock(str(cache), DIGEST, exclusive=True)
+            assert file is not None
+            after = os.fstat(opened.fileno())
+            assert (after.st_mode, after.st_gid, opened.read()) == (before.st_mode, before.st_gid, "secret")
+        assert (stat.S_IMODE(lock.stat().st_mode), lock.stat().st_gid) == (0o660, 12345)
+        assert base_model.lock(str(cache), DIGEST, exclusive=False) is None
+        lock.chmod(0o644)  # as an earlier version makes it; it is not replaced while it is locked
+        assert base_model.lock(str(cache), DIGEST, exclusive=True) is None
+        os.close(file)
+        os.close(base_model.lock(str(cache), DIGEST, exclusive=True) or -1)
+        assert stat.S_IMODE(lock.stat().st_mode) == 0o660
 
 
 def use_as_another_user(pipe: Connection, cache: Path) -> None:

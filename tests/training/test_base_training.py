@@ -15,6 +15,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -25,7 +26,8 @@ from test_train import KIT, RunResult, Workdir, content, events, lines_of, newes
 from distributed.files import write_json
 from distributed.training import base_model, base_training
 from distributed.training.base_model import CACHE, FILES, MANIFEST, hash_of, manifest_of, publish, stage
-from distributed.training.settings import Settings
+from distributed.training.collectives import Ranks
+from distributed.training.settings import ConfigError, Settings
 
 DIGEST = "3fa2b1c09d12" + "0" * 52
 SMALL = (
@@ -375,6 +377,29 @@ def test_the_argument_base_model_overrides_the_variable_muster_base_model(workdi
         workdir.job(*FINE_TUNE, "--base_model", "nowhere", MUSTER_BASE_MODEL=str(base)),
         "nowhere: there is no base model; give --base_model DIR",
     )
+
+
+def test_a_base_model_that_the_user_names_may_be_a_link_and_one_that_muster_names_may_not(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (link := tmp_path / "link").symlink_to(base.absolute())
+    settings: Any = SimpleNamespace(data=SimpleNamespace(mode="full_fine_tuning"), train=SimpleNamespace())
+    settings.train.base_model = link
+    found = base_training.find(settings, Ranks())
+    assert found is not None and found.digest == DIGEST and found.metrics
+    settings.train.base_model = None
+    monkeypatch.setenv("MUSTER_BASE_MODEL", str(link))
+    with pytest.raises(ConfigError, match="is a symbolic link, which is not followed"):
+        base_training.find(settings, Ranks())
+
+
+def test_no_link_that_replaces_a_base_model_after_its_verification_is_followed(base: Path) -> None:
+    """As another user can put it there who can write to the cache."""
+    found = base_training.Base(base, DIGEST, {})
+    base.rename(private := base.with_name("private"))
+    base.symlink_to(private.absolute())
+    with pytest.raises(ConfigError, match="is a symbolic link, which is not followed"):
+        found.load_into(torch.nn.Linear(1, 1), {}, Ranks())
 
 
 def test_a_base_model_of_another_size_is_refused_with_the_settings_that_differ(workdir: Workdir, base: Path) -> None:

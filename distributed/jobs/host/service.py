@@ -357,7 +357,7 @@ class Service:
 
         def publish() -> Reply:
             if request["failed"]:
-                shutil.rmtree(staging, ignore_errors=True)
+                base_model.discard(staging)
                 return {}
             return {"state": "ready", "bytes": base_model.size_of(base_model.publish(self._cache, digest, staging))}
 
