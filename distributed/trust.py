@@ -98,7 +98,7 @@ def _is_private_group(uid: int, gid: int) -> bool:
         return False
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
-        accounts = [line.split(":") for line in read_text("/etc/passwd").splitlines()]
+        accounts = [line.split(":") for line in read_text("/etc/passwd").split("\n")]
     except (KeyError, OSError):
         return False
     for account in accounts:

@@ -32,7 +32,8 @@ PDSH = "pdsh"
 # Write a file $2 into a directory $1 on a node. Another user may have made a directory or link of this name, and change
 # it meanwhile. A default access control list there replaces the umask: modes are explicit.
 STORE = """umask 077 && mkdir -p -m 700 -- "${1%/*}/" "$1" && [ ! -L "$1" ] && cd -- "$1" && [ -O . ] &&
-rm -f -- "./$2" && set -C && exec 3>"./$2" && chmod 600 "./$2" && cat >&3"""
+case $(LC_ALL=C ls -ld .) in d????-??-*) ;; *) exit 1 ;; esac && rm -f -- "./$2" && set -C && exec 3>"./$2" &&
+[ -f /dev/fd/3 ] && [ -O /dev/fd/3 ] && chmod 600 /dev/fd/3 && cat >&3"""
 _PDSH_CODE = re.compile(r"^pdsh@[^:]*: ([^:]+): ssh exited with exit code ([1-9]\d*)$")
 _PDSH_INTERRUPT = re.compile(r"^pdsh@.*(interrupt|\^Z|command in progress)")  # about Ctrl-C, which the launcher handles
 

@@ -91,7 +91,8 @@ cd -- "$1" || exit; }"""
 # For bash, after FOREIGN, in a directory into which rsync copies, and which is no other user's: makes the directories
 # that standard input names (relative, each after those above it, "." first, ended by NUL), because another user could
 # make those that are missing. Exits with 69 if another user has made one, or a link to it, where all users can create
-# files. Directories in which only some can are not looked at by foreign(), which is slow for many paths.
+# files, or if one is still missing there. Directories in which only some can are not looked at by foreign(), which is
+# slow for many paths.
 MAKE_BELOW = r"""make_below() { local d above p facts pass dirs=() missing check; local -A found
 while IFS= read -r -d '' d; do dirs+=("$d"); done
 for pass in found made; do
@@ -103,8 +104,8 @@ for pass in found made; do
   [[ ${found[.]-} ]] || { echo "stat of GNU coreutils: failed, so owners cannot be checked" >&2; exit 69; }
   for d in "${dirs[@]}"; do
     facts=${found[$d]-} above=${found[${d%/*}]-}
-    [[ $facts ]] || { missing+=("$d") && continue; }
-    [[ $facts$above != *l* && $above != d*w? ]] || check+=("$d")
+    [[ $facts ]] || missing+=("$d")
+    [[ ! $facts && $pass == found ]] || [[ $facts$above != *l* && $above != d*w? ]] || check+=("$d")
   done
   for ((i = 0; i < ${#check[@]}; i += 50)); do
     p=$(foreign below "${check[@]:i:50}"); [[ ! $p ]] || { echo "$p" >&2; exit 69; }

@@ -563,6 +563,32 @@ def test_a_cache_below_a_directory_of_another_user_is_not_used_on_a_server(serve
     assert run(server._upload_line()).returncode == 0 and (cache / "complete").exists()
 
 
+@as_root
+def test_a_copy_of_muster_in_a_directory_that_another_user_has_made_is_not_used_on_a_server(
+    server: ServerHere, directory: Path
+) -> None:
+    """~/.cache leads to a directory in which all users can create files."""
+    (directory / "scratch").mkdir()
+    (directory / "scratch").chmod(0o1777)
+    (directory / ".cache").symlink_to("scratch")
+    copy = directory / f"scratch/muster/jobs-{server._archive_name}"
+    environment = {"PATH": os.environ["PATH"], "HOME": str(directory)}
+
+    def run(line: str) -> subprocess.CompletedProcess[bytes]:
+        command = ["bash", "-c", line]
+        return subprocess.run(command, env=environment, input=server._archive, capture_output=True, timeout=60)
+
+    assert run(server._upload_line()).returncode == 0 and (copy / "complete").exists()
+    assert b"belongs to" not in run(server._host_program("serve")).stderr
+    os.chown(copy.parent, NOBODY, NOBODY)
+    for line, code in ((server._upload_line(), 5), (server._host_program("serve"), 69)):
+        done = run(line)
+        assert (done.returncode, f"belongs to user id {NOBODY}, who made it in ".encode() in done.stderr) == (
+            code,
+            True,
+        )
+
+
 def replace_by_own_link(path: Path) -> None:
     """As another user who can write to the directory of a link."""
     path.rename(target := path.with_name("target"))

@@ -52,3 +52,12 @@ def test_the_environment_is_not_written_through_links(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("run")
     assert store(tmp_path / "link", "SECRET=2") != 0
     assert (tmp_path / "run" / "node_a.environment").read_text() == "SECRET=1"
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+def test_the_environment_is_not_written_where_others_can_exchange_the_file(tmp_path: Path, mode: int) -> None:
+    """Another user could have moved such a directory of this user there."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(mode)
+    assert store(tmp_path / "run", "SECRET=1") != 0
+    assert not [*(tmp_path / "run").iterdir()]

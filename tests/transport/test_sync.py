@@ -135,6 +135,9 @@ def test_no_files_go_into_what_another_user_has_made_in_the_working_directory(ki
     assert (open_directory / "own/new").is_dir() and (scratch / "wd/other/new").is_dir()
     open_directory.chmod(0o777)
     assert make_below(scratch / "wd", ["data", "data/new", "data/own"]) == (0, "")
+    too_long = f"data/{'x' * 256}"  # cannot be made, as if another user had prevented that
+    assert make_below(scratch / "wd", ["data", too_long])[0] == 69
+    assert make_below(scratch / "wd", ["other", too_long.replace("data", "other")])[0] == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -51,7 +51,11 @@ NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or new
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC, FAILED = 3, 4, 5
 LOST_CONNECTION = (12, 30, 35, 255)  # exit codes of rsync
 # For bash, after FOREIGN, with the directory of Muster's copy in $d: fails if another user could replace it.
-CHECK_CACHE = f'([ -z "${{XDG_CACHE_HOME-}}" ] || {{ owners="$(id -u) 0"; cd -- "$d" || exit; {EXIT_IF_FOREIGN}; }})'
+# Who owns a directory above ~/.cache is trusted, but ~/.cache may lead to one where all users can create files.
+CHECK_CACHE = (
+    '(k=strict owners="$(id -u) 0"; [ "${XDG_CACHE_HOME-}" ] || k=planted; '
+    f'cd -- "$d" || exit; {EXIT_IF_FOREIGN.replace("strict", "$k")})'
+)
 # Options of rsync. Results are received in a new directory without links to directories, see SshServer._receive().
 SENDING = ("--archive", "--sparse")
 RECEIVING = ("--links", "--perms", "--times", "--sparse", "--chmod=Du+rwx,Fu+rw,go-w", f"--exclude={outputs.OWNER}")
@@ -169,8 +173,8 @@ class SshServer(HostServer):
         """A line of bash that copies Muster from its standard input to the server."""
         return reporting_error(
             f'{FOREIGN}; d="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster"; n="$d/jobs-{self._archive_name}"; '
-            'umask 077; { [ "${XDG_CACHE_HOME-}" ] || cd; } && mkdir -p -- "$d" && chmod go-w -- "$d" && '
-            f"{CHECK_CACHE} && "
+            'umask 077; { [ "${XDG_CACHE_HOME-}" ] || cd; } && mkdir -p -- "$d" && '
+            f'{CHECK_CACHE} && chmod go-w -- "$d" && '
             't=$(mktemp -d "$d/new-XXXXXX") && { '
             'tar -xf - -C "$t" && touch "$t/complete" && '
             '{ mv -T "$t" "$n" 2>/dev/null || [ -e "$n/complete" ] || { rm -rf "$n" && mv -T "$t" "$n"; }; }; '
