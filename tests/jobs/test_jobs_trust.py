@@ -583,10 +583,7 @@ def test_a_copy_of_muster_in_a_directory_that_another_user_has_made_is_not_used_
     os.chown(copy.parent, NOBODY, NOBODY)
     for line, code in ((server._upload_line(), 5), (server._host_program("serve"), 69)):
         done = run(line)
-        assert (done.returncode, f"belongs to user id {NOBODY}, who made it in ".encode() in done.stderr) == (
-            code,
-            True,
-        )
+        assert (done.returncode, b"belongs to" in done.stderr) == (code, True), done.stderr
 
 
 def replace_by_own_link(path: Path) -> None:
