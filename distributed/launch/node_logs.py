@@ -36,7 +36,10 @@ FOLLOW_TIMEOUT = 3.0  # seconds
 PRINT_LOG = 'cd -- "$1" && { [ -e run.json ] || tail -c +"$3" -- "$2"; }'  # $2: log, $3: first byte
 PACK = """cd -- "$1" && if [ -e run.json ]; then set -- --files-from=/dev/null; else set -- -- .; fi &&
 TAR_OPTIONS= tar -cf - --exclude=./checkpoints --exclude='./attempt_*' --exclude='./ranks/*/collectives_*.pipe' "$@\""""
-OF_LAUNCHER = ("run.json", "launcher.log", "verdict.json", "report.html", "hang.json", "stalled_attempts")
+OF_LAUNCHER = (
+    "run.json", "launcher.log", "verdict.json", "report.html", "hang.json", "stalled_attempts", "stop.lock",
+    "attach.lock",
+)  # fmt: skip
 # The files node_NAME.* of a supervisor, except node_NAME.environment, which has secrets.
 OF_NODE = ("log", "exit", "pid", "stop", "samples.jsonl", "heartbeat", "usage", "reserved", "reserved_record")
 OF_RUN = (*metrics.ORIGINS, "settings.json")  # rank 0 writes them
@@ -167,9 +170,9 @@ class NodeLogs:
             self._received[node] = directory, trust.unpack(source, directory, expects), ""
         except trust.Refused as error:
             self._received[node] = directory, [], str(error)
-            client.kill()  # the node may send without end, or nothing
         finally:
             os.close(source)
+            client.kill()  # the node may send nothing, or more without end
 
     def _place(self, node: RunNode, received: str, left_out: list[str], problem: str) -> None:
         """Move the files of a node to their place.

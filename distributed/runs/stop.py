@@ -47,7 +47,11 @@ class Stop:
         if state == REMOTE and (code := self._stop_from_launcher_host(quiet)) is not None:
             return code
         # A file of its own: others may have opened run.json, if the run is shared.
-        with open(run.directory / "stop.lock", "w", opener=partial(lock_file, directory=run.directory)) as file:
+        try:
+            lock = open(run.directory / "stop.lock", "w", opener=partial(lock_file, directory=run.directory))  # noqa: SIM115
+        except OSError as error:
+            raise TransportError(UNFIT, f"{error.filename}: {error.strerror}") from None
+        with lock as file:
             # A second SIGTERM makes the launcher kill its ranks, so only one stop.sh may send SIGTERM.
             if not try_lock(file.fileno(), required=True):
                 self._log(f"another stop.sh is stopping {self._name}: waiting for it")

@@ -48,6 +48,8 @@ DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 # All names in a base model or its staging directory; rsync and network file systems make some, too.
 MADE = re.compile(rf"\.?({'|'.join(map(re.escape, (*FILES, MANIFEST)))})(\..*)?|[0-9a-f]{{12}}|\.nfs.*", re.DOTALL)
 BLOCK = 1 << 20  # bytes read at once
+LARGEST_LOSS = 1e300  # also excludes NaN and infinity
+MAX_MANIFEST = 1 << 20  # bytes; a dispatcher sends it to each server that needs the base model
 ENTRY: Any = {"bytes": range(1 << 63), "sha256": str}  # of a file in the manifest
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -78,7 +80,8 @@ def manifest_of(directory: str, digest: str, **facts: Any) -> Manifest:
         except OSError as error:
             raise BaseModelError(f"{path}: {error.strerror}: a job with mode base_only must write it") from None
     loss = read_json(os.path.join(directory, "base_metrics.json")).get("held_out_loss")
-    return {"digest": digest, "files": files, "held_out_loss": loss, **facts}
+    is_finite = isinstance(loss, int | float) and abs(loss) < LARGEST_LOSS
+    return {"digest": digest, "files": files, "held_out_loss": loss if is_finite else None, **facts}
 
 
 def without_outer_links(directory: str, name: str) -> str:
@@ -114,7 +117,7 @@ def read_manifest(directory: str) -> Manifest:
     path = os.path.join(directory, MANIFEST)
     try:
         with opened(directory) as here:
-            manifest = parse_json(read_bytes(f"/proc/self/fd/{here}/{MANIFEST}"))
+            manifest = parse_json(read_bytes(f"/proc/self/fd/{here}/{MANIFEST}", most=MAX_MANIFEST))
         entries = [checked(ENTRY, manifest["files"][name]) for name in FILES]
         valid = all(map(DIGEST.match, [manifest["digest"], *(entry["sha256"] for entry in entries)]))
     except FileNotFoundError:

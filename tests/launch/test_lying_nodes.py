@@ -190,8 +190,9 @@ def test_a_spare_node_that_reports_an_exit_code_decides_nothing_and_delays_nothi
 ) -> None:
     """n3 has no rank. Its client would not exit by itself, then with a code of its own."""
     liar = "; ".join(map(says, ('{"node": "n3", "waiting": true}', '{"node": "n3", "exit_code": 1}')))
-    own = [f"until [ -e {directory}/lied ]; do sleep 0.02; done; {says(report)}" for report in ENDS]
-    scripts = Scripts(n1=own[0], n2=own[1], n3=f"{liar}; touch {directory}/lied; exec sleep 60")
+    lost = f"grep -qs 'connection to this spare node lost' '{directory}/launcher.log'"
+    own = [f"until {lost}; do sleep 0.02; done; {says(report)}" for report in ENDS]
+    scripts = Scripts(n1=own[0], n2=own[1], n3=f"{liar}; exec sleep 60")
     watch = new_watch(directory, scripts)
     watch.open(replace(watch.run, spares=(RunNode("n3", "n3", 1, 0),)))
     watch.max_restarts, watch.replaces = 1, True
@@ -341,6 +342,15 @@ def collect(directory: Path, new_watch: NewWatch) -> Callable[..., Watch]:
 def content(directory: Path) -> dict[str, str]:
     files = (path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
     return {str(path.relative_to(directory)): path.read_text() for path in files}
+
+
+def test_a_node_that_sends_its_archive_but_does_not_end_the_call_does_not_delay_the_end(
+    collect: Callable[..., Watch], directory: Path, tmp_path: Path
+) -> None:
+    started = time.monotonic()
+    collect(n2=f"{archive(tmp_path / '2.tar', ('own', b'2'), ('stop.lock/x', b''))}; exec sleep 60")
+    assert time.monotonic() - started < 30
+    assert (directory / "own").exists() and not (directory / "stop.lock").exists()
 
 
 @pytest.mark.parametrize("program", ["exec sleep 60", "yes"])

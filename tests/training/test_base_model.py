@@ -140,6 +140,21 @@ DAMAGES = DIRECTORY_DAMAGES + [
 ]
 
 
+@pytest.mark.parametrize(("loss", "kept"), [("1.5", 1.5), ("2", 2), ('"x"', None), ("NaN", None), ("[1.0]", None)])
+def test_a_manifest_has_a_loss_that_is_a_number_or_none(tmp_path: Path, loss: str, kept: float | None) -> None:
+    """Each server that needs the base model gets its manifest."""
+    source = trained(tmp_path)
+    (Path(source) / "base_metrics.json").write_text(f'{{"held_out_loss": {loss}}}')
+    assert base_model.manifest_of(source, DIGEST)["held_out_loss"] == kept
+
+
+def test_a_very_large_manifest_is_refused(tmp_path: Path) -> None:
+    found = published(tmp_path)
+    (found / MANIFEST).write_bytes(b" " * (1 << 20) + (found / MANIFEST).read_bytes())
+    with pytest.raises(BaseModelError, match="cannot be read"):
+        base_model.read_manifest(str(found))
+
+
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_every_damage_is_detected_and_named(damage: Callable[[Path], Any], message: str, cache: Path) -> None:
     directory = published(cache)

@@ -29,6 +29,7 @@ GREETING = {"event": str, "protocol": str, "host": str, "boot_id": str}
 EVENTS: dict[str, dict[str, Any]] = {
     "heartbeat": {}, "ended": {"attempt": str, **END}, "progress": {"attempt": str, "metrics": dict},
 }  # fmt: skip
+MAX_GPUS = 1024  # of a server, with their instances
 HOST_ERRORS = re.compile("server|job|busy")  # kinds of NotStarted that a host may report
 REPLIES: dict[str, dict[str, Any]] = {
     "open": {"workdir": re.compile("/.*", re.DOTALL), "rsync": bool, "session": str, "note": str, "bases": list[str]},
@@ -95,9 +96,12 @@ class Channel:
         reply = self._checked(REPLIES.get(verb, {}), reply)
         if verb == "query":
             return {"attempts": {name: self._state(each) for name, each in self._requested(reply, facts).items()}}
-        for gpu in reply["gpus"] if verb == "gpus" else ():
-            self._checked(LOST_GPU if isinstance(gpu, dict) and "lost" in gpu else GPU, gpu)
+        if verb == "gpus":
+            reply["gpus"] = [self._gpu(each) for each in reply["gpus"][:MAX_GPUS]]
         return reply
+
+    def _gpu(self, value: Any) -> dict[str, Any]:
+        return self._checked(LOST_GPU if isinstance(value, dict) and "lost" in value else GPU, value)
 
     def _requested(self, reply: dict[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
         """The states of attempts in a reply to a query, which are those in the request."""
