@@ -363,6 +363,7 @@ END
   echo data >.gitignore
   mkdir data
   echo 1 >data/x.txt
+  sleep 1.5 # a file that is younger than the difference between two clocks may have been written after the failure
   echo 'import os; open("data/x.txt") if os.environ["RANK"] == "1" else None' >reads.py
   run -1 timeout 100 "$LAUNCH" --sync --script reads.py - 1 "$N1" "$N2" </dev/null
   echo "$output"

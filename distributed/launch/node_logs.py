@@ -60,7 +60,7 @@ class NodeLogs:
     def __init__(self, watch: Watch, sync: bool) -> None:
         self._watch, self._sync = watch, sync
         self._fetched: list[RunNode] = []  # nodes whose run directory was copied back
-        self._threads: list[threading.Thread] = []  # they unpack the files of nodes
+        self._threads: dict[threading.Thread, Client] = {}  # they unpack what a client prints: the files of a node
         # By node: the new directory with its files, the names of what was left out, and why files are missing.
         self._received: dict[RunNode, tuple[str, list[str], str]] = {}
         self._placed: dict[RunNode, set[str]] = {}  # names of the files that each node has sent
@@ -134,7 +134,11 @@ class NodeLogs:
                 self._append_log(node, partial(self._fetch_after, node))
             else:
                 self._fetch(node)
-        self._watch.calls.wait()
+        while self._watch.calls.running:
+            self._watch.loop.wait(1.0)
+            for thread, client in self._threads.items():
+                if not thread.is_alive():
+                    client.kill()  # the node may send nothing, or more without end
         for thread in self._threads:
             thread.join()
         self._threads.clear()
@@ -156,11 +160,12 @@ class NodeLogs:
         source, target = os.pipe()
         client = self._watch.calls.call(node.node, self._on_node(node, PACK), output=target, errors=INHERITED)
         os.close(target)
-        self._threads.append(threading.Thread(target=self._unpack, args=(node, client, source, directory), daemon=True))
-        self._threads[-1].start()
+        thread = threading.Thread(target=self._unpack, args=(node, source, directory), daemon=True)
+        self._threads[thread] = client
+        thread.start()
 
-    def _unpack(self, node: RunNode, client: Client, source: int, directory: str) -> None:
-        """Unpack the files of a node, which the client writes to `source`. Runs in a thread."""
+    def _unpack(self, node: RunNode, source: int, directory: str) -> None:
+        """Unpack the files of a node. Runs in a thread."""
 
         def expects(name: str) -> bool:  # agents also keep failure records of other nodes, see _place()
             nodes = self._watch.run.nodes if name.startswith("errors/") else (node,)
@@ -172,7 +177,6 @@ class NodeLogs:
             self._received[node] = directory, [], str(error)
         finally:
             os.close(source)
-            client.kill()  # the node may send nothing, or more without end
 
     def _place(self, node: RunNode, received: str, left_out: list[str], problem: str) -> None:
         """Move the files of a node to their place.
