@@ -483,9 +483,17 @@ END
   ssh-keygen -q -t ed25519 -N '' -f home/other
   : >home/unknown
   sed "s/^$N3,[^ ]*/changed/" "$MUSTER_LAB/known_hosts" >home/changed
+  # Other forms of one address: ssh would use a connection to the same name again, without a check of keys.
+  IFS=. read -r one two three four <<<"$(address "$N1")"
   cat >home/.ssh/config <<END
-Host good twin wrongkey unknown changed
+Host good twin
   HostName $(address "$N1")
+Host wrongkey
+  HostName $one.$two.$((256 * three + four))
+Host unknown
+  HostName $one.$((65536 * two + 256 * three + four))
+Host changed
+  HostName $(printf '0x%02x%02x%02x%02x' "$one" "$two" "$three" "$four")
 Host password
   HostName $(address "$N2")
 Host good twin wrongkey

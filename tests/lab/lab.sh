@@ -721,7 +721,8 @@ show_logs() {
 }
 
 
-# Only one lab.sh at a time changes laboratories on this machine. No other user can open the lock file. Daemons are started without descriptor 9, because they would keep the lock.
+# Only one lab.sh at a time changes laboratories on this machine. No other user can open the lock file. Daemons are
+# started without descriptor 9, because they would keep the lock.
 lock() {
   (umask 077 && : >>"$LOCK")
   exec 9<"$LOCK"
