@@ -17,6 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+START_TIMEOUT = 30.0  # seconds within which a supervisor with --lease 0 reports that it cannot start its command
 UNRESPONSIVE_TIMEOUT = 4.0  # seconds after the grace time until an unresponsive supervisor is killed
 GUARD_TIMEOUT = 2.0  # seconds for the guard to write the exit code after the supervisor was killed
 

@@ -91,7 +91,7 @@ from distributed.launch.node_processes import (
     send_signal,
 )
 from distributed.launch.node_reports import ATTEMPT_PIPES, HEARTBEAT_INTERVAL, REPORT_TOKEN, format_report
-from distributed.launch.node_requests import request, signal_supervisor, status, sweep
+from distributed.launch.node_requests import START_TIMEOUT, request, signal_supervisor, status, sweep
 from distributed.trust import PRIVATE_DIRECTORY, make_directories, parse_json, read_bytes, regular_file
 
 TYPE_CHECKING = False
@@ -107,7 +107,6 @@ SCAN_INTERVAL = 0.1  # maximum seconds between scans for leftover processes; the
 FAIL_GRACE = 3.0  # seconds for ranks to exit when another node has failed
 AGENT_GRACE = 8.0  # seconds for an agent, whose ranks were killed, to end its attempt
 LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for leftover processes
-START_TIMEOUT = 30.0  # seconds within which a supervisor with --lease 0 reports that it cannot start its command
 WRAPPER = os.path.join(KIT, "scripts", "lib", "in_node_env.sh")
 PROGRESS = b"MUSTER_PROGRESS"  # variable with the value of --progress
 

@@ -32,9 +32,9 @@ from distributed.host.ssh_call import LOGIN_SHELL, UNREACHABLE
 from distributed.launch.console_stream import BACKLOG, ConsoleStream
 from distributed.launch.node_files import read_code
 from distributed.launch.node_reports import REPORT_TOKEN, ReportParser
+from distributed.launch.node_requests import START_TIMEOUT
 from distributed.launch.node_states import NodeState, State
 from distributed.launch.notify import Notifier
-from distributed.launch.supervisor import START_TIMEOUT
 from distributed.transport.commands import LIB, PLAIN_PYTHON, Calls, LocalCommands, environment_block
 from distributed.transport.loop import INHERITED, Client, Command, Loop
 from distributed.trust import LAYOUT, printable, read_text, regular_file, shown

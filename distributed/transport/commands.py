@@ -121,6 +121,11 @@ class SshCommands(LocalCommands):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_FILES)), hard))
 
     def ssh(self, node: Target) -> list[str]:
+        """The command line of ssh up to the address. Raises TransportError if there is no ssh."""
+        import shutil
+
+        if not shutil.which("ssh"):
+            raise TransportError(UNFIT, "ssh: not found on this machine; install the OpenSSH client")
         return ["ssh", *self.options, "--", node.address]
 
     def command(

@@ -308,7 +308,10 @@ class Client:
             os.close(file)
 
     def kill(self) -> None:
-        """Kill the process and those that it has started. pdsh starts each ssh in a session of its own."""
+        """Kill the process and those that it has started. pdsh starts each ssh in a session of its own.
+
+        Not to be called by another thread: its look at the process could keep check() from seeing the exit.
+        """
         if self.is_running:
             self._was_killed = True
             others = process_scan.descendants(self.process.pid)

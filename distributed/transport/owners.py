@@ -73,9 +73,10 @@ for part in "${parts[@]}"; do
   fi
   return
 done; }"""
-# For bash in a directory: exits with 69 if it is not this user's, or if another user could replace it. Needs FOREIGN.
-EXIT_IF_FOREIGN = """[ -O . ] || { echo "$PWD: belongs to another user" >&2; exit 69; }
-p=$(foreign strict "$PWD"); [ ! "$p" ] || { echo "$p" >&2; exit 69; }"""
+# For bash in a directory, after FOREIGN: exits with 69 if it is not this user's, or if `foreign {kind}` refuses it.
+EXIT_IF_REFUSED = """[ -O . ] || {{ echo "$PWD: belongs to another user" >&2; exit 69; }}
+p=$(foreign {kind} "$PWD"); [ ! "$p" ] || {{ echo "$p" >&2; exit 69; }}"""
+EXIT_IF_FOREIGN = EXIT_IF_REFUSED.format(kind="strict")
 # For bash, after FOREIGN: make_target PATH makes a directory and enters it. If another user could lead it elsewhere,
 # make_target exits with 69 before it makes anything.
 MAKE_TARGET = """make_target() { local p=$1 problem

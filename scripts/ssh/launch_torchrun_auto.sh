@@ -52,7 +52,6 @@ main() {
   parse_options "$@"
   parse_config_nproc_nodes
   check_call_on_nodes "${POSITIONAL[@]:2}"
-  [[ $DRY_RUN == 1 ]] || type -P ssh >/dev/null || die "ssh: not found on this machine; install the OpenSSH client"
   ssh_run_nodes ssh
 }
 

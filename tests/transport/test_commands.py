@@ -31,6 +31,13 @@ def test_a_wrong_login_timeout_is_a_wrong_call(value: str, monkeypatch: pytest.M
     assert raised.value.code == 2
 
 
+def test_a_machine_without_ssh_is_named_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssh = SshCommands(print)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(TransportError, match="ssh: not found on this machine; install the OpenSSH client"):
+        ssh.command(RunNode("n1", "ada@n1", 1, 0), ["true"])
+
+
 def test_the_timeout_of_the_login_shell_is_shorter_than_the_timeout_of_the_reply() -> None:
     """Otherwise, if the login shell is slow, the message would be only that the node did not reply in time."""
     command = SshCommands(print).command(RunNode("n1", "ada@n1", 1, 0), ["true"], timeout=20)

@@ -39,7 +39,14 @@ from distributed.jobs.servers.host_server import CONNECT_TIMEOUT, HostServer, Li
 from distributed.jobs.servers.programs import last_line, read_tail, run_program
 from distributed.jobs.servers.sockets import sockets_directory, write_ssh_config
 from distributed.transport.commands import VANISHED, call_ssh, rsync_shell
-from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, MAKE_BELOW, MAKE_TARGET, owners_above
+from distributed.transport.owners import (
+    EXIT_IF_FOREIGN,
+    EXIT_IF_REFUSED,
+    FOREIGN,
+    MAKE_BELOW,
+    MAKE_TARGET,
+    owners_above,
+)
 from distributed.trust import PRIVATE_DIRECTORY, make_own_directory, place
 
 LOGIN_TIMEOUT = 50.0  # seconds within which the login shell must start a command
@@ -54,7 +61,7 @@ LOST_CONNECTION = (12, 30, 35, 255)  # exit codes of rsync
 # Who owns a directory above ~/.cache is trusted, but ~/.cache may lead to one where all users can create files.
 CHECK_CACHE = (
     '(k=strict owners="$(id -u) 0"; [ "${XDG_CACHE_HOME-}" ] || k=planted; '
-    f'cd -- "$d" || exit; {EXIT_IF_FOREIGN.replace("strict", "$k")})'
+    f'cd -- "$d" || exit; {EXIT_IF_REFUSED.format(kind="$k")})'
 )
 # Options of rsync. Results are received in a new directory without links to directories, see SshServer._receive().
 SENDING = ("--archive", "--sparse")
