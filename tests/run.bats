@@ -122,7 +122,7 @@ without() { # <program...>
   run_sh
   [ "$status" -eq 1 ]
   [ "${lines[-1]}" = "Muster: 6 passed, 1 failed, 0 skipped" ]
-  [[ "$stderr" == *"pytest: exit code 139"* ]]
+  [ "${lines[-2]}" = "pytest: failed: exit code 139" ]
 }
 
 
@@ -134,10 +134,11 @@ without() { # <program...>
 }
 
 
-@test "a linter that fails is one failure, and the tests still run" {
+@test "a linter that fails is one failure, which is named at the end, and the tests still run" {
   echo 1 >"$STUBS/mypy"
   run_sh
   [ "$status" -eq 1 ]
+  [ "${lines[-2]}" = "mypy: failed: exit code 1" ]
   [ "${lines[-1]}" = "Muster: 7 passed, 1 failed, 0 skipped" ]
 }
 

@@ -47,6 +47,7 @@ PYTEST_PID=''
 PASSED=0
 FAILED=0
 SKIPPED=0
+FAILED_RUNNERS=() # linters, and runners that failed without a failed test
 
 
 parse_arguments() { # <argument...>
@@ -142,11 +143,11 @@ run_and_wait() { # <program> [argument...]
 }
 
 
-# A runner that fails without a failed test has crashed, which counts as one failure.
+# A runner that fails without a failed test (a linter, or a runner that has crashed) counts as one failure.
 add_results() { # <runner> <passed> <failed> <skipped>
   local failed=$3
   if ((STATUS != 0 && failed == 0)); then
-    warn "$1: exit code $STATUS"
+    FAILED_RUNNERS+=("$1: failed: exit code $STATUS")
     failed=1
   fi
   PASSED=$((PASSED + $2)) FAILED=$((FAILED + failed)) SKIPPED=$((SKIPPED + $4))
@@ -284,8 +285,9 @@ main() {
   [[ $SCOPE == files ]] || run_linters
   ((${#BATS[@]} == 0)) || run_bats "${BATS[@]}"
   ((${#PYTEST[@]} == 0)) || finish_pytest
-  # pytest lists its failures at its end; those of bats are far above.
+  # pytest lists its failures at its end; those of the others are far above.
   sed -n 's/^not ok \([0-9]* .*\)/bats: failed: \1/p' "$RESULTS/report.tap" 2>/dev/null || true
+  ((${#FAILED_RUNNERS[@]} == 0)) || printf '%s\n' "${FAILED_RUNNERS[@]}"
   printf 'Muster: %d passed, %d failed, %d skipped\n' "$PASSED" "$FAILED" "$SKIPPED"
   ((FAILED == 0))
 }
