@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 
-from distributed.launch.watch import AgentCommand, Console, Local, Options, Watch
+from distributed.launch.launcher_console import LauncherConsole
+from distributed.launch.watch import Local, Watch
+from distributed.launch.watched_run import AgentCommand, Options
 from distributed.runs.lookup import read
 
 TESTS = Path(__file__).resolve().parent
@@ -90,7 +92,7 @@ def new_watch(signal_handlers: None) -> Callable[..., Watch]:
             agent=AgentCommand((), ()), python="python3", node_env="/dev/null", cwd="/", grace=1, inherited=(),
             environment=(), hang_timeout=0.0, all_ranks_here=True,
         )  # fmt: skip
-        watch = Watch(transport, options, Console("launch.sh", quiet), "")
+        watch = Watch(transport, options, LauncherConsole("launch.sh", quiet), "")
         watch.open(read(run))
         return watch
 

@@ -127,7 +127,7 @@ class NodeLogs:
         self._fetched = [
             node
             for node in self._watch.run.nodes
-            if not (run / f"node_{node.node}.exit").exists() and not self._watch.is_lost(node.node)
+            if not (run / f"node_{node.node}.exit").exists() and not self._watch.lost_nodes.is_lost(node.node)
         ]
         for node in self._fetched:
             if self._sync:
@@ -189,7 +189,7 @@ class NodeLogs:
             records = [f"errors/{name}" for name in os.listdir(os.path.join(received, "errors"))]
         except FileNotFoundError:
             records = []
-        lost = [one for one in self._watch.run.nodes if self._watch.is_lost(one.node)]
+        lost = [one for one in self._watch.run.nodes if self._watch.lost_nodes.is_lost(one.node)]
         exists = {name: (run / name).exists() for name in OF_RUN} if node.first_rank else {}
         has_metrics = any(exists.get(name) for name in metrics.ORIGINS)
         dropped = [name for name in exists if exists[name] or (has_metrics and name in metrics.ORIGINS)]
@@ -226,7 +226,7 @@ class NodeLogs:
 
     def archive(self, directory: str) -> None:
         """Archive the last attempt on the nodes too, so that its files are not copied back again."""
-        pid_files = {node: f"node_{node.node}.pid" for node in self._fetched if node.node in self._watch.waiting}
+        pid_files = {node: f"node_{node.node}.pid" for node in self._fetched if node.node in self._watch.nodes.waiting}
         commands = {node: self._on_node(node, ARCHIVE, directory, pid_files.get(node, "")) for node in self._fetched}
         for node, reply in zip(self._fetched, self._watch.calls.call_all(commands).values(), strict=True):
             if reply.code:
