@@ -9,6 +9,7 @@ functions of this module:
     lock_file()         only users who can write to a directory can lock it
     regular_file()      a file is opened without following a link and without waiting, with a private mode
     opened(), file_in() the same for directories, and for files in them, that others can exchange
+    not_too_deep()      a search ends that enters directories of others
     remove_made()       nothing else is removed that others have put in place of files of Muster
     parse_json()        JSON with bounded size and depth; ValueError is its only exception
     checked()           a value has the declared types and ranges, or ValueError names the part that has not
@@ -321,11 +322,22 @@ def file_in(path: str | os.PathLike[str], flags: int = os.O_RDONLY, opens: Any =
             raise
 
 
-def remove_made(name: str, parent: int, made: re.Pattern[str]) -> None:
+def not_too_deep(walk: Iterator[Any]) -> Iterator[Any]:
+    """What os.walk() or os.fwalk() yields, down to MAX_DEPTH levels: before Python 3.13, they call themselves."""
+    limit = 0
+    for found in walk:
+        depth = found[0].count("/")
+        limit = limit or depth + MAX_DEPTH
+        if depth >= limit:
+            found[1].clear()
+        yield found
+
+
+def remove_made(name: str, parent: int, made: re.Pattern[str], depth: int = MAX_DEPTH) -> None:
     """Remove a file, link or directory of Muster in an open directory. Raises OSError.
 
     A directory in which a name does not match `made` is kept, because it may be one of this user that another one has
-    put there; one with a manifest may have any files. Below it, the same is true.
+    put there; one with a manifest may have any files. Below it, the same is true, to this depth.
     """
     if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
         os.unlink(name, dir_fd=parent)
@@ -336,8 +348,10 @@ def remove_made(name: str, parent: int, made: re.Pattern[str]) -> None:
         if unknown and MANIFEST not in entries:
             reason = f"not removed, because it holds {shown(unknown)}, which Muster has not made"
             raise OSError(errno.EPERM, reason, name)
+        if not depth:
+            raise OSError(errno.EPERM, f"not removed, because it has more than {MAX_DEPTH} levels of directories", name)
         for entry in entries:
-            remove_made(entry, directory, made)
+            remove_made(entry, directory, made, depth - 1)
     os.rmdir(name, dir_fd=parent)
 
 

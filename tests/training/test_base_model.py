@@ -660,6 +660,17 @@ def test_a_private_directory_that_another_user_has_renamed_is_not_removed(cache:
     assert [path.read_text() for path in cache.rglob("thesis.tex")] == ["keep"]
 
 
+def test_deeply_nested_directories_of_another_user_stay_and_stop_neither_a_list_nor_prune(
+    tmp_path: Path, nest: Callable[[Path, str], None]
+) -> None:
+    cache = tmp_path / CACHE
+    nest(cache / f".{NAME}.incomplete-x", NAME)
+    nest(cache / NAME, NAME)
+    assert prune(tmp_path) == ([NAME], [])
+    assert Cache(tmp_path).claim(DIGEST) == "train"
+    assert len(staging_directories(cache)) == 2
+
+
 def test_a_file_that_another_user_has_moved_to_the_place_of_a_lock_stays_as_it_is() -> None:
     if os.geteuid():
         pytest.skip("only root can become another user")
