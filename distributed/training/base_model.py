@@ -44,6 +44,7 @@ WEIGHTS = FILES[0]
 MANIFEST = "manifest.json"
 HASH_LENGTH = 12  # hexadecimal digits of the digest that name a base model
 HASH = re.compile(r"[0-9a-f]{12}\Z")
+STAGED = re.compile(r"\.([0-9a-f]{12})\.incomplete-")
 DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 # All names in a base model or its staging directory; rsync and network file systems make some, too.
 MADE = re.compile(rf"\.?({'|'.join(map(re.escape, (*FILES, MANIFEST)))})(\..*)?|[0-9a-f]{{12}}|\.nfs.*", re.DOTALL)
@@ -301,7 +302,7 @@ def digests_in(cache: str) -> list[str]:
 def names_of_staging(cache: str) -> list[str]:
     """Return the names of base models with incomplete directories, as interrupted copies and removals leave them."""
     try:
-        return sorted({name[1 : HASH_LENGTH + 1] for name in os.listdir(cache) if ".incomplete-" in name})
+        return sorted({match[1] for name in os.listdir(cache) if (match := STAGED.match(name))})
     except FileNotFoundError:
         return []
 

@@ -375,6 +375,14 @@ def test_the_cache_is_listed_verified_and_pruned(directory: Path) -> None:
     assert first.exists()
 
 
+def test_prune_removes_and_prints_no_names_of_others_in_place_of_a_hash(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "\x1b]0;own\x07\x1b[1m"
+    for made in (name, f".{name}.incomplete-x"):
+        Path(CACHE, made).mkdir(parents=True)
+    assert two_phase.main(["cache", "prune"]) == 0
+    assert capsys.readouterr().out == "0 base models removed, 0 left\n"
+
+
 def test_prune_removes_unneeded_base_models_unless_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     needed = train(digests()[0])
     used, other = train("d" * 64), train("e" * 64)
