@@ -51,7 +51,8 @@ MADE = re.compile(rf"\.?({'|'.join(map(re.escape, (*FILES, MANIFEST)))})(\..*)?|
 BLOCK = 1 << 20  # bytes read at once
 LARGEST_LOSS = 1e300  # also excludes NaN and infinity
 MAX_MANIFEST = 1 << 20  # bytes; a dispatcher sends it to each server that needs the base model
-ENTRY: Any = {"bytes": range(1 << 63), "sha256": str}  # of a file in the manifest
+# The keys of a manifest that must be valid.
+CHECKED: Any = {"digest": DIGEST, "files": {name: {"bytes": range(1 << 63), "sha256": DIGEST} for name in FILES}}
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
@@ -119,17 +120,14 @@ def read_manifest(directory: str) -> Manifest:
     try:
         with opened(directory) as here:
             manifest = parse_json(read_bytes(f"/proc/self/fd/{here}/{MANIFEST}", most=MAX_MANIFEST))
-        entries = [checked(ENTRY, manifest["files"][name]) for name in FILES]
-        valid = all(map(DIGEST.match, [manifest["digest"], *(entry["sha256"] for entry in entries)]))
+        checked(CHECKED, {key: manifest[key] for key in CHECKED})
+        return dict(manifest)
     except FileNotFoundError:
         raise BaseModelError(f"{directory}: there is no base model") from None
     except OSError as error:
         raise BaseModelError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError):
-        valid = False
-    if not valid:
-        raise BaseModelError(f"{path}: damaged; remove {directory} and train the base model again")
-    return dict(manifest)
+        raise BaseModelError(f"{path}: damaged; remove {directory} and train the base model again") from None
 
 
 def check_files(directory: str, manifest: Mapping[str, Any]) -> None:

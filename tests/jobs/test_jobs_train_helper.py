@@ -7,6 +7,7 @@ The helper reports the base models of a job list, the trainings that they avoid,
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -373,6 +374,13 @@ def test_the_cache_is_listed_verified_and_pruned(directory: Path) -> None:
         0, "0 base models removed, 1 left\n", "",
     )  # fmt: skip
     assert first.exists()
+
+
+@pytest.mark.parametrize("created", [1e300, 1e17, -1e17, math.nan, 10**400, "now", [1], None])
+def test_a_manifest_of_another_user_with_any_time_is_listed(created: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    train(digests()[0], created=created)
+    assert two_phase.main(["cache", "list"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[2:] == ["MB", "-", "-", "ok"]
 
 
 def test_prune_removes_and_prints_no_names_of_others_in_place_of_a_hash(capsys: pytest.CaptureFixture[str]) -> None:

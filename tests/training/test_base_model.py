@@ -165,9 +165,11 @@ def test_every_damage_is_detected_and_named(damage: Callable[[Path], Any], messa
     assert "\n" not in str(refused.value)
 
 
+ENTRIES = {name: {"bytes": 1, "sha256": "0" * 64} for name in FILES}
+
+
 def manifest(**changed: Any) -> str:
-    known = {"digest": DIGEST, "files": {name: {"bytes": 1, "sha256": "0" * 64} for name in FILES}}
-    return json.dumps({**known, **changed})
+    return json.dumps({"digest": DIGEST, "files": ENTRIES, **changed})
 
 
 @pytest.mark.parametrize(
@@ -179,6 +181,7 @@ def manifest(**changed: Any) -> str:
         manifest(files={name: {"bytes": 1, "sha256": "0" * 64} for name in FILES[1:]}),
         manifest(files={name: {"bytes": "1", "sha256": "0" * 64} for name in FILES}),
         manifest(files={name: {"bytes": 1, "sha256": None} for name in FILES}),
+        manifest(files=ENTRIES | {"extra": {"bytes": "x"}}), manifest(files=ENTRIES | {"extra": [1]}),
     ],
 )  # fmt: skip
 def test_an_invalid_manifest_is_a_damage(text: str, cache: Path) -> None:
