@@ -365,7 +365,7 @@ def lock_file(path: str | os.PathLike[str], flags: int, directory: str | os.Path
     try:
         file, is_own = regular_file(path, flags | os.O_CREAT | os.O_EXCL, mode), True
     except FileExistsError:
-        file = regular_file(path, flags, mode)
+        file = regular_file(path, flags & ~os.O_CREAT)  # which fs.protected_regular refuses for a file of another user
         is_own = mode == PRIVATE and os.fstat(file).st_uid == os.stat(directory).st_uid == os.geteuid()
     if is_own and mode & 0o070 and os.fstat(file).st_gid != group:  # the group that can write there, not the user's own
         try:

@@ -257,14 +257,19 @@ def lock(cache: str, digest: str, exclusive: bool, seconds: float = 0.0) -> int 
 
     Returns a file descriptor that holds the lock until all its copies are closed; None: another process still has the
     lock after `seconds`. Users who cannot write to the cache cannot open its locks, so they cannot block it. They may
-    use its base models, and get a descriptor that locks nothing.
+    use its base models, and get a descriptor that locks nothing. Raises PermissionError for a lock of another user that
+    is only theirs.
     """
     make_own_directory(cache, workdir_of(cache))
     path = os.path.join(cache, f".{hash_of(digest)}.lock")
     for may_replace in (True, True, False):
         try:
             file = lock_file(path, os.O_RDWR | os.O_CREAT, cache)
+        except FileNotFoundError:  # another process has just replaced it
+            continue
         except PermissionError:
+            if os.access(cache, os.W_OK):
+                raise
             return os.memfd_create("lock")
         # Of an earlier version, or a file of this user that another one has moved there.
         is_other = may_replace and os.fstat(file).st_uid == os.geteuid() and not is_lock_file(file, cache)

@@ -743,6 +743,43 @@ def test_another_user_can_use_a_base_model_and_cannot_lock_it(tmp_path: Path) ->
             other.join()
 
 
+def lock_as_another_user(pipe: Connection, cache: Path) -> None:
+    os.close(base_model.lock(str(cache), OTHER, exclusive=True) or -1)  # imports what the user may not read
+    os.setgroups([])
+    os.setgid(12345)
+    os.setuid(34567)
+    try:
+        base_model.lock(str(cache), DIGEST, exclusive=True)
+        pipe.send("")
+    except PermissionError as error:
+        pipe.send(error.filename)
+    pipe.send(prune(cache.parents[1]))
+
+
+def test_a_lock_that_another_user_lets_nobody_open_is_no_lock_of_the_user() -> None:
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory() as top:
+        os.chmod(top, 0o755)
+        cache = Path(top, base_model.CACHE)
+        cache.mkdir(parents=True)
+        os.chown(cache, -1, 12345)
+        cache.chmod(0o2770)
+        (lock := cache / f".{NAME}.lock").touch(0o600)
+        os.chown(lock, 23456, 12345)
+        (cache / f".{NAME}.incomplete-x").mkdir()
+        receiver, sender = _context.Pipe()
+        other = _context.Process(target=lock_as_another_user, args=(sender, cache))
+        other.start()
+        sender.close()
+        try:
+            assert receiver.poll(TIMEOUT)
+            assert receiver.recv() == str(lock)
+            assert receiver.recv() == ([], [NAME]), "it may be in use"
+        finally:
+            other.join()
+
+
 @pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
 @pytest.mark.parametrize("name", [base_model.WEIGHTS, base_model.MANIFEST])
 def test_a_base_model_with_a_link_or_a_special_file_is_refused(cache: Path, kind: str, name: str) -> None:

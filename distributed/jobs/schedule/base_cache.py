@@ -154,7 +154,10 @@ def prune(cwd: Path, keep: Collection[str] | None = None) -> tuple[list[str], li
     directory, removed, in_use = str(cwd / CACHE), [], []
     for name in sorted({*base_model.names_in(directory), *base_model.names_of_staging(directory)}):
         path = os.path.join(directory, name)
-        file = base_model.lock(directory, name, exclusive=True)
+        try:
+            file = base_model.lock(directory, name, exclusive=True)
+        except PermissionError:  # a lock of another user, who may use it
+            file = None
         if file is None:
             in_use.append(name)
             continue
