@@ -9,7 +9,6 @@ functions of this module:
     lock_file()         only users who can write to a directory can lock it
     regular_file()      a file is opened without following a link and without waiting, with a private mode
     opened(), file_in() the same for directories, and for files in them, that others can exchange
-    not_too_deep()      a search ends that enters directories of others
     remove_made()       nothing else is removed that others have put in place of files of Muster
     parse_json()        JSON with bounded size and depth; ValueError is its only exception
     checked()           a value has the declared types and ranges, or ValueError names the part that has not
@@ -326,9 +325,8 @@ def not_too_deep(walk: Iterator[Any]) -> Iterator[Any]:
     """What os.walk() or os.fwalk() yields, down to MAX_DEPTH levels: before Python 3.13, they call themselves."""
     limit = 0
     for found in walk:
-        depth = found[0].count("/")
-        limit = limit or depth + MAX_DEPTH
-        if depth >= limit:
+        limit = limit or found[0].count("/") + MAX_DEPTH
+        if found[0].count("/") >= limit:
             found[1].clear()
         yield found
 
@@ -344,12 +342,10 @@ def remove_made(name: str, parent: int, made: re.Pattern[str], depth: int = MAX_
         return
     with opened(name, parent) as directory:
         entries = sorted(os.listdir(directory), key=MANIFEST.__eq__)  # that one last
-        unknown = next((entry for entry in entries if not made.fullmatch(entry)), "")
-        if unknown and MANIFEST not in entries:
+        unknown = next((entry for entry in entries if not depth or not made.fullmatch(entry)), "")
+        if unknown and (not depth or MANIFEST not in entries):
             reason = f"not removed, because it holds {shown(unknown)}, which Muster has not made"
             raise OSError(errno.EPERM, reason, name)
-        if not depth:
-            raise OSError(errno.EPERM, f"not removed, because it has more than {MAX_DEPTH} levels of directories", name)
         for entry in entries:
             remove_made(entry, directory, made, depth - 1)
     os.rmdir(name, dir_fd=parent)

@@ -402,7 +402,7 @@ def test_prune_removes_unneeded_base_models_unless_in_use(capsys: pytest.Capture
     assert capsys.readouterr().out == (
         f"removed: {other.name}\nkept, in use: {used.name}\n1 base model removed, 2 left\n"
     )
-    assert base_model.names_of_staging(CACHE) == []
+    assert base_model.names_in(CACHE, base_model.STAGED) == []
     assert needed.exists() and used.exists()
     user.release("d" * 64)
     assert two_phase.main(call) == 0

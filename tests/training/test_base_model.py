@@ -224,11 +224,11 @@ def test_a_copy_is_not_visible_before_it_is_published(cache: Path, tmp_path: Pat
     source = trained(tmp_path / "out")
     staging = base_model.stage(str(cache), source, base_model.manifest_of(source, DIGEST))
     assert base_model.names_in(str(cache)) == base_model.digests_in(str(cache)) == []
-    assert base_model.names_of_staging(str(cache)) == [NAME]
+    assert base_model.names_in(str(cache), base_model.STAGED) == [NAME]
     base_model.publish(str(cache), DIGEST, staging)
     assert base_model.names_in(str(cache)) == [NAME]
     assert base_model.digests_in(str(cache)) == [DIGEST]
-    assert base_model.names_of_staging(str(cache)) == []
+    assert base_model.names_in(str(cache), base_model.STAGED) == []
     assert (cache / NAME).stat().st_mode & 0o777 == 0o755
 
 
@@ -310,11 +310,11 @@ def test_staging_directories_of_one_base_model_are_removed(cache: Path) -> None:
         base_model.new_staging(str(cache), digest)
     base_model.remove_staging(str(cache), DIGEST)
     (cache / ".\x1b]0;owned\x07\x1b[.incomplete-x").mkdir()  # of another user
-    assert base_model.names_of_staging(str(cache)) == [OTHER[:12]]
+    assert base_model.names_in(str(cache), base_model.STAGED) == [OTHER[:12]]
 
 
 def test_a_missing_cache_is_empty(cache: Path) -> None:
-    assert base_model.names_in(str(cache)) == base_model.names_of_staging(str(cache)) == []
+    assert base_model.names_in(str(cache)) == base_model.names_in(str(cache), base_model.STAGED) == []
     assert base_model.digests_in(str(cache)) == []
     assert base_model.signature(str(cache / NAME)) == []
 

@@ -83,8 +83,7 @@ def holds_foreign_files(output: str) -> bool:
     if os.path.lexists(f"{output}/{OWNER}"):
         return False
     found = not_too_deep(os.walk(output))
-    paths = (os.path.join(top, name) for top, directories, files in found for name in (*files, *directories))
-    holds = any(os.path.islink(path) or not os.path.isdir(path) for path in paths)
+    holds = any(files or any(os.path.islink(f"{top}/{name}") for name in below) for top, below, files in found)
     return holds or (os.path.lexists(output) and not os.path.isdir(output))
 
 
