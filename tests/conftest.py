@@ -55,6 +55,25 @@ def shared() -> Iterator[Path]:
 
 
 @pytest.fixture
+def nest() -> Iterator[Callable[[Path, str], None]]:
+    """A function that makes a directory, and in it 1100 levels of directories of this name; removed after the test."""
+    made: list[Path] = []
+
+    def nest_here(directory: Path, name: str) -> None:
+        made.append(directory.parent)
+        directory.mkdir(parents=True)
+        parent = os.open(directory, os.O_DIRECTORY)
+        for _ in range(1100):
+            os.mkdir(name, dir_fd=parent)
+            above, parent = parent, os.open(name, os.O_DIRECTORY, dir_fd=parent)
+            os.close(above)
+        os.close(parent)
+
+    yield nest_here
+    subprocess.run(["rm", "-rf", *made], check=True)  # shutil.rmtree() calls itself for each level
+
+
+@pytest.fixture
 def mount() -> Iterator[Callable[[Path, str], None]]:
     """A function that creates a directory and mounts a tmpfs of this size there, until the test has ended."""
     mounted: list[Path] = []
