@@ -33,10 +33,13 @@ take_config() { # <argument...>
 }
 
 
+# shellcheck disable=SC2034 # options.bash uses it
+TAKE_SCRIPT=take_config
+
+
 main() {
   drop_inherited_variables
   accept_unlisted_options
-  TAKE_SCRIPT=take_config
   parse_options "$@"
   [[ $CONFIG ]] || die_usage "CONFIG: missing; name a settings file, such as config/quickstart.yaml"
   [[ ! $SCRIPT$MODULE ]] || die_usage "--script and -m: this program runs train.py; call run.sh for another script"

@@ -9,10 +9,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 KIT = Path(__file__).resolve().parents[1]
-OPTIONS = sorted(
-    {name for action in get_args_parser()._actions for name in action.option_strings}
-    - {"-h", "--help", "-m", "--module"}
-)
+OF_MODULE = {"-h", "--help", "-m", "--module"}
+OPTIONS = sorted({name for action in get_args_parser()._actions for name in action.option_strings} - OF_MODULE)
 VALUES = {  # of options that take only certain values
     "--nnodes": "1", "--nproc-per-node": "1", "--nproc_per_node": "1", "--node-rank": "0", "--node_rank": "0",
     "--max-restarts": "0", "--max_restarts": "0", "--master-port": "29431", "--master_port": "29431",

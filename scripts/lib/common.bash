@@ -189,7 +189,7 @@ is_unmapped() { # <user id> <path>
 # Exit when the value of an option is missing or empty (often an unset variable).
 need_value() { # <option> [value] [rest...]
   [[ ${2-} ]] || die_usage "$1 needs a value"
-  [[ $2 != --[a-z]* ]] || die_usage "$1 needs a value, got the option '$2'"
+  [[ $2 != --[a-z]* || $1 == --sbatch ]] || die_usage "$1 needs a value, got the option '$2'"
 }
 
 

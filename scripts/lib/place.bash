@@ -26,10 +26,10 @@ accept_unlisted_options() {
   local name
   VALUE_NAME[--script]=PATH VALUE_NAME[--module]=MODULE
   for name in "${!TORCHRUN_OPTIONS[@]}"; do
-    VALUE_NAME[$name]=${TORCHRUN_OPTIONS[$name]}
+    VALUE_NAME["$name"]=${TORCHRUN_OPTIONS[$name]}
   done
   for name in "${SBATCH_NAMES[@]}"; do
-    VALUE_NAME[$name]=VALUE
+    VALUE_NAME["$name"]=VALUE
   done
 }
 
