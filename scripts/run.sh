@@ -6,8 +6,8 @@
 #        run.sh [options] -m MODULE [ARGUMENT...]
 #        muster run ...
 #
-#   muster run my_train.py --lr 3e-4
-#   muster run -n 2 --on node1,node2 my_train.py --lr 3e-4
+#     muster run my_train.py --lr 3e-4
+#     muster run -n 2 --on node1,node2 my_train.py --lr 3e-4
 #
 # Options stand before SCRIPT; what follows SCRIPT is passed to it unchanged.
 #
@@ -62,7 +62,7 @@ source "$KIT/scripts/lib/place.bash"
 main() {
   drop_inherited_variables
   accept_unlisted_options
-  parse_options "$@"
+  parse_options_before take_script "$@"
   [[ $SCRIPT$MODULE ]] || die_usage "SCRIPT: missing; name your script, or a module with -m"
   CONFIG=-
   run_at_place

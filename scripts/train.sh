@@ -5,13 +5,13 @@
 # Usage: train.sh [options] CONFIG [SECTION.KEY=VALUE...]
 #        muster train ...
 #
-#   muster train config/quickstart.yaml
-#   muster train -n 2 --on node1,node2 config/quickstart.yaml train.steps=99
+#     muster train config/quickstart.yaml
+#     muster train -n 2 --on node1,node2 config/quickstart.yaml train.steps=99
 #
 # Options stand before CONFIG, a settings file. What follows CONFIG changes its
 # settings.
 #
-#   (as run.sh except muster -m)
+#   (as run.sh except -m)
 #   --help-all           show all options and the exit codes
 #
 # More options:
@@ -33,14 +33,10 @@ take_config() { # <argument...>
 }
 
 
-# shellcheck disable=SC2034 # options.bash uses it
-TAKE_SCRIPT=take_config
-
-
 main() {
   drop_inherited_variables
   accept_unlisted_options
-  parse_options "$@"
+  parse_options_before take_config "$@"
   [[ $CONFIG ]] || die_usage "CONFIG: missing; name a settings file, such as config/quickstart.yaml"
   [[ ! $SCRIPT$MODULE ]] || die_usage "--script and -m: this program runs train.py; call run.sh for another script"
   run_at_place

@@ -68,6 +68,14 @@ ENVIRONMENT=()        # --env, --env-file: NAME=VALUE; not passed in command lin
 MAX_NPROC=1024        # per machine
 
 
+# Like parse_options, for a program whose options stand before the first positional argument: call a function with this
+# argument and all that follow.
+parse_options_before() { # <function> <argument...>
+  TAKE_SCRIPT=$1
+  parse_options "${@:2}"
+}
+
+
 # Set the variables above from the arguments of this program.
 parse_options() { # <argument...>
   local name

@@ -6,7 +6,6 @@
 # Sourced, never run; it needs launcher.bash.
 
 # shellcheck disable=SC2034 # other files use these variables
-TAKE_SCRIPT=take_script
 SBATCH_OPTIONS=() # options of sbatch
 # Options of torchrun that Muster does not have under these names, and names of their values.
 declare -A TORCHRUN_OPTIONS=(
