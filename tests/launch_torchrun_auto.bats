@@ -23,6 +23,24 @@ setup_file() {
 
 
 # bats test_tags=quick
+@test "muster run starts nodes over SSH and with pdsh, with the words after the script unchanged" {
+  write_script <<'END'
+dist.barrier()
+print("ranks", dist.get_world_size(), sys.argv[1:])
+END
+  run -0 --separate-stderr "$KIT/scripts/muster" run -n 1 --on "$N1,$N2:2" "my script.py" --on x -- --sync
+  [ "$output" = "ranks 3 ['--on', 'x', '--', '--sync']" ]
+  printf '%s slots=2\n%s\n' "$N1" "$N3" >hosts
+  run -0 --separate-stderr "$KIT/scripts/muster" run --nproc 1 --pdsh --hostfile hosts "my script.py"
+  [ "$output" = "ranks 3 []" ]
+  [[ "$stderr" == *"muster run: run my-script-"* ]]
+  # Without -n: one process on each node, because none has a GPU.
+  run -0 --separate-stderr "$KIT/scripts/muster" run --on "$N1,$N2" "my script.py"
+  [ "$output" = "ranks 2 []" ]
+}
+
+
+# bats test_tags=quick
 @test "a user's script runs on three nodes with unchanged arguments, and secrets do not leak" {
   write_script <<'END'
 assert os.environ["SECRET"] == open("secret").read()

@@ -27,7 +27,7 @@ copy_with_program() { # <suffix of the program> <its text on standard input>
 @test "help lists each verb with the first sentence of its program" {
   run -0 --separate-stderr "$MUSTER" help
   [ "$(sed -n 's/^  \([a-z-]*\)  *[A-Z].*/\1/p' <<<"$output" | xargs)" = \
-    "doctor jobs node pdsh report run ssh status stop submit test two-phase" ]
+    "doctor jobs node pdsh report run ssh status stop submit test train two-phase" ]
   [[ "$output" == *$'\n  stop       Stop a run, and check that none of its processes remains on any node\n'* ]]
   [[ "$output" == *$'\n  jobs       Run a list of training jobs\n'* ]]
   [ "$("$MUSTER" --help)" = "$output" ]
@@ -44,8 +44,9 @@ copy_with_program() { # <suffix of the program> <its text on standard input>
     run -0 "$MUSTER" help "$verb"
     [[ "$output" == *[Uu]"sage: "*"--help "* ]]
   done
-  [ "$("$MUSTER" help run)" = "$("$KIT/scripts/ssh/launch_singlenode.sh" --help)" ]
-  [ "$("$MUSTER" help node)" = "$("$KIT/scripts/ssh/launch_torchrun_multinode.sh" --help)" ]
+  run -0 "$MUSTER" help node
+  [ "${lines[0]}" = "$("$KIT/scripts/ssh/launch_torchrun_multinode.sh" --help | head -n 1)" ]
+  [[ "$output" == *"Usage: muster node [options] "* ]]
 }
 
 

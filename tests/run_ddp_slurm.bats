@@ -28,6 +28,17 @@ in_allocation() { # <argument of run_ddp.sh...>
 }
 
 
+@test "muster run uses the allocation of its shell: as many ranks as tasks, or N on each node" {
+  write_script <<'END'
+print("ranks", dist.get_world_size(), sys.argv[1:])
+END
+  run -0 --separate-stderr timeout 120 salloc -Q -N2 -n3 "$KIT/scripts/muster" run "my script.py" -n 9
+  [ "$output" = "ranks 3 ['-n', '9']" ]
+  run -0 --separate-stderr timeout 120 salloc -Q -N2 -n2 "$KIT/scripts/muster" run -n 1 "my script.py"
+  [ "$output" = "ranks 2 []" ]
+}
+
+
 # bats test_tags=quick
 @test "the trainer runs on the allocation, and secrets of --env-file do not leak" {
   cat >tiny.yaml <<'END'

@@ -28,6 +28,17 @@ teardown() {
 }
 
 
+@test "muster run --slurm submits a job, follows it, and passes options of sbatch on" {
+  write_position_script 0
+  run -0 --separate-stderr "$KIT/scripts/muster" run --slurm 2 -n 2 --time 5 --sbatch --comment=mine "my script.py" \
+    --time x
+  grep -qx "rank 0 0 2 4 $N1 --time x" <<<"$output"
+  [[ "$stderr" == *"muster run: job "*": COMPLETED"* ]] || { echo "$stderr" && false; }
+  job=$(scontrol show job "$(sed -n 's/^job: //p' <<<"$output")")
+  [[ "$job" == *"TimeLimit=00:05:00"*"Comment=mine"* ]]
+}
+
+
 @test "inside another job, submit.sh calls sbatch with the same options as on a login node" {
   run -0 srun --quiet --ntasks 1 --gres gpu:1 "$SUBMIT" --dry-run --notify 'cat >note' --script "$KIT/train.py" - 2 2
   [[ "$output" == "sbatch --parsable --nodes=2 --ntasks-per-node=2 --gres=gpu:2 --cpus-per-task=4 "* ]]
@@ -171,7 +182,7 @@ refuses() { # <text of the message> <argument...>
   echo 'no configuration' >slurm.conf
   SLURM_CONF=$PWD/slurm.conf refuses $'\n'"submit.sh: sinfo failed, see its message above; call this on a login node" - 1 1
   refuses "submit.sh: --time needs a value, got the option '--dry-run'"$'\n'"Try: submit.sh --help" --time --dry-run - 1 1
-  refuses "submit.sh: --script 'none.py': no such file" --script none.py - 1 1
+  refuses "submit.sh: script 'none.py': no such file" --script none.py - 1 1
   refuses "expected CONFIG, NPROC and NNODES, got: - 1" - 1
   refuses "NNODES: expected a number of nodes, 1 or more, got '$N1'" - 1 "$N1"
 }

@@ -54,7 +54,7 @@ def test_a_program_that_python_cannot_run_is_refused(
     file = tmp_path / name
     file.write_bytes(content)
     found = check("--script", file)
-    assert found.startswith(f"usage --script '{file}': ")
+    assert found.startswith(f"usage script '{file}': ")
     assert expected in found
     assert (expected_if_foreign or expected) in check("--foreign-script", file)
 

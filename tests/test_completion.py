@@ -37,6 +37,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("config", ".ssh", "logs/train-1", "logs/train-2"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "config/tiny.yaml").touch()
+    (tmp_path / "my_train.py").touch()
     (tmp_path / "data.csv").write_text("(,\n")
     (tmp_path / ".ssh/config").write_text("Host gpu1 gpu* !gpu3\n  HostName x\nhost=gpu2\nInclude more/*.conf\n")
     (tmp_path / ".ssh/more").mkdir()
@@ -81,7 +82,7 @@ def test_names_that_a_shell_would_run_and_runs_of_others_are_no_candidates(home:
         (home / "logs" / "planted").symlink_to("own")
         os.chown(home / "logs" / "planted", 65534, 65534, follow_symlinks=False)
     assert complete("status", "") == ["17", "[[:punct:]]", "latest", "own", "train-1", "train-2"]
-    assert complete("run", "") == ["-", "[[:punct:]].yaml", "config/tiny.yaml", "own.yaml", "slurm---x.yaml"]
+    assert complete("submit", "") == ["-", "[[:punct:]].yaml", "config/tiny.yaml", "own.yaml", "slurm---x.yaml"]
     script = f"source {shlex.quote(str(KIT))}/scripts/activate; COMP_WORDS=(muster status ''); COMP_CWORD=2\n"
     script += "touch ';'; _muster; printf '%s\\n' \"${COMPREPLY[@]}\""
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60)
@@ -112,9 +113,11 @@ def test_completion_does_not_wait_for_a_fifo_or_terminal_in_place_of_a_file(home
         "help st": ["status", "stop"],
         "status --s": ["--stacks"],
         "run --agent ": ["fast", "torchrun"],
-        "run ": ["-", "config/tiny.yaml"],
-        "run --script ": [],  # the shell completes files
-        "run - 2 -- --s": [],
+        "run ": ["-m", "my_train.py"],
+        "run dat": [],  # the shell completes files
+        "train ": ["-", "config/tiny.yaml"],
+        "submit ": ["-", "config/tiny.yaml"],
+        "ssh - 2 -- --s": [],
         "ssh - 2 gpu": ["gpu1", "gpu2", "gpu4"],
         "ssh - 2 rack[": ["rack[1-2]"],
         "doctor --exclude r": ["rack[1-2]"],
@@ -142,13 +145,13 @@ def test_tab_completes_a_verb_an_option_a_run_and_a_file(home: Path, shell: str)
         "muster sta\t--help",
         "muster status --sta\t--help",
         "muster stop train-\t2 --log-dir nowhere",
-        "muster run --script data\t - 2",
+        "muster run data\t --lr 1",
         "exit",
     ]
     printed = on_terminal(command, "".join(f"{line}\r" for line in typed))
-    assert printed.count("Usage: status.sh [options] [RUN]") == 2, printed
-    assert "stop.sh: RUN 'train-2': no such run" in printed
-    assert "--script 'data.csv'" in printed
+    assert printed.count("Usage: muster status [options] [RUN]") == 2, printed
+    assert "muster stop: RUN 'train-2': no such run" in printed
+    assert "script 'data.csv'" in printed
 
 
 def on_terminal(command: list[str], keys: str) -> str:

@@ -47,10 +47,11 @@ COMMAND_TIMEOUT = 300  # seconds; a busy machine needs 30 for each training
 # Scripts with --dry-run.
 LAUNCHERS = (
     "launch_singlenode.sh", "launch_torchrun_auto.sh", "launch_torchrun_multinode.sh", "launch_multinode.sh",
-    "launch_pdsh_multinode.sh", "run_ddp.sh", "quickstart.sh", "test_distributed.sh", "doctor.sh",
+    "launch_pdsh_multinode.sh", "run.sh", "train.sh", "run_ddp.sh", "quickstart.sh", "test_distributed.sh", "doctor.sh",
 )  # fmt: skip
 SLURM = ("scripts/slurm/slurm_train_single_node.sh", "scripts/slurm/slurm_train.sh")
 RUN_TOOLS = ("scripts/status.sh", "scripts/stop.sh", "scripts/report.sh")  # run unchanged, on a run that has ended
+TORCHRUN_OPTIONS = ("--standalone", "--nproc-per-node")  # in examples of run.sh
 JOBS = "scripts/jobs/run_distributed_training.py"
 TWO_PHASE = "scripts/jobs/run_two_phase_training.py"
 HELPER = "scripts/jobs/distributed_train_helper.py"
@@ -216,12 +217,12 @@ def call(directory: Path, command: list[str], **variables: str) -> subprocess.Co
 
 def without_effects(command: list[str]) -> list[str] | None:
     """Return the command in a form that starts no training and installs nothing, or None if there is none."""
-    if JOB in command:
+    if JOB in command or "--slurm" in command:
         return None
     unchanged = command[0] in ("scripts/muster", *RUN_TOOLS) or module_of(command) in HARMLESS_MODULES
     if unchanged or command == ["scripts/doctor.sh"]:
         return command
-    if Path(command[0]).name in LAUNCHERS:
+    if Path(command[0]).name in LAUNCHERS and command[0] != "tests/run.sh":
         # The nodes of the guides do not exist.
         no_preflight = ["--no-preflight"] if "--no-preflight" in help_of(command[0]) else []
         return [command[0], "--dry-run", *no_preflight, *command[1:]]
@@ -247,7 +248,8 @@ def module_of(command: list[str]) -> str | None:
 def help_of(script: str) -> str:
     """Return the help of a script, with that of the scripts to whose options it refers."""
     program = [sys.executable] if script.endswith(".py") else []
-    text = subprocess.run([*program, KIT / script, "--help"], capture_output=True, text=True, check=True).stdout
+    option = "--help-all" if script in ("scripts/run.sh", "scripts/train.sh") else "--help"
+    text = subprocess.run([*program, KIT / script, option], capture_output=True, text=True, check=True).stdout
     if script == TWO_PHASE:
         return text + help_of(JOBS)
     if script.endswith(("run_ddp.sh", "test_distributed.sh")):
@@ -330,9 +332,12 @@ def test_a_command_names_existing_scripts_options_and_modules(name: str) -> None
 
 
 def options_of(command: Command) -> set[str]:
-    """Return the options that a command gives to its script, without the arguments after --."""
+    """Return the options that a command gives to its script, without the arguments after -- or of a user's script."""
     words = command.words[command.words.index(str(command.script)) + 1 :]
     words = words[: words.index("--")] if "--" in words else words
+    if command.script == "scripts/run.sh" and "my_train.py" in words:
+        words = words[: words.index("my_train.py")]
+        words = [word for word in words if word.replace("_", "-").partition("=")[0] not in TORCHRUN_OPTIONS]
     return {word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)}
 
 

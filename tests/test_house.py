@@ -370,8 +370,8 @@ def opening_comment(path: Path) -> str:
     end = next(number for number, line in enumerate(lines) if line != "#" and not line.startswith("# "))
     comment = "".join(line[2:] + "\n" for line in lines[:end])
     # Replace `(as SCRIPT except NAMES)` by the arguments and options of SCRIPT, except NAMES and those listed above.
-    for found in re.finditer(r"^  \(as (\S+?)(?: except (.+))?\)$", comment, re.MULTILINE):
-        [file] = tracked(f"scripts/*/{found[1]}")
+    while found := re.search(r"^  \(as (\S+?)(?: except (.+))?\)$", comment, re.MULTILINE):
+        [file] = [*tracked(f"scripts/{found[1]}"), *tracked(f"scripts/*/{found[1]}")]
         shown = re.search(r"^  \S.*?^  --help.*?$", opening_comment(file), re.DOTALL | re.MULTILINE)
         assert shown
         text = shown[0]
@@ -389,7 +389,10 @@ def test_the_help_of_a_script_is_its_opening_comment(path: Path, tmp_path: Path)
     done = call(path, "--help", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     if path.suffix == ".sh":
-        assert done.stdout == opening_comment(path)
+        short, more, _ = opening_comment(path).partition("More options:\n")
+        assert done.stdout == short
+        if more:
+            assert call(path, "--help-all", cwd=tmp_path).stdout == opening_comment(path)
     assert f"{path.name} " in done.stdout, "the usage line names the script"
 
 

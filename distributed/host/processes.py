@@ -1,6 +1,6 @@
-"""The number of processes for NPROC auto, gpu or cpu, as for torchrun's --nproc-per-node.
+"""The number of processes for NPROC auto, gpu or cpu, as for torchrun's --nproc-per-node, or default.
 
-    scripts/lib/module.py host.processes auto|gpu|cpu
+    scripts/lib/module.py host.processes auto|gpu|cpu|default
 
 Prints the number for this machine; 0 for gpu if no GPU is visible.
 """
@@ -14,7 +14,9 @@ from distributed.host.resources import read_cores
 
 
 def count(kind: str, gpus: int, cores: float) -> int:
-    """One process per GPU or per usable core; auto: per core if there is no GPU."""
+    """One process per GPU or per usable core. Without GPUs, auto: one per core; default: one."""
+    if kind == "default":
+        return max(1, gpus)
     return max(1, int(cores)) if kind == "cpu" or (kind == "auto" and not gpus) else gpus
 
 

@@ -111,23 +111,23 @@ def check_script(file: str, foreign_python: bool) -> None:
         fault = str(error)
     if program or (not file.endswith(".py") and not foreign_python):
         remedy = "ranks run Python: start this program from a Python script, such as with subprocess.run()"
-        raise CheckFailed("usage", f"--script '{file}': not a Python script ({program or fault}); {remedy}")
+        raise CheckFailed("usage", f"script '{file}': not a Python script ({program or fault}); {remedy}")
     if not foreign_python:
         remedy = "save it as UTF-8" if "'utf-8' codec" in fault else "correct it"
-        raise CheckFailed("usage", f"--script '{file}': {fault}; {remedy}")
+        raise CheckFailed("usage", f"script '{file}': {fault}; {remedy}")
 
 
 def check_format(file: str, source: bytes) -> None:
     """Refuse a file of another format, for which Python would report a misleading error or no error."""
     suffix = os.path.splitext(file)[1].lower()
     if source.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or b"\0" in source[:2]:
-        raise CheckFailed("usage", f"--script '{file}': its encoding is UTF-16; save it as UTF-8")
+        raise CheckFailed("usage", f"script '{file}': its encoding is UTF-16; save it as UTF-8")
     if suffix == ".ipynb":
         remedy = "convert it with `jupyter nbconvert --to script`"
-        raise CheckFailed("usage", f"--script '{file}': a notebook, not a Python script; {remedy}")
+        raise CheckFailed("usage", f"script '{file}': a notebook, not a Python script; {remedy}")
     if suffix in OTHER_SUFFIXES and not source.startswith(b"#!"):
         fault = f"not a Python script (its name ends in {suffix})"
-        raise CheckFailed("usage", f"--script '{file}': {fault}; name a Python script")
+        raise CheckFailed("usage", f"script '{file}': {fault}; name a Python script")
 
 
 def non_python_program(source: bytes) -> str:

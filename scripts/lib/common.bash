@@ -32,6 +32,9 @@ source "${BASH_SOURCE[0]%/*}/environment.bash"
 PASSED_ON=(USR1 USR2 ABRT ALRM VTALRM PROF XCPU IO PWR STKFLT {34..64})
 
 PROGRAM=${0##*/}                       # name in messages
+VERB=${MUSTER_VERB-}                   # with which scripts/muster has called this program; empty: called by its path
+unset -v MUSTER_VERB
+[[ ! $VERB ]] || PROGRAM="muster $VERB"
 PROGRAM_FILE=$(readlink -f -- "$0")    # absolute path of the script
 KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
 KIT=${KIT%/scripts/lib/*}              # root of the repository: absolute, symbolic links resolved
@@ -202,24 +205,34 @@ is_unmapped() { # <user id> <path>
 # Exit when the value of an option is missing or empty (often an unset variable).
 need_value() { # <option> [value] [rest...]
   [[ ${2-} ]] || die_usage "$1 needs a value"
-  [[ $2 != --[a-z]* ]] || die_usage "$1 needs a value, got the option '$2'"
+  [[ $2 != --[a-z]* || $1 == --sbatch ]] || die_usage "$1 needs a value, got the option '$2'"
 }
 
 
-# Print the opening comment of a script. A line `(as NAME except A --b)` stands for the arguments and options of the
-# script NAME, except A, --b and those that the comment describes above this line.
+# Print the opening comment of a script, as the script was called: by its path, or by its verb. A line `(as NAME except A
+# --b)` stands for the arguments and options of the script NAME, except A, --b and those that are printed above this line.
 usage() { # [file; default: this program]
-  local line number=0 listed=''
+  local line file number=0 listed='' lines=()
   while IFS= read -r line && [[ $line == '#' || $line == '# '* || $line == '#!'* ]]; do
     number=$((number + 1))
     ((number > 2)) || [[ $line == '# '* ]] || continue # skip the shebang and the line below it
     if [[ $line =~ ^'#   (as '([^ ]+)(' except '(.+))?')'$ ]]; then
       # The path begins with KIT, because SLURM runs a copy of the program in another directory.
-      print_arguments_of "$KIT"/scripts/*/"${BASH_REMATCH[1]}" "$listed ${BASH_REMATCH[3]}"
+      for file in "$KIT"/scripts/{,*/}"${BASH_REMATCH[1]}"; do
+        [[ ! -e $file ]] || mapfile -t lines < <(print_arguments_of "$file" "$listed ${BASH_REMATCH[3]}")
+      done
+      printf '%s\n' "${lines[@]}"
+      for line in "${lines[@]}"; do
+        [[ ! $line =~ ^'  '([^ ]+) ]] || listed+=" ${BASH_REMATCH[1]}"
+      done
     else
       [[ ! $line =~ ^'#   '([^ ]+) ]] || listed+=" ${BASH_REMATCH[1]}"
-      line=${line#'#'}
-      printf '%s\n' "${line# }"
+      line=${line#'#'} line=${line# }
+      if [[ $VERB && ! ${1-} ]]; then
+        [[ $line != *' muster '*' ...' ]] || continue
+        line=${line/${PROGRAM_FILE##*/}/$PROGRAM}
+      fi
+      printf '%s\n' "$line"
     fi
   done <"${1:-$PROGRAM_FILE}"
 }

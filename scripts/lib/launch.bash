@@ -20,6 +20,7 @@ SPARE_NODES=()           # names of nodes that replace lost nodes
 declare -A ADDRESS=()    # node -> [user@]name for ssh
 declare -A NPROC_OF=()   # node -> number of ranks, or auto, gpu or cpu if the preflight determines the number
 RANKS=0                  # world size
+ONE_PROCESS=''           # why the run has one process; empty if the user has chosen it
 
 
 # ---------------------------------------------------------------- check the call
@@ -45,9 +46,9 @@ check_script() {
   WORK=("${SCRIPT:-$KIT/train.py}")
   SCRIPT_FILE=${WORK[0]}
   [[ ! -d $SCRIPT_FILE ]] || SCRIPT_FILE+=/__main__.py
-  [[ -e ${WORK[0]} ]] || die_usage "--script '$SCRIPT': no such file (in $PWD)"
-  [[ -e $SCRIPT_FILE ]] || die_usage "--script '$SCRIPT': a directory without a __main__.py"
-  [[ -f $SCRIPT_FILE && -r $SCRIPT_FILE ]] || die_usage "--script '$SCRIPT': not a readable file"
+  [[ -e ${WORK[0]} ]] || die_usage "script '$SCRIPT': no such file (in $PWD)"
+  [[ -e $SCRIPT_FILE ]] || die_usage "script '$SCRIPT': a directory without a __main__.py"
+  [[ -f $SCRIPT_FILE && -r $SCRIPT_FILE ]] || die_usage "script '$SCRIPT': not a readable file"
 }
 
 
@@ -81,8 +82,9 @@ count_processes_here() {
   check_python
   NPROC=$(
     ((${#ENVIRONMENT[@]} == 0)) || export "${ENVIRONMENT[@]?}" # --env may set CUDA_VISIBLE_DEVICES
-    kit_python host.processes "$kind"
+    kit_python host.processes "${kind/default/gpu}"
   ) || exit
+  [[ $kind != default ]] || ((NPROC)) || NPROC=1 ONE_PROCESS="1 process, because no GPU is visible; -n N starts more"
   ((NPROC)) || die_usage "NPROC $kind: no GPU is visible on this machine; give a number, cpu or auto"
 }
 
@@ -177,6 +179,28 @@ set_forwarded() { # <name...>
 
 
 # ---------------------------------------------------------------- the run
+
+# Run NPROC processes on this machine. Without --master-port, torchrun itself binds a free port: a port chosen here could
+# be in use when torchrun starts.
+run_on_this_machine() {
+  count_processes_here
+  add_node "$(uname -n)" "$NPROC"
+  set -- --torch --ranks "$NPROC"
+  ((!PREFLIGHT)) || set -- "$@" --gpus "$NPROC" ${MASTER_PORT:+--port "$MASTER_PORT"}
+  check_call "$@"
+  [[ ! $ONE_PROCESS ]] || log "$ONE_PROCESS"
+  set -- --standalone --local-addr 127.0.0.1
+  [[ ! $MASTER_PORT ]] || set -- --master-addr 127.0.0.1 --master-port "$MASTER_PORT"
+  build_agent_command "$@" --nproc-per-node "$NPROC"
+  run_nodes local ${MASTER_PORT:+--run-id}
+}
+
+
+check_pdsh() {
+  [[ $DRY_RUN == 1 ]] || type -P pdsh >/dev/null ||
+    die "pdsh: not found on this machine; install it, or use launch_torchrun_auto.sh"
+}
+
 
 # Set BEFORE and AFTER, the command line of the agent before and after the options that depend on the node.
 # shellcheck disable=SC2120 # other files pass arguments

@@ -16,6 +16,7 @@ CALL=()                  # this program and its arguments
 GIVEN_OPTIONS=() GIVEN_VALUES=() # options in CALL and their values
 POSITIONAL=()            # positional arguments in CALL
 SCRIPT_ARGS=()           # arguments after --, for the user's script
+TAKE_SCRIPT=''           # function that takes the first positional argument and all that follow; empty: none
 
 # Option -> the variable that it sets; a flag sets it to 1. set_option handles the others.
 declare -A VARIABLE_OF=(
@@ -28,6 +29,8 @@ declare -A VARIABLE_OF=(
   [--sync]=SYNC [--lease]=LEASE [--attach]=ATTACH [--notify]=NOTIFY [--detach]=DETACH [--dry-run]=DRY_RUN
   [--json]=JSON [--watch]=WATCH [--stacks]=STACKS [--now]=NOW [--certain]=CERTAIN [--fresh]=FRESH [--all]=ALL
   [--rows]=ROWS [--quiet]=QUIET [--follow]=FOLLOW [--template]=TEMPLATE
+  [--nproc]=NPROC [--nproc-per-node]=NPROC [--on]=ON [--slurm]=SLURM_NODES [--pdsh]=PDSH
+  [--module]=MODULE
 )
 # Option of torchrun, srun, mpirun, accelerate, deepspeed or train.py -> Muster's names for the value of this option:
 # variables of VARIABLE_OF, or arguments in usage lines.
@@ -55,6 +58,7 @@ LEASE=''              # seconds; 0: none; empty: the default
 ATTACH=''             # the run to attach to, which has lost its launcher
 NOTIFY=${MUSTER_NOTIFY-} # command that is called when the run restarts, ends or has a fault; may contain a secret
 NPROC='' CONFIG='' LEVEL='' ROWS=''
+ON='' SLURM_NODES='' PDSH=''
 BACKEND=auto MIN_BYTES=1K MAX_BYTES='' TABLE_SECONDS='' TIMEOUT=''
 SYNC=0 DETACH=0 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 ALL=0 FOLLOW=0 TEMPLATE=0 PREFLIGHT=1
 FORWARDED=()          # NAME=VALUE of inherited variables that are passed to the nodes, in the same way as ENVIRONMENT
@@ -64,27 +68,41 @@ ENVIRONMENT=()        # --env, --env-file: NAME=VALUE; not passed in command lin
 MAX_NPROC=1024        # per machine
 
 
+# Like parse_options, for a program whose options stand before the first positional argument: call a function with this
+# argument and all that follow.
+parse_options_before() { # <function> <argument...>
+  TAKE_SCRIPT=$1
+  parse_options "${@:2}"
+}
+
+
 # Set the variables above from the arguments of this program.
 parse_options() { # <argument...>
+  local name
   [[ $PWD -ef . || $(readlink "/proc/$$/cwd") != *' (deleted)' ]] ||
     die_usage "the working directory '$PWD' was removed; change to one that exists"
   CALL=("$PROGRAM_FILE" "$@")
   read_help
   while (($#)); do
     case $1 in
-      --help | -h) usage; exit ;;
+      --help | -h) show_help; exit ;;
+      --help-all) [[ ${VALUE_NAME[--help-all]-} ]] || refuse_option "$1"; usage; exit ;;
       --version) show_version; exit ;;
       --)
+        [[ ! $TAKE_SCRIPT ]] || { "$TAKE_SCRIPT" "${@:2}" && break; }
         [[ ${VALUE_NAME[--]-} ]] || die_usage "--: unknown option"
         SCRIPT_ARGS=("${@:2}")
         break
         ;;
       --*=*)
-        [[ ${VALUE_NAME[${1%%=*}]-none} != none ]] || refuse_option "$1"
-        set -- "${1%%=*}" "${1#*=}" "${@:2}"
+        name=${1%%=*}
+        [[ ! $TAKE_SCRIPT ]] || name=${name//_/-}
+        [[ ${VALUE_NAME[$name]-none} != none ]] || refuse_option "$1"
+        set -- "$name" "${1#*=}" "${@:2}"
         continue
         ;;
       -[!0-9]*)
+        [[ ! $TAKE_SCRIPT ]] || set -- "${1//_/-}" "${@:2}"
         [[ ${VALUE_NAME[$1]-} ]] || refuse_option "$1"
         GIVEN_OPTIONS+=("$1")
         if [[ ${VALUE_NAME[$1]} == none ]]; then
@@ -94,10 +112,14 @@ parse_options() { # <argument...>
           need_value "$@"
           GIVEN_VALUES+=("$2")
           set_option "$1" "$2"
+          [[ ! $TAKE_SCRIPT || ${VARIABLE_OF[$1]-} != MODULE ]] || { "$TAKE_SCRIPT" "${@:3}" && break; }
           shift
         fi
         ;;
-      *) POSITIONAL+=("$1") ;;
+      *)
+        [[ ! $TAKE_SCRIPT ]] || { "$TAKE_SCRIPT" "$@" && break; }
+        POSITIONAL+=("$1")
+        ;;
     esac
     shift
   done
@@ -125,8 +147,17 @@ set_option() { # <option> <its value, or 1 for a flag>
     --env) add_environment --env "$2" ;;
     --env-file) read_env_file "$2" ;;
     --fetch) FETCHED+=("$2") ;;
-    *) printf -v "${VARIABLE_OF[$1]}" '%s' "$2" ;;
+    *)
+      [[ ! ${VARIABLE_OF[$1]-} ]] || printf -v "${VARIABLE_OF[$1]}" '%s' "$2"
+      [[ ${VARIABLE_OF[$1]-} ]] || take_torchrun_option "$1" "$2"
+      ;;
   esac
+}
+
+
+# Print the help without the part behind `More options:`, which --help-all prints too.
+show_help() {
+  usage | sed '/^More options/,$d'
 }
 
 
@@ -232,9 +263,9 @@ check_nproc() { # <name of the argument> <value> [or_kind: accept also auto, gpu
 }
 
 
-# Whether this NPROC is one of torchrun's names for one process per GPU or core.
+# Whether this NPROC is one of torchrun's names for one process per GPU or core, or `default`, which place.bash sets.
 is_processor_kind() { # <NPROC>
-  [[ $1 == @(auto|gpu|cpu) ]]
+  [[ $1 == @(auto|gpu|cpu|default) ]]
 }
 
 

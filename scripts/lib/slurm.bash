@@ -77,12 +77,12 @@ enter_node_env() { # <argument of the script...>
     unset MUSTER_ENTERED
     return
   fi
-  set -- "$(node_env)" "$PROGRAM_FILE" "$@"
+  set -- "$(node_env)" "$VERB" "$PROGRAM_FILE" "$@"
   restore_environment
   source_node_env "$1" kill_background </dev/null >&2
   kill_background
-  builtin export MUSTER_ENTERED=1
-  exec_by_env bash "${@:2}"
+  builtin export MUSTER_ENTERED=1 "MUSTER_VERB=$2"
+  exec_by_env bash "${@:3}"
 }
 
 

@@ -25,8 +25,7 @@ main() {
   [[ ! $LEASE$ATTACH ]] || die_usage "--lease and --attach: not possible with pdsh; use launch_torchrun_auto.sh"
   parse_config_nproc_nodes
   check_call_on_nodes "${POSITIONAL[@]:2}"
-  [[ $DRY_RUN == 1 ]] || type -P pdsh >/dev/null ||
-    die "pdsh: not found on this machine; install it, or use launch_torchrun_auto.sh"
+  check_pdsh
   ssh_run_nodes pdsh
 }
 

@@ -3,7 +3,6 @@
 # Start training on this machine, with NPROC processes.
 #
 # Usage: launch_singlenode.sh [options] CONFIG NPROC [-- ARGUMENT...]
-#        muster run ...
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: pass none
 #   NPROC                number of processes: at most one per GPU; any number without GPUs;
@@ -56,37 +55,13 @@ set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/launcher.bash"
 
 
-parse_arguments() {
+main() {
+  parse_options "$@"
   ((${#POSITIONAL[@]} == 2)) || die_usage "expected CONFIG and NPROC, got: $(quote "${POSITIONAL[@]:-nothing}")" \
     "(arguments of your script go after --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
   check_nproc NPROC "$NPROC" or_kind
-  count_processes_here
-  add_node "$(uname -n)" "$NPROC"
-}
-
-
-check_local_call() {
-  local checks=(--torch --ranks "$NPROC")
-  ((!PREFLIGHT)) || checks+=(--gpus "$NPROC" ${MASTER_PORT:+--port "$MASTER_PORT"})
-  check_call "${checks[@]}"
-}
-
-
-# Without --master-port, torchrun itself binds a free port: a port chosen here could be in use when torchrun starts.
-build_local_agent_command() {
-  local rendezvous=(--standalone --local-addr 127.0.0.1)
-  [[ ! $MASTER_PORT ]] || rendezvous=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
-  build_agent_command "${rendezvous[@]}" --nproc-per-node "$NPROC"
-}
-
-
-main() {
-  parse_options "$@"
-  parse_arguments
-  check_local_call
-  build_local_agent_command
-  run_nodes local ${MASTER_PORT:+--run-id}
+  run_on_this_machine
 }
 
 main "$@"

@@ -1,0 +1,136 @@
+# shellcheck shell=bash
+#
+# Where a run of run.sh or train.sh starts: on this machine, on nodes over SSH, in the SLURM allocation of this shell, or
+# as a new SLURM job.
+#
+# Sourced, never run; it needs launcher.bash.
+
+# shellcheck disable=SC2034 # other files use these variables
+SBATCH_OPTIONS=() # options of sbatch
+# Options of torchrun that Muster does not have under these names, and names of their values.
+declare -A TORCHRUN_OPTIONS=(
+  [--standalone]=none [--no-python]=none [--run-path]=none [--nnodes]=N [--node-rank]=RANK [--master-addr]=ADDRESS
+  [--local-addr]=ADDRESS [--tee]=STREAMS [-t]=STREAMS [--redirects]=STREAMS [-r]=STREAMS [--rdzv-backend]=NAME
+  [--rdzv-endpoint]=ADDRESS [--rdzv-id]=ID [--rdzv-conf]=CONF [--role]=NAME [--start-method]=NAME
+  [--monitor-interval]=SECONDS [--shutdown-timeout]=SECONDS [--local-ranks-filter]=RANKS [--logs-specs]=NAME
+  [--event-log-handler]=NAME [--numa-binding]=NAME [--signals-to-handle]=NAMES [--virtual-local-rank]=none
+  [--duplicate-stdout-filters]=TEXT [--duplicate-stderr-filters]=TEXT
+)
+# Options of sbatch that need no --sbatch.
+SBATCH_NAMES=(--time --partition --account --qos --mem --gpus-per-node --constraint --reservation --job-name)
+
+
+# Accept options that the help does not list: those of torchrun, of sbatch, and of the form with CONFIG and NPROC.
+accept_unlisted_options() {
+  local name
+  VALUE_NAME[--script]=PATH VALUE_NAME[--module]=MODULE
+  for name in "${!TORCHRUN_OPTIONS[@]}"; do
+    VALUE_NAME["$name"]=${TORCHRUN_OPTIONS[$name]}
+  done
+  for name in "${SBATCH_NAMES[@]}"; do
+    VALUE_NAME["$name"]=VALUE
+  done
+}
+
+
+# Do what torchrun's option means, or refuse it. Also takes the options of sbatch.
+take_torchrun_option() { # <option> <value, or 1>
+  local by_hand="to name the nodes: --on NODE,NODE...; to start each node by hand: muster node"
+  case $1 in
+    --sbatch) SBATCH_OPTIONS+=("--sbatch=$2") ;;
+    --standalone | --local-addr | --start-method | --monitor-interval) ;; # what Muster does, or has no need for
+    --tee | -t | --redirects | -r | --local-ranks-filter | --logs-specs | --duplicate-std*)
+      log "$1: the output of all ranks is in the run directory; --console-rank chooses the rank that is shown" ;;
+    --nnodes) [[ $2 == @(1|1:1) ]] || die_usage "$1 $2: this call starts one machine; $by_hand" ;;
+    --node-rank) [[ $2 == 0 ]] || die_usage "$1 $2: this call starts one machine; $by_hand" ;;
+    --master-addr) [[ $2 == @(localhost|127.0.0.1|::1) ]] || die_usage "$1 $2: this call starts one machine; $by_hand" ;;
+    --rdzv-*) die_usage "$1: the launcher chooses how ranks find each other; leave it out; $by_hand" ;;
+    --no-python | --run-path)
+      die_usage "$1: ranks run Python; leave it out, and start another program from a script, such as with subprocess" ;;
+    --*)
+      [[ " ${SBATCH_NAMES[*]} " != *" $1 "* ]] || { SBATCH_OPTIONS+=("--sbatch=$1=$2") && return; }
+      die_usage "$1: only torchrun's own agent has this option; leave it out, or call torchrun"
+      ;;
+  esac
+}
+
+
+# Take SCRIPT and its arguments, and end the options. With -m, all arguments are those of the module. A leading -- is
+# taken away. A call of the form CONFIG NPROC is passed to its own program.
+take_script() { # <argument...>
+  if [[ $# -ge 2 && ($1 == - || ! $MODULE && $1 == *.y?(a)ml) ]] && { is_count "$2" || is_processor_kind "$2"; }; then
+    exec_in_environment 1 "MUSTER_VERB=$VERB" "$KIT/scripts/ssh/launch_singlenode.sh" "${CALL[@]:1}"
+  fi
+  [[ ! $SCRIPT ]] || die_usage "--script '$SCRIPT': write SCRIPT without --script, behind the options"
+  if [[ ! $MODULE ]]; then
+    (($#)) || die_usage "SCRIPT: missing; name your script"
+    SCRIPT=$1
+    shift
+  fi
+  [[ ${1-} != -- ]] || shift
+  SCRIPT_ARGS=("$@")
+}
+
+
+# Refuse the options that the place does not have.
+refuse_options() { # <the place, and what to do> <option...>
+  local given
+  for given in "${GIVEN_OPTIONS[@]}"; do
+    [[ " ${*:2} " != *" $given "* ]] || die_usage "$given: $1"
+  done
+}
+
+
+check_place() {
+  local nodes=(--sync --fetch --spares --min-nodes --exclude --pdsh --rendezvous-timeout)
+  local job=(--sbatch "${SBATCH_NAMES[@]}")
+  [[ ! $ON || ! $HOSTFILE ]] || die_usage "--on and --hostfile: both name the nodes; give one of the two"
+  [[ ! $SLURM_NODES || ! $ON$HOSTFILE ]] || die_usage "--slurm and ${ON:+--on}${HOSTFILE:+--hostfile}: give one of the two"
+  if [[ $SLURM_NODES ]]; then
+    refuse_options "not in a job of --slurm; leave it out" "${nodes[@]}" --lease --attach --detach --no-preflight
+  else
+    refuse_options "only for a job of --slurm" "${job[@]}"
+  fi
+  if [[ ! $SLURM_NODES$ON$HOSTFILE ]]; then
+    refuse_options "only for nodes over SSH; name them with --on or --hostfile" --sync --fetch --exclude --pdsh
+    in_allocation || refuse_options "there is only one machine; name more with --on or --hostfile" \
+      --spares --min-nodes --rendezvous-timeout
+  fi
+  [[ ! $PDSH || ! $LEASE$ATTACH ]] || die_usage "--lease and --attach: not possible with --pdsh; leave --pdsh out"
+}
+
+
+# Start the run. Callers must not have local variables, see run_nodes.
+run_at_place() {
+  check_place
+  NPROC=${NPROC:-default}
+  check_nproc -n "$NPROC" or_kind
+  if [[ $SLURM_NODES ]]; then
+    submit_job
+  elif [[ $ON$HOSTFILE ]]; then
+    check_call_on_nodes ${ON:+"$ON"}
+    [[ $PDSH ]] || ssh_run_nodes ssh
+    check_pdsh
+    ssh_run_nodes pdsh
+  elif in_allocation; then
+    enter_node_env "${CALL[@]:1}"
+    ! is_processor_kind "$NPROC" || [[ $NPROC == default ]] ||
+      die_usage "-n $NPROC: only for machines without SLURM; in an allocation give a number, or leave -n out"
+    [[ $NPROC != default ]] || NPROC=0
+    slurm_check_call $((NPROC * ${SLURM_JOB_NUM_NODES:-1}))
+    slurm_run_nodes
+  else
+    run_on_this_machine
+  fi
+}
+
+
+# Submit the batch job, and follow it.
+submit_job() {
+  [[ $NPROC != default ]] || die_usage "-n N: missing; with --slurm, give the number of processes per node"
+  forward_options_except -n --nproc --nproc-per-node --slurm --script -m "${!TORCHRUN_OPTIONS[@]}" "${SBATCH_NAMES[@]}" \
+    --sbatch
+  exec_in_environment 1 "MUSTER_VERB=$VERB" "$KIT/scripts/slurm/submit.sh" --follow \
+    "${SBATCH_OPTIONS[@]}" "${FORWARDED_OPTIONS[@]}" ${SCRIPT:+--script "$SCRIPT"} ${MODULE:+-m "$MODULE"} \
+    "$CONFIG" "$NPROC" "$SLURM_NODES" -- "${SCRIPT_ARGS[@]}"
+}
